@@ -1,0 +1,1 @@
+"""The pagemill command and the offline API."""

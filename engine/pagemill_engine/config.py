@@ -1,0 +1,58 @@
+"""The engine's settings: every knob with meaning, unit and default. Filled from the command line or from a plan."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+PrefixScope = Literal["deployment", "tenant", "key"]
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    model: str
+    """Source URI or path: `package://dist/path`, `file:///path`, or a plain path to a folder or `.gguf` file."""
+    served_names: list[str] = []
+    """Names clients may use; empty: derived from the source."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Compute and KV type. `auto`: bfloat16 where the CPU computes it natively, else float32."""
+    max_model_len: int | None = None
+    """Tokens of prompt and output together; `None`: the model's own limit, capped by the KV cache."""
+    max_num_seqs: int = 64
+    """Requests in one step."""
+    max_num_batched_tokens: int = 512
+    """Token budget of one step, prefill and decode together."""
+    block_size: int = 16
+    """Tokens of one KV block."""
+    kv_cache_memory_bytes: int | None = None
+    """Memory of the KV cache; `None`: 1 GiB or a quarter of the free memory, whichever is less."""
+    enable_prefix_caching: bool = True
+    prefix_scope: PrefixScope = "deployment"
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    """Order of the waiting queue. `fcfs` still honours `priority` only between preemption victims."""
+    max_num_waiting: int = 1024
+    """Requests that may wait in the engine; one more is refused with 503."""
+    num_threads: int | None = None
+    """Compute threads; `None`: the cores this process may use (affinity and cgroup quota)."""
+    seed: int | None = None
+    """Seed of requests that send none; `None`: drawn at random per request."""
+    chat_template: str | None = None
+    """Overrides the model's own template."""
+    null_runner: bool = False
+    """Simulated device: real scheduler, KV and HTTP, no model; steps wait the predicted time."""
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """Data port; 0 takes a free one."""
+    control_host: str = "127.0.0.1"
+    control_port: int = 8001
+    internal_token: str = ""
+    """Bearer token that `/internal/*` and control writes ask for; empty: only loopback peers may call them."""
+    max_body_bytes: int = 8 * 1024 * 1024
+    max_header_bytes: int = 64 * 1024
+    body_timeout_s: float = 30.0
+    """A body that takes longer to arrive gets 408."""
+    drain_timeout_s: float = 30.0
+    """After SIGTERM, running requests get this long; then they end with an error event."""

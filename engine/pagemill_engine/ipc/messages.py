@@ -1,0 +1,107 @@
+"""Messages between the HTTP process and the engine process: tagged msgspec structs, msgpack on the wire.
+
+To the engine: `AddRequest`, `Abort`, `Drain`, `Shutdown`. From the engine: `LoadProgress` while starting, then `Ready`, then
+`StepOutputs` after every step that has something to say; `Fatal` before it dies of a fault of its own.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pagemill_protocol.generate import FinishReason, GenerateRequest
+from pagemill_protocol.state import EngineLoad, StepTimeParams
+
+
+class AddRequest(msgspec.Struct, frozen=True, tag="add"):
+    request: GenerateRequest
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """Drop a client request, or one choice of it (a stop string was found in its text)."""
+
+    request_id: str
+    choice: int | None = None
+
+
+class Drain(msgspec.Struct, frozen=True, tag="drain"):
+    """Finish what is there; refuse what comes."""
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    """Stop now."""
+
+
+ToEngine = AddRequest | Abort | Drain | Shutdown
+
+
+class LoadProgress(msgspec.Struct, frozen=True, tag="progress"):
+    """Why the engine is not ready yet."""
+
+    phase: str
+    """`loading`, `allocating`, `warming`."""
+    detail: str
+    elapsed_s: float
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
+    """The model generated a token; requests may come."""
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    vocab_size: int
+    weights_digest: str
+    kv_dtype: str
+    weight_bytes: int
+    kv_bytes_per_token: int
+    load_s: float
+
+
+class LogprobsOut(msgspec.Struct, frozen=True, array_like=True):
+    """At one position: chosen token first, then the most likely ones."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int
+
+
+class TokensOut(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """New tokens of one choice of one request."""
+
+    request_id: str
+    choice: int = 0
+    token_ids: list[int] = []
+    logprobs: list[LogprobsOut] | None = None
+    finish_reason: FinishReason | None = None
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache; on the first output of a choice."""
+    error: str | None = None
+    error_status: int = 500
+    num_preemptions: int = 0
+    queue_s: float = 0.0
+    """From arrival to first scheduling; on the first output."""
+
+
+class PrefixEvents(msgspec.Struct, frozen=True, omit_defaults=True):
+    added: list[bytes] = []
+    removed: list[bytes] = []
+
+
+class StepOutputs(msgspec.Struct, frozen=True, kw_only=True, tag="step", omit_defaults=True):
+    outputs: list[TokensOut] = []
+    load: EngineLoad = EngineLoad()
+    step_time: StepTimeParams | None = None
+    prefixes: PrefixEvents | None = None
+    num_step_tokens: int = 0
+
+
+class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
+    """The engine process cannot start or go on. `reason` is CamelCase, `message` names the remedy."""
+
+    reason: str
+    message: str
+
+
+FromEngine = LoadProgress | Ready | StepOutputs | Fatal

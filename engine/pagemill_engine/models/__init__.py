@@ -1,0 +1,1 @@
+"""Model definitions from shared blocks, by Hugging Face architecture name."""

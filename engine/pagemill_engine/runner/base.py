@@ -1,0 +1,40 @@
+"""What the loop needs of a runner. The loop sees no device, no tensor and no model.
+
+Implementations: `runner.cpu` (torch), `runner.null` (waits the predicted time; for simulations and scheduler benches).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+from pagemill_engine.scheduler.step import StepPlan, StepResult
+
+
+class RunnerInfo(NamedTuple):
+    """What a loaded runner offers."""
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    vocab_size: int
+    weights_digest: str
+    kv_dtype: str
+    weight_bytes: int
+    kv_bytes_per_token: int
+
+
+class Runner(Protocol):
+    """`launch` starts a step and returns at once where the device allows it; `wait` gives its tokens."""
+
+    @property
+    def info(self) -> RunnerInfo: ...
+
+    def launch(self, plan: StepPlan) -> Any:
+        """Apply the plan's differences and start its forward pass and sampling; returns an opaque handle."""
+        ...
+
+    def wait(self, handle: Any) -> StepResult:
+        """Block until the step of `handle` is done."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,1 @@
+"""Decides how many tokens of which request each step computes. No torch."""

@@ -1,0 +1,75 @@
+"""The contract between scheduler and runner: what one step computes, and what came of it.
+
+A decision is `{request_id: num_tokens}`. Around it travel only differences: rows that enter, block ids appended, blocks
+to copy before the forward pass, rows that left. The runner keeps a persistent row for each admitted request and applies
+them; it never asks back. Neither side imports the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pagemill_protocol.sampling import SamplingParams
+
+
+@dataclass(slots=True, frozen=True)
+class AdmittedRow:
+    """A request that starts, or resumes after preemption: its row is filled anew."""
+
+    request_id: str
+    token_ids: list[int]
+    """All known tokens: prompt, then tokens generated before a preemption or migration."""
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    """Tokens whose KV is already in `block_ids` (prefix-cache hit or fork)."""
+    block_ids: list[int]
+    """Blocks for all tokens up to and including this step's."""
+    sampling: SamplingParams
+    choice: int
+    """Index among the n choices of its client request: part of the random counter."""
+    seed: int
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step's work. Order of `num_scheduled_tokens` is the order of rows in the batch."""
+
+    step: int
+    num_scheduled_tokens: dict[str, int]
+    """The decision. A request samples one token exactly when the step catches up with all its tokens."""
+    admitted: list[AdmittedRow] = field(default_factory=list)
+    new_block_ids: dict[str, list[int]] = field(default_factory=dict)
+    """Blocks appended to rows that were already admitted."""
+    replaced_blocks: list[tuple[str, int, int]] = field(default_factory=list)
+    """(request_id, index in its block table, new block id): the entry after a copy-on-write."""
+    block_copies: list[tuple[int, int]] = field(default_factory=list)
+    """(source, destination) copied before the forward pass."""
+    released: list[str] = field(default_factory=list)
+    """Rows that left since the step before: finished, aborted or preempted. Applied first."""
+    samples: set[str] = field(default_factory=set)
+    """Requests that sample a token in this step."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.num_scheduled_tokens.values())
+
+
+@dataclass(slots=True, frozen=True)
+class TokenLogprobs:
+    """Log probabilities at one position: the chosen token first, then the most likely ones."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int
+    """Rank of the chosen token, 1 is the most likely."""
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What the runner returns for a `StepPlan`."""
+
+    token_ids: dict[str, int] = field(default_factory=dict)
+    """One sampled token for each request in `StepPlan.samples` that did not fail."""
+    logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    """Requests that this step broke (non-finite logits and the like), with the reason; the others go on."""

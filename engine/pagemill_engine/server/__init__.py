@@ -1,0 +1,1 @@
+"""The HTTP process: data port, control port. No torch."""

@@ -1,0 +1,1 @@
+"""One OpenAI-compatible URL over all engine pods."""

@@ -1,0 +1,1 @@
+"""LLMDeployment to plan, plan to running processes or pods."""

@@ -1,0 +1,44 @@
+"""The gateway's view of what it serves: models and the endpoints of their engines.
+
+Written by whoever discovers (the local backend, or a watcher of the cluster's objects), read by the gateway's brain.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Endpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One engine pod or process."""
+
+    id: str
+    """Stable for the life of the pod: pod UID, or `name-ordinal-pid`."""
+    data_url: str
+    """For example `http://127.0.0.1:8000`."""
+    control_url: str
+    terminating: bool = False
+    """Takes no new request."""
+
+
+class CatalogModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One LLMDeployment as the gateway serves it."""
+
+    namespace: str = "default"
+    deployment: str
+    name: str
+    """The name clients use."""
+    aliases: list[str] = []
+    weight: int = 100
+    """Share of the requests for this name among the deployments that claim it."""
+    engine_token: str = ""
+    """Bearer token for `/internal/*` of its engines."""
+    prefix_scope: str = "deployment"
+    chat_template: str | None = None
+    """Overrides the bundle's template."""
+    endpoints: list[Endpoint] = []
+
+
+class Catalog(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Everything one gateway serves. Sent whole; a newer one replaces it."""
+
+    models: list[CatalogModel] = []

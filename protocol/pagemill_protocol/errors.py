@@ -1,0 +1,129 @@
+"""Errors as clients see them: one exception type, rendered in OpenAI's body shape.
+
+Every component raises `PagemillError` (or lets one of the constructors below build it); the HTTP door turns it into
+`{"error": {"message", "type", "param", "code"}}` with its status. It never carries text of other requests, memory
+addresses or stack traces. The shape and the status codes follow the OpenAI API reference; 499 is nginx's code for a
+client that left.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class PagemillError(Exception):
+    """A refusal or failure with everything a client needs to act on it.
+
+    `status`: HTTP status. `param`: the request field at fault, dotted. `code`: machine-readable cause.
+    `retry_after_s`: seconds, sent as `Retry-After`.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+        self.type = type
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+    def body(self) -> dict[str, Any]:
+        """The response body in OpenAI's error shape."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def headers(self) -> dict[str, str]:
+        if self.retry_after_s is None:
+            return {}
+        return {"Retry-After": str(max(1, round(self.retry_after_s)))}
+
+
+def invalid_field(param: str, message: str, *, code: str = "invalid_value") -> PagemillError:
+    """400: one field of the request is wrong; `message` names the value and the remedy."""
+    return PagemillError(message, param=param, code=code)
+
+
+def unsupported_field(param: str, remedy: str) -> PagemillError:
+    """400: a field that OpenAI clients know and this server does not serve."""
+    return PagemillError(f"`{param}` is not supported. {remedy}", param=param, code="unsupported_parameter")
+
+
+def context_length_exceeded(num_prompt_tokens: int, max_model_len: int, param: str = "messages") -> PagemillError:
+    return PagemillError(
+        f"The prompt has {num_prompt_tokens} tokens and the model's context is {max_model_len} (maxModelLen), "
+        "which must also hold at least one generated token. Shorten the prompt.",
+        param=param,
+        code="context_length_exceeded",
+    )
+
+
+def unauthorized(message: str = "Send a valid API key in the header `Authorization: Bearer KEY`.") -> PagemillError:
+    return PagemillError(message, status=401, type="authentication_error", code="invalid_api_key")
+
+
+def model_not_found(name: str, known: list[str]) -> PagemillError:
+    listing = ", ".join(sorted(known)[:20]) or "none"
+    return PagemillError(
+        f"The model `{name[:200]}` does not exist here. Models served: {listing}.",
+        status=404,
+        param="model",
+        code="model_not_found",
+    )
+
+
+def not_found(path: str) -> PagemillError:
+    return PagemillError(f"No route `{path[:200]}` here.", status=404, code="not_found")
+
+
+def request_timeout() -> PagemillError:
+    return PagemillError("The request body did not arrive in time.", status=408, type="timeout_error", code="timeout")
+
+
+def body_too_large(limit_bytes: int) -> PagemillError:
+    return PagemillError(
+        f"The request body is larger than {limit_bytes} bytes. Send less text in one request.",
+        status=413,
+        code="request_too_large",
+    )
+
+
+def too_many_requests(message: str, retry_after_s: float) -> PagemillError:
+    return PagemillError(
+        message, status=429, type="rate_limit_error", code="rate_limit_exceeded", retry_after_s=retry_after_s
+    )
+
+
+def headers_too_large(limit_bytes: int) -> PagemillError:
+    return PagemillError(
+        f"The request's headers are larger than {limit_bytes} bytes.", status=431, code="headers_too_large"
+    )
+
+
+def client_closed_request() -> PagemillError:
+    return PagemillError("The client closed the request.", status=499, type="client_error", code="client_closed")
+
+
+def internal_error(message: str = "The server failed to process this request.") -> PagemillError:
+    return PagemillError(message, status=500, type="server_error", code="internal_error")
+
+
+def bad_upstream(message: str) -> PagemillError:
+    return PagemillError(message, status=502, type="server_error", code="bad_upstream", retry_after_s=1)
+
+
+def unavailable(message: str, retry_after_s: float = 5, code: str = "server_is_overloaded") -> PagemillError:
+    return PagemillError(message, status=503, type="server_error", code=code, retry_after_s=min(retry_after_s, 120))
+
+
+def deadline_exceeded() -> PagemillError:
+    return PagemillError(
+        "The request did not finish before its deadline.", status=504, type="timeout_error", code="deadline_exceeded"
+    )

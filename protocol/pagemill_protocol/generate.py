@@ -1,0 +1,81 @@
+"""The wire between gateway and engine for one request: `GenerateRequest` out, frames back.
+
+The gateway validates, renders and tokenizes; the engine gets ids and returns length-prefixed frames. Each frame is
+meta (what a gateway must know to account, resume or finish the request) and payload (bytes the client may get unparsed:
+complete SSE events when streaming, the whole JSON body in the last frame otherwise). The engine's own HTTP routes use
+the same request type. Encoding and splitting of frames: `pagemill_protocol.frames`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from pagemill_protocol.sampling import SamplingParams
+
+PROTOCOL_VERSION = 1
+Dialect = Literal["chat", "completions"]
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class ChoiceResume(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Where one choice stood when its stream broke: the next engine continues from here."""
+
+    index: int
+    token_ids: list[int]
+    """Tokens generated and already delivered."""
+    num_text_chars: int
+    """Characters of text already delivered to the client."""
+    finished: bool = False
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One prompt with its sampling, as tokens. Sent as msgpack to `POST /internal/generate`."""
+
+    request_id: str
+    """Assigned by the front door; also the client's response id, for example `chatcmpl-...`."""
+    model: str
+    """The name the client used; echoed in the response."""
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    dialect: Dialect = "chat"
+    created_unix_s: int = 0
+    stream: bool = False
+    include_usage: bool = False
+    priority: int = 0
+    """Smaller is served first."""
+    prompt_text: str | None = None
+    """Only for `echo` in the completions dialect."""
+    prompt_index: int = 0
+    """Index of this prompt in a completions request of several; choice indices start at prompt_index * n."""
+    cache_salt: str = ""
+    """Root salt of the prefix cache, derived by the front door from `prefixCaching.scope`; clients never send it."""
+    resume: list[ChoiceResume] = []
+
+
+class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens whose KV was found in the prefix cache."""
+
+
+class FrameMeta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the gateway keeps of one frame. All fields default to "nothing new"."""
+
+    choice: int = 0
+    token_ids: list[int] = []
+    """Tokens this frame delivers."""
+    num_text_chars: int = 0
+    """Characters of text of this choice delivered so far, this frame included."""
+    position: int = 0
+    """Sampler position: tokens of this choice generated so far."""
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+    """On the request's last frame."""
+    last: bool = False
+    """No frame follows."""
+    error: str | None = None
+    """The request failed; the payload is a complete error body (or SSE error event)."""
+    error_status: int = 0

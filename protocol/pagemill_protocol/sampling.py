@@ -1,0 +1,134 @@
+"""Sampling parameters: one immutable value from the HTTP door to the sampler.
+
+Used by the offline API (`LLM.generate`), the dialects and the engine alike; `validate()` is the only place where their
+ranges are checked. It does not sample: `pagemill_engine.sampling` does.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+
+from pagemill_protocol.errors import invalid_field
+
+MAX_CHOICES = 128
+MAX_TOP_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 256
+MAX_LOGIT_BIAS = 1024
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How tokens are chosen and when a choice ends.
+
+    Names and meaning are those of the OpenAI API and of vLLM's `SamplingParams`.
+    """
+
+    n: int = 1
+    """Choices per prompt."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 or -1 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose probabilities sum to at least this."""
+    min_p: float = 0.0
+    """Drop tokens less likely than this share of the most likely one."""
+    seed: int | None = None
+    """Random seed, 0 to 2**63-1; `None` lets the server draw one."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens seen in prompt or output (CTRL, arXiv 1909.05858)."""
+    logit_bias: dict[int, float] | None = None
+    """Added to the logits, by token id."""
+    logprobs: int | None = None
+    """`None`: none. k: log probability of each chosen token and of the k most likely ones."""
+    stop: list[str] = []
+    """Strings that end the choice; not part of the text unless `include_stop_str_in_output`."""
+    stop_token_ids: list[int] = []
+    include_stop_str_in_output: bool = False
+    min_tokens: int = 0
+    """No end-of-sequence or stop token before this many generated tokens."""
+    max_tokens: int | None = 16
+    """Tokens to generate at most; `None`: up to the model's context."""
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    def validate(self, vocab_size: int | None = None) -> SamplingParams:
+        """Return self, or raise `PagemillError` (400) that names the first field out of range."""
+        _check_int("n", self.n, 1, MAX_CHOICES)
+        _check_number("temperature", self.temperature, 0.0, 2.0)
+        _check_int("top_k", self.top_k, -1, 2**31 - 1)
+        _check_number("top_p", self.top_p, 0.0, 1.0, exclusive_low=True)
+        _check_number("min_p", self.min_p, 0.0, 1.0)
+        _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_number("repetition_penalty", self.repetition_penalty, 0.0, 10.0, exclusive_low=True)
+        if self.seed is not None:
+            _check_int("seed", self.seed, -(2**63), 2**63 - 1)
+        if self.logprobs is not None:
+            _check_int("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise invalid_field(
+                "min_tokens", f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})."
+            )
+        self._validate_stops(vocab_size)
+        self._validate_logit_bias(vocab_size)
+        return self
+
+    def _validate_stops(self, vocab_size: int | None) -> None:
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise invalid_field("stop", f"stop has {len(self.stop)} strings; at most {MAX_STOP_STRINGS} are allowed.")
+        for text in self.stop:
+            if not text or len(text) > MAX_STOP_STRING_CHARS:
+                raise invalid_field(
+                    "stop", f"Each stop string must have 1 to {MAX_STOP_STRING_CHARS} characters, got {len(text)}."
+                )
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise invalid_field("stop_token_ids", f"At most {MAX_STOP_TOKEN_IDS} stop token ids are allowed.")
+        for token_id in self.stop_token_ids:
+            _check_token_id("stop_token_ids", token_id, vocab_size)
+
+    def _validate_logit_bias(self, vocab_size: int | None) -> None:
+        if self.logit_bias is None:
+            return
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise invalid_field(
+                "logit_bias", f"logit_bias has {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIAS} are allowed."
+            )
+        for token_id, bias in self.logit_bias.items():
+            _check_token_id("logit_bias", token_id, vocab_size)
+            _check_number("logit_bias", bias, -100.0, 100.0)
+
+
+def _check_int(param: str, value: Any, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise invalid_field(param, f"{param} must be an integer from {low} to {high}, got {_show(value)}.")
+
+
+def _check_number(param: str, value: Any, low: float, high: float, *, exclusive_low: bool = False) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or not low <= value <= high or (exclusive_low and value == low):
+        bound = "above" if exclusive_low else "from"
+        raise invalid_field(param, f"{param} must be a finite number {bound} {low:g} to {high:g}, got {_show(value)}.")
+
+
+def _check_token_id(param: str, token_id: Any, vocab_size: int | None) -> None:
+    high = vocab_size if vocab_size is not None else 2**31
+    if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < high:
+        raise invalid_field(param, f"{param} names token {_show(token_id)}; token ids go from 0 to {high - 1}.")
+
+
+def _show(value: Any) -> str:
+    return repr(value)[:40]

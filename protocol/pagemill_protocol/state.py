@@ -1,0 +1,80 @@
+"""What an engine tells its gateways about itself, pushed on change over one long stream per gateway.
+
+One `StateFrame` is a full load report plus the prefix granules added and removed since the frame before; the first frame
+after a connect (and after any gap in `sequence`) is a snapshot of all granules. Sent as length-prefixed msgpack
+(`pagemill_protocol.frames`), at most 20 a second. `kv_cache_usage` counts active blocks only, never reusable ones.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pagemill_protocol.generate import PROTOCOL_VERSION
+
+
+class StepTimeParams(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Coefficients of the step-time model (`pagemill_protocol.step_time`), in milliseconds."""
+
+    knots_tokens: list[int] = []
+    """Ends of the pieces of the piecewise linear part, in tokens of a step."""
+    knot_ms: list[float] = []
+    """Predicted time at each knot."""
+    decode_context_ms: float = 0.0
+    """Per token of context read by decodes."""
+    chunk_context_ms: float = 0.0
+    """Per (prefill token x context token)."""
+    num_steps_observed: int = 0
+    error_p50: float = 0.0
+    """Median relative error of recent predictions."""
+    error_p95: float = 0.0
+
+
+class Digests(msgspec.Struct, frozen=True, omit_defaults=True):
+    weights: str = ""
+    tokenizer_bundle: str = ""
+    hash_version: int = 1
+    protocol_version: int = PROTOCOL_VERSION
+
+
+class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The engine's load at one instant. Produced by the scheduler, read by router and autoscaler."""
+
+    num_blocks_total: int = 0
+    num_blocks_free: int = 0
+    """Never used, or no longer holding reusable content."""
+    num_blocks_evictable: int = 0
+    """Cached, not referenced: free for the taking."""
+    num_blocks_active: int = 0
+    """Referenced by a running request."""
+    num_requests_running: int = 0
+    num_requests_waiting: int = 0
+    num_tokens_running: int = 0
+    """Context tokens held by running requests."""
+    num_tokens_waiting: int = 0
+    """Prompt tokens not yet computed, of waiting and running requests."""
+    step_ms: float = 0.0
+    """Duration of the latest step."""
+    num_preemptions: int = 0
+    """Since start."""
+
+    @property
+    def kv_cache_usage(self) -> float:
+        return self.num_blocks_active / self.num_blocks_total if self.num_blocks_total else 0.0
+
+
+class StateFrame(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    sequence: int
+    snapshot: bool = False
+    """`prefixes_added` holds everything; forget what was known before."""
+    load: EngineLoad = EngineLoad()
+    step_time: StepTimeParams = StepTimeParams()
+    digests: Digests = Digests()
+    block_size: int = 16
+    max_model_len: int = 0
+    max_num_batched_tokens: int = 0
+    models: list[str] = []
+    """Names this engine answers to: the model, its aliases and adapters."""
+    draining: bool = False
+    prefixes_added: list[bytes] = []
+    """Chained hashes of granules (at least 64 tokens each) now in the prefix cache."""
+    prefixes_removed: list[bytes] = []

@@ -1,0 +1,1 @@
+"""Virtual clock around the real scheduler and block manager."""
