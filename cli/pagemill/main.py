@@ -1,0 +1,86 @@
+"""The `pagemill` command: a table of commands, each imported only when it is called.
+
+Starting must stay fast (no torch, no web framework, no command module for `--help`), so a command is known here by its
+name and one line of help; its options are read from its function in `pagemill.commands.NAME` when it is needed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from importlib.metadata import version as distribution_version
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+COMMANDS: Mapping[str, str] = {
+    "up": "Serve LLMDeployment files on this machine.",
+    "serve": "Serve one model as an OpenAI-compatible server.",
+    "gateway": "Run a gateway in front of engines.",
+    "chat": "Talk to a model in the terminal.",
+    "explain": "Describe the fields of LLMDeployment.",
+    "bench": "Measure a running server.",
+    "version": "Print the version.",
+}
+"""Every command and its line in `pagemill --help`, in the order shown."""
+
+
+class LazyCommand(TyperCommand):
+    """Stands in for a command until it runs; then its module is imported and takes over the parsing."""
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        return self.load().make_context(info_name, args, parent=parent, **extra)
+
+    def load(self) -> Any:
+        """The real command, built by typer from its function's signature."""
+        assert self.name is not None
+        module = importlib.import_module(f"pagemill.commands.{self.name}")
+        app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        app.command(self.name, help=self.help)(getattr(module, self.name))
+        return typer.main.get_command(app)
+
+
+class LazyGroup(TyperGroup):
+    """Lists the table above without importing any of it."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name in self.commands or cmd_name not in COMMANDS:
+            return self.commands.get(cmd_name)
+        self.commands[cmd_name] = LazyCommand(cmd_name, help=COMMANDS[cmd_name], callback=_unloaded)
+        return self.commands[cmd_name]
+
+
+def _unloaded() -> None:
+    raise AssertionError("a lazy command hands its context to the real one")
+
+
+app = typer.Typer(
+    cls=LazyGroup,
+    help="Serve large language models: on this machine, or on Kubernetes.",
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"pagemill {distribution_version('pagemill')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(False, "--version", callback=_show_version, is_eager=True, help="Print the version."),
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Entry point of the `pagemill` script."""
+    app()
