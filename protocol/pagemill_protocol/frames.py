@@ -1,0 +1,193 @@
+"""Length-prefixed frames: the answer stream of `/internal/generate` and the engine's state stream.
+
+An answer frame is `u32 meta length | u32 payload length | meta (msgpack of FrameMeta) | payload`, a state frame is
+`u32 length | msgpack of StateFrame`; integers are little-endian. The payload is opaque: bytes for the client that a
+gateway passes on unread. Unknown keys of a newer peer's meta are ignored, missing ones take their defaults.
+
+Decoders take bytes in any chunking. They refuse lengths above fixed bounds before buffering anything, so a peer that
+speaks something else fails at once instead of filling memory. What the fields mean: `generate` and `state`.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+
+from pagemill_protocol.generate import FrameMeta
+from pagemill_protocol.state import StateFrame
+
+FRAMES_CONTENT_TYPE = "application/vnd.pagemill.frames"
+"""Of `/internal/generate` answers."""
+STATE_CONTENT_TYPE = "application/vnd.pagemill.state"
+"""Of `/internal/state` streams."""
+MSGPACK_CONTENT_TYPE = "application/vnd.msgpack"
+"""Of a `GenerateRequest` on its way to the engine."""
+
+MAX_META_BYTES = 4 * 1024 * 1024
+MAX_PAYLOAD_BYTES = 256 * 1024 * 1024
+"""A whole answer that is not streamed: 128 choices with log probabilities fit."""
+MAX_STATE_BYTES = 64 * 1024 * 1024
+"""A snapshot of three million prefix granules."""
+
+_FRAME_HEADER = struct.Struct("<II")
+_STATE_HEADER = struct.Struct("<I")
+_encoder = msgspec.msgpack.Encoder()
+_meta_decoder = msgspec.msgpack.Decoder(FrameMeta)
+_state_decoder = msgspec.msgpack.Decoder(StateFrame)
+
+
+class FrameError(Exception):
+    """The peer's bytes are no frames. The stream cannot be read any further; close it."""
+
+
+def encode_frame(meta: FrameMeta, payload: bytes = b"") -> bytes:
+    """One answer frame. Raises `FrameError` when meta or payload exceed their bounds."""
+    encoded = _encoder.encode(meta)
+    _check_size("meta", len(encoded), MAX_META_BYTES)
+    _check_size("payload", len(payload), MAX_PAYLOAD_BYTES)
+    return b"".join((_FRAME_HEADER.pack(len(encoded), len(payload)), encoded, payload))
+
+
+def encode_state(state: StateFrame) -> bytes:
+    """One state frame. Raises `FrameError` when it exceeds `MAX_STATE_BYTES`."""
+    encoded = _encoder.encode(state)
+    _check_size("state", len(encoded), MAX_STATE_BYTES)
+    return _STATE_HEADER.pack(len(encoded)) + encoded
+
+
+class _Buffer:
+    """Bytes received and not yet consumed. Amortized O(1) per byte in any chunking."""
+
+    __slots__ = ("_data", "_start")
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+        self._start = 0
+
+    def __len__(self) -> int:
+        return len(self._data) - self._start
+
+    def append(self, data: bytes) -> None:
+        if self._start == len(self._data):
+            self._data = bytearray(data)
+            self._start = 0
+            return
+        if self._start > 65536 and self._start * 2 > len(self._data):
+            del self._data[: self._start]
+            self._start = 0
+        self._data += data
+
+    def header(self, layout: struct.Struct) -> tuple[int, ...]:
+        return layout.unpack_from(self._data, self._start)
+
+    def skip(self, size: int) -> None:
+        self._start += size
+
+    def take(self, size: int) -> bytes:
+        taken = bytes(memoryview(self._data)[self._start : self._start + size])
+        self._start += size
+        return taken
+
+
+class FrameDecoder:
+    """Splits an answer stream into `(meta, payload)`; one per response."""
+
+    def __init__(self) -> None:
+        self._buffer = _Buffer()
+        self._failed = False
+
+    def feed(self, data: bytes) -> list[tuple[FrameMeta, bytes]]:
+        """The frames that `data` completes. Raises `FrameError` on garbage, now and on every later call."""
+        _refuse_failed(self._failed)
+        self._buffer.append(data)
+        frames: list[tuple[FrameMeta, bytes]] = []
+        try:
+            while (frame := self._next()) is not None:
+                frames.append(frame)
+        except FrameError:
+            self._failed = True
+            raise
+        return frames
+
+    def close(self) -> None:
+        """The stream ended. Raises `FrameError` when it ended inside a frame."""
+        _check_empty(self._buffer)
+
+    def _next(self) -> tuple[FrameMeta, bytes] | None:
+        buffer = self._buffer
+        if len(buffer) < _FRAME_HEADER.size:
+            return None
+        meta_bytes, payload_bytes = buffer.header(_FRAME_HEADER)
+        _check_size("meta", meta_bytes, MAX_META_BYTES)
+        _check_size("payload", payload_bytes, MAX_PAYLOAD_BYTES)
+        if len(buffer) < _FRAME_HEADER.size + meta_bytes + payload_bytes:
+            return None
+        buffer.skip(_FRAME_HEADER.size)
+        meta = _decode_meta(buffer.take(meta_bytes))
+        return meta, buffer.take(payload_bytes)
+
+
+class StateDecoder:
+    """Splits a state stream into `StateFrame`s; one per connection."""
+
+    def __init__(self) -> None:
+        self._buffer = _Buffer()
+        self._failed = False
+
+    def feed(self, data: bytes) -> list[StateFrame]:
+        """The state frames that `data` completes. Raises `FrameError` on garbage, now and on every later call."""
+        _refuse_failed(self._failed)
+        self._buffer.append(data)
+        states: list[StateFrame] = []
+        try:
+            while (state := self._next()) is not None:
+                states.append(state)
+        except FrameError:
+            self._failed = True
+            raise
+        return states
+
+    def close(self) -> None:
+        """The stream ended. Raises `FrameError` when it ended inside a frame."""
+        _check_empty(self._buffer)
+
+    def _next(self) -> StateFrame | None:
+        buffer = self._buffer
+        if len(buffer) < _STATE_HEADER.size:
+            return None
+        (size,) = buffer.header(_STATE_HEADER)
+        _check_size("state", size, MAX_STATE_BYTES)
+        if len(buffer) < _STATE_HEADER.size + size:
+            return None
+        buffer.skip(_STATE_HEADER.size)
+        return _decode_state(buffer.take(size))
+
+
+def _decode_meta(data: bytes) -> FrameMeta:
+    try:
+        return _meta_decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise FrameError(f"A frame's meta is not a FrameMeta: {error}") from error
+
+
+def _decode_state(data: bytes) -> StateFrame:
+    try:
+        return _state_decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise FrameError(f"A state frame is not a StateFrame: {error}") from error
+
+
+def _check_size(what: str, size: int, limit: int) -> None:
+    if size > limit:
+        raise FrameError(f"A frame announces {size} bytes of {what}; at most {limit} are allowed.")
+
+
+def _check_empty(buffer: _Buffer) -> None:
+    if len(buffer):
+        raise FrameError(f"The stream ended inside a frame, {len(buffer)} bytes of it had arrived.")
+
+
+def _refuse_failed(failed: bool) -> None:
+    if failed:
+        raise FrameError("The stream was broken before; its rest cannot be read.")

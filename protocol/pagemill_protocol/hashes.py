@@ -1,0 +1,106 @@
+"""Block hashes: the content address of a prompt's KV blocks, the same in engine and gateway.
+
+A block's hash is blake2b-128 (RFC 7693) over its parent's hash and its own token ids, so equal hashes mean equal whole
+prefixes, not just equal blocks. The chain starts at a root that mixes everything else a KV value depends on: weights,
+adapter, KV type, block size, the version of this scheme, and the salt that keeps tenants apart. Collisions would serve
+one prompt's KV to another, hence a cryptographic hash; 128 bits keep an index of 10**9 blocks below 10**-20.
+
+Only full blocks have a hash. The cache itself lives in `pagemill_engine.kv`, the gateway's index in
+`pagemill_gateway.brain`; neither may compute hashes another way.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+
+HASH_VERSION = 1
+"""Changes whenever equal inputs would hash differently; engines of another version are not compared."""
+HASH_BYTES = 16
+GRANULE_TOKENS = 64
+"""Prefixes are reported to gateways in steps of at least this many tokens."""
+
+_BLOCK_PERSON = b"pagemill-block"
+_ROOT_PERSON = b"pagemill-root"
+_TOKEN_BYTES = 4
+
+
+def root_hash(
+    *, weights_digest: str, kv_dtype: str, block_size: int, adapter_digest: str = "", salt: str = ""
+) -> bytes:
+    """The parent of every first block (16 bytes).
+
+    Fields are length-prefixed, so no two different sets of fields run together to the same bytes.
+    """
+    state = blake2b(digest_size=HASH_BYTES, person=_ROOT_PERSON)
+    for field in (str(HASH_VERSION), weights_digest, adapter_digest, kv_dtype, str(block_size), salt):
+        encoded = field.encode("utf-8", "surrogatepass")
+        state.update(len(encoded).to_bytes(8, "little"))
+        state.update(encoded)
+    return state.digest()
+
+
+def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """Hash of one full block: blake2b-128 over `parent`, then the ids as little-endian int32.
+
+    Raises `OverflowError` for an id that does not fit int32.
+    """
+    return _chain(parent, _token_bytes(token_ids))
+
+
+def block_hashes(root: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
+    """Hashes of all full blocks of `token_ids`, first block first; a partial last block has none."""
+    return extend([], root, token_ids, block_size)
+
+
+def extend(hashes: list[bytes], root: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
+    """Append to `hashes`, in place, the full blocks of `token_ids` that it lacks, and return it.
+
+    `hashes` must be the block hashes of a prefix of `token_ids` under the same `root`. Costs only the new tokens, so a
+    conversation that grows turn by turn is hashed once in all.
+    """
+    num_hashed_tokens = len(hashes) * block_size
+    num_full_tokens = len(token_ids) - len(token_ids) % block_size
+    if num_full_tokens <= num_hashed_tokens:
+        return hashes
+    data = memoryview(_token_bytes(token_ids[num_hashed_tokens:num_full_tokens]))
+    parent = hashes[-1] if hashes else root
+    for block in _split(data, block_size * _TOKEN_BYTES):
+        parent = _chain(parent, block)
+        hashes.append(parent)
+    return hashes
+
+
+def blocks_per_granule(block_size: int) -> int:
+    """The fewest blocks that hold `GRANULE_TOKENS` tokens."""
+    return -(-GRANULE_TOKENS // block_size)
+
+
+def granule_hashes(hashes: Sequence[bytes], block_size: int) -> list[bytes]:
+    """Hashes of the full granules of a prefix.
+
+    A granule is named by its last block: that hash covers the whole prefix up to there. `hashes` starts at the first
+    block of the prefix.
+    """
+    step = blocks_per_granule(block_size)
+    return list(hashes[step - 1 :: step])
+
+
+def _chain(parent: bytes, tokens: bytes | memoryview) -> bytes:
+    state = blake2b(parent, digest_size=HASH_BYTES, person=_BLOCK_PERSON)
+    state.update(tokens)
+    return state.digest()
+
+
+def _token_bytes(token_ids: Sequence[int]) -> bytes:
+    ids = array("i", token_ids)
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return ids.tobytes()
+
+
+def _split(data: memoryview, size: int) -> Iterator[memoryview]:
+    for start in range(0, len(data), size):
+        yield data[start : start + size]

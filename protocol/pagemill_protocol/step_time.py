@@ -1,0 +1,290 @@
+"""How long a step takes, predicted from its composition and learnt online from the steps themselves.
+
+    ms = piecewise_linear(tokens in the step) + d * decode context + e * sum(chunk * context)
+
+One implementation for router, autoscaler, plan and simulator. The piecewise part rises from knot to knot; it and both
+coefficients are never negative, so neither is any prediction. The engine observes its steps and publishes `params()`;
+everybody else predicts from those with `from_params`. A calibration sweep before ready gives the prior
+(`from_calibration`).
+
+The fit is weighted least squares with exponential forgetting in information form (the recursive state is XᵀWX and XᵀWy),
+solved under non-negativity by `_nonnegative`. Residuals are relative, so a 3 ms decode step counts as much as a 300 ms
+prefill; outliers lose weight against the running median error; and a proximal term holds directions that recent steps do
+not excite (no prefill for an hour) where they were.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagemill_protocol.state import StepTimeParams
+
+FORGETTING = 0.998
+"""Weight of the past per step: a memory of about 500 steps."""
+REFIT_EVERY = 16
+"""Steps between two solutions of the normal equations."""
+ERROR_WINDOW = 256
+"""Steps over which error quantiles are taken."""
+MAX_KNOTS = 12
+
+_CONTEXT_SCALE = 1e4
+_PRODUCT_SCALE = 1e6
+_PROXIMAL = 1e-3
+_SMALLEST_OUTLIER = 0.1
+_OUTLIER_MEDIANS = 5.0
+
+Vector = NDArray[np.float64]
+
+
+class StepSample(NamedTuple):
+    """One measured step."""
+
+    num_tokens: int
+    decode_context_tokens: int
+    """Context tokens read by the step's decodes, summed."""
+    chunk_context_products: int
+    """Sum over prefill chunks of chunk tokens x context tokens."""
+    ms: float
+
+
+def default_knots(max_num_tokens: int) -> list[int]:
+    """1, 8, 32, 64 and on in doubles, up to `max_num_tokens`."""
+    knots = [1, 8, 32]
+    while knots[-1] * 2 < max_num_tokens and len(knots) < MAX_KNOTS - 1:
+        knots.append(knots[-1] * 2)
+    return [knot for knot in knots if knot < max_num_tokens] + [max(1, max_num_tokens)]
+
+
+class StepTimeModel:
+    """Predicts a step's duration in milliseconds; `observe` refines it. Not thread-safe."""
+
+    def __init__(self, max_num_tokens: int = 512, knots_tokens: Sequence[int] | None = None) -> None:
+        """`knots_tokens`: rising token counts; default `default_knots(max_num_tokens)`."""
+        self._knots = list(knots_tokens) if knots_tokens is not None else default_knots(max_num_tokens)
+        _check_knots(self._knots)
+        self._knot_ms = [0.0] * len(self._knots)
+        self._decode_context_ms = 0.0
+        self._chunk_context_ms = 0.0
+        self._error_p50 = 0.0
+        self._error_p95 = 0.0
+        self._num_observed = 0
+        # Weights: value at the first knot, rise to each further knot, then the two context coefficients.
+        num_weights = len(self._knots) + 2
+        self._weights: Vector = np.zeros(num_weights)
+        self._information: Vector = np.zeros((num_weights, num_weights))
+        self._target: Vector = np.zeros(num_weights)
+        self._leverage: Vector = np.zeros(num_weights)
+        self._errors: Vector = np.zeros(ERROR_WINDOW)
+        self._num_errors = 0
+
+    @classmethod
+    def from_params(cls, params: StepTimeParams) -> StepTimeModel:
+        """A model that predicts as `params` say and learns on from there.
+
+        Values that no fit produces (negative, falling, not finite) are projected to the nearest that one could.
+        Raises `ValueError` when the knots are not rising or their counts differ.
+        """
+        if len(params.knots_tokens) != len(params.knot_ms):
+            raise ValueError(
+                f"step time: {len(params.knots_tokens)} knots_tokens but {len(params.knot_ms)} knot_ms; "
+                "both lists must have one entry a knot"
+            )
+        model = cls(knots_tokens=params.knots_tokens or None)
+        model._weights[: len(params.knot_ms)] = np.diff(_rising(params.knot_ms), prepend=0.0)
+        model._weights[-2] = _finite(params.decode_context_ms) * _CONTEXT_SCALE
+        model._weights[-1] = _finite(params.chunk_context_ms) * _PRODUCT_SCALE
+        model._num_observed = max(0, params.num_steps_observed)
+        model._error_p50 = _finite(params.error_p50)
+        model._error_p95 = _finite(params.error_p95)
+        model._publish()
+        return model
+
+    @classmethod
+    def from_calibration(cls, samples: Iterable[StepSample]) -> StepTimeModel:
+        """Fit a sweep of measured steps; knots are its token counts, so every piece has evidence.
+
+        Raises `ValueError` when no sample is usable.
+        """
+        usable = [sample for sample in samples if _usable(sample)]
+        if not usable:
+            raise ValueError("step time: the calibration sweep has no usable sample (tokens > 0, finite ms > 0)")
+        model = cls(knots_tokens=_thin(sorted({sample.num_tokens for sample in usable})))
+        for _ in range(2):  # the second pass knows which samples are outliers
+            for sample in usable:
+                model.observe(*sample)
+            model._refit()
+        return model
+
+    @property
+    def known(self) -> bool:
+        """Whether anything was ever observed or given; until then predictions are 0."""
+        return bool(self._weights.any())
+
+    def predict_ms(self, num_tokens: int, decode_context_tokens: int = 0, chunk_context_products: int = 0) -> float:
+        """Milliseconds of a step with `num_tokens` in all; 0 for an empty step. Never negative."""
+        if not num_tokens > 0:
+            return 0.0
+        ms = (
+            self._base_ms(num_tokens)
+            + self._decode_context_ms * decode_context_tokens
+            + self._chunk_context_ms * chunk_context_products
+        )
+        return ms if ms > 0 else 0.0
+
+    def observe(self, num_tokens: int, decode_context_tokens: int, chunk_context_products: int, ms: float) -> None:
+        """Learn from one finished step. Measurements that cannot be true (NaN, zero, negative) are ignored."""
+        sample = StepSample(num_tokens, decode_context_tokens, chunk_context_products, ms)
+        if not _usable(sample):
+            return
+        if not self.known:
+            self._guess(sample)
+        predicted_ms = self.predict_ms(num_tokens, decode_context_tokens, chunk_context_products)
+        self._record_error(abs(predicted_ms - ms) / ms)
+        scale_ms = max(predicted_ms, 1e-3 * ms)
+        row = self._row(sample) / scale_ms
+        weight = self._trust(abs(ms - predicted_ms) / scale_ms)
+        weighted = row * weight
+        self._information *= FORGETTING
+        self._information += weighted[:, None] * row
+        self._target *= FORGETTING
+        self._target += weighted * (ms / scale_ms)
+        np.maximum(self._leverage, row * row, out=self._leverage)
+        self._num_observed += 1
+        if self._num_observed % REFIT_EVERY == 0 or self._num_observed <= REFIT_EVERY:
+            self._refit()
+
+    def params(self) -> StepTimeParams:
+        return StepTimeParams(
+            knots_tokens=list(self._knots),
+            knot_ms=list(self._knot_ms),
+            decode_context_ms=self._decode_context_ms,
+            chunk_context_ms=self._chunk_context_ms,
+            num_steps_observed=self._num_observed,
+            error_p50=self._error_p50,
+            error_p95=self._error_p95,
+        )
+
+    def _base_ms(self, num_tokens: int) -> float:
+        """The piecewise part; beyond the last knot it goes on with the last slope."""
+        knots, knot_ms = self._knots, self._knot_ms
+        if num_tokens <= knots[0] or len(knots) == 1:
+            return knot_ms[0]
+        piece = min(bisect_right(knots, num_tokens), len(knots) - 1)
+        low, high = knots[piece - 1], knots[piece]
+        return knot_ms[piece - 1] + (knot_ms[piece] - knot_ms[piece - 1]) * (num_tokens - low) / (high - low)
+
+    def _row(self, sample: StepSample) -> Vector:
+        """The features of one step: 1, how far it climbs each piece, and its scaled context terms."""
+        row = np.zeros(len(self._knots) + 2)
+        row[0] = 1.0
+        last = len(self._knots) - 1
+        for piece in range(1, last + 1):
+            low, high = self._knots[piece - 1], self._knots[piece]
+            if sample.num_tokens <= low:
+                break
+            climbed = (sample.num_tokens - low) / (high - low)
+            row[piece] = climbed if piece == last else min(1.0, climbed)
+        row[-2] = sample.decode_context_tokens / _CONTEXT_SCALE
+        row[-1] = sample.chunk_context_products / _PRODUCT_SCALE
+        return row
+
+    def _guess(self, first: StepSample) -> None:
+        """Before any evidence of shape: half the first step is fixed cost, half grows with its tokens."""
+        slope_ms = first.ms / (2 * max(first.num_tokens, 32))
+        self._weights[0] = first.ms / 2
+        self._weights[1:-2] = slope_ms * np.diff(self._knots)
+        self._publish()
+
+    def _trust(self, relative_residual: float) -> float:
+        """1 for ordinary residuals, falling with the square beyond a multiple of the median error.
+
+        When most recent steps disagree the median itself rises, so a law that really changed is followed.
+        """
+        limit = max(_SMALLEST_OUTLIER, _OUTLIER_MEDIANS * self._error_p50)
+        return 1.0 if relative_residual <= limit else (limit / relative_residual) ** 2
+
+    def _record_error(self, error: float) -> None:
+        self._errors[self._num_errors % ERROR_WINDOW] = error
+        self._num_errors += 1
+
+    def _refit(self) -> None:
+        anchor = _PROXIMAL * self._leverage
+        anchor[anchor == 0.0] = 1.0
+        normal = self._information.copy()
+        normal[np.diag_indices_from(normal)] += anchor
+        self._weights = _nonnegative(normal, self._target + anchor * self._weights, self._weights)
+        self._publish()
+        recent = np.sort(self._errors[: min(self._num_errors, ERROR_WINDOW)])
+        self._error_p50 = float(recent[recent.size // 2])
+        self._error_p95 = float(recent[min(recent.size - 1, recent.size * 95 // 100)])
+
+    def _publish(self) -> None:
+        self._knot_ms = [float(ms) for ms in np.cumsum(self._weights[:-2])]
+        self._decode_context_ms = float(self._weights[-2]) / _CONTEXT_SCALE
+        self._chunk_context_ms = float(self._weights[-1]) / _PRODUCT_SCALE
+
+
+def _nonnegative(normal: Vector, target: Vector, start: Vector) -> Vector:
+    """Minimize wᵀNw/2 - tᵀw over w >= 0, N positive definite, from a feasible start.
+
+    The active-set method of Lawson and Hanson (Solving Least Squares Problems, 1974, ch. 23) on normal equations.
+    """
+    weights = start.copy()
+    free = weights > 0
+    for _ in range(4 * weights.size):
+        index = np.flatnonzero(free)
+        trial = np.zeros_like(weights)
+        if index.size:
+            trial[index] = np.linalg.solve(normal[np.ix_(index, index)], target[index])
+        blocked = index[trial[index] <= 0]
+        if blocked.size:
+            step = float(np.min(weights[blocked] / np.maximum(weights[blocked] - trial[blocked], 1e-300)))
+            weights = np.maximum(weights + step * (trial - weights), 0.0)
+            free &= weights > 1e-15
+            weights[~free] = 0.0
+            continue
+        weights = trial
+        gain = np.where(free, -np.inf, target - normal @ weights)
+        best = int(np.argmax(gain))
+        if gain[best] <= 1e-9 * (1.0 + abs(float(target[best]))):
+            return weights
+        free[best] = True
+    return weights
+
+
+def _usable(sample: StepSample) -> bool:
+    return (
+        sample.num_tokens > 0
+        and math.isfinite(sample.ms)
+        and sample.ms > 0
+        and 0 <= sample.decode_context_tokens < math.inf
+        and 0 <= sample.chunk_context_products < math.inf
+    )
+
+
+def _check_knots(knots: list[int]) -> None:
+    rising = all(low < high for low, high in zip(knots, knots[1:], strict=False))
+    if not knots or knots[0] < 1 or not rising:
+        raise ValueError(f"step time: knots_tokens must rise from at least 1, got {knots[:20]}")
+
+
+def _thin(sizes: list[int]) -> list[int]:
+    """At most `MAX_KNOTS` of the sorted sizes, ends included."""
+    if len(sizes) <= MAX_KNOTS:
+        return sizes
+    picks = np.unique(np.linspace(0, len(sizes) - 1, MAX_KNOTS).round().astype(int))
+    return [sizes[pick] for pick in picks]
+
+
+def _rising(values: Sequence[float]) -> Vector:
+    return np.maximum.accumulate(np.array([_finite(value) for value in values], dtype=np.float64))
+
+
+def _finite(value: float) -> float:
+    return value if math.isfinite(value) and value > 0 else 0.0
