@@ -1,0 +1,195 @@
+"""A small streaming client of OpenAI-compatible servers: what `pagemill chat` and `pagemill bench` share.
+
+It speaks to a gateway or an engine alike and turns every failure into one `ClientError` with a remedy. It keeps no
+conversation (`chat` does) and no statistics (`bench` does). Server-sent events: WHATWG HTML, section 9.2.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import aiohttp
+
+CONNECT_TIMEOUT_S = 5.0
+MAX_EVENT_BYTES = 4 * 1024 * 1024
+
+
+class ClientError(Exception):
+    """The server could not be reached, refused, or broke off. `status` is 0 where there was no HTTP answer."""
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Piece(NamedTuple):
+    """One event of a streamed chat answer."""
+
+    text: str
+    finish_reason: str | None
+    prompt_tokens: int | None
+    """On the event that carries the usage; `None` elsewhere."""
+    completion_tokens: int | None
+    at_s: float
+    """When it arrived, `time.perf_counter`."""
+
+
+class Client:
+    """Use as an async context manager; one connection pool for its life."""
+
+    def __init__(self, url: str, *, api_key: str | None = None, read_timeout_s: float = 300.0) -> None:
+        """`url`: the server with or without `/v1`. `read_timeout_s`: the longest silence inside an answer."""
+        self._root = url.rstrip("/").removesuffix("/v1")
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=read_timeout_s)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        self._session = aiohttp.ClientSession(
+            headers=self._headers, timeout=self._timeout, connector=aiohttp.TCPConnector(limit=0)
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._session is not None
+        await self._session.close()
+
+    async def models(self) -> list[str]:
+        """Names of the models served."""
+        async with self._request("GET", "/v1/models") as response:
+            body = await _json(response)
+        return [str(entry["id"]) for entry in body.get("data", [])]
+
+    async def stream_chat(self, model: str, messages: list[dict[str, str]], **params: Any) -> AsyncIterator[Piece]:
+        """Stream one chat answer; `params` go into the request's body as they are. Raises `ClientError`."""
+        body = {"model": model, "messages": messages, "stream": True, "stream_options": {"include_usage": True}}
+        async with self._request("POST", "/v1/chat/completions", {**body, **params}) as response:
+            async for event in _events(response):
+                yield _piece(event)
+
+    def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> _Answer:
+        assert self._session is not None, "use the client as an async context manager"
+        return _Answer(self._session, method, self._root + path, body, self._root)
+
+
+class _Answer:
+    """An HTTP exchange whose failures, also those inside the body, leave as `ClientError`."""
+
+    def __init__(
+        self, session: aiohttp.ClientSession, method: str, url: str, body: dict[str, Any] | None, root: str
+    ) -> None:
+        self._session, self._method, self._url, self._body, self._root = session, method, url, body, root
+        self._response: aiohttp.ClientResponse | None = None
+
+    async def __aenter__(self) -> aiohttp.ClientResponse:
+        try:
+            self._response = await self._session.request(self._method, self._url, json=self._body)
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            raise self._explain(error) from error
+        if self._response.status != 200:
+            status, text = (
+                self._response.status,
+                (await self._response.content.read(64 * 1024)).decode(errors="replace"),
+            )
+            self._response.close()
+            raise ClientError(_refusal(status, text), status)
+        return self._response
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._response is not None
+        # Not released to the pool: an answer left half read must tell the server that its reader is gone.
+        self._response.close() if error is not None else self._response.release()
+        if isinstance(error, aiohttp.ClientError | TimeoutError):
+            raise self._explain(error) from error
+
+    def _explain(self, error: Exception) -> ClientError:
+        if isinstance(error, aiohttp.InvalidURL):
+            return ClientError(f"`{self._root}` is no URL. Use one such as http://127.0.0.1:8080")
+        if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
+            return ClientError(
+                f"No server answers at {self._root}. Start one with `pagemill up -f examples/llmdeployment.yaml` "
+                "(port 8080) or `pagemill serve MODEL` (port 8000), or give its address with --url."
+            )
+        if isinstance(error, TimeoutError):
+            return ClientError(f"{self._root} stopped sending in the middle of an answer.")
+        return ClientError(f"The connection to {self._root} broke: {error or type(error).__name__}")
+
+
+async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
+    """The JSON of each `data:` event until `[DONE]`; a stream that just ends is an error."""
+    buffer = b""
+    async for chunk in response.content.iter_any():
+        *lines, buffer = (buffer + chunk).split(b"\n")
+        if len(buffer) > MAX_EVENT_BYTES:
+            raise ClientError(f"The server sent an event larger than {MAX_EVENT_BYTES} bytes.")
+        for line in lines:
+            if not line.startswith(b"data:"):
+                continue  # comments keep the connection alive; blank lines end events
+            data = line[5:].strip()
+            if data == b"[DONE]":
+                return
+            yield _event(data)
+    raise ClientError("The server ended the stream before the answer was complete.")
+
+
+def _event(data: bytes) -> dict[str, Any]:
+    try:
+        event = json.loads(data)
+    except ValueError as error:
+        raise ClientError(f"The server sent an event that is no JSON: {data[:80]!r}") from error
+    if not isinstance(event, dict):
+        raise ClientError(f"The server sent an event that is no JSON object: {data[:80]!r}")
+    if event.get("error"):
+        raise ClientError(_refusal(0, json.dumps(event)))
+    return event
+
+
+def _piece(event: dict[str, Any]) -> Piece:
+    usage = event.get("usage") or {}
+    choices = event.get("choices") or [{}]
+    return Piece(
+        text=(choices[0].get("delta") or {}).get("content") or "",
+        finish_reason=choices[0].get("finish_reason"),
+        prompt_tokens=usage.get("prompt_tokens"),
+        completion_tokens=usage.get("completion_tokens"),
+        at_s=time.perf_counter(),
+    )
+
+
+async def _json(response: aiohttp.ClientResponse) -> dict[str, Any]:
+    try:
+        body = await response.json(content_type=None)
+    except ValueError as error:
+        raise ClientError(f"{response.url} did not answer with JSON; is it an OpenAI-compatible server?") from error
+    if not isinstance(body, dict):
+        raise ClientError(f"{response.url} did not answer with a JSON object; is it an OpenAI-compatible server?")
+    return body
+
+
+def _refusal(status: int, text: str) -> str:
+    """The server's own words where it speaks OpenAI's error shape."""
+    try:
+        message = str(json.loads(text)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        message = text.strip()[:300] or "no explanation"
+    if status == 401:
+        message += " Give it with --api-key or in PAGEMILL_API_KEY."
+    return f"The server refused ({status}): {message}" if status else f"The server failed: {message}"
+
+
+async def first_model(client: Client, wanted: str | None) -> tuple[str, list[str]]:
+    """The model to use and all that are served: `wanted`, or the first one the server lists."""
+    if wanted is not None:
+        return wanted, [wanted]
+    names = await client.models()
+    if not names:
+        raise ClientError("The server serves no model yet. Wait until it is ready, or name one with --model.")
+    return names[0], names
