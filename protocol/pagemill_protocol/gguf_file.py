@@ -1,0 +1,395 @@
+"""Reads GGUF files (github.com/ggml-org/ggml, docs/gguf.md): metadata and tensor table, tensors as views of the map.
+
+Does not dequantize (the engine's loader does) and gives the keys no meaning (`model_spec`, `text.gguf_tokenizer` do).
+Every length is checked against the file before it is used, so that a corrupt file is refused at once.
+Arrays of strings (a vocabulary has hundreds of thousands) are walked once and decoded when first read.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import mmap
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from pagemill_protocol.sources import UnreadableModelError
+
+MAGIC = b"GGUF"
+SUPPORTED_VERSIONS = (2, 3)
+DEFAULT_ALIGNMENT = 32
+MAX_DIMS = 4
+MAX_KEY_BYTES = 65_535
+MAX_ARRAY_DEPTH = 4
+MAX_ENTRIES = 65_536
+MAX_TENSORS = 1_000_000
+MAX_ARRAY_ENTRIES = 4_000_000
+_MIN_ENTRY_BYTES = 8 + 4 + 1
+_MIN_TENSOR_BYTES = 8 + 4 + 4 + 8
+_STRING, _ARRAY, _BOOL = 8, 9, 7
+_SCALARS: dict[int, struct.Struct] = {
+    0: struct.Struct("<B"),
+    1: struct.Struct("<b"),
+    2: struct.Struct("<H"),
+    3: struct.Struct("<h"),
+    4: struct.Struct("<I"),
+    5: struct.Struct("<i"),
+    6: struct.Struct("<f"),
+    _BOOL: struct.Struct("<?"),
+    10: struct.Struct("<Q"),
+    11: struct.Struct("<q"),
+    12: struct.Struct("<d"),
+}
+_U64 = struct.Struct("<Q")
+
+
+class GGUFError(UnreadableModelError):
+    """The file is not a GGUF file that can be read; the message says where and what to do."""
+
+
+class GGMLType(enum.IntEnum):
+    """Storage types of tensors, numbered as in ggml.h."""
+
+    F32 = 0
+    F16 = 1
+    Q4_0 = 2
+    Q4_1 = 3
+    Q5_0 = 6
+    Q5_1 = 7
+    Q8_0 = 8
+    Q8_1 = 9
+    Q2_K = 10
+    Q3_K = 11
+    Q4_K = 12
+    Q5_K = 13
+    Q6_K = 14
+    Q8_K = 15
+    IQ2_XXS = 16
+    IQ2_XS = 17
+    IQ3_XXS = 18
+    IQ1_S = 19
+    IQ4_NL = 20
+    IQ3_S = 21
+    IQ2_S = 22
+    IQ4_XS = 23
+    I8 = 24
+    I16 = 25
+    I32 = 26
+    I64 = 27
+    F64 = 28
+    IQ1_M = 29
+    BF16 = 30
+    TQ1_0 = 34
+    TQ2_0 = 35
+    MXFP4 = 39
+
+    @property
+    def block_elements(self) -> int:
+        return _BLOCKS[self][0]
+
+    @property
+    def block_bytes(self) -> int:
+        return _BLOCKS[self][1]
+
+
+_BLOCKS: dict[GGMLType, tuple[int, int]] = {
+    GGMLType.F32: (1, 4),
+    GGMLType.F16: (1, 2),
+    GGMLType.Q4_0: (32, 18),
+    GGMLType.Q4_1: (32, 20),
+    GGMLType.Q5_0: (32, 22),
+    GGMLType.Q5_1: (32, 24),
+    GGMLType.Q8_0: (32, 34),
+    GGMLType.Q8_1: (32, 40),
+    GGMLType.Q2_K: (256, 84),
+    GGMLType.Q3_K: (256, 110),
+    GGMLType.Q4_K: (256, 144),
+    GGMLType.Q5_K: (256, 176),
+    GGMLType.Q6_K: (256, 210),
+    GGMLType.Q8_K: (256, 292),
+    GGMLType.IQ2_XXS: (256, 66),
+    GGMLType.IQ2_XS: (256, 74),
+    GGMLType.IQ3_XXS: (256, 98),
+    GGMLType.IQ1_S: (256, 50),
+    GGMLType.IQ4_NL: (32, 18),
+    GGMLType.IQ3_S: (256, 110),
+    GGMLType.IQ2_S: (256, 82),
+    GGMLType.IQ4_XS: (256, 136),
+    GGMLType.I8: (1, 1),
+    GGMLType.I16: (1, 2),
+    GGMLType.I32: (1, 4),
+    GGMLType.I64: (1, 8),
+    GGMLType.F64: (1, 8),
+    GGMLType.IQ1_M: (256, 56),
+    GGMLType.BF16: (1, 2),
+    GGMLType.TQ1_0: (256, 54),
+    GGMLType.TQ2_0: (256, 66),
+    GGMLType.MXFP4: (32, 17),
+}
+
+
+class GGUFTensor(NamedTuple):
+    name: str
+    shape: tuple[int, ...]
+    """Rows first, as torch has it (GGUF stores the fastest dimension first)."""
+    ggml_type: GGMLType
+    offset: int
+    """Bytes from the start of the file."""
+    num_bytes: int
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+
+class StringArray(Sequence[str]):
+    """An array of strings that lies in the file; decoded as a whole at the first access."""
+
+    def __init__(self, data: mmap.mmap, offset: int, count: int, key: str, path: Path) -> None:
+        self._data = data
+        self._offset = offset
+        self._count = count
+        self._key = key
+        self._path = path
+        self._strings: list[str] | None = None
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        return self.to_list()[index]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.to_list())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self.to_list() == list(other)
+
+    def to_list(self) -> list[str]:
+        if self._strings is None:
+            self._strings = self._decode()
+        return self._strings
+
+    def _decode(self) -> list[str]:
+        data, position, unpack = self._data, self._offset, _U64.unpack_from
+        strings: list[str] = []
+        try:
+            for _ in range(self._count):
+                start = position + 8
+                position = start + unpack(data, position)[0]
+                strings.append(data[start:position].decode())
+        except UnicodeDecodeError:
+            raise GGUFError(f"`{self._path}`: entry {len(strings)} of `{self._key}` is not UTF-8. {_REMEDY}") from None
+        return strings
+
+
+_REMEDY = "The file is damaged: fetch it again and compare its size and checksum with the publisher's."
+
+
+class GGUFFile:
+    """A mapped GGUF file: `metadata` by key and `tensors` by name, in file order.
+
+    Reading takes time linear in the header, not in the weights. Raises `GGUFError`.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._data = self._map()
+        self.file_bytes = len(self._data)
+        header = _Header(self._data, self.path)
+        header.read()
+        self.version = header.version
+        self.alignment = header.alignment
+        self.metadata: dict[str, Any] = header.metadata
+        self.tensors: dict[str, GGUFTensor] = header.tensors
+
+    def data(self, name: str) -> npt.NDArray[np.uint8]:
+        """The tensor's stored bytes, uint8 [num_bytes], a read-only view of the mapping (no copy)."""
+        tensor = self.tensors[name]
+        return np.frombuffer(self._data, dtype=np.uint8, count=tensor.num_bytes, offset=tensor.offset)
+
+    def get(self, key: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
+        """Metadata by key, or `default`; `GGUFError` when it is there with another type than `kind`."""
+        value = self.metadata.get(key, default)
+        if value is default or (isinstance(value, kind) and not (kind is int and isinstance(value, bool))):
+            return value
+        raise GGUFError(f"`{self.path}`: `{key}` has type {type(value).__name__}, which it must not have. {_REMEDY}")
+
+    def _map(self) -> mmap.mmap:
+        try:
+            with self.path.open("rb") as file:
+                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except ValueError:
+            raise GGUFError(f"`{self.path}` is empty. {_REMEDY}") from None
+        except OSError as error:
+            raise GGUFError(f"`{self.path}` cannot be read: {error.strerror}.") from error
+
+
+class _Header:
+    """One pass over header, metadata and tensor table."""
+
+    def __init__(self, data: mmap.mmap, path: Path) -> None:
+        self._data = data
+        self._path = path
+        self._size = len(data)
+        self._position = 0
+        self.version = 0
+        self.alignment = DEFAULT_ALIGNMENT
+        self.metadata: dict[str, Any] = {}
+        self.tensors: dict[str, GGUFTensor] = {}
+
+    def read(self) -> None:
+        num_tensors, num_entries = self._read_start()
+        for _ in range(num_entries):
+            key = self._string("a metadata key", MAX_KEY_BYTES)
+            if key in self.metadata:
+                raise self._error(f"the metadata key `{key}` appears twice")
+            self.metadata[key] = self._value(self._scalar(4, key), key, 0)
+        self._check_split()
+        self._read_alignment()
+        infos = [self._tensor_info() for _ in range(num_tensors)]
+        data_start = -(-self._position // self.alignment) * self.alignment
+        for info in infos:
+            self._place(info, data_start)
+
+    def _read_start(self) -> tuple[int, int]:
+        magic = self._data[:4]
+        if magic != MAGIC:
+            raise GGUFError(
+                f"`{self._path}` does not start with `GGUF` but with {magic!r}: not a GGUF file. "
+                "Give a `.gguf` file, or the folder of a Hugging Face model."
+            )
+        self._position = 4
+        self.version = self._scalar(4, "the version")
+        if self.version not in SUPPORTED_VERSIONS:
+            swapped = int.from_bytes(self.version.to_bytes(4, "little"), "big")
+            if swapped in SUPPORTED_VERSIONS:
+                raise GGUFError(f"`{self._path}` is a big-endian GGUF file. Convert it to little-endian.")
+            raise GGUFError(f"`{self._path}` has the unsupported GGUF version {self.version}. Convert it to version 3.")
+        num_tensors, num_entries = self._scalar(10, "the tensor count"), self._scalar(10, "the metadata count")
+        fits = num_tensors * _MIN_TENSOR_BYTES + num_entries * _MIN_ENTRY_BYTES <= self._size
+        if not fits or num_tensors > MAX_TENSORS or num_entries > MAX_ENTRIES:
+            raise self._error(f"it claims {num_tensors} tensors and {num_entries} metadata entries, too many")
+        return num_tensors, num_entries
+
+    def _value(self, kind: int, key: str, depth: int) -> Any:
+        if kind in _SCALARS:
+            return self._scalar(kind, key)
+        if kind == _STRING:
+            return self._string(f"`{key}`")
+        if kind == _ARRAY:
+            return self._array(key, depth)
+        raise self._error(f"`{key}` has the unknown value type {kind}")
+
+    def _array(self, key: str, depth: int) -> Any:
+        kind, count = self._scalar(4, key), self._scalar(10, key)
+        if count > MAX_ARRAY_ENTRIES:
+            raise self._error(f"array `{key}` claims {count} entries, more than the {MAX_ARRAY_ENTRIES} allowed")
+        if kind in _SCALARS:
+            self._need(count * _SCALARS[kind].size, f"array `{key}` of {count} entries")
+            layout = _SCALARS[kind].format[1:]
+            values = struct.unpack_from(f"<{count}{layout}", self._data, self._position)
+            self._position += count * _SCALARS[kind].size
+            return list(values)
+        if kind == _STRING:
+            return self._string_array(key, count)
+        if kind != _ARRAY or depth + 1 >= MAX_ARRAY_DEPTH:
+            raise self._error(f"array `{key}` has the unknown or too deeply nested entry type {kind}")
+        self._need(count * 12, f"array `{key}` of {count} entries")
+        return [self._array(key, depth + 1) for _ in range(count)]
+
+    def _string_array(self, key: str, count: int) -> StringArray:
+        start = self._position
+        self._need(count * 8, f"array `{key}` of {count} strings")
+        data, position, unpack = self._data, start, _U64.unpack_from
+        last = self._size - 8
+        for index in range(count):
+            if position > last:
+                raise self._error(f"string {index} of {count} of `{key}` runs past the end")
+            position += 8 + unpack(data, position)[0]
+        if position > self._size:
+            raise self._error(f"the last string of `{key}` runs past the end")
+        self._position = position
+        return StringArray(data, start, count, key, self._path)
+
+    def _string(self, what: str, max_bytes: int | None = None) -> str:
+        num_bytes = self._scalar(10, what)
+        if max_bytes is not None and num_bytes > max_bytes:
+            raise self._error(f"{what} has {num_bytes} bytes, more than the {max_bytes} allowed")
+        self._need(num_bytes, what)
+        raw = self._data[self._position : self._position + num_bytes]
+        self._position += num_bytes
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            raise self._error(f"{what} is not UTF-8") from None
+
+    def _scalar(self, kind: int, what: str) -> Any:
+        layout = _SCALARS[kind]
+        self._need(layout.size, what)
+        value = layout.unpack_from(self._data, self._position)[0]
+        self._position += layout.size
+        return value
+
+    def _need(self, num_bytes: int, what: str) -> None:
+        if num_bytes > self._size - self._position:
+            raise self._error(f"{what} needs {num_bytes} bytes where {self._size - self._position} are left")
+
+    def _read_alignment(self) -> None:
+        alignment = self.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+        if not isinstance(alignment, int) or not 8 <= alignment <= 1 << 20 or alignment & (alignment - 1):
+            raise self._error(f"`general.alignment` is {alignment!r}, not a power of two from 8")
+        self.alignment = alignment
+
+    def _check_split(self) -> None:
+        count = self.metadata.get("split.count", 0)
+        if isinstance(count, int) and count > 1:
+            number = self.metadata.get("split.no", 0)
+            raise GGUFError(
+                f"`{self._path}` is part {number + 1} of a model split over {count} files, which is not supported. "
+                "Merge them with `llama-gguf-split --merge` first."
+            )
+
+    def _tensor_info(self) -> tuple[str, tuple[int, ...], GGMLType, int]:
+        name = self._string("a tensor name", MAX_KEY_BYTES)
+        num_dims = self._scalar(4, f"tensor `{name}`")
+        if not 0 < num_dims <= MAX_DIMS:
+            raise self._error(f"tensor `{name}` has {num_dims} dimensions, from 1 to {MAX_DIMS} are allowed")
+        dims = tuple(self._scalar(10, f"tensor `{name}`") for _ in range(num_dims))
+        kind, offset = self._scalar(4, f"tensor `{name}`"), self._scalar(10, f"tensor `{name}`")
+        try:
+            ggml_type = GGMLType(kind)
+        except ValueError:
+            raise GGUFError(
+                f"`{self._path}`: tensor `{name}` has the unknown storage type {kind}. Use another quantization."
+            ) from None
+        return name, tuple(reversed(dims)), ggml_type, offset
+
+    def _place(self, info: tuple[str, tuple[int, ...], GGMLType, int], data_start: int) -> None:
+        name, shape, ggml_type, offset = info
+        if name in self.tensors:
+            raise self._error(f"the tensor `{name}` appears twice")
+        num_elements = math.prod(shape)
+        if num_elements == 0 or shape[-1] % ggml_type.block_elements:
+            raise self._error(f"tensor `{name}` has the shape {list(shape)}, impossible for type {ggml_type.name}")
+        num_bytes = num_elements // ggml_type.block_elements * ggml_type.block_bytes
+        if offset % self.alignment:
+            raise self._error(f"tensor `{name}` starts at {offset}, not a multiple of {self.alignment}")
+        end = data_start + offset + num_bytes
+        if end > self._size:
+            raise self._error(
+                f"tensor `{name}` of shape {list(shape)} ends at byte {end}, but the file has {self._size} bytes"
+            )
+        self.tensors[name] = GGUFTensor(name, shape, ggml_type, data_start + offset, num_bytes)
+
+    def _error(self, message: str) -> GGUFError:
+        return GGUFError(f"`{self._path}` cannot be read as GGUF: {message}. {_REMEDY}")
