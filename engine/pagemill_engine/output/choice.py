@@ -1,0 +1,125 @@
+"""One choice on its way from token ids to text: detokenize, find stop strings, count what was delivered.
+
+Fed by `TokensOut` (server) or by the core's step outputs (offline API); it renders nothing and talks to nobody. Tokens
+are taken one at a time, so a text stop ends the choice exactly at the token that completed it: tokens the engine had
+already sampled beyond it (overshoot) reach neither text, usage nor log probabilities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pagemill_protocol.generate import ChoiceResume, FinishReason
+from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.text.tokenizer import Tokenizer
+
+from pagemill_engine.ipc.messages import LogprobsOut
+from pagemill_engine.output.stops import StopMatcher
+
+
+class ChoiceDelta(NamedTuple):
+    """What one push brought. Everything defaults to "nothing new"."""
+
+    text: str = ""
+    token_ids: Sequence[int] = ()
+    """Tokens that count, in order; overshoot is left out."""
+    logprobs: Sequence[LogprobsOut] = ()
+    """One entry per token of `token_ids`, or none at all."""
+    finish_reason: FinishReason | None = None
+
+
+class ChoiceOutput:
+    """State of one choice. `finish_reason` is set once; later pushes are ignored."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        resume: ChoiceResume | None = None,
+    ) -> None:
+        self.num_tokens = 0
+        """Tokens generated so far, those before a resume included: the sampler's position."""
+        self.num_text_chars = 0
+        """Characters delivered so far."""
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
+        """The stop string or stop token that ended the choice."""
+        self.stopped_by_text = False
+        """The engine does not know that this choice has ended: it must be told."""
+        self._sampling = sampling
+        self._detokenizer = tokenizer.detokenizer(prompt_token_ids, skip_special_tokens=sampling.skip_special_tokens)
+        self._matcher = StopMatcher(sampling.stop, sampling.include_stop_str_in_output)
+        self._backlog = ""
+        if resume is not None:
+            self._replay(resume)
+
+    def push(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[LogprobsOut] | None = None,
+        finish_reason: FinishReason | None = None,
+    ) -> ChoiceDelta:
+        """Take the engine's next tokens of this choice, and its verdict when it has one."""
+        if self.finish_reason is not None:
+            return ChoiceDelta()
+        pieces = [self._backlog]
+        self._backlog = ""
+        taken = 0
+        for taken, token_id in enumerate(token_ids, start=1):
+            is_stop_token = finish_reason == "stop" and taken == len(token_ids)
+            pieces.append(self._take(token_id, is_stop_token))
+            if self.stopped_by_text:
+                break
+        if finish_reason is not None and not self.stopped_by_text:
+            pieces.append(self._end(finish_reason))
+        text = "".join(pieces)
+        self.num_text_chars += len(text)
+        return ChoiceDelta(text, token_ids[:taken], (logprobs or ())[:taken], self.finish_reason)
+
+    def _take(self, token_id: int, is_stop_token: bool) -> str:
+        self.num_tokens += 1
+        if is_stop_token:
+            return self._take_stop_token(token_id)
+        return self._scan(self._detokenizer.push([token_id]))
+
+    def _take_stop_token(self, token_id: int) -> str:
+        """The token that ended the choice is not part of its text unless the client asked for it."""
+        if token_id in self._sampling.stop_token_ids:
+            self.stop_reason = token_id
+        if not self._sampling.include_stop_str_in_output:
+            return ""
+        return self._scan(self._detokenizer.push([token_id]))
+
+    def _scan(self, text: str) -> str:
+        """Text safe to deliver. Stop strings count only after `min_tokens` tokens."""
+        if not text or self.num_tokens <= self._sampling.min_tokens:
+            return text
+        scanned = self._matcher.push(text)
+        if scanned.stop is not None:
+            self.finish_reason = "stop"
+            self.stop_reason = scanned.stop
+            self.stopped_by_text = True
+        return scanned.text
+
+    def _end(self, finish_reason: FinishReason) -> str:
+        """The engine says that no token follows: what is still held in detokenizer and matcher is text after all."""
+        text = self._scan(self._detokenizer.flush())
+        if self.stopped_by_text:
+            self.stopped_by_text = False
+            return text
+        self.finish_reason = finish_reason
+        return text + self._matcher.flush()
+
+    def _replay(self, resume: ChoiceResume) -> None:
+        """Bring detokenizer and matcher to where the broken stream stood; text not yet delivered becomes backlog."""
+        text = ""
+        for token_id in resume.token_ids:
+            text += self._take(token_id, is_stop_token=False)
+            if self.stopped_by_text:
+                break
+        if resume.finished:
+            self.finish_reason = "stop"
+        self._backlog = text[resume.num_text_chars :]
+        self.num_text_chars = min(resume.num_text_chars, len(text))

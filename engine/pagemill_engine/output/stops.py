@@ -1,0 +1,98 @@
+"""Stop strings: find them in text that arrives in pieces, and hold back what may still become one.
+
+Text comes from the detokenizer, goes to the client's renderer; this file knows neither. Each string is matched by its
+Knuth-Morris-Pratt automaton, so the cost is constant per character and stop string however long the strings are, and
+the result depends on the text alone, never on how it was cut: the first match to be complete wins, and among matches
+that end at the same character the longest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Scanned(NamedTuple):
+    """What one piece of text released."""
+
+    text: str
+    """Safe to deliver now: no stop string can begin in it any more."""
+    stop: str | None
+    """The stop string that is now complete; nothing may follow."""
+
+
+class StopMatcher:
+    """Watches the text of one choice for its stop strings."""
+
+    def __init__(self, stops: Sequence[str], include_stop: bool = False) -> None:
+        self._automata = [_Automaton(stop) for stop in stops]
+        self._include_stop = include_stop
+        self._held = ""
+
+    @property
+    def held(self) -> str:
+        """Text kept back because a stop string may have begun in it."""
+        return self._held
+
+    def push(self, text: str) -> Scanned:
+        """Take the next piece. After a match the matcher must not be used again."""
+        if not self._automata:
+            return Scanned(text, None)
+        pending = self._held + text
+        for end, char in enumerate(text, start=len(self._held) + 1):
+            matched = self._advance(char)
+            if matched is None:
+                continue
+            self._held = ""
+            cut = end if self._include_stop else end - len(matched)
+            return Scanned(pending[:cut], matched)
+        keep = len(pending) - max(automaton.state for automaton in self._automata)
+        self._held = pending[keep:]
+        return Scanned(pending[:keep], None)
+
+    def flush(self) -> str:
+        """The text ends here: what was held back is no stop string after all."""
+        held, self._held = self._held, ""
+        for automaton in self._automata:
+            automaton.state = 0
+        return held
+
+    def _advance(self, char: str) -> str | None:
+        longest: str | None = None
+        for automaton in self._automata:
+            if automaton.step(char) and (longest is None or len(automaton.pattern) > len(longest)):
+                longest = automaton.pattern
+        return longest
+
+
+class _Automaton:
+    """`state` is the length of the longest prefix of `pattern` that is a suffix of the text so far."""
+
+    __slots__ = ("_fallback", "pattern", "state")
+
+    def __init__(self, pattern: str) -> None:
+        self.pattern = pattern
+        self.state = 0
+        self._fallback = _fallback_table(pattern)
+
+    def step(self, char: str) -> bool:
+        state = self.state
+        while state and self.pattern[state] != char:
+            state = self._fallback[state - 1]
+        if self.pattern[state] == char:
+            state += 1
+        self.state = state
+        return state == len(self.pattern)
+
+
+def _fallback_table(pattern: str) -> list[int]:
+    """For each prefix the length of its longest proper prefix that is also its suffix (Knuth, Morris, Pratt 1977)."""
+    table = [0] * len(pattern)
+    length = 0
+    for index in range(1, len(pattern)):
+        while length and pattern[index] != pattern[length]:
+            length = table[length - 1]
+        if pattern[index] == pattern[length]:
+            length += 1
+        table[index] = length
+    return table
