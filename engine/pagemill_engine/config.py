@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from pagemill_protocol.state import StepTimeParams
+
 PrefixScope = Literal["deployment", "tenant", "key"]
 
 
@@ -40,6 +42,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Overrides the model's own template."""
     null_runner: bool = False
     """Simulated device: real scheduler, KV and HTTP, no model; steps wait the predicted time."""
+    num_kv_blocks: int | None = None
+    """Blocks of the KV cache; overrides `kv_cache_memory_bytes`."""
+    eos_token_ids: list[int] = []
+    """Tokens that end a choice; filled from the tokenizer bundle by whoever starts the engine."""
+    vocab_size: int | None = None
+    """Rows of the logits, for the null runner, which has no model to ask."""
+    step_time: StepTimeParams | None = None
+    """What the null runner waits; `None`: its own defaults."""
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -79,6 +79,10 @@ class TokensOut(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Prompt tokens found in the prefix cache; on the first output of a choice."""
     error: str | None = None
     error_status: int = 500
+    error_type: str = "server_error"
+    error_param: str | None = None
+    error_code: str | None = None
+    error_retry_after_s: float | None = None
     num_preemptions: int = 0
     queue_s: float = 0.0
     """From arrival to first scheduling; on the first output."""

@@ -28,11 +28,18 @@ class AdmittedRow:
     choice: int
     """Index among the n choices of its client request: part of the random counter."""
     seed: int
+    eos_token_ids: list[int] = field(default_factory=list)
+    """End-of-sequence tokens that apply to the row (none with `ignore_eos`): together with `sampling.stop_token_ids`
+    they are masked until `min_tokens` tokens were generated."""
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step's work. Order of `num_scheduled_tokens` is the order of rows in the batch."""
+    """One step's work. Order of `num_scheduled_tokens` is the order of rows in the batch.
+
+    A row may be admitted with blocks that another row of the same step fills (a prefix hit on work in flight): the runner
+    writes the KV of the whole batch before attention reads it, in every layer.
+    """
 
     step: int
     num_scheduled_tokens: dict[str, int]
@@ -41,13 +48,19 @@ class StepPlan:
     new_block_ids: dict[str, list[int]] = field(default_factory=dict)
     """Blocks appended to rows that were already admitted."""
     replaced_blocks: list[tuple[str, int, int]] = field(default_factory=list)
-    """(request_id, index in its block table, new block id): the entry after a copy-on-write."""
+    """(request_id, index in its block table, new block id): the entry after a copy-on-write. An admitted row's
+    `block_ids` have it already."""
     block_copies: list[tuple[int, int]] = field(default_factory=list)
-    """(source, destination) copied before the forward pass."""
+    """(source, destination) copied before the forward pass; every source is read before any destination is written."""
     released: list[str] = field(default_factory=list)
-    """Rows that left since the step before: finished, aborted or preempted. Applied first."""
+    """Rows that left since the step before: finished, aborted or preempted. Applied first. A row may be released and
+    admitted in one plan (it starts over); after a failed step a released row may be unknown to the runner."""
     samples: set[str] = field(default_factory=set)
-    """Requests that sample a token in this step."""
+    """Requests that sample a token in this step. The runner appends the token to its row itself."""
+    decode_context_tokens: int = 0
+    """Context tokens that the step's decodes read, summed; for the step-time model."""
+    chunk_context_products: int = 0
+    """Sum over prefill chunks of chunk tokens x context tokens; for the step-time model."""
 
     @property
     def num_tokens(self) -> int:

@@ -1,0 +1,154 @@
+"""The pool of KV blocks: which are in use, by how many, and in which order the free ones are taken.
+
+A fixed set of block objects is made once; a step allocates no Python object for a block. Free blocks form an intrusive
+doubly linked list: blocks without reusable content in front (taken first), then cached ones, least recently used first.
+The pool knows nothing of requests (`kv.manager`) nor of hashes (`kv.prefix_cache`, told when content is evicted).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+
+class KVCacheError(RuntimeError):
+    """The KV bookkeeping was used against its rules: a fault of the engine, never of a request."""
+
+
+class Block:
+    """One KV block: `block_size` slots in every layer."""
+
+    __slots__ = ("block_hash", "block_id", "granule_end", "next", "prev", "ref_count")
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.ref_count = 0
+        self.block_hash: bytes | None = None
+        """Set while the prefix cache knows this block's content."""
+        self.granule_end = False
+        """The last block of a prefix granule (see `kv.prefix_cache`)."""
+        self.prev: Block | None = None
+        self.next: Block | None = None
+        """Neighbours in the free list; both `None` while in use."""
+
+    def __repr__(self) -> str:
+        return f"Block({self.block_id}, refs={self.ref_count}, cached={self.block_hash is not None})"
+
+
+class FreeList:
+    """Doubly linked ring through the blocks themselves, with a sentinel: every operation is O(1)."""
+
+    def __init__(self) -> None:
+        self._ring = Block(-1)
+        self._ring.prev = self._ring.next = self._ring
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[Block]:
+        """From the block taken next to the one taken last."""
+        block = self._ring.next
+        while block is not None and block is not self._ring:
+            yield block
+            block = block.next
+
+    def append(self, block: Block) -> None:
+        self._link(self._ring.prev, block, self._ring)
+
+    def append_left(self, block: Block) -> None:
+        self._link(self._ring, block, self._ring.next)
+
+    def pop_left(self) -> Block:
+        block = self._ring.next
+        if block is None or block is self._ring:
+            raise KVCacheError("no free block is left")
+        self.remove(block)
+        return block
+
+    def remove(self, block: Block) -> None:
+        before, after = block.prev, block.next
+        if before is None or after is None:
+            raise KVCacheError(f"{block} is not in the free list")
+        before.next, after.prev = after, before
+        block.prev = block.next = None
+        self._size -= 1
+
+    def _link(self, before: Block | None, block: Block, after: Block | None) -> None:
+        if before is None or after is None or block.next is not None:
+            raise KVCacheError(f"{block} is already in the free list")
+        before.next = after.prev = block
+        block.prev, block.next = before, after
+        self._size += 1
+
+
+class BlockPool:
+    """All blocks of one device; hands them out by reference count."""
+
+    def __init__(self, num_blocks: int, on_evict: Callable[[Block], None]) -> None:
+        if num_blocks < 1:
+            raise KVCacheError(f"a KV cache needs at least one block, got {num_blocks}")
+        self.blocks = [Block(block_id) for block_id in range(num_blocks)]
+        self.free_list = FreeList()
+        self.num_evictable = 0
+        """Free blocks whose content the prefix cache still knows."""
+        self._on_evict = on_evict
+        for block in self.blocks:
+            self.free_list.append(block)
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be had now, cached ones included."""
+        return len(self.free_list)
+
+    @property
+    def num_active(self) -> int:
+        return len(self.blocks) - len(self.free_list)
+
+    def allocate(self, num_blocks: int) -> list[Block]:
+        """Take blocks with one reference each. Evicts cached content when nothing else is free."""
+        if num_blocks > len(self.free_list):
+            raise KVCacheError(f"{num_blocks} blocks asked for, {len(self.free_list)} are free")
+        taken = []
+        for _ in range(num_blocks):
+            block = self.free_list.pop_left()
+            if block.block_hash is not None:
+                self.num_evictable -= 1
+                self._on_evict(block)
+            block.ref_count = 1
+            taken.append(block)
+        return taken
+
+    def share(self, blocks: Iterable[Block]) -> None:
+        """Add one reference to each; a cached block leaves the free list."""
+        for block in blocks:
+            if block.ref_count == 0:
+                self.free_list.remove(block)
+                if block.block_hash is not None:
+                    self.num_evictable -= 1
+            block.ref_count += 1
+
+    def release(self, blocks: Iterable[Block]) -> None:
+        """Drop one reference of each, in the order in which they shall be evicted."""
+        for block in blocks:
+            if block.ref_count < 1:
+                raise KVCacheError(f"{block} was freed twice")
+            block.ref_count -= 1
+            if block.ref_count > 0:
+                continue
+            if block.block_hash is None:
+                self.free_list.append_left(block)
+                continue
+            self.free_list.append(block)
+            self.num_evictable += 1
+
+    def content_dropped(self, block: Block) -> None:
+        """The prefix cache forgot a block on its own account: if it is free, it is now the first to be taken."""
+        if block.ref_count > 0:
+            return
+        self.free_list.remove(block)
+        self.free_list.append_left(block)
+        self.num_evictable -= 1

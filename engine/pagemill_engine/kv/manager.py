@@ -1,0 +1,235 @@
+"""The KV manager: the block table of every request, kept so that no slot ever has two writers.
+
+One write cycle per request and step: `allocate_slots` opens it (blocks are taken, a shared partial block is replaced by a
+copy, blocks that become full are made findable at once so that requests of the same step can hit them), `commit` closes
+it after the step, `free` abandons it. Never decides who gets blocks (`scheduler`), never touches memory (`runner`).
+Its invariants are checked by `kv.integrity`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from pagemill_engine.kv.block_pool import Block, BlockPool, KVCacheError
+from pagemill_engine.kv.prefix_cache import PrefixCache
+from pagemill_protocol import hashes
+
+
+class TokenRow(Protocol):
+    """What the manager sees of a request. It alone writes `num_computed_tokens` and `block_hashes`."""
+
+    request_id: str
+    token_ids: list[int]
+    num_computed_tokens: int
+    """Tokens whose KV is in the table's blocks."""
+    cache_root: bytes
+    block_hashes: list[bytes]
+    """Chained hashes of the leading full blocks, as far as they were needed; they survive a preemption."""
+
+
+@dataclass(slots=True)
+class BlockTable:
+    row: TokenRow
+    blocks: list[Block]
+    num_open_tokens: int = 0
+    """Tokens that the step in flight writes."""
+    opened: list[Block] = field(default_factory=list)
+    """Blocks made findable by the step in flight: their content is not there yet."""
+
+
+class Allocation(NamedTuple):
+    new_block_ids: list[int]
+    """Appended to the table."""
+    replaced: tuple[int, int, int] | None = None
+    """Copy-on-write: (index in the table, source block id, new block id)."""
+
+
+class KVUsage(NamedTuple):
+    allocated_slots: int
+    used_slots: int
+
+    @property
+    def waste(self) -> float:
+        """Share of allocated slots that hold no token."""
+        return 1 - self.used_slots / self.allocated_slots if self.allocated_slots else 0.0
+
+
+_NOTHING_NEW = Allocation([])
+
+
+class KVCacheManager:
+    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True) -> None:
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.prefix_cache = PrefixCache(block_size)
+        self.pool = BlockPool(num_blocks, on_evict=self.prefix_cache.remove)
+        self.tables: dict[str, BlockTable] = {}
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def has_table(self, row: TokenRow) -> bool:
+        return row.request_id in self.tables
+
+    def block_ids(self, row: TokenRow) -> list[int]:
+        return [block.block_id for block in self.tables[row.request_id].blocks]
+
+    def num_table_blocks(self, row: TokenRow) -> int:
+        return len(self.tables[row.request_id].blocks)
+
+    # -- start of a row ------------------------------------------------------------------------------------------
+
+    def get_computed_blocks(self, row: TokenRow) -> list[Block]:
+        """The longest cached prefix in whole blocks, short of the last token: that one is always computed anew."""
+        if not self.enable_prefix_caching:
+            return []
+        found: list[Block] = []
+        for index in range((len(row.token_ids) - 1) // self.block_size):
+            block = self.prefix_cache.get(self._block_hash(row, index))
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def num_blocks_to_start(self, row: TokenRow, computed_blocks: list[Block], num_tokens: int) -> int:
+        """Free blocks that a row needs to hold `num_tokens` tokens, given its prefix hit or its fork."""
+        table = self.tables.get(row.request_id)
+        if table is not None:
+            copies = 1 if self._write_needs_copy(table) else 0
+            return self.blocks_for(num_tokens) - len(table.blocks) + copies
+        revived = sum(1 for block in computed_blocks if block.ref_count == 0)
+        return self.blocks_for(num_tokens) - len(computed_blocks) + revived
+
+    def start(self, row: TokenRow, computed_blocks: list[Block]) -> None:
+        """Open the row's table with its prefix hit (may be empty)."""
+        if row.request_id in self.tables:
+            raise KVCacheError(f"{row.request_id} already has a block table")
+        self.pool.share(computed_blocks)
+        self.tables[row.request_id] = BlockTable(row, list(computed_blocks))
+        row.num_computed_tokens = len(computed_blocks) * self.block_size
+
+    def fork(self, parent: TokenRow, child: TokenRow, num_tokens: int) -> None:
+        """The child shares the parent's first `num_tokens` tokens, a partial last block included."""
+        if child.request_id in self.tables:
+            raise KVCacheError(f"{child.request_id} already has a block table")
+        if num_tokens > parent.num_computed_tokens:
+            raise KVCacheError(f"{parent.request_id} has computed {parent.num_computed_tokens} of {num_tokens} tokens")
+        shared = self.tables[parent.request_id].blocks[: self.blocks_for(num_tokens)]
+        self.pool.share(shared)
+        self.tables[child.request_id] = BlockTable(child, shared)
+        child.num_computed_tokens = num_tokens
+        child.block_hashes[:] = parent.block_hashes[: num_tokens // self.block_size]
+
+    # -- one step ------------------------------------------------------------------------------------------------
+
+    def allocate_slots(self, row: TokenRow, num_tokens: int) -> Allocation | None:
+        """Open a write of the next `num_tokens` tokens. None: too few free blocks, nothing was changed."""
+        table = self.tables[row.request_id]
+        if table.num_open_tokens:
+            raise KVCacheError(f"{row.request_id} is already being written by a step")
+        blocks = table.blocks
+        start = row.num_computed_tokens
+        end = start + num_tokens
+        if not 0 < num_tokens <= len(row.token_ids) - start:
+            raise KVCacheError(f"{row.request_id}: {num_tokens} tokens asked for, {len(row.token_ids) - start} are due")
+        num_new = -(-end // self.block_size) - len(blocks)
+        needs_copy = self._write_needs_copy(table)
+        if num_new + needs_copy > len(self.pool.free_list):
+            return None
+        table.num_open_tokens = num_tokens
+        allocation = _NOTHING_NEW
+        if num_new or needs_copy:
+            allocation = self._extend(table, num_new, needs_copy)
+        if self.enable_prefix_caching and end // self.block_size > start // self.block_size:
+            self._publish_full_blocks(table, start // self.block_size, end // self.block_size)
+        return allocation
+
+    def commit(self, row: TokenRow) -> None:
+        """The step in flight wrote the row's tokens."""
+        table = self.tables[row.request_id]
+        row.num_computed_tokens += table.num_open_tokens
+        table.num_open_tokens = 0
+        if table.opened:
+            table.opened = []
+
+    def free(self, row: TokenRow) -> None:
+        """Drop the row's table; an open write is abandoned and what it published is withdrawn.
+
+        Blocks are released last to first, so that the tail of a chain is evicted before its head.
+        """
+        table = self.tables.pop(row.request_id)
+        self._forget(table.opened)
+        self.pool.release(reversed(table.blocks))
+        row.num_computed_tokens = 0
+
+    def distrust(self, row: TokenRow) -> set[int]:
+        """A step failed on this row: nobody may find its blocks any more. Returns the ids of those it was writing."""
+        table = self.tables[row.request_id]
+        in_flight = {block.block_id for block in table.opened}
+        table.opened = []
+        self._forget([block for block in table.blocks if block.block_hash is not None])
+        return in_flight
+
+    def holds_any(self, row: TokenRow, block_ids: set[int]) -> bool:
+        return any(block.block_id in block_ids for block in self.tables[row.request_id].blocks)
+
+    # -- what others see -----------------------------------------------------------------------------------------
+
+    def usage(self) -> KVUsage:
+        """Slots of referenced blocks, and how many hold a token. Between steps; O(requests)."""
+        tails: dict[int, int] = {}
+        for table in self.tables.values():
+            if not table.blocks:
+                continue
+            fill = table.row.num_computed_tokens - (len(table.blocks) - 1) * self.block_size
+            tail = table.blocks[-1]
+            full = tail.block_hash is not None
+            tails[tail.block_id] = max(tails.get(tail.block_id, 0), self.block_size if full else fill)
+        allocated = self.pool.num_active * self.block_size
+        return KVUsage(allocated, allocated - sum(self.block_size - fill for fill in tails.values()))
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached content. Tables stay; their blocks are not found by others any more."""
+        self._forget([block for _, block in self.prefix_cache.items()])
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _write_needs_copy(self, table: BlockTable) -> bool:
+        """True when the next token goes into a block that others read or may find."""
+        index = table.row.num_computed_tokens // self.block_size
+        if index >= len(table.blocks):
+            return False
+        block = table.blocks[index]
+        return block.ref_count > 1 or block.block_hash is not None
+
+    def _extend(self, table: BlockTable, num_new: int, needs_copy: bool) -> Allocation:
+        fresh = self.pool.allocate(num_new + needs_copy)
+        replaced = None
+        if needs_copy:
+            index = table.row.num_computed_tokens // self.block_size
+            source, copy = table.blocks[index], fresh.pop()
+            table.blocks[index] = copy
+            self.pool.release((source,))
+            replaced = (index, source.block_id, copy.block_id)
+        table.blocks += fresh
+        return Allocation([block.block_id for block in fresh], replaced)
+
+    def _publish_full_blocks(self, table: BlockTable, first: int, last: int) -> None:
+        for index in range(first, last):
+            block = table.blocks[index]
+            if self.prefix_cache.insert(block, self._block_hash(table.row, index), index):
+                table.opened.append(block)
+
+    def _forget(self, blocks: list[Block]) -> None:
+        for block in blocks:
+            self.prefix_cache.remove(block)
+            self.pool.content_dropped(block)
+
+    def _block_hash(self, row: TokenRow, index: int) -> bytes:
+        known = row.block_hashes
+        while len(known) <= index:
+            first = len(known) * self.block_size
+            parent = known[-1] if known else row.cache_root
+            known.append(hashes.block_hash(parent, row.token_ids[first : first + self.block_size]))
+        return known[index]

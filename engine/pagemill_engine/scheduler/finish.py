@@ -1,0 +1,18 @@
+"""When a choice ends by its own tokens. Text-level stops are found by the output process and arrive as aborts."""
+
+from __future__ import annotations
+
+from pagemill_engine.scheduler.request import Request
+from pagemill_protocol.generate import FinishReason
+
+
+def finish_reason(request: Request) -> FinishReason | None:
+    """Judge the newest output token. A stop token counts only after `min_tokens` others."""
+    num_output_tokens = request.num_output_tokens
+    if num_output_tokens == 0:
+        return None
+    if request.token_ids[-1] in request.stop_ids and num_output_tokens > request.sampling.min_tokens:
+        return "stop"
+    if len(request.token_ids) >= request.max_total_tokens:
+        return "length"
+    return None

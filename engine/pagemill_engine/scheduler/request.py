@@ -1,0 +1,71 @@
+"""A request inside the engine: a row of counters. One client request of n choices is n of these.
+
+Everything a step needs is derived from `num_computed_tokens` catching up with `num_tokens`. Who changes what:
+`kv.manager` the KV counters, `scheduler.scheduler` the rest; nobody else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from pagemill_protocol.sampling import SamplingParams
+
+
+class RowState(IntEnum):
+    HELD = 0
+    """A further choice that waits until the first one has computed their common prompt."""
+    WAITING = 1
+    RUNNING = 2
+    FINISHED = 3
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    request_id: str
+    """Unique in the engine: client request id and choice."""
+    client_request_id: str
+    choice: int
+    """Index among all choices of the client request."""
+    arrival: int
+    """Rank of arrival; choices of one client request share it."""
+    arrival_s: float
+    priority: int
+    token_ids: list[int]
+    """Prompt, then output."""
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    seed: int
+    max_total_tokens: int
+    """Ends by `length` at this many tokens."""
+    stop_ids: frozenset[int]
+    """End-of-sequence tokens (unless ignored) and the request's own stop tokens."""
+    eos_token_ids: list[int]
+    """End-of-sequence tokens that apply to it."""
+    cache_root: bytes
+    num_resumed_tokens: int = 0
+    """Output that another engine generated before."""
+    num_computed_tokens: int = 0
+    block_hashes: list[bytes] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache at first scheduling."""
+    num_preemptions: int = 0
+    state: RowState = RowState.WAITING
+    aborted: bool = False
+    """Aborted while a step was in flight; ends with that step."""
+    reported: bool = False
+    """Its first output was sent."""
+    first_scheduled_s: float | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_due_tokens(self) -> int:
+        """Tokens known but not computed: 1 while decoding."""
+        return len(self.token_ids) - self.num_computed_tokens
