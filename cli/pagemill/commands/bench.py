@@ -23,42 +23,10 @@ import typer
 from pagemill.client import Client, ClientError, first_model
 from pagemill.commands.chat import DEFAULT_URL
 
-WORDS = [
-    "time",
-    "year",
-    "people",
-    "way",
-    "day",
-    "man",
-    "thing",
-    "woman",
-    "life",
-    "child",
-    "world",
-    "school",
-    "state",
-    "family",
-    "student",
-    "group",
-    "country",
-    "problem",
-    "hand",
-    "part",
-    "place",
-    "case",
-    "week",
-    "company",
-    "system",
-    "program",
-    "question",
-    "work",
-    "government",
-    "number",
-    "night",
-    "point",
-    "home",
-    "water",
-]
+COMMON_WORDS = (
+    "time year people way day man thing woman life child world school state family student group country problem "
+    "hand part place case week company system program question work government number night point home water"
+)
 PERCENTILES = (50, 90, 99)
 
 
@@ -208,8 +176,8 @@ async def _one(client: Client, load: Load, outcome: Outcome, number: int) -> Non
 
 def prompt_text(load: Load, number: int) -> str:
     """Words drawn from the seed and the request's number: the same in every run, different in every request."""
-    words = random.Random(f"{load.seed}:{number}")
-    return " ".join(words.choice(WORDS) for _ in range(load.prompt_words))
+    draw, words = random.Random(f"{load.seed}:{number}"), COMMON_WORDS.split()
+    return " ".join(draw.choice(words) for _ in range(load.prompt_words))
 
 
 def _report(load: Load, outcome: Outcome) -> dict[str, Any]:

@@ -1,0 +1,100 @@
+# Everything a developer needs; `make help` lists it. uv is fetched into .uv/, the environment lives in .venv/.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+UV ?= .uv/bin/uv
+UV_VERSION := 0.13.9
+# The machine's own interpreter and certificate store: uv downloads no Python and trusts what the machine trusts.
+UV_FLAGS := --no-python-downloads --system-certs
+FILE ?= examples/llmdeployment.yaml
+BIN := .venv/bin
+# Where bench results go; each bench prints a table and a last line of JSON.
+BENCHES := offline_throughput kv_waste step_overhead startup up
+
+.PHONY: help
+help: ## Show this list
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+##@ Use
+
+.PHONY: up
+up: .venv/.installed ## Install, then serve FILE (default: examples/llmdeployment.yaml) and show a first answer
+	$(BIN)/pagemill up -f $(FILE)
+
+.PHONY: chat
+chat: .venv/.installed ## Talk to the model that `make up` serves, from a second terminal
+	$(BIN)/pagemill chat
+
+##@ Develop
+
+.PHONY: install
+install: .venv/.installed ## Install the locked dependencies and the packages of this repository into .venv
+
+.PHONY: test
+test: .venv/.installed ## Run unit and integration tests (no cluster, no GPU)
+	$(BIN)/pytest -m "not gpu" tests
+
+.PHONY: lint
+lint: .venv/.installed ## Check style, types, import layers, house rules and generated pages
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/mypy bench/*.py docs/*.py
+	$(BIN)/lint-imports
+	$(BIN)/pytest -q tests/house/test_house_rules.py tests/house/test_generated_pages.py
+
+.PHONY: format
+format: .venv/.installed ## Rewrite the code in the project's style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+.PHONY: bench
+bench: .venv/.installed ## Run every benchmark with its peers side by side (BENCHES="kv_waste up" picks some)
+	for name in $(BENCHES); do echo "== bench/$$name.py"; $(BIN)/python bench/$$name.py; done
+
+.PHONY: e2e
+e2e: .venv/.installed ## Prove the custom resource on a real Kubernetes API server (needs Go; minutes the first time)
+	$(BIN)/python e2e/cluster build
+	$(BIN)/pytest e2e
+
+##@ Generate
+
+.PHONY: crds
+crds: .venv/.installed ## Write the CRD's YAML from its models
+	$(BIN)/python -m pagemill_crds
+
+.PHONY: docs
+docs: .venv/.installed crds ## Write the reference pages from the code
+	$(BIN)/python docs/generate.py
+
+.PHONY: docs-check
+docs-check: .venv/.installed ## Fail where a reference page differs from the code
+	$(BIN)/python docs/generate.py --check
+
+.PHONY: lock
+lock: $(UV) ## Resolve the dependencies anew into uv.lock
+	$(UV) lock $(UV_FLAGS)
+
+.PHONY: clean
+clean: ## Remove the environment, caches and build outputs
+	rm -rf .venv .uv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .pagemill
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.uv/bin/uv:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "make: $(PYTHON) is older than 3.11; name a newer one: make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || \
+		{ echo "make: $(PYTHON) cannot make virtual environments; on Debian: apt-get install python3-venv"; exit 1; }
+	$(PYTHON) -m venv .uv
+	.uv/bin/pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
+
+# `date` around the two lines: the first phase that `make up` reports.
+.venv/.installed: uv.lock pyproject.toml $(wildcard */pyproject.toml) | $(UV)
+	@start=$$(date +%s); \
+	$(UV) sync --frozen $(UV_FLAGS); \
+	touch $@; \
+	echo "phase download+install: $$(( $$(date +%s) - start )) s"
