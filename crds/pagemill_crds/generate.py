@@ -1,0 +1,110 @@
+"""Writes what is generated from the models: `python -m pagemill_crds.generate [--check]`.
+
+`crds/llmdeployments.yaml` is the CustomResourceDefinition, `docs/reference/llmdeployment.md` the reference page.
+With `--check` nothing is written and the exit code is 1 when a file differs from the models.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pagemill_crds import CATEGORY, GROUP, KIND, PLURAL, SHORT_NAMES, SINGULAR, VERSION
+from pagemill_crds.reference import reference_page
+from pagemill_crds.schema import structural_schema
+
+ROOT = Path(__file__).resolve().parents[2]
+HEADER = "# Generated from crds/pagemill_crds by `python -m pagemill_crds.generate`; do not edit.\n"
+
+PRINTER_COLUMNS = [
+    ("MODEL", "string", ".status.plan.modelName", "Name that clients put into `model`."),
+    ("READY", "integer", ".status.readyReplicas", "Replicas that take requests."),
+    ("DESIRED", "integer", ".status.desiredReplicas", "Replicas wanted now."),
+    ("KV%", "integer", ".status.load.kvCacheUsagePercent", "Share of the KV cache held by running requests."),
+    ("QUEUE", "integer", ".status.load.requestsWaiting", "Requests that wait for an engine."),
+    ("REASON", "string", '.status.conditions[?(@.type=="Ready")].reason', "Why it is ready or not."),
+    ("AGE", "date", ".metadata.creationTimestamp", "Time since its creation."),
+]
+
+
+def custom_resource_definition() -> dict[str, Any]:
+    """The CustomResourceDefinition as a plain object."""
+    version = {
+        "name": VERSION,
+        "served": True,
+        "storage": True,
+        "subresources": {
+            "status": {},
+            "scale": {
+                "specReplicasPath": ".spec.replicas",
+                "statusReplicasPath": ".status.replicas",
+                "labelSelectorPath": ".status.selector",
+            },
+        },
+        "additionalPrinterColumns": [
+            {"name": name, "type": kind, "jsonPath": path, "description": description}
+            for name, kind, path, description in PRINTER_COLUMNS
+        ],
+        "schema": {"openAPIV3Schema": structural_schema()},
+    }
+    names = {
+        "kind": KIND,
+        "listKind": f"{KIND}List",
+        "plural": PLURAL,
+        "singular": SINGULAR,
+        "shortNames": list(SHORT_NAMES),
+        "categories": [CATEGORY],
+    }
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"{PLURAL}.{GROUP}", "labels": {"app.kubernetes.io/part-of": "pagemill"}},
+        "spec": {"group": GROUP, "names": names, "scope": "Namespaced", "versions": [version]},
+    }
+
+
+class _Dumper(yaml.SafeDumper):
+    """Block style without anchors, so that equal parts stay readable."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def render_yaml() -> str:
+    """The text of `crds/llmdeployments.yaml`."""
+    return HEADER + yaml.dump(custom_resource_definition(), Dumper=_Dumper, sort_keys=False, width=110)
+
+
+def outputs(root: Path = ROOT) -> dict[Path, str]:
+    """Every generated file with its text."""
+    return {
+        root / "crds" / "llmdeployments.yaml": render_yaml(),
+        root / "docs" / "reference" / "llmdeployment.md": reference_page(),
+    }
+
+
+def stale_files(root: Path = ROOT) -> list[Path]:
+    """Generated files that differ from the models."""
+    return [path for path, text in outputs(root).items() if not path.is_file() or path.read_text("utf-8") != text]
+
+
+def main(arguments: list[str]) -> int:
+    if arguments == ["--check"]:
+        stale = stale_files()
+        for path in stale:
+            sys.stderr.write(f"{path} differs from the models; run `python -m pagemill_crds.generate`\n")
+        return 1 if stale else 0
+    if arguments:
+        sys.stderr.write("usage: python -m pagemill_crds.generate [--check]\n")
+        return 2
+    for path, text in outputs().items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, "utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

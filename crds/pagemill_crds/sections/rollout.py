@@ -1,0 +1,62 @@
+"""`spec.rollout`, `spec.template` and `spec.cost`: how pods are replaced, shaped and paid for."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from pagemill_crds.base import Rule, Section
+from pagemill_crds.fields import CountOrPercent, Duration, Text
+
+Label = Annotated[str, Text(63, min_length=0)]
+Annotation = Annotated[str, Text(4096, min_length=0)]
+ZERO = (0, "0%", "00%")
+
+
+class RolloutSection(Section):
+    """How replicas are replaced when the spec changes."""
+
+    max_surge: CountOrPercent = 1
+    """Replicas started beyond the wanted number, a count or a percentage."""
+    max_unavailable: CountOrPercent = 0
+    """Replicas that may be missing meanwhile, a count or a percentage."""
+    drain_timeout: Duration = "60s"
+    """Time that running requests get before a replica ends."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "maxSurge",
+            "maxSurge and maxUnavailable are both 0, so nothing could be replaced: set one of them to 1",
+            "!((self.maxSurge == 0 || self.maxSurge == '0%' || self.maxSurge == '00%') && (self.maxUnavailable == 0 "
+            "|| self.maxUnavailable == '0%' || self.maxUnavailable == '00%'))",
+            lambda r: r.max_surge not in ZERO or r.max_unavailable not in ZERO,
+        ),
+    )
+
+
+class TemplateMetadata(Section):
+    """Labels and annotations of the pods."""
+
+    labels: Annotated[dict[str, Label], Field(max_length=64)] = {}
+    """Labels added to the pods."""
+    annotations: Annotated[dict[str, Annotation], Field(max_length=64)] = {}
+    """Annotations added to the pods."""
+
+
+class TemplateSection(Section):
+    """Overrides of the pod template, merged over what the operator writes."""
+
+    metadata: TemplateMetadata | None = None
+    """Labels and annotations of the pods."""
+    spec: Annotated[dict[str, Any] | None, Field(json_schema_extra={"x-kubernetes-preserve-unknown-fields": True})] = (
+        None
+    )
+    """Any part of a PodSpec: nodeSelector, tolerations, affinity, priorityClassName and so on."""
+
+
+class CostSection(Section):
+    """Prices for cost figures in metrics and plans."""
+
+    gpu_hour: Annotated[float, Field(ge=0, le=10_000)] | None = None
+    """Price of one GPU for one hour, in the currency of your choice."""

@@ -1,0 +1,39 @@
+"""`spec.routing`: how the gateway spreads requests and holds back what does not fit yet."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from pagemill_crds.base import Section
+from pagemill_crds.fields import Duration, Memory, Text
+
+
+class Queue(Section):
+    """Requests that wait for a replica in the gateway."""
+
+    max_requests: Annotated[int, Field(ge=0, le=1_000_000)] = 1000
+    """Requests that may wait; one more is refused with 429."""
+    max_bytes: Memory = "256Mi"
+    """Bytes of request bodies that may wait."""
+    timeout: Duration = "60s"
+    """Longest wait; then the request gets 503."""
+
+
+class RoutingSection(Section):
+    """How the gateway spreads requests over replicas."""
+
+    policy: Literal["Auto", "LeastInFlight"] = "Auto"
+    """`Auto` takes the replica that should answer soonest; `LeastInFlight` the one with the fewest requests."""
+    weight: Annotated[int, Field(ge=0, le=1000)] | None = None
+    """
+    Share of the requests when several deployments serve one model name (canary). Without it a second deployment of
+    the same name is refused with condition `NameConflict`.
+    """
+    session_header: (
+        Annotated[str, Text(64, r"^[A-Za-z0-9-]+$", "must be a header name such as x-session-id")] | None
+    ) = None
+    """Request header whose value keeps a session on one replica while that costs little."""
+    queue: Queue = Queue()
+    """Requests that wait for a replica."""
