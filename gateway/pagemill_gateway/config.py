@@ -10,7 +10,6 @@ import re
 from pathlib import Path
 
 import msgspec
-
 from pagemill_protocol.catalog import Catalog
 
 _SHA256_HEX = re.compile(r"[0-9a-fA-F]{64}")
@@ -50,9 +49,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     slow_client_timeout_s: float = 120.0
     """A client that reads nothing for this long loses its stream."""
 
-    state_stale_after_s: float = 2.0
-    """No state frame for this long from a busy engine: its reports are ignored, own in-flight counts go on."""
-    state_idle_timeout_s: float = 15.0
+    state_stale_after_s: float = 3.0
+    """No state frame for this long (engines send one a second): its load is ignored, own in-flight counts go on."""
+    state_idle_timeout_s: float = 10.0
     """A state stream silent for this long is opened again."""
     reconnect_base_s: float = 0.1
     reconnect_max_s: float = 5.0
@@ -86,7 +85,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             )
         for field in ("port", "control_port"):
             if not 0 <= getattr(self, field) <= 65535:
-                raise SettingsError(f"{field}: {getattr(self, field)} is not a port. Use 1 to 65535, or 0 for a free one.")
+                value = getattr(self, field)
+                raise SettingsError(f"{field}: {value} is not a port. Use 1 to 65535, or 0 for a free one.")
         for field in ("max_body_bytes", "max_header_bytes", "max_requests", "max_attempts"):
             if getattr(self, field) < 1:
                 raise SettingsError(f"{field}: {getattr(self, field)} must be at least 1.")

@@ -17,7 +17,7 @@ class Attempts:
     def __init__(self, max_attempts: int) -> None:
         self._max_attempts = max_attempts
         self._tried: list[str] = []
-        self._num_refusals = 0
+        self._refused_by: set[str] = set()
         self._retry_after_s = 1.0
         self._last_message = ""
 
@@ -36,14 +36,18 @@ class Attempts:
     def chose(self, endpoint_id: str) -> None:
         self._tried.append(endpoint_id)
 
+    def pointless(self, endpoint_id: str) -> bool:
+        """Whether the endpoint already said that it is full: asking again at once would only add to its load."""
+        return endpoint_id in self._refused_by
+
     def refused(self, message: str, retry_after_s: float | None) -> None:
-        """An engine is full (429 or 503): it works, but not for this request now."""
-        self._num_refusals += 1
+        """The engine chosen last is full (429 or 503): it works, but not for this request now."""
+        self._refused_by.add(self._tried[-1])
         self._retry_after_s = max(self._retry_after_s, retry_after_s or 0.0)
         self._last_message = message
 
     def broke(self, message: str) -> None:
-        """An engine could not be reached, or failed."""
+        """The engine chosen last could not be reached, or failed."""
         self._last_message = message
 
     def pause_s(self, next_endpoint_id: str) -> float:
@@ -54,7 +58,7 @@ class Attempts:
 
     def verdict(self) -> PagemillError:
         """The error for the client once no try is left: 503 when engines were merely full, else 502."""
-        if self._num_refusals:
+        if self._refused_by:
             return unavailable(
                 f"All engines of this model are busy: {self._last_message} Try again later.",
                 retry_after_s=self._retry_after_s,

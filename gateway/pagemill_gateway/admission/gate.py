@@ -33,7 +33,8 @@ class Gate:
             raise unavailable(self._closed_reason, retry_after_s=1, code="draining")
         if self._num_inside >= self._max_requests:
             raise unavailable(
-                f"The gateway already serves {self._num_inside} requests, its limit. Try again shortly.", retry_after_s=1
+                f"The gateway already serves {self._num_inside} requests, its limit. Try again shortly.",
+                retry_after_s=1,
             )
         self._num_inside += 1
         try:

@@ -1,0 +1,202 @@
+"""The brain: takes the catalogue and the engines' reports, decides where each request goes, accounts it at once.
+
+It speaks no HTTP and waits for nothing: `discovery` feeds it, `relay` asks it (through `brain.interface`), `routing`
+holds the policy it asks in turn. Time and chance come from outside, so that a simulation can replay it.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from pagemill_protocol.catalog import Catalog
+from pagemill_protocol.errors import PagemillError, model_not_found, unavailable
+from pagemill_protocol.state import StateFrame
+
+from pagemill_gateway.brain.interface import Choice, FailureKind, Target
+from pagemill_gateway.brain.registry import Deployment, EndpointRecord, Registry
+from pagemill_gateway.config import GatewayConfig
+from pagemill_gateway.routing.least_inflight import LeastInFlight
+from pagemill_gateway.routing.policy import Candidate, Policy, RequestView
+
+LOADING_RETRY_AFTER_S = 5.0
+
+
+class LocalBrain:
+    """The brain in this process; implements `brain.interface.Brain`."""
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        *,
+        policy: Policy | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        rng: random.Random | None = None,
+    ) -> None:
+        self._policy = policy or LeastInFlight()
+        self._clock = clock
+        self._rng = rng or random.Random()
+        self._num_decisions = 0
+        self._open: dict[int, EndpointRecord] = {}
+        self.registry = Registry(
+            stale_after_s=config.state_stale_after_s,
+            ejection_base_s=config.ejection_base_s,
+            ejection_max_s=config.ejection_max_s,
+        )
+
+    # What discovery feeds.
+
+    def apply_catalog(self, catalog: Catalog) -> None:
+        self.registry.apply(catalog)
+
+    def observe(self, endpoint_id: str, frame: StateFrame) -> None:
+        """Apply a state frame of an endpoint. Raises `StateGap`: the caller must connect again."""
+        record = self.registry.endpoints.get(endpoint_id)
+        if record is None:
+            return
+        was_connected = record.reports.connected
+        record.reports.accept(frame, record.in_flight, self._clock())
+        if not was_connected:
+            record.ejection.probe_now()
+        if frame.max_model_len > 0:
+            record.phase, record.detail = "ready", ""
+
+    def stream_lost(self, endpoint_id: str) -> None:
+        """The state stream of an endpoint is down."""
+        record = self.registry.endpoints.get(endpoint_id)
+        if record is not None:
+            record.reports.disconnected()
+
+    def note_phase(self, endpoint_id: str, phase: str, detail: str) -> None:
+        """What the `/readyz` of an endpoint that is not ready said, for people and error messages."""
+        record = self.registry.endpoints.get(endpoint_id)
+        if record is not None:
+            record.phase, record.detail = phase, detail
+
+    def ready(self, endpoint_id: str) -> bool:
+        """Whether the endpoint has told what it serves."""
+        record = self.registry.endpoints.get(endpoint_id)
+        return record is not None and record.max_model_len > 0
+
+    def token_of(self, record: EndpointRecord) -> str:
+        """Bearer token for `/internal/*` of the endpoint; catalogues may rotate it."""
+        deployment = self.registry.deployments.get(record.deployment)
+        return deployment.model.engine_token if deployment is not None else ""
+
+    # What relays ask.
+
+    def resolve(self, model: str) -> Target:
+        deployments = self.registry.named(model)
+        if not deployments:
+            raise model_not_found(model, self.registry.names())
+        deployment = self._share(deployments)
+        if deployment is None:
+            raise _nothing_ready(model, deployments)
+        usable = deployment.usable()
+        digest = self._rng.choice(usable).bundle_digest
+        lengths = [record.max_model_len for record in _with_bundle(usable, digest)]
+        return Target(
+            deployment=deployment.key,
+            bundle_digest=digest,
+            max_model_len=min(lengths),
+            chat_template=deployment.model.chat_template,
+            prefix_scope=deployment.model.prefix_scope,
+        )
+
+    async def choose(self, target: Target, tried: frozenset[str], num_prompt_tokens: int) -> Choice:
+        now = self._clock()
+        deployment = self.registry.deployments.get(target.deployment)
+        usable = _with_bundle(deployment.usable(), target.bundle_digest) if deployment else []
+        if deployment is None or not usable:
+            raise unavailable(
+                f"The engines of {target.deployment} went away. Try again.", retry_after_s=1, code="model_not_ready"
+            )
+        records = {record.endpoint.id: record for record in _best_pool(usable, tried, now)}
+        candidates = [
+            Candidate(endpoint_id, record.in_flight, record.load_elsewhere(now), record.last_chosen)
+            for endpoint_id, record in records.items()
+        ]
+        chosen = self._policy.choose(RequestView(num_prompt_tokens), candidates)
+        return self._account(records[chosen.endpoint_id], deployment.model.engine_token, now)
+
+    def started(self, choice: Choice) -> None:
+        record = self._open.get(choice.decision)
+        if record is not None:
+            record.ejection.succeeded()
+
+    def finished(self, choice: Choice) -> None:
+        self._release(choice)
+
+    def failed(self, choice: Choice, kind: FailureKind) -> None:
+        record = self._release(choice)
+        if record is None:
+            return
+        if kind == "broken":
+            record.ejection.failed(self._clock())
+            return
+        record.ejection.succeeded()
+
+    # What status and metrics read.
+
+    def age_and_freshness(self, record: EndpointRecord) -> tuple[float | None, bool]:
+        """Age of the latest report in seconds, and whether its load is believed."""
+        now = self._clock()
+        return record.reports.age_s(now), record.reports.fresh(now)
+
+    def ejected(self, record: EndpointRecord) -> bool:
+        return not record.ejection.allows(self._clock())
+
+    def _account(self, record: EndpointRecord, token: str, now: float) -> Choice:
+        self._num_decisions += 1
+        decision = self._num_decisions
+        record.in_flight += 1
+        record.last_chosen = decision
+        record.ejection.chosen(decision, now)
+        self._open[decision] = record
+        return Choice(decision, record.endpoint.id, record.endpoint.data_url, token)
+
+    def _release(self, choice: Choice) -> EndpointRecord | None:
+        record = self._open.pop(choice.decision, None)
+        if record is None:
+            return None
+        record.in_flight -= 1
+        record.ejection.released(choice.decision)
+        return record
+
+    def _share(self, deployments: list[Deployment]) -> Deployment | None:
+        """One of the deployments that can serve, drawn by weight."""
+        ready = [deployment for deployment in deployments if deployment.model.weight > 0 and deployment.usable()]
+        if len(ready) <= 1:
+            return ready[0] if ready else None
+        return self._rng.choices(ready, weights=[deployment.model.weight for deployment in ready])[0]
+
+
+def _with_bundle(records: list[EndpointRecord], digest: str) -> list[EndpointRecord]:
+    return [record for record in records if record.bundle_digest == digest]
+
+
+def _best_pool(usable: list[EndpointRecord], tried: frozenset[str], now: float) -> list[EndpointRecord]:
+    """Healthy endpoints not tried before; failing that untried ones; failing that all. Never empty."""
+    untried = [record for record in usable if record.endpoint.id not in tried]
+    healthy = [record for record in untried if record.ejection.allows(now)]
+    return healthy or untried or usable
+
+
+def _nothing_ready(model: str, deployments: list[Deployment]) -> PagemillError:
+    records = [record for deployment in deployments for record in deployment.records]
+    if not records:
+        reason = "it has no engine running"
+    elif all(record.leaving for record in records):
+        reason = "its engines are shutting down"
+    elif all(deployment.model.weight <= 0 for deployment in deployments):
+        reason = "its routing weight is 0"
+    else:
+        states = Counter(f"{record.phase}: {record.detail}".rstrip(": ") for record in records if not record.usable)
+        reason = "; ".join(f"{count} engine(s) {state}" for state, count in states.most_common(3))
+    return unavailable(
+        f"The model `{model[:200]}` is not ready yet ({reason}). Try again later.",
+        retry_after_s=LOADING_RETRY_AFTER_S,
+        code="model_not_ready",
+    )

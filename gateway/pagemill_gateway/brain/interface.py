@@ -1,0 +1,59 @@
+"""What a relay may ask of the brain: four calls and the two values they pass.
+
+Kept narrow because relay and brain need not live in one process: `resolve` and `choose` are questions with an answer,
+the others are messages that nobody waits for.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, Protocol
+
+FailureKind = Literal["refused", "broken", "request"]
+"""`refused`: the engine works but is full. `broken`: unreachable, crashed, silent, or it sent garbage. `request`: the
+engine works but failed this one request."""
+
+
+class Target(NamedTuple):
+    """The deployment a request was given to, with what is needed to prepare the request for its engines."""
+
+    deployment: str
+    """`namespace/deployment`."""
+    bundle_digest: str
+    """Tokenizer bundle of the engines that may get the request; token ids mean nothing elsewhere."""
+    max_model_len: int
+    chat_template: str | None
+    prefix_scope: str
+
+
+class Choice(NamedTuple):
+    """One decision: accounted from the moment it is made until `finished` or `failed` gets it back."""
+
+    decision: int
+    endpoint_id: str
+    data_url: str
+    token: str
+
+
+class Brain(Protocol):
+    def resolve(self, model: str) -> Target:
+        """The deployment that takes a request for the name or alias `model`.
+
+        Raises `PagemillError`: 404 for an unknown name, 503 with the reason when no engine is ready yet.
+        """
+        ...
+
+    async def choose(self, target: Target, tried: frozenset[str], num_prompt_tokens: int) -> Choice:
+        """An endpoint, preferring those not in `tried`. Raises `PagemillError` 503 when there is none at all."""
+        ...
+
+    def started(self, choice: Choice) -> None:
+        """The engine accepted the request and its first frame arrived."""
+        ...
+
+    def finished(self, choice: Choice) -> None:
+        """The request left the endpoint, for whatever reason that is no fault of the endpoint's."""
+        ...
+
+    def failed(self, choice: Choice, kind: FailureKind) -> None:
+        """The endpoint did not serve the request."""
+        ...

@@ -1,0 +1,104 @@
+"""The endpoints and deployments the brain knows: records, lookup by name, and going from one catalogue to the next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
+
+from pagemill_gateway.brain.ejection import Ejection
+from pagemill_gateway.brain.reports import Reports
+
+
+@dataclass(slots=True)
+class EndpointRecord:
+    """Everything known of one endpoint. Lives as long as the catalogue names it."""
+
+    endpoint: Endpoint
+    deployment: str
+    reports: Reports
+    ejection: Ejection
+    in_flight: int = 0
+    last_chosen: int = 0
+    phase: str = "unreachable"
+    """While it is not ready, or its stream is down: what its `/readyz` said last."""
+    detail: str = ""
+
+    @property
+    def usable(self) -> bool:
+        """It may take new requests: it has said what it serves, and neither side wants it gone."""
+        return self.max_model_len > 0 and not self.leaving
+
+    @property
+    def leaving(self) -> bool:
+        state = self.reports.latest
+        return self.endpoint.terminating or (state is not None and state.draining)
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and output; 0 until the engine has told."""
+        state = self.reports.latest
+        return state.max_model_len if state is not None else 0
+
+    @property
+    def bundle_digest(self) -> str:
+        state = self.reports.latest
+        return state.digests.tokenizer_bundle if state is not None else ""
+
+    def load_elsewhere(self, now: float) -> int:
+        return self.reports.external() if self.reports.fresh(now) else 0
+
+
+@dataclass(slots=True)
+class Deployment:
+    model: CatalogModel
+    records: list[EndpointRecord] = field(default_factory=list)
+
+    @property
+    def key(self) -> str:
+        return deployment_key(self.model)
+
+    def usable(self) -> list[EndpointRecord]:
+        return [record for record in self.records if record.usable]
+
+
+class Registry:
+    def __init__(self, *, stale_after_s: float, ejection_base_s: float, ejection_max_s: float) -> None:
+        self._stale_after_s = stale_after_s
+        self._ejection_base_s = ejection_base_s
+        self._ejection_max_s = ejection_max_s
+        self.deployments: dict[str, Deployment] = {}
+        self.endpoints: dict[str, EndpointRecord] = {}
+        self._by_name: dict[str, list[Deployment]] = {}
+
+    def apply(self, catalog: Catalog) -> None:
+        """Replace what is served. Records of endpoints that stay keep their counts, reports and ejection."""
+        known = self.endpoints
+        self.deployments, self.endpoints, self._by_name = {}, {}, {}
+        for model in catalog.models:
+            deployment = Deployment(model)
+            self.deployments[deployment.key] = deployment
+            for endpoint in model.endpoints:
+                record = self._record(known.get(endpoint.id), endpoint, deployment.key)
+                self.endpoints[endpoint.id] = record
+                deployment.records.append(record)
+            for name in dict.fromkeys([model.name, *model.aliases]):
+                self._by_name.setdefault(name, []).append(deployment)
+
+    def named(self, name: str) -> list[Deployment]:
+        return self._by_name.get(name, [])
+
+    def names(self) -> list[str]:
+        return list(self._by_name)
+
+    def _record(self, known: EndpointRecord | None, endpoint: Endpoint, deployment: str) -> EndpointRecord:
+        # Same id at another address: nothing known of it is true any more.
+        if known is None or known.endpoint.data_url != endpoint.data_url or known.deployment != deployment:
+            reports = Reports(self._stale_after_s)
+            return EndpointRecord(endpoint, deployment, reports, Ejection(self._ejection_base_s, self._ejection_max_s))
+        known.endpoint = endpoint
+        return known
+
+
+def deployment_key(model: CatalogModel) -> str:
+    return f"{model.namespace}/{model.deployment}"

@@ -1,0 +1,65 @@
+"""What one endpoint last said about itself, and how far that can be trusted.
+
+Pure bookkeeping of one state stream (`pagemill_protocol.state`): sequence gaps, age, and the load that comes from
+elsewhere. The stream itself is read by `pagemill_gateway.discovery.state_streams`. A report that cannot be trusted
+never makes an endpoint unusable: the brain then goes on with its own in-flight count.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from pagemill_protocol.state import StateFrame
+
+EXTERNAL_WINDOW = 4
+"""Reports whose minimum counts as load from elsewhere: one that was overtaken by our own finish must not."""
+
+
+class StateGap(Exception):
+    """A frame is missing: what the stream says from here on cannot be applied. Connect again for a snapshot."""
+
+
+class Reports:
+    def __init__(self, stale_after_s: float) -> None:
+        self._stale_after_s = stale_after_s
+        self._connected = False
+        self._received_at = 0.0
+        self._external: deque[int] = deque(maxlen=EXTERNAL_WINDOW)
+        self.latest: StateFrame | None = None
+        """Kept over reconnects: digests and limits stay true while the stream is down."""
+        self.num_gaps = 0
+
+    @property
+    def connected(self) -> bool:
+        """A stream is open and its snapshot has arrived."""
+        return self._connected
+
+    def accept(self, frame: StateFrame, in_flight: int, now: float) -> None:
+        """Apply one frame; `in_flight` is our own count at this instant. Raises `StateGap`."""
+        if not frame.snapshot and not self._follows(frame):
+            self.disconnected()
+            self.num_gaps += 1
+            raise StateGap(f"state frame {frame.sequence} does not follow")
+        self._connected = True
+        self._received_at = now
+        self.latest = frame
+        reported = frame.load.num_requests_running + frame.load.num_requests_waiting
+        self._external.append(max(0, reported - in_flight))
+
+    def disconnected(self) -> None:
+        self._connected = False
+        self._external.clear()
+
+    def age_s(self, now: float) -> float | None:
+        return now - self._received_at if self.latest is not None else None
+
+    def fresh(self, now: float) -> bool:
+        """Whether the load can be believed: engines send a frame at least every second."""
+        return self._connected and now - self._received_at <= self._stale_after_s
+
+    def external(self) -> int:
+        """Requests there that are not ours, by the reports of the last moments."""
+        return min(self._external, default=0)
+
+    def _follows(self, frame: StateFrame) -> bool:
+        return self._connected and self.latest is not None and frame.sequence == self.latest.sequence + 1

@@ -1,0 +1,1 @@
+"""How the brain learns: the catalogue, the engines' state streams, their tokenizer bundles."""

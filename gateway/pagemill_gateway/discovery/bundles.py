@@ -1,0 +1,85 @@
+"""Tokenizers of the engines' models: bundles fetched from control ports by digest, built once, kept while in use.
+
+A bundle is checked against its digest before it counts, so a wrong or changed tokenizer cannot slip in. Building a
+tokenizer takes long for large vocabularies and happens off the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import aiohttp
+from pagemill_protocol.text.bundle import TokenizerBundle
+from pagemill_protocol.text.tokenizer import Tokenizer
+
+from pagemill_gateway.bounded import TooLarge, read_bounded
+
+FETCH_TIMEOUT_S = 30.0
+MAX_BUNDLE_BYTES = 128 * 1024 * 1024
+
+
+class BundleError(Exception):
+    """An engine gave no usable tokenizer bundle."""
+
+
+class Bundles:
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self._session = session
+        self._bundles: dict[str, TokenizerBundle] = {}
+        self._tokenizers: dict[tuple[str, str | None], Tokenizer] = {}
+        self._fetches: dict[str, asyncio.Lock] = {}
+
+    def __contains__(self, digest: str) -> bool:
+        return digest in self._bundles
+
+    async def fetch(self, digest: str, control_url: str, token: str) -> None:
+        """Make `digest` known; several callers at once fetch it once. Raises `BundleError` or `aiohttp.ClientError`."""
+        async with self._fetches.setdefault(digest, asyncio.Lock()):
+            if digest in self._bundles:
+                return
+            data = await self._download(control_url, token)
+            self._bundles[digest] = await asyncio.to_thread(_checked, data, digest)
+            self._tokenizers[digest, None] = await asyncio.to_thread(Tokenizer, self._bundles[digest])
+        self._fetches.pop(digest, None)
+
+    async def tokenizer(self, digest: str, chat_template: str | None) -> Tokenizer:
+        """The tokenizer of a known bundle, with `chat_template` in place of the bundle's own unless None."""
+        known = self._tokenizers.get((digest, chat_template))
+        if known is not None:
+            return known
+        if digest not in self._bundles:
+            raise BundleError(f"no tokenizer bundle {digest} is known")
+        built = await asyncio.to_thread(Tokenizer, self._bundles[digest], chat_template)
+        return self._tokenizers.setdefault((digest, chat_template), built)
+
+    def forget_all_but(self, digests: set[str], templates: set[str | None]) -> None:
+        """Drop what no endpoint and no deployment names any more."""
+        for digest in self._bundles.keys() - digests:
+            del self._bundles[digest]
+        for key in list(self._tokenizers):
+            if key[0] not in digests or (key[1] is not None and key[1] not in templates):
+                del self._tokenizers[key]
+
+    async def _download(self, control_url: str, token: str) -> bytes:
+        async with self._session.get(
+            f"{control_url}/internal/bundle",
+            headers={"Authorization": f"Bearer {token}"},
+            timeout=aiohttp.ClientTimeout(total=FETCH_TIMEOUT_S),
+            allow_redirects=False,
+        ) as response:
+            if response.status != 200:
+                raise BundleError(f"/internal/bundle answered {response.status}")
+            try:
+                return await read_bounded(response, MAX_BUNDLE_BYTES)
+            except TooLarge as error:
+                raise BundleError(f"the tokenizer bundle is {error}") from error
+
+
+def _checked(data: bytes, digest: str) -> TokenizerBundle:
+    try:
+        bundle = TokenizerBundle.from_bytes(data)
+    except Exception as error:
+        raise BundleError(f"the tokenizer bundle cannot be read: {error}") from error
+    if bundle.digest != digest:
+        raise BundleError(f"the tokenizer bundle has digest {bundle.digest}, the engine announced {digest}")
+    return bundle

@@ -1,0 +1,112 @@
+"""One long `GET /internal/state` per endpoint, opened again for ever, fed into the brain.
+
+A broken, silent or gapped stream is closed and opened again (its first frame is a snapshot) after a jittered, growing
+pause; meanwhile the endpoint's `/readyz` says why. The pause never stops traffic: what a missing stream means for
+routing is the brain's business. Tokenizer bundles named by a frame are fetched before the frame counts, so that no
+endpoint is usable before its prompts can be tokenized.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+
+import aiohttp
+from pagemill_protocol.frames import FrameError, StateDecoder
+from pagemill_protocol.state import StateFrame
+
+from pagemill_gateway.brain.brain import LocalBrain
+from pagemill_gateway.brain.reports import StateGap
+from pagemill_gateway.config import GatewayConfig
+from pagemill_gateway.discovery.bundles import BundleError, Bundles
+from pagemill_gateway.discovery.readyz import fetch_phase
+
+logger = logging.getLogger("pagemill.gateway.state")
+
+STREAM_FAULTS = (aiohttp.ClientError, TimeoutError, OSError, FrameError, StateGap, BundleError)
+
+
+class StateStreams:
+    def __init__(
+        self, session: aiohttp.ClientSession, brain: LocalBrain, bundles: Bundles, config: GatewayConfig
+    ) -> None:
+        self._session = session
+        self._brain = brain
+        self._bundles = bundles
+        self._config = config
+        self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
+
+    def sync(self) -> None:
+        """Follow exactly the endpoints that the brain knows now."""
+        records = self._brain.registry.endpoints.values()
+        wanted = {(record.endpoint.id, record.endpoint.control_url) for record in records}
+        for gone in self._tasks.keys() - wanted:
+            self._tasks.pop(gone).cancel()
+        for endpoint_id, control_url in wanted - self._tasks.keys():
+            follower = self._follow(endpoint_id, control_url)
+            self._tasks[endpoint_id, control_url] = asyncio.create_task(follower, name=f"state:{endpoint_id}")
+
+    async def close(self) -> None:
+        tasks = list(self._tasks.values())
+        self._tasks.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _follow(self, endpoint_id: str, control_url: str) -> None:
+        pause_s = self._config.reconnect_base_s
+        while True:
+            connection = _Connection()
+            try:
+                await self._read(endpoint_id, control_url, connection)
+                cause = "the stream ended"
+            except STREAM_FAULTS as error:
+                cause = f"{type(error).__name__}: {error}"
+            except Exception as error:
+                # A surprise in one stream must neither end it for good nor touch another one.
+                logger.exception("state stream of %s failed", endpoint_id)
+                cause = f"{type(error).__name__}: {error}"
+            if connection.num_frames:
+                logger.warning("state stream of %s lost: %s", endpoint_id, cause)
+                pause_s = self._config.reconnect_base_s
+            self._brain.stream_lost(endpoint_id)
+            self._brain.note_phase(endpoint_id, *await fetch_phase(self._session, control_url, cause))
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+            pause_s = min(self._config.reconnect_max_s, pause_s * 2)
+
+    async def _read(self, endpoint_id: str, control_url: str, connection: _Connection) -> None:
+        """One connection, until it ends. Raises one of `STREAM_FAULTS` for anything but an orderly end."""
+        record = self._brain.registry.endpoints.get(endpoint_id)
+        token = self._brain.token_of(record) if record is not None else ""
+        timeout = aiohttp.ClientTimeout(
+            total=None, connect=self._config.connect_timeout_s, sock_read=self._config.state_idle_timeout_s
+        )
+        async with self._session.get(
+            f"{control_url}/internal/state",
+            headers={"Authorization": f"Bearer {token}"},
+            timeout=timeout,
+            allow_redirects=False,
+        ) as response:
+            if response.status != 200:
+                raise aiohttp.ClientPayloadError(f"/internal/state answered {response.status}")
+            decoder = StateDecoder()
+            while data := await response.content.readany():
+                for frame in decoder.feed(data):
+                    await self._ensure_bundle(frame, control_url, token)
+                    self._brain.observe(endpoint_id, frame)
+                    connection.num_frames += 1
+                if not self._brain.ready(endpoint_id):
+                    self._brain.note_phase(endpoint_id, *await fetch_phase(self._session, control_url, "starting"))
+            decoder.close()
+
+    async def _ensure_bundle(self, frame: StateFrame, control_url: str, token: str) -> None:
+        digest = frame.digests.tokenizer_bundle
+        if digest and digest not in self._bundles:
+            await self._bundles.fetch(digest, control_url, token)
+
+
+class _Connection:
+    """Survives the exception that ends a connection."""
+
+    num_frames = 0

@@ -1,0 +1,51 @@
+"""What one request was, for its access log line and its metrics. Never any text of it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from pagemill_protocol.generate import FinishReason, FrameMeta, Usage
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """Filled while the request passes through; times are of the monotonic clock."""
+
+    request_id: str
+    route: str
+    started_at: float = field(default_factory=time.monotonic)
+    model: str = ""
+    deployment: str = ""
+    stream: bool = False
+    num_prompts: int = 0
+    prompt_tokens: int = 0
+    endpoints: list[str] = field(default_factory=list)
+    """Asked, in order; several for several attempts or prompts."""
+    num_retries: int = 0
+    first_frame_at: float | None = None
+    finish_reasons: set[FinishReason] = field(default_factory=set)
+    usage: Usage = Usage()
+    status: int = 0
+    error_code: str | None = None
+
+    @property
+    def ttft_s(self) -> float | None:
+        return self.first_frame_at - self.started_at if self.first_frame_at is not None else None
+
+    def duration_s(self) -> float:
+        return time.monotonic() - self.started_at
+
+    def saw(self, meta: FrameMeta) -> None:
+        if self.first_frame_at is None and meta.token_ids:
+            self.first_frame_at = time.monotonic()
+        if meta.finish_reason is not None:
+            self.finish_reasons.add(meta.finish_reason)
+
+    def add_usage(self, usage: Usage) -> None:
+        total = self.usage
+        self.usage = Usage(
+            prompt_tokens=total.prompt_tokens + usage.prompt_tokens,
+            completion_tokens=total.completion_tokens + usage.completion_tokens,
+            cached_tokens=total.cached_tokens + usage.cached_tokens,
+        )

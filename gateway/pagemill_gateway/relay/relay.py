@@ -1,0 +1,150 @@
+"""One engine request through as many attempts as it may have: choose, send, pass frames on, account, try elsewhere.
+
+The rule of retry: as long as the client has seen nothing of this answer, another engine may give it. Afterwards the
+answer ends with an error, which the caller must tell the client. The relay knows nothing of HTTP on the client's side
+(`routes` does) and makes no decision on where to go (`brain` does).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import msgspec
+from pagemill_protocol.errors import PagemillError, bad_upstream, internal_error
+from pagemill_protocol.generate import FrameMeta, GenerateRequest, Usage
+
+from pagemill_gateway.admission.attempts import Attempts
+from pagemill_gateway.brain.interface import Brain, Choice, Target
+from pagemill_gateway.relay.record import RequestRecord
+from pagemill_gateway.relay.sinks import Sink
+from pagemill_gateway.relay.upstream import Frame, Upstream, UpstreamFailure, parse_error
+
+logger = logging.getLogger("pagemill.gateway.relay")
+
+
+class AnswerBroken(Exception):
+    """The answer ended early after the client had seen part of it.
+
+    `error` is what happened; `told` whether the client already got it as the engine's own error event.
+    """
+
+    def __init__(self, error: PagemillError, *, told: bool) -> None:
+        super().__init__(error.message)
+        self.error = error
+        self.told = told
+
+
+class Relay:
+    def __init__(self, brain: Brain, upstream: Upstream, max_attempts: int) -> None:
+        self._brain = brain
+        self._upstream = upstream
+        self._max_attempts = max_attempts
+        self._encoder = msgspec.msgpack.Encoder()
+
+    async def run(self, target: Target, request: GenerateRequest, sink: Sink, record: RequestRecord) -> Usage:
+        """The whole answer into `sink`; returns its usage.
+
+        Raises `PagemillError` when the client has seen nothing of it, `AnswerBroken` when it has.
+        """
+        body = self._encoder.encode(request)
+        attempts = Attempts(self._max_attempts)
+        while True:
+            choice = await self._choose(target, attempts, request)
+            try:
+                await asyncio.sleep(attempts.pause_s(choice.endpoint_id))
+                attempts.chose(choice.endpoint_id)
+                record.endpoints.append(choice.endpoint_id)
+                sink.restart()
+                usage = await self._attempt(choice, body, request, sink, record)
+            except UpstreamFailure as failure:
+                self._brain.failed(choice, failure.kind)
+                self._note(failure, choice, attempts, record)
+                if sink.delivered:
+                    raise AnswerBroken(
+                        bad_upstream(f"The answer broke off: {failure.message}"), told=False
+                    ) from failure
+                if attempts.exhausted:
+                    raise attempts.verdict() from failure
+            except BaseException:
+                self._brain.finished(choice)
+                raise
+            else:
+                self._brain.finished(choice)
+                return usage
+
+    async def _choose(self, target: Target, attempts: Attempts, request: GenerateRequest) -> Choice:
+        try:
+            choice = await self._brain.choose(target, attempts.tried, len(request.prompt_token_ids))
+        except PagemillError as error:
+            raise (attempts.verdict() if attempts.count else error) from error
+        if attempts.pointless(choice.endpoint_id):
+            self._brain.finished(choice)
+            raise attempts.verdict()
+        return choice
+
+    async def _attempt(
+        self, choice: Choice, body: bytes, request: GenerateRequest, sink: Sink, record: RequestRecord
+    ) -> Usage:
+        async with self._upstream.generate(choice, body, request.request_id) as stream:
+            frames = await stream.read()
+            self._brain.started(choice)
+            while frames:
+                usage = await _pass_on(frames, request, sink, record)
+                if usage is not None:
+                    await stream.finish()
+                    return usage
+                frames = await stream.read()
+        raise UpstreamFailure("broken", "The engine's answer ended before its last frame.")
+
+    def _note(self, failure: UpstreamFailure, choice: Choice, attempts: Attempts, record: RequestRecord) -> None:
+        record.num_retries += 1
+        if failure.kind == "refused":
+            attempts.refused(failure.message, failure.retry_after_s)
+        else:
+            attempts.broke(failure.message)
+        logger.info(
+            "request %s: attempt %d at %s failed (%s): %s",
+            record.request_id,
+            attempts.count,
+            choice.endpoint_id,
+            failure.kind,
+            failure.message,
+        )
+
+
+async def _pass_on(frames: list[Frame], request: GenerateRequest, sink: Sink, record: RequestRecord) -> Usage | None:
+    """Hand the payloads of one group of frames on; the usage once the last frame was among them."""
+    payloads: list[bytes] = []
+    for meta, payload in frames:
+        if meta.error is not None:
+            await _pass_on_error(meta, payload, payloads, sink)
+        _check_choice(meta, request)
+        record.saw(meta)
+        if payload:
+            payloads.append(payload)
+    if payloads:
+        await sink.take(payloads)
+    last = frames[-1][0]
+    return (last.usage or Usage()) if last.last else None
+
+
+async def _pass_on_error(meta: FrameMeta, payload: bytes, before: list[bytes], sink: Sink) -> None:
+    """The engine failed this request. Always raises: what, depends on whether the client has seen anything."""
+    status = meta.error_status or 500
+    message = meta.error or "The engine failed to process this request."
+    if not sink.delivered:
+        if status in (429, 503):
+            raise UpstreamFailure("refused", message)
+        if status >= 500:
+            raise UpstreamFailure("request", message)
+        raise parse_error(payload.removeprefix(b"data: "), status, message)
+    await sink.take([*before, payload] if payload else before)
+    error = internal_error(message) if status >= 500 else PagemillError(message, status=status)
+    raise AnswerBroken(error, told=bool(payload))
+
+
+def _check_choice(meta: FrameMeta, request: GenerateRequest) -> None:
+    first = request.prompt_index * request.sampling.n
+    if not first <= meta.choice < first + request.sampling.n:
+        raise UpstreamFailure("broken", f"The engine sent choice {meta.choice}, which was not asked for.")

@@ -1,0 +1,174 @@
+"""The client side of `/internal/generate`: one attempt at one engine, its frames checked, its faults named.
+
+It neither retries nor chooses (`relay.relay` does) and does not look into payloads beyond their framing: what it hands
+on is either complete frames of a well-formed answer, or an `UpstreamFailure`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+import aiohttp
+import msgspec
+from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.frames import FRAMES_CONTENT_TYPE, MSGPACK_CONTENT_TYPE, FrameDecoder, FrameError
+from pagemill_protocol.generate import FrameMeta
+
+from pagemill_gateway.bounded import TooLarge, read_bounded
+from pagemill_gateway.brain.interface import Choice, FailureKind
+from pagemill_gateway.config import GatewayConfig
+
+MAX_ERROR_BYTES = 64 * 1024
+END_OF_BODY_TIMEOUT_S = 0.5
+REFUSALS = frozenset({429, 503})
+CLIENT_FAULTS = frozenset({400, 413, 422})
+
+Frame = tuple[FrameMeta, bytes]
+
+
+class UpstreamFailure(Exception):
+    """The attempt failed and no answer can come of it; another engine may do better."""
+
+    def __init__(self, kind: FailureKind, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.kind: FailureKind = kind
+        self.message = message
+        self.retry_after_s = retry_after_s
+
+
+class FrameStream:
+    """The frames of one answer in the groups in which the network brought them."""
+
+    def __init__(self, response: aiohttp.ClientResponse) -> None:
+        self._content = response.content
+        self._decoder = FrameDecoder()
+        self._complete = False
+
+    async def read(self) -> list[Frame]:
+        """The next frames, at least one; an empty list after the last. Raises `UpstreamFailure`."""
+        try:
+            while data := await self._content.readany():
+                frames = self._decoder.feed(data)
+                self._check(frames)
+                if frames:
+                    return frames
+            self._decoder.close()
+        except FrameError as error:
+            raise UpstreamFailure("broken", f"The engine sent garbage: {error}") from error
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise UpstreamFailure("broken", _describe(error)) from error
+        if not self._complete:
+            raise UpstreamFailure("broken", "The engine's answer ended before its last frame.")
+        return []
+
+    async def finish(self) -> None:
+        """After the last frame: take the end of the body, so that the connection can be used again."""
+        with suppress(aiohttp.ClientError, TimeoutError, OSError):
+            async with asyncio.timeout(END_OF_BODY_TIMEOUT_S):
+                await self._content.readany()
+
+    def _check(self, frames: list[Frame]) -> None:
+        for meta, _ in frames:
+            if self._complete:
+                raise FrameError("a frame follows the last one")
+            self._complete = meta.last
+
+
+class Upstream:
+    def __init__(self, session: aiohttp.ClientSession, config: GatewayConfig) -> None:
+        self._session = session
+        self._timeout = aiohttp.ClientTimeout(
+            total=None,
+            connect=None,
+            sock_connect=config.connect_timeout_s,
+            sock_read=config.upstream_idle_timeout_s,
+        )
+
+    @asynccontextmanager
+    async def generate(self, choice: Choice, body: bytes, request_id: str) -> AsyncIterator[FrameStream]:
+        """Send an encoded `GenerateRequest`; the engine has accepted it once the block is entered.
+
+        Leaving the block before the last frame closes the connection, which aborts the request in the engine. Raises
+        `UpstreamFailure`, or `PagemillError` for a request that no engine would take.
+        """
+        headers = {
+            "Authorization": f"Bearer {choice.token}",
+            "Content-Type": MSGPACK_CONTENT_TYPE,
+            "X-Request-Id": request_id,
+        }
+        url = f"{choice.data_url}/internal/generate"
+        try:
+            response = await self._session.post(
+                url, data=body, headers=headers, timeout=self._timeout, allow_redirects=False
+            )
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            raise UpstreamFailure("broken", _describe(error)) from error
+        try:
+            await _check_accepted(response)
+            yield FrameStream(response)
+        finally:
+            # Keeps the connection only when the answer was read to its end.
+            response.release()
+
+
+async def _check_accepted(response: aiohttp.ClientResponse) -> None:
+    if response.status == 200:
+        if response.content_type != FRAMES_CONTENT_TYPE:
+            raise UpstreamFailure("broken", f"The engine answered {response.content_type[:80]!r} instead of frames.")
+        return
+    error = await _error_of(response)
+    if response.status in REFUSALS:
+        raise UpstreamFailure("refused", error.message, error.retry_after_s)
+    if response.status in CLIENT_FAULTS:
+        raise error
+    raise UpstreamFailure("broken", f"The engine answered {response.status}: {error.message}")
+
+
+class _ErrorFields(msgspec.Struct):
+    message: str = ""
+    type: str = "invalid_request_error"
+    param: str | None = None
+    code: str | None = None
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _ErrorFields
+
+
+async def _error_of(response: aiohttp.ClientResponse) -> PagemillError:
+    try:
+        raw = await read_bounded(response, MAX_ERROR_BYTES)
+    except (aiohttp.ClientError, TimeoutError, OSError, TooLarge):
+        raw = b""
+    error = parse_error(raw, response.status, "The engine refused the request.")
+    error.retry_after_s = _retry_after_s(response.headers.get("Retry-After"))
+    return error
+
+
+def parse_error(raw: bytes, status: int, otherwise: str) -> PagemillError:
+    """An engine's error body as an error; a body in any other shape gives one with the message `otherwise`."""
+    try:
+        fields = msgspec.json.decode(raw, type=_ErrorBody).error
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        fields = _ErrorFields()
+    return PagemillError(
+        fields.message[:2000] or otherwise, status=status, type=fields.type, param=fields.param, code=fields.code
+    )
+
+
+def _retry_after_s(value: str | None) -> float | None:
+    try:
+        return min(120.0, max(0.0, float(value))) if value is not None else None
+    except ValueError:
+        return None
+
+
+def _describe(error: Exception) -> str:
+    """What happened, without addresses of this cluster."""
+    if isinstance(error, aiohttp.ConnectionTimeoutError | aiohttp.ClientConnectorError):
+        return "An engine cannot be reached."
+    if isinstance(error, TimeoutError):
+        return "An engine fell silent."
+    return "The connection to an engine broke."
