@@ -35,6 +35,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
     request_id: str
     """Assigned by the front door; also the client's response id, for example `chatcmpl-...`."""
+    response_id: str = ""
+    """The client's response id where it is not `request_id`: one of several prompts of a completions request."""
     model: str
     """The name the client used; echoed in the response."""
     prompt_token_ids: list[int]

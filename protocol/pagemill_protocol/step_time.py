@@ -7,14 +7,15 @@ coefficients are never negative, so neither is any prediction. The engine observ
 everybody else predicts from those with `from_params`. A calibration sweep before ready gives the prior
 (`from_calibration`).
 
-The fit is weighted least squares with exponential forgetting in information form (the recursive state is XᵀWX and XᵀWy),
-solved under non-negativity by `_nonnegative`. Residuals are relative, so a 3 ms decode step counts as much as a 300 ms
-prefill; outliers lose weight against the running median error; and a proximal term holds directions that recent steps do
-not excite (no prefill for an hour) where they were.
+The fit is weighted least squares with exponential forgetting in information form (the recursive state is XᵀWX and
+XᵀWy), solved under non-negativity by `_nonnegative`. Residuals are relative, so a 3 ms decode step counts as much as a
+300 ms prefill; outliers lose weight against the running median error; and a proximal term holds directions that recent
+steps do not excite (no prefill for an hour) where they were.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
@@ -269,7 +270,7 @@ def _usable(sample: StepSample) -> bool:
 
 
 def _check_knots(knots: list[int]) -> None:
-    rising = all(low < high for low, high in zip(knots, knots[1:], strict=False))
+    rising = all(low < high for low, high in itertools.pairwise(knots))
     if not knots or knots[0] < 1 or not rising:
         raise ValueError(f"step time: knots_tokens must rise from at least 1, got {knots[:20]}")
 

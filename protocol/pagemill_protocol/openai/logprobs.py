@@ -1,0 +1,78 @@
+"""Log probabilities in both dialects' shapes.
+
+`position` turns one position's ids and values into token texts; `chat` and `completions` give the JSON of a chunk or a
+whole choice. Tokens are shown with their special characters; `bytes` lets a client put split UTF-8 together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from pagemill_protocol.text.tokenizer import Tokenizer
+
+LOWEST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON cannot hold (as OpenAI's API does)."""
+
+
+class TokenLogprob(NamedTuple):
+    token: str
+    token_bytes: bytes
+    logprob: float
+
+
+class PositionLogprobs(NamedTuple):
+    """One generated token and its most likely alternatives."""
+
+    chosen: TokenLogprob
+    top: list[TokenLogprob]
+
+
+def position(
+    tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[float], num_top: int
+) -> PositionLogprobs:
+    """From ids and values with the chosen token first, then the most likely ones (the engine's order)."""
+    entries = [
+        TokenLogprob(tokenizer.token_text(token_id), tokenizer.token_bytes(token_id), _finite(logprob))
+        for token_id, logprob in zip(token_ids[: num_top + 1], logprobs, strict=False)
+    ]
+    return PositionLogprobs(entries[0], entries[1:])
+
+
+def chat(positions: Sequence[PositionLogprobs]) -> dict[str, Any]:
+    """`choices[].logprobs` of a chat chunk or body."""
+    content = [{**_entry(at.chosen), "top_logprobs": [_entry(top) for top in at.top]} for at in positions]
+    return {"content": content, "refusal": None}
+
+
+def completions(positions: Sequence[PositionLogprobs], text_offset: int = 0) -> dict[str, Any]:
+    """`choices[].logprobs` of a completions chunk or body.
+
+    `text_offset`: characters of the choice's text (the echoed prompt included) before the first position. With no
+    alternatives asked for, `top_logprobs` is null; else each entry also holds the chosen token.
+    """
+    offsets: list[int] = []
+    for at in positions:
+        offsets.append(text_offset)
+        text_offset += len(at.chosen.token)
+    tops = [_top_dict(at) for at in positions] if any(at.top for at in positions) else None
+    return {
+        "text_offset": offsets,
+        "token_logprobs": [at.chosen.logprob for at in positions],
+        "tokens": [at.chosen.token for at in positions],
+        "top_logprobs": tops,
+    }
+
+
+def _entry(item: TokenLogprob) -> dict[str, Any]:
+    return {"token": item.token, "logprob": item.logprob, "bytes": list(item.token_bytes)}
+
+
+def _top_dict(at: PositionLogprobs) -> dict[str, float]:
+    return {item.token: item.logprob for item in (*at.top, at.chosen)}
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LOWEST_LOGPROB) if math.isfinite(logprob) else LOWEST_LOGPROB

@@ -1,0 +1,179 @@
+"""From raw request bytes to a checked request, or to the one error message that helps its sender.
+
+JSON is parsed strictly: no NaN or Infinity, no lone surrogates, no broken UTF-8, no NUL characters, at most 1,024
+levels of nesting, integers beyond 64 bits are no integers. The fast path is one parse and one validation; only a body
+that failed is looked at again, to name the field at fault.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import orjson
+from pydantic import BaseModel, ValidationError
+
+from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.openai.fields import shorten
+
+Model = TypeVar("Model", bound=BaseModel)
+
+_MAX_PARAM_CHARS = 200
+_EXPECTATIONS: dict[str, str] = {
+    "missing": "is required",
+    "int_type": "must be an integer",
+    "int_from_float": "must be an integer",
+    "float_type": "must be a number",
+    "finite_number": "must be a finite number",
+    "bool_type": "must be true or false",
+    "string_type": "must be a string",
+    "string_too_short": "must have at least {min_length} characters",
+    "string_too_long": "must have at most {max_length} characters",
+    "list_type": "must be a list",
+    "too_short": "must have at least {min_length} items",
+    "too_long": "must have at most {max_length} items",
+    "model_type": "must be an object",
+    "dict_type": "must be an object",
+    "literal_error": "must be one of {expected}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than_equal": "must be at most {le}",
+    "less_than": "must be below {lt}",
+}
+
+
+def parse_body(raw: bytes, schema: type[Model]) -> Model:
+    """The request in `raw`. Raises `PagemillError` 400 whose `param` is the first field at fault."""
+    data = parse_json(raw)
+    if not isinstance(data, dict):
+        raise _invalid(None, f"The request body must be a JSON object, got {shorten(data)}.", "invalid_json")
+    if b"\\u0000" in raw:
+        _refuse_string(data, "\x00", "contains the character U+0000. Remove it.")
+    try:
+        return schema.model_validate(data)
+    except ValidationError as error:
+        raise _from_validation(error) from None
+    except RecursionError:
+        raise _invalid(None, "The request body is nested too deeply. Use fewer levels.", "invalid_json") from None
+
+
+def parse_json(raw: bytes) -> Any:
+    """Any JSON value in `raw`, strictly. Raises `PagemillError` 400."""
+    if not raw.strip(b" \t\r\n"):
+        raise _invalid(None, "The request body is empty. Send a JSON object.", "invalid_json")
+    try:
+        return orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise _explain_bad_json(raw, error) from None
+
+
+def _explain_bad_json(raw: bytes, error: orjson.JSONDecodeError) -> PagemillError:
+    """Name the field of a body that lenient parsers would accept; else the position of the fault."""
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as broken:
+        return _invalid(
+            _last_key(raw[: broken.start]),
+            f"The request body is not valid UTF-8: byte {broken.start} cannot be decoded. Encode the JSON as UTF-8.",
+            "invalid_json",
+        )
+    if "depth" in str(error):
+        return _invalid(
+            _last_key(raw[: error.pos]), "The request body is nested too deeply. Use fewer levels.", "invalid_json"
+        )
+    try:
+        lenient = json.loads(text, parse_int=_lenient_int)
+    except (ValueError, RecursionError):
+        return _invalid(
+            None,
+            f"The request body is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}.",
+            "invalid_json",
+        )
+    for path, value in _walk(lenient):
+        if isinstance(value, float) and not math.isfinite(value):
+            return _invalid(
+                path, f"`{path}` is {value}, which JSON cannot hold. Send a finite number.", "invalid_value"
+            )
+        if isinstance(value, str) and _has_surrogate(value):
+            return _invalid(
+                path, f"`{path}` contains half of a surrogate pair. Send complete Unicode characters.", "invalid_value"
+            )
+    return _invalid(None, f"The request body is not valid JSON: {error.msg}.", "invalid_json")
+
+
+def _lenient_int(digits: str) -> float:
+    return float(digits)
+
+
+def _has_surrogate(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def _refuse_string(data: Any, needle: str, complaint: str) -> None:
+    for path, value in _walk(data):
+        if isinstance(value, str) and needle in value:
+            raise _invalid(path, f"`{path}` {complaint}", "invalid_value")
+
+
+def _walk(data: Any) -> Iterator[tuple[str, Any]]:
+    """All scalars below `data` with their paths, keys too, in document order and without recursion."""
+    stack: list[tuple[str, Any]] = [("", data)]
+    while stack:
+        path, value = stack.pop()
+        if isinstance(value, dict):
+            children = [(_join(path, key), child) for key, child in value.items()]
+            yield from ((name, key) for (name, _), key in zip(children, value, strict=True))
+            stack.extend(reversed(children))
+        elif isinstance(value, list):
+            stack.extend((f"{path}[{index}]", child) for index, child in reversed(list(enumerate(value))))
+        else:
+            yield path, value
+
+
+def _last_key(raw: bytes) -> str | None:
+    """The key before a fault in bytes that no parser reads: a hint, `None` when there is none nearby."""
+    head = raw[-4096:]
+    colon = head.rfind(b'":')
+    start = head.rfind(b'"', 0, colon) if colon > 0 else -1
+    if start < 0:
+        return None
+    return head[start + 1 : colon].decode("utf-8", "replace")[:_MAX_PARAM_CHARS]
+
+
+def _from_validation(error: ValidationError) -> PagemillError:
+    """The first of pydantic's errors as one sentence: field, what it must be, what it was."""
+    first = error.errors(include_url=False)[0]
+    path = ""
+    for part in first["loc"]:
+        path = f"{path}[{part}]" if isinstance(part, int) else _join(path, str(part))
+    context: dict[str, Any] = first.get("ctx", {})
+    if first["type"] == "refusal":
+        return _invalid(_join(path, context["field"]), context["message"], context["code"])
+    if first["type"] == "missing":
+        return _invalid(path, f"`{path}` is required. Send it.", "missing_required_parameter")
+    expectation = _expectation(first["type"], context, first["msg"])
+    return _invalid(path, f"`{path}` {expectation}, got {shorten(first['input'])}.", "invalid_value")
+
+
+def _expectation(kind: str, context: dict[str, Any], fallback: str) -> str:
+    template = _EXPECTATIONS.get(kind)
+    return template.format(**context) if template is not None else f"is not valid: {fallback}"
+
+
+def _join(path: str, field: str) -> str:
+    if not path or not field or field[0] in "[.":
+        return path + field
+    return f"{path}.{field}"
+
+
+def _invalid(param: str | None, message: str, code: str) -> PagemillError:
+    cleaned = _printable(param)[:_MAX_PARAM_CHARS] if param else None
+    return PagemillError(_printable(message), param=cleaned, code=code)
+
+
+_printable: Callable[[str], str] = lambda text: text.encode("utf-8", "replace").decode("utf-8")  # noqa: E731

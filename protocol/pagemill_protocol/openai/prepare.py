@@ -1,0 +1,230 @@
+"""From a checked request to what an engine runs: rendered, tokenized, with every limit applied.
+
+The front door (gateway, or the engine's own HTTP process) calls this once per request, off its event loop: rendering
+and tokenizing long prompts takes milliseconds. Ids, clock, seed and cache salt are the caller's, so the functions stay
+pure. It does not look at load; admission is the gateway's and the scheduler's.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from pagemill_protocol.errors import PagemillError, context_length_exceeded, invalid_field
+from pagemill_protocol.generate import Dialect, GenerateRequest
+from pagemill_protocol.openai.schemas import (
+    DEFAULT_COMPLETION_TOKENS,
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    SamplingFields,
+    TokenizeRequest,
+)
+from pagemill_protocol.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from pagemill_protocol.text.tokenizer import Tokenizer
+
+_DEFAULTABLE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+def new_request_id(dialect: Dialect) -> str:
+    return f"{'chatcmpl' if dialect == 'chat' else 'cmpl'}-{uuid.uuid4().hex}"
+
+
+def prepare_chat(
+    req: ChatCompletionRequest,
+    tokenizer: Tokenizer,
+    *,
+    max_model_len: int,
+    request_id: str,
+    created_unix_s: int,
+    cache_salt: str = "",
+    seed: int | None = None,
+    defaults: Mapping[str, Any] | None = None,
+) -> GenerateRequest:
+    """Render and tokenize a chat; without a limit the answer may fill the context.
+
+    `seed` and `defaults` (sampling values of the model, such as `temperature`) count where the client sent none.
+    `max_model_len` 0: not known, the engine checks. Raises `PagemillError` 400.
+    """
+    text = _render(req.messages, req, tokenizer)
+    token_ids = _encode(tokenizer, text, req.add_special_tokens, max_model_len, "messages")
+    max_tokens = _answer_budget(
+        len(token_ids), req.requested_tokens, None, max_model_len, "messages", req.max_tokens_field
+    )
+    logprobs = req.top_logprobs if req.logprobs else None
+    return GenerateRequest(
+        request_id=request_id,
+        model=req.model,
+        prompt_token_ids=token_ids,
+        sampling=_sampling(req, tokenizer, max_tokens, req.max_tokens_field, logprobs, seed, defaults or {}),
+        dialect="chat",
+        created_unix_s=created_unix_s,
+        stream=req.stream,
+        include_usage=req.include_usage,
+        priority=req.priority,
+        cache_salt=cache_salt,
+    )
+
+
+def prepare_completions(
+    req: CompletionRequest,
+    tokenizer: Tokenizer,
+    *,
+    max_model_len: int,
+    request_id: str,
+    created_unix_s: int,
+    cache_salt: str = "",
+    seed: int | None = None,
+    defaults: Mapping[str, Any] | None = None,
+) -> list[GenerateRequest]:
+    """One request per prompt, in order; several get ids `REQUEST_ID-INDEX` and share `response_id`.
+
+    Arguments as in `prepare_chat`. Raises `PagemillError` 400 before any of them is sent.
+    """
+    several = len(req.prompt) > 1
+    requests: list[GenerateRequest] = []
+    for index, prompt in enumerate(req.prompt):
+        param = f"prompt[{index}]" if several else "prompt"
+        token_ids = _prompt_tokens(prompt, req, tokenizer, max_model_len, param)
+        max_tokens = _answer_budget(
+            len(token_ids), req.max_tokens, DEFAULT_COMPLETION_TOKENS, max_model_len, param, "max_tokens"
+        )
+        requests.append(
+            GenerateRequest(
+                request_id=f"{request_id}-{index}" if several else request_id,
+                response_id=request_id if several else "",
+                model=req.model,
+                prompt_token_ids=token_ids,
+                sampling=_sampling(req, tokenizer, max_tokens, "max_tokens", req.logprobs, seed, defaults or {}),
+                dialect="completions",
+                created_unix_s=created_unix_s,
+                stream=req.stream,
+                include_usage=req.include_usage,
+                priority=req.priority,
+                prompt_text=_echo_text(prompt, req, tokenizer),
+                prompt_index=index,
+                cache_salt=cache_salt,
+            )
+        )
+    return requests
+
+
+def tokenize(req: TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
+    """The token ids of a prompt, or of rendered messages."""
+    if req.messages is None:
+        assert req.prompt is not None  # the schema lets exactly one through
+        return tokenizer.encode(req.prompt, add_special_tokens=req.add_special_tokens is not False)
+    text = _render(req.messages, req, tokenizer)
+    return tokenizer.encode(text, add_special_tokens=bool(req.add_special_tokens))
+
+
+def detokenize(req: DetokenizeRequest, tokenizer: Tokenizer) -> str:
+    """The text of token ids, special tokens included."""
+    _check_vocabulary(req.tokens, tokenizer, "tokens")
+    return tokenizer.decode(req.tokens, skip_special_tokens=False)
+
+
+def _render(messages: Any, req: ChatCompletionRequest | TokenizeRequest, tokenizer: Tokenizer) -> str:
+    return tokenizer.render_chat(
+        [message.for_template() for message in messages],
+        add_generation_prompt=req.add_generation_prompt and not req.continue_final_message,
+        continue_final_message=req.continue_final_message,
+        template_kwargs=req.chat_template_kwargs or None,
+    )
+
+
+def _prompt_tokens(
+    prompt: str | list[int], req: CompletionRequest, tokenizer: Tokenizer, max_model_len: int, param: str
+) -> list[int]:
+    if isinstance(prompt, str):
+        return _encode(tokenizer, prompt, req.add_special_tokens, max_model_len, param)
+    _check_vocabulary(prompt, tokenizer, param)
+    return prompt
+
+
+def _encode(tokenizer: Tokenizer, text: str, special: bool, max_model_len: int, param: str) -> list[int]:
+    token_ids = tokenizer.encode(text, add_special_tokens=special)
+    if not token_ids:
+        raise invalid_field(param, f"`{param}` has no tokens. Send some text.")
+    return token_ids
+
+
+def _check_vocabulary(token_ids: list[int], tokenizer: Tokenizer, param: str) -> None:
+    largest = max(token_ids)
+    if largest >= tokenizer.vocab_size:
+        raise invalid_field(
+            param,
+            f"`{param}` has the token id {largest}; this model's token ids go from 0 to {tokenizer.vocab_size - 1}.",
+        )
+
+
+def _answer_budget(
+    num_prompt_tokens: int,
+    requested: int | None,
+    default: int | None,
+    max_model_len: int,
+    prompt_param: str,
+    limit_param: str,
+) -> int | None:
+    """Tokens the answer may have: as requested, else the default, else what is left of the context."""
+    if max_model_len <= 0:
+        return requested if requested is not None else default
+    room = max_model_len - num_prompt_tokens
+    if room < 1:
+        raise context_length_exceeded(num_prompt_tokens, max_model_len, prompt_param)
+    if requested is None:
+        return room if default is None else min(default, room)
+    if requested > room:
+        raise PagemillError(
+            f"The prompt has {num_prompt_tokens} tokens and `{limit_param}` asks for {requested} more, together "
+            f"{num_prompt_tokens + requested}; the model's context is {max_model_len}. Send `{limit_param}` of at "
+            f"most {room}, or shorten the prompt.",
+            param=limit_param,
+            code="context_length_exceeded",
+        )
+    return requested
+
+
+def _sampling(
+    req: SamplingFields,
+    tokenizer: Tokenizer,
+    max_tokens: int | None,
+    limit_param: str,
+    logprobs: int | None,
+    seed: int | None,
+    defaults: Mapping[str, Any],
+) -> SamplingParams:
+    if max_tokens is not None and max_tokens < 1:
+        raise invalid_field(limit_param, f"`{limit_param}` must be an integer of at least 1, got {max_tokens}.")
+    given = {name: _pick(req, name, defaults) for name in _DEFAULTABLE}
+    return SamplingParams(
+        **given,
+        n=req.n,
+        seed=req.seed if req.seed is not None else seed,
+        logit_bias=req.logit_bias or None,
+        logprobs=logprobs,
+        stop=req.stop,
+        stop_token_ids=req.stop_token_ids,
+        include_stop_str_in_output=req.include_stop_str_in_output,
+        min_tokens=req.min_tokens,
+        max_tokens=max_tokens,
+        ignore_eos=req.ignore_eos,
+        skip_special_tokens=req.skip_special_tokens,
+    ).validate(tokenizer.vocab_size)
+
+
+def _pick(req: SamplingFields, name: str, defaults: Mapping[str, Any]) -> Any:
+    if name in defaults and name not in req.model_fields_set:
+        return defaults[name]
+    return getattr(req, name)
+
+
+def _echo_text(prompt: str | list[int], req: CompletionRequest, tokenizer: Tokenizer) -> str | None:
+    if not req.echo:
+        return None
+    if isinstance(prompt, str):
+        return prompt
+    return tokenizer.decode(prompt, skip_special_tokens=req.skip_special_tokens)

@@ -1,0 +1,235 @@
+"""Answers in OpenAI's shapes: pure functions from values to JSON bytes and SSE events.
+
+Chunks and bodies of both dialects, usage, the model list, vLLM's tokenize pair, errors. A chunk function returns JSON;
+`sse` makes it an event. Detokenizing, stop strings and the order of events are the caller's (`pagemill_engine.output`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import orjson
+
+from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.generate import Dialect, FinishReason, GenerateRequest, Usage
+
+SSE_CONTENT_TYPE = "text/event-stream; charset=utf-8"
+SSE_DONE = b"data: [DONE]\n\n"
+SSE_KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment: clients skip it, proxies see traffic."""
+
+Logprobs = Mapping[str, Any]
+"""Made by `openai.logprobs.chat` or `.completions`."""
+
+
+class Head(NamedTuple):
+    """What every chunk and body of one response repeats."""
+
+    id: str
+    model: str
+    created_unix_s: int
+    system_fingerprint: str | None = None
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """One finished choice of a whole body. `text` holds the echoed prompt too, if any."""
+
+    index: int
+    text: str
+    finish_reason: FinishReason
+    logprobs: Logprobs | None = None
+
+
+class ModelCard(NamedTuple):
+    """One entry of `/v1/models`."""
+
+    id: str
+    created_unix_s: int
+    max_model_len: int | None = None
+    root: str | None = None
+    """The model's source; `None`: its id."""
+
+
+def head(request: GenerateRequest, system_fingerprint: str | None = None) -> Head:
+    return Head(request.response_id or request.request_id, request.model, request.created_unix_s, system_fingerprint)
+
+
+def fingerprint(weights_digest: str) -> str:
+    """`system_fingerprint`: equal for engines that run the same weights."""
+    return f"fp_{weights_digest[:12]}" if weights_digest else "fp_unknown"
+
+
+def choice_index(request: GenerateRequest, choice: int) -> int:
+    """The client's index of one of `request`'s choices."""
+    return request.prompt_index * request.sampling.n + choice
+
+
+def sse(data: bytes) -> bytes:
+    return b"data: " + data + b"\n\n"
+
+
+def error_body(error: PagemillError) -> bytes:
+    return orjson.dumps(error.body())
+
+
+def sse_error(error: PagemillError) -> bytes:
+    """The event that ends a broken stream; clients raise it. No `[DONE]` follows."""
+    return sse(error_body(error))
+
+
+def chat_chunk(
+    head: Head,
+    index: int,
+    text: str | None,
+    *,
+    role: bool = False,
+    finish_reason: FinishReason | None = None,
+    logprobs: Logprobs | None = None,
+    include_usage: bool = False,
+) -> bytes:
+    """One chunk of a chat. `role`: the first of its choice. `text` None: no text, as in a chunk that only finishes."""
+    delta: dict[str, Any] = {}
+    if role:
+        delta["role"] = "assistant"
+    if text is not None:
+        delta["content"] = text
+    choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+    return _chunk(head, "chat.completion.chunk", choice, include_usage)
+
+
+def completion_chunk(
+    head: Head,
+    index: int,
+    text: str,
+    *,
+    finish_reason: FinishReason | None = None,
+    logprobs: Logprobs | None = None,
+    include_usage: bool = False,
+) -> bytes:
+    """One chunk of a completion."""
+    choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+    return _chunk(head, "text_completion", choice, include_usage)
+
+
+def usage_chunk(head: Head, dialect: Dialect, usage: Usage) -> bytes:
+    """The last chunk under `stream_options.include_usage`: no choices."""
+    kind = "chat.completion.chunk" if dialect == "chat" else "text_completion"
+    return orjson.dumps({**_envelope(head, kind), "choices": [], "usage": usage_object(usage)})
+
+
+def chat_body(head: Head, choices: Iterable[Choice], usage: Usage) -> bytes:
+    rendered = [
+        {
+            "index": choice.index,
+            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "logprobs": choice.logprobs,
+            "finish_reason": choice.finish_reason,
+        }
+        for choice in choices
+    ]
+    return orjson.dumps({**_envelope(head, "chat.completion"), "choices": rendered, "usage": usage_object(usage)})
+
+
+def completion_body(head: Head, choices: Iterable[Choice], usage: Usage) -> bytes:
+    rendered = [
+        {
+            "index": choice.index,
+            "text": choice.text,
+            "logprobs": choice.logprobs,
+            "finish_reason": choice.finish_reason,
+        }
+        for choice in choices
+    ]
+    return orjson.dumps({**_envelope(head, "text_completion"), "choices": rendered, "usage": usage_object(usage)})
+
+
+def merge_completion_bodies(bodies: Sequence[bytes]) -> bytes:
+    """One body of several prompts' bodies: choices by index, usage summed, the rest as in the first."""
+    parsed = [orjson.loads(body) for body in bodies]
+    choices = sorted((choice for body in parsed for choice in body["choices"]), key=lambda choice: choice["index"])
+    total = add_usage(*(_parse_usage(body["usage"]) for body in parsed))
+    return orjson.dumps({**parsed[0], "choices": choices, "usage": usage_object(total)})
+
+
+def add_usage(*usages: Usage) -> Usage:
+    return Usage(
+        prompt_tokens=sum(usage.prompt_tokens for usage in usages),
+        completion_tokens=sum(usage.completion_tokens for usage in usages),
+        cached_tokens=sum(usage.cached_tokens for usage in usages),
+    )
+
+
+def usage_object(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+def models_body(models: Iterable[ModelCard]) -> bytes:
+    """Body of `GET /v1/models`."""
+    return orjson.dumps({"object": "list", "data": [_model(card) for card in models]})
+
+
+def model_body(card: ModelCard) -> bytes:
+    """Body of `GET /v1/models/{id}`."""
+    return orjson.dumps(_model(card))
+
+
+def tokenize_body(token_ids: Sequence[int], max_model_len: int, token_strs: Sequence[str] | None = None) -> bytes:
+    """Body of `POST /tokenize`."""
+    return orjson.dumps(
+        {
+            "count": len(token_ids),
+            "max_model_len": max_model_len,
+            "tokens": list(token_ids),
+            "token_strs": list(token_strs) if token_strs is not None else None,
+        }
+    )
+
+
+def detokenize_body(text: str) -> bytes:
+    """Body of `POST /detokenize`."""
+    return orjson.dumps({"prompt": text})
+
+
+def _chunk(head: Head, kind: str, choice: dict[str, Any], include_usage: bool) -> bytes:
+    chunk = _envelope(head, kind)
+    chunk["choices"] = [choice]
+    if include_usage:
+        chunk["usage"] = None
+    return orjson.dumps(chunk)
+
+
+def _envelope(head: Head, kind: str) -> dict[str, Any]:
+    return {
+        "id": head.id,
+        "object": kind,
+        "created": head.created_unix_s,
+        "model": head.model,
+        "system_fingerprint": head.system_fingerprint,
+    }
+
+
+def _parse_usage(usage: Mapping[str, Any]) -> Usage:
+    return Usage(
+        prompt_tokens=usage["prompt_tokens"],
+        completion_tokens=usage["completion_tokens"],
+        cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
+    )
+
+
+def _model(card: ModelCard) -> dict[str, Any]:
+    return {
+        "id": card.id,
+        "object": "model",
+        "created": card.created_unix_s,
+        "owned_by": "pagemill",
+        "root": card.root or card.id,
+        "parent": None,
+        "max_model_len": card.max_model_len,
+    }

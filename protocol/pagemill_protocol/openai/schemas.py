@@ -1,0 +1,230 @@
+"""Bounded request types of the OpenAI dialects, with vLLM's extra sampling fields.
+
+They check shape and size; ranges of sampling values are `SamplingParams.validate`'s, the context length and token ids
+`prepare`'s. Unknown fields are ignored, known but unsupported ones refused (`unsupported`). Parse with
+`parse.parse_body`, which gives errors in OpenAI's shape.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, FiniteFloat, model_validator
+from pydantic_core import PydanticCustomError
+
+from pagemill_protocol.openai import unsupported
+from pagemill_protocol.openai.fields import (
+    ContentText,
+    LogitBias,
+    Name,
+    Prompts,
+    RequestModel,
+    StopList,
+    TemplateKwargs,
+    Text,
+    TokenIds,
+    refusal,
+)
+from pagemill_protocol.sampling import MAX_CHOICES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS
+
+MAX_MESSAGES = 2048
+MAX_TOTAL_CHOICES = 2048
+"""Choices of all prompts of one completions request together."""
+DEFAULT_COMPLETION_TOKENS = 16
+
+Role = Literal["system", "developer", "user", "assistant"]
+Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+
+
+class StreamOptions(RequestModel):
+    UNSUPPORTED: ClassVar = unsupported.STREAM_OPTIONS
+
+    include_usage: bool = False
+
+
+class ChatMessage(RequestModel):
+    UNSUPPORTED: ClassVar = unsupported.MESSAGE
+
+    role: Role
+    content: ContentText = ""
+    """Text; a list of text parts is joined by line breaks."""
+    name: Name | None = None
+
+    @model_validator(mode="after")
+    def _needs_content(self) -> ChatMessage:
+        if self.role != "assistant" and "content" not in self.model_fields_set:
+            raise refusal("content", "`content` is missing. Send a string or a list of text parts.")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as chat templates know it; `developer` is OpenAI's newer name of `system`."""
+        message: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": self.content,
+        }
+        if self.name is not None:
+            message["name"] = self.name
+        return message
+
+
+class SamplingFields(RequestModel):
+    """What both dialects say about sampling and streaming."""
+
+    model: Name
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    temperature: FiniteFloat = 1.0
+    top_p: FiniteFloat = 1.0
+    top_k: int = 0
+    min_p: FiniteFloat = 0.0
+    seed: int | None = None
+    presence_penalty: FiniteFloat = 0.0
+    frequency_penalty: FiniteFloat = 0.0
+    repetition_penalty: FiniteFloat = 1.0
+    logit_bias: LogitBias | None = None
+    stop: StopList = Field([], max_length=MAX_STOP_STRINGS)
+    stop_token_ids: list[int] = Field([], max_length=MAX_STOP_TOKEN_IDS)
+    include_stop_str_in_output: bool = False
+    min_tokens: int = 0
+    max_tokens: int | None = None
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    priority: Priority = 0
+    user: Annotated[str, Field(max_length=1024)] | None = None
+
+    @model_validator(mode="after")
+    def _options_need_stream(self) -> SamplingFields:
+        if self.stream_options is not None and not self.stream:
+            raise refusal("stream_options", "`stream_options` is only allowed with `stream: true`.")
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class ChatTemplateFields(RequestModel):
+    """How messages become a prompt; shared by chat and tokenize."""
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: TemplateKwargs = Field(default_factory=dict)
+
+
+class ChatCompletionRequest(SamplingFields, ChatTemplateFields):
+    """Body of `POST /v1/chat/completions`."""
+
+    UNSUPPORTED: ClassVar = unsupported.CHAT
+
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
+    add_special_tokens: bool = False
+    """Templates write the special tokens themselves."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_tools(cls, data: Any) -> Any:
+        if isinstance(data, dict) and (remedy := unsupported.tools_refusal(data)) is not None:
+            raise refusal("tools", f"`tools` is not supported. {remedy}", "unsupported_parameter")
+        return data
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ChatCompletionRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise refusal("top_logprobs", "`top_logprobs` is only allowed with `logprobs: true`.")
+        if (error := _continuation_error(self, self.messages)) is not None:
+            raise error
+        return self
+
+    @property
+    def max_tokens_field(self) -> str:
+        """The field that limits the answer; the newer name wins when both are sent."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    @property
+    def requested_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+class CompletionRequest(SamplingFields):
+    """Body of `POST /v1/completions`."""
+
+    UNSUPPORTED: ClassVar = unsupported.COMPLETIONS
+
+    prompt: Prompts
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    echo: bool = False
+    best_of: int | None = None
+    add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _consistent(self) -> CompletionRequest:
+        if self.best_of is not None and self.best_of != self.n:
+            raise refusal(
+                "best_of",
+                f"`best_of` ({self.best_of}) other than `n` ({self.n}) is not supported. "
+                "Choose among `n` answers yourself.",
+                "unsupported_parameter",
+            )
+        if self.echo and self.logprobs is not None:
+            raise refusal(
+                "echo",
+                "`echo` with `logprobs` is not supported: log probabilities of the prompt are not available.",
+                "unsupported_parameter",
+            )
+        if len(self.prompt) * self.n > MAX_TOTAL_CHOICES:
+            raise refusal(
+                "n",
+                f"{len(self.prompt)} prompts with n={self.n} make {len(self.prompt) * self.n} choices; "
+                f"at most {MAX_TOTAL_CHOICES} are allowed in one request.",
+            )
+        return self
+
+
+class TokenizeRequest(ChatTemplateFields):
+    """Body of `POST /tokenize`: a prompt, or messages to render first."""
+
+    UNSUPPORTED: ClassVar = {
+        name: unsupported.CHAT[name] for name in ("chat_template", "mm_processor_kwargs", "documents")
+    }
+
+    model: str = Field("", max_length=512)
+    prompt: Text | None = None
+    messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
+    add_special_tokens: bool | None = None
+    """`None`: true for a prompt, false for messages."""
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _one_input(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise refusal("prompt", "Send either `prompt` or `messages`.")
+        if self.messages is not None and (error := _continuation_error(self, self.messages)) is not None:
+            raise error
+        return self
+
+
+class DetokenizeRequest(RequestModel):
+    """Body of `POST /detokenize`."""
+
+    model: str = Field("", max_length=512)
+    tokens: TokenIds
+
+
+def _continuation_error(request: ChatTemplateFields, messages: list[ChatMessage]) -> PydanticCustomError | None:
+    if not request.continue_final_message:
+        return None
+    if "add_generation_prompt" in request.model_fields_set and request.add_generation_prompt:
+        return refusal(
+            "continue_final_message",
+            "`continue_final_message` and `add_generation_prompt` exclude each other. Send only one of them as true.",
+        )
+    if messages[-1].role != "assistant":
+        return refusal(
+            "continue_final_message",
+            f"`continue_final_message` needs a last message of role assistant, got {messages[-1].role}.",
+        )
+    return None

@@ -1,0 +1,95 @@
+"""Request fields that clients know and this server does not serve, as data.
+
+Ignoring such a field would silently give the client something else than it asked for, so it gets a 400 with the remedy.
+A value that asks for nothing beyond the default (`tools: []`, `suffix: ""`) is harmless and passes. Fields in no table
+and no schema are ignored. A feature that becomes real moves from here to `schemas`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+class Unsupported(NamedTuple):
+    """Why a field is refused; `harmless` lists the values that pass."""
+
+    remedy: str
+    harmless: tuple[Any, ...] = ()
+
+    def refuses(self, value: Any) -> bool:
+        return not any(type(value) is type(ok) and value == ok for ok in self.harmless)
+
+
+_NO_TOOLS = 'This server does not call tools; remove it, or send `tool_choice: "none"`.'
+_NO_GRAMMAR = "Structured output is not available; ask for the format in the prompt and remove it."
+_TEXT_ONLY = "This server reads and writes text only; remove it."
+_NO_BEAMS = "Beam search is not available; use sampling with `n`."
+_NO_PROMPT_LOGPROBS = "Log probabilities of the prompt are not available; remove it."
+_REMOVE = "Remove it."
+
+COMMON: Mapping[str, Unsupported] = {
+    "response_format": Unsupported(_NO_GRAMMAR, ({"type": "text"},)),
+    "structured_outputs": Unsupported(_NO_GRAMMAR, ({},)),
+    "guided_json": Unsupported(_NO_GRAMMAR),
+    "guided_regex": Unsupported(_NO_GRAMMAR),
+    "guided_choice": Unsupported(_NO_GRAMMAR),
+    "guided_grammar": Unsupported(_NO_GRAMMAR),
+    "structural_tag": Unsupported(_NO_GRAMMAR),
+    "use_beam_search": Unsupported(_NO_BEAMS, (False,)),
+    "length_penalty": Unsupported(_NO_BEAMS, (1, 1.0)),
+    "early_stopping": Unsupported(_NO_BEAMS, (False,)),
+    "prompt_logprobs": Unsupported(_NO_PROMPT_LOGPROBS),
+    "prompt_embeds": Unsupported("Send the prompt as text or token ids."),
+    "truncate_prompt_tokens": Unsupported("Shorten the prompt before sending it."),
+    "logits_processors": Unsupported("Use `logit_bias`.", ([],)),
+    "allowed_token_ids": Unsupported("Use `logit_bias`.", ([],)),
+    "bad_words": Unsupported("Use `logit_bias` with a negative bias.", ([],)),
+    "spaces_between_special_tokens": Unsupported(_REMOVE, (True,)),
+    "return_tokens_as_token_ids": Unsupported("Use /tokenize on the answer.", (False,)),
+    "return_token_ids": Unsupported("Use /tokenize on the answer.", (False,)),
+    "cache_salt": Unsupported("The operator isolates prefix caches with `engine.prefixCaching.scope`; remove it."),
+    "kv_transfer_params": Unsupported("KV transfer is arranged by the platform; remove it."),
+}
+
+CHAT: Mapping[str, Unsupported] = {
+    **COMMON,
+    "functions": Unsupported(_NO_TOOLS, ([],)),
+    "function_call": Unsupported(_NO_TOOLS, ("none",)),
+    "tool_choice": Unsupported(_NO_TOOLS, ("none",)),
+    "audio": Unsupported(_TEXT_ONLY),
+    "modalities": Unsupported(_TEXT_ONLY, (["text"], [])),
+    "mm_processor_kwargs": Unsupported(_TEXT_ONLY, ({},)),
+    "prediction": Unsupported(_REMOVE),
+    "web_search_options": Unsupported("This server does not search the web; remove it."),
+    "reasoning_effort": Unsupported("Models that can be told so take it in `chat_template_kwargs`.", ("none",)),
+    "verbosity": Unsupported("Ask for the length in the prompt.", ("medium",)),
+    "service_tier": Unsupported("Use `priority`.", ("auto", "default")),
+    "store": Unsupported("Answers are not stored; remove it.", (False,)),
+    "documents": Unsupported("Put the documents into a message.", ([],)),
+    "chat_template": Unsupported("Templates come from the model or from `model.chatTemplate` of its LLMDeployment."),
+    "echo": Unsupported("Only /v1/completions echoes its prompt.", (False,)),
+}
+
+COMPLETIONS: Mapping[str, Unsupported] = {
+    **COMMON,
+    "suffix": Unsupported("Filling in the middle is not available; put all text into `prompt`.", ("",)),
+}
+
+MESSAGE: Mapping[str, Unsupported] = {
+    "tool_calls": Unsupported("This server does not call tools; send earlier results as text.", ([],)),
+    "function_call": Unsupported("This server does not call tools; send earlier results as text."),
+    "tool_call_id": Unsupported("This server does not call tools; send earlier results as text."),
+    "audio": Unsupported(_TEXT_ONLY),
+}
+
+STREAM_OPTIONS: Mapping[str, Unsupported] = {
+    "continuous_usage_stats": Unsupported("Usage comes once, in the last chunk, with `include_usage`.", (False,)),
+}
+
+
+def tools_refusal(data: Mapping[str, Any]) -> str | None:
+    """The remedy when `data` asks for tool calls; tools under `tool_choice: "none"` are never called and pass."""
+    if data.get("tools") in (None, []) or data.get("tool_choice") == "none":
+        return None
+    return _NO_TOOLS
