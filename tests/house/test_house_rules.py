@@ -1,0 +1,164 @@
+"""The house rules that no linter knows: sizes, layout, where settings are read, what is never imported.
+
+Fast and static: it parses the sources and imports none of them. `make lint` runs it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE_ROOTS = ["crds", "protocol", "kernels", "engine", "gateway", "operator", "simulator", "cli"]
+OTHER_ROOTS = ["bench", "docs", "e2e", "examples", "charts", "tests"]
+SKIPPED_FOLDERS = {"__pycache__", "build", "dist", "node_modules"}
+MAX_LINES = 600
+ENVIRONMENT_READERS = {"config.py", "settings.py"}
+FORBIDDEN_IMPORTS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
+FORBIDDEN_CALLS = {"eval", "exec", "print"}
+
+
+def files(roots: list[str], suffix: str = ".py") -> Iterator[Path]:
+    for root in roots:
+        for path in sorted((ROOT / root).rglob(f"*{suffix}")):
+            parts = path.relative_to(ROOT).parts
+            if not SKIPPED_FOLDERS.intersection(parts) and not any(part.startswith(".") for part in parts):
+                yield path
+
+
+def product_files() -> Iterator[Path]:
+    """Modules that ship: the packages, without the build scripts beside them."""
+    return (path for path in files(SOURCE_ROOTS) if path.parent.parent != ROOT)
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), filename=str(path))
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def test_there_are_sources_to_check() -> None:
+    assert len(list(product_files())) > 50
+
+
+def test_no_file_is_longer_than_600_lines() -> None:
+    lengths = {name(path): len(path.read_text().splitlines()) for path in files(SOURCE_ROOTS + OTHER_ROOTS)}
+    assert {path: lines for path, lines in lengths.items() if lines > MAX_LINES} == {}
+
+
+def test_source_roots_and_tests_are_no_packages() -> None:
+    """`operator/__init__.py` would shadow the standard library; one under tests/ breaks importlib mode."""
+    roots = [ROOT / root / "__init__.py" for root in SOURCE_ROOTS + OTHER_ROOTS]
+    found = [path for path in roots if path.exists()]
+    found += [path for folder in ("tests", "e2e") for path in (ROOT / folder).rglob("__init__.py")]
+    assert [name(path) for path in found] == []
+
+
+def test_test_files_have_unique_names() -> None:
+    counts = Counter(path.name for path in files(["tests", "e2e"]) if path.name.startswith("test_"))
+    assert {file: count for file, count in counts.items() if count > 1} == {}
+
+
+def test_every_module_says_what_it_is() -> None:
+    silent = [
+        name(path)
+        for path in files(SOURCE_ROOTS + OTHER_ROOTS)
+        if tree(path).body and ast.get_docstring(tree(path)) is None
+    ]
+    assert silent == []
+
+
+def test_the_environment_is_read_in_settings_modules_only() -> None:
+    readers = [
+        f"{name(path)}:{node.lineno}"
+        for path in product_files()
+        if path.name not in ENVIRONMENT_READERS
+        for node in ast.walk(tree(path))
+        if _reads_environment(node)
+    ]
+    assert readers == []
+
+
+def _reads_environment(node: ast.AST) -> bool:
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
+        return node.attr in {"environ", "environb", "getenv", "getenvb"}
+    if isinstance(node, ast.ImportFrom) and node.module == "os":
+        return any(alias.name in {"environ", "getenv"} for alias in node.names)
+    return False
+
+
+def test_nothing_unpickles() -> None:
+    found = [
+        f"{name(path)}:{node.lineno} imports {imported}"
+        for path in product_files()
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for imported in _imported(node)
+        if imported.split(".")[0] in FORBIDDEN_IMPORTS
+    ]
+    loads = [f"{name(path)}:{node.lineno}" for path in product_files() for node in ast.walk(tree(path)) if _loads(node)]
+    assert found + loads == []
+
+
+def _imported(node: ast.Import | ast.ImportFrom) -> list[str]:
+    return [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+
+
+def _loads(node: ast.AST) -> bool:
+    """`torch.load` and multiprocessing connections unpickle."""
+    if not isinstance(node, ast.Attribute) or not isinstance(node.value, ast.Name):
+        return False
+    return (node.value.id, node.attr) in {("torch", "load"), ("multiprocessing", "Queue"), ("multiprocessing", "Pipe")}
+
+
+def test_libraries_neither_evaluate_text_nor_print() -> None:
+    found = [
+        f"{name(path)}:{node.lineno} calls {node.func.id}"
+        for path in product_files()
+        if path.parts[len(ROOT.parts)] != "cli"
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in FORBIDDEN_CALLS
+    ]
+    assert found == []
+
+
+def test_no_unfinished_work_is_left_behind() -> None:
+    marker = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b|NotImplementedError")
+    found = [
+        f"{name(path)}:{number}"
+        for path in product_files()
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if marker.search(line)
+    ]
+    assert found == []
+
+
+def test_annotations_are_lazy_everywhere() -> None:
+    """`from __future__ import annotations` in every module that annotates anything."""
+    missing = [
+        name(path)
+        for path in files(SOURCE_ROOTS + OTHER_ROOTS)
+        if any(isinstance(node, ast.FunctionDef | ast.AnnAssign | ast.AsyncFunctionDef) for node in tree(path).body)
+        and not _imports_future_annotations(path)
+    ]
+    assert missing == []
+
+
+def _imports_future_annotations(path: Path) -> bool:
+    return any(
+        isinstance(node, ast.ImportFrom) and node.module == "__future__" and node.names[0].name == "annotations"
+        for node in tree(path).body
+    )
+
+
+def test_every_package_is_marked_as_typed() -> None:
+    packages = [path.parent for root in SOURCE_ROOTS for path in (ROOT / root).glob("pagemill*/__init__.py")]
+    assert len(packages) == len(SOURCE_ROOTS)
+    assert [name(package) for package in packages if not (package / "py.typed").exists()] == []
