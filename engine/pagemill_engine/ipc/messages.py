@@ -1,13 +1,12 @@
 """Messages between the HTTP process and the engine process: tagged msgspec structs, msgpack on the wire.
 
-To the engine: `AddRequest`, `Abort`, `Drain`, `Shutdown`. From the engine: `LoadProgress` while starting, then `Ready`, then
-`StepOutputs` after every step that has something to say; `Fatal` before it dies of a fault of its own.
+To the engine: `AddRequest`, `Abort`, `Drain`, `Shutdown`. From the engine: `LoadProgress` while starting, then
+`Ready`, then `StepOutputs` after every step that has something to say; `Fatal` before it dies of a fault of its own.
 """
 
 from __future__ import annotations
 
 import msgspec
-
 from pagemill_protocol.generate import FinishReason, GenerateRequest
 from pagemill_protocol.state import EngineLoad, StepTimeParams
 

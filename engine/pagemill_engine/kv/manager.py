@@ -1,9 +1,9 @@
 """The KV manager: the block table of every request, kept so that no slot ever has two writers.
 
-One write cycle per request and step: `allocate_slots` opens it (blocks are taken, a shared partial block is replaced by a
-copy, blocks that become full are made findable at once so that requests of the same step can hit them), `commit` closes
-it after the step, `free` abandons it. Never decides who gets blocks (`scheduler`), never touches memory (`runner`).
-Its invariants are checked by `kv.integrity`.
+One write cycle per request and step: `allocate_slots` opens it (blocks are taken, a shared partial block is replaced
+by a copy, blocks that become full are made findable at once so that requests of the same step can hit them), `commit`
+closes it after the step, `free` abandons it. Never decides who gets blocks (`scheduler`), never touches memory
+(`runner`). Its invariants are checked by `kv.integrity`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from pagemill_protocol import hashes
+
 from pagemill_engine.kv.block_pool import Block, BlockPool, KVCacheError
 from pagemill_engine.kv.prefix_cache import PrefixCache
-from pagemill_protocol import hashes
 
 
 class TokenRow(Protocol):

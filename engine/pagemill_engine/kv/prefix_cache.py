@@ -1,14 +1,15 @@
 """The prefix cache: chained block hash -> block, and what of it the gateways should hear.
 
-Holds no reference to a block: a cached block whose count is zero lies in the pool's free list until it is found again or
-taken. Gateways are told in granules of at least 64 tokens: the hash of a granule's last block stands for the whole chain
-up to it (hashes are chained). Hashing itself is `pagemill_protocol.hashes`.
+Holds no reference to a block: a cached block whose count is zero lies in the pool's free list until it is found again
+or taken. Gateways are told in granules of at least 64 tokens: the hash of a granule's last block stands for the whole
+chain up to it (hashes are chained). Hashing itself is `pagemill_protocol.hashes`.
 """
 
 from __future__ import annotations
 
-from pagemill_engine.kv.block_pool import Block, KVCacheError
 from pagemill_protocol import hashes
+
+from pagemill_engine.kv.block_pool import Block, KVCacheError
 
 
 class PrefixCache:

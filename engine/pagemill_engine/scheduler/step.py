@@ -37,8 +37,8 @@ class AdmittedRow:
 class StepPlan:
     """One step's work. Order of `num_scheduled_tokens` is the order of rows in the batch.
 
-    A row may be admitted with blocks that another row of the same step fills (a prefix hit on work in flight): the runner
-    writes the KV of the whole batch before attention reads it, in every layer.
+    A row may be admitted with blocks that another row of the same step fills (a prefix hit on work in flight): the
+    runner writes the KV of the whole batch before attention reads it, in every layer.
     """
 
     step: int

@@ -1,0 +1,160 @@
+"""A runner without a device: waits the predicted time and makes up tokens that depend on nothing but the request.
+
+Serves the simulator (with a virtual clock), scheduler benchmarks and tests of everything above the runner. It keeps
+block tables as bookkeeping and refuses plans that break the contract of `scheduler.step`, so that a fault of the
+scheduler shows here before it corrupts a real cache. A token depends on (seed, choice, position) only: batch,
+chunking and preemption do not change the output.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pagemill_protocol.state import StepTimeParams
+from pagemill_protocol.step_time import StepTimeModel
+
+from pagemill_engine.config import EngineConfig
+from pagemill_engine.runner.base import RunnerInfo
+from pagemill_engine.scheduler.step import AdmittedRow, StepPlan, StepResult
+
+DEFAULT_STEP_TIME = StepTimeParams(
+    knots_tokens=[1, 64, 512, 2048, 8192],
+    knot_ms=[6.0, 8.0, 22.0, 80.0, 320.0],
+    decode_context_ms=1e-5,
+    chunk_context_ms=1e-7,
+)
+"""Of the order of an 8B model on one data-centre GPU."""
+DEFAULT_NUM_BLOCKS = 4096
+DEFAULT_MAX_MODEL_LEN = 8192
+DEFAULT_VOCAB_SIZE = 32000
+_MASK = (1 << 64) - 1
+
+
+class PlanError(RuntimeError):
+    """The plan breaks the contract between scheduler and runner."""
+
+
+class NullHandle(NamedTuple):
+    plan: StepPlan
+    done_at_s: float
+
+
+@dataclass(slots=True)
+class _Row:
+    block_ids: list[int]
+    num_tokens: int
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    counter_key: int
+
+
+class NullRunner:
+    def __init__(
+        self,
+        info: RunnerInfo,
+        step_time: StepTimeParams = DEFAULT_STEP_TIME,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """`clock` in seconds; `sleep` is given the seconds left of a step."""
+        self._info = info
+        self._step_time = StepTimeModel.from_params(step_time)
+        self._clock = clock
+        self._sleep = sleep
+        self._rows: dict[str, _Row] = {}
+
+    @classmethod
+    def from_config(
+        cls,
+        config: EngineConfig,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> NullRunner:
+        num_blocks = config.num_kv_blocks or DEFAULT_NUM_BLOCKS
+        info = RunnerInfo(
+            num_blocks=num_blocks,
+            block_size=config.block_size,
+            max_model_len=config.max_model_len or min(DEFAULT_MAX_MODEL_LEN, num_blocks * config.block_size),
+            vocab_size=config.vocab_size or DEFAULT_VOCAB_SIZE,
+            weights_digest=hashlib.blake2b(config.model.encode(), digest_size=16).hexdigest(),
+            kv_dtype="null",
+            weight_bytes=0,
+            kv_bytes_per_token=0,
+        )
+        return cls(info, config.step_time or DEFAULT_STEP_TIME, clock=clock, sleep=sleep)
+
+    @property
+    def info(self) -> RunnerInfo:
+        return self._info
+
+    def launch(self, plan: StepPlan) -> NullHandle:
+        self._apply(plan)
+        predicted_ms = self._step_time.predict_ms(
+            plan.num_tokens, plan.decode_context_tokens, plan.chunk_context_products
+        )
+        return NullHandle(plan, self._clock() + predicted_ms / 1000)
+
+    def wait(self, handle: NullHandle) -> StepResult:
+        left_s = handle.done_at_s - self._clock()
+        if left_s > 0:
+            self._sleep(left_s)
+        return StepResult(token_ids={name: self._sample(self._rows[name]) for name in handle.plan.samples})
+
+    def close(self) -> None:
+        self._rows.clear()
+
+    def _apply(self, plan: StepPlan) -> None:
+        for name in plan.released:
+            self._rows.pop(name, None)
+        for admitted in plan.admitted:
+            self._admit(admitted)
+        for name, block_ids in plan.new_block_ids.items():
+            self._known(name).block_ids += block_ids
+        for name, index, block_id in plan.replaced_blocks:
+            self._known(name).block_ids[index] = block_id
+        for name, num_tokens in plan.num_scheduled_tokens.items():
+            self._advance(name, num_tokens, name in plan.samples)
+
+    def _admit(self, admitted: AdmittedRow) -> None:
+        if admitted.request_id in self._rows:
+            raise PlanError(f"{admitted.request_id} is admitted twice")
+        self._rows[admitted.request_id] = _Row(
+            block_ids=list(admitted.block_ids),
+            num_tokens=len(admitted.token_ids),
+            num_prompt_tokens=admitted.num_prompt_tokens,
+            num_computed_tokens=admitted.num_computed_tokens,
+            counter_key=_mix((admitted.seed & _MASK) ^ _mix(admitted.choice)),
+        )
+
+    def _advance(self, name: str, num_tokens: int, samples: bool) -> None:
+        row = self._known(name)
+        row.num_computed_tokens += num_tokens
+        if row.num_computed_tokens > len(row.block_ids) * self._info.block_size:
+            raise PlanError(f"{name} has too few blocks for {row.num_computed_tokens} tokens")
+        if row.num_computed_tokens > row.num_tokens or samples != (row.num_computed_tokens == row.num_tokens):
+            raise PlanError(f"{name} computes {row.num_computed_tokens} of {row.num_tokens} tokens, samples={samples}")
+
+    def _known(self, name: str) -> _Row:
+        row = self._rows.get(name)
+        if row is None:
+            raise PlanError(f"{name} is scheduled and was never admitted")
+        return row
+
+    def _sample(self, row: _Row) -> int:
+        position = row.num_tokens - row.num_prompt_tokens
+        row.num_tokens += 1
+        return _mix(row.counter_key + position) % self._info.vocab_size
+
+
+def _mix(value: int) -> int:
+    """splitmix64 (Steele, Lea, Flood, OOPSLA 2014): 64 well-mixed bits from a counter."""
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)

@@ -1,0 +1,136 @@
+"""The engine's door: a client request becomes rows, or is refused with the reason. Nothing is queued here."""
+
+from __future__ import annotations
+
+import secrets
+from functools import lru_cache
+
+from pagemill_protocol import hashes
+from pagemill_protocol.errors import PagemillError, context_length_exceeded, invalid_field, unavailable
+from pagemill_protocol.generate import ChoiceResume, GenerateRequest
+
+from pagemill_engine.scheduler.limits import SchedulerLimits
+from pagemill_engine.scheduler.request import Request
+
+_SEED_BITS = 63
+
+
+class Admission:
+    """Builds rows. Counts arrivals, so that order never depends on clocks."""
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self._limits = limits
+        self._num_arrivals = 0
+        self._cache_root = lru_cache(maxsize=4096)(self._compute_cache_root)
+
+    def admit(self, request: GenerateRequest, *, now_s: float, num_waiting: int) -> list[Request]:
+        """One row per choice that is not finished yet, in order of choice. Raises `PagemillError`."""
+        self._check(request, num_waiting)
+        sampling = request.sampling
+        self._num_arrivals += 1
+        seed = sampling.seed if sampling.seed is not None else self._limits.seed
+        if seed is None:
+            seed = secrets.randbits(_SEED_BITS)
+        resumes = {resume.index: resume for resume in request.resume}
+        first = request.prompt_index * sampling.n
+        rows = [
+            self._row(request, choice, resumes.get(choice), seed, now_s)
+            for choice in range(first, first + sampling.n)
+            if choice not in resumes or not resumes[choice].finished
+        ]
+        if not rows:
+            raise invalid_field("resume", "Every choice of this request is finished; there is nothing to resume.")
+        return rows
+
+    def _row(
+        self, request: GenerateRequest, choice: int, resume: ChoiceResume | None, seed: int, now_s: float
+    ) -> Request:
+        sampling = request.sampling
+        prompt = request.prompt_token_ids
+        resumed = resume.token_ids if resume is not None else []
+        eos_token_ids = [] if sampling.ignore_eos else self._limits.eos_token_ids
+        max_total_tokens = self._limits.max_total_tokens
+        if sampling.max_tokens is not None:
+            max_total_tokens = min(max_total_tokens, len(prompt) + sampling.max_tokens)
+        return Request(
+            request_id=row_id(request.request_id, choice),
+            client_request_id=request.request_id,
+            choice=choice,
+            arrival=self._num_arrivals,
+            arrival_s=now_s,
+            priority=request.priority,
+            token_ids=[*prompt, *resumed],
+            num_prompt_tokens=len(prompt),
+            sampling=sampling,
+            seed=seed,
+            max_total_tokens=max_total_tokens,
+            stop_ids=frozenset(eos_token_ids).union(sampling.stop_token_ids),
+            eos_token_ids=eos_token_ids,
+            cache_root=self._cache_root(request.cache_salt),
+            num_resumed_tokens=len(resumed),
+        )
+
+    def _check(self, request: GenerateRequest, num_waiting: int) -> None:
+        limits = self._limits
+        request.sampling.validate(limits.vocab_size)
+        prompt = request.prompt_token_ids
+        if not prompt:
+            raise invalid_field("prompt", "The prompt has no tokens. Send at least one.")
+        for resume in request.resume:
+            _check_resume(resume, request.prompt_index * request.sampling.n, request.sampling.n)
+            _check_vocabulary(resume.token_ids, "resume", limits.vocab_size)
+        _check_vocabulary(prompt, "prompt", limits.vocab_size)
+        if len(prompt) >= limits.max_model_len:
+            raise context_length_exceeded(len(prompt), limits.max_model_len, _prompt_param(request))
+        if len(prompt) >= limits.max_total_tokens:
+            raise _larger_than_cache(len(prompt), limits, _prompt_param(request))
+        if num_waiting + request.sampling.n > limits.max_num_waiting:
+            raise _queue_full(num_waiting, limits.max_num_waiting)
+
+    def _compute_cache_root(self, salt: str) -> bytes:
+        return hashes.root_hash(
+            weights_digest=self._limits.weights_digest,
+            kv_dtype=self._limits.kv_dtype,
+            block_size=self._limits.block_size,
+            salt=salt,
+        )
+
+
+def row_id(client_request_id: str, choice: int) -> str:
+    return f"{client_request_id}/{choice}"
+
+
+def _prompt_param(request: GenerateRequest) -> str:
+    return "messages" if request.dialect == "chat" else "prompt"
+
+
+def _check_vocabulary(token_ids: list[int], param: str, vocab_size: int) -> None:
+    """An id outside the embedding would break the step for everybody in it."""
+    if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        return
+    wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
+    raise invalid_field(param, f"{param} holds token id {wrong}; this model's ids go from 0 to {vocab_size - 1}.")
+
+
+def _check_resume(resume: ChoiceResume, first: int, num_choices: int) -> None:
+    if not first <= resume.index < first + num_choices:
+        raise invalid_field(
+            "resume", f"resume names choice {resume.index}; choices go from {first} to {first + num_choices - 1}."
+        )
+
+
+def _larger_than_cache(num_prompt_tokens: int, limits: SchedulerLimits, param: str) -> PagemillError:
+    room = limits.num_blocks * limits.block_size
+    return PagemillError(
+        f"The prompt has {num_prompt_tokens} tokens and the KV cache of this engine holds {room} "
+        f"({limits.num_blocks} blocks of {limits.block_size}). Shorten the prompt, or raise kvCacheMemory.",
+        param=param,
+        code="context_length_exceeded",
+    )
+
+
+def _queue_full(num_waiting: int, max_num_waiting: int) -> PagemillError:
+    return unavailable(
+        f"{num_waiting} requests are waiting here and max_num_waiting is {max_num_waiting}. Retry later.",
+        retry_after_s=1,
+    )

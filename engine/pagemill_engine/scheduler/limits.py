@@ -1,0 +1,35 @@
+"""What the scheduler must respect: the device's room and the operator's settings, in one value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerLimits:
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    """Tokens of prompt and output together."""
+    vocab_size: int
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    max_num_waiting: int = 1024
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    enable_prefix_caching: bool = True
+    eos_token_ids: list[int] = field(default_factory=list)
+    seed: int | None = None
+    """Seed of requests that send none; `None`: drawn per request."""
+    weights_digest: str = ""
+    kv_dtype: str = ""
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Tokens that one request can reach. The newest token needs no KV slot: it is sampled and never computed."""
+        return min(self.max_model_len, self.num_blocks * self.block_size + 1)
+
+    @property
+    def watermark_blocks(self) -> int:
+        """Blocks kept free when a further request starts, so that the running ones can go on for a while."""
+        return max(1, self.num_blocks // 100)

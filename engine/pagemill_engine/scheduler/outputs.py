@@ -1,0 +1,69 @@
+"""Collects what a step has to say to clients, in the wire's own type so that nothing is copied twice."""
+
+from __future__ import annotations
+
+from pagemill_protocol.generate import FinishReason
+
+from pagemill_engine.ipc.messages import LogprobsOut, TokensOut
+from pagemill_engine.scheduler.request import Request
+from pagemill_engine.scheduler.step import TokenLogprobs
+
+
+class OutputBox:
+    def __init__(self) -> None:
+        self._outputs: list[TokensOut] = []
+
+    def __len__(self) -> int:
+        return len(self._outputs)
+
+    def take(self) -> list[TokensOut]:
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def token(
+        self, row: Request, token_id: int, logprobs: TokenLogprobs | None, finish_reason: FinishReason | None
+    ) -> None:
+        entry = None
+        if logprobs is not None:
+            entry = [LogprobsOut(logprobs.token_ids, logprobs.logprobs, logprobs.rank)]
+        first = not row.reported
+        row.reported = True
+        self._outputs.append(
+            TokensOut(
+                request_id=row.client_request_id,
+                choice=row.choice,
+                token_ids=[token_id],
+                logprobs=entry,
+                finish_reason=finish_reason,
+                num_cached_tokens=row.num_cached_tokens if first else 0,
+                num_preemptions=row.num_preemptions,
+                queue_s=_queue_s(row) if first else 0.0,
+            )
+        )
+
+    def end(self, row: Request, finish_reason: FinishReason) -> None:
+        """A choice ends without a new token: aborted, or resumed when it was already complete."""
+        self._outputs.append(
+            TokensOut(
+                request_id=row.client_request_id,
+                choice=row.choice,
+                finish_reason=finish_reason,
+                num_preemptions=row.num_preemptions,
+            )
+        )
+
+    def failure(self, row: Request, message: str) -> None:
+        self._outputs.append(
+            TokensOut(
+                request_id=row.client_request_id,
+                choice=row.choice,
+                finish_reason="error",
+                error=message,
+                error_code="internal_error",
+                num_preemptions=row.num_preemptions,
+            )
+        )
+
+
+def _queue_s(row: Request) -> float:
+    return max(0.0, row.first_scheduled_s - row.arrival_s) if row.first_scheduled_s is not None else 0.0

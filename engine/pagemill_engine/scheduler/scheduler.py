@@ -1,0 +1,372 @@
+"""The scheduler: every step it gives tokens to requests under one budget.
+
+There is one rule: a row's `num_computed_tokens` catches up with its tokens. Prefix hits, chunked prefill and decode
+are that rule with different numbers. A step's order is decodes, running prefills, waiting requests; when blocks run
+out, the newest row of the lowest priority is preempted and later computed anew. The scheduler runs nothing
+(`loop.core` does) and knows no tensor (`runner`).
+
+Life of a row: `add` -> waiting -> `schedule` admits it -> `update` appends its tokens -> finished; or back to waiting
+by preemption; or out at any point by `abort`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from pagemill_protocol.errors import invalid_field
+from pagemill_protocol.generate import FinishReason, GenerateRequest
+from pagemill_protocol.state import EngineLoad
+
+from pagemill_engine.ipc.messages import TokensOut
+from pagemill_engine.kv.manager import Allocation, KVCacheManager
+from pagemill_engine.scheduler.admission import Admission
+from pagemill_engine.scheduler.builder import StepBuilder
+from pagemill_engine.scheduler.choices import HeldChoices
+from pagemill_engine.scheduler.finish import finish_reason
+from pagemill_engine.scheduler.limits import SchedulerLimits
+from pagemill_engine.scheduler.outputs import OutputBox
+from pagemill_engine.scheduler.policies import POLICIES
+from pagemill_engine.scheduler.request import Request, RowState
+from pagemill_engine.scheduler.rows import SortedRows, serving_key
+from pagemill_engine.scheduler.step import StepPlan, StepResult, TokenLogprobs
+
+Clock = Callable[[], float]
+
+
+class Scheduler:
+    def __init__(self, limits: SchedulerLimits, clock: Clock = time.monotonic) -> None:
+        self.limits = limits
+        self.kv = KVCacheManager(
+            limits.num_blocks, limits.block_size, enable_prefix_caching=limits.enable_prefix_caching
+        )
+        self.num_preemptions = 0
+        self._clock = clock
+        self._admission = Admission(limits)
+        self._waiting = SortedRows(POLICIES[limits.policy])
+        self._running = SortedRows(serving_key)
+        self._held = HeldChoices()
+        self._rows: dict[str, Request] = {}
+        self._clients: dict[str, dict[int, Request]] = {}
+        self._outputs = OutputBox()
+        self._step = 0
+        self._in_flight: dict[str, int] = {}
+        self._released: list[str] = []
+        self._suspects: list[Request] = []
+        """Rows of a step that failed as a whole: each runs alone until it is cleared or found guilty."""
+        self._forks: dict[str, Request] = {}
+        """Waiting rows that hold blocks of the choice they forked from."""
+        self._num_queued_tokens = 0
+        """Tokens that waiting rows still have to compute."""
+
+    # -- requests come and go ------------------------------------------------------------------------------------
+
+    def add(self, request: GenerateRequest) -> None:
+        """Queue a request. Raises `PagemillError` when it can never run or too many wait."""
+        rows = self._admission.admit(request, now_s=self._clock(), num_waiting=self.num_waiting)
+        known = self._clients.get(request.request_id, {})
+        if any(row.choice in known for row in rows):
+            raise invalid_field("request_id", f"Request {request.request_id[:80]} is already being served here.")
+        mine = self._clients.setdefault(request.request_id, known)
+        live = []
+        for row in rows:
+            mine[row.choice] = self._rows[row.request_id] = row
+            reason = finish_reason(row) if row.num_resumed_tokens else None
+            if reason is None:
+                live.append(row)
+            else:
+                self._finish(row, reason)
+        if live:
+            self._queue(live[0])
+            for row in live[1:]:
+                row.state = RowState.HELD
+            self._held.hold(live[0], live[1:])
+
+    def abort(self, client_request_id: str, choice: int | None = None) -> None:
+        """Drop a client request or one choice of it, wherever it stands; unknown ones are ignored (they ended)."""
+        rows = self._clients.get(client_request_id, {})
+        for row in [row for row in rows.values() if choice is None or row.choice == choice]:
+            if row.request_id in self._in_flight:
+                row.aborted = True
+            else:
+                self._finish(row, "abort")
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting) + self._held.num_held
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._rows) or len(self._outputs) > 0
+
+    # -- schedule ------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan:
+        """Decide one step and open its KV writes. An empty plan means that nothing can run."""
+        self._step += 1
+        step = StepBuilder(StepPlan(self._step, {}), self.limits.max_num_batched_tokens)
+        if self._suspects:
+            self._schedule_alone(self._suspects[0], step)
+        else:
+            preemptions = self.num_preemptions
+            self._schedule_running(step)
+            if self.num_preemptions == preemptions:
+                self._schedule_waiting(step)
+        plan = step.plan
+        if plan.num_scheduled_tokens:
+            plan.released, self._released = self._released, []
+        self._in_flight = plan.num_scheduled_tokens
+        return plan
+
+    def _schedule_running(self, step: StepBuilder) -> None:
+        prefills = []
+        for row in list(self._running):
+            if row.state is not RowState.RUNNING:
+                continue
+            if row.num_due_tokens > 1:
+                prefills.append(row)
+            elif step.budget > 0:
+                self._continue(row, step)
+        for row in prefills:
+            if row.state is RowState.RUNNING and step.budget > 0:
+                self._continue(row, step)
+            if row.state is RowState.RUNNING:
+                step.reserved_blocks += self.kv.blocks_for(row.num_tokens) - self.kv.num_table_blocks(row)
+
+    def _schedule_waiting(self, step: StepBuilder) -> None:
+        while self._waiting and step.budget > 0 and len(self._running) < self.limits.max_num_seqs:
+            if not self._start(self._waiting.first(), step):
+                return
+
+    def _schedule_alone(self, row: Request, step: StepBuilder) -> None:
+        if row.state is RowState.RUNNING:
+            self._continue(row, step)
+            return
+        while not self._start(row, step, alone=True):
+            self._preempt(self._running.last_except(None), step)
+
+    def _continue(self, row: Request, step: StepBuilder) -> None:
+        num_tokens = min(row.num_due_tokens, step.budget)
+        allocation = self._allocate(row, num_tokens, step)
+        if allocation is not None:
+            step.place(row, num_tokens, allocation)
+
+    def _allocate(self, row: Request, num_tokens: int, step: StepBuilder) -> Allocation | None:
+        """Open the write; preempt others until it fits. None: the row itself was the one to go."""
+        spared = row if self._suspects else None
+        while (allocation := self.kv.allocate_slots(row, num_tokens)) is None:
+            if self._drop_fork():
+                continue
+            victim = self._running.last_except(spared)
+            self._preempt(victim, step)
+            if victim is row:
+                return None
+        return allocation
+
+    def _start(self, row: Request, step: StepBuilder, *, alone: bool = False) -> bool:
+        """Admit a waiting row if its blocks are there. With nobody else running it always gets them."""
+        kv = self.kv
+        while True:
+            computed_blocks = [] if kv.has_table(row) else kv.get_computed_blocks(row)
+            num_computed_tokens = row.num_computed_tokens or len(computed_blocks) * kv.block_size
+            num_tokens = min(row.num_tokens - num_computed_tokens, step.budget)
+            undisturbed = alone or not self._running
+            wanted_tokens = num_computed_tokens + num_tokens if undisturbed else row.num_tokens
+            spare = 0 if undisturbed else step.reserved_blocks + self.limits.watermark_blocks
+            needed = kv.num_blocks_to_start(row, computed_blocks, wanted_tokens)
+            if needed + spare <= kv.pool.num_free:
+                break
+            if self._running or not self._drop_fork():
+                return False
+        self._unqueue(row)
+        if not kv.has_table(row):
+            kv.start(row, computed_blocks)
+        self._enter(row, num_tokens, step)
+        return True
+
+    def _enter(self, row: Request, num_tokens: int, step: StepBuilder) -> None:
+        allocation = self.kv.allocate_slots(row, num_tokens)
+        assert allocation is not None, "blocks were counted before"
+        self._running.add(row)
+        row.state = RowState.RUNNING
+        if row.first_scheduled_s is None:
+            row.first_scheduled_s = self._clock()
+            row.num_cached_tokens = min(row.num_computed_tokens, row.num_prompt_tokens)
+        step.admit(row, num_tokens, allocation, self.kv.block_ids(row))
+        step.reserved_blocks += self.kv.blocks_for(row.num_tokens) - self.kv.num_table_blocks(row)
+
+    # -- taking blocks back --------------------------------------------------------------------------------------
+
+    def _preempt(self, row: Request, step: StepBuilder | None = None) -> None:
+        """Back to the queue with nothing computed; what it generated is kept and counts as known tokens."""
+        if step is not None:
+            step.withdraw(row)
+        self.kv.free(row)
+        self._running.remove(row)
+        self._released.append(row.request_id)
+        self.num_preemptions += 1
+        row.num_preemptions += 1
+        self._queue(row)
+
+    def _drop_fork(self) -> bool:
+        """Take the blocks of a choice that forked and has not started; it will compute its prompt itself."""
+        if not self._forks:
+            return False
+        _, row = self._forks.popitem()
+        self._num_queued_tokens += row.num_computed_tokens
+        self.kv.free(row)
+        return True
+
+    def _queue(self, row: Request) -> None:
+        row.state = RowState.WAITING
+        self._waiting.add(row)
+        self._num_queued_tokens += row.num_due_tokens
+
+    def _unqueue(self, row: Request) -> None:
+        """Call before the row's table changes."""
+        self._waiting.remove(row)
+        self._forks.pop(row.request_id, None)
+        self._num_queued_tokens -= row.num_due_tokens
+
+    # -- update --------------------------------------------------------------------------------------------------
+
+    def update(self, plan: StepPlan, result: StepResult) -> None:
+        """Book a finished step: KV is there, tokens are appended, rows end or fail."""
+        self._in_flight = {}
+        broken = dict(result.failed)
+        if len(result.token_ids) < len(plan.samples):
+            for name in plan.samples - result.token_ids.keys() - broken.keys():
+                broken[name] = "The step returned no token for this request."
+        voided = self._void(plan, broken) if broken else ()
+        token_ids, logprobs = result.token_ids, result.logprobs
+        for name in plan.num_scheduled_tokens:
+            row = self._rows.get(name)
+            if row is None or name in voided:
+                continue
+            self.kv.commit(row)
+            if self._held.num_held:
+                self._fork_choices(row)
+            if row.aborted:
+                self._finish(row, "abort")
+            elif name in plan.samples:
+                self._take_token(row, token_ids[name], logprobs.get(name))
+
+    def step_failed(self, plan: StepPlan, message: str) -> None:
+        """The step raised as a whole. A row that ran alone is guilty; several become suspects and run one by one."""
+        self._in_flight = {}
+        self._released = [*plan.released, *self._released]
+        rows = [row for name in plan.num_scheduled_tokens if (row := self._rows.get(name)) is not None]
+        if len(rows) == 1:
+            self.kv.distrust(rows[0])
+            self._fail(rows[0], message)
+            return
+        suspects = [row for row in rows if not row.aborted]
+        for row in list(self._running):
+            self._preempt(row)
+        for row in rows:
+            if row.aborted:
+                self._finish(row, "abort")
+        self._suspects = suspects
+
+    def _void(self, plan: StepPlan, broken: dict[str, str]) -> set[str]:
+        """Fail broken rows; rows of this step that read what those were writing start over."""
+        untrusted: set[int] = set()
+        for name in broken:
+            row = self._rows.get(name)
+            if row is not None:
+                untrusted |= self.kv.distrust(row)
+        voided = set(broken)
+        for admitted in plan.admitted:
+            reader = self._rows.get(admitted.request_id)
+            if reader is None or reader.request_id in voided or not self.kv.holds_any(reader, untrusted):
+                continue
+            untrusted |= self.kv.distrust(reader)
+            voided.add(reader.request_id)
+            if reader.aborted:
+                self._finish(reader, "abort")
+            else:
+                self._preempt(reader)
+        for name, message in broken.items():
+            row = self._rows.get(name)
+            if row is not None:
+                self._fail(row, message)
+        return voided
+
+    def _take_token(self, row: Request, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        row.token_ids.append(token_id)
+        reason = finish_reason(row)
+        self._outputs.token(row, token_id, logprobs, reason)
+        if self._suspects and row in self._suspects:
+            self._suspects.remove(row)
+        if reason is not None:
+            self._leave(row)
+
+    def _fork_choices(self, leader: Request) -> None:
+        for child in self._held.forkable(leader):
+            self.kv.fork(leader, child, leader.num_prompt_tokens - 1)
+            self._forks[child.request_id] = child
+            self._queue(child)
+
+    # -- ends ----------------------------------------------------------------------------------------------------
+
+    def _finish(self, row: Request, reason: FinishReason) -> None:
+        self._outputs.end(row, reason)
+        self._leave(row)
+
+    def _fail(self, row: Request, message: str) -> None:
+        self._outputs.failure(row, message)
+        self._leave(row)
+
+    def _leave(self, row: Request) -> None:
+        """The only way out: every holding of the row is given back."""
+        if row.state is RowState.RUNNING:
+            self._running.remove(row)
+            self._released.append(row.request_id)
+        elif row.state is RowState.HELD:
+            self._held.drop(row)
+        elif row in self._waiting:
+            self._unqueue(row)
+        if self.kv.has_table(row):
+            self.kv.free(row)
+        row.state = RowState.FINISHED
+        if row in self._suspects:
+            self._suspects.remove(row)
+        del self._rows[row.request_id]
+        mine = self._clients[row.client_request_id]
+        del mine[row.choice]
+        if not mine:
+            del self._clients[row.client_request_id]
+        successor = self._held.successor(row)
+        if successor is not None:
+            self._queue(successor)
+
+    # -- what others see -----------------------------------------------------------------------------------------
+
+    def take_outputs(self) -> list[TokensOut]:
+        """Everything to tell clients since the call before."""
+        return self._outputs.take()
+
+    def load(self, step_ms: float = 0.0) -> EngineLoad:
+        pool = self.kv.pool
+        running_tokens = 0
+        due_tokens = self._num_queued_tokens + self._held.num_held
+        for row in self._running:
+            running_tokens += row.num_computed_tokens
+            if row.num_due_tokens > 1:
+                due_tokens += row.num_due_tokens
+        return EngineLoad(
+            num_blocks_total=pool.num_blocks,
+            num_blocks_free=pool.num_free - pool.num_evictable,
+            num_blocks_evictable=pool.num_evictable,
+            num_blocks_active=pool.num_active,
+            num_requests_running=len(self._running),
+            num_requests_waiting=self.num_waiting,
+            num_tokens_running=running_tokens,
+            num_tokens_waiting=due_tokens,
+            step_ms=step_ms,
+            num_preemptions=self.num_preemptions,
+        )
