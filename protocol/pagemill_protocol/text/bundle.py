@@ -1,0 +1,88 @@
+"""TokenizerBundle: everything that turns text into token ids and back, as one content-addressed value.
+
+Written by whoever holds the model's files (an engine), cached by gateways by `digest`. Holds no behaviour: `tokenizer`
+encodes, decodes and renders with it. Built from a GGUF file by `gguf_tokenizer`, from a folder by `hf_folder`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import msgspec
+
+from pagemill_protocol.errors import PagemillError
+
+END_TOKENS = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|end|>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<|end_of_turn|>",
+    "<end_of_turn>",
+    "<end_of_utterance>",
+)
+"""Control tokens that end a turn or a document wherever they exist, whatever the metadata lists."""
+
+
+class TokenizerBundle(msgspec.Struct, frozen=True, kw_only=True):
+    tokenizer_json: str
+    """The `tokenizers` library's own format."""
+    chat_template: str | None = None
+    """Jinja source; `None`: a base model, no chat."""
+    tool_chat_template: str | None = None
+    """Used instead of `chat_template` when a request has tools."""
+    bos_token: str | None = None
+    eos_token: str | None = None
+    bos_token_id: int | None = None
+    eos_token_ids: list[int] = []
+    """Tokens that end generation, the model's own end-of-sequence first."""
+    add_bos_token: bool = False
+    """Encoding with special tokens starts with `bos_token`."""
+    special_tokens: dict[str, str] = {}
+    """Further named tokens that templates may use, for example `pad_token`."""
+    vocab_size: int = 0
+    """Rows of the logits; at least the number of tokens, often padded."""
+
+    @property
+    def digest(self) -> str:
+        """blake2b-256 over the content, hex: equal bundles have equal digests, in any process."""
+        return hashlib.blake2b(self.to_bytes(), digest_size=32).hexdigest()
+
+    def to_bytes(self) -> bytes:
+        """msgpack, byte for byte the same for equal content."""
+        return _encoder.encode(self)
+
+    @classmethod
+    def from_bytes(cls, raw: bytes) -> TokenizerBundle:
+        try:
+            return _decoder.decode(raw)
+        except msgspec.MsgspecError as error:
+            raise PagemillError(
+                f"Not a tokenizer bundle: {error}", status=502, type="server_error", code="bad_bundle"
+            ) from None
+
+
+_encoder = msgspec.msgpack.Encoder(order="deterministic")
+_decoder = msgspec.msgpack.Decoder(TokenizerBundle)
+
+
+def load_bundle(path: str | Path) -> TokenizerBundle:
+    """The bundle of the model at `path`: a `.gguf` file or a Hugging Face folder. Raises `SourceError`."""
+    path = Path(path)
+    if path.is_dir():
+        from pagemill_protocol.text.hf_folder import bundle_from_folder
+
+        return bundle_from_folder(path)
+    from pagemill_protocol.gguf_file import GGUFFile
+    from pagemill_protocol.text.gguf_tokenizer import bundle_from_gguf
+
+    return bundle_from_gguf(GGUFFile(path))
+
+
+def eos_ids(declared: list[int | None], control_ids: dict[str, int]) -> list[int]:
+    """`declared` ids in order, then every token of `END_TOKENS` among the control tokens; no duplicates."""
+    known = [control_ids[token] for token in END_TOKENS if token in control_ids]
+    return list(dict.fromkeys(token_id for token_id in [*declared, *known] if token_id is not None and token_id >= 0))

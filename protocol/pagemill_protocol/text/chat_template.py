@@ -1,0 +1,164 @@
+"""Renders a chat into the prompt text that the model was trained on, with the model's own Jinja template.
+
+Checks and evens out what clients send (`chat_messages`), runs the template in a confined process (`template_process`)
+and turns every failure into a 400 that names the field. Does not tokenize.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from typing import Any
+
+import msgspec
+
+from pagemill_protocol.errors import PagemillError, invalid_field, unavailable
+from pagemill_protocol.sources import SourceError
+from pagemill_protocol.text.bundle import TokenizerBundle
+from pagemill_protocol.text.chat_messages import check_template_kwargs, normalize_messages
+from pagemill_protocol.text.template_process import TemplateLimits, TemplateProcess, TimeLimitReached, WorkerDied
+
+MAX_PROCESSES = 2
+"""Worker processes per template: one slow render does not hold up the next."""
+_CHAT, _TOOLS = "chat", "tools"
+_CONTINUE_MARK = "\ue000pagemill:continue\ue001"
+
+
+class ChatTemplate:
+    """The templates of one model. Thread safe; workers start at the first render and live until `close`.
+
+    `override` replaces the bundle's templates; one that does not compile raises `SourceError` here.
+    """
+
+    def __init__(
+        self, bundle: TokenizerBundle, *, override: str | None = None, limits: TemplateLimits | None = None
+    ) -> None:
+        self._templates = _sources(bundle, override)
+        self._constants = {**bundle.special_tokens, "bos_token": bundle.bos_token, "eos_token": bundle.eos_token}
+        self._limits = limits or TemplateLimits()
+        self._slots = threading.BoundedSemaphore(MAX_PROCESSES)
+        self._idle: deque[TemplateProcess] = deque()
+        self._finalizer = weakref.finalize(self, _close_all, self._idle)
+        if override is not None:
+            self._check_compiles()
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> str:
+        """The prompt. `continue_final_message` ends it inside the last message and implies no generation prompt."""
+        name = _TOOLS if tools and _TOOLS in self._templates else _CHAT
+        if name not in self._templates:
+            raise PagemillError(
+                "The model has no chat template. Use /v1/completions, or set the deployment's `model.chatTemplate`.",
+                param="messages",
+                code="no_chat_template",
+            )
+        conversation = normalize_messages(messages)
+        if continue_final_message:
+            conversation[-1] = {**conversation[-1], "content": conversation[-1]["content"] + _CONTINUE_MARK}
+        variables = {
+            **self._constants,
+            **check_template_kwargs(template_kwargs or {}),
+            "messages": conversation,
+            "tools": tools or None,
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
+        }
+        text = self._run(name, _to_json(variables))
+        return _cut_at_mark(text) if continue_final_message else text
+
+    def close(self) -> None:
+        """Ends idle workers. A later render starts new ones."""
+        _close_all(self._idle)
+
+    def _run(self, name: str, variables: bytes) -> str:
+        wait_s = self._limits.wall_limit_s
+        if not self._slots.acquire(timeout=wait_s):
+            raise unavailable(f"No chat could be rendered within {wait_s:g} s. Retry later.")
+        try:
+            reply = self._exchange(name, variables)
+        finally:
+            self._slots.release()
+        if "text" in reply:
+            return str(reply["text"])
+        if "refusal" in reply:
+            raise invalid_field("messages", f"The chat template refuses these messages: {reply['refusal']}")
+        raise _template_failed(reply["error"])
+
+    def _exchange(self, name: str, variables: bytes) -> dict[str, Any]:
+        """A worker that was killed while idle looks like one that a render killed: the first death is retried."""
+        for attempt in (1, 2):
+            try:
+                process = self._borrow()
+                if name in process.errors:
+                    self._idle.append(process)
+                    raise _template_failed(f"it does not compile: {process.errors[name]}")
+                reply = process.render(name, variables)
+            except TimeLimitReached:
+                raise _template_failed(f"it runs longer than {self._limits.cpu_limit_s:g} s") from None
+            except WorkerDied as death:
+                if attempt == 2:
+                    raise _template_failed(f"its process ended ({death})") from None
+                continue
+            self._idle.append(process)
+            return reply
+        raise AssertionError("unreachable")
+
+    def _borrow(self) -> TemplateProcess:
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return TemplateProcess(self._templates, self._limits)
+
+    def _check_compiles(self) -> None:
+        try:
+            process = self._borrow()
+        except (TimeLimitReached, WorkerDied):
+            raise _bad_override("takes too long or too much memory to compile") from None
+        self._idle.append(process)
+        if _CHAT in process.errors:
+            raise _bad_override(f"is not a valid Jinja template: {process.errors[_CHAT]}")
+
+
+def _sources(bundle: TokenizerBundle, override: str | None) -> dict[str, str]:
+    if override is not None:
+        return {_CHAT: override}
+    sources = {_CHAT: bundle.chat_template, _TOOLS: bundle.tool_chat_template}
+    return {name: source for name, source in sources.items() if source is not None}
+
+
+def _close_all(processes: deque[TemplateProcess]) -> None:
+    while processes:
+        processes.pop().close()
+
+
+def _to_json(variables: dict[str, Any]) -> bytes:
+    try:
+        return msgspec.json.encode(variables)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise invalid_field("messages", f"The messages are not valid JSON data: {str(error)[:200]}") from None
+
+
+def _cut_at_mark(text: str) -> str:
+    before, mark, _ = text.rpartition(_CONTINUE_MARK)
+    if not mark:
+        raise invalid_field(
+            "continue_final_message", "The chat template drops or changes the final message: it cannot be continued."
+        )
+    return before
+
+
+def _template_failed(reason: str) -> PagemillError:
+    return invalid_field(
+        "messages", f"The model's chat template failed on these messages: {reason}.", code="chat_template_error"
+    )
+
+
+def _bad_override(problem: str) -> SourceError:
+    return SourceError("model.chatTemplate", f"the chat template {problem}. Correct it.", reason="InvalidChatTemplate")

@@ -1,0 +1,78 @@
+"""How text is cut into words before byte-level BPE, by the names GGUF files give in `tokenizer.ggml.pre`.
+
+The patterns are those with which the vocabularies were trained (published in the models' tokenizer.json files). A wrong
+one changes the ids of ordinary text without any error, so unknown names are refused, not guessed.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORDS_AND_REST = r"[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = _CONTRACTIONS + "|" + _WORDS_AND_REST.format(digits=r"\p{N}{1,3}")
+_QWEN2 = _CONTRACTIONS + "|" + _WORDS_AND_REST.format(digits=r"\p{N}")
+_CASED_WORDS = (
+    r"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]*[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]+{suffix}"
+    r"|[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]+[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]*{suffix}"
+    r"|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_TEKKEN = _CASED_WORDS.format(suffix="", digits=r"\p{N}")
+_GPT4O = _CASED_WORDS.format(suffix=_CONTRACTIONS + "?", digits=r"\p{N}{1,3}")
+
+
+class PreTokenizer(NamedTuple):
+    """`splits`: patterns applied one after the other, each isolating its matches."""
+
+    splits: tuple[str, ...]
+    ignore_merges: bool = False
+    """A word that is a token as a whole is taken without looking at merges."""
+    adds_bos: bool = False
+    """What a file without `add_bos_token` means."""
+    nfc: bool = False
+    """Text is brought to Unicode normalization form C first."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The pre-tokenizer in the `tokenizers` format."""
+        steps: list[dict[str, Any]] = [
+            {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+            for pattern in self.splits
+        ]
+        return {"type": "Sequence", "pretokenizers": [*steps, _BYTES]}
+
+
+_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+
+_GPT2_LIKE = PreTokenizer((_GPT2,))
+_SINGLE_DIGITS = PreTokenizer((r"\p{N}", _GPT2))
+_LLAMA3_LIKE = PreTokenizer((_LLAMA3,), ignore_merges=True, adds_bos=True)
+_QWEN2_LIKE = PreTokenizer((_QWEN2,), nfc=True)
+
+PRE_TOKENIZERS: dict[str, PreTokenizer] = {
+    "gpt-2": _GPT2_LIKE,
+    "gpt2": _GPT2_LIKE,
+    "default": _GPT2_LIKE,
+    "phi-2": _GPT2_LIKE,
+    "mpt": _GPT2_LIKE,
+    "olmo": _GPT2_LIKE,
+    "granite-docling": _GPT2_LIKE,
+    "smollm": _SINGLE_DIGITS,
+    "starcoder": _SINGLE_DIGITS,
+    "refact": _SINGLE_DIGITS,
+    "codeshell": _SINGLE_DIGITS,
+    "exaone": _SINGLE_DIGITS,
+    "minerva-7b": _SINGLE_DIGITS,
+    "llama-bpe": _LLAMA3_LIKE,
+    "llama3": _LLAMA3_LIKE,
+    "llama-v3": _LLAMA3_LIKE,
+    "falcon3": _LLAMA3_LIKE,
+    "smaug-bpe": PreTokenizer((_LLAMA3,)),
+    "dbrx": PreTokenizer((_LLAMA3,)),
+    "qwen2": _QWEN2_LIKE,
+    "stablelm2": PreTokenizer((_QWEN2,)),
+    "deepseek-r1-qwen": PreTokenizer((_QWEN2,), nfc=True, adds_bos=True),
+    "megrez": _QWEN2_LIKE,
+    "tekken": PreTokenizer((_TEKKEN,), ignore_merges=True, adds_bos=True),
+    "gpt-4o": PreTokenizer((_GPT4O,)),
+}

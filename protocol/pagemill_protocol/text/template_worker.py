@@ -1,0 +1,182 @@
+"""The process that runs chat templates, apart from the server because a template is a program from the model's author.
+
+Started by `template_process` as a plain script: imports the standard library and jinja2 only. Reads a setup frame, then
+answers one frame with one frame until its input ends. A frame is four bytes of length (big-endian) and JSON.
+
+Before it runs anything it gives up opening files and starting processes and caps its memory; before each render it arms
+kernel timers with their default action, so that even a single C call that never returns ends the process.
+Templates see what Hugging Face templates expect: an immutable sandbox, trimmed blocks, `raise_exception`,
+`strftime_now`, `tojson` without HTML escaping, loop controls, and `generation` blocks that print their body.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import resource
+import signal
+import sys
+from typing import Any, BinaryIO
+
+import jinja2
+import jinja2.debug  # loaded lazily by jinja2, which could not open it later
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MAX_MESSAGE_CHARS = 500
+
+
+class GenerationTag(Extension):
+    """`{% generation %}...{% endgeneration %}` marks the assistant's words for training; here it prints its body."""
+
+    tags = {"generation"}  # noqa: RUF012 the attribute of the base class
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        lineno = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=lineno)
+
+
+class TemplateRefusal(Exception):
+    """The template called `raise_exception`."""
+
+
+class OutputTooLong(Exception):
+    pass
+
+
+def make_environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationTag]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: Any) -> None:
+    raise TemplateRefusal(str(message))
+
+
+def _strftime_now(layout: str) -> str:
+    return datetime.datetime.now().strftime(layout)
+
+
+class Worker:
+    def __init__(self, setup: dict[str, Any]) -> None:
+        self._cpu_limit_s: float = setup["cpu_limit_s"]
+        self._wall_limit_s: float = setup["wall_limit_s"]
+        self._max_output_chars: int = setup["max_output_chars"]
+        self._environment = make_environment()
+        self._templates: dict[str, jinja2.Template] = {}
+
+    def compile(self, sources: dict[str, str]) -> dict[str, str]:
+        """Compiles each template; returns the errors by template name."""
+        errors = {}
+        for name, source in sources.items():
+            try:
+                self._templates[name] = self._environment.from_string(source)
+            except (jinja2.TemplateSyntaxError, RecursionError, MemoryError, SyntaxError, ValueError) as error:
+                errors[name] = _describe(error)
+        return errors
+
+    def render(self, request: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return {"text": self._render(self._templates[request["template"]], request["variables"])}
+        except TemplateRefusal as refusal:
+            return {"refusal": str(refusal)[:MAX_MESSAGE_CHARS]}
+        except OutputTooLong:
+            return {"error": f"the prompt grows longer than {self._max_output_chars} characters"}
+        except MemoryError:
+            return {"error": "it needs too much memory"}
+        except Exception as error:  # a template can raise anything
+            return {"error": _describe(error)}
+
+    def _render(self, template: jinja2.Template, variables: dict[str, Any]) -> str:
+        pieces: list[str] = []
+        left = self._max_output_chars
+        for piece in template.generate(variables):
+            left -= len(piece)
+            if left < 0:
+                raise OutputTooLong
+            pieces.append(piece)
+        return "".join(pieces)
+
+    def arm(self) -> None:
+        signal.setitimer(signal.ITIMER_PROF, self._cpu_limit_s)
+        signal.setitimer(signal.ITIMER_REAL, self._wall_limit_s)
+
+    def disarm(self) -> None:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _describe(error: BaseException) -> str:
+    line = f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+    return f"{type(error).__name__}: {error}{line}"[:MAX_MESSAGE_CHARS]
+
+
+def _confine(memory_bytes: int) -> None:
+    """Timers end the process; signals meant for the terminal's group do not; no files, no processes, capped memory."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    for number in (signal.SIGALRM, signal.SIGPROF):
+        signal.signal(number, signal.SIG_DFL)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    make_environment().from_string("{{ strftime_now('%d %b %Y') }}{{ x | tojson }}").render(x={"warm": 1})
+    for limit, value in (
+        (resource.RLIMIT_AS, memory_bytes),
+        (resource.RLIMIT_NOFILE, 0),
+        (resource.RLIMIT_NPROC, 0),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(limit, (value, value))
+
+
+def read_frame(stream: BinaryIO) -> Any:
+    """The next message, `None` at the end of the input."""
+    head = stream.read(4)
+    if len(head) < 4:
+        return None
+    return json.loads(stream.read(int.from_bytes(head, "big")))
+
+
+def write_frame(stream: BinaryIO, message: dict[str, Any]) -> None:
+    raw = json.dumps(message).encode()
+    stream.write(len(raw).to_bytes(4, "big") + raw)
+    stream.flush()
+
+
+def main() -> None:
+    requests, replies = sys.stdin.buffer, sys.stdout.buffer
+    setup = read_frame(requests)
+    if setup is None:
+        return
+    _confine(setup["memory_bytes"])
+    worker = Worker(setup)
+    worker.arm()
+    errors = worker.compile(setup["templates"])
+    worker.disarm()
+    write_frame(replies, {"errors": errors})
+    while (request := read_frame(requests)) is not None:
+        worker.arm()
+        reply = worker.render(request)
+        worker.disarm()
+        write_frame(replies, reply)
+
+
+if __name__ == "__main__":
+    main()

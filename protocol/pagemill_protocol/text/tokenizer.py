@@ -1,0 +1,93 @@
+"""A model's tokenizer as the front doors and the output process use it: encode, render a chat, decode, stream text.
+
+A thin face over the `tokenizers` library (encoding), `chat_template` (rendering) and `detokenizer` (decoding).
+Safe to use from several threads at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import orjson
+from tokenizers import Tokenizer as Backend
+
+from pagemill_protocol.errors import invalid_field
+from pagemill_protocol.sources import UnreadableModelError
+from pagemill_protocol.text.bundle import TokenizerBundle
+from pagemill_protocol.text.chat_template import ChatTemplate
+from pagemill_protocol.text.detokenizer import IncrementalDetokenizer
+from pagemill_protocol.text.token_bytes import TokenBytes
+
+
+class Tokenizer:
+    """`chat_template` overrides the bundle's. Raises `SourceError` when the bundle cannot be used."""
+
+    def __init__(self, bundle: TokenizerBundle, chat_template: str | None = None) -> None:
+        self.bundle = bundle
+        try:
+            self._backend = Backend.from_str(bundle.tokenizer_json)
+            self._table = TokenBytes(self._backend, orjson.loads(bundle.tokenizer_json))
+        except UnreadableModelError:
+            raise
+        except Exception as error:  # the library raises plain `Exception`
+            raise UnreadableModelError(f"the model's tokenizer cannot be loaded: {str(error)[:300]}") from None
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self.eos_token_ids = list(bundle.eos_token_ids)
+        self.vocab_size = max(bundle.vocab_size, self._backend.get_vocab_size())
+        """Rows of the logits."""
+        self.chat_template = ChatTemplate(bundle, override=chat_template)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; special tokens spelled out in it become their ids. 400 for lone surrogates."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise invalid_field(
+                "prompt", f"The text has half a surrogate pair at character {error.start}; send valid Unicode."
+            ) from None
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """The text of `token_ids`; bytes that are no UTF-8 become U+FFFD."""
+        detokenizer = self.detokenizer(skip_special_tokens=skip_special_tokens)
+        return detokenizer.push(token_ids) + detokenizer.flush()
+
+    def detokenizer(self, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> IncrementalDetokenizer:
+        """A fresh stream whose text continues `prompt_ids`."""
+        return IncrementalDetokenizer(self._table, prompt_ids, skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes the token stands for; special tokens spell themselves."""
+        return self._table[token_id]
+
+    def token_text(self, token_id: int) -> str:
+        """The token alone as text, as log probabilities show it; U+FFFD for parts of a character."""
+        return self._table[token_id].decode(errors="replace")
+
+    def render_chat(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> str:
+        """The prompt of a chat, time limited; `PagemillError` 400 when messages and template do not fit.
+
+        The text holds its own special tokens: encode it with `add_special_tokens=False`.
+        """
+        return self.chat_template.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            template_kwargs=template_kwargs,
+        )
+
+    def close(self) -> None:
+        """Stops the template process, if one runs. Also happens when the tokenizer is collected."""
+        self.chat_template.close()
