@@ -66,6 +66,8 @@ class ChoiceOutput:
             return ChoiceDelta()
         pieces = [self._backlog]
         self._backlog = ""
+        if self.stopped_by_text:  # found in the replay of a resume: the client has not heard of it yet
+            token_ids, finish_reason, self.finish_reason = (), None, "stop"
         taken = 0
         for taken, token_id in enumerate(token_ids, start=1):
             is_stop_token = finish_reason == "stop" and taken == len(token_ids)
@@ -114,12 +116,16 @@ class ChoiceOutput:
 
     def _replay(self, resume: ChoiceResume) -> None:
         """Bring detokenizer and matcher to where the broken stream stood; text not yet delivered becomes backlog."""
+        if resume.finished:
+            self.num_tokens = len(resume.token_ids)
+            self.num_text_chars = resume.num_text_chars
+            self.finish_reason = "stop"
+            return
         text = ""
         for token_id in resume.token_ids:
             text += self._take(token_id, is_stop_token=False)
             if self.stopped_by_text:
                 break
-        if resume.finished:
-            self.finish_reason = "stop"
+        self.finish_reason = None
         self._backlog = text[resume.num_text_chars :]
         self.num_text_chars = min(resume.num_text_chars, len(text))

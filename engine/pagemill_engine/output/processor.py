@@ -1,0 +1,212 @@
+"""One request's way out: token ids from the engine become the bytes its client reads, with the meta a gateway keeps.
+
+`ChoiceOutput` makes text of tokens, `pagemill_protocol.openai.render` makes JSON of text; this file decides which chunk
+is sent when. Streaming: a frame per output, whose payload is a complete SSE event (or nothing while text is held back),
+then a last frame with usage and `[DONE]` alone, so that a front door that merges several prompts can replace it. Not
+streaming: one last frame with the whole body. It runs in the HTTP process and knows neither sockets nor the engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from pagemill_protocol.errors import PagemillError, internal_error, unavailable
+from pagemill_protocol.generate import FrameMeta, GenerateRequest, Usage
+from pagemill_protocol.openai import logprobs, render
+from pagemill_protocol.text.tokenizer import Tokenizer
+
+from pagemill_engine.ipc.messages import LogprobsOut, TokensOut
+from pagemill_engine.output.choice import ChoiceDelta, ChoiceOutput
+
+
+class Frame(NamedTuple):
+    """One piece of an answer, ready for the client (payload) or a gateway (both)."""
+
+    meta: FrameMeta
+    payload: bytes
+
+
+@dataclass(slots=True)
+class Progress:
+    """What one engine output led to."""
+
+    frames: list[Frame] = field(default_factory=list)
+    stopped_choices: list[int] = field(default_factory=list)
+    """Ended by a stop string in their text: the engine must be told."""
+    done: bool = False
+    error: PagemillError | None = None
+    """The engine failed this request; nothing was rendered."""
+
+
+@dataclass(slots=True)
+class _Choice:
+    output: ChoiceOutput
+    index: int
+    """As the client counts."""
+    started: bool
+    """Its first chunk was sent (by this engine or the one before)."""
+    text: list[str] = field(default_factory=list)
+    """Whole text, kept only when not streaming."""
+    positions: list[logprobs.PositionLogprobs] = field(default_factory=list)
+    """Log probabilities not yet rendered: all of them when not streaming."""
+    logprob_chars: int = 0
+    """Characters of the choice's text before `positions`."""
+
+
+class OutputProcessor:
+    """State of one `GenerateRequest` on its way out."""
+
+    def __init__(self, request: GenerateRequest, tokenizer: Tokenizer, system_fingerprint: str | None = None) -> None:
+        self.request = request
+        self._tokenizer = tokenizer
+        self._head = render.head(request, system_fingerprint)
+        self._choices = [self._new_choice(choice) for choice in range(request.sampling.n)]
+        self._num_cached_tokens = 0
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens so far; overshoot behind a stop string is not among them."""
+        return Usage(
+            prompt_tokens=len(self.request.prompt_token_ids),
+            completion_tokens=sum(choice.output.num_tokens for choice in self._choices),
+            cached_tokens=min(self._num_cached_tokens, len(self.request.prompt_token_ids)),
+        )
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        return [choice.output.finish_reason or "abort" for choice in self._choices]
+
+    def push(self, out: TokensOut) -> Progress:
+        """Take what the engine says about one choice."""
+        if out.error is not None:
+            return Progress(error=_engine_error(out))
+        choice = self._choices[out.choice]
+        if out.choice == 0:
+            self._num_cached_tokens = max(self._num_cached_tokens, out.num_cached_tokens)
+        was_running = choice.output.finish_reason is None
+        delta = choice.output.push(out.token_ids, out.logprobs, out.finish_reason)
+        progress = Progress()
+        if was_running:
+            self._deliver(choice, out.choice, delta, progress)
+        return progress
+
+    def failure(self, error: PagemillError) -> Frame:
+        """The frame that ends the request with `error`."""
+        payload = render.sse_error(error) if self.request.stream else render.error_body(error)
+        meta = FrameMeta(last=True, usage=self.usage, error=error.message, error_status=error.status)
+        return Frame(meta, payload)
+
+    def _deliver(self, choice: _Choice, engine_choice: int, delta: ChoiceDelta, progress: Progress) -> None:
+        choice.positions += [self._position(entry) for entry in delta.logprobs]
+        if self.request.stream:
+            progress.frames.append(self._chunk_frame(choice, engine_choice, delta))
+        else:
+            choice.text.append(delta.text)
+        if choice.output.stopped_by_text:
+            progress.stopped_choices.append(engine_choice)
+        if delta.finish_reason is not None and all(each.output.finish_reason for each in self._choices):
+            progress.done = True
+            progress.frames.append(self._last_frame())
+
+    def _chunk_frame(self, choice: _Choice, engine_choice: int, delta: ChoiceDelta) -> Frame:
+        meta = FrameMeta(
+            choice=engine_choice,
+            token_ids=list(delta.token_ids),
+            num_text_chars=choice.output.num_text_chars,
+            position=choice.output.num_tokens,
+            finish_reason=delta.finish_reason,
+        )
+        if not (delta.text or choice.positions or delta.finish_reason):
+            return Frame(meta, b"")
+        return Frame(meta, render.sse(self._chunk(choice, delta)))
+
+    def _chunk(self, choice: _Choice, delta: ChoiceDelta) -> bytes:
+        first = not choice.started
+        choice.started = True
+        if self.request.dialect == "chat":
+            return render.chat_chunk(
+                self._head,
+                choice.index,
+                delta.text,
+                role=first,
+                finish_reason=delta.finish_reason,
+                logprobs=self._take_logprobs(choice),
+                include_usage=self.request.include_usage,
+            )
+        echo = (self.request.prompt_text or "") if first else ""
+        return render.completion_chunk(
+            self._head,
+            choice.index,
+            echo + delta.text,
+            finish_reason=delta.finish_reason,
+            logprobs=self._take_logprobs(choice),
+            include_usage=self.request.include_usage,
+        )
+
+    def _last_frame(self) -> Frame:
+        usage = self.usage
+        only = self._choices[0].output
+        meta = FrameMeta(
+            last=True,
+            usage=usage,
+            num_text_chars=only.num_text_chars,
+            position=only.num_tokens,
+            finish_reason=only.finish_reason if not self.request.stream else None,
+        )
+        if not self.request.stream:
+            return Frame(meta, self._body(usage))
+        if not self.request.include_usage:
+            return Frame(meta, render.SSE_DONE)
+        chunk = render.usage_chunk(self._head, self.request.dialect, usage)
+        return Frame(meta, render.sse(chunk) + render.SSE_DONE)
+
+    def _body(self, usage: Usage) -> bytes:
+        echo = self.request.prompt_text or ""
+        choices = [
+            render.Choice(
+                index=choice.index,
+                text=echo + "".join(choice.text),
+                finish_reason=choice.output.finish_reason or "abort",
+                logprobs=self._take_logprobs(choice),
+            )
+            for choice in self._choices
+        ]
+        body = render.chat_body if self.request.dialect == "chat" else render.completion_body
+        return body(self._head, choices, usage)
+
+    def _take_logprobs(self, choice: _Choice) -> render.Logprobs | None:
+        if self.request.sampling.logprobs is None:
+            return None
+        positions, choice.positions = choice.positions, []
+        if self.request.dialect == "chat":
+            return logprobs.chat(positions)
+        offset = choice.logprob_chars
+        choice.logprob_chars += sum(len(at.chosen.token) for at in positions)
+        return logprobs.completions(positions, offset)
+
+    def _position(self, entry: LogprobsOut) -> logprobs.PositionLogprobs:
+        num_top = self.request.sampling.logprobs or 0
+        return logprobs.position(self._tokenizer, entry.token_ids, entry.logprobs, num_top)
+
+    def _new_choice(self, engine_choice: int) -> _Choice:
+        request = self.request
+        resume = next((each for each in request.resume if each.index == engine_choice), None)
+        output = ChoiceOutput(self._tokenizer, request.prompt_token_ids, request.sampling, resume)
+        return _Choice(
+            output=output,
+            index=render.choice_index(request, engine_choice),
+            started=resume is not None and bool(resume.num_text_chars or resume.finished),
+            logprob_chars=len(request.prompt_text or "") + output.num_text_chars,
+        )
+
+
+def _engine_error(out: TokensOut) -> PagemillError:
+    message = out.error or ""
+    if out.error_status == 503:
+        return unavailable(message)
+    if out.error_status >= 500:
+        error = internal_error(message)
+        error.status = out.error_status
+        return error
+    return PagemillError(message, status=out.error_status)

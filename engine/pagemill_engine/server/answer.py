@@ -1,0 +1,61 @@
+"""The answer to one HTTP request's prompts: frames from the engine client's loop to the task that sends them.
+
+Rendering is done by `output.processor` before frames get here, so the buffer holds finished bytes and is bounded by
+what the request may generate. Only the engine client puts; only the request's task takes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from pagemill_protocol.errors import PagemillError
+
+from pagemill_engine.output.processor import Frame
+
+
+class Answer:
+    """Ends when every prompt's last frame was put, or when one of them failed."""
+
+    def __init__(self, num_prompts: int = 1) -> None:
+        self.error: PagemillError | None = None
+        """The failure behind a frame with `meta.error`."""
+        self._num_unfinished = num_prompts
+        self._closed = False
+        self._frames: list[Frame] = []
+        self._arrived = asyncio.Event()
+
+    @property
+    def ended(self) -> bool:
+        """Nothing more will be put."""
+        return self._num_unfinished == 0 or self.error is not None or self._closed
+
+    def put(self, frames: list[Frame]) -> None:
+        if self.ended or not frames:
+            return
+        self._frames += frames
+        self._num_unfinished -= sum(frame.meta.last for frame in frames)
+        self._arrived.set()
+
+    def fail(self, error: PagemillError, frame: Frame) -> None:
+        """The last frame: `error` in the client's dialect."""
+        if self.ended:
+            return
+        self.error = error
+        self._frames.append(frame)
+        self._arrived.set()
+
+    def close(self) -> None:
+        """Nobody reads any more: drop what is there, wake whoever waits."""
+        self._closed = True
+        self._frames.clear()
+        self._arrived.set()
+
+    async def take(self) -> list[Frame]:
+        """All frames that have arrived since the last call; waits for one. Empty once the answer has ended."""
+        while not self._frames:
+            if self.ended:
+                return []
+            self._arrived.clear()
+            await self._arrived.wait()
+        frames, self._frames = self._frames, []
+        return frames

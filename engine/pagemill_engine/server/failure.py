@@ -1,0 +1,42 @@
+"""Why a server process could not start, or had to end: one exception, one JSON line.
+
+The line is the termination message: the last line on stderr, and the file Kubernetes reads it from when one is set. The
+operator copies reason and message into the object's conditions, so both must make sense to somebody who sees no log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import msgspec
+
+MAX_TERMINATION_BYTES = 4096
+"""Kubernetes keeps no more of a termination message."""
+
+
+class Termination(msgspec.Struct, frozen=True, omit_defaults=True):
+    reason: str
+    """CamelCase cause, for machines and condition reasons."""
+    message: str
+    """One sentence with the remedy, for people."""
+    field: str | None = None
+    """The setting at fault."""
+
+
+class StartupError(Exception):
+    """The process cannot serve. Never carries a traceback to the user."""
+
+    def __init__(self, reason: str, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.termination = Termination(reason, message, field)
+
+
+def write_termination(termination: Termination, path: str | None) -> str:
+    """The JSON line, also written to `path` if any. A path that cannot be written is not a second failure."""
+    message = termination.message[: MAX_TERMINATION_BYTES // 4]
+    line = msgspec.json.encode(Termination(termination.reason, message, termination.field)).decode()
+    if path:
+        with contextlib.suppress(OSError):
+            Path(path).write_text(line)
+    return line

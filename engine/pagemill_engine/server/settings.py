@@ -1,0 +1,28 @@
+"""What one server process is started with: the engine's settings and the ports. Read from a JSON file.
+
+`python -m pagemill_engine.server --settings FILE` reads it; `pagemill serve` builds it from its options.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from pagemill_engine.config import EngineConfig, ServerConfig
+from pagemill_engine.server.failure import StartupError
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    engine: EngineConfig
+    server: ServerConfig = ServerConfig()
+
+
+def load_settings(path: Path) -> Settings:
+    """Read a settings file. Raises `StartupError` that names the file and the field at fault."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Settings)
+    except OSError as error:
+        raise StartupError("SettingsUnreadable", f"Cannot read the settings file {path}: {error.strerror}.") from error
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+        raise StartupError("SettingsInvalid", f"The settings file {path} is wrong: {error}.") from error

@@ -1,0 +1,151 @@
+"""The engine's state for its gateways: full load reports and prefix changes, one long stream per gateway.
+
+The engine client writes into `StatePublisher` after every step; the control port's `/internal/state` reads one
+`Subscription` per connection. Changes are coalesced to 20 frames a second, and a frame goes out at least every second
+so that silence means trouble. Each subscriber has a bounded buffer: one that reads too slowly loses its backlog and
+gets a snapshot instead, so a stuck gateway costs the engine nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+
+import msgspec
+from pagemill_protocol.frames import encode_state
+from pagemill_protocol.state import Digests, EngineLoad, StateFrame, StepTimeParams
+
+from pagemill_engine.ipc.messages import PrefixEvents
+
+MIN_INTERVAL_S = 0.05
+HEARTBEAT_S = 1.0
+MAX_BACKLOG_FRAMES = 64
+
+
+class StatePublisher:
+    """Collects what changed; `run` turns it into numbered frames for all subscribers."""
+
+    def __init__(self, models: list[str]) -> None:
+        self._frame = StateFrame(sequence=0, models=models)
+        """The latest published frame, without prefixes."""
+        self._prefixes: dict[bytes, None] = {}
+        """Published granules, oldest first."""
+        self._pending: dict[bytes, bool] = {}
+        """Granules changed since the latest frame: added or removed. The last change counts."""
+        self._next = self._frame
+        self._changed = asyncio.Event()
+        self._subscriptions: set[Subscription] = set()
+        self._closed = False
+
+    def describe(self, *, digests: Digests, block_size: int, max_model_len: int, max_num_batched_tokens: int) -> None:
+        """What the loaded engine is; known once it is ready."""
+        self._update(
+            digests=digests,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=max_num_batched_tokens,
+        )
+
+    def report(self, load: EngineLoad, step_time: StepTimeParams | None, prefixes: PrefixEvents | None) -> None:
+        """One step's news."""
+        if prefixes is not None:
+            self._pending.update(dict.fromkeys(prefixes.removed, False))
+            self._pending.update(dict.fromkeys(prefixes.added, True))
+        self._update(load=load, step_time=step_time or self._next.step_time)
+
+    def set_draining(self) -> None:
+        self._update(draining=True)
+
+    def close(self) -> None:
+        """End all streams."""
+        self._closed = True
+        self._changed.set()
+        for subscription in self._subscriptions:
+            subscription.close()
+
+    async def run(self) -> None:
+        """Publish until closed: at most every `MIN_INTERVAL_S`, at least every `HEARTBEAT_S`."""
+        loop = asyncio.get_running_loop()
+        while not self._closed:
+            heartbeat = loop.call_later(HEARTBEAT_S, self._changed.set)
+            await self._changed.wait()
+            heartbeat.cancel()
+            self._changed.clear()
+            self._publish()
+            await asyncio.sleep(MIN_INTERVAL_S)
+
+    def subscribe(self) -> Subscription:
+        subscription = Subscription(self)
+        self._subscriptions.add(subscription)
+        if self._closed:
+            subscription.close()
+        return subscription
+
+    def unsubscribe(self, subscription: Subscription) -> None:
+        self._subscriptions.discard(subscription)
+
+    def snapshot(self) -> bytes:
+        """Everything published so far, as a frame that the next published one continues."""
+        frame = msgspec.structs.replace(self._frame, snapshot=True, prefixes_added=list(self._prefixes))
+        return encode_state(frame)
+
+    def _update(self, **changes: object) -> None:
+        following = msgspec.structs.replace(self._next, **changes)
+        if following != self._next or self._pending:
+            self._next = following
+            self._changed.set()
+
+    def _publish(self) -> None:
+        added = [granule for granule, present in self._pending.items() if present and granule not in self._prefixes]
+        removed = [granule for granule, present in self._pending.items() if not present and granule in self._prefixes]
+        self._pending.clear()
+        self._prefixes.update(dict.fromkeys(added))
+        for granule in removed:
+            del self._prefixes[granule]
+        self._next = self._frame = msgspec.structs.replace(self._next, sequence=self._frame.sequence + 1)
+        if not self._subscriptions:
+            return
+        encoded = encode_state(msgspec.structs.replace(self._frame, prefixes_added=added, prefixes_removed=removed))
+        for subscription in self._subscriptions:
+            subscription.offer(encoded)
+
+
+class Subscription:
+    """One reader of the stream: iterate it for encoded frames, close it in the end."""
+
+    def __init__(self, publisher: StatePublisher) -> None:
+        self._publisher = publisher
+        self._frames: deque[bytes] = deque()
+        self._needs_snapshot = True
+        self._wakeup = asyncio.Event()
+        self._wakeup.set()
+        self._closed = False
+
+    def offer(self, encoded: bytes) -> None:
+        """Queue a frame, or fall back to a snapshot when the reader is too far behind."""
+        if self._needs_snapshot:
+            return
+        if len(self._frames) >= MAX_BACKLOG_FRAMES:
+            self._frames.clear()
+            self._needs_snapshot = True
+        else:
+            self._frames.append(encoded)
+        self._wakeup.set()
+
+    def close(self) -> None:
+        self._closed = True
+        self._wakeup.set()
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        try:
+            while not self._closed:
+                await self._wakeup.wait()
+                self._wakeup.clear()
+                if self._needs_snapshot:
+                    self._needs_snapshot = False
+                    yield self._publisher.snapshot()
+                while self._frames and not self._closed:
+                    yield self._frames.popleft()
+        finally:
+            self._publisher.unsubscribe(self)

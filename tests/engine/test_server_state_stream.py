@@ -1,0 +1,101 @@
+"""The state stream: snapshot first, numbered changes, heartbeats, and no unbounded buffer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from pagemill_engine.ipc.messages import PrefixEvents
+from pagemill_engine.server import state_stream
+from pagemill_engine.server.state_stream import StatePublisher
+from pagemill_protocol.frames import StateDecoder
+from pagemill_protocol.state import EngineLoad, StateFrame
+
+
+@pytest.fixture
+async def publisher(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[StatePublisher]:
+    monkeypatch.setattr(state_stream, "HEARTBEAT_S", 0.2)
+    publisher = StatePublisher(["tiny"])
+    task = asyncio.create_task(publisher.run())
+    yield publisher
+    publisher.close()
+    await asyncio.wait_for(task, 2)
+
+
+class Reader:
+    def __init__(self, publisher: StatePublisher) -> None:
+        self._frames = aiter(publisher.subscribe())
+
+    async def next(self) -> StateFrame:
+        (frame,) = StateDecoder().feed(await asyncio.wait_for(anext(self._frames), 2))
+        return frame
+
+
+def step(publisher: StatePublisher, running: int, added: list[bytes] = [], removed: list[bytes] = []) -> None:  # noqa: B006
+    events = PrefixEvents(added=added, removed=removed) if added or removed else None
+    publisher.report(EngineLoad(num_requests_running=running), None, events)
+
+
+async def test_the_first_frame_is_a_snapshot_of_everything(publisher: StatePublisher) -> None:
+    early = Reader(publisher)
+    await early.next()
+    step(publisher, 1, added=[b"a", b"b"])
+    await early.next()
+    late = await Reader(publisher).next()
+    assert late.snapshot
+    assert late.prefixes_added == [b"a", b"b"]
+    assert late.load.num_requests_running == 1
+    assert late.models == ["tiny"]
+
+
+async def test_changes_are_coalesced_and_numbered_without_gaps(publisher: StatePublisher) -> None:
+    reader = Reader(publisher)
+    frames = [await reader.next()]
+    for running in range(200):
+        step(publisher, running, added=[b"x%d" % running], removed=[b"x%d" % (running - 1)])
+    while frames[-1].load.num_requests_running < 199:
+        frames.append(await reader.next())
+    assert len(frames) <= 4
+    assert [frame.sequence for frame in frames] == list(range(frames[0].sequence, frames[0].sequence + len(frames)))
+    known: set[bytes] = set()
+    for frame in frames:
+        known = (known - set(frame.prefixes_removed)) | set(frame.prefixes_added)
+    assert known == {b"x199"}
+
+
+async def test_an_idle_engine_still_sends_heartbeats(publisher: StatePublisher) -> None:
+    reader = Reader(publisher)
+    first = await reader.next()
+    second = await reader.next()
+    assert second.sequence > first.sequence
+    assert not second.snapshot
+
+
+async def test_a_slow_reader_gets_a_snapshot_instead_of_a_backlog(
+    publisher: StatePublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_stream, "MAX_BACKLOG_FRAMES", 2)
+    monkeypatch.setattr(state_stream, "MIN_INTERVAL_S", 0.001)
+    slow, fast = Reader(publisher), Reader(publisher)
+    await slow.next()
+    await fast.next()
+    for running in range(1, 6):
+        step(publisher, running, added=[b"%d" % running])
+        await fast.next()
+    caught_up = await slow.next()
+    assert caught_up.snapshot
+    assert caught_up.prefixes_added == [b"1", b"2", b"3", b"4", b"5"]
+    step(publisher, 6)
+    following = await slow.next()
+    assert (following.snapshot, following.sequence) == (False, caught_up.sequence + 1)
+
+
+async def test_draining_is_told_and_closing_ends_the_stream(publisher: StatePublisher) -> None:
+    reader = Reader(publisher)
+    await reader.next()
+    publisher.set_draining()
+    assert (await reader.next()).draining
+    publisher.close()
+    with pytest.raises(StopAsyncIteration):
+        await reader.next()
