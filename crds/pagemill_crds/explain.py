@@ -55,7 +55,7 @@ class Field:
 
     @property
     def children(self) -> list[Field]:
-        schema = self.schema["items"] if "items" in self.schema else self.schema
+        schema = self.schema.get("items", self.schema)
         prefix = f"{self.path}[]" if "items" in self.schema else self.path
         required = schema.get("required", [])
         return [

@@ -49,7 +49,7 @@ class PlanSummary(Section):
     """Version of the engine in the pods."""
     pods_per_replica: Count = 0
     """Pods that make one replica."""
-    notes: Annotated[list[str], Field(max_length=32)] = []
+    notes: Annotated[list[str], Field(max_length=32)] = Field(default_factory=list)
     """Fields that have no effect here, and why."""
 
 
@@ -104,5 +104,5 @@ class LLMDeploymentStatus(Section):
             max_length=32,
             json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
         ),
-    ] = []
+    ] = Field(default_factory=list)
     """Observations: Planned, Scheduled, ModelLoaded, Serving, ScalingActive, SLOMet and Ready."""

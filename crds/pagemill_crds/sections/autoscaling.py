@@ -66,7 +66,7 @@ class ScalingRules(Section):
     """Seconds over which the most cautious recommendation wins."""
     select_policy: Literal["Max", "Min", "Disabled"] = "Max"
     """Which policy wins; `Disabled` forbids the direction."""
-    policies: Annotated[list[ScalingPolicy], Field(max_length=8)] = []
+    policies: Annotated[list[ScalingPolicy], Field(max_length=8)] = Field(default_factory=list)
     """Allowed changes; unlimited when empty."""
 
 

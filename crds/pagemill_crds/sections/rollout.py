@@ -38,9 +38,9 @@ class RolloutSection(Section):
 class TemplateMetadata(Section):
     """Labels and annotations of the pods."""
 
-    labels: Annotated[dict[str, Label], Field(max_length=64)] = {}
+    labels: Annotated[dict[str, Label], Field(max_length=64)] = Field(default_factory=dict)
     """Labels added to the pods."""
-    annotations: Annotated[dict[str, Annotation], Field(max_length=64)] = {}
+    annotations: Annotated[dict[str, Annotation], Field(max_length=64)] = Field(default_factory=dict)
     """Annotations added to the pods."""
 
 

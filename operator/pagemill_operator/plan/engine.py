@@ -1,0 +1,65 @@
+"""The settings file of one engine: fields of the resource under the engine's own names, as plain JSON values.
+
+The operator does not import the engine; a test decodes these dictionaries into its strict structs.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from pagemill_crds.models import LLMDeployment
+from pagemill_crds.quantities import cpu_cores, duration_seconds, memory_bytes
+
+from pagemill_operator.plan.types import CONTROL_PORT, DATA_PORT
+
+
+def engine_settings(deployment: LLMDeployment) -> dict[str, Any]:
+    """`engine` of the settings file. Absent keys take the engine's defaults."""
+    engine, model = deployment.spec.engine, deployment.spec.model
+    settings: dict[str, Any] = {
+        "model": source_with_revision(deployment),
+        "served_names": deployment.names,
+        "dtype": engine.dtype,
+        "max_num_seqs": engine.max_num_seqs,
+        "block_size": engine.block_size,
+        "enable_prefix_caching": engine.prefix_caching.enabled,
+        "prefix_scope": engine.prefix_caching.scope,
+    }
+    optional = {
+        "max_model_len": engine.max_model_len,
+        "max_num_batched_tokens": engine.max_num_batched_tokens,
+        "kv_cache_memory_bytes": _optional_bytes(engine.kv_cache_memory),
+        "num_threads": _num_threads(deployment),
+        "chat_template": model.chat_template,
+    }
+    return settings | {name: value for name, value in optional.items() if value is not None}
+
+
+def server_settings(deployment: LLMDeployment) -> dict[str, Any]:
+    """`server` of the settings file; the backend sets hosts, ports and the token."""
+    return {
+        "port": DATA_PORT,
+        "control_port": CONTROL_PORT,
+        "drain_timeout_s": duration_seconds(deployment.spec.rollout.drain_timeout),
+    }
+
+
+def source_with_revision(deployment: LLMDeployment) -> str:
+    """The source with `revision` written into it, where the resource names one apart."""
+    model = deployment.spec.model
+    if not model.revision:
+        return model.source
+    org, name, *file = model.source.removeprefix("hf://").split("/", 2)
+    return "/".join([f"hf://{org}/{name}@{model.revision}", *file])
+
+
+def _num_threads(deployment: LLMDeployment) -> int | None:
+    cpu = deployment.spec.resources.cpu
+    if cpu is None or cpu_cores(cpu) == 0:
+        return None
+    return max(1, math.ceil(cpu_cores(cpu)))
+
+
+def _optional_bytes(quantity: int | str | None) -> int | None:
+    return None if quantity is None else memory_bytes(quantity)

@@ -1,0 +1,78 @@
+"""`spec.engine.extraArgs`: engine settings that have no field in the resource, as `--name=value`.
+
+The table below is the allowed part of the engine's and the server's settings; a test holds it against the engine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from difflib import get_close_matches
+from typing import Any
+
+from pagemill_operator.plan.types import Problem
+
+FIELD = "spec.engine.extraArgs"
+
+
+def _flag(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise ValueError("write true or false")
+    return text.lower() == "true"
+
+
+def _object(text: str) -> Any:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError("write a JSON object")
+    return value
+
+
+def _policy(text: str) -> str:
+    if text not in ("fcfs", "priority"):
+        raise ValueError("write fcfs or priority")
+    return text
+
+
+SETTINGS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "policy": ("engine", _policy),
+    "max_num_waiting": ("engine", int),
+    "num_threads": ("engine", int),
+    "num_kv_blocks": ("engine", int),
+    "seed": ("engine", int),
+    "null_runner": ("engine", _flag),
+    "vocab_size": ("engine", int),
+    "step_time": ("engine", _object),
+    "max_body_bytes": ("server", int),
+    "max_header_bytes": ("server", int),
+    "body_timeout_s": ("server", float),
+}
+"""Setting -> (part of the settings file, how its text is read)."""
+
+
+def apply_extra_args(arguments: list[str], settings: dict[str, dict[str, Any]]) -> list[Problem]:
+    """Write the arguments into `settings`; returns what could not be understood."""
+    problems = []
+    for index, argument in enumerate(arguments):
+        message = _apply(argument, settings)
+        if message:
+            problems.append(Problem(f"{FIELD}[{index}]", argument, message))
+    return problems
+
+
+def _apply(argument: str, settings: dict[str, dict[str, Any]]) -> str | None:
+    option, has_value, text = argument.removeprefix("--").partition("=")
+    name = option.replace("-", "_")
+    if name not in SETTINGS:
+        near = get_close_matches(name, SETTINGS, n=1)
+        known = ", ".join(f"--{setting.replace('_', '-')}" for setting in SETTINGS)
+        hint = f"did you mean --{near[0].replace('_', '-')}?" if near else f"known: {known}"
+        return f"no engine setting --{option}; {hint}"
+    part, read = SETTINGS[name]
+    if not has_value and read is not _flag:
+        return f"--{option} needs a value: write --{option}=VALUE"
+    try:
+        settings[part][name] = read(text if has_value else "true")
+    except ValueError as error:
+        return f"--{option} cannot take {text[:80]!r}: {error}"
+    return None

@@ -1,0 +1,128 @@
+"""`make_plan`: one LLMDeployment to its plan. Deterministic: the same resource gives an equal plan."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from pagemill_crds.models import LLMDeployment
+from pagemill_crds.quantities import cpu_cores, duration_seconds, memory_bytes
+
+from pagemill_operator.plan.engine import engine_settings, server_settings, source_with_revision
+from pagemill_operator.plan.extra_args import apply_extra_args
+from pagemill_operator.plan.support import Backend, find_notes, find_problems
+from pagemill_operator.plan.types import CONTROL_PORT, DATA_PORT, Group, Plan, Probe, Problem, Process
+
+ENGINE_MODULE = "pagemill_engine.server"
+STARTUP_LIMIT_S = 3 * 3600
+"""A large model may take hours to arrive; a start that fails says so itself and does not wait for this."""
+
+
+def make_plan(deployment: LLMDeployment, backend: Backend = "local") -> Plan:
+    """The plan; its `problems` name the fields that cannot be honoured."""
+    spec = deployment.spec
+    settings = {"engine": engine_settings(deployment), "server": server_settings(deployment)}
+    problems = [*find_problems(spec, backend), *apply_extra_args(spec.engine.extra_args, settings)]
+    return Plan(
+        namespace=deployment.metadata.namespace,
+        name=deployment.metadata.name,
+        generation=deployment.metadata.generation,
+        names=tuple(deployment.names),
+        source=source_with_revision(deployment),
+        groups=(_engine_group(deployment, settings),),
+        weight=spec.routing.weight,
+        prefix_scope=spec.engine.prefix_caching.scope,
+        chat_template=spec.model.chat_template,
+        problems=tuple(problems),
+        notes=tuple(find_notes(spec, backend)),
+    )
+
+
+def name_conflicts(plans: list[Plan]) -> dict[str, Problem]:
+    """Deployments that claim a name which an older one holds alone, by key. `plans` come oldest first.
+
+    A name is shared (a canary) when all its claimants set `routing.weight`.
+    """
+    holders: dict[str, Plan] = {}
+    conflicts: dict[str, Problem] = {}
+    for plan in plans:
+        for name in plan.names:
+            holder = holders.setdefault(name, plan)
+            if holder is plan or (holder.weight is not None and plan.weight is not None):
+                continue
+            message = (
+                f"{holder.key} serves the name {name} already; choose another name, or set spec.routing.weight "
+                "in both to share it"
+            )
+            conflicts.setdefault(plan.key, Problem("spec.model.name", name, message))
+    return conflicts
+
+
+def desired_replicas(deployment: LLMDeployment) -> int:
+    """Replicas to start with: `spec.replicas`, moved into the bounds of an active autoscaler."""
+    autoscaling = deployment.spec.autoscaling
+    if autoscaling is None or autoscaling.mode != "Active":
+        return deployment.spec.replicas
+    # On this machine nothing wakes a model that has no replica, so at least one runs.
+    lowest = max(1, autoscaling.min_replicas)
+    return min(max(deployment.spec.replicas, lowest), autoscaling.max_replicas)
+
+
+def _engine_group(deployment: LLMDeployment, settings: dict[str, Any]) -> Group:
+    spec = deployment.spec
+    process = _engine_process(deployment, settings)
+    template = spec.template.model_dump(mode="json", exclude_none=True) if spec.template else {}
+    return Group(
+        name=deployment.metadata.name,
+        replicas=desired_replicas(deployment),
+        process=process,
+        pods_per_replica=_pods_per_replica(deployment),
+        digest=_digest(process, spec.engine.image, spec.engine.version, template),
+        max_surge=spec.rollout.max_surge,
+        max_unavailable=spec.rollout.max_unavailable,
+        image=spec.engine.image,
+        template=template,
+    )
+
+
+def _engine_process(deployment: LLMDeployment, settings: dict[str, Any]) -> Process:
+    engine, resources = deployment.spec.engine, deployment.spec.resources
+    period_s = 5.0
+    return Process(
+        module=ENGINE_MODULE,
+        settings=settings,
+        environment={variable.name: variable.value for variable in engine.env if variable.value is not None},
+        environment_from={
+            variable.name: variable.value_from.model_dump(mode="json", exclude_none=True)
+            for variable in engine.env
+            if variable.value_from
+        },
+        ports={"data": DATA_PORT, "control": CONTROL_PORT},
+        startup=Probe(CONTROL_PORT, "/readyz", period_s, int(STARTUP_LIMIT_S / period_s)),
+        readiness=Probe(CONTROL_PORT, "/readyz", 2.0, 2),
+        liveness=Probe(CONTROL_PORT, "/livez", period_s, 6),
+        cpu_cores=None if resources.cpu is None else cpu_cores(resources.cpu),
+        memory_bytes=None if resources.memory is None else memory_bytes(resources.memory),
+        gpus=resources.gpus,
+        gpu_product=resources.gpu_product,
+        drain_timeout_s=duration_seconds(deployment.spec.rollout.drain_timeout),
+    )
+
+
+def _pods_per_replica(deployment: LLMDeployment) -> int:
+    engine, gpus = deployment.spec.engine, deployment.spec.resources.gpus
+    return max(1, engine.tensor_parallel * engine.pipeline_parallel // gpus) if gpus else 1
+
+
+def _digest(process: Process, image: str | None, version: str | None, template: dict[str, Any]) -> str:
+    parts = [
+        process.module,
+        process.settings,
+        process.environment,
+        process.environment_from,
+        [process.cpu_cores, process.memory_bytes, process.gpus, process.gpu_product],
+        [image, version, template],
+    ]
+    text = json.dumps(parts, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

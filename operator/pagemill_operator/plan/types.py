@@ -1,0 +1,128 @@
+"""What a plan is: neutral values that every backend can carry out and that compare by content."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+DATA_PORT = 8000
+CONTROL_PORT = 8001
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A field that cannot be honoured (or, as a note, has no effect here)."""
+
+    field: str
+    """Dotted path in the resource, such as `spec.engine.quantization`."""
+    value: Any
+    message: str
+    """What is wrong and what to do."""
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.message}"
+
+
+@dataclass(frozen=True)
+class Probe:
+    """An HTTP question to a process; 200 is yes."""
+
+    port: int
+    path: str
+    period_s: float
+    failure_threshold: int
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process of a replica, as it runs in a pod or on this machine."""
+
+    module: str
+    """Python module run with `python -m`, given `--settings FILE`."""
+    settings: dict[str, Any]
+    """Content of the settings file, JSON."""
+    environment: dict[str, str] = field(default_factory=dict)
+    environment_from: dict[str, Any] = field(default_factory=dict)
+    """Variables whose values lie in Secrets and ConfigMaps, as the resource names them."""
+    ports: dict[str, int] = field(default_factory=dict)
+    startup: Probe | None = None
+    readiness: Probe | None = None
+    liveness: Probe | None = None
+    cpu_cores: float | None = None
+    memory_bytes: int | None = None
+    gpus: int = 0
+    gpu_product: str | None = None
+    drain_timeout_s: float = 60.0
+    """After SIGTERM, running requests get this long."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Replicas that are alike."""
+
+    name: str
+    replicas: int
+    process: Process
+    pods_per_replica: int = 1
+    digest: str = ""
+    """Changes exactly when running replicas must be replaced."""
+    max_surge: int | str = 1
+    max_unavailable: int | str = 0
+    image: str | None = None
+    template: dict[str, Any] = field(default_factory=dict)
+    """Overrides of the pod template."""
+
+    @property
+    def surge(self) -> int:
+        """Replicas allowed beyond `replicas` during a replacement; a percentage is rounded up."""
+        return _share(self.max_surge, self.replicas, math.ceil)
+
+    @property
+    def unavailable(self) -> int:
+        """Replicas that may be missing during a replacement; a percentage is rounded down.
+
+        At least 1 when nothing else would allow any progress.
+        """
+        unavailable = _share(self.max_unavailable, self.replicas, math.floor)
+        return unavailable if unavailable or self.surge else 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that one LLMDeployment needs."""
+
+    namespace: str
+    name: str
+    generation: int
+    names: tuple[str, ...]
+    """The model's name, then its aliases."""
+    source: str
+    groups: tuple[Group, ...]
+    weight: int | None = None
+    """Share of the requests among deployments that claim the same name; `None`: the name is not shared."""
+    prefix_scope: str = "deployment"
+    chat_template: str | None = None
+    problems: tuple[Problem, ...] = ()
+    """Fields that cannot be honoured; a plan with any must not be carried out."""
+    notes: tuple[Problem, ...] = ()
+    """Fields that have no effect here."""
+
+    @property
+    def key(self) -> str:
+        """namespace/name."""
+        return f"{self.namespace}/{self.name}"
+
+    @property
+    def model_name(self) -> str:
+        return self.names[0]
+
+    @property
+    def replicas(self) -> int:
+        return sum(group.replicas for group in self.groups)
+
+
+def _share(value: int | str, replicas: int, rounding: Any) -> int:
+    if isinstance(value, int):
+        return value
+    return int(rounding(int(value.removesuffix("%")) * replicas / 100))

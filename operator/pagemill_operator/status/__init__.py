@@ -1,0 +1,1 @@
+"""Observations to conditions, shared by every backend."""
