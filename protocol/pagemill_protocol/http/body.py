@@ -1,0 +1,50 @@
+"""Request bodies: read whole, checked for their content type, parsed into a schema.
+
+The bounds on size and time are `door`'s, which wraps `receive`.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from pydantic import BaseModel
+from starlette.types import Receive, Scope
+
+from pagemill_protocol.errors import PagemillError, client_closed_request
+from pagemill_protocol.http.auth import header
+from pagemill_protocol.openai.parse import parse_body
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+async def read_body(receive: Receive) -> bytes:
+    """The whole body. Raises `PagemillError` 499 when the client leaves first."""
+    chunks: list[bytes] = []
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise client_closed_request()
+        chunks.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+
+async def read_json(scope: Scope, receive: Receive, schema: type[Model]) -> Model:
+    """The body as `schema`. Raises `PagemillError` 415, 400 and whatever `door` raises."""
+    check_json_content_type(scope)
+    return parse_body(await read_body(receive), schema)
+
+
+def check_json_content_type(scope: Scope) -> None:
+    """Refuse bodies declared as something else than JSON with 415; no declaration is taken as JSON."""
+    declared = header(scope, b"content-type")
+    if declared is None:
+        return
+    media_type = declared.partition(";")[0].strip().lower()
+    if media_type in ("", "application/json") or media_type.endswith("+json"):
+        return
+    raise PagemillError(
+        f"The body is declared as `{media_type[:60]}`. Send JSON with the header `Content-Type: application/json`.",
+        status=415,
+        code="unsupported_media_type",
+    )

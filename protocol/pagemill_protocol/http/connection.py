@@ -1,0 +1,107 @@
+"""What `door` cannot see because it happens before ASGI: headers that never end.
+
+`bounded_protocol(...)` makes the `http=` class of a `uvicorn.Config`: request heads above a size or time get 431 or 408
+and the connection closes; trailers are dropped; a malformed request gets a 400 in OpenAI's shape. Parsing stays
+httptools'. Import this module only where uvicorn is installed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import orjson
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from pagemill_protocol.errors import PagemillError, headers_too_large, request_timeout
+
+
+def bounded_protocol(max_header_bytes: int = 64 * 1024, header_timeout_s: float = 15.0) -> type[asyncio.Protocol]:
+    """A uvicorn HTTP protocol class with these bounds on each request's head."""
+    return type(
+        "BoundedProtocol",
+        (_BoundedProtocol,),
+        {"max_header_bytes": max_header_bytes, "header_timeout_s": header_timeout_s},
+    )
+
+
+class _BoundedProtocol(HttpToolsProtocol):
+    max_header_bytes: int
+    header_timeout_s: float
+
+    _head_timer: asyncio.TimerHandle | None = None
+    _head_complete = False
+    _unparsed_bytes = 0
+    """Received since the parser last got anywhere: a head or trailer that grows, or chunk extensions."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._start_head_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_head_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._unparsed_bytes += len(data)
+        super().data_received(data)
+        if self._unparsed_bytes > self.max_header_bytes and not self.transport.is_closing():
+            self._refuse(headers_too_large(self.max_header_bytes))
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._head_complete = False
+        self._start_head_timer()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._head_complete:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._stop_head_timer()
+        self._head_complete = True
+        self._unparsed_bytes = 0
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._unparsed_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._unparsed_bytes = 0
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(PagemillError("The request is not valid HTTP.", code="invalid_http"))
+
+    @property
+    def _answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _start_head_timer(self) -> None:
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(self.header_timeout_s, self._on_head_timeout)
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _on_head_timeout(self) -> None:
+        self._head_timer = None
+        if self.transport.is_closing():
+            return
+        if self._answering:  # the head of a pipelined request: its turn has not come
+            self._start_head_timer()
+            return
+        self._refuse(request_timeout())
+
+    def _refuse(self, error: PagemillError) -> None:
+        """Answer and hang up. Only while no response is under way on this connection, else just hang up."""
+        if not self._answering:
+            body = orjson.dumps(error.body())
+            self.transport.write(
+                STATUS_LINE[error.status]
+                + b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+                + body
+            )
+        self.transport.close()

@@ -1,0 +1,195 @@
+"""The outermost ASGI layer of engine and gateway: nothing unbounded gets in, nothing unexplained gets out.
+
+Headers above a limit get 431, bodies 413, bodies that take too long 408; each request has an id in `x-request-id`; an
+exception that the app did not turn into a response becomes a 500 in OpenAI's shape. A plain ASGI middleware: it sees
+messages, never buffers a body, and adds nothing to a streamed chunk. Authentication is `auth`'s, what apps raise
+`errors`'s, slow or endless headers `connection`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import uuid
+from collections.abc import Iterable
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pagemill_protocol.errors import (
+    PagemillError,
+    body_too_large,
+    headers_too_large,
+    internal_error,
+    invalid_field,
+    request_timeout,
+)
+from pagemill_protocol.http.auth import (
+    KeyRing,
+    bearer_token,
+    hash_key,
+    header,
+    is_loopback,
+    require_internal,
+    same_secret,
+)
+from pagemill_protocol.http.body import check_json_content_type, read_body, read_json
+from pagemill_protocol.http.errors import error_response, install_error_handlers
+
+__all__ = [
+    "Door",
+    "KeyRing",
+    "bearer_token",
+    "check_json_content_type",
+    "error_response",
+    "hash_key",
+    "header",
+    "install_error_handlers",
+    "is_loopback",
+    "read_body",
+    "read_json",
+    "request_id",
+    "require_internal",
+    "same_secret",
+]
+
+logger = logging.getLogger(__name__)
+
+REQUEST_ID_HEADER = b"x-request-id"
+MAX_DISCARDED_BYTES = 64 * 1024 * 1024
+"""Of a body that is too large: read and dropped, so that its sender gets to see the 413."""
+
+_SAFE_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+def request_id(scope: Scope) -> str:
+    """The id `Door` gave this request: the client's `x-request-id` where it is harmless, else a new one."""
+    value: str = scope["state"]["request_id"]
+    return value
+
+
+class Door:
+    """ASGI middleware; wrap the app last, so it is outermost."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        max_body_bytes: int = 8 * 1024 * 1024,
+        max_header_bytes: int = 64 * 1024,
+        body_timeout_s: float = 30.0,
+    ) -> None:
+        self.app = app
+        self.max_body_bytes = max_body_bytes
+        self.max_header_bytes = max_header_bytes
+        self.body_timeout_s = body_timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        given = header(scope, REQUEST_ID_HEADER)
+        identity = given if given is not None and _SAFE_REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = identity
+        body = _BoundedBody(receive, self.max_body_bytes, self.body_timeout_s)
+        answer = _Answer(send, body, identity.encode("latin-1"))
+        try:
+            self._check_headers(scope, body)
+            await self.app(scope, body.receive, answer.send)
+        except PagemillError as error:
+            await answer.fail(error)
+        except Exception:
+            logger.exception("Request %s to %s failed", identity, scope["path"][:200])
+            if answer.started and not answer.complete:
+                raise  # the server cuts the connection: a half answer must not look whole
+            await answer.fail(internal_error())
+
+    def _check_headers(self, scope: Scope, body: _BoundedBody) -> None:
+        headers: Iterable[tuple[bytes, bytes]] = scope["headers"]
+        if sum(len(name) + len(value) + 4 for name, value in headers) > self.max_header_bytes:
+            raise headers_too_large(self.max_header_bytes)
+        declared = header(scope, b"content-length")
+        if declared is None:
+            body.complete = header(scope, b"transfer-encoding") is None
+            return
+        if not (declared.isascii() and declared.isdigit() and len(declared) < 20):
+            raise invalid_field("content-length", "The header Content-Length must be a number of bytes.")
+        body.complete = int(declared) == 0
+        body.declared_bytes = int(declared)
+        body.expects_continue = header(scope, b"expect") is not None
+
+
+class _BoundedBody:
+    """Wraps `receive`: counts bytes and keeps the deadline until the body is complete, then steps aside."""
+
+    def __init__(self, receive: Receive, max_bytes: int, timeout_s: float) -> None:
+        self._receive = receive
+        self._max_bytes = max_bytes
+        self._deadline_s = asyncio.get_running_loop().time() + timeout_s
+        self._num_bytes = 0
+        self.declared_bytes = 0
+        self.expects_continue = False
+        self.complete = False
+
+    async def receive(self) -> Message:
+        if self.complete:
+            return await self._receive()
+        if self.declared_bytes > self._max_bytes:
+            await self._discard()
+            raise body_too_large(self._max_bytes)
+        message = await self._next()
+        if self._num_bytes > self._max_bytes:
+            await self._discard()
+            raise body_too_large(self._max_bytes)
+        return message
+
+    async def _next(self) -> Message:
+        try:
+            async with asyncio.timeout_at(self._deadline_s):
+                message = await self._receive()
+        except TimeoutError:
+            raise request_timeout() from None
+        if message["type"] == "http.request":
+            self._num_bytes += len(message.get("body", b""))
+            self.complete = not message.get("more_body", False)
+        else:
+            self.complete = True
+        return message
+
+    async def _discard(self) -> None:
+        """Read on without keeping anything: a sender who is cut off mid-body sees a reset, not the answer."""
+        if self.expects_continue or self.declared_bytes > MAX_DISCARDED_BYTES:
+            return
+        while not self.complete and self._num_bytes <= MAX_DISCARDED_BYTES:
+            await self._next()
+
+
+class _Answer:
+    """Wraps `send`: adds the request id, closes the connection when part of the body was never read."""
+
+    def __init__(self, send: Send, body: _BoundedBody, identity: bytes) -> None:
+        self._send = send
+        self._body = body
+        self._identity = identity
+        self.started = False
+        self.complete = False
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.started = True
+            headers = [*message.get("headers", ()), (REQUEST_ID_HEADER, self._identity)]
+            if not self._body.complete:
+                headers.append((b"connection", b"close"))
+            message = {**message, "headers": headers}
+        elif message["type"] == "http.response.body":
+            self.complete = not message.get("more_body", False)
+        await self._send(message)
+
+    async def fail(self, error: PagemillError) -> None:
+        if self.started:
+            return
+        response = error_response(error)
+        await self.send(
+            {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
+        )
+        await self.send({"type": "http.response.body", "body": bytes(response.body), "more_body": False})

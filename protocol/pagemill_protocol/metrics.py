@@ -1,0 +1,265 @@
+"""Every Prometheus metric of engine and gateway: name, help, labels and buckets, as data.
+
+Engine pods export vLLM's core names with vLLM's meaning and buckets, so dashboards, KEDA recipes and inference gateways
+written for it work unchanged, and `pagemill_engine_*` for what only this engine knows; gateways export
+`pagemill_gateway_*`. Processes make their objects with `Metrics`; the reference page is generated from the same specs.
+Nothing here measures anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal, NamedTuple, TypeVar
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.metrics import MetricWrapperBase
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+Kind = Literal["counter", "gauge", "histogram"]
+Wrapped = TypeVar("Wrapped", bound=MetricWrapperBase)
+
+_FAST_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0)
+_SLOW_S = (2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
+_TTFT_S = (*_FAST_S, *_SLOW_S, 160.0, 640.0, 2560.0)
+_ITL_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, *_SLOW_S)
+_SECONDS = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0)
+_MINUTES = (60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)
+_LATENCY_S = (*_SECONDS, *_MINUTES)
+_TOKENS = (*(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5)), 1e6)
+_STEP_TOKENS = (1.0, *(float(2**power) for power in range(3, 15)))
+_CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
+_PREEMPTIONS = (0.0, 1.0, 2.0, 5.0, 10.0)
+_SHORT_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+_RELATIVE = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
+
+
+class MetricSpec(NamedTuple):
+    """One metric. `name` is what code says; a counter's series end in `_total`."""
+
+    name: str
+    kind: Kind
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+    @property
+    def exported_name(self) -> str:
+        return f"{self.name}_total" if self.kind == "counter" else self.name
+
+
+ENGINE_METRICS: list[MetricSpec] = []
+GATEWAY_METRICS: list[MetricSpec] = []
+
+
+def _vllm(
+    kind: Kind, name: str, help: str, labels: tuple[str, ...] = (), buckets: tuple[float, ...] = ()
+) -> MetricSpec:
+    spec = MetricSpec(f"vllm:{name}", kind, help, ("model_name", "engine", *labels), buckets)
+    ENGINE_METRICS.append(spec)
+    return spec
+
+
+def _engine(
+    kind: Kind, name: str, help: str, labels: tuple[str, ...] = (), buckets: tuple[float, ...] = ()
+) -> MetricSpec:
+    spec = MetricSpec(f"pagemill_engine_{name}", kind, help, ("model_name", *labels), buckets)
+    ENGINE_METRICS.append(spec)
+    return spec
+
+
+def _gateway(
+    kind: Kind, name: str, help: str, labels: tuple[str, ...] = (), buckets: tuple[float, ...] = ()
+) -> MetricSpec:
+    spec = MetricSpec(f"pagemill_gateway_{name}", kind, help, labels, buckets)
+    GATEWAY_METRICS.append(spec)
+    return spec
+
+
+# Engine pods, vLLM's names.
+NUM_REQUESTS_RUNNING = _vllm("gauge", "num_requests_running", "Requests in the running batch.")
+NUM_REQUESTS_WAITING = _vllm("gauge", "num_requests_waiting", "Requests that wait for a place in the batch.")
+KV_CACHE_USAGE = _vllm(
+    "gauge",
+    "kv_cache_usage_perc",
+    "KV blocks held by running requests over all KV blocks, 0 to 1; cached ones are free.",
+)
+LORA_REQUESTS_INFO = _vllm(
+    "gauge",
+    "lora_requests_info",
+    "Adapters in use; the value is the time of the last change in Unix seconds.",
+    ("max_lora", "waiting_lora_adapters", "running_lora_adapters"),
+)
+CACHE_CONFIG_INFO = _vllm(
+    "gauge",
+    "cache_config_info",
+    "Always 1; the labels describe the KV cache.",
+    ("block_size", "num_gpu_blocks", "cache_dtype", "enable_prefix_caching"),
+)
+PROMPT_TOKENS = _vllm("counter", "prompt_tokens", "Prompt tokens of admitted requests.")
+GENERATION_TOKENS = _vllm("counter", "generation_tokens", "Tokens generated.")
+NUM_PREEMPTIONS = _vllm("counter", "num_preemptions", "Requests that lost their blocks and are computed again.")
+REQUEST_SUCCESS = _vllm("counter", "request_success", "Requests that ended, by cause.", ("finished_reason",))
+PREFIX_CACHE_QUERIES = _vllm("counter", "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+PREFIX_CACHE_HITS = _vllm("counter", "prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+TIME_TO_FIRST_TOKEN = _vllm(
+    "histogram", "time_to_first_token_seconds", "From arrival to the first token.", buckets=_TTFT_S
+)
+INTER_TOKEN_LATENCY = _vllm(
+    "histogram", "inter_token_latency_seconds", "Between two deliveries of tokens of one choice.", buckets=_ITL_S
+)
+TIME_PER_OUTPUT_TOKEN = _vllm(
+    "histogram", "request_time_per_output_token_seconds", "Mean time per token after the first, by request.",
+    buckets=_ITL_S,
+)  # fmt: skip
+E2E_REQUEST_LATENCY = _vllm(
+    "histogram", "e2e_request_latency_seconds", "From arrival to the last token.", buckets=_LATENCY_S
+)
+REQUEST_QUEUE_TIME = _vllm(
+    "histogram", "request_queue_time_seconds", "From arrival to first scheduling.", buckets=_LATENCY_S
+)
+REQUEST_PREFILL_TIME = _vllm(
+    "histogram", "request_prefill_time_seconds", "From first scheduling to the first token.", buckets=_LATENCY_S
+)
+REQUEST_DECODE_TIME = _vllm(
+    "histogram", "request_decode_time_seconds", "From the first token to the last.", buckets=_LATENCY_S
+)
+REQUEST_INFERENCE_TIME = _vllm(
+    "histogram", "request_inference_time_seconds", "From first scheduling to the last token.", buckets=_LATENCY_S
+)
+REQUEST_PROMPT_TOKENS = _vllm("histogram", "request_prompt_tokens", "Prompt tokens by request.", buckets=_TOKENS)
+REQUEST_GENERATION_TOKENS = _vllm(
+    "histogram", "request_generation_tokens", "Generated tokens by request.", buckets=_TOKENS
+)
+REQUEST_PARAMS_N = _vllm("histogram", "request_params_n", "The parameter n by request.", buckets=_CHOICES)
+REQUEST_PARAMS_MAX_TOKENS = _vllm(
+    "histogram", "request_params_max_tokens", "The parameter max_tokens by request.", buckets=_TOKENS
+)
+REQUEST_NUM_PREEMPTIONS = _vllm("histogram", "request_num_preemptions", "Preemptions by request.", buckets=_PREEMPTIONS)
+ITERATION_TOKENS = _vllm("histogram", "iteration_tokens_total", "Tokens computed by one step.", buckets=_STEP_TOKENS)
+
+# Engine pods, own names.
+ENGINE_INFO = _engine(
+    "gauge", "info", "Always 1; the labels name what runs.", ("version", "weights_digest", "kv_dtype", "device")
+)
+ENGINE_READY = _engine("gauge", "ready", "1 when requests are accepted, else 0.")
+ENGINE_DRAINING = _engine("gauge", "draining", "1 when no new request is accepted and running ones finish.")
+ENGINE_LOAD_SECONDS = _engine("gauge", "load_seconds", "Time that each phase of starting took.", ("phase",))
+ENGINE_KV_BLOCKS = _engine("gauge", "kv_blocks", "KV blocks by state: active, evictable (cached) or free.", ("state",))
+ENGINE_WAITING_TOKENS = _engine("gauge", "waiting_tokens", "Prompt tokens not yet computed.")
+ENGINE_CONTEXT_TOKENS = _engine("gauge", "context_tokens", "Tokens of context held by running requests.")
+ENGINE_STEP_SECONDS = _engine("histogram", "step_seconds", "Duration of one engine step.", buckets=_SHORT_S)
+ENGINE_STEP_ERROR_P50 = _engine("gauge", "step_prediction_error_p50", "Median relative error of step-time predictions.")
+ENGINE_STEP_ERROR_P95 = _engine("gauge", "step_prediction_error_p95", "95th percentile of the same error.")
+ENGINE_REJECTED = _engine("counter", "requests_rejected", "Requests refused, by error code.", ("code",))
+ENGINE_ABORTED = _engine("counter", "requests_aborted", "Requests dropped before their end, by cause.", ("reason",))
+ENGINE_FAILED = _engine("counter", "requests_failed", "Requests that failed inside the engine.")
+ENGINE_HTTP_REQUESTS = _engine("counter", "http_requests", "HTTP requests answered.", ("route", "status"))
+ENGINE_STATE_STREAMS = _engine("gauge", "state_streams", "Gateways connected to the state stream.")
+
+# Gateway.
+GATEWAY_REQUESTS = _gateway(
+    "counter", "requests", "Requests answered, by status (499: the client left).", ("model", "route", "status")
+)
+GATEWAY_IN_FLIGHT = _gateway("gauge", "in_flight_requests", "Requests being served.", ("model",))
+GATEWAY_REQUEST_SECONDS = _gateway(
+    "histogram", "request_seconds", "From the request's headers to its last byte.", ("model",), _LATENCY_S
+)
+GATEWAY_TTFT_SECONDS = _gateway(
+    "histogram", "time_to_first_token_seconds", "From the request's headers to its first content.", ("model",), _TTFT_S
+)
+GATEWAY_PREPARE_SECONDS = _gateway(
+    "histogram", "prepare_seconds", "Parsing, rendering and tokenizing one request.", ("model",), _SHORT_S
+)
+GATEWAY_ROUTING_SECONDS = _gateway(
+    "histogram", "routing_seconds", "Choosing the endpoint of one request.", ("model",), _SHORT_S
+)
+GATEWAY_TOKENS = _gateway(
+    "counter", "tokens", "Tokens served, by kind: prompt, cached (part of prompt) or completion.", ("model", "kind")
+)
+GATEWAY_UPSTREAM_ATTEMPTS = _gateway(
+    "counter", "upstream_attempts", "Requests sent to engines, by outcome.", ("model", "endpoint", "outcome")
+)
+GATEWAY_UPSTREAM_RETRIES = _gateway(
+    "counter", "upstream_retries", "Requests sent to another engine before the first byte.", ("model", "reason")
+)
+GATEWAY_BROKEN_STREAMS = _gateway(
+    "counter", "broken_streams", "Streams that ended with an error event after their first byte.", ("model", "reason")
+)
+GATEWAY_REJECTED = _gateway("counter", "requests_rejected", "Requests refused at the door, by error code.", ("code",))
+GATEWAY_ENDPOINTS = _gateway(
+    "gauge", "endpoints", "Engines known, by phase: ready, starting, stale, ejected or draining.", ("model", "phase")
+)
+GATEWAY_ENDPOINT_IN_FLIGHT = _gateway(
+    "gauge", "endpoint_in_flight_requests", "Requests this gateway has at one engine.", ("model", "endpoint")
+)
+GATEWAY_STATE_AGE_SECONDS = _gateway(
+    "gauge", "endpoint_state_age_seconds", "Age of the last state frame of one engine.", ("model", "endpoint")
+)
+GATEWAY_CATALOG_MODELS = _gateway("gauge", "catalog_models", "Model names served, aliases not counted.")
+GATEWAY_READY = _gateway("gauge", "ready", "1 when requests are accepted, else 0.")
+
+
+class Metrics:
+    """One process's metric objects, made from specs into their own registry.
+
+    `common` labels are filled into every metric that has them. A child is made once and then costs a dict lookup.
+    """
+
+    def __init__(self, specs: Iterable[MetricSpec], registry: CollectorRegistry | None = None, **common: str) -> None:
+        disable_created_metrics()  # they double the series and say nothing
+        self.registry = registry if registry is not None else CollectorRegistry()
+        self._common = common
+        self._parents: dict[str, MetricWrapperBase] = {spec.name: _make(spec, self.registry) for spec in specs}
+        self._children: dict[tuple[str, tuple[tuple[str, str], ...]], MetricWrapperBase] = {}
+
+    def counter(self, spec: MetricSpec, **labels: str) -> Counter:
+        return self._child(spec, labels, Counter)
+
+    def gauge(self, spec: MetricSpec, **labels: str) -> Gauge:
+        return self._child(spec, labels, Gauge)
+
+    def histogram(self, spec: MetricSpec, **labels: str) -> Histogram:
+        return self._child(spec, labels, Histogram)
+
+    def forget(self, spec: MetricSpec, **labels: str) -> None:
+        """Drop the series of something that is gone, such as an endpoint."""
+        if self._children.pop((spec.name, tuple(sorted(labels.items()))), None) is None:
+            return
+        self._parents[spec.name].remove(*self._values(spec, labels))
+
+    def render(self) -> bytes:
+        """The text of a scrape, of type `CONTENT_TYPE`."""
+        return generate_latest(self.registry)
+
+    def _child(self, spec: MetricSpec, labels: dict[str, str], kind: type[Wrapped]) -> Wrapped:
+        key = (spec.name, tuple(sorted(labels.items())))
+        child = self._children.get(key)
+        if child is None:
+            parent = self._parents[spec.name]
+            child = parent.labels(*self._values(spec, labels)) if spec.labels else parent
+            self._children[key] = child
+        if not isinstance(child, kind):
+            raise TypeError(f"{spec.name} is a {spec.kind}, not a {kind.__name__.lower()}")
+        return child
+
+    def _values(self, spec: MetricSpec, labels: dict[str, str]) -> list[str]:
+        unknown = labels.keys() - set(spec.labels)
+        if unknown:
+            raise ValueError(f"{spec.name} has no label {', '.join(sorted(unknown))}")
+        return [labels[name] if name in labels else self._common[name] for name in spec.labels]
+
+
+def _make(spec: MetricSpec, registry: CollectorRegistry) -> MetricWrapperBase:
+    if spec.kind == "counter":
+        return Counter(spec.name, spec.help, spec.labels, registry=registry)
+    if spec.kind == "gauge":
+        return Gauge(spec.name, spec.help, spec.labels, registry=registry)
+    return Histogram(spec.name, spec.help, spec.labels, buckets=spec.buckets, registry=registry)
