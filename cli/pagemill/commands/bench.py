@@ -84,7 +84,7 @@ def bench(
     seed: Annotated[int, typer.Option(help="Seed of prompts and arrivals.")] = 0,
     api_key: Annotated[str | None, typer.Option(envvar="PAGEMILL_API_KEY", help="Bearer key of the gateway.")] = None,
     allow_remote: Annotated[
-        bool, typer.Option(help="Load a server on another machine: only one that is yours.")
+        bool, typer.Option("--allow-remote", help="Load a server on another machine: only one that is yours.")
     ] = False,
 ) -> None:
     """Measure a running server; the last line of output is JSON."""
