@@ -66,7 +66,7 @@ class TokenizerBundle(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _encoder = msgspec.msgpack.Encoder(order="deterministic")
-_decoder = msgspec.msgpack.Decoder(TokenizerBundle)
+_decoder: msgspec.msgpack.Decoder[TokenizerBundle] = msgspec.msgpack.Decoder(TokenizerBundle)
 
 
 def load_bundle(path: str | Path) -> TokenizerBundle:

@@ -156,7 +156,9 @@ def _cut_at_mark(text: str) -> str:
 
 def _template_failed(reason: str) -> PagemillError:
     return invalid_field(
-        "messages", f"The model's chat template failed on these messages: {reason}.", code="chat_template_error"
+        "messages",
+        f"The model's chat template failed on these messages: {reason.rstrip('.')}.",
+        code="chat_template_error",
     )
 
 

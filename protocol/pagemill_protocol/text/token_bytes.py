@@ -47,7 +47,7 @@ class TokenBytes:
 
     def _bytes_of(self, token_id: int) -> bytes:
         if token_id in self._literal:
-            return self._literal[token_id].encode()
+            return str(self._literal[token_id]).encode()
         token: str | None = self._backend.id_to_token(token_id) if 0 <= token_id < 2**32 else None
         if token is None:
             return b""

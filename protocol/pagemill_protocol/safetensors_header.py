@@ -1,0 +1,126 @@
+"""Names, types and sizes of the tensors in safetensors files, from their headers only.
+
+Format: huggingface.co/docs/safetensors. The engine's loader reads the data with the safetensors library; this serves
+whoever needs sizes without it.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import orjson
+
+from pagemill_protocol.json_file import read_object
+from pagemill_protocol.sources import UnreadableModelError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+MAX_HEADER_BYTES = 100_000_000
+_DTYPE_BITS = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 8),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
+    **dict.fromkeys(("U32", "I32", "F32"), 32),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+}
+
+
+class TensorHeader(NamedTuple):
+    name: str
+    dtype: str
+    """As the format names it, for example `BF16`."""
+    shape: tuple[int, ...]
+    num_bytes: int
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+
+def read_folder_headers(folder: Path) -> dict[str, TensorHeader]:
+    """The tensors of all shards by name. Raises `UnreadableModelError`."""
+    tensors: dict[str, TensorHeader] = {}
+    for shard in shard_paths(folder):
+        for tensor in read_header(shard):
+            if tensor.name in tensors:
+                raise UnreadableModelError(f"`{folder}`: the tensor `{tensor.name}` is in two files.")
+            tensors[tensor.name] = tensor
+    return tensors
+
+
+def shard_paths(folder: Path) -> list[Path]:
+    """The weight files of a folder: one, or those that the index names."""
+    if (folder / SINGLE_FILE).is_file():
+        return [folder / SINGLE_FILE]
+    if (folder / INDEX_FILE).is_file():
+        return _indexed(folder)
+    pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
+    if pickled:
+        raise UnreadableModelError(
+            f"`{folder}` holds pickled weights ({pickled[0]}), which may run code and are not read. "
+            "Convert them with `save_pretrained(..., safe_serialization=True)`."
+        )
+    raise UnreadableModelError(f"`{folder}` holds no weights: neither `{SINGLE_FILE}` nor `{INDEX_FILE}`.")
+
+
+def _indexed(folder: Path) -> list[Path]:
+    weight_map = read_object(folder / INDEX_FILE).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UnreadableModelError(f"`{folder / INDEX_FILE}` has no `weight_map`.")
+    names = sorted({str(name) for name in weight_map.values()})
+    for name in names:
+        if Path(name).name != name:
+            raise UnreadableModelError(f"`{folder / INDEX_FILE}` names the file `{name}`, which is outside the folder.")
+        if not (folder / name).is_file():
+            raise UnreadableModelError(f"`{folder}` lacks the weight file `{name}` that its index names. Fetch it.")
+    return [folder / name for name in names]
+
+
+def read_header(path: Path) -> list[TensorHeader]:
+    """The tensors of one file, in file order, checked against its size."""
+    try:
+        file_bytes = path.stat().st_size
+        with path.open("rb") as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+            if file_bytes < 8 or header_bytes > min(MAX_HEADER_BYTES, file_bytes - 8):
+                raise _damaged(path, f"its header claims {header_bytes} bytes, the file has {file_bytes}")
+            raw = file.read(header_bytes)
+    except OSError as error:
+        raise UnreadableModelError(f"`{path}` cannot be read: {error.strerror}.") from error
+    try:
+        header = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise _damaged(path, f"its header is not JSON ({error})") from None
+    if not isinstance(header, dict):
+        raise _damaged(path, "its header is not an object")
+    data_bytes = file_bytes - 8 - header_bytes
+    return [_tensor(path, name, entry, data_bytes) for name, entry in header.items() if name != "__metadata__"]
+
+
+def _tensor(path: Path, name: str, entry: Any, data_bytes: int) -> TensorHeader:
+    fields = entry if isinstance(entry, dict) else {}
+    dtype = fields.get("dtype")
+    shape, offsets = _sizes(fields.get("shape")), _sizes(fields.get("data_offsets"))
+    if shape is None or offsets is None or len(offsets) != 2 or dtype not in _DTYPE_BITS:
+        raise _damaged(path, f"tensor `{name}` has no valid dtype, shape and data_offsets")
+    start, end = offsets
+    if not start <= end <= data_bytes:
+        raise _damaged(path, f"tensor `{name}` ends at byte {end} of {data_bytes} bytes of data")
+    if math.prod(shape) * _DTYPE_BITS[dtype] != (end - start) * 8:
+        raise _damaged(path, f"tensor `{name}` of shape {shape} and type {dtype} does not have {end - start} bytes")
+    return TensorHeader(name, dtype, tuple(shape), end - start)
+
+
+def _sizes(value: Any) -> list[int] | None:
+    valid = isinstance(value, list) and all(type(entry) is int and entry >= 0 for entry in value)
+    return value if valid else None
+
+
+def _damaged(path: Path, problem: str) -> UnreadableModelError:
+    return UnreadableModelError(
+        f"`{path}` cannot be read as safetensors: {problem}. Fetch it again and compare its size with the publisher's."
+    )
