@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from pagemill_protocol.errors import unavailable
 from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.sampling import SamplingParams
 from pagemill_protocol.state import EngineLoad, StepTimeParams
 from pagemill_protocol.step_time import StepTimeModel
 
@@ -22,10 +23,11 @@ from pagemill_engine.kv.integrity import check_integrity
 from pagemill_engine.runner.base import Runner, RunnerInfo
 from pagemill_engine.scheduler.limits import SchedulerLimits
 from pagemill_engine.scheduler.scheduler import Scheduler
-from pagemill_engine.scheduler.step import StepPlan, StepResult
+from pagemill_engine.scheduler.step import AdmittedRow, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
 
+_PROBE = "probe"
 STEP_TIME_PERIOD_S = 0.5
 """The step-time fit changes slowly: it is sent this often at most."""
 
@@ -82,6 +84,20 @@ class EngineCore:
     def check_integrity(self) -> None:
         """Raise `kv.integrity.IntegrityError` when the KV bookkeeping contradicts itself. Not for the hot path."""
         check_integrity(self.scheduler.kv)
+
+    def probe(self) -> None:
+        """Compute one token beside all requests; raises what the runner raises. Skipped when no block is free."""
+        pool = self.scheduler.kv.pool
+        if pool.num_free == 0:
+            return
+        blocks = pool.allocate(1)
+        row = AdmittedRow(_PROBE, [0], 1, 0, [blocks[0].block_id], SamplingParams(temperature=0.0), 0, 0)
+        try:
+            plan = StepPlan(step=0, num_scheduled_tokens={_PROBE: 1}, admitted=[row], samples={_PROBE})
+            self.runner.wait(self.runner.launch(plan))
+        finally:
+            pool.release(blocks)
+            self.scheduler.release_row(_PROBE)
 
     def _run(self, plan: StepPlan) -> None:
         started_s = self._clock()

@@ -344,6 +344,10 @@ class Scheduler:
         if successor is not None:
             self._queue(successor)
 
+    def release_row(self, request_id: str) -> None:
+        """The runner shall forget a row that the scheduler never knew (the engine's own probe)."""
+        self._released.append(request_id)
+
     # -- what others see -----------------------------------------------------------------------------------------
 
     def take_outputs(self) -> list[TokensOut]:

@@ -1,0 +1,109 @@
+"""The engine process's end of the channel: messages in through a thread, messages out from the loop.
+
+The reader thread blocks on the socket, so an idle engine costs no CPU and decoding overlaps with the device. A second
+thread holds the pipe from the parent: when the parent is gone, however it died, the pipe ends and so does this process.
+The parent's end is `ipc.channels`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import shutil
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from pagemill_engine.config import EngineConfig
+from pagemill_engine.ipc.messages import Fatal, FromEngine, ToEngine
+
+logger = logging.getLogger(__name__)
+
+SETTINGS_FILE = "settings.json"
+FATAL_FILE = "fatal"
+TO_ENGINE = "in"
+FROM_ENGINE = "out"
+LINGER_MS = 1000
+
+
+class LinkSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine process is started with."""
+
+    engine: EngineConfig
+    folder: str
+    """Private to parent and engine: both sockets and the fatal message lie there."""
+
+
+class EngineLink:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._context = zmq.Context()
+        self._outbox = self._context.socket(zmq.PUSH)
+        self._outbox.setsockopt(zmq.SNDHWM, 0)
+        self._outbox.setsockopt(zmq.LINGER, LINGER_MS)
+        self._outbox.connect(address(folder, FROM_ENGINE))
+        self._encoder = msgspec.msgpack.Encoder()
+        self._inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
+
+    def start(self) -> None:
+        threading.Thread(target=self._read, name="inbox", daemon=True).start()
+        threading.Thread(target=self._watch_parent, name="parent", daemon=True).start()
+
+    def send(self, message: FromEngine) -> None:
+        """Never blocks. Only from the thread that made the link."""
+        self._outbox.send(self._encoder.encode(message))
+
+    def receive(self, timeout_s: float | None) -> ToEngine | None:
+        """The next message, or None after `timeout_s` seconds without one (0: do not wait)."""
+        try:
+            if timeout_s == 0:
+                return self._inbox.get_nowait()
+            return self._inbox.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+    def leave_fatal(self, fatal: Fatal) -> None:
+        """A last word that cannot be lost: the parent reads the file when the process has ended."""
+        draft = self._folder / f"{FATAL_FILE}.draft"
+        with contextlib.suppress(OSError):
+            draft.write_bytes(self._encoder.encode(fatal))
+            draft.rename(self._folder / FATAL_FILE)
+
+    def close(self) -> None:
+        """Send what is queued, up to the linger time. The reader thread ends with the process."""
+        self._outbox.close()
+
+    def _read(self) -> None:
+        inbox = self._context.socket(zmq.PULL)
+        inbox.setsockopt(zmq.RCVHWM, 0)
+        inbox.connect(address(self._folder, TO_ENGINE))
+        decoder = msgspec.msgpack.Decoder(ToEngine)
+        while True:
+            data = inbox.recv()
+            try:
+                self._inbox.put(decoder.decode(data))
+            except msgspec.DecodeError:
+                logger.exception("dropped a message of %d bytes that is none of ours", len(data))
+
+    def _watch_parent(self) -> None:
+        while os.read(sys.stdin.fileno(), 1024):
+            pass
+        shutil.rmtree(self._folder, ignore_errors=True)
+        os._exit(1)
+
+
+def address(folder: Path, name: str) -> str:
+    return f"ipc://{folder / name}"
+
+
+def read_fatal(folder: Path) -> Fatal | None:
+    """What the engine process left behind, if it said why it ended."""
+    try:
+        return msgspec.msgpack.decode((folder / FATAL_FILE).read_bytes(), type=Fatal)
+    except (OSError, msgspec.DecodeError):
+        return None

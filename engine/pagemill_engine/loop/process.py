@@ -1,0 +1,234 @@
+"""The engine process: load, prove that it generates, then step until told to stop.
+
+Started by `ipc.channels` as `python -m pagemill_engine.loop.process SETTINGS.json`. Blocks on its inbox when there is
+nothing to do, and says something at least every second, so that silence means trouble. What one step is: `loop.core`.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+from pagemill_protocol.errors import PagemillError, internal_error
+from pagemill_protocol.generate import GenerateRequest
+
+from pagemill_engine.config import EngineConfig
+from pagemill_engine.ipc.link import EngineLink, LinkSettings
+from pagemill_engine.ipc.messages import (
+    Abort,
+    AddRequest,
+    Drain,
+    Fatal,
+    LoadProgress,
+    Ready,
+    Shutdown,
+    StepOutputs,
+    ToEngine,
+    TokensOut,
+)
+from pagemill_engine.loop.core import EngineCore
+from pagemill_engine.loop.warmup import SelfTestError, calibrate, self_test
+from pagemill_engine.runner.base import Runner
+from pagemill_engine.runner.null import NullRunner
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_S = 1.0
+PROBE_AFTER_FAILED_STEPS = 8
+"""So many steps raised in a row: either the requests are bad or the device is. A probe tells."""
+
+
+class EngineFault(RuntimeError):
+    """The process cannot go on; becomes `Fatal`."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class EngineLoop:
+    """Feeds one `EngineCore` from a link until `Shutdown`."""
+
+    def __init__(self, core: EngineCore, link: EngineLink) -> None:
+        self._core = core
+        self._link = link
+        self._refused: list[TokensOut] = []
+        self._stopped = False
+        self._idle_checked = True
+
+    def run(self) -> None:
+        while not self._stopped:
+            self._take_messages()
+            if self._refused:
+                self._link.send(StepOutputs(outputs=self._refused, load=self._core.load()))
+                self._refused = []
+            if self._core.has_work:
+                self._link.send(self._core.step())
+                self._idle_checked = False
+                self._check_device()
+
+    def _take_messages(self) -> None:
+        """Everything that has arrived; waits only when there is nothing else to do."""
+        message = self._link.receive(0 if self._core.has_work else HEARTBEAT_S)
+        if message is None and not self._core.has_work:
+            self._idle()
+        while message is not None:
+            self._handle(message)
+            message = self._link.receive(0)
+
+    def _handle(self, message: ToEngine) -> None:
+        match message:
+            case AddRequest(request):
+                self._add(request)
+            case Abort(request_id, choice):
+                self._core.abort(request_id, choice)
+            case Drain():
+                self._core.drain()
+            case Shutdown():
+                self._stopped = True
+
+    def _add(self, request: GenerateRequest) -> None:
+        try:
+            self._core.add(request)
+        except PagemillError as error:
+            self._refused += _refusals(request, error)
+        except Exception:
+            logger.exception("request %s could not be queued", request.request_id)
+            self._core.abort(request.request_id)
+            self._refused += _refusals(request, internal_error())
+
+    def _idle(self) -> None:
+        if not self._idle_checked:
+            self._core.check_integrity()
+            self._idle_checked = True
+        self._link.send(StepOutputs(load=self._core.load()))
+
+    def _check_device(self) -> None:
+        failures = self._core.num_failed_steps_in_a_row
+        if failures == 0 or failures % PROBE_AFTER_FAILED_STEPS:
+            return
+        try:
+            self._core.probe()
+        except Exception as error:
+            raise EngineFault(
+                "RunnerBroken",
+                f"{failures} steps in a row failed and so did a probe of one token ({type(error).__name__}). "
+                "The device or its driver needs a restart; see the engine's log.",
+            ) from error
+
+
+def _refusals(request: GenerateRequest, error: PagemillError) -> list[TokensOut]:
+    """Every choice of the request ends with the reason."""
+    first = request.prompt_index * request.sampling.n
+    return [
+        TokensOut(
+            request_id=request.request_id,
+            choice=choice,
+            finish_reason="error",
+            error=error.message,
+            error_status=error.status,
+            error_type=error.type,
+            error_param=error.param,
+            error_code=error.code,
+            error_retry_after_s=error.retry_after_s,
+        )
+        for choice in range(first, first + max(1, request.sampling.n))
+    ]
+
+
+def start_core(config: EngineConfig, progress: Callable[[str, str], None]) -> EngineCore:
+    """Load the model and prove that it works. Raises what the runner factory raises, or `SelfTestError`."""
+    core = EngineCore(config, _create_runner(config, progress))
+    progress("warming", "generating a first token")
+    self_test(core)
+    progress("warming", "measuring step times")
+    calibrate(core)
+    return core
+
+
+def _create_runner(config: EngineConfig, progress: Callable[[str, str], None]) -> Runner:
+    if config.null_runner:
+        return NullRunner.from_config(config)
+    from pagemill_engine.runner import factory
+
+    return factory.create_runner(config, progress)
+
+
+def serve(config: EngineConfig, link: EngineLink) -> None:
+    """Load, report ready, loop. Returns after `Shutdown`."""
+    started_s = time.monotonic()
+
+    def progress(phase: str, detail: str) -> None:
+        link.send(LoadProgress(phase, detail, time.monotonic() - started_s))
+
+    core = start_core(config, progress)
+    # What is alive now stays alive: collections need not walk it again.
+    gc.collect()
+    gc.freeze()
+    link.send(_ready(core, time.monotonic() - started_s))
+    try:
+        EngineLoop(core, link).run()
+    finally:
+        core.runner.close()
+
+
+def _ready(core: EngineCore, load_s: float) -> Ready:
+    info = core.runner.info
+    return Ready(
+        num_blocks=info.num_blocks,
+        block_size=info.block_size,
+        max_model_len=info.max_model_len,
+        max_num_batched_tokens=core.config.max_num_batched_tokens,
+        max_num_seqs=core.config.max_num_seqs,
+        vocab_size=info.vocab_size,
+        weights_digest=info.weights_digest,
+        kv_dtype=info.kv_dtype,
+        weight_bytes=info.weight_bytes,
+        kv_bytes_per_token=info.kv_bytes_per_token,
+        load_s=load_s,
+    )
+
+
+def fatal_of(error: Exception) -> Fatal:
+    """Name the cause: the error's own `reason` where it has one."""
+    if isinstance(error, SelfTestError):
+        return Fatal("SelfTestFailed", f"The model loaded and could not generate a token: {error}.")
+    if isinstance(error, MemoryError):
+        return Fatal("OutOfMemory", "The engine ran out of memory. Lower kvCacheMemory or give it more memory.")
+    reason = getattr(error, "reason", None)
+    if isinstance(reason, str) and reason:
+        return Fatal(reason, str(error))
+    return Fatal("EngineFailed", f"{type(error).__name__}: {error}")
+
+
+def main(argv: list[str]) -> int:
+    if len(argv) != 1:
+        sys.stderr.write("usage: python -m pagemill_engine.loop.process SETTINGS.json\n")
+        return 2
+    logging.basicConfig(level=logging.WARNING, format="engine %(levelname)s %(name)s: %(message)s")
+    # Ctrl-C reaches the whole process group; the parent decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    settings = msgspec.json.decode(Path(argv[0]).read_bytes(), type=LinkSettings)
+    link = EngineLink(Path(settings.folder))
+    link.start()
+    try:
+        serve(settings.engine, link)
+    except Exception as error:
+        fatal = fatal_of(error)
+        if fatal.reason == "EngineFailed":
+            logger.exception("the engine process ends by a fault of its own")
+        link.leave_fatal(fatal)
+        return 1
+    finally:
+        link.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
