@@ -214,7 +214,7 @@ class Metrics:
     """
 
     def __init__(self, specs: Iterable[MetricSpec], registry: CollectorRegistry | None = None, **common: str) -> None:
-        disable_created_metrics()  # they double the series and say nothing
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # they double the series and say nothing
         self.registry = registry if registry is not None else CollectorRegistry()
         self._common = common
         self._parents: dict[str, MetricWrapperBase] = {spec.name: _make(spec, self.registry) for spec in specs}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from pagemill_protocol.errors import PagemillError, context_length_exceeded, invalid_field
@@ -26,6 +27,8 @@ from pagemill_protocol.sampling import SamplingParams
 if TYPE_CHECKING:
     from pagemill_protocol.text.tokenizer import Tokenizer
 
+_USUAL_TOKEN_BYTES = 16
+"""Texts with fewer characters per context token are tokenized without asking whether they can fit."""
 _DEFAULTABLE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -146,10 +149,33 @@ def _prompt_tokens(
 
 
 def _encode(tokenizer: Tokenizer, text: str, special: bool, max_model_len: int, param: str) -> list[int]:
+    if 0 < max_model_len * _USUAL_TOKEN_BYTES < len(text):
+        _refuse_hopeless(tokenizer, text, max_model_len, param)
     token_ids = tokenizer.encode(text, add_special_tokens=special)
     if not token_ids:
         raise invalid_field(param, f"`{param}` has no tokens. Send some text.")
     return token_ids
+
+
+def _refuse_hopeless(tokenizer: Tokenizer, text: str, max_model_len: int, param: str) -> None:
+    """Refuse a text that cannot fit even if its tokens were all the vocabulary's longest, without tokenizing it.
+
+    Megabytes of text take seconds to tokenize; that would be a cheap way to keep a server busy.
+    """
+    longest = _longest_token_bytes(tokenizer)
+    num_bytes = len(text.encode("utf-8", "replace"))
+    if num_bytes > longest * max_model_len:
+        raise PagemillError(
+            f"The prompt has {num_bytes} bytes of text; the model's context of {max_model_len} tokens cannot hold more "
+            f"than {longest * max_model_len}. Shorten the prompt.",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+
+@lru_cache(maxsize=32)
+def _longest_token_bytes(tokenizer: Tokenizer) -> int:
+    return max((len(tokenizer.token_bytes(token_id)) for token_id in range(tokenizer.vocab_size)), default=1) or 1
 
 
 def _check_vocabulary(token_ids: list[int], tokenizer: Tokenizer, param: str) -> None:
