@@ -1,0 +1,226 @@
+"""`LocalBackend`: carries plans out as processes on this machine.
+
+One task reconciles: it compares what is wanted with what runs, starts and drains replicas, and tells the gateway the
+endpoints. Everything that changes wakes it; nothing else acts. Neighbours: `rollout` decides, `supervisor` runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import aiohttp
+from pagemill_protocol.catalog import Catalog, CatalogModel
+
+from pagemill_operator.backends.base import Event
+from pagemill_operator.backends.local.cores import threads_per_engine
+from pagemill_operator.backends.local.gateway import Gateway
+from pagemill_operator.backends.local.ports import ensure_bindable, free_port
+from pagemill_operator.backends.local.replicas import Replica, engine_launcher, unused_name
+from pagemill_operator.backends.local.settings import LocalSettings
+from pagemill_operator.backends.local.state_dir import StateDir
+from pagemill_operator.backends.local.supervisor import Supervisor
+from pagemill_operator.backends.rollout import Actions, next_actions
+from pagemill_operator.plan.planner import name_conflicts
+from pagemill_operator.plan.types import Group, Plan, Problem
+from pagemill_operator.status.conditions import Observation
+
+TELL_TIMEOUT_S = 2.0
+"""A draining replica waits this long for the gateway to know; then it drains anyway."""
+KILL_MARGIN_S = 5.0
+"""After its drain time a process gets this much more to end by itself."""
+
+
+@dataclass(eq=False)
+class Deployment:
+    plan: Plan
+    token: str = field(default_factory=lambda: secrets.token_urlsafe(32))
+    replicas: list[Replica] = field(default_factory=list)
+    """Oldest first."""
+    conflict: Problem | None = None
+    wanted: bool = True
+
+    @property
+    def group(self) -> Group:
+        return self.plan.groups[0]
+
+    @property
+    def carried_out(self) -> bool:
+        return self.wanted and self.conflict is None and not self.plan.problems
+
+
+class LocalBackend:
+    """Start it with `start`, say what is wanted with `apply`, and end it with `stop`."""
+
+    def __init__(
+        self,
+        settings: LocalSettings,
+        *,
+        on_event: Callable[[Event], None] = lambda event: None,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._settings = settings
+        self._on_event = on_event
+        self._on_change = on_change
+        self._deployments: dict[str, Deployment] = {}
+        self._wake = asyncio.Event()
+        self._stopped = False
+        self._state_dir: StateDir
+        self._session: aiohttp.ClientSession
+        self._reconciler: asyncio.Task[None] | None = None
+        self.gateway: Gateway
+
+    @property
+    def base_url(self) -> str:
+        """URL of the gateway's data port, without `/v1`."""
+        return self.gateway.base_url
+
+    async def start(self) -> None:
+        """Start the gateway. Raises `PortInUse` or `BackendError` before anything runs."""
+        settings = self._settings
+        ensure_bindable(settings.host, settings.port)
+        self._state_dir = StateDir(settings.runtime_folder)
+        # Never through a proxy: everything is on this machine.
+        self._session = aiohttp.ClientSession(trust_env=False)
+        self.gateway = Gateway(
+            settings.port or free_port(settings.host),
+            settings=settings,
+            state_dir=self._state_dir,
+            session=self._session,
+            on_change=self._changed,
+            on_event=self._on_event,
+        )
+        self.gateway.supervisor.start()
+        self._reconciler = asyncio.create_task(self._keep_reconciling(), name="reconcile")
+
+    async def apply(self, plans: Sequence[Plan]) -> None:
+        """Want exactly these deployments, oldest first; what is not in `plans` is drained and forgotten."""
+        conflicts = name_conflicts(list(plans))
+        for deployment in self._deployments.values():
+            deployment.wanted = False
+        for plan in plans:
+            deployment = self._deployments.setdefault(plan.key, Deployment(plan))
+            deployment.plan, deployment.wanted, deployment.conflict = plan, True, conflicts.get(plan.key)
+        self._reconcile()
+
+    def observe(self, key: str) -> Observation:
+        deployment = self._deployments[key]
+        return Observation(
+            plan=deployment.plan,
+            replicas=tuple(replica.observation for replica in deployment.replicas),
+            gateway_ready=self.gateway.ready,
+            conflict=deployment.conflict,
+        )
+
+    def supervisors(self, key: str) -> list[Supervisor]:
+        """The processes of a deployment, oldest first."""
+        return [replica.supervisor for replica in self._deployments[key].replicas]
+
+    async def stop(self) -> None:
+        """The gateway first, so that no client is cut off by an engine; then all engines; then the files."""
+        if self._stopped or self._reconciler is None:
+            return
+        self._stopped = True
+        self._reconciler.cancel()
+        await asyncio.gather(self._reconciler, return_exceptions=True)
+        timeout_s = self._settings.stop_timeout_s
+        try:
+            await self.gateway.end(timeout_s)
+            replicas = [replica for deployment in self._deployments.values() for replica in deployment.replicas]
+            await asyncio.gather(*(self._end_now(replica, timeout_s) for replica in replicas))
+        finally:
+            await self._session.close()
+            self._state_dir.remove()
+
+    def _changed(self) -> None:
+        self._wake.set()
+        self._on_change()
+
+    async def _keep_reconciling(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            self._reconcile()
+
+    def _reconcile(self) -> None:
+        for deployment in list(self._deployments.values()):
+            self._reconcile_deployment(deployment)
+            if not deployment.wanted and not deployment.replicas:
+                del self._deployments[deployment.plan.key]
+        self.gateway.want(self._catalog())
+
+    def _reconcile_deployment(self, deployment: Deployment) -> None:
+        if deployment.carried_out:
+            actions = next_actions(deployment.group, [replica.observation for replica in deployment.replicas])
+        else:
+            actions = Actions(0, [replica.name for replica in deployment.replicas if replica.ending is None])
+        num_starts, names = actions
+        for replica in [replica for replica in deployment.replicas if replica.name in names]:
+            self._drain(deployment, replica)
+        for _ in range(num_starts):
+            self._start_replica(deployment)
+
+    def _start_replica(self, deployment: Deployment) -> None:
+        group = deployment.group
+        name = unused_name(group.name, {replica.name for replica in self._all_replicas()})
+        prepare = engine_launcher(
+            name, group.process, deployment.token, self._threads_per_engine, self._settings, self._state_dir
+        )
+        supervisor = Supervisor(
+            name,
+            prepare,
+            settings=self._settings,
+            state_dir=self._state_dir,
+            session=self._session,
+            on_change=self._changed,
+            on_event=self._on_event,
+        )
+        deployment.replicas.append(Replica(supervisor, group.digest, group.process.drain_timeout_s))
+        supervisor.start()
+
+    def _drain(self, deployment: Deployment, replica: Replica) -> None:
+        if replica.ending is None:
+            replica.supervisor.announce_end()
+            replica.ending = asyncio.create_task(self._end_drained(deployment, replica), name=f"drain:{replica.name}")
+
+    async def _end_drained(self, deployment: Deployment, replica: Replica) -> None:
+        """The gateway stops sending, the engine finishes what it has, then it is gone."""
+        self.gateway.want(self._catalog())
+        await self.gateway.told(TELL_TIMEOUT_S)
+        await replica.supervisor.end(replica.drain_timeout_s + KILL_MARGIN_S)
+        deployment.replicas.remove(replica)
+        self._changed()
+
+    async def _end_now(self, replica: Replica, timeout_s: float) -> None:
+        if replica.ending:
+            replica.ending.cancel()
+            await asyncio.gather(replica.ending, return_exceptions=True)
+        await replica.supervisor.end(timeout_s)
+
+    def _all_replicas(self) -> list[Replica]:
+        return [replica for deployment in self._deployments.values() for replica in deployment.replicas]
+
+    def _threads_per_engine(self) -> int:
+        wanted = sum(d.plan.replicas for d in self._deployments.values() if d.carried_out)
+        return threads_per_engine(self._settings.cores, wanted)
+
+    def _catalog(self) -> Catalog:
+        return Catalog([_catalog_model(deployment) for deployment in self._deployments.values() if deployment.replicas])
+
+
+def _catalog_model(deployment: Deployment) -> CatalogModel:
+    plan = deployment.plan
+    endpoints = [replica.endpoint for replica in deployment.replicas]
+    return CatalogModel(
+        namespace=plan.namespace,
+        deployment=plan.name,
+        name=plan.model_name,
+        aliases=list(plan.names[1:]),
+        weight=100 if plan.weight is None else plan.weight,
+        engine_token=deployment.token,
+        prefix_scope=plan.prefix_scope,
+        chat_template=plan.chat_template,
+        endpoints=[endpoint for endpoint in endpoints if endpoint is not None],
+    )

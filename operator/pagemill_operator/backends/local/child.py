@@ -1,0 +1,121 @@
+"""One child process in a session of its own: start, end, and what it said before it died.
+
+A child never outlives this process, however it ends: Linux kills it when its parent goes (prctl(2)), and `end` kills
+what is left of its session. Nothing but own children is ever signalled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+MAX_TAIL_BYTES = 16 * 1024
+
+
+@dataclass(frozen=True)
+class Exit:
+    """Why a child ended."""
+
+    reason: str
+    """CamelCase, from its termination message where there is one."""
+    message: str
+
+
+class Child:
+    def __init__(self, process: asyncio.subprocess.Process, log_path: Path) -> None:
+        self._process = process
+        self._log_path = log_path
+        self.pid = process.pid
+
+    @classmethod
+    async def start(cls, command: Sequence[str], environment: Mapping[str, str], log_path: Path) -> Child:
+        """Start a command; its output goes to a fresh log file."""
+        descriptor = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                env=dict(environment),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=descriptor,
+                stderr=descriptor,
+                start_new_session=True,
+                preexec_fn=_die_with_parent(),
+            )
+        finally:
+            os.close(descriptor)
+        return cls(process, log_path)
+
+    @property
+    def running(self) -> bool:
+        return self._process.returncode is None
+
+    async def wait(self) -> Exit:
+        """Until it ends by itself or by `end`."""
+        returncode = await self._process.wait()
+        self._kill_session()
+        return explain_exit(returncode, self._log_path)
+
+    async def end(self, timeout_s: float) -> None:
+        """SIGTERM, a bounded wait, then SIGKILL for it and whatever it started."""
+        if self.running:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), timeout_s)
+        self._kill_session()
+        await self._process.wait()
+
+    def _kill_session(self) -> None:
+        # The session's group bears the child's pid; it exists as long as a member does, so the number is not reused.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+
+def explain_exit(returncode: int, log_path: Path) -> Exit:
+    """The termination message of a process (a JSON line), else how it ended and its last words."""
+    lines = tail(log_path)
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            message = json.loads(line)
+            return Exit(str(message["reason"]), str(message["message"]))
+    last = f": {lines[-1][:500]}" if lines else ""
+    if returncode < 0:
+        name = signal.Signals(-returncode).name
+        hint = " (the machine may be out of memory)" if name == "SIGKILL" else ""
+        return Exit("Killed", f"ended by {name}{hint}{last}")
+    return Exit("Crashed", f"ended with exit code {returncode}{last}")
+
+
+def tail(log_path: Path, max_bytes: int = MAX_TAIL_BYTES) -> list[str]:
+    """The last lines of a log file that are not empty."""
+    try:
+        with log_path.open("rb") as file:
+            file.seek(max(0, log_path.stat().st_size - max_bytes))
+            text = file.read().decode("utf-8", "replace")
+    except OSError:
+        return []
+    return [line for line in text.splitlines() if line.strip()]
+
+
+def _die_with_parent() -> Callable[[], None] | None:
+    """Runs between fork and exec: asks the kernel to kill the child when this process is gone."""
+    if sys.platform != "linux":
+        return None
+    libc = ctypes.CDLL(None, use_errno=True)
+    parent = os.getpid()
+
+    def ask() -> None:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return ask

@@ -1,0 +1,158 @@
+"""The gateway process of this machine: started at once, told the catalogue after every change of endpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+import msgspec
+from pagemill_protocol.catalog import Catalog
+
+from pagemill_operator.backends.base import Event
+from pagemill_operator.backends.local.ports import free_port
+from pagemill_operator.backends.local.settings import LocalSettings
+from pagemill_operator.backends.local.state_dir import StateDir
+from pagemill_operator.backends.local.supervisor import Launch, Supervisor
+
+logger = logging.getLogger("pagemill.operator.gateway")
+
+LOOPBACK = "127.0.0.1"
+NAME = "gateway"
+TIMEOUT = aiohttp.ClientTimeout(total=5.0)
+RETRY_S = 0.2
+
+
+class Gateway:
+    def __init__(
+        self,
+        port: int,
+        *,
+        settings: LocalSettings,
+        state_dir: StateDir,
+        session: aiohttp.ClientSession,
+        on_change: Callable[[], None],
+        on_event: Callable[[Event], None],
+    ) -> None:
+        self.base_url = f"http://{_host_in_url(settings.host)}:{port}"
+        self._port = port
+        self._settings = settings
+        self._state_dir = state_dir
+        self._session = session
+        self._token = secrets.token_urlsafe(32)
+        self._wanted = Catalog()
+        self._told: tuple[int | None, Catalog] | None = None
+        """The process that knows a catalogue, and that catalogue."""
+        self._news = asyncio.Condition()
+        self._changed = asyncio.Event()
+        self._on_change = on_change
+        self.supervisor = Supervisor(
+            NAME,
+            self._prepare,
+            settings=settings,
+            state_dir=state_dir,
+            session=session,
+            on_change=self._wake,
+            on_event=on_event,
+        )
+        self._teller = asyncio.create_task(self._keep_telling(), name="catalogue")
+
+    @property
+    def ready(self) -> bool:
+        return self.supervisor.phase == "ready"
+
+    def want(self, catalog: Catalog) -> None:
+        """What the gateway should serve from now on."""
+        if catalog != self._wanted:
+            self._wanted = catalog
+            self._changed.set()
+
+    async def told(self, timeout_s: float) -> bool:
+        """Wait until the gateway knows the wanted catalogue; False when it did not learn it in time."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s), self._news:
+                await self._news.wait_for(self._up_to_date)
+        return self._up_to_date()
+
+    async def status(self) -> dict[str, Any] | None:
+        """The gateway's `GET /status`; `None` while it does not answer."""
+        launch = self.supervisor.launch
+        if launch is None:
+            return None
+        try:
+            url = f"{launch.control_url}/status"
+            async with self._session.get(url, headers=self._headers(), timeout=TIMEOUT) as response:
+                return dict(await response.json()) if response.status == 200 else None
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError, TypeError):
+            return None
+
+    async def end(self, timeout_s: float) -> None:
+        self._teller.cancel()
+        await asyncio.gather(self._teller, return_exceptions=True)
+        await self.supervisor.end(timeout_s)
+
+    def _prepare(self) -> Launch:
+        control_port = free_port(LOOPBACK)
+        content = {
+            "host": self._settings.host,
+            "port": self._port,
+            "control_host": LOOPBACK,
+            "control_port": control_port,
+            "control_token": self._token,
+        }
+        path = self._state_dir.write_json(f"{NAME}.json", content)
+        return Launch(
+            command=(self._settings.python, "-m", self._settings.gateway_module, "--settings", str(path)),
+            environment=dict(self._settings.environment),
+            data_url=self.base_url,
+            control_url=f"http://{LOOPBACK}:{control_port}",
+        )
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._on_change()
+
+    def _up_to_date(self) -> bool:
+        return self._told == (self.supervisor.pid, self._wanted)
+
+    async def _keep_telling(self) -> None:
+        """Tell the running gateway the wanted catalogue, again after it was restarted."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            while self.supervisor.launch is not None and not self._up_to_date():
+                if not await self._tell():
+                    await asyncio.sleep(RETRY_S)
+
+    async def _tell(self) -> bool:
+        launch, pid, catalog = self.supervisor.launch, self.supervisor.pid, self._wanted
+        if launch is None:
+            return False
+        body = msgspec.json.encode(catalog)
+        headers = self._headers() | {"Content-Type": "application/json"}
+        try:
+            url = f"{launch.control_url}/catalog"
+            async with self._session.put(url, data=body, headers=headers, timeout=TIMEOUT) as response:
+                if response.status >= 300:
+                    words = (await response.content.read(500)).decode("utf-8", "replace")
+                    logger.warning("the gateway refused the catalogue with %d: %s", response.status, words)
+                    return False
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return False
+        async with self._news:
+            self._told = (pid, catalog)
+            self._news.notify_all()
+        return True
+
+    def _headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self._token}"}
+
+
+def _host_in_url(host: str) -> str:
+    if host in ("0.0.0.0", "::"):
+        return LOOPBACK
+    return f"[{host}]" if ":" in host else host

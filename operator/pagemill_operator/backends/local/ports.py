@@ -1,0 +1,49 @@
+"""TCP ports of this machine: whether one is free, and which one is."""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+from pagemill_operator.backends.base import BackendError
+
+
+class PortInUse(BackendError):
+    """Another process listens on the wanted port."""
+
+
+def ensure_bindable(host: str, port: int) -> None:
+    """Raises `PortInUse` or `BackendError` with the remedy when nothing could listen on host:port."""
+    try:
+        _bind(host, port).close()
+    except OverflowError:
+        raise BackendError(f"--port {port} is not a port; use 1 to 65535, or 0 for a free one") from None
+    except PermissionError:
+        raise BackendError(f"--port {port} needs more rights than this user has; use a port above 1023") from None
+    except socket.gaierror as error:
+        raise BackendError(f"--host {host}: {error.strerror}; use 127.0.0.1 or an address of this machine") from None
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            message = f"port {port} of {host} is in use by another process; choose another one with --port"
+            raise PortInUse(message) from None
+        raise BackendError(f"--host {host}: {error.strerror}; use 127.0.0.1 or an address of this machine") from None
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that was free a moment ago."""
+    with _bind(host, 0) as listener:
+        return int(listener.getsockname()[1])
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        # As servers do it: a port in TIME_WAIT is free.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(1)
+    except BaseException:
+        listener.close()
+        raise
+    return listener

@@ -1,0 +1,101 @@
+"""Replicas of one deployment on this machine: how an engine is started, and what each replica is observed to do."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from pagemill_protocol.catalog import Endpoint
+
+from pagemill_operator.backends.local.ports import free_port
+from pagemill_operator.backends.local.settings import LocalSettings
+from pagemill_operator.backends.local.state_dir import StateDir
+from pagemill_operator.backends.local.supervisor import Launch, Supervisor
+from pagemill_operator.plan.types import Process
+from pagemill_operator.status.conditions import ReplicaObservation
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(eq=False)
+class Replica:
+    """One engine process and the digest it was planned with."""
+
+    supervisor: Supervisor
+    digest: str
+    drain_timeout_s: float
+    ending: asyncio.Task[None] | None = field(default=None)
+    """Set once it is being drained."""
+
+    @property
+    def name(self) -> str:
+        return self.supervisor.name
+
+    @property
+    def observation(self) -> ReplicaObservation:
+        seen = self.supervisor
+        return ReplicaObservation(seen.name, seen.phase, self.digest, seen.reason, seen.message)
+
+    @property
+    def endpoint(self) -> Endpoint | None:
+        """How the gateway reaches it; `None` until its control port answers."""
+        launch, pid = self.supervisor.launch, self.supervisor.pid
+        if launch is None or pid is None:
+            return None
+        return Endpoint(
+            id=f"{self.name}-{pid}",
+            data_url=launch.data_url,
+            control_url=launch.control_url,
+            terminating=self.supervisor.phase == "draining",
+        )
+
+
+def engine_launcher(
+    name: str,
+    process: Process,
+    token: str,
+    num_threads: Callable[[], int],
+    settings: LocalSettings,
+    state_dir: StateDir,
+) -> Callable[[], Launch]:
+    """How to start the replica `name`, with new ports each time."""
+
+    def prepare() -> Launch:
+        data_port, control_port = free_port(LOOPBACK), free_port(LOOPBACK)
+        content = _on_this_machine(process.settings, data_port, control_port, token, num_threads())
+        path = state_dir.write_json(f"{name}.json", content)
+        return Launch(
+            command=(settings.python, "-m", process.module, "--settings", str(path)),
+            environment={**settings.environment, **process.environment},
+            data_url=f"http://{LOOPBACK}:{data_port}",
+            control_url=f"http://{LOOPBACK}:{control_port}",
+        )
+
+    return prepare
+
+
+def _on_this_machine(
+    planned: dict[str, Any], data_port: int, control_port: int, token: str, num_threads: int
+) -> dict[str, Any]:
+    """The planned settings with this machine's addresses, a token, and a share of its cores."""
+    content = copy.deepcopy(planned)
+    content["engine"].setdefault("num_threads", num_threads)
+    content["server"] |= {
+        "host": LOOPBACK,
+        "port": data_port,
+        "control_host": LOOPBACK,
+        "control_port": control_port,
+        "internal_token": token,
+    }
+    return content
+
+
+def unused_name(group: str, taken: set[str]) -> str:
+    """The first of `group-0`, `group-1`... that no replica bears."""
+    index = 0
+    while f"{group}-{index}" in taken:
+        index += 1
+    return f"{group}-{index}"

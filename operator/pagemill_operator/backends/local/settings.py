@@ -1,0 +1,47 @@
+"""Settings of the local backend, and the only place where it reads the environment."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pagemill_operator.backends.local.cores import usable_cores
+
+
+def _runtime_folder() -> Path:
+    """`$XDG_RUNTIME_DIR`, which only this user can read and which a reboot empties, or the temporary folder."""
+    folder = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
+    usable = folder.is_absolute() and folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
+    return folder if usable else Path(tempfile.gettempdir())
+
+
+@dataclass(frozen=True)
+class LocalSettings:
+    host: str = "127.0.0.1"
+    """Address of the gateway's data port."""
+    port: int = 8080
+    """Data port of the gateway; 0 takes a free one."""
+    python: str = sys.executable
+    """Interpreter that runs engines and gateway."""
+    runtime_folder: Path = field(default_factory=_runtime_folder)
+    """Where the private state folder is made."""
+    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    """Environment that the processes start from."""
+    cores: int = field(default_factory=usable_cores)
+    """Cores shared by the engines that ask for no number of their own."""
+    gateway_module: str = "pagemill_gateway"
+    stop_timeout_s: float = 5.0
+    """On stop, a process gets this long after SIGTERM, then SIGKILL."""
+    readyz_interval_s: float = 0.1
+    """Between two questions to a process that is not ready."""
+    watch_interval_s: float = 1.0
+    """Between two questions to a process that is ready."""
+    backoff_first_s: float = 0.5
+    backoff_longest_s: float = 30.0
+    """Pause before a crashed process starts again; doubles with each crash."""
+    stable_after_s: float = 60.0
+    """A process that was ready for this long starts with the first pause again."""

@@ -1,0 +1,60 @@
+"""The private folder of one running backend: settings, tokens and logs; gone when the backend stops.
+
+A backend that was killed cannot remove its folder; the next one does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+PREFIX = "pagemill-up-"
+OWNER_FILE = "owner.json"
+
+
+class StateDir:
+    """A folder that only this user can read (0700; files 0600)."""
+
+    def __init__(self, parent: Path) -> None:
+        remove_abandoned(parent)
+        self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+        self.write_json(OWNER_FILE, {"pid": os.getpid(), "started": psutil.Process().create_time()})
+
+    def write_json(self, name: str, content: Any) -> Path:
+        """Write a file that only this user can read; returns its path."""
+        path = self.path / name
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(content, file)
+        return path
+
+    def log_path(self, name: str) -> Path:
+        return self.path / f"{name}.log"
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def remove_abandoned(parent: Path) -> None:
+    """Remove folders of this user whose backend no longer runs."""
+    for folder in parent.glob(f"{PREFIX}*"):
+        if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+            continue
+        if _abandoned(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _abandoned(folder: Path) -> bool:
+    try:
+        owner = json.loads((folder / OWNER_FILE).read_text("utf-8"))
+        return abs(psutil.Process(owner["pid"]).create_time() - owner["started"]) > 1
+    except psutil.NoSuchProcess:
+        return True
+    except (OSError, ValueError, KeyError, TypeError, psutil.Error):
+        return False  # being made right now, or not ours to judge

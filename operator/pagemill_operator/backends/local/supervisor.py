@@ -1,0 +1,156 @@
+"""Keeps one process running: starts it, follows its `/readyz`, restarts it after a crash, and ends it.
+
+Knows nothing of engines or gateways: `prepare` says what to start, afresh for each start (new ports). Every wait has a
+reason: the process's own words from `/readyz`, or why it crashed and when it starts again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import aiohttp
+
+from pagemill_operator.backends.base import Event
+from pagemill_operator.backends.local.child import Child
+from pagemill_operator.backends.local.readyz import ask_readyz
+from pagemill_operator.backends.local.settings import LocalSettings
+from pagemill_operator.backends.local.state_dir import StateDir
+from pagemill_operator.status.conditions import Phase
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One start of a process."""
+
+    command: tuple[str, ...]
+    environment: dict[str, str]
+    data_url: str
+    control_url: str
+
+
+class Supervisor:
+    def __init__(
+        self,
+        name: str,
+        prepare: Callable[[], Launch],
+        *,
+        settings: LocalSettings,
+        state_dir: StateDir,
+        session: aiohttp.ClientSession,
+        on_change: Callable[[], None],
+        on_event: Callable[[Event], None],
+    ) -> None:
+        self.name = name
+        self.phase: Phase = "starting"
+        self.reason = ""
+        self.message = "starting"
+        self.num_crashes = 0
+        self.was_ready = False
+        """It has been ready at some time, in any of its starts."""
+        self.launch: Launch | None = None
+        """What runs now; set once the control port has answered."""
+        self._prepare = prepare
+        self._settings = settings
+        self._state_dir = state_dir
+        self._session = session
+        self._on_change = on_change
+        self._on_event = on_event
+        self._child: Child | None = None
+        self._ending = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._started_s = self._ready_s = time.monotonic()
+
+    @property
+    def pid(self) -> int | None:
+        return self._child.pid if self._child and self._child.running else None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._supervise(), name=f"supervise:{self.name}")
+
+    def announce_end(self) -> None:
+        """From here on no crash is repaired and nothing new is sent to it."""
+        self._ending.set()
+        self._set("draining", "Draining", "draining")
+
+    async def end(self, timeout_s: float) -> None:
+        """SIGTERM, a bounded wait, SIGKILL; then forget it."""
+        if not self._ending.is_set():
+            self.announce_end()
+        if self._child:
+            await self._child.end(timeout_s)
+        if self._task:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        if self._child:
+            # It may have been started while the first lines ran.
+            await self._child.end(timeout_s)
+        self.launch = None
+        self._state_dir.log_path(self.name).unlink(missing_ok=True)
+        self._set("gone", "", "")
+
+    async def _supervise(self) -> None:
+        pause_s = self._settings.backoff_first_s
+        while not self._ending.is_set():
+            reason, message, ready_for_s = await self._run_once()
+            if self._ending.is_set():
+                return
+            self.num_crashes += 1
+            if ready_for_s > self._settings.stable_after_s:
+                pause_s = self._settings.backoff_first_s
+            self._set("crashed", reason, message)
+            self._tell(f"{reason}: {message}; starting again in {pause_s:.1f} s", warning=True)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ending.wait(), pause_s)
+            pause_s = min(self._settings.backoff_longest_s, pause_s * 2)
+
+    async def _run_once(self) -> tuple[str, str, float]:
+        """One life of the process: (reason, message) of its end, and seconds it was ready."""
+        self._started_s = time.monotonic()
+        self._ready_s = float("inf")
+        self._set("starting", "Starting", "starting")
+        launch = self._prepare()
+        try:
+            self._child = await Child.start(launch.command, launch.environment, self._state_dir.log_path(self.name))
+        except OSError as error:
+            return "StartFailed", f"cannot start {launch.command[0]}: {error.strerror}", 0.0
+        follower = asyncio.create_task(self._follow(launch), name=f"readyz:{self.name}")
+        try:
+            ended = await self._child.wait()
+        finally:
+            follower.cancel()
+            await asyncio.gather(follower, return_exceptions=True)
+            self.launch = None
+        return ended.reason, ended.message, time.monotonic() - self._ready_s
+
+    async def _follow(self, launch: Launch) -> None:
+        """Ask `/readyz` until cancelled; every new answer becomes the phase and its reason."""
+        while True:
+            answer = await ask_readyz(self._session, launch.control_url)
+            if answer and not self._ending.is_set():
+                self.launch = launch
+                self._note(answer.ready, answer.words)
+            ready = self.phase == "ready"
+            await asyncio.sleep(self._settings.watch_interval_s if ready else self._settings.readyz_interval_s)
+
+    def _note(self, ready: bool, words: str) -> None:
+        if ready:
+            if self.phase != "ready":
+                self._ready_s = time.monotonic()
+                self.was_ready = True
+                self._set("ready", "Ready", "ready")
+                self._tell("ready")
+            return
+        if (self.phase, self.message) != ("loading", words):
+            self._set("loading", "Loading", words)
+            self._tell(words)
+
+    def _set(self, phase: Phase, reason: str, message: str) -> None:
+        self.phase, self.reason, self.message = phase, reason, message
+        self._on_change()
+
+    def _tell(self, message: str, warning: bool = False) -> None:
+        self._on_event(Event(self.name, message, time.monotonic() - self._started_s, warning))
