@@ -66,3 +66,5 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A body that takes longer to arrive gets 408."""
     drain_timeout_s: float = 30.0
     """After SIGTERM, running requests get this long; then they end with an error event."""
+    termination_log: str | None = None
+    """File that gets the termination message, such as Kubernetes' `/dev/termination-log`."""
