@@ -1,0 +1,154 @@
+"""One engine on a virtual clock: the real scheduler and KV manager, a null runner, and the step-time model.
+
+Everything but the forward pass is the code that serves: what is decided here is what the engine would decide. The same
+trace and configuration give the same report, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+from pagemill_engine.config import EngineConfig
+from pagemill_engine.ipc.messages import StepOutputs
+from pagemill_engine.loop.core import EngineCore
+from pagemill_engine.runner.null import NullRunner
+from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.state import StepTimeParams
+
+from pagemill_simulator.clock import VirtualClock
+from pagemill_simulator.report import Percentiles, SimulationReport
+from pagemill_simulator.traces import TraceRequest
+
+
+@dataclass(slots=True)
+class _Course:
+    """What happened to one request, in virtual seconds."""
+
+    request: TraceRequest
+    first_token_s: float | None = None
+    finished_s: float | None = None
+    num_output_tokens: int = 0
+
+    @property
+    def ttft_s(self) -> float:
+        assert self.first_token_s is not None
+        return self.first_token_s - self.request.arrival_s
+
+    @property
+    def tpot_ms(self) -> float:
+        return (self.e2e_s - self.ttft_s) * 1000 / max(1, self.num_output_tokens - 1)
+
+    @property
+    def e2e_s(self) -> float:
+        assert self.finished_s is not None
+        return self.finished_s - self.request.arrival_s
+
+
+class EngineSimulation:
+    """Runs one trace through one engine."""
+
+    def __init__(
+        self, trace: Sequence[TraceRequest], config: EngineConfig, params: StepTimeParams | None = None
+    ) -> None:
+        self.clock = VirtualClock()
+        settings = msgspec.structs.replace(
+            config, null_runner=True, step_time=params or config.step_time, seed=config.seed or 0
+        )
+        runner = NullRunner.from_config(settings, clock=self.clock.now, sleep=self.clock.advance)
+        self.core = EngineCore(settings, runner, clock=self.clock.now)
+        self._trace = sorted(trace, key=lambda request: request.arrival_s)
+        self._courses: dict[str, _Course] = {}
+        self._refusals: Counter[str] = Counter()
+        self._wastes: list[float] = []
+        self._busy_s = 0.0
+
+    def run(self) -> SimulationReport:
+        """To the last token of the last request. Raises `RuntimeError` if a request was lost or ended twice."""
+        arrivals = iter(enumerate(self._trace))
+        upcoming = next(arrivals, None)
+        while upcoming is not None or self.core.has_work:
+            if upcoming is not None and not self.core.has_work:
+                self.clock.advance_to(upcoming[1].arrival_s)
+            while upcoming is not None and upcoming[1].arrival_s <= self.clock.now():
+                self._arrive(*upcoming)
+                upcoming = next(arrivals, None)
+            if self.core.has_work:
+                self._step()
+        self.core.check_integrity()
+        return self._report()
+
+    def _arrive(self, index: int, request: TraceRequest) -> None:
+        name = f"sim-{index}"
+        vocab_size = self.core.runner.info.vocab_size
+        # Two leading tokens number the request, so that no two prompts share a prefix by accident.
+        prompt = [index // vocab_size % vocab_size, index % vocab_size] + [7] * request.num_prompt_tokens
+        sampling = SamplingParams(max_tokens=max(1, request.num_output_tokens), ignore_eos=True)
+        try:
+            self.core.add(
+                GenerateRequest(
+                    request_id=name,
+                    model="",
+                    prompt_token_ids=prompt[: max(1, request.num_prompt_tokens)],
+                    sampling=sampling,
+                )
+            )
+        except PagemillError as error:
+            self._refusals[error.code or "refused"] += 1
+            return
+        self._courses[name] = _Course(request)
+
+    def _step(self) -> None:
+        started_s = self.clock.now()
+        outputs = self.core.step()
+        self._busy_s += self.clock.now() - started_s
+        usage = self.core.scheduler.kv.usage()
+        if usage.allocated_slots:
+            self._wastes.append(usage.waste)
+        self._book(outputs)
+
+    def _book(self, step: StepOutputs) -> None:
+        now_s = self.clock.now()
+        for output in step.outputs:
+            course = self._courses[output.request_id]
+            if course.finished_s is not None or output.error is not None:
+                raise RuntimeError(f"{output.request_id} ended twice or failed: {output.error}")
+            if output.token_ids and course.first_token_s is None:
+                course.first_token_s = now_s
+            course.num_output_tokens += len(output.token_ids)
+            if output.finish_reason is not None:
+                course.finished_s = now_s
+
+    def _report(self) -> SimulationReport:
+        courses = list(self._courses.values())
+        if any(course.finished_s is None for course in courses):
+            raise RuntimeError("a request was lost: it was accepted and never ended")
+        first_s = self._trace[0].arrival_s if self._trace else 0.0
+        return SimulationReport(
+            num_requests=len(self._trace),
+            num_finished=len(courses),
+            num_refused=self._refusals.total(),
+            refusals=dict(self._refusals),
+            ttft_s=Percentiles.of([course.ttft_s for course in courses]),
+            tpot_ms=Percentiles.of([course.tpot_ms for course in courses if course.num_output_tokens > 1]),
+            e2e_s=Percentiles.of([course.e2e_s for course in courses]),
+            num_prompt_tokens=sum(course.request.num_prompt_tokens for course in courses),
+            num_output_tokens=sum(course.num_output_tokens for course in courses),
+            num_steps=self.core.num_steps,
+            num_preemptions=self.core.scheduler.num_preemptions,
+            duration_s=self.clock.now() - first_s,
+            busy_share=self._busy_s / (self.clock.now() - first_s) if self.clock.now() > first_s else 0.0,
+            kv_waste_mean=sum(self._wastes) / len(self._wastes) if self._wastes else 0.0,
+            kv_waste_max=max(self._wastes, default=0.0),
+        )
+
+
+def simulate(
+    trace: Sequence[TraceRequest], config: EngineConfig, params: StepTimeParams | None = None
+) -> SimulationReport:
+    """Serve `trace` on one engine of `config` whose steps take what `params` say (default: the null runner's own)."""
+    return EngineSimulation(trace, config, params).run()
