@@ -1,0 +1,42 @@
+"""The weights digest: which weights a KV block or a resumed stream belongs to.
+
+blake2b-128 over every tensor's name, type and shape and over its bytes. Tensors larger than `WHOLE_TENSOR_BYTES` in
+models larger than `WHOLE_MODEL_BYTES` contribute their first, middle and last `SAMPLE_BYTES` instead of everything,
+so that digesting stays far cheaper than loading; smaller models are digested completely. It tells checkpoints apart;
+it is no defence against forgery: whoever can write the weights can already make the model say anything.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import NamedTuple
+
+WHOLE_MODEL_BYTES = 256 * 1024 * 1024
+WHOLE_TENSOR_BYTES = 256 * 1024
+SAMPLE_BYTES = 64 * 1024
+
+
+class StoredTensor(NamedTuple):
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    data: memoryview
+    """The stored bytes."""
+
+
+def digest_tensors(tensors: Iterable[StoredTensor], total_bytes: int) -> str:
+    """Hex digest; the order of the tensors does not matter."""
+    hasher = hashlib.blake2b(digest_size=16)
+    for tensor in sorted(tensors, key=lambda tensor: tensor.name):
+        hasher.update(f"{tensor.name}|{tensor.kind}|{tensor.shape}|{len(tensor.data)}|".encode())
+        for piece in _pieces(tensor.data, total_bytes):
+            hasher.update(piece)
+    return hasher.hexdigest()
+
+
+def _pieces(data: memoryview, total_bytes: int) -> list[memoryview]:
+    if total_bytes <= WHOLE_MODEL_BYTES or len(data) <= WHOLE_TENSOR_BYTES:
+        return [data]
+    middle = len(data) // 2
+    return [data[:SAMPLE_BYTES], data[middle : middle + SAMPLE_BYTES], data[-SAMPLE_BYTES:]]

@@ -1,0 +1,118 @@
+"""Weights in a GGUF file, under Hugging Face names and in Hugging Face row order.
+
+Converters store the query and key projections of the `llama` architecture with the two rotary halves of each head
+interleaved; reading undoes it by reordering rows of stored bytes, which costs nothing beside dequantizing.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pagemill_protocol.gguf_file import GGUFFile, GGUFTensor
+from torch import Tensor
+
+from pagemill_engine.loading.dequantize import dequantize_into, supported_types
+from pagemill_engine.loading.digest import StoredTensor, digest_tensors
+from pagemill_engine.loading.errors import LoadError
+
+ROPE_FACTORS = "rope_freq_factors"
+"""Name given to the table of rotary frequency divisors that some files carry."""
+
+_TOP = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+    "rope_freqs.weight": ROPE_FACTORS,
+}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_INTERLEAVED_ARCHITECTURES = ("llama",)
+
+
+class GGUFWeights:
+    """`WeightSource` over one file. Raises `LoadError` for corrupt files and unsupported storage types."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = GGUFFile(path)
+        self._path = path
+        self._tensors = {hugging_face_name(name): tensor for name, tensor in self._file.tensors.items()}
+        self._check_types()
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tensor.shape for name, tensor in self._tensors.items()}
+
+    def read_into(self, name: str, out: Tensor) -> None:
+        tensor = self._tensors[name]
+        data = self._file.data(tensor.name)
+        num_heads = self._interleaved_heads(tensor.name)
+        if num_heads:
+            data = _uninterleave(data, tensor, num_heads)
+        dequantize_into(tensor.ggml_type.name, _as_torch(data), out)
+
+    def digest(self) -> str:
+        tensors = self._file.tensors.values()
+        total = sum(tensor.num_bytes for tensor in tensors)
+        return digest_tensors(
+            (StoredTensor(t.name, t.ggml_type.name, t.shape, memoryview(self._file.data(t.name))) for t in tensors),
+            total,
+        )
+
+    def _check_types(self) -> None:
+        for tensor in self._tensors.values():
+            if tensor.ggml_type.name not in supported_types():
+                raise LoadError(
+                    "UnsupportedQuantization",
+                    f"`{self._path}`: tensor `{tensor.name}` is stored as {tensor.ggml_type.name}. "
+                    f"Use a file in one of {', '.join(supported_types())} (K-quants such as Q4_K_M are made of these).",
+                )
+
+    def _interleaved_heads(self, name: str) -> int:
+        """Heads of a tensor whose rows are interleaved; 0 for all others."""
+        architecture = self._file.metadata.get("general.architecture")
+        kind = name.split(".")[2] if name.startswith("blk.") else ""
+        if architecture not in _INTERLEAVED_ARCHITECTURES or kind not in ("attn_q", "attn_k"):
+            return 0
+        num_heads = self._file.metadata[f"{architecture}.attention.head_count"]
+        key = "head_count" if kind == "attn_q" else "head_count_kv"
+        return int(self._file.metadata.get(f"{architecture}.attention.{key}", num_heads))
+
+
+def hugging_face_name(name: str) -> str:
+    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`; a name without a counterpart stays as it
+    is."""
+    match = _LAYER_NAME.fullmatch(name)
+    if match is None or match[2] not in _LAYER:
+        return _TOP.get(name, name)
+    return f"model.layers.{match[1]}.{_LAYER[match[2]]}.{match[3]}"
+
+
+def _uninterleave(data: NDArray[np.uint8], tensor: GGUFTensor, num_heads: int) -> NDArray[np.uint8]:
+    """Rows (2i, 2i + 1) of each head become (i, half + i)."""
+    num_rows = tensor.shape[0]
+    rows = data.reshape(num_heads, num_rows // num_heads // 2, 2, -1)
+    return np.ascontiguousarray(rows.swapaxes(1, 2)).reshape(-1)
+
+
+def _as_torch(data: NDArray[np.uint8]) -> Tensor:
+    with warnings.catch_warnings():
+        # The mapping is read-only and so is our use of it.
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.from_numpy(data)

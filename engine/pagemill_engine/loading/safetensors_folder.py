@@ -1,0 +1,101 @@
+"""Weights in a Hugging Face folder: `model.safetensors`, or shards with `model.safetensors.index.json`.
+
+Files are mapped, tensors converted straight into their destination: no second full copy. Only the safetensors format is
+read; pickled checkpoints could run code and are refused.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from pagemill_engine.loading.digest import StoredTensor, digest_tensors
+from pagemill_engine.loading.errors import LoadError
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_REMEDY = "Fetch the folder again and compare its files with the publisher's."
+
+
+class SafetensorsFolder:
+    """`WeightSource` over all shards of a folder. Raises `LoadError`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._owner: dict[str, Any] = {}
+        for shard in _shards(folder):
+            handle = _open(shard)
+            self._owner.update(dict.fromkeys(handle.keys(), handle))
+        self._check_index()
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(handle.get_slice(name).get_shape()) for name, handle in self._owner.items()}
+
+    def read_into(self, name: str, out: Tensor) -> None:
+        tensor = self._owner[name].get_tensor(name)
+        if tensor.dtype not in _FLOATS:
+            raise LoadError(
+                "UnsupportedQuantization",
+                f"`{self._folder}`: tensor `{name}` has type {tensor.dtype}. Use a float32, float16 or bfloat16 checkpoint.",
+            )
+        out.copy_(tensor)
+
+    def digest(self) -> str:
+        tensors = {name: handle.get_tensor(name) for name, handle in self._owner.items()}
+        total = sum(tensor.nbytes for tensor in tensors.values())
+        return digest_tensors(
+            (StoredTensor(name, str(t.dtype), tuple(t.shape), _bytes_of(t)) for name, t in tensors.items()), total
+        )
+
+    def _check_index(self) -> None:
+        index = self._folder / INDEX_FILE
+        if not index.is_file():
+            return
+        absent = sorted(set(_weight_map(index)) - set(self._owner))
+        if absent:
+            raise LoadError(
+                "ModelUnreadable", f"`{index}` lists tensors that no shard holds: {', '.join(absent[:5])}. {_REMEDY}"
+            )
+
+
+def _shards(folder: Path) -> list[Path]:
+    index = folder / INDEX_FILE
+    if index.is_file():
+        names = sorted(set(_weight_map(index).values()))
+        unsafe = [name for name in names if Path(name).name != name]
+        if unsafe:
+            raise LoadError("ModelUnreadable", f"`{index}` names the file `{unsafe[0]}` outside the folder. {_REMEDY}")
+        return [folder / name for name in names]
+    if (folder / SINGLE_FILE).is_file():
+        return [folder / SINGLE_FILE]
+    raise LoadError(
+        "ModelUnreadable",
+        f"`{folder}` has neither `{SINGLE_FILE}` nor `{INDEX_FILE}`. Only safetensors weights are read; "
+        "convert other checkpoints with `save_pretrained(..., safe_serialization=True)`.",
+    )
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(index.read_bytes())["weight_map"]
+        return {str(name): str(file) for name, file in weight_map.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise LoadError("ModelUnreadable", f"`{index}` is not a safetensors index. {_REMEDY}") from error
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise LoadError("ModelUnreadable", f"`{path}` cannot be read as safetensors: {error}. {_REMEDY}") from error
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())

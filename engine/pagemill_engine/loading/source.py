@@ -1,0 +1,36 @@
+"""What a model's weights look like to whoever fills them in, whatever file they lie in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+
+class WeightSource(Protocol):
+    """Tensors of a model by their Hugging Face names."""
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor in the files."""
+        ...
+
+    def read_into(self, name: str, out: Tensor) -> None:
+        """Fill `out` (shape as in `shapes`, any float type) with the tensor, converted piece by piece."""
+        ...
+
+    def digest(self) -> str:
+        """Hex digest of the weights' content; see `loading.digest`."""
+        ...
+
+
+def open_weights(path: Path) -> WeightSource:
+    """The weights of a `.gguf` file or of a Hugging Face folder. Raises `LoadError`."""
+    if path.is_dir():
+        from pagemill_engine.loading.safetensors_folder import SafetensorsFolder
+
+        return SafetensorsFolder(path)
+    from pagemill_engine.loading.gguf_weights import GGUFWeights
+
+    return GGUFWeights(path)

@@ -1,0 +1,21 @@
+"""What a forward pass needs besides token ids: built once a step by the runner, read by every layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(slots=True, frozen=True)
+class ForwardContext:
+    cos: Tensor
+    """[tokens, 1, head_dim / 2], of each token's position."""
+    sin: Tensor
+    kv_caches: list[Tensor]
+    """One a layer; layout in `pagemill_kernels.kv_store`."""
+    kv_slots: Tensor
+    """Where this step's keys and values go: `kv_store.reference.head_slots`."""
+    attention_plans: dict[int | None, Any]
+    """A plan for each distinct sliding window of the model; `None` is full attention."""

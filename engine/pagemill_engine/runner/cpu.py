@@ -1,0 +1,126 @@
+"""Runs steps on the CPU: applies a plan's differences, one forward pass over the flattened batch, one sampling pass.
+
+Synchronous: `launch` does the work and `wait` hands over its result. Does not decide what runs (`scheduler`), nor how
+an operation is computed (`pagemill_kernels`), nor where weights come from (`runner.factory`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pagemill_kernels.kv_store.reference import head_slots
+from pagemill_kernels.paged_attention.batch import AttentionBatch
+from pagemill_kernels.registry import Ops
+from torch import Tensor
+
+from pagemill_engine.models.blocks import CausalLM
+from pagemill_engine.models.context import ForwardContext
+from pagemill_engine.runner.base import RunnerInfo
+from pagemill_engine.runner.inputs import RequestRows, StepInputs
+from pagemill_engine.runner.kv_cache import KVCache
+from pagemill_engine.sampling.rows import SamplingRows
+from pagemill_engine.sampling.sampler import Sampled, sample
+from pagemill_engine.scheduler.step import StepPlan, StepResult
+
+NON_FINITE = "The model produced values that are not finite for this request."
+
+
+class CPURunner:
+    """One model, one KV cache, `max_num_seqs` rows."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        ops: Ops,
+        kv_cache: KVCache,
+        rope: tuple[Tensor, Tensor],
+        info: RunnerInfo,
+        max_num_seqs: int,
+    ) -> None:
+        """`rope`: cos and sin of every position, each [max_model_len, head_dim / 2]."""
+        self.info = info
+        self.model = model
+        self.kv_cache = kv_cache
+        self._ops = ops
+        self._cos, self._sin = rope
+        self._spec = model.spec
+        self._windows = {self._spec.layer_sliding_window(layer) for layer in range(self._spec.num_layers)}
+        self._rows = RequestRows(max_num_seqs, info.max_model_len, info.block_size)
+        self._sampling = SamplingRows(max_num_seqs, info.vocab_size)
+
+    def launch(self, plan: StepPlan) -> StepResult:
+        with torch.inference_mode():
+            self._apply_differences(plan)
+            if not plan.num_scheduled_tokens:
+                return StepResult()
+            inputs = self._rows.gather(plan)
+            hidden = self._forward(inputs)
+            return self._sample(inputs, hidden)
+
+    def wait(self, handle: Any) -> StepResult:
+        result: StepResult = handle
+        return result
+
+    def close(self) -> None:
+        self.kv_cache.layers.clear()
+
+    def _apply_differences(self, plan: StepPlan) -> None:
+        for row in self._rows.release(plan.released):
+            self._sampling.release(row)
+        for admitted in plan.admitted:
+            self._sampling.admit(self._rows.admit(admitted), admitted)
+        self._rows.update_blocks(plan)
+        self.kv_cache.copy_blocks(plan.block_copies)
+
+    def _forward(self, inputs: StepInputs) -> Tensor:
+        """Normalised hidden states of the tokens that sample, [len(inputs.sampling), hidden]."""
+        hidden = self.model(torch.from_numpy(inputs.token_ids), self._context(inputs))
+        last_tokens = inputs.query_start_loc[1:][inputs.sampling] - 1
+        picked: Tensor = hidden[torch.from_numpy(last_tokens)]
+        return picked
+
+    def _context(self, inputs: StepInputs) -> ForwardContext:
+        positions = torch.from_numpy(inputs.positions)
+        batch = AttentionBatch(
+            query_start_loc=inputs.query_start_loc,
+            seq_lens=inputs.seq_lens,
+            block_tables=inputs.block_tables,
+            block_size=self.info.block_size,
+            num_kv_heads=self._spec.num_kv_heads,
+            head_dim=self._spec.head_dim,
+            padding_block=self.kv_cache.padding_block,
+        )
+        device = self._cos.device
+        plans = {window: self._ops.plan_attention(batch, window, self.model.dtype, device) for window in self._windows}
+        slots = torch.from_numpy(inputs.slot_mapping)
+        return ForwardContext(
+            cos=self._cos[positions].unsqueeze(1),
+            sin=self._sin[positions].unsqueeze(1),
+            kv_caches=self.kv_cache.layers,
+            kv_slots=head_slots(slots, 2 * self._spec.num_kv_heads, self.info.block_size),
+            attention_plans=plans,
+        )
+
+    def _sample(self, inputs: StepInputs, hidden: Tensor) -> StepResult:
+        if len(inputs.sampling) == 0:
+            self._rows.advance(inputs, np.zeros(0, dtype=np.int64))
+            return StepResult()
+        rows = inputs.rows[inputs.sampling]
+        num_generated = self._rows.num_tokens[rows] - self._rows.num_prompt_tokens[rows]
+        sampled = sample(self.model.compute_logits(hidden), self._sampling, rows, num_generated)
+        self._rows.advance(inputs, sampled.token_ids)
+        self._sampling.count(rows, sampled.token_ids)
+        return self._result(inputs, rows, sampled)
+
+    def _result(self, inputs: StepInputs, rows: NDArray[np.int64], sampled: Sampled) -> StepResult:
+        request_ids = [inputs.request_ids[i] for i in inputs.sampling.tolist()]
+        result = StepResult(token_ids=dict(zip(request_ids, sampled.token_ids.tolist(), strict=True)))
+        result.logprobs = {request_ids[i]: logprobs for i, logprobs in sampled.logprobs.items()}
+        for i in np.flatnonzero(~sampled.finite).tolist():
+            del result.token_ids[request_ids[i]]
+            result.failed[request_ids[i]] = NON_FINITE
+            self.kv_cache.scrub(torch.from_numpy(self._rows.blocks(int(rows[i]))))
+        return result

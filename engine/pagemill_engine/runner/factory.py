@@ -1,0 +1,47 @@
+"""Builds the runner that a configuration asks for: resolves the model, loads its weights, sizes the KV cache.
+
+The only place where model files, model definitions and devices meet. Imports torch only when a model is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pagemill_protocol.model_spec import load_model_spec
+from pagemill_protocol.sources import SourceError, resolve_source
+
+from pagemill_engine.config import EngineConfig
+from pagemill_engine.loading.errors import LoadError
+from pagemill_engine.runner.base import Runner
+
+if TYPE_CHECKING:
+    from pagemill_protocol.model_spec import ModelSpec
+
+__all__ = ["LoadError", "create_runner"]
+
+Progress = Callable[[str, str], None]
+
+
+def create_runner(config: EngineConfig, progress: Progress) -> Runner:
+    """The runner for `config`, ready to step. `progress(phase, detail)` is told why it takes time.
+
+    Raises `LoadError`.
+    """
+    if config.null_runner:
+        from pagemill_engine.runner.null import NullRunner
+
+        return NullRunner.from_config(config)
+    try:
+        path = resolve_source(config.model, field="model")
+        spec = load_model_spec(path)
+        return _load(config, path, spec, progress)
+    except SourceError as error:
+        raise LoadError(error.reason, str(error)) from error
+
+
+def _load(config: EngineConfig, path: Path, spec: ModelSpec, progress: Progress) -> Runner:
+    from pagemill_engine.runner.load_cpu import load_cpu_runner
+
+    return load_cpu_runner(config, path, spec, progress)

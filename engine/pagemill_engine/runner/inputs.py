@@ -1,0 +1,126 @@
+"""The persistent rows of the runner: what it remembers of each admitted request, as arrays.
+
+A plan's differences are applied to the rows; a step's inputs are gathered from them with array operations: no Python
+loop runs over tokens. Block ids and tokens come from the scheduler; nothing here decides.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagemill_engine.scheduler.step import AdmittedRow, StepPlan
+
+
+class StepInputs(NamedTuple):
+    """One flattened batch. Requests with one token come first, by context length, then the prefill chunks."""
+
+    request_ids: list[str]
+    rows: NDArray[np.int64]
+    """[requests]: each request's persistent row."""
+    token_ids: NDArray[np.int64]
+    """[tokens]."""
+    positions: NDArray[np.int64]
+    """[tokens]."""
+    slot_mapping: NDArray[np.int64]
+    """[tokens]: block id * block_size + offset."""
+    query_start_loc: NDArray[np.int64]
+    """[requests + 1]."""
+    seq_lens: NDArray[np.int64]
+    """[requests]: tokens with KV after this step."""
+    block_tables: NDArray[np.int32]
+    """[requests, blocks in use by the longest]."""
+    sampling: NDArray[np.int64]
+    """Indices into `request_ids` of those that sample."""
+
+
+class RequestRows:
+    """A fixed number of rows; a request keeps its row from admission to release."""
+
+    def __init__(self, max_rows: int, max_model_len: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.token_ids = np.zeros((max_rows, max_model_len + 1), dtype=np.int32)
+        self.block_table = np.zeros((max_rows, -(-max_model_len // block_size) + 1), dtype=np.int32)
+        self.num_blocks = np.zeros(max_rows, dtype=np.int64)
+        self.num_tokens = np.zeros(max_rows, dtype=np.int64)
+        self.num_prompt_tokens = np.zeros(max_rows, dtype=np.int64)
+        self.num_computed_tokens = np.zeros(max_rows, dtype=np.int64)
+        self._row_of: dict[str, int] = {}
+        self._free = list(range(max_rows - 1, -1, -1))
+
+    def __len__(self) -> int:
+        return len(self._row_of)
+
+    def row(self, request_id: str) -> int:
+        return self._row_of[request_id]
+
+    def blocks(self, row: int) -> NDArray[np.int64]:
+        """The row's block ids, int64 [blocks]."""
+        return self.block_table[row, : self.num_blocks[row]].astype(np.int64)
+
+    def release(self, request_ids: list[str]) -> list[int]:
+        """Free the rows; ids that hold none are ignored. Returns the freed rows."""
+        rows = [self._row_of.pop(request_id) for request_id in request_ids if request_id in self._row_of]
+        self._free.extend(rows)
+        return rows
+
+    def admit(self, admitted: AdmittedRow) -> int:
+        """Fill a row anew. Raises RuntimeError when the plan admits more requests than there are rows."""
+        row = self._row_of.get(admitted.request_id)
+        if row is None:
+            if not self._free:
+                raise RuntimeError(f"{len(self._row_of)} requests hold all rows; raise max_num_seqs")
+            row = self._row_of[admitted.request_id] = self._free.pop()
+        num_tokens = len(admitted.token_ids)
+        self.token_ids[row, :num_tokens] = admitted.token_ids
+        self.num_tokens[row] = num_tokens
+        self.num_prompt_tokens[row] = admitted.num_prompt_tokens
+        self.num_computed_tokens[row] = admitted.num_computed_tokens
+        self.num_blocks[row] = len(admitted.block_ids)
+        self.block_table[row, : len(admitted.block_ids)] = admitted.block_ids
+        return row
+
+    def update_blocks(self, plan: StepPlan) -> None:
+        for request_id, block_ids in plan.new_block_ids.items():
+            row = self._row_of[request_id]
+            start = self.num_blocks[row]
+            self.block_table[row, start : start + len(block_ids)] = block_ids
+            self.num_blocks[row] = start + len(block_ids)
+        for request_id, index, block_id in plan.replaced_blocks:
+            self.block_table[self._row_of[request_id], index] = block_id
+
+    def gather(self, plan: StepPlan) -> StepInputs:
+        """The step's inputs."""
+        request_ids = list(plan.num_scheduled_tokens)
+        rows = np.array([self._row_of[request_id] for request_id in request_ids], dtype=np.int64)
+        counts = np.array(list(plan.num_scheduled_tokens.values()), dtype=np.int64)
+        order = np.lexsort((self.num_computed_tokens[rows], counts > 1))
+        rows, counts = rows[order], counts[order]
+        request_ids = [request_ids[i] for i in order]
+
+        query_start_loc = np.concatenate(([0], np.cumsum(counts)))
+        computed = self.num_computed_tokens[rows]
+        token_rows = np.repeat(rows, counts)
+        positions = np.arange(query_start_loc[-1]) + np.repeat(computed - query_start_loc[:-1], counts)
+        blocks = self.block_table[token_rows, positions // self.block_size].astype(np.int64)
+        seq_lens = computed + counts
+        return StepInputs(
+            request_ids=request_ids,
+            rows=rows,
+            token_ids=self.token_ids[token_rows, positions].astype(np.int64),
+            positions=positions,
+            slot_mapping=blocks * self.block_size + positions % self.block_size,
+            query_start_loc=query_start_loc,
+            seq_lens=seq_lens,
+            block_tables=self.block_table[rows, : -(-int(seq_lens.max()) // self.block_size)],
+            sampling=np.array([i for i, name in enumerate(request_ids) if name in plan.samples], dtype=np.int64),
+        )
+
+    def advance(self, inputs: StepInputs, sampled_tokens: NDArray[np.int64]) -> None:
+        """Count the step's tokens as computed and append the sampled ones (in the order of `inputs.sampling`)."""
+        self.num_computed_tokens[inputs.rows] = inputs.seq_lens
+        rows = inputs.rows[inputs.sampling]
+        self.token_ids[rows, self.num_tokens[rows]] = sampled_tokens
+        self.num_tokens[rows] += 1

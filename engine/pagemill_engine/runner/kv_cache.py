@@ -1,0 +1,78 @@
+"""The paged KV cache of one device: how many blocks fit, the tensors themselves, copies between blocks."""
+
+from __future__ import annotations
+
+import psutil
+import torch
+from pagemill_protocol.model_spec import ModelSpec
+from torch import Tensor
+
+from pagemill_engine.config import EngineConfig
+from pagemill_engine.loading.errors import LoadError
+
+DEFAULT_MEMORY_BYTES = 1024**3
+
+
+class KVCache:
+    """`layers[i]`: [num_blocks + 1, 2 * num_kv_heads, block_size, head_dim]; layout in `pagemill_kernels.kv_store`.
+
+    The block after the last one belongs to nobody and stays zero: padding reads it.
+    """
+
+    def __init__(self, spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
+        self.num_blocks = num_blocks
+        self.padding_block = num_blocks
+        # calloc'ed: a block costs memory only once it is written.
+        shape = (num_blocks + 1, 2 * spec.num_kv_heads, block_size, spec.head_dim)
+        self.layers = [torch.zeros(shape, dtype=dtype) for _ in range(spec.num_layers)]
+
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        """(source, destination) pairs; every source is read before any destination is written."""
+        if not copies:
+            return
+        sources = torch.tensor([source for source, _ in copies])
+        destinations = torch.tensor([destination for _, destination in copies])
+        for cache in self.layers:
+            cache[destinations] = cache[sources]
+
+    def scrub(self, block_ids: Tensor) -> None:
+        """Replace non-finite values by 0, so that a failed request leaves nothing that padding could pick up."""
+        for cache in self.layers:
+            cache[block_ids] = cache[block_ids].nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def num_blocks_for(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> int:
+    """Blocks of the cache by the settings. Raises `LoadError` when not even one fits."""
+    if config.num_kv_blocks is not None:
+        return config.num_kv_blocks
+    block_bytes = spec.kv_bytes_per_token(dtype.itemsize) * config.block_size
+    memory_bytes = config.kv_cache_memory_bytes
+    if memory_bytes is None:
+        memory_bytes = min(DEFAULT_MEMORY_BYTES, psutil.virtual_memory().available // 4)
+    if memory_bytes < block_bytes:
+        raise LoadError(
+            "KVCacheTooSmall",
+            f"kvCacheMemory is {memory_bytes} bytes, but one block of {config.block_size} tokens takes {block_bytes}. "
+            "Raise kvCacheMemory.",
+        )
+    return int(memory_bytes // block_bytes)
+
+
+def max_model_len_for(config: EngineConfig, spec: ModelSpec, num_blocks: int) -> int:
+    """Tokens that one request may have. Raises `LoadError` when the setting asks for more than model or cache hold."""
+    cache_tokens = num_blocks * config.block_size
+    wanted = config.max_model_len
+    if wanted is None:
+        return min(spec.max_position_embeddings, cache_tokens)
+    if wanted > spec.max_position_embeddings:
+        raise LoadError(
+            "MaxModelLenTooLarge",
+            f"maxModelLen is {wanted}, but the model was made for {spec.max_position_embeddings} tokens. Lower maxModelLen.",
+        )
+    if wanted > cache_tokens:
+        raise LoadError(
+            "MaxModelLenTooLarge",
+            f"maxModelLen is {wanted}, but the KV cache holds {cache_tokens} tokens ({num_blocks} blocks of "
+            f"{config.block_size}). Lower maxModelLen or raise kvCacheMemory.",
+        )
+    return wanted

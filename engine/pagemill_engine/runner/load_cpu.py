@@ -1,0 +1,97 @@
+"""Puts a CPU runner together: threads, types, weights, KV cache, and a first pass that proves that it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import torch
+from pagemill_kernels.registry import ops_for
+from pagemill_protocol.model_spec import ModelSpec
+from torch import Tensor
+
+from pagemill_engine.config import EngineConfig
+from pagemill_engine.loading.errors import LoadError
+from pagemill_engine.loading.gguf_weights import ROPE_FACTORS
+from pagemill_engine.loading.source import WeightSource, open_weights
+from pagemill_engine.models.blocks import CausalLM
+from pagemill_engine.models.errors import UnsupportedModelError, WeightsError
+from pagemill_engine.models.registry import build_model
+from pagemill_engine.models.rope import rope_tables
+from pagemill_engine.models.weights import load_weights
+from pagemill_engine.runner.base import RunnerInfo
+from pagemill_engine.runner.cpu import CPURunner
+from pagemill_engine.runner.kv_cache import KVCache, max_model_len_for, num_blocks_for
+from pagemill_engine.runner.threads import available_threads
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_cpu_runner(
+    config: EngineConfig, path: Path, spec: ModelSpec, progress: Callable[[str, str], None]
+) -> CPURunner:
+    """Raises `LoadError`."""
+    torch.set_num_threads(config.num_threads or available_threads())
+    dtype = _compute_dtype(config.dtype)
+    ops = ops_for("cpu")
+    _check_memory(spec, dtype)
+    progress("loading", f"{path.name}: {spec.num_parameters / 1e6:.0f} M parameters as {_name(dtype)}")
+    try:
+        model = build_model(spec, ops, dtype)
+        weights = open_weights(path)
+        rope_divisors = _fill(model, weights)
+        num_blocks = num_blocks_for(config, spec, dtype)
+        max_model_len = max_model_len_for(config, spec, num_blocks)
+        rope = rope_tables(spec.head_dim, max_model_len, spec.rope_theta, spec.rope_scaling, dtype, rope_divisors)
+    except UnsupportedModelError as error:
+        raise LoadError("UnsupportedArchitecture", f"`{path}`: {error}") from error
+    except WeightsError as error:
+        raise LoadError("ModelUnreadable", f"`{path}`: {error}") from error
+    kv_bytes_per_token = spec.kv_bytes_per_token(dtype.itemsize)
+    kv_mib = num_blocks * config.block_size * kv_bytes_per_token / 1024**2
+    progress("allocating", f"KV cache of {num_blocks} blocks of {config.block_size} tokens, {kv_mib:.0f} MiB")
+    info = RunnerInfo(
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        max_model_len=max_model_len,
+        vocab_size=spec.vocab_size,
+        weights_digest=weights.digest(),
+        kv_dtype=_name(dtype),
+        weight_bytes=spec.num_parameters * dtype.itemsize,
+        kv_bytes_per_token=kv_bytes_per_token,
+    )
+    kv_cache = KVCache(spec, num_blocks, config.block_size, dtype)
+    return CPURunner(model, ops, kv_cache, rope, info, config.max_num_seqs)
+
+
+def _fill(model: CausalLM, weights: WeightSource) -> Tensor | None:
+    """Load all weights; returns the rotary divisors if the file carries them."""
+    shapes = weights.shapes
+    divisors = None
+    if ROPE_FACTORS in shapes:
+        divisors = torch.empty(shapes.pop(ROPE_FACTORS))
+        weights.read_into(ROPE_FACTORS, divisors)
+    load_weights(model, shapes, weights.read_into)
+    return divisors
+
+
+def _compute_dtype(setting: str) -> torch.dtype:
+    if setting != "auto":
+        return _DTYPES[setting]
+    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if native else torch.float32
+
+
+def _check_memory(spec: ModelSpec, dtype: torch.dtype) -> None:
+    needed, available = spec.num_parameters * dtype.itemsize, psutil.virtual_memory().available
+    if needed > available:
+        raise LoadError(
+            "ModelTooLarge",
+            f"The weights take {needed / 1024**3:.1f} GiB as {_name(dtype)}, but {available / 1024**3:.1f} GiB of memory are "
+            "free. Use a smaller model, a 2-byte dtype, or a machine with more memory.",
+        )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,1 @@
+"""y = x W^T + b over weights packed once for the device."""

@@ -1,0 +1,29 @@
+"""What a step's attention is about, as plain arrays; the same for every device and layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(slots=True, frozen=True)
+class AttentionBatch:
+    """A flattened batch: request i owns the tokens query_start_loc[i] to query_start_loc[i + 1]."""
+
+    query_start_loc: NDArray[np.int64]
+    """[requests + 1]."""
+    seq_lens: NDArray[np.int64]
+    """[requests]: context plus this step's tokens."""
+    block_tables: NDArray[np.int32]
+    """[requests, blocks]; entries past a request's length are never read."""
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+    padding_block: int
+    """A block that holds zeros and belongs to nobody: padding must read finite values."""
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.seq_lens)

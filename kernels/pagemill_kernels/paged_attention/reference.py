@@ -1,0 +1,60 @@
+"""The formula, one request at a time: softmax(q k^T * scale + mask) v over the request's gathered context.
+
+Token at position p sees the positions from max(0, p - sliding_window + 1) to p. Query head h reads key/value head
+h // (num_heads / num_kv_heads).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pagemill_kernels.paged_attention.batch import AttentionBatch
+
+
+@dataclass(slots=True, frozen=True)
+class ReferencePlan:
+    batch: AttentionBatch
+    sliding_window: int | None
+
+
+def plan_attention(
+    batch: AttentionBatch, sliding_window: int | None, dtype: torch.dtype, device: torch.device
+) -> ReferencePlan:
+    return ReferencePlan(batch, sliding_window)
+
+
+def paged_attention(query: Tensor, cache: Tensor, plan: ReferencePlan, scale: float) -> Tensor:
+    """query: [tokens, num_heads, head_dim]; cache: one layer's. Returns query's shape and type."""
+    batch = plan.batch
+    result = torch.empty_like(query)
+    for i in range(batch.num_requests):
+        start, stop = int(batch.query_start_loc[i]), int(batch.query_start_loc[i + 1])
+        seq_len = int(batch.seq_lens[i])
+        keys, values = _gather(cache, batch, i, seq_len)
+        group = query.shape[1] // batch.num_kv_heads
+        keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
+        positions = torch.arange(seq_len - (stop - start), seq_len, device=query.device)
+        visible = visible_positions(positions, seq_len, plan.sliding_window)
+        scores = query[start:stop].transpose(0, 1).float() @ keys.float().transpose(1, 2) * scale
+        weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+        result[start:stop] = (weights @ values.float()).transpose(0, 1).to(query.dtype)
+    return result
+
+
+def visible_positions(positions: Tensor, seq_len: int, sliding_window: int | None) -> Tensor:
+    """bool [len(positions), seq_len]: which context each position may read."""
+    context = torch.arange(seq_len, device=positions.device)
+    visible = context <= positions[:, None]
+    if sliding_window is not None:
+        visible &= context > positions[:, None] - sliding_window
+    return visible
+
+
+def _gather(cache: Tensor, batch: AttentionBatch, request: int, seq_len: int) -> tuple[Tensor, Tensor]:
+    num_blocks = -(-seq_len // batch.block_size)
+    blocks = torch.from_numpy(batch.block_tables[request, :num_blocks].astype("int64")).to(cache.device)
+    tokens = cache[blocks].transpose(0, 1).flatten(1, 2)[:, :seq_len]
+    return tokens[: batch.num_kv_heads], tokens[batch.num_kv_heads :]
