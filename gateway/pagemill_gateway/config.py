@@ -26,7 +26,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     control_host: str = "127.0.0.1"
     control_port: int = 8081
     control_token: str = ""
-    """Bearer token of `PUT /catalog` and `GET /status`; empty: only allowed on a loopback bind."""
+    """Bearer token of `PUT /catalog`; empty: only allowed on a loopback bind."""
     api_keys: list[str] = []
     """SHA-256 of each accepted API key, in hex. Empty: no key is asked, only allowed on a loopback bind."""
     catalog: Catalog = Catalog()
@@ -44,8 +44,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Deadline of requests that send no `x-request-timeout-s`; `None`: none."""
     connect_timeout_s: float = 2.0
     """Opening a connection to an engine."""
-    upstream_idle_timeout_s: float | None = 300.0
-    """Silence of an engine inside one request before it counts as failed; covers the longest prefill."""
+    accept_timeout_s: float = 30.0
+    """An engine that neither accepts nor refuses a request within this time counts as failed."""
+    silence_timeout_s: float = 60.0
+    """Silence of an engine inside one request, while its state stream is silent too, before it counts as failed."""
     slow_client_timeout_s: float = 120.0
     """A client that reads nothing for this long loses its stream."""
 

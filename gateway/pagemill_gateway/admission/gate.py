@@ -6,6 +6,7 @@ queue here; a request that does not fit is told when to come back.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,6 +17,8 @@ class Gate:
     def __init__(self, max_requests: int) -> None:
         self._max_requests = max_requests
         self._num_inside = 0
+        self._empty = asyncio.Event()
+        self._empty.set()
         self._closed_reason: str | None = None
 
     @property
@@ -37,7 +40,14 @@ class Gate:
                 retry_after_s=1,
             )
         self._num_inside += 1
+        self._empty.clear()
         try:
             yield
         finally:
             self._num_inside -= 1
+            if self._num_inside == 0:
+                self._empty.set()
+
+    async def wait_empty(self) -> None:
+        """Return when nobody is inside."""
+        await self._empty.wait()

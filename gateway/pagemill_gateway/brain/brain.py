@@ -99,6 +99,7 @@ class LocalBrain:
         lengths = [record.max_model_len for record in _with_bundle(usable, digest)]
         return Target(
             deployment=deployment.key,
+            model=deployment.model.name,
             bundle_digest=digest,
             max_model_len=min(lengths),
             chat_template=deployment.model.chat_template,
@@ -126,6 +127,10 @@ class LocalBrain:
         if record is not None:
             record.ejection.succeeded()
 
+    def alive(self, choice: Choice) -> bool:
+        record = self._open.get(choice.decision)
+        return record is not None and record.reports.fresh(self._clock())
+
     def finished(self, choice: Choice) -> None:
         self._release(choice)
 
@@ -140,13 +145,24 @@ class LocalBrain:
 
     # What status and metrics read.
 
-    def age_and_freshness(self, record: EndpointRecord) -> tuple[float | None, bool]:
-        """Age of the latest report in seconds, and whether its load is believed."""
-        now = self._clock()
-        return record.reports.age_s(now), record.reports.fresh(now)
+    def state_age_s(self, record: EndpointRecord) -> float | None:
+        """Age of the latest report; None when there never was one."""
+        return record.reports.age_s(self._clock())
 
-    def ejected(self, record: EndpointRecord) -> bool:
-        return not record.ejection.allows(self._clock())
+    def load_elsewhere(self, record: EndpointRecord) -> int:
+        """Requests on the endpoint that are not ours, as far as its report is believed."""
+        return record.load_elsewhere(self._clock())
+
+    def phase(self, record: EndpointRecord) -> str:
+        """One word: draining, starting, ejected, stale or ready; the first that is true."""
+        now = self._clock()
+        if record.leaving:
+            return "draining"
+        if not record.usable:
+            return "starting"
+        if not record.ejection.allows(now):
+            return "ejected"
+        return "ready" if record.reports.fresh(now) else "stale"
 
     def _account(self, record: EndpointRecord, token: str, now: float) -> Choice:
         self._num_decisions += 1

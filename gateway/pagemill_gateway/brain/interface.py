@@ -18,6 +18,8 @@ class Target(NamedTuple):
 
     deployment: str
     """`namespace/deployment`."""
+    model: str
+    """The deployment's own name for what it serves; clients may have used an alias."""
     bundle_digest: str
     """Tokenizer bundle of the engines that may get the request; token ids mean nothing elsewhere."""
     max_model_len: int
@@ -48,6 +50,10 @@ class Brain(Protocol):
 
     def started(self, choice: Choice) -> None:
         """The engine accepted the request and its first frame arrived."""
+        ...
+
+    def alive(self, choice: Choice) -> bool:
+        """Whether the engine still reports its state: it is busy then, not gone, however long it says nothing."""
         ...
 
     def finished(self, choice: Choice) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 
 import aiohttp
+from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.sources import SourceError
 from pagemill_protocol.text.bundle import TokenizerBundle
 from pagemill_protocol.text.tokenizer import Tokenizer
 
@@ -27,38 +29,48 @@ class Bundles:
         self._session = session
         self._bundles: dict[str, TokenizerBundle] = {}
         self._tokenizers: dict[tuple[str, str | None], Tokenizer] = {}
-        self._fetches: dict[str, asyncio.Lock] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
 
     def __contains__(self, digest: str) -> bool:
         return digest in self._bundles
 
     async def fetch(self, digest: str, control_url: str, token: str) -> None:
         """Make `digest` known; several callers at once fetch it once. Raises `BundleError` or `aiohttp.ClientError`."""
-        async with self._fetches.setdefault(digest, asyncio.Lock()):
+        async with self._locks.setdefault(digest, asyncio.Lock()):
             if digest in self._bundles:
                 return
             data = await self._download(control_url, token)
-            self._bundles[digest] = await asyncio.to_thread(_checked, data, digest)
-            self._tokenizers[digest, None] = await asyncio.to_thread(Tokenizer, self._bundles[digest])
-        self._fetches.pop(digest, None)
+            bundle = await asyncio.to_thread(_checked, data, digest)
+            self._tokenizers[digest, None] = await asyncio.to_thread(_built, bundle, None)
+            self._bundles[digest] = bundle
 
     async def tokenizer(self, digest: str, chat_template: str | None) -> Tokenizer:
-        """The tokenizer of a known bundle, with `chat_template` in place of the bundle's own unless None."""
+        """The tokenizer of a known bundle, with `chat_template` in place of the bundle's own unless None.
+
+        Raises `BundleError`.
+        """
         known = self._tokenizers.get((digest, chat_template))
         if known is not None:
             return known
-        if digest not in self._bundles:
-            raise BundleError(f"no tokenizer bundle {digest} is known")
-        built = await asyncio.to_thread(Tokenizer, self._bundles[digest], chat_template)
-        return self._tokenizers.setdefault((digest, chat_template), built)
+        bundle = self._bundles.get(digest)
+        if bundle is None:
+            raise BundleError(f"the tokenizer bundle {digest} is not known")
+        async with self._locks.setdefault(digest, asyncio.Lock()):
+            if (digest, chat_template) not in self._tokenizers:
+                self._tokenizers[digest, chat_template] = await asyncio.to_thread(_built, bundle, chat_template)
+            return self._tokenizers[digest, chat_template]
 
     def forget_all_but(self, digests: set[str], templates: set[str | None]) -> None:
         """Drop what no endpoint and no deployment names any more."""
         for digest in self._bundles.keys() - digests:
             del self._bundles[digest]
+            self._locks.pop(digest, None)
         for key in list(self._tokenizers):
             if key[0] not in digests or (key[1] is not None and key[1] not in templates):
-                del self._tokenizers[key]
+                self._tokenizers.pop(key).close()
+
+    def close(self) -> None:
+        self.forget_all_but(set(), set())
 
     async def _download(self, control_url: str, token: str) -> bytes:
         async with self._session.get(
@@ -75,11 +87,18 @@ class Bundles:
                 raise BundleError(f"the tokenizer bundle is {error}") from error
 
 
+def _built(bundle: TokenizerBundle, chat_template: str | None) -> Tokenizer:
+    try:
+        return Tokenizer(bundle, chat_template)
+    except SourceError as error:
+        raise BundleError(str(error)) from error
+
+
 def _checked(data: bytes, digest: str) -> TokenizerBundle:
     try:
         bundle = TokenizerBundle.from_bytes(data)
-    except Exception as error:
-        raise BundleError(f"the tokenizer bundle cannot be read: {error}") from error
+    except PagemillError as error:
+        raise BundleError(error.message) from error
     if bundle.digest != digest:
         raise BundleError(f"the tokenizer bundle has digest {bundle.digest}, the engine announced {digest}")
     return bundle

@@ -17,7 +17,7 @@ class _Readyz(msgspec.Struct):
 
 
 async def fetch_phase(session: aiohttp.ClientSession, control_url: str, otherwise: str) -> tuple[str, str]:
-    """`(phase, detail)`, for example `("loading", "weights 40 %")`; `("unreachable", otherwise)` when nobody answers."""
+    """`(phase, detail)`, such as `("loading", "weights 40 %")`; `("unreachable", otherwise)` when nobody answers."""
     timeout = aiohttp.ClientTimeout(total=READYZ_TIMEOUT_S)
     try:
         async with session.get(f"{control_url}/readyz", timeout=timeout, allow_redirects=False) as response:

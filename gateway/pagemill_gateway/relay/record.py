@@ -3,31 +3,50 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pagemill_protocol.generate import FinishReason, FrameMeta, Usage
+from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.generate import FinishReason, FrameMeta, GenerateRequest, Usage
+
+from pagemill_gateway.brain.interface import Target
 
 
 @dataclass(slots=True)
 class RequestRecord:
     """Filled while the request passes through; times are of the monotonic clock."""
 
-    request_id: str
     route: str
+    request_id: str = ""
     started_at: float = field(default_factory=time.monotonic)
     model: str = ""
+    """The deployment's own name, never what the client wrote: metrics must not grow with what clients invent."""
     deployment: str = ""
+    response_id: str = ""
     stream: bool = False
     num_prompts: int = 0
     prompt_tokens: int = 0
     endpoints: list[str] = field(default_factory=list)
     """Asked, in order; several for several attempts or prompts."""
     num_retries: int = 0
+    prepare_s: float | None = None
     first_frame_at: float | None = None
     finish_reasons: set[FinishReason] = field(default_factory=set)
-    usage: Usage = Usage()
+    usage: Usage = field(default_factory=Usage)
     status: int = 0
     error_code: str | None = None
+
+    def served_by(self, target: Target, requests: Sequence[GenerateRequest]) -> None:
+        self.model = target.model
+        self.deployment = target.deployment
+        self.response_id = requests[0].response_id or requests[0].request_id
+        self.stream = requests[0].stream
+        self.num_prompts = len(requests)
+        self.prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
+        self.prepare_s = self.duration_s()
+
+    def failed(self, error: PagemillError) -> None:
+        self.error_code = error.code or error.type
 
     @property
     def ttft_s(self) -> float | None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from functools import partial
 
 import msgspec
 from pagemill_protocol.errors import PagemillError, bad_upstream, internal_error
@@ -16,10 +18,12 @@ from pagemill_protocol.generate import FrameMeta, GenerateRequest, Usage
 
 from pagemill_gateway.admission.attempts import Attempts
 from pagemill_gateway.brain.interface import Brain, Choice, Target
+from pagemill_gateway.metrics import GatewayMetrics
 from pagemill_gateway.relay.record import RequestRecord
 from pagemill_gateway.relay.sinks import Sink
 from pagemill_gateway.relay.upstream import Frame, Upstream, UpstreamFailure, parse_error
 
+_encoder = msgspec.msgpack.Encoder()
 logger = logging.getLogger("pagemill.gateway.relay")
 
 
@@ -36,18 +40,17 @@ class AnswerBroken(Exception):
 
 
 class Relay:
-    def __init__(self, brain: Brain, upstream: Upstream, max_attempts: int) -> None:
+    def __init__(self, brain: Brain, upstream: Upstream, metrics: GatewayMetrics, max_attempts: int) -> None:
         self._brain = brain
+        self._metrics = metrics
         self._upstream = upstream
         self._max_attempts = max_attempts
-        self._encoder = msgspec.msgpack.Encoder()
 
     async def run(self, target: Target, request: GenerateRequest, sink: Sink, record: RequestRecord) -> Usage:
         """The whole answer into `sink`; returns its usage.
 
         Raises `PagemillError` when the client has seen nothing of it, `AnswerBroken` when it has.
         """
-        body = self._encoder.encode(request)
         attempts = Attempts(self._max_attempts)
         while True:
             choice = await self._choose(target, attempts, request)
@@ -55,8 +58,7 @@ class Relay:
                 await asyncio.sleep(attempts.pause_s(choice.endpoint_id))
                 attempts.chose(choice.endpoint_id)
                 record.endpoints.append(choice.endpoint_id)
-                sink.restart()
-                usage = await self._attempt(choice, body, request, sink, record)
+                usage = await self._attempt(choice, attempts.count, request, sink, record)
             except UpstreamFailure as failure:
                 self._brain.failed(choice, failure.kind)
                 self._note(failure, choice, attempts, record)
@@ -66,27 +68,39 @@ class Relay:
                     ) from failure
                 if attempts.exhausted:
                     raise attempts.verdict() from failure
+                self._metrics.retry(record.model, failure.kind)
+                record.num_retries += 1
+            except AnswerBroken:
+                # The engine works and said so itself: this one request failed there.
+                self._brain.failed(choice, "request")
+                self._metrics.attempt(record.model, choice.endpoint_id, "request")
+                self._metrics.stream_broke(record.model, "request")
+                raise
             except BaseException:
                 self._brain.finished(choice)
                 raise
             else:
                 self._brain.finished(choice)
+                self._metrics.attempt(record.model, choice.endpoint_id, "served")
                 return usage
 
     async def _choose(self, target: Target, attempts: Attempts, request: GenerateRequest) -> Choice:
+        asked_at = time.perf_counter()
         try:
             choice = await self._brain.choose(target, attempts.tried, len(request.prompt_token_ids))
         except PagemillError as error:
             raise (attempts.verdict() if attempts.count else error) from error
+        self._metrics.routed(target.model, time.perf_counter() - asked_at)
         if attempts.pointless(choice.endpoint_id):
             self._brain.finished(choice)
             raise attempts.verdict()
         return choice
 
     async def _attempt(
-        self, choice: Choice, body: bytes, request: GenerateRequest, sink: Sink, record: RequestRecord
+        self, choice: Choice, attempt: int, request: GenerateRequest, sink: Sink, record: RequestRecord
     ) -> Usage:
-        async with self._upstream.generate(choice, body, request.request_id) as stream:
+        is_alive = partial(self._brain.alive, choice)
+        async with self._upstream.generate(choice, _encode(request, attempt), record.request_id, is_alive) as stream:
             frames = await stream.read()
             self._brain.started(choice)
             while frames:
@@ -98,7 +112,7 @@ class Relay:
         raise UpstreamFailure("broken", "The engine's answer ended before its last frame.")
 
     def _note(self, failure: UpstreamFailure, choice: Choice, attempts: Attempts, record: RequestRecord) -> None:
-        record.num_retries += 1
+        self._metrics.attempt(record.model, choice.endpoint_id, failure.kind)
         if failure.kind == "refused":
             attempts.refused(failure.message, failure.retry_after_s)
         else:
@@ -116,17 +130,19 @@ class Relay:
 async def _pass_on(frames: list[Frame], request: GenerateRequest, sink: Sink, record: RequestRecord) -> Usage | None:
     """Hand the payloads of one group of frames on; the usage once the last frame was among them."""
     payloads: list[bytes] = []
+    closing: bytes | None = None
     for meta, payload in frames:
         if meta.error is not None:
             await _pass_on_error(meta, payload, payloads, sink)
         _check_choice(meta, request)
         record.saw(meta)
-        if payload:
+        if meta.last:
+            closing = payload
+        elif payload:
             payloads.append(payload)
-    if payloads:
-        await sink.take(payloads)
-    last = frames[-1][0]
-    return (last.usage or Usage()) if last.last else None
+    if payloads or closing is not None:
+        await sink.take(payloads, closing)
+    return (frames[-1][0].usage or Usage()) if closing is not None else None
 
 
 async def _pass_on_error(meta: FrameMeta, payload: bytes, before: list[bytes], sink: Sink) -> None:
@@ -139,12 +155,21 @@ async def _pass_on_error(meta: FrameMeta, payload: bytes, before: list[bytes], s
         if status >= 500:
             raise UpstreamFailure("request", message)
         raise parse_error(payload.removeprefix(b"data: "), status, message)
-    await sink.take([*before, payload] if payload else before)
+    await sink.take([*before, payload] if payload else before, None)
     error = internal_error(message) if status >= 500 else PagemillError(message, status=status)
     raise AnswerBroken(error, told=bool(payload))
 
 
+def _encode(request: GenerateRequest, attempt: int) -> bytes:
+    """The body of one attempt. A retry has its own id: the engine may not know yet that the one before has ended."""
+    if attempt > 1:
+        response_id = request.response_id or request.request_id
+        request = msgspec.structs.replace(
+            request, request_id=f"{request.request_id}-try{attempt}", response_id=response_id
+        )
+    return _encoder.encode(request)
+
+
 def _check_choice(meta: FrameMeta, request: GenerateRequest) -> None:
-    first = request.prompt_index * request.sampling.n
-    if not first <= meta.choice < first + request.sampling.n:
+    if not 0 <= meta.choice < request.sampling.n:
         raise UpstreamFailure("broken", f"The engine sent choice {meta.choice}, which was not asked for.")

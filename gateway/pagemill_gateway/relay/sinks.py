@@ -1,8 +1,9 @@
 """Where the payloads of one engine answer go: straight to the client, or into one body.
 
 A sink knows whether the client has seen anything of this answer (`delivered`), which is what decides about a retry.
-Payloads are not parsed; a streamed one is only checked to be whole SSE events, since half an event would corrupt the
-client's stream.
+Payloads are not parsed; streamed ones are only checked to be whole SSE events, since half an event would corrupt the
+client's stream. The payload of the last frame comes apart (`closing`): it holds nothing but usage and `[DONE]` when
+streaming, so that an answer which is part of a larger one can leave it out, and the whole body otherwise.
 """
 
 from __future__ import annotations
@@ -21,47 +22,48 @@ class Sink(Protocol):
         """Whether the client saw a byte of this answer."""
         ...
 
-    def restart(self) -> None:
-        """Another attempt begins; forget what the one before brought."""
-        ...
+    async def take(self, payloads: list[bytes], closing: bytes | None) -> None:
+        """Non-empty payloads in order, and that of the last frame once it is there.
 
-    async def take(self, payloads: list[bytes]) -> None:
-        """Non-empty payloads in order. Raises `UpstreamFailure` when they are not what a client can be given."""
+        Raises `UpstreamFailure` when they are not what a client can be given.
+        """
         ...
 
 
 class StreamSink:
-    """Writes events to the client as they come."""
+    """Writes events to the client as they come. `closes`: the closing payload too."""
 
-    def __init__(self, write: Write) -> None:
+    def __init__(self, write: Write, *, closes: bool = True) -> None:
         self._write = write
+        self._closes = closes
         self._delivered = False
 
     @property
     def delivered(self) -> bool:
         return self._delivered
 
-    def restart(self) -> None:
-        pass
-
-    async def take(self, payloads: list[bytes]) -> None:
-        for payload in payloads:
-            if not (payload.startswith((b"data:", b":")) and payload.endswith(b"\n\n")):
+    async def take(self, payloads: list[bytes], closing: bytes | None) -> None:
+        events = [*payloads, closing] if closing and self._closes else payloads
+        if not events:
+            return
+        for event in events:
+            if not (event.startswith((b"data:", b":")) and event.endswith(b"\n\n")):
                 raise UpstreamFailure("broken", "The engine sent an incomplete event.")
         self._delivered = True
-        await self._write(payloads[0] if len(payloads) == 1 else b"".join(payloads))
+        await self._write(events[0] if len(events) == 1 else b"".join(events))
 
 
 class BodySink:
-    """Keeps the whole body, which the engine sends with its last frame."""
+    """Keeps the whole body; the client sees nothing of it until the caller sends it."""
 
     delivered = False
 
     def __init__(self) -> None:
         self.body = b""
 
-    def restart(self) -> None:
-        self.body = b""
-
-    async def take(self, payloads: list[bytes]) -> None:
-        self.body += b"".join(payloads)
+    async def take(self, payloads: list[bytes], closing: bytes | None) -> None:
+        if closing is None:
+            return
+        if not closing.startswith(b"{"):
+            raise UpstreamFailure("broken", "The engine sent something else than a JSON body.")
+        self.body = closing

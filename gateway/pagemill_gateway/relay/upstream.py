@@ -7,7 +7,7 @@ on is either complete frames of a well-formed answer, or an `UpstreamFailure`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
 import aiohttp
@@ -41,15 +41,19 @@ class UpstreamFailure(Exception):
 class FrameStream:
     """The frames of one answer in the groups in which the network brought them."""
 
-    def __init__(self, response: aiohttp.ClientResponse) -> None:
+    def __init__(
+        self, response: aiohttp.ClientResponse, silence_timeout_s: float, is_alive: Callable[[], bool]
+    ) -> None:
         self._content = response.content
+        self._silence_timeout_s = silence_timeout_s
+        self._is_alive = is_alive
         self._decoder = FrameDecoder()
         self._complete = False
 
     async def read(self) -> list[Frame]:
         """The next frames, at least one; an empty list after the last. Raises `UpstreamFailure`."""
         try:
-            while data := await self._content.readany():
+            while data := await self._receive():
                 frames = self._decoder.feed(data)
                 self._check(frames)
                 if frames:
@@ -69,6 +73,15 @@ class FrameStream:
             async with asyncio.timeout(END_OF_BODY_TIMEOUT_S):
                 await self._content.readany()
 
+    async def _receive(self) -> bytes:
+        while True:
+            try:
+                async with asyncio.timeout(self._silence_timeout_s):
+                    return await self._content.readany()
+            except TimeoutError:
+                if not self._is_alive():
+                    raise
+
     def _check(self, frames: list[Frame]) -> None:
         for meta, _ in frames:
             if self._complete:
@@ -79,15 +92,14 @@ class FrameStream:
 class Upstream:
     def __init__(self, session: aiohttp.ClientSession, config: GatewayConfig) -> None:
         self._session = session
-        self._timeout = aiohttp.ClientTimeout(
-            total=None,
-            connect=None,
-            sock_connect=config.connect_timeout_s,
-            sock_read=config.upstream_idle_timeout_s,
-        )
+        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=config.connect_timeout_s)
+        self._accept_timeout_s = config.accept_timeout_s
+        self._silence_timeout_s = config.silence_timeout_s
 
     @asynccontextmanager
-    async def generate(self, choice: Choice, body: bytes, request_id: str) -> AsyncIterator[FrameStream]:
+    async def generate(
+        self, choice: Choice, body: bytes, request_id: str, is_alive: Callable[[], bool]
+    ) -> AsyncIterator[FrameStream]:
         """Send an encoded `GenerateRequest`; the engine has accepted it once the block is entered.
 
         Leaving the block before the last frame closes the connection, which aborts the request in the engine. Raises
@@ -100,14 +112,15 @@ class Upstream:
         }
         url = f"{choice.data_url}/internal/generate"
         try:
-            response = await self._session.post(
-                url, data=body, headers=headers, timeout=self._timeout, allow_redirects=False
-            )
+            async with asyncio.timeout(self._accept_timeout_s):
+                response = await self._session.post(
+                    url, data=body, headers=headers, timeout=self._timeout, allow_redirects=False
+                )
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             raise UpstreamFailure("broken", _describe(error)) from error
         try:
             await _check_accepted(response)
-            yield FrameStream(response)
+            yield FrameStream(response, self._silence_timeout_s, is_alive)
         finally:
             # Keeps the connection only when the answer was read to its end.
             response.release()

@@ -1,0 +1,89 @@
+"""`pagemill gateway`: one OpenAI-compatible URL in front of engines that already run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import urlsplit
+
+import msgspec
+import typer
+from pagemill_gateway.config import GatewayConfig, SettingsError, load_config
+from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
+from pagemill_protocol.http.auth import hash_key
+
+
+def gateway(
+    settings: Annotated[
+        Path | None, typer.Option(help="JSON file of GatewayConfig; the options below add to it.")
+    ] = None,
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(help="URL of an engine's data port, and of its control port after a comma (default: port + 1)."),
+    ] = None,
+    model: Annotated[str, typer.Option(help="Name under which clients find the engines' model.")] = "",
+    engine_token: Annotated[str, typer.Option(help="Internal token of the engines.")] = "",
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port for clients.")] = None,
+    control_port: Annotated[int | None, typer.Option(help="Port for the platform: status, catalogue, metrics.")] = None,
+    api_keys_file: Annotated[
+        Path | None, typer.Option(help="File with one accepted API key per line; needed beyond this machine.")
+    ] = None,
+) -> None:
+    """Run a gateway in front of engines."""
+    try:
+        config = load_config(settings) if settings is not None else GatewayConfig()
+        changes: dict[str, object] = {"host": host, "port": port, "control_port": control_port}
+        if engine:
+            changes["catalog"] = _catalog(engine, model, engine_token)
+        if api_keys_file is not None:
+            changes["api_keys"] = _key_hashes(api_keys_file)
+        given = {name: value for name, value in changes.items() if value is not None}
+        config = msgspec.structs.replace(config, **given).checked()
+        if not config.catalog.models:
+            raise SettingsError(
+                "engine: there is nothing to serve. Pass --engine URL and --model NAME, or --settings FILE."
+            )
+        from pagemill_gateway.__main__ import run
+
+        run(config)
+    except SettingsError as error:
+        typer.echo(f"pagemill gateway: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+def _catalog(urls: list[str], model: str, token: str) -> Catalog:
+    if not model:
+        raise SettingsError("model: --engine needs --model NAME, the name clients will use.")
+    endpoints = [_endpoint(index, url) for index, url in enumerate(urls)]
+    return Catalog(models=[CatalogModel(deployment="cli", name=model, engine_token=token, endpoints=endpoints)])
+
+
+def _endpoint(index: int, url: str) -> Endpoint:
+    data_url, _, control_url = url.partition(",")
+    return Endpoint(
+        id=f"engine-{index}",
+        data_url=data_url.rstrip("/"),
+        control_url=(control_url or _next_port(data_url)).rstrip("/"),
+    )
+
+
+def _next_port(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        if parts.hostname and parts.port:
+            host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+            return f"{parts.scheme}://{host}:{parts.port + 1}"
+    except ValueError:
+        pass
+    raise SettingsError(f"engine: {url!r} must be like http://127.0.0.1:8000 or http://HOST:8000,http://HOST:8001.")
+
+
+def _key_hashes(path: Path) -> list[str]:
+    try:
+        keys = [line.strip() for line in path.read_text().splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"api_keys_file: cannot read {path}: {error}.") from error
+    if not keys:
+        raise SettingsError(f"api_keys_file: {path} holds no key. Write one key per line.")
+    return [hash_key(key) for key in keys]

@@ -1,0 +1,38 @@
+"""`python -m pagemill_gateway --settings FILE.json`: one gateway process."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+
+import uvloop
+
+from pagemill_gateway import logs
+from pagemill_gateway.config import GatewayConfig, SettingsError, load_config
+from pagemill_gateway.server import serve
+
+
+def main() -> int:
+    """Exit code 0 after an orderly stop, 1 when the settings do not allow a start."""
+    parser = argparse.ArgumentParser(prog="pagemill_gateway", description="One OpenAI-compatible URL over all engines.")
+    parser.add_argument("--settings", type=Path, required=True, help="JSON file of GatewayConfig")
+    arguments = parser.parse_args()
+    try:
+        return run(load_config(arguments.settings))
+    except SettingsError as error:
+        sys.stderr.write(f"pagemill gateway: {error}\n")
+        return 1
+
+
+def run(config: GatewayConfig) -> int:
+    """Serve until a signal. Raises `SettingsError`."""
+    logs.configure()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(config))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

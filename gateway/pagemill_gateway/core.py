@@ -1,0 +1,65 @@
+"""The gateway's parts, wired: one object the routes share, opened inside the event loop, closed after the drain."""
+
+from __future__ import annotations
+
+import time
+
+import aiohttp
+from pagemill_protocol.catalog import Catalog
+from pagemill_protocol.http.auth import KeyRing
+
+from pagemill_gateway.admission.gate import Gate
+from pagemill_gateway.admission.running import Running
+from pagemill_gateway.brain.brain import LocalBrain
+from pagemill_gateway.config import GatewayConfig
+from pagemill_gateway.discovery.bundles import Bundles
+from pagemill_gateway.discovery.state_streams import StateStreams
+from pagemill_gateway.metrics import GatewayMetrics
+from pagemill_gateway.relay.preparation import Preparation
+from pagemill_gateway.relay.relay import Relay
+from pagemill_gateway.relay.upstream import Upstream
+
+UPSTREAM_KEEPALIVE_S = 4.0
+"""Idle connections to engines are dropped before the engine's own server would: a request must not race the hang-up."""
+
+
+class Gateway:
+    """Create and use inside a running event loop; `close` frees everything."""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self.config = config
+        self.started_unix_s = int(time.time())
+        self.draining = False
+        self.keys = KeyRing(config.api_keys)
+        self.gate = Gate(config.max_requests)
+        self.running = Running()
+        self.metrics = GatewayMetrics()
+        self.brain = LocalBrain(config)
+        self.session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=UPSTREAM_KEEPALIVE_S),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+            trust_env=False,
+        )
+        self.bundles = Bundles(self.session)
+        self.preparation = Preparation(self.brain, self.bundles)
+        self.relay = Relay(self.brain, Upstream(self.session, config), self.metrics, config.max_attempts)
+        self._streams = StateStreams(self.session, self.brain, self.bundles, config)
+        self.apply_catalog(config.catalog)
+
+    @property
+    def ready(self) -> bool:
+        return not self.draining
+
+    def apply_catalog(self, catalog: Catalog) -> None:
+        """Serve `catalog` from now on. Requests under way finish where they are."""
+        self.brain.apply_catalog(catalog)
+        self._streams.sync()
+        digests = {record.bundle_digest for record in self.brain.registry.endpoints.values()}
+        self.bundles.forget_all_but(digests, {model.chat_template for model in catalog.models})
+
+    async def close(self) -> None:
+        await self._streams.close()
+        await self.session.close()
+        self.preparation.close()
+        self.bundles.close()

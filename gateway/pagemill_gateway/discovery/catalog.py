@@ -1,0 +1,57 @@
+"""The catalogue as it comes in, from the settings file or `PUT /catalog`: decoded and checked as a whole."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+import msgspec
+from pagemill_protocol.catalog import Catalog, CatalogModel
+from pagemill_protocol.errors import PagemillError, invalid_field
+
+
+def decode_catalog(raw: bytes) -> Catalog:
+    """Raises `PagemillError` 400 that names the part at fault; nothing of a faulty catalogue is applied."""
+    try:
+        catalog = msgspec.json.decode(raw, type=Catalog)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise PagemillError(f"The catalogue cannot be read: {error}.", code="invalid_catalog") from error
+    check_catalog(catalog)
+    return catalog
+
+
+def check_catalog(catalog: Catalog) -> None:
+    """Raises `PagemillError` 400 for the first thing that cannot be served."""
+    deployments: set[tuple[str, str]] = set()
+    endpoint_ids: set[str] = set()
+    for index, model in enumerate(catalog.models):
+        where = f"models[{index}]"
+        key = (model.namespace, model.deployment)
+        if key in deployments:
+            raise invalid_field(where, f"{where}: {'/'.join(key)} is listed twice. Give each deployment one entry.")
+        deployments.add(key)
+        _check_model(model, where, endpoint_ids)
+
+
+def _check_model(model: CatalogModel, where: str, endpoint_ids: set[str]) -> None:
+    if not model.name or "" in model.aliases:
+        raise invalid_field(f"{where}.name", f"{where}: a name or alias is empty. Clients need one to ask for.")
+    if model.weight < 0:
+        raise invalid_field(f"{where}.weight", f"{where}.weight is {model.weight}; it must be 0 or more.")
+    for index, endpoint in enumerate(model.endpoints):
+        field = f"{where}.endpoints[{index}]"
+        if not endpoint.id or endpoint.id in endpoint_ids:
+            raise invalid_field(f"{field}.id", f"{field}.id {endpoint.id!r} is empty or listed twice.")
+        endpoint_ids.add(endpoint.id)
+        for name, url in (("data_url", endpoint.data_url), ("control_url", endpoint.control_url)):
+            if not _is_base_url(url):
+                raise invalid_field(f"{field}.{name}", f"{field}.{name} {url!r} must be like http://10.0.0.1:8000.")
+
+
+def _is_base_url(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return (
+            parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and not parts.path.strip("/")
+        )
+    except ValueError:
+        return False

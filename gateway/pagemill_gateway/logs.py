@@ -1,0 +1,29 @@
+"""Logging of the gateway process: one JSON object per line on standard error."""
+
+from __future__ import annotations
+
+import logging
+
+import orjson
+
+
+class JsonLines(logging.Formatter):
+    """Access lines are JSON objects already and get the time added; other messages become one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        message = record.getMessage()
+        if record.name == "pagemill.gateway.access":
+            fields = orjson.loads(message)
+        else:
+            fields = {"event": "log", "logger": record.name, "message": message}
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        stamp = {"time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S"), "level": record.levelname.lower()}
+        return orjson.dumps({**stamp, **fields}).decode()
+
+
+def configure(level: int = logging.INFO) -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonLines())
+    logging.basicConfig(level=level, handlers=[handler], force=True)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)

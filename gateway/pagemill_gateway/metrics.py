@@ -1,0 +1,91 @@
+"""What the gateway measures, in the names of `pagemill_protocol.metrics`.
+
+Counters and histograms move as things happen, gauges are brought up to date at the scrape.
+"""
+
+from __future__ import annotations
+
+from pagemill_protocol import metrics as specs
+
+from pagemill_gateway.brain.brain import LocalBrain
+from pagemill_gateway.brain.interface import FailureKind
+from pagemill_gateway.relay.record import RequestRecord
+
+PHASES = ("ready", "starting", "stale", "ejected", "draining")
+
+
+class GatewayMetrics:
+    def __init__(self) -> None:
+        self._metrics = specs.Metrics(specs.GATEWAY_METRICS)
+        self._endpoints: set[tuple[str, str]] = set()
+        self._models: set[str] = set()
+
+    def prepared(self, record: RequestRecord) -> None:
+        self._metrics.gauge(specs.GATEWAY_IN_FLIGHT, model=record.model).inc()
+        self._metrics.histogram(specs.GATEWAY_PREPARE_SECONDS, model=record.model).observe(record.prepare_s or 0.0)
+
+    def finished(self, record: RequestRecord) -> None:
+        """One request is over, served or not."""
+        model = record.model
+        self._metrics.counter(specs.GATEWAY_REQUESTS, model=model, route=record.route, status=str(record.status)).inc()
+        if record.status >= 400 and not record.endpoints:
+            self._metrics.counter(specs.GATEWAY_REJECTED, code=record.error_code or str(record.status)).inc()
+        if record.prepare_s is None:
+            return
+        self._metrics.gauge(specs.GATEWAY_IN_FLIGHT, model=model).dec()
+        self._metrics.histogram(specs.GATEWAY_REQUEST_SECONDS, model=model).observe(record.duration_s())
+        if record.stream and record.ttft_s is not None:
+            self._metrics.histogram(specs.GATEWAY_TTFT_SECONDS, model=model).observe(record.ttft_s)
+        usage = record.usage
+        for kind, tokens in (
+            ("prompt", usage.prompt_tokens),
+            ("cached", usage.cached_tokens),
+            ("completion", usage.completion_tokens),
+        ):
+            self._metrics.counter(specs.GATEWAY_TOKENS, model=model, kind=kind).inc(tokens)
+
+    def routed(self, model: str, seconds: float) -> None:
+        self._metrics.histogram(specs.GATEWAY_ROUTING_SECONDS, model=model).observe(seconds)
+
+    def attempt(self, model: str, endpoint_id: str, outcome: str) -> None:
+        self._metrics.counter(specs.GATEWAY_UPSTREAM_ATTEMPTS, model=model, endpoint=endpoint_id, outcome=outcome).inc()
+
+    def retry(self, model: str, reason: FailureKind) -> None:
+        self._metrics.counter(specs.GATEWAY_UPSTREAM_RETRIES, model=model, reason=reason).inc()
+
+    def stream_broke(self, model: str, reason: str) -> None:
+        self._metrics.counter(specs.GATEWAY_BROKEN_STREAMS, model=model, reason=reason).inc()
+
+    def render(self, brain: LocalBrain, *, ready: bool) -> bytes:
+        """The text of a scrape, gauges brought up to date."""
+        self._metrics.gauge(specs.GATEWAY_READY).set(int(ready))
+        deployments = brain.registry.deployments.values()
+        self._metrics.gauge(specs.GATEWAY_CATALOG_MODELS).set(len({each.model.name for each in deployments}))
+        phases = dict.fromkeys(((model, phase) for model in self._models for phase in PHASES), 0)
+        self._models = {deployment.model.name for deployment in deployments}
+        phases.update(dict.fromkeys(((model, phase) for model in self._models for phase in PHASES), 0))
+        endpoints: set[tuple[str, str]] = set()
+        for deployment in deployments:
+            model = deployment.model.name
+            for record in deployment.records:
+                phases[model, brain.phase(record)] += 1
+                endpoints.add((model, record.endpoint.id))
+                labels = {"model": model, "endpoint": record.endpoint.id}
+                self._metrics.gauge(specs.GATEWAY_ENDPOINT_IN_FLIGHT, **labels).set(record.in_flight)
+                age_s = brain.state_age_s(record)
+                if age_s is not None:
+                    self._metrics.gauge(specs.GATEWAY_STATE_AGE_SECONDS, **labels).set(age_s)
+        for (model, phase), count in phases.items():
+            self._metrics.gauge(specs.GATEWAY_ENDPOINTS, model=model, phase=phase).set(count)
+        self._forget(self._endpoints - endpoints)
+        self._endpoints = endpoints
+        return self._metrics.render()
+
+    def _forget(self, gone: set[tuple[str, str]]) -> None:
+        for model, endpoint_id in gone:
+            for spec in (specs.GATEWAY_ENDPOINT_IN_FLIGHT, specs.GATEWAY_STATE_AGE_SECONDS):
+                self._metrics.forget(spec, model=model, endpoint=endpoint_id)
+            for outcome in ("served", "refused", "broken", "request"):
+                self._metrics.forget(
+                    specs.GATEWAY_UPSTREAM_ATTEMPTS, model=model, endpoint=endpoint_id, outcome=outcome
+                )

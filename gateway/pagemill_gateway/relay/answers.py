@@ -1,0 +1,78 @@
+"""The answer to one client request: a single engine request, or several prompts fanned out and merged.
+
+A chat or a completion of one prompt goes through unparsed. Several prompts are independent engine requests, each with
+its own endpoint and retries; streamed, their events interleave and one usage event and `[DONE]` close them all; else
+their bodies become one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from pagemill_protocol.generate import GenerateRequest, Usage
+from pagemill_protocol.openai import render
+
+from pagemill_gateway.brain.interface import Target
+from pagemill_gateway.relay.record import RequestRecord
+from pagemill_gateway.relay.relay import Relay
+from pagemill_gateway.relay.sinks import BodySink, Sink, StreamSink, Write
+
+MAX_CONCURRENT_PROMPTS = 64
+"""Of one client request; more wait for the first ones to finish."""
+
+
+async def stream(
+    relay: Relay, target: Target, requests: Sequence[GenerateRequest], write: Write, record: RequestRecord
+) -> None:
+    """Write the whole answer as SSE events. Raises as `Relay.run`."""
+    if len(requests) == 1:
+        record.add_usage(await relay.run(target, requests[0], StreamSink(write), record))
+        return
+    turn = asyncio.Lock()
+
+    async def write_in_turn(data: bytes) -> None:
+        async with turn:
+            await write(data)
+
+    sinks = [StreamSink(write_in_turn, closes=False) for _ in requests]
+    await _run_all(relay, target, requests, sinks, record)
+    closing = render.SSE_DONE
+    if requests[0].include_usage:
+        head = render.head(requests[0])
+        closing = render.sse(render.usage_chunk(head, requests[0].dialect, record.usage)) + closing
+    await write(closing)
+
+
+async def collect(relay: Relay, target: Target, requests: Sequence[GenerateRequest], record: RequestRecord) -> bytes:
+    """The whole answer as one JSON body. Raises `PagemillError`."""
+    sinks = [BodySink() for _ in requests]
+    if len(requests) == 1:
+        record.add_usage(await relay.run(target, requests[0], sinks[0], record))
+        return sinks[0].body
+    await _run_all(relay, target, requests, sinks, record)
+    return await asyncio.to_thread(render.merge_completion_bodies, [sink.body for sink in sinks])
+
+
+async def _run_all(
+    relay: Relay,
+    target: Target,
+    requests: Sequence[GenerateRequest],
+    sinks: Sequence[Sink],
+    record: RequestRecord,
+) -> None:
+    """All requests, or the first error; the others are aborted then."""
+    places = asyncio.Semaphore(MAX_CONCURRENT_PROMPTS)
+
+    async def run_one(request: GenerateRequest, sink: Sink) -> Usage:
+        async with places:
+            return await relay.run(target, request, sink, record)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(run_one(*pair)) for pair in zip(requests, sinks, strict=True)]
+    except BaseExceptionGroup as errors:
+        # The group holds what made it fail first and what the others met while they were being cancelled.
+        raise errors.exceptions[0] from None
+    for task in tasks:
+        record.add_usage(task.result())

@@ -1,0 +1,110 @@
+"""From a client's body to engine requests: parsed, given to a deployment, rendered, tokenized.
+
+Rendering waits for a template process and tokenizing a long prompt takes milliseconds, so both happen in threads; a
+short completion prompt is cheaper to tokenize than to hand over. The request id, the time and the seed are given here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import NamedTuple, TypeVar
+
+import msgspec
+from pagemill_protocol.errors import unavailable
+from pagemill_protocol.generate import Dialect, GenerateRequest
+from pagemill_protocol.openai.parse import parse_body
+from pagemill_protocol.openai.prepare import new_request_id, prepare_chat, prepare_completions
+from pagemill_protocol.openai.schemas import ChatCompletionRequest, CompletionRequest
+from pagemill_protocol.text.tokenizer import Tokenizer
+from pydantic import BaseModel
+
+from pagemill_gateway.brain.interface import Brain, Target
+from pagemill_gateway.discovery.bundles import BundleError, Bundles
+from pagemill_gateway.limits.scope import cache_salt
+
+INLINE_BODY_BYTES = 4096
+NUM_THREADS = 8
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class Prepared(NamedTuple):
+    target: Target
+    requests: list[GenerateRequest]
+    """One per prompt, all of the same client request."""
+    stream: bool
+
+
+class Preparation:
+    def __init__(self, brain: Brain, bundles: Bundles) -> None:
+        self._brain = brain
+        self._bundles = bundles
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="prepare")
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def parse(self, raw: bytes, schema: type[Model]) -> Model:
+        """The body as `schema`. Raises `PagemillError` 400."""
+        if len(raw) <= INLINE_BODY_BYTES:
+            return parse_body(raw, schema)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, parse_body, raw, schema)
+
+    async def tokenizer(self, target: Target) -> Tokenizer:
+        try:
+            return await self._bundles.tokenizer(target.bundle_digest, target.chat_template)
+        except BundleError as error:
+            raise unavailable(f"The model's tokenizer cannot be used: {error}", code="model_not_ready") from error
+
+    async def prepare(self, raw: bytes, dialect: Dialect, key_hash: str | None) -> Prepared:
+        """Everything the engines need. Raises `PagemillError` for a body nobody can serve."""
+        if dialect == "chat":
+            return await self._chat(await self.parse(raw, ChatCompletionRequest), key_hash)
+        return await self._completions(await self.parse(raw, CompletionRequest), len(raw), key_hash)
+
+    async def _chat(self, body: ChatCompletionRequest, key_hash: str | None) -> Prepared:
+        target = self._brain.resolve(body.model)
+        job = partial(
+            prepare_chat,
+            body,
+            await self.tokenizer(target),
+            max_model_len=target.max_model_len,
+            request_id=new_request_id("chat"),
+            created_unix_s=int(time.time()),
+            cache_salt=cache_salt(target.prefix_scope, target.deployment, key_hash),
+            seed=_new_seed(),
+        )
+        request = await asyncio.get_running_loop().run_in_executor(self._threads, job)
+        return Prepared(target, [request], body.stream)
+
+    async def _completions(self, body: CompletionRequest, size: int, key_hash: str | None) -> Prepared:
+        target = self._brain.resolve(body.model)
+        job = partial(
+            prepare_completions,
+            body,
+            await self.tokenizer(target),
+            max_model_len=target.max_model_len,
+            request_id=new_request_id("completions"),
+            created_unix_s=int(time.time()),
+            cache_salt=cache_salt(target.prefix_scope, target.deployment, key_hash),
+        )
+        if size <= INLINE_BODY_BYTES:
+            requests = job()
+        else:
+            requests = await asyncio.get_running_loop().run_in_executor(self._threads, job)
+        return Prepared(target, [_seeded(request) for request in requests], body.stream)
+
+
+def _seeded(request: GenerateRequest) -> GenerateRequest:
+    """Each prompt of a request without a seed gets one of its own, else equal prompts would get equal answers."""
+    if request.sampling.seed is not None:
+        return request
+    return msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, seed=_new_seed()))
+
+
+def _new_seed() -> int:
+    return random.getrandbits(63)

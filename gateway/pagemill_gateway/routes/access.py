@@ -1,0 +1,89 @@
+"""One structured log line and one set of metrics per request, whatever became of it. The outermost ASGI layer.
+
+It gives each request its `RequestRecord`, which the routes fill. Nothing that a client wrote goes into the line, except
+its request id, which the door has checked.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import orjson
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pagemill_gateway.core import Gateway
+from pagemill_gateway.relay.record import RequestRecord
+
+logger = logging.getLogger("pagemill.gateway.access")
+
+ROUTES = frozenset(
+    {"/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize", "/version", "/metrics"}
+)
+PROBES = frozenset({"/health", "/livez", "/readyz", "/metrics", "/version"})
+"""Asked every few seconds by machines: logged only when they fail."""
+
+
+def record_of(scope: Scope) -> RequestRecord:
+    record: RequestRecord = scope["state"]["record"]
+    return record
+
+
+class AccessLog:
+    def __init__(self, app: ASGIApp, gateway: Gateway) -> None:
+        self._app = app
+        self._gateway = gateway
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        record = RequestRecord(route=_route(scope["path"]))
+        state = scope.setdefault("state", {})
+        state["record"] = record
+
+        async def send_noted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                if self._gateway.draining:
+                    message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_noted)
+        finally:
+            record.request_id = state.get("request_id", "")
+            record.status = record.status or 500
+            self._gateway.metrics.finished(record)
+            if record.route not in PROBES or record.status >= 400:
+                logger.info(_line(record, scope["method"]))
+
+
+def _route(path: str) -> str:
+    """The route for logs and metrics; made-up paths must not make up series."""
+    if path in ROUTES or path in PROBES:
+        return path
+    return "/v1/models" if path.startswith("/v1/models/") else "other"
+
+
+def _line(record: RequestRecord, method: str) -> str:
+    fields = {
+        "event": "request",
+        "request_id": record.request_id,
+        "method": method,
+        "route": record.route,
+        "status": record.status,
+        "duration_ms": round(record.duration_s() * 1000, 1),
+        "model": record.model,
+        "deployment": record.deployment,
+        "response_id": record.response_id,
+        "stream": record.stream,
+        "endpoints": record.endpoints[:8],
+        "retries": record.num_retries,
+        "ttft_ms": round(record.ttft_s * 1000, 1) if record.ttft_s is not None else None,
+        "prompt_tokens": record.prompt_tokens,
+        "cached_tokens": record.usage.cached_tokens,
+        "completion_tokens": record.usage.completion_tokens,
+        "finish_reasons": sorted(record.finish_reasons),
+        "error": record.error_code,
+    }
+    return orjson.dumps({name: value for name, value in fields.items() if value not in ("", None, [], 0)}).decode()

@@ -1,0 +1,67 @@
+"""The client's end of one response: starts it as late as possible, so that a failure can still have its own status.
+
+Every write waits until the client has taken what came before (back-pressure), but not for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.http.door import error_response
+from pagemill_protocol.openai.render import SSE_CONTENT_TYPE, sse_error
+from starlette.types import Send
+
+SSE_HEADERS = [
+    (b"content-type", SSE_CONTENT_TYPE.encode()),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+FAREWELL_TIMEOUT_S = 5.0
+"""For the error event of a stream whose reader may be gone."""
+
+
+class ClientTooSlow(Exception):
+    """The client has taken nothing for too long; its connection is no use any more."""
+
+
+class Client:
+    def __init__(self, send: Send, slow_timeout_s: float) -> None:
+        self._send = send
+        self._slow_timeout_s = slow_timeout_s
+        self.started = False
+
+    async def write(self, data: bytes) -> None:
+        """Part of a stream of events. Raises `ClientTooSlow`."""
+        if not self.started:
+            self.started = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
+        await self._send_within(data, True, self._slow_timeout_s)
+
+    async def end(self) -> None:
+        await self._send_within(b"", False, self._slow_timeout_s)
+
+    async def send_json(self, body: bytes) -> None:
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        self.started = True
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._send_within(body, False, self._slow_timeout_s)
+
+    async def fail(self, error: PagemillError) -> None:
+        """Tell the client: as the response while there is none, else as the event that ends the stream."""
+        if self.started:
+            await self._send_within(sse_error(error), False, FAREWELL_TIMEOUT_S)
+            return
+        self.started = True
+        response = error_response(error)
+        await self._send(
+            {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
+        )
+        await self._send_within(bytes(response.body), False, FAREWELL_TIMEOUT_S)
+
+    async def _send_within(self, data: bytes, more: bool, timeout_s: float) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        except TimeoutError:
+            raise ClientTooSlow from None

@@ -1,0 +1,69 @@
+"""The control port: `PUT /catalog` replaces what is served, `GET /status` shows what the gateway sees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from pagemill_protocol.http.door import read_body, require_internal
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from pagemill_gateway.brain.registry import Deployment, EndpointRecord
+from pagemill_gateway.core import Gateway
+from pagemill_gateway.discovery.catalog import decode_catalog
+
+
+class ControlRoutes:
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def put_catalog(self, request: Request) -> Response:
+        require_internal(request.scope, self._gateway.config.control_token)
+        catalog = decode_catalog(await read_body(request.receive))
+        self._gateway.apply_catalog(catalog)
+        return JSONResponse(
+            {"models": len(catalog.models), "endpoints": sum(len(model.endpoints) for model in catalog.models)}
+        )
+
+    async def status(self, request: Request) -> Response:
+        deployments = self._gateway.brain.registry.deployments.values()
+        return JSONResponse(
+            {
+                "ready": self._gateway.ready,
+                "draining": self._gateway.draining,
+                "num_requests": self._gateway.gate.num_inside,
+                "models": [self._model(deployment) for deployment in deployments],
+            }
+        )
+
+    def _model(self, deployment: Deployment) -> dict[str, Any]:
+        model = deployment.model
+        return {
+            "namespace": model.namespace,
+            "deployment": model.deployment,
+            "name": model.name,
+            "aliases": model.aliases,
+            "weight": model.weight,
+            "endpoints": [self._endpoint(record) for record in deployment.records],
+        }
+
+    def _endpoint(self, record: EndpointRecord) -> dict[str, Any]:
+        brain = self._gateway.brain
+        state = record.reports.latest
+        age_s = brain.state_age_s(record)
+        return {
+            "id": record.endpoint.id,
+            "data_url": record.endpoint.data_url,
+            "phase": brain.phase(record),
+            "engine_phase": record.phase,
+            "detail": record.detail,
+            "state_connected": record.reports.connected,
+            "state_age_s": round(age_s, 3) if age_s is not None else None,
+            "state_gaps": record.reports.num_gaps,
+            "in_flight": record.in_flight,
+            "in_flight_elsewhere": brain.load_elsewhere(record),
+            "failures": record.ejection.num_failures,
+            "max_model_len": record.max_model_len,
+            "load": msgspec.structs.asdict(state.load) if state is not None else None,
+        }

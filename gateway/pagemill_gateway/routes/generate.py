@@ -1,0 +1,98 @@
+"""`POST /v1/chat/completions` and `/v1/completions`: the hot routes, plain ASGI.
+
+From authentication to the last byte: who calls, is there room, what is asked (`relay.preparation`), the answer
+(`relay.answers`), and what the client is told when there is none. After the first byte a failure is an SSE error event,
+never a stream that just ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+
+from pagemill_protocol.errors import PagemillError, internal_error, invalid_field
+from pagemill_protocol.generate import Dialect
+from pagemill_protocol.http.door import check_json_content_type, header, read_body
+from starlette.types import Receive, Scope, Send
+
+from pagemill_gateway.core import Gateway
+from pagemill_gateway.relay import answers
+from pagemill_gateway.relay.record import RequestRecord
+from pagemill_gateway.relay.relay import AnswerBroken
+from pagemill_gateway.routes.access import record_of
+from pagemill_gateway.routes.client import Client, ClientTooSlow
+from pagemill_gateway.routes.connection import while_connected
+
+logger = logging.getLogger("pagemill.gateway")
+
+CLIENT_CLOSED = 499
+MAX_TIMEOUT_S = 24 * 3600.0
+
+
+class GenerateRoute:
+    def __init__(self, gateway: Gateway, dialect: Dialect) -> None:
+        self._gateway = gateway
+        self._dialect: Dialect = dialect
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        gateway = self._gateway
+        record = record_of(scope)
+        key_hash = gateway.keys.authenticate(scope)
+        timeout_s = _timeout_s(scope, gateway.config.request_timeout_s)
+        check_json_content_type(scope)
+        with gateway.gate.enter():
+            raw = await read_body(receive)
+            client = Client(send, gateway.config.slow_client_timeout_s)
+            stayed = await while_connected(self._serve(raw, key_hash, timeout_s, client, record), receive)
+        if not stayed:
+            record.status = CLIENT_CLOSED
+
+    async def _serve(
+        self, raw: bytes, key_hash: str | None, timeout_s: float | None, client: Client, record: RequestRecord
+    ) -> None:
+        """Answer, or tell the client why not. Raises nothing."""
+        try:
+            try:
+                async with self._gateway.running.limited(timeout_s):
+                    await self._answer(raw, key_hash, client, record)
+            except AnswerBroken as broken:
+                record.failed(broken.error)
+                await (client.end() if broken.told else client.fail(broken.error))
+            except PagemillError as error:
+                record.failed(error)
+                await client.fail(error)
+        except ClientTooSlow:
+            logger.info("request %s: the client stopped reading", record.request_id)
+            record.status = CLIENT_CLOSED
+        except Exception:
+            logger.exception("request %s failed", record.request_id)
+            record.failed(internal_error())
+            await client.fail(internal_error())
+
+    async def _answer(self, raw: bytes, key_hash: str | None, client: Client, record: RequestRecord) -> None:
+        gateway = self._gateway
+        prepared = await gateway.preparation.prepare(raw, self._dialect, key_hash)
+        record.served_by(prepared.target, prepared.requests)
+        gateway.metrics.prepared(record)
+        if prepared.stream:
+            await answers.stream(gateway.relay, prepared.target, prepared.requests, client.write, record)
+            await client.end()
+            return
+        body = await answers.collect(gateway.relay, prepared.target, prepared.requests, record)
+        await client.send_json(body)
+
+
+def _timeout_s(scope: Scope, default: float | None) -> float | None:
+    value = header(scope, b"x-request-timeout-s")
+    if value is None:
+        return default
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= MAX_TIMEOUT_S:
+        raise invalid_field(
+            "x-request-timeout-s",
+            f"The header x-request-timeout-s must be a number of seconds above 0, got {value[:40]!r}.",
+        )
+    return seconds

@@ -1,0 +1,38 @@
+"""Probes, version and metrics, on both ports. Ready means: takes new requests; it says nothing about engines' load."""
+
+from __future__ import annotations
+
+from pagemill_protocol.metrics import CONTENT_TYPE
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from pagemill_gateway.core import Gateway
+from pagemill_gateway.version import VERSION
+
+
+class HealthRoutes:
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def livez(self, request: Request) -> Response:
+        return JSONResponse({"live": True})
+
+    async def readyz(self, request: Request) -> Response:
+        ready = self._gateway.ready
+        phase = "ready" if ready else "draining"
+        return JSONResponse(
+            {"ready": ready, "phase": phase, "detail": "" if ready else "the gateway is shutting down"},
+            status_code=200 if ready else 503,
+        )
+
+    async def version(self, request: Request) -> Response:
+        return JSONResponse({"version": VERSION})
+
+    async def metrics(self, request: Request) -> Response:
+        text = self._gateway.metrics.render(self._gateway.brain, ready=self._gateway.ready)
+        return Response(text, headers={"content-type": CONTENT_TYPE})
+
+    async def guarded_metrics(self, request: Request) -> Response:
+        """On the data port, where clients are: only for those with a key."""
+        self._gateway.keys.authenticate(request.scope)
+        return await self.metrics(request)

@@ -1,0 +1,52 @@
+"""`POST /tokenize` and `/detokenize`, answered by the gateway itself with the model's tokenizer."""
+
+from __future__ import annotations
+
+import asyncio
+
+from pagemill_protocol.errors import invalid_field
+from pagemill_protocol.http.door import check_json_content_type, read_body
+from pagemill_protocol.openai import prepare, render
+from pagemill_protocol.openai.schemas import DetokenizeRequest, TokenizeRequest
+from starlette.requests import Request
+from starlette.responses import Response
+
+from pagemill_gateway.brain.interface import Target
+from pagemill_gateway.core import Gateway
+
+
+class TokenRoutes:
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def tokenize(self, request: Request) -> Response:
+        self._gateway.keys.authenticate(request.scope)
+        check_json_content_type(request.scope)
+        with self._gateway.gate.enter():
+            body = await self._gateway.preparation.parse(await read_body(request.receive), TokenizeRequest)
+            target = self._resolve(body.model)
+            tokenizer = await self._gateway.preparation.tokenizer(target)
+            token_ids = await asyncio.to_thread(prepare.tokenize, body, tokenizer)
+            texts = [tokenizer.token_text(token_id) for token_id in token_ids] if body.return_token_strs else None
+            return _json(render.tokenize_body(token_ids, target.max_model_len, texts))
+
+    async def detokenize(self, request: Request) -> Response:
+        self._gateway.keys.authenticate(request.scope)
+        check_json_content_type(request.scope)
+        with self._gateway.gate.enter():
+            body = await self._gateway.preparation.parse(await read_body(request.receive), DetokenizeRequest)
+            tokenizer = await self._gateway.preparation.tokenizer(self._resolve(body.model))
+            text = await asyncio.to_thread(prepare.detokenize, body, tokenizer)
+            return _json(render.detokenize_body(text))
+
+    def _resolve(self, model: str) -> Target:
+        """The named model, or the only one there is."""
+        registry = self._gateway.brain.registry
+        served = {deployment.model.name for deployment in registry.deployments.values()}
+        if not model and len(served) != 1:
+            raise invalid_field("model", f"`model` is required here: {len(served)} models are served. Name one.")
+        return self._gateway.brain.resolve(model or next(iter(served)))
+
+
+def _json(body: bytes) -> Response:
+    return Response(body, media_type="application/json")
