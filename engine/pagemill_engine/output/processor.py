@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pagemill_protocol.errors import PagemillError, internal_error, unavailable
+from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import FrameMeta, GenerateRequest, Usage
 from pagemill_protocol.openai import logprobs, render
 from pagemill_protocol.text.tokenizer import Tokenizer
@@ -43,7 +43,6 @@ class Progress:
 class _Choice:
     output: ChoiceOutput
     index: int
-    """As the client counts."""
     started: bool
     """Its first chunk was sent (by this engine or the one before)."""
     text: list[str] = field(default_factory=list)
@@ -61,7 +60,9 @@ class OutputProcessor:
         self.request = request
         self._tokenizer = tokenizer
         self._head = render.head(request, system_fingerprint)
-        self._choices = [self._new_choice(choice) for choice in range(request.sampling.n)]
+        first = render.choice_index(request, 0)
+        self._choices = {index: self._new_choice(index) for index in range(first, first + request.sampling.n)}
+        """By the client's index, which the engine uses too."""
         self._num_cached_tokens = 0
 
     @property
@@ -69,26 +70,26 @@ class OutputProcessor:
         """Tokens so far; overshoot behind a stop string is not among them."""
         return Usage(
             prompt_tokens=len(self.request.prompt_token_ids),
-            completion_tokens=sum(choice.output.num_tokens for choice in self._choices),
+            completion_tokens=sum(choice.output.num_tokens for choice in self._choices.values()),
             cached_tokens=min(self._num_cached_tokens, len(self.request.prompt_token_ids)),
         )
 
     @property
     def finish_reasons(self) -> list[str]:
-        return [choice.output.finish_reason or "abort" for choice in self._choices]
+        return [choice.output.finish_reason or "abort" for choice in self._choices.values()]
 
     def push(self, out: TokensOut) -> Progress:
         """Take what the engine says about one choice."""
         if out.error is not None:
             return Progress(error=_engine_error(out))
         choice = self._choices[out.choice]
-        if out.choice == 0:
+        if out.choice == render.choice_index(self.request, 0):
             self._num_cached_tokens = max(self._num_cached_tokens, out.num_cached_tokens)
         was_running = choice.output.finish_reason is None
         delta = choice.output.push(out.token_ids, out.logprobs, out.finish_reason)
         progress = Progress()
         if was_running:
-            self._deliver(choice, out.choice, delta, progress)
+            self._deliver(choice, delta, progress)
         return progress
 
     def failure(self, error: PagemillError) -> Frame:
@@ -97,21 +98,21 @@ class OutputProcessor:
         meta = FrameMeta(last=True, usage=self.usage, error=error.message, error_status=error.status)
         return Frame(meta, payload)
 
-    def _deliver(self, choice: _Choice, engine_choice: int, delta: ChoiceDelta, progress: Progress) -> None:
+    def _deliver(self, choice: _Choice, delta: ChoiceDelta, progress: Progress) -> None:
         choice.positions += [self._position(entry) for entry in delta.logprobs]
         if self.request.stream:
-            progress.frames.append(self._chunk_frame(choice, engine_choice, delta))
+            progress.frames.append(self._chunk_frame(choice, delta))
         else:
             choice.text.append(delta.text)
         if choice.output.stopped_by_text:
-            progress.stopped_choices.append(engine_choice)
-        if delta.finish_reason is not None and all(each.output.finish_reason for each in self._choices):
+            progress.stopped_choices.append(choice.index)
+        if delta.finish_reason is not None and all(each.output.finish_reason for each in self._choices.values()):
             progress.done = True
             progress.frames.append(self._last_frame())
 
-    def _chunk_frame(self, choice: _Choice, engine_choice: int, delta: ChoiceDelta) -> Frame:
+    def _chunk_frame(self, choice: _Choice, delta: ChoiceDelta) -> Frame:
         meta = FrameMeta(
-            choice=engine_choice,
+            choice=choice.index,
             token_ids=list(delta.token_ids),
             num_text_chars=choice.output.num_text_chars,
             position=choice.output.num_tokens,
@@ -146,7 +147,7 @@ class OutputProcessor:
 
     def _last_frame(self) -> Frame:
         usage = self.usage
-        only = self._choices[0].output
+        only = next(iter(self._choices.values())).output
         meta = FrameMeta(
             last=True,
             usage=usage,
@@ -170,7 +171,7 @@ class OutputProcessor:
                 finish_reason=choice.output.finish_reason or "abort",
                 logprobs=self._take_logprobs(choice),
             )
-            for choice in self._choices
+            for choice in self._choices.values()
         ]
         body = render.chat_body if self.request.dialect == "chat" else render.completion_body
         return body(self._head, choices, usage)
@@ -189,24 +190,24 @@ class OutputProcessor:
         num_top = self.request.sampling.logprobs or 0
         return logprobs.position(self._tokenizer, entry.token_ids, entry.logprobs, num_top)
 
-    def _new_choice(self, engine_choice: int) -> _Choice:
+    def _new_choice(self, index: int) -> _Choice:
         request = self.request
-        resume = next((each for each in request.resume if each.index == engine_choice), None)
+        resume = next((each for each in request.resume if each.index == index), None)
         output = ChoiceOutput(self._tokenizer, request.prompt_token_ids, request.sampling, resume)
         return _Choice(
             output=output,
-            index=render.choice_index(request, engine_choice),
+            index=index,
             started=resume is not None and bool(resume.num_text_chars or resume.finished),
             logprob_chars=len(request.prompt_text or "") + output.num_text_chars,
         )
 
 
 def _engine_error(out: TokensOut) -> PagemillError:
-    message = out.error or ""
-    if out.error_status == 503:
-        return unavailable(message)
-    if out.error_status >= 500:
-        error = internal_error(message)
-        error.status = out.error_status
-        return error
-    return PagemillError(message, status=out.error_status)
+    return PagemillError(
+        out.error or "The engine failed on this request.",
+        status=out.error_status,
+        type=out.error_type,
+        param=out.error_param,
+        code=out.error_code,
+        retry_after_s=out.error_retry_after_s,
+    )

@@ -10,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from pagemill_protocol.errors import PagemillError, internal_error, invalid_field, unavailable
 from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.state import Digests
 
 from pagemill_engine.config import EngineConfig
+from pagemill_engine.ipc.channels import EngineChannel, EngineDied
 from pagemill_engine.ipc.messages import (
     Abort,
     AddRequest,
@@ -23,33 +25,26 @@ from pagemill_engine.ipc.messages import (
     FromEngine,
     LoadProgress,
     Ready,
-    Shutdown,
     StepOutputs,
-    ToEngine,
     TokensOut,
 )
+from pagemill_engine.loop.core import scheduler_limits
 from pagemill_engine.output.processor import OutputProcessor
+from pagemill_engine.runner.base import RunnerInfo
+from pagemill_engine.scheduler.admission import Admission
 from pagemill_engine.server.answer import Answer
 from pagemill_engine.server.failure import StartupError
 from pagemill_engine.server.lifecycle import Lifecycle
-from pagemill_engine.server.metrics import ServerMetrics
+from pagemill_engine.server.metrics import RequestTiming, ServerMetrics
 from pagemill_engine.server.state_stream import StatePublisher
 
 logger = logging.getLogger(__name__)
 
 
-class Channel(Protocol):
-    """What the client needs of `ipc.channels.EngineChannel`."""
-
-    async def start(self) -> None: ...
-    def send(self, message: ToEngine) -> None: ...
-    async def recv(self) -> FromEngine: ...
-    async def close(self) -> None: ...
-
-
 class _Running(NamedTuple):
     processor: OutputProcessor
     answer: Answer
+    timing: RequestTiming
 
 
 class EngineClient:
@@ -58,22 +53,29 @@ class EngineClient:
     def __init__(
         self,
         config: EngineConfig,
-        channel: Channel,
+        channel: EngineChannel,
         lifecycle: Lifecycle,
         publisher: StatePublisher,
         metrics: ServerMetrics,
+        bundle_digest: str = "",
     ) -> None:
         self.ready_info: Ready | None = None
         """What the engine loaded; set once it is ready."""
         self.last_message_s = time.monotonic()
         """When the engine process last said something; it speaks at least every second, also when idle."""
         self._config = config
+        self._admission: Admission | None = None
         self._channel = channel
         self._lifecycle = lifecycle
         self._publisher = publisher
         self._metrics = metrics
+        self._bundle_digest = bundle_digest
         self._running: dict[str, _Running] = {}
         self._num_sequences = 0
+        """Choices of all requests inside the engine."""
+        self._num_sequences_running = 0
+        """As of the engine's latest report."""
+        self._starting: asyncio.Future[None] | None = None
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -85,24 +87,26 @@ class EngineClient:
     def submit(self, request: GenerateRequest, processor: OutputProcessor, answer: Answer) -> None:
         """Hand a request to the engine, or refuse it now. Once accepted, `answer` gets everything up to its end.
 
+        The engine's own admission rules are applied here too, so that a refusal is known before any status is sent.
+
         Raises `PagemillError`: 503 when not ready, draining or full, 400 when the request can never fit.
         """
         self._refuse_unless_serving()
+        assert self._admission is not None
         if request.request_id in self._running:
             raise invalid_field("request_id", f"A request with id {request.request_id[:80]!r} is already running.")
-        limit = self._config.max_num_seqs + self._config.max_num_waiting
-        if self._num_sequences + request.sampling.n > limit:
-            raise unavailable(f"The engine's queue is full: {limit} sequences are running or waiting.", retry_after_s=1)
+        num_waiting = max(0, self._num_sequences - self._num_sequences_running)
+        self._admission.admit(request, now_s=0.0, num_waiting=num_waiting)
         self._channel.send(AddRequest(request))
-        self._running[request.request_id] = _Running(processor, answer)
+        self._running[request.request_id] = _Running(processor, answer, self._metrics.request_accepted(request))
         self._num_sequences += request.sampling.n
         self._idle.clear()
-        self._metrics.request_accepted(processor)
 
     def abort(self, request_id: str) -> None:
         """The client left: free the request's blocks at once. Unknown or finished ids are ignored."""
         if self._forget(request_id) is not None:
             self._channel.send(Abort(request_id))
+            self._metrics.request_aborted("client_left")
 
     def fail_all(self, error: PagemillError) -> None:
         """End every request with `error`, as its client's dialect shows errors."""
@@ -115,21 +119,20 @@ class EngineClient:
 
     async def run(self) -> None:
         """Read the engine process until it ends. Raises `StartupError` with the reason when it died by itself."""
-        await self._channel.start()
+        self._starting = asyncio.ensure_future(self._channel.start())
+        await asyncio.shield(self._starting)
         while True:
             try:
                 message = await self._channel.recv()
-            except ConnectionError as error:
+            except EngineDied as error:
                 raise StartupError("EngineDied", f"The engine process ended: {error}.") from error
             self.last_message_s = time.monotonic()
             self._handle(message)
 
-    def stop(self) -> None:
-        """Tell the engine process to end."""
-        self._channel.send(Shutdown())
-
     async def close(self) -> None:
-        """Wait for the engine process to end, and free what the channel holds."""
+        """End the engine process and free what the channel holds."""
+        if self._starting is not None:  # a start that was interrupted leaves a process behind unless it is awaited
+            await asyncio.wait([self._starting])
         await self._channel.close()
 
     def _handle(self, message: FromEngine) -> None:
@@ -146,6 +149,7 @@ class EngineClient:
     def _handle_step(self, step: StepOutputs) -> None:
         for output in step.outputs:
             self._handle_output(output)
+        self._num_sequences_running = step.load.num_requests_running
         self._metrics.step(step)
         self._publisher.report(step.load, step.step_time, step.prefixes)
 
@@ -159,7 +163,7 @@ class EngineClient:
             logger.exception("request %s failed while its output was processed", output.request_id)
             self._fail(output.request_id, internal_error())
             return
-        self._metrics.tokens(running.processor, output)
+        self._metrics.tokens(running.timing, output, len(running.processor.request.prompt_token_ids))
         if progress.error is not None:
             self._fail(output.request_id, progress.error)
             return
@@ -168,14 +172,14 @@ class EngineClient:
         running.answer.put(progress.frames)
         if progress.done:
             self._forget(output.request_id)
-            self._metrics.request_finished(running.processor)
+            self._metrics.request_finished(running.timing, running.processor)
 
     def _fail(self, request_id: str, error: PagemillError) -> None:
         running = self._forget(request_id)
         if running is None:
             return
         self._channel.send(Abort(request_id))
-        self._metrics.request_failed(running.processor, error)
+        self._metrics.request_failed()
         running.answer.fail(error, running.processor.failure(error))
 
     def _forget(self, request_id: str) -> _Running | None:
@@ -189,7 +193,14 @@ class EngineClient:
 
     def _handle_ready(self, ready: Ready) -> None:
         self.ready_info = ready
+        self._admission = Admission(scheduler_limits(self._config, _runner_info(ready)))
         self._metrics.ready(ready)
+        self._publisher.describe(
+            digests=Digests(weights=ready.weights_digest, tokenizer_bundle=self._bundle_digest),
+            block_size=ready.block_size,
+            max_model_len=ready.max_model_len,
+            max_num_batched_tokens=ready.max_num_batched_tokens,
+        )
         self._lifecycle.enter("ready", f"loaded in {ready.load_s:.1f} s")
 
     def _refuse_unless_serving(self) -> None:
@@ -198,3 +209,16 @@ class EngineClient:
         if self._lifecycle.ending:
             raise unavailable("This server is shutting down.", retry_after_s=1, code="draining")
         raise unavailable(f"The model is not ready yet: {self._lifecycle.detail}.", retry_after_s=2, code="not_ready")
+
+
+def _runner_info(ready: Ready) -> RunnerInfo:
+    return RunnerInfo(
+        num_blocks=ready.num_blocks,
+        block_size=ready.block_size,
+        max_model_len=ready.max_model_len,
+        vocab_size=ready.vocab_size,
+        weights_digest=ready.weights_digest,
+        kv_dtype=ready.kv_dtype,
+        weight_bytes=ready.weight_bytes,
+        kv_bytes_per_token=ready.kv_bytes_per_token,
+    )

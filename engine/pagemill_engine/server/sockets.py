@@ -15,9 +15,7 @@ def bind(host: str, port: int, field: str) -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except (OSError, OverflowError, UnicodeError) as error:
-        message = (
-            f"Cannot listen on host {host!r}, {field} {port}: {error}. Name an address of this machine."
-        )
+        message = f"Cannot listen on host {host!r}, {field} {port}: {error}. Name an address of this machine."
         raise StartupError("AddressInvalid", message, field=_host_field(field)) from error
     listener = socket.socket(family, kind, protocol)
     try:

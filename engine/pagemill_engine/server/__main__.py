@@ -1,0 +1,62 @@
+"""`python -m pagemill_engine.server --settings FILE`: one engine pod's processes, or one replica on a laptop.
+
+Speaks JSON lines: what listens and every phase on stdout, the termination message as the last line on stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from pagemill_engine.ipc.messages import Ready
+from pagemill_engine.server.failure import StartupError, write_termination
+from pagemill_engine.server.main import Events, run_server
+from pagemill_engine.server.settings import load_settings
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code: 0 after a signal, 1 with a termination message on stderr, 2 for a wrong command line."""
+    parser = argparse.ArgumentParser(prog="python -m pagemill_engine.server", description="Serve one model.")
+    parser.add_argument("--settings", type=Path, required=True, help="JSON file with `engine` and `server`.")
+    arguments = parser.parse_args(argv)
+    logging.basicConfig(level=logging.WARNING, format="server %(levelname)s %(name)s: %(message)s")
+    termination_log: str | None = None
+    try:
+        settings = load_settings(arguments.settings)
+        termination_log = settings.server.termination_log
+        run_server(settings, _events())
+    except StartupError as error:
+        sys.stderr.write(write_termination(error.termination, termination_log) + "\n")
+        return 1
+    return 0
+
+
+def _events() -> Events:
+    return Events(
+        on_listening=lambda port, control_port: _say(event="listening", port=port, control_port=control_port),
+        on_phase=lambda phase, detail: _say(event="phase", phase=phase, detail=detail),
+        on_ready=_say_ready,
+        on_drain=lambda num_requests: _say(event="draining", num_requests=num_requests),
+    )
+
+
+def _say_ready(ready: Ready) -> None:
+    _say(event="ready", num_blocks=ready.num_blocks, max_model_len=ready.max_model_len, load_s=round(ready.load_s, 3))
+
+
+def _say(**fields: Any) -> None:
+    """A closed pipe is no reason to stop serving."""
+    try:
+        sys.stdout.write(orjson.dumps(fields).decode() + "\n")
+        sys.stdout.flush()
+    except OSError:
+        pass
+
+
+if __name__ == "__main__":
+    sys.exit(main())

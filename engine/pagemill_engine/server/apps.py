@@ -1,0 +1,94 @@
+"""The two apps as data: a route table for the data port and one for the control port, behind the shared door."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+import orjson
+from pagemill_protocol.http.door import Door, install_error_handlers
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pagemill_engine.server import health, internal_routes, metrics, openai_routes
+from pagemill_engine.server.context import ServerContext
+
+
+async def show_metrics(request: Request) -> Response:
+    context: ServerContext = request.app.state.context
+    return Response(context.metrics.render(), media_type=metrics.CONTENT_TYPE)
+
+
+async def show_version(request: Request) -> Response:
+    return Response(orjson.dumps({"version": version("pagemill-engine")}), media_type="application/json")
+
+
+COMMON_ROUTES = [
+    Route("/livez", health.livez),
+    Route("/readyz", health.readyz),
+    Route("/metrics", show_metrics),
+    Route("/version", show_version),
+]
+DATA_ROUTES = [
+    *COMMON_ROUTES,
+    Route("/health", health.health),
+    Route("/v1/models", openai_routes.list_models),
+    Route("/v1/models/{name:path}", openai_routes.get_model),
+    Route("/v1/chat/completions", openai_routes.chat_completions, methods=["POST"]),
+    Route("/v1/completions", openai_routes.completions, methods=["POST"]),
+    Route("/tokenize", openai_routes.tokenize, methods=["POST"]),
+    Route("/detokenize", openai_routes.detokenize, methods=["POST"]),
+    Route("/internal/generate", internal_routes.generate, methods=["POST"]),
+]
+CONTROL_ROUTES = [
+    *COMMON_ROUTES,
+    Route("/internal/state", internal_routes.state),
+    Route("/internal/bundle", internal_routes.bundle),
+    Route("/internal/drain", internal_routes.drain, methods=["POST"]),
+]
+
+
+def data_app(context: ServerContext) -> ASGIApp:
+    return _app(context, DATA_ROUTES)
+
+
+def control_app(context: ServerContext) -> ASGIApp:
+    return _app(context, CONTROL_ROUTES)
+
+
+def _app(context: ServerContext, routes: list[Route]) -> ASGIApp:
+    app = Starlette(routes=routes)
+    app.state.context = context
+    install_error_handlers(app)
+    server = context.settings.server
+    door = Door(
+        app,
+        max_body_bytes=server.max_body_bytes,
+        max_header_bytes=server.max_header_bytes,
+        body_timeout_s=server.body_timeout_s,
+    )
+    return _CountRequests(door, context, {route.path for route in routes})
+
+
+class _CountRequests:
+    """Counts answers by route and status; unknown paths are one label, so callers cannot grow the series."""
+
+    def __init__(self, app: ASGIApp, context: ServerContext, paths: set[str]) -> None:
+        self._app = app
+        self._context = context
+        self._paths = paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        route = scope["path"] if scope["path"] in self._paths else "other"
+
+        async def counting_send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._context.metrics.http_request(route, message["status"])
+            await send(message)
+
+        await self._app(scope, receive, counting_send)

@@ -1,0 +1,76 @@
+"""Everything the routes share: one value, made by `main`, reached as `request.app.state.context`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from pagemill_protocol.errors import PagemillError, model_not_found, unavailable
+from pagemill_protocol.openai.render import fingerprint
+from pagemill_protocol.text.tokenizer import Tokenizer
+
+from pagemill_engine.ipc.messages import Ready
+from pagemill_engine.server.engine_client import EngineClient
+from pagemill_engine.server.lifecycle import Lifecycle
+from pagemill_engine.server.metrics import ServerMetrics
+from pagemill_engine.server.settings import Settings
+from pagemill_engine.server.state_stream import StatePublisher
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class ServerContext:
+    settings: Settings
+    names: list[str]
+    """Names clients may use; the first is the model's own."""
+    created_unix_s: int
+    lifecycle: Lifecycle
+    publisher: StatePublisher
+    metrics: ServerMetrics
+    client: EngineClient | None = None
+    """Set when the tokenizer is loaded and the engine process starts."""
+    tokenizer: Tokenizer | None = None
+    _pool: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(max_workers=2, thread_name_prefix="prepare")
+    )
+
+    async def off_loop(self, work: Callable[[], T]) -> T:
+        """Run CPU work (parsing, rendering, tokenizing) on a thread, so streams of others go on meanwhile."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    def loaded_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise self._not_ready()
+        return self.tokenizer
+
+    def ready_engine(self) -> tuple[EngineClient, Ready]:
+        """The client and what it loaded. Raises 503 while there is none."""
+        if self.client is None or self.client.ready_info is None:
+            raise self._not_ready()
+        return self.client, self.client.ready_info
+
+    def system_fingerprint(self) -> str:
+        _, ready = self.ready_engine()
+        return fingerprint(ready.weights_digest)
+
+    def check_model(self, name: str) -> None:
+        if name not in self.names:
+            raise model_not_found(name, self.names)
+
+    def drain(self) -> None:
+        """Take no more requests; what runs goes on. There is no way back."""
+        num_requests = self.client.num_requests if self.client is not None else 0
+        self.lifecycle.enter("draining", f"{num_requests} requests are still running")
+        self.publisher.set_draining()
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        if self.tokenizer is not None:
+            self.tokenizer.close()
+
+    def _not_ready(self) -> PagemillError:
+        return unavailable(f"The model is not ready yet: {self.lifecycle.detail}.", retry_after_s=2, code="not_ready")

@@ -1,0 +1,244 @@
+"""One server from start to end: ports first, then the model, then requests, then a drain. Nothing is decided elsewhere.
+
+Both ports are bound before anything slow happens: a port in use is known at once, and while the model loads the control
+port already tells why it is not ready. The engine runs in a process of its own (`ipc.channels`); this one never imports
+torch. `__main__` and `pagemill serve` call `run_server`; routes are in `apps`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import msgspec
+import uvicorn
+import uvloop
+from pagemill_protocol.errors import PagemillError, unavailable
+from pagemill_protocol.http.connection import bounded_protocol
+from pagemill_protocol.sources import SourceError, default_name, resolve_source
+from pagemill_protocol.text.bundle import TokenizerBundle, load_bundle
+from pagemill_protocol.text.tokenizer import Tokenizer
+from starlette.types import ASGIApp
+
+from pagemill_engine.config import EngineConfig, ServerConfig
+from pagemill_engine.ipc.channels import EngineChannel
+from pagemill_engine.ipc.messages import Ready
+from pagemill_engine.server.apps import control_app, data_app
+from pagemill_engine.server.context import ServerContext
+from pagemill_engine.server.engine_client import EngineClient
+from pagemill_engine.server.failure import StartupError
+from pagemill_engine.server.lifecycle import Lifecycle
+from pagemill_engine.server.metrics import ServerMetrics
+from pagemill_engine.server.settings import Settings
+from pagemill_engine.server.sockets import bind, bound_port
+from pagemill_engine.server.state_stream import StatePublisher
+
+KEEP_ALIVE_S = 120
+"""Idle connections live longer than a gateway's pool keeps them, so that the gateway closes first."""
+FLUSH_TIMEOUT_S = 5
+"""At the end, connections get this long to read their last bytes."""
+
+
+@dataclass(slots=True)
+class Events:
+    """What a caller may want to hear about. All are called on the event loop and must return at once."""
+
+    on_listening: Callable[[int, int], None] = lambda port, control_port: None
+    """The ports, as bound."""
+    on_phase: Callable[[str, str], None] = lambda phase, detail: None
+    """Phase and the reason for the wait."""
+    on_ready: Callable[[Ready], None] = lambda ready: None
+    on_drain: Callable[[int], None] = lambda num_requests: None
+    """A signal came; so many requests are still running."""
+
+
+def run_server(settings: Settings, events: Events | None = None) -> None:
+    """Serve until a signal ends it. Raises `StartupError` when it could not start or could not go on."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(Server(settings, events or Events()).run())
+
+
+class Server:
+    def __init__(self, settings: Settings, events: Events) -> None:
+        self._settings = settings
+        self._events = events
+        names = settings.engine.served_names or [default_name(settings.engine.model)]
+        lifecycle = Lifecycle(self._on_phase)
+        self._context = ServerContext(
+            settings=settings,
+            names=names,
+            created_unix_s=int(time.time()),
+            lifecycle=lifecycle,
+            publisher=StatePublisher(names),
+            metrics=ServerMetrics(names[0], settings.engine),
+        )
+        self._num_signals = 0
+        self._signalled = asyncio.Event()
+        self._hurried = asyncio.Event()
+        """A second signal: end now."""
+
+    async def run(self) -> None:
+        context, server = self._context, self._settings.server
+        data_socket = bind(server.host, server.port, "port")
+        try:
+            control_socket = bind(server.control_host, server.control_port, "control_port")
+        except StartupError:
+            data_socket.close()
+            raise
+        self._events.on_listening(bound_port(data_socket), bound_port(control_socket))
+        data = _HttpServer(data_app(context), server)
+        control = _HttpServer(control_app(context), server)
+        with self._signals():
+            http = [
+                asyncio.create_task(data.serve(sockets=[data_socket])),
+                asyncio.create_task(control.serve(sockets=[control_socket])),
+            ]
+            publisher = asyncio.create_task(context.publisher.run())
+            engine = asyncio.create_task(self._run_engine())
+            try:
+                await self._until_end(engine)
+            finally:
+                await self._close(engine, publisher, [data, control], http)
+
+    async def _run_engine(self) -> None:
+        """Load what this process needs of the model, then speak for the engine process until it ends."""
+        context, config = self._context, self._settings.engine
+        context.lifecycle.enter("loading", f"reading the tokenizer of {config.model}")
+        bundle, tokenizer = await context.off_loop(lambda: _load_tokenizer(config))
+        context.tokenizer = tokenizer
+        config = msgspec.structs.replace(
+            config,
+            eos_token_ids=config.eos_token_ids or list(bundle.eos_token_ids),
+            vocab_size=config.vocab_size or tokenizer.vocab_size,
+        )
+        channel = EngineChannel(config)
+        context.client = EngineClient(
+            config, channel, context.lifecycle, context.publisher, context.metrics, bundle.digest
+        )
+        context.lifecycle.enter("loading", "starting the engine process")
+        await context.client.run()
+
+    async def _until_end(self, engine: asyncio.Task[None]) -> None:
+        """Return after a signal and its drain. Raises `StartupError` when the engine ended by itself."""
+        signalled = asyncio.create_task(self._signalled.wait())
+        try:
+            await asyncio.wait([engine, signalled], return_when=asyncio.FIRST_COMPLETED)
+            if not engine.done():
+                await self._drain(engine)
+        finally:
+            signalled.cancel()
+        if engine.done():
+            self._report_failure(engine)
+
+    async def _drain(self, engine: asyncio.Task[None]) -> None:
+        """Unready first, then let running requests finish, then end the rest with an error they can show."""
+        context = self._context
+        context.drain()
+        if context.client is None:
+            return
+        self._events.on_drain(context.client.num_requests)
+        idle = asyncio.create_task(context.client.wait_idle())
+        hurried = asyncio.create_task(self._hurried.wait())
+        try:
+            await asyncio.wait(
+                [idle, hurried, engine],
+                timeout=self._settings.server.drain_timeout_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+        finally:
+            idle.cancel()
+            hurried.cancel()
+        context.client.fail_all(_shutting_down())
+
+    def _report_failure(self, engine: asyncio.Task[None]) -> None:
+        error = engine.exception()
+        assert error is not None, "the engine client only returns by raising"
+        self._context.lifecycle.enter("failed", str(error))
+        if self._context.client is not None:
+            self._context.client.fail_all(unavailable(f"This server failed: {error}", 1, code="engine_failed"))
+        raise error
+
+    async def _close(
+        self,
+        engine: asyncio.Task[None],
+        publisher: asyncio.Task[None],
+        servers: list[_HttpServer],
+        http: list[asyncio.Task[None]],
+    ) -> None:
+        """Streams end, connections get their last bytes, the engine process goes; all at the same time."""
+        context = self._context
+        engine.cancel()
+        context.publisher.close()
+        for server in servers:
+            server.should_exit = True
+        closing: list[asyncio.Future[object]] = [asyncio.ensure_future(task) for task in (*http, publisher)]
+        if context.client is not None:
+            closing.append(asyncio.ensure_future(context.client.close()))
+        await asyncio.gather(engine, *closing, return_exceptions=True)
+        context.lifecycle.enter("stopped")
+        context.close()
+
+    def _on_phase(self, phase: str, detail: str) -> None:
+        self._context.metrics.phase(phase)
+        self._events.on_phase(phase, detail)
+        if phase == "ready" and self._context.client is not None and self._context.client.ready_info is not None:
+            self._events.on_ready(self._context.client.ready_info)
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        handled = (signal.SIGTERM, signal.SIGINT)
+        for number in handled:
+            loop.add_signal_handler(number, self._on_signal)
+        try:
+            yield
+        finally:
+            for number in handled:
+                loop.remove_signal_handler(number)
+
+    def _on_signal(self) -> None:
+        self._num_signals += 1
+        self._signalled.set()
+        if self._num_signals > 1:
+            self._hurried.set()
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn on a socket that is bound already; signals are `Server`'s."""
+
+    def __init__(self, app: ASGIApp, server: ServerConfig) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=bounded_protocol(server.max_header_bytes),
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=FLUSH_TIMEOUT_S,
+            )
+        )
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _load_tokenizer(config: EngineConfig) -> tuple[TokenizerBundle, Tokenizer]:
+    try:
+        bundle = load_bundle(resolve_source(config.model, field="model"))
+        return bundle, Tokenizer(bundle, chat_template=config.chat_template)
+    except SourceError as error:
+        raise StartupError(error.reason, f"`{error.field}` {config.model!r}: {error.message}", error.field) from error
+    except PagemillError as error:
+        raise StartupError("ModelUnreadable", f"`model` {config.model!r}: {error.message}", "model") from error
+
+
+def _shutting_down() -> PagemillError:
+    return unavailable("This server is shutting down. Send the request again.", retry_after_s=1, code="draining")

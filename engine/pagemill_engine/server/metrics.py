@@ -1,0 +1,158 @@
+"""What the HTTP process measures: vLLM's core series and `pagemill_engine_*`, fed by the engine client.
+
+Names, labels and buckets are `pagemill_protocol.metrics`'; the values come from the engine's step reports and from the
+clock of this process, so a latency includes everything a client of this port waits for. It never steers anything.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from importlib.metadata import version
+
+from pagemill_protocol import metrics as names
+from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.metrics import ENGINE_METRICS, Metrics
+
+from pagemill_engine.config import EngineConfig
+from pagemill_engine.ipc.messages import Ready, StepOutputs, TokensOut
+from pagemill_engine.output.processor import OutputProcessor
+
+CONTENT_TYPE = names.CONTENT_TYPE
+
+
+@dataclass(slots=True)
+class RequestTiming:
+    """Clock readings of one request, in seconds of the monotonic clock."""
+
+    arrival_s: float
+    queue_s: float = 0.0
+    first_token_s: float | None = None
+    last_token_s: float = 0.0
+    num_preemptions: int = 0
+    last_delivery_s: dict[int, float] = field(default_factory=dict)
+    """By choice."""
+
+
+class ServerMetrics:
+    def __init__(self, model_name: str, config: EngineConfig) -> None:
+        self._config = config
+        self._metrics = Metrics(ENGINE_METRICS, model_name=model_name, engine="0")
+        self._phase: tuple[str, float] | None = None
+        self._num_preemptions = 0
+        for spec in (names.ENGINE_READY, names.ENGINE_DRAINING, names.NUM_REQUESTS_RUNNING, names.NUM_REQUESTS_WAITING):
+            self._metrics.gauge(spec).set(0)
+
+    def render(self) -> bytes:
+        """The text of a scrape."""
+        return self._metrics.render()
+
+    # -- the process ---------------------------------------------------------------------------------------------
+
+    def phase(self, phase: str) -> None:
+        """The server entered `phase`; the one before is over."""
+        now_s = time.monotonic()
+        if self._phase is not None and self._phase[0] not in ("ready", "draining"):
+            self._metrics.gauge(names.ENGINE_LOAD_SECONDS, phase=self._phase[0]).set(now_s - self._phase[1])
+        self._phase = (phase, now_s)
+        self._metrics.gauge(names.ENGINE_READY).set(phase == "ready")
+        self._metrics.gauge(names.ENGINE_DRAINING).set(phase == "draining")
+
+    def ready(self, ready: Ready) -> None:
+        self._metrics.gauge(
+            names.CACHE_CONFIG_INFO,
+            block_size=str(ready.block_size),
+            num_gpu_blocks=str(ready.num_blocks),
+            cache_dtype=ready.kv_dtype,
+            enable_prefix_caching=str(self._config.enable_prefix_caching),
+        ).set(1)
+        self._metrics.gauge(
+            names.ENGINE_INFO,
+            version=version("pagemill-engine"),
+            weights_digest=ready.weights_digest,
+            kv_dtype=ready.kv_dtype,
+            device="null" if self._config.null_runner else "cpu",
+        ).set(1)
+
+    def step(self, step: StepOutputs) -> None:
+        load, metrics = step.load, self._metrics
+        metrics.gauge(names.NUM_REQUESTS_RUNNING).set(load.num_requests_running)
+        metrics.gauge(names.NUM_REQUESTS_WAITING).set(load.num_requests_waiting)
+        metrics.gauge(names.KV_CACHE_USAGE).set(load.kv_cache_usage)
+        metrics.gauge(names.ENGINE_KV_BLOCKS, state="active").set(load.num_blocks_active)
+        metrics.gauge(names.ENGINE_KV_BLOCKS, state="evictable").set(load.num_blocks_evictable)
+        metrics.gauge(names.ENGINE_KV_BLOCKS, state="free").set(load.num_blocks_free)
+        metrics.gauge(names.ENGINE_WAITING_TOKENS).set(load.num_tokens_waiting)
+        metrics.gauge(names.ENGINE_CONTEXT_TOKENS).set(load.num_tokens_running)
+        metrics.counter(names.NUM_PREEMPTIONS).inc(max(0, load.num_preemptions - self._num_preemptions))
+        self._num_preemptions = load.num_preemptions
+        if step.num_step_tokens:
+            metrics.histogram(names.ITERATION_TOKENS).observe(step.num_step_tokens)
+            metrics.histogram(names.ENGINE_STEP_SECONDS).observe(load.step_ms / 1000)
+        if step.step_time is not None:
+            metrics.gauge(names.ENGINE_STEP_ERROR_P50).set(step.step_time.error_p50)
+            metrics.gauge(names.ENGINE_STEP_ERROR_P95).set(step.step_time.error_p95)
+
+    def state_streams(self, change: int) -> None:
+        self._metrics.gauge(names.ENGINE_STATE_STREAMS).inc(change)
+
+    def http_request(self, route: str, status: int) -> None:
+        self._metrics.counter(names.ENGINE_HTTP_REQUESTS, route=route, status=str(status)).inc()
+
+    # -- one request ---------------------------------------------------------------------------------------------
+
+    def request_accepted(self, request: GenerateRequest) -> RequestTiming:
+        metrics, num_prompt_tokens = self._metrics, len(request.prompt_token_ids)
+        metrics.counter(names.PROMPT_TOKENS).inc(num_prompt_tokens)
+        metrics.histogram(names.REQUEST_PROMPT_TOKENS).observe(num_prompt_tokens)
+        metrics.histogram(names.REQUEST_PARAMS_N).observe(request.sampling.n)
+        if request.sampling.max_tokens is not None:
+            metrics.histogram(names.REQUEST_PARAMS_MAX_TOKENS).observe(request.sampling.max_tokens)
+        return RequestTiming(arrival_s=time.monotonic())
+
+    def request_refused(self, error: PagemillError) -> None:
+        self._metrics.counter(names.ENGINE_REJECTED, code=error.code or str(error.status)).inc()
+
+    def tokens(self, timing: RequestTiming, output: TokensOut, num_prompt_tokens: int) -> None:
+        """The engine delivered tokens of one choice."""
+        timing.num_preemptions = max(timing.num_preemptions, output.num_preemptions)
+        if not output.token_ids:
+            return
+        now_s = time.monotonic()
+        self._metrics.counter(names.GENERATION_TOKENS).inc(len(output.token_ids))
+        if timing.first_token_s is None:
+            timing.first_token_s = now_s
+            timing.queue_s = output.queue_s
+            self._metrics.histogram(names.TIME_TO_FIRST_TOKEN).observe(now_s - timing.arrival_s)
+            self._metrics.histogram(names.REQUEST_QUEUE_TIME).observe(output.queue_s)
+            self._metrics.counter(names.PREFIX_CACHE_QUERIES).inc(num_prompt_tokens)
+            self._metrics.counter(names.PREFIX_CACHE_HITS).inc(min(output.num_cached_tokens, num_prompt_tokens))
+        if output.choice in timing.last_delivery_s:
+            gap_s = now_s - timing.last_delivery_s[output.choice]
+            self._metrics.histogram(names.INTER_TOKEN_LATENCY).observe(gap_s)
+        timing.last_delivery_s[output.choice] = timing.last_token_s = now_s
+
+    def request_finished(self, timing: RequestTiming, processor: OutputProcessor) -> None:
+        metrics, num_tokens = self._metrics, processor.usage.completion_tokens
+        for reason in processor.finish_reasons:
+            metrics.counter(names.REQUEST_SUCCESS, finished_reason=reason).inc()
+        metrics.histogram(names.REQUEST_GENERATION_TOKENS).observe(num_tokens)
+        metrics.histogram(names.REQUEST_NUM_PREEMPTIONS).observe(timing.num_preemptions)
+        metrics.histogram(names.E2E_REQUEST_LATENCY).observe(time.monotonic() - timing.arrival_s)
+        if timing.first_token_s is None:
+            return
+        prefill_s = max(0.0, timing.first_token_s - timing.arrival_s - timing.queue_s)
+        decode_s = timing.last_token_s - timing.first_token_s
+        metrics.histogram(names.REQUEST_PREFILL_TIME).observe(prefill_s)
+        metrics.histogram(names.REQUEST_DECODE_TIME).observe(decode_s)
+        metrics.histogram(names.REQUEST_INFERENCE_TIME).observe(prefill_s + decode_s)
+        if num_tokens > processor.request.sampling.n:
+            mean_s = decode_s * processor.request.sampling.n / (num_tokens - processor.request.sampling.n)
+            metrics.histogram(names.TIME_PER_OUTPUT_TOKEN).observe(mean_s)
+
+    def request_failed(self) -> None:
+        self._metrics.counter(names.ENGINE_FAILED).inc()
+
+    def request_aborted(self, reason: str) -> None:
+        self._metrics.counter(names.ENGINE_ABORTED, reason=reason).inc()

@@ -1,0 +1,155 @@
+"""The data port's OpenAI routes: check, prepare, submit, answer. One function per route.
+
+Schemas, tokenizing and rendering are `pagemill_protocol`'s; scheduling is the engine process's. A request is refused
+here with the same words that a gateway uses, because both call the same functions.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+
+from pagemill_protocol.errors import PagemillError, model_not_found
+from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.openai import prepare, render
+from pagemill_protocol.openai.parse import parse_body
+from pagemill_protocol.openai.schemas import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from starlette.requests import Request
+from starlette.responses import Response
+
+from pagemill_engine.output.processor import OutputProcessor
+from pagemill_engine.server.answer import Answer
+from pagemill_engine.server.context import ServerContext
+from pagemill_engine.server.responses import JSON_CONTENT_TYPE, AnswerResponse, BodyResponse, StreamResponse
+
+
+async def chat_completions(request: Request) -> AnswerResponse:
+    context: ServerContext = request.app.state.context
+    raw = await request.body()
+    return _answer(context, [await context.off_loop(lambda: _prepare_chat(context, raw))])
+
+
+async def completions(request: Request) -> AnswerResponse:
+    context: ServerContext = request.app.state.context
+    raw = await request.body()
+    return _answer(context, await context.off_loop(lambda: _prepare_completions(context, raw)))
+
+
+async def tokenize(request: Request) -> Response:
+    context: ServerContext = request.app.state.context
+    raw = await request.body()
+    return _json(await context.off_loop(lambda: _tokenize(context, raw)))
+
+
+async def detokenize(request: Request) -> Response:
+    context: ServerContext = request.app.state.context
+    raw = await request.body()
+    return _json(await context.off_loop(lambda: _detokenize(context, raw)))
+
+
+async def list_models(request: Request) -> Response:
+    context: ServerContext = request.app.state.context
+    return _json(render.models_body(_card(context, name) for name in context.names))
+
+
+async def get_model(request: Request) -> Response:
+    context: ServerContext = request.app.state.context
+    name = request.path_params["name"]
+    if name not in context.names:
+        raise model_not_found(name, context.names)
+    return _json(render.model_body(_card(context, name)))
+
+
+def submit(context: ServerContext, requests: list[GenerateRequest]) -> Answer:
+    """Hand all prompts of one HTTP request to the engine, or none of them."""
+    client, _ = context.ready_engine()
+    tokenizer = context.loaded_tokenizer()
+    system_fingerprint = context.system_fingerprint()
+    answer = Answer(len(requests))
+    try:
+        for request in requests:
+            client.submit(request, OutputProcessor(request, tokenizer, system_fingerprint), answer)
+    except PagemillError as error:
+        context.metrics.request_refused(error)
+        abort(context, requests[: requests.index(request)])
+        raise
+    return answer
+
+
+def abort(context: ServerContext, requests: list[GenerateRequest]) -> None:
+    client, _ = context.ready_engine()
+    for request in requests:
+        client.abort(request.request_id)
+
+
+def _answer(context: ServerContext, requests: list[GenerateRequest]) -> AnswerResponse:
+    answer = submit(context, requests)
+    kind = StreamResponse if requests[0].stream else BodyResponse
+    return kind(requests, answer, lambda: abort(context, requests))
+
+
+def _prepare_chat(context: ServerContext, raw: bytes) -> GenerateRequest:
+    body = parse_body(raw, ChatCompletionRequest)
+    context.check_model(body.model)
+    _, ready = context.ready_engine()
+    return prepare.prepare_chat(
+        body,
+        context.loaded_tokenizer(),
+        max_model_len=ready.max_model_len,
+        request_id=prepare.new_request_id("chat"),
+        created_unix_s=int(time.time()),
+        seed=_seed(context),
+    )
+
+
+def _prepare_completions(context: ServerContext, raw: bytes) -> list[GenerateRequest]:
+    body = parse_body(raw, CompletionRequest)
+    context.check_model(body.model)
+    _, ready = context.ready_engine()
+    return prepare.prepare_completions(
+        body,
+        context.loaded_tokenizer(),
+        max_model_len=ready.max_model_len,
+        request_id=prepare.new_request_id("completions"),
+        created_unix_s=int(time.time()),
+        seed=_seed(context),
+    )
+
+
+def _tokenize(context: ServerContext, raw: bytes) -> bytes:
+    body = parse_body(raw, TokenizeRequest)
+    if body.model:
+        context.check_model(body.model)
+    tokenizer = context.loaded_tokenizer()
+    _, ready = context.ready_engine()
+    token_ids = prepare.tokenize(body, tokenizer)
+    texts = [tokenizer.token_text(token_id) for token_id in token_ids] if body.return_token_strs else None
+    return render.tokenize_body(token_ids, ready.max_model_len, texts)
+
+
+def _detokenize(context: ServerContext, raw: bytes) -> bytes:
+    body = parse_body(raw, DetokenizeRequest)
+    if body.model:
+        context.check_model(body.model)
+    return render.detokenize_body(prepare.detokenize(body, context.loaded_tokenizer()))
+
+
+def _seed(context: ServerContext) -> int:
+    """Drawn here, so that a request can be continued elsewhere from the same randomness."""
+    configured = context.settings.engine.seed
+    return secrets.randbits(63) if configured is None else configured
+
+
+def _card(context: ServerContext, name: str) -> render.ModelCard:
+    ready = context.client.ready_info if context.client else None
+    max_model_len = ready.max_model_len if ready else None
+    return render.ModelCard(name, context.created_unix_s, max_model_len, root=context.settings.engine.model)
+
+
+def _json(body: bytes) -> Response:
+    return Response(body, media_type=JSON_CONTENT_TYPE)

@@ -1,0 +1,132 @@
+"""ASGI responses that send an `Answer`: as SSE, as one JSON body, or as frames for a gateway.
+
+Each watches for the client's disconnect while it waits, and calls `on_leave` at once, so that the engine frees the
+request's blocks before its next step. The status of a public answer is decided by its first frame: an error that comes
+before any output is a plain JSON error, one that comes later is an SSE error event. Gateways get their status before
+the first token: it says that the engine took the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.frames import FRAMES_CONTENT_TYPE, encode_frame
+from pagemill_protocol.generate import GenerateRequest, Usage
+from pagemill_protocol.openai import render
+from starlette.types import Receive, Scope, Send
+
+from pagemill_engine.output.processor import Frame
+from pagemill_engine.server.answer import Answer
+
+JSON_CONTENT_TYPE = "application/json"
+_STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+class AnswerResponse:
+    """Common part: disconnects and the end. Subclasses write status and bytes in `_respond`."""
+
+    def __init__(self, requests: list[GenerateRequest], answer: Answer, on_leave: Callable[[], None]) -> None:
+        self.requests = requests
+        self.answer = answer
+        self._on_leave = on_leave
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        watcher = asyncio.create_task(self._watch(receive))
+        try:
+            await self._respond(send)
+        finally:
+            watcher.cancel()
+            self._leave()
+
+    async def _respond(self, send: Send) -> None:
+        raise NotImplementedError
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._leave()
+
+    def _leave(self) -> None:
+        """Nobody reads any more. After a complete answer this does nothing."""
+        self.answer.close()
+        self._on_leave()
+
+
+class StreamResponse(AnswerResponse):
+    """Server-sent events; several prompts of one request are merged into one stream with one end."""
+
+    async def _respond(self, send: Send) -> None:
+        frames = await self.answer.take()
+        if not frames:
+            return
+        if self.answer.error is not None and frames[0].meta.error is not None:
+            await _send_error(send, self.answer.error)
+            return
+        await _start(send, 200, render.SSE_CONTENT_TYPE, _STREAM_HEADERS)
+        usages: list[Usage] = []
+        while frames:
+            await _send_bytes(send, b"".join(self._payloads(frames, usages)))
+            frames = await self.answer.take()
+        await _send_bytes(send, self._merged_end(usages), more=False)
+
+    def _payloads(self, frames: list[Frame], usages: list[Usage]) -> Iterable[bytes]:
+        for frame in frames:
+            if not frame.meta.last or frame.meta.error is not None or len(self.requests) == 1:
+                yield frame.payload
+            elif frame.meta.usage is not None:
+                usages.append(frame.meta.usage)
+
+    def _merged_end(self, usages: list[Usage]) -> bytes:
+        if len(self.requests) == 1 or self.answer.error is not None:
+            return b""
+        first = self.requests[0]
+        if not first.include_usage:
+            return render.SSE_DONE
+        total = render.usage_chunk(render.head(first), first.dialect, render.add_usage(*usages))
+        return render.sse(total) + render.SSE_DONE
+
+
+class BodyResponse(AnswerResponse):
+    """One JSON body when everything is there."""
+
+    async def _respond(self, send: Send) -> None:
+        bodies: list[bytes] = []
+        while frames := await self.answer.take():
+            bodies += [frame.payload for frame in frames if frame.meta.last and frame.meta.error is None]
+        if self.answer.error is not None:
+            await _send_error(send, self.answer.error)
+            return
+        if len(bodies) < len(self.requests):  # the client left
+            return
+        body = bodies[0] if len(bodies) == 1 else render.merge_completion_bodies(bodies)
+        await _start(send, 200, JSON_CONTENT_TYPE, {"content-length": str(len(body))})
+        await _send_bytes(send, body, more=False)
+
+
+class FramesResponse(AnswerResponse):
+    """Frames for a gateway. Status 200 means: the engine took the request; failures from here on are frames."""
+
+    async def _respond(self, send: Send) -> None:
+        await _start(send, 200, FRAMES_CONTENT_TYPE, {})
+        while frames := await self.answer.take():
+            await _send_bytes(send, b"".join(encode_frame(frame.meta, frame.payload) for frame in frames))
+        await _send_bytes(send, b"", more=False)
+
+
+async def _start(send: Send, status: int, content_type: str, headers: dict[str, str]) -> None:
+    pairs = {"content-type": content_type, **headers}.items()
+    raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in pairs]
+    await send({"type": "http.response.start", "status": status, "headers": raw})
+
+
+async def _send_bytes(send: Send, body: bytes, more: bool = True) -> None:
+    if body or not more:
+        await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+async def _send_error(send: Send, error: PagemillError) -> None:
+    body = render.error_body(error)
+    await _start(send, error.status, JSON_CONTENT_TYPE, {"content-length": str(len(body)), **error.headers()})
+    await _send_bytes(send, body, more=False)
