@@ -25,7 +25,6 @@ SUPPORTED_VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 MAX_DIMS = 4
 MAX_KEY_BYTES = 65_535
-MAX_ARRAY_DEPTH = 4
 MAX_ENTRIES = 65_536
 MAX_TENSORS = 1_000_000
 MAX_ARRAY_ENTRIES = 4_000_000
@@ -253,7 +252,7 @@ class _Header:
             key = self._string("a metadata key", MAX_KEY_BYTES)
             if key in self.metadata:
                 raise self._error(f"the metadata key `{key}` appears twice")
-            self.metadata[key] = self._value(self._scalar(4, key), key, 0)
+            self.metadata[key] = self._value(self._scalar(4, key), key)
         self._check_split()
         self._read_alignment()
         infos = [self._tensor_info() for _ in range(num_tensors)]
@@ -281,16 +280,16 @@ class _Header:
             raise self._error(f"it claims {num_tensors} tensors and {num_entries} metadata entries, too many")
         return num_tensors, num_entries
 
-    def _value(self, kind: int, key: str, depth: int) -> Any:
+    def _value(self, kind: int, key: str) -> Any:
         if kind in _SCALARS:
             return self._scalar(kind, key)
         if kind == _STRING:
             return self._string(f"`{key}`")
         if kind == _ARRAY:
-            return self._array(key, depth)
+            return self._array(key)
         raise self._error(f"`{key}` has the unknown value type {kind}")
 
-    def _array(self, key: str, depth: int) -> Any:
+    def _array(self, key: str) -> Any:
         kind, count = self._scalar(4, key), self._scalar(10, key)
         if count > MAX_ARRAY_ENTRIES:
             raise self._error(f"array `{key}` claims {count} entries, more than the {MAX_ARRAY_ENTRIES} allowed")
@@ -302,10 +301,7 @@ class _Header:
             return list(values)
         if kind == _STRING:
             return self._string_array(key, count)
-        if kind != _ARRAY or depth + 1 >= MAX_ARRAY_DEPTH:
-            raise self._error(f"array `{key}` has the unknown or too deeply nested entry type {kind}")
-        self._need(count * 12, f"array `{key}` of {count} entries")
-        return [self._array(key, depth + 1) for _ in range(count)]
+        raise self._error(f"array `{key}` has entries of the type {kind}; numbers, booleans and strings are read")
 
     def _string_array(self, key: str, count: int) -> StringArray:
         start = self._position

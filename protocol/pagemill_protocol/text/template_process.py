@@ -1,9 +1,9 @@
 """The server's side of `template_worker`: starts it, talks to it, replaces it when it dies.
 
 Why a process: a template can spend unbounded time or memory inside one C call (`10 ** (10 ** 8)`, the text of a list
-of twice a list of twice a list, forty deep). Loop counters and `sys.settrace` cannot interrupt that, and signal handlers
-run in the main thread only. A process with kernel timers and a memory limit can always be ended, from any thread.
-It costs about 0.2 ms per render and one start per model.
+of twice a list of twice a list, forty deep). Loop counters and `sys.settrace` cannot interrupt that, and signal
+handlers run in the main thread only. A process with kernel timers and a memory limit can always be ended, whichever
+thread waits for it. It costs about 0.2 ms per render and one start per model.
 """
 
 from __future__ import annotations
