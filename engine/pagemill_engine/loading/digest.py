@@ -12,6 +12,9 @@ import hashlib
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 WHOLE_MODEL_BYTES = 256 * 1024 * 1024
 WHOLE_TENSOR_BYTES = 256 * 1024
 SAMPLE_BYTES = 64 * 1024
@@ -21,8 +24,8 @@ class StoredTensor(NamedTuple):
     name: str
     kind: str
     shape: tuple[int, ...]
-    data: memoryview
-    """The stored bytes."""
+    data: NDArray[np.uint8]
+    """The stored bytes, flat."""
 
 
 def digest_tensors(tensors: Iterable[StoredTensor], total_bytes: int) -> str:
@@ -31,11 +34,11 @@ def digest_tensors(tensors: Iterable[StoredTensor], total_bytes: int) -> str:
     for tensor in sorted(tensors, key=lambda tensor: tensor.name):
         hasher.update(f"{tensor.name}|{tensor.kind}|{tensor.shape}|{len(tensor.data)}|".encode())
         for piece in _pieces(tensor.data, total_bytes):
-            hasher.update(piece)
+            hasher.update(piece.data)
     return hasher.hexdigest()
 
 
-def _pieces(data: memoryview, total_bytes: int) -> list[memoryview]:
+def _pieces(data: NDArray[np.uint8], total_bytes: int) -> list[NDArray[np.uint8]]:
     if total_bytes <= WHOLE_MODEL_BYTES or len(data) <= WHOLE_TENSOR_BYTES:
         return [data]
     middle = len(data) // 2

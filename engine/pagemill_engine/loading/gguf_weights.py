@@ -71,7 +71,7 @@ class GGUFWeights:
         tensors = self._file.tensors.values()
         total = sum(tensor.num_bytes for tensor in tensors)
         return digest_tensors(
-            (StoredTensor(t.name, t.ggml_type.name, t.shape, memoryview(self._file.data(t.name))) for t in tensors),
+            (StoredTensor(t.name, t.ggml_type.name, t.shape, self._file.data(t.name)) for t in tensors),
             total,
         )
 

@@ -10,7 +10,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -43,7 +45,8 @@ class SafetensorsFolder:
         if tensor.dtype not in _FLOATS:
             raise LoadError(
                 "UnsupportedQuantization",
-                f"`{self._folder}`: tensor `{name}` has type {tensor.dtype}. Use a float32, float16 or bfloat16 checkpoint.",
+                f"`{self._folder}`: tensor `{name}` has type {tensor.dtype}. "
+                "Use a float32, float16 or bfloat16 checkpoint.",
             )
         out.copy_(tensor)
 
@@ -97,5 +100,6 @@ def _open(path: Path) -> Any:
         raise LoadError("ModelUnreadable", f"`{path}` cannot be read as safetensors: {error}. {_REMEDY}") from error
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+def _bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
+    data: NDArray[np.uint8] = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+    return data

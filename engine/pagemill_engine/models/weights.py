@@ -55,7 +55,8 @@ def _check(views: dict[str, Tensor], shapes: dict[str, tuple[int, ...]]) -> None
     for name, view in views.items():
         if tuple(view.shape) != shapes[name]:
             raise WeightsError(
-                f"The tensor `{name}` has the shape {list(shapes[name])} where the configuration asks for {list(view.shape)}."
+                f"The tensor `{name}` has the shape {list(shapes[name])} "
+                f"where the configuration asks for {list(view.shape)}."
             )
 
 

@@ -67,7 +67,8 @@ def max_model_len_for(config: EngineConfig, spec: ModelSpec, num_blocks: int) ->
     if wanted > spec.max_position_embeddings:
         raise LoadError(
             "MaxModelLenTooLarge",
-            f"maxModelLen is {wanted}, but the model was made for {spec.max_position_embeddings} tokens. Lower maxModelLen.",
+            f"maxModelLen is {wanted}, but the model was made for {spec.max_position_embeddings} tokens. "
+            "Lower maxModelLen.",
         )
     if wanted > cache_tokens:
         raise LoadError(

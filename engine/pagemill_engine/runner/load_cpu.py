@@ -88,8 +88,9 @@ def _check_memory(spec: ModelSpec, dtype: torch.dtype) -> None:
     if needed > available:
         raise LoadError(
             "ModelTooLarge",
-            f"The weights take {needed / 1024**3:.1f} GiB as {_name(dtype)}, but {available / 1024**3:.1f} GiB of memory are "
-            "free. Use a smaller model, a 2-byte dtype, or a machine with more memory.",
+            f"The weights take {needed / 1024**3:.1f} GiB as {_name(dtype)}, "
+            f"but {available / 1024**3:.1f} GiB of memory are free. "
+            "Use a smaller model, a 2-byte dtype, or a machine with more memory.",
         )
 
 

@@ -17,7 +17,13 @@ def token_logprobs(raw_logits: Tensor, token_ids: NDArray[np.int64], num_top: ND
     ranks = (logprobs > chosen).sum(-1).add_(1).tolist()
     values, indices = logprobs.topk(max(int(num_top.max()), 1), dim=-1)
     rows = zip(
-        token_ids.tolist(), chosen.squeeze(1).tolist(), indices.tolist(), values.tolist(), num_top.tolist(), ranks
+        token_ids.tolist(),
+        chosen.squeeze(1).tolist(),
+        indices.tolist(),
+        values.tolist(),
+        num_top.tolist(),
+        ranks,
+        strict=True,
     )
     return [
         TokenLogprobs([token_id, *top_ids[:k]], [logprob, *top_values[:k]], rank)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -43,7 +45,7 @@ def apply_penalties(logits: Tensor, sampling: SamplingRows, rows: NDArray[np.int
     logits[at] = picked
 
 
-def _positions(rows: NDArray[np.int64], owners: dict[int, object] | dict[int, list[int]]) -> list[int]:
+def _positions(rows: NDArray[np.int64], owners: Mapping[int, object]) -> list[int]:
     """Indices of the batch whose row has an entry; most batches have none."""
     return [i for i, row in enumerate(rows.tolist()) if row in owners] if owners else []
 

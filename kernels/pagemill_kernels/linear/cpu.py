@@ -19,7 +19,7 @@ PACK_ROWS = 64
 
 def pack_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     """weight: [out, in]; bias: [out]. Returns a function of x: [tokens, in] -> [tokens, out]."""
-    if not torch.backends.mkldnn.is_available():
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return reference.pack_linear(weight, bias)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACK_ROWS)
     linear = torch.ops.mkldnn._linear_pointwise.default

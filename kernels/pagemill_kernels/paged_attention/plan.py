@@ -79,7 +79,8 @@ def _first_blocks(
     if sliding_window is None:
         return np.zeros(batch.num_requests, dtype=np.int64)
     first_visible = np.maximum(batch.seq_lens - num_tokens - sliding_window + 1, 0)
-    return first_visible // batch.block_size
+    first_blocks: NDArray[np.int64] = first_visible // batch.block_size
+    return first_blocks
 
 
 def _split(requests: NDArray[np.int64], num_blocks: NDArray[np.int64], block_size: int) -> list[NDArray[np.int64]]:
