@@ -36,6 +36,8 @@ MAX_KNOTS = 12
 
 _CONTEXT_SCALE = 1e4
 _PRODUCT_SCALE = 1e6
+_SHORTEST_MS = 1e-6
+_LONGEST_MS = 1e9
 _PROXIMAL = 1e-3
 _SMALLEST_OUTLIER = 0.1
 _OUTLIER_MEDIANS = 5.0
@@ -262,8 +264,7 @@ def _nonnegative(normal: Vector, target: Vector, start: Vector) -> Vector:
 def _usable(sample: StepSample) -> bool:
     return (
         sample.num_tokens > 0
-        and math.isfinite(sample.ms)
-        and sample.ms > 0
+        and _SHORTEST_MS <= sample.ms <= _LONGEST_MS
         and 0 <= sample.decode_context_tokens < math.inf
         and 0 <= sample.chunk_context_products < math.inf
     )

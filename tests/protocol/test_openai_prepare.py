@@ -1,0 +1,204 @@
+"""From request to tokens: limits, defaults and ids as clients of OpenAI and vLLM expect them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.openai import prepare
+from pagemill_protocol.openai.schemas import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from pagemill_protocol.text.tokenizer import Tokenizer
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+RENDERED = "<user>hi<assistant>"
+
+
+def chat(
+    tokenizer: Tokenizer, max_model_len: int = 100, options: dict[str, Any] | None = None, **fields: Any
+) -> GenerateRequest:
+    request = ChatCompletionRequest.model_validate({"model": "m", "messages": MESSAGES, **fields})
+    return prepare.prepare_chat(
+        request, tokenizer, max_model_len=max_model_len, request_id="chatcmpl-1", created_unix_s=7, **(options or {})
+    )
+
+
+def completions(tokenizer: Tokenizer, max_model_len: int = 100, **fields: Any) -> list[GenerateRequest]:
+    request = CompletionRequest.model_validate({"model": "m", "prompt": "hello", **fields})
+    return prepare.prepare_completions(
+        request, tokenizer, max_model_len=max_model_len, request_id="cmpl-1", created_unix_s=7
+    )
+
+
+def test_a_chat_is_rendered_and_tokenized(byte_tokenizer: Tokenizer) -> None:
+    request = chat(byte_tokenizer, stream=True, stream_options={"include_usage": True}, priority=3)
+    assert request.prompt_token_ids == byte_tokenizer.encode(RENDERED)
+    assert (request.request_id, request.response_id, request.model, request.created_unix_s) == (
+        "chatcmpl-1",
+        "",
+        "m",
+        7,
+    )
+    assert (request.dialect, request.stream, request.include_usage, request.priority) == ("chat", True, True, 3)
+
+
+def test_a_chat_without_limit_may_fill_the_context(byte_tokenizer: Tokenizer) -> None:
+    assert chat(byte_tokenizer).sampling.max_tokens == 100 - len(RENDERED)
+    assert chat(byte_tokenizer, max_tokens=5).sampling.max_tokens == 5
+    assert chat(byte_tokenizer, max_tokens=5, max_completion_tokens=6).sampling.max_tokens == 6
+
+
+def test_a_completion_without_limit_gets_sixteen_tokens_or_what_fits(byte_tokenizer: Tokenizer) -> None:
+    assert completions(byte_tokenizer)[0].sampling.max_tokens == 16
+    assert completions(byte_tokenizer, max_model_len=9)[0].sampling.max_tokens == 4
+
+
+def test_an_unknown_context_is_the_engines_to_check(byte_tokenizer: Tokenizer) -> None:
+    assert chat(byte_tokenizer, max_model_len=0).sampling.max_tokens is None
+    assert completions(byte_tokenizer, max_model_len=0)[0].sampling.max_tokens == 16
+
+
+def test_a_prompt_that_fills_the_context_is_refused(byte_tokenizer: Tokenizer) -> None:
+    with pytest.raises(PagemillError, match=f"{len(RENDERED)} tokens.*context is {len(RENDERED)}") as caught:
+        chat(byte_tokenizer, max_model_len=len(RENDERED))
+    assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
+    assert caught.value.param == "messages"
+    assert chat(byte_tokenizer, max_model_len=len(RENDERED) + 1).sampling.max_tokens == 1
+
+
+def test_an_answer_that_cannot_fit_is_refused_with_both_numbers(byte_tokenizer: Tokenizer) -> None:
+    with pytest.raises(
+        PagemillError, match=r"5 tokens .*asks for 96 more, together 101.*context is 100.*at most 95"
+    ) as caught:
+        completions(byte_tokenizer, max_tokens=96)
+    assert (caught.value.param, caught.value.code) == ("max_tokens", "context_length_exceeded")
+    with pytest.raises(PagemillError) as caught:
+        chat(byte_tokenizer, max_completion_tokens=1000)
+    assert caught.value.param == "max_completion_tokens"
+    assert completions(byte_tokenizer, max_tokens=95)[0].sampling.max_tokens == 95
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_limit_below_one_is_refused(byte_tokenizer: Tokenizer, limit: int) -> None:
+    with pytest.raises(PagemillError, match="at least 1") as caught:
+        chat(byte_tokenizer, max_completion_tokens=limit)
+    assert caught.value.param == "max_completion_tokens"
+
+
+def test_megabytes_of_text_are_refused_without_tokenizing_them(byte_tokenizer: Tokenizer) -> None:
+    start_s = time.process_time()
+    with pytest.raises(PagemillError, match="cannot hold more") as caught:
+        completions(byte_tokenizer, prompt="a" * 8_000_000)
+    assert caught.value.code == "context_length_exceeded"
+    assert time.process_time() - start_s < 0.3
+
+
+def test_several_prompts_make_several_requests_of_one_response(byte_tokenizer: Tokenizer) -> None:
+    requests = completions(byte_tokenizer, prompt=["ab", [1, 2, 3]], n=2)
+    assert [request.prompt_token_ids for request in requests] == [byte_tokenizer.encode("ab"), [1, 2, 3]]
+    assert [request.request_id for request in requests] == ["cmpl-1-0", "cmpl-1-1"]
+    assert {request.response_id for request in requests} == {"cmpl-1"}
+    assert [request.prompt_index for request in requests] == [0, 1]
+
+
+def test_the_prompt_at_fault_is_named(byte_tokenizer: Tokenizer) -> None:
+    with pytest.raises(PagemillError) as caught:
+        completions(byte_tokenizer, prompt=["a", "b" * 200])
+    assert caught.value.param == "prompt[1]"
+
+
+def test_token_ids_outside_the_vocabulary_are_refused(byte_tokenizer: Tokenizer) -> None:
+    with pytest.raises(PagemillError, match="256; this model's token ids go from 0 to 255") as caught:
+        completions(byte_tokenizer, prompt=[1, 256])
+    assert caught.value.param == "prompt"
+    with pytest.raises(PagemillError, match="stop_token_ids"):
+        chat(byte_tokenizer, stop_token_ids=[999])
+    with pytest.raises(PagemillError, match="logit_bias"):
+        chat(byte_tokenizer, logit_bias={"999": 1.0})
+
+
+def test_echo_brings_the_prompts_text_along(byte_tokenizer: Tokenizer) -> None:
+    ids = byte_tokenizer.encode("xyz")
+    assert completions(byte_tokenizer, echo=True)[0].prompt_text == "hello"
+    assert completions(byte_tokenizer, echo=True, prompt=ids)[0].prompt_text == "xyz"
+    assert completions(byte_tokenizer)[0].prompt_text is None
+
+
+def test_sampling_values_arrive_and_are_range_checked(byte_tokenizer: Tokenizer) -> None:
+    sampling = chat(
+        byte_tokenizer,
+        temperature=0.5,
+        top_k=4,
+        min_p=0.1,
+        stop="END",
+        logprobs=True,
+        top_logprobs=2,
+        logit_bias={"5": -3},
+    ).sampling
+    assert (sampling.temperature, sampling.top_k, sampling.min_p, sampling.stop) == (0.5, 4, 0.1, ["END"])
+    assert (sampling.logprobs, sampling.logit_bias) == (2, {5: -3})
+    with pytest.raises(PagemillError) as caught:
+        chat(byte_tokenizer, temperature=3)
+    assert caught.value.param == "temperature"
+    with pytest.raises(PagemillError) as caught:
+        chat(byte_tokenizer, min_tokens=50, max_tokens=5)
+    assert caught.value.param == "min_tokens"
+
+
+def test_logprobs_in_both_dialects(byte_tokenizer: Tokenizer) -> None:
+    assert chat(byte_tokenizer, logprobs=True).sampling.logprobs == 0
+    assert chat(byte_tokenizer).sampling.logprobs is None
+    assert completions(byte_tokenizer, logprobs=3)[0].sampling.logprobs == 3
+
+
+def test_the_clients_seed_wins_over_the_assigned_one(byte_tokenizer: Tokenizer) -> None:
+    assert chat(byte_tokenizer, options={"seed": 5}).sampling.seed == 5
+    assert chat(byte_tokenizer, seed=0, options={"seed": 5}).sampling.seed == 0
+
+
+def test_the_models_defaults_count_where_the_client_is_silent(byte_tokenizer: Tokenizer) -> None:
+    options = {"defaults": {"temperature": 0.2, "top_p": 0.9}}
+    sampling = chat(byte_tokenizer, temperature=1.0, options=options).sampling
+    assert (sampling.temperature, sampling.top_p) == (1.0, 0.9)
+    sampling = chat(byte_tokenizer, temperature=None, options=options).sampling
+    assert sampling.temperature == 0.2
+
+
+def test_the_salt_comes_from_the_door_never_from_the_client(byte_tokenizer: Tokenizer) -> None:
+    assert chat(byte_tokenizer, options={"cache_salt": "tenant"}).cache_salt == "tenant"
+
+
+def test_a_final_message_can_be_continued(byte_tokenizer: Tokenizer) -> None:
+    messages = [*MESSAGES, {"role": "assistant", "content": "Sure"}]
+    request = chat(byte_tokenizer, messages=messages, continue_final_message=True)
+    assert byte_tokenizer.decode(request.prompt_token_ids) == "<user>hi<assistant>Sure"
+
+
+def test_requests_survive_the_wire(byte_tokenizer: Tokenizer) -> None:
+    import msgspec
+
+    request = chat(byte_tokenizer, n=2, stop=["a"], logit_bias={"5": 1.5}, seed=2**63 - 1)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=GenerateRequest) == request
+
+
+def test_tokenize_and_detokenize(byte_tokenizer: Tokenizer) -> None:
+    ids = prepare.tokenize(TokenizeRequest.model_validate({"prompt": "hi"}), byte_tokenizer)
+    assert prepare.detokenize(DetokenizeRequest(tokens=ids), byte_tokenizer) == "hi"
+    rendered = prepare.tokenize(TokenizeRequest.model_validate({"messages": MESSAGES}), byte_tokenizer)
+    assert byte_tokenizer.decode(rendered) == RENDERED
+    with pytest.raises(PagemillError) as caught:
+        prepare.detokenize(DetokenizeRequest(tokens=[5000]), byte_tokenizer)
+    assert caught.value.param == "tokens"
+
+
+def test_request_ids_are_unique_and_show_their_dialect() -> None:
+    assert prepare.new_request_id("chat").startswith("chatcmpl-")
+    assert prepare.new_request_id("completions").startswith("cmpl-")
+    assert len({prepare.new_request_id("chat") for _ in range(1000)}) == 1000
