@@ -1,0 +1,51 @@
+"""Memory and life of the processes that a benchmark starts: trees, resident and proportional set size."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+
+class Memory(NamedTuple):
+    """Of a process tree, MiB. PSS shares pages between processes fairly; RSS counts them in each."""
+
+    rss_mib: float
+    pss_mib: float
+
+
+def tree_memory(pid: int) -> Memory:
+    root = psutil.Process(pid)
+    pids = [root.pid, *(child.pid for child in root.children(recursive=True))]
+    return Memory(*(sum(_rollup(each, key) for each in pids) / 1024 for key in ("Rss:", "Pss:")))
+
+
+def _rollup(pid: int, key: str) -> int:
+    """KiB from the kernel's summary of a process's mappings; 0 for a process that just ended."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith(key))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def stop(process: subprocess.Popen[str]) -> float:
+    """Ask a process to end as a user would, and wait; returns its exit code. Kills it after 20 s."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+    try:
+        return process.wait(timeout=20)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()

@@ -1,0 +1,55 @@
+"""`pagemill up` from the command to the first streamed text and to the clean end, as a user without a terminal sees it.
+
+Runs the first example with everything installed. Each line that the command prints is stamped with its time, so the
+phases can be read off; the first token is the first text of the answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from processes import stop
+from report import ROOT, emit, median
+
+EXAMPLE = ROOT / "examples" / "llmdeployment.yaml"
+TIMEOUT_S = 300.0
+
+
+def run_up(example: Path) -> tuple[list[tuple[float, str]], float, int]:
+    """The command's output lines with their times, its whole time, and its exit code."""
+    start = time.perf_counter()
+    argv = [sys.executable, "-m", "pagemill", "up", "-f", str(example)]
+    process = subprocess.Popen(
+        argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
+    )
+    assert process.stdout is not None
+    try:
+        lines = [(time.perf_counter() - start, line.rstrip()) for line in process.stdout]
+        code = process.wait(timeout=TIMEOUT_S)
+    finally:
+        stop(process)
+    return lines, time.perf_counter() - start, code
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=3, help="the median counts")
+    parser.add_argument("--example", type=Path, default=EXAMPLE)
+    args = parser.parse_args()
+    totals = []
+    for _ in range(args.runs):
+        lines, total_s, code = run_up(args.example)
+        for at_s, line in lines:
+            print(f"{at_s:7.2f} s  {line}")
+        if code != 0:
+            raise SystemExit(f"pagemill up ended with exit code {code}")
+        totals.append(total_s)
+    emit("up", ["pagemill up", "s"], [["whole command, median", median(totals)]], {"runs_s": totals})
+
+
+if __name__ == "__main__":
+    main()
