@@ -1,1 +1,34 @@
-"""The pagemill command and the offline API."""
+"""The pagemill command and the offline API.
+
+`from pagemill import LLM, SamplingParams` is all that offline inference needs. The names are loaded when they are used,
+so that `import pagemill` (and with it every command) stays free of torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pagemill_engine.llm import LLM
+    from pagemill_engine.output.results import CompletionOutput, RequestOutput
+    from pagemill_protocol.sampling import SamplingParams
+
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
+
+_HOMES = {
+    "LLM": "pagemill_engine.llm",
+    "CompletionOutput": "pagemill_engine.output.results",
+    "RequestOutput": "pagemill_engine.output.results",
+    "SamplingParams": "pagemill_protocol.sampling",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

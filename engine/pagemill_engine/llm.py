@@ -1,0 +1,270 @@
+"""Offline inference in this process: `LLM(model).generate(prompts)`, with the names vLLM users know.
+
+Drives `EngineCore` directly, with no server and no second process; scheduling, KV cache and sampling are exactly those
+of the server, and so are stop strings (`output.choice`). Importing this module imports no torch; making an `LLM` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, NamedTuple, TypeAlias
+
+import msgspec
+from pagemill_protocol.errors import PagemillError, invalid_field
+from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.sources import resolve_source
+from pagemill_protocol.text.bundle import load_bundle
+from pagemill_protocol.text.tokenizer import Tokenizer
+from tqdm import tqdm
+
+from pagemill_engine.config import EngineConfig
+from pagemill_engine.ipc.messages import LogprobsOut, TokensOut
+from pagemill_engine.loop.core import EngineCore
+from pagemill_engine.output.choice import ChoiceOutput
+from pagemill_engine.output.results import CompletionOutput, Logprob, RequestOutput
+from pagemill_engine.runner.factory import create_runner
+
+Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or `{"prompt": text}` / `{"prompt_token_ids": ids}`."""
+Message: TypeAlias = dict[str, Any]
+
+UNLIMITED = 2**31 - 1
+
+
+class _Prepared(NamedTuple):
+    text: str | None
+    token_ids: list[int]
+
+
+class LLM:
+    """One loaded model. Not thread-safe: one `generate` at a time.
+
+    `model`: a source URI, a folder or a `.gguf` file. `settings`: fields of `EngineConfig`, such as `dtype`,
+    `max_model_len`, `max_num_seqs`, `max_num_batched_tokens`, `block_size`, `kv_cache_memory_bytes`,
+    `enable_prefix_caching`, `num_threads`, `seed`. Raises `SourceError` or `LoadError` with the remedy when the model
+    cannot be used.
+    """
+
+    def __init__(self, model: str, **settings: Any) -> None:
+        config = _config(model, settings)
+        bundle = load_bundle(resolve_source(model, field="model"))
+        self._tokenizer = Tokenizer(bundle, chat_template=config.chat_template)
+        config = msgspec.structs.replace(
+            config,
+            eos_token_ids=config.eos_token_ids or list(bundle.eos_token_ids),
+            vocab_size=config.vocab_size or self._tokenizer.vocab_size,
+        )
+        self._core = EngineCore(config, create_runner(config, lambda phase, detail: None))
+        self._num_requests = 0
+        self._closed = False
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self._tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete each prompt; outputs are in the order of the prompts.
+
+        `prompts`: one or several, each as text or token ids. `sampling_params`: one for all, or one per prompt.
+        Raises `PagemillError` when a prompt or parameter cannot be served; then nothing is generated.
+        """
+        prepared = [self._prepare(prompt) for prompt in _as_prompts(prompts)]
+        return self._run(prepared, _as_params(sampling_params, len(prepared)), use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or several: a conversation is a list of `{"role", "content"}`."""
+        prepared = []
+        for conversation in _as_conversations(messages):
+            text = self._tokenizer.render_chat(
+                conversation,
+                add_generation_prompt=add_generation_prompt and not continue_final_message,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                template_kwargs=chat_template_kwargs,
+            )
+            prepared.append(_Prepared(text, self._tokenizer.encode(text, add_special_tokens=False)))
+        return self._run(prepared, _as_params(sampling_params, len(prepared)), use_tqdm)
+
+    def close(self) -> None:
+        """Free the model's memory. The object cannot be used any more."""
+        if self._closed:
+            return
+        self._closed = True
+        self._core.runner.close()
+        self._tokenizer.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _prepare(self, prompt: Prompt) -> _Prepared:
+        if isinstance(prompt, Mapping):
+            prompt = _unwrap(prompt)
+        if isinstance(prompt, str):
+            return _Prepared(prompt, self._tokenizer.encode(prompt))
+        return _Prepared(None, [int(token_id) for token_id in prompt])
+
+    def _run(self, prepared: list[_Prepared], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
+        if self._closed:
+            raise RuntimeError("This LLM is closed. Make a new one.")
+        runs: dict[str, _Run] = {}
+        try:
+            for prompt, sampling in zip(prepared, params, strict=True):
+                run = self._submit(prompt, sampling)
+                runs[run.output.request_id] = run
+            with tqdm(total=len(runs), desc="Processed prompts", unit="prompt", disable=not use_tqdm) as bar:
+                self._finish(runs, bar)
+        finally:
+            for run in runs.values():
+                if not run.output.finished:
+                    self._core.abort(run.output.request_id)
+        return [run.output for run in runs.values()]
+
+    def _submit(self, prompt: _Prepared, sampling: SamplingParams) -> _Run:
+        sampling.validate(self._tokenizer.vocab_size)
+        request = GenerateRequest(
+            request_id=f"offline-{self._num_requests}",
+            model=self._core.config.model,
+            prompt_token_ids=prompt.token_ids,
+            sampling=sampling,
+            dialect="completions",
+        )
+        self._num_requests += 1
+        self._core.add(request)
+        return _Run(request, prompt.text, self._tokenizer)
+
+    def _finish(self, runs: dict[str, _Run], bar: Any) -> None:
+        num_unfinished, num_tokens = len(runs), 0
+        while num_unfinished:
+            for out in self._core.step().outputs:
+                run = runs.get(out.request_id)
+                if run is None or run.finished():
+                    continue
+                num_tokens += len(out.token_ids)
+                if run.push(out):
+                    self._core.abort(out.request_id, out.choice)
+                if run.finished():
+                    num_unfinished -= 1
+                    bar.set_postfix_str(f"{num_tokens / max(bar.format_dict['elapsed'], 1e-3):.1f} tokens/s", False)
+                    bar.update()
+
+
+class _Run:
+    """One prompt while it is generated."""
+
+    def __init__(self, request: GenerateRequest, text: str | None, tokenizer: Tokenizer) -> None:
+        sampling = request.sampling
+        self._tokenizer = tokenizer
+        self._wants_logprobs = sampling.logprobs is not None
+        self._choices = [ChoiceOutput(tokenizer, request.prompt_token_ids, sampling) for _ in range(sampling.n)]
+        self.output = RequestOutput(
+            request_id=request.request_id,
+            prompt=text,
+            prompt_token_ids=list(request.prompt_token_ids),
+            outputs=[self._empty(index) for index in range(sampling.n)],
+        )
+
+    def finished(self) -> bool:
+        return self.output.finished
+
+    def push(self, out: TokensOut) -> bool:
+        """Take one engine output. True when a stop string ended the choice, which the engine cannot know."""
+        choice, output = self._choices[out.choice], self.output.outputs[out.choice]
+        if output.finished:
+            return False
+        if out.error is not None:
+            output.finish_reason, output.stop_reason = "error", out.error
+            return False
+        if out.choice == 0:
+            self.output.num_cached_tokens = max(self.output.num_cached_tokens, out.num_cached_tokens)
+        delta = choice.push(out.token_ids, out.logprobs, out.finish_reason)
+        output.text += delta.text
+        output.token_ids += delta.token_ids
+        output.finish_reason = delta.finish_reason
+        output.stop_reason = choice.stop_reason
+        self._add_logprobs(output, delta.logprobs)
+        return choice.stopped_by_text
+
+    def _add_logprobs(self, output: CompletionOutput, entries: Sequence[LogprobsOut]) -> None:
+        if output.logprobs is None or output.cumulative_logprob is None:
+            return
+        for entry in entries:
+            output.cumulative_logprob += entry.logprobs[0]
+            output.logprobs.append(dict(self._position(entry)))
+
+    def _position(self, entry: LogprobsOut) -> Iterator[tuple[int, Logprob]]:
+        chosen = entry.token_ids[0]
+        yield chosen, Logprob(entry.logprobs[0], entry.rank, self._tokenizer.token_text(chosen))
+        alternatives = zip(entry.token_ids[1:], entry.logprobs[1:], strict=True)
+        for rank, (token_id, logprob) in enumerate(alternatives, start=1):
+            if token_id != chosen:
+                yield token_id, Logprob(logprob, rank, self._tokenizer.token_text(token_id))
+
+    def _empty(self, index: int) -> CompletionOutput:
+        if not self._wants_logprobs:
+            return CompletionOutput(index)
+        return CompletionOutput(index, cumulative_logprob=0.0, logprobs=[])
+
+
+def _config(model: str, settings: dict[str, Any]) -> EngineConfig:
+    known = set(EngineConfig.__struct_fields__)
+    unknown = sorted(settings.keys() - known)
+    if unknown:
+        raise TypeError(f"LLM has no setting {unknown[0]!r}. Known settings: {', '.join(sorted(known - {'model'}))}.")
+    try:
+        return msgspec.convert({"max_num_waiting": UNLIMITED, **settings, "model": model}, EngineConfig)
+    except msgspec.ValidationError as error:
+        raise TypeError(f"LLM settings: {error}") from None
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    several = list(prompts)
+    if several and all(isinstance(item, int) for item in several):
+        return [several]  # type: ignore[list-item]  # one prompt as token ids
+    return several  # type: ignore[return-value]
+
+
+def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * num_prompts
+    if len(params) != num_prompts:
+        raise invalid_field(
+            "sampling_params", f"{num_prompts} prompts came with {len(params)} sampling_params. Send one, or one each."
+        )
+    return list(params)
+
+
+def _as_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[list[Message]]:
+    if messages and isinstance(messages[0], Mapping):
+        return [list(messages)]  # type: ignore[arg-type]
+    return [list(conversation) for conversation in messages]  # type: ignore[arg-type]
+
+
+def _unwrap(prompt: Mapping[str, Any]) -> str | Sequence[int]:
+    for key in ("prompt_token_ids", "prompt"):
+        if key in prompt:
+            value: str | Sequence[int] = prompt[key]
+            return value
+    raise PagemillError("A prompt dictionary needs `prompt` or `prompt_token_ids`.", param="prompt")

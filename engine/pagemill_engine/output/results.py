@@ -1,0 +1,54 @@
+"""What the offline API returns: one `RequestOutput` per prompt, with the field names vLLM users know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pagemill_protocol.generate import FinishReason
+
+
+@dataclass(slots=True, frozen=True)
+class Logprob:
+    """One token at one position."""
+
+    logprob: float
+    rank: int | None
+    """1 is the most likely token. Only the chosen token's rank is exact; alternatives are counted in order."""
+    decoded_token: str
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One choice."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    """Sum over `token_ids`; only when log probabilities were asked for."""
+    logprobs: list[dict[int, Logprob]] | None = None
+    """For each position: the chosen token first, then the most likely ones."""
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    """The stop string or stop token that ended the choice; the message when `finish_reason` is "error"."""
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """One prompt and its choices."""
+
+    request_id: str
+    prompt: str | None
+    """As text; `None` when token ids were given."""
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache."""
+
+    @property
+    def finished(self) -> bool:
+        return all(output.finished for output in self.outputs)
