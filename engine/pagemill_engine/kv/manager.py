@@ -127,13 +127,17 @@ class KVCacheManager:
     def allocate_slots(self, row: TokenRow, num_tokens: int) -> Allocation | None:
         """Open a write of the next `num_tokens` tokens. None: too few free blocks, nothing was changed."""
         table = self.tables[row.request_id]
-        if table.num_open_tokens:
-            raise KVCacheError(f"{row.request_id} is already being written by a step")
         blocks = table.blocks
         start = row.num_computed_tokens
         end = start + num_tokens
-        if not 0 < num_tokens <= len(row.token_ids) - start:
-            raise KVCacheError(f"{row.request_id}: {num_tokens} tokens asked for, {len(row.token_ids) - start} are due")
+        if table.num_open_tokens or not 0 < num_tokens <= len(row.token_ids) - start:
+            raise _misuse(table, num_tokens)
+        if end % self.block_size and end <= len(blocks) * self.block_size:
+            tail = blocks[-1]
+            if tail.ref_count == 1 and tail.block_hash is None:
+                # Nearly every decode: the token goes into the row's own tail block and does not fill it.
+                table.num_open_tokens = num_tokens
+                return _NOTHING_NEW
         num_new = -(-end // self.block_size) - len(blocks)
         needs_copy = self._write_needs_copy(table)
         if num_new + needs_copy > len(self.pool.free_list):
@@ -234,3 +238,11 @@ class KVCacheManager:
             parent = known[-1] if known else row.cache_root
             known.append(hashes.block_hash(parent, row.token_ids[first : first + self.block_size]))
         return known[index]
+
+
+def _misuse(table: BlockTable, num_tokens: int) -> KVCacheError:
+    row = table.row
+    if table.num_open_tokens:
+        return KVCacheError(f"{row.request_id} is already being written by a step")
+    due = len(row.token_ids) - row.num_computed_tokens
+    return KVCacheError(f"{row.request_id}: {num_tokens} tokens asked for, {due} are due")

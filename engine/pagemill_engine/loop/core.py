@@ -92,12 +92,12 @@ class EngineCore:
             return
         blocks = pool.allocate(1)
         row = AdmittedRow(_PROBE, [0], 1, 0, [blocks[0].block_id], SamplingParams(temperature=0.0), 0, 0)
+        plan = StepPlan(step=0, num_scheduled_tokens={_PROBE: 1}, admitted=[row], samples={_PROBE})
+        plan.released = self.scheduler.swap_released([_PROBE])
         try:
-            plan = StepPlan(step=0, num_scheduled_tokens={_PROBE: 1}, admitted=[row], samples={_PROBE})
             self.runner.wait(self.runner.launch(plan))
         finally:
             pool.release(blocks)
-            self.scheduler.release_row(_PROBE)
 
     def _run(self, plan: StepPlan) -> None:
         started_s = self._clock()

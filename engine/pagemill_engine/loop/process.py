@@ -34,8 +34,7 @@ from pagemill_engine.ipc.messages import (
 )
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.loop.warmup import SelfTestError, calibrate, self_test
-from pagemill_engine.runner.base import Runner
-from pagemill_engine.runner.null import NullRunner
+from pagemill_engine.runner import factory
 
 logger = logging.getLogger(__name__)
 
@@ -144,20 +143,12 @@ def _refusals(request: GenerateRequest, error: PagemillError) -> list[TokensOut]
 
 def start_core(config: EngineConfig, progress: Callable[[str, str], None]) -> EngineCore:
     """Load the model and prove that it works. Raises what the runner factory raises, or `SelfTestError`."""
-    core = EngineCore(config, _create_runner(config, progress))
+    core = EngineCore(config, factory.create_runner(config, progress))
     progress("warming", "generating a first token")
     self_test(core)
     progress("warming", "measuring step times")
     calibrate(core)
     return core
-
-
-def _create_runner(config: EngineConfig, progress: Callable[[str, str], None]) -> Runner:
-    if config.null_runner:
-        return NullRunner.from_config(config)
-    from pagemill_engine.runner import factory
-
-    return factory.create_runner(config, progress)
 
 
 def serve(config: EngineConfig, link: EngineLink) -> None:

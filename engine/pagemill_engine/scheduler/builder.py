@@ -17,6 +17,21 @@ class StepBuilder:
 
     def place(self, row: Request, num_tokens: int, allocation: Allocation) -> None:
         """A row that the runner knows already."""
+        if allocation.new_block_ids or allocation.replaced is not None:
+            self._note_blocks(row, allocation)
+        self._count(row, num_tokens, 1)
+
+    def decode(self, row: Request, allocation: Allocation) -> None:
+        """`place` for the common case, one due token: this runs for every row of every step."""
+        if allocation.new_block_ids or allocation.replaced is not None:
+            self._note_blocks(row, allocation)
+        plan = self.plan
+        self.budget -= 1
+        plan.decode_context_tokens += row.num_computed_tokens + 1
+        plan.num_scheduled_tokens[row.request_id] = 1
+        plan.samples.add(row.request_id)
+
+    def _note_blocks(self, row: Request, allocation: Allocation) -> None:
         plan = self.plan
         if allocation.new_block_ids:
             plan.new_block_ids[row.request_id] = allocation.new_block_ids
@@ -24,7 +39,6 @@ class StepBuilder:
             index, source, copy = allocation.replaced
             plan.replaced_blocks.append((row.request_id, index, copy))
             plan.block_copies.append((source, copy))
-        self._count(row, num_tokens, 1)
 
     def admit(self, row: Request, num_tokens: int, allocation: Allocation, block_ids: list[int]) -> None:
         """A row that starts, or starts over."""

@@ -127,10 +127,12 @@ class Scheduler:
         for row in list(self._running):
             if row.state is not RowState.RUNNING:
                 continue
-            if row.num_due_tokens > 1:
+            if len(row.token_ids) - row.num_computed_tokens > 1:
                 prefills.append(row)
             elif step.budget > 0:
-                self._continue(row, step)
+                allocation = self._allocate(row, 1, step)
+                if allocation is not None:
+                    step.decode(row, allocation)
         for row in prefills:
             if row.state is RowState.RUNNING and step.budget > 0:
                 self._continue(row, step)
@@ -344,9 +346,10 @@ class Scheduler:
         if successor is not None:
             self._queue(successor)
 
-    def release_row(self, request_id: str) -> None:
-        """The runner shall forget a row that the scheduler never knew (the engine's own probe)."""
-        self._released.append(request_id)
+    def swap_released(self, following: list[str]) -> list[str]:
+        """For a plan made outside `schedule`: the rows it must release, and those that the next plan will."""
+        released, self._released = self._released, following
+        return released
 
     # -- what others see -----------------------------------------------------------------------------------------
 
@@ -359,9 +362,11 @@ class Scheduler:
         running_tokens = 0
         due_tokens = self._num_queued_tokens + self._held.num_held
         for row in self._running:
-            running_tokens += row.num_computed_tokens
-            if row.num_due_tokens > 1:
-                due_tokens += row.num_due_tokens
+            computed = row.num_computed_tokens
+            running_tokens += computed
+            due = len(row.token_ids) - computed
+            if due > 1:
+                due_tokens += due
         return EngineLoad(
             num_blocks_total=pool.num_blocks,
             num_blocks_free=pool.num_free - pool.num_evictable,
