@@ -17,6 +17,7 @@ from pagemill_protocol.catalog import Catalog, CatalogModel
 from pagemill_operator.backends.base import Event
 from pagemill_operator.backends.local.cores import threads_per_engine
 from pagemill_operator.backends.local.gateway import Gateway
+from pagemill_operator.backends.local.load import Load, read_load
 from pagemill_operator.backends.local.ports import ensure_bindable, free_port
 from pagemill_operator.backends.local.replicas import Replica, engine_launcher, unused_name
 from pagemill_operator.backends.local.settings import LocalSettings
@@ -117,6 +118,13 @@ class LocalBackend:
     def supervisors(self, key: str) -> list[Supervisor]:
         """The processes of a deployment, oldest first."""
         return [replica.supervisor for replica in self._deployments[key].replicas]
+
+    async def load(self) -> Load:
+        """What gateway and engines report now."""
+        gateway = self.gateway.supervisor.launch
+        engines = [replica.supervisor.launch for replica in self._all_replicas()]
+        urls = [launch.control_url for launch in engines if launch]
+        return await read_load(self._session, gateway.control_url, urls) if gateway else Load()
 
     async def stop(self) -> None:
         """The gateway first, so that no client is cut off by an engine; then all engines; then the files."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import secrets
 from collections.abc import Callable
-from typing import Any
 
 import aiohttp
 import msgspec
@@ -78,18 +78,6 @@ class Gateway:
                 await self._news.wait_for(self._up_to_date)
         return self._up_to_date()
 
-    async def status(self) -> dict[str, Any] | None:
-        """The gateway's `GET /status`; `None` while it does not answer."""
-        launch = self.supervisor.launch
-        if launch is None:
-            return None
-        try:
-            url = f"{launch.control_url}/status"
-            async with self._session.get(url, headers=self._headers(), timeout=TIMEOUT) as response:
-                return dict(await response.json()) if response.status == 200 else None
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError, TypeError):
-            return None
-
     async def end(self, timeout_s: float) -> None:
         self._teller.cancel()
         await asyncio.gather(self._teller, return_exceptions=True)
@@ -103,6 +91,7 @@ class Gateway:
             "control_host": LOOPBACK,
             "control_port": control_port,
             "control_token": self._token,
+            "api_keys": [hashlib.sha256(key.encode()).hexdigest() for key in self._settings.api_keys],
         }
         path = self._state_dir.write_json(f"{NAME}.json", content)
         return Launch(

@@ -25,6 +25,8 @@ class LocalSettings:
     """Address of the gateway's data port."""
     port: int = 8080
     """Data port of the gateway; 0 takes a free one."""
+    api_keys: tuple[str, ...] = ()
+    """Keys that clients must send; empty: none is asked, which is only allowed on loopback."""
     python: str = sys.executable
     """Interpreter that runs engines and gateway."""
     runtime_folder: Path = field(default_factory=_runtime_folder)

@@ -53,7 +53,7 @@ def remove_abandoned(parent: Path) -> None:
 def _abandoned(folder: Path) -> bool:
     try:
         owner = json.loads((folder / OWNER_FILE).read_text("utf-8"))
-        return abs(psutil.Process(owner["pid"]).create_time() - owner["started"]) > 1
+        return bool(abs(psutil.Process(owner["pid"]).create_time() - owner["started"]) > 1)
     except psutil.NoSuchProcess:
         return True
     except (OSError, ValueError, KeyError, TypeError, psutil.Error):

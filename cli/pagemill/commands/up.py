@@ -1,0 +1,56 @@
+"""`pagemill up`: serves LLMDeployment files on this machine, the way a cluster would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def up(
+    files: Annotated[list[Path], typer.Option("--file", "-f", help="YAML file with LLMDeployments; may be repeated.")],
+    port: Annotated[int, typer.Option(help="Port of the gateway; 0 takes a free one.")] = 8080,
+    host: Annotated[str, typer.Option(help="Address of the gateway.")] = "127.0.0.1",
+    api_keys: Annotated[
+        Path | None, typer.Option(help="File with one API key a line; needed for addresses other machines can reach.")
+    ] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Go on serving where no terminal is attached.")] = False,
+) -> None:
+    """Serve LLMDeployment files on this machine."""
+    import asyncio
+
+    import psutil
+    from pagemill_operator.backends.local import LocalSettings
+
+    from pagemill.up.loading import load_files
+    from pagemill.up.screen import make_screen, report_errors
+    from pagemill.up.session import UpRequest, run_up
+
+    result = load_files(files)
+    if result.findings:
+        report_errors(str(finding) for finding in result.findings)
+        raise typer.Exit(2)
+    try:
+        keys = _read_keys(api_keys, host)
+    except ValueError as error:
+        report_errors([str(error)])
+        raise typer.Exit(2) from None
+    settings = LocalSettings(host=host, port=port, api_keys=keys)
+    request = UpRequest(files, keep, psutil.Process().create_time(), settings)
+    raise typer.Exit(asyncio.run(run_up(request, result.loaded, make_screen())))
+
+
+def _read_keys(path: Path | None, host: str) -> tuple[str, ...]:
+    if path is None:
+        if host not in ("127.0.0.1", "::1", "localhost"):
+            raise ValueError(f"--host {host} can be reached by other machines; name a file of API keys with --api-keys")
+        return ()
+    try:
+        keys = [line.strip() for line in path.read_text("utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--api-keys {path}: cannot be read: {error}") from None
+    keys = [key for key in keys if key]
+    if not keys:
+        raise ValueError(f"--api-keys {path}: holds no key; write one a line")
+    return tuple(keys)

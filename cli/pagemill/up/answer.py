@@ -1,0 +1,103 @@
+"""The first question: asked through the gateway like any client would, its answer streamed to the screen."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+QUESTION = "In one short sentence: what is the capital of France?"
+MAX_TOKENS = 40
+RETRY_S = 0.1
+TIMEOUT = aiohttp.ClientTimeout(total=300, sock_connect=5)
+
+
+class AnswerError(Exception):
+    """The model did not answer; the message says why."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    text: str
+    ttft_s: float
+    """From the request that was answered to its first text."""
+    total_s: float
+    first_token_at_s: float
+    """`time.time()` of the first text."""
+
+
+async def ask(
+    base_url: str, model: str, on_text: Callable[[str], None], *, api_key: str = "", patience_s: float = 15.0
+) -> Answer:
+    """Stream one answer. A 503 is asked again within `patience_s`: the gateway may learn of engines later."""
+    deadline_s = time.monotonic() + patience_s
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    async with aiohttp.ClientSession(trust_env=False, timeout=TIMEOUT, headers=headers) as session:
+        while True:
+            try:
+                return await _ask_once(session, base_url, model, on_text)
+            except _NotYet as error:
+                if time.monotonic() > deadline_s:
+                    raise AnswerError(str(error)) from None
+                await asyncio.sleep(RETRY_S)
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                raise AnswerError(f"{type(error).__name__}: {error}") from error
+
+
+class _NotYet(Exception):
+    """503, or the model is not known yet."""
+
+
+async def _ask_once(
+    session: aiohttp.ClientSession, base_url: str, model: str, on_text: Callable[[str], None]
+) -> Answer:
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": QUESTION}],
+        "max_tokens": MAX_TOKENS,
+        "temperature": 0,
+        "stream": True,
+    }
+    began_s = time.monotonic()
+    first_s = first_at_s = 0.0
+    pieces: list[str] = []
+    async with session.post(f"{base_url}/v1/chat/completions", json=body) as response:
+        if response.status in (404, 503):
+            raise _NotYet(_error_message(await response.read()))
+        if response.status != 200:
+            raise AnswerError(f"{response.status}: {_error_message(await response.read())}")
+        async for piece in _texts(response.content):
+            if not pieces:
+                first_s, first_at_s = time.monotonic(), time.time()
+            pieces.append(piece)
+            on_text(piece)
+    if not pieces:
+        raise AnswerError("the answer is empty")
+    return Answer("".join(pieces), first_s - began_s, time.monotonic() - began_s, first_at_s)
+
+
+async def _texts(content: aiohttp.StreamReader) -> AsyncIterator[str]:
+    """The texts of a stream of chat chunks."""
+    async for line in content:
+        data = line.decode("utf-8").strip().removeprefix("data:").strip()
+        if not data or data == "[DONE]":
+            continue
+        chunk: dict[str, Any] = json.loads(data)
+        if "error" in chunk:
+            raise AnswerError(str(chunk["error"].get("message")))
+        for choice in chunk.get("choices", []):
+            text = choice.get("delta", {}).get("content")
+            if text:
+                yield text
+
+
+def _error_message(body: bytes) -> str:
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return body[:300].decode("utf-8", "replace")

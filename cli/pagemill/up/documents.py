@@ -1,0 +1,190 @@
+"""YAML files to documents that remember on which line each field stands.
+
+Strict where YAML is a trap: duplicate keys, keys that are no text, aliases that contain themselves or explode. Knows
+nothing of LLMDeployment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+MAX_FILE_BYTES = 1024 * 1024
+MAX_NODES = 50_000
+FieldPath = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One error, where it is and what to do about it."""
+
+    file: str
+    line: int | None
+    field: str
+    """Dotted path, empty when the error is about the file or the whole document."""
+    message: str
+
+    def __str__(self) -> str:
+        place = self.file if self.line is None else f"{self.file}:{self.line}"
+        return f"{place}: {self.field}: {self.message}" if self.field else f"{place}: {self.message}"
+
+
+@dataclass
+class Document:
+    """One YAML document as plain values."""
+
+    file: str
+    line: int
+    value: Any = None
+    lines: dict[FieldPath, int] = field(default_factory=dict)
+    """Line of every field (of its key, in mappings)."""
+
+    def line_of(self, path: FieldPath) -> int:
+        """Line of the field, or of the nearest field around it."""
+        while path and path not in self.lines:
+            path = path[:-1]
+        return self.lines.get(path, self.line)
+
+
+class _Loader(yaml.SafeLoader):
+    """The safe loader, without guessing dates from text."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 (the library's own form)
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+def read_documents(path: Path) -> tuple[list[Document], list[Finding]]:
+    """All documents of a file that are not empty, and everything wrong with the YAML itself."""
+    file = str(path)
+    try:
+        text = _read_text(path)
+    except ValueError as error:
+        return [], [Finding(file, None, "", str(error))]
+    documents: list[Document] = []
+    findings: list[Finding] = []
+    try:
+        for node in _compose_all(text):
+            document = Document(file, node.start_mark.line + 1)
+            document.value = _Reader(document, findings).read(node, ())
+            if document.value is not None:
+                documents.append(document)
+    except yaml.MarkedYAMLError as error:
+        findings.append(_syntax_finding(file, text, error))
+    except (yaml.YAMLError, RecursionError) as error:
+        findings.append(Finding(file, None, "", f"is not YAML: {str(error).splitlines()[0]}"))
+    if not documents and not findings:
+        message = "holds no document; describe an LLMDeployment in it, as examples/llmdeployment.yaml does"
+        findings.append(Finding(file, None, "", message))
+    return documents, findings
+
+
+def path_text(path: FieldPath) -> str:
+    """`("spec", "env", 0, "name")` -> `spec.env[0].name`."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}"
+    return text.removeprefix(".")
+
+
+def _read_text(path: Path) -> str:
+    try:
+        if path.is_dir():
+            raise ValueError("is a folder; name a YAML file")
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise ValueError(f"is larger than {MAX_FILE_BYTES} bytes; an LLMDeployment is a short text")
+        return path.read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        raise ValueError("does not exist; check the path after -f") from None
+    except PermissionError:
+        raise ValueError("cannot be read by this user; change its permissions") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
+    except OSError as error:
+        raise ValueError(f"cannot be read: {error.strerror}") from None
+
+
+def _compose_all(text: str) -> Iterator[yaml.Node]:
+    loader = _Loader(text)
+    try:
+        while loader.check_node():
+            node = loader.get_node()
+            if node is not None:
+                yield node
+    finally:
+        loader.dispose()
+
+
+def _syntax_finding(file: str, text: str, error: yaml.MarkedYAMLError) -> Finding:
+    mark = error.problem_mark or error.context_mark
+    problem = error.problem or "syntax error"
+    line = mark.line + 1 if mark else None
+    lines = text.splitlines()
+    if line and line <= len(lines) and "\t" in lines[line - 1][: len(lines[line - 1]) - len(lines[line - 1].lstrip())]:
+        problem = "the line is indented with a tab; YAML allows only spaces"
+    return Finding(file, line, "", f"is not YAML: {problem}")
+
+
+class _Reader:
+    """Builds plain values from nodes and notes lines; errors go into `findings`."""
+
+    def __init__(self, document: Document, findings: list[Finding]) -> None:
+        self._document = document
+        self._findings = findings
+        self._open: set[int] = set()
+        self._num_nodes = 0
+
+    def read(self, node: yaml.Node, path: FieldPath) -> Any:
+        self._num_nodes += 1
+        if self._num_nodes > MAX_NODES:
+            raise yaml.YAMLError(f"it unfolds into more than {MAX_NODES} values")
+        self._document.lines.setdefault(path, node.start_mark.line + 1)
+        if isinstance(node, yaml.ScalarNode):
+            return self._scalar(node, path)
+        if id(node) in self._open:
+            self._find(node, path, "contains itself through an alias; write it out")
+            return None
+        self._open.add(id(node))
+        value = self._mapping(node, path) if isinstance(node, yaml.MappingNode) else self._sequence(node, path)
+        self._open.discard(id(node))
+        return value
+
+    def _scalar(self, node: yaml.ScalarNode, path: FieldPath) -> Any:
+        constructor = yaml.constructor.SafeConstructor()
+        try:
+            return constructor.construct_object(node)
+        except (yaml.YAMLError, ValueError) as error:
+            problem = getattr(error, "problem", None) or str(error)
+            self._find(node, path, f"cannot be read: {problem}; put the value in quotes")
+            return None
+
+    def _sequence(self, node: yaml.Node, path: FieldPath) -> list[Any]:
+        return [self.read(item, (*path, index)) for index, item in enumerate(node.value)]
+
+    def _mapping(self, node: yaml.MappingNode, path: FieldPath) -> dict[str, Any]:
+        value: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            key = key_node.value
+            if not isinstance(key_node, yaml.ScalarNode):
+                self._find(key_node, path, "a field name must be text")
+                continue
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                self._find(key_node, path, "merge keys (<<) are not supported; write the fields out")
+                continue
+            where = (*path, key)
+            if key in value:
+                first = self._document.lines[where]
+                self._find(key_node, where, f"appears twice (first on line {first}); keep one")
+                continue
+            self._document.lines[where] = key_node.start_mark.line + 1
+            value[key] = self.read(value_node, where)
+        return value
+
+    def _find(self, node: yaml.Node, path: FieldPath, message: str) -> None:
+        line = node.start_mark.line + 1
+        self._findings.append(Finding(self._document.file, line, path_text(path), message))

@@ -1,0 +1,103 @@
+"""What `pagemill up` shows: plain lines where no terminal is attached, colours and one live status line where one is.
+
+Decides nothing and waits for nothing. Errors go to stderr, everything else to stdout.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Protocol
+
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+from rich.spinner import Spinner
+from rich.text import Text
+
+
+class Screen(Protocol):
+    interactive: bool
+    """Somebody sits in front of it."""
+
+    def line(self, text: str) -> None:
+        """One finished line."""
+
+    def warn(self, text: str) -> None:
+        """One finished line that needs attention."""
+
+    def stream(self, text: str) -> None:
+        """A piece of running text."""
+
+    def status(self, text: str) -> None:
+        """What is going on right now; replaces itself, empty removes it."""
+
+
+class PlainScreen:
+    """Plain lines; a status is not shown, because its news comes as lines already."""
+
+    interactive = False
+
+    def line(self, text: str) -> None:
+        _write(f"{text}\n")
+
+    def warn(self, text: str) -> None:
+        _write(f"warning: {text}\n")
+
+    def stream(self, text: str) -> None:
+        _write(text)
+
+    def status(self, text: str) -> None:
+        return
+
+
+class TerminalScreen:
+    """Colours, and a status line that stays at the bottom."""
+
+    interactive = True
+
+    def __init__(self) -> None:
+        self._console = Console(highlight=False)
+        self._live: Live | None = None
+
+    def line(self, text: str) -> None:
+        self._console.print(escape(text))
+
+    def warn(self, text: str) -> None:
+        self._console.print(f"[yellow]warning:[/yellow] {escape(text)}")
+
+    def stream(self, text: str) -> None:
+        self.status("")
+        self._console.print(escape(text), end="")
+
+    def status(self, text: str) -> None:
+        if not text:
+            self._end_live()
+            return
+        line = Spinner("dots", Text(text, style="cyan", no_wrap=True, overflow="ellipsis"))
+        if self._live is None:
+            self._live = Live(line, console=self._console, refresh_per_second=8, transient=True)
+            self._live.start()
+        else:
+            self._live.update(line)
+
+    def _end_live(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+
+def make_screen() -> Screen:
+    return TerminalScreen() if sys.stdout.isatty() and sys.stdin.isatty() else PlainScreen()
+
+
+def report_errors(lines: Iterable[str]) -> None:
+    """Errors for people and scripts: one a line, on stderr."""
+    for line in lines:
+        sys.stderr.write(f"error: {line}\n")
+    sys.stderr.flush()
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

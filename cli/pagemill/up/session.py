@@ -1,0 +1,250 @@
+"""One run of `pagemill up`: start everything, wait with reasons, ask the first question, then serve until told to stop.
+
+Neighbours: `loading` gave the plans, the local backend runs them, `screen` shows it. Whatever happens in here, the
+backend is stopped at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pagemill_operator.backends.base import BackendError, Event
+from pagemill_operator.backends.local import LocalBackend, LocalSettings
+from pagemill_operator.backends.local.load import Load
+from pagemill_operator.plan import Plan
+from pagemill_operator.status.conditions import Finding, find_conditions
+
+from pagemill.up.answer import QUESTION, AnswerError, ask
+from pagemill.up.changes import describe_changes
+from pagemill.up.loading import Loaded, load_files
+from pagemill.up.screen import Screen, report_errors
+
+MAX_FIRST_CRASHES = 3
+"""A process that never was ready and crashed this often is given up."""
+LASTING_REASONS = frozenset(
+    {
+        "ModelNotFound",
+        "ModelUnreadable",
+        "UnsupportedArchitecture",
+        "ModelTooLarge",
+        "MaxModelLenTooLarge",
+        "SourceUnavailable",
+        "SettingsInvalid",
+        "SettingsUnreadable",
+        "StartFailed",
+    }
+)
+"""Causes that starting again does not repair."""
+
+
+@dataclass(frozen=True)
+class UpRequest:
+    files: Sequence[Path]
+    keep: bool
+    """Go on serving where no terminal is attached."""
+    started_at_s: float
+    """`time.time()` when the command was started."""
+    settings: LocalSettings
+
+
+class GivenUp(Exception):
+    """Something can never become ready; the message says what and why."""
+
+
+async def run_up(request: UpRequest, loaded: list[Loaded], screen: Screen) -> int:
+    """Exit code: 0 after an orderly end, 1 when something could not be started, 130 when interrupted before that."""
+    session = Session(request, loaded, screen)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, stop.set)
+    work = asyncio.create_task(session.run())
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({work, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            return 0 if session.served else 130
+        await work
+        return 0
+    except (BackendError, GivenUp, AnswerError) as error:
+        report_errors([str(error)])
+        return 1
+    finally:
+        await session.end(work, stopping)
+
+
+class Session:
+    def __init__(self, request: UpRequest, loaded: list[Loaded], screen: Screen) -> None:
+        self.served = False
+        """The first answer has come."""
+        self._request = request
+        self._loaded = loaded
+        self._screen = screen
+        self._news = asyncio.Event()
+        self._own_key = f"pm-{secrets.token_urlsafe(24)}" if request.settings.api_keys else ""
+        settings = request.settings
+        if self._own_key:
+            settings = replace(settings, api_keys=(*settings.api_keys, self._own_key))
+        self._backend = LocalBackend(settings, on_event=self._show_event, on_change=self._news.set)
+
+    async def run(self) -> None:
+        """Until the answer where nobody watches, else until cancelled."""
+        for line in _notes(self._loaded):
+            self._screen.line(line)
+        await self._backend.start()
+        await self._backend.apply(self._plans)
+        await self._wait_until_ready()
+        self._show_urls()
+        await self._first_answer()
+        self.served = True
+        if not self._screen.interactive and not self._request.keep:
+            return
+        await self._serve()
+
+    async def end(self, work: asyncio.Task[None], stopping: asyncio.Task[bool]) -> None:
+        """Stop what runs, in order, and leave nothing behind."""
+        for task in (work, stopping):
+            task.cancel()
+        await asyncio.gather(work, stopping, return_exceptions=True)
+        self._screen.status("stopping the gateway, then the engines")
+        await self._backend.stop()
+        self._screen.status("")
+        self._screen.line("stopped")
+
+    @property
+    def _plans(self) -> list[Plan]:
+        return [item.plan for item in self._loaded]
+
+    def _show_event(self, event: Event) -> None:
+        line = f"{event.subject}: {event.message} ({event.since_start_s:.1f} s)"
+        if event.warning:
+            self._screen.warn(line)
+        else:
+            self._screen.line(line)
+
+    async def _wait_until_ready(self) -> None:
+        """Raises `GivenUp`. The reason of every wait comes as an event, and as the status line of a terminal."""
+        while True:
+            self._news.clear()
+            findings = [self._ready(plan) for plan in self._plans]
+            if all(finding.status == "True" for finding in findings):
+                return
+            self._give_up_if_hopeless()
+            waits = [f"{plan.name}: {f.message}" for plan, f in zip(self._plans, findings, strict=True)]
+            self._screen.status("waiting for " + "; ".join(waits))
+            await self._news.wait()
+
+    def _ready(self, plan: Plan) -> Finding:
+        observation = self._backend.observe(plan.key)
+        if plan.replicas == 0 and observation.gateway_ready:
+            return Finding("Ready", "True", "ScaledToZero", "no replica is wanted")
+        return find_conditions(observation)[-1]
+
+    def _give_up_if_hopeless(self) -> None:
+        processes = [self._backend.gateway.supervisor]
+        processes += [process for plan in self._plans for process in self._backend.supervisors(plan.key)]
+        for process in processes:
+            if process.phase != "crashed" or process.was_ready:
+                continue
+            if process.reason in LASTING_REASONS or process.num_crashes >= MAX_FIRST_CRASHES:
+                raise GivenUp(f"{process.name}: {process.reason}: {process.message}")
+
+    def _show_urls(self) -> None:
+        base_url = self._backend.base_url
+        names = [name for plan in self._plans for name in plan.names]
+        key = " -H 'Authorization: Bearer KEY'" if self._own_key else ""
+        body = f'{{"model": "{names[0]}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+        self._screen.status("")
+        self._screen.line("")
+        self._screen.line(f"OpenAI base URL   {base_url}/v1")
+        self._screen.line(f"Models            {', '.join(dict.fromkeys(names))}")
+        self._screen.line(
+            f"Try               curl {base_url}/v1/chat/completions -H 'Content-Type: application/json'{key}"
+        )
+        self._screen.line(f"                  -d '{body}'")
+        self._screen.line("")
+
+    async def _first_answer(self) -> None:
+        served = [plan for plan in self._plans if plan.replicas]
+        if not served:
+            return
+        model = served[0].model_name
+        self._screen.line(f"> {QUESTION}")
+        answer = await ask(self._backend.base_url, model, self._screen.stream, api_key=self._own_key)
+        since_start_s = answer.first_token_at_s - self._request.started_at_s
+        self._screen.line("")
+        self._screen.line(
+            f"first token after {answer.ttft_s * 1000:.0f} ms, answer in {answer.total_s:.1f} s; "
+            f"{since_start_s:.1f} s from start to first token"
+        )
+
+    async def _serve(self) -> None:
+        """Until cancelled: follow the files, and show the load where somebody watches."""
+        self._screen.line("edit the file to change what runs; Ctrl-C stops everything")
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._follow_files())
+            if self._screen.interactive:
+                tasks.create_task(self._show_load())
+
+    async def _follow_files(self) -> None:
+        from watchfiles import awatch
+
+        files = {path.resolve() for path in self._request.files}
+        folders = {path.parent for path in files}
+        # The folders, since editors replace a file by a new one.
+        watcher = awatch(
+            *folders, watch_filter=lambda _, path: Path(path).resolve() in files, recursive=False, raise_interrupt=False
+        )
+        async for _ in watcher:
+            await self._apply_edit()
+
+    async def _apply_edit(self) -> None:
+        result = load_files(self._request.files, self._loaded)
+        if result.findings:
+            report_errors(str(finding) for finding in result.findings)
+            self._screen.warn("the edit has errors; everything goes on as before")
+            return
+        changes = describe_changes(self._loaded, result.loaded)
+        self._loaded = result.loaded
+        for line in changes:
+            self._screen.line(line)
+        if changes:
+            for line in _notes(self._loaded):
+                self._screen.line(line)
+            await self._backend.apply(self._plans)
+
+    async def _show_load(self) -> None:
+        before = Load()
+        while True:
+            load = await self._backend.load()
+            rate = load.tokens_per_s(before) if before.at_s else 0.0
+            self._screen.status(self._status_line(load, rate))
+            before = load
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), 1.0)
+                # News come in bursts while replicas move; the line is redrawn at most four times a second.
+                await asyncio.sleep(0.25)
+            self._news.clear()
+
+    def _status_line(self, load: Load, tokens_per_s: float) -> str:
+        parts = [self._replicas_text(plan) for plan in self._plans]
+        parts += [f"KV {load.kv_cache_usage:.0%}", f"{load.num_running} running", f"{load.num_waiting} waiting"]
+        return " | ".join([*parts, f"{tokens_per_s:.0f} tok/s"])
+
+    def _replicas_text(self, plan: Plan) -> str:
+        ready = len(self._backend.observe(plan.key).ready())
+        finding = self._ready(plan)
+        why = "" if finding.status == "True" else f" ({finding.message})"
+        return f"{plan.name} {ready}/{plan.replicas} ready{why}"
+
+
+def _notes(loaded: Sequence[Loaded]) -> Iterator[str]:
+    for item in loaded:
+        for note in item.plan.notes:
+            yield f"note: {item.document.file}: {item.plan.name}: {note}"

@@ -1,0 +1,73 @@
+"""Load of everything that runs on this machine, summed from what gateway and engines tell."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+TIMEOUT = aiohttp.ClientTimeout(total=2.0)
+GENERATED = re.compile(r"^vllm:generation_tokens(?:_total)?(?:\{[^}]*\})? ([0-9.eE+]+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Load:
+    """One instant."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_cache_usage: float = 0.0
+    """Share of all blocks held by running requests."""
+    num_generated: float = 0.0
+    """Tokens generated since the engines started."""
+    at_s: float = 0.0
+    """Monotonic clock."""
+
+    def tokens_per_s(self, before: Load) -> float:
+        """Generated between two instants; a restarted engine counts from 0 again."""
+        elapsed_s = self.at_s - before.at_s
+        return max(0.0, self.num_generated - before.num_generated) / elapsed_s if elapsed_s > 0 else 0.0
+
+
+async def read_load(session: aiohttp.ClientSession, gateway_url: str, engine_urls: Iterable[str]) -> Load:
+    """From the control ports; what does not answer counts as idle."""
+    status, *texts = await asyncio.gather(
+        _get(session, f"{gateway_url}/status"), *(_get(session, f"{url}/metrics") for url in engine_urls)
+    )
+    generated = sum(float(number) for text in texts for number in GENERATED.findall(text.decode("utf-8", "replace")))
+    return _sum(_loads(status), generated)
+
+
+def _sum(loads: list[dict[str, Any]], num_generated: float) -> Load:
+    total = sum(load.get("num_blocks_total", 0) for load in loads)
+    active = sum(load.get("num_blocks_active", 0) for load in loads)
+    return Load(
+        num_running=sum(load.get("num_requests_running", 0) for load in loads),
+        num_waiting=sum(load.get("num_requests_waiting", 0) for load in loads),
+        kv_cache_usage=active / total if total else 0.0,
+        num_generated=num_generated,
+        at_s=time.monotonic(),
+    )
+
+
+def _loads(status: bytes) -> list[dict[str, Any]]:
+    """The `load` of every endpoint in the gateway's `GET /status`."""
+    try:
+        models = json.loads(status)["models"]
+    except (ValueError, KeyError, TypeError):
+        return []
+    return [endpoint["load"] for model in models for endpoint in model["endpoints"] if endpoint.get("load")]
+
+
+async def _get(session: aiohttp.ClientSession, url: str) -> bytes:
+    try:
+        async with session.get(url, timeout=TIMEOUT) as response:
+            return await response.read() if response.status == 200 else b""
+    except (aiohttp.ClientError, TimeoutError, OSError):
+        return b""
