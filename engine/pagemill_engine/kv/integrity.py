@@ -45,8 +45,8 @@ def _check_free_list(kv: KVCacheManager) -> list[str]:
         free.append(block)
         if len(free) > kv.pool.num_blocks:
             return ["the free list does not end"]
-        if block.next is None or block.next.prev is not block:
-            faults.append(f"the free list is torn behind block {block.block_id}")
+        if block.next is None or block.next.prev is not block or block.prev is None or block.prev.next is not block:
+            faults.append(f"the free list is torn at block {block.block_id}")
     free_ids = {block.block_id for block in free}
     if len(free_ids) != len(free):
         faults.append("a block is in the free list twice")

@@ -1,0 +1,112 @@
+"""The block pool hands out blocks by reference count and evicts in the right order."""
+
+from __future__ import annotations
+
+import pytest
+from pagemill_engine.kv.block_pool import Block, BlockPool, KVCacheError
+
+
+def make_pool(num_blocks: int = 8) -> tuple[BlockPool, list[int]]:
+    evicted: list[int] = []
+
+    def forget(block: Block) -> None:
+        evicted.append(block.block_id)
+        block.block_hash = None
+
+    return BlockPool(num_blocks, on_evict=forget), evicted
+
+
+def ids(blocks: list[Block]) -> list[int]:
+    return [block.block_id for block in blocks]
+
+
+def cache(blocks: list[Block]) -> None:
+    for block in blocks:
+        block.block_hash = b"content-%d" % block.block_id
+
+
+def test_every_block_is_handed_out_once() -> None:
+    pool, _ = make_pool(8)
+    taken = pool.allocate(8)
+    assert sorted(ids(taken)) == list(range(8))
+    assert pool.num_free == 0
+    assert pool.num_active == 8
+    assert all(block.ref_count == 1 for block in taken)
+
+
+def test_more_than_free_is_refused_and_changes_nothing() -> None:
+    pool, _ = make_pool(4)
+    pool.allocate(3)
+    with pytest.raises(KVCacheError, match="2 blocks asked for, 1 are free"):
+        pool.allocate(2)
+    assert pool.num_free == 1
+
+
+def test_a_pool_needs_a_block() -> None:
+    with pytest.raises(KVCacheError, match="at least one block"):
+        make_pool(0)
+
+
+def test_a_block_comes_back_with_its_last_reference_only() -> None:
+    pool, _ = make_pool(2)
+    blocks = pool.allocate(1)
+    pool.share(blocks)
+    pool.release(blocks)
+    assert pool.num_free == 1
+    pool.release(blocks)
+    assert pool.num_free == 2
+
+
+def test_a_second_free_is_refused() -> None:
+    pool, _ = make_pool(2)
+    blocks = pool.allocate(1)
+    pool.release(blocks)
+    with pytest.raises(KVCacheError, match="freed twice"):
+        pool.release(blocks)
+
+
+def test_blocks_without_content_are_taken_before_cached_ones() -> None:
+    pool, evicted = make_pool(4)
+    cached, plain = pool.allocate(2), pool.allocate(2)
+    cache(cached)
+    pool.release(plain)
+    pool.release(cached)
+    assert pool.num_evictable == 2
+    assert sorted(ids(pool.allocate(2))) == sorted(ids(plain))
+    assert evicted == []
+
+
+def test_the_longest_unused_content_is_evicted_first() -> None:
+    pool, evicted = make_pool(4)
+    blocks = pool.allocate(4)
+    cache(blocks)
+    for index in (2, 0, 3, 1):
+        pool.release([blocks[index]])
+    pool.share([blocks[0]])
+    pool.release([blocks[0]])
+    pool.allocate(4)
+    assert evicted == ids([blocks[2], blocks[3], blocks[1], blocks[0]])
+    assert pool.num_evictable == 0
+
+
+def test_cached_content_is_revived_from_the_middle_of_the_free_list() -> None:
+    pool, evicted = make_pool(3)
+    blocks = pool.allocate(3)
+    cache(blocks)
+    pool.release(blocks)
+    pool.share([blocks[1]])
+    assert [block.block_id for block in pool.free_list] == ids([blocks[0], blocks[2]])
+    assert pool.num_evictable == 2
+    assert blocks[1].block_hash is not None
+    assert evicted == []
+
+
+def test_dropped_content_makes_a_free_block_the_next_to_go() -> None:
+    pool, _ = make_pool(3)
+    blocks = pool.allocate(3)
+    cache(blocks)
+    pool.release(blocks)
+    blocks[2].block_hash = None
+    pool.content_dropped(blocks[2])
+    assert pool.num_evictable == 2
+    assert ids(pool.allocate(1)) == [blocks[2].block_id]

@@ -1,0 +1,314 @@
+"""Block tables: prefix hits, forks, copy-on-write, and an integrity check that sees planted faults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+from pagemill_engine.kv.block_pool import KVCacheError
+from pagemill_engine.kv.integrity import IntegrityError, check_integrity
+from pagemill_engine.kv.manager import KVCacheManager
+
+
+@dataclass(eq=False)
+class Row:
+    request_id: str
+    token_ids: list[int]
+    num_computed_tokens: int = 0
+    cache_root: bytes = b"root"
+    block_hashes: list[bytes] = field(default_factory=list)
+
+
+def make_kv(num_blocks: int = 16, *, caching: bool = True) -> KVCacheManager:
+    return KVCacheManager(num_blocks, 4, enable_prefix_caching=caching)
+
+
+def prompt(num_tokens: int, first: int = 0) -> list[int]:
+    return list(range(first, first + num_tokens))
+
+
+def compute(kv: KVCacheManager, row: Row, num_tokens: int | None = None) -> None:
+    """Start the row if need be and write its next tokens."""
+    if not kv.has_table(row):
+        kv.start(row, kv.get_computed_blocks(row))
+    due = len(row.token_ids) - row.num_computed_tokens
+    assert kv.allocate_slots(row, num_tokens if num_tokens is not None else due) is not None
+    kv.commit(row)
+    check_integrity(kv)
+
+
+def test_only_the_blocks_of_the_step_are_allocated() -> None:
+    kv = make_kv()
+    row = Row("a", prompt(13))
+    compute(kv, row, 5)
+    assert kv.num_table_blocks(row) == 2
+    compute(kv, row, 3)
+    assert kv.num_table_blocks(row) == 2
+    compute(kv, row, 5)
+    assert kv.num_table_blocks(row) == 4
+
+
+def test_too_few_blocks_change_nothing() -> None:
+    kv = make_kv(3)
+    first = Row("a", prompt(8))
+    compute(kv, first)
+    second = Row("b", prompt(8, first=50))
+    kv.start(second, [])
+    assert kv.allocate_slots(second, 8) is None
+    assert kv.num_table_blocks(second) == 0
+    assert kv.pool.num_free == 1
+    check_integrity(kv)
+
+
+@pytest.mark.parametrize("num_tokens", [4, 8, 9, 12])
+def test_a_full_hit_still_leaves_the_last_token_to_compute(num_tokens: int) -> None:
+    kv = make_kv()
+    compute(kv, Row("a", prompt(num_tokens)))
+    again = Row("b", prompt(num_tokens))
+    kv.start(again, kv.get_computed_blocks(again))
+    assert again.num_computed_tokens == (num_tokens - 1) // 4 * 4
+
+
+def test_a_hit_ends_at_the_first_difference() -> None:
+    kv = make_kv()
+    compute(kv, Row("a", prompt(16)))
+    other = Row("b", [*prompt(6), 99, *prompt(9, first=7)])
+    assert len(kv.get_computed_blocks(other)) == 1
+
+
+def test_roots_keep_equal_prompts_apart() -> None:
+    kv = make_kv()
+    compute(kv, Row("a", prompt(16)))
+    assert kv.get_computed_blocks(Row("b", prompt(16), cache_root=b"tenant")) == []
+
+
+def test_without_caching_nothing_is_found() -> None:
+    kv = make_kv(caching=False)
+    compute(kv, Row("a", prompt(16)))
+    assert kv.get_computed_blocks(Row("b", prompt(16))) == []
+    assert len(kv.prefix_cache) == 0
+
+
+def test_freed_content_is_found_again_until_it_is_evicted() -> None:
+    kv = make_kv(4)
+    row = Row("a", prompt(16))
+    compute(kv, row)
+    kv.free(row)
+    assert kv.pool.num_evictable == 4
+    assert len(kv.get_computed_blocks(Row("b", prompt(20)))) == 4
+    compute(kv, Row("c", prompt(5, first=90)))
+    # The chain's tail went first, its head is still good.
+    assert len(kv.get_computed_blocks(Row("d", prompt(20)))) == 2
+    check_integrity(kv)
+
+
+def test_a_row_of_the_same_step_hits_what_is_being_written() -> None:
+    kv = make_kv()
+    writer, reader = Row("a", prompt(10)), Row("b", prompt(10))
+    kv.start(writer, [])
+    assert kv.allocate_slots(writer, 10) is not None
+    kv.start(reader, kv.get_computed_blocks(reader))
+    assert reader.num_computed_tokens == 8
+    assert kv.allocate_slots(reader, 2) is not None
+    check_integrity(kv)
+    kv.commit(writer)
+    kv.commit(reader)
+    check_integrity(kv)
+
+
+def test_what_was_published_and_not_written_is_withdrawn() -> None:
+    kv = make_kv()
+    row = Row("a", prompt(10))
+    kv.start(row, [])
+    assert kv.allocate_slots(row, 10) is not None
+    kv.free(row)
+    check_integrity(kv)
+    assert kv.get_computed_blocks(Row("b", prompt(10))) == []
+    assert kv.pool.num_evictable == 0
+    assert kv.prefix_cache.drain_events() == ([], [])
+
+
+def test_nobody_finds_the_blocks_of_a_failed_row_again() -> None:
+    kv = make_kv()
+    row = Row("a", prompt(12))
+    compute(kv, row, 8)
+    assert kv.allocate_slots(row, 4) is not None
+    assert kv.distrust(row) == {kv.block_ids(row)[2]}
+    kv.free(row)
+    check_integrity(kv)
+    assert kv.get_computed_blocks(Row("b", prompt(12))) == []
+
+
+def test_a_fork_shares_all_blocks_and_copies_the_partial_one_on_write() -> None:
+    kv = make_kv()
+    parent, child = Row("p", prompt(7)), Row("c", prompt(7))
+    compute(kv, parent)
+    kv.fork(parent, child, 6)
+    assert kv.block_ids(child) == kv.block_ids(parent)
+    assert kv.pool.num_active == 2
+    shared = kv.block_ids(parent)[1]
+    allocation = kv.allocate_slots(child, 1)
+    assert allocation is not None
+    assert allocation.replaced == (1, shared, kv.block_ids(child)[1])
+    assert kv.block_ids(child)[1] != shared
+    assert kv.block_ids(parent)[1] == shared
+    kv.commit(child)
+    check_integrity(kv)
+
+
+def test_the_last_holder_of_a_partial_block_writes_in_place() -> None:
+    kv = make_kv()
+    parent, child = Row("p", prompt(7)), Row("c", prompt(7))
+    compute(kv, parent)
+    kv.fork(parent, child, 6)
+    kv.free(parent)
+    allocation = kv.allocate_slots(child, 1)
+    assert allocation is not None
+    assert allocation.replaced is None
+
+
+def test_a_findable_block_is_never_written_in_place() -> None:
+    kv = make_kv()
+    parent, child = Row("p", prompt(8)), Row("c", prompt(8))
+    compute(kv, parent)
+    kv.fork(parent, child, 7)
+    kv.free(parent)
+    allocation = kv.allocate_slots(child, 1)
+    assert allocation is not None
+    assert allocation.replaced is not None
+    kv.commit(child)
+    check_integrity(kv)
+
+
+def test_a_fork_needs_computed_tokens() -> None:
+    kv = make_kv()
+    parent = Row("p", prompt(8))
+    compute(kv, parent, 4)
+    with pytest.raises(KVCacheError, match="computed 4 of 7"):
+        kv.fork(parent, Row("c", prompt(8)), 7)
+
+
+def test_waste_is_what_tails_leave_empty() -> None:
+    kv = make_kv()
+    first, second = Row("a", prompt(5)), Row("b", prompt(8, first=50))
+    compute(kv, first)
+    compute(kv, second)
+    usage = kv.usage()
+    assert usage.allocated_slots == 16
+    assert usage.used_slots == 13
+    assert usage.waste == pytest.approx(3 / 16)
+    twin = Row("c", prompt(5))
+    kv.fork(first, twin, 4)
+    assert kv.usage() == usage
+
+
+def test_misuse_is_a_fault() -> None:
+    kv = make_kv()
+    row = Row("a", prompt(5))
+    kv.start(row, [])
+    with pytest.raises(KVCacheError, match="already has a block table"):
+        kv.start(row, [])
+    with pytest.raises(KVCacheError, match="6 tokens asked for, 5 are due"):
+        kv.allocate_slots(row, 6)
+    kv.allocate_slots(row, 2)
+    with pytest.raises(KVCacheError, match="already being written"):
+        kv.allocate_slots(row, 2)
+
+
+def test_reset_forgets_content_and_keeps_tables() -> None:
+    kv = make_kv()
+    running, done = Row("a", prompt(9)), Row("b", prompt(9, first=50))
+    compute(kv, running)
+    compute(kv, done)
+    kv.free(done)
+    kv.reset_prefix_cache()
+    check_integrity(kv)
+    assert kv.pool.num_evictable == 0
+    assert kv.num_table_blocks(running) == 3
+    assert kv.get_computed_blocks(Row("c", prompt(9))) == []
+
+
+def _lose_reference(kv: KVCacheManager) -> None:
+    next(iter(kv.tables.values())).blocks[0].ref_count -= 1
+
+
+def _leak_block(kv: KVCacheManager) -> None:
+    kv.pool.free_list.pop_left()
+
+
+def _free_used_block(kv: KVCacheManager) -> None:
+    kv.pool.free_list.append(next(iter(kv.tables.values())).blocks[0])
+
+
+def _tear_list(kv: KVCacheManager) -> None:
+    next(iter(kv.pool.free_list)).prev = None
+
+
+def _miscount_evictable(kv: KVCacheManager) -> None:
+    kv.pool.num_evictable += 1
+
+
+def _stale_hash(kv: KVCacheManager) -> None:
+    kv.prefix_cache.items()[0][1].block_hash = b"other"
+
+
+def _foreign_block(kv: KVCacheManager) -> None:
+    first, second = list(kv.tables.values())[:2]
+    second.blocks[0] = first.blocks[0]
+    first.blocks[0].ref_count += 1
+
+
+def _extra_block(kv: KVCacheManager) -> None:
+    next(iter(kv.tables.values())).blocks += kv.pool.allocate(1)
+
+
+def _two_writers(kv: KVCacheManager) -> None:
+    first, second = list(kv.tables.values())[:2]
+    kv.pool.release(second.blocks[-1:])
+    second.blocks[-1] = first.blocks[-1]
+    first.blocks[-1].ref_count += 1
+    first.num_open_tokens = second.num_open_tokens = 1
+    for table in (first, second):
+        table.row.token_ids.append(1)
+
+
+def _write_into_shared_block(kv: KVCacheManager) -> None:
+    table = next(iter(kv.tables.values()))
+    twin = Row("twin", list(table.row.token_ids))
+    kv.fork(table.row, twin, 5)
+    table.row.token_ids.append(1)
+    table.num_open_tokens = 1
+
+
+def _computed_beyond_tokens(kv: KVCacheManager) -> None:
+    next(iter(kv.tables.values())).row.token_ids.pop()
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        _lose_reference,
+        _leak_block,
+        _free_used_block,
+        _tear_list,
+        _miscount_evictable,
+        _stale_hash,
+        _foreign_block,
+        _extra_block,
+        _two_writers,
+        _write_into_shared_block,
+        _computed_beyond_tokens,
+    ],
+)
+def test_the_integrity_check_sees_a_planted_fault(plant: Callable[[KVCacheManager], None]) -> None:
+    kv = make_kv()
+    compute(kv, Row("a", prompt(6)))
+    compute(kv, Row("b", prompt(6, first=50)))
+    gone = Row("c", prompt(6, first=80))
+    compute(kv, gone)
+    kv.free(gone)
+    check_integrity(kv)
+    plant(kv)
+    with pytest.raises(IntegrityError):
+        check_integrity(kv)
