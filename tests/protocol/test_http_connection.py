@@ -1,0 +1,140 @@
+"""A real server on loopback: heads that are endless, slow or broken are answered and hung up on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+
+import orjson
+import pytest
+import uvicorn
+from pagemill_protocol.http.connection import bounded_protocol
+from pagemill_protocol.http.door import Door, read_body
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+
+async def echo(scope: Scope, receive: Receive, send: Send) -> None:
+    body = await read_body(receive)
+    await Response(body or b"ok")(scope, receive, send)
+
+
+@contextlib.asynccontextmanager
+async def serving(header_timeout_s: float = 5.0) -> AsyncIterator[int]:
+    app = Door(echo, max_body_bytes=100_000, max_header_bytes=8192)
+    config = uvicorn.Config(
+        app,
+        http=bounded_protocol(max_header_bytes=8192, header_timeout_s=header_timeout_s),
+        lifespan="off",
+        ws="none",
+        log_config=None,
+    )
+    server = uvicorn.Server(config)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        task = asyncio.create_task(server._serve([listener]))
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            server.should_exit = True
+            await task
+
+
+async def exchange(port: int, *pieces: bytes, end: bool = False) -> bytes:
+    """Send the pieces as far as the server takes them, return all it answers until it hangs up."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    answer = b""
+    try:
+        with contextlib.suppress(ConnectionError):
+            for piece in pieces:
+                writer.write(piece)
+                await writer.drain()
+            if end:
+                writer.write_eof()
+        with contextlib.suppress(ConnectionError):
+            async with asyncio.timeout(10):
+                while data := await reader.read(65536):
+                    answer += data
+    finally:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+    return answer
+
+
+def error_of(answer: bytes) -> tuple[int, str]:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"connection: close" in head.lower()
+    return int(head.split()[1]), orjson.loads(body)["error"]["code"]
+
+
+async def test_a_header_that_never_ends_is_cut_at_the_limit() -> None:
+    async with serving() as port:
+        answer = await exchange(port, b"GET / HTTP/1.1\r\nhost: x\r\nx-big: ", *[b"a" * 4096] * 3)
+        assert error_of(answer) == (431, "headers_too_large")
+
+
+async def test_an_endless_url_is_cut_at_the_limit() -> None:
+    async with serving() as port:
+        assert error_of(await exchange(port, b"GET /", *[b"a" * 4096] * 3))[0] == 431
+
+
+async def test_a_large_head_in_one_piece_is_refused_too() -> None:
+    async with serving() as port:
+        answer = await exchange(port, b"GET / HTTP/1.1\r\nhost: x\r\nx-big: " + b"a" * 9000 + b"\r\n\r\n", end=True)
+        assert error_of(answer)[0] == 431
+
+
+async def test_a_slow_head_is_refused() -> None:
+    async with serving(header_timeout_s=0.2) as port:
+        assert error_of(await exchange(port, b"GET / HTTP/1.1\r\nhost:")) == (408, "timeout")
+
+
+async def test_a_silent_connection_is_closed() -> None:
+    async with serving(header_timeout_s=0.2) as port:
+        assert error_of(await exchange(port)) == (408, "timeout")
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n", b"GET\r\n\r\n", b"POST / HTTP/9.9\r\n\r\n"]
+)
+async def test_what_is_no_http_gets_a_shaped_400(garbage: bytes) -> None:
+    async with serving() as port:
+        assert error_of(await exchange(port, garbage)) == (400, "invalid_http")
+
+
+async def test_trailers_that_never_end_hang_up() -> None:
+    async with serving() as port:
+        head = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n"
+        answer = await exchange(port, head, b"x-trailer: ", *[b"a" * 4096] * 500)
+        assert b"200 OK" not in answer
+
+
+async def test_trailers_do_not_become_headers() -> None:
+    async with serving() as port:
+        request = (
+            b"POST / HTTP/1.1\r\nhost: x\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n"
+            b"2\r\nhi\r\n0\r\nauthorization: Bearer forged\r\n\r\n"
+        )
+        assert (await exchange(port, request)).endswith(b"\r\n\r\nhi")
+
+
+async def test_a_body_in_one_byte_chunks_is_served() -> None:
+    async with serving() as port:
+        head = b"POST / HTTP/1.1\r\nhost: x\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n"
+        answer = await exchange(port, head, b"1\r\nx\r\n" * 20_000, b"0\r\n\r\n")
+        assert answer.endswith(b"x" * 20_000)
+
+
+async def test_a_body_that_is_too_large_is_answered_not_reset() -> None:
+    async with serving() as port:
+        head = b"POST / HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: 5000000\r\n\r\n"
+        assert error_of(await exchange(port, head, *[b"x" * 100_000] * 50)) == (413, "request_too_large")
+
+
+async def test_ordinary_requests_share_a_connection() -> None:
+    async with serving() as port:
+        request = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+        last = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+        assert (await exchange(port, request, request, last)).count(b"200 OK") == 3

@@ -1,0 +1,336 @@
+"""The door: every refusal in OpenAI's shape, nothing unbounded inside, streams untouched."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import httpx2
+import orjson
+import pytest
+from fastapi import FastAPI, Request
+from pagemill_protocol.errors import PagemillError, too_many_requests
+from pagemill_protocol.http import door
+from pagemill_protocol.openai.schemas import CompletionRequest
+from starlette.responses import Response, StreamingResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+BODY = orjson.dumps({"model": "m", "prompt": "hi"})
+
+
+def make_app() -> FastAPI:
+    app = FastAPI()
+    door.install_error_handlers(app)
+
+    @app.post("/echo")
+    async def echo(request: Request) -> Response:
+        return Response(await door.read_body(request.receive))
+
+    @app.post("/parse")
+    async def parse(request: Request) -> Response:
+        parsed = await door.read_json(request.scope, request.receive, CompletionRequest)
+        return Response(parsed.model)
+
+    @app.get("/number")
+    async def number(value: int) -> int:
+        return value
+
+    @app.get("/bug")
+    async def bug() -> None:
+        raise RuntimeError("secret at 0x7f00deadbeef")
+
+    @app.get("/limited")
+    async def limited() -> None:
+        raise too_many_requests("Slow down.", retry_after_s=2.4)
+
+    @app.get("/stream")
+    async def stream() -> Response:
+        async def events() -> AsyncIterator[bytes]:
+            yield b"data: 1\n\n"
+            yield b"data: 2\n\n"
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    @app.get("/id")
+    async def identity(request: Request) -> Response:
+        return Response(door.request_id(request.scope))
+
+    return app
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[httpx2.AsyncClient]:
+    app = door.Door(make_app(), max_body_bytes=1000, max_header_bytes=2000, body_timeout_s=0.2)
+    transport = httpx2.ASGITransport(app=app, raise_app_exceptions=False)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://test") as session:
+        yield session
+
+
+def shaped(response: httpx2.Response, status: int) -> dict[str, Any]:
+    assert response.status_code == status
+    assert response.headers["content-type"] == "application/json"
+    assert response.headers["x-request-id"]
+    body = response.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    error: dict[str, Any] = body["error"]
+    return error
+
+
+async def test_what_is_in_bounds_passes(client: httpx2.AsyncClient) -> None:
+    response = await client.post("/echo", content=b"x" * 1000)
+    assert (response.status_code, response.content) == (200, b"x" * 1000)
+    assert (await client.post("/parse", content=BODY)).text == "m"
+
+
+async def test_unknown_routes_and_methods(client: httpx2.AsyncClient) -> None:
+    assert shaped(await client.get("/nowhere"), 404)["code"] == "not_found"
+    response = await client.get("/echo")
+    assert "GET" in shaped(response, 405)["message"]
+    assert response.headers["allow"] == "POST"
+
+
+async def test_bad_json_and_bad_utf8(client: httpx2.AsyncClient) -> None:
+    assert shaped(await client.post("/parse", content=b"{"), 400)["code"] == "invalid_json"
+    assert shaped(await client.post("/parse", content=b'{"prompt": "\xff"}'), 400)["param"] == "prompt"
+    assert shaped(await client.post("/parse", content=b'{"prompt": "x"}'), 400)["param"] == "model"
+
+
+@pytest.mark.parametrize(
+    "content_type", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"]
+)
+async def test_other_content_types_than_json_are_refused(client: httpx2.AsyncClient, content_type: str) -> None:
+    response = await client.post("/parse", content=BODY, headers={"content-type": content_type})
+    assert "application/json" in shaped(response, 415)["message"]
+
+
+@pytest.mark.parametrize("content_type", ["application/json", "Application/JSON; charset=utf-8", "application/x+json"])
+async def test_json_content_types_pass(client: httpx2.AsyncClient, content_type: str) -> None:
+    assert (await client.post("/parse", content=BODY, headers={"content-type": content_type})).status_code == 200
+
+
+async def test_query_validation_is_a_400_not_a_422(client: httpx2.AsyncClient) -> None:
+    assert shaped(await client.get("/number?value=x"), 400)["param"] == "value"
+
+
+async def test_a_declared_body_above_the_limit_is_refused(client: httpx2.AsyncClient) -> None:
+    response = await client.post("/echo", content=b"x" * 1001)
+    assert "1000 bytes" in shaped(response, 413)["message"]
+
+
+async def test_an_undeclared_body_above_the_limit_is_refused(client: httpx2.AsyncClient) -> None:
+    async def chunks() -> AsyncIterator[bytes]:
+        for _ in range(200):
+            yield b"x" * 100
+
+    shaped(await client.post("/echo", content=chunks()), 413)
+
+
+async def test_large_headers_are_refused(client: httpx2.AsyncClient) -> None:
+    assert shaped(await client.get("/id", headers={"x-big": "x" * 3000}), 431)["code"] == "headers_too_large"
+    many = {f"x-{index}": "y" for index in range(500)}
+    shaped(await client.get("/id", headers=many), 431)
+
+
+async def test_bugs_are_told_without_their_text(client: httpx2.AsyncClient, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR):
+        response = await client.get("/bug")
+    error = shaped(response, 500)
+    assert error["type"] == "server_error"
+    assert "secret" not in response.text
+    assert "secret" in caplog.text
+
+
+async def test_our_errors_carry_their_headers(client: httpx2.AsyncClient) -> None:
+    response = await client.get("/limited")
+    assert shaped(response, 429)["code"] == "rate_limit_exceeded"
+    assert response.headers["retry-after"] == "2"
+
+
+async def test_harmless_request_ids_are_kept_and_others_replaced(client: httpx2.AsyncClient) -> None:
+    response = await client.get("/id", headers={"x-request-id": "abc-1.2:3"})
+    assert response.text == response.headers["x-request-id"] == "abc-1.2:3"
+    for hostile in ("a b", "x" * 129, "<script>", "é".encode()):
+        response = await client.get("/id", headers={"x-request-id": hostile})
+        assert response.text == response.headers["x-request-id"]
+        assert len(response.text) == 32
+
+
+async def call(
+    app: ASGIApp,
+    messages: list[Message],
+    headers: Sequence[tuple[bytes, bytes]] = (),
+    path: str = "/echo",
+    method: str = "POST",
+) -> list[Message]:
+    """One ASGI call; after `messages` the peer goes silent."""
+    sent: list[Message] = []
+    queue = list(messages)
+
+    async def receive() -> Message:
+        if queue:
+            return queue.pop(0)
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": method, "path": path, "headers": list(headers), "query_string": b""}
+    await asyncio.wait_for(app(scope, receive, send), timeout=10)
+    return sent
+
+
+def header_of(sent: list[Message], name: bytes) -> bytes | None:
+    return dict(sent[0]["headers"]).get(name)
+
+
+def part(body: bytes, more: bool) -> Message:
+    return {"type": "http.request", "body": body, "more_body": more}
+
+
+def bounded(**options: Any) -> door.Door:
+    return door.Door(make_app(), **{"max_body_bytes": 1000, "body_timeout_s": 0.05, **options})
+
+
+async def test_streams_pass_chunk_by_chunk_and_untouched() -> None:
+    sent = await call(bounded(), [], path="/stream", method="GET")
+    assert [message["body"] for message in sent[1:]] == [b"data: 1\n\n", b"data: 2\n\n", b""]
+
+
+async def test_a_body_that_does_not_arrive_in_time_is_refused() -> None:
+    sent = await call(bounded(), [part(b"x", True)], [(b"content-length", b"50")])
+    assert sent[0]["status"] == 408
+    assert orjson.loads(sent[1]["body"])["error"]["code"] == "timeout"
+    assert header_of(sent, b"connection") == b"close"
+
+
+async def test_dribbling_does_not_extend_the_deadline() -> None:
+    async def dribble(scope: Scope, receive: Receive, send: Send) -> None:
+        async def slow() -> Message:
+            await asyncio.sleep(0.02)
+            return part(b"x", True)
+
+        await bounded()(scope, slow, send)
+
+    sent = await call(dribble, [], [(b"transfer-encoding", b"chunked")])
+    assert sent[0]["status"] == 408
+
+
+async def test_a_client_that_leaves_mid_body_gets_nothing_more() -> None:
+    sent = await call(bounded(), [part(b"x", True), {"type": "http.disconnect"}], [(b"content-length", b"50")])
+    assert sent[0]["status"] == 499
+
+
+async def test_a_body_that_is_too_large_is_read_to_its_end_before_the_answer() -> None:
+    messages = [part(b"x" * 500, True) for _ in range(20)] + [part(b"", False)]
+    sent = await call(bounded(), messages, [(b"content-length", b"10000")])
+    assert sent[0]["status"] == 413
+    assert header_of(sent, b"connection") is None
+
+
+async def test_a_body_that_is_far_too_large_is_not_read_at_all() -> None:
+    sent = await call(bounded(), [], [(b"content-length", b"9" * 15)])
+    assert sent[0]["status"] == 413
+    assert header_of(sent, b"connection") == b"close"
+
+
+async def test_a_sender_that_waits_to_continue_is_refused_at_once() -> None:
+    sent = await call(bounded(), [], [(b"content-length", b"5000"), (b"expect", b"100-continue")])
+    assert sent[0]["status"] == 413
+
+
+@pytest.mark.parametrize("value", [b"abc", b"-5", b"1e3", b"9" * 40, b"\xb2"])
+async def test_a_content_length_that_is_no_number_is_a_400(value: bytes) -> None:
+    sent = await call(bounded(), [], [(b"content-length", value)])
+    assert sent[0]["status"] == 400
+
+
+async def test_an_answer_before_the_body_was_read_closes_the_connection() -> None:
+    async def hasty(scope: Scope, receive: Receive, send: Send) -> None:
+        await Response("no", status_code=401)(scope, receive, send)
+
+    sent = await call(door.Door(hasty), [part(b"x", False)], [(b"content-length", b"1")])
+    assert header_of(sent, b"connection") == b"close"
+    sent = await call(door.Door(hasty), [])
+    assert header_of(sent, b"connection") is None
+
+
+async def test_after_the_body_the_app_hears_the_disconnect() -> None:
+    heard: list[str] = []
+
+    async def listener(scope: Scope, receive: Receive, send: Send) -> None:
+        await door.read_body(receive)
+        heard.append((await receive())["type"])
+        await Response("")(scope, receive, send)
+
+    await call(door.Door(listener), [part(b"x", False), {"type": "http.disconnect"}], [(b"content-length", b"1")])
+    assert heard == ["http.disconnect"]
+
+
+async def test_a_stream_that_breaks_is_cut_not_completed() -> None:
+    async def broken(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"half", "more_body": True})
+        raise RuntimeError("broke")
+
+    with pytest.raises(RuntimeError, match="broke"):
+        await call(door.Door(broken), [])
+
+
+async def test_errors_outside_the_app_are_shaped_too() -> None:
+    async def refusing(scope: Scope, receive: Receive, send: Send) -> None:
+        raise PagemillError("Not today.", status=503, type="server_error")
+
+    sent = await call(door.Door(refusing), [])
+    assert sent[0]["status"] == 503
+    assert orjson.loads(sent[1]["body"])["error"]["message"] == "Not today."
+
+
+def scope_with(client: tuple[str, int] | None = None, authorization: str | None = None) -> dict[str, Any]:
+    headers = [] if authorization is None else [(b"authorization", authorization.encode())]
+    return {"type": "http", "headers": headers, "client": client}
+
+
+def refusal_of(check: Callable[[], object]) -> PagemillError:
+    with pytest.raises(PagemillError) as caught:
+        check()
+    return caught.value
+
+
+def test_api_keys_are_known_by_their_hash() -> None:
+    ring = door.KeyRing([door.hash_key("one"), door.hash_key("two").upper()])
+    assert ring.authenticate(scope_with(authorization="Bearer one")) == door.hash_key("one")
+    assert ring.authenticate(scope_with(authorization="bearer two")) == door.hash_key("two")
+    for wrong in (None, "", "Bearer", "Bearer ", "Basic one", "Bearer three", "one", f"Bearer {'x' * 600}"):
+        error = refusal_of(lambda wrong=wrong: ring.authenticate(scope_with(authorization=wrong)))  # type: ignore[misc]
+        assert (error.status, error.code) == (401, "invalid_api_key")
+
+
+def test_a_hash_is_no_key() -> None:
+    ring = door.KeyRing([door.hash_key("one")])
+    assert (
+        refusal_of(lambda: ring.authenticate(scope_with(authorization=f"Bearer {door.hash_key('one')}"))).status == 401
+    )
+
+
+def test_an_empty_ring_is_open() -> None:
+    assert door.KeyRing([]).authenticate(scope_with()) is None
+
+
+def test_internal_routes_ask_for_the_token() -> None:
+    door.require_internal(scope_with(("10.0.0.1", 1), "Bearer secret"), "secret")
+    assert refusal_of(lambda: door.require_internal(scope_with(("127.0.0.1", 1)), "secret")).status == 401
+    assert refusal_of(lambda: door.require_internal(scope_with(("127.0.0.1", 1), "Bearer no"), "secret")).status == 401
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", None])
+def test_without_a_token_internal_routes_answer_this_machine(host: str | None) -> None:
+    door.require_internal(scope_with((host, 1) if host else None), "")
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", "::ffff:8.8.8.8", "example.org", ""])
+def test_without_a_token_internal_routes_refuse_others(host: str) -> None:
+    assert refusal_of(lambda: door.require_internal(scope_with((host, 1)), "")).status == 403

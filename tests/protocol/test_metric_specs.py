@@ -1,0 +1,92 @@
+"""Metric specs: vLLM's core names to the letter, and every spec makes a working metric."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from pagemill_protocol import metrics
+from prometheus_client.parser import text_string_to_metric_families
+
+ALL = [*metrics.ENGINE_METRICS, *metrics.GATEWAY_METRICS]
+
+
+def test_names_that_dashboards_and_autoscalers_know_are_exported() -> None:
+    exported = {spec.exported_name for spec in metrics.ENGINE_METRICS}
+    assert exported >= {
+        "vllm:num_requests_running",
+        "vllm:num_requests_waiting",
+        "vllm:kv_cache_usage_perc",
+        "vllm:lora_requests_info",
+        "vllm:cache_config_info",
+        "vllm:prompt_tokens_total",
+        "vllm:generation_tokens_total",
+        "vllm:num_preemptions_total",
+        "vllm:request_success_total",
+        "vllm:prefix_cache_queries_total",
+        "vllm:prefix_cache_hits_total",
+        "vllm:time_to_first_token_seconds",
+        "vllm:inter_token_latency_seconds",
+        "vllm:e2e_request_latency_seconds",
+        "vllm:iteration_tokens_total",
+    }
+
+
+def test_buckets_are_those_of_existing_dashboards() -> None:
+    assert metrics.TIME_TO_FIRST_TOKEN.buckets[:4] == (0.001, 0.005, 0.01, 0.02)
+    assert metrics.TIME_TO_FIRST_TOKEN.buckets[-3:] == (160.0, 640.0, 2560.0)
+    assert len(metrics.TIME_TO_FIRST_TOKEN.buckets) == 22
+    assert metrics.INTER_TOKEN_LATENCY.buckets[-1] == 80.0
+    assert metrics.E2E_REQUEST_LATENCY.buckets[-1] == 7680.0
+    assert metrics.ITERATION_TOKENS.buckets[:3] == (1.0, 8.0, 16.0)
+    assert metrics.REQUEST_PROMPT_TOKENS.buckets[:6] == (1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
+
+
+@pytest.mark.parametrize("spec", ALL, ids=lambda spec: spec.name)
+def test_a_spec_is_complete(spec: metrics.MetricSpec) -> None:
+    assert re.fullmatch(r"(vllm:|pagemill_engine_|pagemill_gateway_)[a-z0-9_]+", spec.name)
+    assert spec.help.endswith(".")
+    assert bool(spec.buckets) == (spec.kind == "histogram")
+    assert list(spec.buckets) == sorted(set(spec.buckets))
+    assert spec.kind != "counter" or not spec.name.endswith("_total")
+
+
+def test_names_are_unique() -> None:
+    assert len({spec.exported_name for spec in ALL}) == len(ALL)
+
+
+def test_every_spec_makes_a_metric_that_a_scrape_shows() -> None:
+    made = metrics.Metrics(ALL, model_name="m", engine="0")
+    for spec in ALL:
+        labels = {name: "x" for name in spec.labels if name not in ("model_name", "engine")}
+        if spec.kind == "counter":
+            made.counter(spec, **labels).inc()
+        elif spec.kind == "gauge":
+            made.gauge(spec, **labels).set(1)
+        else:
+            made.histogram(spec, **labels).observe(1)
+    families = {family.name: family for family in text_string_to_metric_families(made.render().decode())}
+    for spec in ALL:
+        assert families[spec.name].samples, spec.name
+    assert families["vllm:num_requests_running"].samples[0].labels == {"model_name": "m", "engine": "0"}
+    assert b"_created" not in made.render()
+
+
+def test_children_are_made_once_and_forgotten_on_request() -> None:
+    made = metrics.Metrics(metrics.GATEWAY_METRICS)
+    spec = metrics.GATEWAY_ENDPOINT_IN_FLIGHT
+    gauge = made.gauge(spec, model="m", endpoint="e")
+    gauge.set(3)
+    assert made.gauge(spec, endpoint="e", model="m") is gauge
+    assert b'endpoint="e"' in made.render()
+    made.forget(spec, model="m", endpoint="e")
+    made.forget(spec, model="m", endpoint="never there")
+    assert b'endpoint="e"' not in made.render()
+
+
+def test_misuse_is_told() -> None:
+    made = metrics.Metrics(metrics.GATEWAY_METRICS)
+    with pytest.raises(TypeError, match="is a gauge"):
+        made.counter(metrics.GATEWAY_READY)
+    with pytest.raises(ValueError, match="no label color"):
+        made.gauge(metrics.GATEWAY_IN_FLIGHT, color="red")
