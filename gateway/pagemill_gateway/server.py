@@ -10,8 +10,8 @@ import asyncio
 import logging
 import signal
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 import uvicorn
 from pagemill_protocol.errors import PagemillError
@@ -37,9 +37,9 @@ async def serve(config: GatewayConfig) -> None:
         check_catalog(config.catalog)
     except PagemillError as error:
         raise SettingsError(f"catalog: {error.message}") from error
-    data_socket = _bind(config.host, config.port, "port")
+    data_socket = bind(config.host, config.port, "port")
     try:
-        control_socket = _bind(config.control_host, config.control_port, "control_port")
+        control_socket = bind(config.control_host, config.control_port, "control_port")
     except SettingsError:
         data_socket.close()
         raise
@@ -51,25 +51,35 @@ async def serve(config: GatewayConfig) -> None:
 
 
 async def _run(gateway: Gateway, data_socket: socket.socket, control_socket: socket.socket) -> None:
-    stop = _Stop()
-    config = gateway.config
+    stop = Stop()
     with stop.on_signals():
-        data = _server(data_app(gateway), config)
-        control = _server(control_app(gateway), config)
-        servers = [
-            asyncio.create_task(data.serve(sockets=[data_socket])),
-            asyncio.create_task(control.serve(sockets=[control_socket])),
-        ]
-        logger.info("gateway serves on %s, control on %s", _url(data_socket), _url(control_socket))
-        stopped = asyncio.create_task(stop.wait(1))
-        await asyncio.wait([*servers, stopped], return_when=asyncio.FIRST_COMPLETED)
-        stopped.cancel()
-        await drain(gateway, stop)
+        async with listening(gateway, data_socket, control_socket) as servers:
+            logger.info("gateway serves on %s, control on %s", url_of(data_socket), url_of(control_socket))
+            stopped = asyncio.create_task(stop.wait(1))
+            await asyncio.wait([*servers, stopped], return_when=asyncio.FIRST_COMPLETED)
+            stopped.cancel()
+            await drain(gateway, stop)
+
+
+@asynccontextmanager
+async def listening(
+    gateway: Gateway, data_socket: socket.socket, control_socket: socket.socket
+) -> AsyncIterator[list[asyncio.Task[None]]]:
+    """Serve both ports while the block runs; the tasks end early only when a server fails."""
+    data = _server(data_app(gateway), gateway.config)
+    control = _server(control_app(gateway), gateway.config)
+    tasks = [
+        asyncio.create_task(data.serve(sockets=[data_socket])),
+        asyncio.create_task(control.serve(sockets=[control_socket])),
+    ]
+    try:
+        yield tasks
+    finally:
         data.should_exit = control.should_exit = True
-        await asyncio.gather(*servers)
+        await asyncio.gather(*tasks)
 
 
-async def drain(gateway: Gateway, stop: _Stop) -> None:
+async def drain(gateway: Gateway, stop: Stop) -> None:
     """Take the gateway out of service without cutting an answer short, if time allows."""
     gateway.draining = True
     logger.info("gateway drains, %d requests under way", gateway.gate.num_inside)
@@ -88,7 +98,7 @@ async def drain(gateway: Gateway, stop: _Stop) -> None:
         hurry.cancel()
 
 
-class _Stop:
+class Stop:
     """Counts stop signals."""
 
     def __init__(self) -> None:
@@ -145,7 +155,7 @@ def _server(app: ASGIApp, config: GatewayConfig) -> _Server:
     )
 
 
-def _bind(host: str, port: int, field: str) -> socket.socket:
+def bind(host: str, port: int, field: str) -> socket.socket:
     """A bound listening socket, so that a port in use is known before anything starts."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -157,6 +167,7 @@ def _bind(host: str, port: int, field: str) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        listener.listen(2048)
     except OSError as error:
         listener.close()
         raise SettingsError(
@@ -165,6 +176,6 @@ def _bind(host: str, port: int, field: str) -> socket.socket:
     return listener
 
 
-def _url(listener: socket.socket) -> str:
+def url_of(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,385 @@
+"""Engines that are real small servers speaking the real protocol, and gateways in front of them, all on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+from aiohttp import web
+from pagemill_gateway.config import GatewayConfig
+from pagemill_gateway.core import Gateway
+from pagemill_gateway.server import bind, listening, url_of
+from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
+from pagemill_protocol.frames import FRAMES_CONTENT_TYPE, STATE_CONTENT_TYPE, encode_frame, encode_state
+from pagemill_protocol.generate import FrameMeta, GenerateRequest, Usage
+from pagemill_protocol.openai import render
+from pagemill_protocol.state import Digests, EngineLoad, StateFrame
+from pagemill_protocol.text.bundle import TokenizerBundle
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+
+TOKEN = "engine-secret"
+MODEL = "tiny"
+MAX_MODEL_LEN = 4096
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+Behaviour = Callable[["FakeEngine", GenerateRequest, web.StreamResponse, web.Request], Awaitable[None]]
+
+
+def make_bundle() -> TokenizerBundle:
+    """One token per byte: small enough to fetch in no time."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Backend(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return TokenizerBundle(
+        tokenizer_json=backend.to_str(), chat_template=CHAT_TEMPLATE, eos_token_ids=[0], vocab_size=256
+    )
+
+
+BUNDLE = make_bundle()
+
+
+def answer_frames(request: GenerateRequest, pieces: tuple[str, ...]) -> list[bytes]:
+    """The frames with which an engine answers: every choice says `pieces`."""
+    head = render.head(request)
+    usage = Usage(len(request.prompt_token_ids), len(pieces) * request.sampling.n)
+    frames: list[bytes] = []
+    indices = [(choice, render.choice_index(request, choice)) for choice in range(request.sampling.n)]
+    if not request.stream:
+        choices = [render.Choice(index, "".join(pieces), "stop") for _, index in indices]
+        body = render.chat_body if request.dialect == "chat" else render.completion_body
+        return [encode_frame(FrameMeta(last=True, usage=usage, finish_reason="stop"), body(head, choices, usage))]
+    for number, piece in enumerate(pieces):
+        finish = "stop" if number == len(pieces) - 1 else None
+        for choice, index in indices:
+            meta = FrameMeta(choice=choice, token_ids=[1], position=number + 1, finish_reason=finish)
+            frames.append(encode_frame(meta, render.sse(_chunk(request, head, index, piece, number == 0, finish))))
+    closing = render.SSE_DONE
+    if request.include_usage:
+        closing = render.sse(render.usage_chunk(head, request.dialect, usage)) + closing
+    return [*frames, encode_frame(FrameMeta(last=True, usage=usage), closing)]
+
+
+def _chunk(request: GenerateRequest, head: render.Head, index: int, piece: str, first: bool, finish: Any) -> bytes:
+    options: dict[str, Any] = {"finish_reason": finish, "include_usage": request.include_usage}
+    if request.dialect == "chat":
+        return render.chat_chunk(head, index, piece, role=first, **options)
+    return render.completion_chunk(head, index, piece, **options)
+
+
+class FakeEngine:
+    """Data and control routes on one port. What it answers is `behaviours` in order, then `behaviour` for ever."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.requests: list[GenerateRequest] = []
+        self.num_aborted = 0
+        self.num_state_streams = 0
+        self.load = EngineLoad()
+        self.max_model_len = MAX_MODEL_LEN
+        self.draining = False
+        self.readyz: tuple[int, dict[str, str]] = (200, {"phase": "ready", "detail": ""})
+        self.behaviours: deque[Behaviour] = deque()
+        self.behaviour: Behaviour = says("hello", " world")
+        self.bundle_bytes = BUNDLE.to_bytes()
+        self.bundle_digest = BUNDLE.digest
+        self.port = 0
+        self._sequence = 0
+        self._streams: set[web.StreamResponse] = set()
+        self._runner: web.AppRunner | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return Endpoint(id=self.name, data_url=self.url, control_url=self.url)
+
+    async def start(self) -> FakeEngine:
+        app = web.Application(client_max_size=2**26)
+        app.router.add_post("/internal/generate", self._generate)
+        app.router.add_get("/internal/state", self._state)
+        app.router.add_get("/internal/bundle", self._bundle)
+        app.router.add_get("/readyz", self._readyz)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port)
+        await site.start()
+        self.port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
+        return self
+
+    async def kill(self) -> None:
+        """As kill -9 looks from outside: every connection resets, nobody listens."""
+        if self._runner is None:
+            return
+        runner, self._runner = self._runner, None
+        for connection in list(runner.server.connections):  # type: ignore[union-attr]
+            if connection.transport is not None:
+                connection.transport.abort()
+        await runner.cleanup()
+        self._streams.clear()
+
+    async def push_state(self, *, skip: int = 0, raw: bytes | None = None, **fields: Any) -> None:
+        """Send a state frame to everybody who listens; `skip` leaves a gap in the sequence."""
+        for name, value in fields.items():
+            setattr(self, name, value)
+        self._sequence += 1 + skip
+        data = raw if raw is not None else encode_state(self._frame())
+        for stream in list(self._streams):
+            with contextlib.suppress(ConnectionError):
+                await stream.write(data)
+
+    def _frame(self, snapshot: bool = False) -> StateFrame:
+        return StateFrame(
+            sequence=self._sequence,
+            snapshot=snapshot,
+            load=self.load,
+            digests=Digests(tokenizer_bundle=self.bundle_digest if self.max_model_len else ""),
+            max_model_len=self.max_model_len,
+            models=[MODEL],
+            draining=self.draining,
+        )
+
+    async def _generate(self, http: web.Request) -> web.StreamResponse:
+        if http.headers.get("Authorization") != f"Bearer {TOKEN}":
+            return web.json_response({"error": {"message": "no"}}, status=401)
+        request = msgspec.msgpack.decode(await http.read(), type=GenerateRequest)
+        self.requests.append(request)
+        behaviour = self.behaviours.popleft() if self.behaviours else self.behaviour
+        response = web.StreamResponse(headers={"Content-Type": FRAMES_CONTENT_TYPE})
+        try:
+            await behaviour(self, request, response, http)
+        except asyncio.CancelledError:
+            self.num_aborted += 1
+            raise
+        except (Refused, ConnectionError) as refused:
+            return refused.response if isinstance(refused, Refused) else response
+        return response
+
+    async def _state(self, http: web.Request) -> web.StreamResponse:
+        assert http.headers["Authorization"] == f"Bearer {TOKEN}"
+        response = web.StreamResponse(headers={"Content-Type": STATE_CONTENT_TYPE})
+        await response.prepare(http)
+        self.num_state_streams += 1
+        self._streams.add(response)
+        try:
+            await response.write(encode_state(self._frame(snapshot=True)))
+            await asyncio.Event().wait()
+        finally:
+            self._streams.discard(response)
+        return response
+
+    async def _bundle(self, http: web.Request) -> web.Response:
+        return web.Response(body=self.bundle_bytes, headers={"x-pagemill-digest": self.bundle_digest})
+
+    async def _readyz(self, http: web.Request) -> web.Response:
+        status, body = self.readyz
+        return web.json_response(body, status=status)
+
+
+class Refused(Exception):
+    def __init__(self, response: web.Response) -> None:
+        self.response = response
+
+
+def says(*pieces: str, gate: asyncio.Event | None = None) -> Behaviour:
+    """Answers properly; with `gate`, only the first frame before it opens."""
+
+    async def behave(_: FakeEngine, request: GenerateRequest, response: web.StreamResponse, http: web.Request) -> None:
+        frames = answer_frames(request, pieces)
+        await response.prepare(http)
+        if gate is not None:
+            await response.write(frames.pop(0))
+            await gate.wait()
+        for frame in frames:
+            await response.write(frame)
+        await response.write_eof()
+
+    return behave
+
+
+def refuses(status: int, *, retry_after: str | None = None, **error: Any) -> Behaviour:
+    async def behave(_: FakeEngine, request: GenerateRequest, response: web.StreamResponse, http: web.Request) -> None:
+        headers = {"Retry-After": retry_after} if retry_after else {}
+        body = {"error": {"message": f"refused with {status}", "type": "t", "param": None, "code": None, **error}}
+        raise Refused(web.json_response(body, status=status, headers=headers))
+
+    return behave
+
+
+def breaks_off(num_frames: int, *pieces: str) -> Behaviour:
+    """Sends the first frames of a proper answer, then the connection resets."""
+
+    async def behave(_: FakeEngine, request: GenerateRequest, response: web.StreamResponse, http: web.Request) -> None:
+        await response.prepare(http)
+        for frame in answer_frames(request, pieces or ("a", "b", "c"))[:num_frames]:
+            await response.write(frame)
+        await asyncio.sleep(0.02)
+        assert http.transport is not None
+        http.transport.abort()
+
+    return behave
+
+
+def sends(*chunks: bytes, content_type: str = FRAMES_CONTENT_TYPE) -> Behaviour:
+    """Sends these bytes, whatever they are, and ends in good order."""
+
+    async def behave(_: FakeEngine, request: GenerateRequest, response: web.StreamResponse, http: web.Request) -> None:
+        response.headers["Content-Type"] = content_type
+        await response.prepare(http)
+        for chunk in chunks:
+            await response.write(chunk)
+        await response.write_eof()
+
+    return behave
+
+
+async def hangs(_: FakeEngine, request: GenerateRequest, response: web.StreamResponse, http: web.Request) -> None:
+    """Accepts and then says nothing."""
+    await response.prepare(http)
+    await asyncio.Event().wait()
+
+
+class GatewayUnderTest:
+    def __init__(self, gateway: Gateway, data_socket: socket.socket, control_socket: socket.socket) -> None:
+        self.gateway = gateway
+        self.url = url_of(data_socket)
+        self.control_url = url_of(control_socket)
+        self.session = aiohttp.ClientSession()
+
+    def record(self, engine: FakeEngine) -> Any:
+        return self.gateway.brain.registry.endpoints[engine.name]
+
+    async def know(self, *engines: FakeEngine) -> None:
+        """Return when the gateway can route to all of `engines`."""
+        await until(lambda: all(self.record(engine).usable for engine in engines))
+
+    async def chat(self, *, stream: bool = False, headers: dict[str, str] | None = None, **fields: Any) -> Reply:
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "stream": stream, **fields}
+        return await self.post("/v1/chat/completions", body, headers)
+
+    async def complete(self, *, headers: dict[str, str] | None = None, **fields: Any) -> Reply:
+        return await self.post("/v1/completions", {"model": MODEL, "prompt": "hi", **fields}, headers)
+
+    async def post(self, path: str, body: Any, headers: dict[str, str] | None = None) -> Reply:
+        async with self.session.post(self.url + path, json=body, headers=headers) as response:
+            return Reply(response.status, dict(response.headers), await response.read())
+
+    async def get(self, path: str, *, control: bool = False) -> Reply:
+        async with self.session.get((self.control_url if control else self.url) + path) as response:
+            return Reply(response.status, dict(response.headers), await response.read())
+
+
+class Reply:
+    def __init__(self, status: int, headers: dict[str, str], raw: bytes) -> None:
+        self.status = status
+        self.headers = headers
+        self.raw = raw
+
+    @property
+    def json(self) -> Any:
+        return msgspec.json.decode(self.raw)
+
+    @property
+    def error(self) -> Any:
+        return self.json["error"]
+
+    @property
+    def text(self) -> str:
+        """What the model said, of a whole body."""
+        choice = self.json["choices"][0]
+        return choice["message"]["content"] if "message" in choice else choice["text"]
+
+    @property
+    def events(self) -> list[Any]:
+        """The payloads of a stream's events; `[DONE]` as that string."""
+        assert self.raw.endswith(b"\n\n")
+        datas = [event.removeprefix(b"data: ") for event in self.raw.split(b"\n\n")[:-1]]
+        return [data.decode() if data == b"[DONE]" else msgspec.json.decode(data) for data in datas]
+
+    @property
+    def streamed_text(self) -> str:
+        chunks = [event for event in self.events if isinstance(event, dict) and event.get("choices")]
+        return "".join(chunk["choices"][0].get("delta", {}).get("content") or "" for chunk in chunks)
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    """Return once `condition` holds; fail when it never does."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def catalog_of(*engines: FakeEngine, **fields: Any) -> Catalog:
+    model = CatalogModel(
+        **{
+            "deployment": "d",
+            "name": MODEL,
+            "engine_token": TOKEN,
+            "endpoints": [engine.endpoint for engine in engines],
+            **fields,
+        }
+    )
+    return Catalog(models=[model])
+
+
+@pytest.fixture
+async def engines() -> AsyncIterator[list[FakeEngine]]:
+    """Three engines, all up."""
+    started = [await FakeEngine(f"engine-{number}").start() for number in range(3)]
+    yield started
+    for engine in started:
+        await engine.kill()
+
+
+@pytest.fixture
+async def gateways() -> AsyncIterator[Callable[..., Awaitable[GatewayUnderTest]]]:
+    """Starts gateways: `await gateways(*engines, **settings)`, knowing these engines when it returns."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def start(*engines: FakeEngine, wait: bool = True, **settings: Any) -> GatewayUnderTest:
+            defaults = {"port": 0, "control_port": 0, "catalog": catalog_of(*engines), "ejection_base_s": 0.2}
+            config = GatewayConfig(**{**defaults, **settings}).checked()
+            data_socket, control_socket = bind("127.0.0.1", 0, "port"), bind("127.0.0.1", 0, "control_port")
+            gateway = Gateway(config)
+            stack.push_async_callback(gateway.close)
+            await stack.enter_async_context(listening(gateway, data_socket, control_socket))
+            under_test = GatewayUnderTest(gateway, data_socket, control_socket)
+            stack.push_async_callback(under_test.session.close)
+            if wait:
+                await under_test.know(*engines)
+            return under_test
+
+        yield start
+
+
+@pytest.fixture
+def fake() -> SimpleNamespace:
+    """What engines can be told to do, and helpers, by name."""
+    return SimpleNamespace(
+        says=says,
+        refuses=refuses,
+        breaks_off=breaks_off,
+        sends=sends,
+        hangs=hangs,
+        until=until,
+        catalog_of=catalog_of,
+        answer_frames=answer_frames,
+        Engine=FakeEngine,
+        MODEL=MODEL,
+        TOKEN=TOKEN,
+        MAX_MODEL_LEN=MAX_MODEL_LEN,
+    )

@@ -1,0 +1,107 @@
+"""The gate and the attempts: who is let in, how often one request is tried, what the client hears in the end."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from pagemill_gateway.admission.attempts import Attempts
+from pagemill_gateway.admission.gate import Gate
+from pagemill_gateway.admission.running import Running
+from pagemill_protocol.errors import PagemillError
+
+
+async def test_the_gate_lets_in_as_many_as_it_holds_and_refuses_the_next_with_503() -> None:
+    gate = Gate(2)
+    with gate.enter(), gate.enter():
+        with pytest.raises(PagemillError) as error, gate.enter():
+            pass
+        assert error.value.status == 503
+        assert error.value.retry_after_s
+    with gate.enter():
+        assert gate.num_inside == 1
+
+
+async def test_a_place_is_free_again_whatever_happened_inside() -> None:
+    gate = Gate(1)
+    for _ in range(3):
+        with pytest.raises(RuntimeError), gate.enter():
+            raise RuntimeError
+    assert gate.num_inside == 0
+
+
+async def test_a_closed_gate_keeps_those_inside_and_tells_when_they_are_gone() -> None:
+    gate = Gate(2)
+    with gate.enter():
+        gate.close("going down")
+        with pytest.raises(PagemillError, match="going down"), gate.enter():
+            pass
+        empty = asyncio.create_task(gate.wait_empty())
+        await asyncio.sleep(0)
+        assert not empty.done()
+    await asyncio.wait_for(empty, 1)
+
+
+def test_attempts_end_after_their_number() -> None:
+    attempts = Attempts(3)
+    for endpoint in "abc":
+        assert not attempts.exhausted
+        attempts.chose(endpoint)
+        attempts.broke("gone.")
+    assert attempts.exhausted
+    assert attempts.tried == frozenset("abc")
+    assert attempts.verdict().status == 502
+
+
+def test_full_engines_make_a_503_with_the_longest_of_their_waits() -> None:
+    attempts = Attempts(3)
+    for endpoint, wait_s in (("a", 3.0), ("b", 7.0), ("c", None)):
+        attempts.chose(endpoint)
+        attempts.refused("full.", wait_s)
+    verdict = attempts.verdict()
+    assert (verdict.status, verdict.retry_after_s) == (503, 7.0)
+
+
+def test_another_endpoint_is_asked_at_once_the_same_one_after_a_pause() -> None:
+    attempts = Attempts(3)
+    attempts.chose("a")
+    assert attempts.pause_s("b") == 0
+    first = attempts.pause_s("a")
+    attempts.chose("a")
+    assert 0 < first <= 0.1
+    assert 0 < attempts.pause_s("a") <= 0.2
+
+
+def test_an_endpoint_that_said_it_is_full_is_not_asked_again() -> None:
+    attempts = Attempts(3)
+    attempts.chose("a")
+    attempts.refused("full.", None)
+    assert attempts.pointless("a")
+    assert not attempts.pointless("b")
+
+
+async def test_a_deadline_becomes_a_504_and_the_end_of_the_drain_a_503() -> None:
+    running = Running()
+    with pytest.raises(PagemillError) as error:
+        async with running.limited(0.01):
+            await asyncio.Event().wait()
+    assert error.value.status == 504
+
+    async def one() -> None:
+        async with running.limited(None):
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(one())
+    await asyncio.sleep(0)
+    running.end_all()
+    with pytest.raises(PagemillError) as error:
+        await task
+    assert error.value.status == 503
+    with pytest.raises(PagemillError):
+        await one()
+
+
+async def test_a_time_out_of_something_inside_is_not_mistaken_for_the_deadline() -> None:
+    with pytest.raises(TimeoutError):
+        async with Running().limited(60):
+            raise TimeoutError

@@ -1,0 +1,268 @@
+"""The brain's knowledge: who may get a request, what reports are worth, and how failures are forgotten."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from pagemill_gateway.brain.brain import LocalBrain
+from pagemill_gateway.brain.ejection import Ejection
+from pagemill_gateway.brain.interface import Choice
+from pagemill_gateway.brain.reports import EXTERNAL_WINDOW, StateGap
+from pagemill_gateway.config import GatewayConfig
+from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
+from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.state import Digests, EngineLoad, StateFrame
+
+NOTHING = frozenset[str]()
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def brain(clock: Clock) -> LocalBrain:
+    return LocalBrain(
+        GatewayConfig(state_stale_after_s=3.0, ejection_base_s=1.0, ejection_max_s=8.0),
+        clock=clock,
+        rng=random.Random(1),
+    )
+
+
+def model(name: str, *endpoint_ids: str, **fields: object) -> CatalogModel:
+    endpoints = [Endpoint(id=each, data_url=f"http://{each}:1", control_url=f"http://{each}:2") for each in endpoint_ids]
+    return CatalogModel(**{"deployment": name, "name": name, "endpoints": endpoints, **fields})
+
+
+def frame(sequence: int = 1, *, snapshot: bool = True, running: int = 0, digest: str = "t", length: int = 100, **fields):
+    return StateFrame(
+        sequence=sequence,
+        snapshot=snapshot,
+        max_model_len=length,
+        digests=Digests(tokenizer_bundle=digest),
+        load=EngineLoad(num_requests_running=running),
+        **fields,
+    )
+
+
+async def place(brain: LocalBrain, name: str = "m", tried: frozenset[str] = NOTHING) -> Choice:
+    return await brain.choose(brain.resolve(name), tried, 1)
+
+
+def test_an_unknown_model_is_a_404_that_lists_the_known_ones(brain: LocalBrain) -> None:
+    brain.apply_catalog(Catalog(models=[model("m", "a", aliases=["alias"])]))
+    with pytest.raises(PagemillError) as error:
+        brain.resolve("nope")
+    assert (error.value.status, error.value.code) == (404, "model_not_found")
+    assert "alias, m" in error.value.message
+
+
+def test_an_alias_leads_to_its_deployment(brain: LocalBrain) -> None:
+    brain.apply_catalog(Catalog(models=[model("m", "a", aliases=["alias"], namespace="team")]))
+    brain.observe("a", frame())
+    target = brain.resolve("alias")
+    assert (target.deployment, target.model, target.max_model_len) == ("team/m", "m", 100)
+
+
+def test_before_any_engine_reported_the_refusal_says_what_they_are_doing(brain: LocalBrain) -> None:
+    brain.apply_catalog(Catalog(models=[model("m", "a", "b")]))
+    brain.note_phase("a", "loading", "weights 40 %")
+    brain.observe("b", frame(length=0))
+    brain.note_phase("b", "loading", "weights 40 %")
+    with pytest.raises(PagemillError) as error:
+        brain.resolve("m")
+    assert (error.value.status, error.value.code) == (503, "model_not_ready")
+    assert "2 engine(s) loading: weights 40 %" in error.value.message
+    assert error.value.retry_after_s is not None
+
+
+def test_a_deployment_without_endpoints_says_so(brain: LocalBrain) -> None:
+    brain.apply_catalog(Catalog(models=[model("m")]))
+    with pytest.raises(PagemillError, match="no engine running"):
+        brain.resolve("m")
+
+
+def test_deployments_with_one_name_share_it_by_weight(brain: LocalBrain) -> None:
+    stable, canary, off = (model(name, name, weight=weight) for name, weight in (("s", 90), ("c", 10), ("o", 0)))
+    models = [CatalogModel(deployment=each.deployment, name="m", weight=each.weight, endpoints=each.endpoints)
+              for each in (stable, canary, off)]  # fmt: skip
+    brain.apply_catalog(Catalog(models=models))
+    for each in "sco":
+        brain.observe(each, frame())
+    shares = Counter(brain.resolve("m").deployment for _ in range(2000))
+    assert 150 < shares["default/c"] < 260
+    assert shares["default/o"] == 0
+    brain.observe("s", frame(2, snapshot=False, draining=True))
+    assert {brain.resolve("m").deployment for _ in range(50)} == {"default/c"}
+
+
+async def test_prompts_only_go_to_engines_with_the_tokenizer_they_were_made_with(brain: LocalBrain) -> None:
+    brain.apply_catalog(Catalog(models=[model("m", "old", "new")]))
+    brain.observe("old", frame(digest="1", length=100))
+    brain.observe("new", frame(digest="2", length=200))
+    for _ in range(20):
+        target = brain.resolve("m")
+        choice = await brain.choose(target, NOTHING, 1)
+        assert (target.bundle_digest, target.max_model_len, choice.endpoint_id) in {("1", 100, "old"), ("2", 200, "new")}
+
+
+def test_a_gap_in_the_sequence_is_refused_until_a_snapshot_comes(brain: LocalBrain) -> None:
+    brain.apply_catalog(Catalog(models=[model("m", "a")]))
+    with pytest.raises(StateGap):
+        brain.observe("a", frame(7, snapshot=False))
+    brain.observe("a", frame(7))
+    brain.observe("a", frame(8, snapshot=False))
+    with pytest.raises(StateGap):
+        brain.observe("a", frame(10, snapshot=False))
+    with pytest.raises(StateGap):
+        brain.observe("a", frame(11, snapshot=False))
+    brain.observe("a", frame(11))
+    assert brain.registry.endpoints["a"].reports.num_gaps == 3
+
+
+async def test_load_from_elsewhere_counts_while_it_is_fresh(brain: LocalBrain, clock: Clock) -> None:
+    brain.apply_catalog(Catalog(models=[model("m", "a", "b")]))
+    brain.observe("a", frame(1, running=50))
+    brain.observe("b", frame(1))
+    for _ in range(10):
+        assert (await place(brain)).endpoint_id == "b"
+    clock.now += 5  # both silent: only our own counts are left
+    assert brain.phase(brain.registry.endpoints["a"]) == "stale"
+    assert {(await place(brain)).endpoint_id for _ in range(10)} == {"a"}
+
+
+def test_a_report_overtaken_by_our_own_finish_is_not_load_from_elsewhere(brain: LocalBrain) -> None:
+    brain.apply_catalog(Catalog(models=[model("m", "a")]))
+    record = brain.registry.endpoints["a"]
+    for sequence, running in enumerate((0, 3, 0), start=1):
+        brain.observe("a", frame(sequence, snapshot=sequence == 1, running=running))
+    assert brain.load_elsewhere(record) == 0
+    for sequence in range(4, 4 + EXTERNAL_WINDOW):
+        brain.observe("a", frame(sequence, snapshot=False, running=3))
+    assert brain.load_elsewhere(record) == 3
+
+
+async def test_silence_never_stops_traffic(brain: LocalBrain, clock: Clock) -> None:
+    brain.apply_catalog(Catalog(models=[model("m", "a", "b")]))
+    for each in "ab":
+        brain.observe(each, frame())
+        brain.stream_lost(each)
+    clock.now += 3600
+    assert {(await place(brain)).endpoint_id for _ in range(4)} == {"a", "b"}
+
+
+async def test_a_failed_endpoint_sits_out_then_gets_one_probe_at_a_time(brain: LocalBrain, clock: Clock) -> None:
+    brain.apply_catalog(Catalog(models=[model("m", "a", "b")]))
+    for each in "ab":
+        brain.observe(each, frame())
+    brain.failed(await place(brain, tried=frozenset("b")), "broken")
+    assert brain.phase(brain.registry.endpoints["a"]) == "ejected"
+    assert {(await place(brain)).endpoint_id for _ in range(5)} == {"b"}
+    clock.now += 1.0
+    probe = await place(brain)
+    assert probe.endpoint_id == "a"
+    assert {(await place(brain)).endpoint_id for _ in range(5)} == {"b"}
+    brain.failed(probe, "broken")
+    clock.now += 1.5  # the second pause is longer than the first
+    assert (await place(brain)).endpoint_id == "b"
+    clock.now += 0.5
+    probe = await place(brain)
+    assert probe.endpoint_id == "a"
+    brain.started(probe)
+    assert (await place(brain)).endpoint_id == "a"
+
+
+async def test_a_probe_whose_client_left_frees_the_way_for_another(brain: LocalBrain, clock: Clock) -> None:
+    brain.apply_catalog(Catalog(models=[model("m", "a", "b")]))
+    for each in "ab":
+        brain.observe(each, frame())
+    brain.failed(await place(brain, tried=frozenset("b")), "broken")
+    clock.now += 1.0
+    brain.finished(await place(brain))
+    assert (await place(brain)).endpoint_id == "a"
+
+
+async def test_the_last_endpoint_is_never_ejected(brain: LocalBrain) -> None:
+    brain.apply_catalog(Catalog(models=[model("m", "a", "b")]))
+    for each in "ab":
+        brain.observe(each, frame())
+    for each in "ab":
+        brain.failed(await place(brain, tried=frozenset("ab") - {each}), "broken")
+    assert {(await place(brain)).endpoint_id for _ in range(4)} == {"a", "b"}
+
+
+async def test_full_engines_and_single_bad_requests_eject_nobody(brain: LocalBrain) -> None:
+    brain.apply_catalog(Catalog(models=[model("m", "a")]))
+    brain.observe("a", frame())
+    for kind in ("refused", "request"):
+        brain.failed(await place(brain), kind)
+        assert brain.phase(brain.registry.endpoints["a"]) == "ready"
+
+
+async def test_a_stream_that_comes_back_lets_the_endpoint_be_probed_at_once(brain: LocalBrain) -> None:
+    brain.apply_catalog(Catalog(models=[model("m", "a", "b")]))
+    for each in "ab":
+        brain.observe(each, frame())
+    brain.failed(await place(brain, tried=frozenset("b")), "broken")
+    brain.stream_lost("a")
+    assert (await place(brain)).endpoint_id == "b"
+    brain.observe("a", frame(1))
+    assert (await place(brain)).endpoint_id == "a"
+
+
+async def test_untried_endpoints_come_first_even_when_ejected(brain: LocalBrain) -> None:
+    brain.apply_catalog(Catalog(models=[model("m", "a", "b")]))
+    for each in "ab":
+        brain.observe(each, frame())
+    brain.failed(await place(brain, tried=frozenset("b")), "broken")
+    assert (await place(brain, tried=frozenset("b"))).endpoint_id == "a"
+    assert (await place(brain, tried=frozenset("ab"))).endpoint_id in "ab"
+
+
+async def test_a_new_catalogue_keeps_what_is_known_of_endpoints_that_stay(brain: LocalBrain) -> None:
+    brain.apply_catalog(Catalog(models=[model("m", "a", "b")]))
+    for each in "ab":
+        brain.observe(each, frame())
+    on_a, on_b = await place(brain), await place(brain)
+    brain.apply_catalog(Catalog(models=[model("m", "a", "c")]))
+    assert brain.registry.endpoints["a"].in_flight == 1
+    assert "b" not in brain.registry.endpoints
+    for choice in (on_a, on_b):
+        brain.finished(choice)
+    assert brain.registry.endpoints["a"].in_flight == 0
+    assert (await place(brain)).endpoint_id == "a", "c has not reported yet"
+
+
+def test_an_endpoint_that_moved_is_a_stranger(brain: LocalBrain) -> None:
+    brain.apply_catalog(Catalog(models=[model("m", "a")]))
+    brain.observe("a", frame())
+    moved = Endpoint(id="a", data_url="http://elsewhere:1", control_url="http://elsewhere:2")
+    brain.apply_catalog(Catalog(models=[model("m", endpoints=[moved])]))
+    assert not brain.registry.endpoints["a"].usable
+
+
+def test_failures_of_requests_already_there_do_not_lengthen_the_pause() -> None:
+    ejection = Ejection(base_s=1.0, max_s=8.0)
+    for _ in range(10):
+        ejection.failed(now=0.0)
+    assert not ejection.allows(0.9)
+    assert ejection.allows(1.0)
+
+
+def test_the_pause_has_an_upper_bound() -> None:
+    ejection = Ejection(base_s=1.0, max_s=8.0)
+    now = 0.0
+    for _ in range(50):
+        ejection.failed(now)
+        now += 8.0
+        assert ejection.allows(now)
