@@ -148,6 +148,9 @@ def test_sampling_values_arrive_and_are_range_checked(byte_tokenizer: Tokenizer)
         chat(byte_tokenizer, temperature=3)
     assert caught.value.param == "temperature"
     with pytest.raises(PagemillError) as caught:
+        chat(byte_tokenizer, seed=2**63)
+    assert caught.value.param == "seed"
+    with pytest.raises(PagemillError) as caught:
         chat(byte_tokenizer, min_tokens=50, max_tokens=5)
     assert caught.value.param == "min_tokens"
 

@@ -128,6 +128,8 @@ def check_token_ids(token_ids: list[Any], field: str) -> None:
         raise refusal(field, "The list of token ids is empty. Send at least one.")
     if len(token_ids) > MAX_PROMPT_TOKENS:
         raise refusal(field, f"The prompt has {len(token_ids)} token ids; at most {MAX_PROMPT_TOKENS} are allowed.")
+    if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < 2**31:
+        return
     for index, token_id in enumerate(token_ids):
         if type(token_id) is not int or not 0 <= token_id < 2**31:
             raise refusal(f"{field}[{index}]", f"A token id must be an integer from 0 up, got {shorten(token_id)}.")

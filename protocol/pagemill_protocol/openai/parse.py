@@ -7,8 +7,10 @@ that failed is looked at again, to name the field at fault.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -21,6 +23,8 @@ from pagemill_protocol.openai.fields import shorten
 Model = TypeVar("Model", bound=BaseModel)
 
 _MAX_PARAM_CHARS = 200
+_MAX_SEARCHED_VALUES = 200_000
+_ESCAPED_NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
 _EXPECTATIONS: dict[str, str] = {
     "missing": "is required",
     "int_type": "must be an integer",
@@ -29,11 +33,11 @@ _EXPECTATIONS: dict[str, str] = {
     "finite_number": "must be a finite number",
     "bool_type": "must be true or false",
     "string_type": "must be a string",
-    "string_too_short": "must have at least {min_length} characters",
-    "string_too_long": "must have at most {max_length} characters",
+    "string_too_short": "must have at least {min_length} character(s)",
+    "string_too_long": "must have at most {max_length} character(s)",
     "list_type": "must be a list",
-    "too_short": "must have at least {min_length} items",
-    "too_long": "must have at most {max_length} items",
+    "too_short": "must have at least {min_length} item(s)",
+    "too_long": "must have at most {max_length} item(s)",
     "model_type": "must be an object",
     "dict_type": "must be an object",
     "literal_error": "must be one of {expected}",
@@ -48,8 +52,9 @@ def parse_body(raw: bytes, schema: type[Model]) -> Model:
     data = parse_json(raw)
     if not isinstance(data, dict):
         raise _invalid(None, f"The request body must be a JSON object, got {shorten(data)}.", "invalid_json")
-    if b"\\u0000" in raw:
-        _refuse_string(data, "\x00", "contains the character U+0000. Remove it.")
+    if _ESCAPED_NUL.search(raw):
+        path = _find(data, lambda value: isinstance(value, str) and "\x00" in value)
+        raise _invalid(path, f"`{path or 'The body'}` contains the character U+0000. Remove it.", "invalid_value")
     try:
         return schema.model_validate(data)
     except ValidationError as error:
@@ -90,15 +95,14 @@ def _explain_bad_json(raw: bytes, error: orjson.JSONDecodeError) -> PagemillErro
             f"The request body is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}.",
             "invalid_json",
         )
-    for path, value in _walk(lenient):
-        if isinstance(value, float) and not math.isfinite(value):
-            return _invalid(
-                path, f"`{path}` is {value}, which JSON cannot hold. Send a finite number.", "invalid_value"
-            )
-        if isinstance(value, str) and _has_surrogate(value):
-            return _invalid(
-                path, f"`{path}` contains half of a surrogate pair. Send complete Unicode characters.", "invalid_value"
-            )
+    path = _find(lenient, _is_infinite)
+    if path is not None:
+        return _invalid(path, f"`{path}` is NaN, infinite or too large. Send a finite number.", "invalid_value")
+    path = _find(lenient, _has_surrogate)
+    if path is not None:
+        return _invalid(
+            path, f"`{path}` contains half of a surrogate pair. Send complete Unicode characters.", "invalid_value"
+        )
     return _invalid(None, f"The request body is not valid JSON: {error.msg}.", "invalid_json")
 
 
@@ -106,33 +110,51 @@ def _lenient_int(digits: str) -> float:
     return float(digits)
 
 
-def _has_surrogate(text: str) -> bool:
+def _is_infinite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _has_surrogate(value: Any) -> bool:
+    if not isinstance(value, str):
+        return False
     try:
-        text.encode("utf-8")
+        value.encode("utf-8")
     except UnicodeEncodeError:
         return True
     return False
 
 
-def _refuse_string(data: Any, needle: str, complaint: str) -> None:
-    for path, value in _walk(data):
-        if isinstance(value, str) and needle in value:
-            raise _invalid(path, f"`{path}` {complaint}", "invalid_value")
+def _find(data: Any, wanted: Callable[[Any], bool]) -> str | None:
+    """The path of the first value or key that is `wanted`, among the first `_MAX_SEARCHED_VALUES`."""
+    for path, value in itertools.islice(_walk(data), _MAX_SEARCHED_VALUES):
+        if wanted(value):
+            return path
+    return None
 
 
 def _walk(data: Any) -> Iterator[tuple[str, Any]]:
-    """All scalars below `data` with their paths, keys too, in document order and without recursion."""
-    stack: list[tuple[str, Any]] = [("", data)]
+    """All values and keys below `data` with their paths, in document order, lazily and without recursion."""
+    stack = [_children("", data)]
     while stack:
-        path, value = stack.pop()
-        if isinstance(value, dict):
-            children = [(_join(path, key), child) for key, child in value.items()]
-            yield from ((name, key) for (name, _), key in zip(children, value, strict=True))
-            stack.extend(reversed(children))
-        elif isinstance(value, list):
-            stack.extend((f"{path}[{index}]", child) for index, child in reversed(list(enumerate(value))))
+        entry = next(stack[-1], None)
+        if entry is None:
+            stack.pop()
+            continue
+        path, key, value = entry
+        yield path, key
+        if isinstance(value, dict | list):
+            stack.append(_children(path, value))
         else:
             yield path, value
+
+
+def _children(path: str, value: Any) -> Iterator[tuple[str, str | None, Any]]:
+    path = path[:_MAX_PARAM_CHARS]  # a long key must not be copied into the path of each of its children
+    if isinstance(value, dict):
+        return ((_join(path, key), key, child) for key, child in value.items())
+    if isinstance(value, list):
+        return ((f"{path}[{index}]", None, child) for index, child in enumerate(value))
+    return iter([(path, None, value)])
 
 
 def _last_key(raw: bytes) -> str | None:
@@ -176,4 +198,5 @@ def _invalid(param: str | None, message: str, code: str) -> PagemillError:
     return PagemillError(_printable(message), param=cleaned, code=code)
 
 
-_printable: Callable[[str], str] = lambda text: text.encode("utf-8", "replace").decode("utf-8")  # noqa: E731
+def _printable(text: str) -> str:
+    return text.encode("utf-8", "replace").decode("utf-8")
