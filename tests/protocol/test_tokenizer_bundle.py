@@ -1,0 +1,386 @@
+"""TokenizerBundle from GGUF files and Hugging Face folders: the ids are the ones the models were trained with."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.gguf_file import GGUFError, GGUFFile
+from pagemill_protocol.sources import UnreadableModelError
+from pagemill_protocol.text import byte_level
+from pagemill_protocol.text.bundle import TokenizerBundle, load_bundle
+from pagemill_protocol.text.pre_tokenizers import PRE_TOKENIZERS
+from pagemill_protocol.text.tokenizer import Tokenizer
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Backend
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
+SPACE = "▁"
+
+tricky = st.sampled_from(
+    ["<|im_start|>", "<|im_end|>", "2024", "٣٤", "½Ⅷ", "don't", "I'LL", "\r\n\t", "   ", " ", "é", "́", "👨‍👩‍👧"]
+)
+texts = st.lists(st.one_of(tricky, st.text(max_size=8)), max_size=8).map("".join)
+
+
+@pytest.fixture(scope="module")
+def smollm2_reference(smollm2_path: Path) -> Backend:
+    """The published pipeline of SmolLM2 (digits one by one, then GPT-2 words), assembled by the tokenizers library."""
+    metadata = GGUFFile(smollm2_path).metadata
+    tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
+    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
+    reference = Backend(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges))
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    reference.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
+    reference.decoder = decoders.ByteLevel()
+    special = [AddedToken(token, special=True) for token, kind in zip(tokens, types, strict=True) if kind == CONTROL]
+    reference.add_special_tokens(special)
+    return reference
+
+
+@pytest.mark.model
+@settings(max_examples=500, deadline=None)
+@given(text=texts)
+def test_smollm2_encodes_and_decodes_as_its_published_pipeline(smollm2, smollm2_reference, text):
+    ids = smollm2.encode(text)
+    assert ids == smollm2_reference.encode(text).ids
+    assert smollm2.decode(ids) == smollm2_reference.decode(ids)
+
+
+@pytest.mark.model
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(alphabet=st.characters(max_codepoint=0x1FFFF, exclude_categories=("Cc", "Cs")), max_size=20))
+def test_smollm2_gives_back_the_text_it_encoded(smollm2, text):
+    # Its vocabulary lacks some control characters and the first bytes of planes in which nothing is assigned.
+    assert smollm2.decode(smollm2.encode(text), skip_special_tokens=False) == text
+
+
+@pytest.mark.model
+@settings(max_examples=300, deadline=None)
+@given(ids=st.lists(st.integers(0, 49_300), max_size=30), skip=st.booleans())
+def test_smollm2_decodes_any_ids_as_the_tokenizers_library(smollm2, smollm2_reference, ids, skip):
+    assert smollm2.decode(ids, skip) == smollm2_reference.decode(ids, skip_special_tokens=skip)
+
+
+@pytest.mark.model
+def test_the_embedded_models_bundle_knows_its_special_tokens(smollm2):
+    bundle = smollm2.bundle
+    assert (bundle.bos_token, bundle.eos_token, bundle.bos_token_id) == ("<|im_start|>", "<|im_end|>", 1)
+    assert bundle.eos_token_ids == [2, 0]
+    assert not bundle.add_bos_token
+    assert bundle.vocab_size == smollm2.vocab_size == 49_152
+    assert smollm2.token_text(2) == "<|im_end|>"
+    assert smollm2.token_bytes(smollm2.encode(" é")[0]) == " é".encode()
+
+
+@pytest.mark.model
+def test_digests_are_equal_for_equal_content_only(smollm2, smollm2_path):
+    bundle = smollm2.bundle
+    assert TokenizerBundle.from_bytes(bundle.to_bytes()) == bundle
+    assert load_bundle(smollm2_path).digest == bundle.digest
+    assert len(bundle.digest) == 64
+    other = TokenizerBundle(tokenizer_json=bundle.tokenizer_json, chat_template="other")
+    assert other.digest != bundle.digest
+
+
+def test_bytes_that_are_no_bundle_are_refused():
+    with pytest.raises(PagemillError, match="Not a tokenizer bundle"):
+        TokenizerBundle.from_bytes(b"\x81\xa1x\x01")
+
+
+def test_the_byte_alphabet_is_that_of_the_tokenizers_library():
+    assert set(byte_level.BYTE_OF_CHAR) == set(pre_tokenizers.ByteLevel.alphabet())
+    assert sorted(byte_level.BYTE_OF_CHAR.values()) == list(range(256))
+
+
+def byte_level_metadata(pre: str | None = None, **changes: Any) -> dict[str, Any]:
+    """A small byte-level vocabulary: the alphabet, a few merges, control and user-defined tokens."""
+    merges = ["Ġ h", "e l", "l o", "Ġh el", "1 2", "12 3"]
+    tokens = [*sorted(byte_level.BYTE_OF_CHAR), *(merge.replace(" ", "") for merge in merges)]
+    types = [NORMAL] * len(tokens)
+    extra = [("<|bos|>", CONTROL), ("<|eot_id|>", CONTROL), ("<|end|>", NORMAL), ("<think>", USER_DEFINED)]
+    tokens += [token for token, _ in extra]
+    types += [kind for _, kind in extra]
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.bos_token_id": tokens.index("<|bos|>"),
+        "tokenizer.ggml.eos_token_id": tokens.index("123"),
+    }
+    if pre is not None:
+        metadata["tokenizer.ggml.pre"] = pre
+    return metadata | {f"tokenizer.ggml.{name}": value for name, value in changes.items()}
+
+
+def test_end_tokens_are_the_declared_ones_and_known_control_tokens(write_gguf):
+    metadata = byte_level_metadata("gpt-2", eom_token_id=5)
+    bundle = load_bundle(write_gguf(metadata))
+    tokens = metadata["tokenizer.ggml.tokens"]
+    assert bundle.eos_token_ids == [tokens.index("123"), 5, tokens.index("<|eot_id|>")]
+
+
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("smollm", ["1", "2", "3", "4"]),
+        ("qwen2", ["1", "2", "3", "4"]),
+        ("tekken", ["1", "2", "3", "4"]),
+        ("llama-bpe", ["123", "4"]),
+        ("gpt-2", ["123", "4"]),
+        (None, ["123", "4"]),
+    ],
+)
+def test_digits_are_grouped_as_the_vocabulary_was_trained(write_gguf, pre, pieces):
+    tokenizer = Tokenizer(load_bundle(write_gguf(byte_level_metadata(pre))))
+    ids = tokenizer.encode("1234", add_special_tokens=False)
+    assert [tokenizer.token_text(token_id) for token_id in ids] == pieces
+
+
+def test_user_defined_tokens_are_matched_whole_and_stay_in_the_text(write_gguf):
+    tokenizer = Tokenizer(load_bundle(write_gguf(byte_level_metadata("gpt-2"))))
+    ids = tokenizer.encode("<think>hi<|eot_id|>", add_special_tokens=False)
+    assert [tokenizer.token_text(token_id) for token_id in ids] == ["<think>", "h", "i", "<|eot_id|>"]
+    assert tokenizer.decode(ids) == "<think>hi"
+
+
+@pytest.mark.parametrize(
+    ("pre", "declared", "expected"),
+    [("gpt-2", None, False), ("llama-bpe", None, True), ("llama-bpe", False, False), ("gpt-2", True, True)],
+)
+def test_a_beginning_token_is_added_where_the_model_wants_it(write_gguf, pre, declared, expected):
+    changes = {} if declared is None else {"add_bos_token": declared}
+    tokenizer = Tokenizer(load_bundle(write_gguf(byte_level_metadata(pre, **changes))))
+    assert tokenizer.bundle.add_bos_token is expected
+    assert (tokenizer.encode("x")[0] == tokenizer.bundle.bos_token_id) is expected
+    assert tokenizer.encode("x", add_special_tokens=False) == tokenizer.encode("x")[-1:]
+
+
+def test_a_qwen_file_without_a_pre_tokenizer_name_gets_qwens(write_gguf):
+    tokenizer = Tokenizer(load_bundle(write_gguf(byte_level_metadata(None), architecture="qwen2")))
+    assert len(tokenizer.encode("12")) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pre": "brand-new"}, "the pre-tokenizer `brand-new`"),
+        ({"model": "bert"}, "the tokenizer model `bert` is not supported"),
+        ({"token_type": [1, 1]}, "2 entries for 266 tokens"),
+        ({"merges": ["a b"]}, "entry 0 of `tokenizer.ggml.merges` ('a b')"),
+        ({"bos_token_id": 9999}, "`tokenizer.ggml.bos_token_id` is 9999"),
+        ({"model": "llama"}, "`tokenizer.ggml.scores` is missing"),
+    ],
+)
+def test_a_contradictory_vocabulary_is_refused(write_gguf, changes, message):
+    with pytest.raises(GGUFError) as refused:
+        load_bundle(write_gguf(byte_level_metadata(**changes)))
+    assert message in refused.value.message
+
+
+def test_a_file_without_a_vocabulary_is_refused(write_gguf):
+    with pytest.raises(GGUFError, match=r"`tokenizer.ggml.tokens` is missing"):
+        load_bundle(write_gguf({"x": 1}))
+
+
+def test_word_patterns_are_those_that_transformers_uses_for_the_same_names():
+    mapping = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping")
+    shared = set(mapping.GGUF_PRE_TOKENIZER_SPLITS) & set(PRE_TOKENIZERS)
+    assert {"llama-bpe", "qwen2", "tekken", "gpt-4o"} <= shared
+    for name in shared:
+        assert PRE_TOKENIZERS[name].splits == (mapping.GGUF_PRE_TOKENIZER_SPLITS[name],), name
+
+
+CORPUS = ["the quick brown fox jumps over the lazy dog", "hello there world", "über façade naïve", "aaa bbb aaab"] * 4
+
+
+def sentencepiece_metadata(**changes: Any) -> dict[str, Any]:
+    """A vocabulary in the order SentencePiece writes it: control, 256 bytes, pieces best first."""
+    trained = Backend(models.BPE())
+    trainer = trainers.BpeTrainer(vocab_size=220, show_progress=False)
+    trained.train_from_iterator([SPACE + line.replace(" ", SPACE) for line in CORPUS], trainer)
+    pieces = [piece for piece, _ in sorted(trained.get_vocab().items(), key=lambda entry: entry[1])]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    types = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * len(pieces)]
+    scores = [0.0] * 259 + [-float(rank) for rank in range(len(pieces))]
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+    return metadata | {f"tokenizer.ggml.{name}": value for name, value in changes.items()}
+
+
+def sentencepiece_reference(metadata: dict[str, Any], text: str) -> list[int]:
+    """The algorithm by its definition: merge the adjacent pair whose joined piece scores best, leftmost first."""
+    tokens, scores = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.scores"]
+    ids = {token: index for index, token in enumerate(tokens)}
+    symbols = list((SPACE + text).replace(" ", SPACE)) if text else []
+    while True:
+        joined = [left + right for left, right in itertools.pairwise(symbols)]
+        candidates = [(-scores[ids[piece]], index) for index, piece in enumerate(joined) if piece in ids]
+        if not candidates:
+            break
+        _, index = min(candidates)
+        symbols[index : index + 2] = [symbols[index] + symbols[index + 1]]
+    return [
+        token_id
+        for symbol in symbols
+        for token_id in ([ids[symbol]] if symbol in ids else [3 + byte for byte in symbol.encode()])
+    ]
+
+
+@pytest.fixture(scope="module")
+def sentencepiece() -> dict[str, Any]:
+    return sentencepiece_metadata()
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=st.one_of(st.text(max_size=20), st.text(alphabet="abehlortu  ü", max_size=40)))
+def test_sentencepiece_merges_the_best_piece_first_and_falls_back_to_bytes(write_gguf, sentencepiece, text):
+    tokenizer = cached_tokenizer(write_gguf, sentencepiece)
+    if SPACE in text:  # the text itself spells a space then
+        return
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert ids == sentencepiece_reference(sentencepiece, text)
+    assert tokenizer.decode(ids) == text
+
+
+_tokenizers: list[Tokenizer] = []
+
+
+def cached_tokenizer(write_gguf: Any, metadata: dict[str, Any]) -> Tokenizer:
+    if not _tokenizers:
+        _tokenizers.append(Tokenizer(load_bundle(write_gguf(metadata))))
+    return _tokenizers[0]
+
+
+def test_sentencepiece_adds_its_beginning_token_unless_told_otherwise(write_gguf, sentencepiece):
+    bundle = load_bundle(write_gguf(sentencepiece))
+    assert (bundle.bos_token, bundle.eos_token_ids, bundle.add_bos_token) == ("<s>", [2], True)
+    assert Tokenizer(bundle).encode("the")[0] == 1
+    silent = load_bundle(write_gguf(sentencepiece | {"tokenizer.ggml.add_bos_token": False}))
+    assert Tokenizer(silent).encode("the")[0] != 1
+
+
+def test_sentencepiece_without_a_space_prefix_keeps_the_text_as_it_is(write_gguf, sentencepiece):
+    tokenizer = Tokenizer(load_bundle(write_gguf(sentencepiece | {"tokenizer.ggml.add_space_prefix": False})))
+    ids = tokenizer.encode(" the", add_special_tokens=False)
+    assert tokenizer.decode(ids) == " the"
+    assert tokenizer.token_text(tokenizer.encode("the", add_special_tokens=False)[0]) != " the"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, byte_tokenizer: Tokenizer) -> Path:
+    """A Hugging Face folder around the byte tokenizer, with two special tokens."""
+    backend = Backend.from_str(byte_tokenizer.bundle.tokenizer_json)
+    backend.add_special_tokens([AddedToken("<s>", special=True), AddedToken("<|im_end|>", special=True)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    write(tmp_path, "tokenizer_config.json", {"bos_token": "<s>", "eos_token": {"content": "<|im_end|>"}})
+    write(tmp_path, "config.json", {"vocab_size": 320, "eos_token_id": 7})
+    return tmp_path
+
+
+def write(folder: Path, name: str, value: Any) -> None:
+    (folder / name).write_text(json.dumps(value))
+
+
+def test_a_folder_gives_the_same_ids_as_the_tokenizers_library(folder):
+    tokenizer = Tokenizer(load_bundle(folder))
+    reference = Backend.from_file(str(folder / "tokenizer.json"))
+    text = "hé<s> 12<|im_end|>"
+    assert tokenizer.encode(text) == reference.encode(text).ids
+    assert (tokenizer.bundle.bos_token_id, tokenizer.bundle.eos_token, tokenizer.vocab_size) == (256, "<|im_end|>", 320)
+
+
+def test_end_tokens_of_a_folder_come_from_all_its_files(folder):
+    write(folder, "generation_config.json", {"eos_token_id": [9, 257]})
+    assert load_bundle(folder).eos_token_ids == [9, 257, 7]
+    (folder / "generation_config.json").unlink()
+    assert load_bundle(folder).eos_token_ids == [7, 257]
+
+
+def test_special_tokens_may_come_from_the_special_tokens_map(folder):
+    write(folder, "tokenizer_config.json", {})
+    write(folder, "special_tokens_map.json", {"bos_token": {"content": "<s>"}, "pad_token": "<|im_end|>"})
+    bundle = load_bundle(folder)
+    assert bundle.bos_token == "<s>"
+    assert bundle.special_tokens == {"pad_token": "<|im_end|>"}
+
+
+def test_an_explicit_add_bos_token_wins_over_the_tokenizer_file(folder):
+    settings = {"bos_token": "<s>", "eos_token": "<|im_end|>"}
+    write(folder, "tokenizer_config.json", settings | {"add_bos_token": True})
+    with_bos = Tokenizer(load_bundle(folder))
+    assert with_bos.bundle.add_bos_token
+    assert with_bos.encode("a")[0] == 256
+    (folder / "tokenizer.json").write_text(with_bos.bundle.tokenizer_json)
+    write(folder, "tokenizer_config.json", settings)
+    assert load_bundle(folder).add_bos_token
+    write(folder, "tokenizer_config.json", settings | {"add_bos_token": False})
+    without = Tokenizer(load_bundle(folder))
+    assert not without.bundle.add_bos_token
+    assert len(without.encode("a")) == 1
+
+
+def test_chat_templates_come_from_settings_or_files_and_files_win(folder):
+    assert load_bundle(folder).chat_template is None
+    write(folder, "tokenizer_config.json", {"chat_template": "plain"})
+    assert load_bundle(folder).chat_template == "plain"
+    named = [{"name": "default", "template": "named"}, {"name": "tool_use", "template": "tools"}]
+    write(folder, "tokenizer_config.json", {"chat_template": named})
+    bundle = load_bundle(folder)
+    assert (bundle.chat_template, bundle.tool_chat_template) == ("named", "tools")
+    (folder / "chat_template.jinja").write_text("file")
+    assert load_bundle(folder).chat_template == "file"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", None, "has no `tokenizer.json`"),
+        ("tokenizer.json", b"{", "not valid JSON"),
+        ("tokenizer.json", b"[]", "does not hold a JSON object"),
+        ("tokenizer.json", b"\xff\xfe", "not UTF-8"),
+        ("tokenizer.json", b"{}", "has no vocabulary"),
+        ("tokenizer.json", b'{"model": {"vocab": {}}, "added_tokens": [1]}', "an entry of `added_tokens`"),
+        ("tokenizer_config.json", b"nope", "not valid JSON"),
+    ],
+)
+def test_a_broken_folder_is_refused_by_file(folder, name, content, message):
+    (folder / name).unlink() if content is None else (folder / name).write_bytes(content)
+    with pytest.raises(UnreadableModelError) as refused:
+        load_bundle(folder)
+    assert message in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("tokenizer_json", "message"),
+    [("{}", "cannot be loaded"), ("nonsense", "cannot be loaded")],
+)
+def test_a_bundle_that_the_library_refuses_is_an_unreadable_model(tokenizer_json, message):
+    with pytest.raises(UnreadableModelError, match=message):
+        Tokenizer(TokenizerBundle(tokenizer_json=tokenizer_json))
+
+
+def test_a_decoder_that_is_not_understood_is_named(byte_tokenizer):
+    backend = Backend.from_str(byte_tokenizer.bundle.tokenizer_json)
+    backend.decoder = decoders.WordPiece()
+    with pytest.raises(UnreadableModelError, match="the step `WordPiece`"):
+        Tokenizer(TokenizerBundle(tokenizer_json=backend.to_str()))
+
+
+def test_half_a_surrogate_pair_is_a_clients_error(byte_tokenizer):
+    with pytest.raises(PagemillError, match="half a surrogate pair at character 2") as refused:
+        byte_tokenizer.encode("ab\ud800")
+    assert refused.value.status == 400
