@@ -48,7 +48,8 @@ class Text:
             raise ValueError(f"has {len(text)} characters; at most {self.max_length} are allowed")
         if self.parse:
             self.parse(text)
-        if self.pattern and not re.search(self.pattern, text):
+        # Python's `$` also matches before a final line break, the API server's does not.
+        if self.pattern and not re.search(self.pattern.removesuffix("$") + r"\Z", text):
             raise ValueError(self.remedy or f"must match {self.pattern}")
         return text
 
