@@ -1,0 +1,225 @@
+"""Exact greedy equality with Hugging Face transformers on tiny random models of every supported architecture, alone and under
+everything that must not change tokens: batches, chunks, prefix hits, preemption. Planted faults must break it.
+
+The models are scaled so that the two best tokens are clearly apart: a wrong computation cannot hide in near ties.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+NUM_TOKENS = 16
+VOCAB_SIZE = 512
+BASE = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,
+    "dtype": "float32",
+}
+LLAMA3_SCALING = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LINEAR_SCALING = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+YARN_SCALING = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "mistral-window": ("Mistral", {"sliding_window": 24}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3-wide-heads": ("Qwen3", {"head_dim": 32}),
+}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-tied-mqa": ("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 1, "initializer_range": 0.5}),
+    "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-rope-llama3": ("Llama", {"rope_parameters": LLAMA3_SCALING}),
+    "llama-rope-linear": ("Llama", {"rope_parameters": LINEAR_SCALING}),
+    "llama-rope-yarn": ("Llama", {"rope_parameters": YARN_SCALING}),
+}
+
+
+@dataclass
+class TinyModel:
+    folder: Path
+    reference: Any
+    prompts: list[list[int]]
+    expected: list[list[int]]
+    """Greedy continuations by transformers."""
+    median_gap: float
+    """Between the log probabilities of the two best tokens."""
+
+
+def reference_model(kind: str, overrides: dict[str, Any]) -> Any:
+    config = getattr(transformers, f"{kind}Config")(**{**BASE, **overrides})
+    torch.manual_seed(1)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0, 0.3)
+            elif "norm" in name:
+                parameter.normal_(1, 0.2)
+        if not config.tie_word_embeddings:
+            model.lm_head.weight.mul_(4)
+    return model
+
+
+@torch.no_grad()
+def greedy_reference(model: Any, prompts: list[list[int]]) -> tuple[list[list[int]], list[float]]:
+    """Continuations and all gaps; the whole sequence is computed anew for each token, without any cache."""
+    sequences = torch.tensor(prompts)
+    gaps: list[float] = []
+    for _ in range(NUM_TOKENS):
+        logprobs = model(sequences, use_cache=False).logits[:, -1].log_softmax(-1)
+        best = logprobs.topk(2, dim=-1)
+        gaps += (best.values[:, 0] - best.values[:, 1]).tolist()
+        sequences = torch.cat((sequences, best.indices[:, :1]), dim=-1)
+    return sequences[:, len(prompts[0]) :].tolist(), gaps
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    return tiny_model(*ARCHITECTURES[request.param], tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def variant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    return tiny_model(*VARIANTS[request.param], tmp_path_factory.mktemp(request.param))
+
+
+def tiny_model(kind: str, overrides: dict[str, Any], folder: Path) -> TinyModel:
+    model = reference_model(kind, overrides)
+    model.save_pretrained(folder)
+    prompts: list[list[int]] = []
+    expected: list[list[int]] = []
+    gaps: list[float] = []
+    for length in (1, 16, 17, 40, 70):
+        group = torch.randint(0, VOCAB_SIZE, (2, length), generator=torch.Generator().manual_seed(length)).tolist()
+        tokens, group_gaps = greedy_reference(model, group)
+        prompts, expected, gaps = prompts + group, expected + tokens, gaps + group_gaps
+    return TinyModel(folder, model, prompts, expected, float(torch.tensor(gaps).median()))
+
+
+@pytest.fixture(scope="module")
+def driver(tiny: TinyModel, runner_loader: Callable[..., Any], make_driver: Callable[[Any], Any]) -> Any:
+    return make_driver(runner_loader(tiny.folder))
+
+
+def tokens_of(results: list[Any]) -> list[list[int]]:
+    return [result.token_ids for result in results]
+
+
+def test_the_best_tokens_are_clearly_apart(tiny: TinyModel) -> None:
+    assert tiny.median_gap > 0.5
+
+
+def test_one_prompt_at_a_time_equals_transformers(tiny: TinyModel, driver: Any) -> None:
+    assert tokens_of(driver.greedy(tiny.prompts, NUM_TOKENS, waves=True)) == tiny.expected
+
+
+def test_a_batch_of_fifty_equals_transformers(tiny: TinyModel, driver: Any) -> None:
+    prompts, expected = tiny.prompts * 5, tiny.expected * 5
+    assert tokens_of(driver.greedy(prompts, NUM_TOKENS, enable_prefix_caching=False)) == expected
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 33])
+def test_any_chunk_size_equals_transformers(tiny: TinyModel, driver: Any, chunk: int) -> None:
+    results = driver.greedy(tiny.prompts, NUM_TOKENS, max_num_batched_tokens=chunk, enable_prefix_caching=False)
+    assert tokens_of(results) == tiny.expected
+
+
+def test_a_prefix_hit_changes_nothing(tiny: TinyModel, driver: Any) -> None:
+    results = driver.greedy(tiny.prompts * 2, NUM_TOKENS, waves=True)
+    assert tokens_of(results) == tiny.expected * 2
+    hits = [result.num_cached_tokens for result in results[len(tiny.prompts) :]]
+    assert sum(hits) >= 2 * (16 + 32 + 64)
+
+
+def test_a_prefix_hit_on_work_of_the_same_step_changes_nothing(tiny: TinyModel, driver: Any) -> None:
+    prompts = [tiny.prompts[-1]] * 4
+    assert tokens_of(driver.greedy(prompts, NUM_TOKENS)) == [tiny.expected[-1]] * 4
+
+
+def test_preemption_changes_nothing(tiny: TinyModel, driver: Any) -> None:
+    results = driver.greedy(tiny.prompts, NUM_TOKENS, num_blocks=16, enable_prefix_caching=False)
+    assert tokens_of(results) == tiny.expected
+    assert sum(result.num_preemptions for result in results) > 0
+
+
+def test_logprobs_equal_transformers(tiny: TinyModel, driver: Any) -> None:
+    prompt, expected = tiny.prompts[-1], tiny.expected[-1]
+    with torch.no_grad():
+        logits = tiny.reference(torch.tensor([prompt + expected])).logits[0, len(prompt) - 1 : -1]
+    reference = logits.log_softmax(-1).gather(1, torch.tensor(expected)[:, None]).squeeze(1)
+    ours = torch.tensor(driver.greedy([prompt], NUM_TOKENS)[0].logprobs)
+    torch.testing.assert_close(ours, reference, atol=2e-4, rtol=1e-3)
+
+
+def test_variants_of_the_architectures_equal_transformers(
+    variant: TinyModel, runner_loader: Callable[..., Any], make_driver: Callable[[Any], Any]
+) -> None:
+    assert variant.median_gap > 0.5
+    results = make_driver(runner_loader(variant.folder)).greedy(variant.prompts, NUM_TOKENS)
+    assert tokens_of(results) == variant.expected
+
+
+FAULTS = ["rope theta", "rope rotation", "slot off by one", "position off by one", "window off by eight"]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_noticed(
+    tiny: TinyModel,
+    fault: str,
+    runner_loader: Callable[..., Any],
+    make_driver: Callable[[Any], Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runner = runner_loader(tiny.folder)
+    if fault == "window off by eight" and runner._windows == {None}:
+        # A model without a window: give it one, which is as wrong.
+        monkeypatch.setattr(type(runner.model.spec), "layer_sliding_window", lambda self, layer: 32)
+        runner = runner_loader(tiny.folder)
+    else:
+        plant(fault, runner, monkeypatch)
+    assert tokens_of(make_driver(runner).greedy(tiny.prompts, NUM_TOKENS)) != tiny.expected
+
+
+def plant(fault: str, runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    if fault == "rope theta":
+        from pagemill_engine.models.rope import rope_tables
+
+        spec = runner.model.spec
+        theta = spec.rope_theta * 1.1
+        runner._cos, runner._sin = rope_tables(spec.head_dim, 256, theta, spec.rope_scaling, torch.float32)
+    elif fault == "rope rotation":
+        runner._sin = -runner._sin
+    elif fault == "position off by one":
+        # All positions shifted alike would be no fault of a relative embedding: shift from the 10th on.
+        runner._cos[10:] = runner._cos[10:].roll(-1, 0)
+        runner._sin[10:] = runner._sin[10:].roll(-1, 0)
+    elif fault == "slot off by one":
+        gather = runner._rows.gather
+        monkeypatch.setattr(runner._rows, "gather", lambda plan: shifted(gather(plan)))
+    elif fault == "window off by eight":
+        plan_attention = runner._ops.plan_attention
+        narrow = lambda batch, window, *rest: plan_attention(batch, window - 8, *rest)  # noqa: E731
+        runner._ops = runner._ops._replace(plan_attention=narrow)
+
+
+def shifted(inputs: Any) -> Any:
+    return inputs._replace(slot_mapping=inputs.slot_mapping + (inputs.positions % 16 == 7))
