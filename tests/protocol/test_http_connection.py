@@ -91,9 +91,17 @@ async def test_a_slow_head_is_refused() -> None:
         assert error_of(await exchange(port, b"GET / HTTP/1.1\r\nhost:")) == (408, "timeout")
 
 
-async def test_a_silent_connection_is_closed() -> None:
+async def test_a_silent_connection_is_closed_without_a_word() -> None:
     async with serving(header_timeout_s=0.2) as port:
-        assert error_of(await exchange(port)) == (408, "timeout")
+        assert await exchange(port) == b""
+
+
+async def test_a_slow_second_request_on_a_connection_is_refused() -> None:
+    async with serving(header_timeout_s=0.2) as port:
+        answer = await exchange(port, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n", b"GET / HTTP/1.1\r\nho")
+        first, second = answer[: answer.index(b"HTTP/1.1 408")], answer[answer.index(b"HTTP/1.1 408") :]
+        assert b"200 OK" in first
+        assert error_of(second) == (408, "timeout")
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """What `door` cannot see because it happens before ASGI: headers that never end.
 
 `bounded_protocol(...)` makes the `http=` class of a `uvicorn.Config`: request heads above a size or time get 431 or 408
-and the connection closes; trailers are dropped; a malformed request gets a 400 in OpenAI's shape. Parsing stays
-httptools'. Import this module only where uvicorn is installed.
+and the connection closes, one that stays silent just closes; trailers are dropped; a malformed request gets a 400 in
+OpenAI's shape. Parsing stays httptools'. Import this module only where uvicorn is installed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _BoundedProtocol(HttpToolsProtocol):
     header_timeout_s: float
 
     _head_timer: asyncio.TimerHandle | None = None
-    _head_complete = False
+    _head_open = False
     _unparsed_bytes = 0
     """Received since the parser last got anywhere: a head or trailer that grows, or chunk extensions."""
 
@@ -49,16 +49,16 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._head_complete = False
+        self._head_open = True
         self._start_head_timer()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._head_complete:
+        if self._head_open:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._stop_head_timer()
-        self._head_complete = True
+        self._head_open = False
         self._unparsed_bytes = 0
         super().on_headers_complete()
 
@@ -92,8 +92,10 @@ class _BoundedProtocol(HttpToolsProtocol):
             return
         if self._answering:  # the head of a pipelined request: its turn has not come
             self._start_head_timer()
-            return
-        self._refuse(request_timeout())
+        elif self._head_open:
+            self._refuse(request_timeout())
+        else:  # connected ahead of need and never used, as browsers do
+            self.transport.close()
 
     def _refuse(self, error: PagemillError) -> None:
         """Answer and hang up. Only while no response is under way on this connection, else just hang up."""
