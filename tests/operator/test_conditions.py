@@ -1,0 +1,114 @@
+"""Conditions name the true cause, and their times move only with their status."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from pagemill_crds.models import LLMDeployment
+from pagemill_operator.plan import Plan, Problem, make_plan
+from pagemill_operator.status.conditions import (
+    Finding,
+    Observation,
+    ReplicaObservation,
+    find_conditions,
+    merge_conditions,
+)
+
+Make = Callable[..., LLMDeployment]
+
+
+def plan_of(deployment: Make, replicas: int = 2) -> Plan:
+    return make_plan(deployment(replicas=replicas))
+
+
+def running(plan: Plan, *phases: str, reason: str = "", message: str = "") -> tuple[ReplicaObservation, ...]:
+    digest = plan.groups[0].digest
+    return tuple(
+        ReplicaObservation(f"chat-{i}", phase, digest, reason, message)  # type: ignore[arg-type]
+        for i, phase in enumerate(phases)
+    )
+
+
+def by_type(seen: Observation) -> dict[str, Finding]:
+    return {finding.type: finding for finding in find_conditions(seen)}
+
+
+def test_every_condition_is_always_there(deployment: Make) -> None:
+    types = [finding.type for finding in find_conditions(Observation(plan_of(deployment)))]
+    assert types == ["Planned", "Scheduled", "ModelLoaded", "Serving", "ScalingActive", "SLOMet", "Ready"]
+
+
+def test_all_replicas_ready(deployment: Make) -> None:
+    plan = plan_of(deployment)
+    found = by_type(Observation(plan, running(plan, "ready", "ready"), gateway_ready=True))
+    assert found["Ready"][1:3] == ("True", "AllReplicasReady")
+    assert found["Serving"].status == "True"
+
+
+def test_loading_says_what_is_waited_for(deployment: Make) -> None:
+    plan = plan_of(deployment)
+    replicas = running(plan, "loading", "starting", message="loading weights 40 %")
+    found = by_type(Observation(plan, replicas, gateway_ready=True))
+    assert found["ModelLoaded"][1:] == ("False", "Loading", "chat-0: loading weights 40 %")
+    assert found["Ready"].reason == "Loading"
+
+
+def test_one_of_two_ready_serves_but_is_not_ready(deployment: Make) -> None:
+    plan = plan_of(deployment)
+    found = by_type(Observation(plan, running(plan, "ready", "loading"), gateway_ready=True))
+    assert found["Serving"].status == "True"
+    assert found["Ready"][1:3] == ("False", "Progressing")
+    assert "1 of 2" in found["Ready"].message
+
+
+def test_a_crash_gives_its_own_reason(deployment: Make) -> None:
+    plan = plan_of(deployment, 1)
+    replicas = running(plan, "crashed", reason="ModelNotFound", message="no such file")
+    found = by_type(Observation(plan, replicas, gateway_ready=True))
+    assert found["ModelLoaded"][1:] == ("False", "ModelNotFound", "no such file")
+    assert found["Ready"].reason == "ModelNotFound"
+
+
+def test_old_replicas_do_not_count_as_ready(deployment: Make) -> None:
+    plan = plan_of(deployment, 1)
+    old = tuple(replace(replica, digest="old") for replica in running(plan, "ready"))
+    found = by_type(Observation(plan, old, gateway_ready=True))
+    assert found["Serving"].status == "True"
+    assert found["Ready"].status == "False"
+
+
+def test_a_gateway_that_is_not_ready_is_the_reason(deployment: Make) -> None:
+    plan = plan_of(deployment, 1)
+    assert by_type(Observation(plan, running(plan, "ready")))["Ready"].reason == "GatewayNotReady"
+
+
+def test_conflicts_and_problems_come_first(deployment: Make) -> None:
+    plan = plan_of(deployment, 1)
+    conflict = Problem("spec.model.name", "m", "taken")
+    found = by_type(Observation(plan, gateway_ready=True, conflict=conflict))
+    assert found["Ready"][1:3] == ("False", "NameConflict")
+    unsupported = make_plan(deployment(engine__quantization="fp8"))
+    assert by_type(Observation(unsupported))["Ready"].reason == "UnsupportedField"
+
+
+def test_an_unreadable_source_leaves_the_plan_unknown(deployment: Make) -> None:
+    plan = plan_of(deployment, 1)
+    unplanned = Problem("spec.model.source", "s3://x", "only the pods can read it")
+    found = by_type(Observation(plan, running(plan, "ready"), gateway_ready=True, unplanned=unplanned))
+    assert found["Planned"].status == "Unknown"
+    assert found["Ready"].status == "True"
+
+
+def test_transition_times_move_only_with_the_status(deployment: Make) -> None:
+    plan = plan_of(deployment, 1)
+    loading = find_conditions(Observation(plan, running(plan, "loading", message="a"), gateway_ready=True))
+    first = merge_conditions([], loading, 1, "2026-01-01T00:00:00Z")
+    still = find_conditions(Observation(plan, running(plan, "loading", message="b"), gateway_ready=True))
+    second = merge_conditions(first, still, 2, "2026-01-01T00:01:00Z")
+    ready = find_conditions(Observation(plan, running(plan, "ready"), gateway_ready=True))
+    third = merge_conditions(second, ready, 2, "2026-01-01T00:02:00Z")
+    times = [{c.type: c.last_transition_time for c in conditions}["Ready"] for conditions in (first, second, third)]
+    assert times == ["2026-01-01T00:00:00Z", "2026-01-01T00:00:00Z", "2026-01-01T00:02:00Z"]
+    assert {c.observed_generation for c in third} == {2}
+    assert "b" in {c.type: c.message for c in second}["ModelLoaded"]

