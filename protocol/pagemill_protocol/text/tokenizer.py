@@ -47,7 +47,8 @@ class Tokenizer:
             raise invalid_field(
                 "prompt", f"The text has half a surrogate pair at character {error.start}; send valid Unicode."
             ) from None
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # The batch call lets other threads run meanwhile, which `encode` does not, and computes no offsets.
+        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
