@@ -144,9 +144,10 @@ def _type_name(hint: Any) -> str:
 
 
 def _shown_default(default: Any) -> str:
-    if default is None or default is False or default == [] or default == () or callable(default):
-        return ""
-    return f"`{default}`"
+    if default is True:
+        return "on"
+    is_empty = default is None or default is False or default in ("", [], ())
+    return "" if is_empty or callable(default) else f"`{default}`"
 
 
 def metrics_page() -> str:
