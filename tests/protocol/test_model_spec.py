@@ -329,7 +329,7 @@ def test_an_unusable_gguf_model_is_refused(write_gguf, architecture, changes, me
 def test_a_gguf_file_that_holds_no_model_is_refused(write_gguf):
     with pytest.raises(UnreadableModelError, match=r"no tensor `token_embd.weight`"):
         load_model_spec(write_gguf(GGUF_LLAMA))
-    with pytest.raises(UnreadableModelError, match=r"no usable `llama.block_count`"):
+    with pytest.raises(UnreadableModelError, match=r"no usable `llama.attention.head_count`"):
         load_model_spec(write_gguf({}, EMBEDDING))
 
 
