@@ -1,4 +1,4 @@
-"""Helpers of the engine's tests: the embedded model, a driver that runs prompts through `EngineCore`, a checking device."""
+"""Helpers of the engine's tests: the embedded model, a driver that runs prompts through the core, a checking device."""
 
 from __future__ import annotations
 

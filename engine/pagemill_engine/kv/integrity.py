@@ -93,11 +93,12 @@ def _check_tables(kv: KVCacheManager) -> list[str]:
 
 
 def _check_chain(kv: KVCacheManager, table: BlockTable) -> list[str]:
-    """A findable block in a table must be findable under this row's own tokens at that place."""
+    """A full block that can be found must be found under this row's own tokens at that place."""
     known = table.row.block_hashes
+    num_full_blocks = (table.row.num_computed_tokens + table.num_open_tokens) // kv.block_size
     return [
         f"{table.row.request_id} holds at {index} a block cached for other content"
-        for index, block in enumerate(table.blocks)
+        for index, block in enumerate(table.blocks[:num_full_blocks])
         if block.block_hash is not None and (index >= len(known) or known[index] != block.block_hash)
     ]
 

@@ -164,7 +164,8 @@ class KVCacheManager:
         Blocks are released last to first, so that the tail of a chain is evicted before its head.
         """
         table = self.tables.pop(row.request_id)
-        self._forget(table.opened)
+        # A reader of this step that failed may have withdrawn some of them already.
+        self._forget([block for block in table.opened if block.block_hash is not None])
         self.pool.release(reversed(table.blocks))
         row.num_computed_tokens = 0
 
