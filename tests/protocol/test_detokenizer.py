@@ -124,6 +124,10 @@ def test_garbage_at_the_end_of_the_prompt_does_not_leak_into_the_text(byte_token
     assert byte_tokenizer.detokenizer(broken * 5).push(ids) == "x"
 
 
+def test_a_prompt_that_ends_inside_a_character_adds_nothing_to_an_empty_text(byte_tokenizer):
+    assert byte_tokenizer.detokenizer(byte_tokenizer.encode("é")[:1]).flush() == ""
+
+
 def test_special_tokens_are_hidden_unless_asked_for(sentencepiece):
     fox = PIECES.index("fox")
     assert sentencepiece.decode([fox, 1, fox]) == "foxfox"

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -14,7 +15,7 @@ from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.gguf_file import GGUFError, GGUFFile
 from pagemill_protocol.sources import UnreadableModelError
 from pagemill_protocol.text import byte_level
-from pagemill_protocol.text.bundle import TokenizerBundle, load_bundle
+from pagemill_protocol.text.bundle import TokenizerBundle, bundle_digest, load_bundle
 from pagemill_protocol.text.pre_tokenizers import PRE_TOKENIZERS
 from pagemill_protocol.text.tokenizer import Tokenizer
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
@@ -85,9 +86,16 @@ def test_digests_are_equal_for_equal_content_only(smollm2, smollm2_path):
     bundle = smollm2.bundle
     assert TokenizerBundle.from_bytes(bundle.to_bytes()) == bundle
     assert load_bundle(smollm2_path).digest == bundle.digest
+    assert bundle_digest(bundle.to_bytes()) == bundle.digest
     assert len(bundle.digest) == 64
     other = TokenizerBundle(tokenizer_json=bundle.tokenizer_json, chat_template="other")
     assert other.digest != bundle.digest
+
+
+def test_a_newer_versions_bundle_is_read_without_its_new_fields():
+    bundle = TokenizerBundle(tokenizer_json="{}", eos_token_ids=[2])
+    newer = msgspec.msgpack.encode(msgspec.msgpack.decode(bundle.to_bytes()) | {"new_field": 1})
+    assert TokenizerBundle.from_bytes(newer) == bundle
 
 
 def test_bytes_that_are_no_bundle_are_refused():

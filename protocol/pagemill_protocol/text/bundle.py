@@ -27,7 +27,7 @@ END_TOKENS = (
 """Control tokens that end a turn or a document wherever they exist, whatever the metadata lists."""
 
 
-class TokenizerBundle(msgspec.Struct, frozen=True, kw_only=True):
+class TokenizerBundle(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tokenizer_json: str
     """The `tokenizers` library's own format."""
     chat_template: str | None = None
@@ -49,7 +49,7 @@ class TokenizerBundle(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def digest(self) -> str:
         """blake2b-256 over the content, hex: equal bundles have equal digests, in any process."""
-        return hashlib.blake2b(self.to_bytes(), digest_size=32).hexdigest()
+        return bundle_digest(self.to_bytes())
 
     def to_bytes(self) -> bytes:
         """msgpack, byte for byte the same for equal content."""
@@ -67,6 +67,14 @@ class TokenizerBundle(msgspec.Struct, frozen=True, kw_only=True):
 
 _encoder = msgspec.msgpack.Encoder(order="deterministic")
 _decoder: msgspec.msgpack.Decoder[TokenizerBundle] = msgspec.msgpack.Decoder(TokenizerBundle)
+
+
+def bundle_digest(raw: bytes) -> str:
+    """The digest of a bundle as it travels.
+
+    Whoever receives one checks this: a bundle of a newer version, decoded and encoded again, would lose its new fields.
+    """
+    return hashlib.blake2b(raw, digest_size=32).hexdigest()
 
 
 def load_bundle(path: str | Path) -> TokenizerBundle:

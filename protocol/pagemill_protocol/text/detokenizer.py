@@ -23,17 +23,20 @@ class IncrementalDetokenizer:
         self._skipped = table.special_ids if skip_special_tokens else frozenset()
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._num_leading_spaces = table.num_leading_spaces
+        self._has_own_bytes = False
         self._prime(prompt_ids)
 
     def push(self, token_ids: Iterable[int]) -> str:
         """The text that became complete with `token_ids`; may be empty."""
         table, skipped = self._table, self._skipped
         raw = b"".join([table[token_id] for token_id in token_ids if token_id not in skipped])
-        return self._decoder.decode(self._without_leading(raw))
+        raw = self._without_leading(raw)
+        self._has_own_bytes |= bool(raw)
+        return self._decoder.decode(raw)
 
     def flush(self) -> str:
         """What is left at the end: U+FFFD for an unfinished character, else nothing. Afterwards it starts anew."""
-        text = self._decoder.decode(b"", final=True)
+        text = self._decoder.decode(b"", final=True) if self._has_own_bytes else ""
         self._decoder.reset()
         return text
 

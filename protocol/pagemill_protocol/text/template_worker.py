@@ -11,6 +11,7 @@ Templates see what Hugging Face templates expect: an immutable sandbox, trimmed 
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import resource
@@ -143,7 +144,8 @@ def _confine(memory_bytes: int) -> None:
         (resource.RLIMIT_NPROC, 0),
         (resource.RLIMIT_CORE, 0),
     ):
-        resource.setrlimit(limit, (value, value))
+        with contextlib.suppress(ValueError, OSError):  # not every system has every limit
+            resource.setrlimit(limit, (value, value))
 
 
 def read_frame(stream: BinaryIO) -> Any:
