@@ -276,11 +276,11 @@ class GatewayUnderTest:
 
     async def post(self, path: str, body: Any, headers: dict[str, str] | None = None) -> Reply:
         async with self.session.post(self.url + path, json=body, headers=headers) as response:
-            return Reply(response.status, dict(response.headers), await response.read())
+            return Reply(response.status, {k.lower(): v for k, v in response.headers.items()}, await response.read())
 
     async def get(self, path: str, *, control: bool = False) -> Reply:
         async with self.session.get((self.control_url if control else self.url) + path) as response:
-            return Reply(response.status, dict(response.headers), await response.read())
+            return Reply(response.status, {k.lower(): v for k, v in response.headers.items()}, await response.read())
 
 
 class Reply:

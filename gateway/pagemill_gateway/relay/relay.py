@@ -63,6 +63,7 @@ class Relay:
                 self._brain.failed(choice, failure.kind)
                 self._note(failure, choice, attempts, record)
                 if sink.delivered:
+                    self._metrics.stream_broke(record.model, failure.kind)
                     raise AnswerBroken(
                         bad_upstream(f"The answer broke off: {failure.message}"), told=False
                     ) from failure

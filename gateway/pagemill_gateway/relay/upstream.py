@@ -7,6 +7,7 @@ on is either complete frames of a well-formed answer, or an `UpstreamFailure`.
 from __future__ import annotations
 
 import asyncio
+import io
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
@@ -21,6 +22,7 @@ from pagemill_gateway.brain.interface import Choice, FailureKind
 from pagemill_gateway.config import GatewayConfig
 
 MAX_ERROR_BYTES = 64 * 1024
+MAX_BODY_AT_ONCE_BYTES = 512 * 1024
 END_OF_BODY_TIMEOUT_S = 0.5
 REFUSALS = frozenset({429, 503})
 CLIENT_FAULTS = frozenset({400, 413, 422})
@@ -114,7 +116,7 @@ class Upstream:
         try:
             async with asyncio.timeout(self._accept_timeout_s):
                 response = await self._session.post(
-                    url, data=body, headers=headers, timeout=self._timeout, allow_redirects=False
+                    url, data=_payload(body), headers=headers, timeout=self._timeout, allow_redirects=False
                 )
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             raise UpstreamFailure("broken", _describe(error)) from error
@@ -124,6 +126,11 @@ class Upstream:
         finally:
             # Keeps the connection only when the answer was read to its end.
             response.release()
+
+
+def _payload(body: bytes) -> bytes | io.BytesIO:
+    """aiohttp writes bytes at once, files in pieces; a huge prompt must not fill the socket's buffer in one go."""
+    return body if len(body) <= MAX_BODY_AT_ONCE_BYTES else io.BytesIO(body)
 
 
 async def _check_accepted(response: aiohttp.ClientResponse) -> None:

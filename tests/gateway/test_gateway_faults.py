@@ -1,0 +1,365 @@
+"""What clients get when engines misbehave, clients leave, or time runs out. Never a stream that just stops."""
+
+from __future__ import annotations
+
+import asyncio
+
+import aiohttp
+import openai
+import pytest
+from pagemill_protocol.errors import unavailable
+from pagemill_protocol.frames import FRAMES_CONTENT_TYPE, encode_frame
+from pagemill_protocol.generate import FrameMeta
+from pagemill_protocol.openai import render
+
+
+def num_requests(engines) -> list[int]:
+    return [len(engine.requests) for engine in engines]
+
+
+def garbage_after_a_good_frame(fake):
+    async def behave(engine, request, response, http) -> None:
+        await response.prepare(http)
+        await response.write(fake.answer_frames(request, ("a", "b"))[0])
+        await asyncio.sleep(0.05)
+        await response.write(b"\xff" * 64)
+        await response.write_eof()
+
+    return behave
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "fault",
+    ["dead", "refused 503", "refused 429", "error 500", "token", "html", "garbage", "cut head", "other choice", "half event"],
+)
+async def test_a_failure_before_the_first_byte_is_retried_elsewhere(engines, gateways, fake, fault, stream) -> None:
+    gateway = await gateways(*engines[:2])
+    bad, good = engines[:2]
+    behaviours = {
+        "refused 503": fake.refuses(503),
+        "refused 429": fake.refuses(429),
+        "error 500": fake.refuses(500),
+        "token": fake.refuses(401),
+        "html": fake.sends(b"<html>", content_type="text/html"),
+        "garbage": fake.sends(b"\xff" * 100),
+        "cut head": fake.breaks_off(0),
+        "other choice": fake.sends(encode_frame(FrameMeta(choice=9, token_ids=[1]), b"data: {}\n\n")),
+        "half event": fake.sends(encode_frame(FrameMeta(token_ids=[1]), b"data: {}")),
+    }
+    if fault == "dead":
+        await bad.kill()
+    else:
+        bad.behaviour = behaviours[fault]
+    if fault == "half event" and not stream:
+        bad.behaviour = fake.sends(encode_frame(FrameMeta(last=True), b"not json"))
+    for _ in range(4):
+        reply = await gateway.chat(stream=stream)
+        assert reply.status == 200, reply.raw
+        assert (reply.streamed_text if stream else reply.text) == "hello world"
+    assert len(good.requests) == 4
+
+
+@pytest.mark.parametrize("num_frames", [0, 1, 2])
+async def test_a_body_is_retried_however_much_of_it_had_arrived(engines, gateways, fake, num_frames) -> None:
+    gateway = await gateways(*engines[:2])
+    half = encode_frame(FrameMeta(token_ids=[1, 2]))
+    for engine in engines[:2]:
+        engine.behaviours.append(fake.sends(*[half] * num_frames))
+    reply = await gateway.chat()
+    assert (reply.status, reply.text) == (200, "hello world")
+    assert sum(num_requests(engines)) == 3
+    ids = [request.request_id for engine in engines[:2] for request in engine.requests]
+    assert len(set(ids)) == 3, "a retry must not meet its own predecessor"
+    assert all((request.response_id or request.request_id) == reply.json["id"]
+               for engine in engines[:2] for request in engine.requests)  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", ["reset", "garbage", "early end"])
+async def test_a_failure_after_the_first_byte_ends_in_an_error_event(engines, gateways, fake, fault) -> None:
+    gateway = await gateways(*engines)
+    for engine in engines:
+        engine.behaviour = {
+            "reset": fake.breaks_off(2),
+            "garbage": garbage_after_a_good_frame(fake),
+            "early end": fake.sends(),
+        }[fault]
+        if fault == "early end":
+            head = render.Head("id", "tiny", 0)
+            event = render.sse(render.chat_chunk(head, 0, "a", role=True))
+            engine.behaviour = fake.sends(encode_frame(FrameMeta(token_ids=[1]), event))
+    reply = await gateway.chat(stream=True)
+    assert reply.status == 200
+    assert reply.streamed_text.startswith("a")
+    assert reply.events[-1]["error"]["code"] == "bad_upstream"
+    assert "[DONE]" not in reply.events
+    assert sum(num_requests(engines)) == 1
+    text = (await gateway.get("/metrics", control=True)).raw.decode()
+    assert 'pagemill_gateway_broken_streams_total{model="tiny",reason="broken"} 1.0' in text
+
+
+async def test_the_openai_client_raises_when_a_stream_breaks(engines, gateways, fake) -> None:
+    gateway = await gateways(engines[0])
+    engines[0].behaviour = fake.breaks_off(2)
+    async with openai.AsyncOpenAI(base_url=gateway.url + "/v1", api_key="none", max_retries=0) as client:
+        message = [{"role": "user", "content": "hi"}]
+        stream = await client.chat.completions.create(model="tiny", messages=message, stream=True)
+        with pytest.raises(openai.APIError):
+            [chunk async for chunk in stream]
+
+
+async def test_one_broken_prompt_of_several_breaks_the_whole_stream_audibly(engines, gateways, fake) -> None:
+    gateway = await gateways(*engines)
+    engines[1].behaviour = fake.breaks_off(2)
+    reply = await gateway.complete(prompt=["a", "b", "c"], stream=True)
+    assert reply.events[-1]["error"]["code"] == "bad_upstream"
+    assert "[DONE]" not in reply.events
+
+
+async def test_at_most_three_engines_are_asked_and_none_twice(engines, gateways, fake) -> None:
+    fourth = await fake.Engine("engine-3").start()
+    try:
+        everybody = [*engines, fourth]
+        gateway = await gateways(*everybody)
+        for engine in everybody:
+            engine.behaviour = fake.refuses(500)
+        reply = await gateway.chat()
+        assert (reply.status, reply.error["code"]) == (502, "bad_upstream")
+        assert reply.headers["retry-after"] == "1"
+        assert sorted(num_requests(everybody)) == [0, 1, 1, 1]
+    finally:
+        await fourth.kill()
+
+
+async def test_a_single_engine_that_failed_is_asked_again(engines, gateways, fake) -> None:
+    gateway = await gateways(engines[0])
+    engines[0].behaviours.extend([fake.breaks_off(0), fake.breaks_off(0)])
+    assert (await gateway.chat()).text == "hello world"
+    assert num_requests(engines) == [3, 0, 0]
+
+
+async def test_when_all_engines_are_full_the_client_hears_when_to_come_back(engines, gateways, fake) -> None:
+    gateway = await gateways(*engines[:2])
+    for engine in engines[:2]:
+        engine.behaviour = fake.refuses(503, retry_after="7")
+    reply = await gateway.chat()
+    assert (reply.status, reply.headers["retry-after"]) == (503, "7")
+    assert reply.error["code"] == "server_is_overloaded"
+    assert num_requests(engines) == [1, 1, 0], "a full engine is not asked twice"
+    engines[0].behaviour = fake.says("ok")
+    assert (await gateway.chat()).text == "ok"
+
+
+async def test_what_the_engine_says_of_a_bad_request_reaches_the_client(engines, gateways, fake) -> None:
+    gateway = await gateways(*engines)
+    for engine in engines:
+        engine.behaviour = fake.refuses(400, param="max_tokens", code="too_much", message="no room")
+    reply = await gateway.chat()
+    assert reply.status == 400
+    assert (reply.error["param"], reply.error["code"], reply.error["message"]) == ("max_tokens", "too_much", "no room")
+    assert sum(num_requests(engines)) == 1
+
+
+def fails_with(status: int, *, after: int, stream: bool, fake):
+    """The engine's own last frame says that this request failed there."""
+
+    async def behave(engine, request, response, http) -> None:
+        await response.prepare(http)
+        for frame in fake.answer_frames(request, ("a", "b"))[:after]:
+            await response.write(frame)
+            await asyncio.sleep(0.05)
+        error = unavailable("engine says no", code="draining")
+        payload = render.sse_error(error) if stream else render.error_body(error)
+        await response.write(encode_frame(FrameMeta(last=True, error="engine says no", error_status=status), payload))
+        await response.write_eof()
+
+    return behave
+
+
+@pytest.mark.parametrize("status", [500, 503])
+async def test_an_engines_own_error_frame_is_retried_while_nothing_was_seen(engines, gateways, fake, status) -> None:
+    gateway = await gateways(*engines[:2])
+    engines[0].behaviour = fails_with(status, after=0, stream=True, fake=fake)
+    for _ in range(4):
+        assert (await gateway.chat(stream=True)).streamed_text == "hello world"
+    assert gateway.record(engines[0]).ejection.num_failures == 0, "one request's fault is not the engine's"
+
+
+async def test_an_engines_own_error_event_ends_a_stream_that_had_begun(engines, gateways, fake) -> None:
+    gateway = await gateways(engines[0])
+    engines[0].behaviour = fails_with(503, after=1, stream=True, fake=fake)
+    reply = await gateway.chat(stream=True)
+    assert [event["error"]["message"] for event in reply.events if "error" in event] == ["engine says no"]
+    assert "error" in reply.events[-1]
+
+
+async def test_a_client_that_leaves_stops_the_engine_at_once(engines, gateways, fake, caplog) -> None:
+    gateway = await gateways(engines[0])
+    for stream in (False, True):
+        gate = asyncio.Event()
+        engines[0].behaviour = fake.says("a", "b", gate=gate) if stream else fake.hangs
+        seen = len(engines[0].requests)
+        with caplog.at_level("INFO", logger="pagemill.gateway.access"):
+            task = asyncio.create_task(gateway.chat(stream=stream))
+            await fake.until(lambda seen=seen: len(engines[0].requests) == seen + 1)
+            task.cancel()
+            await fake.until(lambda stream=stream: engines[0].num_aborted == 1 + stream)
+            await fake.until(lambda: gateway.record(engines[0]).in_flight == 0)
+            await fake.until(lambda stream=stream: caplog.text.count('"status":499') == 1 + stream)
+        assert gateway.record(engines[0]).ejection.num_failures == 0
+    assert gateway.gateway.gate.num_inside == 0
+
+
+async def test_a_client_that_leaves_stops_all_its_prompts(engines, gateways, fake) -> None:
+    gateway = await gateways(*engines)
+    for engine in engines:
+        engine.behaviour = fake.hangs
+    task = asyncio.create_task(gateway.complete(prompt=["a", "b", "c"]))
+    await fake.until(lambda: num_requests(engines) == [1, 1, 1])
+    task.cancel()
+    await fake.until(lambda: [engine.num_aborted for engine in engines] == [1, 1, 1])
+
+
+async def test_a_deadline_before_the_first_byte_is_a_504(engines, gateways, fake) -> None:
+    gateway = await gateways(engines[0])
+    await gateway.chat()
+    engines[0].behaviour = fake.hangs
+    reply = await gateway.chat(headers={"x-request-timeout-s": "0.3"})
+    assert (reply.status, reply.error["code"]) == (504, "deadline_exceeded")
+    await fake.until(lambda: engines[0].num_aborted == 1)
+
+
+async def test_a_deadline_after_the_first_byte_is_an_error_event(engines, gateways, fake) -> None:
+    gateway = await gateways(engines[0])
+    await gateway.chat()
+    engines[0].behaviour = fake.says("a", "b", gate=asyncio.Event())
+    reply = await gateway.chat(stream=True, headers={"x-request-timeout-s": "0.5"})
+    assert reply.streamed_text == "a"
+    assert reply.events[-1]["error"]["code"] == "deadline_exceeded"
+
+
+async def test_a_silent_engine_whose_state_is_silent_too_is_given_up(engines, gateways, fake) -> None:
+    gateway = await gateways(*engines[:2], silence_timeout_s=0.1, state_stale_after_s=0.1, state_idle_timeout_s=60)
+    engines[0].behaviour = engines[1].behaviour = fake.hangs
+    first = asyncio.create_task(gateway.chat())
+    await fake.until(lambda: sum(num_requests(engines)) == 1)
+    for engine in engines[:2]:
+        engine.behaviour = fake.says("late")
+    assert (await first).text == "late"
+
+
+async def test_a_silent_engine_that_still_reports_is_waited_for(engines, gateways, fake) -> None:
+    gateway = await gateways(engines[0], silence_timeout_s=0.05, state_stale_after_s=60)
+    gate = asyncio.Event()
+    engines[0].behaviour = fake.says("slow", "ly", gate=gate)
+    task = asyncio.create_task(gateway.chat(stream=True))
+    await asyncio.sleep(0.3)
+    gate.set()
+    assert (await task).streamed_text == "slowly"
+    assert len(engines[0].requests) == 1
+
+
+async def test_an_engine_that_never_answers_the_request_is_given_up(engines, gateways, fake) -> None:
+    async def swallows(engine, request, response, http) -> None:
+        await asyncio.Event().wait()
+
+    gateway = await gateways(*engines[:2], accept_timeout_s=0.1)
+    engines[0].behaviour = swallows
+    for _ in range(2):
+        assert (await gateway.chat()).text == "hello world"
+
+
+async def test_a_failed_engine_is_left_alone_then_probed_then_used_again(engines, gateways, fake) -> None:
+    gateway = await gateways(*engines[:2], ejection_base_s=0.3)
+    bad = engines[0]
+    bad.behaviour = fake.refuses(500)
+    while not bad.requests:
+        assert (await gateway.chat()).status == 200
+    for _ in range(10):
+        await gateway.chat()
+    assert len(bad.requests) == 1
+    bad.behaviour = fake.says("back")
+    await fake.until(lambda: gateway.gateway.brain.phase(gateway.record(bad)) == "ready")
+    replies = [(await gateway.chat()).text for _ in range(10)]
+    assert replies.count("back") == 5
+
+
+async def test_a_slow_reader_stops_the_engine_from_sending_and_loses_its_stream_in_the_end(
+    engines, gateways, fake
+) -> None:
+    sent_bytes = 0
+
+    async def floods(engine, request, response, http) -> None:
+        nonlocal sent_bytes
+        await response.prepare(http)
+        frame = encode_frame(FrameMeta(token_ids=[1]), b"data: " + b"x" * 65536 + b"\n\n")
+        while True:
+            await response.write(frame)
+            sent_bytes += len(frame)
+
+    gateway = await gateways(engines[0], slow_client_timeout_s=1.0)
+    engines[0].behaviour = floods
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "stream": True}
+    async with aiohttp.ClientSession(read_bufsize=1024) as session:
+        response = await session.post(gateway.url + "/v1/chat/completions", json=body)
+        await fake.until(lambda: sent_bytes > 100_000)
+        before = -1
+        while before != sent_bytes:
+            before = sent_bytes
+            await asyncio.sleep(0.3)
+        assert sent_bytes < 64 * 2**20
+        assert (await gateway.chat(model="nope")).status == 404, "others are served meanwhile"
+        await fake.until(lambda: engines[0].num_aborted == 1)
+        await fake.until(lambda: gateway.gateway.gate.num_inside == 0)
+        response.close()
+
+
+async def test_one_more_request_than_the_gateway_holds_is_refused(engines, gateways, fake) -> None:
+    gateway = await gateways(engines[0], max_requests=2)
+    gate = asyncio.Event()
+    engines[0].behaviour = fake.says("a", "b", gate=gate)
+    tasks = [asyncio.create_task(gateway.chat(stream=True)) for _ in range(2)]
+    await fake.until(lambda: len(engines[0].requests) == 2)
+    refused = await gateway.chat()
+    assert (refused.status, refused.error["code"]) == (503, "server_is_overloaded")
+    assert "retry-after" in refused.headers
+    gate.set()
+    assert [(await task).streamed_text for task in tasks] == ["ab", "ab"]
+
+
+async def test_frames_are_whole_events_whatever_the_network_does_to_them(engines, gateways, fake) -> None:
+    async def dribbles(engine, request, response, http) -> None:
+        await response.prepare(http)
+        for byte in b"".join(fake.answer_frames(request, ("a", "ü", "c"))):
+            await response.write(bytes([byte]))
+        await response.write_eof()
+
+    gateway = await gateways(engines[0])
+    engines[0].behaviour = dribbles
+    assert (await gateway.chat(stream=True)).streamed_text == "aüc"
+    assert FRAMES_CONTENT_TYPE.startswith("application/")
+
+
+async def test_a_hundred_clients_lose_nothing_when_an_engine_dies_and_comes_back(engines, gateways, fake) -> None:
+    gateway = await gateways(*engines, ejection_base_s=0.05)
+    num_done = 0
+
+    async def client(number: int) -> None:
+        nonlocal num_done
+        for turn in range(4):
+            reply = await gateway.chat(stream=(number + turn) % 2 == 0)
+            assert reply.status == 200, reply.raw
+            if (number + turn) % 2 == 0:
+                assert reply.events[-1] == "[DONE]" or "error" in reply.events[-1]
+            else:
+                assert reply.text == "hello world"
+            num_done += 1
+
+    clients = asyncio.gather(*(client(number) for number in range(60)))
+    await fake.until(lambda: num_done > 40, 20)
+    await engines[0].kill()
+    await fake.until(lambda: num_done > 140, 20)
+    await engines[0].start()
+    await clients
+    assert num_done == 240
+    assert all(record.in_flight == 0 for record in gateway.gateway.brain.registry.endpoints.values())

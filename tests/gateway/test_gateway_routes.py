@@ -1,0 +1,290 @@
+"""What clients get when engines behave: every route, every refusal at the door."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+
+import msgspec
+import openai
+import pytest
+from pagemill_protocol.catalog import Catalog
+
+
+async def test_a_chat_is_answered_whole_and_streamed(engines, gateways) -> None:
+    gateway = await gateways(*engines)
+    reply = await gateway.chat()
+    assert (reply.status, reply.text) == (200, "hello world")
+    streamed = await gateway.chat(stream=True, stream_options={"include_usage": True})
+    assert streamed.headers["content-type"].startswith("text/event-stream")
+    assert streamed.streamed_text == "hello world"
+    assert streamed.events[-1] == "[DONE]"
+    assert streamed.events[-2]["usage"]["completion_tokens"] == 2
+    assert streamed.events[0]["id"].startswith("chatcmpl-")
+
+
+async def test_the_engine_gets_rendered_tokens_an_id_a_time_and_a_seed(engines, gateways) -> None:
+    gateway = await gateways(engines[0])
+    reply = await gateway.chat(temperature=0.5, max_tokens=7)
+    request = engines[0].requests[0]
+    assert len(request.prompt_token_ids) == len("<user>hi<assistant>")
+    assert request.request_id == reply.json["id"]
+    assert request.created_unix_s > 1_700_000_000
+    assert request.sampling.seed is not None
+    assert (request.sampling.temperature, request.sampling.max_tokens) == (0.5, 7)
+
+
+async def test_requests_spread_over_all_engines(engines, gateways) -> None:
+    gateway = await gateways(*engines)
+    await asyncio.gather(*(gateway.chat() for _ in range(30)))
+    assert [len(engine.requests) for engine in engines] == [10, 10, 10]
+
+
+async def test_several_prompts_fan_out_and_come_back_as_one_body(engines, gateways) -> None:
+    gateway = await gateways(*engines)
+    reply = await gateway.complete(prompt=["a", "bb", [1, 2, 3]], n=2)
+    assert [choice["index"] for choice in reply.json["choices"]] == [0, 1, 2, 3, 4, 5]
+    assert reply.json["usage"]["prompt_tokens"] == 6
+    assert {len(engine.requests) for engine in engines} == {1}
+    seeds = {engine.requests[0].sampling.seed for engine in engines}
+    assert len(seeds) == 3, "equal prompts must not get equal answers"
+
+
+async def test_several_prompts_stream_as_one_with_one_end(engines, gateways) -> None:
+    gateway = await gateways(*engines)
+    reply = await gateway.complete(prompt=["a", "b", "c"], stream=True, stream_options={"include_usage": True})
+    events = reply.events
+    assert events.count("[DONE]") == 1
+    assert events[-1] == "[DONE]"
+    assert events[-2]["usage"]["prompt_tokens"] == 3
+    assert events[-2]["choices"] == []
+    texts = dict.fromkeys(range(3), "")
+    for event in events[:-2]:
+        assert event["usage"] is None
+        texts[event["choices"][0]["index"]] += event["choices"][0]["text"]
+    assert set(texts.values()) == {"hello world"}
+    assert len({event["id"] for event in events[:-1]}) == 1
+
+
+async def test_more_prompts_than_go_at_once_all_get_answers(engines, gateways) -> None:
+    gateway = await gateways(*engines)
+    reply = await gateway.complete(prompt=["x"] * 200, max_tokens=2)
+    assert [choice["index"] for choice in reply.json["choices"]] == list(range(200))
+
+
+async def test_models_and_aliases_are_listed_once(engines, gateways, fake) -> None:
+    catalog = fake.catalog_of(engines[0], aliases=["org/tiny-model"])
+    gateway = await gateways(engines[0], catalog=catalog)
+    listing = (await gateway.get("/v1/models")).json
+    assert [model["id"] for model in listing["data"]] == ["tiny", "org/tiny-model"]
+    assert listing["data"][0]["max_model_len"] == fake.MAX_MODEL_LEN
+    assert (await gateway.get("/v1/models/org/tiny-model")).json["id"] == "org/tiny-model"
+    assert (await gateway.get("/v1/models/nope")).status == 404
+    assert (await gateway.chat(model="org/tiny-model")).json["model"] == "org/tiny-model"
+
+
+async def test_text_becomes_tokens_and_text_again(engines, gateways) -> None:
+    gateway = await gateways(*engines)
+    tokens = (await gateway.post("/tokenize", {"prompt": "héllo", "return_token_strs": True})).json
+    assert tokens["count"] == 6
+    text = (await gateway.post("/detokenize", {"model": "tiny", "tokens": tokens["tokens"]})).json
+    assert text["prompt"] == "héllo"
+    chat = (await gateway.post("/tokenize", {"messages": [{"role": "user", "content": "hi"}]})).json
+    assert chat["count"] == len("<user>hi<assistant>")
+
+
+async def test_a_long_prompt_is_tokenized_without_holding_up_the_loop(engines, gateways) -> None:
+    gateway = await gateways(*engines)
+    slowest_s = 0.0
+
+    async def watch() -> None:
+        nonlocal slowest_s
+        loop = asyncio.get_running_loop()
+        while True:
+            before = loop.time()
+            await asyncio.sleep(0.001)
+            slowest_s = max(slowest_s, loop.time() - before)
+
+    watcher = asyncio.create_task(watch())
+    started_at = asyncio.get_running_loop().time()
+    reply = await gateway.post("/tokenize", {"prompt": "word " * 150_000})
+    duration_s = asyncio.get_running_loop().time() - started_at
+    watcher.cancel()
+    assert reply.json["count"] == 750_000
+    assert slowest_s < duration_s / 2, f"the loop stood still for {slowest_s} of {duration_s} s"
+
+
+async def test_probes_version_and_metrics_answer_on_both_ports(engines, gateways) -> None:
+    gateway = await gateways(*engines)
+    await gateway.chat()
+    for path in ("/livez", "/readyz", "/version", "/metrics"):
+        for control in (False, True):
+            assert (await gateway.get(path, control=control)).status == 200
+    assert (await gateway.get("/health")).status == 200
+    text = (await gateway.get("/metrics", control=True)).raw.decode()
+    assert 'pagemill_gateway_requests_total{model="tiny",route="/v1/chat/completions",status="200"} 1.0' in text
+    assert 'pagemill_gateway_endpoints{model="tiny",phase="ready"} 3.0' in text
+    assert 'pagemill_gateway_tokens_total{kind="completion",model="tiny"} 2.0' in text
+
+
+async def test_status_shows_each_endpoint(engines, gateways) -> None:
+    gateway = await gateways(*engines)
+    status = (await gateway.get("/status", control=True)).json
+    model = status["models"][0]
+    assert (model["name"], status["ready"], status["num_requests"]) == ("tiny", True, 0)
+    assert [endpoint["phase"] for endpoint in model["endpoints"]] == ["ready"] * 3
+    assert all(0 <= endpoint["state_age_s"] < 5 for endpoint in model["endpoints"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param"),
+    [
+        ({"model": "nope"}, 404, "model"),
+        ({"temperature": "hot"}, 400, "temperature"),
+        ({"temperature": 9}, 400, "temperature"),
+        ({"messages": []}, 400, "messages"),
+        ({"max_tokens": 10_000}, 400, "max_tokens"),
+        ({"messages": [{"role": "user", "content": "x" * 5000}]}, 400, "messages"),
+        ({"stream_options": {"include_usage": True}}, 400, "stream_options"),
+    ],
+)
+async def test_bad_fields_are_named(engines, gateways, fields, status, param) -> None:
+    gateway = await gateways(engines[0])
+    reply = await gateway.chat(**fields)
+    assert (reply.status, reply.error["param"]) == (status, param)
+    assert not engines[0].requests
+
+
+async def test_bad_bodies_routes_and_methods_are_refused_in_openais_shape(engines, gateways) -> None:
+    gateway = await gateways(engines[0], max_body_bytes=10_000)
+    url = gateway.url + "/v1/chat/completions"
+
+    async def post(data: bytes, **headers: str) -> int:
+        headers = {"content-type": "application/json", **{name.replace("_", "-"): headers[name] for name in headers}}
+        async with gateway.session.post(url, data=data, headers=headers) as response:
+            assert set((await response.json())["error"]) == {"message", "type", "param", "code"}
+            return response.status
+
+    assert await post(b"{") == 400
+    assert await post(b'{"model": "\xff"}') == 400
+    assert await post(b'{"temperature": NaN}') == 400
+    assert await post(b"x" * 20_000) == 413
+    assert await post(b"{}", content_type="text/plain") == 415
+    assert await post(b"{}", x_request_timeout_s="soon") == 400
+    assert (await gateway.get("/v1/chat/completions")).status == 405
+    assert (await gateway.get("/nope")).error["code"] == "not_found"
+    assert (await gateway.chat()).status == 200
+
+
+async def test_the_request_id_comes_back(engines, gateways) -> None:
+    gateway = await gateways(*engines)
+    reply = await gateway.chat(headers={"x-request-id": "abc-1"})
+    assert reply.headers["x-request-id"] == "abc-1"
+    assert (await gateway.chat(headers={"x-request-id": "bad id\u00e9"})).headers["x-request-id"] != "bad id\u00e9"
+
+
+async def test_only_known_keys_get_in(engines, gateways) -> None:
+    keys = [hashlib.sha256(key.encode()).hexdigest() for key in ("sk-one", "sk-two")]
+    gateway = await gateways(engines[0], api_keys=keys)
+    assert (await gateway.chat()).status == 401
+    assert (await gateway.chat(headers={"Authorization": "Bearer sk-three"})).error["code"] == "invalid_api_key"
+    assert (await gateway.chat(headers={"Authorization": f"Bearer {keys[0]}"})).status == 401
+    for path in ("/v1/models", "/metrics"):
+        assert (await gateway.get(path)).status == 401
+    assert (await gateway.post("/tokenize", {"prompt": "a"})).status == 401
+    for key in ("sk-one", "sk-two"):
+        assert (await gateway.chat(headers={"Authorization": f"Bearer {key}"})).status == 200
+    assert (await gateway.get("/readyz")).status == 200
+
+
+async def test_keys_share_cached_prompts_only_where_the_deployment_says_so(engines, gateways, fake) -> None:
+    keys = [hashlib.sha256(key.encode()).hexdigest() for key in ("sk-one", "sk-two")]
+    shared, apart = engines[0], engines[1]
+    models = [
+        msgspec.structs.replace(fake.catalog_of(shared).models[0], name="shared"),
+        msgspec.structs.replace(
+            fake.catalog_of(apart).models[0], deployment="e", name="apart", prefix_scope="key"
+        ),
+    ]
+    gateway = await gateways(shared, apart, api_keys=keys, catalog=Catalog(models=models))
+    for model in ("shared", "apart"):
+        for key in ("sk-one", "sk-one", "sk-two"):
+            await gateway.chat(model=model, headers={"Authorization": f"Bearer {key}"})
+    assert [request.cache_salt for request in shared.requests] == ["", "", ""]
+    first, again, other = (request.cache_salt for request in apart.requests)
+    assert first == again != other
+    assert first
+    assert not any(secret in salt for salt in (first, other) for secret in keys)
+
+
+async def test_the_catalogue_is_replaced_while_requests_run(engines, gateways, fake) -> None:
+    gateway = await gateways(engines[0])
+    gate = asyncio.Event()
+    engines[0].behaviour = fake.says("a", "b", gate=gate)
+    running = asyncio.create_task(gateway.chat(stream=True))
+    await fake.until(lambda: len(engines[0].requests) == 1)
+    body = msgspec.json.encode(fake.catalog_of(engines[1]))
+    async with gateway.session.put(gateway.control_url + "/catalog", data=body) as response:
+        assert response.status == 200
+    await gateway.know(engines[1])
+    assert (await gateway.chat()).text == "hello world"
+    assert len(engines[1].requests) == 1
+    gate.set()
+    assert (await running).streamed_text == "ab"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (b"[]", None),
+        (b'{"models": [{"deployment": "d", "name": ""}]}', "models[0].name"),
+        (b'{"models": [{"deployment": "d", "name": "m"}, {"deployment": "d", "name": "m"}]}', "models[1]"),
+        (
+            b'{"models": [{"deployment": "d", "name": "m", "endpoints": '
+            b'[{"id": "e", "data_url": "ftp://x", "control_url": "http://x:1"}]}]}',
+            "models[0].endpoints[0].data_url",
+        ),
+    ],
+)
+async def test_a_faulty_catalogue_changes_nothing(engines, gateways, body, param) -> None:
+    gateway = await gateways(engines[0])
+    async with gateway.session.put(gateway.control_url + "/catalog", data=body) as response:
+        assert (response.status, (await response.json())["error"]["param"]) == (400, param)
+    assert (await gateway.chat()).status == 200
+
+
+async def test_the_catalogue_needs_the_control_token(engines, gateways) -> None:
+    gateway = await gateways(engines[0], control_token="t0ken")
+    url = gateway.control_url + "/catalog"
+    for headers, status in (({}, 401), ({"Authorization": "Bearer no"}, 401), ({"Authorization": "Bearer t0ken"}, 200)):
+        async with gateway.session.put(url, data=b'{"models": []}', headers=headers) as response:
+            assert response.status == status
+
+
+async def test_the_openai_client_reads_answers_streams_and_errors(engines, gateways) -> None:
+    gateway = await gateways(*engines)
+    async with openai.AsyncOpenAI(base_url=gateway.url + "/v1", api_key="none", max_retries=0) as client:
+        message = [{"role": "user", "content": "hi"}]
+        chat = await client.chat.completions.create(model="tiny", messages=message, n=4)
+        assert [choice.message.content for choice in chat.choices] == ["hello world"] * 4
+        stream = await client.chat.completions.create(model="tiny", messages=message, stream=True)
+        assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "hello world"
+        with pytest.raises(openai.NotFoundError):
+            await client.chat.completions.create(model="nope", messages=message)
+        with pytest.raises(openai.BadRequestError):
+            await client.chat.completions.create(model="tiny", messages=message, temperature=7)
+
+
+async def test_the_access_log_tells_all_but_the_text(engines, gateways, caplog) -> None:
+    gateway = await gateways(*engines)
+    with caplog.at_level("INFO", logger="pagemill.gateway.access"):
+        await gateway.chat(messages=[{"role": "user", "content": "very secret words"}])
+        await gateway.chat(model="nope")
+        await gateway.get("/readyz")
+    lines = [msgspec.json.decode(record.message) for record in caplog.records if record.name.endswith("access")]
+    assert [line["status"] for line in lines] == [200, 404]
+    served, refused = lines
+    assert (served["model"], served["prompt_tokens"], served["completion_tokens"]) == ("tiny", 34, 2)
+    assert len(served["endpoints"]) == 1
+    assert refused["error"] == "model_not_found"
+    assert "secret" not in caplog.text
