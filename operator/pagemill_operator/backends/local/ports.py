@@ -14,10 +14,10 @@ class PortInUse(BackendError):
 
 def ensure_bindable(host: str, port: int) -> None:
     """Raises `PortInUse` or `BackendError` with the remedy when nothing could listen on host:port."""
+    if not 0 <= port <= 65535:
+        raise BackendError(f"--port {port} is not a port; use 1 to 65535, or 0 for a free one")
     try:
         _bind(host, port).close()
-    except OverflowError:
-        raise BackendError(f"--port {port} is not a port; use 1 to 65535, or 0 for a free one") from None
     except PermissionError:
         raise BackendError(f"--port {port} needs more rights than this user has; use a port above 1023") from None
     except socket.gaierror as error:

@@ -1,0 +1,193 @@
+"""The local backend with real gateway and engine server processes, whose device is simulated."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+from pagemill_operator.backends.base import BackendError
+from pagemill_operator.backends.local.ports import PortInUse
+from pagemill_operator.plan import Plan
+from pagemill_operator.status.conditions import find_conditions
+
+Machine = Any
+
+
+async def ask(session: aiohttp.ClientSession, machine: Machine, model: str = "chat") -> int:
+    """Status of one short chat through the gateway."""
+    body = {"model": model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+    async with session.post(f"{machine.backend.base_url}/v1/chat/completions", json=body) as response:
+        await response.read()
+        return response.status
+
+
+async def until(session: aiohttp.ClientSession, machine: Machine, status: int) -> None:
+    """The gateway learns of engines by itself, a moment after they changed."""
+    async with asyncio.timeout(20):
+        while await ask(session, machine) != status:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+def family() -> set[int]:
+    """Living processes below this one."""
+    return {child.pid for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE}
+
+
+async def test_serves_survives_crashes_and_stops_without_a_trace(make_machine: Callable[..., Machine]) -> None:
+    before = family()
+    machine = make_machine()
+    await machine.backend.start()
+    try:
+        plan = machine.plan(replicas=2)
+        await machine.backend.apply([plan])
+        await machine.until_ready(plan)
+        _assert_private(machine.folder)
+        _assert_reasons_were_told(machine)
+        ports = _listening_ports(family() - before)
+        assert len(ports) == 6, "three processes with a data and a control port each"
+        async with aiohttp.ClientSession() as session:
+            await until(session, machine, 200)
+            await _crash_an_engine(session, machine, plan)
+            await _crash_the_gateway(session, machine)
+        ports |= _listening_ports(family() - before)
+    finally:
+        await machine.backend.stop()
+    assert family() <= before
+    assert list(machine.folder.iterdir()) == []
+    for port in ports:
+        with socket.socket() as probe:
+            assert probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+async def _crash_an_engine(session: aiohttp.ClientSession, machine: Machine, plan: Plan) -> None:
+    victim, other = machine.pids(plan)
+    os.kill(victim, signal.SIGKILL)
+    await machine.until(lambda: any(event.warning for event in machine.events))
+    await until(session, machine, 200)
+    await machine.until_ready(plan)
+    assert machine.pids(plan)[0] != victim
+    assert machine.pids(plan)[1] == other
+    (crash,) = [event for event in machine.events if event.warning]
+    assert crash.subject == "chat-0"
+    assert "SIGKILL" in crash.message
+    assert "starting again in" in crash.message
+
+
+async def _crash_the_gateway(session: aiohttp.ClientSession, machine: Machine) -> None:
+    gateway = machine.backend.gateway.supervisor
+    os.kill(gateway.pid, signal.SIGKILL)
+    await machine.until(lambda: gateway.num_crashes == 1 and gateway.phase == "ready")
+    await until(session, machine, 200)
+
+
+async def test_an_edit_rolls_without_a_failed_request_and_an_equal_plan_changes_nothing(machine: Machine) -> None:
+    plan = machine.plan(replicas=1)
+    await machine.backend.apply([plan])
+    await machine.until_ready(plan)
+    (first,) = machine.pids(plan)
+    await machine.backend.apply([machine.plan(replicas=1)])
+    assert machine.pids(plan) == [first]
+
+    statuses: list[int] = []
+    rolled = asyncio.Event()
+    async with aiohttp.ClientSession() as session:
+        await until(session, machine, 200)
+        traffic = asyncio.create_task(_traffic(session, machine, statuses, rolled))
+        edited = machine.plan(replicas=2, engine__maxNumSeqs=8)
+        await machine.backend.apply([edited])
+        await machine.until(lambda: _rolled(machine, edited))
+        await _scale_down(machine, machine.plan(replicas=1, engine__maxNumSeqs=8))
+        rolled.set()
+        await traffic
+        assert len(statuses) > 5
+        assert set(statuses) == {200}
+        assert not psutil.pid_exists(first)
+
+        await machine.backend.apply([])
+        await machine.until(lambda: _forgotten(machine, edited))
+        await until(session, machine, 404)
+
+
+async def _scale_down(machine: Machine, fewer: Plan) -> None:
+    oldest, _ = machine.pids(fewer)
+    await machine.backend.apply([fewer])
+    await machine.until(lambda: _rolled(machine, fewer))
+    assert machine.pids(fewer) == [oldest]
+    assert machine.ready(fewer)
+
+
+async def test_a_model_that_cannot_be_loaded_names_the_true_cause(machine: Machine, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF" + b"\0" * 100)
+    plan = machine.plan(model__source=f"file://{broken}", engine__extraArgs=[])
+    await machine.backend.apply([plan])
+    await machine.until(lambda: machine.backend.supervisors(plan.key)[0].phase == "crashed")
+    ready = find_conditions(machine.backend.observe(plan.key))[-1]
+    assert ready.reason == "ModelUnreadable"
+    assert "broken.gguf" in ready.message
+
+
+async def test_a_claimed_name_starts_nothing_for_the_younger(machine: Machine) -> None:
+    older, younger = machine.plan("a", model__name="m"), machine.plan("b", model__name="m")
+    await machine.backend.apply([older, younger])
+    assert machine.backend.supervisors(younger.key) == []
+    assert find_conditions(machine.backend.observe(younger.key))[-1].reason == "NameConflict"
+
+
+async def test_a_port_in_use_stops_everything_before_it_starts(make_machine: Callable[..., Machine]) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        machine = make_machine(port=listener.getsockname()[1])
+        with pytest.raises(PortInUse) as failure:
+            await machine.backend.start()
+    assert isinstance(failure.value, BackendError)
+    await machine.backend.stop()
+    assert list(machine.folder.iterdir()) == []
+
+
+async def _traffic(
+    session: aiohttp.ClientSession, machine: Machine, statuses: list[int], rolled: asyncio.Event
+) -> None:
+    while not rolled.is_set():
+        statuses.append(await ask(session, machine))
+        await asyncio.sleep(0.05)
+
+
+def _rolled(machine: Machine, plan: Plan) -> bool:
+    replicas = machine.backend.observe(plan.key).replicas
+    wanted = [("ready", plan.groups[0].digest)] * plan.replicas
+    return [(replica.phase, replica.digest) for replica in replicas] == wanted
+
+
+def _forgotten(machine: Machine, plan: Plan) -> bool:
+    try:
+        machine.backend.observe(plan.key)
+    except KeyError:
+        return True
+    return False
+
+
+def _assert_private(folder: Path) -> None:
+    (state,) = folder.iterdir()
+    assert state.stat().st_mode & 0o777 == 0o700
+    assert all(file.stat().st_mode & 0o077 == 0 for file in state.iterdir())
+
+
+def _assert_reasons_were_told(machine: Machine) -> None:
+    reasons = [event.message for event in machine.events if event.subject == "chat-0"]
+    assert reasons[-1] == "ready"
+    assert any("loading" in reason for reason in reasons), reasons
+
+
+def _listening_ports(pids: set[int]) -> set[int]:
+    connections = [c for pid in pids for c in psutil.Process(pid).net_connections("inet")]
+    return {connection.laddr.port for connection in connections if connection.status == psutil.CONN_LISTEN}

@@ -1,0 +1,136 @@
+"""One child process: its end is bounded and complete, and it says why it died."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from pagemill_operator.backends.local.child import Child, explain_exit, tail
+
+
+async def start(code: str, log: Path) -> Child:
+    return await Child.start([sys.executable, "-c", textwrap.dedent(code)], os.environ, log)
+
+
+async def said(log: Path, word: str) -> list[str]:
+    """The log's lines once `word` is among them."""
+    await eventually(lambda: any(word in line for line in tail(log)))
+    return tail(log)
+
+
+async def test_the_termination_message_is_the_reason(tmp_path: Path) -> None:
+    child = await start(
+        """
+        import sys
+        print("loading")
+        print('{"reason": "ModelNotFound", "message": "no file x"}', file=sys.stderr)
+        sys.exit(1)
+        """,
+        tmp_path / "log",
+    )
+    ended = await child.wait()
+    assert (ended.reason, ended.message) == ("ModelNotFound", "no file x")
+
+
+async def test_without_one_the_last_words_and_the_exit_code_are(tmp_path: Path) -> None:
+    child = await start("import sys; sys.exit('out of luck')", tmp_path / "log")
+    ended = await child.wait()
+    assert ended.reason == "Crashed"
+    assert ended.message == "ended with exit code 1: out of luck"
+
+
+def test_a_kill_by_the_kernel_hints_at_memory(tmp_path: Path) -> None:
+    ended = explain_exit(-signal.SIGKILL, tmp_path / "missing")
+    assert ended.reason == "Killed"
+    assert "SIGKILL (the machine may be out of memory)" in ended.message
+
+
+async def test_a_child_that_ignores_sigterm_is_killed_with_its_own_children(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    child = await start(
+        """
+        import signal, subprocess, sys, time
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        grandchild = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        print("grandchild", grandchild.pid, flush=True)
+        time.sleep(600)
+        """,
+        log,
+    )
+    grandchild = int((await said(log, "grandchild"))[0].split()[1])
+    began_s = time.monotonic()
+    await child.end(timeout_s=0.2)
+    assert 0.2 <= time.monotonic() - began_s < 5
+    assert not child.running
+    await _gone(grandchild)
+
+
+async def test_a_crash_takes_the_rest_of_its_session_along(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    child = await start(
+        """
+        import subprocess, sys
+        grandchild = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        print("grandchild", grandchild.pid, flush=True)
+        sys.exit(3)
+        """,
+        log,
+    )
+    await child.wait()
+    await _gone(int((await said(log, "grandchild"))[0].split()[1]))
+
+
+async def test_ending_twice_and_ending_the_dead_are_harmless(tmp_path: Path) -> None:
+    child = await start("pass", tmp_path / "log")
+    await child.wait()
+    await child.end(0.1)
+    await child.end(0.1)
+
+
+def test_logs_are_private(tmp_path: Path) -> None:
+    async def run() -> None:
+        await (await start("pass", tmp_path / "log")).wait()
+
+    asyncio.run(run())
+    assert (tmp_path / "log").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+def test_a_child_dies_with_a_parent_that_was_killed(tmp_path: Path) -> None:
+    code = f"""
+    import asyncio, os, sys
+    from pathlib import Path
+    from pagemill_operator.backends.local.child import Child
+    async def main():
+        command = [sys.executable, "-c", "import time; time.sleep(600)"]
+        child = await Child.start(command, os.environ, Path({str(tmp_path / "log")!r}))
+        print(child.pid, flush=True)
+        await child.wait()
+    asyncio.run(main())
+    """
+    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout
+        pid = int(parent.stdout.readline())
+        assert psutil.pid_exists(pid)
+        parent.kill()
+    asyncio.run(_gone(pid))
+
+
+async def _gone(pid: int) -> None:
+    await eventually(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    """Another process's doing cannot be awaited, so it is looked at again and again."""
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)

@@ -1,0 +1,83 @@
+"""What the local backend knows of this machine: ports, cores, private folders."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+from pagemill_operator.backends.base import BackendError
+from pagemill_operator.backends.local.cores import threads_per_engine, usable_cores
+from pagemill_operator.backends.local.ports import PortInUse, ensure_bindable, free_port
+from pagemill_operator.backends.local.readyz import describe
+from pagemill_operator.backends.local.state_dir import OWNER_FILE, PREFIX, StateDir, remove_abandoned
+
+
+def test_a_port_in_use_names_the_flag() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        with pytest.raises(PortInUse, match=f"port {port} .* --port"):
+            ensure_bindable("127.0.0.1", port)
+
+
+@pytest.mark.parametrize(("host", "port"), [("127.0.0.1", 70_000), ("192.0.2.1", 0), ("no.such.host.invalid", 0)])
+def test_an_impossible_address_names_the_flag(host: str, port: int) -> None:
+    with pytest.raises(BackendError, match=r"--(port|host)"):
+        ensure_bindable(host, port)
+
+
+def test_a_free_port_can_be_bound() -> None:
+    ensure_bindable("127.0.0.1", free_port())
+
+
+@pytest.mark.parametrize(
+    ("quota", "most"), [("max 100000", 10_000), ("100000 100000", 1), ("150000 100000", 2), ("", 10_000)]
+)
+def test_cores_obey_the_cgroups_quota(tmp_path: Path, quota: str, most: int) -> None:
+    (tmp_path / "cpu.max").write_text(quota)
+    assert 1 <= usable_cores(tmp_path / "cpu.max") <= most
+
+
+@pytest.mark.parametrize(("cores", "engines", "threads"), [(2, 2, 1), (8, 3, 2), (1, 4, 1), (4, 0, 4)])
+def test_engines_share_the_cores(cores: int, engines: int, threads: int) -> None:
+    assert threads_per_engine(cores, engines) == threads
+
+
+def test_state_is_private_and_removed(tmp_path: Path) -> None:
+    state = StateDir(tmp_path)
+    path = state.write_json("engine.json", {"token": "secret"})
+    assert state.path.stat().st_mode & 0o777 == 0o700
+    assert path.stat().st_mode & 0o777 == 0o600
+    state.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folders_of_the_dead_are_removed_and_of_the_living_kept(tmp_path: Path) -> None:
+    living = StateDir(tmp_path)
+    dead, reused, young = (tmp_path / f"{PREFIX}{name}" for name in ("dead", "reused", "young"))
+    for folder in (dead, reused, young):
+        folder.mkdir()
+    (dead / OWNER_FILE).write_text(json.dumps({"pid": 2**22 + 1, "started": 0}))
+    (reused / OWNER_FILE).write_text(json.dumps({"pid": os.getpid(), "started": 1}))
+    remove_abandoned(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted([living.path, young])
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b'{"phase": "loading", "detail": "weights 40 %"}', "loading weights 40 %"),
+        (b'{"phase": "loading", "detail": "loading weights"}', "loading weights"),
+        (b'{"phase": "starting"}', "starting"),
+        (b"{}", "not ready"),
+        (b"[1]", "not ready"),
+        (b"<html>", "not ready"),
+        (b"\xff", "not ready"),
+    ],
+)
+def test_a_readyz_answer_becomes_words(body: bytes, words: str) -> None:
+    assert describe(body) == words
