@@ -62,4 +62,4 @@ class Gateway:
         await self._streams.close()
         await self.session.close()
         self.preparation.close()
-        self.bundles.close()
+        await self.bundles.close()

@@ -319,7 +319,7 @@ class Reply:
 async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
     """Return once `condition` holds; fail when it never does."""
     async with asyncio.timeout(timeout_s):
-        while not condition():
+        while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 
 

@@ -40,11 +40,15 @@ def brain(clock: Clock) -> LocalBrain:
 
 
 def model(name: str, *endpoint_ids: str, **fields: object) -> CatalogModel:
-    endpoints = [Endpoint(id=each, data_url=f"http://{each}:1", control_url=f"http://{each}:2") for each in endpoint_ids]
+    endpoints = [
+        Endpoint(id=each, data_url=f"http://{each}:1", control_url=f"http://{each}:2") for each in endpoint_ids
+    ]
     return CatalogModel(**{"deployment": name, "name": name, "endpoints": endpoints, **fields})
 
 
-def frame(sequence: int = 1, *, snapshot: bool = True, running: int = 0, digest: str = "t", length: int = 100, **fields):
+def frame(
+    sequence: int = 1, *, snapshot: bool = True, running: int = 0, digest: str = "t", length: int = 100, **fields
+):
     return StateFrame(
         sequence=sequence,
         snapshot=snapshot,
@@ -113,7 +117,10 @@ async def test_prompts_only_go_to_engines_with_the_tokenizer_they_were_made_with
     for _ in range(20):
         target = brain.resolve("m")
         choice = await brain.choose(target, NOTHING, 1)
-        assert (target.bundle_digest, target.max_model_len, choice.endpoint_id) in {("1", 100, "old"), ("2", 200, "new")}
+        assert (target.bundle_digest, target.max_model_len, choice.endpoint_id) in {
+            ("1", 100, "old"),
+            ("2", 200, "new"),
+        }
 
 
 def test_a_gap_in_the_sequence_is_refused_until_a_snapshot_comes(brain: LocalBrain) -> None:

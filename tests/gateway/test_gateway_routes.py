@@ -202,9 +202,7 @@ async def test_keys_share_cached_prompts_only_where_the_deployment_says_so(engin
     shared, apart = engines[0], engines[1]
     models = [
         msgspec.structs.replace(fake.catalog_of(shared).models[0], name="shared"),
-        msgspec.structs.replace(
-            fake.catalog_of(apart).models[0], deployment="e", name="apart", prefix_scope="key"
-        ),
+        msgspec.structs.replace(fake.catalog_of(apart).models[0], deployment="e", name="apart", prefix_scope="key"),
     ]
     gateway = await gateways(shared, apart, api_keys=keys, catalog=Catalog(models=models))
     for model in ("shared", "apart"):

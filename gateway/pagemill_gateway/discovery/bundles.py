@@ -7,6 +7,7 @@ tokenizer takes long for large vocabularies and happens off the event loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import aiohttp
 from pagemill_protocol.errors import PagemillError
@@ -29,6 +30,7 @@ class Bundles:
         self._session = session
         self._bundles: dict[str, TokenizerBundle] = {}
         self._tokenizers: dict[tuple[str, str | None], Tokenizer] = {}
+        self._warm_ups: set[asyncio.Task[None]] = set()
         self._locks: dict[str, asyncio.Lock] = {}
 
     def __contains__(self, digest: str) -> bool:
@@ -41,8 +43,11 @@ class Bundles:
                 return
             data = await self._download(control_url, token)
             bundle = await asyncio.to_thread(_checked, data, digest)
-            self._tokenizers[digest, None] = await asyncio.to_thread(_built, bundle, None)
+            tokenizer = await asyncio.to_thread(_built, bundle, None)
+            self._tokenizers[digest, None] = tokenizer
             self._bundles[digest] = bundle
+        self._warm_ups.add(warm_up := asyncio.create_task(asyncio.to_thread(_warm_up, tokenizer)))
+        warm_up.add_done_callback(self._warm_ups.discard)
 
     async def tokenizer(self, digest: str, chat_template: str | None) -> Tokenizer:
         """The tokenizer of a known bundle, with `chat_template` in place of the bundle's own unless None.
@@ -69,7 +74,8 @@ class Bundles:
             if key[0] not in digests or (key[1] is not None and key[1] not in templates):
                 self._tokenizers.pop(key).close()
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        await asyncio.gather(*self._warm_ups)
         self.forget_all_but(set(), set())
 
     async def _download(self, control_url: str, token: str) -> bytes:
@@ -92,6 +98,12 @@ def _built(bundle: TokenizerBundle, chat_template: str | None) -> Tokenizer:
         return Tokenizer(bundle, chat_template)
     except SourceError as error:
         raise BundleError(str(error)) from error
+
+
+def _warm_up(tokenizer: Tokenizer) -> None:
+    """Start the process that renders chats now, so that the first client need not wait for it."""
+    with contextlib.suppress(PagemillError):
+        tokenizer.render_chat([{"role": "user", "content": "hi"}])
 
 
 def _checked(data: bytes, digest: str) -> TokenizerBundle:

@@ -1,0 +1,195 @@
+"""The gateway as a process: what it refuses to start with, and how it goes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import aiohttp
+import msgspec
+import pytest
+from pagemill_gateway.config import GatewayConfig, SettingsError, is_loopback, load_config
+from pagemill_gateway.server import serve
+
+
+class Process:
+    def __init__(self, process: asyncio.subprocess.Process, url: str, control_url: str) -> None:
+        self.process = process
+        self.url = url
+        self.control_url = control_url
+
+    async def status(self, path: str, control: bool = True) -> int:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get((self.control_url if control else self.url) + path) as response,
+        ):
+            return response.status
+
+    async def unready(self) -> None:
+        """Return once the process has taken note of the signal."""
+        while await self.status("/readyz") == 200:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def run_to_end(settings: Path) -> tuple[int, str]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "pagemill_gateway", "--settings", str(settings), stderr=asyncio.subprocess.PIPE
+    )
+    _, stderr = await asyncio.wait_for(process.communicate(), 30)
+    return process.returncode or 0, stderr.decode()
+
+
+@pytest.fixture
+async def start(tmp_path: Path) -> AsyncIterator[Callable]:
+    """Starts gateway processes on free ports and ends them with the test."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def launch(**settings) -> Process:
+            path = tmp_path / "gateway.json"
+            path.write_bytes(msgspec.json.encode(GatewayConfig(port=0, control_port=0, **settings)))
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "pagemill_gateway", "--settings", str(path), stderr=asyncio.subprocess.PIPE
+            )
+            stack.push_async_callback(end, process)
+            assert process.stderr is not None
+            line = json.loads(await asyncio.wait_for(process.stderr.readline(), 30))
+            words = line["message"].replace(",", "").split()
+            return Process(process, words[3], words[6])
+
+        yield launch
+
+
+async def end(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.kill()
+    await process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"host": "0.0.0.0"}, "api_keys"),
+        ({"host": "::", "control_token": "t"}, "api_keys"),
+        ({"control_host": "0.0.0.0"}, "control_token"),
+        ({"api_keys": ["sk-plain"]}, "SHA-256"),
+        ({"port": 70000}, "port"),
+        ({"nonsense": 1}, "nonsense"),
+        ({"max_requests": 0}, "max_requests"),
+        ({"catalog": {"models": [{"deployment": "d", "name": ""}]}}, "catalog"),
+    ],
+)
+async def test_settings_that_must_not_be_used_are_refused_by_name(tmp_path: Path, settings, named) -> None:
+    path = tmp_path / "gateway.json"
+    path.write_text(json.dumps({"port": 0, "control_port": 0, **settings}))
+    if "catalog" in settings:
+        with pytest.raises(SettingsError, match=named):
+            await serve(load_config(path))
+        return
+    with pytest.raises(SettingsError, match=named):
+        load_config(path)
+
+
+async def test_an_open_gateway_beyond_loopback_does_not_start(tmp_path: Path) -> None:
+    path = tmp_path / "gateway.json"
+    path.write_text('{"host": "0.0.0.0", "port": 0, "control_port": 0}')
+    code, stderr = await run_to_end(path)
+    assert code == 1
+    assert "api_keys is empty" in stderr
+    assert "Traceback" not in stderr
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"port": "x"}'])
+def test_unreadable_settings_say_where_they_are(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "gateway.json"
+    path.write_text(text)
+    with pytest.raises(SettingsError, match=r"gateway\.json"):
+        load_config(path)
+    with pytest.raises(SettingsError, match=r"missing\.json"):
+        load_config(tmp_path / "missing.json")
+
+
+@pytest.mark.parametrize("field", ["port", "control_port"])
+async def test_a_port_in_use_is_named(field: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        ports = {"port": 0, "control_port": 0, field: taken.getsockname()[1]}
+        with pytest.raises(SettingsError, match=f"^{field}: .*in use"):
+            await serve(GatewayConfig(**ports))
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("localhost", True),
+     ("0.0.0.0", False), ("::", False), ("10.0.0.1", False), ("example.org", False)],
+)  # fmt: skip
+def test_loopback_is_what_only_this_machine_reaches(host: str, expected: bool) -> None:
+    assert is_loopback(host) is expected
+
+
+async def test_sigterm_ends_readiness_first_lets_requests_finish_and_exits_clean(engines, fake, start) -> None:
+    gateway = await start(catalog=fake.catalog_of(engines[0]), drain_timeout_s=20)
+    gate = asyncio.Event()
+    engines[0].behaviour = fake.says("a", "b", gate=gate)
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "stream": True}
+    async with aiohttp.ClientSession() as session:
+        response = await post_when_ready(session, gateway, body)
+        gateway.process.send_signal(signal.SIGTERM)
+        await gateway.unready()
+        assert await gateway.status("/livez") == 200
+        assert await session_status(session, gateway, body) == 503
+        gate.set()
+        raw = await response.read()
+    assert raw.endswith(b"data: [DONE]\n\n")
+    assert await asyncio.wait_for(gateway.process.wait(), 10) == 0
+
+
+@pytest.mark.parametrize("hurry", [False, True])
+async def test_what_outlasts_the_drain_ends_with_an_error_event(engines, fake, start, hurry) -> None:
+    gateway = await start(catalog=fake.catalog_of(engines[0]), drain_timeout_s=60 if hurry else 0.2)
+    engines[0].behaviour = fake.says("a", "b", gate=asyncio.Event())
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "stream": True}
+    async with aiohttp.ClientSession() as session:
+        response = await post_when_ready(session, gateway, body)
+        gateway.process.send_signal(signal.SIGTERM)
+        if hurry:
+            await gateway.unready()
+            gateway.process.send_signal(signal.SIGINT)
+        raw = await response.read()
+    assert b'"a"' in raw
+    assert b"shutting down" in raw.split(b"\n\n")[-2]
+    assert b"[DONE]" not in raw
+    assert await asyncio.wait_for(gateway.process.wait(), 15) == 0
+
+
+async def test_during_the_drain_delay_new_requests_are_still_served(engines, fake, start) -> None:
+    gateway = await start(catalog=fake.catalog_of(engines[0]), drain_delay_s=30)
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+    async with aiohttp.ClientSession() as session:
+        await (await post_when_ready(session, gateway, body)).read()
+        gateway.process.send_signal(signal.SIGTERM)
+        await gateway.unready()
+        async with session.post(gateway.url + "/v1/chat/completions", json=body) as response:
+            assert response.status == 200
+            assert response.headers["connection"] == "close"
+        gateway.process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(gateway.process.wait(), 10) == 0
+
+
+async def session_status(session: aiohttp.ClientSession, gateway: Process, body: dict) -> int:
+    async with session.post(gateway.url + "/v1/chat/completions", json=body) as response:
+        return response.status
+
+
+async def post_when_ready(session: aiohttp.ClientSession, gateway: Process, body: dict) -> aiohttp.ClientResponse:
+    """The first response that is not "not ready yet"; a stream is read up to its first chunk."""
+    while True:
+        response = await session.post(gateway.url + "/v1/chat/completions", json=body)
+        if response.status == 200:
+            return response
+        await response.read()
+        await asyncio.sleep(0.05)

@@ -1,0 +1,165 @@
+"""State streams: how the gateway learns, what it does while it does not know, and how it tells clients why."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+from pagemill_protocol.state import EngineLoad
+
+
+def ids_served(engines) -> list[int]:
+    return [len(engine.requests) for engine in engines]
+
+
+async def test_a_gap_makes_the_gateway_connect_again_for_a_snapshot(engines, gateways, fake) -> None:
+    gateway = await gateways(engines[0], reconnect_base_s=0.01)
+    await engines[0].push_state()
+    await engines[0].push_state(skip=3)
+    await fake.until(lambda: engines[0].num_state_streams == 2)
+    await fake.until(lambda: gateway.record(engines[0]).reports.connected)
+    assert gateway.record(engines[0]).reports.num_gaps == 1
+    status = (await gateway.get("/status", control=True)).json
+    assert status["models"][0]["endpoints"][0]["state_gaps"] == 1
+    assert (await gateway.chat()).status == 200
+
+
+@pytest.mark.parametrize("garbage", [b"\xff" * 100, b"\x05\x00\x00\x00hello"])
+async def test_garbage_in_a_state_stream_makes_the_gateway_connect_again(engines, gateways, fake, garbage) -> None:
+    gateway = await gateways(engines[0], reconnect_base_s=0.01)
+    await engines[0].push_state(raw=garbage)
+    await fake.until(lambda: engines[0].num_state_streams == 2)
+    await fake.until(lambda: gateway.record(engines[0]).reports.connected)
+
+
+async def test_a_silent_stream_is_opened_again(engines, gateways, fake) -> None:
+    await gateways(engines[0], reconnect_base_s=0.01, state_idle_timeout_s=0.1)
+    await fake.until(lambda: engines[0].num_state_streams >= 3)
+
+
+async def test_stale_state_is_shown_and_traffic_goes_on_by_own_counts(engines, gateways, fake) -> None:
+    gateway = await gateways(*engines[:2], state_stale_after_s=2.0, state_idle_timeout_s=60)
+    await asyncio.gather(gateway.chat(), gateway.chat())
+    engines[0].load = EngineLoad(num_requests_waiting=100)
+    for _ in range(5):
+        await engines[0].push_state()
+    await fake.until(lambda: gateway.gateway.brain.load_elsewhere(gateway.record(engines[0])) == 100)
+    await asyncio.gather(*(gateway.chat() for _ in range(4)))
+    assert ids_served(engines) == [1, 5, 0], "load from elsewhere counts while it is fresh"
+    brain = gateway.gateway.brain
+    await fake.until(lambda: all(brain.phase(gateway.record(engine)) == "stale" for engine in engines[:2]))
+    status = (await gateway.get("/status", control=True)).json
+    assert [endpoint["phase"] for endpoint in status["models"][0]["endpoints"]] == ["stale", "stale"]
+    assert 'endpoints{model="tiny",phase="stale"} 2.0' in (await gateway.get("/metrics", control=True)).raw.decode()
+    before = ids_served(engines)
+    for _ in range(6):
+        assert (await gateway.chat()).status == 200
+    assert [now - then for now, then in zip(ids_served(engines), before, strict=True)] == [3, 3, 0]
+
+
+async def test_a_lost_stream_stops_nothing(engines, gateways, fake) -> None:
+    gateway = await gateways(engines[0], reconnect_base_s=30, reconnect_max_s=30)
+    await engines[0].push_state(raw=b"\xff" * 100)
+    await fake.until(lambda: not gateway.record(engines[0]).reports.connected)
+    assert (await gateway.chat()).status == 200
+
+
+async def test_while_the_model_loads_the_refusal_says_so_and_when_to_come_back(engines, gateways, fake) -> None:
+    engine = engines[0]
+    engine.max_model_len = 0
+    engine.readyz = (503, {"phase": "loading", "detail": "weights 40 %"})
+    gateway = await gateways(engine, wait=False)
+    await fake.until(lambda: gateway.record(engine).phase == "loading")
+    reply = await gateway.chat()
+    assert (reply.status, reply.error["code"]) == (503, "model_not_ready")
+    assert "loading: weights 40 %" in reply.error["message"]
+    assert 1 <= int(reply.headers["retry-after"]) <= 120
+    assert [model["id"] for model in (await gateway.get("/v1/models")).json["data"]] == ["tiny"]
+    await engine.push_state(max_model_len=fake.MAX_MODEL_LEN)
+    await gateway.know(engine)
+    assert (await gateway.chat()).status == 200
+
+
+async def test_an_engine_that_is_not_up_yet_is_found_when_it_comes(engines, gateways, fake) -> None:
+    engine = engines[0]
+    await engine.kill()
+    gateway = await gateways(engine, wait=False, reconnect_base_s=0.01, reconnect_max_s=0.05)
+    reply = await gateway.chat()
+    assert (reply.status, reply.error["code"]) == (503, "model_not_ready")
+    assert "unreachable" in reply.error["message"]
+    await engine.start()
+    await gateway.know(engine)
+    assert (await gateway.chat()).status == 200
+
+
+async def test_a_draining_engine_gets_nothing_new_and_finishes_what_it_has(engines, gateways, fake) -> None:
+    gateway = await gateways(*engines[:2])
+    gate = asyncio.Event()
+    engines[0].behaviour = fake.says("a", "b", gate=gate)
+    engines[1].behaviour = fake.says("a", "b")
+    running = [asyncio.create_task(gateway.chat(stream=True)) for _ in range(2)]
+    await fake.until(lambda: ids_served(engines) == [1, 1, 0])
+    await engines[0].push_state(draining=True)
+    await fake.until(lambda: gateway.record(engines[0]).leaving)
+    for _ in range(5):
+        await gateway.chat()
+    assert ids_served(engines) == [1, 6, 0]
+    gate.set()
+    assert [(await task).streamed_text for task in running] == ["ab", "ab"]
+
+
+async def test_a_terminating_endpoint_gets_nothing_new(engines, gateways, fake) -> None:
+    gateway = await gateways(*engines[:2])
+    catalog = fake.catalog_of(*engines[:2])
+    endpoints = catalog.models[0].endpoints
+    endpoints[0] = msgspec.structs.replace(endpoints[0], terminating=True)
+    async with gateway.session.put(gateway.control_url + "/catalog", data=msgspec.json.encode(catalog)) as response:
+        assert response.status == 200
+    for _ in range(5):
+        assert (await gateway.chat()).status == 200
+    assert ids_served(engines) == [0, 5, 0]
+
+
+async def test_only_leaving_engines_left_is_a_503_that_says_so(engines, gateways, fake) -> None:
+    gateway = await gateways(engines[0])
+    await engines[0].push_state(draining=True)
+    await fake.until(lambda: gateway.record(engines[0]).leaving)
+    reply = await gateway.chat()
+    assert (reply.status, reply.error["code"]) == (503, "model_not_ready")
+    assert "shutting down" in reply.error["message"]
+
+
+async def test_a_tokenizer_that_is_not_what_was_announced_is_never_used(engines, gateways, fake) -> None:
+    engines[0].bundle_bytes, engines[0].bundle_digest = b"something else", "1" * 64
+    engines[1].bundle_digest = "0" * 64
+    gateway = await gateways(*engines, wait=False)
+    await gateway.know(engines[2])
+    await fake.until(lambda: "digest" in gateway.record(engines[1]).detail)
+    for _ in range(6):
+        assert (await gateway.chat()).status == 200
+    assert ids_served(engines) == [0, 0, 6]
+
+
+async def test_a_chat_template_of_the_deployment_replaces_the_models_own(engines, gateways, fake) -> None:
+    catalog = fake.catalog_of(engines[0], chat_template="X{{ messages[0]['content'] }}")
+    gateway = await gateways(engines[0], catalog=catalog)
+    await gateway.chat()
+    assert len(engines[0].requests[0].prompt_token_ids) == len("Xhi")
+
+
+async def test_a_broken_chat_template_is_the_deployments_fault_not_the_clients(engines, gateways, fake) -> None:
+    gateway = await gateways(engines[0], catalog=fake.catalog_of(engines[0], chat_template="{% if %}"))
+    reply = await gateway.chat()
+    assert (reply.status, reply.error["code"]) == (503, "model_not_ready")
+    assert "template" in reply.error["message"]
+
+
+async def test_an_engine_that_left_the_catalogue_is_followed_no_more(engines, gateways, fake) -> None:
+    gateway = await gateways(*engines[:2])
+    gateway.gateway.apply_catalog(fake.catalog_of(engines[1]))
+    await fake.until(lambda: not engines[0]._streams)
+    assert (await gateway.chat()).status == 200
+    text = (await gateway.get("/metrics", control=True)).raw.decode()
+    assert 'endpoint="engine-1"' in text
+    assert 'endpoint="engine-0"' not in text
