@@ -6,6 +6,7 @@ Sources that need the cluster's model loader (`oci://`, `s3://`, `pvc://`) are u
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
@@ -114,9 +115,8 @@ def _package_path(rest: str, source: str, field: str) -> Path:
 def _package_roots(name: str) -> list[Path]:
     """Folders of an import package or of a distribution, found without importing anything."""
     roots: list[Path] = []
-    module = name.replace("-", "_")
-    if module.isidentifier():
-        spec = importlib.util.find_spec(module)
+    with contextlib.suppress(ImportError, ValueError):  # no such module, or one without a specification
+        spec = importlib.util.find_spec(name.replace("-", "_")) if "." not in name else None
         if spec is not None and spec.submodule_search_locations:
             roots.extend(Path(location) for location in spec.submodule_search_locations)
     try:

@@ -69,6 +69,8 @@ def test_a_package_source_is_found_without_importing_the_package(package):
         ("pvc://claim/model", "cannot be read here"),
         ("file://host/x.gguf", "names the host `host`"),
         ("package://no_such_package_here/x.gguf", "no Python package `no_such_package_here` is installed"),
+        ("package://os.path/x.gguf", "no Python package `os.path` is installed"),
+        ("package://__main__/x.gguf", "no Python package `__main__` is installed"),
         ("package://pytest", "not of the form"),
         ("package://pytest/../../etc/passwd", "not of the form"),
         ("package://pytest//etc/passwd", "not of the form"),

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.gguf_file import GGUFError, GGUFFile
-from pagemill_protocol.sources import UnreadableModelError
+from pagemill_protocol.sources import SourceError, UnreadableModelError
 from pagemill_protocol.text import byte_level
 from pagemill_protocol.text.bundle import TokenizerBundle, bundle_digest, load_bundle
 from pagemill_protocol.text.pre_tokenizers import PRE_TOKENIZERS
@@ -205,6 +205,24 @@ def test_word_patterns_are_those_that_transformers_uses_for_the_same_names():
     assert {"llama-bpe", "qwen2", "tekken", "gpt-4o"} <= shared
     for name in shared:
         assert PRE_TOKENIZERS[name].splits == (mapping.GGUF_PRE_TOKENIZER_SPLITS[name],), name
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(kind=st.sampled_from(["gpt2", "llama"]), data=st.data())
+def test_a_damaged_vocabulary_gives_a_source_error_or_a_tokenizer(tmp_path, write_gguf, kind, data):
+    path = tmp_path / f"{kind}.gguf"
+    if not path.exists():
+        write_gguf(byte_level_metadata() if kind == "gpt2" else sentencepiece_metadata()).rename(path)
+    content = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 5))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    damaged = tmp_path / "damaged.gguf"
+    damaged.write_bytes(content)
+    try:
+        tokenizer = Tokenizer(load_bundle(damaged))
+    except SourceError:
+        return
+    assert isinstance(tokenizer.decode(tokenizer.encode("the 12 ü")), str)
 
 
 CORPUS = ["the quick brown fox jumps over the lazy dog", "hello there world", "über façade naïve", "aaa bbb aaab"] * 4

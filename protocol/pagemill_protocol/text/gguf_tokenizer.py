@@ -45,7 +45,7 @@ class _Builder:
         else:
             raise self._error(f"the tokenizer model `{kind}` is not supported, only `gpt2` and `llama`")
         bos_id, eos_id = self._token_id("bos_token_id"), self._token_id("eos_token_id")
-        if kind == "llama":  # what files that do not say so mean
+        if kind == "llama" and len(self._tokens) > 2:  # what files that do not say so mean
             bos_id, eos_id = (1 if bos_id is None else bos_id), (2 if eos_id is None else eos_id)
         add_bos = bool(self._file.get(f"{_PREFIX}add_bos_token", bool, adds_bos)) and bos_id is not None
         if add_bos and bos_id is not None:
