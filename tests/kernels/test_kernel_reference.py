@@ -1,0 +1,161 @@
+"""Every CPU implementation against its torch reference, on irregular shapes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from pagemill_kernels import registry
+from pagemill_kernels.kv_store.reference import head_slots
+from pagemill_kernels.paged_attention.batch import AttentionBatch
+
+BLOCK_SIZE = 16
+NUM_BLOCKS = 40
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    loose = {"atol": 3e-2, "rtol": 3e-2} if expected.dtype == torch.bfloat16 else {"atol": 2e-5, "rtol": 1e-4}
+    torch.testing.assert_close(actual, expected, **loose)
+
+
+def both(operation: str) -> tuple[object, object]:
+    return registry.resolve(operation, "cpu"), registry.resolve(operation, "reference")
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 64), (7, 129), (3, 5, 48)])
+def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    cpu, reference = both("rms_norm")
+    x, weight = random(*shape, dtype=dtype), random(shape[-1], dtype=dtype, seed=1)
+    close(cpu(x, weight, 1e-5), reference(x, weight, 1e-5))
+
+
+def test_rms_norm_leaves_its_input_alone() -> None:
+    x = random(3, 8)
+    before = x.clone()
+    registry.resolve("rms_norm", "cpu")(x, torch.ones(8), 1e-6)
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_rope_on_a_slice_of_a_fused_projection(tokens: int, dtype: torch.dtype) -> None:
+    cpu, reference = both("apply_rope")
+    fused = random(tokens, 7, 32, dtype=dtype)
+    angles = random(tokens, 1, 16, seed=1)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    expected = fused.clone()
+    reference(expected[:, :5], cos, sin)
+    cpu(fused[:, :5], cos, sin)
+    close(fused, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_silu_and_mul(dtype: torch.dtype) -> None:
+    cpu, reference = both("silu_and_mul")
+    gate_up = random(5, 2 * 33, dtype=dtype)
+    expected = reference(gate_up.clone())
+    close(cpu(gate_up), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 3, 64, 130])
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear(rows: int, bias: bool, dtype: torch.dtype) -> None:
+    cpu, reference = both("pack_linear")
+    weight, b = random(96, 72, dtype=dtype), random(96, dtype=dtype, seed=1) if bias else None
+    x = random(rows, 72, dtype=dtype, seed=2)
+    close(cpu(weight, b)(x), reference(weight, b)(x))
+
+
+def test_store_kv_writes_only_its_slots() -> None:
+    cpu, reference = both("store_kv")
+    slots = torch.tensor([3, 17, 16 * 9 + 15, 32])
+    key_value = random(4, 6, 8)
+    expected, actual = random(NUM_BLOCKS, 6, BLOCK_SIZE, 8, seed=1), random(NUM_BLOCKS, 6, BLOCK_SIZE, 8, seed=1)
+    reference(key_value, expected, head_slots(slots, 6, BLOCK_SIZE))
+    cpu(key_value, actual, head_slots(slots, 6, BLOCK_SIZE))
+    assert torch.equal(actual, expected)
+    assert torch.equal(actual[9, :, 15], key_value[2])
+
+
+def attention_batch(lengths: list[tuple[int, int]], num_kv_heads: int, head_dim: int) -> AttentionBatch:
+    """`lengths`: (tokens of this step, sequence length). Blocks are scattered over the pool."""
+    order = np.random.default_rng(0).permutation(NUM_BLOCKS - 1).tolist()
+    widest = max(-(-seq_len // BLOCK_SIZE) for _, seq_len in lengths)
+    tables = np.zeros((len(lengths), widest), dtype=np.int32)
+    for i, (_, seq_len) in enumerate(lengths):
+        for block in range(-(-seq_len // BLOCK_SIZE)):
+            tables[i, block] = order.pop()
+    return AttentionBatch(
+        query_start_loc=np.concatenate(([0], np.cumsum([tokens for tokens, _ in lengths]))),
+        seq_lens=np.array([seq_len for _, seq_len in lengths], dtype=np.int64),
+        block_tables=tables,
+        block_size=BLOCK_SIZE,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        padding_block=NUM_BLOCKS - 1,
+    )
+
+
+BATCHES = {
+    "one decode": [(1, 1)],
+    "decodes of many lengths": [(1, 5), (1, 16), (1, 17), (1, 100), (1, 33)],
+    "whole prompts": [(5, 5), (33, 33)],
+    "chunks in the middle": [(7, 40), (2, 18), (16, 32)],
+    "mixed, decodes apart": [(1, 20), (9, 30), (1, 3), (4, 4), (1, 64)],
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 1, 12, 1000])
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)])
+@pytest.mark.parametrize("batch_name", BATCHES)
+def test_paged_attention(batch_name: str, heads: tuple[int, int], window: int | None, dtype: torch.dtype) -> None:
+    num_heads, num_kv_heads = heads
+    batch = attention_batch(BATCHES[batch_name], num_kv_heads, 24)
+    cache = random(NUM_BLOCKS, 2 * num_kv_heads, BLOCK_SIZE, 24, dtype=dtype)
+    query = random(int(batch.query_start_loc[-1]), num_heads, 24, dtype=dtype, seed=1)
+    results = []
+    for device in ("cpu", "reference"):
+        plan = registry.resolve("plan_attention", device)(batch, window, dtype, torch.device("cpu"))
+        results.append(registry.resolve("paged_attention", device)(query, cache, plan, 0.2))
+    close(*results)
+
+
+def test_decodes_of_very_different_lengths_are_cut_into_groups() -> None:
+    batch = attention_batch([(1, 300), (1, 3), (1, 5), (1, 2)], 1, 8)
+    batch.seq_lens[0] = 16 * 100
+    wide = np.zeros((4, 100), dtype=np.int32)
+    plan = registry.resolve("plan_attention", "cpu")(
+        AttentionBatch(batch.query_start_loc, batch.seq_lens, wide, BLOCK_SIZE, 1, 8, NUM_BLOCKS - 1),
+        None,
+        torch.float32,
+        torch.device("cpu"),
+    )
+    assert [group.num_requests for group in plan.decodes] == [3, 1]
+
+
+def test_what_lies_beyond_a_sequence_is_never_read() -> None:
+    batch = attention_batch([(1, 20), (1, 60), (3, 19)], 2, 8)
+    cache = random(NUM_BLOCKS, 4, BLOCK_SIZE, 8)
+    query = random(5, 2, 8, seed=1)
+    plan = registry.resolve("plan_attention", "cpu")(batch, None, torch.float32, torch.device("cpu"))
+    attention = registry.resolve("paged_attention", "cpu")
+    before = attention(query, cache, plan, 1.0)
+    used = set()
+    for table, seq_len in zip(batch.block_tables, batch.seq_lens, strict=True):
+        used.update(table[: -(-int(seq_len) // BLOCK_SIZE)].tolist())
+        cache[table[(int(seq_len) - 1) // BLOCK_SIZE], :, int(seq_len) % BLOCK_SIZE or BLOCK_SIZE :] = 1e4
+    unused = [block for block in range(NUM_BLOCKS - 1) if block not in used]
+    cache[unused] = float("nan")
+    assert torch.equal(attention(query, cache, plan, 1.0), before)
+
+
+def test_a_device_without_an_implementation_gets_the_reference() -> None:
+    assert registry.resolve("rms_norm", "mps") is registry.resolve("rms_norm", "reference")
