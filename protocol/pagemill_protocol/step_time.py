@@ -41,6 +41,7 @@ _LONGEST_MS = 1e9
 _PROXIMAL = 1e-3
 _SMALLEST_OUTLIER = 0.1
 _OUTLIER_MEDIANS = 5.0
+_LOST = 0.4
 
 Vector = NDArray[np.float64]
 
@@ -77,6 +78,7 @@ class StepTimeModel:
         self._error_p50 = 0.0
         self._error_p95 = 0.0
         self._num_observed = 0
+        self._guessed = False
         # Weights: value at the first knot, rise to each further knot, then the two context coefficients.
         num_weights = len(self._knots) + 2
         self._weights: Vector = np.zeros(num_weights)
@@ -119,6 +121,7 @@ class StepTimeModel:
             raise ValueError("step time: the calibration sweep has no usable sample (tokens > 0, finite ms > 0)")
         model = cls(knots_tokens=_thin(sorted({sample.num_tokens for sample in usable})))
         for _ in range(2):  # the second pass knows which samples are outliers
+            model._forget()
             for sample in usable:
                 model.observe(*sample)
             model._refit()
@@ -149,9 +152,11 @@ class StepTimeModel:
             self._guess(sample)
         predicted_ms = self.predict_ms(num_tokens, decode_context_tokens, chunk_context_products)
         self._record_error(abs(predicted_ms - ms) / ms)
-        scale_ms = max(predicted_ms, 1e-3 * ms)
+        limit = max(_SMALLEST_OUTLIER, _OUTLIER_MEDIANS * self._error_p50)
+        # Of prediction and measurement the plausible one scales the row, so that no row weighs more than its like.
+        scale_ms = ms if ms > predicted_ms * (1 + limit) else predicted_ms
         row = self._row(sample) / scale_ms
-        weight = self._trust(abs(ms - predicted_ms) / scale_ms)
+        weight = _trust(abs(ms - predicted_ms) / scale_ms, limit)
         weighted = row * weight
         self._information *= FORGETTING
         self._information += weighted[:, None] * row
@@ -200,17 +205,10 @@ class StepTimeModel:
     def _guess(self, first: StepSample) -> None:
         """Before any evidence of shape: half the first step is fixed cost, half grows with its tokens."""
         slope_ms = first.ms / (2 * max(first.num_tokens, 32))
+        self._guessed = True
         self._weights[0] = first.ms / 2
         self._weights[1:-2] = slope_ms * np.diff(self._knots)
         self._publish()
-
-    def _trust(self, relative_residual: float) -> float:
-        """1 for ordinary residuals, falling with the square beyond a multiple of the median error.
-
-        When most recent steps disagree the median itself rises, so a law that really changed is followed.
-        """
-        limit = max(_SMALLEST_OUTLIER, _OUTLIER_MEDIANS * self._error_p50)
-        return 1.0 if relative_residual <= limit else (limit / relative_residual) ** 2
 
     def _record_error(self, error: float) -> None:
         self._errors[self._num_errors % ERROR_WINDOW] = error
@@ -226,6 +224,20 @@ class StepTimeModel:
         recent = np.sort(self._errors[: min(self._num_errors, ERROR_WINDOW)])
         self._error_p50 = float(recent[recent.size // 2])
         self._error_p95 = float(recent[min(recent.size - 1, recent.size * 95 // 100)])
+        if recent.size >= REFIT_EVERY and (self._error_p50 > _LOST or self._guessed):
+            self._forget()
+
+    def _forget(self) -> None:
+        """Keep the weights as a start only.
+
+        Either most predictions are far off, so the evidence is of another law, or it was scaled by a first guess, under
+        which a first step that was far too short would weigh more than hundreds of others.
+        """
+        self._guessed = False
+        self._information[:] = 0.0
+        self._target[:] = 0.0
+        self._leverage[:] = 0.0
+        self._num_errors = 0
 
     def _publish(self) -> None:
         self._knot_ms = [float(ms) for ms in np.cumsum(self._weights[:-2])]
@@ -259,6 +271,14 @@ def _nonnegative(normal: Vector, target: Vector, start: Vector) -> Vector:
             return weights
         free[best] = True
     return weights
+
+
+def _trust(relative_residual: float, limit: float) -> float:
+    """1 for ordinary residuals, falling with the square beyond `limit`, a multiple of the median error.
+
+    When most recent steps disagree the median itself rises, so a law that really changed is followed.
+    """
+    return 1.0 if relative_residual <= limit else (limit / relative_residual) ** 2
 
 
 def _usable(sample: StepSample) -> bool:

@@ -65,10 +65,26 @@ def test_outliers_do_not_move_it() -> None:
     assert worst_error(model, gpu_law) < 0.05
 
 
+@pytest.mark.parametrize("factor", [0.01, 100.0])
+def test_a_first_step_that_is_far_off_is_soon_forgotten(factor: float) -> None:
+    model = StepTimeModel(512)
+    model.observe(100, 1000, 0, factor * cpu_law(100, 1000, 0))
+    observe_steps(model, cpu_law, steps=500, noise=0.05)
+    assert worst_error(model, cpu_law) < 0.1
+
+
+def test_a_prior_of_another_machine_is_soon_overcome() -> None:
+    prior = StepTimeModel(512)
+    observe_steps(prior, lambda *step: cpu_law(*step) / 50, steps=500, noise=0.05)
+    model = StepTimeModel.from_params(prior.params())
+    observe_steps(model, cpu_law, steps=500, noise=0.05)
+    assert worst_error(model, cpu_law) < 0.1
+
+
 def test_follows_a_law_that_changes() -> None:
     model = StepTimeModel(512)
     observe_steps(model, gpu_law, steps=2000, noise=0.05)
-    observe_steps(model, lambda *step: 3 * gpu_law(*step), steps=4000, noise=0.05, seed=1)
+    observe_steps(model, lambda *step: 3 * gpu_law(*step), steps=1500, noise=0.05, seed=1)
     assert worst_error(model, lambda *step: 3 * gpu_law(*step)) < 0.06
 
 
@@ -111,7 +127,7 @@ def test_a_model_from_params_learns_on() -> None:
     model = StepTimeModel(512)
     observe_steps(model, gpu_law, steps=1000, noise=0.05)
     copy = StepTimeModel.from_params(model.params())
-    observe_steps(copy, lambda *step: 2 * gpu_law(*step), steps=4000, noise=0.05, seed=1)
+    observe_steps(copy, lambda *step: 2 * gpu_law(*step), steps=1500, noise=0.05, seed=1)
     assert worst_error(copy, lambda *step: 2 * gpu_law(*step)) < 0.06
 
 
