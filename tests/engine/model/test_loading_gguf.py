@@ -1,0 +1,198 @@
+"""GGUF weights: dequantization against the `gguf` package, names, row order, and files that are not what they should be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from pagemill_engine.loading.dequantize import dequantize_into, supported_types
+from pagemill_engine.loading.errors import LoadError
+from pagemill_engine.loading.gguf_weights import GGUFWeights, hugging_face_name
+from pagemill_engine.loading.source import open_weights
+
+
+def random_bytes(kind: str, rows: int, columns: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Arbitrary stored bytes: every bit pattern of the quants, halves that are finite."""
+    block_elements, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    generator = np.random.default_rng(3)
+    data = generator.integers(0, 256, (rows, columns // block_elements, block_bytes), dtype=np.uint8)
+    halves = {"Q6_K": [208], "Q4_1": [0, 2], "Q5_1": [0, 2], "Q4_K": [0, 2], "Q5_K": [0, 2]}.get(kind, [0])
+    for offset in halves:
+        values = generator.normal(0, 1, data.shape[:2]).astype(np.float16)
+        data[..., offset : offset + 2] = values[..., None].view(np.uint8).reshape(*data.shape[:2], 2)
+    return data.reshape(rows, -1)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in supported_types() if kind.startswith("Q")])
+def test_dequantized_values_equal_the_gguf_package(kind: str) -> None:
+    data = random_bytes(kind, 5, 512)
+    expected = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind])
+    out = torch.empty(5, 512)
+    dequantize_into(kind, torch.from_numpy(data).flatten(), out)
+    torch.testing.assert_close(out, torch.from_numpy(expected), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("F32", torch.float32), ("F16", torch.float16), ("BF16", torch.bfloat16)])
+def test_plain_types_are_converted(kind: str, dtype: torch.dtype) -> None:
+    values = torch.randn(3, 64).to(dtype)
+    out = torch.empty(3, 64)
+    dequantize_into(kind, values.view(torch.uint8).flatten(), out)
+    assert torch.equal(out, values.float())
+
+
+def test_large_tensors_are_converted_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = torch.from_numpy(random_bytes("Q8_0", 7, 64)).flatten()
+    whole, pieces = torch.empty(7, 64), torch.empty(7, 64)
+    dequantize_into("Q8_0", data, whole)
+    monkeypatch.setattr("pagemill_engine.loading.dequantize.PIECE_ELEMENTS", 128)
+    dequantize_into("Q8_0", data, pieces)
+    assert torch.equal(whole, pieces)
+
+
+def test_names_are_those_of_hugging_face() -> None:
+    assert hugging_face_name("blk.11.attn_output.weight") == "model.layers.11.self_attn.o_proj.weight"
+    assert hugging_face_name("blk.0.attn_q.bias") == "model.layers.0.self_attn.q_proj.bias"
+    assert hugging_face_name("output.weight") == "lm_head.weight"
+    assert hugging_face_name("blk.0.ffn_gate_exps.weight") == "blk.0.ffn_gate_exps.weight"
+
+
+def llama_file(path: Path, kind: str = "llama", **changes: Any) -> dict[str, np.ndarray[Any, Any]]:
+    """A GGUF file of one layer; returns the tensors written. `changes`: tensors replaced, or left out when `None`."""
+    generator = np.random.default_rng(0)
+    shapes = {
+        "token_embd.weight": (64, 32),
+        "output_norm.weight": (32,),
+        "blk.0.attn_norm.weight": (32,),
+        "blk.0.attn_q.weight": (32, 32),
+        "blk.0.attn_k.weight": (16, 32),
+        "blk.0.attn_v.weight": (16, 32),
+        "blk.0.attn_output.weight": (32, 32),
+        "blk.0.ffn_norm.weight": (32,),
+        "blk.0.ffn_gate.weight": (48, 32),
+        "blk.0.ffn_up.weight": (48, 32),
+        "blk.0.ffn_down.weight": (32, 48),
+    }
+    tensors: dict[str, Any] = {n: generator.normal(0, 1, shape).astype(np.float32) for n, shape in shapes.items()}
+    tensors.update({name.replace("__", "."): value for name, value in changes.items()})
+    writer = gguf.GGUFWriter(path, kind)
+    writer.add_block_count(1)
+    writer.add_context_length(128)
+    writer.add_embedding_length(32)
+    writer.add_feed_forward_length(48)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_rope_dimension_count(8)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(64)
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return tensors
+
+
+def read(path: Path, name: str) -> torch.Tensor:
+    weights = open_weights(path)
+    out = torch.empty(weights.shapes[name])
+    weights.read_into(name, out)
+    return out
+
+
+def test_llama_query_rows_are_brought_back_into_half_order(tmp_path: Path) -> None:
+    tensors = llama_file(tmp_path / "m.gguf")
+    stored = torch.from_numpy(tensors["blk.0.attn_q.weight"])
+    # Head 1 owns rows 8 to 15; its rows are pairs (i, i + half).
+    query = read(tmp_path / "m.gguf", "model.layers.0.self_attn.q_proj.weight")
+    assert torch.equal(query[8:16], stored[[8, 10, 12, 14, 9, 11, 13, 15]])
+    value = read(tmp_path / "m.gguf", "model.layers.0.self_attn.v_proj.weight")
+    assert torch.equal(value, torch.from_numpy(tensors["blk.0.attn_v.weight"]))
+
+
+def test_other_architectures_keep_their_rows(tmp_path: Path) -> None:
+    tensors = llama_file(tmp_path / "m.gguf", kind="qwen3")
+    query = read(tmp_path / "m.gguf", "model.layers.0.self_attn.q_proj.weight")
+    assert torch.equal(query, torch.from_numpy(tensors["blk.0.attn_q.weight"]))
+
+
+def test_the_digest_follows_the_content(tmp_path: Path) -> None:
+    llama_file(tmp_path / "a.gguf")
+    llama_file(tmp_path / "same.gguf")
+    llama_file(tmp_path / "b.gguf", **{"output_norm__weight": np.ones(32, dtype=np.float32)})
+    digests = [open_weights(tmp_path / name).digest() for name in ("a.gguf", "same.gguf", "b.gguf")]
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_sampled_digests_still_see_the_ends_and_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pagemill_engine.loading import digest
+
+    monkeypatch.setattr(digest, "WHOLE_MODEL_BYTES", 0)
+    data = np.zeros(digest.WHOLE_TENSOR_BYTES * 2, dtype=np.uint8)
+
+    def of(changed: int | None) -> str:
+        copy = data.copy()
+        if changed is not None:
+            copy[changed] = 1
+        return digest.digest_tensors([digest.StoredTensor("t", "U8", copy.shape, copy)], copy.nbytes)
+
+    assert len({of(None), of(0), of(len(data) // 2), of(len(data) - 1)}) == 4
+
+
+Loader = Callable[..., Any]
+
+
+def test_a_file_with_a_missing_tensor_is_refused_by_name(tmp_path: Path, runner_loader: Loader) -> None:
+    llama_file(tmp_path / "m.gguf", **{"blk__0__ffn_up__weight": None})
+    with pytest.raises(LoadError, match=r"missing: `model.layers.0.mlp.up_proj.weight`") as error:
+        runner_loader(tmp_path / "m.gguf", max_model_len=64)
+    assert error.value.reason == "ModelUnreadable"
+
+
+def test_a_file_with_an_unexpected_tensor_is_refused_by_name(tmp_path: Path, runner_loader: Loader) -> None:
+    llama_file(tmp_path / "m.gguf", **{"blk__0__extra__weight": np.ones(32, dtype=np.float32)})
+    with pytest.raises(LoadError, match=r"unexpected: `blk.0.extra.weight`"):
+        runner_loader(tmp_path / "m.gguf", max_model_len=64)
+
+
+def test_a_tensor_of_the_wrong_shape_is_refused_by_name(tmp_path: Path, runner_loader: Loader) -> None:
+    llama_file(tmp_path / "m.gguf", **{"blk__0__ffn_up__weight": np.ones((40, 32), dtype=np.float32)})
+    with pytest.raises(LoadError, match=r"up_proj.weight` has the shape \[40, 32\]"):
+        runner_loader(tmp_path / "m.gguf", max_model_len=64)
+
+
+def test_an_unsupported_storage_type_is_refused_by_name(tmp_path: Path) -> None:
+    llama_file(tmp_path / "m.gguf", **{"output_norm__weight": np.ones(32, dtype=np.int8)})
+    with pytest.raises(LoadError, match=r"`output_norm.weight` is stored as I8") as error:
+        GGUFWeights(tmp_path / "m.gguf")
+    assert error.value.reason == "UnsupportedQuantization"
+
+
+@pytest.mark.parametrize("keep", [0, 3, 40, 2000, -1])
+def test_a_truncated_file_is_refused(tmp_path: Path, runner_loader: Loader, keep: int) -> None:
+    llama_file(tmp_path / "m.gguf")
+    content = (tmp_path / "m.gguf").read_bytes()
+    (tmp_path / "cut.gguf").write_bytes(content[:keep] if keep >= 0 else content[: len(content) - 4000])
+    with pytest.raises(LoadError) as error:
+        runner_loader(tmp_path / "cut.gguf", max_model_len=64)
+    assert error.value.reason == "ModelUnreadable"
+
+
+def test_an_unknown_architecture_is_refused(tmp_path: Path, runner_loader: Loader) -> None:
+    llama_file(tmp_path / "m.gguf", kind="mamba")
+    with pytest.raises(LoadError, match="mamba") as error:
+        runner_loader(tmp_path / "m.gguf")
+    assert error.value.reason == "UnsupportedArchitecture"
+
+
+def test_a_missing_file_is_refused(tmp_path: Path, runner_loader: Loader) -> None:
+    with pytest.raises(LoadError) as error:
+        runner_loader(tmp_path / "absent.gguf")
+    assert error.value.reason == "ModelNotFound"

@@ -1,0 +1,149 @@
+"""Hugging Face folders: one file or shards, any float type, and folders that are not what they should be."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from pagemill_engine.loading.errors import LoadError
+from pagemill_engine.loading.safetensors_folder import INDEX_FILE, SINGLE_FILE, SafetensorsFolder
+
+Loader = Callable[..., Any]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        dtype="float32",
+    )
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(folder / SINGLE_FILE)
+    change(tensors)
+    save_file(tensors, folder / SINGLE_FILE)
+
+
+def test_shards_give_the_same_tensors_as_one_file(folder: Path) -> None:
+    tensors = load_file(folder / SINGLE_FILE)
+    whole = SafetensorsFolder(folder)
+    digest = whole.digest()
+    names = sorted(tensors)
+    (folder / SINGLE_FILE).unlink()
+    shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, part in shards.items():
+        save_file({name: tensors[name] for name in part}, folder / file)
+    weight_map = {name: file for file, part in shards.items() for name in part}
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
+
+    sharded = SafetensorsFolder(folder)
+    assert sharded.shapes == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    assert sharded.digest() == digest
+    out = torch.empty(tensors[names[1]].shape)
+    sharded.read_into(names[1], out)
+    assert torch.equal(out, tensors[names[1]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_stored_types_are_converted(folder: Path, dtype: torch.dtype) -> None:
+    rewrite(folder, lambda tensors: tensors.update({name: t.to(dtype) for name, t in tensors.items()}))
+    out = torch.empty(32)
+    SafetensorsFolder(folder).read_into("model.norm.weight", out)
+    assert torch.equal(out, torch.ones(32))
+
+
+def test_a_loaded_model_reports_its_digest_and_size(folder: Path, runner_loader: Loader) -> None:
+    info = runner_loader(folder, max_model_len=64).info
+    assert info.weights_digest == SafetensorsFolder(folder).digest()
+    assert info.kv_bytes_per_token == 2 * 2 * 2 * 8 * 4
+    assert (info.vocab_size, info.max_model_len, info.kv_dtype) == (64, 64, "float32")
+
+
+def test_missing_and_unexpected_tensors_are_named_together(folder: Path, runner_loader: Loader) -> None:
+    rewrite(folder, lambda tensors: tensors.update(stray=tensors.pop("model.norm.weight")))
+    with pytest.raises(LoadError, match=r"missing: `model.norm.weight`; unexpected: `stray`") as error:
+        runner_loader(folder)
+    assert error.value.reason == "ModelUnreadable"
+
+
+def test_integer_weights_are_refused(folder: Path, runner_loader: Loader) -> None:
+    rewrite(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(32, dtype=torch.int32)}))
+    with pytest.raises(LoadError, match=r"`model.norm.weight` has type torch.int32"):
+        runner_loader(folder)
+
+
+@pytest.mark.parametrize("damage", ["truncate", "garbage", "remove"])
+def test_damaged_weights_are_refused(folder: Path, runner_loader: Loader, damage: str) -> None:
+    file = folder / SINGLE_FILE
+    content = file.read_bytes()
+    if damage == "remove":
+        file.unlink()
+    else:
+        file.write_bytes(content[: len(content) // 2] if damage == "truncate" else b"\xff" * 100)
+    with pytest.raises(LoadError) as error:
+        runner_loader(folder)
+    assert error.value.reason == "ModelUnreadable"
+
+
+@pytest.mark.parametrize("index", [{"weight_map": {"model.norm.weight": "../outside.safetensors"}}, [], {"x": 1}])
+def test_a_bad_index_is_refused(folder: Path, index: Any) -> None:
+    (folder / INDEX_FILE).write_text(json.dumps(index))
+    with pytest.raises(LoadError) as error:
+        SafetensorsFolder(folder)
+    assert error.value.reason == "ModelUnreadable"
+
+
+def test_an_index_that_promises_more_than_the_shards_hold_is_refused(folder: Path) -> None:
+    names = [*load_file(folder / SINGLE_FILE), "absent.weight"]
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": dict.fromkeys(names, SINGLE_FILE)}))
+    with pytest.raises(LoadError, match=r"absent\.weight"):
+        SafetensorsFolder(folder)
+
+
+def test_a_context_larger_than_the_kv_cache_names_both(folder: Path, runner_loader: Loader) -> None:
+    with pytest.raises(LoadError, match=r"maxModelLen is 100, but the KV cache holds 64 tokens") as error:
+        runner_loader(folder, max_model_len=100, num_kv_blocks=4)
+    assert error.value.reason == "MaxModelLenTooLarge"
+
+
+def test_a_context_larger_than_the_model_is_refused(folder: Path, runner_loader: Loader) -> None:
+    with pytest.raises(LoadError, match=r"maxModelLen is 4096, but the model was made for 128 tokens"):
+        runner_loader(folder, max_model_len=4096)
+
+
+def test_the_cache_is_sized_by_memory(folder: Path, runner_loader: Loader) -> None:
+    runner = runner_loader(folder, num_kv_blocks=None, kv_cache_memory_bytes=10 * 256 * 16 + 5, max_model_len=None)
+    assert runner.info.num_blocks == 10
+    assert runner.info.max_model_len == 128
+
+
+def test_a_cache_without_room_for_one_block_is_refused(folder: Path, runner_loader: Loader) -> None:
+    with pytest.raises(LoadError) as error:
+        runner_loader(folder, num_kv_blocks=None, kv_cache_memory_bytes=100)
+    assert error.value.reason == "KVCacheTooSmall"
+
+
+def test_a_model_larger_than_memory_is_refused(
+    folder: Path, runner_loader: Loader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("psutil.virtual_memory", lambda: type("Memory", (), {"available": 1000})())
+    with pytest.raises(LoadError) as error:
+        runner_loader(folder)
+    assert error.value.reason == "ModelTooLarge"
