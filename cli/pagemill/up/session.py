@@ -99,10 +99,12 @@ class Session:
             self._screen.line(line)
         await self._backend.start()
         await self._backend.apply(self._plans)
-        await self._wait_until_ready()
+        # The first replica answers already while the others still load.
+        await self._wait_for("Serving", self._plans[:1])
         self._show_urls()
         await self._first_answer()
         self.served = True
+        await self._wait_for("Ready", self._plans)
         if not self._screen.interactive and not self._request.keep:
             return
         await self._serve()
@@ -128,23 +130,23 @@ class Session:
         else:
             self._screen.line(line)
 
-    async def _wait_until_ready(self) -> None:
+    async def _wait_for(self, condition: str, plans: Sequence[Plan]) -> None:
         """Raises `GivenUp`. The reason of every wait comes as an event, and as the status line of a terminal."""
         while True:
             self._news.clear()
-            findings = [self._ready(plan) for plan in self._plans]
+            findings = [self._finding(plan, condition) for plan in plans]
             if all(finding.status == "True" for finding in findings):
                 return
             self._give_up_if_hopeless()
-            waits = [f"{plan.name}: {f.message}" for plan, f in zip(self._plans, findings, strict=True)]
+            waits = [f"{plan.name}: {self._finding(plan, 'Ready').message}" for plan in plans]
             self._screen.status("waiting for " + "; ".join(waits))
             await self._news.wait()
 
-    def _ready(self, plan: Plan) -> Finding:
+    def _finding(self, plan: Plan, condition: str) -> Finding:
         observation = self._backend.observe(plan.key)
         if plan.replicas == 0 and observation.gateway_ready:
-            return Finding("Ready", "True", "ScaledToZero", "no replica is wanted")
-        return find_conditions(observation)[-1]
+            return Finding(condition, "True", "ScaledToZero", "no replica is wanted")
+        return {finding.type: finding for finding in find_conditions(observation)}[condition]
 
     def _give_up_if_hopeless(self) -> None:
         processes = [self._backend.gateway.supervisor]
@@ -171,10 +173,9 @@ class Session:
         self._screen.line("")
 
     async def _first_answer(self) -> None:
-        served = [plan for plan in self._plans if plan.replicas]
-        if not served:
+        if not self._plans[0].replicas:
             return
-        model = served[0].model_name
+        model = self._plans[0].model_name
         self._screen.line(f"> {QUESTION}")
         answer = await ask(self._backend.base_url, model, self._screen.stream, api_key=self._own_key)
         since_start_s = answer.first_token_at_s - self._request.started_at_s
@@ -239,7 +240,7 @@ class Session:
 
     def _replicas_text(self, plan: Plan) -> str:
         ready = len(self._backend.observe(plan.key).ready())
-        finding = self._ready(plan)
+        finding = self._finding(plan, "Ready")
         why = "" if finding.status == "True" else f" ({finding.message})"
         return f"{plan.name} {ready}/{plan.replicas} ready{why}"
 

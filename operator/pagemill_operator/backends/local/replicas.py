@@ -69,7 +69,8 @@ def engine_launcher(
         path = state_dir.write_json(f"{name}.json", content)
         return Launch(
             command=(settings.python, "-m", process.module, "--settings", str(path)),
-            environment={**settings.environment, **process.environment},
+            # What a killed engine leaves in the temporary folder goes with the state folder.
+            environment={**settings.environment, "TMPDIR": str(state_dir.temporary), **process.environment},
             data_url=f"http://{LOOPBACK}:{data_port}",
             control_url=f"http://{LOOPBACK}:{control_port}",
         )

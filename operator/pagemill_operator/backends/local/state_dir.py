@@ -24,6 +24,9 @@ class StateDir:
     def __init__(self, parent: Path) -> None:
         remove_abandoned(parent)
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+        self.temporary = self.path / "tmp"
+        """Temporary folder of the engines."""
+        self.temporary.mkdir(mode=0o700)
         self.write_json(OWNER_FILE, {"pid": os.getpid(), "started": psutil.Process().create_time()})
 
     def write_json(self, name: str, content: Any) -> Path:

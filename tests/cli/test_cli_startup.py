@@ -1,0 +1,61 @@
+"""The command starts fast and imports nothing it does not need."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+from pagemill.main import COMMANDS, app
+from typer.testing import CliRunner
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def test_help_lists_every_command() -> None:
+    result = CliRunner().invoke(app, ["--help"])
+    assert result.exit_code == 0
+    for name in COMMANDS:
+        assert name in result.output
+
+
+def test_listing_commands_imports_none_of_them() -> None:
+    code = (
+        "import sys\n"
+        "from typer.testing import CliRunner\n"
+        "from pagemill.main import app\n"
+        "assert CliRunner().invoke(app, ['--help']).exit_code == 0\n"
+        "loaded = {name for name in sys.modules if name.startswith('pagemill')}\n"
+        "assert loaded == {'pagemill', 'pagemill.main'}, loaded\n"
+        "assert not {'torch', 'pydantic', 'aiohttp', 'fastapi', 'yaml'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_up_imports_neither_torch_nor_the_engine() -> None:
+    code = (
+        "import sys, pagemill.commands.up, pagemill.up.session, pagemill.up.loading\n"
+        "assert not {'torch', 'transformers', 'pagemill_engine', 'pagemill_gateway', 'kopf'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_every_command_explains_itself(name: str) -> None:
+    result = CliRunner().invoke(app, [name, "--help"])
+    assert result.exit_code == 0, result.output
+    assert "Usage" in result.output
+
+
+def test_version_is_the_distributions() -> None:
+    assert CliRunner().invoke(app, ["--version"]).output.startswith("pagemill 0.")
+
+
+def test_explain_prints_a_field_and_refuses_an_unknown_one() -> None:
+    found = CliRunner().invoke(app, ["explain", "llmdeployment.spec.engine.maxModelLen"])
+    assert found.exit_code == 0
+    assert "Tokens of prompt and output together" in found.output
+    missing = CliRunner().invoke(app, ["explain", "spec.engine.maxModel"])
+    assert missing.exit_code == 2
+    assert "did you mean maxModelLen?" in missing.output

@@ -1,0 +1,42 @@
+"""Every example is valid; those for a laptop can be planned on one, the others say why not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pagemill.up.documents import read_documents
+from pagemill.up.loading import load_files
+from pagemill_crds.models import LLMDeployment
+from pagemill_operator.plan.planner import name_conflicts
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
+FOR_A_CLUSTER = {"gpu.yaml"}
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_an_example_is_a_valid_resource(path: Path) -> None:
+    documents, findings = read_documents(path)
+    assert findings == []
+    for document in documents:
+        LLMDeployment.model_validate(document.value)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_an_example_runs_here_or_says_what_it_needs(path: Path) -> None:
+    result = load_files([path])
+    if path.name in FOR_A_CLUSTER:
+        assert "spec.resources.gpus" in {finding.field for finding in result.findings}
+    else:
+        assert result.findings == []
+
+
+def test_the_first_example_is_two_replicas_of_the_embedded_model() -> None:
+    (plan,) = load_files([path for path in EXAMPLES if path.name == "llmdeployment.yaml"]).plans
+    assert (plan.model_name, plan.replicas) == ("smollm2", 2)
+
+
+def test_the_canary_shares_its_name() -> None:
+    plans = load_files([path for path in EXAMPLES if path.name == "canary.yaml"]).plans
+    assert [plan.weight for plan in plans] == [90, 10]
+    assert name_conflicts(plans) == {}

