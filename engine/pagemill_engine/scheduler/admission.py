@@ -76,14 +76,14 @@ class Admission:
         prompt = request.prompt_token_ids
         if not prompt:
             raise invalid_field("prompt", "The prompt has no tokens. Send at least one.")
-        for resume in request.resume:
-            _check_resume(resume, request.prompt_index * request.sampling.n, request.sampling.n)
-            _check_vocabulary(resume.token_ids, "resume", limits.vocab_size)
-        _check_vocabulary(prompt, "prompt", limits.vocab_size)
         if len(prompt) >= limits.max_model_len:
             raise context_length_exceeded(len(prompt), limits.max_model_len, _prompt_param(request))
         if len(prompt) >= limits.max_total_tokens:
             raise _larger_than_cache(len(prompt), limits, _prompt_param(request))
+        _check_vocabulary(prompt, "prompt", limits.vocab_size)
+        for resume in request.resume:
+            _check_resume(resume, request.prompt_index * request.sampling.n, request.sampling.n)
+            _check_vocabulary(resume.token_ids, "resume", limits.vocab_size)
         if num_waiting + request.sampling.n > limits.max_num_waiting:
             raise _queue_full(num_waiting, limits.max_num_waiting)
 

@@ -1,0 +1,204 @@
+"""schedule -> run -> update, also when rows or whole steps fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from pagemill_engine.config import EngineConfig
+from pagemill_engine.ipc.messages import TokensOut
+from pagemill_engine.loop.core import EngineCore
+from pagemill_engine.loop.warmup import SelfTestError, calibrate, self_test
+from pagemill_engine.runner.null import NullRunner
+from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.sampling import SamplingParams
+
+Make = Callable[..., Any]
+
+
+def make_core(checking_runner: Make, **options: Any) -> EngineCore:
+    runner = checking_runner(num_blocks=options.pop("num_blocks", 64))
+    return EngineCore(EngineConfig(model="m", block_size=4, **options), runner)
+
+
+def request(name: str, prompt: list[int], **sampling: Any) -> GenerateRequest:
+    params = SamplingParams(**{"max_tokens": 4, "ignore_eos": True, "seed": 1, **sampling})
+    return GenerateRequest(request_id=name, model="m", prompt_token_ids=prompt, sampling=params)
+
+
+def finish(core: EngineCore) -> dict[str, list[TokensOut]]:
+    outputs: dict[str, list[TokensOut]] = {}
+    while core.has_work:
+        for output in core.step().outputs:
+            outputs.setdefault(output.request_id, []).append(output)
+        core.check_integrity()
+    return outputs
+
+
+def poison(token_id: int) -> Callable[[Any], bool]:
+    """A device fault that follows one request wherever it goes."""
+    poisoned: set[str] = set()
+
+    def breaks(plan: Any) -> bool:
+        poisoned.update(row.request_id for row in plan.admitted if token_id in row.token_ids)
+        return bool(poisoned & plan.num_scheduled_tokens.keys())
+
+    return breaks
+
+
+def test_an_idle_step_does_nothing(checking_runner: Make) -> None:
+    core = make_core(checking_runner)
+    step = core.step()
+    assert (step.outputs, step.num_step_tokens, core.has_work) == ([], 0, False)
+    assert core.runner.plans == []
+
+
+def test_requests_are_served_to_their_end(checking_runner: Make) -> None:
+    core = make_core(checking_runner)
+    core.add(request("a", list(range(10))))
+    core.add(request("b", list(range(6)), n=2))
+    outputs = finish(core)
+    assert sum(len(out.token_ids) for out in outputs["a"]) == 4
+    assert outputs["a"][-1].finish_reason == "length"
+    assert sorted(out.choice for out in outputs["b"] if out.finish_reason) == [0, 1]
+
+
+def test_one_bad_request_is_found_and_the_others_finish(checking_runner: Make) -> None:
+    clean = make_core(checking_runner)
+    core = make_core(checking_runner)
+    core.runner.raise_on = poison(666)
+    for target in (clean, core):
+        for index in range(5):
+            target.add(request(f"r{index}", [index] * 9))
+    core.step()
+    core.add(request("bad", [1, 2, 666]))
+    outputs, expected = finish(core), finish(clean)
+    assert [out.error_status for out in outputs["bad"]] == [500]
+    assert outputs["bad"][0].finish_reason == "error"
+    assert "DeviceFault" in (outputs["bad"][0].error or "")
+    for name, answers in expected.items():
+        got = [token for out in outputs[name] for token in out.token_ids]
+        assert got == [token for out in answers for token in out.token_ids][-len(got) :]
+    assert core.num_failed_steps_in_a_row == 0
+
+
+def test_a_transient_fault_costs_no_request(checking_runner: Make) -> None:
+    core = make_core(checking_runner)
+    faults = iter([False, True])
+    core.runner.raise_on = lambda plan: next(faults, False)
+    for index in range(4):
+        core.add(request(f"r{index}", [index] * 9))
+    outputs = finish(core)
+    assert all(out.error is None for answers in outputs.values() for out in answers)
+    assert all(sum(len(out.token_ids) for out in answers) == 4 for answers in outputs.values())
+
+
+def test_a_device_that_always_fails_ends_every_request_and_not_the_loop(checking_runner: Make) -> None:
+    core = make_core(checking_runner)
+    core.runner.raise_on = lambda plan: True
+    for index in range(3):
+        core.add(request(f"r{index}", [index] * 9))
+    outputs = finish(core)
+    assert all(answers[-1].error is not None for answers in outputs.values())
+    assert core.num_failed_steps_in_a_row == 4
+    with pytest.raises(RuntimeError, match="told to fail"):
+        core.probe()
+    core.check_integrity()
+    core.runner.raise_on = lambda plan: False
+    core.probe()
+    core.add(request("after", [1, 2, 3]))
+    assert finish(core)["after"][-1].finish_reason == "length"
+
+
+def test_an_abort_after_a_failed_step_is_honoured(checking_runner: Make) -> None:
+    core = make_core(checking_runner)
+    faults = iter([True])
+    core.runner.raise_on = lambda plan: next(faults, False)
+    core.add(request("a", [1] * 9))
+    core.add(request("b", [2] * 9))
+    core.step()
+    core.abort("a")
+    outputs = finish(core)
+    assert [out.finish_reason for out in outputs["a"]] == ["abort"]
+    assert outputs["b"][-1].finish_reason == "length"
+
+
+def test_a_draining_engine_finishes_and_refuses(checking_runner: Make) -> None:
+    core = make_core(checking_runner)
+    core.add(request("a", [1, 2]))
+    core.drain()
+    with pytest.raises(PagemillError) as caught:
+        core.add(request("b", [1, 2]))
+    assert (caught.value.status, caught.value.code) == (503, "draining")
+    assert list(finish(core)) == ["a"]
+
+
+def test_prefix_events_add_up_to_the_snapshot(checking_runner: Make) -> None:
+    core = make_core(checking_runner, num_blocks=40)
+    core.runner.info = core.runner.info._replace(max_model_len=128)
+    known: set[bytes] = set()
+    for index in range(6):
+        core.add(request(f"r{index}", [index] * 70))
+        while core.has_work:
+            prefixes = core.step().prefixes
+            if prefixes is not None:
+                known = (known | set(prefixes.added)) - set(prefixes.removed)
+            assert known == set(core.prefix_snapshot())
+    assert 1 <= len(known) < 6
+
+
+def test_step_times_are_learnt_and_sent_now_and_then() -> None:
+    now_s = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+
+    config = EngineConfig(model="m", null_runner=True, seed=1)
+    core = EngineCore(config, NullRunner.from_config(config, clock=lambda: now_s, sleep=sleep), clock=lambda: now_s)
+    core.add(request("a", [1] * 400, max_tokens=300))
+    sent = 0
+    while core.has_work:
+        step = core.step()
+        sent += step.step_time is not None
+        assert step.load.step_ms > 0
+    assert core.num_steps == 300
+    assert sent == int(now_s / 0.5) + 1
+    assert core.step_time.params().num_steps_observed == 300
+    assert core.step_time.predict_ms(1, 600) == pytest.approx(6.0, rel=0.05)
+
+
+def test_warm_up_generates_a_token_measures_steps_and_leaves_no_trace(checking_runner: Make) -> None:
+    core = make_core(checking_runner, max_num_batched_tokens=64)
+    self_test(core)
+    calibrate(core)
+    assert core.step_time.params().knots_tokens[0] == 1
+    assert core.step_time.predict_ms(64) > 0
+    assert not core.has_work
+    assert core.prefix_snapshot() == []
+    step = core.step()
+    assert (step.prefixes, step.outputs) == (None, [])
+    assert core.load().num_blocks_evictable == 0
+
+
+def test_the_self_test_fails_when_no_token_comes(checking_runner: Make) -> None:
+    core = make_core(checking_runner)
+    core.runner.raise_on = lambda plan: True
+    with pytest.raises(SelfTestError, match="DeviceFault"):
+        self_test(core)
+
+
+def test_the_self_test_fails_on_a_token_the_model_does_not_have(checking_runner: Make) -> None:
+    core = make_core(checking_runner)
+    wait = core.runner.wait
+
+    def beyond(handle: Any) -> Any:
+        result = wait(handle)
+        result.token_ids = dict.fromkeys(result.token_ids, 1000)
+        return result
+
+    core.runner.wait = beyond
+    with pytest.raises(SelfTestError, match="1000"):
+        self_test(core)

@@ -1,0 +1,266 @@
+"""The engine process: starts, answers, refuses, and is never left behind nor missed when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from pagemill_engine.config import EngineConfig
+from pagemill_engine.ipc import channels
+from pagemill_engine.ipc.channels import EngineChannel, EngineDied
+from pagemill_engine.ipc.messages import (
+    Abort,
+    AddRequest,
+    Drain,
+    Fatal,
+    LoadProgress,
+    Ready,
+    Shutdown,
+    StepOutputs,
+    TokensOut,
+)
+from pagemill_engine.loop.core import EngineCore
+from pagemill_engine.loop.process import EngineFault, EngineLoop, fatal_of
+from pagemill_engine.loop.warmup import SelfTestError
+from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.state import StepTimeParams
+
+FAST = StepTimeParams(knots_tokens=[1, 512], knot_ms=[1.0, 2.0])
+CONFIG = EngineConfig(model="null", null_runner=True, seed=1, max_num_waiting=8, step_time=FAST, max_num_seqs=4)
+
+
+def request(name: str, num_tokens: int = 3, **sampling: Any) -> AddRequest:
+    params = SamplingParams(**{"max_tokens": 5, "ignore_eos": True, **sampling})
+    return AddRequest(
+        GenerateRequest(
+            request_id=name, model="m", prompt_token_ids=[index % 1000 for index in range(num_tokens)], sampling=params
+        )
+    )
+
+
+@contextlib.asynccontextmanager
+async def started(config: EngineConfig = CONFIG) -> AsyncIterator[EngineChannel]:
+    channel = EngineChannel(config)
+    await channel.start()
+    try:
+        yield channel
+    finally:
+        await channel.close()
+
+
+async def until_ready(channel: EngineChannel) -> tuple[Ready, list[LoadProgress]]:
+    progress = []
+    while True:
+        message = await channel.recv()
+        if isinstance(message, Ready):
+            return message, progress
+        assert isinstance(message, LoadProgress)
+        progress.append(message)
+
+
+async def read_to_death(channel: EngineChannel, messages: list[Any] | None = None) -> None:
+    while True:
+        message = await asyncio.wait_for(channel.recv(), 10)
+        if messages is not None:
+            messages.append(message)
+
+
+async def outputs_of(channel: EngineChannel, num_ends: int) -> list[TokensOut]:
+    outputs: list[TokensOut] = []
+    while sum(out.finish_reason is not None for out in outputs) < num_ends:
+        message = await channel.recv()
+        assert isinstance(message, StepOutputs)
+        outputs += message.outputs
+    return outputs
+
+
+async def test_the_engine_starts_answers_refuses_and_stops() -> None:
+    async with started() as channel:
+        ready, progress = await until_ready(channel)
+        assert ready.num_blocks == 4096
+        assert [message.phase for message in progress] == ["warming", "warming"]
+        channel.send(request("a", n=2))
+        channel.send(request("long", 100_000))
+        channel.send(request("wide", n=9))
+        channel.send(request("endless", max_tokens=None))
+        channel.send(Abort("endless"))
+        outputs = await outputs_of(channel, 2 + 1 + 9 + 1)
+        ends = {(out.request_id, out.choice): out for out in outputs if out.finish_reason is not None}
+        assert ends["a", 0].finish_reason == ends["a", 1].finish_reason == "length"
+        assert (ends["long", 0].error_status, ends["long", 0].error_param) == (400, "messages")
+        assert ends["long", 0].error_code == "context_length_exceeded"
+        assert (ends["wide", 8].error_status, ends["wide", 8].error_retry_after_s) == (503, 1)
+        assert ends["endless", 0].finish_reason == "abort"
+        channel.send(Drain())
+        channel.send(request("late"))
+        (refused,) = await outputs_of(channel, 1)
+        assert (refused.error_status, refused.error_code) == (503, "draining")
+        process = psutil.Process(channel.pid)
+        channel.send(Shutdown())
+        with pytest.raises(EngineDied, match="exit code 0"):
+            await read_to_death(channel)
+        assert not process.is_running()
+
+
+async def test_an_idle_engine_speaks_every_second_and_costs_no_cpu() -> None:
+    async with started() as channel:
+        await until_ready(channel)
+        process = psutil.Process(channel.pid)
+        await channel.recv()
+        before = process.cpu_times()
+        for _ in range(3):
+            message = await asyncio.wait_for(channel.recv(), 5)
+            assert isinstance(message, StepOutputs)
+            assert message.outputs == []
+        after = process.cpu_times()
+        assert after.user + after.system - before.user - before.system <= 0.03
+
+
+async def test_the_death_of_the_engine_is_seen_at_once() -> None:
+    async with started() as channel:
+        await until_ready(channel)
+        channel.send(request("a", max_tokens=None))
+        await channel.recv()
+        assert channel.pid is not None
+        os.kill(channel.pid, signal.SIGKILL)
+        loop = asyncio.get_running_loop()
+        killed_s = loop.time()
+        with pytest.raises(EngineDied, match="SIGKILL"):
+            await read_to_death(channel)
+        assert loop.time() - killed_s < 2
+        with pytest.raises(EngineDied):
+            await channel.recv()
+        channel.send(request("b"))
+
+
+async def test_a_model_that_cannot_be_loaded_is_told_with_its_reason() -> None:
+    async with started(EngineConfig(model="/nowhere/model.gguf")) as channel:
+        messages: list[Any] = []
+        with pytest.raises(EngineDied, match="exit code 1"):
+            await read_to_death(channel, messages)
+        assert isinstance(messages[-1], Fatal)
+        assert messages[-1].reason == "ModelNotFound"
+        assert "/nowhere/model.gguf" in messages[-1].message
+
+
+async def test_nothing_is_left_after_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels.tempfile, "mkdtemp", lambda prefix: str(tmp_path / "link"))
+    (tmp_path / "link").mkdir()
+    async with started() as channel:
+        await until_ready(channel)
+        process = psutil.Process(channel.pid)
+        assert sorted(os.listdir(tmp_path / "link")) == ["in", "out", "settings.json"]
+    assert not process.is_running()
+    assert os.listdir(tmp_path) == []
+
+
+async def test_an_engine_that_does_not_stop_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "STOP_TIMEOUT_S", 0.2)
+    channel = EngineChannel(CONFIG)
+    await channel.start()
+    await until_ready(channel)
+    process = psutil.Process(channel.pid)
+    process.suspend()
+    await channel.close()
+    assert not process.is_running()
+
+
+PARENT = """
+import asyncio, sys
+from pagemill_engine.config import EngineConfig
+from pagemill_engine.ipc.channels import EngineChannel
+from pagemill_engine.ipc.messages import Ready
+
+async def main():
+    channel = EngineChannel(EngineConfig(model="null", null_runner=True))
+    await channel.start()
+    while not isinstance(await channel.recv(), Ready):
+        pass
+    sys.stdout.write(f"{channel.pid}\\n")
+    sys.stdout.flush()
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+async def test_the_engine_does_not_outlive_its_parent() -> None:
+    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", PARENT, stdout=asyncio.subprocess.PIPE)
+    assert parent.stdout is not None
+    engine = psutil.Process(int(await parent.stdout.readline()))
+    folder = Path(engine.cmdline()[-1]).parent
+    parent.kill()
+    await parent.wait()
+    await asyncio.to_thread(psutil.wait_procs, [engine], timeout=10)
+    assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
+    assert not folder.exists()
+
+
+class FakeLink:
+    """Messages to the loop from a list; what it says is kept."""
+
+    def __init__(self, messages: list[Any]) -> None:
+        self.messages = messages
+        self.sent: list[StepOutputs] = []
+
+    def receive(self, timeout_s: float | None) -> Any:
+        if self.messages:
+            return self.messages.pop(0)
+        return Shutdown() if timeout_s else None
+
+    def send(self, message: StepOutputs) -> None:
+        self.sent.append(message)
+
+
+def run_loop(core: EngineCore, messages: list[Any]) -> list[TokensOut]:
+    link = FakeLink(messages)
+    EngineLoop(core, link).run()  # type: ignore[arg-type]
+    return [output for step in link.sent for output in step.outputs]
+
+
+def test_a_device_that_is_broken_ends_the_process(checking_runner: Any) -> None:
+    core = EngineCore(EngineConfig(model="m", block_size=4), checking_runner())
+    core.runner.raise_on = lambda plan: True
+    with pytest.raises(EngineFault, match="device") as caught:
+        run_loop(core, [request(f"r{index}") for index in range(12)])
+    assert fatal_of(caught.value).reason == "RunnerBroken"
+
+
+def test_a_row_of_bad_requests_does_not_end_the_process(checking_runner: Any) -> None:
+    core = EngineCore(EngineConfig(model="m", block_size=4), checking_runner())
+    core.runner.raise_on = lambda plan: "probe" not in plan.num_scheduled_tokens
+    outputs = run_loop(core, [request(f"r{index}") for index in range(20)])
+    assert [out.finish_reason for out in outputs] == ["error"] * 20
+
+
+def test_a_fault_while_queueing_fails_that_request_alone(checking_runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = EngineCore(EngineConfig(model="m", block_size=4), checking_runner())
+    add = core.add
+
+    def broken(added: GenerateRequest) -> None:
+        if added.request_id == "bad":
+            raise ZeroDivisionError
+        add(added)
+
+    monkeypatch.setattr(core, "add", broken)
+    outputs = run_loop(core, [request("bad"), request("good")])
+    ends = {out.request_id: (out.finish_reason, out.error_status) for out in outputs if out.finish_reason is not None}
+    assert ends == {"bad": ("error", 500), "good": ("length", 500)}
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(SelfTestError("nan"), "SelfTestFailed"), (MemoryError(), "OutOfMemory"), (KeyError("x"), "EngineFailed")],
+)
+def test_every_end_has_a_reason(error: Exception, reason: str) -> None:
+    assert fatal_of(error).reason == reason
+    assert fatal_of(error).message

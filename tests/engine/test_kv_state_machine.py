@@ -1,0 +1,182 @@
+"""Random courses of allocate, append, fork, free, preempt, abort and fail: the bookkeeping never contradicts itself.
+
+Beside the manager runs a device whose slots hold digests of prefixes. After every step each row must read its own
+prefix in its own slots, so a leaked, doubly used or wrongly shared block shows even if the counters agree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+from pagemill_engine.kv.integrity import check_integrity
+from pagemill_engine.kv.manager import KVCacheManager
+
+BLOCK_SIZE = 4
+tokens = st.lists(st.integers(0, 1), min_size=1, max_size=14)
+"""Two token values only, so that prefixes are often shared."""
+
+
+@dataclass(eq=False)
+class Row:
+    request_id: str
+    token_ids: list[int]
+    num_computed_tokens: int = 0
+    cache_root: bytes = b"root"
+    block_hashes: list[bytes] = field(default_factory=list)
+    open_tokens: int = 0
+
+
+def digests(token_ids: list[int]) -> list[int]:
+    out, digest = [], 0
+    for token_id in token_ids:
+        digest = hash((digest, token_id))
+        out.append(digest)
+    return out
+
+
+class KVMachine(RuleBasedStateMachine):
+    rows = Bundle("rows")
+
+    @initialize(num_blocks=st.integers(3, 12), caching=st.booleans())
+    def make(self, num_blocks: int, caching: bool) -> None:
+        self.kv = KVCacheManager(num_blocks, BLOCK_SIZE, enable_prefix_caching=caching)
+        self.slots: dict[int, int] = {}
+        self.copies: dict[str, tuple[int, int]] = {}
+        self.num_rows = 0
+        self.alive: list[Row] = []
+
+    @rule(target=rows, token_ids=tokens)
+    def start(self, token_ids: list[int]) -> Row:
+        return self._begin(Row(self._name(), token_ids))
+
+    @rule(row=rows, share=st.floats(0.1, 1.0))
+    def allocate(self, row: Row, share: float) -> None:
+        """Schedule some of the row's due tokens in the step that is being built."""
+        due = len(row.token_ids) - row.num_computed_tokens
+        if row not in self.alive or row.open_tokens or due == 0:
+            return
+        num_tokens = max(1, round(due * share))
+        free_before = self.kv.pool.num_free
+        allocation = self.kv.allocate_slots(row, num_tokens)
+        if allocation is None:
+            assert self.kv.pool.num_free == free_before
+            return
+        row.open_tokens = num_tokens
+        if allocation.replaced is not None:
+            self.copies[row.request_id] = allocation.replaced[1:]
+
+    @rule()
+    def run_step(self) -> None:
+        """The device: copies read first, then writes, then every row must read its own prefix."""
+        content = {copy: self._read(source) for source, copy in self.copies.values()}
+        for copy, values in content.items():
+            self._write(copy, values)
+        self.copies.clear()
+        written: set[int] = set()
+        for row in self.alive:
+            wanted = digests(row.token_ids)
+            for position in range(row.num_computed_tokens, row.num_computed_tokens + row.open_tokens):
+                slot = self._slot(row, position)
+                assert slot not in written, "two writers of one slot"
+                written.add(slot)
+                self.slots[slot] = wanted[position]
+        for row in self.alive:
+            if row.open_tokens:
+                self.kv.commit(row)
+                row.open_tokens = 0
+            wanted = digests(row.token_ids)
+            for position in range(row.num_computed_tokens):
+                assert self.slots.get(self._slot(row, position)) == wanted[position], "foreign KV"
+
+    @rule(row=rows, token_id=st.integers(0, 1))
+    def append(self, row: Row, token_id: int) -> None:
+        if row in self.alive and not row.open_tokens and row.num_computed_tokens == len(row.token_ids):
+            row.token_ids.append(token_id)
+
+    @rule(target=rows, parent=rows)
+    def fork(self, parent: Row) -> Row:
+        if parent not in self.alive or parent.open_tokens or parent.num_computed_tokens < 2:
+            return multiple()
+        child = Row(self._name(), list(parent.token_ids))
+        self.kv.fork(parent, child, parent.num_computed_tokens - 1)
+        self.alive.append(child)
+        return child
+
+    @rule(row=consumes(rows))
+    def finish(self, row: Row) -> None:
+        if row in self.alive and not row.open_tokens:
+            self._drop(row)
+
+    @rule(row=rows)
+    def preempt(self, row: Row) -> None:
+        """Everything computed is given up; the row starts over with what the cache still has."""
+        if row in self.alive and not row.open_tokens:
+            self._drop(row)
+            self._begin(row)
+
+    @rule(row=consumes(rows))
+    def abort_or_fail(self, row: Row) -> None:
+        """The row leaves while its write is open; rows that hit what it was writing start over."""
+        if row not in self.alive:
+            return
+        untrusted = self.kv.distrust(row)
+        self._drop(row)
+        spoiled = True
+        while spoiled:
+            spoiled = [other for other in self.alive if self.kv.holds_any(other, untrusted)]
+            for other in spoiled:
+                untrusted |= self.kv.distrust(other)
+                self._drop(other)
+
+    @rule()
+    def reset_cache_between_steps(self) -> None:
+        if not any(row.open_tokens for row in self.alive):
+            self.kv.reset_prefix_cache()
+
+    @invariant()
+    def bookkeeping_agrees(self) -> None:
+        check_integrity(self.kv)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "kv"):
+            return
+        for row in list(self.alive):
+            self._drop(row)
+        check_integrity(self.kv)
+        assert self.kv.pool.num_free == self.kv.pool.num_blocks, "a block leaked"
+
+    def _begin(self, row: Row) -> Row:
+        self.kv.start(row, self.kv.get_computed_blocks(row))
+        assert row.num_computed_tokens < len(row.token_ids)
+        self.alive.append(row)
+        return row
+
+    def _drop(self, row: Row) -> None:
+        self.kv.free(row)
+        self.copies.pop(row.request_id, None)
+        row.open_tokens = 0
+        self.alive.remove(row)
+
+    def _name(self) -> str:
+        self.num_rows += 1
+        return f"row-{self.num_rows}"
+
+    def _slot(self, row: Row, position: int) -> int:
+        return self.kv.block_ids(row)[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+
+    def _read(self, block_id: int) -> list[int | None]:
+        return [self.slots.get(block_id * BLOCK_SIZE + offset) for offset in range(BLOCK_SIZE)]
+
+    def _write(self, block_id: int, values: list[int | None]) -> None:
+        for offset, value in enumerate(values):
+            if value is not None:
+                self.slots[block_id * BLOCK_SIZE + offset] = value
+
+
+KVMachine.TestCase.settings = settings(
+    max_examples=1000, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+test_kv_bookkeeping = KVMachine.TestCase

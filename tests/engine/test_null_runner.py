@@ -1,0 +1,124 @@
+"""The null runner waits what a step would take and refuses plans that break the contract."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pagemill_engine.config import EngineConfig
+from pagemill_engine.runner.null import NullRunner, PlanError
+from pagemill_engine.scheduler.step import AdmittedRow, StepPlan
+from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.state import StepTimeParams
+
+STEP_TIME = StepTimeParams(knots_tokens=[1, 100], knot_ms=[10.0, 109.0], decode_context_ms=0.5)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def now(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+def make_runner(clock: Clock | None = None) -> NullRunner:
+    clock = clock or Clock()
+    config = EngineConfig(model="m", block_size=4, num_kv_blocks=16, vocab_size=500, step_time=STEP_TIME)
+    return NullRunner.from_config(config, clock=clock.now, sleep=clock.sleep)
+
+
+def row(name: str, num_tokens: int = 3, blocks: int = 1, **changes: Any) -> AdmittedRow:
+    settings: dict[str, Any] = {
+        "num_prompt_tokens": num_tokens,
+        "num_computed_tokens": 0,
+        "block_ids": list(range(blocks)),
+        "sampling": SamplingParams(),
+        "choice": 0,
+        "seed": 5,
+    }
+    return AdmittedRow(name, [1] * num_tokens, **{**settings, **changes})
+
+
+def run(runner: NullRunner, plan: StepPlan) -> dict[str, int]:
+    return runner.wait(runner.launch(plan)).token_ids
+
+
+def start(name: str = "a", **changes: Any) -> StepPlan:
+    admitted = row(name, **changes)
+    return StepPlan(1, {name: len(admitted.token_ids)}, admitted=[admitted], samples={name})
+
+
+def test_a_step_takes_the_predicted_time() -> None:
+    clock = Clock()
+    runner = make_runner(clock)
+    plan = start()
+    plan.decode_context_tokens = 20
+    run(runner, plan)
+    assert clock.now_s == pytest.approx((10 + 2 + 10) / 1000)
+
+
+def test_launch_returns_at_once_and_wait_counts_from_launch() -> None:
+    clock = Clock()
+    runner = make_runner(clock)
+    handle = runner.launch(start())
+    assert clock.now_s == 0
+    clock.now_s = 0.004
+    runner.wait(handle)
+    assert clock.now_s == pytest.approx(0.012)
+
+
+def test_tokens_depend_on_seed_choice_and_position_only() -> None:
+    def tokens(admitted: AdmittedRow) -> list[int]:
+        runner = make_runner()
+        first = StepPlan(1, {"a": len(admitted.token_ids)}, admitted=[admitted], samples={"a"})
+        return [run(runner, first)["a"], run(runner, StepPlan(2, {"a": 1}, samples={"a"}))["a"]]
+
+    base = tokens(row("a", blocks=2))
+    assert all(0 <= token_id < 500 for token_id in base)
+    assert base[0] != base[1]
+    assert tokens(row("a", num_tokens=5, blocks=2)) == base
+    assert tokens(row("a", blocks=2, seed=6)) != base
+    assert tokens(row("a", blocks=2, choice=1)) != base
+    # Preempted after one token and admitted again: the second token is the same.
+    assert tokens(row("a", num_tokens=4, blocks=2, num_prompt_tokens=3))[0] == base[1]
+
+
+def test_negative_seeds_are_seeds() -> None:
+    assert run(make_runner(), start(seed=-(2**63)))["a"] != run(make_runner(), start(seed=2**63 - 1))["a"]
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (StepPlan(1, {"a": 1}, samples={"a"}), "never admitted"),
+        (StepPlan(1, {"a": 5}, admitted=[row("a", 5)], samples={"a"}), "too few blocks"),
+        (StepPlan(1, {"a": 3}, admitted=[row("a")]), "samples=False"),
+        (StepPlan(1, {"a": 2}, admitted=[row("a")], samples={"a"}), "computes 2 of 3"),
+        (StepPlan(1, {"a": 4}, admitted=[row("a")], samples={"a"}), "computes 4 of 3"),
+        (StepPlan(1, {"a": 3}, admitted=[row("a"), row("a")], samples={"a"}), "admitted twice"),
+    ],
+)
+def test_a_plan_that_breaks_the_contract_is_refused(plan: StepPlan, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        make_runner().launch(plan)
+
+
+def test_blocks_and_releases_are_followed() -> None:
+    runner = make_runner()
+    run(runner, start(num_tokens=4))
+    with pytest.raises(PlanError, match="too few blocks"):
+        runner.launch(StepPlan(2, {"a": 1}, samples={"a"}))
+    runner = make_runner()
+    run(runner, start(num_tokens=4))
+    run(runner, StepPlan(2, {"a": 1}, new_block_ids={"a": [7]}, replaced_blocks=[("a", 0, 9)], samples={"a"}))
+    run(runner, StepPlan(3, {"a": 3}, released=["a", "unknown"], admitted=[row("a")], samples={"a"}))
+    runner.close()
+
+
+def test_the_same_model_name_has_the_same_digest() -> None:
+    digests = [NullRunner.from_config(EngineConfig(model=name)).info.weights_digest for name in ("x", "x", "y")]
+    assert digests[0] == digests[1] != digests[2]
