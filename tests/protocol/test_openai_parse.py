@@ -309,9 +309,9 @@ def test_nesting_below_the_parsers_limit_is_harmless_in_ignored_fields() -> None
         b'{"model": "m", "messages": [{"role": "user", "content": [' + b"1," * 500_000 + b"1]}]}",
         b'{"model": "m", "logit_bias": {' + b",".join(b'"%d": "x"' % i for i in range(100_000)) + b"}}",
         b'{"model": "m", "x": [' + b"NaN," * 200_000 + b"1]}",
-        b'{"model": "m", "x": [' + b"1," * 4_000_000 + b"NaN]}",
+        b'{"model": "m", "x": [' + b"1," * 1_000_000 + b"NaN]}",
         b'{"model": "m", "prompt": "' + b"\\\\" * 4_000_000 + b'\\u0000"}',
-        b'{"model": "m", "x": [' + b"1," * 4_000_000 + b'"\\u0000"]}',
+        b'{"model": "m", "x": [' + b"1," * 1_000_000 + b'"\\u0000"]}',
         b'{"model": "m", "' + b"k" * 4_000_000 + b'": [' + b"1," * 1_000_000 + b"NaN]}",
     ],
     ids=["n", "messages", "parts", "bias", "nan", "late nan", "backslashes", "late nul", "long key"],
@@ -350,7 +350,7 @@ field_names = st.sampled_from(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     st.dictionaries(field_names, json_values, max_size=5), st.sampled_from([ChatCompletionRequest, CompletionRequest])
 )
