@@ -19,7 +19,7 @@ from pagemill_gateway.relay.preparation import Preparation
 from pagemill_gateway.relay.relay import Relay
 from pagemill_gateway.relay.upstream import Upstream
 
-UPSTREAM_KEEPALIVE_S = 4.0
+UPSTREAM_KEEPALIVE_S = 30.0
 """Idle connections to engines are dropped before the engine's own server would: a request must not race the hang-up."""
 
 

@@ -6,13 +6,15 @@ import logging
 
 import orjson
 
+STRUCTURED = frozenset({"pagemill.gateway.access", "pagemill.gateway.event"})
+
 
 class JsonLines(logging.Formatter):
-    """Access lines are JSON objects already and get the time added; other messages become one."""
+    """Access lines and events are JSON objects already and get the time added; other messages become one."""
 
     def format(self, record: logging.LogRecord) -> str:
         message = record.getMessage()
-        if record.name == "pagemill.gateway.access":
+        if record.name in STRUCTURED:
             fields = orjson.loads(message)
         else:
             fields = {"event": "log", "logger": record.name, "message": message}

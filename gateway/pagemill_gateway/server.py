@@ -13,6 +13,7 @@ import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
+import orjson
 import uvicorn
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.http.connection import bounded_protocol
@@ -24,6 +25,7 @@ from pagemill_gateway.core import Gateway
 from pagemill_gateway.discovery.catalog import check_catalog
 
 logger = logging.getLogger("pagemill.gateway")
+event_logger = logging.getLogger("pagemill.gateway.event")
 
 KEEP_ALIVE_S = 75
 CUT_OFF_TIMEOUT_S = 10.0
@@ -54,7 +56,7 @@ async def _run(gateway: Gateway, data_socket: socket.socket, control_socket: soc
     stop = Stop()
     with stop.on_signals():
         async with listening(gateway, data_socket, control_socket) as servers:
-            logger.info("gateway serves on %s, control on %s", url_of(data_socket), url_of(control_socket))
+            _tell("listening", url=url_of(data_socket), control_url=url_of(control_socket))
             stopped = asyncio.create_task(stop.wait(1))
             await asyncio.wait([*servers, stopped], return_when=asyncio.FIRST_COMPLETED)
             stopped.cancel()
@@ -82,7 +84,7 @@ async def listening(
 async def drain(gateway: Gateway, stop: Stop) -> None:
     """Take the gateway out of service without cutting an answer short, if time allows."""
     gateway.draining = True
-    logger.info("gateway drains, %d requests under way", gateway.gate.num_inside)
+    _tell("draining", num_requests=gateway.gate.num_inside)
     hurry = asyncio.create_task(stop.wait(2))
     try:
         await asyncio.wait([hurry], timeout=gateway.config.drain_delay_s)
@@ -153,6 +155,10 @@ def _server(app: ASGIApp, config: GatewayConfig) -> _Server:
             timeout_graceful_shutdown=5,
         )
     )
+
+
+def _tell(event: str, **fields: str | int) -> None:
+    event_logger.info(orjson.dumps({"event": event, **fields}).decode())
 
 
 def bind(host: str, port: int, field: str) -> socket.socket:

@@ -56,15 +56,15 @@ def answer_frames(request: GenerateRequest, pieces: tuple[str, ...]) -> list[byt
     head = render.head(request)
     usage = Usage(len(request.prompt_token_ids), len(pieces) * request.sampling.n)
     frames: list[bytes] = []
-    indices = [(choice, render.choice_index(request, choice)) for choice in range(request.sampling.n)]
+    indices = [render.choice_index(request, choice) for choice in range(request.sampling.n)]
     if not request.stream:
-        choices = [render.Choice(index, "".join(pieces), "stop") for _, index in indices]
+        choices = [render.Choice(index, "".join(pieces), "stop") for index in indices]
         body = render.chat_body if request.dialect == "chat" else render.completion_body
         return [encode_frame(FrameMeta(last=True, usage=usage, finish_reason="stop"), body(head, choices, usage))]
     for number, piece in enumerate(pieces):
         finish = "stop" if number == len(pieces) - 1 else None
-        for choice, index in indices:
-            meta = FrameMeta(choice=choice, token_ids=[1], position=number + 1, finish_reason=finish)
+        for index in indices:
+            meta = FrameMeta(choice=index, token_ids=[1], position=number + 1, finish_reason=finish)
             frames.append(encode_frame(meta, render.sse(_chunk(request, head, index, piece, number == 0, finish))))
     closing = render.SSE_DONE
     if request.include_usage:

