@@ -115,7 +115,7 @@ NULL_ENGINE = {"null_runner": True, "num_kv_blocks": 512, "max_model_len": 4096}
 
 @pytest.fixture
 def start_server(tmp_path: Path) -> Iterator[StartServer]:
-    """`start_server(engine={...}, server={...})`: a server of its own, with a simulated device unless told otherwise."""
+    """`start_server(engine={...}, server={...})`: a server of its own, with a simulated device by default."""
     started: list[ServerProcess] = []
 
     def _start(engine: dict[str, Any] | None = None, server: dict[str, Any] | None = None) -> ServerProcess:

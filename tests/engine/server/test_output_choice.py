@@ -1,4 +1,4 @@
-"""One choice from tokens to text: any chunking gives the same, overshoot is dropped, a resume repeats and loses nothing."""
+"""One choice from tokens to text: any chunking gives the same, overshoot is dropped, a resume loses nothing."""
 
 from __future__ import annotations
 

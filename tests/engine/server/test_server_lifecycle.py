@@ -1,0 +1,247 @@
+"""A server from start to end: reasons for every wait, clear failures, drains, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import psutil
+import pytest
+from pagemill_engine.config import EngineConfig, ServerConfig
+from pagemill_engine.server.failure import StartupError, Termination
+from pagemill_engine.server.main import run_server
+from pagemill_engine.server.settings import Settings, load_settings
+
+SLOW_STEPS = {"step_time": {"knots_tokens": [1, 512], "knot_ms": [100.0, 100.0]}}
+BODY = {
+    "model": "SmolLM2-135M-Instruct",
+    "messages": [{"role": "user", "content": "hi"}],
+    "stream": True,
+    "ignore_eos": True,
+    "seed": 1,
+}
+
+
+class Streaming:
+    """A client that reads a long answer in the background."""
+
+    def __init__(self, url: str, max_tokens: int) -> None:
+        self.text = ""
+        self.started = threading.Event()
+        self._url = url
+        self._body = {**BODY, "max_tokens": max_tokens}
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        assert self.started.wait(20), "the stream never started"
+
+    def join(self) -> str:
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+        return self.text
+
+    def _run(self) -> None:
+        with httpx.stream("POST", f"{self._url}/v1/chat/completions", json=self._body, timeout=30) as response:
+            for text in response.iter_text():
+                self.text += text
+                self.started.set()
+
+
+def engine_pid(server: Any) -> int:
+    children = psutil.Process(server.process.pid).children()
+    (engine,) = [child.pid for child in children if "pagemill_engine.loop.process" in child.cmdline()]
+    return int(engine)
+
+
+def termination(server: Any) -> dict[str, Any]:
+    """The last line on stderr of a server that failed."""
+    assert server.wait_exit() == 1
+    lines = server.stderr().strip().splitlines()
+    assert not any("Traceback" in line for line in lines)
+    message: dict[str, Any] = json.loads(lines[-1])
+    return message
+
+
+def wait_gone(pid: int) -> None:
+    deadline_s = time.monotonic() + 10
+    while psutil.pid_exists(pid):
+        assert time.monotonic() < deadline_s, f"process {pid} is an orphan"
+        time.sleep(0.02)
+
+
+# -- start -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.model
+def test_while_the_model_loads_the_control_port_says_why(start_server: Callable[..., Any]) -> None:
+    server = start_server(engine={"null_runner": False, "max_model_len": 256, "num_kv_blocks": 32})
+    control = httpx.Client(base_url=server.control_url, timeout=10)
+    waiting = control.get("/readyz")
+    assert waiting.status_code == 503
+    assert waiting.json()["phase"] in ("starting", "loading")
+    assert waiting.json()["detail"]
+    assert control.get("/livez").status_code == 200
+    refused = httpx.post(f"{server.url}/v1/chat/completions", json=BODY)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_ready")
+    assert "retry-after" in refused.headers
+    pid = engine_pid(server) if psutil.Process(server.process.pid).children() else None
+    server.process.send_signal(signal.SIGINT)
+    assert server.wait_exit(10) == 0
+    if pid is not None:
+        wait_gone(pid)
+    control.close()
+
+
+def test_the_phases_are_told_in_order(null_server: Any) -> None:
+    phases = [message["phase"] for message in null_server.events if message["event"] == "phase"]
+    assert list(dict.fromkeys(phases)) == ["loading", "warming", "ready"]
+    ready = httpx.get(f"{null_server.control_url}/readyz").json()
+    assert ready["ready"] is True
+
+
+def test_a_port_in_use_ends_the_process_with_field_and_remedy(start_server: Callable[..., Any], tmp_path: Path) -> None:
+    log = tmp_path / "termination"
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        message = termination(start_server(server={"control_port": port, "termination_log": str(log)}))
+    assert (message["reason"], message["field"]) == ("PortInUse", "control_port")
+    assert "--control-port" in message["message"]
+    assert str(port) in message["message"]
+    assert json.loads(log.read_text()) == message
+
+
+def test_an_unsupported_architecture_is_the_engines_own_reason(
+    start_server: Callable[..., Any], tmp_path: Path, byte_tokenizer: Any
+) -> None:
+    (tmp_path / "tokenizer.json").write_text(byte_tokenizer.bundle.tokenizer_json)
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}))
+    message = termination(start_server(engine={"model": str(tmp_path), "null_runner": False}))
+    assert message["reason"] == "UnsupportedArchitecture"
+    assert "MambaForCausalLM" in message["message"]
+
+
+def failure(engine: dict[str, Any] | None = None, server: dict[str, Any] | None = None) -> Termination:
+    """Why a server with these settings does not start."""
+    config = EngineConfig(**{"model": "/no/such.gguf", "null_runner": True, **(engine or {})})
+    ports: dict[str, Any] = {"port": 0, "control_port": 0, **(server or {})}
+    with pytest.raises(StartupError) as caught:
+        run_server(Settings(engine=config, server=ServerConfig(**ports)))
+    return caught.value.termination
+
+
+def test_a_missing_model_names_value_and_field() -> None:
+    found = failure()
+    assert (found.reason, found.field) == ("ModelNotFound", "model")
+    assert "/no/such.gguf" in found.message
+
+
+@pytest.mark.parametrize("content", [b"", b"GGUF", b"GGUF" + b"\xff" * 64, b"not a model at all"])
+def test_a_broken_model_file_is_unreadable(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(content)
+    found = failure({"model": str(path)})
+    assert found.reason == "ModelUnreadable"
+    assert "broken.gguf" in found.message
+
+
+def test_a_host_that_is_not_here_names_the_field() -> None:
+    found = failure(server={"host": "192.0.2.1"})
+    assert (found.reason, found.field) == ("AddressInvalid", "host")
+    assert failure(server={"control_host": "no such host"}).field == "control_host"
+
+
+@pytest.mark.parametrize(
+    "text", ["{", '{"engine": {}}', '{"engine": {"model": 1}}', '{"engine": {"model": "m"}, "x": 1}']
+)
+def test_wrong_settings_name_the_file(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "settings.json"
+    path.write_text(text)
+    with pytest.raises(StartupError, match=r"settings\.json") as caught:
+        load_settings(path)
+    assert caught.value.termination.reason == "SettingsInvalid"
+
+
+def test_the_http_process_never_imports_torch(null_server: Any) -> None:
+    assert "torch" not in Path(f"/proc/{null_server.process.pid}/maps").read_text()
+    code = (
+        "import sys, pagemill, pagemill.commands.serve, pagemill_engine.server.main, pagemill_engine.output.processor\n"
+        "print(sorted({'torch', 'triton', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+# -- end ---------------------------------------------------------------------------------------------------------------
+
+
+def test_sigterm_finishes_running_requests_and_refuses_new_ones(start_server: Callable[..., Any]) -> None:
+    server = start_server(engine=SLOW_STEPS)
+    server.wait_for("ready")
+    control = httpx.Client(base_url=server.control_url, timeout=10)
+    pid = engine_pid(server)
+    stream = Streaming(server.url, max_tokens=20)
+    server.process.send_signal(signal.SIGTERM)
+    server.wait_for("draining")
+    report = control.get("/readyz")
+    assert (report.status_code, report.json()["phase"]) == (503, "draining")
+    assert control.get("/livez").status_code == 200
+    refused = httpx.post(f"{server.url}/v1/chat/completions", json=BODY)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+    assert stream.join().endswith("data: [DONE]\n\n")
+    control.close()
+    assert server.wait_exit() == 0
+    wait_gone(pid)
+
+
+@pytest.mark.parametrize("how", ["timeout", "second signal"])
+def test_what_does_not_finish_in_time_ends_with_an_error_event(start_server: Callable[..., Any], how: str) -> None:
+    server = start_server(engine=SLOW_STEPS, server={"drain_timeout_s": 0.3 if how == "timeout" else 60})
+    server.wait_for("ready")
+    stream = Streaming(server.url, max_tokens=3000)
+    server.process.send_signal(signal.SIGTERM)
+    if how == "second signal":
+        server.wait_for("draining")
+        server.process.send_signal(signal.SIGTERM)
+    last_event = stream.join().strip().split("\n\n")[-1]
+    assert json.loads(last_event.removeprefix("data: "))["error"]["code"] == "draining"
+    assert server.wait_exit(15) == 0
+
+
+def test_a_dead_engine_process_fails_its_requests_and_ends_the_server(start_server: Callable[..., Any]) -> None:
+    server = start_server(engine=SLOW_STEPS)
+    server.wait_for("ready")
+    stream = Streaming(server.url, max_tokens=3000)
+    os.kill(engine_pid(server), signal.SIGKILL)
+    last_event = stream.join().strip().split("\n\n")[-1]
+    error = json.loads(last_event.removeprefix("data: "))["error"]
+    assert error["code"] == "engine_failed"
+    assert "SIGKILL" in error["message"]
+    message = termination(server)
+    assert message["reason"] == "EngineDied"
+
+
+def test_drain_by_request_keeps_the_process_and_a_kill_leaves_nothing(start_server: Callable[..., Any]) -> None:
+    server = start_server()
+    server.wait_for("ready")
+    control = httpx.Client(base_url=server.control_url, timeout=10, headers=server.auth)
+    assert control.post("/internal/drain").json() == {"draining": True, "num_requests": 0}
+    assert control.get("/readyz").json()["phase"] == "draining"
+    assert httpx.post(f"{server.url}/v1/chat/completions", json=BODY).status_code == 503
+    control.close()
+    children = [child.pid for child in psutil.Process(server.process.pid).children(recursive=True)]
+    assert children
+    server.process.kill()
+    server.wait_exit()
+    for pid in children:
+        wait_gone(pid)

@@ -1,0 +1,302 @@
+"""The engine's HTTP process with a simulated device: bad input, disconnects, the routes of gateways."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx2 as httpx
+import msgspec
+import pytest
+from pagemill_protocol.frames import FRAMES_CONTENT_TYPE, FrameDecoder, StateDecoder
+from pagemill_protocol.generate import ChoiceResume, FrameMeta, GenerateRequest
+from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.state import StateFrame
+from pagemill_protocol.text.bundle import TokenizerBundle
+
+MODEL = "SmolLM2-135M-Instruct"
+
+
+@pytest.fixture(scope="module")
+def client(null_server: Any) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=null_server.url, timeout=20) as client:
+        yield client
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, **fields}
+
+
+def metric(client: httpx.Client, name: str) -> float:
+    lines = [line for line in client.get("/metrics").text.splitlines() if line.startswith(name + "{")]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "the condition did not come true in time"
+        time.sleep(0.02)
+
+
+def generate_request(request_id: str, **fields: Any) -> GenerateRequest:
+    defaults: dict[str, Any] = {
+        "prompt_token_ids": list(range(10, 40)),
+        "sampling": SamplingParams(max_tokens=5, seed=1, ignore_eos=True),
+        "stream": True,
+    }
+    return GenerateRequest(request_id=request_id, model=MODEL, **{**defaults, **fields})
+
+
+def post_generate(client: httpx.Client, auth: dict[str, str], request: GenerateRequest) -> httpx.Response:
+    return client.post("/internal/generate", content=msgspec.msgpack.encode(request), headers=auth)
+
+
+def frames_of(response: httpx.Response) -> list[tuple[FrameMeta, bytes]]:
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"] == FRAMES_CONTENT_TYPE
+    decoder = FrameDecoder()
+    frames = decoder.feed(response.content)
+    decoder.close()
+    return frames
+
+
+def text_of(frames: list[tuple[FrameMeta, bytes]]) -> str:
+    payload = b"".join(payload for _, payload in frames).decode()
+    events = [json.loads(event[6:]) for event in payload.split("\n\n") if event and event != "data: [DONE]"]
+    return "".join(event["choices"][0]["delta"].get("content", "") for event in events if event["choices"])
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("raw", "status", "param"),
+    [
+        (json.dumps(chat(temperature=float("nan"))).encode(), 400, "temperature"),
+        (json.dumps(chat(temperature=9)).encode(), 400, "temperature"),
+        (json.dumps(chat(messages=[{"role": "user", "content": "word " * 5000}])).encode(), 400, "messages"),
+        (json.dumps(chat(max_tokens=100_000)).encode(), 400, "max_tokens"),
+        (json.dumps(chat(n=0)).encode(), 400, "n"),
+        (json.dumps(chat(messages=[])).encode(), 400, "messages"),
+        (json.dumps(chat(model="other")).encode(), 404, "model"),
+        (json.dumps({"model": MODEL}).encode(), 400, "messages"),
+        (b'{"model": "\xff\xfe"', 400, "model"),
+        (b"{", 400, None),
+        (b"", 400, None),
+        (b"[]", 400, None),
+        (b'{"a":' * 2000, 400, None),
+    ],
+)
+def test_a_bad_request_names_its_field_and_others_go_on(
+    client: httpx.Client, raw: bytes, status: int, param: str | None
+) -> None:
+    response = client.post("/v1/chat/completions", content=raw, headers={"content-type": "application/json"})
+    error = response.json()["error"]
+    assert response.status_code == status
+    assert param in (None, error["param"])
+    assert error["message"]
+    assert client.post("/v1/chat/completions", json=chat()).status_code == 200
+
+
+def test_a_body_of_ten_megabytes_gets_413(client: httpx.Client) -> None:
+    response = client.post("/v1/completions", content=b"x" * 10_000_000)
+    assert (response.status_code, response.json()["error"]["code"]) == (413, "request_too_large")
+    assert client.get("/health").status_code == 200
+
+
+def test_endless_headers_get_431(client: httpx.Client) -> None:
+    response = client.get("/v1/models", headers={"x-filler": "y" * 100_000})
+    assert response.status_code == 431
+
+
+def test_unknown_routes_and_methods_answer_in_openais_shape(client: httpx.Client) -> None:
+    assert client.get("/v2/nothing").json()["error"]["code"] == "not_found"
+    assert client.get("/v1/chat/completions").status_code == 405
+    assert client.get("/v1/models/other").json()["error"]["code"] == "model_not_found"
+
+
+def test_every_answer_has_a_request_id_and_keeps_the_clients(client: httpx.Client) -> None:
+    assert client.get("/v1/models", headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
+    assert len(client.get("/v1/models").headers["x-request-id"]) >= 16
+
+
+# -- answers -----------------------------------------------------------------------------------------------------------
+
+
+def test_tokenize_and_detokenize_are_inverse(client: httpx.Client) -> None:
+    tokens = client.post("/tokenize", json={"model": MODEL, "prompt": "Größe 😀"}).json()
+    assert tokens["count"] == len(tokens["tokens"])
+    assert tokens["max_model_len"] == 4096
+    assert client.post("/detokenize", json={"model": MODEL, "tokens": tokens["tokens"]}).json()["prompt"] == "Größe 😀"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_prompts_are_one_answer(client: httpx.Client, stream: bool) -> None:
+    body = {"model": MODEL, "prompt": ["a b", "c d e"], "n": 2, "max_tokens": 3, "ignore_eos": True, "stream": stream}
+    if not stream:
+        answer = client.post("/v1/completions", json=body).json()
+        assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+        assert answer["usage"]["completion_tokens"] == 12
+        return
+    response = client.post("/v1/completions", json={**body, "stream_options": {"include_usage": True}})
+    assert response.text.count("data: [DONE]\n\n") == 1
+    assert response.text.endswith("data: [DONE]\n\n")
+    chunks = [json.loads(event[6:]) for event in response.text.split("\n\n")[:-2]]
+    assert {chunk["id"] for chunk in chunks} == {chunks[0]["id"]}
+    assert {choice["index"] for chunk in chunks for choice in chunk["choices"]} == {0, 1, 2, 3}
+    usages = [chunk["usage"] for chunk in chunks if chunk["usage"]]
+    assert [usage["completion_tokens"] for usage in usages] == [12]
+
+
+def test_metrics_have_vllms_core_names_and_count(client: httpx.Client) -> None:
+    before = metric(client, "vllm:generation_tokens_total")
+    client.post("/v1/chat/completions", json=chat(ignore_eos=True))
+    assert metric(client, "vllm:generation_tokens_total") == before + 4
+    text = client.get("/metrics").text
+    for name in ("num_requests_waiting", "cache_config_info", "time_to_first_token_seconds_count"):
+        assert f"vllm:{name}" in text
+    assert metric(client, "pagemill_engine_ready") == 1
+
+
+# -- disconnects -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_its_blocks_at_once(client: httpx.Client, null_server: Any, stream: bool) -> None:
+    wait_until(lambda: metric(client, "vllm:kv_cache_usage_perc") == 0)
+    aborted = metric(client, "pagemill_engine_requests_aborted_total")
+    body = chat(max_tokens=3000, ignore_eos=True, stream=stream)
+    leaving = httpx.Client(base_url=null_server.url, timeout=httpx.Timeout(20, read=0.3))
+
+    def leave() -> None:
+        if not stream:
+            with pytest.raises(httpx.ReadTimeout):
+                leaving.post("/v1/chat/completions", json=body)
+        else:
+            with leaving.stream("POST", "/v1/chat/completions", json=body) as response:
+                next(response.iter_raw())
+        leaving.close()
+
+    leaver = threading.Thread(target=leave)
+    leaver.start()
+    wait_until(lambda: metric(client, "vllm:kv_cache_usage_perc") > 0 or not leaver.is_alive())
+    leaver.join()
+    wait_until(lambda: metric(client, "vllm:num_requests_running") == 0, timeout_s=3)
+    assert metric(client, "vllm:kv_cache_usage_perc") == 0
+    assert metric(client, "pagemill_engine_requests_aborted_total") == aborted + 1
+
+
+def test_a_stop_string_ends_the_choice_in_the_engine_too(client: httpx.Client) -> None:
+    body = {"model": MODEL, "prompt": "x", "seed": 5, "ignore_eos": True}
+    whole = client.post("/v1/completions", json={**body, "max_tokens": 40}).json()["choices"][0]["text"]
+    stop = whole[60:64]
+    cut = client.post("/v1/completions", json={**body, "max_tokens": 3000, "stop": stop}).json()
+    assert cut["choices"][0]["text"] == whole[: whole.index(stop)]
+    assert cut["choices"][0]["finish_reason"] == "stop"
+    assert cut["usage"]["completion_tokens"] < 40
+    wait_until(lambda: metric(client, "vllm:num_requests_running") == 0, timeout_s=3)
+
+
+# -- gateways ----------------------------------------------------------------------------------------------------------
+
+
+def test_internal_routes_ask_for_the_token(client: httpx.Client, null_server: Any) -> None:
+    assert post_generate(client, {}, generate_request("no")).status_code == 401
+    assert post_generate(client, {"Authorization": "Bearer wrong"}, generate_request("no")).status_code == 401
+    for path in ("/internal/state", "/internal/bundle"):
+        assert httpx.get(null_server.control_url + path).status_code == 401
+    assert httpx.post(null_server.control_url + "/internal/drain").status_code == 401
+
+
+def test_generate_answers_frames_whose_meta_accounts_for_everything(client: httpx.Client, null_server: Any) -> None:
+    frames = frames_of(post_generate(client, null_server.auth, generate_request("frames")))
+    metas = [meta for meta, _ in frames]
+    assert sum(len(meta.token_ids) for meta in metas) == 5
+    assert [meta.position for meta in metas[:-1]] == [1, 2, 3, 4, 5]
+    assert metas[-2].num_text_chars == len(text_of(frames))
+    assert metas[-2].finish_reason == "length"
+    assert [meta.last for meta in metas] == [False] * 5 + [True]
+    assert metas[-1].usage is not None
+    assert (metas[-1].usage.prompt_tokens, metas[-1].usage.completion_tokens) == (30, 5)
+    assert frames[-1][1] == b"data: [DONE]\n\n"
+
+
+def test_generate_without_streaming_is_one_frame_with_the_body(client: httpx.Client, null_server: Any) -> None:
+    request = generate_request("whole", stream=False, dialect="completions")
+    ((meta, payload),) = frames_of(post_generate(client, null_server.auth, request))
+    assert meta.last
+    assert json.loads(payload)["usage"]["completion_tokens"] == 5
+
+
+@pytest.mark.parametrize("broken_after", [1, 3, 4])
+def test_a_stream_resumed_elsewhere_continues_exactly(
+    client: httpx.Client, null_server: Any, broken_after: int
+) -> None:
+    whole = frames_of(post_generate(client, null_server.auth, generate_request(f"whole-{broken_after}")))
+    delivered = whole[:broken_after]
+    resume = ChoiceResume(
+        index=0,
+        token_ids=[token_id for meta, _ in delivered for token_id in meta.token_ids],
+        num_text_chars=delivered[-1][0].num_text_chars,
+    )
+    request = generate_request(f"resumed-{broken_after}", resume=[resume])
+    rest = frames_of(post_generate(client, null_server.auth, request))
+    assert text_of(delivered) + text_of(rest) == text_of(whole)
+    assert [meta.position for meta, _ in rest[:-1]] == list(range(broken_after + 1, 6))
+    assert rest[-1][0].usage == whole[-1][0].usage
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt_token_ids": []}, "prompt"),
+        ({"prompt_token_ids": [10**6]}, "messages"),
+        ({"prompt_token_ids": [-1]}, "messages"),
+        ({"prompt_token_ids": [5] * 5000}, "messages"),
+        ({"sampling": SamplingParams(temperature=-1)}, "temperature"),
+        ({"resume": [ChoiceResume(3, [1], 0)]}, "resume"),
+    ],
+)
+def test_a_request_that_can_never_run_is_refused_by_its_status(
+    client: httpx.Client, null_server: Any, fields: dict[str, Any], param: str
+) -> None:
+    response = post_generate(client, null_server.auth, generate_request("never", **fields))
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] in (param, "prompt")
+
+
+def test_garbage_is_no_generate_request(client: httpx.Client, null_server: Any) -> None:
+    for raw in (b"", b"\xc1", b"{}", msgspec.msgpack.encode({"request_id": 1})):
+        assert client.post("/internal/generate", content=raw, headers=null_server.auth).status_code == 400
+
+
+def test_the_bundle_comes_with_its_digest(null_server: Any) -> None:
+    response = httpx.get(null_server.control_url + "/internal/bundle", headers=null_server.auth)
+    assert TokenizerBundle.from_bytes(response.content).digest == response.headers["x-pagemill-digest"]
+
+
+def test_the_state_stream_tells_load_prefixes_and_digests(client: httpx.Client, null_server: Any) -> None:
+    frames: list[StateFrame] = []
+    decoder = StateDecoder()
+    url = null_server.control_url + "/internal/state"
+    with httpx.stream("GET", url, headers=null_server.auth, timeout=10) as response:
+        chunks = response.iter_raw()
+        frames += decoder.feed(next(chunks))
+        sender = threading.Thread(
+            target=post_generate,
+            args=(client, null_server.auth, generate_request("state", prompt_token_ids=list(range(3000, 3200)))),
+        )
+        sender.start()
+        while not any(frame.prefixes_added for frame in frames[1:]):
+            frames += decoder.feed(next(chunks))
+        sender.join()
+    assert frames[0].snapshot
+    assert frames[0].models == [MODEL]
+    assert len(frames[0].digests.weights) >= 16
+    assert len(frames[0].digests.tokenizer_bundle) == 64
+    assert [frame.sequence for frame in frames] == list(range(frames[0].sequence, frames[0].sequence + len(frames)))
+    assert max(frame.load.num_requests_running for frame in frames) == 1
