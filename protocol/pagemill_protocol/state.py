@@ -1,7 +1,7 @@
 """What an engine tells its gateways about itself, pushed on change over one long stream per gateway.
 
-One `StateFrame` is a full load report plus the prefix granules added and removed since the frame before; the first frame
-after a connect (and after any gap in `sequence`) is a snapshot of all granules. Sent as length-prefixed msgpack
+One `StateFrame` is a full load report plus the prefix granules added and removed since the frame before; the first
+frame after a connect (and after any gap in `sequence`) is a snapshot of all granules. Sent as length-prefixed msgpack
 (`pagemill_protocol.frames`), at most 20 a second. `kv_cache_usage` counts active blocks only, never reusable ones.
 """
 
