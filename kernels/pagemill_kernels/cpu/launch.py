@@ -1,0 +1,33 @@
+"""What the native launchers share: the library that must be there, addresses of tensors, the thread count."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from pagemill_kernels.cpu import library
+
+
+def native() -> ctypes.CDLL:
+    """The loaded library. Raises RuntimeError where it is absent: callers ask `supported` first."""
+    loaded = library.load()
+    if loaded is None:
+        raise RuntimeError(f"native CPU kernels are not there: {library.why_absent()}")
+    return loaded
+
+
+def supported(dtype: torch.dtype) -> bool:
+    """The native kernels are loaded and compute in this type."""
+    return dtype == torch.float32 and library.load() is not None
+
+
+def num_threads() -> int:
+    return torch.get_num_threads()
+
+
+def rows(x: Tensor) -> Tensor:
+    """x as [rows, features] with neighbouring features; copies only when it must."""
+    flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    return flat if flat.stride(1) == 1 else flat.contiguous()

@@ -1,0 +1,123 @@
+"""Loads the compiled CPU kernels and declares their C functions. Mirrors cpu/src/abi.h.
+
+`load()` gives the library of the highest instruction-set level that this processor has, or `None` with the cause in
+`why_absent()`; callers then take the torch implementation. Threads come from the OpenMP runtime that torch has already
+loaded, so both share one pool.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import platform
+from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+ABI_VERSION = 1
+GROUP = 32
+"""Inputs that share one scale in quantized weights."""
+PANEL = 16
+"""Outputs that one panel of a packed weight holds."""
+FORMAT_FLOAT32, FORMAT_BFLOAT16, FORMAT_CODES8, FORMAT_CODES4 = range(4)
+
+_LEVELS = {
+    "x86_64": {"AVX512": ("x86-64-v4", "x86-64-v3"), "AVX2": ("x86-64-v3",)},
+    "aarch64": {"DEFAULT": ("armv8-a",), "SVE256": ("armv8-a",), "NEON": ("armv8-a",)},
+}
+_LIBRARY_DIR = Path(__file__).parent / "lib"
+
+
+class PackedWeight(ctypes.Structure):
+    _fields_ = (
+        ("format", c_int32),
+        ("reserved", c_int32),
+        ("out_features", c_int64),
+        ("in_features", c_int64),
+        ("codes", c_void_p),
+        ("scales", c_void_p),
+    )
+
+
+class AttentionArgs(ctypes.Structure):
+    _fields_ = (
+        ("query", c_void_p),
+        ("cache", c_void_p),
+        ("block_tables", c_void_p),
+        ("query_start_loc", c_void_p),
+        ("seq_lens", c_void_p),
+        ("out", c_void_p),
+        ("query_stride", c_int64),
+        ("block_table_stride", c_int64),
+        ("num_requests", c_int64),
+        ("num_heads", c_int64),
+        ("num_kv_heads", c_int64),
+        ("head_dim", c_int64),
+        ("block_size", c_int64),
+        ("sliding_window", c_int64),
+        ("scale", c_float),
+        ("num_threads", c_int32),
+    )
+
+
+_SIGNATURES = {
+    "pagemill_linear": (
+        POINTER(PackedWeight), c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int32, c_void_p, c_int32,
+    ),
+    "pagemill_pack_plain": (c_void_p, c_int64, c_int64, c_int32, c_void_p, c_int32),
+    "pagemill_pack_codes": (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int32, c_void_p, c_void_p, c_int32),
+    "pagemill_gather_rows": (POINTER(PackedWeight), c_void_p, c_int64, c_void_p),
+    "pagemill_paged_attention": (POINTER(AttentionArgs),),
+    "pagemill_rms_norm": (
+        c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_float, c_void_p, c_int64, c_int32,
+    ),
+    "pagemill_rope_and_store": (
+        c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int32,
+    ),
+    "pagemill_silu_and_mul": (c_void_p, c_int64, c_int64, c_void_p, c_int32),
+}  # fmt: skip
+
+
+@cache
+def load() -> ctypes.CDLL | None:
+    library, cause = _open()
+    if library is None:
+        logger.warning("Native CPU kernels are not used: %s. Torch runs instead, slower.", cause)
+    return library
+
+
+def why_absent() -> str | None:
+    """Why torch runs instead of the native kernels; `None` when they are loaded."""
+    return None if load() is not None else _open()[1]
+
+
+def _open() -> tuple[ctypes.CDLL | None, str]:
+    capability = torch.backends.cpu.get_cpu_capability()
+    levels = _LEVELS.get(platform.machine(), {}).get(capability, ())
+    if not levels:
+        return None, f"no kernels for {platform.machine()} with {capability}"
+    for level in levels:
+        path = _LIBRARY_DIR / f"libpagemill_cpu.{level}.so"
+        if not path.exists():
+            continue
+        try:
+            return _declare(ctypes.CDLL(str(path))), ""
+        except (OSError, AttributeError) as error:
+            return None, f"{path.name} does not load: {error}"
+    return None, "they were not compiled; install a C++ compiler and reinstall pagemill-kernels"
+
+
+def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
+    version = library.pagemill_abi_version
+    version.restype = c_int32
+    if version() != ABI_VERSION:
+        raise OSError(f"its ABI version is {version()}, {ABI_VERSION} is needed; reinstall pagemill-kernels")
+    for name, arguments in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes = arguments
+        function.restype = None
+    return library

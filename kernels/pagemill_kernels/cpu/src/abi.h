@@ -1,0 +1,41 @@
+// What crosses the border to Python: plain structs and C functions, mirrored in pagemill_kernels/cpu/library.py.
+// Raise kAbiVersion with every change here.
+#pragma once
+#include <cstdint>
+
+namespace pagemill {
+
+constexpr int32_t kAbiVersion = 1;
+constexpr int kGroup = 32;  // inputs that share a scale
+
+enum Format : int32_t { kFloat32 = 0, kBfloat16 = 1, kCodes8 = 2, kCodes4 = 3 };
+
+struct PackedWeight {
+  int32_t format;
+  int32_t reserved;
+  int64_t out_features;
+  int64_t in_features;
+  const uint8_t* codes;
+  const float* scales;
+};
+
+struct AttentionArgs {
+  const float* query;  // [tokens][num_heads][head_dim], tokens query_stride floats apart
+  const float* cache;
+  const int32_t* block_tables;     // [requests][block_table_stride]
+  const int64_t* query_start_loc;  // [requests + 1]
+  const int64_t* seq_lens;         // [requests]
+  float* out;                      // [tokens][num_heads][head_dim]
+  int64_t query_stride;
+  int64_t block_table_stride;
+  int64_t num_requests;
+  int64_t num_heads;
+  int64_t num_kv_heads;
+  int64_t head_dim;
+  int64_t block_size;
+  int64_t sliding_window;  // 0: none
+  float scale;
+  int32_t num_threads;
+};
+
+}  // namespace pagemill

@@ -1,0 +1,145 @@
+// Paged attention in float32: prefill chunks and decodes of many requests in one call, straight over block tables.
+//
+// cache (one layer): [blocks][2 * kv_heads][block_size][head_dim], keys before values. A work item is one key/value head
+// of one request for a tile of query tokens; the query heads that share it are rows of the same tile. Softmax is online
+// (arXiv 1805.02867): a running maximum and sum per row, over 16 context tokens at a time.
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "abi.h"
+#include "tile.h"
+
+namespace pagemill {
+namespace {
+
+constexpr int64_t kMaxRows = 48;
+constexpr int64_t kMaxHeadDim = 256;
+constexpr float kMinusInfinity = -INFINITY;
+
+struct WorkItem {
+  int64_t request, kv_head, first_token, num_tokens;
+};
+
+struct Scratch {
+  alignas(64) float query[kMaxRows * kMaxHeadDim];
+  alignas(64) float result[kMaxRows * kMaxHeadDim];
+  alignas(64) float keys[kMaxHeadDim * kPanel];  // transposed: [head_dim][16]
+  alignas(64) float scores[kMaxRows * kPanel];
+  float row_max[kMaxRows];
+  float row_sum[kMaxRows];
+};
+
+void transpose_keys(const float* keys, int64_t head_dim, float* out) {
+  for (int64_t d = 0; d < head_dim; d += kLanes)
+    for (int64_t token = 0; token < kPanel; ++token) {
+      const Floats lane = load(keys + token * head_dim + d);
+      for (int i = 0; i < kLanes; ++i) out[(d + i) * kPanel + token] = lane[i];
+    }
+}
+
+// Turns a row of 16 scores into weights relative to the row's running maximum; rescales what was summed before.
+// visible: bit i says whether context token i may be read.
+void softmax_row(float* scores, uint32_t visible, float* result, int64_t head_dim, float& row_max, float& row_sum) {
+  if (visible != 0xffff)
+    for (int i = 0; i < kPanel; ++i)
+      if (!(visible >> i & 1)) scores[i] = kMinusInfinity;
+  const Floats low = load(scores), high = load(scores + kLanes);
+  const float new_max = std::max(row_max, largest(max(low, high)));
+  if (new_max == kMinusInfinity) {
+    store(scores, zero());
+    store(scores + kLanes, zero());
+    return;
+  }
+  if (new_max > row_max) {
+    const float shrink = row_max == kMinusInfinity ? 0.0f : std::exp(row_max - new_max);
+    row_sum *= shrink;
+    for (int64_t d = 0; d < head_dim; d += kLanes) store(result + d, load(result + d) * shrink);
+    row_max = new_max;
+  }
+  const Floats a = exp(low - splat(new_max)), b = exp(high - splat(new_max));
+  row_sum += sum(a + b);
+  store(scores, a);
+  store(scores + kLanes, b);
+}
+
+uint32_t visible_tokens(int64_t position, int64_t start, int64_t window) {
+  uint32_t visible = 0xffff;
+  const int64_t after = start + kPanel - 1 - position;  // tokens of the sixteen that come later
+  if (after > 0) visible = after >= kPanel ? 0 : visible >> after;
+  const int64_t before = position - window + 1 - start;  // tokens of the sixteen that left the window
+  if (window > 0 && before > 0) visible &= before >= kPanel ? 0 : 0xffffu << before;
+  return visible & 0xffff;
+}
+
+void attend(const AttentionArgs& args, const WorkItem& item, Scratch& scratch) {
+  const int64_t head_dim = args.head_dim, group = args.num_heads / args.num_kv_heads;
+  const int64_t rows = item.num_tokens * group;
+  const int64_t query_start = args.query_start_loc[item.request];
+  const int64_t num_new = args.query_start_loc[item.request + 1] - query_start;
+  const int64_t first_position = args.seq_lens[item.request] - num_new + item.first_token;
+  const int64_t end = first_position + item.num_tokens;
+  const int64_t window_start = args.sliding_window > 0 ? std::max<int64_t>(0, first_position - args.sliding_window + 1) : 0;
+  const int32_t* table = args.block_tables + item.request * args.block_table_stride;
+  const int64_t head_stride = args.block_size * head_dim, block_stride = 2 * args.num_kv_heads * head_stride;
+
+  for (int64_t t = 0; t < item.num_tokens; ++t)
+    for (int64_t g = 0; g < group; ++g) {
+      const int64_t token = query_start + item.first_token + t, row = t * group + g;
+      const float* from = args.query + token * args.query_stride + (item.kv_head * group + g) * head_dim;
+      for (int64_t d = 0; d < head_dim; d += kLanes) store(scratch.query + row * head_dim + d, load(from + d) * args.scale);
+      scratch.row_max[row] = kMinusInfinity;
+      scratch.row_sum[row] = 0.0f;
+    }
+  std::fill_n(scratch.result, rows * head_dim, 0.0f);
+
+  for (int64_t start = window_start / kPanel * kPanel; start < end; start += kPanel) {
+    const float* block = args.cache + table[start / args.block_size] * block_stride;
+    const float* keys = block + item.kv_head * head_stride + start % args.block_size * head_dim;
+    const float* values = keys + args.num_kv_heads * head_stride;
+    transpose_keys(keys, head_dim, scratch.keys);
+    std::fill_n(scratch.scores, rows * kPanel, 0.0f);
+    tile(rows, scratch.query, head_dim, scratch.keys, kPanel, head_dim, scratch.scores, kPanel);
+    for (int64_t row = 0; row < rows; ++row)
+      softmax_row(scratch.scores + row * kPanel, visible_tokens(first_position + row / group, start, args.sliding_window),
+                  scratch.result + row * head_dim, head_dim, scratch.row_max[row], scratch.row_sum[row]);
+    // Tokens past the end were never written for this request: their weight is zero, their bytes may be anything.
+    const int64_t depth = std::min<int64_t>(kPanel, end - start);
+    for (int64_t d = 0; d < head_dim; d += kPanel)
+      tile(rows, scratch.scores, kPanel, values + d, head_dim, depth, scratch.result + d, head_dim);
+  }
+
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t token = query_start + item.first_token + row / group;
+    float* out = args.out + (token * args.num_heads + item.kv_head * group + row % group) * head_dim;
+    const Floats inverse = splat(1.0f / scratch.row_sum[row]);
+    for (int64_t d = 0; d < head_dim; d += kLanes) store(out + d, load(scratch.result + row * head_dim + d) * inverse);
+  }
+}
+
+}  // namespace
+}  // namespace pagemill
+
+using namespace pagemill;
+
+// head_dim: a multiple of 16, at most 256. block_size: a multiple of 16. num_heads / num_kv_heads: at most 48.
+extern "C" void pagemill_paged_attention(const AttentionArgs* arguments) {
+  const AttentionArgs& args = *arguments;
+  const int64_t group = args.num_heads / args.num_kv_heads;
+  const int64_t tile_tokens = kMaxRows / group;
+  std::vector<WorkItem> items;
+  for (int64_t request = 0; request < args.num_requests; ++request) {
+    const int64_t num_tokens = args.query_start_loc[request + 1] - args.query_start_loc[request];
+    for (int64_t first = 0; first < num_tokens; first += tile_tokens)
+      for (int64_t head = 0; head < args.num_kv_heads; ++head)
+        items.push_back({request, head, first, std::min(tile_tokens, num_tokens - first)});
+  }
+#pragma omp parallel num_threads(args.num_threads)
+  {
+    Scratch scratch;
+#pragma omp for schedule(dynamic, 1)
+    for (size_t i = 0; i < items.size(); ++i) attend(args, items[i], scratch);
+  }
+}

@@ -1,0 +1,85 @@
+// The small operations between matrices, each in one pass over its rows: normalisation, rotary embedding with the
+// write of keys and values into the paged cache, gated activation.
+#include <omp.h>
+
+#include <cmath>
+
+#include "abi.h"
+#include "vec.h"
+
+using namespace pagemill;
+
+namespace {
+
+constexpr int64_t kParallelElements = 1 << 15;  // below this a second thread costs more than it brings
+
+int threads_for(int64_t elements, int32_t num_threads) { return elements < kParallelElements ? 1 : num_threads; }
+
+void normalize(const float* x, const float* weight, int64_t size, float eps, float* out) {
+  Floats squares = zero();
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) squares += load(x + i) * load(x + i);
+  float total = sum(squares);
+  for (; i < size; ++i) total += x[i] * x[i];
+  const float scale = 1.0f / std::sqrt(total / static_cast<float>(size) + eps);
+  for (i = 0; i + kLanes <= size; i += kLanes) store(out + i, load(x + i) * scale * load(weight + i));
+  for (; i < size; ++i) out[i] = x[i] * scale * weight[i];
+}
+
+}  // namespace
+
+extern "C" {
+
+// out[r] = x[r] / sqrt(mean(x[r]^2) + eps) * weight, for rows of `size` in `groups` of `count` neighbours a stride apart.
+void pagemill_rms_norm(const float* x, int64_t groups, int64_t group_stride, int64_t count, int64_t size,
+                       const float* weight, float eps, float* out, int64_t out_group_stride, int32_t num_threads) {
+#pragma omp parallel for schedule(static) num_threads(threads_for(groups* count* size, num_threads))
+  for (int64_t g = 0; g < groups; ++g)
+    for (int64_t i = 0; i < count; ++i)
+      normalize(x + g * group_stride + i * size, weight, size, eps, out + g * out_group_stride + i * size);
+}
+
+// heads: [tokens][num_heads + 2 * num_kv_heads][head_dim]. Rotates queries and keys in place by halves
+// (arXiv 2104.09864, as in Hugging Face's Llama) and writes keys and values to the slot of each token; slot < 0: none.
+// cos, sin: [tokens][head_dim / 2]. cache as in attention.cpp.
+void pagemill_rope_and_store(float* heads, int64_t tokens, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
+                             const float* cos, const float* sin, float* cache, const int64_t* slots, int64_t block_size,
+                             int32_t num_threads) {
+  const int64_t half = head_dim / 2, width = num_heads + 2 * num_kv_heads;
+#pragma omp parallel for schedule(static) num_threads(threads_for(tokens* width* head_dim, num_threads))
+  for (int64_t t = 0; t < tokens; ++t) {
+    float* row = heads + t * width * head_dim;
+    for (int64_t h = 0; h < num_heads + num_kv_heads; ++h) {
+      float* left = row + h * head_dim;
+      float* right = left + half;
+      for (int64_t d = 0; d < half; ++d) {
+        const float c = cos[t * half + d], s = sin[t * half + d], a = left[d], b = right[d];
+        left[d] = a * c - b * s;
+        right[d] = b * c + a * s;
+      }
+    }
+    if (slots[t] < 0) continue;
+    const int64_t block = slots[t] / block_size, offset = slots[t] % block_size;
+    for (int64_t h = 0; h < 2 * num_kv_heads; ++h)
+      std::memcpy(cache + ((block * 2 * num_kv_heads + h) * block_size + offset) * head_dim,
+                  row + (num_heads + h) * head_dim, head_dim * sizeof(float));
+  }
+}
+
+// out[r][i] = silu(x[r][i]) * x[r][size + i]
+void pagemill_silu_and_mul(const float* x, int64_t rows, int64_t size, float* out, int32_t num_threads) {
+#pragma omp parallel for schedule(static) num_threads(threads_for(rows* size, num_threads))
+  for (int64_t r = 0; r < rows; ++r) {
+    const float* gate = x + r * 2 * size;
+    const float* up = gate + size;
+    float* to = out + r * size;
+    int64_t i = 0;
+    for (; i + kLanes <= size; i += kLanes) {
+      const Floats g = load(gate + i);
+      store(to + i, g / (1.0f + exp(-g)) * load(up + i));
+    }
+    for (; i < size; ++i) to[i] = gate[i] / (1.0f + std::exp(-gate[i])) * up[i];
+  }
+}
+
+}  // extern "C"

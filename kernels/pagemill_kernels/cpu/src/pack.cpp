@@ -1,0 +1,108 @@
+// From row-major weights to the panel layouts that linear.cpp describes. Runs once, at load. Rows past the last output
+// are zero, so that a partial panel computes nothing wrong.
+#include <omp.h>
+
+#include <algorithm>
+
+#include "abi.h"
+#include "tile.h"
+
+namespace pagemill {
+namespace {
+
+int64_t num_panels(int64_t out_features) { return (out_features + kPanel - 1) / kPanel; }
+
+template <typename Element>
+void pack_plain(const Element* weight, int64_t out_features, int64_t in_features, Element* packed, int num_threads) {
+#pragma omp parallel for schedule(static) num_threads(num_threads)
+  for (int64_t panel = 0; panel < num_panels(out_features); ++panel) {
+    Element* to = packed + panel * in_features * kPanel;
+    for (int64_t n = 0; n < kPanel; ++n) {
+      const int64_t row = panel * kPanel + n;
+      for (int64_t k = 0; k < in_features; ++k)
+        to[k * kPanel + n] = row < out_features ? weight[row * in_features + k] : Element{};
+    }
+  }
+}
+
+}  // namespace
+}  // namespace pagemill
+
+using namespace pagemill;
+
+extern "C" {
+
+// weight: [out_features][in_features] of 4-byte floats or 2-byte bfloat16.
+void pagemill_pack_plain(const void* weight, int64_t out_features, int64_t in_features, int32_t element_bytes,
+                         void* packed, int32_t num_threads) {
+  if (element_bytes == 4)
+    pack_plain(static_cast<const uint32_t*>(weight), out_features, in_features, static_cast<uint32_t*>(packed),
+               num_threads);
+  else
+    pack_plain(static_cast<const uint16_t*>(weight), out_features, in_features, static_cast<uint16_t*>(packed),
+               num_threads);
+}
+
+// codes: [out_features][in_features], one byte a code (signed for 8 bits, 0 to 15 for 4 bits).
+// scales, offsets: [out_features][in_features / 32].
+void pagemill_pack_codes(const uint8_t* codes, const float* scales, const float* offsets, int64_t out_features,
+                         int64_t in_features, int32_t bits, uint8_t* packed, float* packed_scales,
+                         int32_t num_threads) {
+  const int64_t num_groups = in_features / kGroup;
+  const int64_t group_bytes = kGroup * kPanel * bits / 8;
+#pragma omp parallel for schedule(static) num_threads(num_threads)
+  for (int64_t panel = 0; panel < num_panels(out_features); ++panel) {
+    for (int64_t g = 0; g < num_groups; ++g) {
+      uint8_t* to = packed + (panel * num_groups + g) * group_bytes;
+      float* scale = packed_scales + (panel * num_groups + g) * 2 * kPanel;
+      for (int64_t n = 0; n < kPanel; ++n) {
+        const int64_t row = panel * kPanel + n;
+        const bool real = row < out_features;
+        scale[n] = real ? scales[row * num_groups + g] : 0.0f;
+        scale[kPanel + n] = real ? offsets[row * num_groups + g] : 0.0f;
+        const uint8_t* from = codes + row * in_features + g * kGroup;
+        if (bits == 8) {
+          for (int k = 0; k < kGroup; ++k) to[k * kPanel + n] = real ? from[k] : 0;
+        } else {
+          for (int k = 0; k < kGroup / 2; ++k) to[k * kPanel + n] = real ? from[k] | from[k + kGroup / 2] << 4 : 0;
+        }
+      }
+    }
+  }
+}
+
+// out[i] = row ids[i] of the weight, as floats. For embeddings that share their matrix with the head.
+void pagemill_gather_rows(const PackedWeight* weight, const int64_t* ids, int64_t count, float* out) {
+  const PackedWeight& w = *weight;
+  const int64_t num_groups = w.in_features / kGroup;
+  for (int64_t i = 0; i < count; ++i, out += w.in_features) {
+    const int64_t panel = ids[i] / kPanel, n = ids[i] % kPanel;
+    if (w.format == kFloat32 || w.format == kBfloat16) {
+      for (int64_t k = 0; k < w.in_features; ++k) {
+        const int64_t at = (panel * w.in_features + k) * kPanel + n;
+        const uint32_t bits = w.format == kFloat32 ? reinterpret_cast<const uint32_t*>(w.codes)[at]
+                                                   : uint32_t{reinterpret_cast<const uint16_t*>(w.codes)[at]} << 16;
+        std::memcpy(out + k, &bits, sizeof bits);
+      }
+      continue;
+    }
+    for (int64_t g = 0; g < num_groups; ++g) {
+      const float* scale = w.scales + (panel * num_groups + g) * 2 * kPanel;
+      const uint8_t* codes = w.codes + (panel * num_groups + g) * kGroup * kPanel / (w.format == kCodes4 ? 2 : 1);
+      for (int k = 0; k < kGroup; ++k) {
+        float code;
+        if (w.format == kCodes8) {
+          code = static_cast<int8_t>(codes[k * kPanel + n]);
+        } else {
+          const uint8_t pair = codes[(k % (kGroup / 2)) * kPanel + n];
+          code = k < kGroup / 2 ? pair & 15 : pair >> 4;
+        }
+        out[g * kGroup + k] = code * scale[n] + scale[kPanel + n];
+      }
+    }
+  }
+}
+
+int32_t pagemill_abi_version() { return kAbiVersion; }
+
+}  // extern "C"

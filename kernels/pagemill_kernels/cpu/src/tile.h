@@ -1,0 +1,55 @@
+// Matrix micro-kernels over panels of 16 columns: C[rows][16] (+)= A[rows][depth] * B[depth][16].
+// Used by linear.cpp (B is a weight panel) and attention.cpp (B is a transposed key block or a value block).
+#pragma once
+#include "vec.h"
+
+namespace pagemill {
+
+constexpr int kPanel = 16;
+constexpr int kTileRows = 6;  // 12 accumulators, 2 of B and 1 broadcast: 15 of AVX2's 16 registers
+
+template <int Rows>
+inline void tile_rows(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t depth, float* c,
+                      int64_t c_stride) {
+  Floats low[Rows], high[Rows];
+#pragma GCC unroll 6
+  for (int r = 0; r < Rows; ++r) {
+    low[r] = load(c + r * c_stride);
+    high[r] = load(c + r * c_stride + kLanes);
+  }
+  for (int64_t k = 0; k < depth; ++k, b += b_stride) {
+    const Floats b_low = load(b), b_high = load(b + kLanes);
+#pragma GCC unroll 6
+    for (int r = 0; r < Rows; ++r) {
+      const Floats value = splat(a[r * a_stride + k]);
+      low[r] += value * b_low;
+      high[r] += value * b_high;
+    }
+  }
+#pragma GCC unroll 6
+  for (int r = 0; r < Rows; ++r) {
+    store(c + r * c_stride, low[r]);
+    store(c + r * c_stride + kLanes, high[r]);
+  }
+}
+
+// C += A * B for any number of rows.
+inline void tile(int64_t rows, const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t depth,
+                 float* c, int64_t c_stride) {
+  while (rows >= kTileRows) {
+    tile_rows<kTileRows>(a, a_stride, b, b_stride, depth, c, c_stride);
+    rows -= kTileRows;
+    a += kTileRows * a_stride;
+    c += kTileRows * c_stride;
+  }
+  switch (rows) {
+    case 5: return tile_rows<5>(a, a_stride, b, b_stride, depth, c, c_stride);
+    case 4: return tile_rows<4>(a, a_stride, b, b_stride, depth, c, c_stride);
+    case 3: return tile_rows<3>(a, a_stride, b, b_stride, depth, c, c_stride);
+    case 2: return tile_rows<2>(a, a_stride, b, b_stride, depth, c, c_stride);
+    case 1: return tile_rows<1>(a, a_stride, b, b_stride, depth, c, c_stride);
+    default: return;
+  }
+}
+
+}  // namespace pagemill

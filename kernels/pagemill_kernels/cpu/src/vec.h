@@ -1,0 +1,87 @@
+// Eight float lanes as a compiler vector: AVX2, AVX-512VL and NEON all lower from this one source.
+// Neighbours: tile.h builds the matrix micro-kernels on it. Nothing here knows an operation.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
+namespace pagemill {
+
+constexpr int kLanes = 8;
+typedef float Floats __attribute__((vector_size(32)));
+typedef int32_t Ints __attribute__((vector_size(32)));
+typedef uint8_t Bytes __attribute__((vector_size(16)));  // 16 codes: one panel row
+typedef int8_t SignedBytes __attribute__((vector_size(8)));
+typedef uint16_t Halves __attribute__((vector_size(16)));
+
+template <typename Vector>
+inline Vector load_as(const void* from) {
+  Vector value;
+  std::memcpy(&value, from, sizeof value);
+  return value;
+}
+
+inline Floats load(const float* from) { return load_as<Floats>(from); }
+inline void store(float* to, Floats value) { std::memcpy(to, &value, sizeof value); }
+inline Floats splat(float v) { return Floats{v, v, v, v, v, v, v, v}; }
+inline Floats zero() { return Floats{}; }
+
+// GCC 12 splits narrow-to-wide conversions of small vectors into scalars, hence the intrinsics where they exist.
+inline void from_bytes(Bytes codes, Floats& low, Floats& high) {
+#ifdef __AVX2__
+  low = (Floats)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32((__m128i)codes));
+  high = (Floats)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128((__m128i)codes, 8)));
+#else
+  for (int i = 0; i < kLanes; ++i) low[i] = codes[i], high[i] = codes[i + kLanes];
+#endif
+}
+
+inline Floats from_signed_bytes(SignedBytes codes) {
+#ifdef __AVX2__
+  return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(&codes))));
+#else
+  return __builtin_convertvector(__builtin_convertvector(codes, Ints), Floats);
+#endif
+}
+
+inline Floats from_bfloat16(Halves halves) {
+#ifdef __AVX2__
+  return (Floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32((__m128i)halves), 16);
+#else
+  const Ints wide = __builtin_convertvector(halves, Ints) << 16;
+  return load_as<Floats>(&wide);
+#endif
+}
+
+inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
+
+inline float sum(Floats v) { return ((v[0] + v[4]) + (v[1] + v[5])) + ((v[2] + v[6]) + (v[3] + v[7])); }
+
+inline float largest(Floats v) {
+  float result = v[0];
+  for (int i = 1; i < kLanes; ++i) result = v[i] > result ? v[i] : result;
+  return result;
+}
+
+// exp(x) for x <= 88, relative error below 3e-7; 0 below -87. Cody-Waite reduction, degree-6 polynomial (Cephes).
+inline Floats exp(Floats x) {
+  const Floats clipped = max(x, splat(-87.0f));
+  const Floats scaled = clipped * 1.44269504088896341f;
+  const Floats magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to the nearest integer
+  const Floats whole = (scaled + magic) - magic;
+  const Floats r = (clipped - whole * 0.693359375f) - whole * -2.12194440e-4f;
+  Floats p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.0f;
+  const Ints exponent = (__builtin_convertvector(whole, Ints) + 127) << 23;
+  const Floats result = p * load_as<Floats>(&exponent);
+  return x < splat(-87.0f) ? zero() : result;
+}
+
+}  // namespace pagemill

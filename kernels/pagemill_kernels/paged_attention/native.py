@@ -1,0 +1,68 @@
+"""Paged attention in C++ straight over the block tables: nothing is gathered, padded or repeated."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagemill_kernels.cpu import launch, library
+from pagemill_kernels.paged_attention.batch import AttentionBatch
+
+MAX_HEAD_DIM = 256
+MAX_GROUP = 48
+
+
+@dataclass(slots=True, frozen=True)
+class NativePlan:
+    """Arguments that all layers share, and the arrays they point to."""
+
+    args: library.AttentionArgs
+    arrays: tuple[object, ...]
+
+
+def supports(head_dim: int, block_size: int, group: int) -> bool:
+    """group: query heads that share a key/value head."""
+    return head_dim % 16 == 0 and head_dim <= MAX_HEAD_DIM and block_size % 16 == 0 and group <= MAX_GROUP
+
+
+def plan_attention(
+    batch: AttentionBatch, sliding_window: int | None, dtype: torch.dtype, device: torch.device
+) -> NativePlan:
+    """Plan for all layers with this sliding window (`None`: full attention)."""
+    query_start_loc = np.ascontiguousarray(batch.query_start_loc, dtype=np.int64)
+    seq_lens = np.ascontiguousarray(batch.seq_lens, dtype=np.int64)
+    tables = np.ascontiguousarray(batch.block_tables, dtype=np.int32)
+    args = library.AttentionArgs(
+        block_tables=tables.ctypes.data,
+        query_start_loc=query_start_loc.ctypes.data,
+        seq_lens=seq_lens.ctypes.data,
+        block_table_stride=tables.shape[1],
+        num_requests=batch.num_requests,
+        num_kv_heads=batch.num_kv_heads,
+        head_dim=batch.head_dim,
+        block_size=batch.block_size,
+        sliding_window=sliding_window or 0,
+        num_threads=launch.num_threads(),
+    )
+    return NativePlan(args, (query_start_loc, seq_lens, tables))
+
+
+def paged_attention(query: Tensor, cache: Tensor, plan: NativePlan, scale: float) -> Tensor:
+    """query: float32 [tokens, num_heads, head_dim]; cache: one layer's. Returns [tokens, num_heads, head_dim]."""
+    num_tokens, num_heads, head_dim = query.shape
+    if query.stride()[1:] != (head_dim, 1):
+        query = query.contiguous()
+    out = torch.empty(num_tokens, num_heads, head_dim)
+    args = plan.args
+    args.query = query.data_ptr()
+    args.query_stride = query.stride(0)
+    args.cache = cache.data_ptr()
+    args.out = out.data_ptr()
+    args.num_heads = num_heads
+    args.scale = scale
+    launch.native().pagemill_paged_attention(ctypes.byref(args))
+    return out

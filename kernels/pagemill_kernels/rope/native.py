@@ -1,0 +1,29 @@
+"""Rotation of queries and keys, and the write of keys and values into the paged cache, in one pass; float32."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from pagemill_kernels.cpu import launch
+
+
+def rope_and_store(heads: Tensor, num_heads: int, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor) -> None:
+    """heads: [tokens, num_heads + 2 * num_kv_heads, head_dim], contiguous, rotated in place; values are not.
+
+    cos, sin: [tokens, 1, head_dim / 2], contiguous. cache: one layer's. slots: int64 [tokens], block id * block_size +
+    offset.
+    """
+    num_tokens, width, head_dim = heads.shape
+    launch.native().pagemill_rope_and_store(
+        heads.data_ptr(),
+        num_tokens,
+        num_heads,
+        (width - num_heads) // 2,
+        head_dim,
+        cos.data_ptr(),
+        sin.data_ptr(),
+        cache.data_ptr(),
+        slots.data_ptr(),
+        cache.shape[2],
+        launch.num_threads(),
+    )

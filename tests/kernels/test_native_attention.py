@@ -1,0 +1,141 @@
+"""Native paged attention and its neighbours: equal to the references on fragmented and shared block tables."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pagemill_kernels.activation import native as activation
+from pagemill_kernels.activation import reference as activation_reference
+from pagemill_kernels.cpu import library
+from pagemill_kernels.kv_store import reference as kv_store
+from pagemill_kernels.norm import native as norm
+from pagemill_kernels.norm import reference as norm_reference
+from pagemill_kernels.paged_attention import native, reference
+from pagemill_kernels.paged_attention.batch import AttentionBatch
+from pagemill_kernels.rope import native as rope
+from pagemill_kernels.rope import reference as rope_reference
+
+pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.why_absent()}")
+
+NUM_BLOCKS = 40
+
+
+def random_batch(lengths: list[tuple[int, int]], num_kv_heads: int, head_dim: int, block_size: int) -> AttentionBatch:
+    """lengths: (new tokens, context before them) of each request. Tables are random and may share blocks."""
+    num_new = [new for new, _ in lengths]
+    seq_lens = np.array([new + context for new, context in lengths])
+    width = int(-(-seq_lens.max() // block_size))
+    tables = np.stack([np.random.permutation(NUM_BLOCKS)[:width] for _ in lengths]).astype(np.int32)
+    return AttentionBatch(
+        query_start_loc=np.concatenate(([0], np.cumsum(num_new))),
+        seq_lens=seq_lens,
+        block_tables=tables,
+        block_size=block_size,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        padding_block=0,
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 70), st.integers(0, 90)), min_size=1, max_size=6),
+    heads=st.sampled_from([(1, 1), (9, 3), (8, 2), (4, 4), (32, 1)]),
+    head_dim=st.sampled_from([16, 64, 96, 128]),
+    block_size=st.sampled_from([16, 32]),
+    window=st.sampled_from([None, 1, 7, 16, 40, 1000]),
+    seed=st.integers(0, 2**31),
+)
+def test_equals_the_reference(
+    lengths: list[tuple[int, int]],
+    heads: tuple[int, int],
+    head_dim: int,
+    block_size: int,
+    window: int | None,
+    seed: int,
+) -> None:
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    num_heads, num_kv_heads = heads
+    batch = random_batch(lengths, num_kv_heads, head_dim, block_size)
+    cache = torch.randn(NUM_BLOCKS, 2 * num_kv_heads, block_size, head_dim)
+    query = torch.randn(int(batch.query_start_loc[-1]), num_heads + 1, head_dim)[:, :num_heads]
+    device = torch.device("cpu")
+    expected = reference.paged_attention(
+        query, cache, reference.plan_attention(batch, window, torch.float32, device), head_dim**-0.5
+    )
+    actual = native.paged_attention(
+        query, cache, native.plan_attention(batch, window, torch.float32, device), head_dim**-0.5
+    )
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_large_scores_do_not_overflow() -> None:
+    batch = random_batch([(3, 40)], 1, 64, 16)
+    cache = torch.randn(NUM_BLOCKS, 2, 16, 64) * 40
+    query = torch.randn(3, 2, 64) * 40
+    device = torch.device("cpu")
+    expected = reference.paged_attention(
+        query, cache, reference.plan_attention(batch, None, torch.float32, device), 1.0
+    )
+    actual = native.paged_attention(query, cache, native.plan_attention(batch, None, torch.float32, device), 1.0)
+    torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_bytes_past_the_end_do_not_matter() -> None:
+    batch = random_batch([(1, 4)], 1, 16, 16)
+    cache = torch.randn(NUM_BLOCKS, 2, 16, 16)
+    device = torch.device("cpu")
+    plan = native.plan_attention(batch, None, torch.float32, device)
+    query = torch.randn(1, 1, 16)
+    clean = native.paged_attention(query, cache, plan, 0.25)
+    cache[:, :, 5:] = float("nan")
+    torch.testing.assert_close(native.paged_attention(query, cache, plan, 0.25), clean)
+
+
+def test_unsupported_shapes_are_named() -> None:
+    assert native.supports(64, 16, 3)
+    assert not native.supports(80 + 8, 16, 3)
+    assert not native.supports(64, 24, 3)
+    assert not native.supports(64, 16, 64)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 200])
+def test_rope_and_store_equals_rotation_then_store(tokens: int) -> None:
+    num_heads, num_kv_heads, head_dim, block_size = 6, 2, 32, 16
+    heads = torch.randn(tokens, num_heads + 2 * num_kv_heads, head_dim)
+    cos, sin = torch.rand(tokens, 1, head_dim // 2), torch.rand(tokens, 1, head_dim // 2)
+    slots = torch.randperm(NUM_BLOCKS * block_size)[:tokens]
+    cache = torch.randn(NUM_BLOCKS, 2 * num_kv_heads, block_size, head_dim)
+    expected_heads, expected_cache = heads.clone(), cache.clone()
+    rope_reference.apply_rope(expected_heads[:, : num_heads + num_kv_heads], cos, sin)
+    kv_store.store_kv(
+        expected_heads[:, num_heads:], expected_cache, kv_store.head_slots(slots, 2 * num_kv_heads, block_size)
+    )
+    rope.rope_and_store(heads, num_heads, cos, sin, cache, slots)
+    torch.testing.assert_close(heads, expected_heads)
+    torch.testing.assert_close(cache, expected_cache)
+
+
+@pytest.mark.parametrize("shape", [(1, 576), (300, 576), (7, 3, 64), (5, 37)])
+def test_rms_norm_equals_the_formula(shape: tuple[int, ...]) -> None:
+    x, weight = torch.randn(shape), torch.rand(shape[-1])
+    torch.testing.assert_close(norm.rms_norm(x, weight, 1e-5), norm_reference.rms_norm(x, weight, 1e-5))
+
+
+def test_rms_norm_reads_heads_inside_wider_rows() -> None:
+    wide, weight = torch.randn(11, 8, 32), torch.rand(32)
+    torch.testing.assert_close(
+        norm.rms_norm(wide[:, 2:5], weight, 1e-5), norm_reference.rms_norm(wide[:, 2:5], weight, 1e-5)
+    )
+
+
+@pytest.mark.parametrize(("tokens", "size"), [(1, 1536), (300, 40), (3, 13)])
+def test_silu_and_mul_equals_the_formula(tokens: int, size: int) -> None:
+    x = torch.randn(tokens, 2 * size) * 8
+    torch.testing.assert_close(
+        activation.silu_and_mul(x.clone()), activation_reference.silu_and_mul(x.clone()), rtol=1e-5, atol=1e-6
+    )
