@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 
+import msgspec
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.sampling import SamplingParams
 from pagemill_protocol.step_time import StepSample, StepTimeModel, default_knots
@@ -16,6 +17,9 @@ from pagemill_engine.ipc.messages import StepOutputs
 from pagemill_engine.loop.core import EngineCore
 
 SWEEP_LIMIT_S = 0.8
+SLOW_STEP_MS = 100.0
+_SKIPPED_SIZES = {8}
+"""Between one token and 32 a line is good enough for a prior."""
 _TOKEN_STRIDE = 7919
 """Spreads probe tokens over the vocabulary."""
 
@@ -38,21 +42,41 @@ def self_test(core: EngineCore) -> None:
 
 
 def calibrate(core: EngineCore, limit_s: float = SWEEP_LIMIT_S) -> None:
-    """Measure prefill steps of growing size for about `limit_s` seconds; a size that would take longer is left out."""
+    """Measure prefill steps of growing size for about `limit_s` seconds; a size that would take longer is left out.
+
+    Two sizes are measured in any case: less would say nothing of how time grows. Context costs are left to be learnt
+    from requests: the sweep's short prompts cannot tell them from the cost of the tokens.
+    """
     largest = min(core.config.max_num_batched_tokens, core.scheduler.limits.max_total_tokens - 1)
+    sizes = default_knots(largest)
     samples: list[StepSample] = []
     started_s = time.monotonic()
-    for num_tokens in default_knots(largest):
-        left_s = limit_s - (time.monotonic() - started_s)
-        if samples and samples[-1].ms * num_tokens / samples[-1].num_tokens > left_s * 1000:
+    for num_tokens in [size for size in sizes if size not in _SKIPPED_SIZES]:
+        left_ms = (limit_s - (time.monotonic() - started_s)) * 1000
+        if len(samples) > 1 and _line_through(samples[-2], samples[-1], num_tokens) > left_ms:
             break
-        # The first run of a size pays for what the device prepares once per shape.
-        for _ in range(2 if not samples or samples[-1].ms < 50 else 1):
-            step = _run_prompt(core, num_tokens)
-            ms = step.load.step_ms
-        samples.append(StepSample(num_tokens, 0, num_tokens * num_tokens, ms))
-    core.step_time = StepTimeModel.from_calibration(samples)
+        samples.append(StepSample(num_tokens, 0, 0, _measure_ms(core, num_tokens)))
+    core.step_time = _with_knots(StepTimeModel.from_calibration(samples), sizes)
     _leave_no_trace(core)
+
+
+def _measure_ms(core: EngineCore, num_tokens: int) -> float:
+    """The faster of two runs; a slow one is not repeated. The first pays for what is prepared once per shape."""
+    ms = _run_prompt(core, num_tokens).load.step_ms
+    return ms if ms > SLOW_STEP_MS else min(ms, _run_prompt(core, num_tokens).load.step_ms)
+
+
+def _line_through(first: StepSample, second: StepSample, num_tokens: int) -> float:
+    slope = (second.ms - first.ms) / (second.num_tokens - first.num_tokens)
+    return second.ms + max(0.0, slope) * (num_tokens - second.num_tokens)
+
+
+def _with_knots(model: StepTimeModel, knots_tokens: list[int]) -> StepTimeModel:
+    """The same predictions at more knots, so that requests can refine sizes that the sweep did not reach."""
+    knot_ms = [model.predict_ms(knot) for knot in knots_tokens]
+    return StepTimeModel.from_params(
+        msgspec.structs.replace(model.params(), knots_tokens=knots_tokens, knot_ms=knot_ms)
+    )
 
 
 def _run_prompt(core: EngineCore, num_tokens: int) -> StepOutputs:
