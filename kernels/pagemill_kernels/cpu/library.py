@@ -25,7 +25,7 @@ PANEL = 16
 """Outputs that one panel of a packed weight holds."""
 FORMAT_FLOAT32, FORMAT_BFLOAT16, FORMAT_CODES8, FORMAT_CODES4 = range(4)
 
-_LEVELS = {
+_LEVELS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {"AVX512": ("x86-64-v4", "x86-64-v3"), "AVX2": ("x86-64-v3",)},
     "aarch64": {"DEFAULT": ("armv8-a",), "SVE256": ("armv8-a",), "NEON": ("armv8-a",)},
 }
