@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +51,10 @@ def simulated() -> Callable[..., dict[str, Any]]:
 
 
 @pytest.fixture
-def environment(tmp_path: Path) -> dict[str, str]:
-    """The environment with a runtime folder of its own, short enough for sockets."""
-    folder = tmp_path / "run"
-    folder.mkdir()
-    return {**os.environ, "XDG_RUNTIME_DIR": str(folder), "COLUMNS": "200"}
+def environment() -> Iterator[dict[str, str]]:
+    """The environment with a runtime folder of its own, whose path is short enough for sockets."""
+    with tempfile.TemporaryDirectory(prefix="pm-test-") as folder:
+        yield {**os.environ, "XDG_RUNTIME_DIR": folder, "COLUMNS": "200"}
 
 
 @pytest.fixture

@@ -151,7 +151,7 @@ def test_keep_serves_until_sigterm(write: Write, simulated: Simulated, environme
     ) as process:
         assert process.stdout
         lines = iter(process.stdout.readline, "")
-        said = [line for line in _up_to(lines, "Ctrl-C stops everything")]
+        said = list(_up_to(lines, "Ctrl-C stops everything"))
         pids = family(process.pid)
         process.send_signal(signal.SIGTERM)
         rest = process.stdout.read()

@@ -67,10 +67,11 @@ def engine_launcher(
         data_port, control_port = free_port(LOOPBACK), free_port(LOOPBACK)
         content = _on_this_machine(process.settings, data_port, control_port, token, num_threads())
         path = state_dir.write_json(f"{name}.json", content)
+        # What a killed engine leaves in the temporary folder goes with the state folder.
+        temporary = {"TMPDIR": str(state_dir.temporary)} if state_dir.temporary else {}
         return Launch(
             command=(settings.python, "-m", process.module, "--settings", str(path)),
-            # What a killed engine leaves in the temporary folder goes with the state folder.
-            environment={**settings.environment, "TMPDIR": str(state_dir.temporary), **process.environment},
+            environment={**settings.environment, **temporary, **process.environment},
             data_url=f"http://{LOOPBACK}:{data_port}",
             control_url=f"http://{LOOPBACK}:{control_port}",
         )

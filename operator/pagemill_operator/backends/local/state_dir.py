@@ -16,6 +16,8 @@ import psutil
 
 PREFIX = "pagemill-up-"
 OWNER_FILE = "owner.json"
+MAX_TEMPORARY_PATH = 70
+"""Bytes. A Unix socket's path has at most 107, and engines put a folder of their own in between."""
 
 
 class StateDir:
@@ -24,9 +26,10 @@ class StateDir:
     def __init__(self, parent: Path) -> None:
         remove_abandoned(parent)
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
-        self.temporary = self.path / "tmp"
-        """Temporary folder of the engines."""
-        self.temporary.mkdir(mode=0o700)
+        temporary = self.path / "tmp"
+        temporary.mkdir(mode=0o700)
+        self.temporary = temporary if len(os.fsencode(temporary)) <= MAX_TEMPORARY_PATH else None
+        """Temporary folder of the engines; `None` where its path is too long for sockets in it."""
         self.write_json(OWNER_FILE, {"pid": os.getpid(), "started": psutil.Process().create_time()})
 
     def write_json(self, name: str, content: Any) -> Path:
