@@ -170,12 +170,14 @@ def test_step_times_are_learnt_and_sent_now_and_then() -> None:
     assert core.step_time.predict_ms(1, 600) == pytest.approx(6.0, rel=0.05)
 
 
-def test_warm_up_generates_a_token_measures_steps_and_leaves_no_trace(checking_runner: Make) -> None:
-    core = make_core(checking_runner, max_num_batched_tokens=64)
+@pytest.mark.parametrize("budget", [1, 8, 64, 500])
+def test_warm_up_generates_a_token_measures_steps_and_leaves_no_trace(checking_runner: Make, budget: int) -> None:
+    core = make_core(checking_runner, max_num_batched_tokens=budget)
     self_test(core)
     calibrate(core)
-    assert core.step_time.params().knots_tokens[0] == 1
-    assert core.step_time.predict_ms(64) > 0
+    knots = core.step_time.params().knots_tokens
+    assert (knots[0], knots[-1]) == (1, min(budget, 127))
+    assert core.step_time.predict_ms(budget) > 0
     assert not core.has_work
     assert core.prefix_snapshot() == []
     step = core.step()

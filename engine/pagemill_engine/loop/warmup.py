@@ -51,7 +51,7 @@ def calibrate(core: EngineCore, limit_s: float = SWEEP_LIMIT_S) -> None:
     sizes = default_knots(largest)
     samples: list[StepSample] = []
     started_s = time.monotonic()
-    for num_tokens in [size for size in sizes if size not in _SKIPPED_SIZES]:
+    for num_tokens in [size for size in sizes if size not in _SKIPPED_SIZES or size == largest]:
         left_ms = (limit_s - (time.monotonic() - started_s)) * 1000
         if len(samples) > 1 and _line_through(samples[-2], samples[-1], num_tokens) > left_ms:
             break
