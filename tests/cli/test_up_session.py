@@ -21,6 +21,8 @@ from typing import Any, cast
 import psutil
 import pytest
 import yaml
+from pagemill.main import app
+from typer.testing import CliRunner
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 Write = Callable[..., Path]
@@ -160,6 +162,33 @@ def test_keep_serves_until_sigterm(write: Write, simulated: Simulated, environme
     assert_nothing_is_left(environment, pids, base_port("".join(said)))
 
 
+def test_an_engine_that_never_starts_is_given_up_with_its_last_words(
+    write: Write, simulated: Simulated, pagemill: Run, environment: dict[str, str]
+) -> None:
+    broken = simulated(engine={"env": [{"name": "PYTHONHOME", "value": "/nonexistent"}]})
+    result = pagemill("up", "-f", write("sim.yaml", broken), "--port", "0")
+    assert result.returncode == 1
+    assert "warning: sim-0: Crashed: ended with exit code 1" in result.stdout
+    assert "starting again in 0.5 s" in result.stdout
+    assert result.stderr.startswith("error: sim-0: Crashed: ended with exit code 1: ")
+    assert_nothing_is_left(environment, set())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+def test_killed_outright_it_takes_every_process_along(
+    write: Write, simulated: Simulated, environment: dict[str, str]
+) -> None:
+    file = write("sim.yaml", simulated())
+    with terminal(environment, "up", "-f", file, "--port", "0") as shown:
+        shown.until("sim-0: loading starting the engine process")
+        processes = psutil.Process(shown.process.pid).children(recursive=True)
+        assert len(processes) >= 2
+        shown.process.kill()
+        shown.process.wait()
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    assert not alive
+
+
 def test_interrupted_while_loading_it_stops_at_once(
     write: Write, simulated: Simulated, environment: dict[str, str]
 ) -> None:
@@ -188,9 +217,9 @@ def test_a_port_in_use_names_the_flag(
     assert_nothing_is_left(environment, set())
 
 
-def test_an_open_address_needs_keys(write: Write, simulated: Simulated, pagemill: Run) -> None:
-    result = pagemill("up", "-f", write("sim.yaml", simulated()), "--host", "0.0.0.0")
-    assert result.returncode == 2
+def test_an_open_address_needs_keys(write: Write, simulated: Simulated) -> None:
+    result = CliRunner().invoke(app, ["up", "-f", str(write("sim.yaml", simulated())), "--host", "0.0.0.0"])
+    assert result.exit_code == 2
     assert "--api-keys" in result.stderr
 
 

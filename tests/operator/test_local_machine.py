@@ -67,6 +67,17 @@ def test_folders_of_the_dead_are_removed_and_of_the_living_kept(tmp_path: Path) 
     assert sorted(tmp_path.iterdir()) == sorted([living.path, young])
 
 
+def test_a_folder_that_cannot_be_made_names_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(BackendError, match="XDG_RUNTIME_DIR"):
+        StateDir(tmp_path / "missing")
+
+
+def test_no_temporary_folder_where_sockets_would_not_fit(tmp_path: Path) -> None:
+    deep = tmp_path / ("x" * 80)
+    deep.mkdir()
+    assert StateDir(deep).temporary is None
+
+
 @pytest.mark.parametrize(
     ("body", "words"),
     [

@@ -32,6 +32,8 @@ LASTING_REASONS = frozenset(
         "ModelNotFound",
         "ModelUnreadable",
         "UnsupportedArchitecture",
+        "UnsupportedQuantization",
+        "KVCacheTooSmall",
         "ModelTooLarge",
         "MaxModelLenTooLarge",
         "SourceUnavailable",

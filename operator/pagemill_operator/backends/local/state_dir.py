@@ -14,6 +14,8 @@ from typing import Any
 
 import psutil
 
+from pagemill_operator.backends.base import BackendError
+
 PREFIX = "pagemill-up-"
 OWNER_FILE = "owner.json"
 MAX_TEMPORARY_PATH = 70
@@ -24,8 +26,13 @@ class StateDir:
     """A folder that only this user can read (0700; files 0600)."""
 
     def __init__(self, parent: Path) -> None:
+        """Raises `BackendError` where no folder can be made."""
         remove_abandoned(parent)
-        self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+        try:
+            self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+        except OSError as error:
+            message = f"cannot make a private folder in {parent}: {error.strerror}; set XDG_RUNTIME_DIR to another one"
+            raise BackendError(message) from None
         temporary = self.path / "tmp"
         temporary.mkdir(mode=0o700)
         self.temporary = temporary if len(os.fsencode(temporary)) <= MAX_TEMPORARY_PATH else None
