@@ -39,7 +39,7 @@ def garbage_after_a_good_frame(fake):
         "token",
         "html",
         "garbage",
-        "cut head",
+        "cut",
         "other choice",
         "half event",
     ],
