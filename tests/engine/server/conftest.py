@@ -141,7 +141,7 @@ def null_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProc
 @pytest.fixture(scope="session")
 def model_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A ready server of the embedded model, shared by all tests."""
-    engine = {"max_model_len": 1024, "num_kv_blocks": 512, "dtype": "float32"}
+    engine = {"max_model_len": 1024, "num_kv_blocks": 512, "dtype": "float32", "num_threads": 1}
     server = start(tmp_path_factory.mktemp("model"), engine, {})
     server.wait_for("ready")
     yield server

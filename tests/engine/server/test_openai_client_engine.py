@@ -1,0 +1,178 @@
+"""The real `openai` Python client against a real engine server with the embedded model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+pytestmark = pytest.mark.model
+MODEL = "SmolLM2-135M-Instruct"
+FRANCE: list[Any] = [{"role": "user", "content": "What is the capital of France? Answer in one short sentence."}]
+
+
+@pytest.fixture(scope="module")
+def client(model_server: Any) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{model_server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+def test_the_model_is_listed(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).id == MODEL
+
+
+def test_a_chat_answers_the_question(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model=MODEL, messages=FRANCE, temperature=0, max_tokens=24)
+    assert "Paris" in (answer.choices[0].message.content or "")
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+def test_a_stream_is_the_same_text_and_ends_with_usage(client: openai.OpenAI) -> None:
+    arguments: dict[str, Any] = {"model": MODEL, "messages": FRANCE, "temperature": 0, "max_tokens": 24}
+    whole = client.chat.completions.create(**arguments)
+    chunks = list(client.chat.completions.create(**arguments, stream=True, stream_options={"include_usage": True}))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "stop"
+    assert chunks[-1].usage is not None
+    assert whole.usage is not None
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+
+
+def test_a_repeated_prompt_is_found_in_the_prefix_cache(client: openai.OpenAI) -> None:
+    messages: list[Any] = [{"role": "user", "content": "Remember these words: " + "apple pear plum " * 10}]
+    usages = [
+        client.chat.completions.create(model=MODEL, messages=messages, max_tokens=1, temperature=0).usage
+        for _ in range(2)
+    ]
+    details = [usage.prompt_tokens_details for usage in usages if usage is not None]
+    assert [bool(detail.cached_tokens) for detail in details if detail is not None] == [False, True] or (
+        details[1] is not None and (details[1].cached_tokens or 0) >= 64
+    )
+
+
+def test_a_completion_continues_and_echoes(client: openai.OpenAI) -> None:
+    answer = client.completions.create(
+        model=MODEL, prompt="The capital of France is", temperature=0, max_tokens=4, echo=True
+    )
+    assert answer.choices[0].text.startswith("The capital of France is Paris")
+    assert answer.choices[0].finish_reason == "length"
+
+
+def test_four_choices_differ_and_a_seed_repeats_them(client: openai.OpenAI) -> None:
+    def sample(seed: int) -> list[str]:
+        answer = client.completions.create(
+            model=MODEL, prompt="Once upon a time", n=4, seed=seed, temperature=1.0, max_tokens=8
+        )
+        assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+        return [choice.text for choice in answer.choices]
+
+    first = sample(7)
+    assert len(set(first)) == 4
+    assert sample(7) == first
+    assert sample(8) != first
+
+
+def test_four_choices_stream_side_by_side(client: openai.OpenAI) -> None:
+    texts = dict.fromkeys(range(4), "")
+    reasons = {}
+    stream = client.chat.completions.create(
+        model=MODEL, messages=FRANCE, n=4, seed=7, max_tokens=6, stream=True, extra_body={"ignore_eos": True}
+    )
+    for chunk in stream:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            reasons[choice.index] = choice.finish_reason
+    assert all(texts.values())
+    assert reasons == dict.fromkeys(range(4), "length")
+
+
+def test_chat_logprobs_are_log_probabilities_of_the_answer(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL, messages=FRANCE, temperature=0, max_tokens=6, logprobs=True, top_logprobs=3
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert "".join(entry.token for entry in logprobs.content) == answer.choices[0].message.content
+    for entry in logprobs.content:
+        assert entry.logprob <= 0
+        assert [top.logprob for top in entry.top_logprobs] == sorted(top.logprob for top in entry.top_logprobs)[::-1]
+        assert entry.top_logprobs[0].token == entry.token  # greedy
+        assert sum(math.exp(top.logprob) for top in entry.top_logprobs) <= 1 + 1e-5
+
+
+def test_completion_logprobs_have_offsets_into_the_text(client: openai.OpenAI) -> None:
+    answer = client.completions.create(
+        model=MODEL, prompt="The capital of France is", temperature=0, max_tokens=4, logprobs=2
+    )
+    logprobs, text = answer.choices[0].logprobs, answer.choices[0].text
+    assert logprobs is not None
+    assert logprobs.tokens is not None
+    assert logprobs.text_offset is not None
+    for token, offset in zip(logprobs.tokens, logprobs.text_offset, strict=True):
+        assert text[offset:].startswith(token)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_ends_the_text_before_itself(client: openai.OpenAI, stream: bool) -> None:
+    arguments: dict[str, Any] = {"model": MODEL, "prompt": "1, 2, 3, 4, 5, 6,", "temperature": 0, "max_tokens": 40}
+    whole = client.completions.create(**arguments).choices[0].text
+    assert " 9," in whole
+    if stream:
+        chunks = list(client.completions.create(**arguments, stop=["9, 1", " 9,"], stream=True))
+        text = "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
+        reason = chunks[-1].choices[0].finish_reason
+    else:
+        answer = client.completions.create(**arguments, stop=["9, 1", " 9,"])
+        text, reason = answer.choices[0].text, answer.choices[0].finish_reason
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens < 40
+    assert (text, reason) == (whole[: whole.index(" 9,")], "stop")
+
+
+def test_errors_have_the_clients_exception_class(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.chat.completions.create(model="gpt-9", messages=FRANCE)
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as hot:
+        client.chat.completions.create(model=MODEL, messages=FRANCE, temperature=3)
+    assert hot.value.param == "temperature"
+    with pytest.raises(openai.BadRequestError) as long:
+        client.completions.create(model=MODEL, prompt="word " * 2000)
+    assert long.value.code == "context_length_exceeded"
+    assert "1024" in long.value.message
+    with pytest.raises(openai.BadRequestError) as tools:
+        client.chat.completions.create(
+            model=MODEL, messages=FRANCE, tools=[{"type": "function", "function": {"name": "f", "parameters": {}}}]
+        )
+    assert tools.value.param == "tools"
+
+
+def test_internal_routes_raise_authentication_errors(model_server: Any) -> None:
+    stranger = openai.OpenAI(base_url=model_server.url, api_key="wrong", max_retries=0)
+    with stranger, pytest.raises(openai.AuthenticationError):
+        stranger.post("/internal/generate", body={}, cast_to=object)
+
+
+async def test_many_clients_at_once_get_the_answers_they_would_get_alone(model_server: Any) -> None:
+    import asyncio
+
+    prompts = [f"{count} plus {count} is" for count in range(12)]
+    async with openai.AsyncOpenAI(base_url=f"{model_server.url}/v1", api_key="none", max_retries=0) as client:
+
+        async def complete(prompt: str) -> str:
+            answer = await client.completions.create(model=MODEL, prompt=prompt, temperature=0, max_tokens=6)
+            return answer.choices[0].text
+
+        together = await asyncio.gather(*(complete(prompt) for prompt in prompts))
+        alone = [await complete(prompt) for prompt in prompts[:3]]
+    assert list(together[:3]) == alone
