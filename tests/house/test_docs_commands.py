@@ -1,0 +1,133 @@
+"""Runs what the README and docs/ tell people to type, against the real model: one server for all of it.
+
+The ports of the pages are replaced by the server's. `make up` and `pagemill up` have tests of their own in tests/cli.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NAMES = ["SmolLM2-135M-Instruct", "smollm2"]
+READY_TIMEOUT_S = 120.0
+
+pytestmark = [pytest.mark.model]
+
+
+def fenced(language: str) -> list[str]:
+    pattern = re.compile(rf"^```{language}\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+    return [block for page in PAGES for block in pattern.findall(page.read_text())]
+
+
+def commands(start: str) -> list[str]:
+    lines = "\n".join(fenced("bash")).replace("\\\n", " ").splitlines()
+    return sorted({" ".join(line.split()) for line in lines if line.startswith(start)})
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """`pagemill serve` as the pages start it, on free ports and under the names that the pages use."""
+    (documented,) = commands(".venv/bin/pagemill serve")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    words = shlex.split(documented.replace("--port 8000", f"--port {port}"))[1:]
+    argv = [sys.executable, "-m", "pagemill", *words, "--control-port", "0", "--max-model-len", "1024"]
+    argv += [word for name in NAMES for word in ("--served-name", name)]
+    process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        wait_until_ready(process)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def wait_until_ready(process: subprocess.Popen[str]) -> None:
+    """Return at the server's ready line; its output is read on until it ends, so that it never blocks."""
+    lines: list[str] = []
+    settled = threading.Event()
+
+    def read() -> None:
+        assert process.stderr is not None
+        with process.stderr:
+            for line in process.stderr:
+                lines.append(line)
+                if "Ready after" in line:
+                    settled.set()
+        settled.set()
+
+    threading.Thread(target=read, daemon=True).start()
+    assert settled.wait(READY_TIMEOUT_S), f"not ready: {''.join(lines)}"
+    assert process.poll() is None, f"the server ended: {''.join(lines)}"
+
+
+def at(server: str, text: str) -> str:
+    return re.sub(r"http://127\.0\.0\.1:80[08]0", server, text)
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+@pytest.mark.parametrize("line", commands("curl"))
+def test_curl_commands_answer(server: str, line: str) -> None:
+    done = subprocess.run([*shlex.split(at(server, line)), "-sf"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    if " -d " in line:
+        assert json.loads(done.stdout)["usage"]["completion_tokens"] > 0
+
+
+def test_chat_answers(server: str) -> None:
+    (line,) = commands(".venv/bin/pagemill chat")
+    words = shlex.split(at(server, line))[1:]
+    argv = [sys.executable, "-m", "pagemill", *words, "--max-tokens", "8", "Say hello."]
+    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    assert "8 tokens" in done.stderr
+
+
+def test_bench_reports(server: str) -> None:
+    (line,) = commands(".venv/bin/pagemill bench")
+    words = [*shlex.split(line)[1:], "--url", server, "--requests", "4", "--output-tokens", "4"]
+    done = subprocess.run([sys.executable, "-m", "pagemill", *words], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["completion_tokens"] == 16
+    assert report["prompt_tokens"] > 4 * 32
+
+
+@pytest.mark.parametrize("block", [block for block in fenced("python") if "openai" in block])
+def test_openai_snippets_run(server: str, block: str) -> None:
+    done = run_python(at(server, block))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+def test_offline_snippets_run() -> None:
+    """In one process, one after the other: importing torch is most of their time."""
+    snippets = [block for block in fenced("python") if "from pagemill import LLM" in block]
+    assert len(snippets) >= 3
+    done = run_python("\nllm.close()\n".join(snippets))
+    assert done.returncode == 0, done.stderr
+    assert "Paris" in done.stdout
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180)
