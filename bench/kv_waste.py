@@ -10,13 +10,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from report import emit
+from workload import VOCAB_SIZE, Job, mixed_workload, trace_workload
+
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.runner.null import NullRunner
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.sampling import SamplingParams
-from report import emit
-from workload import VOCAB_SIZE, Job, mixed_workload, trace_workload
 
 
 def measure(jobs: list[Job], block_size: int, max_model_len: int) -> dict[str, float]:

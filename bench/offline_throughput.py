@@ -40,8 +40,9 @@ def pagemill(jobs: list[Job], runs: int) -> dict[str, Any]:
 def hugging_face(jobs: list[Job], runs: int, dtype: str, batch_sizes: list[int]) -> dict[str, Any]:
     """transformers' `generate`, batches of equal size in order of arrival, padded on the left."""
     import torch
-    from pagemill_protocol.sources import resolve_source
     from transformers import AutoModelForCausalLM
+
+    from pagemill_protocol.sources import resolve_source
 
     path = resolve_source(MODEL)
     start = time.perf_counter()

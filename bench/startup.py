@@ -17,10 +17,11 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from pagemill.client import Client
 from processes import free_port, stop, tree_memory
 from report import emit, median
 from workload import MODEL
+
+from pagemill.client import Client
 
 READY_TIMEOUT_S = 180.0
 

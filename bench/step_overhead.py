@@ -10,6 +10,9 @@ import argparse
 import time
 
 import numpy as np
+from report import emit, median
+from workload import VOCAB_SIZE
+
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.runner.inputs import RequestRows
@@ -17,8 +20,6 @@ from pagemill_engine.runner.null import NullHandle, NullRunner
 from pagemill_engine.scheduler.step import StepPlan, StepResult
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.sampling import SamplingParams
-from report import emit, median
-from workload import VOCAB_SIZE
 
 PROMPT_TOKENS = 128
 WARM_STEPS = 8

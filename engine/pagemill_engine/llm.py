@@ -11,12 +11,6 @@ from types import TracebackType
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
-from pagemill_protocol.errors import PagemillError, invalid_field
-from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.sampling import SamplingParams
-from pagemill_protocol.sources import resolve_source
-from pagemill_protocol.text.bundle import load_bundle
-from pagemill_protocol.text.tokenizer import Tokenizer
 from tqdm import tqdm
 
 from pagemill_engine.config import EngineConfig
@@ -25,6 +19,12 @@ from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.output.choice import ChoiceOutput
 from pagemill_engine.output.results import CompletionOutput, Logprob, RequestOutput
 from pagemill_engine.runner.factory import create_runner
+from pagemill_protocol.errors import PagemillError, invalid_field
+from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.sources import resolve_source
+from pagemill_protocol.text.bundle import load_bundle
+from pagemill_protocol.text.tokenizer import Tokenizer
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or `{"prompt": text}` / `{"prompt_token_ids": ids}`."""

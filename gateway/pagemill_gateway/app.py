@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pagemill_protocol.http.door import Door, install_error_handlers
 from starlette.applications import Starlette
 from starlette.routing import Route
 from starlette.types import ASGIApp
@@ -14,6 +13,7 @@ from pagemill_gateway.routes.generate import GenerateRoute
 from pagemill_gateway.routes.health import HealthRoutes
 from pagemill_gateway.routes.models import ModelRoutes
 from pagemill_gateway.routes.tokens import TokenRoutes
+from pagemill_protocol.http.door import Door, install_error_handlers
 
 MAX_CATALOG_BYTES = 64 * 1024 * 1024
 

@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 import msgspec
+
 from pagemill_protocol.catalog import Catalog
 
 _SHA256_HEX = re.compile(r"[0-9a-fA-F]{64}")

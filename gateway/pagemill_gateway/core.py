@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 
 import aiohttp
-from pagemill_protocol.catalog import Catalog
-from pagemill_protocol.http.auth import KeyRing
 
 from pagemill_gateway.admission.gate import Gate
 from pagemill_gateway.admission.running import Running
@@ -18,6 +16,8 @@ from pagemill_gateway.metrics import GatewayMetrics
 from pagemill_gateway.relay.preparation import Preparation
 from pagemill_gateway.relay.relay import Relay
 from pagemill_gateway.relay.upstream import Upstream
+from pagemill_protocol.catalog import Catalog
+from pagemill_protocol.http.auth import KeyRing
 
 UPSTREAM_KEEPALIVE_S = 30.0
 """Idle connections to engines are dropped before the engine's own server would: a request must not race the hang-up."""

@@ -5,11 +5,10 @@ Counters and histograms move as things happen, gauges are brought up to date at 
 
 from __future__ import annotations
 
-from pagemill_protocol import metrics as specs
-
 from pagemill_gateway.brain.brain import LocalBrain
 from pagemill_gateway.brain.interface import FailureKind
 from pagemill_gateway.relay.record import RequestRecord
+from pagemill_protocol import metrics as specs
 
 PHASES = ("ready", "starting", "stale", "ejected", "draining")
 

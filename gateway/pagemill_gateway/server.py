@@ -15,14 +15,14 @@ from contextlib import asynccontextmanager, contextmanager
 
 import orjson
 import uvicorn
-from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.http.connection import bounded_protocol
 from starlette.types import ASGIApp
 
 from pagemill_gateway.app import control_app, data_app
 from pagemill_gateway.config import GatewayConfig, SettingsError
 from pagemill_gateway.core import Gateway
 from pagemill_gateway.discovery.catalog import check_catalog
+from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.http.connection import bounded_protocol
 
 logger = logging.getLogger("pagemill.gateway")
 event_logger = logging.getLogger("pagemill.gateway.event")

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
+
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.messages import StepOutputs
 from pagemill_engine.loop.core import EngineCore
@@ -19,7 +20,6 @@ from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.sampling import SamplingParams
 from pagemill_protocol.state import StepTimeParams
-
 from pagemill_simulator.clock import VirtualClock
 from pagemill_simulator.report import Percentiles, SimulationReport
 from pagemill_simulator.traces import TraceRequest

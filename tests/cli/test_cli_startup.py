@@ -7,8 +7,9 @@ import sys
 from collections.abc import Callable
 
 import pytest
-from pagemill.main import COMMANDS, app
 from typer.testing import CliRunner
+
+from pagemill.main import COMMANDS, app
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 

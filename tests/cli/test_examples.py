@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from pagemill.up.documents import read_documents
 from pagemill.up.loading import load_files
 from pagemill_crds.models import LLMDeployment

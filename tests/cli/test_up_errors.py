@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from pagemill.up.changes import describe_changes
 from pagemill.up.documents import read_documents
 from pagemill.up.loading import load_files

@@ -21,8 +21,9 @@ from typing import Any, cast
 import psutil
 import pytest
 import yaml
-from pagemill.main import app
 from typer.testing import CliRunner
+
+from pagemill.main import app
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 Write = Callable[..., Path]

@@ -9,6 +9,7 @@ from typing import Any
 import cel
 import jsonschema
 import pytest
+
 from pagemill_crds.schema import structural_schema
 
 Schema = dict[str, Any]

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
+
 from pagemill_crds.base import forbidden_changes
 from pagemill_crds.explain import root, walk
 from pagemill_crds.models import LLMDeployment
-from pydantic import ValidationError
 
 Admit = Callable[[dict[str, Any]], list[str]]
 

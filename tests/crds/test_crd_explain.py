@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from pagemill_crds.explain import UnknownField, describe, find, root, walk
 from pagemill_crds.reference import reference_page
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
+
 from pagemill_crds.generate import ROOT, custom_resource_definition, main, outputs, stale_files
 
 CRD = custom_resource_definition()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from pagemill_crds.quantities import cpu_cores, duration_seconds, memory_bytes
 
 

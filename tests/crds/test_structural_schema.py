@@ -8,6 +8,7 @@ from typing import Any
 
 import cel
 import pytest
+
 from pagemill_crds.schema import structural_schema
 
 SCHEMA = structural_schema()

@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc import channels
 from pagemill_engine.ipc.channels import EngineChannel, EngineDied

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
+
 from pagemill_engine.kv.block_pool import KVCacheError
 from pagemill_engine.kv.integrity import IntegrityError, check_integrity
 from pagemill_engine.kv.manager import KVCacheManager

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+
 from pagemill_engine.kv.integrity import check_integrity
 from pagemill_engine.kv.manager import KVCacheManager
 

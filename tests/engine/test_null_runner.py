@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.runner.null import NullRunner, PlanError
 from pagemill_engine.scheduler.step import AdmittedRow, StepPlan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from pagemill_engine.kv.block_pool import Block, KVCacheError
 from pagemill_engine.kv.prefix_cache import PrefixCache
 

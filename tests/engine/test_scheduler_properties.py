@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.kv.block_pool import BlockPool, KVCacheError
 from pagemill_engine.kv.manager import BlockTable, KVCacheManager

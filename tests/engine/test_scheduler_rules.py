@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+
 from pagemill_engine.ipc.messages import TokensOut
 from pagemill_engine.kv.integrity import check_integrity
 from pagemill_engine.scheduler.limits import SchedulerLimits

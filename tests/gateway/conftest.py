@@ -14,6 +14,9 @@ import aiohttp
 import msgspec
 import pytest
 from aiohttp import web
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.core import Gateway
 from pagemill_gateway.server import bind, listening, url_of
@@ -23,8 +26,6 @@ from pagemill_protocol.generate import FrameMeta, GenerateRequest, Usage
 from pagemill_protocol.openai import render
 from pagemill_protocol.state import Digests, EngineLoad, StateFrame
 from pagemill_protocol.text.bundle import TokenizerBundle
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
 
 TOKEN = "engine-secret"
 MODEL = "tiny"

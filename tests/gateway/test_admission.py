@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+
 from pagemill_gateway.admission.attempts import Attempts
 from pagemill_gateway.admission.gate import Gate
 from pagemill_gateway.admission.running import Running

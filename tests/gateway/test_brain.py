@@ -6,6 +6,7 @@ import random
 from collections import Counter
 
 import pytest
+
 from pagemill_gateway.brain.brain import LocalBrain
 from pagemill_gateway.brain.ejection import Ejection
 from pagemill_gateway.brain.interface import Choice

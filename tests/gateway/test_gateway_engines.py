@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import openai
 import pytest
+
 from pagemill_engine.config import EngineConfig, ServerConfig
 from pagemill_gateway.config import GatewayConfig
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint

@@ -7,6 +7,7 @@ import asyncio
 import aiohttp
 import openai
 import pytest
+
 from pagemill_protocol.errors import unavailable
 from pagemill_protocol.frames import FRAMES_CONTENT_TYPE, encode_frame
 from pagemill_protocol.generate import FrameMeta

@@ -14,6 +14,7 @@ from pathlib import Path
 import aiohttp
 import msgspec
 import pytest
+
 from pagemill_gateway.config import GatewayConfig, SettingsError, is_loopback, load_config
 from pagemill_gateway.server import serve
 

@@ -8,6 +8,7 @@ import hashlib
 import msgspec
 import openai
 import pytest
+
 from pagemill_protocol.catalog import Catalog
 
 

@@ -6,6 +6,7 @@ import asyncio
 
 import msgspec
 import pytest
+
 from pagemill_protocol.state import EngineLoad
 
 

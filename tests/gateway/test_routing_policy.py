@@ -9,6 +9,7 @@ import sys
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from pagemill_gateway.brain.brain import LocalBrain
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.routing.least_inflight import LeastInFlight

@@ -1,3 +1,5 @@
+"""Kernel tests run on one thread."""
+
 from __future__ import annotations
 
 import pytest

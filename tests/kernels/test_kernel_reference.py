@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+
 from pagemill_kernels import registry
 from pagemill_kernels.kv_store.reference import head_slots
 from pagemill_kernels.paged_attention.batch import AttentionBatch

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from pagemill_kernels.activation import native as activation
 from pagemill_kernels.activation import reference as activation_reference
 from pagemill_kernels.cpu import library

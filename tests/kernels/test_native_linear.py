@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from pagemill_kernels.cpu import library
 from pagemill_kernels.linear import groups, native
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+
 from pagemill_crds.models import LLMDeployment
 from pagemill_operator.backends.base import Event
 from pagemill_operator.backends.local import LocalBackend, LocalSettings

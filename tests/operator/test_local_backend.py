@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 import psutil
 import pytest
+
 from pagemill_operator.backends.base import BackendError
 from pagemill_operator.backends.local.ports import PortInUse
 from pagemill_operator.plan import Plan

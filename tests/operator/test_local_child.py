@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+
 from pagemill_operator.backends.local.child import Child, explain_exit, tail
 
 

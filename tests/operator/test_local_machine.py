@@ -8,6 +8,7 @@ import socket
 from pathlib import Path
 
 import pytest
+
 from pagemill_operator.backends.base import BackendError
 from pagemill_operator.backends.local.cores import threads_per_engine, usable_cores
 from pagemill_operator.backends.local.ports import PortInUse, ensure_bindable, free_port

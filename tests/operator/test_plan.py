@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+
 from pagemill_crds.models import LLMDeployment
 from pagemill_engine.config import EngineConfig, ServerConfig
 from pagemill_engine.server.settings import Settings

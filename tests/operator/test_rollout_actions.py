@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from pagemill_operator.backends.rollout import next_actions
 from pagemill_operator.plan import Group, Process
 from pagemill_operator.status.conditions import Phase, ReplicaObservation

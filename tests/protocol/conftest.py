@@ -9,11 +9,12 @@ from typing import Any, Protocol
 import gguf
 import numpy as np
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+
 from pagemill_protocol.sources import resolve_source
 from pagemill_protocol.text.bundle import TokenizerBundle, load_bundle
 from pagemill_protocol.text.tokenizer import Tokenizer
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"

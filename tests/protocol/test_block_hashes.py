@@ -8,6 +8,7 @@ import struct
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from pagemill_protocol import hashes
 
 ROOT = hashes.root_hash(weights_digest="w", kv_dtype="float32", block_size=16)

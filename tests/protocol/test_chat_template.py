@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.sources import SourceError
 from pagemill_protocol.text.bundle import TokenizerBundle

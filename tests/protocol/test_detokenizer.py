@@ -9,11 +9,12 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
+
 from pagemill_protocol.text.bundle import TokenizerBundle
 from pagemill_protocol.text.sentencepiece import decoder_json, model_json, normalizer_json
 from pagemill_protocol.text.tokenizer import Tokenizer
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models
 
 PIECES = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁the", "the", "▁▁", "é", "你", "fox"]
 BYTES_FROM = 2

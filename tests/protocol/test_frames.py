@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from pagemill_protocol import frames
 from pagemill_protocol.generate import FrameMeta, Usage
 from pagemill_protocol.state import EngineLoad, StateFrame

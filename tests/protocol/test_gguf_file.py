@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from pagemill_protocol.gguf_file import MAX_ARRAY_ENTRIES, GGMLType, GGUFError, GGUFFile
 
 REFUSAL_LIMIT_S = 0.05

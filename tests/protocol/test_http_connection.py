@@ -10,10 +10,11 @@ from collections.abc import AsyncIterator
 import orjson
 import pytest
 import uvicorn
-from pagemill_protocol.http.connection import bounded_protocol
-from pagemill_protocol.http.door import Door, read_body
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+
+from pagemill_protocol.http.connection import bounded_protocol
+from pagemill_protocol.http.door import Door, read_body
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:

@@ -11,11 +11,12 @@ import httpx2
 import orjson
 import pytest
 from fastapi import FastAPI, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
 from pagemill_protocol.errors import PagemillError, too_many_requests
 from pagemill_protocol.http import door
 from pagemill_protocol.openai.schemas import CompletionRequest
-from starlette.responses import Response, StreamingResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 BODY = orjson.dumps({"model": "m", "prompt": "hi"})
 

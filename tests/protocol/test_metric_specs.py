@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
-from pagemill_protocol import metrics
 from prometheus_client.parser import text_string_to_metric_families
+
+from pagemill_protocol import metrics
 
 ALL = [*metrics.ENGINE_METRICS, *metrics.GATEWAY_METRICS]
 

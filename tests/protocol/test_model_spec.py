@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from pagemill_protocol.model_spec import UnsupportedModelArchitecture, load_model_spec
 from pagemill_protocol.safetensors_header import read_header
 from pagemill_protocol.sources import SourceError, UnreadableModelError

@@ -10,6 +10,8 @@ import orjson
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from pydantic import BaseModel
+
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.openai.parse import parse_body
 from pagemill_protocol.openai.schemas import (
@@ -18,7 +20,6 @@ from pagemill_protocol.openai.schemas import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from pydantic import BaseModel
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "hi"}

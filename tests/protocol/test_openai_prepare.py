@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import pytest
+
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.openai import prepare

@@ -9,6 +9,7 @@ import orjson
 import pytest
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
 from pagemill_protocol.errors import unavailable
 from pagemill_protocol.generate import GenerateRequest, Usage
 from pagemill_protocol.openai import logprobs, render

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from pagemill_protocol.sources import SourceError, default_name, resolve_source
 
 

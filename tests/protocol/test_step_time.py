@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from pagemill_protocol.state import StepTimeParams
 from pagemill_protocol.step_time import StepSample, StepTimeModel, default_knots
 

@@ -11,6 +11,9 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Backend
+
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.gguf_file import GGUFError, GGUFFile
 from pagemill_protocol.sources import SourceError, UnreadableModelError
@@ -18,8 +21,6 @@ from pagemill_protocol.text import byte_level
 from pagemill_protocol.text.bundle import TokenizerBundle, bundle_digest, load_bundle
 from pagemill_protocol.text.pre_tokenizers import PRE_TOKENIZERS
 from pagemill_protocol.text.tokenizer import Tokenizer
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
-from tokenizers import Tokenizer as Backend
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 SPACE = "▁"

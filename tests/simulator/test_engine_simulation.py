@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import pytest
+
 from pagemill_engine.config import EngineConfig
 from pagemill_protocol.state import StepTimeParams
 from pagemill_simulator.engine import EngineSimulation, simulate

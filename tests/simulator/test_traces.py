@@ -6,6 +6,7 @@ import statistics
 from pathlib import Path
 
 import pytest
+
 from pagemill_simulator.traces import TraceError, TraceRequest, read_azure_trace, synthetic_trace
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 import typer
+
 from pagemill_gateway.config import GatewayConfig, SettingsError, load_config
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.http.auth import hash_key

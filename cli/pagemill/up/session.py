@@ -14,16 +14,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pagemill.up.answer import QUESTION, AnswerError, ask
+from pagemill.up.changes import describe_changes
+from pagemill.up.loading import Loaded, load_files
+from pagemill.up.screen import Screen, report_errors
 from pagemill_operator.backends.base import BackendError, Event
 from pagemill_operator.backends.local import LocalBackend, LocalSettings
 from pagemill_operator.backends.local.load import Load
 from pagemill_operator.plan import Plan
 from pagemill_operator.status.conditions import Finding, find_conditions
-
-from pagemill.up.answer import QUESTION, AnswerError, ask
-from pagemill.up.changes import describe_changes
-from pagemill.up.loading import Loaded, load_files
-from pagemill.up.screen import Screen, report_errors
 
 MAX_FIRST_CRASHES = 3
 """A process that never was ready and crashed this often is given up."""

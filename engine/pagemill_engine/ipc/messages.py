@@ -7,6 +7,7 @@ To the engine: `AddRequest`, `Abort`, `Drain`, `Shutdown`. From the engine: `Loa
 from __future__ import annotations
 
 import msgspec
+
 from pagemill_protocol.generate import FinishReason, GenerateRequest
 from pagemill_protocol.state import EngineLoad, StepTimeParams
 

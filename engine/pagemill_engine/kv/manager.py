@@ -11,10 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from pagemill_protocol import hashes
-
 from pagemill_engine.kv.block_pool import Block, BlockPool, KVCacheError
 from pagemill_engine.kv.prefix_cache import PrefixCache
+from pagemill_protocol import hashes
 
 
 class TokenRow(Protocol):

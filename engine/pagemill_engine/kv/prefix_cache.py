@@ -7,9 +7,8 @@ chain up to it (hashes are chained). Hashing itself is `pagemill_protocol.hashes
 
 from __future__ import annotations
 
-from pagemill_protocol import hashes
-
 from pagemill_engine.kv.block_pool import Block, KVCacheError
+from pagemill_protocol import hashes
 
 
 class PrefixCache:

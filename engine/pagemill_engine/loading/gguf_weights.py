@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pagemill_protocol.gguf_file import GGUFFile, GGUFTensor
 from torch import Tensor
 
 from pagemill_engine.loading.dequantize import dequantize_into, supported_types
 from pagemill_engine.loading.digest import StoredTensor, digest_tensors
 from pagemill_engine.loading.errors import LoadError
+from pagemill_protocol.gguf_file import GGUFFile, GGUFTensor
 
 ROPE_FACTORS = "rope_freq_factors"
 """Name given to the table of rotary frequency divisors that some files carry."""

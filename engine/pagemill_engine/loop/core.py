@@ -11,12 +11,6 @@ import logging
 import time
 from collections.abc import Callable
 
-from pagemill_protocol.errors import unavailable
-from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.sampling import SamplingParams
-from pagemill_protocol.state import EngineLoad, StepTimeParams
-from pagemill_protocol.step_time import StepTimeModel
-
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.messages import PrefixEvents, StepOutputs
 from pagemill_engine.kv.integrity import check_integrity
@@ -24,6 +18,11 @@ from pagemill_engine.runner.base import Runner, RunnerInfo
 from pagemill_engine.scheduler.limits import SchedulerLimits
 from pagemill_engine.scheduler.scheduler import Scheduler
 from pagemill_engine.scheduler.step import AdmittedRow, StepPlan, StepResult
+from pagemill_protocol.errors import unavailable
+from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.state import EngineLoad, StepTimeParams
+from pagemill_protocol.step_time import StepTimeModel
 
 logger = logging.getLogger(__name__)
 

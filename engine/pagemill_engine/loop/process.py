@@ -15,8 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-from pagemill_protocol.errors import PagemillError, internal_error
-from pagemill_protocol.generate import GenerateRequest
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.link import EngineLink, LinkSettings
@@ -35,6 +33,8 @@ from pagemill_engine.ipc.messages import (
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.loop.warmup import SelfTestError, calibrate, self_test
 from pagemill_engine.runner import factory
+from pagemill_protocol.errors import PagemillError, internal_error
+from pagemill_protocol.generate import GenerateRequest
 
 logger = logging.getLogger(__name__)
 

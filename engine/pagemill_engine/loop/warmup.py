@@ -9,12 +9,12 @@ from __future__ import annotations
 import time
 
 import msgspec
-from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.sampling import SamplingParams
-from pagemill_protocol.step_time import StepSample, StepTimeModel, default_knots
 
 from pagemill_engine.ipc.messages import StepOutputs
 from pagemill_engine.loop.core import EngineCore
+from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.step_time import StepSample, StepTimeModel, default_knots
 
 SWEEP_LIMIT_S = 0.8
 SLOW_STEP_MS = 100.0

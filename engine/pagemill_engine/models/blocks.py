@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
-from pagemill_kernels.registry import Ops
-from pagemill_protocol.model_spec import ModelSpec
 from torch import Tensor, nn
 
 from pagemill_engine.models.context import ForwardContext
+from pagemill_kernels.registry import Ops
+from pagemill_protocol.model_spec import ModelSpec
 
 
 class Linear(nn.Module):

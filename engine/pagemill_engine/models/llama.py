@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-from pagemill_kernels.registry import Ops
-from pagemill_protocol.model_spec import ModelSpec
 from torch import Tensor, nn
 
 from pagemill_engine.models.blocks import Attention, CausalLM, Embedding, GatedMLP, RMSNorm
 from pagemill_engine.models.context import ForwardContext
+from pagemill_kernels.registry import Ops
+from pagemill_protocol.model_spec import ModelSpec
 
 
 class LlamaDecoderLayer(nn.Module):

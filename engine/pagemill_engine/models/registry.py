@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib
 
 import torch
-from pagemill_kernels.registry import Ops
-from pagemill_protocol.model_spec import ModelSpec
 
 from pagemill_engine.models.blocks import CausalLM
 from pagemill_engine.models.errors import UnsupportedModelError
+from pagemill_kernels.registry import Ops
+from pagemill_protocol.model_spec import ModelSpec
 
 _MODELS: dict[str, tuple[str, str]] = {
     "LlamaForCausalLM": ("llama", "LlamaForCausalLM"),

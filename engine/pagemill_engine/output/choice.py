@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from pagemill_engine.ipc.messages import LogprobsOut
+from pagemill_engine.output.stops import StopMatcher
 from pagemill_protocol.generate import ChoiceResume, FinishReason
 from pagemill_protocol.sampling import SamplingParams
 from pagemill_protocol.text.tokenizer import Tokenizer
-
-from pagemill_engine.ipc.messages import LogprobsOut
-from pagemill_engine.output.stops import StopMatcher
 
 
 class ChoiceDelta(NamedTuple):

@@ -11,13 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from pagemill_engine.ipc.messages import LogprobsOut, TokensOut
+from pagemill_engine.output.choice import ChoiceDelta, ChoiceOutput
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import FrameMeta, GenerateRequest, Usage
 from pagemill_protocol.openai import logprobs, render
 from pagemill_protocol.text.tokenizer import Tokenizer
-
-from pagemill_engine.ipc.messages import LogprobsOut, TokensOut
-from pagemill_engine.output.choice import ChoiceDelta, ChoiceOutput
 
 
 class Frame(NamedTuple):

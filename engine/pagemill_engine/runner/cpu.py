@@ -11,9 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pagemill_kernels.kv_store.reference import head_slots
-from pagemill_kernels.paged_attention.batch import AttentionBatch
-from pagemill_kernels.registry import Ops
 from torch import Tensor
 
 from pagemill_engine.models.blocks import CausalLM
@@ -24,6 +21,9 @@ from pagemill_engine.runner.kv_cache import KVCache
 from pagemill_engine.sampling.rows import SamplingRows
 from pagemill_engine.sampling.sampler import Sampled, sample
 from pagemill_engine.scheduler.step import StepPlan, StepResult
+from pagemill_kernels.kv_store.reference import head_slots
+from pagemill_kernels.paged_attention.batch import AttentionBatch
+from pagemill_kernels.registry import Ops
 
 NON_FINITE = "The model produced values that are not finite for this request."
 

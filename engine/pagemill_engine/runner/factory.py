@@ -9,12 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pagemill_protocol.model_spec import load_model_spec
-from pagemill_protocol.sources import SourceError, resolve_source
-
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.runner.base import Runner
+from pagemill_protocol.model_spec import load_model_spec
+from pagemill_protocol.sources import SourceError, resolve_source
 
 if TYPE_CHECKING:
     from pagemill_protocol.model_spec import ModelSpec

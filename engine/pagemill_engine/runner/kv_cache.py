@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import psutil
 import torch
-from pagemill_protocol.model_spec import ModelSpec
 from torch import Tensor
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loading.errors import LoadError
+from pagemill_protocol.model_spec import ModelSpec
 
 DEFAULT_MEMORY_BYTES = 1024**3
 

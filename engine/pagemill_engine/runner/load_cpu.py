@@ -7,8 +7,6 @@ from pathlib import Path
 
 import psutil
 import torch
-from pagemill_kernels.registry import ops_for
-from pagemill_protocol.model_spec import ModelSpec
 from torch import Tensor
 
 from pagemill_engine.config import EngineConfig
@@ -24,6 +22,8 @@ from pagemill_engine.runner.base import RunnerInfo
 from pagemill_engine.runner.cpu import CPURunner
 from pagemill_engine.runner.kv_cache import KVCache, max_model_len_for, num_blocks_for
 from pagemill_engine.runner.threads import available_threads
+from pagemill_kernels.registry import ops_for
+from pagemill_protocol.model_spec import ModelSpec
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -14,12 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pagemill_protocol.state import StepTimeParams
-from pagemill_protocol.step_time import StepTimeModel
-
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.runner.base import RunnerInfo
 from pagemill_engine.scheduler.step import AdmittedRow, StepPlan, StepResult
+from pagemill_protocol.state import StepTimeParams
+from pagemill_protocol.step_time import StepTimeModel
 
 DEFAULT_STEP_TIME = StepTimeParams(
     knots_tokens=[1, 64, 512, 2048, 8192],

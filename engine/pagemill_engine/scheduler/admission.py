@@ -5,12 +5,11 @@ from __future__ import annotations
 import secrets
 from functools import lru_cache
 
+from pagemill_engine.scheduler.limits import SchedulerLimits
+from pagemill_engine.scheduler.request import Request
 from pagemill_protocol import hashes
 from pagemill_protocol.errors import PagemillError, context_length_exceeded, invalid_field, unavailable
 from pagemill_protocol.generate import ChoiceResume, GenerateRequest
-
-from pagemill_engine.scheduler.limits import SchedulerLimits
-from pagemill_engine.scheduler.request import Request
 
 _SEED_BITS = 63
 

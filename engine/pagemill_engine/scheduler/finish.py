@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from pagemill_protocol.generate import FinishReason
-
 from pagemill_engine.scheduler.request import Request
+from pagemill_protocol.generate import FinishReason
 
 
 def finish_reason(request: Request) -> FinishReason | None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pagemill_protocol.generate import FinishReason
-
 from pagemill_engine.ipc.messages import LogprobsOut, TokensOut
 from pagemill_engine.scheduler.request import Request
 from pagemill_engine.scheduler.step import TokenLogprobs
+from pagemill_protocol.generate import FinishReason
 
 
 class OutputBox:

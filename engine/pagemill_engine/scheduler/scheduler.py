@@ -14,10 +14,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from pagemill_protocol.errors import invalid_field
-from pagemill_protocol.generate import FinishReason, GenerateRequest
-from pagemill_protocol.state import EngineLoad
-
 from pagemill_engine.ipc.messages import TokensOut
 from pagemill_engine.kv.manager import Allocation, KVCacheManager
 from pagemill_engine.scheduler.admission import Admission
@@ -30,6 +26,9 @@ from pagemill_engine.scheduler.policies import POLICIES
 from pagemill_engine.scheduler.request import Request, RowState
 from pagemill_engine.scheduler.rows import SortedRows, serving_key
 from pagemill_engine.scheduler.step import StepPlan, StepResult, TokenLogprobs
+from pagemill_protocol.errors import invalid_field
+from pagemill_protocol.generate import FinishReason, GenerateRequest
+from pagemill_protocol.state import EngineLoad
 
 Clock = Callable[[], float]
 

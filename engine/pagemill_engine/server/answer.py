@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 
-from pagemill_protocol.errors import PagemillError
-
 from pagemill_engine.output.processor import Frame
+from pagemill_protocol.errors import PagemillError
 
 
 class Answer:

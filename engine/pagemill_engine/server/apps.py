@@ -5,7 +5,6 @@ from __future__ import annotations
 from importlib.metadata import version
 
 import orjson
-from pagemill_protocol.http.door import Door, install_error_handlers
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -14,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagemill_engine.server import health, internal_routes, metrics, openai_routes
 from pagemill_engine.server.context import ServerContext
+from pagemill_protocol.http.door import Door, install_error_handlers
 
 
 async def show_metrics(request: Request) -> Response:

@@ -8,16 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from pagemill_protocol.errors import PagemillError, model_not_found, unavailable
-from pagemill_protocol.openai.render import fingerprint
-from pagemill_protocol.text.tokenizer import Tokenizer
-
 from pagemill_engine.ipc.messages import Ready
 from pagemill_engine.server.engine_client import EngineClient
 from pagemill_engine.server.lifecycle import Lifecycle
 from pagemill_engine.server.metrics import ServerMetrics
 from pagemill_engine.server.settings import Settings
 from pagemill_engine.server.state_stream import StatePublisher
+from pagemill_protocol.errors import PagemillError, model_not_found, unavailable
+from pagemill_protocol.openai.render import fingerprint
+from pagemill_protocol.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 

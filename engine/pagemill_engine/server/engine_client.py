@@ -15,10 +15,6 @@ import signal
 import time
 from typing import NamedTuple
 
-from pagemill_protocol.errors import PagemillError, internal_error, invalid_field, unavailable
-from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.state import Digests
-
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.channels import EngineChannel, EngineDied
 from pagemill_engine.ipc.messages import (
@@ -40,6 +36,9 @@ from pagemill_engine.server.failure import StartupError
 from pagemill_engine.server.lifecycle import Lifecycle
 from pagemill_engine.server.metrics import RequestTiming, ServerMetrics
 from pagemill_engine.server.state_stream import StatePublisher
+from pagemill_protocol.errors import PagemillError, internal_error, invalid_field, unavailable
+from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.state import Digests
 
 logger = logging.getLogger(__name__)
 

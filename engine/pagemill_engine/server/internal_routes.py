@@ -11,10 +11,6 @@ from collections.abc import Callable
 
 import msgspec
 import orjson
-from pagemill_protocol.errors import PagemillError, invalid_field
-from pagemill_protocol.frames import MSGPACK_CONTENT_TYPE, STATE_CONTENT_TYPE
-from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.http.door import require_internal
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -23,6 +19,10 @@ from pagemill_engine.server.context import ServerContext
 from pagemill_engine.server.openai_routes import abort, submit
 from pagemill_engine.server.responses import FramesResponse
 from pagemill_engine.server.state_stream import StatePublisher
+from pagemill_protocol.errors import PagemillError, invalid_field
+from pagemill_protocol.frames import MSGPACK_CONTENT_TYPE, STATE_CONTENT_TYPE
+from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.http.door import require_internal
 
 BUNDLE_DIGEST_HEADER = "x-pagemill-digest"
 _decoder = msgspec.msgpack.Decoder(GenerateRequest)

@@ -17,11 +17,6 @@ from dataclasses import dataclass
 import msgspec
 import uvicorn
 import uvloop
-from pagemill_protocol.errors import PagemillError, unavailable
-from pagemill_protocol.http.connection import bounded_protocol
-from pagemill_protocol.sources import SourceError, default_name, resolve_source
-from pagemill_protocol.text.bundle import TokenizerBundle, load_bundle
-from pagemill_protocol.text.tokenizer import Tokenizer
 from starlette.types import ASGIApp
 
 from pagemill_engine.config import EngineConfig, ServerConfig
@@ -36,6 +31,11 @@ from pagemill_engine.server.metrics import ServerMetrics
 from pagemill_engine.server.settings import Settings
 from pagemill_engine.server.sockets import bind, bound_port
 from pagemill_engine.server.state_stream import StatePublisher
+from pagemill_protocol.errors import PagemillError, unavailable
+from pagemill_protocol.http.connection import bounded_protocol
+from pagemill_protocol.sources import SourceError, default_name, resolve_source
+from pagemill_protocol.text.bundle import TokenizerBundle, load_bundle
+from pagemill_protocol.text.tokenizer import Tokenizer
 
 KEEP_ALIVE_S = 120
 """Idle connections live longer than a gateway's pool keeps them, so that the gateway closes first."""

@@ -10,14 +10,13 @@ import time
 from dataclasses import dataclass, field
 from importlib.metadata import version
 
+from pagemill_engine.config import EngineConfig
+from pagemill_engine.ipc.messages import Ready, StepOutputs, TokensOut
+from pagemill_engine.output.processor import OutputProcessor
 from pagemill_protocol import metrics as names
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.metrics import ENGINE_METRICS, Metrics
-
-from pagemill_engine.config import EngineConfig
-from pagemill_engine.ipc.messages import Ready, StepOutputs, TokensOut
-from pagemill_engine.output.processor import OutputProcessor
 
 CONTENT_TYPE = names.CONTENT_TYPE
 

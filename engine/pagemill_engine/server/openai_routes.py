@@ -9,6 +9,13 @@ from __future__ import annotations
 import secrets
 import time
 
+from starlette.requests import Request
+from starlette.responses import Response
+
+from pagemill_engine.output.processor import OutputProcessor
+from pagemill_engine.server.answer import Answer
+from pagemill_engine.server.context import ServerContext
+from pagemill_engine.server.responses import JSON_CONTENT_TYPE, AnswerResponse, BodyResponse, StreamResponse
 from pagemill_protocol.errors import PagemillError, model_not_found
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.openai import prepare, render
@@ -19,13 +26,6 @@ from pagemill_protocol.openai.schemas import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from starlette.requests import Request
-from starlette.responses import Response
-
-from pagemill_engine.output.processor import OutputProcessor
-from pagemill_engine.server.answer import Answer
-from pagemill_engine.server.context import ServerContext
-from pagemill_engine.server.responses import JSON_CONTENT_TYPE, AnswerResponse, BodyResponse, StreamResponse
 
 
 async def chat_completions(request: Request) -> AnswerResponse:

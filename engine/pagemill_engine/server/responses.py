@@ -11,14 +11,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 
-from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.frames import FRAMES_CONTENT_TYPE, encode_frame
-from pagemill_protocol.generate import GenerateRequest, Usage
-from pagemill_protocol.openai import render
 from starlette.types import Receive, Scope, Send
 
 from pagemill_engine.output.processor import Frame
 from pagemill_engine.server.answer import Answer
+from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.frames import FRAMES_CONTENT_TYPE, encode_frame
+from pagemill_protocol.generate import GenerateRequest, Usage
+from pagemill_protocol.openai import render
 
 JSON_CONTENT_TYPE = "application/json"
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}

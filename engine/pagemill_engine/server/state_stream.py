@@ -13,10 +13,10 @@ from collections import deque
 from collections.abc import AsyncIterator
 
 import msgspec
-from pagemill_protocol.frames import encode_state
-from pagemill_protocol.state import Digests, EngineLoad, StateFrame, StepTimeParams
 
 from pagemill_engine.ipc.messages import PrefixEvents
+from pagemill_protocol.frames import encode_state
+from pagemill_protocol.state import Digests, EngineLoad, StateFrame, StepTimeParams
 
 MIN_INTERVAL_S = 0.05
 HEARTBEAT_S = 1.0

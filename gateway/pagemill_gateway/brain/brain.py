@@ -11,15 +11,14 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from pagemill_protocol.catalog import Catalog
-from pagemill_protocol.errors import PagemillError, model_not_found, unavailable
-from pagemill_protocol.state import StateFrame
-
 from pagemill_gateway.brain.interface import Choice, FailureKind, Target
 from pagemill_gateway.brain.registry import Deployment, EndpointRecord, Registry
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.routing.least_inflight import LeastInFlight
 from pagemill_gateway.routing.policy import Candidate, Policy, RequestView
+from pagemill_protocol.catalog import Catalog
+from pagemill_protocol.errors import PagemillError, model_not_found, unavailable
+from pagemill_protocol.state import StateFrame
 
 LOADING_RETRY_AFTER_S = 5.0
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
-
 from pagemill_gateway.brain.ejection import Ejection
 from pagemill_gateway.brain.reports import Reports
+from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 
 
 @dataclass(slots=True)

@@ -10,12 +10,12 @@ import asyncio
 import contextlib
 
 import aiohttp
+
+from pagemill_gateway.bounded import TooLarge, read_bounded
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.sources import SourceError
 from pagemill_protocol.text.bundle import TokenizerBundle
 from pagemill_protocol.text.tokenizer import Tokenizer
-
-from pagemill_gateway.bounded import TooLarge, read_bounded
 
 FETCH_TIMEOUT_S = 30.0
 MAX_BUNDLE_BYTES = 128 * 1024 * 1024

@@ -5,6 +5,7 @@ from __future__ import annotations
 from urllib.parse import urlsplit
 
 import msgspec
+
 from pagemill_protocol.catalog import Catalog, CatalogModel
 from pagemill_protocol.errors import PagemillError, invalid_field
 

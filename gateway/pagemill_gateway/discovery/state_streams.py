@@ -13,14 +13,14 @@ import logging
 import random
 
 import aiohttp
-from pagemill_protocol.frames import FrameError, StateDecoder
-from pagemill_protocol.state import StateFrame
 
 from pagemill_gateway.brain.brain import LocalBrain
 from pagemill_gateway.brain.reports import StateGap
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.discovery.bundles import BundleError, Bundles
 from pagemill_gateway.discovery.readyz import fetch_phase
+from pagemill_protocol.frames import FrameError, StateDecoder
+from pagemill_protocol.state import StateFrame
 
 logger = logging.getLogger("pagemill.gateway.state")
 

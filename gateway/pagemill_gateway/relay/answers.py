@@ -10,13 +10,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from pagemill_protocol.generate import GenerateRequest, Usage
-from pagemill_protocol.openai import render
-
 from pagemill_gateway.brain.interface import Target
 from pagemill_gateway.relay.record import RequestRecord
 from pagemill_gateway.relay.relay import Relay
 from pagemill_gateway.relay.sinks import BodySink, Sink, StreamSink, Write
+from pagemill_protocol.generate import GenerateRequest, Usage
+from pagemill_protocol.openai import render
 
 MAX_CONCURRENT_PROMPTS = 64
 """Of one client request; more wait for the first ones to finish."""

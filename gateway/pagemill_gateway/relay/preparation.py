@@ -14,17 +14,17 @@ from functools import partial
 from typing import NamedTuple, TypeVar
 
 import msgspec
+from pydantic import BaseModel
+
+from pagemill_gateway.brain.interface import Brain, Target
+from pagemill_gateway.discovery.bundles import BundleError, Bundles
+from pagemill_gateway.limits.scope import cache_salt
 from pagemill_protocol.errors import unavailable
 from pagemill_protocol.generate import Dialect, GenerateRequest
 from pagemill_protocol.openai.parse import parse_body
 from pagemill_protocol.openai.prepare import new_request_id, prepare_chat, prepare_completions
 from pagemill_protocol.openai.schemas import ChatCompletionRequest, CompletionRequest
 from pagemill_protocol.text.tokenizer import Tokenizer
-from pydantic import BaseModel
-
-from pagemill_gateway.brain.interface import Brain, Target
-from pagemill_gateway.discovery.bundles import BundleError, Bundles
-from pagemill_gateway.limits.scope import cache_salt
 
 INLINE_BODY_BYTES = 4096
 NUM_THREADS = 8

@@ -6,10 +6,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from pagemill_gateway.brain.interface import Target
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import FinishReason, FrameMeta, GenerateRequest, Usage
-
-from pagemill_gateway.brain.interface import Target
 
 
 @dataclass(slots=True)

@@ -13,8 +13,6 @@ import time
 from functools import partial
 
 import msgspec
-from pagemill_protocol.errors import PagemillError, bad_upstream, internal_error
-from pagemill_protocol.generate import FrameMeta, GenerateRequest, Usage
 
 from pagemill_gateway.admission.attempts import Attempts
 from pagemill_gateway.brain.interface import Brain, Choice, Target
@@ -22,6 +20,8 @@ from pagemill_gateway.metrics import GatewayMetrics
 from pagemill_gateway.relay.record import RequestRecord
 from pagemill_gateway.relay.sinks import Sink
 from pagemill_gateway.relay.upstream import Frame, Upstream, UpstreamFailure, parse_error
+from pagemill_protocol.errors import PagemillError, bad_upstream, internal_error
+from pagemill_protocol.generate import FrameMeta, GenerateRequest, Usage
 
 _encoder = msgspec.msgpack.Encoder()
 logger = logging.getLogger("pagemill.gateway.relay")

@@ -13,13 +13,13 @@ from contextlib import asynccontextmanager, suppress
 
 import aiohttp
 import msgspec
-from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.frames import FRAMES_CONTENT_TYPE, MSGPACK_CONTENT_TYPE, FrameDecoder, FrameError
-from pagemill_protocol.generate import FrameMeta
 
 from pagemill_gateway.bounded import TooLarge, read_bounded
 from pagemill_gateway.brain.interface import Choice, FailureKind
 from pagemill_gateway.config import GatewayConfig
+from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.frames import FRAMES_CONTENT_TYPE, MSGPACK_CONTENT_TYPE, FrameDecoder, FrameError
+from pagemill_protocol.generate import FrameMeta
 
 MAX_ERROR_BYTES = 64 * 1024
 MAX_BODY_AT_ONCE_BYTES = 512 * 1024

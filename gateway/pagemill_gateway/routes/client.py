@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 
+from starlette.types import Send
+
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.http.door import error_response
 from pagemill_protocol.openai.render import SSE_CONTENT_TYPE, sse_error
-from starlette.types import Send
 
 SSE_HEADERS = [
     (b"content-type", SSE_CONTENT_TYPE.encode()),

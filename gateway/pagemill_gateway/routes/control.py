@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from pagemill_protocol.http.door import read_body, require_internal
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from pagemill_gateway.brain.registry import Deployment, EndpointRecord
 from pagemill_gateway.core import Gateway
 from pagemill_gateway.discovery.catalog import decode_catalog
+from pagemill_protocol.http.door import read_body, require_internal
 
 
 class ControlRoutes:

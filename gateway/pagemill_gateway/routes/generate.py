@@ -10,9 +10,6 @@ from __future__ import annotations
 import logging
 import math
 
-from pagemill_protocol.errors import PagemillError, internal_error, invalid_field
-from pagemill_protocol.generate import Dialect
-from pagemill_protocol.http.door import check_json_content_type, header, read_body
 from starlette.types import Receive, Scope, Send
 
 from pagemill_gateway.core import Gateway
@@ -22,6 +19,9 @@ from pagemill_gateway.relay.relay import AnswerBroken
 from pagemill_gateway.routes.access import record_of
 from pagemill_gateway.routes.client import Client, ClientTooSlow
 from pagemill_gateway.routes.connection import while_connected
+from pagemill_protocol.errors import PagemillError, internal_error, invalid_field
+from pagemill_protocol.generate import Dialect
+from pagemill_protocol.http.door import check_json_content_type, header, read_body
 
 logger = logging.getLogger("pagemill.gateway")
 

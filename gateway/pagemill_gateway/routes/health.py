@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pagemill_protocol.metrics import CONTENT_TYPE
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from pagemill_gateway.core import Gateway
 from pagemill_gateway.version import VERSION
+from pagemill_protocol.metrics import CONTENT_TYPE
 
 
 class HealthRoutes:

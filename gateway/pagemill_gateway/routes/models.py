@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pagemill_protocol.errors import model_not_found
-from pagemill_protocol.openai import render
 from starlette.requests import Request
 from starlette.responses import Response
 
 from pagemill_gateway.core import Gateway
+from pagemill_protocol.errors import model_not_found
+from pagemill_protocol.openai import render
 
 
 class ModelRoutes:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 
-from pagemill_protocol.errors import invalid_field
-from pagemill_protocol.http.door import check_json_content_type, read_body
-from pagemill_protocol.openai import prepare, render
-from pagemill_protocol.openai.schemas import DetokenizeRequest, TokenizeRequest
 from starlette.requests import Request
 from starlette.responses import Response
 
 from pagemill_gateway.brain.interface import Target
 from pagemill_gateway.core import Gateway
+from pagemill_protocol.errors import invalid_field
+from pagemill_protocol.http.door import check_json_content_type, read_body
+from pagemill_protocol.openai import prepare, render
+from pagemill_protocol.openai.schemas import DetokenizeRequest, TokenizeRequest
 
 
 class TokenRoutes:

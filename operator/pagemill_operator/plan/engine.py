@@ -10,7 +10,6 @@ from typing import Any
 
 from pagemill_crds.models import LLMDeployment
 from pagemill_crds.quantities import cpu_cores, duration_seconds, memory_bytes
-
 from pagemill_operator.plan.types import CONTROL_PORT, DATA_PORT
 
 

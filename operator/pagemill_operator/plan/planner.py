@@ -8,7 +8,6 @@ from typing import Any
 
 from pagemill_crds.models import LLMDeployment
 from pagemill_crds.quantities import cpu_cores, duration_seconds, memory_bytes
-
 from pagemill_operator.plan.engine import engine_settings, server_settings, source_with_revision
 from pagemill_operator.plan.extra_args import apply_extra_args
 from pagemill_operator.plan.support import Backend, find_notes, find_problems

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import Literal
 
 from pagemill_crds.models import LLMDeploymentSpec
-
 from pagemill_operator.plan.types import Problem
 
 Backend = Literal["local", "kubernetes"]

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from pagemill_crds.status import Condition
-
 from pagemill_operator.plan.types import Plan, Problem
 
 Phase = Literal["starting", "loading", "ready", "crashed", "draining", "gone"]

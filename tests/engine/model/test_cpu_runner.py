@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from pagemill_protocol.sampling import SamplingParams
 
 from pagemill_engine.runner.inputs import RequestRows
 from pagemill_engine.runner.threads import available_threads
 from pagemill_engine.scheduler.step import AdmittedRow, StepPlan, StepResult
+from pagemill_protocol.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 

@@ -1,8 +1,9 @@
 """Greedy equality with Hugging Face transformers on the embedded SmolLM2: 200 prompts in float32, a sample in bfloat16.
 
-The reference shares nothing with our loader: its weights are dequantized by the `gguf` package. Tokens are checked by teacher forcing:
-the reference reads prompt and our tokens once, and its argmax at every generated position must be our token, which is the
-same as greedy equality. bfloat16 is emulated on most test machines, so few tokens are generated there.
+The reference shares nothing with our loader: its weights are dequantized by the `gguf` package. Tokens are checked by
+teacher forcing: the reference reads prompt and our tokens once, and its argmax at every generated position must be our
+token, which is the same as greedy equality. Most machines only
+emulate bfloat16, so few tokens are generated there.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ _SUBJECTS = (
     "steam engines", "Shakespeare's sonnets", "prime numbers", "coral reefs", "the Silk Road", "bicycles", "glaciers",
 )  # fmt: skip
 _FORMS = (
-    "What is {}?", "Explain {} to a child.", "Write a short poem about {}.", "List three facts about {}.", "Why is {} important?",
-    "{} is", "Once upon a time, {}", "Q: Who first described {}?\nA:", "def about():\n    '''{}'''\n", "1, 2, 3 reasons for {}: 1.",
+    "What is {}?", "Explain {} to a child.", "Write a short poem about {}.", "List three facts about {}.",
+    "Why is {} important?", "{} is", "Once upon a time, {}", "Q: Who first described {}?\nA:",
+    "def about():\n    '''{}'''\n", "1, 2, 3 reasons for {}: 1.",
 )  # fmt: skip
 
 

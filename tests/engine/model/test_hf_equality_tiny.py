@@ -1,5 +1,5 @@
-"""Exact greedy equality with Hugging Face transformers on tiny random models of every supported architecture, alone and under
-everything that must not change tokens: batches, chunks, prefix hits, preemption. Planted faults must break it.
+"""Exact greedy equality with Hugging Face transformers on tiny random models of every supported architecture, alone and
+under everything that must not change tokens: batches, chunks, prefix hits, preemption. Planted faults must break it.
 
 The models are scaled so that the two best tokens are clearly apart: a wrong computation cannot hide in near ties.
 """

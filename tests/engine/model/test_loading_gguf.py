@@ -1,4 +1,4 @@
-"""GGUF weights: dequantization against the `gguf` package, names, row order, and files that are not what they should be."""
+"""GGUF weights: dequantization against the `gguf` package, names, row order, and files that are damaged."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_other_architectures_keep_their_rows(tmp_path: Path) -> None:
 def test_the_digest_follows_the_content(tmp_path: Path) -> None:
     llama_file(tmp_path / "a.gguf")
     llama_file(tmp_path / "same.gguf")
-    llama_file(tmp_path / "b.gguf", **{"output_norm__weight": np.ones(32, dtype=np.float32)})
+    llama_file(tmp_path / "b.gguf", output_norm__weight=np.ones(32, dtype=np.float32))
     digests = [open_weights(tmp_path / name).digest() for name in ("a.gguf", "same.gguf", "b.gguf")]
     assert digests[0] == digests[1] != digests[2]
 
@@ -150,26 +150,26 @@ Loader = Callable[..., Any]
 
 
 def test_a_file_with_a_missing_tensor_is_refused_by_name(tmp_path: Path, runner_loader: Loader) -> None:
-    llama_file(tmp_path / "m.gguf", **{"blk__0__ffn_up__weight": None})
+    llama_file(tmp_path / "m.gguf", blk__0__ffn_up__weight=None)
     with pytest.raises(LoadError, match=r"missing: `model.layers.0.mlp.up_proj.weight`") as error:
         runner_loader(tmp_path / "m.gguf", max_model_len=64)
     assert error.value.reason == "ModelUnreadable"
 
 
 def test_a_file_with_an_unexpected_tensor_is_refused_by_name(tmp_path: Path, runner_loader: Loader) -> None:
-    llama_file(tmp_path / "m.gguf", **{"blk__0__extra__weight": np.ones(32, dtype=np.float32)})
+    llama_file(tmp_path / "m.gguf", blk__0__extra__weight=np.ones(32, dtype=np.float32))
     with pytest.raises(LoadError, match=r"unexpected: `blk.0.extra.weight`"):
         runner_loader(tmp_path / "m.gguf", max_model_len=64)
 
 
 def test_a_tensor_of_the_wrong_shape_is_refused_by_name(tmp_path: Path, runner_loader: Loader) -> None:
-    llama_file(tmp_path / "m.gguf", **{"blk__0__ffn_up__weight": np.ones((40, 32), dtype=np.float32)})
+    llama_file(tmp_path / "m.gguf", blk__0__ffn_up__weight=np.ones((40, 32), dtype=np.float32))
     with pytest.raises(LoadError, match=r"up_proj.weight` has the shape \[40, 32\]"):
         runner_loader(tmp_path / "m.gguf", max_model_len=64)
 
 
 def test_an_unsupported_storage_type_is_refused_by_name(tmp_path: Path) -> None:
-    llama_file(tmp_path / "m.gguf", **{"output_norm__weight": np.ones(32, dtype=np.int8)})
+    llama_file(tmp_path / "m.gguf", output_norm__weight=np.ones(32, dtype=np.int8))
     with pytest.raises(LoadError, match=r"`output_norm.weight` is stored as I8") as error:
         GGUFWeights(tmp_path / "m.gguf")
     assert error.value.reason == "UnsupportedQuantization"

@@ -9,12 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pagemill_protocol.sampling import SamplingParams
 
 from pagemill_engine.sampling import filters
 from pagemill_engine.sampling.rows import SamplingRows
 from pagemill_engine.sampling.sampler import Sampled, sample
 from pagemill_engine.scheduler.step import AdmittedRow
+from pagemill_protocol.sampling import SamplingParams
 
 VOCAB = 50
 
@@ -129,7 +129,9 @@ def test_draws_do_not_depend_on_the_batch() -> None:
 
 def test_logit_bias_is_added() -> None:
     logits = logits_of(1, 2)
-    result = run(logits, rows_for([SamplingParams(temperature=0, logit_bias={11: 100.0}), SamplingParams(temperature=0)]))
+    result = run(
+        logits, rows_for([SamplingParams(temperature=0, logit_bias={11: 100.0}), SamplingParams(temperature=0)])
+    )
     assert result.token_ids.tolist() == [11, int(logits[1].argmax())]
 
 

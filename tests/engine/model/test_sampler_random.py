@@ -6,12 +6,12 @@ import math
 
 import numpy as np
 import torch
-from pagemill_protocol.sampling import SamplingParams
 
 from pagemill_engine.sampling import randomness
 from pagemill_engine.sampling.rows import SamplingRows
 from pagemill_engine.sampling.sampler import sample
 from pagemill_engine.scheduler.step import AdmittedRow
+from pagemill_protocol.sampling import SamplingParams
 
 MASK64, MASK32 = 2**64 - 1, 2**32 - 1
 
@@ -98,7 +98,9 @@ def test_drawn_frequencies_are_the_softmax() -> None:
     rows.admit(0, AdmittedRow("r", [0], 1, 0, [], params, 0, 9))
     drawn = np.concatenate(
         [
-            sample(logits.repeat(8000, 1), rows, np.zeros(8000, dtype=np.int64), np.arange(start, start + 8000)).token_ids
+            sample(
+                logits.repeat(8000, 1), rows, np.zeros(8000, dtype=np.int64), np.arange(start, start + 8000)
+            ).token_ids
             for start in range(0, num_draws, 8000)
         ]
     )

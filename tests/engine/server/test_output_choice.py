@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from pagemill_engine.ipc.messages import LogprobsOut
 from pagemill_engine.output.choice import ChoiceOutput
 from pagemill_protocol.generate import ChoiceResume

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+
 from pagemill_engine.ipc.messages import LogprobsOut, TokensOut
 from pagemill_engine.output.processor import Frame, OutputProcessor
 from pagemill_protocol.errors import unavailable

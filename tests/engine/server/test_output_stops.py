@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from pagemill_engine.output.stops import StopMatcher
 
 TEXT = st.text(alphabet="ab\n<", max_size=60)

@@ -17,6 +17,7 @@ from typing import Any
 import httpx2 as httpx
 import psutil
 import pytest
+
 from pagemill_engine.config import EngineConfig, ServerConfig
 from pagemill_engine.server.failure import StartupError, Termination
 from pagemill_engine.server.main import run_server

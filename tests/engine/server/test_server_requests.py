@@ -11,6 +11,7 @@ from typing import Any
 import httpx2 as httpx
 import msgspec
 import pytest
+
 from pagemill_protocol.frames import FRAMES_CONTENT_TYPE, FrameDecoder, StateDecoder
 from pagemill_protocol.generate import ChoiceResume, FrameMeta, GenerateRequest
 from pagemill_protocol.sampling import SamplingParams

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
+
 from pagemill_engine.ipc.messages import PrefixEvents
 from pagemill_engine.server import state_stream
 from pagemill_engine.server.state_stream import StatePublisher

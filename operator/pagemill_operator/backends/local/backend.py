@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import aiohttp
-from pagemill_protocol.catalog import Catalog, CatalogModel
 
 from pagemill_operator.backends.base import Event
 from pagemill_operator.backends.local.cores import threads_per_engine
@@ -27,6 +26,7 @@ from pagemill_operator.backends.rollout import Actions, next_actions
 from pagemill_operator.plan.planner import name_conflicts
 from pagemill_operator.plan.types import Group, Plan, Problem
 from pagemill_operator.status.conditions import Observation
+from pagemill_protocol.catalog import Catalog, CatalogModel
 
 TELL_TIMEOUT_S = 2.0
 """A draining replica waits this long for the gateway to know; then it drains anyway."""

@@ -11,13 +11,13 @@ from collections.abc import Callable
 
 import aiohttp
 import msgspec
-from pagemill_protocol.catalog import Catalog
 
 from pagemill_operator.backends.base import Event
 from pagemill_operator.backends.local.ports import free_port
 from pagemill_operator.backends.local.settings import LocalSettings
 from pagemill_operator.backends.local.state_dir import StateDir
 from pagemill_operator.backends.local.supervisor import Launch, Supervisor
+from pagemill_protocol.catalog import Catalog
 
 logger = logging.getLogger("pagemill.operator.gateway")
 

@@ -8,14 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from pagemill_protocol.catalog import Endpoint
-
 from pagemill_operator.backends.local.ports import free_port
 from pagemill_operator.backends.local.settings import LocalSettings
 from pagemill_operator.backends.local.state_dir import StateDir
 from pagemill_operator.backends.local.supervisor import Launch, Supervisor
 from pagemill_operator.plan.types import Process
 from pagemill_operator.status.conditions import ReplicaObservation
+from pagemill_protocol.catalog import Endpoint
 
 LOOPBACK = "127.0.0.1"
 
