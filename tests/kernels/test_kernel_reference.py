@@ -7,8 +7,12 @@ import pytest
 import torch
 
 from pagemill_kernels import registry
-from pagemill_kernels.kv_store.reference import head_slots
+from pagemill_kernels.cpu import library
+from pagemill_kernels.kv_store import cpu as kv_cpu
+from pagemill_kernels.kv_store import reference as kv_reference
 from pagemill_kernels.paged_attention.batch import AttentionBatch
+from pagemill_kernels.rope import cpu as rope_cpu
+from pagemill_kernels.rope import reference as rope_reference
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 40
@@ -46,13 +50,12 @@ def test_rms_norm_leaves_its_input_alone() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [1, 9])
 def test_rope_on_a_slice_of_a_fused_projection(tokens: int, dtype: torch.dtype) -> None:
-    cpu, reference = both("apply_rope")
     fused = random(tokens, 7, 32, dtype=dtype)
     angles = random(tokens, 1, 16, seed=1)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     expected = fused.clone()
-    reference(expected[:, :5], cos, sin)
-    cpu(fused[:, :5], cos, sin)
+    rope_reference.apply_rope(expected[:, :5], cos, sin)
+    rope_cpu.apply_rope(fused[:, :5], cos, sin)
     close(fused, expected)
 
 
@@ -75,12 +78,12 @@ def test_linear(rows: int, bias: bool, dtype: torch.dtype) -> None:
 
 
 def test_store_kv_writes_only_its_slots() -> None:
-    cpu, reference = both("store_kv")
     slots = torch.tensor([3, 17, 16 * 9 + 15, 32])
     key_value = random(4, 6, 8)
     expected, actual = random(NUM_BLOCKS, 6, BLOCK_SIZE, 8, seed=1), random(NUM_BLOCKS, 6, BLOCK_SIZE, 8, seed=1)
-    reference(key_value, expected, head_slots(slots, 6, BLOCK_SIZE))
-    cpu(key_value, actual, head_slots(slots, 6, BLOCK_SIZE))
+    planned = kv_reference.plan_slots(slots, 6, BLOCK_SIZE)
+    kv_reference.store_kv(key_value, expected, planned)
+    kv_cpu.store_kv(key_value, actual, planned)
     assert torch.equal(actual, expected)
     assert torch.equal(actual[9, :, 15], key_value[2])
 
@@ -158,5 +161,31 @@ def test_what_lies_beyond_a_sequence_is_never_read() -> None:
     assert torch.equal(attention(query, cache, plan, 1.0), before)
 
 
-def test_a_device_without_an_implementation_gets_the_reference() -> None:
-    assert registry.resolve("rms_norm", "mps") is registry.resolve("rms_norm", "reference")
+@pytest.mark.parametrize("backend", ["reference", "cpu", "cpu_native"])
+def test_rope_and_store_over_planned_slots(backend: registry.Backend) -> None:
+    num_heads, num_kv_heads, head_dim = 4, 2, 16
+    heads, slots = random(3, num_heads + 2 * num_kv_heads, head_dim), torch.tensor([5, 37, 16])
+    angles = random(3, 1, head_dim // 2, seed=1)
+    cache = torch.zeros(NUM_BLOCKS, 2 * num_kv_heads, BLOCK_SIZE, head_dim)
+    expected = heads.clone()
+    rope_reference.apply_rope(expected[:, : num_heads + num_kv_heads], angles.cos(), angles.sin())
+    ops = registry.ops_for(backend)
+    planned = ops.plan_slots(slots, 2 * num_kv_heads, BLOCK_SIZE)
+    ops.rope_and_store(heads, num_heads, angles.cos(), angles.sin(), cache, planned)
+    close(heads, expected)
+    for token, slot in enumerate(slots.tolist()):
+        close(cache[slot // BLOCK_SIZE, :, slot % BLOCK_SIZE], expected[token, num_heads:])
+    assert int((cache != 0).any(-1).sum()) == 3 * 2 * num_kv_heads
+
+
+def test_a_backend_without_an_implementation_gets_the_reference() -> None:
+    assert registry.resolve("plan_slots", "cpu") is registry.resolve("plan_slots", "reference")
+
+
+def test_the_native_backend_is_for_float32_and_shapes_it_knows() -> None:
+    native = library.load() is not None
+    assert registry.cpu_backend(torch.float32, 64, 16, 3)[0] == ("cpu_native" if native else "cpu")
+    assert registry.cpu_backend(torch.bfloat16, 64, 16, 3)[0] == "cpu"
+    backend, how = registry.cpu_backend(torch.float32, 24, 16, 3)
+    assert backend == "cpu"
+    assert not native or "24" in how

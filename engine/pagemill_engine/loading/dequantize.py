@@ -39,17 +39,17 @@ def dequantize_into(kind: str, data: Tensor, out: Tensor) -> None:
         rows[start:stop].copy_(values.view(stop - start, -1))
 
 
-def _half(blocks: Tensor, offset: int) -> Tensor:
+def half(blocks: Tensor, offset: int) -> Tensor:
     """The float16 at a byte offset of each block, as float32 [n, 1]."""
     return blocks[:, offset : offset + 2].contiguous().view(torch.float16).float()
 
 
-def _nibbles(packed: Tensor) -> Tensor:
+def nibbles(packed: Tensor) -> Tensor:
     """[n, k] bytes to [n, 2k]: all low halves, then all high halves."""
     return torch.cat((packed & 15, packed >> 4), dim=-1)
 
 
-def _fifth_bits(blocks: Tensor, offset: int) -> Tensor:
+def fifth_bits(blocks: Tensor, offset: int) -> Tensor:
     """32 bits in 4 bytes, lowest first, as uint8 [n, 32] with value 0 or 16."""
     shifts = torch.arange(8, dtype=torch.uint8)
     bits = (blocks[:, offset : offset + 4, None] >> shifts) & 1
@@ -57,28 +57,28 @@ def _fifth_bits(blocks: Tensor, offset: int) -> Tensor:
 
 
 def _q4_0(blocks: Tensor) -> Tensor:
-    return (_nibbles(blocks[:, 2:]).float() - 8.0) * _half(blocks, 0)
+    return (nibbles(blocks[:, 2:]).float() - 8.0) * half(blocks, 0)
 
 
 def _q4_1(blocks: Tensor) -> Tensor:
-    return torch.addcmul(_half(blocks, 2), _nibbles(blocks[:, 4:]).float(), _half(blocks, 0))
+    return torch.addcmul(half(blocks, 2), nibbles(blocks[:, 4:]).float(), half(blocks, 0))
 
 
 def _q5_0(blocks: Tensor) -> Tensor:
-    quants = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks, 2)
-    return (quants.float() - 16.0) * _half(blocks, 0)
+    quants = nibbles(blocks[:, 6:]) | fifth_bits(blocks, 2)
+    return (quants.float() - 16.0) * half(blocks, 0)
 
 
 def _q5_1(blocks: Tensor) -> Tensor:
-    quants = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks, 4)
-    return quants.float() * _half(blocks, 0) + _half(blocks, 2)
+    quants = nibbles(blocks[:, 8:]) | fifth_bits(blocks, 4)
+    return quants.float() * half(blocks, 0) + half(blocks, 2)
 
 
 def _q8_0(blocks: Tensor) -> Tensor:
-    return blocks[:, 2:].view(torch.int8).float() * _half(blocks, 0)
+    return blocks[:, 2:].view(torch.int8).float() * half(blocks, 0)
 
 
-def _k_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
+def k_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
     """Eight 6-bit scales and eight 6-bit minima in 12 bytes, each as float32 [n, 8, 1]."""
     low, middle, high = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
     scales = torch.cat((low & 63, (high & 15) | ((low >> 2) & 48)), dim=-1)
@@ -88,25 +88,25 @@ def _k_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 def _scaled_k(blocks: Tensor, quants: Tensor) -> Tensor:
     """quants: [n, 8, 32] of Q4_K or Q5_K."""
-    scales, minima = _k_scales(blocks[:, 4:16])
-    scale, minimum = _half(blocks, 0).unsqueeze(-1), _half(blocks, 2).unsqueeze(-1)
+    scales, minima = k_scales(blocks[:, 4:16])
+    scale, minimum = half(blocks, 0).unsqueeze(-1), half(blocks, 2).unsqueeze(-1)
     return (scale * scales * quants.float() - minimum * minima).flatten(1)
 
 
-def _k_nibbles(packed: Tensor) -> Tensor:
+def k_nibbles(packed: Tensor) -> Tensor:
     """128 bytes to [n, 8, 32]: of each 32 bytes the low halves, then the high halves."""
     rows = packed.reshape(-1, 4, 1, 32)
     return torch.cat((rows & 15, rows >> 4), dim=2).view(-1, 8, 32)
 
 
 def _q4_k(blocks: Tensor) -> Tensor:
-    return _scaled_k(blocks, _k_nibbles(blocks[:, 16:]))
+    return _scaled_k(blocks, k_nibbles(blocks[:, 16:]))
 
 
 def _q5_k(blocks: Tensor) -> Tensor:
     shifts = torch.arange(8, dtype=torch.uint8)[:, None]
     fifth = ((blocks[:, 16:48].unsqueeze(1) >> shifts) & 1) << 4
-    return _scaled_k(blocks, _k_nibbles(blocks[:, 48:]) | fifth)
+    return _scaled_k(blocks, k_nibbles(blocks[:, 48:]) | fifth)
 
 
 def _q6_k(blocks: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ def _q6_k(blocks: Tensor) -> Tensor:
     high = ((blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts) & 3).view(-1, 16, 16)
     scales = blocks[:, 192:208].contiguous().view(torch.int8).float().unsqueeze(-1)
     quants = (low | (high << 4)).float() - 32.0
-    return (_half(blocks, 208).unsqueeze(-1) * scales * quants).flatten(1)
+    return (half(blocks, 208).unsqueeze(-1) * scales * quants).flatten(1)
 
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -6,6 +6,7 @@ interleaved; reading undoes it by reordering rows of stored bytes, which costs n
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from pathlib import Path
@@ -15,9 +16,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pagemill_engine.loading.codes import CODE_BITS, SCALE_BITS, read_codes
 from pagemill_engine.loading.dequantize import dequantize_into, supported_types
 from pagemill_engine.loading.digest import StoredTensor, digest_tensors
 from pagemill_engine.loading.errors import LoadError
+from pagemill_kernels.linear.groups import GroupCodes
 from pagemill_protocol.gguf_file import GGUFFile, GGUFTensor
 
 ROPE_FACTORS = "rope_freq_factors"
@@ -61,11 +64,21 @@ class GGUFWeights:
 
     def read_into(self, name: str, out: Tensor) -> None:
         tensor = self._tensors[name]
-        data = self._file.data(tensor.name)
-        num_heads = self._interleaved_heads(tensor.name)
-        if num_heads:
-            data = _uninterleave(data, tensor, num_heads)
-        dequantize_into(tensor.ggml_type.name, _as_torch(data), out)
+        dequantize_into(tensor.ggml_type.name, self._stored(tensor), out)
+
+    def read_codes(self, name: str) -> GroupCodes | None:
+        tensor = self._tensors[name]
+        if tensor.ggml_type.name not in CODE_BITS:
+            return None
+        return read_codes(tensor.ggml_type.name, self._stored(tensor), tensor.shape)
+
+    def num_bytes(self, dtype: torch.dtype, keep_codes: bool) -> int:
+        total = 0
+        for tensor in self._tensors.values():
+            bits = CODE_BITS.get(tensor.ggml_type.name) if keep_codes else None
+            bits_each = 8 * dtype.itemsize if bits is None else bits + SCALE_BITS
+            total += math.prod(tensor.shape) * bits_each // 8
+        return total
 
     def digest(self) -> str:
         tensors = self._file.tensors.values()
@@ -74,6 +87,12 @@ class GGUFWeights:
             (StoredTensor(t.name, t.ggml_type.name, t.shape, self._file.data(t.name)) for t in tensors),
             total,
         )
+
+    def _stored(self, tensor: GGUFTensor) -> Tensor:
+        """The tensor's bytes with its rows in Hugging Face order."""
+        data = self._file.data(tensor.name)
+        num_heads = self._interleaved_heads(tensor.name)
+        return _as_torch(_uninterleave(data, tensor, num_heads) if num_heads else data)
 
     def _check_types(self) -> None:
         for tensor in self._tensors.values():

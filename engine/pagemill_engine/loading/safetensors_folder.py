@@ -7,6 +7,7 @@ read; pickled checkpoints could run code and are refused.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from pagemill_engine.loading.digest import StoredTensor, digest_tensors
 from pagemill_engine.loading.errors import LoadError
+from pagemill_kernels.linear.groups import GroupCodes
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -49,6 +51,12 @@ class SafetensorsFolder:
                 "Use a float32, float16 or bfloat16 checkpoint.",
             )
         out.copy_(tensor)
+
+    def read_codes(self, name: str) -> GroupCodes | None:
+        return None
+
+    def num_bytes(self, dtype: torch.dtype, keep_codes: bool) -> int:
+        return sum(math.prod(shape) for shape in self.shapes.values()) * dtype.itemsize
 
     def digest(self) -> str:
         tensors = {name: handle.get_tensor(name) for name, handle in self._owner.items()}

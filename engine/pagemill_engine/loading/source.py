@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import Tensor
+
+from pagemill_kernels.linear.groups import GroupCodes
 
 
 class WeightSource(Protocol):
@@ -18,6 +21,14 @@ class WeightSource(Protocol):
 
     def read_into(self, name: str, out: Tensor) -> None:
         """Fill `out` (shape as in `shapes`, any float type) with the tensor, converted piece by piece."""
+        ...
+
+    def read_codes(self, name: str) -> GroupCodes | None:
+        """The tensor in the codes it is stored in; `None` where it is stored otherwise."""
+        ...
+
+    def num_bytes(self, dtype: torch.dtype, keep_codes: bool) -> int:
+        """Memory that all tensors will take: as `dtype`, or in their codes where they are stored in codes."""
         ...
 
     def digest(self) -> str:

@@ -1,55 +1,67 @@
 """Building blocks shared by all Llama-like models: fused projections, attention over the paged cache, gated MLP.
 
-Submodules are named as in Hugging Face checkpoints. A fused layer declares the parts it is made of, so that a
-checkpoint's tensors land in their rows without a copy (`weights.py`).
+Submodules are named as in Hugging Face checkpoints. A fused layer declares the parts it is made of; every layer says
+which tensors it wants (`shapes`) and takes them (`load`), one layer after another, so that a whole model is never in
+memory twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pagemill_engine.models.context import ForwardContext
+from pagemill_engine.models.tensors import Shapes, TensorSource, codes_stacked, read_stacked
+from pagemill_kernels.linear.packed import PackedLinear
+from pagemill_kernels.linear.reference import PlainLinear
 from pagemill_kernels.registry import Ops
 from pagemill_protocol.model_spec import ModelSpec
 
 
 class Linear(nn.Module):
-    """One matrix made of one or several checkpoint matrices stacked by rows; packed for the device after loading.
+    """One matrix made of one or several checkpoint matrices stacked by rows, in the device's layout.
 
     `parts`: {checkpoint name beside this module, or "" for the module's own name: rows}.
     """
 
+    packed: PackedLinear
+
     def __init__(self, ops: Ops, in_features: int, parts: dict[str, int], bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
         self.parts = parts
-        self.weight: Tensor | None = torch.empty(sum(parts.values()), in_features, dtype=dtype)
-        self.bias = torch.empty(sum(parts.values()), dtype=dtype) if bias else None
-        self._pack = ops.pack_linear
-        self._apply_packed: Callable[[Tensor], Tensor]
+        self.in_features = in_features
+        self.has_bias = bias
+        self.dtype = dtype
+        self._ops = ops
 
-    def weight_views(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        parent = name.rpartition(".")[0]
-        start = 0
-        for part, rows in self.parts.items():
-            full_name = f"{parent}.{part}" if part else name
-            assert self.weight is not None, "weights are loaded before packing"
-            yield f"{full_name}.weight", self.weight[start : start + rows]
-            if self.bias is not None:
-                yield f"{full_name}.bias", self.bias[start : start + rows]
-            start += rows
+    def shapes(self, name: str) -> Shapes:
+        wanted: Shapes = {}
+        for part, rows in self._named_parts(name).items():
+            wanted[f"{part}.weight"] = (rows, self.in_features)
+            if self.has_bias:
+                wanted[f"{part}.bias"] = (rows,)
+        return wanted
 
-    def pack(self) -> None:
-        """Bring the weight into the device's layout; the plain one is dropped."""
-        assert self.weight is not None, "packed twice"
-        self._apply_packed = self._pack(self.weight, self.bias)
-        self.weight = None
+    def load(self, name: str, source: TensorSource) -> None:
+        parts = self._named_parts(name)
+        biases: Shapes = {f"{part}.bias": (rows,) for part, rows in parts.items()}
+        bias = read_stacked(source, biases, self.dtype) if self.has_bias else None
+        weights: Shapes = {f"{part}.weight": (rows, self.in_features) for part, rows in parts.items()}
+        in_codes = _pack_codes(self._ops, source, list(weights), bias)
+        self.packed = in_codes or self._ops.pack_linear(read_stacked(source, weights, self.dtype), bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._apply_packed(x)
+        return self.packed(x)
+
+    def add_to(self, out: Tensor, x: Tensor) -> None:
+        """out += self(x), in place."""
+        self.packed.add_to(out, x)
+
+    def _named_parts(self, name: str) -> dict[str, int]:
+        parent = name.rpartition(".")[0]
+        return {f"{parent}.{part}" if part else name: rows for part, rows in self.parts.items()}
 
 
 class RMSNorm(nn.Module):
@@ -59,23 +71,42 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self._rms_norm = ops.rms_norm
 
-    def weight_views(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        yield f"{name}.weight", self.weight
+    def shapes(self, name: str) -> Shapes:
+        return {f"{name}.weight": tuple(self.weight.shape)}
+
+    def load(self, name: str, source: TensorSource) -> None:
+        source.read_into(f"{name}.weight", self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._rms_norm(x, self.weight, self.eps)  # type: ignore[no-any-return]
+        return self._rms_norm(x, self.weight, self.eps)
 
 
 class Embedding(nn.Module):
-    def __init__(self, num_rows: int, size: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = torch.empty(num_rows, size, dtype=dtype)
+    """A table of rows; stored as a linear layer's weight, so that a tied head can lend it."""
 
-    def weight_views(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        yield f"{name}.weight", self.weight
+    rows: PackedLinear
+
+    def __init__(self, ops: Ops, num_rows: int, size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.shape = (num_rows, size)
+        self.dtype = dtype
+        self._ops = ops
+
+    def shapes(self, name: str) -> Shapes:
+        return {f"{name}.weight": self.shape}
+
+    def load(self, name: str, source: TensorSource) -> None:
+        in_codes = _pack_codes(self._ops, source, list(self.shapes(name)), None)
+        self.rows = in_codes or PlainLinear(read_stacked(source, self.shapes(name), self.dtype), None)
+
+    def tie(self, head: Linear) -> bool:
+        """Read the loaded head's rows from now on; False where its layout cannot give them back."""
+        if head.packed.can_gather:
+            self.rows = head.packed
+        return head.packed.can_gather
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        return F.embedding(token_ids, self.weight)
+        return self.rows.gather(token_ids)
 
 
 class Attention(nn.Module):
@@ -102,20 +133,20 @@ class Attention(nn.Module):
         self.has_qk_norm = spec.qk_norm
         self.ops = ops
 
-    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
+    def forward(self, x: Tensor, context: ForwardContext, residual: Tensor) -> None:
+        """Adds its output to `residual` in place."""
         heads = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
-        query, key_value = heads[:, : self.num_heads], heads[:, self.num_heads :]
+        query = heads[:, : self.num_heads]
         if self.has_qk_norm:
             query.copy_(self.q_norm(query))
-            key = key_value[:, : self.num_kv_heads]
+            key = heads[:, self.num_heads : self.num_heads + self.num_kv_heads]
             key.copy_(self.k_norm(key))
-        self.ops.apply_rope(heads[:, : self.num_heads + self.num_kv_heads], context.cos, context.sin)
         cache = context.kv_caches[self.layer]
         # The whole step's keys and values are stored first, so that a prefix hit within the step reads them.
-        self.ops.store_kv(key_value, cache, context.kv_slots)
+        self.ops.rope_and_store(heads, self.num_heads, context.cos, context.sin, cache, context.kv_slots)
         plan = context.attention_plans[self.sliding_window]
         attended = self.ops.paged_attention(query, cache, plan, self.scale)
-        return self.o_proj(attended.view(x.shape[0], -1))  # type: ignore[no-any-return]
+        self.o_proj.add_to(residual, attended.view(x.shape[0], -1))
 
 
 class GatedMLP(nn.Module):
@@ -126,8 +157,9 @@ class GatedMLP(nn.Module):
         self.down_proj = Linear(ops, spec.intermediate_size, {"": spec.hidden_size}, spec.mlp_bias, dtype)
         self.ops = ops
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.ops.silu_and_mul(self.gate_up_proj(x)))  # type: ignore[no-any-return]
+    def forward(self, x: Tensor, residual: Tensor) -> None:
+        """Adds its output to `residual` in place."""
+        self.down_proj.add_to(residual, self.ops.silu_and_mul(self.gate_up_proj(x)))
 
 
 class CausalLM(nn.Module):
@@ -141,6 +173,10 @@ class CausalLM(nn.Module):
         self.dtype = dtype
         self.lm_head = Linear(ops, spec.hidden_size, {"": spec.vocab_size}, bias=False, dtype=dtype)
 
+    @property
+    def embedding(self) -> Embedding:
+        return cast(Embedding, self.model.embed_tokens)
+
     def forward(self, token_ids: Tensor, context: ForwardContext) -> Tensor:
         """token_ids: int64 [tokens]. Returns normalised hidden states [tokens, hidden]."""
         return self.model(token_ids, context)  # type: ignore[no-any-return]
@@ -149,3 +185,11 @@ class CausalLM(nn.Module):
         """hidden: [rows, hidden]. Returns float32 [rows, vocab]."""
         logits: Tensor = self.lm_head(hidden)
         return logits.float()
+
+
+def _pack_codes(ops: Ops, source: TensorSource, names: list[str], bias: Tensor | None) -> PackedLinear | None:
+    """The named tensors packed in the codes they are stored in; `None` where source or device has no codes."""
+    if ops.pack_codes is None:
+        return None
+    codes = codes_stacked(source, names)
+    return None if codes is None else ops.pack_codes(codes, bias)

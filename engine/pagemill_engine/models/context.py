@@ -16,6 +16,6 @@ class ForwardContext:
     kv_caches: list[Tensor]
     """One a layer; layout in `pagemill_kernels.kv_store`."""
     kv_slots: Tensor
-    """Where this step's keys and values go: `kv_store.reference.head_slots`."""
+    """Where this step's keys and values go: `ops.plan_slots`."""
     attention_plans: dict[int | None, Any]
     """A plan for each distinct sliding window of the model; `None` is full attention."""

@@ -21,14 +21,14 @@ class LlamaDecoderLayer(nn.Module):
 
     def forward(self, hidden: Tensor, context: ForwardContext) -> None:
         """Adds this layer's contribution to `hidden` in place."""
-        hidden.add_(self.self_attn(self.input_layernorm(hidden), context))
-        hidden.add_(self.mlp(self.post_attention_layernorm(hidden)))
+        self.self_attn(self.input_layernorm(hidden), context, residual=hidden)
+        self.mlp(self.post_attention_layernorm(hidden), residual=hidden)
 
 
 class LlamaModel(nn.Module):
     def __init__(self, spec: ModelSpec, ops: Ops, dtype: torch.dtype) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, dtype)
+        self.embed_tokens = Embedding(ops, spec.vocab_size, spec.hidden_size, dtype)
         self.layers = nn.ModuleList(LlamaDecoderLayer(spec, ops, dtype, layer) for layer in range(spec.num_layers))
         self.norm = RMSNorm(ops, spec.hidden_size, spec.rms_norm_eps, dtype)
 

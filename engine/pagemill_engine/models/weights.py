@@ -2,61 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from torch import Tensor
-
-from pagemill_engine.models.blocks import CausalLM, Linear
+from pagemill_engine.models.blocks import CausalLM, Embedding, Linear, RMSNorm
 from pagemill_engine.models.errors import WeightsError
+from pagemill_engine.models.tensors import Shapes, TensorSource
+
+HEAD, EMBEDDING = "lm_head", "model.embed_tokens"
+"""Paths of the two layers that tied models share."""
 
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 """Derived values that old checkpoints store."""
 
 
-def load_weights(model: CausalLM, shapes: dict[str, tuple[int, ...]], read_into: Callable[[str, Tensor], None]) -> None:
-    """Read all tensors into the model and pack it.
+Layer = Linear | RMSNorm | Embedding
 
-    `shapes`: what the checkpoint holds, by Hugging Face name; `read_into(name, out)` fills a tensor from it.
-    Raises `WeightsError` that names missing, unexpected and misshapen tensors.
+
+def load_weights(model: CausalLM, source: TensorSource, ignore: frozenset[str] = frozenset()) -> None:
+    """Fill the model, layer by layer. Raises `WeightsError` that names missing, unexpected and misshapen tensors.
+
+    In a tied model head and embedding share the embedding's matrix, whatever the file repeats under the head's name.
     """
-    views = dict(_weight_views(model))
+    layers = dict(_layers(model))
     tied = model.spec.tie_word_embeddings
     if tied:
-        # The file may repeat the shared matrix under the head's name: the embedding's is the one that counts.
-        views.pop("lm_head.weight")
-    unread = {"lm_head.weight"} if tied else set()
-    _check(views, {name: shape for name, shape in shapes.items() if name not in unread and not _ignored(name)})
-    for name, view in views.items():
-        read_into(name, view)
+        layers.pop(HEAD)
+        ignore |= {f"{HEAD}.weight"}
+    wanted = {name: shape for path, layer in layers.items() for name, shape in layer.shapes(path).items()}
+    _check(wanted, {name: shape for name, shape in source.shapes.items() if name not in ignore and not _ignored(name)})
     if tied:
-        model.lm_head.weight = model.get_submodule("model.embed_tokens").weight  # type: ignore[assignment]
-    for module in model.modules():
-        if isinstance(module, Linear):
-            module.pack()
+        model.lm_head.load(EMBEDDING, source)
+        if model.embedding.tie(model.lm_head):
+            layers.pop(EMBEDDING)
+    for path, layer in layers.items():
+        layer.load(path, source)
 
 
-def _weight_views(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
-    for name, module in model.named_modules():
-        if hasattr(module, "weight_views"):
-            yield from module.weight_views(name)
+def weight_bytes(model: CausalLM) -> int:
+    """Memory of all weights as they lie on the device; what layers share counts once."""
+    packed: dict[int, int] = {}
+    for _, layer in _layers(model):
+        if isinstance(layer, RMSNorm):
+            packed[id(layer)] = layer.weight.nbytes
+            continue
+        held = layer.packed if isinstance(layer, Linear) else layer.rows
+        packed[id(held)] = held.num_bytes
+    return sum(packed.values())
+
+
+def _layers(model: CausalLM) -> Iterator[tuple[str, Layer]]:
+    for path, module in model.named_modules():
+        if isinstance(module, Layer):
+            yield path, module
 
 
 def _ignored(name: str) -> bool:
     return name.endswith(_IGNORED_SUFFIXES)
 
 
-def _check(views: dict[str, Tensor], shapes: dict[str, tuple[int, ...]]) -> None:
-    missing, unexpected = sorted(views.keys() - shapes.keys()), sorted(shapes.keys() - views.keys())
+def _check(wanted: Shapes, stored: Shapes) -> None:
+    missing, unexpected = sorted(wanted.keys() - stored.keys()), sorted(stored.keys() - wanted.keys())
     if missing or unexpected:
         problems = [
             f"{what}: {_listing(names)}" for what, names in (("missing", missing), ("unexpected", unexpected)) if names
         ]
         raise WeightsError(f"The weights do not fit the model's configuration ({'; '.join(problems)}).")
-    for name, view in views.items():
-        if tuple(view.shape) != shapes[name]:
+    for name, shape in wanted.items():
+        if shape != stored[name]:
             raise WeightsError(
-                f"The tensor `{name}` has the shape {list(shapes[name])} "
-                f"where the configuration asks for {list(view.shape)}."
+                f"The tensor `{name}` has the shape {list(stored[name])} "
+                f"where the configuration asks for {list(shape)}."
             )
 
 

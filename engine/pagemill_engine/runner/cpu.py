@@ -21,7 +21,6 @@ from pagemill_engine.runner.kv_cache import KVCache
 from pagemill_engine.sampling.rows import SamplingRows
 from pagemill_engine.sampling.sampler import Sampled, sample
 from pagemill_engine.scheduler.step import StepPlan, StepResult
-from pagemill_kernels.kv_store.reference import head_slots
 from pagemill_kernels.paged_attention.batch import AttentionBatch
 from pagemill_kernels.registry import Ops
 
@@ -100,7 +99,7 @@ class CPURunner:
             cos=self._cos[positions].unsqueeze(1),
             sin=self._sin[positions].unsqueeze(1),
             kv_caches=self.kv_cache.layers,
-            kv_slots=head_slots(slots, 2 * self._spec.num_kv_heads, self.info.block_size),
+            kv_slots=self._ops.plan_slots(slots, 2 * self._spec.num_kv_heads, self.info.block_size),
             attention_plans=plans,
         )
 

@@ -17,12 +17,12 @@ from pagemill_engine.models.blocks import CausalLM
 from pagemill_engine.models.errors import UnsupportedModelError, WeightsError
 from pagemill_engine.models.registry import build_model
 from pagemill_engine.models.rope import rope_tables
-from pagemill_engine.models.weights import load_weights
+from pagemill_engine.models.weights import load_weights, weight_bytes
 from pagemill_engine.runner.base import RunnerInfo
 from pagemill_engine.runner.cpu import CPURunner
 from pagemill_engine.runner.kv_cache import KVCache, max_model_len_for, num_blocks_for
 from pagemill_engine.runner.threads import available_threads
-from pagemill_kernels.registry import ops_for
+from pagemill_kernels.registry import cpu_backend, ops_for
 from pagemill_protocol.model_spec import ModelSpec
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -34,12 +34,14 @@ def load_cpu_runner(
     """Raises `LoadError`."""
     torch.set_num_threads(config.num_threads or available_threads())
     dtype = _compute_dtype(config.dtype)
-    ops = ops_for("cpu")
-    _check_memory(spec, dtype)
-    progress("loading", f"{path.name}: {spec.num_parameters / 1e6:.0f} M parameters as {_name(dtype)}")
+    heads_per_kv_head = spec.num_heads // spec.num_kv_heads
+    backend, how = cpu_backend(dtype, spec.head_dim, config.block_size, heads_per_kv_head)
+    ops = ops_for(backend)
     try:
-        model = build_model(spec, ops, dtype)
         weights = open_weights(path)
+        _check_memory(weights.num_bytes(dtype, keep_codes=ops.pack_codes is not None), dtype)
+        progress("loading", f"{path.name}: {spec.num_parameters / 1e6:.0f} M parameters as {_name(dtype)}, {how}")
+        model = build_model(spec, ops, dtype)
         rope_divisors = _fill(model, weights)
         num_blocks = num_blocks_for(config, spec, dtype)
         max_model_len = max_model_len_for(config, spec, num_blocks)
@@ -58,7 +60,7 @@ def load_cpu_runner(
         vocab_size=spec.vocab_size,
         weights_digest=weights.digest(),
         kv_dtype=_name(dtype),
-        weight_bytes=spec.num_parameters * dtype.itemsize,
+        weight_bytes=weight_bytes(model),
         kv_bytes_per_token=kv_bytes_per_token,
     )
     kv_cache = KVCache(spec, num_blocks, config.block_size, dtype)
@@ -67,12 +69,11 @@ def load_cpu_runner(
 
 def _fill(model: CausalLM, weights: WeightSource) -> Tensor | None:
     """Load all weights; returns the rotary divisors if the file carries them."""
-    shapes = weights.shapes
-    divisors = None
-    if ROPE_FACTORS in shapes:
-        divisors = torch.empty(shapes.pop(ROPE_FACTORS))
-        weights.read_into(ROPE_FACTORS, divisors)
-    load_weights(model, shapes, weights.read_into)
+    load_weights(model, weights, ignore=frozenset({ROPE_FACTORS}))
+    if ROPE_FACTORS not in weights.shapes:
+        return None
+    divisors = torch.empty(weights.shapes[ROPE_FACTORS])
+    weights.read_into(ROPE_FACTORS, divisors)
     return divisors
 
 
@@ -83,8 +84,8 @@ def _compute_dtype(setting: str) -> torch.dtype:
     return torch.bfloat16 if native else torch.float32
 
 
-def _check_memory(spec: ModelSpec, dtype: torch.dtype) -> None:
-    needed, available = spec.num_parameters * dtype.itemsize, psutil.virtual_memory().available
+def _check_memory(needed: int, dtype: torch.dtype) -> None:
+    available = psutil.virtual_memory().available
     if needed > available:
         raise LoadError(
             "ModelTooLarge",

@@ -11,16 +11,11 @@ from pagemill_kernels.cpu import library
 
 
 def native() -> ctypes.CDLL:
-    """The loaded library. Raises RuntimeError where it is absent: callers ask `supported` first."""
+    """The loaded library. Raises RuntimeError where it is absent: `registry.cpu_backend` asks first."""
     loaded = library.load()
     if loaded is None:
         raise RuntimeError(f"native CPU kernels are not there: {library.why_absent()}")
     return loaded
-
-
-def supported(dtype: torch.dtype) -> bool:
-    """The native kernels are loaded and compute in this type."""
-    return dtype == torch.float32 and library.load() is not None
 
 
 def num_threads() -> int:

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 
-def head_slots(slot_mapping: Tensor, num_heads: int, block_size: int) -> Tensor:
+def plan_slots(slot_mapping: Tensor, num_heads: int, block_size: int) -> Tensor:
     """Rows of the cache seen as [num_blocks * num_heads * block_size, head_dim], for each token and head.
 
-    slot_mapping: int64 [tokens], block id * block_size + offset. Returns int64 [tokens * num_heads].
+    slot_mapping: int64 [tokens], block id * block_size + offset; num_heads: keys' and values' together.
+    Returns int64 [tokens * num_heads].
     """
     block, offset = slot_mapping // block_size, slot_mapping % block_size
     heads = torch.arange(num_heads, device=slot_mapping.device)
@@ -20,6 +21,6 @@ def store_kv(key_value: Tensor, cache: Tensor, slots: Tensor) -> None:
     """cache[slot of token t, head h] = key_value[t, h].
 
     key_value: [tokens, 2 * num_kv_heads, head_dim], keys first. cache: [num_blocks, 2 * num_kv_heads, block_size,
-    head_dim]. slots: `head_slots(slot_mapping, 2 * num_kv_heads, block_size)`.
+    head_dim]. slots: `plan_slots(slot_mapping, 2 * num_kv_heads, block_size)`.
     """
     cache.view(-1, cache.shape[-1])[slots] = key_value.flatten(0, 1)

@@ -6,29 +6,39 @@ oneDNN, or oneDNN does not know the type on this CPU, the reference runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from pagemill_kernels.linear import reference
+from pagemill_kernels.linear.packed import PackedLinear
 
 PACK_ROWS = 64
 """Rows of x that the packed layout is chosen for; other row counts use the same layout."""
 
 
-def pack_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """weight: [out, in]; bias: [out]. Returns a function of x: [tokens, in] -> [tokens, out]."""
-    if not can_pack(weight.dtype):
-        return reference.pack_linear(weight, bias)
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACK_ROWS)
-    linear = torch.ops.mkldnn._linear_pointwise.default
+class OneDNNLinear:
+    can_gather = False
 
-    def apply(x: Tensor) -> Tensor:
-        result: Tensor = linear(x, packed, bias, "none", [], "")
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.num_bytes = weight.nbytes
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACK_ROWS)
+        self._bias = bias
+        self._linear = torch.ops.mkldnn._linear_pointwise.default
+
+    def __call__(self, x: Tensor) -> Tensor:
+        result: Tensor = self._linear(x, self._packed, self._bias, "none", [], "")
         return result
 
-    return apply
+    def add_to(self, out: Tensor, x: Tensor) -> None:
+        out.add_(self(x))
+
+    def gather(self, ids: Tensor) -> Tensor:
+        raise NotImplementedError("oneDNN's blocked layout is opaque")
+
+
+def pack_linear(weight: Tensor, bias: Tensor | None) -> PackedLinear:
+    """weight: [out, in]; bias: [out]."""
+    return OneDNNLinear(weight, bias) if can_pack(weight.dtype) else reference.pack_linear(weight, bias)
 
 
 def can_pack(dtype: torch.dtype) -> bool:

@@ -19,7 +19,9 @@ MAX_DIRECT_ROWS = 4
 
 
 class NativeLinear:
-    """x: float32 [..., in] -> [..., out]. Also gathers rows of the weight, for embeddings tied to the head."""
+    """x: float32 [..., in] -> [..., out]. Float32 arithmetic over whatever the weight is stored as."""
+
+    can_gather = True
 
     def __init__(self, shape: tuple[int, int], format: int, codes: Tensor, scales: Tensor | None, bias: Tensor | None):
         self.out_features, self.in_features = shape

@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch.nn.functional as F
 from torch import Tensor
 
 
-def pack_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """weight: [out, in]; bias: [out]. Returns a function of x: [tokens, in] -> [tokens, out]."""
-    return lambda x: F.linear(x, weight, bias)
+class PlainLinear:
+    can_gather = True
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight, self._bias = weight, bias
+
+    @property
+    def num_bytes(self) -> int:
+        return self._weight.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self._weight, self._bias)
+
+    def add_to(self, out: Tensor, x: Tensor) -> None:
+        out.add_(self(x))
+
+    def gather(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self._weight)
+
+
+def pack_linear(weight: Tensor, bias: Tensor | None) -> PlainLinear:
+    """weight: [out, in]; bias: [out]. The weight is kept, not copied."""
+    return PlainLinear(weight, bias)

@@ -1,13 +1,20 @@
-"""Rotation in place with two temporaries of half a head each."""
+"""Rotation in place with two temporaries of half a head each, then one indexed write; shapes as in `reference`."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from pagemill_kernels.kv_store.cpu import store_kv
+
+
+def rope_and_store(heads: Tensor, num_heads: int, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor) -> None:
+    num_kv_heads = (heads.shape[1] - num_heads) // 2
+    apply_rope(heads[:, : num_heads + num_kv_heads], cos, sin)
+    store_kv(heads[:, num_heads:], cache, slots)
+
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotate x in place. x: [tokens, heads, head_dim]; cos, sin: [tokens, 1, head_dim / 2] of each token's position."""
     half = x.shape[-1] // 2
     first, second = x[..., :half], x[..., half:]
     first_sin = torch.mul(first, sin)

@@ -13,6 +13,7 @@ import torch
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.runner.factory import create_runner
+from pagemill_kernels.cpu import library
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.sampling import SamplingParams
 
@@ -81,9 +82,21 @@ class Driver:
                 result.error = output.error or result.error
 
 
-def load_runner(model: str | Path, **settings: Any) -> Any:
+def load_runner(model: str | Path, *, backend: str | None = None, **settings: Any) -> Any:
+    """`backend`: another one than the machine's fastest."""
     settings = {"dtype": "float32", "num_kv_blocks": 512, "max_model_len": 256, "num_threads": 1, **settings}
-    return create_runner(EngineConfig(model=str(model), **settings), lambda phase, detail: None)
+    with pytest.MonkeyPatch.context() as patch:
+        if backend is not None:
+            patch.setattr("pagemill_engine.runner.load_cpu.cpu_backend", lambda *model_shape: (backend, backend))
+        return create_runner(EngineConfig(model=str(model), **settings), lambda phase, detail: None)
+
+
+@pytest.fixture(scope="module", params=["cpu_native", "cpu"])
+def backend(request: pytest.FixtureRequest) -> str:
+    """Our C++ kernels, and the torch fallback where nothing was compiled."""
+    if request.param == "cpu_native" and library.load() is None:
+        pytest.skip(f"no native kernels: {library.why_absent()}")
+    return str(request.param)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 
-NUM_TOKENS = 16
+NUM_TOKENS = 40
 VOCAB_SIZE = 512
 BASE = {
     "vocab_size": VOCAB_SIZE,
@@ -116,8 +116,8 @@ def tiny_model(kind: str, overrides: dict[str, Any], folder: Path) -> TinyModel:
 
 
 @pytest.fixture(scope="module")
-def driver(tiny: TinyModel, runner_loader: Callable[..., Any], make_driver: Callable[[Any], Any]) -> Any:
-    return make_driver(runner_loader(tiny.folder))
+def driver(tiny: TinyModel, backend: str, runner_loader: Callable[..., Any], make_driver: Callable[[Any], Any]) -> Any:
+    return make_driver(runner_loader(tiny.folder, backend=backend))
 
 
 def tokens_of(results: list[Any]) -> list[list[int]]:
@@ -156,7 +156,7 @@ def test_a_prefix_hit_on_work_of_the_same_step_changes_nothing(tiny: TinyModel, 
 
 
 def test_preemption_changes_nothing(tiny: TinyModel, driver: Any) -> None:
-    results = driver.greedy(tiny.prompts, NUM_TOKENS, num_blocks=16, enable_prefix_caching=False)
+    results = driver.greedy(tiny.prompts, NUM_TOKENS, num_blocks=14, enable_prefix_caching=False)
     assert tokens_of(results) == tiny.expected
     assert sum(result.num_preemptions for result in results) > 0
 
@@ -171,10 +171,10 @@ def test_logprobs_equal_transformers(tiny: TinyModel, driver: Any) -> None:
 
 
 def test_variants_of_the_architectures_equal_transformers(
-    variant: TinyModel, runner_loader: Callable[..., Any], make_driver: Callable[[Any], Any]
+    variant: TinyModel, backend: str, runner_loader: Callable[..., Any], make_driver: Callable[[Any], Any]
 ) -> None:
     assert variant.median_gap > 0.5
-    results = make_driver(runner_loader(variant.folder)).greedy(variant.prompts, NUM_TOKENS)
+    results = make_driver(runner_loader(variant.folder, backend=backend)).greedy(variant.prompts, NUM_TOKENS)
     assert tokens_of(results) == variant.expected
 
 

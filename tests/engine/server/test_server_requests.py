@@ -248,7 +248,9 @@ def test_a_stream_resumed_elsewhere_continues_exactly(
     rest = frames_of(post_generate(client, null_server.auth, request))
     assert text_of(delivered) + text_of(rest) == text_of(whole)
     assert [meta.position for meta, _ in rest[:-1]] == list(range(broken_after + 1, 6))
-    assert rest[-1][0].usage == whole[-1][0].usage
+    resumed, expected = rest[-1][0].usage, whole[-1][0].usage
+    # What is cached is each engine's own matter.
+    assert (resumed.prompt_tokens, resumed.completion_tokens) == (expected.prompt_tokens, expected.completion_tokens)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,51 @@
+"""What a layer asks of whoever holds the checkpoint's tensors; `loading.source` implements it over files."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pagemill_kernels.linear.groups import GroupCodes, stack
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+class TensorSource(Protocol):
+    """Tensors by their Hugging Face names."""
+
+    @property
+    def shapes(self) -> Shapes:
+        """Every tensor that is there."""
+        ...
+
+    def read_into(self, name: str, out: Tensor) -> None:
+        """Fill `out` (shape as in `shapes`, any float type) with the tensor, converted piece by piece."""
+        ...
+
+    def read_codes(self, name: str) -> GroupCodes | None:
+        """The tensor in the codes it is stored in; `None` where it is stored otherwise."""
+        ...
+
+
+def read_stacked(source: TensorSource, shapes: Shapes, dtype: torch.dtype) -> Tensor:
+    """The named tensors one under another."""
+    sizes = list(shapes.values())
+    out = torch.empty(sum(size[0] for size in sizes), *sizes[0][1:], dtype=dtype)
+    start = 0
+    for name, size in shapes.items():
+        source.read_into(name, out[start : start + size[0]])
+        start += size[0]
+    return out
+
+
+def codes_stacked(source: TensorSource, names: list[str]) -> GroupCodes | None:
+    """The named tensors' codes one under another; `None` unless all are stored in codes of one kind."""
+    parts: list[GroupCodes] = []
+    for name in names:
+        codes = source.read_codes(name)
+        if codes is None:
+            return None
+        parts.append(codes)
+    return stack(parts)
