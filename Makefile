@@ -93,7 +93,7 @@ clean: ## Remove the environment, caches and build outputs
 	.uv/bin/pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
 
 # `date` around the two lines: the first phase that `make up` reports.
-.venv/.installed: uv.lock pyproject.toml $(wildcard */pyproject.toml) | $(UV)
+.venv/.installed: uv.lock pyproject.toml $(wildcard */pyproject.toml) kernels/hatch_build.py $(wildcard kernels/pagemill_kernels/cpu/src/*) | $(UV)
 	@start=$$(date +%s); \
 	$(UV) sync --frozen $(UV_FLAGS); \
 	touch $@; \

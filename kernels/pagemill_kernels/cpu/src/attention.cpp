@@ -17,6 +17,7 @@ namespace {
 
 constexpr int64_t kMaxRows = 48;
 constexpr int64_t kMaxHeadDim = 256;
+constexpr int64_t kFewRows = 6;  // up to here keys are read as they lie
 constexpr float kMinusInfinity = -INFINITY;
 
 struct WorkItem {
@@ -34,10 +35,81 @@ struct Scratch {
 
 void transpose_keys(const float* keys, int64_t head_dim, float* out) {
   for (int64_t d = 0; d < head_dim; d += kLanes)
-    for (int64_t token = 0; token < kPanel; ++token) {
-      const Floats lane = load(keys + token * head_dim + d);
-      for (int i = 0; i < kLanes; ++i) out[(d + i) * kPanel + token] = lane[i];
+    for (int64_t token = 0; token < kPanel; token += kLanes)
+      transpose8(keys + token * head_dim + d, head_dim, out + d * kPanel + token, kPanel);
+}
+
+// scores[r][t] = query[r] . keys[t] for 16 context tokens: for few rows, where transposing the keys would cost more.
+template <int Rows>
+void score_rows(const float* query, const float* keys, int64_t head_dim, float* scores) {
+  for (int64_t token = 0; token < kPanel; token += 4, keys += 4 * head_dim) {
+    Floats dots[Rows][4] = {};
+    for (int64_t d = 0; d < head_dim; d += kLanes) {
+      Floats q[Rows];
+      for (int r = 0; r < Rows; ++r) q[r] = load(query + r * head_dim + d);
+#pragma GCC unroll 4
+      for (int t = 0; t < 4; ++t) {
+        const Floats key = load(keys + t * head_dim + d);
+#pragma GCC unroll 3
+        for (int r = 0; r < Rows; ++r) dots[r][t] += q[r] * key;
+      }
     }
+    for (int r = 0; r < Rows; ++r)
+      store_sums(scores + r * kPanel + token, dots[r][0], dots[r][1], dots[r][2], dots[r][3]);
+  }
+}
+
+// result[r] += sum over tokens of scores[r][t] * values[t], for few rows: Vectors * 8 columns at a time.
+template <int Rows, int Vectors>
+void add_values(const float* scores, const float* values, int64_t depth, int64_t head_dim, float* result) {
+  Floats sums[Rows][Vectors];
+  for (int r = 0; r < Rows; ++r)
+    for (int v = 0; v < Vectors; ++v) sums[r][v] = load(result + r * head_dim + v * kLanes);
+  for (int64_t token = 0; token < depth; ++token, values += head_dim) {
+    Floats weight[Rows];
+    for (int r = 0; r < Rows; ++r) weight[r] = splat(scores[r * kPanel + token]);
+#pragma GCC unroll 4
+    for (int v = 0; v < Vectors; ++v) {
+      const Floats value = load(values + v * kLanes);
+#pragma GCC unroll 3
+      for (int r = 0; r < Rows; ++r) sums[r][v] += weight[r] * value;
+    }
+  }
+  for (int r = 0; r < Rows; ++r)
+    for (int v = 0; v < Vectors; ++v) store(result + r * head_dim + v * kLanes, sums[r][v]);
+}
+
+template <int Rows>
+void value_rows(const float* scores, const float* values, int64_t depth, int64_t head_dim, float* result) {
+  int64_t d = 0;
+  for (; d + 4 * kLanes <= head_dim; d += 4 * kLanes) add_values<Rows, 4>(scores, values + d, depth, head_dim, result + d);
+  for (; d < head_dim; d += kPanel) add_values<Rows, 2>(scores, values + d, depth, head_dim, result + d);
+}
+
+void score_all(const float* query, int64_t rows, const float* keys, int64_t head_dim, float* transposed, float* scores) {
+  if (rows > kFewRows) {
+    transpose_keys(keys, head_dim, transposed);
+    std::fill_n(scores, rows * kPanel, 0.0f);
+    return tile(rows, query, head_dim, transposed, kPanel, head_dim, scores, kPanel);
+  }
+  for (; rows > 0; rows -= 3, query += 3 * head_dim, scores += 3 * kPanel) {
+    if (rows >= 3) score_rows<3>(query, keys, head_dim, scores);
+    if (rows == 2) score_rows<2>(query, keys, head_dim, scores);
+    if (rows == 1) score_rows<1>(query, keys, head_dim, scores);
+  }
+}
+
+void add_all(const float* scores, int64_t rows, const float* values, int64_t depth, int64_t head_dim, float* result) {
+  if (rows > kFewRows) {
+    for (int64_t d = 0; d < head_dim; d += kPanel)
+      tile(rows, scores, kPanel, values + d, head_dim, depth, result + d, head_dim);
+    return;
+  }
+  for (; rows > 0; rows -= 3, scores += 3 * kPanel, result += 3 * head_dim) {
+    if (rows >= 3) value_rows<3>(scores, values, depth, head_dim, result);
+    if (rows == 2) value_rows<2>(scores, values, depth, head_dim, result);
+    if (rows == 1) value_rows<1>(scores, values, depth, head_dim, result);
+  }
 }
 
 // Turns a row of 16 scores into weights relative to the row's running maximum; rescales what was summed before.
@@ -99,16 +171,13 @@ void attend(const AttentionArgs& args, const WorkItem& item, Scratch& scratch) {
     const float* block = args.cache + table[start / args.block_size] * block_stride;
     const float* keys = block + item.kv_head * head_stride + start % args.block_size * head_dim;
     const float* values = keys + args.num_kv_heads * head_stride;
-    transpose_keys(keys, head_dim, scratch.keys);
-    std::fill_n(scratch.scores, rows * kPanel, 0.0f);
-    tile(rows, scratch.query, head_dim, scratch.keys, kPanel, head_dim, scratch.scores, kPanel);
+    score_all(scratch.query, rows, keys, head_dim, scratch.keys, scratch.scores);
     for (int64_t row = 0; row < rows; ++row)
       softmax_row(scratch.scores + row * kPanel, visible_tokens(first_position + row / group, start, args.sliding_window),
                   scratch.result + row * head_dim, head_dim, scratch.row_max[row], scratch.row_sum[row]);
     // Tokens past the end were never written for this request: their weight is zero, their bytes may be anything.
     const int64_t depth = std::min<int64_t>(kPanel, end - start);
-    for (int64_t d = 0; d < head_dim; d += kPanel)
-      tile(rows, scratch.scores, kPanel, values + d, head_dim, depth, scratch.result + d, head_dim);
+    add_all(scratch.scores, rows, values, depth, head_dim, scratch.result);
   }
 
   for (int64_t row = 0; row < rows; ++row) {

@@ -11,6 +11,7 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <vector>
 
 #include "abi.h"
 #include "tile.h"
@@ -18,8 +19,8 @@
 namespace pagemill {
 namespace {
 
-constexpr int64_t kDepth = 256;     // inputs unpacked at a time: 16 KiB of floats
-constexpr int64_t kRowBlock = 96;   // rows of x that stay in the second-level cache while a panel is used
+constexpr int64_t kDepth = 768;     // inputs unpacked at a time: 48 KiB of floats, in the second-level cache
+constexpr int64_t kRowBlock = 96;   // rows of x repacked at a time: 288 KiB, in the second-level cache beside the panel
 constexpr int64_t kDirectRows = 4;  // up to here codes are read directly
 
 inline Bytes low_nibbles(Bytes codes) { return codes & 15; }
@@ -152,23 +153,81 @@ void sum_groups(const float* x, int64_t rows, int64_t x_stride, int64_t num_grou
     }
 }
 
-// One panel's result for up to kRowBlock rows, in a buffer of [rows][16].
+// Where one panel's results go: 16 columns (the last panel: fewer) of `out`.
 struct Target {
   const float* bias;
   float* out;
   int64_t stride;
   int64_t columns;
-  bool accumulate;
 
-  void begin(float* c, int64_t rows) const {
-    for (int64_t r = 0; r < rows; ++r)
-      for (int64_t n = 0; n < kPanel; ++n)
-        c[r * kPanel + n] = n < columns ? (accumulate ? out[r * stride + n] : 0.0f) + (bias ? bias[n] : 0.0f) : 0.0f;
+  // What the products are added to: nothing or what is there, plus the bias.
+  void begin(float* c, int64_t rows, bool add_bias, bool add_out) const {
+    alignas(32) float base[kPanel] = {};
+    if (add_bias && bias) std::memcpy(base, bias, columns * sizeof(float));
+    const Floats low = load(base), high = load(base + kLanes);
+    for (int64_t r = 0; r < rows; ++r, c += kPanel) {
+      if (!add_out) {
+        store(c, low);
+        store(c + kLanes, high);
+      } else if (columns == kPanel) {
+        store(c, low + load(out + r * stride));
+        store(c + kLanes, high + load(out + r * stride + kLanes));
+      } else {
+        for (int64_t n = 0; n < columns; ++n) c[n] = base[n] + out[r * stride + n];
+      }
+    }
   }
   void end(const float* c, int64_t rows) const {
-    for (int64_t r = 0; r < rows; ++r) std::memcpy(out + r * stride, c + r * kPanel, columns * sizeof(float));
+    if (columns < kPanel) {
+      for (int64_t r = 0; r < rows; ++r) std::memcpy(out + r * stride, c + r * kPanel, columns * sizeof(float));
+      return;
+    }
+    for (int64_t r = 0; r < rows; ++r) {
+      store(out + r * stride, load(c + r * kPanel));
+      store(out + r * stride + kLanes, load(c + r * kPanel + kLanes));
+    }
   }
 };
+
+Target target_of(const PackedWeight& w, int64_t panel, const float* bias, float* out, int64_t out_stride) {
+  const int64_t first = panel * kPanel;
+  return {bias ? bias + first : nullptr, out + first, out_stride, std::min<int64_t>(kPanel, w.out_features - first)};
+}
+
+// A few rows: the codes are read as they are.
+void few_rows(const PackedWeight& w, const float* x, int64_t rows, int64_t x_stride, const float* bias, float* out,
+              int64_t out_stride, bool accumulate, const float* group_sums, int64_t begin, int64_t end) {
+  alignas(64) float c[kDirectRows * kPanel];
+  for (int64_t panel = begin; panel < end; ++panel) {
+    const Target target = target_of(w, panel, bias, out, out_stride);
+    target.begin(c, rows, true, accumulate);
+    direct(w, panel, x, rows, x_stride, group_sums, c);
+    target.end(c, rows);
+  }
+}
+
+// Many rows: a slice of x is repacked by tiles, then every panel is unpacked over the slice's depth and multiplied.
+void many_rows(const PackedWeight& w, const float* x, int64_t rows, int64_t x_stride, const float* bias, float* out,
+               int64_t out_stride, bool accumulate, int64_t begin, int64_t end) {
+  thread_local std::vector<float> storage(kRowBlock * kDepth + kDepth * kPanel + kRowBlock * kPanel + 48);
+  float* packed_x = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(storage.data()) + 63) / 64 * 64);
+  float* buffer = packed_x + kRowBlock * kDepth;
+  float* c = buffer + kDepth * kPanel;
+  for (int64_t row = 0; row < rows; row += kRowBlock) {
+    const int64_t count = std::min(kRowBlock, rows - row);
+    for (int64_t k = 0; k < w.in_features; k += kDepth) {
+      const int64_t depth = std::min(kDepth, w.in_features - k);
+      pack_tiles(count, x + row * x_stride + k, x_stride, depth, packed_x);
+      for (int64_t panel = begin; panel < end; ++panel) {
+        const Target target = target_of(w, panel, bias, out + row * out_stride, out_stride);
+        const float* b = unpack(w, panel, k, k + depth, buffer);
+        target.begin(c, count, k == 0, accumulate || k > 0);
+        packed_tile(count, packed_x, b, depth, c);
+        target.end(c, count);
+      }
+    }
+  }
+}
 
 }  // namespace
 }  // namespace pagemill
@@ -184,28 +243,11 @@ extern "C" void pagemill_linear(const PackedWeight* weight, const float* x, int6
   if (by_codes && w.format == kCodes4) sum_groups(x, rows, x_stride, w.in_features / kGroup, group_sums);
 #pragma omp parallel num_threads(num_threads)
   {
-    alignas(64) float buffer[kDepth * kPanel];
-    alignas(64) float c[kRowBlock * kPanel];
-#pragma omp for schedule(static)
-    for (int64_t panel = 0; panel < num_panels; ++panel) {
-      const int64_t first = panel * kPanel;
-      for (int64_t row = 0; row < rows; row += kRowBlock) {
-        const int64_t count = std::min(kRowBlock, rows - row);
-        const float* a = x + row * x_stride;
-        const Target target{bias ? bias + first : nullptr, out + row * out_stride + first, out_stride,
-                            std::min<int64_t>(kPanel, w.out_features - first), accumulate != 0};
-        target.begin(c, count);
-        if (by_codes) {
-          direct(w, panel, a, count, x_stride, group_sums, c);
-        } else {
-          for (int64_t k = 0; k < w.in_features; k += kDepth) {
-            const int64_t end = std::min(w.in_features, k + kDepth);
-            const float* b = unpack(w, panel, k, end, buffer);
-            tile(count, a + k, x_stride, b, kPanel, end - k, c, kPanel);
-          }
-        }
-        target.end(c, count);
-      }
-    }
+    const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
+    const int64_t begin = num_panels * thread / threads, end = num_panels * (thread + 1) / threads;
+    if (by_codes)
+      few_rows(w, x, rows, x_stride, bias, out, out_stride, accumulate != 0, group_sums, begin, end);
+    else
+      many_rows(w, x, rows, x_stride, bias, out, out_stride, accumulate != 0, begin, end);
   }
 }

@@ -52,4 +52,55 @@ inline void tile(int64_t rows, const float* a, int64_t a_stride, const float* b,
   }
 }
 
+// A repacked for `packed_tile`: tiles of up to six rows one after another, each [depth][rows of the tile].
+inline void pack_tiles(int64_t rows, const float* a, int64_t a_stride, int64_t depth, float* out) {
+  for (int64_t row = 0; row < rows; row += kTileRows) {
+    const int64_t count = rows - row < kTileRows ? rows - row : kTileRows;
+    for (int64_t r = 0; r < count; ++r) {
+      const float* from = a + (row + r) * a_stride;
+      float* to = out + row * depth + r;
+      for (int64_t k = 0; k < depth; ++k) to[k * count] = from[k];
+    }
+  }
+}
+
+template <int Rows>
+inline void packed_tile_rows(const float* a, const float* b, int64_t depth, float* c) {
+  Floats low[Rows], high[Rows];
+#pragma GCC unroll 6
+  for (int r = 0; r < Rows; ++r) {
+    low[r] = load(c + r * kPanel);
+    high[r] = load(c + r * kPanel + kLanes);
+  }
+#pragma GCC unroll 4
+  for (int64_t k = 0; k < depth; ++k, a += Rows, b += kPanel) {
+    const Floats b_low = load(b), b_high = load(b + kLanes);
+#pragma GCC unroll 6
+    for (int r = 0; r < Rows; ++r) {
+      const Floats value = splat(a[r]);
+      low[r] += value * b_low;
+      high[r] += value * b_high;
+    }
+  }
+#pragma GCC unroll 6
+  for (int r = 0; r < Rows; ++r) {
+    store(c + r * kPanel, low[r]);
+    store(c + r * kPanel + kLanes, high[r]);
+  }
+}
+
+// C += A * B: A by `pack_tiles`, B [depth][16], C [rows][16].
+inline void packed_tile(int64_t rows, const float* a, const float* b, int64_t depth, float* c) {
+  for (; rows >= kTileRows; rows -= kTileRows, a += kTileRows * depth, c += kTileRows * kPanel)
+    packed_tile_rows<kTileRows>(a, b, depth, c);
+  switch (rows) {
+    case 5: return packed_tile_rows<5>(a, b, depth, c);
+    case 4: return packed_tile_rows<4>(a, b, depth, c);
+    case 3: return packed_tile_rows<3>(a, b, depth, c);
+    case 2: return packed_tile_rows<2>(a, b, depth, c);
+    case 1: return packed_tile_rows<1>(a, b, depth, c);
+    default: return;
+  }
+}
+
 }  // namespace pagemill

@@ -65,6 +65,41 @@ inline float largest(Floats v) {
   return result;
 }
 
+// The sums of four vectors, stored side by side.
+inline void store_sums(float* to, Floats a, Floats b, Floats c, Floats d) {
+#ifdef __AVX2__
+  const __m256 pairs = _mm256_hadd_ps(_mm256_hadd_ps((__m256)a, (__m256)b), _mm256_hadd_ps((__m256)c, (__m256)d));
+  _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(pairs), _mm256_extractf128_ps(pairs, 1)));
+#else
+  to[0] = sum(a), to[1] = sum(b), to[2] = sum(c), to[3] = sum(d);
+#endif
+}
+
+// Eight rows of eight, from_stride floats apart, become eight columns, to_stride floats apart.
+inline void transpose8(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
+#ifdef __AVX2__
+  __m256 pairs[8], quads[8];
+  for (int i = 0; i < 8; i += 2) {
+    const __m256 even = _mm256_loadu_ps(from + i * from_stride), odd = _mm256_loadu_ps(from + (i + 1) * from_stride);
+    pairs[i] = _mm256_unpacklo_ps(even, odd);
+    pairs[i + 1] = _mm256_unpackhi_ps(even, odd);
+  }
+  for (int i = 0; i < 8; i += 4) {
+    quads[i] = _mm256_shuffle_ps(pairs[i], pairs[i + 2], 0x44);
+    quads[i + 1] = _mm256_shuffle_ps(pairs[i], pairs[i + 2], 0xee);
+    quads[i + 2] = _mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], 0x44);
+    quads[i + 3] = _mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], 0xee);
+  }
+  for (int i = 0; i < 4; ++i) {
+    _mm256_storeu_ps(to + i * to_stride, _mm256_permute2f128_ps(quads[i], quads[i + 4], 0x20));
+    _mm256_storeu_ps(to + (i + 4) * to_stride, _mm256_permute2f128_ps(quads[i], quads[i + 4], 0x31));
+  }
+#else
+  for (int i = 0; i < 8; ++i)
+    for (int j = 0; j < 8; ++j) to[j * to_stride + i] = from[i * from_stride + j];
+#endif
+}
+
 // exp(x) for x <= 88, relative error below 3e-7; 0 below -87. Cody-Waite reduction, degree-6 polynomial (Cephes).
 inline Floats exp(Floats x) {
   const Floats clipped = max(x, splat(-87.0f));
