@@ -86,6 +86,7 @@ class FakeEngine:
     def __init__(self, name: str) -> None:
         self.name = name
         self.requests: list[GenerateRequest] = []
+        self.http_request_ids: list[str | None] = []
         self.num_aborted = 0
         self.num_state_streams = 0
         self.load = EngineLoad()
@@ -159,6 +160,7 @@ class FakeEngine:
             return web.json_response({"error": {"message": "no"}}, status=401)
         request = msgspec.msgpack.decode(await http.read(), type=GenerateRequest)
         self.requests.append(request)
+        self.http_request_ids.append(http.headers.get("X-Request-Id"))
         behaviour = self.behaviours.popleft() if self.behaviours else self.behaviour
         response = web.StreamResponse(headers={"Content-Type": FRAMES_CONTENT_TYPE})
         try:

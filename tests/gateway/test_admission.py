@@ -106,3 +106,25 @@ async def test_a_time_out_of_something_inside_is_not_mistaken_for_the_deadline()
     with pytest.raises(TimeoutError):
         async with Running().limited(60):
             raise TimeoutError
+
+
+async def test_the_end_of_all_requests_passes_over_those_whose_time_is_up_already() -> None:
+    running = Running()
+    leaving, ended = asyncio.Event(), []
+
+    async def run(timeout_s: float | None, seconds_to_leave: float) -> None:
+        try:
+            async with running.limited(timeout_s):
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    leaving.set()
+                    await asyncio.sleep(seconds_to_leave)
+        except PagemillError as error:
+            ended.append(error.status)
+
+    tasks = [asyncio.create_task(run(0.01, 0.2)), asyncio.create_task(run(None, 0))]
+    await leaving.wait()
+    running.end_all()
+    await asyncio.wait_for(asyncio.gather(*tasks), 5)
+    assert ended == [503, 503]

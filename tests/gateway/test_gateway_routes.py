@@ -177,10 +177,11 @@ async def test_bad_bodies_routes_and_methods_are_refused_in_openais_shape(engine
     assert (await gateway.chat()).status == 200
 
 
-async def test_the_request_id_comes_back(engines, gateways) -> None:
+async def test_the_request_id_goes_to_the_engine_and_comes_back(engines, gateways) -> None:
     gateway = await gateways(*engines)
     reply = await gateway.chat(headers={"x-request-id": "abc-1"})
     assert reply.headers["x-request-id"] == "abc-1"
+    assert [name for engine in engines for name in engine.http_request_ids] == ["abc-1"], "engines log it too"
     assert (await gateway.chat(headers={"x-request-id": "bad id\u00e9"})).headers["x-request-id"] != "bad id\u00e9"
 
 

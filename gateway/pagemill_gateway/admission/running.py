@@ -34,7 +34,9 @@ class Running:
         self._ending = True
         now = asyncio.get_running_loop().time()
         for limit in self._limits:
-            limit.reschedule(now)
+            # One whose time is up already is on its way out and cannot be moved any more.
+            if not limit.expired():
+                limit.reschedule(now)
 
     def _cause(self) -> PagemillError:
         if self._ending:

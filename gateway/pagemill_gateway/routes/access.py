@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagemill_gateway.core import Gateway
 from pagemill_gateway.relay.record import RequestRecord
+from pagemill_protocol.http.door import request_id
 
 logger = logging.getLogger("pagemill.gateway.access")
 
@@ -24,7 +25,9 @@ PROBES = frozenset({"/health", "/livez", "/readyz", "/metrics", "/version"})
 
 
 def record_of(scope: Scope) -> RequestRecord:
+    """The record of the request, with the id that the door has given it: engines and log lines need it meanwhile."""
     record: RequestRecord = scope["state"]["record"]
+    record.request_id = request_id(scope)
     return record
 
 
