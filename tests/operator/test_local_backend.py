@@ -155,6 +155,31 @@ async def test_a_port_in_use_stops_everything_before_it_starts(make_machine: Cal
     assert list(machine.folder.iterdir()) == []
 
 
+async def test_an_answer_under_way_ends_with_an_error_event_when_everything_stops(
+    make_machine: Callable[..., Machine],
+) -> None:
+    machine = make_machine(stop_timeout_s=2.0)
+    await machine.backend.start()
+    slow = ["--null-runner", "--num-kv-blocks=256", '--step-time={"knots_tokens": [1, 512], "knot_ms": [50, 50]}']
+    plan = machine.plan(engine__extraArgs=slow)
+    body = {"model": "chat", "messages": [{"role": "user", "content": "hi"}], "stream": True, "ignore_eos": True}
+    try:
+        await machine.backend.apply([plan])
+        await machine.until_ready(plan)
+        async with aiohttp.ClientSession() as session:
+            await until(session, machine, 200)
+            url = f"{machine.backend.base_url}/v1/chat/completions"
+            async with session.post(url, json={**body, "max_tokens": 400}) as response:
+                await response.content.readline()
+                stopping = asyncio.create_task(machine.backend.stop())
+                text = await response.text()
+                await stopping
+    finally:
+        await machine.backend.stop()
+    assert "draining" in text.splitlines()[-2], text[-300:]
+    assert "[DONE]" not in text
+
+
 async def _traffic(
     session: aiohttp.ClientSession, machine: Machine, statuses: list[int], rolled: asyncio.Event
 ) -> None:

@@ -135,3 +135,35 @@ async def eventually(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+
+
+async def test_a_log_stays_bounded_while_its_process_writes_on(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    child = await start(
+        """
+        import sys
+        for _ in range(1000):
+            print("x" * 99, flush=True)
+        print("half", flush=True)
+        sys.stdout.flush()
+        import time
+        time.sleep(0.3)
+        print("end", flush=True)
+        """,
+        log,
+    )
+    await said(log, "half")
+    child.bound_log(max_bytes=200_000)
+    assert log.stat().st_size > 100_000
+    child.bound_log(max_bytes=10_000)
+    await child.wait()
+    assert log.read_text() == "end\n"
+
+
+async def test_an_ended_child_is_never_signalled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    signalled: list[int] = []
+    child = await start("pass", tmp_path / "log")
+    monkeypatch.setattr(os, "killpg", lambda pid, number: signalled.append(pid))
+    await child.wait()
+    await child.end(0.1)
+    assert signalled == [child.pid], "its number may be another process's by now"

@@ -93,3 +93,8 @@ def test_no_temporary_folder_where_sockets_would_not_fit(tmp_path: Path) -> None
 )
 def test_a_readyz_answer_becomes_words(body: bytes, words: str) -> None:
     assert describe(body) == words
+
+
+def test_a_folder_that_goes_away_meanwhile_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "glob", lambda folder, pattern: [folder / f"{PREFIX}gone"])
+    remove_abandoned(tmp_path)

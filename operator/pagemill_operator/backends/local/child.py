@@ -19,6 +19,8 @@ from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 MAX_TAIL_BYTES = 16 * 1024
+MAX_LOG_BYTES = 16 * 1024 * 1024
+"""The private folder may lie in memory, and a gateway writes a line per request."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +36,13 @@ class Child:
     def __init__(self, process: asyncio.subprocess.Process, log_path: Path) -> None:
         self._process = process
         self._log_path = log_path
+        self._session_ended = False
         self.pid = process.pid
 
     @classmethod
     async def start(cls, command: Sequence[str], environment: Mapping[str, str], log_path: Path) -> Child:
         """Start a command; its output goes to a fresh log file."""
-        descriptor = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        descriptor = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -74,8 +77,18 @@ class Child:
         self._kill_session()
         await self._process.wait()
 
+    def bound_log(self, max_bytes: int = MAX_LOG_BYTES) -> None:
+        """Start the log afresh once it is longer than `max_bytes`; call it now and then."""
+        with contextlib.suppress(OSError):
+            if self._log_path.stat().st_size > max_bytes:
+                os.truncate(self._log_path, 0)
+
     def _kill_session(self) -> None:
-        # The session's group bears the child's pid; it exists as long as a member does, so the number is not reused.
+        # The session's group bears the child's pid, which the kernel keeps while a member lives. Afterwards another
+        # process may get the number, so it is signalled once only, right at the child's end.
+        if self._session_ended:
+            return
+        self._session_ended = True
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 

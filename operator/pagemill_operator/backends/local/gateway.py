@@ -65,6 +65,11 @@ class Gateway:
     def ready(self) -> bool:
         return self.supervisor.phase == "ready"
 
+    @property
+    def control_url(self) -> str | None:
+        """Where `/status` and `/metrics` are; `None` while it does not answer."""
+        return self.supervisor.launch.control_url if self.supervisor.launch else None
+
     def want(self, catalog: Catalog) -> None:
         """What the gateway should serve from now on."""
         if catalog != self._wanted:
@@ -91,6 +96,8 @@ class Gateway:
             "control_host": LOOPBACK,
             "control_port": control_port,
             "control_token": self._token,
+            # Streams still open get their error event before this process is killed.
+            "drain_timeout_s": self._settings.stop_timeout_s / 2,
             "api_keys": [hashlib.sha256(key.encode()).hexdigest() for key in self._settings.api_keys],
         }
         path = self._state_dir.write_json(f"{NAME}.json", content)

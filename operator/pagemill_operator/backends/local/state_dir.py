@@ -57,10 +57,15 @@ class StateDir:
 def remove_abandoned(parent: Path) -> None:
     """Remove folders of this user whose backend no longer runs."""
     for folder in parent.glob(f"{PREFIX}*"):
-        if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-            continue
-        if _abandoned(folder):
+        if _own(folder) and _abandoned(folder):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _own(folder: Path) -> bool:
+    try:
+        return not folder.is_symlink() and folder.stat().st_uid == os.getuid()
+    except OSError:
+        return False  # another one has just removed it
 
 
 def _abandoned(folder: Path) -> bool:

@@ -112,11 +112,12 @@ class Supervisor:
         self._started_s = time.monotonic()
         self._ready_s = float("inf")
         self._set("starting", "Starting", "starting")
-        launch = self._prepare()
         try:
+            launch = self._prepare()
             self._child = await Child.start(launch.command, launch.environment, self._state_dir.log_path(self.name))
         except OSError as error:
-            return "StartFailed", f"cannot start {launch.command[0]}: {error.strerror}", 0.0
+            where = f": {error.filename}" if error.filename else ""
+            return "StartFailed", f"cannot start the process: {error.strerror}{where}", 0.0
         follower = asyncio.create_task(self._follow(launch), name=f"readyz:{self.name}")
         try:
             ended = await self._child.wait()
@@ -129,6 +130,8 @@ class Supervisor:
     async def _follow(self, launch: Launch) -> None:
         """Ask `/readyz` until cancelled; every new answer becomes the phase and its reason."""
         while True:
+            if self._child:
+                self._child.bound_log()
             answer = await ask_readyz(self._session, launch.control_url)
             if answer and not self._ending.is_set():
                 self.launch = launch
