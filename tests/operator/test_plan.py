@@ -164,6 +164,11 @@ def test_what_has_no_effect_on_this_machine_is_noted(deployment: Make) -> None:
     assert local.groups[0].digest == cluster.groups[0].digest
 
 
+def test_a_queue_that_the_gateway_does_not_keep_is_noted(deployment: Make) -> None:
+    plan = make_plan(deployment(routing__queue__maxRequests=5))
+    assert [note.field for note in plan.notes] == ["spec.routing.queue"]
+
+
 def test_a_revision_becomes_part_of_the_source(deployment: Make) -> None:
     plan = make_plan(deployment(model__source="hf://org/name/file.gguf", model__revision="v2"))
     assert plan.source == "hf://org/name@v2/file.gguf"

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from pagemill_crds.models import LLMDeploymentSpec
+from pagemill_crds.sections.routing import Queue
 from pagemill_operator.plan.types import Problem
 
 Backend = Literal["local", "kubernetes"]
@@ -69,6 +70,9 @@ def find_notes(spec: LLMDeploymentSpec, backend: Backend) -> Iterator[Problem]:
         yield Problem("spec.engine.deterministic", True, "exact only with dtype float32 in this version")
     if spec.routing.session_header:
         yield Problem("spec.routing.sessionHeader", spec.routing.session_header, "not used in this version")
+    if spec.routing.queue != Queue():
+        message = "the gateway keeps no queue in this version: a request that finds no room gets 503"
+        yield Problem("spec.routing.queue", "", message)
     if spec.autoscaling and spec.autoscaling.mode == "Active":
         yield Problem("spec.autoscaling", spec.autoscaling.mode, "nothing scales by itself in this version")
     if backend == "local":
