@@ -107,6 +107,11 @@ def test_files_that_are_no_documents(write: Write, content: str | bytes, expecte
     assert found[0].startswith(expected), found[0]
 
 
+def test_a_missing_model_is_reported_beside_the_other_errors(write: Write) -> None:
+    found = errors(write("f.yaml", f"{HEAD}spec:\n  model: {{source: 'file:///no/such/model'}}\n  replica: 1\n"))
+    assert [error.split(": ")[1] for error in found] == ["spec.model.source", "spec.replica"]
+
+
 def test_a_bomb_of_aliases_is_refused(write: Write) -> None:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 9)]

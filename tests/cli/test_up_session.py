@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import pty
 import re
 import select
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import termios
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,6 +51,11 @@ class Terminal:
             assert time.monotonic() < deadline_s, f"no {word!r} in:\n{self.text}"
             self._read(0.1)
         return self.text
+
+    def close(self) -> None:
+        if self._master >= 0:
+            os.close(self._master)
+            self._master = -1
 
     def press(self, keys: bytes) -> None:
         os.write(self._master, keys)
@@ -85,13 +93,14 @@ def terminal(environment: dict[str, str], *arguments: str | Path) -> Iterator[Te
         preexec_fn=lambda: fcntl.ioctl(slave, termios.TIOCSCTTY, 0),
     )
     os.close(slave)
+    shown = Terminal(process, master)
     try:
-        yield Terminal(process, master)
+        yield shown
     finally:
         if process.poll() is None:
             process.kill()
         process.wait()
-        os.close(master)
+        shown.close()
 
 
 def family(pid: int) -> set[int]:
@@ -201,6 +210,52 @@ def test_interrupted_while_loading_it_stops_at_once(
         assert shown.wait() == 130
     assert "Traceback" not in shown.text
     assert_nothing_is_left(environment, pids)
+
+
+def test_a_reader_who_leaves_ends_it_and_leaves_nothing_behind(
+    write: Write, simulated: Simulated, environment: dict[str, str]
+) -> None:
+    command = [sys.executable, "-m", "pagemill", "up", "-f", str(write("sim.yaml", simulated())), "--port", "0"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, env=environment, text=True
+    ) as process:
+        assert process.stdout
+        assert process.stderr
+        process.stdout.readline()
+        pids = family(process.pid)
+        process.stdout.close()
+        assert process.wait(60) != 0
+        assert "Traceback" not in process.stderr.read()
+    assert_nothing_is_left(environment, pids)
+
+
+def test_a_terminal_that_goes_away_ends_everything(
+    write: Write, simulated: Simulated, environment: dict[str, str]
+) -> None:
+    file = write("sim.yaml", simulated())
+    with terminal(environment, "up", "-f", file, "--port", "0") as shown:
+        shown.until("sim 1/1 ready")
+        pids = family(shown.process.pid)
+        shown.close()
+        shown.process.wait(30)
+    assert_nothing_is_left(environment, pids, base_port(shown.text))
+
+
+def test_what_is_shown_to_try_works_as_it_stands(
+    write: Write, simulated: Simulated, environment: dict[str, str]
+) -> None:
+    file = write("sim.yaml", simulated())
+    with terminal(environment, "up", "-f", file, "--port", "0") as shown:
+        shown.until("sim 1/1 ready")
+        command = cast(re.Match[str], re.search(r"Try +(curl .*\n.*)\n", shown.text)).group(1)
+        words = shlex.split(command.replace("\\\n", " "))
+        assert words[-2] == "-d"
+        body = json.loads(words[-1])
+        status = cast(re.Match[str], re.search(r"http://\S+/status", shown.text)).group(0)
+        with urllib.request.urlopen(status, timeout=10) as answer:
+            assert json.loads(answer.read())["models"][0]["name"] == body["model"] == "sim"
+        shown.press(b"\x03")
+        assert shown.wait() == 0
 
 
 def test_a_port_in_use_names_the_flag(

@@ -64,7 +64,8 @@ def _load_document(document: Document, result: LoadResult) -> None:
     try:
         deployment = LLMDeployment.model_validate(document.value)
     except ValidationError as error:
-        result.findings += findings_of(document, error.errors(include_url=False))
+        findings = list(findings_of(document, error.errors(include_url=False)))
+        result.findings += [*findings, *_source_findings(document, findings)]
         return
     plan = make_plan(deployment, "local")
     problems = [*plan.problems, *_model_problems(deployment, plan)]
@@ -99,6 +100,21 @@ def _model_problems(deployment: LLMDeployment, plan: Plan) -> Iterator[Problem]:
         yield Problem(
             "spec.engine.maxModelLen", wanted, f"{wanted} is more than the model's {limit}; lower it to {limit}"
         )
+
+
+def _source_findings(document: Document, found: Sequence[Finding]) -> Iterator[Finding]:
+    """Whether the model is there, for a document with other errors: they are all reported at once."""
+    field = "spec.model.source"
+    try:
+        source = document.value["spec"]["model"]["source"]
+    except (KeyError, TypeError):
+        return
+    if not isinstance(source, str) or source.startswith("hf://") or field in {finding.field for finding in found}:
+        return
+    try:
+        resolve_source(source, field)
+    except SourceError as error:
+        yield _finding(document, Problem(field, source, error.message))
 
 
 def _twice(loaded: list[Loaded]) -> Iterator[Finding]:

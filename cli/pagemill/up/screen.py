@@ -57,7 +57,8 @@ class TerminalScreen:
     interactive = True
 
     def __init__(self) -> None:
-        self._console = Console(highlight=False)
+        # What is shown is text, not markup: `:name:` stays, and a line that is copied has no breaks of ours in it.
+        self._console = Console(highlight=False, emoji=False, soft_wrap=True)
         self._live: Live | None = None
 
     def line(self, text: str) -> None:

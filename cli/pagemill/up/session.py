@@ -32,6 +32,7 @@ LASTING_REASONS = frozenset(
         "ModelUnreadable",
         "UnsupportedArchitecture",
         "UnsupportedQuantization",
+        "KVCacheTooLarge",
         "KVCacheTooSmall",
         "ModelTooLarge",
         "MaxModelLenTooLarge",
@@ -64,7 +65,9 @@ async def run_up(request: UpRequest, loaded: list[Loaded], screen: Screen) -> in
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, stop.set)
+        # `nohup` ignores SIGHUP, and that must stay so.
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            loop.add_signal_handler(number, stop.set)
     work = asyncio.create_task(session.run())
     stopping = asyncio.create_task(stop.wait())
     try:
@@ -76,6 +79,8 @@ async def run_up(request: UpRequest, loaded: list[Loaded], screen: Screen) -> in
     except (BackendError, GivenUp, AnswerError) as error:
         report_errors([str(error)])
         return 1
+    except BrokenPipeError:
+        return 1  # nobody reads what is said (`| head`)
     finally:
         await session.end(work, stopping)
 
@@ -101,7 +106,7 @@ class Session:
         await self._backend.start()
         await self._backend.apply(self._plans)
         # The first replica answers already while the others still load.
-        await self._wait_for("Serving", self._plans[:1])
+        await self._wait_for("Serving", [self._first_plan])
         self._show_urls()
         await self._first_answer()
         self.served = True
@@ -111,25 +116,34 @@ class Session:
         await self._serve()
 
     async def end(self, work: asyncio.Task[None], stopping: asyncio.Task[bool]) -> None:
-        """Stop what runs, in order, and leave nothing behind."""
+        """Stop what runs, in order, and leave nothing behind, also where the terminal is gone."""
         for task in (work, stopping):
             task.cancel()
         await asyncio.gather(work, stopping, return_exceptions=True)
-        self._screen.status("stopping the gateway, then the engines")
+        with contextlib.suppress(OSError):
+            self._screen.status("stopping the gateway, then the engines")
         await self._backend.stop()
-        self._screen.status("")
-        self._screen.line("stopped")
+        with contextlib.suppress(OSError):
+            self._screen.status("")
+            self._screen.line("stopped")
 
     @property
     def _plans(self) -> list[Plan]:
         return [item.plan for item in self._loaded]
 
+    @property
+    def _first_plan(self) -> Plan:
+        """The one that is asked the first question: it has replicas, if any has."""
+        return next((plan for plan in self._plans if plan.replicas), self._plans[0])
+
     def _show_event(self, event: Event) -> None:
         line = f"{event.subject}: {event.message} ({event.since_start_s:.1f} s)"
-        if event.warning:
-            self._screen.warn(line)
-        else:
-            self._screen.line(line)
+        # Nobody may read any more (`| head`); that is no reason for the process's supervisor to fail.
+        with contextlib.suppress(OSError):
+            if event.warning:
+                self._screen.warn(line)
+            else:
+                self._screen.line(line)
 
     async def _wait_for(self, condition: str, plans: Sequence[Plan]) -> None:
         """Raises `GivenUp`. The reason of every wait comes as an event, and as the status line of a terminal."""
@@ -159,24 +173,26 @@ class Session:
                 raise GivenUp(f"{process.name}: {process.reason}: {process.message}")
 
     def _show_urls(self) -> None:
-        base_url = self._backend.base_url
+        base_url, control_url = self._backend.base_url, self._backend.gateway.control_url
         names = [name for plan in self._plans for name in plan.names]
         key = " -H 'Authorization: Bearer KEY'" if self._own_key else ""
-        body = f'{{"model": "{names[0]}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+        body = f'{{"model": "{self._first_plan.model_name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
         self._screen.status("")
         self._screen.line("")
         self._screen.line(f"OpenAI base URL   {base_url}/v1")
         self._screen.line(f"Models            {', '.join(dict.fromkeys(names))}")
+        if control_url:
+            self._screen.line(f"Status, metrics   {control_url}/status  {control_url}/metrics")
         self._screen.line(
-            f"Try               curl {base_url}/v1/chat/completions -H 'Content-Type: application/json'{key}"
+            f"Try               curl {base_url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\"
         )
         self._screen.line(f"                  -d '{body}'")
         self._screen.line("")
 
     async def _first_answer(self) -> None:
-        if not self._plans[0].replicas:
+        if not self._first_plan.replicas:
             return
-        model = self._plans[0].model_name
+        model = self._first_plan.model_name
         self._screen.line(f"> {QUESTION}")
         answer = await ask(self._backend.base_url, model, self._screen.stream, api_key=self._own_key)
         since_start_s = answer.first_token_at_s - self._request.started_at_s
@@ -203,8 +219,12 @@ class Session:
         watcher = awatch(
             *folders, watch_filter=lambda _, path: Path(path).resolve() in files, recursive=False, raise_interrupt=False
         )
-        async for _ in watcher:
-            await self._apply_edit()
+        try:
+            async for _ in watcher:
+                await self._apply_edit()
+        except (OSError, RuntimeError) as error:
+            # For example no inotify watches left. What runs must not end for it.
+            self._screen.warn(f"edits are not followed ({error}); stop and start again to apply them")
 
     async def _apply_edit(self) -> None:
         result = load_files(self._request.files, self._loaded)
