@@ -23,7 +23,9 @@ def gateway(
         typer.Option(help="URL of an engine's data port, and of its control port after a comma (default: port + 1)."),
     ] = None,
     model: Annotated[str, typer.Option(help="Name under which clients find the engines' model.")] = "",
-    engine_token: Annotated[str, typer.Option(help="Internal token of the engines.")] = "",
+    engine_token: Annotated[
+        str, typer.Option(envvar="PAGEMILL_INTERNAL_TOKEN", help="Internal token of the engines.")
+    ] = "",
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port for clients.")] = None,
     control_port: Annotated[int | None, typer.Option(help="Port for the platform: status, catalogue, metrics.")] = None,
