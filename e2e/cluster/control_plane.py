@@ -31,6 +31,7 @@ def up(state: Path) -> Path:
     if shutil.which("openssl") is None:
         raise ClusterError("`openssl` makes the server's certificate and is not on PATH: install Debian's openssl.")
     state.mkdir(parents=True, exist_ok=True)
+    state.chmod(0o700)  # it will hold an administrator's token
     if (state / "pids.json").exists():
         raise ClusterError(f"A cluster already uses {state}; stop it first: python3 e2e/cluster down --state {state}")
     _make_certificates(state)
