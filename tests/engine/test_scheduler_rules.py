@@ -371,6 +371,10 @@ def test_a_choice_resumed_at_its_end_ends_at_once() -> None:
     )
     assert finish_reasons(scheduler.take_outputs()) == {("a", 0): "stop"}
     assert list(scheduler._rows) == ["a/2"]
+    for _ in range(6):
+        run(scheduler)
+    assert finish_reasons(scheduler.take_outputs()) == {("a", 2): "length"}
+    assert not scheduler.has_work
 
 
 def test_a_wrong_resume_is_refused() -> None:

@@ -67,9 +67,10 @@ class Scheduler:
         if any(row.choice in known for row in rows):
             raise invalid_field("request_id", f"Request {request.request_id[:80]} is already being served here.")
         mine = self._clients.setdefault(request.request_id, known)
+        for row in rows:  # all of them before any may leave: the last one to leave takes the client's entry along
+            mine[row.choice] = self._rows[row.request_id] = row
         live = []
         for row in rows:
-            mine[row.choice] = self._rows[row.request_id] = row
             reason = finish_reason(row) if row.num_resumed_tokens else None
             if reason is None:
                 live.append(row)
