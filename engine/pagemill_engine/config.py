@@ -10,6 +10,19 @@ from pagemill_protocol.state import StepTimeParams
 
 PrefixScope = Literal["deployment", "tenant", "key"]
 
+_LEAST = {
+    "max_model_len": 2,
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 1,
+    "block_size": 1,
+    "kv_cache_memory_bytes": 1,
+    "max_num_waiting": 1,
+    "num_threads": 1,
+    "num_kv_blocks": 1,
+    "vocab_size": 1,
+}
+"""One token of prompt and one of output is the smallest context."""
+
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     model: str
@@ -50,6 +63,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Rows of the logits, for the null runner, which has no model to ask."""
     step_time: StepTimeParams | None = None
     """What the null runner waits; `None`: its own defaults."""
+
+    def __post_init__(self) -> None:
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):

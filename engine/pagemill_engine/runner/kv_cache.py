@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import psutil
 import torch
 from torch import Tensor
@@ -11,12 +14,14 @@ from pagemill_engine.loading.errors import LoadError
 from pagemill_protocol.model_spec import ModelSpec
 
 DEFAULT_MEMORY_BYTES = 1024**3
+ALIGNMENT = 64
 
 
 class KVCache:
     """`layers[i]`: [num_blocks + 1, 2 * num_kv_heads, block_size, head_dim]; layout in `pagemill_kernels.kv_store`.
 
-    The block after the last one belongs to nobody and stays zero: padding reads it.
+    The block after the last one belongs to nobody and stays zero: padding reads it. Raises `LoadError` when the
+    machine does not give the memory.
     """
 
     def __init__(self, spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
@@ -24,7 +29,15 @@ class KVCache:
         self.padding_block = num_blocks
         # calloc'ed: a block costs memory only once it is written.
         shape = (num_blocks + 1, 2 * spec.num_kv_heads, block_size, spec.head_dim)
-        self.layers = [torch.zeros(shape, dtype=dtype) for _ in range(spec.num_layers)]
+        try:
+            self.layers = [torch.zeros(shape, dtype=dtype) for _ in range(spec.num_layers)]
+        except RuntimeError as error:
+            num_bytes = num_blocks * block_size * spec.kv_bytes_per_token(dtype.itemsize)
+            raise LoadError(
+                "KVCacheTooLarge",
+                f"The KV cache of {num_blocks} blocks of {block_size} tokens takes {num_bytes / 1024**3:.1f} GiB, "
+                "more memory than this machine gives. Lower kvCacheMemory.",
+            ) from error
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """(source, destination) pairs; every source is read before any destination is written."""
@@ -39,6 +52,14 @@ class KVCache:
         """Replace non-finite values by 0, so that a failed request leaves nothing that padding could pick up."""
         for cache in self.layers:
             cache[block_ids] = cache[block_ids].nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros that cost memory only once they are written, aligned to cache lines (`torch.zeros` writes them all)."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    raw = torch.from_numpy(np.zeros(num_bytes + ALIGNMENT, dtype=np.uint8))
+    start = -raw.data_ptr() % ALIGNMENT
+    return raw[start : start + num_bytes].view(dtype).view(shape)
 
 
 def num_blocks_for(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> int:

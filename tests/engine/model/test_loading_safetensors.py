@@ -140,6 +140,12 @@ def test_a_cache_without_room_for_one_block_is_refused(folder: Path, runner_load
     assert error.value.reason == "KVCacheTooSmall"
 
 
+def test_a_cache_that_no_machine_has_memory_for_is_refused(folder: Path, runner_loader: Loader) -> None:
+    with pytest.raises(LoadError, match="Lower kvCacheMemory") as error:
+        runner_loader(folder, num_kv_blocks=None, kv_cache_memory_bytes=1 << 60, max_model_len=None)
+    assert error.value.reason == "KVCacheTooLarge"
+
+
 def test_a_model_larger_than_memory_is_refused(
     folder: Path, runner_loader: Loader, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -100,6 +100,8 @@ def test_unknown_and_wrong_settings_are_named() -> None:
         LLM(model=SMOLLM2, max_modle_len=512)
     with pytest.raises(TypeError, match="block_size"):
         LLM(model=SMOLLM2, block_size="big")
+    with pytest.raises(TypeError, match="max_num_seqs must be at least 1, got 0"):
+        LLM(model=SMOLLM2, max_num_seqs=0)
 
 
 def test_a_closed_model_says_so() -> None:
