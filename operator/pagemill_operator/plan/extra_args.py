@@ -6,6 +6,7 @@ The table below is the allowed part of the engine's and the server's settings; a
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from difflib import get_close_matches
 from typing import Any
@@ -19,6 +20,20 @@ def _flag(text: str) -> bool:
     if text.lower() not in ("true", "false"):
         raise ValueError("write true or false")
     return text.lower() == "true"
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError("write a number of at least 1")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError("write a number of seconds above 0")
+    return value
 
 
 def _object(text: str) -> Any:
@@ -36,16 +51,16 @@ def _policy(text: str) -> str:
 
 SETTINGS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "policy": ("engine", _policy),
-    "max_num_waiting": ("engine", int),
-    "num_threads": ("engine", int),
-    "num_kv_blocks": ("engine", int),
+    "max_num_waiting": ("engine", _count),
+    "num_threads": ("engine", _count),
+    "num_kv_blocks": ("engine", _count),
     "seed": ("engine", int),
     "null_runner": ("engine", _flag),
-    "vocab_size": ("engine", int),
+    "vocab_size": ("engine", _count),
     "step_time": ("engine", _object),
-    "max_body_bytes": ("server", int),
-    "max_header_bytes": ("server", int),
-    "body_timeout_s": ("server", float),
+    "max_body_bytes": ("server", _count),
+    "max_header_bytes": ("server", _count),
+    "body_timeout_s": ("server", _seconds),
 }
 """Setting -> (part of the settings file, how its text is read)."""
 
