@@ -27,17 +27,14 @@ class KVCache:
     def __init__(self, spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
         self.num_blocks = num_blocks
         self.padding_block = num_blocks
-        # calloc'ed: a block costs memory only once it is written.
+        num_bytes = num_blocks * block_size * spec.kv_bytes_per_token(dtype.itemsize)
+        if num_bytes > psutil.virtual_memory().total:
+            raise _too_large(num_blocks, block_size, num_bytes)
         shape = (num_blocks + 1, 2 * spec.num_kv_heads, block_size, spec.head_dim)
         try:
-            self.layers = [torch.zeros(shape, dtype=dtype) for _ in range(spec.num_layers)]
-        except RuntimeError as error:
-            num_bytes = num_blocks * block_size * spec.kv_bytes_per_token(dtype.itemsize)
-            raise LoadError(
-                "KVCacheTooLarge",
-                f"The KV cache of {num_blocks} blocks of {block_size} tokens takes {num_bytes / 1024**3:.1f} GiB, "
-                "more memory than this machine gives. Lower kvCacheMemory.",
-            ) from error
+            self.layers = [_untouched_zeros(shape, dtype) for _ in range(spec.num_layers)]
+        except MemoryError as error:
+            raise _too_large(num_blocks, block_size, num_bytes) from error
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """(source, destination) pairs; every source is read before any destination is written."""
@@ -52,6 +49,14 @@ class KVCache:
         """Replace non-finite values by 0, so that a failed request leaves nothing that padding could pick up."""
         for cache in self.layers:
             cache[block_ids] = cache[block_ids].nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _too_large(num_blocks: int, block_size: int, num_bytes: int) -> LoadError:
+    return LoadError(
+        "KVCacheTooLarge",
+        f"The KV cache of {num_blocks} blocks of {block_size} tokens takes {num_bytes / 1024**3:.1f} GiB, "
+        "more memory than this machine gives. Lower kvCacheMemory.",
+    )
 
 
 def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

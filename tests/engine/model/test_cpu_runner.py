@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import transformers
 
 from pagemill_engine.runner.inputs import RequestRows
+from pagemill_engine.runner.kv_cache import KVCache
 from pagemill_engine.runner.threads import available_threads
 from pagemill_engine.scheduler.step import AdmittedRow, StepPlan, StepResult
 from pagemill_protocol.sampling import SamplingParams
@@ -80,6 +82,15 @@ def test_a_copied_block_continues_like_its_source(runner: Any) -> None:
     fork = admitted("b", [*prompt, first], [4, 9], num_prompt_tokens=20, num_computed_tokens=20)
     result = step(runner, {"a": 1, "b": 1}, ["a", "b"], admitted=[fork], block_copies=[(5, 9)])
     assert result.token_ids["a"] == result.token_ids["b"]
+
+
+def test_a_cache_costs_memory_only_where_it_is_written(runner: Any) -> None:
+    before = psutil.Process().memory_info().rss
+    cache = KVCache(runner.model.spec, num_blocks=1 << 16, block_size=16, dtype=torch.bfloat16)
+    assert cache.layers[0].nbytes > 32 << 20
+    assert psutil.Process().memory_info().rss - before < 8 << 20
+    assert not cache.layers[1][-1].any()
+    assert cache.layers[0].data_ptr() % 64 == 0
 
 
 def test_chained_copies_read_every_source_first(runner: Any) -> None:
