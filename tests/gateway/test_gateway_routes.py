@@ -177,6 +177,15 @@ async def test_bad_bodies_routes_and_methods_are_refused_in_openais_shape(engine
     assert (await gateway.chat()).status == 200
 
 
+async def test_a_prompt_longer_than_the_model_takes_is_refused_at_the_gateway(engines, gateways, fake) -> None:
+    gateway = await gateways(*engines)
+    reply = await gateway.complete(prompt=[1] * (fake.MAX_MODEL_LEN + 1))
+    assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
+    assert str(fake.MAX_MODEL_LEN) in reply.error["message"]
+    assert [len(engine.requests) for engine in engines] == [0, 0, 0]
+    assert (await gateway.complete()).status == 200
+
+
 async def test_the_request_id_goes_to_the_engine_and_comes_back(engines, gateways) -> None:
     gateway = await gateways(*engines)
     reply = await gateway.chat(headers={"x-request-id": "abc-1"})
