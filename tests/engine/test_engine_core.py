@@ -126,6 +126,30 @@ def test_an_abort_after_a_failed_step_is_honoured(checking_runner: Make) -> None
     assert outputs["b"][-1].finish_reason == "length"
 
 
+def test_an_interrupted_step_leaves_nothing_in_flight(checking_runner: Make) -> None:
+    core = make_core(checking_runner)
+
+    def interrupt(plan: Any) -> bool:
+        raise KeyboardInterrupt
+
+    core.runner.raise_on = interrupt
+    core.add(request("a", [1] * 9))
+    core.add(request("b", [2] * 9))
+    with pytest.raises(KeyboardInterrupt):
+        core.step()
+    core.check_integrity()
+    core.abort("a")
+    core.runner.raise_on = lambda plan: False
+    outputs = finish(core)
+    assert [out.finish_reason for out in outputs["a"]] == ["abort"]
+    assert outputs["b"][-1].finish_reason == "length"
+
+
+def test_end_tokens_that_the_model_has_no_row_for_are_left_out(checking_runner: Make) -> None:
+    core = make_core(checking_runner, eos_token_ids=[5, 1000])
+    assert core.scheduler.limits.eos_token_ids == [5]
+
+
 def test_a_draining_engine_finishes_and_refuses(checking_runner: Make) -> None:
     core = make_core(checking_runner)
     core.add(request("a", [1, 2]))

@@ -107,6 +107,10 @@ class EngineCore:
             self.num_failed_steps_in_a_row += 1
             self.scheduler.step_failed(plan, f"The engine failed on this request: {type(error).__name__}.")
             return
+        except BaseException:
+            # Ctrl-C in a notebook: its rows must not stay in flight, or no later step could run.
+            self.scheduler.step_failed(plan, "The step was interrupted.")
+            raise
         self.num_failed_steps_in_a_row = 0
         self._finish_step(plan, result, (self._clock() - started_s) * 1000)
 
@@ -146,7 +150,8 @@ def scheduler_limits(config: EngineConfig, info: RunnerInfo) -> SchedulerLimits:
         max_num_waiting=config.max_num_waiting,
         policy=config.policy,
         enable_prefix_caching=config.enable_prefix_caching,
-        eos_token_ids=config.eos_token_ids,
+        # A tokenizer may name tokens that the model has no row for; those can neither come nor be masked.
+        eos_token_ids=[token_id for token_id in config.eos_token_ids if token_id < info.vocab_size],
         seed=config.seed,
         weights_digest=info.weights_digest,
         kv_dtype=info.kv_dtype,
