@@ -46,6 +46,7 @@ class EngineChannel:
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
         self._encoder = msgspec.msgpack.Encoder()
         self._folder: Path | None = None
+        self._descriptor: int | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._died: EngineDied | None = None
@@ -56,14 +57,17 @@ class EngineChannel:
         return self._process.pid if self._process is not None else None
 
     async def start(self) -> None:
-        """Start the engine process; its `LoadProgress` messages follow."""
+        """Start the engine process; its `LoadProgress` messages follow. A start that fails leaves nothing behind."""
         self._folder = Path(tempfile.mkdtemp(prefix="pagemill-"))
-        settings = self._folder / SETTINGS_FILE
-        settings.write_bytes(msgspec.json.encode(LinkSettings(engine=self._config, folder=str(self._folder))))
-        self._open_sockets(self._folder)
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", ENGINE_MODULE, str(settings), stdin=asyncio.subprocess.PIPE
-        )
+        self._context = zmq.Context()
+        try:
+            self._process = await self._spawn(self._folder)
+        except Exception:
+            if self._descriptor is not None:
+                asyncio.get_running_loop().remove_reader(self._descriptor)
+            self._context.destroy(linger=0)
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
         self._watcher = asyncio.create_task(self._watch(self._process))
 
     def send(self, message: ToEngine) -> None:
@@ -94,8 +98,15 @@ class EngineChannel:
             await self._watcher
         self._close_sockets()
 
+    async def _spawn(self, folder: Path) -> asyncio.subprocess.Process:
+        settings = folder / SETTINGS_FILE
+        settings.write_bytes(msgspec.json.encode(LinkSettings(engine=self._config, folder=str(folder))))
+        self._open_sockets(folder)
+        return await asyncio.create_subprocess_exec(
+            sys.executable, "-m", ENGINE_MODULE, str(settings), stdin=asyncio.subprocess.PIPE
+        )
+
     def _open_sockets(self, folder: Path) -> None:
-        self._context = zmq.Context()
         self._outbox = self._context.socket(zmq.PUSH)
         self._outbox.setsockopt(zmq.SNDHWM, 0)
         self._outbox.setsockopt(zmq.LINGER, 0)
@@ -109,7 +120,8 @@ class EngineChannel:
     def _close_sockets(self) -> None:
         if self._source.closed:
             return
-        asyncio.get_running_loop().remove_reader(self._descriptor)
+        if self._descriptor is not None:
+            asyncio.get_running_loop().remove_reader(self._descriptor)
         self._source.close()
         self._outbox.close(linger=0)
         self._context.term()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -36,6 +37,8 @@ from pagemill_protocol.http.connection import bounded_protocol
 from pagemill_protocol.sources import SourceError, default_name, resolve_source
 from pagemill_protocol.text.bundle import TokenizerBundle, load_bundle
 from pagemill_protocol.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 120
 """Idle connections live longer than a gateway's pool keeps them, so that the gateway closes first."""
@@ -160,7 +163,10 @@ class Server:
         self._context.lifecycle.enter("failed", str(error))
         if self._context.client is not None:
             self._context.client.fail_all(unavailable(f"This server failed: {error}", 1, code="engine_failed"))
-        raise error
+        if isinstance(error, StartupError):
+            raise error
+        logger.error("the server ends by a fault of its own", exc_info=error)
+        raise StartupError("ServerFailed", f"{type(error).__name__}: {error}") from error
 
     async def _close(
         self,

