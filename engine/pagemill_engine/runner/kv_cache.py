@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loading.errors import LoadError
+from pagemill_engine.runner.memory import available_memory
 from pagemill_protocol.model_spec import ModelSpec
 
 DEFAULT_MEMORY_BYTES = 1024**3
@@ -74,7 +75,7 @@ def num_blocks_for(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) ->
     block_bytes = spec.kv_bytes_per_token(dtype.itemsize) * config.block_size
     memory_bytes = config.kv_cache_memory_bytes
     if memory_bytes is None:
-        memory_bytes = min(DEFAULT_MEMORY_BYTES, psutil.virtual_memory().available // 4)
+        memory_bytes = min(DEFAULT_MEMORY_BYTES, available_memory() // 4)
     if memory_bytes < block_bytes:
         raise LoadError(
             "KVCacheTooSmall",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import torch
 from torch import Tensor
 
@@ -21,6 +20,7 @@ from pagemill_engine.models.weights import load_weights, weight_bytes
 from pagemill_engine.runner.base import RunnerInfo
 from pagemill_engine.runner.cpu import CPURunner
 from pagemill_engine.runner.kv_cache import KVCache, max_model_len_for, num_blocks_for
+from pagemill_engine.runner.memory import available_memory
 from pagemill_engine.runner.threads import available_threads
 from pagemill_kernels.registry import cpu_backend, ops_for
 from pagemill_protocol.model_spec import ModelSpec
@@ -85,7 +85,7 @@ def _compute_dtype(setting: str) -> torch.dtype:
 
 
 def _check_memory(needed: int, dtype: torch.dtype) -> None:
-    available = psutil.virtual_memory().available
+    available = available_memory()
     if needed > available:
         raise LoadError(
             "ModelTooLarge",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -172,6 +173,29 @@ def test_threads_follow_the_cgroup_quota(tmp_path: Path) -> None:
     (tmp_path / "cpu/cpu.cfs_quota_us").write_text("50000")
     (tmp_path / "cpu/cpu.cfs_period_us").write_text("100000")
     assert available_threads(tmp_path) == 1
+
+
+def test_memory_follows_the_cgroup_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pagemill_engine.runner import memory
+
+    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=10_000))
+    assert memory.available_memory(tmp_path) == 10_000
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("3000\n")
+    assert memory.available_memory(tmp_path) == 10_000
+    (tmp_path / "memory.max").write_text("5000\n")
+    assert memory.available_memory(tmp_path) == 2000
+    (tmp_path / "memory.stat").write_text("anon 2500\ninactive_file 400\nactive_file 100\n")
+    assert memory.available_memory(tmp_path) == 2500
+    (tmp_path / "memory.max").write_text("2000\n")
+    assert memory.available_memory(tmp_path) == 0
+
+    older = tmp_path / "v1"
+    (older / "memory").mkdir(parents=True)
+    (older / "memory" / "memory.limit_in_bytes").write_text("5000\n")
+    (older / "memory" / "memory.usage_in_bytes").write_text("3000\n")
+    (older / "memory" / "memory.stat").write_text("total_inactive_file 50\ntotal_active_file 50\n")
+    assert memory.available_memory(older) == 2100
 
 
 def test_the_loaded_model_reports_progress_in_order(folder: Path) -> None:

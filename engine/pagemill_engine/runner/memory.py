@@ -1,0 +1,40 @@
+"""How much memory this process may still take: what the machine has free and the cgroup's limit, whichever is less."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+
+_CGROUP = Path("/sys/fs/cgroup")
+_V1, _V2 = (
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_"),
+    ("memory.max", "memory.current", "memory.stat", ""),
+)
+
+
+def available_memory(cgroup: Path = _CGROUP) -> int:
+    """Bytes, never negative."""
+    free: int = psutil.virtual_memory().available
+    for limit, usage, stat, prefix in (_V2, _V1):
+        room = _room(cgroup / limit, cgroup / usage, cgroup / stat, prefix)
+        if room is not None:
+            return max(0, min(free, room))
+    return free
+
+
+def _room(limit: Path, usage: Path, stat: Path, prefix: str) -> int | None:
+    """What the limit leaves; `None` without a limit. Page cache does not count: the kernel gives it back first."""
+    limit_text, usage_text = _read(limit), _read(usage)
+    if not limit_text.isdigit() or not usage_text.isdigit():
+        return None
+    fields = dict(line.split(maxsplit=1) for line in _read(stat).splitlines() if " " in line)
+    cached = sum(int(fields.get(f"{prefix}{name}", 0)) for name in ("inactive_file", "active_file"))
+    return int(limit_text) - int(usage_text) + cached
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
