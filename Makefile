@@ -92,9 +92,10 @@ clean: ## Remove the environment, caches and build outputs
 	$(PYTHON) -m venv .uv
 	.uv/bin/pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
 
+# Bytecode at once: every start of an engine imports torch, which costs twice as long from its sources.
 # `date` around the two lines: the first phase that `make up` reports.
 .venv/.installed: uv.lock pyproject.toml $(wildcard */pyproject.toml) kernels/hatch_build.py $(wildcard kernels/pagemill_kernels/cpu/src/*) | $(UV)
 	@start=$$(date +%s); \
-	$(UV) sync --frozen $(UV_FLAGS); \
+	$(UV) sync --frozen --compile-bytecode $(UV_FLAGS); \
 	touch $@; \
 	echo "phase download+install: $$(( $$(date +%s) - start )) s"
