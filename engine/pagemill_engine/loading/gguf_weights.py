@@ -111,7 +111,8 @@ class GGUFWeights:
             return 0
         num_heads = self._file.metadata[f"{architecture}.attention.head_count"]
         key = "head_count" if kind == "attn_q" else "head_count_kv"
-        return int(self._file.metadata.get(f"{architecture}.attention.{key}", num_heads))
+        found = self._file.metadata.get(f"{architecture}.attention.{key}", num_heads)
+        return int(found[0] if isinstance(found, list) else found)  # a value per layer; `model_spec` wants equal ones
 
 
 def hugging_face_name(name: str) -> str:

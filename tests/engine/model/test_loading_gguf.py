@@ -76,7 +76,9 @@ def test_names_are_those_of_hugging_face() -> None:
     assert hugging_face_name("blk.0.ffn_gate_exps.weight") == "blk.0.ffn_gate_exps.weight"
 
 
-def llama_file(path: Path, kind: str = "llama", **changes: Any) -> dict[str, np.ndarray[Any, Any]]:
+def llama_file(
+    path: Path, kind: str = "llama", num_kv_heads: int | list[int] = 2, **changes: Any
+) -> dict[str, np.ndarray[Any, Any]]:
     """A GGUF file of one layer; returns the tensors written. `changes`: tensors replaced, or left out when `None`."""
     generator = np.random.default_rng(0)
     shapes = {
@@ -100,7 +102,7 @@ def llama_file(path: Path, kind: str = "llama", **changes: Any) -> dict[str, np.
     writer.add_embedding_length(32)
     writer.add_feed_forward_length(48)
     writer.add_head_count(4)
-    writer.add_head_count_kv(2)
+    writer.add_head_count_kv(num_kv_heads)
     writer.add_rope_dimension_count(8)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(64)
@@ -129,6 +131,12 @@ def test_llama_query_rows_are_brought_back_into_half_order(tmp_path: Path) -> No
     assert torch.equal(query[8:16], stored[[8, 10, 12, 14, 9, 11, 13, 15]])
     value = read(tmp_path / "m.gguf", "model.layers.0.self_attn.v_proj.weight")
     assert torch.equal(value, torch.from_numpy(tensors["blk.0.attn_v.weight"]))
+
+
+def test_head_counts_given_by_layer_count_as_one(tmp_path: Path) -> None:
+    stored = torch.from_numpy(llama_file(tmp_path / "m.gguf", num_kv_heads=[2])["blk.0.attn_k.weight"])
+    key = read(tmp_path / "m.gguf", "model.layers.0.self_attn.k_proj.weight")
+    assert torch.equal(key[8:16], stored[[8, 10, 12, 14, 9, 11, 13, 15]])
 
 
 def test_other_architectures_keep_their_rows(tmp_path: Path) -> None:
