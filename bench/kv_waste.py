@@ -1,4 +1,4 @@
-"""KV waste: the share of allocated slots that hold no token, sampled after every step of the mixed workload.
+"""KV waste: the share of allocated slots that hold no token, sampled after every step of a workload.
 
 Runs the real scheduler and block manager; what the model computes does not matter for it, so the device is simulated
 and the run takes seconds. The peer is the classic reservation of a whole context per request (what static KV caches
@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 
 from report import emit
-from workload import VOCAB_SIZE, Job, mixed_workload, trace_workload
+from workload import VOCAB_SIZE, Job, chat_workload, mixed_workload, trace_workload
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
@@ -79,7 +79,10 @@ def main() -> None:
     parser.add_argument("--block-sizes", type=int, nargs="+", default=[8, 16, 32])
     parser.add_argument("--trace", type=Path, help="CSV of real request lengths, measured beside the mixed workload")
     args = parser.parse_args()
-    workloads = {"mixed": (mixed_workload(args.requests), 2048)}
+    workloads = {
+        "mixed": (mixed_workload(args.requests), 2048),
+        "chat lengths": (chat_workload(args.requests), 2048),
+    }
     if args.trace is not None:
         workloads["trace"] = (trace_workload(args.trace, args.requests), 16_384)
     results = {

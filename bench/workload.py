@@ -37,6 +37,16 @@ def mixed_workload(
     ]
 
 
+def chat_workload(num_requests: int = 64, *, seed: int = 1) -> list[Job]:
+    """Exponential lengths with the means of ShareGPT chats, 161 and 338 tokens (PagedAttention, arXiv 2309.06180)."""
+    draw = random.Random(seed)
+    lengths = [
+        (min(1024, 1 + int(draw.expovariate(1 / 160))), min(1024, 1 + int(draw.expovariate(1 / 337))))
+        for _ in range(num_requests)
+    ]
+    return [Job([draw.choice(ORDINARY_TOKENS) for _ in range(prompt)], output) for prompt, output in lengths]
+
+
 def trace_workload(path: Path, num_requests: int, seed: int = 1) -> list[Job]:
     """Lengths of real requests: a CSV with `ContextTokens` and `GeneratedTokens`, such as Azure's public traces."""
     draw = random.Random(seed)
