@@ -14,8 +14,10 @@ from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, model_validato
 from pydantic.alias_generators import to_camel
 from pydantic_core import PydanticCustomError, core_schema
 
+from pagemill_crds.invalid import INVALID
+
 RULES_ERROR = "rules"
-"""Type of the pydantic error whose context holds the `violations` of a section's rules."""
+"""Type of the pydantic error of a section with broken rules; `partial.broken_rules` tells which."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,7 @@ class Section(BaseModel):
         broken = [rule for rule in self.rules if not rule.check(self)]
         if not broken:
             return self
-        violations = [(rule.field, rule.message) for rule in broken]
-        raise PydanticCustomError(RULES_ERROR, "{summary}", {"summary": broken[0].message, "violations": violations})
+        raise PydanticCustomError(RULES_ERROR, "{summary}", {"summary": broken[0].message})
 
     @classmethod
     def __get_pydantic_json_schema__(
@@ -90,6 +91,8 @@ def forbidden_changes(old: Section, new: Section, path: str = "") -> list[tuple[
         alias = field.alias or name
         before, after = getattr(old, name), getattr(new, name)
         where = f"{path}.{alias}" if path else alias
+        if after is INVALID:
+            continue
         if isinstance(before, Section) and isinstance(after, Section):
             found += forbidden_changes(before, after, where)
         elif alias in old.immutable and None not in (before, after) and before != after:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -110,6 +111,71 @@ def test_files_that_are_no_documents(write: Write, content: str | bytes, expecte
 def test_a_missing_model_is_reported_beside_the_other_errors(write: Write) -> None:
     found = errors(write("f.yaml", f"{HEAD}spec:\n  model: {{source: 'file:///no/such/model'}}\n  replica: 1\n"))
     assert [error.split(": ")[1] for error in found] == ["spec.model.source", "spec.replica"]
+
+
+def test_rules_and_plan_problems_are_told_beside_wrong_types_in_one_run(write: Write) -> None:
+    spec = (
+        "  model: {source: 'file:///no/such/model', revision: main, aliases: [a, a]}\n"
+        "  engine:\n    dtype: Float32\n    maxModelLen: 16\n    blockSize: 64\n    quantization: fp8\n"
+        "    tensorParallel: 3\n    pipelineParallel: 2\n    extraArgs: [--sed=1, 5, --seed]\n"
+        "    env: [{name: A, valueFrom: {}}, {name: 7, valueFrom: {secretKeyRef: {name: s, key: k}}}]\n"
+        "  resources: {gpus: 4, memory: 1.5}\n"
+        "  rollout: {maxSurge: 0, drainTimeout: 5}\n"
+    )
+    found = errors(write("f.yaml", f"{HEAD}spec:\n{spec}"))
+    assert sorted(error.split(": ")[1] for error in found) == [
+        "spec.engine.dtype",
+        "spec.engine.env[0].valueFrom",
+        "spec.engine.env[0].valueFrom.secretKeyRef",
+        "spec.engine.env[1].name",
+        "spec.engine.env[1].valueFrom",
+        "spec.engine.extraArgs[0]",
+        "spec.engine.extraArgs[1]",
+        "spec.engine.extraArgs[2]",
+        "spec.engine.maxModelLen",
+        "spec.engine.pipelineParallel",
+        "spec.engine.quantization",
+        "spec.engine.tensorParallel",
+        "spec.engine.tensorParallel",
+        "spec.model.aliases",
+        "spec.model.revision",
+        "spec.model.source",
+        "spec.resources.gpus",
+        "spec.resources.memory",
+        "spec.rollout.drainTimeout",
+        "spec.rollout.maxSurge",
+    ]
+    assert all(re.match(r"f\.yaml:\d+: [^:]+: .{12}", error) for error in found), found
+
+
+@pytest.mark.parametrize(
+    ("spec", "field"),
+    [
+        (f"{MODEL}  resources: {{gpus: '1', gpuProduct: L4}}\n", "spec.resources.gpus"),
+        (f"{MODEL}  resources: {{gpu: 1, gpuProduct: L4}}\n", "spec.resources.gpu"),
+        (
+            f"{MODEL}  autoscaling: {{maxReplicas: 2, targets: {{queueDepht: 3}}}}\n",
+            "spec.autoscaling.targets.queueDepht",
+        ),
+        (f"{MODEL}  autoscaling: {{minReplicas: 2}}\n", "spec.autoscaling.maxReplicas"),
+        (f"{MODEL}  engine: []\n", "spec.engine"),
+    ],
+)
+def test_a_wrong_field_does_not_break_the_rules_that_need_it(write: Write, spec: str, field: str) -> None:
+    found = errors(write("f.yaml", f"{HEAD}spec:\n{spec}"))
+    assert [error.split(": ")[1] for error in found] == [field]
+
+
+def test_clashes_with_a_document_that_has_errors_are_told(write: Write, simulated: Simulated) -> None:
+    claim = simulated("b", replicas=-1)
+    claim["spec"]["model"]["name"] = "a"
+    found = errors(write("f.yaml", simulated("a", replicas="1"), simulated("a"), claim))
+    assert sorted(error.split(": ")[1] for error in found) == [
+        "metadata.name",
+        "spec.model.name",
+        "spec.replicas",
+        "spec.replicas",
+    ]
 
 
 def test_a_bomb_of_aliases_is_refused(write: Write) -> None:

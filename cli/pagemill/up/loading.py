@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -10,12 +11,14 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from pagemill.up.documents import Document, FieldPath, Finding, read_documents
-from pagemill.up.messages import findings_of, show
+from pagemill.up.messages import finding_at, findings_of, show
 from pagemill_crds import API_VERSION, KIND
-from pagemill_crds.base import forbidden_changes
+from pagemill_crds.base import RULES_ERROR, forbidden_changes
+from pagemill_crds.invalid import NotValid
 from pagemill_crds.models import LLMDeployment
+from pagemill_crds.partial import broken_rules, read_partially
 from pagemill_operator.plan import Plan, Problem, make_plan
-from pagemill_operator.plan.planner import name_conflicts
+from pagemill_operator.plan.planner import name_conflicts, partial_problems
 from pagemill_protocol.model_spec import load_model_spec
 from pagemill_protocol.sources import SourceError, resolve_source
 
@@ -27,6 +30,32 @@ class Loaded:
     document: Document
     deployment: LLMDeployment
     plan: Plan
+
+
+@dataclass(frozen=True)
+class Read:
+    """One document as far as it is valid: what is wrong between documents is told also of those with errors."""
+
+    document: Document
+    deployment: LLMDeployment
+
+    @property
+    def key(self) -> str:
+        return self.deployment.key
+
+    @property
+    def names(self) -> list[str]:
+        return self.deployment.names
+
+    @property
+    def weight(self) -> int | None:
+        return self.deployment.spec.routing.weight
+
+    def claims(self) -> Iterator[Read]:
+        """Itself, where it is known which names it claims and how."""
+        with suppress(NotValid):
+            hash((self.key, *self.names, self.weight))
+            yield self
 
 
 @dataclass
@@ -44,19 +73,20 @@ class LoadResult:
 def load_files(paths: Sequence[Path], previous: Sequence[Loaded] = ()) -> LoadResult:
     """Read, validate and plan every document of every file. `previous`: what runs now, for immutable fields."""
     result = LoadResult()
+    read: list[Read] = []
     for path in dict.fromkeys(paths):
         documents, findings = read_documents(path)
         result.findings += findings
         for document in documents:
-            _load_document(document, result)
-    result.findings += _twice(result.loaded)
-    result.findings += _conflicts(result.loaded)
-    result.findings += _forbidden_changes(result.loaded, previous)
+            read += _load_document(document, result)
+    result.findings += _twice(read)
+    result.findings += _conflicts(read)
+    result.findings += _forbidden_changes(read, previous)
     result.findings.sort(key=lambda finding: (finding.file, finding.line or 0))
     return result
 
 
-def _load_document(document: Document, result: LoadResult) -> None:
+def _load_document(document: Document, result: LoadResult) -> Iterator[Read]:
     wrong_kind = _wrong_kind(document)
     if wrong_kind:
         result.findings.append(wrong_kind)
@@ -64,13 +94,23 @@ def _load_document(document: Document, result: LoadResult) -> None:
     try:
         deployment = LLMDeployment.model_validate(document.value)
     except ValidationError as error:
-        findings = list(findings_of(document, error.errors(include_url=False)))
-        result.findings += [*findings, *_source_findings(document, findings)]
-        return
-    plan = make_plan(deployment, "local")
-    problems = [*plan.problems, *_model_problems(deployment, plan)]
-    result.findings += [_finding(document, problem) for problem in problems]
-    result.loaded.append(Loaded(document, deployment, plan))
+        deployment = _load_partially(document, error, result)
+    else:
+        plan = make_plan(deployment, "local")
+        result.findings += [_finding(document, problem) for problem in plan.problems]
+        result.loaded.append(Loaded(document, deployment, plan))
+    result.findings += [_finding(document, problem) for problem in _model_problems(deployment)]
+    yield Read(document, deployment)
+
+
+def _load_partially(document: Document, error: ValidationError, result: LoadResult) -> LLMDeployment:
+    """Errors of fields, and those of rules and plan that do not depend on them."""
+    errors = [each for each in error.errors(include_url=False) if each["type"] != RULES_ERROR]
+    deployment = read_partially(LLMDeployment, document.value, [each["loc"] for each in errors])
+    result.findings += findings_of(document, errors)
+    result.findings += [finding_at(document, path, message) for path, message in broken_rules(deployment)]
+    result.findings += [_finding(document, problem) for problem in partial_problems(deployment, "local")]
+    return deployment
 
 
 def _wrong_kind(document: Document) -> Finding | None:
@@ -85,63 +125,49 @@ def _wrong_kind(document: Document) -> Finding | None:
     return None
 
 
-def _model_problems(deployment: LLMDeployment, plan: Plan) -> Iterator[Problem]:
+def _model_problems(deployment: LLMDeployment) -> Iterator[Problem]:
     """What can be known of the model without loading it. Downloads are left to the engine."""
-    if plan.source.startswith("hf://"):
-        return
-    try:
-        spec = load_model_spec(resolve_source(plan.source, "spec.model.source"))
-    except SourceError as error:
-        yield Problem("spec.model.source", plan.source, error.message)
-        return
-    wanted = deployment.spec.engine.max_model_len
-    if wanted is not None and wanted > spec.max_position_embeddings:
-        limit = spec.max_position_embeddings
-        yield Problem(
-            "spec.engine.maxModelLen", wanted, f"{wanted} is more than the model's {limit}; lower it to {limit}"
-        )
+    with suppress(NotValid):
+        source = deployment.spec.model.source
+        if source.startswith("hf://"):
+            return
+        try:
+            spec = load_model_spec(resolve_source(source, "spec.model.source"))
+        except SourceError as error:
+            yield Problem("spec.model.source", source, error.message)
+            return
+        wanted, limit = deployment.spec.engine.max_model_len, spec.max_position_embeddings
+        if wanted is not None and wanted > limit:
+            message = f"{wanted} is more than the model's {limit}; lower it to {limit}"
+            yield Problem("spec.engine.maxModelLen", wanted, message)
 
 
-def _source_findings(document: Document, found: Sequence[Finding]) -> Iterator[Finding]:
-    """Whether the model is there, for a document with other errors: they are all reported at once."""
-    field = "spec.model.source"
-    try:
-        source = document.value["spec"]["model"]["source"]
-    except (KeyError, TypeError):
-        return
-    if not isinstance(source, str) or source.startswith("hf://") or field in {finding.field for finding in found}:
-        return
-    try:
-        resolve_source(source, field)
-    except SourceError as error:
-        yield _finding(document, Problem(field, source, error.message))
-
-
-def _twice(loaded: list[Loaded]) -> Iterator[Finding]:
+def _twice(read: list[Read]) -> Iterator[Finding]:
     first: dict[str, Document] = {}
-    for item in loaded:
-        other = first.setdefault(item.deployment.key, item.document)
-        if other is not item.document:
-            place = f"{other.file}:{other.line_of(('metadata', 'name'))}"
-            problem = Problem(
-                "metadata.name", item.plan.name, f"{item.plan.key} is defined already in {place}; rename one"
-            )
-            yield _finding(item.document, problem)
+    for item in read:
+        with suppress(NotValid):
+            other = first.setdefault(item.key, item.document)
+            if other is not item.document:
+                place = f"{other.file}:{other.line_of(('metadata', 'name'))}"
+                message = f"{item.key} is defined already in {place}; rename one"
+                yield _finding(item.document, Problem("metadata.name", item.key, message))
 
 
-def _conflicts(loaded: list[Loaded]) -> Iterator[Finding]:
-    conflicts = name_conflicts([item.plan for item in loaded])
-    for item in loaded:
-        if item.plan.key in conflicts:
-            yield _finding(item.document, conflicts[item.plan.key])
+def _conflicts(read: list[Read]) -> Iterator[Finding]:
+    claims = [claim for item in read for claim in item.claims()]
+    conflicts = name_conflicts(claims)
+    for item in claims:
+        if item.key in conflicts:
+            yield _finding(item.document, conflicts[item.key])
 
 
-def _forbidden_changes(loaded: list[Loaded], previous: Sequence[Loaded]) -> Iterator[Finding]:
+def _forbidden_changes(read: list[Read], previous: Sequence[Loaded]) -> Iterator[Finding]:
     before = {item.deployment.key: item.deployment for item in previous}
-    for item in loaded:
-        old = before.get(item.deployment.key)
-        for path, message in forbidden_changes(old.spec, item.deployment.spec, "spec") if old else ():
-            yield _finding(item.document, Problem(path, None, message))
+    for item in read:
+        with suppress(NotValid):
+            old = before.get(item.key)
+            for path, message in forbidden_changes(old.spec, item.deployment.spec, "spec") if old else ():
+                yield _finding(item.document, Problem(path, None, message))
 
 
 def _finding(document: Document, problem: Problem) -> Finding:

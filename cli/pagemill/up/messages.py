@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from functools import cache
 from typing import Any
@@ -10,7 +10,6 @@ from typing import Any
 from pydantic_core import ErrorDetails
 
 from pagemill.up.documents import Document, FieldPath, Finding, path_text
-from pagemill_crds.base import RULES_ERROR
 from pagemill_crds.explain import Field, UnknownField, find, root, walk
 
 _TYPES = {
@@ -32,18 +31,15 @@ _BOUNDS = {
 }
 
 
-def findings_of(document: Document, errors: list[ErrorDetails]) -> Iterator[Finding]:
-    """One finding per error, with the line it stands on."""
+def findings_of(document: Document, errors: Iterable[ErrorDetails]) -> Iterator[Finding]:
+    """One finding per error of a single field."""
     for error in errors:
         path: FieldPath = tuple(error["loc"])
-        if error["type"] != RULES_ERROR:
-            yield _finding(document, path, _words(path, error))
-            continue
-        for relative, message in error["ctx"]["violations"]:
-            yield _finding(document, (*path, *relative.split(".")), message)
+        yield finding_at(document, path, _words(path, error))
 
 
-def _finding(document: Document, path: FieldPath, message: str) -> Finding:
+def finding_at(document: Document, path: FieldPath, message: str) -> Finding:
+    """With the line on which the field stands."""
     return Finding(document.file, document.line_of(path), path_text(path), message)
 
 

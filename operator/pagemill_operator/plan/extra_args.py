@@ -11,6 +11,7 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from typing import Any
 
+from pagemill_crds.invalid import usable
 from pagemill_operator.plan.types import Problem
 
 FIELD = "spec.engine.extraArgs"
@@ -68,7 +69,7 @@ SETTINGS: dict[str, tuple[str, Callable[[str], Any]]] = {
 def apply_extra_args(arguments: list[str], settings: dict[str, dict[str, Any]]) -> list[Problem]:
     """Write the arguments into `settings`; returns what could not be understood."""
     problems = []
-    for index, argument in enumerate(arguments):
+    for index, argument in usable(arguments):
         message = _apply(argument, settings)
         if message:
             problems.append(Problem(f"{FIELD}[{index}]", argument, message))

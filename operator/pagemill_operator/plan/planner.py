@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
+from pagemill_crds.invalid import each_on_its_own
 from pagemill_crds.models import LLMDeployment
 from pagemill_crds.quantities import cpu_cores, duration_seconds, memory_bytes
 from pagemill_operator.plan.engine import engine_settings, server_settings, source_with_revision
@@ -38,17 +40,38 @@ def make_plan(deployment: LLMDeployment, backend: Backend = "local") -> Plan:
     )
 
 
-def name_conflicts(plans: list[Plan]) -> dict[str, Problem]:
+def partial_problems(deployment: LLMDeployment, backend: Backend = "local") -> list[Problem]:
+    """What `make_plan` would find, of a deployment that was read partially, as far as it is valid."""
+    unused: dict[str, dict[str, Any]] = {"engine": {}, "server": {}}
+    checks = (
+        lambda: find_problems(deployment.spec, backend),
+        lambda: apply_extra_args(deployment.spec.engine.extra_args, unused),
+    )
+    return list(each_on_its_own(checks))
+
+
+class Claimant(Protocol):
+    """What wants to serve some names: a plan, or what is known of a deployment without one."""
+
+    @property
+    def key(self) -> str: ...
+    @property
+    def names(self) -> Sequence[str]: ...
+    @property
+    def weight(self) -> int | None: ...
+
+
+def name_conflicts(plans: Sequence[Claimant]) -> dict[str, Problem]:
     """Deployments that claim a name which an older one holds alone, by key. `plans` come oldest first.
 
     A name is shared (a canary) when all its claimants set `routing.weight`.
     """
-    holders: dict[str, Plan] = {}
+    holders: dict[str, Claimant] = {}
     conflicts: dict[str, Problem] = {}
     for plan in plans:
         for name in plan.names:
             holder = holders.setdefault(name, plan)
-            if holder is plan or (holder.weight is not None and plan.weight is not None):
+            if holder.key == plan.key or (holder.weight is not None and plan.weight is not None):
                 continue
             message = (
                 f"{holder.key} serves the name {name} already; choose another name, or set spec.routing.weight "

@@ -7,20 +7,35 @@ silently.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Literal
 
+from pagemill_crds.invalid import each_on_its_own, usable
 from pagemill_crds.models import LLMDeploymentSpec
 from pagemill_crds.sections.routing import Queue
 from pagemill_operator.plan.types import Problem
 
 Backend = Literal["local", "kubernetes"]
+ONE_PROCESS = "a replica is one process in this version; set it to 1"
 
 
 def find_problems(spec: LLMDeploymentSpec, backend: Backend) -> Iterator[Problem]:
-    """Fields that cannot be honoured."""
-    engine, resources = spec.engine, spec.resources
-    if resources.gpus:
-        yield Problem("spec.resources.gpus", resources.gpus, "the engine runs on CPU in this version; set gpus to 0")
+    """Fields that cannot be honoured; also of a spec that was read partially, as far as it is valid."""
+    checks = [_device_problems, _quantization_problems, _tensor_parallel_problems, _pipeline_parallel_problems]
+    checks += [_adapter_problems, _default_problems]
+    if backend == "local":
+        checks += [_env_problems, _credentials_problems]
+    return each_on_its_own(partial(check, spec) for check in checks)
+
+
+def _device_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
+    gpus = spec.resources.gpus
+    if gpus:
+        yield Problem("spec.resources.gpus", gpus, "the engine runs on CPU in this version; set gpus to 0")
+
+
+def _quantization_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
+    engine = spec.engine
     if engine.quantization != "none":
         yield Problem(
             "spec.engine.quantization",
@@ -28,33 +43,46 @@ def find_problems(spec: LLMDeploymentSpec, backend: Backend) -> Iterator[Problem
             "weights are not quantized while loading in this version; use a GGUF file that is quantized already, "
             "or set quantization to none",
         )
-    if engine.tensor_parallel * engine.pipeline_parallel > 1:
-        field = "tensorParallel" if engine.tensor_parallel > 1 else "pipelineParallel"
-        value = max(engine.tensor_parallel, engine.pipeline_parallel)
-        yield Problem(f"spec.engine.{field}", value, "a replica is one process in this version; set it to 1")
+
+
+def _tensor_parallel_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
+    if spec.engine.tensor_parallel > 1:
+        yield Problem("spec.engine.tensorParallel", spec.engine.tensor_parallel, ONE_PROCESS)
+
+
+def _pipeline_parallel_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
+    if spec.engine.pipeline_parallel > 1:
+        yield Problem("spec.engine.pipelineParallel", spec.engine.pipeline_parallel, ONE_PROCESS)
+
+
+def _adapter_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
     if spec.model.adapters:
         yield Problem(
             "spec.model.adapters", len(spec.model.adapters), "adapters are not served in this version; remove them"
         )
-    if spec.model.generation_defaults:
+
+
+def _default_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
+    if spec.model.generation_defaults is not None:
         yield Problem(
             "spec.model.generationDefaults",
             "",
             "defaults are not applied in this version; remove them and send the values with each request",
         )
-    if backend == "local":
-        yield from _local_problems(spec)
 
 
-def _local_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
-    for index, variable in enumerate(spec.engine.env):
-        if variable.value_from:
+def _env_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
+    for index, variable in usable(spec.engine.env):
+        if variable.value_from is not None:
             yield Problem(
                 f"spec.engine.env[{index}].valueFrom",
                 variable.name,
                 "there are no Secrets and ConfigMaps on this machine; set value",
             )
-    if spec.model.credentials_secret_ref:
+
+
+def _credentials_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
+    if spec.model.credentials_secret_ref is not None:
         yield Problem(
             "spec.model.credentialsSecretRef",
             spec.model.credentials_secret_ref.name,

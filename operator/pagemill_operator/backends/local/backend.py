@@ -98,7 +98,7 @@ class LocalBackend:
 
     async def apply(self, plans: Sequence[Plan]) -> None:
         """Want exactly these deployments, oldest first; what is not in `plans` is drained and forgotten."""
-        conflicts = name_conflicts(list(plans))
+        conflicts = name_conflicts(plans)
         for deployment in self._deployments.values():
             deployment.wanted = False
         for plan in plans:
