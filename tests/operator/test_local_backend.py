@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 
 from pagemill_operator.backends.base import BackendError
 from pagemill_operator.backends.local.ports import PortInUse
-from pagemill_operator.plan import Plan
+from pagemill_operator.plan import Plan, Probe
 from pagemill_operator.status.conditions import find_conditions
 
 Machine = Any
@@ -178,6 +179,36 @@ async def test_an_answer_under_way_ends_with_an_error_event_when_everything_stop
         await machine.backend.stop()
     assert "draining" in text.splitlines()[-2], text[-300:]
     assert "[DONE]" not in text
+
+
+async def test_an_engine_that_stops_answering_is_not_ready_any_more_and_is_replaced(
+    make_machine: Callable[..., Machine],
+) -> None:
+    machine = make_machine(stop_timeout_s=0.2, watch_interval_s=0.1)
+    await machine.backend.start()
+    try:
+        plan = _asking_often(machine.plan())
+        await machine.backend.apply([plan])
+        await machine.until_ready(plan)
+        (hung,) = machine.pids(plan)
+        (supervisor,) = machine.backend.supervisors(plan.key)
+        os.kill(hung, signal.SIGSTOP)
+        await machine.until(lambda: supervisor.phase == "loading" and not machine.ready(plan))
+        assert supervisor.reason == "Unresponsive"
+        words = "Unresponsive: did not answer /livez 2 times, 0.1 s apart; starting again"
+        await machine.until(lambda: any(event.message.startswith(words) for event in machine.events))
+        await machine.until_ready(plan)
+        assert machine.pids(plan) != [hung]
+        assert not psutil.pid_exists(hung)
+    finally:
+        await machine.backend.stop()
+
+
+def _asking_often(plan: Plan) -> Plan:
+    (group,) = plan.groups
+    readiness, liveness = Probe(8001, "/readyz", 0.1, 1), Probe(8001, "/livez", 0.1, 2)
+    process = replace(group.process, readiness=readiness, liveness=liveness)
+    return replace(plan, groups=(replace(group, process=process),))
 
 
 async def _traffic(

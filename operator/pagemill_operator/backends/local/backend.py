@@ -179,6 +179,8 @@ class LocalBackend:
         supervisor = Supervisor(
             name,
             prepare,
+            readiness=group.process.readiness,
+            liveness=group.process.liveness,
             settings=self._settings,
             state_dir=self._state_dir,
             session=self._session,

@@ -17,6 +17,7 @@ from pagemill_operator.backends.local.ports import free_port
 from pagemill_operator.backends.local.settings import LocalSettings
 from pagemill_operator.backends.local.state_dir import StateDir
 from pagemill_operator.backends.local.supervisor import Launch, Supervisor
+from pagemill_operator.plan.types import CONTROL_PORT, Probe
 from pagemill_protocol.catalog import Catalog
 
 logger = logging.getLogger("pagemill.operator.gateway")
@@ -25,6 +26,8 @@ LOOPBACK = "127.0.0.1"
 NAME = "gateway"
 TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 RETRY_S = 0.2
+READINESS = Probe(CONTROL_PORT, "/readyz", 2.0, 2)
+LIVENESS = Probe(CONTROL_PORT, "/livez", 5.0, 6)
 
 
 class Gateway:
@@ -53,6 +56,8 @@ class Gateway:
         self.supervisor = Supervisor(
             NAME,
             self._prepare,
+            readiness=READINESS,
+            liveness=LIVENESS,
             settings=settings,
             state_dir=state_dir,
             session=session,

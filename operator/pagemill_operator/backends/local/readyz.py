@@ -1,4 +1,4 @@
-"""Asks a process on this machine whether it is ready, and if not, why."""
+"""Asks a process on this machine whether it lives, whether it is ready, and if not, why."""
 
 from __future__ import annotations
 
@@ -26,6 +26,15 @@ async def ask_readyz(session: aiohttp.ClientSession, control_url: str) -> Answer
             return Answer(response.status == 200, describe(body))
     except (aiohttp.ClientError, TimeoutError, OSError):
         return None
+
+
+async def ask_alive(session: aiohttp.ClientSession, url: str) -> bool:
+    """Whether a liveness question is answered with 200, and soon."""
+    try:
+        async with session.get(url, timeout=TIMEOUT) as response:
+            return response.status == 200
+    except (aiohttp.ClientError, TimeoutError, OSError):
+        return False
 
 
 def describe(body: bytes) -> str:

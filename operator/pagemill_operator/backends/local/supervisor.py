@@ -1,4 +1,4 @@
-"""Keeps one process running: starts it, follows its `/readyz`, restarts it after a crash, and ends it.
+"""Keeps one process running: starts it, follows its `/readyz`, restarts it when it crashed or hangs, and ends it.
 
 Knows nothing of engines or gateways: `prepare` says what to start, afresh for each start (new ports). Every wait has a
 reason: the process's own words from `/readyz`, or why it crashed and when it starts again.
@@ -16,9 +16,10 @@ import aiohttp
 
 from pagemill_operator.backends.base import Event
 from pagemill_operator.backends.local.child import Child
-from pagemill_operator.backends.local.readyz import ask_readyz
+from pagemill_operator.backends.local.readyz import ask_alive, ask_readyz
 from pagemill_operator.backends.local.settings import LocalSettings
 from pagemill_operator.backends.local.state_dir import StateDir
+from pagemill_operator.plan.types import Probe
 from pagemill_operator.status.conditions import Phase
 
 
@@ -38,6 +39,8 @@ class Supervisor:
         name: str,
         prepare: Callable[[], Launch],
         *,
+        readiness: Probe | None,
+        liveness: Probe | None,
         settings: LocalSettings,
         state_dir: StateDir,
         session: aiohttp.ClientSession,
@@ -54,6 +57,10 @@ class Supervisor:
         self.launch: Launch | None = None
         """What runs now; set once the control port has answered."""
         self._prepare = prepare
+        self._readiness = readiness
+        self._liveness = liveness
+        self._silence = ""
+        """Why this process was given up, if it was."""
         self._settings = settings
         self._state_dir = state_dir
         self._session = session
@@ -111,6 +118,7 @@ class Supervisor:
         """One life of the process: (reason, message) of its end, and seconds it was ready."""
         self._started_s = time.monotonic()
         self._ready_s = float("inf")
+        self._silence = ""
         self._set("starting", "Starting", "starting")
         try:
             launch = self._prepare()
@@ -118,26 +126,54 @@ class Supervisor:
         except OSError as error:
             where = f": {error.filename}" if error.filename else ""
             return "StartFailed", f"cannot start the process: {error.strerror}{where}", 0.0
-        follower = asyncio.create_task(self._follow(launch), name=f"readyz:{self.name}")
+        followers = [
+            asyncio.create_task(self._follow(launch), name=f"readyz:{self.name}"),
+            asyncio.create_task(self._end_when_silent(launch, self._child), name=f"livez:{self.name}"),
+        ]
         try:
             ended = await self._child.wait()
         finally:
-            follower.cancel()
-            await asyncio.gather(follower, return_exceptions=True)
+            for follower in followers:
+                follower.cancel()
+            await asyncio.gather(*followers, return_exceptions=True)
             self.launch = None
-        return ended.reason, ended.message, time.monotonic() - self._ready_s
+        ready_for_s = time.monotonic() - self._ready_s
+        if self._silence:
+            return "Unresponsive", self._silence, ready_for_s
+        return ended.reason, ended.message, ready_for_s
 
     async def _follow(self, launch: Launch) -> None:
-        """Ask `/readyz` until cancelled; every new answer becomes the phase and its reason."""
+        """Ask `/readyz` until cancelled; every new answer, or a long silence, becomes the phase and its reason."""
+        num_silent = 0
         while True:
             if self._child:
                 self._child.bound_log()
             answer = await ask_readyz(self._session, launch.control_url)
+            num_silent = 0 if answer else num_silent + 1
             if answer and not self._ending.is_set():
                 self.launch = launch
                 self._note(answer.ready, answer.words)
+            if self.phase == "ready" and self._readiness and num_silent >= self._readiness.failure_threshold:
+                self._set("loading", "Unresponsive", "does not answer")
+                self._tell("does not answer", warning=True)
             ready = self.phase == "ready"
             await asyncio.sleep(self._settings.watch_interval_s if ready else self._settings.readyz_interval_s)
+
+    async def _end_when_silent(self, launch: Launch, child: Child) -> None:
+        """Once it was ready, a process that leaves the liveness question unanswered too often is ended."""
+        probe, num_silent = self._liveness, 0
+        if probe is None:
+            return
+        while num_silent < probe.failure_threshold:
+            await asyncio.sleep(probe.period_s)
+            if self._ready_s == float("inf") or self._ending.is_set():
+                continue
+            alive = await ask_alive(self._session, f"{launch.control_url}{probe.path}")
+            num_silent = 0 if alive else num_silent + 1
+        if self._ending.is_set():
+            return
+        self._silence = f"did not answer {probe.path} {num_silent} times, {probe.period_s:g} s apart"
+        await child.end(self._settings.stop_timeout_s)
 
     def _note(self, ready: bool, words: str) -> None:
         if ready:
