@@ -1,7 +1,8 @@
 """Exact greedy equality with Hugging Face transformers on tiny random models of every supported architecture, alone and
 under everything that must not change tokens: batches, chunks, prefix hits, preemption. Planted faults must break it.
 
-The models are scaled so that the two best tokens are clearly apart: a wrong computation cannot hide in near ties.
+The models are scaled so that the two best tokens are clearly apart: a wrong computation cannot hide in near ties. In
+bfloat16 tokens may differ, but only where the reference sees a near tie.
 """
 
 from __future__ import annotations
@@ -189,14 +190,18 @@ def test_a_planted_fault_is_noticed(
     make_driver: Callable[[Any], Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    runner = runner_loader(tiny.folder)
+    runner = faulty_runner(fault, lambda: runner_loader(tiny.folder), monkeypatch)
+    assert tokens_of(make_driver(runner).greedy(tiny.prompts, NUM_TOKENS)) != tiny.expected
+
+
+def faulty_runner(fault: str, load: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    runner = load()
     if fault == "window off by eight" and runner._windows == {None}:
         # A model without a window: give it one, which is as wrong.
         monkeypatch.setattr(type(runner.model.spec), "layer_sliding_window", lambda self, layer: 32)
-        runner = runner_loader(tiny.folder)
-    else:
-        plant(fault, runner, monkeypatch)
-    assert tokens_of(make_driver(runner).greedy(tiny.prompts, NUM_TOKENS)) != tiny.expected
+        return load()
+    plant(fault, runner, monkeypatch)
+    return runner
 
 
 def plant(fault: str, runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +210,7 @@ def plant(fault: str, runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
         spec = runner.model.spec
         theta = spec.rope_theta * 1.1
-        runner._cos, runner._sin = rope_tables(spec.head_dim, 256, theta, spec.rope_scaling, torch.float32)
+        runner._cos, runner._sin = rope_tables(spec.head_dim, 256, theta, spec.rope_scaling, runner._cos.dtype)
     elif fault == "rope rotation":
         runner._sin = -runner._sin
     elif fault == "position off by one":
@@ -223,3 +228,107 @@ def plant(fault: str, runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def shifted(inputs: Any) -> Any:
     return inputs._replace(slot_mapping=inputs.slot_mapping + (inputs.positions % 16 == 7))
+
+
+NEAR_TIE_NATS = 0.1
+NUM_BF16_TOKENS = 24
+
+
+@dataclass
+class RoundedModel:
+    """A model in bfloat16 and how its runner answers each prompt alone."""
+
+    load: Callable[[], Any]
+    driver: Any
+    reference: Any
+    """transformers on the same rounded weights, computing in float32."""
+    prompts: list[list[int]]
+    alone: list[list[int]]
+
+    def greedy(self, prompts: list[list[int]], **settings: Any) -> list[Any]:
+        results: list[Any] = self.driver.greedy(prompts, NUM_BF16_TOKENS, **settings)
+        return results
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def rounded(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    runner_loader: Callable[..., Any],
+    make_driver: Callable[[Any], Any],
+) -> RoundedModel:
+    folder = tmp_path_factory.mktemp("rounded")
+    kind, overrides = ARCHITECTURES[request.param]
+    # Logits of a size that bfloat16, with its 8 bits, tells apart to much less than a near tie.
+    model = reference_model(kind, {**overrides, "initializer_range": 0.15})
+    with torch.no_grad():
+        model.lm_head.weight.div_(8)
+    model = model.to(torch.bfloat16)
+    model.save_pretrained(folder)
+    lengths = [length for length in (1, 16, 17, 40, 70) for _ in range(2)]
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(0, VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
+    load = lambda: runner_loader(folder, dtype="bfloat16")  # noqa: E731
+    driver = make_driver(load())
+    assert driver.runner.info.kv_dtype == "bfloat16"
+    alone = [driver.greedy([prompt], NUM_BF16_TOKENS, enable_prefix_caching=False)[0].token_ids for prompt in prompts]
+    return RoundedModel(load, driver, model.float(), prompts, alone)
+
+
+@torch.no_grad()
+def logprobs_after(model: Any, token_ids: list[int]) -> torch.Tensor:
+    logprobs: torch.Tensor = model(torch.tensor([token_ids]), use_cache=False).logits[0, -1].log_softmax(-1)
+    return logprobs
+
+
+def widest_divergence_from_alone(rounded: RoundedModel, results: list[Any]) -> float:
+    """In nats, by the reference, between the two tokens where an answer first leaves the one its prompt gets alone."""
+    gaps = [0.0]
+    num_prompts = len(rounded.prompts)
+    for index, result in enumerate(results):
+        prompt, alone = rounded.prompts[index % num_prompts], rounded.alone[index % num_prompts]
+        assert len(result.token_ids) == NUM_BF16_TOKENS
+        for position, (token, expected) in enumerate(zip(result.token_ids, alone, strict=True)):
+            if token != expected:
+                logprobs = logprobs_after(rounded.reference, prompt + alone[:position])
+                gaps.append(abs(float(logprobs[token] - logprobs[expected])))
+                break
+    return max(gaps)
+
+
+@torch.no_grad()
+def test_bfloat16_alone_leaves_transformers_only_at_near_ties(rounded: RoundedModel) -> None:
+    for prompt, alone in zip(rounded.prompts, rounded.alone, strict=True):
+        logits = rounded.reference(torch.tensor([prompt + alone[:-1]]), use_cache=False).logits[0, len(prompt) - 1 :]
+        logprobs = logits.log_softmax(-1)
+        lost = logprobs.max(-1).values - logprobs.gather(1, torch.tensor(alone)[:, None]).squeeze(1)
+        assert float(lost.max()) < NEAR_TIE_NATS
+
+
+BF16_CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "batch of 50": (5, {"enable_prefix_caching": False}),
+    "chunks of 1": (1, {"max_num_batched_tokens": 1, "enable_prefix_caching": False}),
+    "chunks of 7": (1, {"max_num_batched_tokens": 7, "enable_prefix_caching": False}),
+    "chunks of 33": (1, {"max_num_batched_tokens": 33, "enable_prefix_caching": False}),
+    "prefix hits": (2, {"waves": True}),
+    "preemption": (1, {"num_blocks": 12, "enable_prefix_caching": False}),
+}
+
+
+@pytest.mark.parametrize("case", BF16_CASES)
+def test_bfloat16_leaves_the_answer_alone_only_at_near_ties(rounded: RoundedModel, case: str) -> None:
+    copies, settings = BF16_CASES[case]
+    results = rounded.greedy(rounded.prompts * copies, **settings)
+    assert widest_divergence_from_alone(rounded, results) < NEAR_TIE_NATS
+    assert sum(result.num_cached_tokens for result in results[10:]) >= (112 * 2 if case == "prefix hits" else 0)
+    assert (sum(result.num_preemptions for result in results) > 0) == (case == "preemption")
+
+
+# A rope base wrong by a tenth moves little within 100 tokens: that one is for float32 to notice.
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "rope theta"])
+def test_a_planted_fault_is_no_near_tie(
+    rounded: RoundedModel, fault: str, make_driver: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = make_driver(faulty_runner(fault, rounded.load, monkeypatch))
+    results = driver.greedy(rounded.prompts, NUM_BF16_TOKENS)
+    assert widest_divergence_from_alone(rounded, results) > 2 * NEAR_TIE_NATS
