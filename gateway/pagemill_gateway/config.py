@@ -38,7 +38,12 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     body_timeout_s: float = 30.0
     """A body that takes longer to arrive gets 408."""
     max_requests: int = 4096
-    """Requests inside the gateway at once; one more gets 503. Bounds the memory of bodies and streams."""
+    """Requests inside the gateway at once; one more gets 503. Bounds the memory of streams."""
+    max_in_flight_body_bytes: int = 256 * 1024 * 1024
+    """
+    Bytes of request bodies inside the gateway at once, each from its arrival to the end of its answer; one that finds
+    no room gets 503. Parsed and tokenized, a body takes several times its size.
+    """
     max_attempts: int = 3
     """Engines asked for one request, the first one included."""
     request_timeout_s: float | None = None
@@ -93,6 +98,11 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         for field in ("max_body_bytes", "max_header_bytes", "max_requests", "max_attempts"):
             if getattr(self, field) < 1:
                 raise SettingsError(f"{field}: {getattr(self, field)} must be at least 1.")
+        if self.max_in_flight_body_bytes < self.max_body_bytes:
+            raise SettingsError(
+                f"max_in_flight_body_bytes: {self.max_in_flight_body_bytes} must be at least max_body_bytes "
+                f"({self.max_body_bytes}), or the largest bodies would never find room."
+            )
         return self
 
 

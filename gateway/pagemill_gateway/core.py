@@ -31,7 +31,7 @@ class Gateway:
         self.started_unix_s = int(time.time())
         self.draining = False
         self.keys = KeyRing(config.api_keys)
-        self.gate = Gate(config.max_requests)
+        self.gate = Gate(config.max_requests, config.max_in_flight_body_bytes)
         self.running = Running()
         self.metrics = GatewayMetrics()
         self.brain = LocalBrain(config)

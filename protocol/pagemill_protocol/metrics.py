@@ -168,6 +168,7 @@ GATEWAY_REQUESTS = _gateway(
     "counter", "requests", "Requests answered, by status (499: the client left).", ("model", "route", "status")
 )
 GATEWAY_IN_FLIGHT = _gateway("gauge", "in_flight_requests", "Requests being served.", ("model",))
+GATEWAY_BODY_BYTES = _gateway("gauge", "in_flight_body_bytes", "Bytes of the bodies of requests being served.")
 GATEWAY_REQUEST_SECONDS = _gateway(
     "histogram", "request_seconds", "From the request's headers to its last byte.", ("model",), _LATENCY_S
 )

@@ -13,7 +13,7 @@ from pagemill_protocol.errors import PagemillError
 
 
 async def test_the_gate_lets_in_as_many_as_it_holds_and_refuses_the_next_with_503() -> None:
-    gate = Gate(2)
+    gate = Gate(2, 100)
     with gate.enter(), gate.enter():
         with pytest.raises(PagemillError) as error, gate.enter():
             pass
@@ -24,7 +24,7 @@ async def test_the_gate_lets_in_as_many_as_it_holds_and_refuses_the_next_with_50
 
 
 async def test_a_place_is_free_again_whatever_happened_inside() -> None:
-    gate = Gate(1)
+    gate = Gate(1, 100)
     for _ in range(3):
         with pytest.raises(RuntimeError), gate.enter():
             raise RuntimeError
@@ -32,7 +32,7 @@ async def test_a_place_is_free_again_whatever_happened_inside() -> None:
 
 
 async def test_a_closed_gate_keeps_those_inside_and_tells_when_they_are_gone() -> None:
-    gate = Gate(2)
+    gate = Gate(2, 100)
     with gate.enter():
         gate.close("going down")
         with pytest.raises(PagemillError, match="going down"), gate.enter():
@@ -41,6 +41,23 @@ async def test_a_closed_gate_keeps_those_inside_and_tells_when_they_are_gone() -
         await asyncio.sleep(0)
         assert not empty.done()
     await asyncio.wait_for(empty, 1)
+
+
+async def test_bytes_that_find_no_room_are_refused_with_503_and_free_again_afterwards() -> None:
+    gate = Gate(10, 100)
+    with gate.enter() as first:
+        first.hold(70)
+        with gate.enter() as second:
+            second.expect(30)
+            second.hold(30)
+            with pytest.raises(PagemillError) as error:
+                second.hold(1)
+            assert (error.value.status, error.value.retry_after_s) == (503, 1)
+            assert gate.num_bytes == 100
+        with gate.enter() as third, pytest.raises(PagemillError):
+            third.expect(31)
+        assert gate.num_bytes == 70
+    assert gate.num_bytes == 0
 
 
 def test_attempts_end_after_their_number() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from types import SimpleNamespace
 
 import aiohttp
 import openai
@@ -337,6 +339,37 @@ async def test_one_more_request_than_the_gateway_holds_is_refused(engines, gatew
     assert "retry-after" in refused.headers
     gate.set()
     assert [(await task).streamed_text for task in tasks] == ["ab", "ab"]
+
+
+async def test_bodies_beyond_the_gateways_memory_are_refused_while_others_are_served(engines, gateways, fake) -> None:
+    gate = asyncio.Event()
+    engines[0].behaviour = fake.says("a", "b", gate=gate)
+    gateway = await gateways(engines[0], max_body_bytes=100_000, max_in_flight_body_bytes=150_000)
+    first = asyncio.create_task(gateway.complete(prompt="x", stream=True, padding="u" * 90_000))
+    await fake.until(lambda: bool(engines[0].requests))
+    declared = await gateway.complete(padding="u" * 90_000)
+    chunked = await _send_in_pieces(gateway, b'{"padding": "' + b"u" * 90_000 + b'"}')
+    for refused in (declared, chunked):
+        assert (refused.status, refused.error["code"]) == (503, "server_is_overloaded")
+        assert refused.headers["retry-after"] == "1"
+        assert "limit is 150000" in refused.error["message"]
+    metrics = (await gateway.get("/metrics")).raw.decode()
+    assert float(re.search(r"^pagemill_gateway_in_flight_body_bytes (\S+)$", metrics, re.MULTILINE).group(1)) > 90_000
+    gate.set()
+    assert (await first).status == 200
+    await fake.until(lambda: gateway.gateway.gate.num_bytes == 0)
+    assert (await gateway.complete(padding="u" * 90_000)).status == 200
+
+
+async def _send_in_pieces(gateway, body):
+    async def pieces():
+        for start in range(0, len(body), 10_000):
+            yield body[start : start + 10_000]
+
+    headers = {"Content-Type": "application/json"}
+    async with gateway.session.post(f"{gateway.url}/v1/completions", data=pieces(), headers=headers) as response:
+        headers = {name.lower(): value for name, value in response.headers.items()}
+        return SimpleNamespace(status=response.status, headers=headers, error=(await response.json())["error"])
 
 
 async def test_frames_are_whole_events_whatever_the_network_does_to_them(engines, gateways, fake) -> None:

@@ -82,6 +82,7 @@ async def end(process: asyncio.subprocess.Process) -> None:
         ({"port": 70000}, "port"),
         ({"nonsense": 1}, "nonsense"),
         ({"max_requests": 0}, "max_requests"),
+        ({"max_in_flight_body_bytes": 1000}, "max_in_flight_body_bytes"),
         ({"catalog": {"models": [{"deployment": "d", "name": ""}]}}, "catalog"),
     ],
 )

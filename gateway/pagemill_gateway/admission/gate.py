@@ -1,4 +1,4 @@
-"""The gateway's own bound: at most `max_requests` inside at once, decided atomically.
+"""The gateway's own bound: at most `max_requests` inside at once, with `max_bytes` of bodies, decided atomically.
 
 It protects the gateway's memory, not the engines: an engine accepts or refuses by itself, from its headers. There is no
 queue here; a request that does not fit is told when to come back.
@@ -10,13 +10,15 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from pagemill_protocol.errors import unavailable
+from pagemill_protocol.errors import PagemillError, unavailable
 
 
 class Gate:
-    def __init__(self, max_requests: int) -> None:
+    def __init__(self, max_requests: int, max_bytes: int) -> None:
         self._max_requests = max_requests
+        self._max_bytes = max_bytes
         self._num_inside = 0
+        self._num_bytes = 0
         self._empty = asyncio.Event()
         self._empty.set()
         self._closed_reason: str | None = None
@@ -25,12 +27,17 @@ class Gate:
     def num_inside(self) -> int:
         return self._num_inside
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the bodies of those inside."""
+        return self._num_bytes
+
     def close(self, reason: str) -> None:
         """Refuse every further request with 503 and `reason`; those inside stay."""
         self._closed_reason = reason
 
     @contextmanager
-    def enter(self) -> Iterator[None]:
+    def enter(self) -> Iterator[Place]:
         """Hold one place for the body of the `with`; raises `PagemillError` (503) at once when there is none."""
         if self._closed_reason is not None:
             raise unavailable(self._closed_reason, retry_after_s=1, code="draining")
@@ -41,9 +48,11 @@ class Gate:
             )
         self._num_inside += 1
         self._empty.clear()
+        place = Place(self)
         try:
-            yield
+            yield place
         finally:
+            self._num_bytes -= place.num_bytes
             self._num_inside -= 1
             if self._num_inside == 0:
                 self._empty.set()
@@ -51,3 +60,35 @@ class Gate:
     async def wait_empty(self) -> None:
         """Return when nobody is inside."""
         await self._empty.wait()
+
+    def has_room(self, num_bytes: int) -> bool:
+        return self._num_bytes + num_bytes <= self._max_bytes
+
+    def take(self, num_bytes: int) -> None:
+        self._num_bytes += num_bytes
+
+    def no_room(self) -> PagemillError:
+        return unavailable(
+            f"The gateway holds {self._num_bytes} bytes of request bodies and its limit is {self._max_bytes}. "
+            "Try again shortly, or send less text in one request.",
+            retry_after_s=1,
+        )
+
+
+class Place:
+    """What one request holds of the gate."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+        self.num_bytes = 0
+
+    def expect(self, num_bytes: int) -> None:
+        """Raises `PagemillError` (503) where a body of this length would find no room; nothing is held for it yet."""
+        if not self._gate.has_room(num_bytes):
+            raise self._gate.no_room()
+
+    def hold(self, num_bytes: int) -> None:
+        """Count bytes that have arrived. Raises `PagemillError` (503) when they are too many, and does not hold them."""
+        self.expect(num_bytes)
+        self._gate.take(num_bytes)
+        self.num_bytes += num_bytes

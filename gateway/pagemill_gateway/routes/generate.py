@@ -17,11 +17,12 @@ from pagemill_gateway.relay import answers
 from pagemill_gateway.relay.record import RequestRecord
 from pagemill_gateway.relay.relay import AnswerBroken
 from pagemill_gateway.routes.access import record_of
+from pagemill_gateway.routes.body import read_counted
 from pagemill_gateway.routes.client import Client, ClientTooSlow
 from pagemill_gateway.routes.connection import while_connected
 from pagemill_protocol.errors import PagemillError, internal_error, invalid_field
 from pagemill_protocol.generate import Dialect
-from pagemill_protocol.http.door import check_json_content_type, header, read_body
+from pagemill_protocol.http.door import check_json_content_type, header
 
 logger = logging.getLogger("pagemill.gateway")
 
@@ -40,8 +41,8 @@ class GenerateRoute:
         key_hash = gateway.keys.authenticate(scope)
         timeout_s = _timeout_s(scope, gateway.config.request_timeout_s)
         check_json_content_type(scope)
-        with gateway.gate.enter():
-            raw = await read_body(receive)
+        with gateway.gate.enter() as place:
+            raw = await read_counted(scope, receive, place, gateway.config.max_body_bytes)
             client = Client(send, gateway.config.slow_client_timeout_s)
             stayed = await while_connected(self._serve(raw, key_hash, timeout_s, client, record), receive)
         if not stayed:

@@ -29,7 +29,8 @@ class HealthRoutes:
         return JSONResponse({"version": VERSION})
 
     async def metrics(self, request: Request) -> Response:
-        text = self._gateway.metrics.render(self._gateway.brain, ready=self._gateway.ready)
+        gateway = self._gateway
+        text = gateway.metrics.render(gateway.brain, ready=gateway.ready, body_bytes=gateway.gate.num_bytes)
         return Response(text, headers={"content-type": CONTENT_TYPE})
 
     async def guarded_metrics(self, request: Request) -> Response:

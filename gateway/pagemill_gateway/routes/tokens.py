@@ -7,10 +7,12 @@ import asyncio
 from starlette.requests import Request
 from starlette.responses import Response
 
+from pagemill_gateway.admission.gate import Place
 from pagemill_gateway.brain.interface import Target
 from pagemill_gateway.core import Gateway
+from pagemill_gateway.routes.body import read_counted
 from pagemill_protocol.errors import invalid_field
-from pagemill_protocol.http.door import check_json_content_type, read_body
+from pagemill_protocol.http.door import check_json_content_type
 from pagemill_protocol.openai import prepare, render
 from pagemill_protocol.openai.schemas import DetokenizeRequest, TokenizeRequest
 
@@ -22,8 +24,8 @@ class TokenRoutes:
     async def tokenize(self, request: Request) -> Response:
         self._gateway.keys.authenticate(request.scope)
         check_json_content_type(request.scope)
-        with self._gateway.gate.enter():
-            body = await self._gateway.preparation.parse(await read_body(request.receive), TokenizeRequest)
+        with self._gateway.gate.enter() as place:
+            body = await self._gateway.preparation.parse(await self._read(request, place), TokenizeRequest)
             target = self._resolve(body.model)
             tokenizer = await self._gateway.preparation.tokenizer(target)
             token_ids = await asyncio.to_thread(prepare.tokenize, body, tokenizer)
@@ -33,11 +35,14 @@ class TokenRoutes:
     async def detokenize(self, request: Request) -> Response:
         self._gateway.keys.authenticate(request.scope)
         check_json_content_type(request.scope)
-        with self._gateway.gate.enter():
-            body = await self._gateway.preparation.parse(await read_body(request.receive), DetokenizeRequest)
+        with self._gateway.gate.enter() as place:
+            body = await self._gateway.preparation.parse(await self._read(request, place), DetokenizeRequest)
             tokenizer = await self._gateway.preparation.tokenizer(self._resolve(body.model))
             text = await asyncio.to_thread(prepare.detokenize, body, tokenizer)
             return _json(render.detokenize_body(text))
+
+    async def _read(self, request: Request, place: Place) -> bytes:
+        return await read_counted(request.scope, request.receive, place, self._gateway.config.max_body_bytes)
 
     def _resolve(self, model: str) -> Target:
         """The named model, or the only one there is."""
