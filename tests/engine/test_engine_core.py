@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.messages import TokensOut
+from pagemill_engine.kv.integrity import IntegrityError
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.loop.warmup import SelfTestError, calibrate, self_test
 from pagemill_engine.runner.null import NullRunner
@@ -143,6 +145,91 @@ def test_an_interrupted_step_leaves_nothing_in_flight(checking_runner: Make) -> 
     outputs = finish(core)
     assert [out.finish_reason for out in outputs["a"]] == ["abort"]
     assert outputs["b"][-1].finish_reason == "length"
+
+
+@pytest.mark.parametrize("call", [1, 2, 3, 7])
+@pytest.mark.parametrize(
+    ("place", "name"), [("kv", "commit"), ("_outputs", "token"), ("", "_leave"), ("", "_fork_choices")]
+)
+def test_a_fault_while_a_step_is_booked_fails_its_requests_and_the_next_ones_are_served(
+    checking_runner: Make, monkeypatch: pytest.MonkeyPatch, place: str, name: str, call: int
+) -> None:
+    core = make_core(checking_runner, max_num_seqs=3)
+    for index in range(6):
+        core.add(request(f"r{index}", [index] * 9, n=2))
+    owner = getattr(core.scheduler, place) if place else core.scheduler
+    sound, calls = getattr(owner, name), itertools.count(1)
+
+    def broken(*args: Any) -> Any:
+        if next(calls) == call:
+            raise ZeroDivisionError
+        return sound(*args)
+
+    monkeypatch.setattr(owner, name, broken)
+    outputs = finish(core)
+    ends = [out for answers in outputs.values() for out in answers if out.finish_reason is not None]
+    assert len(ends) == 12
+    failed = [out for out in ends if out.finish_reason == "error"]
+    assert len(failed) <= 6
+    assert failed or name == "_leave"
+    assert all(out.error is not None and "ZeroDivisionError" in out.error for out in failed)
+    assert all(out.finish_reason == "length" for out in ends if out not in failed)
+    assert (core.load().num_blocks_active, core.num_failed_steps_in_a_row) == (0, 0)
+
+
+def test_a_fault_while_a_step_is_planned_fails_the_requests_it_may_have_touched(
+    checking_runner: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = make_core(checking_runner)
+    sound = core.scheduler.kv.get_computed_blocks
+
+    def broken(row: Any) -> Any:
+        if row.client_request_id == "bad":
+            raise ZeroDivisionError
+        return sound(row)
+
+    monkeypatch.setattr(core.scheduler.kv, "get_computed_blocks", broken)
+    core.add(request("bad", [1, 2, 3]))
+    core.add(request("good", [1, 2, 3]))
+    outputs = finish(core)
+    assert [out.finish_reason for out in outputs["bad"]] == ["error"]
+    assert outputs["good"][-1].finish_reason == "length"
+
+
+def test_a_fault_that_breaks_the_books_of_others_is_not_survived(
+    checking_runner: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = make_core(checking_runner)
+    core.add(request("a", [1] * 9))
+    core.step()
+    core.add(request("b", [2] * 9))
+
+    def broken(*args: Any) -> None:
+        core.scheduler.kv.pool.allocate(1)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(core.scheduler, "update", broken)
+    with pytest.raises(IntegrityError, match="tables hold 0"):
+        core.step()
+
+
+def test_ctrl_c_while_a_step_is_booked_leaves_nothing_in_flight(
+    checking_runner: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = make_core(checking_runner)
+    core.add(request("a", [1] * 9))
+    sound, interrupts = core.scheduler.kv.commit, iter([KeyboardInterrupt()])
+
+    def interrupted(row: Any) -> None:
+        for interrupt in interrupts:
+            raise interrupt
+        sound(row)
+
+    monkeypatch.setattr(core.scheduler.kv, "commit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        core.step()
+    core.add(request("b", [2] * 9))
+    assert finish(core)["b"][-1].finish_reason == "length"
 
 
 def test_end_tokens_that_the_model_has_no_row_for_are_left_out(checking_runner: Make) -> None:

@@ -1,8 +1,9 @@
 """The engine's heart: schedule -> run -> update, once per step.
 
-One failing request never stops the loop: rows that the runner names as failed end alone, and when a whole step
-raises, its rows are tried one by one until the guilty ones are found. Knows no socket (`loop.process` does) and no
-tensor (`runner`).
+One failing request never stops the loop: rows that the runner names as failed end alone, when a whole step raises, its
+rows are tried one by one until the guilty ones are found, and when the bookkeeping itself raises, the rows it was
+working on fail and the rest goes on if everything still adds up. Knows no socket (`loop.process` does) and no tensor
+(`runner`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.messages import PrefixEvents, StepOutputs
-from pagemill_engine.kv.integrity import check_integrity
+from pagemill_engine.kv.integrity import IntegrityError, check_integrity
 from pagemill_engine.runner.base import Runner, RunnerInfo
 from pagemill_engine.scheduler.limits import SchedulerLimits
 from pagemill_engine.scheduler.scheduler import Scheduler
@@ -70,8 +71,15 @@ class EngineCore:
         return self.scheduler.load(self._step_ms)
 
     def step(self) -> StepOutputs:
-        """Run one step; returns at once when there is nothing to run."""
-        plan = self.scheduler.schedule()
+        """Run one step; returns at once when there is nothing to run.
+
+        Raises only when the bookkeeping is broken beyond the step's own requests.
+        """
+        try:
+            plan = self.scheduler.schedule()
+        except BaseException as error:
+            plan = StepPlan(step=0, num_scheduled_tokens={})
+            self._abandon(None, error)
         if plan.num_scheduled_tokens:
             self._run(plan)
         return self._report(plan)
@@ -81,8 +89,11 @@ class EngineCore:
         return self.scheduler.kv.prefix_cache.snapshot()
 
     def check_integrity(self) -> None:
-        """Raise `kv.integrity.IntegrityError` when the KV bookkeeping contradicts itself. Not for the hot path."""
+        """Raise `kv.integrity.IntegrityError` when the bookkeeping contradicts itself. Not for the hot path."""
         check_integrity(self.scheduler.kv)
+        faults = self.scheduler.find_faults()
+        if faults:
+            raise IntegrityError("; ".join(faults))
 
     def probe(self) -> None:
         """Compute one token beside all requests; raises what the runner raises. Skipped when no block is free."""
@@ -111,8 +122,21 @@ class EngineCore:
             # Ctrl-C in a notebook: its rows must not stay in flight, or no later step could run.
             self.scheduler.step_failed(plan, "The step was interrupted.")
             raise
+        try:
+            self._finish_step(plan, result, (self._clock() - started_s) * 1000)
+        except BaseException as error:
+            self._abandon(plan, error)
+            return
         self.num_failed_steps_in_a_row = 0
-        self._finish_step(plan, result, (self._clock() - started_s) * 1000)
+
+    def _abandon(self, plan: StepPlan | None, error: BaseException) -> None:
+        """The scheduler raised: fail what it was working on, and go on if the rest is sound. Ctrl-C goes on its way."""
+        logger.error("the scheduler failed", exc_info=error)
+        self.num_failed_steps_in_a_row += 1
+        self.scheduler.abandon(plan, f"The engine failed on this request's step: {type(error).__name__}.")
+        self.check_integrity()
+        if not isinstance(error, Exception):
+            raise error
 
     def _finish_step(self, plan: StepPlan, result: StepResult, step_ms: float) -> None:
         self.scheduler.update(plan, result)

@@ -19,6 +19,13 @@ class OutputBox:
         outputs, self._outputs = self._outputs, []
         return outputs
 
+    def has_end(self, row: Request) -> bool:
+        """The row's last output is here already."""
+        return any(
+            out.request_id == row.client_request_id and out.choice == row.choice and out.finish_reason is not None
+            for out in self._outputs
+        )
+
     def token(
         self, row: Request, token_id: int, logprobs: TokenLogprobs | None, finish_reason: FinishReason | None
     ) -> None:

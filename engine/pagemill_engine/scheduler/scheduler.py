@@ -12,6 +12,7 @@ by preemption; or out at any point by `abort`.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 
 from pagemill_engine.ipc.messages import TokensOut
@@ -281,6 +282,28 @@ class Scheduler:
                 self._finish(row, "abort")
         self._suspects = suspects
 
+    def abandon(self, plan: StepPlan | None, message: str) -> None:
+        """`update` (or `schedule`: no plan) raised half-way: whatever it may have left half-booked fails.
+
+        May raise in its turn, or leave `find_faults` something to find; then nothing here can be trusted any more.
+        """
+        self._in_flight = {}
+        if plan is not None:
+            names = list(plan.num_scheduled_tokens)
+        else:
+            starting = self._suspects[:1] or list(self._waiting)[:1]
+            names = [row.request_id for row in (*self._running, *starting)]
+        for name in names:
+            row = self._rows.get(name)
+            if row is None:
+                continue
+            if self.kv.has_table(row):
+                self.kv.distrust(row)
+            if self._outputs.has_end(row):
+                self._leave(row)
+            else:
+                self._fail(row, message)
+
     def _void(self, plan: StepPlan, broken: dict[str, str]) -> set[str]:
         """Fail broken rows; rows of this step that read what those were writing start over."""
         untrusted: set[int] = set()
@@ -363,6 +386,28 @@ class Scheduler:
     def take_outputs(self) -> list[TokensOut]:
         """Everything to tell clients since the call before."""
         return self._outputs.take()
+
+    def find_faults(self) -> list[str]:
+        """Contradictions between rows, queues and block tables, between steps; none in a sound scheduler. O(rows)."""
+        states = Counter(row.state for row in self._rows.values())
+        places = {
+            RowState.RUNNING: len(self._running),
+            RowState.WAITING: len(self._waiting),
+            RowState.HELD: self._held.num_held,
+        }
+        faults = [
+            f"{count} rows are where {state.name} rows belong, {states[state]} are in that state"
+            for state, count in places.items()
+            if count != states[state]
+        ]
+        if sum(len(choices) for choices in self._clients.values()) != len(self._rows):
+            faults.append("rows and clients disagree")
+        orphans = self.kv.tables.keys() - self._rows.keys()
+        faults += [f"{name} ended and still holds blocks" for name in orphans]
+        due = sum(row.num_due_tokens for row in self._waiting)
+        if due != self._num_queued_tokens:
+            faults.append(f"waiting rows are due {due} tokens, {self._num_queued_tokens} are counted")
+        return faults
 
     def load(self, step_ms: float = 0.0) -> EngineLoad:
         pool = self.kv.pool
