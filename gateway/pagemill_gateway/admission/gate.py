@@ -88,7 +88,7 @@ class Place:
             raise self._gate.no_room()
 
     def hold(self, num_bytes: int) -> None:
-        """Count bytes that have arrived. Raises `PagemillError` (503) when they are too many, and does not hold them."""
+        """Count bytes that have arrived. Raises `PagemillError` (503) and holds nothing when they find no room."""
         self.expect(num_bytes)
         self._gate.take(num_bytes)
         self.num_bytes += num_bytes
