@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from pagemill_operator.backends.base import BackendError
+from pagemill_operator.backends.local.child import Child
 from pagemill_operator.backends.local.cores import threads_per_engine, usable_cores
 from pagemill_operator.backends.local.ports import PortInUse, ensure_bindable, free_port
 from pagemill_operator.backends.local.readyz import describe
@@ -58,14 +60,36 @@ def test_state_is_private_and_removed(tmp_path: Path) -> None:
 
 
 def test_folders_of_the_dead_are_removed_and_of_the_living_kept(tmp_path: Path) -> None:
-    living = StateDir(tmp_path)
-    dead, reused, young = (tmp_path / f"{PREFIX}{name}" for name in ("dead", "reused", "young"))
-    for folder in (dead, reused, young):
-        folder.mkdir()
-    (dead / OWNER_FILE).write_text(json.dumps({"pid": 2**22 + 1, "started": 0}))
-    (reused / OWNER_FILE).write_text(json.dumps({"pid": os.getpid(), "started": 1}))
+    here, young = StateDir(tmp_path), tmp_path / f"{PREFIX}young"
+    young.mkdir()
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from pagemill_operator.backends.local.state_dir import StateDir\n"
+        "state = StateDir(Path(sys.argv[1])); print(state.path, flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout
+        elsewhere = Path(other.stdout.readline().strip())
+        remove_abandoned(tmp_path)
+        assert sorted(tmp_path.iterdir()) == sorted([here.path, young, elsewhere])
+        other.kill()
+    assert (elsewhere / OWNER_FILE).exists()
     remove_abandoned(tmp_path)
-    assert sorted(tmp_path.iterdir()) == sorted([living.path, young])
+    assert sorted(tmp_path.iterdir()) == sorted([here.path, young])
+    here.remove()
+
+
+async def test_a_child_that_outlives_its_backend_does_not_keep_the_folder(tmp_path: Path) -> None:
+    state = StateDir(tmp_path)
+    child = await Child.start(
+        [sys.executable, "-c", "import time; time.sleep(60)"], os.environ, state.log_path("child")
+    )
+    state._lock.close()
+    remove_abandoned(tmp_path)
+    assert child.running
+    assert not state.path.exists()
+    await child.end(0)
 
 
 def test_a_folder_that_cannot_be_made_names_the_remedy(tmp_path: Path) -> None:
@@ -76,7 +100,9 @@ def test_a_folder_that_cannot_be_made_names_the_remedy(tmp_path: Path) -> None:
 def test_no_temporary_folder_where_sockets_would_not_fit(tmp_path: Path) -> None:
     deep = tmp_path / ("x" * 80)
     deep.mkdir()
-    assert StateDir(deep).temporary is None
+    state = StateDir(deep)
+    assert state.temporary is None
+    state.remove()
 
 
 @pytest.mark.parametrize(

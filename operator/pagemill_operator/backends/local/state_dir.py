@@ -1,18 +1,18 @@
 """The private folder of one running backend: settings, tokens and logs; gone when the backend stops.
 
-A backend that was killed cannot remove its folder; the next one does.
+A backend that was killed cannot remove its folder; the next one does. A living one holds a lock on its `owner.json`
+(flock(2)), which the kernel frees however the backend ends.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
-
-import psutil
+from typing import Any, BinaryIO
 
 from pagemill_operator.backends.base import BackendError
 
@@ -30,6 +30,7 @@ class StateDir:
         remove_abandoned(parent)
         try:
             self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+            self._lock = self._take_lock()
         except OSError as error:
             message = f"cannot make a private folder in {parent}: {error.strerror}; set XDG_RUNTIME_DIR to another one"
             raise BackendError(message) from None
@@ -37,7 +38,6 @@ class StateDir:
         temporary.mkdir(mode=0o700)
         self.temporary = temporary if len(os.fsencode(temporary)) <= MAX_TEMPORARY_PATH else None
         """Temporary folder of the engines; `None` where its path is too long for sockets in it."""
-        self.write_json(OWNER_FILE, {"pid": os.getpid(), "started": psutil.Process().create_time()})
 
     def write_json(self, name: str, content: Any) -> Path:
         """Write a file that only this user can read; returns its path."""
@@ -52,6 +52,15 @@ class StateDir:
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.close()
+
+    def _take_lock(self) -> BinaryIO:
+        """`owner.json`, open and locked. It appears under its name only once it is locked."""
+        path = self.write_json(f"{OWNER_FILE}.new", {"pid": os.getpid()})
+        file = path.open("rb")
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.rename(self.path / OWNER_FILE)
+        return file
 
 
 def remove_abandoned(parent: Path) -> None:
@@ -70,9 +79,8 @@ def _own(folder: Path) -> bool:
 
 def _abandoned(folder: Path) -> bool:
     try:
-        owner = json.loads((folder / OWNER_FILE).read_text("utf-8"))
-        return bool(abs(psutil.Process(owner["pid"]).create_time() - owner["started"]) > 1)
-    except psutil.NoSuchProcess:
-        return True
-    except (OSError, ValueError, KeyError, TypeError, psutil.Error):
-        return False  # being made right now, or not ours to judge
+        with (folder / OWNER_FILE).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+    except OSError:
+        return False  # its owner lives, or it is being made right now
