@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loading.errors import LoadError
-from pagemill_engine.runner.memory import available_memory
+from pagemill_engine.runner.memory import available_memory, memory_limit
 from pagemill_protocol.model_spec import ModelSpec
 
 DEFAULT_MEMORY_BYTES = 1024**3
@@ -29,7 +28,7 @@ class KVCache:
         self.num_blocks = num_blocks
         self.padding_block = num_blocks
         num_bytes = num_blocks * block_size * spec.kv_bytes_per_token(dtype.itemsize)
-        if num_bytes > psutil.virtual_memory().total:
+        if num_bytes > memory_limit():
             raise _too_large(num_blocks, block_size, num_bytes)
         shape = (num_blocks + 1, 2 * spec.num_kv_heads, block_size, spec.head_dim)
         try:
@@ -56,7 +55,7 @@ def _too_large(num_blocks: int, block_size: int, num_bytes: int) -> LoadError:
     return LoadError(
         "KVCacheTooLarge",
         f"The KV cache of {num_blocks} blocks of {block_size} tokens takes {num_bytes / 1024**3:.1f} GiB, "
-        "more memory than this machine gives. Lower kvCacheMemory.",
+        "more memory than this machine or container gives. Lower kvCacheMemory.",
     )
 
 

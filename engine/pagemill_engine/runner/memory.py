@@ -1,4 +1,4 @@
-"""How much memory this process may still take: what the machine has free and the cgroup's limit, whichever is less."""
+"""How much memory this process may take, in all and still: the machine's or the cgroup's, whichever is less."""
 
 from __future__ import annotations
 
@@ -13,8 +13,15 @@ _V1, _V2 = (
 )
 
 
+def memory_limit(cgroup: Path = _CGROUP) -> int:
+    """Bytes that this process could have if nothing else ran."""
+    total: int = psutil.virtual_memory().total
+    limits = [_read(cgroup / limit) for limit, *_ in (_V2, _V1)]
+    return min([total, *(int(limit) for limit in limits if limit.isdigit())])
+
+
 def available_memory(cgroup: Path = _CGROUP) -> int:
-    """Bytes, never negative."""
+    """Bytes that are free now, never negative."""
     free: int = psutil.virtual_memory().available
     for limit, usage, stat, prefix in (_V2, _V1):
         room = _room(cgroup / limit, cgroup / usage, cgroup / stat, prefix)

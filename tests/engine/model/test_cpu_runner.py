@@ -206,3 +206,18 @@ def test_the_loaded_model_reports_progress_in_order(folder: Path) -> None:
     config = EngineConfig(model=str(folder), dtype="float32", num_threads=1, num_kv_blocks=8)
     create_runner(config, lambda phase, detail: phases.append(phase))
     assert phases == ["loading", "allocating"]
+
+
+def test_the_memory_limit_is_the_machines_or_the_cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pagemill_engine.runner import memory
+
+    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(total=10_000))
+    assert memory.memory_limit(tmp_path) == 10_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory.memory_limit(tmp_path) == 10_000
+    (tmp_path / "memory.max").write_text("5000\n")
+    assert memory.memory_limit(tmp_path) == 5000
+    older = tmp_path / "v1"
+    (older / "memory").mkdir(parents=True)
+    (older / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712\n")
+    assert memory.memory_limit(older) == 10_000

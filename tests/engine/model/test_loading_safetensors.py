@@ -146,6 +146,16 @@ def test_a_cache_that_no_machine_has_memory_for_is_refused(folder: Path, runner_
     assert error.value.reason == "KVCacheTooLarge"
 
 
+def test_a_cache_larger_than_the_containers_memory_is_refused(
+    folder: Path, runner_loader: Loader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagemill_engine.runner.kv_cache.memory_limit", lambda: 20 * 256 * 16)
+    assert runner_loader(folder, num_kv_blocks=20, max_model_len=None).info.num_blocks == 20
+    with pytest.raises(LoadError) as error:
+        runner_loader(folder, num_kv_blocks=21, max_model_len=None)
+    assert error.value.reason == "KVCacheTooLarge"
+
+
 def test_a_model_larger_than_memory_is_refused(
     folder: Path, runner_loader: Loader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
