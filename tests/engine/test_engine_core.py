@@ -14,7 +14,6 @@ from pagemill_engine.kv.integrity import IntegrityError
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.loop.warmup import SelfTestError, calibrate, self_test
 from pagemill_engine.runner.null import NullRunner
-from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.sampling import SamplingParams
 
@@ -235,16 +234,6 @@ def test_ctrl_c_while_a_step_is_booked_leaves_nothing_in_flight(
 def test_end_tokens_that_the_model_has_no_row_for_are_left_out(checking_runner: Make) -> None:
     core = make_core(checking_runner, eos_token_ids=[5, 1000])
     assert core.scheduler.limits.eos_token_ids == [5]
-
-
-def test_a_draining_engine_finishes_and_refuses(checking_runner: Make) -> None:
-    core = make_core(checking_runner)
-    core.add(request("a", [1, 2]))
-    core.drain()
-    with pytest.raises(PagemillError) as caught:
-        core.add(request("b", [1, 2]))
-    assert (caught.value.status, caught.value.code) == (503, "draining")
-    assert list(finish(core)) == ["a"]
 
 
 def test_prefix_events_add_up_to_the_snapshot(checking_runner: Make) -> None:

@@ -20,7 +20,6 @@ from pagemill_engine.ipc.channels import EngineChannel, EngineDied
 from pagemill_engine.ipc.messages import (
     Abort,
     AddRequest,
-    Drain,
     Fatal,
     LoadProgress,
     Ready,
@@ -101,10 +100,6 @@ async def test_the_engine_starts_answers_refuses_and_stops() -> None:
         assert ends["long", 0].error_code == "context_length_exceeded"
         assert (ends["wide", 8].error_status, ends["wide", 8].error_retry_after_s) == (503, 1)
         assert ends["endless", 0].finish_reason == "abort"
-        channel.send(Drain())
-        channel.send(request("late"))
-        (refused,) = await outputs_of(channel, 1)
-        assert (refused.error_status, refused.error_code) == (503, "draining")
         process = psutil.Process(channel.pid)
         channel.send(Shutdown())
         with pytest.raises(EngineDied, match="exit code 0"):

@@ -1,6 +1,6 @@
 """Messages between the HTTP process and the engine process: tagged msgspec structs, msgpack on the wire.
 
-To the engine: `AddRequest`, `Abort`, `Drain`, `Shutdown`. From the engine: `LoadProgress` while starting, then
+To the engine: `AddRequest`, `Abort`, `Shutdown`. From the engine: `LoadProgress` while starting, then
 `Ready`, then `StepOutputs` after every step that has something to say; `Fatal` before it dies of a fault of its own.
 """
 
@@ -23,15 +23,11 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     choice: int | None = None
 
 
-class Drain(msgspec.Struct, frozen=True, tag="drain"):
-    """Finish what is there; refuse what comes."""
-
-
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Stop now."""
 
 
-ToEngine = AddRequest | Abort | Drain | Shutdown
+ToEngine = AddRequest | Abort | Shutdown
 
 
 class LoadProgress(msgspec.Struct, frozen=True, tag="progress"):

@@ -19,7 +19,6 @@ from pagemill_engine.runner.base import Runner, RunnerInfo
 from pagemill_engine.scheduler.limits import SchedulerLimits
 from pagemill_engine.scheduler.scheduler import Scheduler
 from pagemill_engine.scheduler.step import AdmittedRow, StepPlan, StepResult
-from pagemill_protocol.errors import unavailable
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.sampling import SamplingParams
 from pagemill_protocol.state import EngineLoad, StepTimeParams
@@ -41,7 +40,6 @@ class EngineCore:
         self.runner = runner
         self.scheduler = Scheduler(scheduler_limits(config, runner.info), clock)
         self.step_time = StepTimeModel(config.max_num_batched_tokens)
-        self.draining = False
         self.num_steps = 0
         self.num_failed_steps_in_a_row = 0
         """Steps that raised since the last one that did not."""
@@ -51,17 +49,11 @@ class EngineCore:
 
     def add(self, request: GenerateRequest) -> None:
         """Queue a request, or raise `PagemillError` with the reason why it cannot be served here."""
-        if self.draining:
-            raise unavailable("This engine is shutting down.", retry_after_s=1, code="draining")
         self.scheduler.add(request)
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
         """Drop a request or one choice of it; each row that was still alive reports `finish_reason="abort"`."""
         self.scheduler.abort(request_id, choice)
-
-    def drain(self) -> None:
-        """Finish what is here, refuse what comes."""
-        self.draining = True
 
     @property
     def has_work(self) -> bool:

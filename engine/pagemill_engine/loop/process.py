@@ -21,7 +21,6 @@ from pagemill_engine.ipc.link import EngineLink, LinkSettings
 from pagemill_engine.ipc.messages import (
     Abort,
     AddRequest,
-    Drain,
     Fatal,
     LoadProgress,
     Ready,
@@ -87,8 +86,6 @@ class EngineLoop:
                 self._add(request)
             case Abort(request_id, choice):
                 self._core.abort(request_id, choice)
-            case Drain():
-                self._core.drain()
             case Shutdown():
                 self._stopped = True
 
