@@ -12,7 +12,7 @@ import contextlib
 import logging
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -103,7 +103,7 @@ class Server:
             publisher = asyncio.create_task(context.publisher.run())
             engine = asyncio.create_task(self._run_engine())
             try:
-                await self._until_end(engine)
+                await self._until_end(engine, publisher)
             finally:
                 await self._close(engine, publisher, [data, control], http)
 
@@ -125,19 +125,20 @@ class Server:
         context.lifecycle.enter("loading", "starting the engine process")
         await context.client.run()
 
-    async def _until_end(self, engine: asyncio.Task[None]) -> None:
-        """Return after a signal and its drain. Raises `StartupError` when the engine ended by itself."""
+    async def _until_end(self, *needed: asyncio.Task[None]) -> None:
+        """Return after a signal and its drain. Raises `StartupError` when a needed task ended by itself."""
         signalled = asyncio.create_task(self._signalled.wait())
         try:
-            await asyncio.wait([engine, signalled], return_when=asyncio.FIRST_COMPLETED)
-            if not engine.done():
-                await self._drain(engine)
+            await asyncio.wait([*needed, signalled], return_when=asyncio.FIRST_COMPLETED)
+            if not any(task.done() for task in needed):
+                await self._drain(needed)
         finally:
             signalled.cancel()
-        if engine.done():
-            self._report_failure(engine)
+        for task in needed:
+            if task.done():
+                self._report_failure(task)
 
-    async def _drain(self, engine: asyncio.Task[None]) -> None:
+    async def _drain(self, needed: Sequence[asyncio.Task[None]]) -> None:
         """Unready first, then let running requests finish, then end the rest with an error they can show."""
         context = self._context
         context.drain()
@@ -148,7 +149,7 @@ class Server:
         hurried = asyncio.create_task(self._hurried.wait())
         try:
             await asyncio.wait(
-                [idle, hurried, engine],
+                [idle, hurried, *needed],
                 timeout=self._settings.server.drain_timeout_s,
                 return_when=asyncio.FIRST_COMPLETED,
             )
@@ -157,9 +158,9 @@ class Server:
             hurried.cancel()
         context.client.fail_all(_shutting_down())
 
-    def _report_failure(self, engine: asyncio.Task[None]) -> None:
-        error = engine.exception()
-        assert error is not None, "the engine client only returns by raising"
+    def _report_failure(self, task: asyncio.Task[None]) -> None:
+        error = task.exception()
+        assert error is not None, "engine client and publisher only return by raising, until they are closed"
         self._context.lifecycle.enter("failed", str(error))
         if self._context.client is not None:
             self._context.client.fail_all(unavailable(f"This server failed: {error}", 1, code="engine_failed"))

