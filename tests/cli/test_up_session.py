@@ -27,6 +27,10 @@ import yaml
 from typer.testing import CliRunner
 
 from pagemill.main import app
+from pagemill.up.loading import load_files
+from pagemill.up.screen import PlainScreen
+from pagemill.up.session import Session, UpRequest, run_up
+from pagemill_operator.backends.local import LocalSettings
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 Write = Callable[..., Path]
@@ -271,6 +275,22 @@ def test_a_port_in_use_names_the_flag(
         f"error: port {port} of 127.0.0.1 is in use by another process; choose another one with --port" in result.stderr
     )
     assert_nothing_is_left(environment, set())
+
+
+async def test_an_unexpected_error_while_serving_is_one_line_and_exit_code_1(
+    write: Write, simulated: Simulated, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def fail(session: Session) -> None:
+        raise ValueError("no such thing\nand more")
+
+    monkeypatch.setattr(Session, "run", Session._serve)
+    monkeypatch.setattr(Session, "_follow_files", fail)
+    file = write("sim.yaml", simulated())
+    request = UpRequest([file], keep=True, started_at_s=0.0, settings=LocalSettings(port=0))
+    assert await run_up(request, load_files([file]).loaded, PlainScreen()) == 1
+    assert capsys.readouterr().err == (
+        "error: unexpected ValueError: no such thing; everything is stopped, start it again\n"
+    )
 
 
 def test_an_open_address_needs_keys(write: Write, simulated: Simulated) -> None:

@@ -204,6 +204,28 @@ async def test_an_engine_that_stops_answering_is_not_ready_any_more_and_is_repla
         await machine.backend.stop()
 
 
+async def test_a_failed_reconciliation_is_logged_and_tried_again(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = machine.plan()
+    await machine.backend.apply([plan])
+    await machine.until_ready(plan)
+    reconcile, failures = machine.backend._reconcile_deployment, [ValueError("broken once"), ValueError("and twice")]
+
+    def fail_first(deployment: Any) -> None:
+        if failures:
+            raise failures.pop(0)
+        reconcile(deployment)
+
+    monkeypatch.setattr(machine.backend, "_reconcile_deployment", fail_first)
+    os.kill(machine.pids(plan)[0], signal.SIGKILL)
+    await machine.until(lambda: not failures)
+    await machine.backend.apply([machine.plan(replicas=2)])
+    await machine.until_ready(machine.plan(replicas=2))
+    told = [record for record in caplog.records if record.name == "pagemill.operator.local"]
+    assert [str(record.exc_info[1]) for record in told if record.exc_info] == ["broken once", "and twice"]
+
+
 def _asking_often(plan: Plan) -> Plan:
     (group,) = plan.groups
     readiness, liveness = Probe(8001, "/readyz", 0.1, 1), Probe(8001, "/livez", 0.1, 2)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import signal
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,8 @@ from pagemill_operator.backends.local import LocalBackend, LocalSettings
 from pagemill_operator.backends.local.load import Load
 from pagemill_operator.plan import Plan
 from pagemill_operator.status.conditions import Finding, find_conditions
+
+logger = logging.getLogger("pagemill.up")
 
 MAX_FIRST_CRASHES = 3
 """A process that never was ready and crashed this often is given up."""
@@ -81,6 +84,11 @@ async def run_up(request: UpRequest, loaded: list[Loaded], screen: Screen) -> in
         return 1
     except BrokenPipeError:
         return 1  # nobody reads what is said (`| head`)
+    except Exception as error:
+        logger.debug("pagemill up failed", exc_info=True)
+        words = str(error).splitlines() or ["no further explanation"]
+        report_errors([f"unexpected {type(error).__name__}: {words[0]}; everything is stopped, start it again"])
+        return 1
     finally:
         await session.end(work, stopping)
 
@@ -205,10 +213,13 @@ class Session:
     async def _serve(self) -> None:
         """Until cancelled: follow the files, and show the load where somebody watches."""
         self._screen.line("edit the file to change what runs; Ctrl-C stops everything")
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._follow_files())
-            if self._screen.interactive:
-                tasks.create_task(self._show_load())
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._follow_files())
+                if self._screen.interactive:
+                    tasks.create_task(self._show_load())
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
 
     async def _follow_files(self) -> None:
         from watchfiles import awatch

@@ -7,6 +7,7 @@ endpoints. Everything that changes wakes it; nothing else acts. Neighbours: `rol
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ from pagemill_operator.plan.planner import name_conflicts
 from pagemill_operator.plan.types import Group, Plan, Problem
 from pagemill_operator.status.conditions import Observation
 from pagemill_protocol.catalog import Catalog, CatalogModel
+
+logger = logging.getLogger("pagemill.operator.local")
 
 TELL_TIMEOUT_S = 2.0
 """A draining replica waits this long for the gateway to know; then it drains anyway."""
@@ -147,10 +150,19 @@ class LocalBackend:
         self._on_change()
 
     async def _keep_reconciling(self) -> None:
+        pause_s = self._settings.backoff_first_s
         while True:
             await self._wake.wait()
             self._wake.clear()
-            self._reconcile()
+            try:
+                self._reconcile()
+                pause_s = self._settings.backoff_first_s
+            except Exception:
+                # Nobody waits for this task: without it crashed replicas would stay away and edits undone.
+                logger.exception("replicas could not be brought in line with the plan; trying again in %g s", pause_s)
+                await asyncio.sleep(pause_s)
+                pause_s = min(self._settings.backoff_longest_s, pause_s * 2)
+                self._wake.set()
 
     def _reconcile(self) -> None:
         for deployment in list(self._deployments.values()):

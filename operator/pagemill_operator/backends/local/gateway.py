@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import logging
 import secrets
 from collections.abc import Callable
 
@@ -20,12 +19,14 @@ from pagemill_operator.backends.local.supervisor import Launch, Supervisor
 from pagemill_operator.plan.types import CONTROL_PORT, Probe
 from pagemill_protocol.catalog import Catalog
 
-logger = logging.getLogger("pagemill.operator.gateway")
-
 LOOPBACK = "127.0.0.1"
 NAME = "gateway"
 TIMEOUT = aiohttp.ClientTimeout(total=5.0)
-RETRY_S = 0.2
+RETRY_FIRST_S = 0.2
+RETRY_LONGEST_S = 10.0
+"""Pause before a catalogue is told again; doubles each time."""
+LASTING_STATUSES = frozenset(range(400, 500)) - {408, 429}
+"""Answers that asking again does not change."""
 READINESS = Probe(CONTROL_PORT, "/readyz", 2.0, 2)
 LIVENESS = Probe(CONTROL_PORT, "/livez", 5.0, 6)
 
@@ -50,6 +51,9 @@ class Gateway:
         self._wanted = Catalog()
         self._told: tuple[int | None, Catalog] | None = None
         """The process that knows a catalogue, and that catalogue."""
+        self._refused: tuple[int | None, Catalog] | None = None
+        """The same, of a catalogue that the process will never take."""
+        self._complaint = ""
         self._news = asyncio.Condition()
         self._changed = asyncio.Event()
         self._on_change = on_change
@@ -125,9 +129,18 @@ class Gateway:
         while True:
             await self._changed.wait()
             self._changed.clear()
-            while self.supervisor.launch is not None and not self._up_to_date():
-                if not await self._tell():
-                    await asyncio.sleep(RETRY_S)
+            pause_s = RETRY_FIRST_S
+            while self.supervisor.launch is not None and not self._settled():
+                if await self._tell():
+                    continue
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), pause_s)
+                self._changed.clear()
+                pause_s = min(RETRY_LONGEST_S, pause_s * 2)
+
+    def _settled(self) -> bool:
+        """Nothing is left to tell to this process, or no use in telling it again."""
+        return self._up_to_date() or self._refused == (self.supervisor.pid, self._wanted)
 
     async def _tell(self) -> bool:
         launch, pid, catalog = self.supervisor.launch, self.supervisor.pid, self._wanted
@@ -139,15 +152,26 @@ class Gateway:
             url = f"{launch.control_url}/catalog"
             async with self._session.put(url, data=body, headers=headers, timeout=TIMEOUT) as response:
                 if response.status >= 300:
-                    words = (await response.content.read(500)).decode("utf-8", "replace")
-                    logger.warning("the gateway refused the catalogue with %d: %s", response.status, words)
+                    self._complain(response.status, await response.content.read(500))
+                    if response.status in LASTING_STATUSES:
+                        self._refused = (pid, catalog)
                     return False
         except (aiohttp.ClientError, TimeoutError, OSError):
             return False
+        self._complaint = ""
         async with self._news:
             self._told = (pid, catalog)
             self._news.notify_all()
         return True
+
+    def _complain(self, status: int, body: bytes) -> None:
+        """Once, however often the same is tried."""
+        complaint = (
+            f"refused the catalogue with {status}, and serves what it did before: {body.decode(errors='replace')}"
+        )
+        if complaint != self._complaint:
+            self._complaint = complaint
+            self.supervisor.warn(complaint)
 
     def _headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self._token}"}

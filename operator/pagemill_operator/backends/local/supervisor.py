@@ -78,6 +78,10 @@ class Supervisor:
     def start(self) -> None:
         self._task = asyncio.create_task(self._supervise(), name=f"supervise:{self.name}")
 
+    def warn(self, message: str) -> None:
+        """Tell people something about this process."""
+        self._on_event(Event(self.name, message, time.monotonic() - self._started_s, warning=True))
+
     def announce_end(self) -> None:
         """From here on no crash is repaired and nothing new is sent to it."""
         self._ending.set()
@@ -109,7 +113,7 @@ class Supervisor:
             if ready_for_s > self._settings.stable_after_s:
                 pause_s = self._settings.backoff_first_s
             self._set("crashed", reason, message)
-            self._tell(f"{reason}: {message}; starting again in {pause_s:.1f} s", warning=True)
+            self.warn(f"{reason}: {message}; starting again in {pause_s:.1f} s")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ending.wait(), pause_s)
             pause_s = min(self._settings.backoff_longest_s, pause_s * 2)
@@ -155,7 +159,7 @@ class Supervisor:
                 self._note(answer.ready, answer.words)
             if self.phase == "ready" and self._readiness and num_silent >= self._readiness.failure_threshold:
                 self._set("loading", "Unresponsive", "does not answer")
-                self._tell("does not answer", warning=True)
+                self.warn("does not answer")
             ready = self.phase == "ready"
             await asyncio.sleep(self._settings.watch_interval_s if ready else self._settings.readyz_interval_s)
 
@@ -191,5 +195,5 @@ class Supervisor:
         self.phase, self.reason, self.message = phase, reason, message
         self._on_change()
 
-    def _tell(self, message: str, warning: bool = False) -> None:
-        self._on_event(Event(self.name, message, time.monotonic() - self._started_s, warning))
+    def _tell(self, message: str) -> None:
+        self._on_event(Event(self.name, message, time.monotonic() - self._started_s))

@@ -1,0 +1,117 @@
+"""Telling the gateway its catalogue: refusals that last are told once, others are tried again ever more slowly."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from pagemill_operator.backends.base import Event
+from pagemill_operator.backends.local import LocalSettings
+from pagemill_operator.backends.local import gateway as gateway_module
+from pagemill_operator.backends.local.gateway import Gateway
+from pagemill_operator.backends.local.state_dir import StateDir
+from pagemill_operator.backends.local.supervisor import Launch
+from pagemill_protocol.catalog import Catalog, CatalogModel
+
+
+class Control:
+    """A gateway's control port that answers with `statuses` in turn, then with 200."""
+
+    def __init__(self, *statuses: int) -> None:
+        self.statuses = list(statuses)
+        self.asked_at_s: list[float] = []
+        self.events: list[Event] = []
+        self.asked = asyncio.Condition()
+
+    @property
+    def num_asked(self) -> int:
+        return len(self.asked_at_s)
+
+    async def put(self, request: web.Request) -> web.Response:
+        async with self.asked:
+            self.asked_at_s.append(time.monotonic())
+            self.asked.notify_all()
+        return web.Response(status=self.statuses.pop(0) if self.statuses else 200, text="words")
+
+    async def until_asked(self, times: int) -> None:
+        async with asyncio.timeout(10), self.asked:
+            await self.asked.wait_for(lambda: self.num_asked >= times)
+
+
+@asynccontextmanager
+async def telling(control: Control, folder: Path) -> AsyncIterator[Gateway]:
+    app = web.Application()
+    app.router.add_put("/catalog", control.put)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    state_dir = StateDir(folder)
+    async with aiohttp.ClientSession() as session:
+        gateway = Gateway(
+            1,
+            settings=LocalSettings(runtime_folder=folder),
+            state_dir=state_dir,
+            session=session,
+            on_change=lambda: None,
+            on_event=control.events.append,
+        )
+        gateway.supervisor.launch = Launch((), {}, url, url)
+        try:
+            yield gateway
+        finally:
+            await gateway.end(0)
+            await runner.cleanup()
+            state_dir.remove()
+
+
+def catalog(name: str) -> Catalog:
+    return Catalog([CatalogModel(deployment=name, name=name)])
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway_module, "RETRY_FIRST_S", 0.01)
+
+
+async def test_a_catalogue_that_is_refused_for_good_is_told_once_and_the_next_one_again(tmp_path: Path) -> None:
+    control = Control(400)
+    async with telling(control, tmp_path) as gateway:
+        gateway.want(catalog("a"))
+        await control.until_asked(1)
+        assert not await gateway.told(0.3)
+        assert control.num_asked == 1
+        (event,) = control.events
+        assert event.warning
+        assert event.message == "refused the catalogue with 400, and serves what it did before: words"
+        gateway.want(catalog("b"))
+        assert await gateway.told(10)
+        assert control.num_asked == 2
+
+
+@pytest.mark.parametrize("status", [500, 503, 429])
+async def test_a_passing_refusal_is_tried_again_and_told_once(tmp_path: Path, status: int) -> None:
+    control = Control(status, status, status)
+    async with telling(control, tmp_path) as gateway:
+        gateway.want(catalog("a"))
+        assert await gateway.told(10)
+    assert control.num_asked == 4
+    assert len(control.events) == 1
+
+
+async def test_pauses_grow(tmp_path: Path) -> None:
+    control = Control(500, 500, 500, 500)
+    async with telling(control, tmp_path) as gateway:
+        gateway.want(catalog("a"))
+        assert await gateway.told(10)
+    times_s = control.asked_at_s
+    gaps_s = [later - earlier for earlier, later in zip(times_s, times_s[1:], strict=False)]
+    assert all(gap_s >= 0.009 * 2**number for number, gap_s in enumerate(gaps_s)), gaps_s
