@@ -98,7 +98,7 @@ async def test_the_engine_starts_answers_refuses_and_stops() -> None:
         assert ends["a", 0].finish_reason == ends["a", 1].finish_reason == "length"
         assert (ends["long", 0].error_status, ends["long", 0].error_param) == (400, "messages")
         assert ends["long", 0].error_code == "context_length_exceeded"
-        assert (ends["wide", 8].error_status, ends["wide", 8].error_retry_after_s) == (503, 1)
+        assert (ends["wide", 8].error_status, ends["wide", 8].error_param) == (400, "n")
         assert ends["endless", 0].finish_reason == "abort"
         process = psutil.Process(channel.pid)
         channel.send(Shutdown())

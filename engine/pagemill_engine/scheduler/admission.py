@@ -24,7 +24,7 @@ class Admission:
 
     def admit(self, request: GenerateRequest, *, now_s: float, num_waiting: int) -> list[Request]:
         """One row per choice that is not finished yet, in order of choice. Raises `PagemillError`."""
-        self._check(request, num_waiting)
+        self.check(request, num_waiting)
         sampling = request.sampling
         self._num_arrivals += 1
         seed = sampling.seed if sampling.seed is not None else self._limits.seed
@@ -32,14 +32,21 @@ class Admission:
             seed = secrets.randbits(_SEED_BITS)
         resumes = {resume.index: resume for resume in request.resume}
         first = request.prompt_index * sampling.n
-        rows = [
+        return [
             self._row(request, choice, resumes.get(choice), seed, now_s)
             for choice in range(first, first + sampling.n)
             if choice not in resumes or not resumes[choice].finished
         ]
-        if not rows:
-            raise invalid_field("resume", "Every choice of this request is finished; there is nothing to resume.")
-        return rows
+
+    def check(self, request: GenerateRequest, num_waiting: int) -> None:
+        """Raise the `PagemillError` that `admit` would raise, without its cost."""
+        self._check_prompt(request)
+        self._check_resume(request)
+        num_choices, room = request.sampling.n, self._limits.max_num_waiting
+        if num_choices > room:
+            raise wider_than_queue("n", num_choices, room)
+        if num_waiting + num_choices > room:
+            raise _queue_full(num_waiting, room)
 
     def _row(
         self, request: GenerateRequest, choice: int, resume: ChoiceResume | None, seed: int, now_s: float
@@ -69,7 +76,7 @@ class Admission:
             num_resumed_tokens=len(resumed),
         )
 
-    def _check(self, request: GenerateRequest, num_waiting: int) -> None:
+    def _check_prompt(self, request: GenerateRequest) -> None:
         limits = self._limits
         request.sampling.validate(limits.vocab_size)
         prompt = request.prompt_token_ids
@@ -80,11 +87,14 @@ class Admission:
         if len(prompt) >= limits.max_total_tokens:
             raise _larger_than_cache(len(prompt), limits, _prompt_param(request))
         _check_vocabulary(prompt, "prompt", limits.vocab_size)
+
+    def _check_resume(self, request: GenerateRequest) -> None:
+        num_choices = request.sampling.n
         for resume in request.resume:
-            _check_resume(resume, request.prompt_index * request.sampling.n, request.sampling.n)
-            _check_vocabulary(resume.token_ids, "resume", limits.vocab_size)
-        if num_waiting + request.sampling.n > limits.max_num_waiting:
-            raise _queue_full(num_waiting, limits.max_num_waiting)
+            _check_choice(resume, request.prompt_index * num_choices, num_choices)
+            _check_vocabulary(resume.token_ids, "resume", self._limits.vocab_size)
+        if len({resume.index for resume in request.resume if resume.finished}) == num_choices:
+            raise invalid_field("resume", "Every choice of this request is finished; there is nothing to resume.")
 
     def _compute_cache_root(self, salt: str) -> bytes:
         return hashes.root_hash(
@@ -111,7 +121,7 @@ def _check_vocabulary(token_ids: list[int], param: str, vocab_size: int) -> None
     raise invalid_field(param, f"{param} holds token id {wrong}; this model's ids go from 0 to {vocab_size - 1}.")
 
 
-def _check_resume(resume: ChoiceResume, first: int, num_choices: int) -> None:
+def _check_choice(resume: ChoiceResume, first: int, num_choices: int) -> None:
     if not first <= resume.index < first + num_choices:
         raise invalid_field(
             "resume", f"resume names choice {resume.index}; choices go from {first} to {first + num_choices - 1}."
@@ -125,6 +135,15 @@ def _larger_than_cache(num_prompt_tokens: int, limits: SchedulerLimits, param: s
         f"({limits.num_blocks} blocks of {limits.block_size}). Shorten the prompt, or raise kvCacheMemory.",
         param=param,
         code="context_length_exceeded",
+    )
+
+
+def wider_than_queue(param: str, num_choices: int, max_num_waiting: int) -> PagemillError:
+    """400: no queue length would ever let it in."""
+    return invalid_field(
+        param,
+        f"This request asks for {num_choices} answers at once; here {max_num_waiting} may wait (max_num_waiting). "
+        f"Split it into requests of at most {max_num_waiting}.",
     )
 
 

@@ -18,6 +18,8 @@ class Answer:
     def __init__(self, num_prompts: int = 1) -> None:
         self.error: PagemillError | None = None
         """The failure behind a frame with `meta.error`."""
+        self.engine_ids: list[str] = []
+        """Its prompts' names inside the engine."""
         self._num_unfinished = num_prompts
         self._closed = False
         self._frames: list[Frame] = []

@@ -15,6 +15,8 @@ import signal
 import time
 from typing import NamedTuple
 
+import msgspec
+
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.channels import EngineChannel, EngineDied
 from pagemill_engine.ipc.messages import (
@@ -30,7 +32,7 @@ from pagemill_engine.ipc.messages import (
 from pagemill_engine.loop.core import scheduler_limits
 from pagemill_engine.output.processor import OutputProcessor
 from pagemill_engine.runner.base import RunnerInfo
-from pagemill_engine.scheduler.admission import Admission
+from pagemill_engine.scheduler.admission import Admission, wider_than_queue
 from pagemill_engine.server.answer import Answer
 from pagemill_engine.server.failure import StartupError
 from pagemill_engine.server.lifecycle import Lifecycle
@@ -44,6 +46,8 @@ logger = logging.getLogger(__name__)
 
 
 class _Running(NamedTuple):
+    request_id: str
+    """As the front door named it."""
     processor: OutputProcessor
     answer: Answer
     timing: RequestTiming
@@ -73,6 +77,10 @@ class EngineClient:
         self._metrics = metrics
         self._bundle_digest = bundle_digest
         self._running: dict[str, _Running] = {}
+        """By the request's name inside the engine, which is never used twice: late words about a request that was
+        aborted cannot reach the next one of the same id."""
+        self._request_ids: set[str] = set()
+        self._num_accepted = 0
         self._num_sequences = 0
         """Choices of all requests inside the engine."""
         self._num_sequences_running = 0
@@ -86,34 +94,47 @@ class EngineClient:
         """Requests inside the engine, running or waiting."""
         return len(self._running)
 
+    def check_room(self, requests: list[GenerateRequest]) -> None:
+        """Raise `PagemillError` 400 when all prompts of one HTTP request could never be here together."""
+        num_choices = sum(request.sampling.n for request in requests)
+        if len(requests) > 1 and num_choices > self._config.max_num_waiting:
+            raise wider_than_queue("prompt", num_choices, self._config.max_num_waiting)
+
     def submit(self, request: GenerateRequest, processor: OutputProcessor, answer: Answer) -> None:
         """Hand a request to the engine, or refuse it now. Once accepted, `answer` gets everything up to its end.
 
         The engine's own admission rules are applied here too, so that a refusal is known before any status is sent.
+        The name that `abort` takes is added to `answer.engine_ids`.
 
         Raises `PagemillError`: 503 when not ready, draining or full, 400 when the request can never fit.
         """
         self._refuse_unless_serving()
         assert self._admission is not None
-        if request.request_id in self._running:
+        if request.request_id in self._request_ids:
             raise invalid_field("request_id", f"A request with id {request.request_id[:80]!r} is already running.")
         num_waiting = max(0, self._num_sequences - self._num_sequences_running)
-        self._admission.admit(request, now_s=0.0, num_waiting=num_waiting)
-        self._channel.send(AddRequest(request))
-        self._running[request.request_id] = _Running(processor, answer, self._metrics.request_accepted(request))
+        self._admission.check(request, num_waiting)
+        self._num_accepted += 1
+        engine_id = f"{request.request_id}#{self._num_accepted}"
+        self._channel.send(AddRequest(msgspec.structs.replace(request, request_id=engine_id)))
+        timing = self._metrics.request_accepted(request)
+        self._running[engine_id] = _Running(request.request_id, processor, answer, timing)
+        self._request_ids.add(request.request_id)
+        answer.engine_ids.append(engine_id)
         self._num_sequences += request.sampling.n
         self._idle.clear()
 
-    def abort(self, request_id: str) -> None:
-        """The client left: free the request's blocks at once. Unknown or finished ids are ignored."""
-        if self._forget(request_id) is not None:
-            self._channel.send(Abort(request_id))
-            self._metrics.request_aborted("client_left")
+    def abort(self, answer: Answer) -> None:
+        """The client left: free its requests' blocks at once. Finished ones are ignored."""
+        for engine_id in answer.engine_ids:
+            if self._forget(engine_id) is not None:
+                self._channel.send(Abort(engine_id))
+                self._metrics.request_aborted("client_left")
 
     def fail_all(self, error: PagemillError) -> None:
         """End every request with `error`, as its client's dialect shows errors."""
-        for request_id in list(self._running):
-            self._fail(request_id, error)
+        for engine_id in list(self._running):
+            self._fail(engine_id, error)
 
     async def wait_idle(self) -> None:
         """Return when no request is inside the engine."""
@@ -165,7 +186,7 @@ class EngineClient:
         try:
             progress = running.processor.push(output)
         except Exception:
-            logger.exception("request %s failed while its output was processed", output.request_id)
+            logger.exception("request %s failed while its output was processed", running.request_id)
             self._fail(output.request_id, internal_error())
             return
         self._metrics.tokens(running.timing, output, len(running.processor.request.prompt_token_ids))
@@ -179,18 +200,19 @@ class EngineClient:
             self._forget(output.request_id)
             self._metrics.request_finished(running.timing, running.processor)
 
-    def _fail(self, request_id: str, error: PagemillError) -> None:
-        running = self._forget(request_id)
+    def _fail(self, engine_id: str, error: PagemillError) -> None:
+        running = self._forget(engine_id)
         if running is None:
             return
-        self._channel.send(Abort(request_id))
+        self._channel.send(Abort(engine_id))
         self._metrics.request_failed()
         running.answer.fail(error, running.processor.failure(error))
 
-    def _forget(self, request_id: str) -> _Running | None:
-        running = self._running.pop(request_id, None)
+    def _forget(self, engine_id: str) -> _Running | None:
+        running = self._running.pop(engine_id, None)
         if running is None:
             return None
+        self._request_ids.discard(running.request_id)
         self._num_sequences -= running.processor.request.sampling.n
         if not self._running:
             self._idle.set()

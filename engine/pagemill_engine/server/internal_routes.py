@@ -33,7 +33,7 @@ async def generate(request: Request) -> FramesResponse:
     context = _guarded(request)
     generate_request = _decode(await request.body())
     answer = submit(context, [generate_request])
-    return FramesResponse([generate_request], answer, lambda: abort(context, [generate_request]))
+    return FramesResponse([generate_request], answer, lambda: abort(context, answer))
 
 
 async def state(request: Request) -> StateResponse:

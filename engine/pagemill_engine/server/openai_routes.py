@@ -72,25 +72,25 @@ def submit(context: ServerContext, requests: list[GenerateRequest]) -> Answer:
     system_fingerprint = context.system_fingerprint()
     answer = Answer(len(requests))
     try:
+        client.check_room(requests)
         for request in requests:
             client.submit(request, OutputProcessor(request, tokenizer, system_fingerprint), answer)
     except PagemillError as error:
         context.metrics.request_refused(error)
-        abort(context, requests[: requests.index(request)])
+        client.abort(answer)
         raise
     return answer
 
 
-def abort(context: ServerContext, requests: list[GenerateRequest]) -> None:
+def abort(context: ServerContext, answer: Answer) -> None:
     client, _ = context.ready_engine()
-    for request in requests:
-        client.abort(request.request_id)
+    client.abort(answer)
 
 
 def _answer(context: ServerContext, requests: list[GenerateRequest]) -> AnswerResponse:
     answer = submit(context, requests)
     kind = StreamResponse if requests[0].stream else BodyResponse
-    return kind(requests, answer, lambda: abort(context, requests))
+    return kind(requests, answer, lambda: abort(context, answer))
 
 
 def _prepare_chat(context: ServerContext, raw: bytes) -> GenerateRequest:

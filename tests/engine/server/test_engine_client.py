@@ -1,0 +1,112 @@
+"""The HTTP process's half of the engine, on a channel that only records: refusals, names, late words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pagemill_engine.config import EngineConfig
+from pagemill_engine.ipc.messages import Abort, AddRequest, Ready, StepOutputs, TokensOut
+from pagemill_engine.output.processor import OutputProcessor
+from pagemill_engine.scheduler.admission import Admission
+from pagemill_engine.server.answer import Answer
+from pagemill_engine.server.engine_client import EngineClient
+from pagemill_engine.server.lifecycle import Lifecycle
+from pagemill_engine.server.metrics import ServerMetrics
+from pagemill_engine.server.state_stream import StatePublisher
+from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.text.tokenizer import Tokenizer
+
+CONFIG = EngineConfig(model="m", max_num_waiting=8)
+READY = Ready(
+    num_blocks=64,
+    block_size=16,
+    max_model_len=1024,
+    max_num_batched_tokens=512,
+    max_num_seqs=64,
+    vocab_size=256,
+    weights_digest="w",
+    kv_dtype="float32",
+    weight_bytes=0,
+    kv_bytes_per_token=1,
+    load_s=0.1,
+)
+
+
+class Inside:
+    """A client that believes its engine is ready; `sent` is what the engine process would have got."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.sent: list[Any] = []
+        self._tokenizer = tokenizer
+        lifecycle, metrics = Lifecycle(), ServerMetrics("m", CONFIG)
+        self.client = EngineClient(CONFIG, self, lifecycle, StatePublisher(["m"]), metrics)  # type: ignore[arg-type]
+        self.client._handle(READY)
+
+    def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    def submit(self, request: GenerateRequest) -> Answer:
+        answer = Answer()
+        self.client.submit(request, OutputProcessor(request, self._tokenizer), answer)
+        return answer
+
+    def engine_says(self, *outputs: TokensOut) -> None:
+        self.client._handle(StepOutputs(outputs=list(outputs)))
+
+
+@pytest.fixture
+def inside(byte_tokenizer: Tokenizer) -> Inside:
+    return Inside(byte_tokenizer)
+
+
+def request(name: str = "a", **sampling: Any) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=name, model="m", prompt_token_ids=[65, 66], sampling=SamplingParams(**sampling), stream=True
+    )
+
+
+async def test_a_request_id_may_come_again_right_after_its_abort(inside: Inside) -> None:
+    first = inside.submit(request())
+    inside.client.abort(first)
+    second = inside.submit(request())
+    names = [message.request.request_id for message in inside.sent if isinstance(message, AddRequest)]
+    assert len(set(names)) == 2
+    inside.engine_says(TokensOut(request_id=names[0], finish_reason="abort"))
+    inside.client.abort(first)
+    assert (second.ended, inside.client.num_requests) == (False, 1)
+    assert inside.sent.count(Abort(names[0])) == 1
+    inside.engine_says(TokensOut(request_id=names[1], token_ids=[65], finish_reason="length"))
+    assert (second.ended, inside.client.num_requests) == (True, 0)
+    frames = await second.take()
+    assert [frame.meta.finish_reason for frame in frames] == ["length", None]
+    assert all(name.encode() not in frame.payload for frame in frames for name in names)
+
+
+async def test_a_request_id_that_is_running_is_refused(inside: Inside) -> None:
+    inside.submit(request())
+    with pytest.raises(PagemillError) as caught:
+        inside.submit(request())
+    assert (caught.value.status, caught.value.param) == (400, "request_id")
+    assert inside.client.num_requests == 1
+
+
+async def test_a_refusal_builds_no_rows(inside: Inside, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(Admission, "admit")
+    inside.submit(request("first", n=8))
+    with pytest.raises(PagemillError) as caught:
+        inside.submit(request("second"))
+    assert (caught.value.status, caught.value.retry_after_s) == (503, 1)
+
+
+async def test_a_request_wider_than_the_queue_is_told_so_and_not_to_retry(inside: Inside) -> None:
+    with pytest.raises(PagemillError, match="at most 8") as caught:
+        inside.submit(request(n=9))
+    assert (caught.value.status, caught.value.param) == (400, "n")
+    inside.client.check_room([request(n=4)] * 2)
+    with pytest.raises(PagemillError, match="12 answers") as caught:
+        inside.client.check_room([request(n=4)] * 3)
+    assert (caught.value.status, caught.value.param) == (400, "prompt")
