@@ -66,16 +66,21 @@ class Bundles:
             return self._tokenizers[digest, chat_template]
 
     def forget_all_but(self, digests: set[str], templates: set[str | None]) -> None:
-        """Drop what no endpoint and no deployment names any more."""
+        """Drop what no endpoint and no deployment names any more.
+
+        A request under way may hold such a tokenizer still: it closes itself when its last user lets go.
+        """
         for digest in self._bundles.keys() - digests:
             del self._bundles[digest]
             self._locks.pop(digest, None)
         for key in list(self._tokenizers):
             if key[0] not in digests or (key[1] is not None and key[1] not in templates):
-                self._tokenizers.pop(key).close()
+                del self._tokenizers[key]
 
     async def close(self) -> None:
         await asyncio.gather(*self._warm_ups)
+        for tokenizer in self._tokenizers.values():
+            tokenizer.close()
         self.forget_all_but(set(), set())
 
     async def _download(self, control_url: str, token: str) -> bytes:

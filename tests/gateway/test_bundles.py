@@ -1,0 +1,55 @@
+"""Tokenizers that the gateway forgets: gone at once where nobody uses them, else after their last user."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import aiohttp
+import psutil
+
+from pagemill_gateway.discovery.bundles import Bundles
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def workers() -> set[int]:
+    """Template processes of this process."""
+    children = psutil.Process().children()
+    return {child.pid for child in children if "template_worker" in " ".join(child.cmdline())}
+
+
+async def test_a_forgotten_tokenizer_stays_usable_for_who_has_it_and_then_leaves_no_process(engines) -> None:
+    engine, before = engines[0], workers()
+    async with aiohttp.ClientSession() as session:
+        bundles = Bundles(session)
+        await bundles.fetch(engine.bundle_digest, engine.url, "engine-secret")
+        tokenizer = await bundles.tokenizer(engine.bundle_digest, None)
+        rendered = await asyncio.to_thread(tokenizer.render_chat, MESSAGES)
+        await _eventually(lambda: not bundles._warm_ups)
+        own = workers() - before
+        assert own
+        bundles.forget_all_but(set(), set())
+        assert engine.bundle_digest not in bundles
+        assert workers() - before == own
+        assert await asyncio.to_thread(tokenizer.render_chat, MESSAGES) == rendered
+        del tokenizer
+        await _eventually(lambda: workers() == before)
+        await bundles.close()
+
+
+async def test_closing_ends_every_template_process(engines) -> None:
+    engine, before = engines[0], workers()
+    async with aiohttp.ClientSession() as session:
+        bundles = Bundles(session)
+        await bundles.fetch(engine.bundle_digest, engine.url, "engine-secret")
+        tokenizer = await bundles.tokenizer(engine.bundle_digest, None)
+        await bundles.close()
+    assert workers() == before
+    assert tokenizer.encode("a")
+
+
+async def _eventually(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
