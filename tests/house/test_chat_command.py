@@ -38,6 +38,14 @@ def test_one_shot_prints_the_answer_alone_on_standard_output(canned_server: Any,
     assert body["stream_options"] == {"include_usage": True}
 
 
+def test_an_answer_cannot_drive_the_terminal(canned_server: Any, answer_of: Any) -> None:
+    canned_server.answers = [answer_of("\x1b", "[2Jno\x9b31m\x07\tway\r\n", "ü")]
+    done = subprocess.run([*COMMAND, "--url", canned_server.url, "hello"], capture_output=True, timeout=60)
+    assert done.stdout.decode() == "[2Jno31m\tway\nü\n"
+    canned_server.refusal = (404, "no \x1b]0;title\x07 here")
+    assert "no ]0;title here" in ask("--url", canned_server.url, "hello").stderr
+
+
 def test_standard_input_is_the_prompt_when_none_is_given(canned_server: Any, answer_of: Any) -> None:
     canned_server.answers = [answer_of("yes")]
     assert ask("--url", canned_server.url + "/v1", stdin="piped question\n").stdout == "yes\n"

@@ -18,6 +18,7 @@ from typing import Annotated
 import typer
 
 from pagemill.client import Client, ClientError, Piece, first_model
+from pagemill.printable import printable
 
 DEFAULT_URL = "http://127.0.0.1:8080"
 MAX_STDIN_CHARS = 4 * 1024 * 1024
@@ -231,7 +232,7 @@ def _read_stdin() -> str:
 
 
 def _write(text: str) -> None:
-    sys.stdout.write(text)
+    sys.stdout.write(printable(text))
     sys.stdout.flush()
 
 
@@ -239,6 +240,7 @@ def _note(text: str) -> None:
     """A remark that is no part of the answer."""
     if not text:
         return
+    text = printable(text)
     dim = sys.stderr.isatty()
     sys.stderr.write(f"\033[2m{text}\033[0m\n" if dim else f"{text}\n")
     sys.stderr.flush()

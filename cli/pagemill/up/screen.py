@@ -15,6 +15,8 @@ from rich.markup import escape
 from rich.spinner import Spinner
 from rich.text import Text
 
+from pagemill.printable import printable
+
 
 class Screen(Protocol):
     interactive: bool
@@ -62,20 +64,20 @@ class TerminalScreen:
         self._live: Live | None = None
 
     def line(self, text: str) -> None:
-        self._console.print(escape(text))
+        self._console.print(_plain(text))
 
     def warn(self, text: str) -> None:
-        self._console.print(f"[yellow]warning:[/yellow] {escape(text)}")
+        self._console.print(f"[yellow]warning:[/yellow] {_plain(text)}")
 
     def stream(self, text: str) -> None:
         self.status("")
-        self._console.print(escape(text), end="")
+        self._console.print(_plain(text), end="")
 
     def status(self, text: str) -> None:
         if not text:
             self._end_live()
             return
-        line = Spinner("dots", Text(text, style="cyan", no_wrap=True, overflow="ellipsis"))
+        line = Spinner("dots", Text(printable(text), style="cyan", no_wrap=True, overflow="ellipsis"))
         if self._live is None:
             self._live = Live(line, console=self._console, refresh_per_second=8, transient=True)
             self._live.start()
@@ -95,10 +97,15 @@ def make_screen() -> Screen:
 def report_errors(lines: Iterable[str]) -> None:
     """Errors for people and scripts: one a line, on stderr."""
     for line in lines:
-        sys.stderr.write(f"error: {line}\n")
+        sys.stderr.write(f"error: {printable(line)}\n")
     sys.stderr.flush()
 
 
+def _plain(text: str) -> str:
+    """As it stands: neither markup of ours nor orders to the terminal."""
+    return escape(printable(text))
+
+
 def _write(text: str) -> None:
-    sys.stdout.write(text)
+    sys.stdout.write(printable(text))
     sys.stdout.flush()
