@@ -53,11 +53,14 @@ def read_folder_headers(folder: Path) -> dict[str, TensorHeader]:
 
 
 def shard_paths(folder: Path) -> list[Path]:
-    """The weight files of a folder: one, or those that the index names."""
+    """The weight files of a folder: one, or those that the index names. Where both are, the one file counts.
+
+    That is what transformers does. Raises `UnreadableModelError`.
+    """
     if (folder / SINGLE_FILE).is_file():
         return [folder / SINGLE_FILE]
     if (folder / INDEX_FILE).is_file():
-        return _indexed(folder)
+        return [folder / name for name in sorted(set(weight_map(folder).values()))]
     pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
     if pickled:
         raise UnreadableModelError(
@@ -67,17 +70,20 @@ def shard_paths(folder: Path) -> list[Path]:
     raise UnreadableModelError(f"`{folder}` holds no weights: neither `{SINGLE_FILE}` nor `{INDEX_FILE}`.")
 
 
-def _indexed(folder: Path) -> list[Path]:
-    weight_map = read_object(folder / INDEX_FILE).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
+def weight_map(folder: Path) -> dict[str, str]:
+    """Which file of the folder the index promises each tensor in; empty where the index does not count."""
+    if (folder / SINGLE_FILE).is_file() or not (folder / INDEX_FILE).is_file():
+        return {}
+    entries = read_object(folder / INDEX_FILE).get("weight_map")
+    if not isinstance(entries, dict) or not entries:
         raise UnreadableModelError(f"`{folder / INDEX_FILE}` has no `weight_map`.")
-    names = sorted({str(name) for name in weight_map.values()})
-    for name in names:
+    files = {tensor: str(name) for tensor, name in entries.items()}
+    for name in sorted(set(files.values())):
         if Path(name).name != name:
             raise UnreadableModelError(f"`{folder / INDEX_FILE}` names the file `{name}`, which is outside the folder.")
         if not (folder / name).is_file():
             raise UnreadableModelError(f"`{folder}` lacks the weight file `{name}` that its index names. Fetch it.")
-    return [folder / name for name in names]
+    return files
 
 
 def read_header(path: Path) -> list[TensorHeader]:

@@ -6,7 +6,6 @@ read; pickled checkpoints could run code and are refused.
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,9 @@ from torch import Tensor
 from pagemill_engine.loading.digest import StoredTensor, digest_tensors
 from pagemill_engine.loading.errors import LoadError
 from pagemill_kernels.linear.groups import GroupCodes
+from pagemill_protocol.safetensors_header import INDEX_FILE, shard_paths, weight_map
+from pagemill_protocol.sources import UnreadableModelError
 
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _REMEDY = "Fetch the folder again and compare its files with the publisher's."
 
@@ -33,10 +32,14 @@ class SafetensorsFolder:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._owner: dict[str, Any] = {}
-        for shard in _shards(folder):
+        try:
+            shards, promised = shard_paths(folder), weight_map(folder)
+        except UnreadableModelError as error:
+            raise LoadError("ModelUnreadable", error.message) from error
+        for shard in shards:
             handle = _open(shard)
             self._owner.update(dict.fromkeys(handle.keys(), handle))
-        self._check_index()
+        _check_index(set(promised), set(self._owner), folder)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -65,40 +68,14 @@ class SafetensorsFolder:
             (StoredTensor(name, str(t.dtype), tuple(t.shape), _bytes_of(t)) for name, t in tensors.items()), total
         )
 
-    def _check_index(self) -> None:
-        index = self._folder / INDEX_FILE
-        if not index.is_file():
-            return
-        absent = sorted(set(_weight_map(index)) - set(self._owner))
-        if absent:
-            raise LoadError(
-                "ModelUnreadable", f"`{index}` lists tensors that no shard holds: {', '.join(absent[:5])}. {_REMEDY}"
-            )
 
-
-def _shards(folder: Path) -> list[Path]:
-    index = folder / INDEX_FILE
-    if index.is_file():
-        names = sorted(set(_weight_map(index).values()))
-        unsafe = [name for name in names if Path(name).name != name]
-        if unsafe:
-            raise LoadError("ModelUnreadable", f"`{index}` names the file `{unsafe[0]}` outside the folder. {_REMEDY}")
-        return [folder / name for name in names]
-    if (folder / SINGLE_FILE).is_file():
-        return [folder / SINGLE_FILE]
-    raise LoadError(
-        "ModelUnreadable",
-        f"`{folder}` has neither `{SINGLE_FILE}` nor `{INDEX_FILE}`. Only safetensors weights are read; "
-        "convert other checkpoints with `save_pretrained(..., safe_serialization=True)`.",
-    )
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    try:
-        weight_map = json.loads(index.read_bytes())["weight_map"]
-        return {str(name): str(file) for name, file in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise LoadError("ModelUnreadable", f"`{index}` is not a safetensors index. {_REMEDY}") from error
+def _check_index(promised: set[str], held: set[str], folder: Path) -> None:
+    absent = sorted(promised - held)
+    if absent:
+        raise LoadError(
+            "ModelUnreadable",
+            f"`{folder / INDEX_FILE}` lists tensors that no shard holds: {', '.join(absent[:5])}. {_REMEDY}",
+        )
 
 
 def _open(path: Path) -> Any:

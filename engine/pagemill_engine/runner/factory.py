@@ -41,6 +41,12 @@ def create_runner(config: EngineConfig, progress: Progress) -> Runner:
 
 
 def _load(config: EngineConfig, path: Path, spec: ModelSpec, progress: Progress) -> Runner:
+    if spec.weights_format == "safetensors" and spec.quantization is not None:
+        raise LoadError(
+            "UnsupportedQuantization",
+            f"`{path}`: its weights are quantized by `{spec.quantization}` (`quantization_config`), which is not read. "
+            "Use the model's float32, float16 or bfloat16 checkpoint, or a GGUF file of it.",
+        )
     from pagemill_engine.runner.load_cpu import load_cpu_runner
 
     return load_cpu_runner(config, path, spec, progress)

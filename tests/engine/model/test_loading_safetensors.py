@@ -13,7 +13,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from pagemill_engine.loading.errors import LoadError
-from pagemill_engine.loading.safetensors_folder import INDEX_FILE, SINGLE_FILE, SafetensorsFolder
+from pagemill_engine.loading.safetensors_folder import SafetensorsFolder
+from pagemill_protocol.model_spec import load_model_spec
+from pagemill_protocol.safetensors_header import INDEX_FILE, SINGLE_FILE
 
 Loader = Callable[..., Any]
 
@@ -104,6 +106,7 @@ def test_damaged_weights_are_refused(folder: Path, runner_loader: Loader, damage
 
 @pytest.mark.parametrize("index", [{"weight_map": {"model.norm.weight": "../outside.safetensors"}}, [], {"x": 1}])
 def test_a_bad_index_is_refused(folder: Path, index: Any) -> None:
+    (folder / SINGLE_FILE).rename(folder / "a.safetensors")
     (folder / INDEX_FILE).write_text(json.dumps(index))
     with pytest.raises(LoadError) as error:
         SafetensorsFolder(folder)
@@ -112,9 +115,27 @@ def test_a_bad_index_is_refused(folder: Path, index: Any) -> None:
 
 def test_an_index_that_promises_more_than_the_shards_hold_is_refused(folder: Path) -> None:
     names = [*load_file(folder / SINGLE_FILE), "absent.weight"]
-    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": dict.fromkeys(names, SINGLE_FILE)}))
+    (folder / SINGLE_FILE).rename(folder / "a.safetensors")
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": dict.fromkeys(names, "a.safetensors")}))
     with pytest.raises(LoadError, match=r"absent\.weight"):
         SafetensorsFolder(folder)
+
+
+def test_sizes_and_weights_come_from_the_same_files_where_one_file_and_an_index_lie_together(folder: Path) -> None:
+    save_file({"stray.weight": torch.ones(3)}, folder / "old.safetensors")
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": {"stray.weight": "old.safetensors"}}))
+    weights = SafetensorsFolder(folder)
+    assert "stray.weight" not in weights.shapes
+    assert load_model_spec(folder).weight_bytes == weights.num_bytes(torch.float32, keep_codes=False)
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_a_quantized_folder_is_refused_with_a_remedy(folder: Path, runner_loader: Loader, method: str) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": method}}))
+    with pytest.raises(LoadError, match=rf"quantized by `{method}`.*GGUF") as error:
+        runner_loader(folder)
+    assert error.value.reason == "UnsupportedQuantization"
 
 
 def test_a_context_larger_than_the_kv_cache_names_both(folder: Path, runner_loader: Loader) -> None:
