@@ -98,7 +98,7 @@ def test_one_error_names_its_line_field_and_remedy(write: Write, spec: str, expe
         ("a: [1, 2\n", "f.yaml:2: is not YAML: "),
         ("just text\n", "f.yaml:1: must be a mapping with apiVersion, kind, metadata and spec"),
         ("[" * 5000, "f.yaml: is not YAML: "),
-        ("a: \x07\n", "f.yaml: is not YAML: "),
+        ("a: \x07\n", "f.yaml:1: is not YAML: the character U+0007 is not allowed; remove it"),
         (b"x" * 1_100_000, "f.yaml: is larger than 1048576 bytes"),
     ],
 )
@@ -106,6 +106,16 @@ def test_files_that_are_no_documents(write: Write, content: str | bytes, expecte
     found = errors(write("f.yaml", content))
     assert found
     assert found[0].startswith(expected), found[0]
+
+
+def test_control_characters_are_told_with_their_lines_beside_the_other_errors(write: Write) -> None:
+    spec = f"spec:\n{MODEL}  # bell \x07 and delete \x7f\r\n  replicas: '2\x1b[2J'\n"
+    found = [error.partition(": ") for error in errors(write("f.yaml", (HEAD + spec).encode()))]
+    assert [(place, rest.partition(";")[0].partition(",")[0]) for place, _, rest in found] == [
+        ("f.yaml:6", "is not YAML: the character U+0007 is not allowed"),
+        ("f.yaml:7", "is not YAML: the character U+001B is not allowed"),
+        ("f.yaml:7", "spec.replicas: must be an integer"),
+    ]
 
 
 def test_a_missing_model_is_reported_beside_the_other_errors(write: Write) -> None:

@@ -6,6 +6,8 @@ nothing of LLMDeployment.
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +17,9 @@ import yaml
 
 MAX_FILE_BYTES = 1024 * 1024
 MAX_NODES = 50_000
+MAX_CONTROL_CHARACTERS = 100
+NOT_IN_YAML = yaml.reader.Reader.NON_PRINTABLE
+LINE_BREAK = re.compile("\r\n|[\n\r\x85\u2028\u2029]")
 FieldPath = tuple[str | int, ...]
 
 
@@ -67,7 +72,9 @@ def read_documents(path: Path) -> tuple[list[Document], list[Finding]]:
     except ValueError as error:
         return [], [Finding(file, None, "", str(error))]
     documents: list[Document] = []
-    findings: list[Finding] = []
+    findings = list(_control_characters(file, text))
+    # Without them the rest can be read, and its errors are told as well.
+    text = NOT_IN_YAML.sub("", text)
     try:
         for node in _compose_all(text):
             document = Document(file, node.start_mark.line + 1)
@@ -118,6 +125,18 @@ def _compose_all(text: str) -> Iterator[yaml.Node]:
                 yield node
     finally:
         loader.dispose()
+
+
+def _control_characters(file: str, text: str) -> Iterator[Finding]:
+    """The first character of each line that YAML 1.1 (section 4.1.1) does not allow."""
+    line, counted, last_line = 1, 0, 0
+    for match in itertools.islice(NOT_IN_YAML.finditer(text), MAX_CONTROL_CHARACTERS):
+        line += len(LINE_BREAK.findall(text, counted, match.start()))
+        counted = match.start()
+        if line != last_line:
+            name = f"U+{ord(match.group()):04X}"
+            yield Finding(file, line, "", f"is not YAML: the character {name} is not allowed; remove it")
+        last_line = line
 
 
 def _syntax_finding(file: str, text: str, error: yaml.MarkedYAMLError) -> Finding:
