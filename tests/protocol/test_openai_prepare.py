@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -99,6 +101,16 @@ def test_megabytes_of_text_are_refused_without_tokenizing_them(byte_tokenizer: T
         completions(byte_tokenizer, prompt="a" * 8_000_000)
     assert caught.value.code == "context_length_exceeded"
     assert time.process_time() - start_s < 0.3
+
+
+def test_a_tokenizer_that_nobody_uses_any_more_is_freed(byte_tokenizer: Tokenizer) -> None:
+    tokenizer = Tokenizer(byte_tokenizer.bundle)
+    with pytest.raises(PagemillError, match="cannot hold more"):
+        completions(tokenizer, prompt="a" * 8_000_000)
+    watch = weakref.ref(tokenizer)
+    del tokenizer
+    gc.collect()
+    assert watch() is None
 
 
 def test_several_prompts_make_several_requests_of_one_response(byte_tokenizer: Tokenizer) -> None:

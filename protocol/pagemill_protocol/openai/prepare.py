@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from pagemill_protocol.errors import PagemillError, context_length_exceeded, invalid_field
@@ -162,7 +161,7 @@ def _refuse_hopeless(tokenizer: Tokenizer, text: str, max_model_len: int, param:
 
     Megabytes of text take seconds to tokenize; that would be a cheap way to keep a server busy.
     """
-    longest = _longest_token_bytes(tokenizer)
+    longest = tokenizer.longest_token_bytes
     num_bytes = len(text.encode("utf-8", "replace"))
     if num_bytes > longest * max_model_len:
         raise PagemillError(
@@ -171,11 +170,6 @@ def _refuse_hopeless(tokenizer: Tokenizer, text: str, max_model_len: int, param:
             param=param,
             code="context_length_exceeded",
         )
-
-
-@lru_cache(maxsize=32)
-def _longest_token_bytes(tokenizer: Tokenizer) -> int:
-    return max((len(tokenizer.token_bytes(token_id)) for token_id in range(tokenizer.vocab_size)), default=1) or 1
 
 
 def _check_vocabulary(token_ids: list[int], tokenizer: Tokenizer, param: str) -> None:

@@ -7,6 +7,7 @@ Safe to use from several threads at once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 import orjson
@@ -63,6 +64,11 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes the token stands for; special tokens spell themselves."""
         return self._table[token_id]
+
+    @cached_property
+    def longest_token_bytes(self) -> int:
+        """Bytes of the longest token of the vocabulary, at least 1."""
+        return max((len(self.token_bytes(token_id)) for token_id in range(self.vocab_size)), default=1) or 1
 
     def token_text(self, token_id: int) -> str:
         """The token alone as text, as log probabilities show it; U+FFFD for parts of a character."""
