@@ -48,6 +48,7 @@ class ChoiceOutput:
         self.stopped_by_text = False
         """The engine does not know that this choice has ended: it must be told."""
         self._sampling = sampling
+        self._stop_ids = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else tokenizer.eos_token_ids)}
         self._detokenizer = tokenizer.detokenizer(prompt_token_ids, skip_special_tokens=sampling.skip_special_tokens)
         self._matcher = StopMatcher(sampling.stop, sampling.include_stop_str_in_output)
         self._backlog = ""
@@ -121,8 +122,10 @@ class ChoiceOutput:
             self.finish_reason = "stop"
             return
         text = ""
-        for token_id in resume.token_ids:
-            text += self._take(token_id, is_stop_token=False)
+        num_tokens = len(resume.token_ids)
+        for taken, token_id in enumerate(resume.token_ids, start=1):
+            is_stop_token = taken == num_tokens > self._sampling.min_tokens and token_id in self._stop_ids
+            text += self._take(token_id, is_stop_token)
             if self.stopped_by_text:
                 break
         self.finish_reason = None

@@ -133,6 +133,20 @@ def test_a_resume_that_already_holds_the_stop_string_ends_at_the_next_output(byt
     assert choice.stopped_by_text
 
 
+def test_a_resume_behind_a_stop_token_does_not_show_it(byte_tokenizer: Tokenizer) -> None:
+    (stop_id,) = byte_tokenizer.encode("!")
+    resume = ChoiceResume(0, byte_tokenizer.encode("hi!"), num_text_chars=1)
+    choice = ChoiceOutput(byte_tokenizer, [], params(stop_token_ids=[stop_id]), resume)
+    delta = choice.push((), None, "stop")
+    assert (delta.text, delta.finish_reason, choice.stop_reason) == ("i", "stop", stop_id)
+    shown = ChoiceOutput(byte_tokenizer, [], params(stop_token_ids=[stop_id], include_stop_str_in_output=True), resume)
+    assert shown.push((), None, "stop").text == "i!"
+    end = ChoiceResume(0, [*byte_tokenizer.encode("hi"), *byte_tokenizer.eos_token_ids], num_text_chars=0)
+    assert ChoiceOutput(byte_tokenizer, [], params(), end).push((), None, "stop").text == "hi"
+    early = ChoiceOutput(byte_tokenizer, [], params(stop_token_ids=[stop_id], min_tokens=3), resume)
+    assert early.push(byte_tokenizer.encode("x"), None, "length").text == "i!x"
+
+
 def test_a_finished_choice_of_a_resume_counts_its_tokens_and_says_nothing(byte_tokenizer: Tokenizer) -> None:
     resume = ChoiceResume(0, byte_tokenizer.encode("done"), num_text_chars=4, finished=True)
     choice = ChoiceOutput(byte_tokenizer, [], params(), resume)
