@@ -51,11 +51,6 @@ def invalid_field(param: str, message: str, *, code: str = "invalid_value") -> P
     return PagemillError(message, param=param, code=code)
 
 
-def unsupported_field(param: str, remedy: str) -> PagemillError:
-    """400: a field that OpenAI clients know and this server does not serve."""
-    return PagemillError(f"`{param}` is not supported. {remedy}", param=param, code="unsupported_parameter")
-
-
 def context_length_exceeded(num_prompt_tokens: int, max_model_len: int, param: str = "messages") -> PagemillError:
     return PagemillError(
         f"The prompt has {num_prompt_tokens} tokens and the model's context is {max_model_len} (maxModelLen), "

@@ -26,7 +26,7 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
     num_requests: int
     num_finished: int
     num_refused: int
-    """Requests that this configuration can never serve."""
+    """Requests turned away: too large for this configuration, or more than may wait."""
     refusals: dict[str, int]
     """By error code."""
     ttft_s: Percentiles
