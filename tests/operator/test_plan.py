@@ -172,6 +172,30 @@ def test_a_queue_that_the_gateway_does_not_keep_is_noted(deployment: Make) -> No
     assert [note.field for note in plan.notes] == ["spec.routing.queue"]
 
 
+@pytest.mark.parametrize(
+    ("changes", "field", "local_only"),
+    [
+        ({"routing__policy": "Auto"}, "spec.routing.policy", False),
+        ({"autoscaling": {"maxReplicas": 2}}, "spec.autoscaling", False),
+        ({"autoscaling": {"mode": "Advisory", "maxReplicas": 2, "warm": 1}}, "spec.autoscaling", False),
+        ({"autoscaling": {"mode": "External", "maxReplicas": 2}}, "spec.autoscaling", True),
+        ({"cost__gpuHour": 2.5}, "spec.cost.gpuHour", False),
+    ],
+    ids=str,
+)
+def test_what_this_version_does_not_use_is_noted(
+    deployment: Make, changes: dict[str, Any], field: str, local_only: bool
+) -> None:
+    local, cluster = make_plan(deployment(**changes), "local"), make_plan(deployment(**changes), "kubernetes")
+    assert [note.field for note in local.notes] == [field]
+    assert [note.field for note in cluster.notes] == ([] if local_only else [field])
+
+
+def test_the_policy_that_the_gateway_has_and_none_are_not_noted(deployment: Make) -> None:
+    assert make_plan(deployment(routing__policy="LeastInFlight")).notes == ()
+    assert make_plan(deployment(routing__weight=5)).notes == ()
+
+
 def test_a_revision_becomes_part_of_the_source(deployment: Make) -> None:
     plan = make_plan(deployment(model__source="hf://org/name/file.gguf", model__revision="v2"))
     assert plan.source == "hf://org/name@v2/file.gguf"

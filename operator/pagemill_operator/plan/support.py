@@ -16,6 +16,11 @@ from pagemill_crds.sections.routing import Queue
 from pagemill_operator.plan.types import Problem
 
 Backend = Literal["local", "kubernetes"]
+UNUSED_AUTOSCALING = {
+    "Active": "nothing scales by itself in this version",
+    "Advisory": "no decision is made or published in this version",
+}
+"""Why a mode of autoscaling, and all targets with it, has no effect."""
 ONE_PROCESS = "a replica is one process in this version; set it to 1"
 
 
@@ -101,13 +106,22 @@ def find_notes(spec: LLMDeploymentSpec, backend: Backend) -> Iterator[Problem]:
     if spec.routing.queue != Queue():
         message = "the gateway keeps no queue in this version: a request that finds no room gets 503"
         yield Problem("spec.routing.queue", "", message)
-    if spec.autoscaling and spec.autoscaling.mode == "Active":
-        yield Problem("spec.autoscaling", spec.autoscaling.mode, "nothing scales by itself in this version")
+    if spec.routing.policy != "LeastInFlight" and "policy" in spec.routing.model_fields_set:
+        message = "the gateway takes the replica with the fewest requests in this version, as LeastInFlight does"
+        yield Problem("spec.routing.policy", spec.routing.policy, message)
+    if spec.autoscaling and spec.autoscaling.mode in UNUSED_AUTOSCALING:
+        mode = spec.autoscaling.mode
+        yield Problem("spec.autoscaling", mode, UNUSED_AUTOSCALING[mode])
+    if spec.cost and spec.cost.gpu_hour is not None:
+        yield Problem("spec.cost.gpuHour", spec.cost.gpu_hour, "no cost is computed in this version")
     if backend == "local":
         yield from _local_notes(spec)
 
 
 def _local_notes(spec: LLMDeploymentSpec) -> Iterator[Problem]:
+    if spec.autoscaling and spec.autoscaling.mode == "External":
+        message = "no HPA or KEDA runs on this machine: edit replicas in the file"
+        yield Problem("spec.autoscaling", spec.autoscaling.mode, message)
     only_in_a_cluster = {
         "spec.engine.image": spec.engine.image,
         "spec.engine.version": spec.engine.version,
