@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -28,8 +29,10 @@ from pagemill_engine.ipc.messages import (
     TokensOut,
 )
 from pagemill_engine.loop.core import EngineCore
-from pagemill_engine.loop.process import EngineFault, EngineLoop, fatal_of
+from pagemill_engine.loop.process import EngineFault, EngineLoop, fatal_of, serve
 from pagemill_engine.loop.warmup import SelfTestError
+from pagemill_engine.runner import factory
+from pagemill_engine.runner.factory import LoadError
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.sampling import SamplingParams
 from pagemill_protocol.state import StepTimeParams
@@ -206,14 +209,14 @@ class FakeLink:
 
     def __init__(self, messages: list[Any]) -> None:
         self.messages = messages
-        self.sent: list[StepOutputs] = []
+        self.sent: list[Any] = []
 
     def receive(self, timeout_s: float | None) -> Any:
         if self.messages:
             return self.messages.pop(0)
         return Shutdown() if timeout_s else None
 
-    def send(self, message: StepOutputs) -> None:
+    def send(self, message: Any) -> None:
         self.sent.append(message)
 
 
@@ -251,6 +254,35 @@ def test_a_fault_while_queueing_fails_that_request_alone(checking_runner: Any, m
     outputs = run_loop(core, [request("bad"), request("good")])
     ends = {out.request_id: (out.finish_reason, out.error_status) for out in outputs if out.finish_reason is not None}
     assert ends == {"bad": ("error", 500), "good": ("length", 500)}
+
+
+def test_the_collector_rests_while_loading_and_leaves_alone_what_was_loaded(
+    checking_runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    while_loading: list[bool] = []
+
+    def load(config: EngineConfig, progress: Any) -> Any:
+        while_loading.append(gc.isenabled())
+        return checking_runner()
+
+    monkeypatch.setattr(factory, "create_runner", load)
+    link = FakeLink([])
+    try:
+        serve(EngineConfig(model="m", block_size=4), link)  # type: ignore[arg-type]
+        assert (while_loading, gc.isenabled()) == ([False], True)
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+
+
+def test_a_failed_load_leaves_the_collector_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(config: EngineConfig, progress: Any) -> Any:
+        raise LoadError("ModelUnreadable", "broken")
+
+    monkeypatch.setattr(factory, "create_runner", fail)
+    with pytest.raises(LoadError):
+        serve(EngineConfig(model="m"), FakeLink([]))  # type: ignore[arg-type]
+    assert gc.isenabled()
 
 
 @pytest.mark.parametrize(

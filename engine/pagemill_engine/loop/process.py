@@ -155,10 +155,15 @@ def serve(config: EngineConfig, link: EngineLink) -> None:
     def progress(phase: str, detail: str) -> None:
         link.send(LoadProgress(phase, detail, time.monotonic() - started_s))
 
-    core = start_core(config, progress)
-    # What is alive now stays alive: collections need not walk it again.
-    gc.collect()
-    gc.freeze()
+    # Imports and loading make little garbage and many objects that stay: walking them 450 times takes 0.3 s of 4.
+    gc.disable()
+    try:
+        core = start_core(config, progress)
+        # What is alive now stays alive: collections need not walk it again.
+        gc.collect()
+        gc.freeze()
+    finally:
+        gc.enable()
     link.send(_ready(core, time.monotonic() - started_s))
     try:
         EngineLoop(core, link).run()
