@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pagemill.up.changes import describe_changes
-from pagemill.up.documents import read_documents
+from pagemill.up.documents import FieldPath, path_text, read_documents
 from pagemill.up.loading import load_files
 
 Write = Callable[..., Path]
@@ -174,6 +176,60 @@ def test_rules_and_plan_problems_are_told_beside_wrong_types_in_one_run(write: W
 def test_a_wrong_field_does_not_break_the_rules_that_need_it(write: Write, spec: str, field: str) -> None:
     found = errors(write("f.yaml", f"{HEAD}spec:\n{spec}"))
     assert [error.split(": ")[1] for error in found] == [field]
+
+
+def test_whatever_field_is_broken_the_problems_of_all_others_are_told(write: Write) -> None:
+    document = yaml.safe_load(FULL_OF_PROBLEMS)
+    everything = {finding.field for finding in load_files([write("f.yaml", document)]).findings}
+    assert len(everything) == 9
+    for path in _paths(document):
+        broken = copy.deepcopy(document)
+        _put(broken, path, 5.5)
+        told = {finding.field for finding in load_files([write("f.yaml", broken)]).findings}
+        others = {field for field in everything if not _related(field, path_text(path))}
+        assert others <= told, (path, others - told)
+
+
+FULL_OF_PROBLEMS = f"""
+{HEAD}
+spec:
+  model:
+    source: hf://org/name
+    aliases: [x]
+    credentialsSecretRef: {{name: s}}
+    generationDefaults: {{topK: 4}}
+    adapters: [{{name: q, source: hf://a/b}}]
+  engine:
+    quantization: fp8
+    tensorParallel: 2
+    pipelineParallel: 2
+    extraArgs: [--seed=1, --no-such-thing]
+    env: [{{name: A, value: "1"}}, {{name: B, valueFrom: {{secretKeyRef: {{name: s, key: k}}}}}}]
+  resources: {{gpus: 2, gpuProduct: L4}}
+  replicas: 2
+  autoscaling: {{maxReplicas: 4, targets: {{queueDepth: 2}}, slo: {{ttft: 1s}}}}
+  routing: {{queue: {{maxRequests: 1}}}}
+  rollout: {{drainTimeout: 5s}}
+"""
+
+
+def _paths(node: Any, path: FieldPath = ()) -> Iterator[FieldPath]:
+    """Of every value below `node`."""
+    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for part, value in items:
+        yield (*path, part)
+        yield from _paths(value, (*path, part))
+
+
+def _put(node: Any, path: FieldPath, value: object) -> None:
+    for part in path[:-1]:
+        node = node[part]
+    node[path[-1]] = value
+
+
+def _related(field: str, other: str) -> bool:
+    """One of them holds the other."""
+    return field.startswith(other) or other.startswith(field)
 
 
 def test_clashes_with_a_document_that_has_errors_are_told(write: Write, simulated: Simulated) -> None:
