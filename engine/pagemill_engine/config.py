@@ -46,7 +46,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     policy: Literal["fcfs", "priority"] = "fcfs"
     """Order of the waiting queue. `fcfs` still honours `priority` only between preemption victims."""
     max_num_waiting: int = 1024
-    """Requests that may wait in the engine; one more is refused with 503."""
+    """Choices that may wait in the engine; one more is refused with 503, a request of more than that with 400."""
     num_threads: int | None = None
     """Compute threads; `None`: the cores this process may use (affinity and cgroup quota)."""
     seed: int | None = None

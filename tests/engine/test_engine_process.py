@@ -28,6 +28,7 @@ from pagemill_engine.ipc.messages import (
     StepOutputs,
     TokensOut,
 )
+from pagemill_engine.kv.integrity import IntegrityError
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.loop.process import EngineFault, EngineLoop, fatal_of, serve
 from pagemill_engine.loop.warmup import SelfTestError
@@ -283,6 +284,23 @@ def test_a_failed_load_leaves_the_collector_on(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(LoadError):
         serve(EngineConfig(model="m"), FakeLink([]))  # type: ignore[arg-type]
     assert gc.isenabled()
+
+
+def test_a_fault_while_aborting_is_survived_as_long_as_the_books_are_sound(
+    checking_runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = EngineCore(EngineConfig(model="m", block_size=4), checking_runner())
+    monkeypatch.setattr(core.scheduler, "abort", lambda *args: 1 // 0)
+    outputs = run_loop(core, [request("a"), Abort("a"), request("b")])
+    assert [out.finish_reason for out in outputs if out.finish_reason] == ["length", "length"]
+
+    def torn(*args: Any) -> None:
+        core.scheduler.kv.pool.allocate(1)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(core.scheduler, "abort", torn)
+    with pytest.raises(IntegrityError):
+        run_loop(core, [request("c"), Abort("c")])
 
 
 @pytest.mark.parametrize(

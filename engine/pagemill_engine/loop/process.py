@@ -85,7 +85,7 @@ class EngineLoop:
             case AddRequest(request):
                 self._add(request)
             case Abort(request_id, choice):
-                self._core.abort(request_id, choice)
+                self._abort(request_id, choice)
             case Shutdown():
                 self._stopped = True
 
@@ -96,8 +96,16 @@ class EngineLoop:
             self._refused += _refusals(request, error)
         except Exception:
             logger.exception("request %s could not be queued", request.request_id)
-            self._core.abort(request.request_id)
+            self._abort(request.request_id)
+            self._core.check_integrity()
             self._refused += _refusals(request, internal_error())
+
+    def _abort(self, request_id: str, choice: int | None = None) -> None:
+        try:
+            self._core.abort(request_id, choice)
+        except Exception:
+            logger.exception("request %s could not be aborted", request_id)
+            self._core.check_integrity()
 
     def _idle(self) -> None:
         if not self._idle_checked:
