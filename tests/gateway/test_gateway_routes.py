@@ -35,10 +35,16 @@ async def test_the_engine_gets_rendered_tokens_an_id_a_time_and_a_seed(engines, 
     assert (request.sampling.temperature, request.sampling.max_tokens) == (0.5, 7)
 
 
-async def test_requests_spread_over_all_engines(engines, gateways) -> None:
+async def test_requests_spread_over_all_engines(engines, gateways, fake) -> None:
     gateway = await gateways(*engines)
-    await asyncio.gather(*(gateway.chat() for _ in range(30)))
+    gate = asyncio.Event()
+    for engine in engines:
+        engine.behaviour = fake.says("a", "b", gate=gate)
+    running = [asyncio.create_task(gateway.chat(stream=True)) for _ in range(30)]
+    await fake.until(lambda: sum(len(engine.requests) for engine in engines) == 30)
     assert [len(engine.requests) for engine in engines] == [10, 10, 10]
+    gate.set()
+    assert {reply.streamed_text for reply in await asyncio.gather(*running)} == {"ab"}
 
 
 async def test_several_prompts_fan_out_and_come_back_as_one_body(engines, gateways) -> None:
