@@ -153,5 +153,8 @@ def test_the_servers_defaults_are_the_models_defaults(create: Callable[..., Any]
 def test_the_examples_are_accepted(kubectl: Any, applied: object) -> None:
     examples = sorted((ROOT / "examples").rglob("*.yaml"))
     assert examples
+    documents = [document for example in examples for document in yaml.safe_load_all(example.read_text())]
+    for namespace in {document["metadata"].get("namespace", "default") for document in documents} - {"default"}:
+        kubectl.ok("create", "namespace", namespace)
     for example in examples:
         kubectl.ok("create", "--validate=strict", "--dry-run=server", "-f", str(example))
