@@ -163,6 +163,20 @@ async def test_nothing_is_left_after_close(tmp_path: Path, monkeypatch: pytest.M
     assert os.listdir(tmp_path) == []
 
 
+async def test_an_engine_that_has_hardly_started_is_ended_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channels.tempfile, "mkdtemp", lambda prefix: str(tmp_path / "link"))
+    (tmp_path / "link").mkdir()
+    channel = EngineChannel(CONFIG)
+    await channel.start()
+    process = psutil.Process(channel.pid)
+    async with asyncio.timeout(channels.STOP_TIMEOUT_S / 2):
+        await channel.close()
+    assert not process.is_running()
+    assert os.listdir(tmp_path) == []
+
+
 async def test_an_engine_that_does_not_stop_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channels, "STOP_TIMEOUT_S", 0.2)
     channel = EngineChannel(CONFIG)

@@ -88,7 +88,11 @@ class EngineChannel:
         """End the engine process, by force if it does not end by itself, and remove every trace."""
         if self._process is None or self._watcher is None:
             return
-        self.send(Shutdown())
+        try:
+            self.send(Shutdown())
+        except zmq.Again:  # it has not even connected yet: nobody would read the message
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
         try:
             await asyncio.wait_for(asyncio.shield(self._watcher), STOP_TIMEOUT_S)
         except TimeoutError:
