@@ -20,7 +20,7 @@ namespace pagemill {
 namespace {
 
 constexpr int64_t kDepth = 768;     // inputs unpacked at a time: 48 KiB of floats, in the second-level cache
-constexpr int64_t kRowBlock = 96;   // rows of x repacked at a time: 288 KiB, in the second-level cache beside the panel
+constexpr int64_t kRowBlock = 192;  // rows of x repacked at a time, in the second-level cache beside the panel
 constexpr int64_t kDirectRows = 4;  // up to here codes are read directly
 
 inline Bytes low_nibbles(Bytes codes) { return codes & 15; }

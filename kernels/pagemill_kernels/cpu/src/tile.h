@@ -54,13 +54,14 @@ inline void tile(int64_t rows, const float* a, int64_t a_stride, const float* b,
 
 // A repacked for `packed_tile`: tiles of up to six rows one after another, each [depth][rows of the tile].
 inline void pack_tiles(int64_t rows, const float* a, int64_t a_stride, int64_t depth, float* out) {
-  for (int64_t row = 0; row < rows; row += kTileRows) {
+  for (int64_t row = 0; row < rows; row += kTileRows, a += kTileRows * a_stride, out += kTileRows * depth) {
     const int64_t count = rows - row < kTileRows ? rows - row : kTileRows;
-    for (int64_t r = 0; r < count; ++r) {
-      const float* from = a + (row + r) * a_stride;
-      float* to = out + row * depth + r;
-      for (int64_t k = 0; k < depth; ++k) to[k * count] = from[k];
-    }
+    int64_t k = 0;
+    // Eight rows are read and each store writes two floats too many: both belong to the tile that comes next.
+    if (rows - row >= kLanes)
+      for (; k + kLanes <= depth; k += kLanes) transpose8(a + k, a_stride, out + k * kTileRows, kTileRows);
+    for (; k < depth; ++k)
+      for (int64_t r = 0; r < count; ++r) out[k * count + r] = a[r * a_stride + k];
   }
 }
 

@@ -75,7 +75,7 @@ inline void store_sums(float* to, Floats a, Floats b, Floats c, Floats d) {
 #endif
 }
 
-// Eight rows of eight, from_stride floats apart, become eight columns, to_stride floats apart.
+// Eight rows of eight, from_stride floats apart, become eight columns, to_stride floats apart and stored in order.
 inline void transpose8(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
 #ifdef __AVX2__
   __m256 pairs[8], quads[8];
@@ -90,13 +90,13 @@ inline void transpose8(const float* from, int64_t from_stride, float* to, int64_
     quads[i + 2] = _mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], 0x44);
     quads[i + 3] = _mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], 0xee);
   }
-  for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < 4; ++i)
     _mm256_storeu_ps(to + i * to_stride, _mm256_permute2f128_ps(quads[i], quads[i + 4], 0x20));
+  for (int i = 0; i < 4; ++i)
     _mm256_storeu_ps(to + (i + 4) * to_stride, _mm256_permute2f128_ps(quads[i], quads[i + 4], 0x31));
-  }
 #else
-  for (int i = 0; i < 8; ++i)
-    for (int j = 0; j < 8; ++j) to[j * to_stride + i] = from[i * from_stride + j];
+  for (int j = 0; j < 8; ++j)
+    for (int i = 0; i < 8; ++i) to[j * to_stride + i] = from[i * from_stride + j];
 #endif
 }
 
