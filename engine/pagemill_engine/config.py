@@ -87,3 +87,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """After SIGTERM, running requests get this long; then they end with an error event."""
     termination_log: str | None = None
     """File that gets the termination message, such as Kubernetes' `/dev/termination-log`."""
+
+    def __post_init__(self) -> None:
+        for name in ("port", "control_port"):
+            value = getattr(self, name)
+            # The resolver of addresses would take such a number modulo 65536.
+            if not 0 <= value <= 65535:
+                raise ValueError(f"{name}: {value} is not a port; use 1 to 65535, or 0 for a free one")

@@ -27,10 +27,10 @@ def serve(
         str,
         typer.Argument(help="package://DIST/PATH, file:///PATH, a Hugging Face folder or a .gguf file."),
     ] = DEFAULT_MODEL,
-    port: Annotated[int, typer.Option(help="Port for clients; 0 takes a free one.")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port for clients; 0 takes a free one.")] = 8000,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     control_port: Annotated[
-        int | None, typer.Option(help="Port for probes, state and drain (default: port + 1).")
+        int | None, typer.Option(min=0, max=65535, help="Port for probes, state and drain (default: port + 1).")
     ] = None,
     control_host: Annotated[str, typer.Option(help="Address of the control port.")] = "127.0.0.1",
     served_name: Annotated[

@@ -195,6 +195,12 @@ def test_wrong_settings_name_the_file(tmp_path: Path, text: str) -> None:
     assert caught.value.termination.reason == "SettingsInvalid"
 
 
+@pytest.mark.parametrize("port", [-1, 65536, 99999])
+def test_a_number_that_is_no_port_is_refused(port: int) -> None:
+    with pytest.raises(ValueError, match=f"control_port: {port} is not a port"):
+        ServerConfig(control_port=port)
+
+
 def test_the_http_process_never_imports_torch(null_server: Any) -> None:
     assert "torch" not in Path(f"/proc/{null_server.process.pid}/maps").read_text()
     code = (
