@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pagemill_engine.loading.dequantize import fifth_bits, half, k_nibbles, k_scales, nibbles
+from pagemill_engine.loading.dequantize import block_bytes, fifth_bits, half, k_nibbles, k_scales, nibbles
 from pagemill_kernels.linear.groups import GROUP_SIZE, GroupCodes
 
 CODE_BITS: dict[str, int] = {"Q4_0": 4, "Q4_1": 4, "Q4_K": 4, "Q5_0": 8, "Q8_0": 8}
@@ -25,8 +25,7 @@ _Parts = tuple[Tensor, Tensor, Tensor | None]
 
 def read_codes(kind: str, data: Tensor, shape: tuple[int, ...]) -> GroupCodes:
     """data: the stored bytes, uint8 [num_bytes]. Raises KeyError for a type that is not in `CODE_BITS`."""
-    block_bytes, split = _SPLITS[kind]
-    codes, scales, offsets = split(data.view(-1, block_bytes))
+    codes, scales, offsets = _SPLITS[kind](data.view(-1, block_bytes(kind)))
     groups = (shape[0], shape[1] // GROUP_SIZE)
     return GroupCodes(
         bits=4 if CODE_BITS[kind] == 4 else 8,
@@ -60,10 +59,10 @@ def _q8_0(blocks: Tensor) -> _Parts:
     return blocks[:, 2:].contiguous().view(torch.int8), half(blocks, 0), None
 
 
-_SPLITS: dict[str, tuple[int, Callable[[Tensor], _Parts]]] = {
-    "Q4_0": (18, _q4_0),
-    "Q4_1": (20, _q4_1),
-    "Q4_K": (144, _q4_k),
-    "Q5_0": (22, _q5_0),
-    "Q8_0": (34, _q8_0),
+_SPLITS: dict[str, Callable[[Tensor], _Parts]] = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q4_K": _q4_k,
+    "Q5_0": _q5_0,
+    "Q8_0": _q8_0,
 }

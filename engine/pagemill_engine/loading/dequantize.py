@@ -19,6 +19,11 @@ def supported_types() -> list[str]:
     return [*_PLAIN, *_BLOCKS]
 
 
+def block_bytes(kind: str) -> int:
+    """Stored bytes of one block. Raises KeyError for a type that has no blocks."""
+    return _BLOCKS[kind][1]
+
+
 def dequantize_into(kind: str, data: Tensor, out: Tensor) -> None:
     """Fill `out` (contiguous in rows, any float type) from `data`, the stored bytes, uint8 [num_bytes].
 
@@ -27,8 +32,8 @@ def dequantize_into(kind: str, data: Tensor, out: Tensor) -> None:
     if kind in _PLAIN:
         out.copy_(data.view(_PLAIN[kind]).view(out.shape))
         return
-    block_elements, block_bytes, decode = _BLOCKS[kind]
-    blocks = data.view(-1, block_bytes)
+    block_elements, _, decode = _BLOCKS[kind]
+    blocks = data.view(-1, block_bytes(kind))
     # Rows are whole blocks, so a 2-D view in block units fits any destination, also a slice of a fused weight.
     blocks_per_row = out.shape[-1] // block_elements
     rows = out.view(-1, out.shape[-1])

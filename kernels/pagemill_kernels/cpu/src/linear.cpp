@@ -6,8 +6,8 @@
 //   codes of 4 bits:   per group of 32 inputs, 16 rows of 16 bytes: low nibbles are inputs 0-15, high nibbles 16-31;
 //                      value = code * scale + offset
 //   scales: per panel and group float32 scale[16], offset[16]
-// All arithmetic is float32. Few rows read the codes directly; many rows first unpack a slice of the panel that stays in
-// the first-level cache. Packing: pack.cpp.
+// All arithmetic is float32. Few rows read the codes directly; for many rows a slice of x is repacked by tiles and each
+// panel is unpacked beside it in the second-level cache. Packing of weights: pack.cpp.
 #include <omp.h>
 
 #include <algorithm>

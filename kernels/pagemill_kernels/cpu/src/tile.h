@@ -1,5 +1,6 @@
 // Matrix micro-kernels over panels of 16 columns: C[rows][16] (+)= A[rows][depth] * B[depth][16].
-// Used by linear.cpp (B is a weight panel) and attention.cpp (B is a transposed key block or a value block).
+// `tile` reads A as it lies (attention.cpp: B is a transposed key block or a value block, used once); `packed_tile` reads
+// A repacked (linear.cpp: B is a weight panel, and A meets many of them).
 #pragma once
 #include "vec.h"
 
