@@ -79,6 +79,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     control_port: int = 8001
     internal_token: str = ""
     """Bearer token that `/internal/*` and control writes ask for; empty: only loopback peers may call them."""
+    internal_tokens_file: str | None = None
+    """File of further such tokens, one a line, read again when it changes. An empty file lets nobody in."""
     max_body_bytes: int = 8 * 1024 * 1024
     max_header_bytes: int = 64 * 1024
     body_timeout_s: float = 30.0

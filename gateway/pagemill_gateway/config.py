@@ -7,17 +7,44 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
 from pagemill_protocol.catalog import Catalog
+from pagemill_protocol.secret_file import SecretFile
 
 _SHA256_HEX = re.compile(r"[0-9a-fA-F]{64}")
 
 
 class SettingsError(ValueError):
     """The settings cannot be used; the message names the field, its value and the remedy."""
+
+
+class KeysSecret(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The Secret that engine tokens are derived from; the operator makes it and turns its keys."""
+
+    namespace: str = "pagemill-system"
+    name: str = "pagemill-keys"
+
+
+class KubernetesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the gateway watches in its cluster, with the credentials of its pod."""
+
+    namespaces: list[str] = []
+    """Namespaces whose LLMDeployments are served; empty: all."""
+    keys_secret: KeysSecret = KeysSecret()
+    last_known_file: str = "/var/lib/pagemill/catalog.json"
+    """The latest catalogue and keys, for a start while the API server is down. Put it in memory: it holds secrets."""
+    kubeconfig: str | None = None
+    """For a gateway outside the cluster; `None`: the service account of the pod."""
+    watch_idle_timeout_s: float = 90.0
+    """A watch silent for this long is opened again; API servers say something every minute."""
+    backoff_base_s: float = 0.2
+    backoff_max_s: float = 10.0
+    """First and longest pause between attempts to reach the API server; each is drawn from the upper half."""
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -29,7 +56,17 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     control_token: str = ""
     """Bearer token of `PUT /catalog`; empty: only allowed on a loopback bind."""
     api_keys: list[str] = []
-    """SHA-256 of each accepted API key, in hex. Empty: no key is asked, only allowed on a loopback bind."""
+    """SHA-256 of each accepted API key, in hex."""
+    api_keys_file: str | None = None
+    """File of further such hashes, one a line, read again when it changes. An empty file lets nobody in."""
+    allow_anonymous: bool = False
+    """No key is asked on a bind that others can reach. Without keys, that must be said; never together with keys."""
+    discovery: Literal["static", "kubernetes"] = "static"
+    """
+    Where the catalogue comes from. `static`: `catalog`, then `PUT /catalog`. `kubernetes`: LLMDeployments and
+    EndpointSlices, watched.
+    """
+    kubernetes: KubernetesConfig = KubernetesConfig()
     catalog: Catalog = Catalog()
     """What is served at start; `PUT /catalog` replaces it."""
 
@@ -75,21 +112,26 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def checked(self) -> GatewayConfig:
         """Return self, or raise `SettingsError` for the first setting that must not be used."""
-        for key in self.api_keys:
-            if not _SHA256_HEX.fullmatch(key):
-                raise SettingsError(
-                    f"api_keys: {key[:8]!r}... is not a SHA-256 in hex (64 characters). "
-                    "Hash each key first: printf %s KEY | sha256sum."
-                )
-        if not self.api_keys and not is_loopback(self.host):
+        check_key_hashes(self.api_keys, "api_keys")
+        has_keys = bool(self.api_keys) or self.api_keys_file is not None
+        if has_keys and self.allow_anonymous:
+            raise SettingsError(
+                "allow_anonymous: true contradicts api_keys and api_keys_file. Remove the keys to let everybody in, "
+                "or remove allow_anonymous."
+            )
+        if not has_keys and not self.allow_anonymous and not is_loopback(self.host):
             raise SettingsError(
                 f"host: {self.host!r} can be reached from other machines and api_keys is empty, so anybody could use "
-                "the models. Set api_keys, or bind to 127.0.0.1."
+                "the models. Set api_keys or api_keys_file, or bind to 127.0.0.1, or set allow_anonymous."
             )
-        if not self.control_token and not is_loopback(self.control_host):
+        if self.discovery == "static" and not self.control_token and not is_loopback(self.control_host):
             raise SettingsError(
                 f"control_host: {self.control_host!r} can be reached from other machines and control_token is empty, "
                 "so anybody could replace the catalogue. Set control_token, or bind to 127.0.0.1."
+            )
+        if self.discovery == "kubernetes" and self.catalog.models:
+            raise SettingsError(
+                "catalog: with discovery `kubernetes` the cluster's objects are the catalogue. Empty it."
             )
         for field in ("port", "control_port"):
             if not 0 <= getattr(self, field) <= 65535:
@@ -118,6 +160,28 @@ def load_config(path: Path) -> GatewayConfig:
         raise SettingsError(f"settings: {path}: {error}.") from error
     except msgspec.DecodeError as error:
         raise SettingsError(f"settings: {path} is not valid JSON: {error}.") from error
+
+
+def open_keys_file(path: str | None) -> SecretFile | None:
+    """Raises `SettingsError` when the file cannot be read, or holds anything but hashes."""
+    if path is None:
+        return None
+    try:
+        file = SecretFile(Path(path))
+    except OSError as error:
+        raise SettingsError(f"api_keys_file: cannot read {path}: {error.strerror}. Mount the Secret there.") from error
+    check_key_hashes(file.lines(), f"api_keys_file {path}")
+    return file
+
+
+def check_key_hashes(hashes: Iterable[str], where: str) -> None:
+    """Raises `SettingsError` for the first that is not a hash; a key itself must not be shown whole."""
+    for key in hashes:
+        if not _SHA256_HEX.fullmatch(key):
+            raise SettingsError(
+                f"{where}: {key[:8]!r}... is not a SHA-256 in hex (64 characters). "
+                "Hash each key first: printf %s KEY | sha256sum."
+            )
 
 
 def is_loopback(host: str) -> bool:

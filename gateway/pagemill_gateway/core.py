@@ -9,7 +9,7 @@ import aiohttp
 from pagemill_gateway.admission.gate import Gate
 from pagemill_gateway.admission.running import Running
 from pagemill_gateway.brain.brain import LocalBrain
-from pagemill_gateway.config import GatewayConfig
+from pagemill_gateway.config import GatewayConfig, open_keys_file
 from pagemill_gateway.discovery.bundles import Bundles
 from pagemill_gateway.discovery.state_streams import StateStreams
 from pagemill_gateway.metrics import GatewayMetrics
@@ -30,7 +30,7 @@ class Gateway:
         self.config = config
         self.started_unix_s = int(time.time())
         self.draining = False
-        self.keys = KeyRing(config.api_keys)
+        self.keys = KeyRing(config.api_keys, open_keys_file(config.api_keys_file))
         self.gate = Gate(config.max_requests, config.max_in_flight_body_bytes)
         self.running = Running()
         self.metrics = GatewayMetrics()
@@ -57,6 +57,10 @@ class Gateway:
         self._streams.sync()
         digests = {record.bundle_digest for record in self.brain.registry.endpoints.values()}
         self.bundles.forget_all_but(digests, {model.chat_template for model in catalog.models})
+
+    def control_tokens(self) -> tuple[str, ...] | None:
+        """Who may use the control port's guarded routes; `None`: loopback peers."""
+        return (self.config.control_token,) if self.config.control_token else None
 
     async def close(self) -> None:
         await self._streams.close()

@@ -322,16 +322,19 @@ def test_an_empty_ring_is_open() -> None:
 
 
 def test_internal_routes_ask_for_the_token() -> None:
-    door.require_internal(scope_with(("10.0.0.1", 1), "Bearer secret"), "secret")
-    assert refusal_of(lambda: door.require_internal(scope_with(("127.0.0.1", 1)), "secret")).status == 401
-    assert refusal_of(lambda: door.require_internal(scope_with(("127.0.0.1", 1), "Bearer no"), "secret")).status == 401
+    door.require_internal(scope_with(("10.0.0.1", 1), "Bearer secret"), ["old", "secret"])
+    assert refusal_of(lambda: door.require_internal(scope_with(("127.0.0.1", 1)), ["secret"])).status == 401
+    assert (
+        refusal_of(lambda: door.require_internal(scope_with(("127.0.0.1", 1), "Bearer no"), ["secret", "old"])).status
+        == 401
+    )
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", None])
 def test_without_a_token_internal_routes_answer_this_machine(host: str | None) -> None:
-    door.require_internal(scope_with((host, 1) if host else None), "")
+    door.require_internal(scope_with((host, 1) if host else None), None)
 
 
 @pytest.mark.parametrize("host", ["10.0.0.1", "::ffff:8.8.8.8", "example.org", ""])
 def test_without_a_token_internal_routes_refuse_others(host: str) -> None:
-    assert refusal_of(lambda: door.require_internal(scope_with((host, 1)), "")).status == 403
+    assert refusal_of(lambda: door.require_internal(scope_with((host, 1)), None)).status == 403

@@ -14,6 +14,7 @@ from pagemill_engine.server.lifecycle import Lifecycle
 from pagemill_engine.server.metrics import ServerMetrics
 from pagemill_engine.server.settings import Settings
 from pagemill_engine.server.state_stream import StatePublisher
+from pagemill_engine.server.tokens import InternalTokens
 from pagemill_protocol.errors import PagemillError, model_not_found, unavailable
 from pagemill_protocol.openai.render import fingerprint
 from pagemill_protocol.text.tokenizer import Tokenizer
@@ -30,6 +31,8 @@ class ServerContext:
     lifecycle: Lifecycle
     publisher: StatePublisher
     metrics: ServerMetrics
+    tokens: InternalTokens
+    """Who may call `/internal/*`."""
     client: EngineClient | None = None
     """Set when the tokenizer is loaded and the engine process starts."""
     tokenizer: Tokenizer | None = None

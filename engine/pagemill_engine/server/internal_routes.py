@@ -81,7 +81,7 @@ class StateResponse:
 
 def _guarded(request: Request) -> ServerContext:
     context: ServerContext = request.app.state.context
-    require_internal(request.scope, context.settings.server.internal_token)
+    require_internal(request.scope, context.tokens.accepted())
     return context
 
 

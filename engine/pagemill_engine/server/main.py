@@ -32,6 +32,7 @@ from pagemill_engine.server.metrics import ServerMetrics
 from pagemill_engine.server.settings import Settings
 from pagemill_engine.server.sockets import bind, bound_port
 from pagemill_engine.server.state_stream import StatePublisher
+from pagemill_engine.server.tokens import InternalTokens
 from pagemill_protocol.errors import PagemillError, unavailable
 from pagemill_protocol.http.connection import bounded_protocol
 from pagemill_protocol.sources import SourceError, default_name, resolve_source
@@ -78,6 +79,7 @@ class Server:
             lifecycle=lifecycle,
             publisher=StatePublisher(names),
             metrics=ServerMetrics(names[0], settings.engine),
+            tokens=InternalTokens(settings.server),
         )
         self._num_signals = 0
         self._signalled = asyncio.Event()

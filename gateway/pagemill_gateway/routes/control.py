@@ -19,7 +19,7 @@ class ControlRoutes:
         self._gateway = gateway
 
     async def put_catalog(self, request: Request) -> Response:
-        require_internal(request.scope, self._gateway.config.control_token)
+        require_internal(request.scope, self._gateway.control_tokens())
         catalog = decode_catalog(await read_body(request.receive))
         self._gateway.apply_catalog(catalog)
         return JSONResponse(

@@ -8,11 +8,12 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from starlette.types import Scope
 
 from pagemill_protocol.errors import PagemillError, unauthorized
+from pagemill_protocol.secret_file import SecretFile
 
 MAX_KEY_CHARS = 512
 
@@ -46,14 +47,15 @@ def hash_key(key: str) -> str:
 
 
 class KeyRing:
-    """The API keys a gateway accepts, by hash. An empty ring accepts everybody."""
+    """The API keys a gateway accepts, by hash: fixed ones and those of a file. Without either it accepts everybody."""
 
-    def __init__(self, key_hashes: Iterable[str]) -> None:
-        self._hashes = [key_hash.lower() for key_hash in key_hashes]
+    def __init__(self, key_hashes: Iterable[str], file: SecretFile | None = None) -> None:
+        self._hashes = tuple(key_hash.lower() for key_hash in key_hashes)
+        self._file = file
 
     @property
     def open(self) -> bool:
-        return not self._hashes
+        return not self._hashes and self._file is None
 
     def authenticate(self, scope: Scope) -> str | None:
         """The hash of the caller's key, `None` when the ring is open. Raises `PagemillError` 401.
@@ -65,19 +67,28 @@ class KeyRing:
         token = bearer_token(scope)
         given = hash_key(token) if token is not None else ""
         found: str | None = None
-        for known in self._hashes:
+        for known in self._known():
             if hmac.compare_digest(known.encode("ascii", "replace"), given.encode("ascii")):
                 found = known
         if token is None or found is None:
             raise unauthorized()
         return found
 
+    def _known(self) -> tuple[str, ...]:
+        if self._file is None:
+            return self._hashes
+        return self._hashes + tuple(line.lower() for line in self._file.lines())
 
-def require_internal(scope: Scope, token: str) -> None:
-    """Let only holders of `token` pass; without one configured, only loopback peers. Raises `PagemillError`."""
-    if token:
+
+def require_internal(scope: Scope, tokens: Collection[str] | None) -> None:
+    """Let only holders of one of `tokens` pass; `None`: no guard is configured, only loopback peers may pass.
+
+    Every token is compared, so the time tells nothing. Raises `PagemillError`.
+    """
+    if tokens is not None:
         given = bearer_token(scope)
-        if given is None or not same_secret(given, token):
+        matches = [given is not None and same_secret(given, token) for token in tokens]
+        if not any(matches):
             raise unauthorized("This route needs the internal token in the header `Authorization: Bearer TOKEN`.")
         return
     if not is_loopback(scope):

@@ -1,0 +1,75 @@
+"""`python -m pagemill_engine.drain --settings FILE`: what a pod does before it gets SIGTERM (Kubernetes' preStop).
+
+Tells the engine on this machine to drain and waits until every gateway has acknowledged it, or a few seconds. Standard
+library only, and no HTTP client of it: this must start at once, also on a busy machine. Where no engine listens there
+is nothing to drain, so that is no failure; what is refused or wrong is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+WAIT_S = 5.0
+"""For the gateways' acknowledgements; the engine answers as soon as all are there."""
+ANSWER_TIMEOUT_S = 2.0
+"""For the engine to answer on top of that."""
+MAX_ANSWER_BYTES = 64 * 1024
+ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0 drained or nothing to drain, 1 refused, 2 wrong command line."""
+    parser = argparse.ArgumentParser(prog="python -m pagemill_engine.drain", description="Drain the engine here.")
+    parser.add_argument("--settings", required=True, help="the settings file that the engine was started with")
+    parser.add_argument("--wait-s", type=float, default=WAIT_S, help="longest wait for acknowledgements")
+    arguments = parser.parse_args(argv)
+    try:
+        with open(arguments.settings, "rb") as file:
+            server = json.load(file).get("server", {})
+        status, answer = drain(server, arguments.wait_s)
+    except ConnectionRefusedError:
+        sys.stderr.write("drain: no engine listens here; nothing to drain\n")
+        return 0
+    except (OSError, ValueError, LookupError, AttributeError) as error:
+        sys.stderr.write(f"drain: {type(error).__name__}: {error}\n")
+        return 1
+    sys.stderr.write(f"drain: {status} {answer}\n")
+    return 0 if status == 200 else 1
+
+
+def drain(server: Mapping[str, Any], wait_s: float) -> tuple[int, str]:
+    """Status and body of the engine's answer. Raises `OSError`, or `ValueError` or `LookupError` for no HTTP."""
+    host = server.get("control_host", "127.0.0.1")
+    address = (ANY_ADDRESS.get(host, host), server.get("control_port", 8001))
+    with socket.create_connection(address, timeout=wait_s + ANSWER_TIMEOUT_S) as connection:
+        connection.sendall(_request(_token(server), wait_s))
+        with connection.makefile("rb") as answer:
+            raw = answer.read(MAX_ANSWER_BYTES)
+    head, _, body = raw.partition(b"\r\n\r\n")
+    return int(head.split(maxsplit=2)[1]), body.decode("utf-8", "replace")
+
+
+def _request(token: str, wait_s: float) -> bytes:
+    """HTTP/1.0: the answer ends with the connection."""
+    guard = [f"Authorization: Bearer {token}"] if token else []
+    lines = [f"POST /internal/drain?wait_s={wait_s} HTTP/1.0", "Host: localhost", "Content-Length: 0", *guard]
+    return "\r\n".join([*lines, "", ""]).encode("latin-1")
+
+
+def _token(server: Mapping[str, Any]) -> str:
+    path = server.get("internal_tokens_file")
+    if path:
+        with open(path, encoding="utf-8") as file:
+            for line in map(str.strip, file):
+                if line and not line.startswith("#"):
+                    return line
+    return str(server.get("internal_token", ""))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
