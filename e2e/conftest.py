@@ -1,49 +1,115 @@
-"""One Kubernetes API server for the whole session, and a kubectl that talks to it."""
+"""The cluster, the shared release, and a namespace per case; logs are collected where a case fails.
+
+A case takes `release` (the chart, installed) and `space` (a kubectl of its own namespace). Whatever it deploys there is
+deleted when it ends, and it fails where something is left. Cases that need power over the cluster take `one_node`.
+"""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+import itertools
+import os
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from support import artifacts, clusters, settings
+from support.audit import AuditLog
+from support.clusters import Cluster, OneNode
+from support.deployments import wait_no_children
+from support.kubectl import Kubectl
+from support.objects import RESTRICTED, namespace
+from support.release import SHARED_NAMESPACE, Release, Releases
 
-ROOT = Path(__file__).resolve().parents[1]
-CLUSTER = [sys.executable, str(ROOT / "e2e" / "cluster")]
+FAILED = pytest.StashKey[bool]()
+_numbers = itertools.count()
 
 
-@dataclass(frozen=True)
-class Kubectl:
-    """Runs kubectl against the test cluster; `ok` and `json` fail the test where kubectl fails."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    settings.add_options(parser)
 
-    binary: str
-    kubeconfig: str
 
-    def run(self, *arguments: str, stdin: object = None) -> subprocess.CompletedProcess[str]:
-        text = stdin if isinstance(stdin, str | None) else json.dumps(stdin)
-        argv = [self.binary, "--kubeconfig", self.kubeconfig, *arguments]
-        return subprocess.run(argv, input=text, capture_output=True, text=True, timeout=60)
-
-    def ok(self, *arguments: str, stdin: object = None) -> str:
-        done = self.run(*arguments, stdin=stdin)
-        assert done.returncode == 0, f"kubectl {' '.join(arguments)}: {done.stderr}"
-        return done.stdout
-
-    def json(self, *arguments: str, stdin: object = None) -> Any:
-        return json.loads(self.ok(*arguments, "-o", "json", stdin=stdin))
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Iterator[None] | Iterator[pytest.TestReport]:
+    report: pytest.TestReport = yield
+    if report.failed:
+        item.stash[FAILED] = True
+    return report
 
 
 @pytest.fixture(scope="session")
-def kubectl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kubectl]:
-    state = tmp_path_factory.mktemp("cluster")
-    done = subprocess.run([*CLUSTER, "up", "--state", str(state)], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, f"{done.stderr} (`make e2e` builds what is missing)"
-    exports = dict(word.split("=", 1) for word in done.stdout.split()[1:])
+def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    wanted = settings.read(request.config)
+    if wanted.context:
+        yield clusters.foreign(wanted.context, wanted.kubeconfig)
+    elif wanted.kubeconfig:
+        yield clusters.running(Path(wanted.kubeconfig))
+    else:
+        with clusters.started(tmp_path_factory.mktemp("cluster")) as started:
+            yield started
+
+
+@pytest.fixture(scope="session")
+def releases(request: pytest.FixtureRequest, cluster: Cluster) -> Iterator[Releases]:
+    wanted = settings.read(request.config)
+    kept = Releases(cluster, wanted.image_tag)
+    yield kept
+    if not wanted.keep_release:
+        kept.close()
+
+
+@pytest.fixture
+def release(releases: Releases) -> Release:
+    """The chart, installed with its defaults, two replicas of each component."""
+    return releases.shared()
+
+
+@pytest.fixture
+def one_node(cluster: Cluster) -> OneNode:
+    """Power over the cluster's parts and processes."""
+    if cluster.node is None:
+        pytest.skip("needs the one-node cluster: this context's processes and audit log are not ours")
+    return cluster.node
+
+
+@pytest.fixture
+def audit(one_node: OneNode) -> AuditLog:
+    """API calls from now on."""
+    log = AuditLog(one_node.audit_log)
+    log.mark()
+    return log
+
+
+@pytest.fixture
+def make_space(request: pytest.FixtureRequest, cluster: Cluster) -> Iterator[Callable[..., Kubectl]]:
+    """Make a namespace: `make_space(labels={...})` returns its kubectl. It ends empty, or the case fails."""
+    made: list[str] = []
+
+    def make(labels: dict[str, str] | None = None) -> Kubectl:
+        case = re.sub(r"[^a-z0-9]+", "-", Path(request.fspath).parent.name)
+        name = f"e2e-{case}-{os.getpid()}-{next(_numbers)}"
+        cluster.kubectl.apply(namespace(name, RESTRICTED if labels is None else labels))
+        made.append(name)
+        return cluster.kubectl.within(name)
+
+    yield make
+    if request.node.stash.get(FAILED, False):
+        root = settings.read(request.config).artifacts
+        folder = artifacts.folder_of(root, request.node.name)
+        artifacts.collect(cluster.kubectl, [*made, SHARED_NAMESPACE], folder)
     try:
-        yield Kubectl(f"{exports['PATH'].split(':')[0]}/kubectl", exports["KUBECONFIG"])
+        for name in made:
+            here = cluster.kubectl.within(name)
+            here.ok("delete", "llmd", "--all", "--timeout=120s", timeout_s=150)
+            wait_no_children(here)
     finally:
-        subprocess.run([*CLUSTER, "down", "--state", str(state)], check=True, timeout=60)
+        for name in made:
+            cluster.kubectl.delete(f"namespace/{name}", "--ignore-not-found")
+
+
+@pytest.fixture
+def space(make_space: Callable[..., Kubectl]) -> Kubectl:
+    """kubectl in a namespace of this case's own, under Pod Security's restricted profile."""
+    return make_space()

