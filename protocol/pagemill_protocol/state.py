@@ -11,6 +11,9 @@ import msgspec
 
 from pagemill_protocol.generate import PROTOCOL_VERSION
 
+GATEWAY_HEADER = b"x-pagemill-gateway"
+"""On the request for the stream and on the acknowledgement of a drain: which gateway it is, the same on both."""
+
 
 class StepTimeParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """Coefficients of the step-time model (`pagemill_protocol.step_time`), in milliseconds."""

@@ -47,6 +47,7 @@ CONTROL_ROUTES = [
     Route("/internal/state", internal_routes.state),
     Route("/internal/bundle", internal_routes.bundle),
     Route("/internal/drain", internal_routes.drain, methods=["POST"]),
+    Route("/internal/drained", internal_routes.drained, methods=["POST"]),
 ]
 
 

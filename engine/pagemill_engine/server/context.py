@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from pagemill_engine.ipc.messages import Ready
+from pagemill_engine.server.draining import Draining
 from pagemill_engine.server.engine_client import EngineClient
 from pagemill_engine.server.lifecycle import Lifecycle
 from pagemill_engine.server.metrics import ServerMetrics
@@ -33,6 +34,7 @@ class ServerContext:
     metrics: ServerMetrics
     tokens: InternalTokens
     """Who may call `/internal/*`."""
+    draining: Draining
     client: EngineClient | None = None
     """Set when the tokenizer is loaded and the engine process starts."""
     tokenizer: Tokenizer | None = None
@@ -63,11 +65,13 @@ class ServerContext:
         if name not in self.names:
             raise model_not_found(name, self.names)
 
+    @property
+    def num_requests(self) -> int:
+        return self.client.num_requests if self.client is not None else 0
+
     def drain(self) -> None:
-        """Take no more requests; what runs goes on. There is no way back."""
-        num_requests = self.client.num_requests if self.client is not None else 0
-        self.lifecycle.enter("draining", f"{num_requests} requests are still running")
-        self.publisher.set_draining()
+        """Unready from now on; what runs goes on. When requests are refused is `draining`'s decision."""
+        self.draining.announce(self.num_requests)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

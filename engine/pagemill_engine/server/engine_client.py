@@ -231,7 +231,7 @@ class EngineClient:
         self._lifecycle.enter("ready", f"loaded in {ready.load_s:.1f} s")
 
     def _refuse_unless_serving(self) -> None:
-        if self._lifecycle.ready:
+        if self._lifecycle.takes_requests:
             return
         if self._lifecycle.ending:
             raise unavailable("This server is shutting down.", retry_after_s=1, code="draining")

@@ -7,6 +7,7 @@ port, the others on the control port.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 
 import msgspec
@@ -22,8 +23,10 @@ from pagemill_engine.server.state_stream import StatePublisher
 from pagemill_protocol.errors import PagemillError, invalid_field
 from pagemill_protocol.frames import MSGPACK_CONTENT_TYPE, STATE_CONTENT_TYPE
 from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.http.door import require_internal
+from pagemill_protocol.http.door import header, require_internal
+from pagemill_protocol.state import GATEWAY_HEADER
 
+MAX_WAIT_S = 60.0
 BUNDLE_DIGEST_HEADER = "x-pagemill-digest"
 _decoder = msgspec.msgpack.Decoder(GenerateRequest)
 
@@ -49,11 +52,23 @@ async def bundle(request: Request) -> Response:
 
 
 async def drain(request: Request) -> Response:
-    """Take no more requests; what runs goes on. The answer tells how many requests are left."""
+    """Unready now. Answers when the gateways know, or after `wait_s`; from then on requests are refused.
+
+    What runs goes on; the answer tells how much is left.
+    """
     context = _guarded(request)
     context.drain()
-    num_requests = context.client.num_requests if context.client is not None else 0
-    return Response(orjson.dumps({"draining": True, "num_requests": num_requests}), media_type="application/json")
+    await context.draining.settle(_seconds(request.query_params.get("wait_s", "0"), "wait_s"))
+    gateways = context.draining.gateways
+    body = {"draining": True, "num_requests": context.num_requests, **gateways._asdict()}
+    return Response(orjson.dumps(body), media_type="application/json")
+
+
+async def drained(request: Request) -> Response:
+    """A gateway tells that it sends nothing more here."""
+    context = _guarded(request)
+    context.draining.acknowledge(_gateway_of(request.scope))
+    return Response(status_code=204)
 
 
 class StateResponse:
@@ -64,6 +79,8 @@ class StateResponse:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         publisher: StatePublisher = self._context.publisher
+        gateway = _gateway_of(scope)
+        self._context.draining.reader_came(gateway)
         subscription = publisher.subscribe()
         watcher = asyncio.create_task(_call_on_disconnect(receive, subscription.close))
         self._context.metrics.state_streams(+1)
@@ -76,6 +93,7 @@ class StateResponse:
         finally:
             watcher.cancel()
             publisher.unsubscribe(subscription)
+            self._context.draining.reader_left(gateway)
             self._context.metrics.state_streams(-1)
 
 
@@ -83,6 +101,22 @@ def _guarded(request: Request) -> ServerContext:
     context: ServerContext = request.app.state.context
     require_internal(request.scope, context.tokens.accepted())
     return context
+
+
+def _gateway_of(scope: Scope) -> str:
+    """Who reads the state: the name that a gateway gives itself, else its address."""
+    name = header(scope, GATEWAY_HEADER)
+    return name[:256] if name else f"address {(scope.get('client') or ('local', 0))[0]}"
+
+
+def _seconds(text: str, name: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds <= MAX_WAIT_S:
+        raise invalid_field(name, f"{name} must be a number of seconds from 0 to {MAX_WAIT_S:g}, got {text[:40]!r}.")
+    return seconds
 
 
 def _decode(raw: bytes) -> GenerateRequest:

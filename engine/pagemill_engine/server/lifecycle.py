@@ -22,6 +22,12 @@ class Lifecycle:
         self._observer = observer
         self._started_s = time.monotonic()
         self._since_s = self._started_s
+        self._takes_requests = False
+
+    @property
+    def takes_requests(self) -> bool:
+        """Ready, or draining while some gateway may not know yet."""
+        return self._takes_requests
 
     @property
     def ready(self) -> bool:
@@ -41,8 +47,14 @@ class Lifecycle:
             self._since_s = time.monotonic()
         self.phase = phase
         self.detail = detail
+        if phase != "draining":
+            self._takes_requests = phase == "ready"
         if self._observer is not None:
             self._observer(phase, detail)
+
+    def close_door(self) -> None:
+        """Refuse every further request, now that the server drains."""
+        self._takes_requests = False
 
     def report(self) -> dict[str, Any]:
         """The body of `/readyz`. Times in seconds: in this phase, and since start."""

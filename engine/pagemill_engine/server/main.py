@@ -25,6 +25,7 @@ from pagemill_engine.ipc.channels import EngineChannel
 from pagemill_engine.ipc.messages import Ready
 from pagemill_engine.server.apps import control_app, data_app
 from pagemill_engine.server.context import ServerContext
+from pagemill_engine.server.draining import ACKNOWLEDGE_TIMEOUT_S, Draining
 from pagemill_engine.server.engine_client import EngineClient
 from pagemill_engine.server.failure import StartupError
 from pagemill_engine.server.lifecycle import Lifecycle
@@ -72,14 +73,16 @@ class Server:
         self._events = events
         names = settings.engine.served_names or [default_name(settings.engine.model)]
         lifecycle = Lifecycle(self._on_phase)
+        publisher = StatePublisher(names)
         self._context = ServerContext(
             settings=settings,
             names=names,
             created_unix_s=int(time.time()),
             lifecycle=lifecycle,
-            publisher=StatePublisher(names),
+            publisher=publisher,
             metrics=ServerMetrics(names[0], settings.engine),
             tokens=InternalTokens(settings.server),
+            draining=Draining(lifecycle, publisher),
         )
         self._num_signals = 0
         self._signalled = asyncio.Event()
@@ -147,18 +150,23 @@ class Server:
         if context.client is None:
             return
         self._events.on_drain(context.client.num_requests)
-        idle = asyncio.create_task(context.client.wait_idle())
+        served = asyncio.create_task(self._finish(context.client))
         hurried = asyncio.create_task(self._hurried.wait())
         try:
-            await asyncio.wait(
-                [idle, hurried, *needed],
-                timeout=self._settings.server.drain_timeout_s,
-                return_when=asyncio.FIRST_COMPLETED,
-            )
+            await asyncio.wait([served, hurried, *needed], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            idle.cancel()
+            served.cancel()
             hurried.cancel()
+        context.lifecycle.close_door()
         context.client.fail_all(_shutting_down())
+
+    async def _finish(self, client: EngineClient) -> None:
+        """Until nobody sends any more and nothing runs, or the time is up."""
+        timeout_s = self._settings.server.drain_timeout_s
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._context.draining.settle(min(ACKNOWLEDGE_TIMEOUT_S, timeout_s))
+                await client.wait_idle()
 
     def _report_failure(self, task: asyncio.Task[None]) -> None:
         error = task.exception()

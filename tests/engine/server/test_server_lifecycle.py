@@ -264,7 +264,8 @@ def test_drain_by_request_keeps_the_process_and_a_kill_leaves_nothing(start_serv
     server = start_server()
     server.wait_for("ready")
     control = httpx.Client(base_url=server.control_url, timeout=10, headers=server.auth)
-    assert control.post("/internal/drain").json() == {"draining": True, "num_requests": 0}
+    answer = control.post("/internal/drain").json()
+    assert answer == {"draining": True, "num_requests": 0, "connected": 0, "acknowledged": 0}
     assert control.get("/readyz").json()["phase"] == "draining"
     assert httpx.post(f"{server.url}/v1/chat/completions", json=BODY).status_code == 503
     control.close()
