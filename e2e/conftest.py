@@ -21,12 +21,21 @@ from support.kubectl import Kubectl
 from support.objects import RESTRICTED, namespace
 from support.release import SHARED_NAMESPACE, Release, Releases
 
+HERE = Path(__file__).resolve().parent
+CASE_TIMEOUT_S = 600
 FAILED = pytest.StashKey[bool]()
 _numbers = itertools.count()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     settings.add_options(parser)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A case waits for pods, and the first one for the cluster: more time than a unit test gets."""
+    for item in items:
+        if HERE in item.path.parents and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(CASE_TIMEOUT_S))
 
 
 @pytest.hookimpl(wrapper=True)

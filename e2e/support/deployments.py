@@ -90,6 +90,13 @@ class Deployed:
             self.kubectl.wait(f"pod/{pod['metadata']['name']}", "delete", timeout_s)
         self.wait_ready(timeout_s=timeout_s)
 
+    def wait_settled(self, timeout_s: float = READY_TIMEOUT_S) -> None:
+        """Until the current spec is Ready and no pod of another template is left."""
+        self.wait_ready(timeout_s=timeout_s)
+        arguments = ["rollout", "status", f"deployment/{self.name}-engine", f"--timeout={timeout_s:.0f}s"]
+        self.kubectl.ok(*arguments, timeout_s=timeout_s + 30)
+        self.wait_ready(timeout_s=timeout_s)
+
     def delete(self, timeout_s: float = 120) -> None:
         """Delete it and wait until nothing that it owned is left."""
         self.kubectl.delete(self.target, timeout_s=timeout_s)

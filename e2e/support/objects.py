@@ -46,3 +46,25 @@ def namespace(name: str, labels: dict[str, str] | None = None) -> Document:
 
 def secret(name: str, **values: str) -> Document:
     return {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}, "stringData": values}
+
+
+def probe_pod(name: str, image: str, command: list[str]) -> Document:
+    """A pod that runs one command to its end, within the restricted profile."""
+    container = {
+        "name": "probe",
+        "image": image,
+        "command": command,
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+    }
+    security = {"runAsNonRoot": True, "runAsUser": 65532, "seccompProfile": {"type": "RuntimeDefault"}}
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name},
+        "spec": {
+            "restartPolicy": "Never",
+            "automountServiceAccountToken": False,
+            "securityContext": security,
+            "containers": [container],
+        },
+    }

@@ -124,6 +124,11 @@ class Releases:
             self._installed = True
         return self._shared
 
+    def fresh(self) -> Release:
+        """The shared release, installed anew."""
+        self.close()
+        return self.shared()
+
     @contextmanager
     def absent(self) -> Iterator[None]:
         """No shared release while the block runs."""

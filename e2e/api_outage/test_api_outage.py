@@ -1,0 +1,53 @@
+"""A minute without the API server: answers go on, even from a gateway that was restarted meanwhile."""
+
+from __future__ import annotations
+
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+from support.clusters import OneNode
+from support.deployments import deploy
+from support.kubectl import Kubectl
+from support.load import running_load
+from support.objects import llmdeployment
+from support.processes import kill_pod
+from support.release import Release
+from support.waiting import until
+
+OUTAGE_S = 60.0
+RECONCILED_S = 10.0
+
+
+@pytest.mark.smoke
+def test_a_minute_without_the_api_server_fails_no_request(one_node: OneNode, release: Release, space: Kubectl) -> None:
+    chat = deploy(space, llmdeployment("chat", replicas=2))
+    chat.wait_ready(2)
+    steady, restarted = release.pods("gateway")
+    with running_load(release.gateway_pod(steady, "chat")) as load:
+        with one_node.without("kube-apiserver"):
+            gone_s = time.monotonic()
+            kill_pod(restarted, "pagemill_gateway")
+            until("the restarted gateway is ready", lambda: _is_ready(restarted["status"]["podIP"]), timeout_s=45)
+            with running_load(release.gateway_pod(restarted, "chat"), workers=1) as second_load:
+                until("the minute is over", lambda: time.monotonic() > gone_s + OUTAGE_S, timeout_s=OUTAGE_S + 5)
+        chat.scale(1)
+        until("the change is reconciled", lambda: _engine_replicas(space) == 1, timeout_s=RECONCILED_S)
+        chat.wait_ready(1)
+        load.wait_for(5)
+    load.report().assert_all_complete(at_least=30)
+    second_load.report().assert_all_complete(at_least=5)
+
+
+def _is_ready(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://{address}:8081/readyz", timeout=2) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _engine_replicas(space: Kubectl) -> int:
+    replicas: int = space.json("get", "deployment/chat-engine")["spec"]["replicas"]
+    return replicas

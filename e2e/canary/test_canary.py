@@ -1,0 +1,60 @@
+"""One model name, two deployments: a share of the requests by weight, or a refusal that says so."""
+
+from __future__ import annotations
+
+from support.clusters import OneNode
+from support.deployments import Deployed, deploy
+from support.kubectl import Kubectl
+from support.metrics import total
+from support.objects import llmdeployment
+from support.release import Release
+
+REQUESTS = 80
+CONTROL_PORT = 8001
+
+
+def test_a_canary_gets_its_share_of_the_requests(one_node: OneNode, release: Release, space: Kubectl) -> None:
+    stable = deploy(space, llmdeployment("stable", model={"name": "chat"}, routing={"weight": 75}))
+    canary = deploy(space, llmdeployment("canary", model={"name": "chat"}, routing={"weight": 25}))
+    for deployed in (stable, canary):
+        deployed.wait_ready(1)
+    service = release.service("chat")
+    assert [model.id for model in service.client().models.list()] == ["chat"]
+    before = {deployed.name: _answered(deployed) for deployed in (stable, canary)}
+    for _ in range(REQUESTS):
+        service.ask(max_tokens=1)
+    answered = {deployed.name: _answered(deployed) - before[deployed.name] for deployed in (stable, canary)}
+    assert sum(answered.values()) == REQUESTS
+    # Four standard deviations of 80 throws with one in four; a share that is not 25 % falls out.
+    assert 5 <= answered["canary"] <= 35, answered
+
+
+def test_a_canary_at_weight_0_gets_nothing(one_node: OneNode, release: Release, space: Kubectl) -> None:
+    stable = deploy(space, llmdeployment("stable", model={"name": "chat"}, routing={"weight": 1}))
+    canary = deploy(space, llmdeployment("canary", model={"name": "chat"}, routing={"weight": 0}))
+    for deployed in (stable, canary):
+        deployed.wait_ready(1)
+    before = _answered(canary)
+    for _ in range(20):
+        release.service("chat").ask(max_tokens=1)
+    assert _answered(canary) == before
+
+
+def test_a_name_claimed_twice_is_refused_to_the_younger_until_the_elder_leaves(
+    release: Release, space: Kubectl
+) -> None:
+    elder = deploy(space, llmdeployment("elder", model={"name": "chat"}))
+    elder.wait_ready(1)
+    younger = deploy(space, llmdeployment("younger", model={"name": "chat"}))
+    refusal = younger.wait_reason("Ready", "NameConflict")
+    assert refusal["status"] == "False"
+    assert "routing.weight" in refusal["message"], "the remedy"
+    assert elder.condition("Ready")["status"] == "True"
+    assert release.service("chat").ask() != ""
+    elder.delete()
+    younger.wait_ready(1)
+    assert release.service("chat").ask() != ""
+
+
+def _answered(deployed: Deployed) -> float:
+    return sum(total(pod, CONTROL_PORT, "vllm:request_success_total") for pod in deployed.pods())

@@ -1,0 +1,48 @@
+"""The first page of the documentation, step by step, on a cluster that knows nothing of pagemill."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.deployments import Deployed, wait_no_children
+from support.kubectl import Kubectl
+from support.release import Release, Releases
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "llmdeployment.yaml"
+LEFT_ON_PURPOSE = {"customresourcedefinition.apiextensions.k8s.io/llmdeployments.pagemill.dev"}
+RELEASED = (
+    "all,secrets,configmaps,serviceaccounts,roles,rolebindings,clusterroles,clusterrolebindings,networkpolicies,"
+    "poddisruptionbudgets,leases,customresourcedefinitions,validatingadmissionpolicies,"
+    "validatingadmissionpolicybindings"
+)
+
+
+@pytest.mark.smoke
+def test_from_helm_install_to_an_answer_and_back_to_nothing(releases: Releases, space: Kubectl) -> None:
+    release = releases.fresh()
+    release.helm("test", release.name)
+
+    space.ok("apply", "-f", str(EXAMPLE))
+    smollm2 = Deployed(space, "smollm2")
+    smollm2.wait_ready(2)
+
+    service = release.service("smollm2")
+    assert [model.id for model in service.client().models.list()] == ["smollm2"]
+    assert "Paris" in service.ask("What is the capital of France?")
+    header, row = space.ok("get", "llmd", "smollm2").splitlines()
+    assert header.split() == ["NAME", "MODEL", "READY", "DESIRED", "KV%", "QUEUE", "REASON", "AGE"]
+    assert row.split()[:4] == ["smollm2", "smollm2", "2", "2"]
+
+    smollm2.delete()
+    wait_no_children(space)
+    assert list(service.client().models.list()) == []
+    releases.close()
+    assert _left(release) == LEFT_ON_PURPOSE
+
+
+def _left(release: Release) -> set[str]:
+    """What still carries the release's label, anywhere."""
+    selector = f"app.kubernetes.io/instance={release.name}"
+    names = release.cluster.kubectl.ok("get", RELEASED, "--all-namespaces", "--selector", selector, "-o", "name")
+    return set(names.split())

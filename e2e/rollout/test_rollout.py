@@ -1,0 +1,70 @@
+"""Rolling updates under load: of the model's name, of an engine flag, of the image. Nobody notices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.deployments import Deployed, deploy
+from support.kubectl import Kubectl
+from support.load import running_load
+from support.objects import llmdeployment
+from support.release import Release
+from support.waiting import until
+
+ALIAS = "chat"
+"""Clients use the alias, so that the model's own name may change under them."""
+
+
+@pytest.fixture
+def assistant(release: Release, space: Kubectl) -> Deployed:
+    deployed = deploy(space, llmdeployment("assistant", replicas=2, model={"name": "assistant-1", "aliases": [ALIAS]}))
+    deployed.wait_ready(2)
+    return deployed
+
+
+@pytest.mark.smoke
+def test_a_new_model_name_interrupts_nobody(release: Release, assistant: Deployed) -> None:
+    with running_load(release.service(ALIAS)) as load:
+        assistant.patch(model={"name": "assistant-2"})
+        assistant.wait_settled()
+        load.wait_for(10)
+        names = [model.id for model in release.service(ALIAS).client().models.list()]
+    load.report().assert_all_complete(at_least=20)
+    assert "assistant-2" in names
+    assert "assistant-1" not in names
+
+
+@pytest.mark.smoke
+def test_a_new_engine_flag_replaces_every_pod_and_interrupts_nobody(release: Release, assistant: Deployed) -> None:
+    _roll(release, assistant, {"engine": {"maxNumSeqs": 6}})
+
+
+def test_a_new_image_replaces_every_pod_and_interrupts_nobody(release: Release, assistant: Deployed) -> None:
+    image = f"docker.io/pagemill/engine:{release.image_tag}-next"
+    _roll(release, assistant, {"engine": {"image": image}})
+    assert {pod["spec"]["containers"][0]["image"] for pod in assistant.pods()} == {image}
+
+
+def test_three_changes_in_a_row_end_with_the_last_one(release: Release, assistant: Deployed, space: Kubectl) -> None:
+    with running_load(release.service(ALIAS)) as load:
+        for max_num_seqs in (5, 6, 7):
+            assistant.patch(engine={"maxNumSeqs": max_num_seqs})
+        assistant.wait_settled()
+        load.wait_for(10)
+    load.report().assert_all_complete(at_least=20)
+    until(
+        "the settings of earlier changes are deleted",
+        lambda: len(space.items("configmaps", "--selector", assistant.selector)) <= 2,
+        timeout_s=60,
+    )
+
+
+def _roll(release: Release, assistant: Deployed, change: dict[str, Any]) -> None:
+    old = assistant.pods()
+    with running_load(release.service(ALIAS)) as load:
+        assistant.patch(**change)
+        assistant.wait_rolled_out(old)
+        load.wait_for(10)
+    load.report().assert_all_complete(at_least=20)
+    assert {pod["metadata"]["uid"] for pod in old}.isdisjoint(pod["metadata"]["uid"] for pod in assistant.pods())

@@ -1,0 +1,26 @@
+"""Reads Prometheus metrics of a pod from outside; only where pod addresses are reachable."""
+
+from __future__ import annotations
+
+import urllib.request
+from typing import Any
+
+TIMEOUT_S = 10.0
+
+
+def read(pod: dict[str, Any], port: int) -> str:
+    url = f"http://{pod['status']['podIP']}:{port}/metrics"
+    with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:
+        text: str = answer.read().decode()
+        return text
+
+
+def total(pod: dict[str, Any], port: int, name: str, **labels: str) -> float:
+    """The sum over all series of that name with those labels; 0 where there is none."""
+    wanted = [f'{label}="{value}"' for label, value in labels.items()]
+    values = [
+        float(line.rpartition(" ")[2])
+        for line in read(pod, port).splitlines()
+        if line.split("{")[0].split(" ")[0] == name and all(label in line for label in wanted)
+    ]
+    return sum(values)

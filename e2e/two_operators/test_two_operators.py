@@ -1,0 +1,84 @@
+"""Two operators, one Lease: the second takes over, and there are never two that write. The audit log is the witness."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from support.audit import AuditLog, Call
+from support.clusters import OneNode
+from support.deployments import deploy
+from support.kubectl import Kubectl
+from support.objects import llmdeployment
+from support.processes import kill_pod, of_pod
+from support.release import Release
+from support.waiting import until
+
+TAKEOVER_S = 20.0
+"""The Lease's duration and five seconds."""
+OPERATOR = "pagemill-operator"
+
+
+def test_after_the_leaders_death_work_goes_on_within_lease_and_five_seconds(
+    one_node: OneNode, release: Release, space: Kubectl, audit: AuditLog
+) -> None:
+    chat = deploy(space, llmdeployment("chat"))
+    chat.wait_ready(1)
+    leader = release.leader()
+    kill_pod(leader, "pagemill_operator")
+    killed_s = time.monotonic()
+    chat.scale(2)
+    until(
+        "the change is reconciled",
+        lambda: space.json("get", "deployment/chat-engine")["spec"]["replicas"] == 2,
+        timeout_s=TAKEOVER_S,
+    )
+    print(f"reconciled {time.monotonic() - killed_s:.1f} s after the leader was killed")
+    chat.wait_ready(2)
+    assert _turns(audit.writes(user=OPERATOR)) <= 2
+
+
+def test_a_paused_leader_that_wakes_up_writes_nothing(
+    one_node: OneNode, release: Release, space: Kubectl, audit: AuditLog
+) -> None:
+    chat = deploy(space, llmdeployment("chat"))
+    chat.wait_ready(1)
+    old = release.leader()
+    name = old["metadata"]["name"]
+    processes = of_pod(old, "pagemill_operator")
+    chat.scale(2)  # it has work in hand when it stops
+    for process in processes:
+        process.signal(signal.SIGSTOP)
+    try:
+        until(
+            "the other operator leads", lambda: release.leader()["metadata"]["name"] != name, timeout_s=TAKEOVER_S + 5
+        )
+        chat.scale(3)
+        chat.wait_ready(3)
+        before = len(audit.writes(user=OPERATOR, pod=name))
+    finally:
+        for process in processes:
+            process.signal(signal.SIGCONT)
+    until("the old leader has ended", lambda: _restarts(space, release, name) > _count(old), timeout_s=60)
+    chat.scale(1)  # whoever is awake sees this
+    chat.wait_ready(1)
+    assert len(audit.writes(user=OPERATOR, pod=name)) == before, "the old leader wrote after it woke up"
+    assert _turns(audit.writes(user=OPERATOR)) == 2, "writes of two operators are mixed"
+
+
+def _turns(writes: Iterable[Call]) -> int:
+    """How often the writing pod changes, plus one."""
+    ordered = sorted(writes, key=lambda call: call.at)
+    return len([pod for pod, _ in itertools.groupby(ordered, key=lambda call: call.pod)])
+
+
+def _restarts(space: Kubectl, release: Release, name: str) -> int:
+    return _count(space.within(release.namespace).json("get", f"pod/{name}"))
+
+
+def _count(pod: dict[str, Any]) -> int:
+    count: int = pod["status"]["containerStatuses"][0]["restartCount"]
+    return count
