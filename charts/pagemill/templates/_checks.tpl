@@ -1,0 +1,39 @@
+{{/* What a schema cannot say: refused before anything is installed, with the remedies. */}}
+{{- define "pagemill.checks" -}}
+{{- if and (not .Values.gateway.auth.allowAnonymous) (not (include "pagemill.hasApiKeys" .)) }}
+{{- fail (printf `
+
+No API key is set, so the gateway would refuse every request. Choose one:
+
+1. Make a Secret with the SHA-256 of each key that clients may use, and name it:
+     kubectl --namespace %s create secret generic pagemill-api-keys \
+       --from-literal=keys="$(printf %%s 'YOUR-KEY' | sha256sum | cut -d' ' -f1)"
+     helm ... --set gateway.apiKeys.existingSecret=pagemill-api-keys
+2. Serve everybody who reaches the gateway, for a try or behind your own authentication:
+     helm ... --set gateway.auth.allowAnonymous=true
+` .Release.Namespace) }}
+{{- end }}
+{{- if and .Values.gateway.auth.allowAnonymous (include "pagemill.hasApiKeys" .) }}
+{{- fail "gateway.auth.allowAnonymous: it is true, and gateway.apiKeys names keys. Set only one of them." }}
+{{- end }}
+{{- if and .Values.gateway.apiKeys.existingSecret .Values.gateway.apiKeys.sha256 }}
+{{- fail "gateway.apiKeys: existingSecret and sha256 are both set. Put all hashes into the Secret, or name none." }}
+{{- end }}
+{{- $election := .Values.operator.leaderElection }}
+{{- if not (and (lt (int $election.retryPeriodSeconds) (int $election.renewDeadlineSeconds)) (lt (int $election.renewDeadlineSeconds) (int $election.leaseDurationSeconds))) }}
+{{- fail (printf "operator.leaderElection: retryPeriodSeconds (%d) must be less than renewDeadlineSeconds (%d), and that less than leaseDurationSeconds (%d)." (int $election.retryPeriodSeconds) (int $election.renewDeadlineSeconds) (int $election.leaseDurationSeconds)) }}
+{{- end }}
+{{- $scaling := .Values.gateway.autoscaling }}
+{{- if and $scaling.enabled (gt (int $scaling.minReplicas) (int $scaling.maxReplicas)) }}
+{{- fail (printf "gateway.autoscaling: minReplicas (%d) is more than maxReplicas (%d)." (int $scaling.minReplicas) (int $scaling.maxReplicas)) }}
+{{- end }}
+{{- if and $scaling.enabled (not (int $scaling.targetCPUUtilizationPercentage)) (not $scaling.metrics) }}
+{{- fail "gateway.autoscaling: it is enabled without a metric. Set targetCPUUtilizationPercentage or metrics." }}
+{{- end }}
+{{- if and .Values.monitoring.podMonitor.enabled .Values.monitoring.serviceMonitor.enabled }}
+{{- fail "monitoring: podMonitor and serviceMonitor are both enabled, so everything would be scraped twice. Enable one." }}
+{{- end }}
+{{- if and .Values.gateway.httpRoute.enabled (not .Values.gateway.httpRoute.parentRefs) }}
+{{- fail "gateway.httpRoute.parentRefs: it is empty, so the route would attach to nothing. Name a Gateway." }}
+{{- end }}
+{{- end -}}

@@ -1,0 +1,18 @@
+{{/* Egress that operator and gateway share: the cluster's DNS and the API server. */}}
+{{- define "pagemill.clusterEgress" -}}
+- ports:
+    - port: 53
+      protocol: UDP
+    - port: 53
+      protocol: TCP
+- to:
+    {{- range .Values.network.apiServerCIDRs }}
+    - ipBlock:
+        cidr: {{ . | quote }}
+    {{- end }}
+  ports:
+    {{- range .Values.network.apiServerPorts }}
+    - port: {{ . }}
+      protocol: TCP
+    {{- end }}
+{{- end -}}

@@ -1,0 +1,65 @@
+{{/*
+The settings files of the operator and the gateway. Their fields are those of OperatorConfig and GatewayConfig, which
+refuse unknown ones; `settings` of each component goes over everything.
+*/}}
+
+{{- define "pagemill.operatorSettings" -}}
+{{- $values := .Values.operator -}}
+{{- $election := $values.leaderElection -}}
+{{- $pullSecrets := list -}}
+{{- range .Values.global.imagePullSecrets }}{{ $pullSecrets = append $pullSecrets .name }}{{ end -}}
+{{- $own := dict
+  "namespace" .Release.Namespace
+  "watch_namespaces" (include "pagemill.watchNamespaces" . | fromJsonArray)
+  "engine_image" (include "pagemill.image" (dict "root" . "component" "engine"))
+  "image_pull_policy" .Values.image.engine.pullPolicy
+  "image_pull_secrets" $pullSecrets
+  "gateway_url" (include "pagemill.gatewayUrl" .)
+  "gateway_selector" (include "pagemill.selector" (dict "root" . "component" "gateway") | fromYaml)
+  "prometheus_namespace_selector" .Values.prometheus.namespaceLabels
+  "prometheus_pod_selector" (include "pagemill.prometheusPods" . | fromJson)
+  "keys_secret" (include "pagemill.keysName" .)
+  "lease_name" (include "pagemill.operatorName" .)
+  "lease_duration_s" $election.leaseDurationSeconds
+  "renew_deadline_s" $election.renewDeadlineSeconds
+  "retry_period_s" $election.retryPeriodSeconds
+  "resync_s" $values.resyncSeconds
+  "key_rotation_s" $values.keyRotationSeconds
+  "host" "0.0.0.0"
+  "metrics_port" 8080
+  "gateway_control_port" 8081
+  "log_level" (upper $values.logLevel)
+-}}
+{{- mustMergeOverwrite $own (deepCopy $values.settings) | toPrettyJson -}}
+{{- end -}}
+
+{{- define "pagemill.gatewaySettings" -}}
+{{- $values := .Values.gateway -}}
+{{- $kubernetes := dict
+  "namespaces" (include "pagemill.watchNamespaces" . | fromJsonArray)
+  "keys_secret" (dict "namespace" .Release.Namespace "name" (include "pagemill.keysName" .))
+  "last_known_file" "/var/lib/pagemill/catalog.json"
+-}}
+{{- $own := dict
+  "host" "0.0.0.0"
+  "port" 8080
+  "control_host" "0.0.0.0"
+  "control_port" 8081
+  "discovery" "kubernetes"
+  "kubernetes" $kubernetes
+  "allow_anonymous" $values.auth.allowAnonymous
+  "drain_delay_s" $values.drainDelaySeconds
+  "drain_timeout_s" $values.drainTimeoutSeconds
+-}}
+{{- if include "pagemill.hasApiKeys" . }}{{ $_ := set $own "api_keys_file" "/etc/pagemill-keys/keys" }}{{ end -}}
+{{- mustMergeOverwrite $own (deepCopy $values.settings) | toPrettyJson -}}
+{{- end -}}
+
+{{- define "pagemill.hasApiKeys" -}}
+{{- if or .Values.gateway.apiKeys.existingSecret .Values.gateway.apiKeys.sha256 }}true{{ end -}}
+{{- end -}}
+
+{{/* Time that kubelet gives a gateway pod: its whole drain, and some for the end. */}}
+{{- define "pagemill.gatewayGraceSeconds" -}}
+{{- add (int .Values.gateway.drainDelaySeconds) (int .Values.gateway.drainTimeoutSeconds) 15 -}}
+{{- end -}}
