@@ -132,7 +132,7 @@ def is_branch(value: yaml.Node, comment: Comment) -> bool:
 
 def plain(node: yaml.Node) -> Any:
     """The value of a node."""
-    return yaml.safe_load(yaml.serialize(node, Dumper=yaml.SafeDumper))
+    return yaml.SafeLoader("").construct_object(node, deep=True)
 
 
 def _scalar_type(node: yaml.Node) -> str:

@@ -1,0 +1,78 @@
+"""NetworkPolicies of operator and gateway: who gets in, and where they get out to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Variant = Callable[[str], Any]
+ENGINE = {"matchLabels": {"app.kubernetes.io/name": "pagemill-engine"}}
+
+
+def ports(rule: dict[str, Any]) -> set[Any]:
+    return {each["port"] for each in rule.get("ports", [])}
+
+
+def policy(rendered: Any, component: str) -> Any:
+    return rendered.component("NetworkPolicy", component)["spec"]
+
+
+def rule_for(rules: list[Any], port: Any) -> Any:
+    (found,) = [rule for rule in rules if port in ports(rule)]
+    return found
+
+
+def test_both_directions_are_closed_by_default(variant: Variant) -> None:
+    for component in ("operator", "gateway"):
+        assert policy(variant("anonymous"), component)["policyTypes"] == ["Ingress", "Egress"]
+    assert variant("service-monitor").all("NetworkPolicy") == [], "switched off"
+
+
+def test_everybody_reaches_the_data_port_and_few_the_control_port(variant: Variant) -> None:
+    ingress = policy(variant("anonymous"), "gateway")["ingress"]
+    assert "from" not in rule_for(ingress, "data")
+    operator, prometheus = rule_for(ingress, "control")["from"]
+    assert operator["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "operator"
+    assert "namespaceSelector" not in operator, "the operator of this release, in this namespace"
+    assert prometheus["podSelector"] == {"matchLabels": {"app.kubernetes.io/name": "prometheus"}}
+
+
+def test_clients_can_be_named_and_the_test_is_one_of_them(variant: Variant) -> None:
+    apps, test = rule_for(policy(variant("everything"), "gateway")["ingress"], "data")["from"]
+    assert apps["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "apps"}
+    labels = variant("everything").component("Pod", "test")["metadata"]["labels"]
+    assert test["podSelector"]["matchLabels"].items() <= labels.items()
+
+
+def test_the_gateway_reaches_engines_where_they_may_be(variant: Variant) -> None:
+    def engines(rendered: Any) -> Any:
+        rule = rule_for(policy(rendered, "gateway")["egress"], 8000)
+        assert ports(rule) == {8000, 8001}
+        (peer,) = rule["to"]
+        assert peer["podSelector"] == ENGINE
+        return peer["namespaceSelector"]
+
+    assert engines(variant("anonymous")) == {}
+    (expression,) = engines(variant("namespaced"))["matchExpressions"]
+    assert expression["values"] == ["pagemill-system", "team-a"]
+
+
+def test_the_operator_reaches_gateways_and_no_engine(variant: Variant) -> None:
+    egress = policy(variant("anonymous"), "operator")["egress"]
+    (gateway,) = rule_for(egress, "control")["to"]
+    assert gateway["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "gateway"
+    assert not any(8000 in ports(rule) for rule in egress)
+
+
+def test_the_api_server_can_be_narrowed_down(variant: Variant) -> None:
+    rule = rule_for(policy(variant("everything"), "operator")["egress"], 6443)
+    assert rule["to"] == [{"ipBlock": {"cidr": "10.96.0.1/32"}}]
+    assert ports(rule) == {6443}
+
+
+def test_prometheus_is_the_same_for_all(variant: Variant) -> None:
+    everything = variant("everything")
+    (operator,) = rule_for(policy(everything, "operator")["ingress"], "metrics")["from"]
+    gateway = rule_for(policy(everything, "gateway")["ingress"], "control")["from"][1]
+    assert operator == gateway
+    assert operator["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "monitoring"}

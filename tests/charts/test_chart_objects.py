@@ -1,0 +1,172 @@
+"""Whatever the values, the rendered objects are what Kubernetes accepts, and safe by the restricted profile."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import referencing
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+OLDEST, NEWEST = "1.30.0", "1.37.0"
+FOREIGN = {"PodMonitor", "ServiceMonitor", "PrometheusRule", "HTTPRoute", "CustomResourceDefinition"}
+"""Kinds without a schema in the package: other projects' own."""
+CLUSTER_KINDS = {
+    "ClusterRole",
+    "ClusterRoleBinding",
+    "CustomResourceDefinition",
+    "ValidatingAdmissionPolicy",
+    "ValidatingAdmissionPolicyBinding",
+}
+
+
+@cache
+def schema_folder(version: str) -> Path:
+    folder = Path(kubernetes_validate.__file__).parent / "kubernetes-json-schema" / f"v{version}-local-strict"
+    assert folder.is_dir(), sorted(each.name for each in folder.parent.iterdir())
+    return folder
+
+
+@cache
+def definitions(version: str) -> Any:
+    return referencing.Resource.from_contents(json.loads((schema_folder(version) / "_definitions.json").read_text()))
+
+
+@cache
+def validator(version: str, kind: str, api_version: str) -> jsonschema.Draft202012Validator:
+    group, _, revision = api_version.rpartition("/")
+    file = f"{kind.lower()}-{group.split('.')[0]}-{revision}.json" if group else f"{kind.lower()}-{revision}.json"
+    schema = json.loads((schema_folder(version) / file).read_text())
+    registry = referencing.Resource.from_contents(schema) @ (definitions(version) @ referencing.Registry())
+    return jsonschema.Draft202012Validator(schema, registry=registry)
+
+
+@pytest.mark.parametrize("version", [OLDEST, NEWEST])
+def test_objects_match_the_schemas_of_kubernetes(rendered: Any, version: str) -> None:
+    problems = [
+        f"{each['kind']} {each['metadata']['name']}: {error.json_path}: {error.message}"
+        for each in rendered.objects
+        if each["kind"] not in FOREIGN
+        for error in validator(version, each["kind"], each["apiVersion"]).iter_errors(each)
+    ]
+    assert problems == []
+
+
+def test_no_two_objects_are_the_same(rendered: Any) -> None:
+    keys = Counter(
+        (each["kind"], each["metadata"].get("namespace"), each["metadata"]["name"]) for each in rendered.objects
+    )
+    assert {key: count for key, count in keys.items() if count > 1} == {}
+
+
+def test_names_fit_and_namespaces_are_said(rendered: Any) -> None:
+    own = [each for each in rendered.objects if "labels" in each["metadata"]]
+    assert own
+    for each in own:
+        assert len(each["metadata"]["name"]) <= 63
+        assert ("namespace" in each["metadata"]) != (each["kind"] in CLUSTER_KINDS), each["metadata"]
+
+
+def test_names_fit_with_the_longest_release_and_namespace(render: Callable[..., Any], anonymous: Any) -> None:
+    long = render(anonymous, name="r" * 53, namespace="n" * 63)
+    for each in long.objects:
+        limit = 253 if each["kind"] in CLUSTER_KINDS else 63
+        assert len(each["metadata"]["name"]) <= limit, each["metadata"]["name"]
+
+
+def test_every_object_carries_the_common_labels(variant: Callable[[str], Any]) -> None:
+    everything = variant("everything")
+    own = [each for each in everything.objects if not each["metadata"]["name"].endswith(("-extra", "-text"))]
+    for each in own:
+        assert each["metadata"]["labels"]["team"] == "platform", each["metadata"]["name"]
+        assert each["metadata"]["annotations"]["example.com/owner"] == "platform", each["metadata"]["name"]
+
+
+def test_pods_pass_the_restricted_profile(rendered: Any) -> None:
+    found = {name: list(violations(spec)) for name, spec in rendered.pod_specs().items()}
+    assert {name: problems for name, problems in found.items() if problems} == {}
+
+
+def violations(spec: dict[str, Any]) -> Iterator[str]:
+    """What the restricted Pod Security Standard refuses, and what this house refuses besides."""
+    for field in ("hostNetwork", "hostPID", "hostIPC"):
+        if spec.get(field):
+            yield field
+    pod = spec.get("securityContext", {})
+    if pod.get("runAsNonRoot") is not True or pod.get("runAsUser", 0) == 0:
+        yield "runs as root"
+    if pod.get("seccompProfile") != {"type": "RuntimeDefault"}:
+        yield "no seccomp profile"
+    for volume in spec.get("volumes", []):
+        if not {"configMap", "secret", "emptyDir", "projected", "downwardAPI"} & volume.keys():
+            yield f"volume {volume['name']} is of a kind that is not allowed"
+    for container in [*spec["containers"], *spec.get("initContainers", [])]:
+        yield from container_violations(container)
+
+
+def container_violations(container: dict[str, Any]) -> Iterator[str]:
+    security = container.get("securityContext", {})
+    if security.get("allowPrivilegeEscalation") is not False or security.get("privileged"):
+        yield "may escalate its privileges"
+    if security.get("capabilities") != {"drop": ["ALL"]}:
+        yield "keeps capabilities"
+    if security.get("readOnlyRootFilesystem") is not True:
+        yield "may write to its root"
+    if "memory" not in container["resources"].get("limits", {}):
+        yield "may take all memory"
+    if not {"cpu", "memory"} <= container["resources"].get("requests", {}).keys():
+        yield "asks for no resources"
+
+
+def test_a_pod_that_breaks_the_profile_would_be_found() -> None:
+    root = {"containers": [{"name": "x", "resources": {}}], "hostPID": True, "volumes": [{"name": "v", "hostPath": {}}]}
+    assert len(list(violations(root))) == 9
+
+
+def test_images_have_a_tag_that_stays(rendered: Any) -> None:
+    for spec in rendered.pod_specs().values():
+        for container in spec["containers"]:
+            tag = container["image"].split("@")[0].rpartition(":")[2]
+            assert tag not in ("", "latest")
+            assert "/" not in tag, "a name without a tag means latest"
+
+
+def test_a_digest_stands_behind_the_tag(variant: Callable[[str], Any]) -> None:
+    pinned = variant("api-keys")
+    (gateway,) = pinned.component("Deployment", "gateway")["spec"]["template"]["spec"]["containers"]
+    assert gateway["image"] == f"registry.example.com/pagemill/gateway:0.1.0@sha256:{'2' * 64}"
+    assert pinned.component("Pod", "test")["spec"]["containers"][0]["image"] == gateway["image"]
+
+
+def test_only_what_talks_to_the_api_server_gets_a_token(rendered: Any) -> None:
+    mounted = {name: spec["automountServiceAccountToken"] for name, spec in rendered.pod_specs().items()}
+    assert all(mounts != name.endswith("-test") for name, mounts in mounted.items())
+    assert all(each["automountServiceAccountToken"] is False for each in rendered.all("ServiceAccount"))
+
+
+def test_the_crd_is_the_one_of_the_models(variant: Callable[[str], Any]) -> None:
+    crd = variant("anonymous").one("CustomResourceDefinition")
+    assert crd["spec"] == yaml.safe_load((ROOT / "crds" / "llmdeployments.yaml").read_text())["spec"]
+    assert crd["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+
+
+def test_the_crd_is_left_out_or_let_go_on_request(variant: Callable[[str], Any]) -> None:
+    assert variant("namespaced").all("CustomResourceDefinition") == []
+    assert "annotations" not in variant("single").one("CustomResourceDefinition")["metadata"]
+    annotated = variant("everything").one("CustomResourceDefinition")["metadata"]["annotations"]
+    assert annotated["argocd.argoproj.io/sync-options"] == "ServerSideApply=true"
+    assert annotated["helm.sh/resource-policy"] == "keep"
+
+
+def test_notes_give_three_commands_to_go_on(rendered: Any) -> None:
+    for command in ("helm test pagemill", "kubectl apply", "curl http://127.0.0.1:8080/v1/chat/completions"):
+        assert command in rendered.notes
+    assert "kind: LLMDeployment" in rendered.notes

@@ -1,0 +1,128 @@
+"""The settings that the chart renders are those that operator and gateway read: strictly, with nothing unknown."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+
+from pagemill_gateway.config import GatewayConfig
+from pagemill_operator.config import OperatorConfig
+
+Variant = Callable[[str], Any]
+CHART = Path(__file__).resolve().parents[2] / "charts" / "pagemill"
+
+
+def text_of(rendered: Any, component: str) -> str:
+    text: str = rendered.component("ConfigMap", component)["data"][f"{component}.json"]
+    return text
+
+
+def operator_of(rendered: Any) -> OperatorConfig:
+    return msgspec.json.decode(text_of(rendered, "operator"), type=OperatorConfig)
+
+
+def gateway_of(rendered: Any) -> GatewayConfig:
+    return msgspec.json.decode(text_of(rendered, "gateway"), type=GatewayConfig).checked()
+
+
+def test_every_variant_gives_settings_that_both_accept(rendered: Any) -> None:
+    operator, gateway = operator_of(rendered), gateway_of(rendered)
+    assert operator.namespace == gateway.kubernetes.keys_secret.namespace == "pagemill-system"
+    assert operator.keys_secret == gateway.kubernetes.keys_secret.name
+    assert operator.watch_namespaces == gateway.kubernetes.namespaces
+    assert operator.gateway_control_port == gateway.control_port
+    assert gateway.discovery == "kubernetes"
+
+
+def test_the_containers_read_the_files_that_are_mounted(rendered: Any) -> None:
+    for component in ("operator", "gateway"):
+        pod = rendered.component("Deployment", component)["spec"]["template"]["spec"]
+        (container,) = pod["containers"]
+        (mount,) = [each for each in container["volumeMounts"] if each["name"] == "settings"]
+        (volume,) = [each for each in pod["volumes"] if each["name"] == "settings"]
+        assert volume["configMap"]["name"] == rendered.component("ConfigMap", component)["metadata"]["name"]
+        assert container["args"][:2] == ["--settings", f"{mount['mountPath']}/{component}.json"]
+
+
+def test_ports_and_files_of_the_settings_are_those_of_the_pod(rendered: Any) -> None:
+    gateway = gateway_of(rendered)
+    pod = rendered.component("Deployment", "gateway")["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert ports == {"data": gateway.port, "control": gateway.control_port}
+    mounts = [each["mountPath"] for each in container["volumeMounts"] if not each.get("readOnly")]
+    assert str(Path(gateway.kubernetes.last_known_file).parent) in mounts
+    if gateway.api_keys_file is not None:
+        assert str(Path(gateway.api_keys_file).parent) in [each["mountPath"] for each in container["volumeMounts"]]
+    metrics = rendered.component("Deployment", "operator")["spec"]["template"]["spec"]["containers"][0]["ports"][0]
+    assert metrics["containerPort"] == operator_of(rendered).metrics_port
+
+
+def test_the_operator_finds_the_gateways_by_labels_of_their_pods(rendered: Any) -> None:
+    labels = rendered.component("Deployment", "gateway")["spec"]["template"]["metadata"]["labels"]
+    assert operator_of(rendered).gateway_selector.items() <= labels.items()
+
+
+def test_keys_or_anonymous_access_never_both(variant: Variant) -> None:
+    assert gateway_of(variant("anonymous")).allow_anonymous
+    assert gateway_of(variant("anonymous")).api_keys_file is None
+    guarded = gateway_of(variant("api-keys"))
+    assert guarded.api_keys_file is not None
+    assert not guarded.allow_anonymous
+
+
+def test_values_reach_the_settings(variant: Variant) -> None:
+    everything, guarded = variant("everything"), variant("api-keys")
+    operator, gateway = operator_of(everything), gateway_of(everything)
+    assert (operator.log_level, operator.resync_s, operator.workers) == ("DEBUG", 1200, 8)
+    assert operator.gateway_url == "https://llm.example.com"
+    assert operator.prometheus_namespace_selector == {"kubernetes.io/metadata.name": "monitoring"}
+    assert (gateway.drain_delay_s, gateway.drain_timeout_s, gateway.max_requests) == (10, 300, 1000)
+    assert gateway.kubernetes.watch_idle_timeout_s == 60
+    assert gateway.kubernetes.keys_secret.name == operator.keys_secret, "extra settings are merged, not put in place"
+    assert operator_of(guarded).engine_image == f"registry.example.com/pagemill/engine:0.1.0-cuda@sha256:{'3' * 64}"
+    assert operator_of(guarded).image_pull_secrets == ["registry"]
+
+
+def test_namespaces_are_templates(variant: Variant) -> None:
+    assert operator_of(variant("namespaced")).watch_namespaces == ["pagemill-system", "team-a"]
+
+
+def test_defaults_of_the_chart_are_those_of_the_operator(render: Callable[..., Any], anonymous: Any) -> None:
+    """What `values.yaml` says by default is what the operator does without being told."""
+    rendered = operator_of(render(anonymous))
+    plain = OperatorConfig(namespace="pagemill-system", engine_image="x")
+    for field in ("lease_duration_s", "renew_deadline_s", "retry_period_s", "resync_s", "key_rotation_s", "log_level"):
+        assert getattr(rendered, field) == getattr(plain, field), field
+    assert rendered.keys_secret == plain.keys_secret
+    assert rendered.lease_name == plain.lease_name
+
+
+def test_two_releases_share_nothing(render: Callable[..., Any], anonymous: Any) -> None:
+    one, other = (operator_of(render(anonymous, name=name)) for name in ("pagemill", "second"))
+    assert other.keys_secret == "second-pagemill-keys"
+    assert one.lease_name != other.lease_name
+    assert one.gateway_selector != other.gateway_selector
+
+
+@pytest.mark.parametrize("component", ["operator", "gateway"])
+def test_an_unknown_extra_setting_is_caught_by_the_component(render: Callable[..., Any], component: str) -> None:
+    values: dict[str, Any] = {"gateway": {"auth": {"allowAnonymous": True}}, "operator": {}}
+    values[component]["settings"] = {"no_such_setting": 1}
+    rendered = render(values)
+    with pytest.raises(msgspec.ValidationError, match="no_such_setting"):
+        operator_of(rendered) if component == "operator" else gateway_of(rendered)
+
+
+def test_log_levels_of_the_schema_are_those_of_the_operator(render: Callable[..., Any], anonymous: Any) -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    levels = schema["properties"]["operator"]["properties"]["logLevel"]["enum"]
+    for level in levels:
+        assert operator_of(render({**anonymous, "operator": {"logLevel": level}})).log_level == level.upper()
+    assert yaml.safe_load((CHART / "values.yaml").read_text())["operator"]["logLevel"] in levels

@@ -1,0 +1,181 @@
+"""Pods of operator and gateway: how many, how they are replaced, drained and reached, and who owns their number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Variant = Callable[[str], Any]
+
+
+def spec_of(rendered: Any, component: str) -> Any:
+    return rendered.component("Deployment", component)["spec"]
+
+
+def container_of(rendered: Any, component: str) -> Any:
+    return spec_of(rendered, component)["template"]["spec"]["containers"][0]
+
+
+def test_two_pods_of_each_by_default(variant: Variant) -> None:
+    assert [spec_of(variant("anonymous"), each)["replicas"] for each in ("operator", "gateway")] == [2, 2]
+
+
+def test_the_number_is_not_rendered_where_an_autoscaler_owns_it(variant: Variant) -> None:
+    everything = variant("everything")
+    assert "replicas" not in spec_of(everything, "gateway")
+    scaler = everything.one("HorizontalPodAutoscaler")["spec"]
+    assert scaler["scaleTargetRef"]["name"] == everything.component("Deployment", "gateway")["metadata"]["name"]
+    assert (scaler["minReplicas"], scaler["maxReplicas"], len(scaler["metrics"])) == (3, 6, 2)
+
+
+def test_disruption_budgets_only_where_more_than_one_pod_runs(variant: Variant) -> None:
+    assert len(variant("anonymous").all("PodDisruptionBudget")) == 2
+    assert variant("single").all("PodDisruptionBudget") == []
+    assert variant("service-monitor").all("PodDisruptionBudget") == [], "switched off"
+
+
+def test_the_budget_counts_what_the_autoscaler_keeps(render: Callable[..., Any], anonymous: Any) -> None:
+    anonymous["gateway"] |= {"replicas": 5, "autoscaling": {"enabled": True, "minReplicas": 1}}
+    anonymous["operator"] = {"replicas": 1}
+    assert render(anonymous).all("PodDisruptionBudget") == []
+
+
+def test_selectors_find_their_own_pods_only(rendered: Any) -> None:
+    pods = {
+        each["metadata"]["labels"]["app.kubernetes.io/component"]: each["spec"]["template"]["metadata"]["labels"]
+        for each in rendered.all("Deployment")
+    }
+    for component in ("operator", "gateway"):
+        selector = spec_of(rendered, component)["selector"]["matchLabels"]
+        matched = [name for name, labels in pods.items() if selector.items() <= labels.items()]
+        assert matched == [component]
+    service = rendered.one("Service", rendered.component("Deployment", "gateway")["metadata"]["name"])
+    assert service["spec"]["selector"].items() <= pods["gateway"].items()
+
+
+def test_selectors_stay_when_labels_change(variant: Variant) -> None:
+    """A selector cannot be changed; every label that values can set must stay out of it."""
+    selector = spec_of(variant("everything"), "gateway")["selector"]["matchLabels"]
+    assert selector.keys() == {
+        "app.kubernetes.io/name",
+        "app.kubernetes.io/instance",
+        "app.kubernetes.io/component",
+    }
+
+
+def test_ports_of_services_probes_and_policies_exist(rendered: Any) -> None:
+    ports = {
+        component: {port["name"] for port in container_of(rendered, component)["ports"]}
+        for component in ("operator", "gateway")
+    }
+    assert ports == {"operator": {"metrics"}, "gateway": {"data", "control"}}
+    for component, names in ports.items():
+        container = container_of(rendered, component)
+        probes = ("startupProbe", "livenessProbe", "readinessProbe")
+        assert {container[probe]["httpGet"]["port"] for probe in probes} <= names
+    gateway = rendered.component("Deployment", "gateway")["metadata"]["name"]
+    assert {port["targetPort"] for port in rendered.one("Service", gateway)["spec"]["ports"]} == {"data"}
+
+
+def test_a_changed_setting_rolls_the_pods_it_concerns(render: Callable[..., Any], anonymous: Any) -> None:
+    before = render(anonymous)
+    after = render({**anonymous, "operator": {"resyncSeconds": 1200}})
+
+    def template(rendered: Any, component: str) -> Any:
+        return spec_of(rendered, component)["template"]
+
+    assert template(before, "operator") != template(after, "operator")
+    assert template(before, "gateway") == template(after, "gateway")
+
+
+def test_an_upgrade_of_the_chart_alone_rolls_nothing(rendered: Any) -> None:
+    """The chart's version stands in labels of objects, never in those of pods."""
+    for component in ("operator", "gateway"):
+        assert "helm.sh/chart" not in spec_of(rendered, component)["template"]["metadata"]["labels"]
+
+
+def test_the_gateway_has_time_for_its_whole_drain(variant: Variant) -> None:
+    assert spec_of(variant("anonymous"), "gateway")["template"]["spec"]["terminationGracePeriodSeconds"] == 5 + 60 + 15
+    assert (
+        spec_of(variant("everything"), "gateway")["template"]["spec"]["terminationGracePeriodSeconds"] == 10 + 300 + 15
+    )
+
+
+def test_a_new_pod_is_ready_before_an_old_one_goes(rendered: Any) -> None:
+    for component in ("operator", "gateway"):
+        strategy = spec_of(rendered, component)["strategy"]
+        assert strategy == {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}}
+
+
+def test_the_operator_knows_its_pod_by_name(variant: Variant) -> None:
+    container = container_of(variant("anonymous"), "operator")
+    assert container["args"][-2:] == ["--identity", "$(POD_NAME)"]
+    assert container["env"][0]["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.name"
+
+
+def test_pods_spread_over_nodes_unless_told_otherwise(variant: Variant) -> None:
+    (spread,) = spec_of(variant("anonymous"), "gateway")["template"]["spec"]["topologySpreadConstraints"]
+    assert (spread["topologyKey"], spread["whenUnsatisfiable"]) == ("kubernetes.io/hostname", "ScheduleAnyway")
+    (spread,) = spec_of(variant("everything"), "gateway")["template"]["spec"]["topologySpreadConstraints"]
+    assert spread["topologyKey"] == "topology.kubernetes.io/zone"
+
+
+def test_extras_reach_both_components(variant: Variant) -> None:
+    everything = variant("everything")
+    for component in ("operator", "gateway"):
+        pod = spec_of(everything, component)["template"]
+        container = container_of(everything, component)
+        assert any(each["name"] == "HTTPS_PROXY" for each in container["env"])
+        assert any(each["mountPath"] == "/etc/ssl/custom" for each in container["volumeMounts"])
+        assert any(each["name"] == "certificates" for each in pod["spec"]["volumes"])
+        assert pod["metadata"]["labels"]["example.com/tier"] == "control"
+        assert pod["metadata"]["annotations"]["example.com/scrape"] == "no"
+        for field in ("affinity", "tolerations", "nodeSelector", "priorityClassName"):
+            assert pod["spec"][field]
+
+
+def test_extra_objects_are_templates_too(variant: Variant) -> None:
+    names = {each["metadata"]["name"] for each in variant("everything").all("ConfigMap")}
+    assert {"pagemill-extra", "pagemill-llm-text"} <= names
+
+
+def test_keys_are_mounted_from_the_users_secret_or_the_charts_own(variant: Variant) -> None:
+    def keys(rendered: Any) -> Any:
+        volumes = spec_of(rendered, "gateway")["template"]["spec"]["volumes"]
+        return next((each["secret"] for each in volumes if each["name"] == "api-keys"), None)
+
+    assert keys(variant("anonymous")) is None
+    theirs = keys(variant("api-keys"))
+    assert (theirs["secretName"], theirs["items"]) == ("my-keys", [{"key": "hashes", "path": "keys"}])
+    ours = keys(variant("namespaced"))
+    made = variant("namespaced").one("Secret", ours["secretName"])
+    assert made["stringData"]["keys"].split() == ["9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"]
+
+
+def test_routes_lead_to_the_gateway(variant: Variant) -> None:
+    everything = variant("everything")
+    service = everything.component("Deployment", "gateway")["metadata"]["name"]
+    rules = everything.one("Ingress")["spec"]["rules"]
+    assert [rule["host"] for rule in rules] == ["llm.example.com", "pagemill.example.com"]
+    assert {rule["http"]["paths"][0]["backend"]["service"]["name"] for rule in rules} == {service}
+    (rule,) = everything.one("HTTPRoute")["spec"]["rules"]
+    assert rule["backendRefs"] == [{"name": service, "port": 8000}]
+    assert rule["timeouts"] == {"request": "0s"}, "streams take as long as they take"
+
+
+def test_monitors_look_at_ports_that_exist(variant: Variant) -> None:
+    monitors = variant("everything").all("PodMonitor")
+    assert {each["spec"]["podMetricsEndpoints"][0]["port"] for each in monitors} == {"metrics", "control"}
+    through_services = variant("service-monitor")
+    services = [each for each in through_services.all("Service") if each["spec"].get("clusterIP") == "None"]
+    for monitor in through_services.all("ServiceMonitor"):
+        wanted = monitor["spec"]["selector"]["matchLabels"].items()
+        assert len([each for each in services if wanted <= each["metadata"]["labels"].items()]) == 1
+
+
+def test_rules_and_dashboards_are_made_where_there_are_any(variant: Variant) -> None:
+    everything = variant("everything")
+    assert everything.one("PrometheusRule")["spec"]["groups"][-1]["name"] == "own"
+    dashboard = everything.one("ConfigMap", "pagemill-llm-dashboard-own")
+    assert dashboard["metadata"]["labels"]["grafana_dashboard"] == "1"
+    assert variant("anonymous").all("PrometheusRule") == []
