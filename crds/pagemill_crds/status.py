@@ -62,6 +62,8 @@ class LoadSummary(Section):
     """Requests in the engines."""
     requests_waiting: Count = 0
     """Requests that wait for an engine."""
+    last_update_time: Timestamp | None = None
+    """When these values were written."""
 
 
 class Scaling(Section):

@@ -30,6 +30,10 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         {"model": {"source": HF, "cache": {"claimName": "a", "storageClassName": "b"}}},
         "storageClassName belongs to a new claim",
     ),
+    (
+        {"model": {"source": HF, "cache": {"claimName": "a", "accessMode": "ReadWriteMany"}}},
+        "accessMode belongs to a new claim",
+    ),
     ({"engine": {"maxNumSeqs": 64, "maxNumBatchedTokens": 32}}, "maxNumSeqs must not exceed maxNumBatchedTokens"),
     ({"engine": {"maxModelLen": 64, "blockSize": 128}}, "maxModelLen must hold at least one block"),
     ({"engine": {"speculative": {"method": "draft"}}}, "method draft needs the draft model's source"),
@@ -96,16 +100,19 @@ def test_a_name_that_no_pod_could_carry_is_refused(kubectl: Any, applied: object
 
 
 def test_an_immutable_field_cannot_change(kubectl: Any, create: Callable[..., Any], deployment: Any) -> None:
-    stored = create(deployment(model={"source": HF, "cache": {"size": "1Gi", "storageClassName": "fast"}}))
-    stored["spec"]["model"]["cache"]["storageClassName"] = "slow"
+    cache = {"size": "1Gi", "storageClassName": "fast", "accessMode": "ReadWriteOnce"}
+    stored = create(deployment(model={"source": HF, "cache": cache}))
+    stored["spec"]["model"]["cache"] |= {"storageClassName": "slow", "accessMode": "ReadWriteMany"}
     done = kubectl.run("replace", "-f", "-", stdin=stored)
     assert "storageClassName cannot change" in done.stderr
+    assert "accessMode cannot change" in done.stderr
 
 
 def test_every_rule_of_the_definition_is_tried_here() -> None:
     definition = yaml.safe_load((ROOT / "crds" / "llmdeployments.yaml").read_text())
     messages = set(_messages(definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]))
-    tried = {message for _, message in BROKEN} | SHADOWED | {"the name is too long", "storageClassName cannot change"}
+    immutable = {"storageClassName cannot change", "accessMode cannot change"}
+    tried = {message for _, message in BROKEN} | SHADOWED | immutable | {"the name is too long"}
     assert {message for message in messages if not any(message.startswith(start) for start in tried)} == set()
     assert {start for start in tried if not any(message.startswith(start) for message in messages)} == set()
 

@@ -41,7 +41,7 @@ def test_the_default_plan_in_full(deployment: Make) -> None:
         "server": {"port": 8000, "control_port": 8001, "drain_timeout_s": 60.0},
     }
     probes = (group.process.startup, group.process.readiness, group.process.liveness)
-    assert [probe.path for probe in probes if probe] == ["/readyz", "/readyz", "/livez"]
+    assert [probe.path for probe in probes if probe] == ["/livez", "/readyz", "/livez"]
     assert all(probe.port == 8001 for probe in probes if probe)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -61,8 +61,13 @@ class Cache(Section):
     """Size of a claim that the operator creates."""
     storage_class_name: ObjectName | None = None
     """Storage class of the created claim; the cluster's default when absent."""
+    access_mode: Literal["ReadWriteOnce", "ReadWriteMany"] | None = None
+    """Access mode of the created claim; `ReadWriteOnce` when absent: only pods of one node can mount it."""
 
-    immutable: ClassVar[dict[str, str]] = {"storageClassName": "a claim cannot move: create a new LLMDeployment"}
+    immutable: ClassVar[dict[str, str]] = {
+        "storageClassName": "a claim cannot move: create a new LLMDeployment",
+        "accessMode": "a claim keeps its mode: create a new LLMDeployment",
+    }
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
             "claimName",
@@ -75,6 +80,12 @@ class Cache(Section):
             "storageClassName belongs to a new claim: remove it, or set size in place of claimName",
             "!has(self.storageClassName) || has(self.size)",
             lambda cache: cache.storage_class_name is None or cache.size is not None,
+        ),
+        Rule(
+            "accessMode",
+            "accessMode belongs to a new claim: remove it, or set size in place of claimName",
+            "!has(self.accessMode) || has(self.size)",
+            lambda cache: cache.access_mode is None or cache.size is not None,
         ),
     )
 

@@ -10,14 +10,25 @@ from typing import Any, Protocol
 from pagemill_crds.invalid import each_on_its_own
 from pagemill_crds.models import LLMDeployment
 from pagemill_crds.quantities import cpu_cores, duration_seconds, memory_bytes
+from pagemill_crds.sections.model import Cache, SecretRef
 from pagemill_operator.plan.engine import engine_settings, server_settings, source_with_revision
 from pagemill_operator.plan.extra_args import apply_extra_args
 from pagemill_operator.plan.support import Backend, find_notes, find_problems
-from pagemill_operator.plan.types import CONTROL_PORT, DATA_PORT, Group, Plan, Probe, Problem, Process
+from pagemill_operator.plan.types import (
+    CONTROL_PORT,
+    DATA_PORT,
+    Group,
+    ModelCache,
+    Plan,
+    Probe,
+    Problem,
+    Process,
+    SecretKey,
+)
 
 ENGINE_MODULE = "pagemill_engine.server"
-STARTUP_LIMIT_S = 3 * 3600
-"""A large model may take hours to arrive; a start that fails says so itself and does not wait for this."""
+STARTUP_LIMIT_S = 90
+"""Until the control port answers. The engine opens it before it loads, so a large model needs no longer."""
 
 
 def make_plan(deployment: LLMDeployment, backend: Backend = "local") -> Plan:
@@ -35,6 +46,8 @@ def make_plan(deployment: LLMDeployment, backend: Backend = "local") -> Plan:
         weight=spec.routing.weight,
         prefix_scope=spec.engine.prefix_caching.scope,
         chat_template=spec.model.chat_template,
+        cache=_model_cache(spec.model.cache),
+        credentials=_secret_key(spec.model.credentials_secret_ref),
         problems=tuple(problems),
         notes=tuple(find_notes(spec, backend)),
     )
@@ -86,7 +99,7 @@ def desired_replicas(deployment: LLMDeployment) -> int:
     autoscaling = deployment.spec.autoscaling
     if autoscaling is None or autoscaling.mode != "Active":
         return deployment.spec.replicas
-    # On this machine nothing wakes a model that has no replica, so at least one runs.
+    # Nothing wakes a model that has no replica in this version, so at least one runs.
     lowest = max(1, autoscaling.min_replicas)
     return min(max(deployment.spec.replicas, lowest), autoscaling.max_replicas)
 
@@ -104,13 +117,14 @@ def _engine_group(deployment: LLMDeployment, settings: dict[str, Any]) -> Group:
         max_surge=spec.rollout.max_surge,
         max_unavailable=spec.rollout.max_unavailable,
         image=spec.engine.image,
+        version=spec.engine.version,
         template=template,
     )
 
 
 def _engine_process(deployment: LLMDeployment, settings: dict[str, Any]) -> Process:
     engine, resources = deployment.spec.engine, deployment.spec.resources
-    period_s = 5.0
+    startup_period_s = 2.0
     return Process(
         module=ENGINE_MODULE,
         settings=settings,
@@ -121,15 +135,26 @@ def _engine_process(deployment: LLMDeployment, settings: dict[str, Any]) -> Proc
             if variable.value_from
         },
         ports={"data": DATA_PORT, "control": CONTROL_PORT},
-        startup=Probe(CONTROL_PORT, "/readyz", period_s, int(STARTUP_LIMIT_S / period_s)),
-        readiness=Probe(CONTROL_PORT, "/readyz", 2.0, 2),
-        liveness=Probe(CONTROL_PORT, "/livez", period_s, 6),
+        startup=Probe(CONTROL_PORT, "/livez", startup_period_s, int(STARTUP_LIMIT_S / startup_period_s)),
+        readiness=Probe(CONTROL_PORT, "/readyz", 1.0, 3),
+        liveness=Probe(CONTROL_PORT, "/livez", 5.0, 6),
         cpu_cores=None if resources.cpu is None else cpu_cores(resources.cpu),
         memory_bytes=None if resources.memory is None else memory_bytes(resources.memory),
         gpus=resources.gpus,
         gpu_product=resources.gpu_product,
         drain_timeout_s=duration_seconds(deployment.spec.rollout.drain_timeout),
     )
+
+
+def _model_cache(cache: Cache | None) -> ModelCache | None:
+    if cache is None:
+        return None
+    access_mode = cache.access_mode or ModelCache.access_mode
+    return ModelCache(cache.claim_name, cache.size, cache.storage_class_name, access_mode)
+
+
+def _secret_key(reference: SecretRef | None) -> SecretKey | None:
+    return SecretKey(reference.name, reference.key) if reference else None
 
 
 def _pods_per_replica(deployment: LLMDeployment) -> int:

@@ -6,6 +6,7 @@ silently.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from functools import partial
 from typing import Literal
@@ -13,6 +14,7 @@ from typing import Literal
 from pagemill_crds.invalid import each_on_its_own, usable
 from pagemill_crds.models import LLMDeploymentSpec
 from pagemill_crds.sections.routing import Queue
+from pagemill_operator.plan.pod_template import template_notes, template_problems
 from pagemill_operator.plan.types import Problem
 
 Backend = Literal["local", "kubernetes"]
@@ -21,16 +23,47 @@ UNUSED_AUTOSCALING = {
     "Advisory": "no decision is made or published in this version",
 }
 """Why a mode of autoscaling, and all targets with it, has no effect."""
+CLAIM_PATTERN = r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"
 ONE_PROCESS = "a replica is one process in this version; set it to 1"
 
 
 def find_problems(spec: LLMDeploymentSpec, backend: Backend) -> Iterator[Problem]:
     """Fields that cannot be honoured; also of a spec that was read partially, as far as it is valid."""
-    checks = [_device_problems, _quantization_problems, _tensor_parallel_problems, _pipeline_parallel_problems]
+    checks = [_quantization_problems, _tensor_parallel_problems, _pipeline_parallel_problems]
     checks += [_adapter_problems, _default_problems]
     if backend == "local":
-        checks += [_env_problems, _credentials_problems]
+        checks += [_device_problems, _env_problems, _credentials_problems]
+    else:
+        checks += [_source_problems, _loader_problems, template_problems]
     return each_on_its_own(partial(check, spec) for check in checks)
+
+
+def _source_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
+    """Sources that no pod can read."""
+    source = spec.model.source
+    scheme, _, rest = source.partition("://")
+    if scheme in ("oci", "s3"):
+        message = f"{scheme}:// is not read in this version; use hf://, or copy the model to a volume and use pvc://"
+        yield Problem("spec.model.source", source, message)
+    if scheme == "pvc" and (fault := _claim_path_fault(rest)):
+        yield Problem("spec.model.source", source, f"{fault}; write pvc://CLAIM/PATH, the path as inside the volume")
+
+
+def _claim_path_fault(rest: str) -> str | None:
+    claim, _, path = rest.partition("/")
+    if not re.fullmatch(CLAIM_PATTERN, claim):
+        return f"{claim[:80]!r} is not the name of a PersistentVolumeClaim"
+    return "the path leaves the volume" if ".." in path.split("/") else None
+
+
+def _loader_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
+    if spec.model.credentials_secret_ref is not None and spec.model.cache is None:
+        yield Problem(
+            "spec.model.credentialsSecretRef",
+            spec.model.credentials_secret_ref.name,
+            "credentials reach the loader of a cache, never an engine; set spec.model.cache, or pass the token to the "
+            "engine yourself with spec.engine.env",
+        )
 
 
 def _device_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
@@ -114,8 +147,18 @@ def find_notes(spec: LLMDeploymentSpec, backend: Backend) -> Iterator[Problem]:
         yield Problem("spec.autoscaling", mode, UNUSED_AUTOSCALING[mode])
     if spec.cost and spec.cost.gpu_hour is not None:
         yield Problem("spec.cost.gpuHour", spec.cost.gpu_hour, "no cost is computed in this version")
-    if backend == "local":
-        yield from _local_notes(spec)
+    yield from _local_notes(spec) if backend == "local" else _cluster_notes(spec)
+
+
+def _cluster_notes(spec: LLMDeploymentSpec) -> Iterator[Problem]:
+    if spec.resources.gpus:
+        message = "the pods get their GPUs, but the engine computes on the CPU in this version"
+        yield Problem("spec.resources.gpus", spec.resources.gpus, message)
+    cache, most = spec.model.cache, spec.autoscaling.max_replicas if spec.autoscaling else spec.replicas
+    if cache and cache.size is not None and cache.access_mode != "ReadWriteMany" and most > 1:
+        message = "ReadWriteOnce: replicas on a second node cannot mount the volume; set accessMode to ReadWriteMany"
+        yield Problem("spec.model.cache.accessMode", cache.access_mode, message)
+    yield from template_notes(spec)
 
 
 def _local_notes(spec: LLMDeploymentSpec) -> Iterator[Problem]:

@@ -70,6 +70,8 @@ class Group:
     max_surge: int | str = 1
     max_unavailable: int | str = 0
     image: str | None = None
+    version: str | None = None
+    """Version of the engine's image, where `image` names none."""
     template: dict[str, Any] = field(default_factory=dict)
     """Overrides of the pod template."""
 
@@ -89,6 +91,22 @@ class Group:
 
 
 @dataclass(frozen=True)
+class ModelCache:
+    """The volume that a loader fills before engines start: a claim that exists, or one to make."""
+
+    claim_name: str | None = None
+    size: int | str | None = None
+    storage_class_name: str | None = None
+    access_mode: str = "ReadWriteOnce"
+
+
+@dataclass(frozen=True)
+class SecretKey:
+    name: str
+    key: str
+
+
+@dataclass(frozen=True)
 class Plan:
     """Everything that one LLMDeployment needs."""
 
@@ -103,6 +121,9 @@ class Plan:
     """Share of the requests among deployments that claim the same name; `None`: the name is not shared."""
     prefix_scope: str = "deployment"
     chat_template: str | None = None
+    cache: ModelCache | None = None
+    credentials: SecretKey | None = None
+    """For the loader only: engines never see it."""
     problems: tuple[Problem, ...] = ()
     """Fields that cannot be honoured; a plan with any must not be carried out."""
     notes: tuple[Problem, ...] = ()

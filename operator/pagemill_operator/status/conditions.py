@@ -1,53 +1,29 @@
 """Conditions of a deployment, computed from what a backend observed. Pure: the caller gives the time.
 
-Neighbours: a backend fills `Observation`; the models of `pagemill_crds.status` are the result. Every condition is
-always there (Unknown while nothing is known), and its transition time moves only when its status does.
+Neighbours: a backend fills `observation.Observation`; the models of `pagemill_crds.status` are the result. Every
+condition is always there (Unknown while nothing is known). Its transition time moves only when its status does, its
+message only when it says something new.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from pagemill_crds.status import Condition
-from pagemill_operator.plan.types import Plan, Problem
+from pagemill_operator.status.observation import Fault, Observation, Phase, ReplicaObservation
 
-Phase = Literal["starting", "loading", "ready", "crashed", "draining", "gone"]
+__all__ = ["Finding", "Observation", "Phase", "ReplicaObservation", "find_conditions", "merge_conditions"]
+
 Truth = Literal["True", "False", "Unknown"]
 
-
-@dataclass(frozen=True)
-class ReplicaObservation:
-    """One replica at one instant."""
-
-    name: str
-    phase: Phase
-    digest: str = ""
-    reason: str = ""
-    """CamelCase cause of a crash or a wait."""
-    message: str = ""
-
-    @property
-    def running(self) -> bool:
-        return self.phase in ("starting", "loading", "ready")
-
-
-@dataclass(frozen=True)
-class Observation:
-    """What is known about one deployment."""
-
-    plan: Plan
-    replicas: tuple[ReplicaObservation, ...] = ()
-    gateway_ready: bool = False
-    conflict: Problem | None = None
-    unplanned: Problem | None = None
-    """Why it is not known whether the plan can work, for example a source that only the pods can read."""
-    slo_met: bool | None = None
-    scaling: bool | None = None
-
-    def ready(self, digest: str | None = None) -> list[ReplicaObservation]:
-        return [r for r in self.replicas if r.phase == "ready" and digest in (None, r.digest)]
+PROGRESS = frozenset(
+    {"Starting", "Loading", "Downloading", "NoReplicas", "NoReadyReplica", "ScaledToZero", "Progressing"}
+)
+"""Reasons of a False that time alone, or the user's own wish, explains. Every other one is a fault."""
+OLDER_SERVE = "replicas of an earlier spec still serve"
+MAX_MESSAGE_CHARS = 4096
 
 
 class Finding(NamedTuple):
@@ -57,6 +33,10 @@ class Finding(NamedTuple):
     status: Truth
     reason: str
     message: str
+
+    @property
+    def is_fault(self) -> bool:
+        return self.status == "False" and self.reason not in PROGRESS
 
 
 def find_conditions(seen: Observation) -> list[Finding]:
@@ -76,6 +56,9 @@ def _merge(before: dict[str, Condition], findings: list[Finding], generation: in
     for finding in findings:
         known = before.get(finding.type)
         same = known is not None and known.status == finding.status
+        message = finding.message[:MAX_MESSAGE_CHARS]
+        if known and same and _says_the_same(known, finding, generation):
+            message = known.message
         yield Condition.model_validate(
             {
                 "type": finding.type,
@@ -83,53 +66,74 @@ def _merge(before: dict[str, Condition], findings: list[Finding], generation: in
                 "observedGeneration": generation,
                 "lastTransitionTime": known.last_transition_time if known and same else now,
                 "reason": finding.reason,
-                "message": finding.message[:32_768],
+                "message": message,
             }
         )
 
 
+def _says_the_same(known: Condition, finding: Finding, generation: int) -> bool:
+    """A fault that is met again and again comes with other free bytes and ports each time: that is no news."""
+    if not finding.is_fault or (known.reason, known.observed_generation) != (finding.reason, generation):
+        return False
+    return _without_digits(known.message) == _without_digits(finding.message[:MAX_MESSAGE_CHARS])
+
+
+def _without_digits(text: str) -> str:
+    return re.sub(r"\d+", "0", text)
+
+
 def _planned(seen: Observation) -> Finding:
+    if seen.plan is None:
+        return Finding("Planned", "False", "InvalidSpec", "; ".join(str(problem) for problem in seen.invalid))
     if seen.plan.problems:
         message = "; ".join(str(problem) for problem in seen.plan.problems)
         return Finding("Planned", "False", "UnsupportedField", message)
     if seen.conflict:
         return Finding("Planned", "False", "NameConflict", str(seen.conflict))
+    if seen.fault and seen.fault.stage == "Planned":
+        return Finding("Planned", "False", seen.fault.reason, seen.fault.message)
     if seen.unplanned:
         return Finding("Planned", "Unknown", "SourceNotReadable", str(seen.unplanned))
     return Finding("Planned", "True", "PlanMade", f"{seen.plan.replicas} replicas of {seen.plan.source}")
 
 
 def _scheduled(seen: Observation) -> Finding:
-    running = [replica for replica in seen.replicas if replica.running]
-    if not _carried_out(seen):
-        return Finding("Scheduled", "False", "NotPlanned", "nothing is started; see condition Planned")
+    if seen.plan is None or not seen.carried_out:
+        return Finding("Scheduled", "False", "NotPlanned", "nothing new is started; see condition Planned")
+    if fault := _first_fault(seen, "Scheduled"):
+        return Finding("Scheduled", "False", fault.reason, fault.message)
+    running = [replica for replica in seen.replicas if replica.running or replica.phase == "crashed"]
+    message = f"{min(len(running), seen.plan.replicas)} of {seen.plan.replicas} replicas have their place"
     if len(running) >= seen.plan.replicas:
-        return Finding("Scheduled", "True", "AllStarted", f"{len(running)} of {seen.plan.replicas} replicas run")
-    crashed = [replica for replica in seen.replicas if replica.phase == "crashed"]
-    reason = crashed[0].reason or "Crashed" if crashed else "Starting"
-    message = f"{len(running)} of {seen.plan.replicas} replicas run"
-    return Finding("Scheduled", "False", reason, f"{message}; {crashed[0].message}" if crashed else message)
+        return Finding("Scheduled", "True", "AllScheduled", message)
+    if seen.loader is not None:
+        return Finding("Scheduled", "False", "Downloading", "replicas start once the model is in its volume")
+    return Finding("Scheduled", "False", "Starting", message)
 
 
 def _model_loaded(seen: Observation) -> Finding:
-    if seen.ready():
+    if seen.ready_current():
         return Finding("ModelLoaded", "True", "Loaded", "the model is loaded and has generated a token")
-    crashed = [replica for replica in seen.replicas if replica.phase == "crashed"]
-    if crashed:
-        return Finding("ModelLoaded", "False", crashed[0].reason or "Crashed", crashed[0].message)
-    loading = [replica for replica in seen.replicas if replica.running]
+    if not seen.carried_out and seen.ready():
+        return Finding("ModelLoaded", "Unknown", "NotPlanned", f"nothing new is started; {OLDER_SERVE}")
+    if fault := _first_fault(seen, "ModelLoaded"):
+        return Finding("ModelLoaded", "False", fault.reason, fault.message)
+    if seen.loader is not None:
+        return Finding("ModelLoaded", "False", "Downloading", "the loader fills the model's volume")
+    loading = [replica for replica in seen.current() if replica.running]
     if loading:
-        return Finding("ModelLoaded", "False", "Loading", f"{loading[0].name}: {loading[0].message or 'starting'}")
-    return Finding("ModelLoaded", "Unknown", "NoReplicas", "no replica runs")
+        message = f"{loading[0].name}: {loading[0].message}" if loading[0].message else "the engine loads the model"
+        return Finding("ModelLoaded", "False", "Loading", message)
+    return Finding("ModelLoaded", "Unknown", "NoReplicas", "no replica of this spec runs")
 
 
 def _serving(seen: Observation) -> Finding:
     if not seen.gateway_ready:
-        return Finding("Serving", "False", "GatewayNotReady", "the gateway is not ready")
+        return Finding("Serving", "False", "GatewayNotReady", seen.gateway_message)
     if seen.ready():
-        return Finding("Serving", "True", "Serving", f"{len(seen.ready())} replicas take requests")
-    if seen.plan.replicas == 0:
-        return Finding("Serving", "False", "ScaledToZero", "no replica is wanted")
+        return Finding("Serving", "True", "Serving", "ready replicas take requests")
+    if seen.plan is not None and seen.plan.replicas == 0:
+        return Finding("Serving", "False", "ScaledToZero", "no replica is wanted: raise spec.replicas")
     return Finding("Serving", "False", "NoReadyReplica", "no replica takes requests")
 
 
@@ -147,19 +151,32 @@ def _slo_met(seen: Observation) -> Finding:
 
 
 def _ready(seen: Observation, findings: list[Finding]) -> Finding:
-    """True when everything wanted runs and serves; otherwise the first cause on the way there."""
-    for finding in findings:
-        if finding.type in ("Planned", "Scheduled", "ModelLoaded", "Serving") and finding.status == "False":
-            return Finding("Ready", "False", finding.reason, finding.message)
-    ready = sum(len(seen.ready(group.digest)) for group in seen.plan.groups)
-    if ready >= seen.plan.replicas:
-        return Finding("Ready", "True", "AllReplicasReady", f"{ready} of {seen.plan.replicas} replicas are ready")
-    waiting = [r for r in seen.replicas if r.phase in ("starting", "loading", "crashed")]
-    message = f"{ready} of {seen.plan.replicas} replicas are ready"
-    if waiting:
-        message += f"; {waiting[0].name}: {waiting[0].message or waiting[0].phase}"
-    return Finding("Ready", "False", "Progressing", message)
+    """True when everything wanted runs and serves; otherwise the first cause on the way there, faults before waits."""
+    steps = [f for f in findings if f.type in ("Planned", "Scheduled", "ModelLoaded", "Serving")]
+    causes = [(f.reason, f.message) for f in steps if f.is_fault]
+    causes += [(fault.reason, fault.message) for fault in _faults(seen)]
+    if not causes and seen.plan is not None:
+        if seen.plan.replicas == 0:
+            return Finding("Ready", "False", "ScaledToZero", "no replica is wanted: raise spec.replicas")
+        num_ready = len(seen.ready_current())
+        message = f"{min(num_ready, seen.plan.replicas)} of {seen.plan.replicas} replicas are ready"
+        if num_ready >= seen.plan.replicas:
+            return Finding("Ready", "True", "AllReplicasReady", message)
+        causes += [(f.reason, f.message) for f in steps if f.status == "False" and not seen.ready()]
+        causes.append(("Progressing", message))
+    reason, message = causes[0]
+    return Finding("Ready", "False", reason, f"{message}; {OLDER_SERVE}" if seen.older() else message)
 
 
-def _carried_out(seen: Observation) -> bool:
-    return not seen.plan.problems and seen.conflict is None
+def _faults(seen: Observation) -> Iterator[Fault]:
+    """What is wrong with the plan's own replicas and what they wait for; those of an earlier plan do not count."""
+    if not seen.carried_out:
+        return
+    if seen.fault:
+        yield seen.fault
+    replicas = [seen.loader, *seen.current()] if seen.loader else seen.current()
+    yield from (replica.fault for replica in replicas if replica.fault)
+
+
+def _first_fault(seen: Observation, stage: str) -> Fault | None:
+    return next((fault for fault in _faults(seen) if fault.stage == stage), None)

@@ -1,0 +1,90 @@
+"""The whole `status` of an `LLMDeployment`, as JSON. Equal to what stands there while nothing has changed."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from pydantic import ValidationError
+
+from pagemill_crds.status import LLMDeploymentStatus, LoadSummary
+from pagemill_operator.backends.kubernetes.render.names import engine_name, selector_text
+from pagemill_operator.backends.kubernetes.snapshot import Snapshot
+from pagemill_operator.plan.types import Plan
+from pagemill_operator.status.conditions import find_conditions, merge_conditions
+from pagemill_operator.status.load import next_load, summarize
+from pagemill_operator.status.observation import Observation
+
+MAX_NOTES = 32
+
+
+def status_body(snapshot: Snapshot, observation: Observation, url: str, now: str) -> dict[str, Any]:
+    """`now`: RFC 3339; it appears only beside values that change with this body."""
+    old = _old_status(snapshot)
+    plan = observation.plan
+    desired = plan.replicas if plan else old.desired_replicas
+    num_live = sum(replica.live for replica in observation.replicas)
+    body: dict[str, Any] = {
+        "observedGeneration": snapshot.generation,
+        "replicas": num_live,
+        "desiredReplicas": desired,
+        "readyReplicas": len(observation.ready()),
+        "selector": selector_text(snapshot.name),
+        "url": url,
+        "plan": _plan_summary(snapshot, plan) if plan else _json(old.plan),
+        "load": _json(_load(snapshot, old.load, now)),
+        "lastScaling": _last_scaling(old, desired, now),
+        "conditions": [
+            _json(condition)
+            for condition in merge_conditions(old.conditions, find_conditions(observation), snapshot.generation, now)
+        ],
+    }
+    return {name: value for name, value in body.items() if value not in (None, "")}
+
+
+def _old_status(snapshot: Snapshot) -> LLMDeploymentStatus:
+    """What stands there; nothing where another version wrote what this one cannot read."""
+    try:
+        return LLMDeploymentStatus.model_validate(snapshot.owner.get("status") or {})
+    except ValidationError:
+        return LLMDeploymentStatus()
+
+
+def _plan_summary(snapshot: Snapshot, plan: Plan) -> dict[str, Any]:
+    group = plan.groups[0]
+    return {
+        "modelName": plan.model_name,
+        "digest": group.digest,
+        "engineVersion": _engine_version(snapshot),
+        "podsPerReplica": group.pods_per_replica,
+        "notes": [str(note) for note in plan.notes[:MAX_NOTES]],
+    }
+
+
+def _engine_version(snapshot: Snapshot) -> str:
+    """Tag of the image that engines run; empty where it has none."""
+    deployment = snapshot.child("Deployment", engine_name(snapshot.name))
+    containers = deployment["spec"]["template"]["spec"]["containers"] if deployment else []
+    image = next((str(container.get("image", "")) for container in containers if container["name"] == "engine"), "")
+    match = re.search(r":([^:/@]+)(@|$)", image)
+    return match[1] if match else ""
+
+
+def _load(snapshot: Snapshot, shown: LoadSummary | None, now: str) -> LoadSummary | None:
+    if snapshot.load is None:
+        return shown
+    load = snapshot.load
+    return next_load(shown, summarize(load.kv_cache_usage, load.running, load.waiting, now))
+
+
+def _last_scaling(old: LLMDeploymentStatus, desired: int, now: str) -> dict[str, Any] | None:
+    # A status that was never written has no wish to differ from.
+    if not old.conditions or old.desired_replicas == desired:
+        unchanged: dict[str, Any] | None = _json(old.last_scaling)
+        return unchanged
+    reason = "spec.replicas and spec.autoscaling"
+    return {"time": now, "fromReplicas": old.desired_replicas, "toReplicas": desired, "reason": reason}
+
+
+def _json(section: Any) -> Any:
+    return None if section is None else section.model_dump(mode="json", by_alias=True, exclude_none=True)

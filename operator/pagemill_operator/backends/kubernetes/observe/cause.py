@@ -1,0 +1,24 @@
+"""A cause as every witness tells it, and how their words are made fit for a condition."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+MAX_QUOTE_CHARS = 400
+
+
+class Cause(NamedTuple):
+    reason: str
+    message: str
+
+
+def quote(text: str) -> str:
+    """Foreign words in one bounded line."""
+    line = " ".join(text.split()).rstrip(".; ")
+    return line if len(line) <= MAX_QUOTE_CHARS else line[: MAX_QUOTE_CHARS - 3] + "..."
+
+
+def without_object_name(message: str) -> str:
+    """`pods "chat-engine-5d59d67564-x7k2p" is forbidden: exceeded quota` -> `exceeded quota`: names are random."""
+    return re.sub(r'^(pods|jobs\.batch|[\w./-]+) "[^"]*" (is forbidden|is invalid): ', "", message)

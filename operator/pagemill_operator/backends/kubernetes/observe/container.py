@@ -1,0 +1,126 @@
+"""Why a container does not run, from its status: what it waits for, and how it ended last.
+
+The engine and the loader leave a termination message, JSON with reason and remedy; where there is one, it is the cause.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pagemill_operator.backends.kubernetes.observe.cause import Cause, quote
+
+_PULL_REASONS = (
+    "ErrImagePull",
+    "ImagePullBackOff",
+    "ImageInspectError",
+    "RegistryUnavailable",
+    "SignatureValidationFailed",
+    "ErrImageNeverPull",
+    "InvalidImageName",
+)
+_START_REASONS = ("CreateContainerError", "RunContainerError", "PreCreateHookError", "PostStartHookError")
+_GENERIC = ("EngineDied", "EngineFailed", "ServerFailed", "OutOfMemory")
+"""Reasons of termination messages that say what broke, and not why."""
+_BY_KUBELET = (0, 137, 143)
+"""How containers end that the kubelet ends: by themselves after SIGTERM, or by signals 9 and 15."""
+_CANNOT_START = (126, 127, 128)
+_LOGS = "read its log (kubectl logs --previous)"
+
+
+def waiting_cause(status: dict[str, Any]) -> Cause | None:
+    """Why a container waits; None where that is only a matter of time."""
+    waiting = status.get("state", {}).get("waiting")
+    if not waiting:
+        return None
+    reason, message = str(waiting.get("reason", "")), str(waiting.get("message", ""))
+    image = status.get("image", "")
+    if reason in _PULL_REASONS:
+        return _pull_cause(reason, message, image)
+    if reason == "CreateContainerConfigError":
+        return _config_cause(message)
+    if reason in _START_REASONS:
+        return _cannot_start(message or reason)
+    return None
+
+
+def ended_cause(status: dict[str, Any]) -> Cause | None:
+    """How the container ended that should run; None where it never did."""
+    ended = status.get("state", {}).get("terminated") or status.get("lastState", {}).get("terminated")
+    return termination_cause(ended) if ended else None
+
+
+def termination_cause(ended: dict[str, Any]) -> Cause:
+    told = _told(str(ended.get("message", "")))
+    code = int(ended.get("exitCode", 0))
+    if ended.get("reason") == "OOMKilled" and (told is None or told.reason in _GENERIC):
+        return Cause(
+            "OOMKilled",
+            "it took more memory than its limit and was killed: raise spec.resources.memory, lower "
+            "spec.engine.kvCacheMemory or maxNumSeqs, or choose a smaller model",
+        )
+    if told and told.reason not in _GENERIC:
+        return told
+    if told:
+        return Cause("CrashLoop", f"the engine ends again and again: {told.message}; {_LOGS}")
+    if code in _CANNOT_START or ended.get("reason") in ("StartError", "ContainerCannotRun"):
+        return _cannot_start(str(ended.get("message", "")))
+    if code in _BY_KUBELET:
+        return Cause(
+            "ProbeFailing",
+            f"it was ended from outside (exit code {code}), as the kubelet does when the startup or liveness probe "
+            "fails: check that spec.engine.image is an engine of this version and that spec.template leaves its "
+            f"probes alone, see kubectl describe pod, and {_LOGS}",
+        )
+    words = f": {quote(str(ended['message']))}" if ended.get("message") else ""
+    return Cause("CrashLoop", f"it ends again and again with exit code {code}{words}; {_LOGS}")
+
+
+def unready_cause() -> Cause:
+    """It was ready once and is not any more, without having ended."""
+    return Cause(
+        "ProbeFailing",
+        "its readiness probe fails though it was ready before: see kubectl describe pod, and read its log",
+    )
+
+
+def _told(message: str) -> Cause | None:
+    """The termination message of an engine or a loader, if it is one."""
+    try:
+        content = json.loads(message)
+    except ValueError:
+        return None
+    if not isinstance(content, dict) or not isinstance(content.get("reason"), str) or not content["reason"]:
+        return None
+    return Cause(content["reason"], str(content.get("message", "")))
+
+
+def _pull_cause(reason: str, message: str, image: str) -> Cause:
+    if reason == "InvalidImageName":
+        return Cause("InvalidImageName", f"{quote(image)} is not the name of an image: correct spec.engine.image")
+    if reason == "ErrImageNeverPull":
+        remedy = "load it there, or allow pulling with the chart's pull policy"
+        return Cause("ImageNotPresent", f"the node does not have the image {quote(image)}: {remedy}")
+    # While backing off the kubelet repeats what the pull itself said.
+    told = message.split("ErrImagePull: ")[-1]
+    detail = "" if told.startswith("Back-off") else f" ({quote(told)})"
+    remedy = (
+        "check spec.engine.image and its tag, that the nodes reach the registry, and for a private one "
+        "imagePullSecrets in spec.template.spec"
+    )
+    return Cause("ImagePullFailed", f"the image {quote(image)} cannot be pulled{detail}: {remedy}")
+
+
+def _config_cause(message: str) -> Cause:
+    lower = message.lower()
+    remedy = "create it, or correct spec.engine.env or spec.model.credentialsSecretRef"
+    if "secret" in lower:
+        return Cause("MissingSecret", f"{quote(message)}: {remedy}")
+    if "configmap" in lower:
+        return Cause("MissingConfigMap", f"{quote(message)}: create it, or correct spec.engine.env")
+    return _cannot_start(message)
+
+
+def _cannot_start(message: str) -> Cause:
+    remedy = "check that spec.engine.image is an engine, and what spec.template changes of its container"
+    return Cause("ContainerCannotStart", f"the container cannot be started ({quote(message)}): {remedy}")

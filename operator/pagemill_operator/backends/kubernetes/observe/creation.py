@@ -1,0 +1,67 @@
+"""Why the API server refused to create a pod or to take a child, from its words."""
+
+from __future__ import annotations
+
+import re
+
+from pagemill_operator.backends.kubernetes.observe.cause import Cause, quote, without_object_name
+from pagemill_operator.backends.kubernetes.snapshot import ApplyError
+from pagemill_operator.status.observation import Fault
+
+_TEMPLATED = ("Deployment", "Job")
+_REFUSALS = (
+    (
+        r"exceeded quota",
+        "QuotaExceeded",
+        "raise the namespace's ResourceQuota, or lower spec.resources or the replicas",
+    ),
+    (
+        r"failed quota",
+        "ResourcesRequired",
+        "the namespace's ResourceQuota asks every pod for amounts: set spec.resources.cpu and spec.resources.memory",
+    ),
+    (
+        r"violates PodSecurity",
+        "PodSecurityViolation",
+        "remove what spec.template adds, or use a namespace with a weaker profile",
+    ),
+    (
+        r"(maximum|minimum) .* usage per|per (Container|Pod) is",
+        "LimitRangeViolation",
+        "move spec.resources into the bounds of the namespace's LimitRange",
+    ),
+    (r"no PriorityClass", "PriorityClassNotFound", "correct priorityClassName in spec.template.spec"),
+    (
+        r"error looking up service account|serviceaccount .* not found",
+        "ServiceAccountNotFound",
+        "create it, or correct serviceAccountName in spec.template.spec",
+    ),
+    (r"RuntimeClass", "RuntimeClassNotFound", "correct runtimeClassName in spec.template.spec"),
+    (r"is being terminated", "NamespaceTerminating", "the namespace is being deleted: apply to another one"),
+)
+"""Words of a refusal, the reason they mean, and the remedy."""
+
+
+def not_created(message: str) -> Cause:
+    """Why a pod was not created, from a ReplicaFailure condition."""
+    words = without_object_name(message)
+    for pattern, reason, remedy in _REFUSALS:
+        if re.search(pattern, message, re.IGNORECASE):
+            return Cause(reason, f"pods are refused ({quote(words)}): {remedy}")
+    return Cause("PodsNotCreated", f"pods are refused ({quote(words)}): see kubectl describe replicaset")
+
+
+def not_applied(error: ApplyError) -> Fault:
+    """Why a child does not stand as rendered."""
+    words = quote(without_object_name(error.message))
+    what = f"the {error.kind} {error.name} is refused ({words})"
+    if error.status_code == 422 and error.kind in _TEMPLATED:
+        remedy = "correct spec.template, which is merged into the pod template"
+        return Fault("Planned", "InvalidTemplate", f"{what}: {remedy}")
+    for pattern, reason, remedy in _REFUSALS:
+        if re.search(pattern, error.message, re.IGNORECASE):
+            return Fault("Scheduled", reason, f"{what}: {remedy}")
+    if error.status_code == 403:
+        remedy = f"the operator may not write {error.kind} objects here; install the chart's roles for this namespace"
+        return Fault("Scheduled", "Forbidden", f"{what}: {remedy}")
+    return Fault("Scheduled", "ChildRefused", f"{what}; the operator tries again, see its log")

@@ -1,0 +1,154 @@
+"""A snapshot as an observation: which pods are of the plan, what they do, and what keeps them from existing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pagemill_operator.backends.kubernetes.observe.cause import Cause
+from pagemill_operator.backends.kubernetes.observe.creation import not_applied, not_created
+from pagemill_operator.backends.kubernetes.observe.pods import observe_pod
+from pagemill_operator.backends.kubernetes.observe.scheduling import volume_message
+from pagemill_operator.backends.kubernetes.render.loader import loader_name
+from pagemill_operator.backends.kubernetes.render.names import (
+    ENGINE,
+    GENERATION_ANNOTATION,
+    LOADER,
+    TEMPLATE_ANNOTATION,
+    claim_name,
+    engine_name,
+)
+from pagemill_operator.backends.kubernetes.snapshot import Manifest, Snapshot
+from pagemill_operator.plan.types import Plan, Problem, Process
+from pagemill_operator.status.observation import Fault, Observation, ReplicaObservation
+
+OLDER = "older"
+"""Digest of pods that were not made from the plan."""
+
+
+def observe(snapshot: Snapshot, plan: Plan | None) -> Observation:
+    """`plan` is None where the spec cannot be read (`snapshot.invalid` says why)."""
+    replicas = tuple(_replicas(snapshot, plan))
+    loader = _loader(snapshot, plan) if plan else None
+    return Observation(
+        plan=plan,
+        replicas=replicas,
+        gateway_ready=snapshot.num_gateways_ready > 0,
+        gateway_message=_gateway_message(snapshot),
+        conflict=snapshot.conflict,
+        unplanned=_unplanned(snapshot, plan, replicas) if plan else None,
+        invalid=snapshot.invalid,
+        fault=_fault(snapshot, loader),
+        loader=loader,
+    )
+
+
+def _replicas(snapshot: Snapshot, plan: Plan | None) -> list[ReplicaObservation]:
+    current = _current_template(snapshot)
+    process = plan.groups[0].process if plan else None
+    observed = []
+    for pod in snapshot.component_pods(ENGINE):
+        is_current = current is not None and _annotations(pod).get(TEMPLATE_ANNOTATION) == current
+        digest = plan.groups[0].digest if plan and is_current else OLDER
+        observed.append(_with_claim(snapshot, observe_pod(pod, ENGINE, digest, process)))
+    return observed
+
+
+def _current_template(snapshot: Snapshot) -> str | None:
+    """Digest of the pod template that was made from this generation of the spec; None while there is none."""
+    deployment = snapshot.child("Deployment", engine_name(snapshot.name))
+    if deployment is None or _annotations(deployment).get(GENERATION_ANNOTATION) != str(snapshot.generation):
+        return None
+    return _annotations(deployment["spec"]["template"]).get(TEMPLATE_ANNOTATION)
+
+
+def _loader(snapshot: Snapshot, plan: Plan) -> ReplicaObservation | None:
+    """What the loader does; None where engines do not wait for one."""
+    name = loader_name(plan)
+    if name is None:
+        return None
+    job = snapshot.child("Job", name)
+    if job and _is_true(job, "Complete"):
+        return None
+    pods = [pod for pod in snapshot.component_pods(LOADER) if pod["metadata"]["name"].startswith(f"{name}-")]
+    if pods:
+        seen = _with_claim(snapshot, observe_pod(pods[-1], LOADER, "", _loader_process(plan)))
+        if seen.live:
+            return seen
+    if job and (failed := _is_true(job, "Failed")):
+        message = f"the loader gave up ({failed.get('message', '')}): kubectl delete job {name} starts it again"
+        return ReplicaObservation(name, "crashed", "", "LoaderFailed", message)
+    return ReplicaObservation(name, "starting")
+
+
+def _loader_process(plan: Plan) -> Process:
+    """The loader asks for no GPU, but goes where engines can go."""
+    process = plan.groups[0].process
+    return Process(process.module, {}, gpu_product=process.gpu_product)
+
+
+def _with_claim(snapshot: Snapshot, seen: ReplicaObservation) -> ReplicaObservation:
+    """A pod that waits without a word from the scheduler waits for its volume, if that is not there."""
+    claim = snapshot.child("PersistentVolumeClaim", claim_name(snapshot.name))
+    if seen.phase != "pending" or seen.reason or claim is None or claim.get("status", {}).get("phase") != "Pending":
+        return seen
+    message = volume_message(f"claim {claim['metadata']['name']}", "it is Pending")
+    return ReplicaObservation(seen.name, seen.phase, seen.digest, "VolumePending", message)
+
+
+def _fault(snapshot: Snapshot, loader: ReplicaObservation | None) -> Fault | None:
+    """What keeps pods from existing, or from ever becoming ready."""
+    if snapshot.apply_errors:
+        return min((not_applied(error) for error in snapshot.apply_errors), key=lambda fault: fault.stage != "Planned")
+    if lost := _lost_claim(snapshot):
+        return Fault("Scheduled", *lost)
+    deployment = snapshot.child("Deployment", engine_name(snapshot.name))
+    if deployment is None or loader is not None:
+        return None
+    if failure := _is_true(deployment, "ReplicaFailure"):
+        return Fault("Scheduled", *not_created(str(failure.get("message", ""))))
+    progressing = _condition(deployment, "Progressing")
+    if progressing.get("reason") == "ProgressDeadlineExceeded":
+        message = "replicas are not ready long after they were started: read the engines' logs"
+        return Fault("ModelLoaded", "ProgressDeadlineExceeded", message)
+    return None
+
+
+def _lost_claim(snapshot: Snapshot) -> Cause | None:
+    for claim in snapshot.of_kind("PersistentVolumeClaim"):
+        if claim.get("status", {}).get("phase") == "Lost":
+            name = claim["metadata"]["name"]
+            remedy = f"delete the claim (kubectl delete pvc {name}), and the model is loaded again"
+            return Cause("VolumeLost", f"the volume of claim {name} is gone: {remedy}")
+    return None
+
+
+def _unplanned(snapshot: Snapshot, plan: Plan, replicas: tuple[ReplicaObservation, ...]) -> Problem | None:
+    """Only pods can read the source: until one has, nobody knows whether the plan works."""
+    digests = {group.digest for group in plan.groups}
+    if any(replica.phase == "ready" and replica.digest in digests for replica in replicas):
+        return None
+    known = _condition(snapshot.owner, "Planned")
+    if known.get("status") == "True" and known.get("observedGeneration") == snapshot.generation:
+        return None
+    message = "only the engine's pods can read the model; whether it fits is known once the first one has loaded it"
+    return Problem("spec.model.source", plan.source, message)
+
+
+def _gateway_message(snapshot: Snapshot) -> str:
+    if snapshot.num_gateways == 0:
+        return "no gateway pod runs in the release's namespace: check its Deployment, and gateway.replicas of the chart"
+    return "no gateway pod is ready: see kubectl describe of the gateway's pods, and read their log"
+
+
+def _annotations(manifest: Manifest) -> dict[str, str]:
+    return manifest.get("metadata", {}).get("annotations") or {}
+
+
+def _condition(manifest: Manifest, kind: str) -> dict[str, Any]:
+    conditions = (manifest.get("status") or {}).get("conditions") or []
+    return next((condition for condition in conditions if condition["type"] == kind), {})
+
+
+def _is_true(manifest: Manifest, kind: str) -> dict[str, Any] | None:
+    condition = _condition(manifest, kind)
+    return condition if condition.get("status") == "True" else None

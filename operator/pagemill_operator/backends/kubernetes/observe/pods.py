@@ -1,0 +1,90 @@
+"""One pod as a replica: its phase, and the cause where it gets no further."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import datetime, timedelta
+from typing import Any
+
+from pagemill_operator.backends.kubernetes.observe.cause import Cause
+from pagemill_operator.backends.kubernetes.observe.container import ended_cause, unready_cause, waiting_cause
+from pagemill_operator.backends.kubernetes.observe.scheduling import unschedulable
+from pagemill_operator.backends.kubernetes.snapshot import Manifest
+from pagemill_operator.plan.types import Process
+from pagemill_operator.status.observation import Phase, ReplicaObservation
+
+CLOCK_STEP = timedelta(seconds=1)
+"""Times of a status have whole seconds."""
+
+
+def observe_pod(pod: Manifest, main: str, digest: str, process: Process | None) -> ReplicaObservation:
+    """`main`: the container that the pod is for. `process`: what it was planned with, where that is known."""
+    phase, cause = _phase(pod, main, process)
+    name = str(pod["metadata"]["name"])
+    return ReplicaObservation(name, phase, digest, *(cause or ("", "")))
+
+
+def _phase(pod: Manifest, main: str, process: Process | None) -> tuple[Phase, Cause | None]:
+    status = pod.get("status", {})
+    if pod["metadata"].get("deletionTimestamp"):
+        return "draining", None
+    if status.get("phase") in ("Failed", "Succeeded"):
+        return "gone", None
+    if not pod.get("spec", {}).get("nodeName"):
+        return "pending", _why_pending(pod, process)
+    if _condition(pod, "Ready").get("status") == "True":
+        return "ready", None
+    return _on_node(pod, main)
+
+
+def _why_pending(pod: Manifest, process: Process | None) -> Cause | None:
+    scheduled = _condition(pod, "PodScheduled")
+    if scheduled.get("status") != "False":
+        return None
+    if scheduled.get("reason") == "SchedulingGated":
+        return Cause("SchedulingGated", "a scheduling gate holds the pod: whoever set it in spec.template removes it")
+    return unschedulable(str(scheduled.get("message", "")), process)
+
+
+def _on_node(pod: Manifest, main: str) -> tuple[Phase, Cause | None]:
+    """A pod that has its node and is not ready."""
+    for status in _container_statuses(pod):
+        if cause := waiting_cause(status):
+            return "starting", _of(status, main, cause)
+    for status in _container_statuses(pod):
+        # An init container that has done its work has ended well.
+        if not status.get("ready") and (cause := ended_cause(status)):
+            return "crashed", _of(status, main, cause)
+    status = next((each for each in _container_statuses(pod) if each["name"] == main), {})
+    if "running" not in status.get("state", {}):
+        return "starting", None
+    if not status.get("started"):
+        return "starting", None
+    return "loading", unready_cause() if _was_ready(pod, status) else None
+
+
+def _was_ready(pod: Manifest, status: dict[str, Any]) -> bool:
+    """It became unready after this run of the container began, so it was ready meanwhile."""
+    unready_since = _condition(pod, "Ready").get("lastTransitionTime")
+    running_since = status["state"]["running"].get("startedAt")
+    if not unready_since or not running_since:
+        return False
+    return datetime.fromisoformat(unready_since) > datetime.fromisoformat(running_since) + CLOCK_STEP
+
+
+def _of(status: dict[str, Any], main: str, cause: Cause) -> Cause:
+    """A cause in a container that the user has added says so."""
+    if status["name"] == main:
+        return cause
+    return Cause(cause.reason, f"container {status['name']}: {cause.message}")
+
+
+def _container_statuses(pod: Manifest) -> Iterator[dict[str, Any]]:
+    status = pod.get("status", {})
+    yield from status.get("initContainerStatuses") or []
+    yield from status.get("containerStatuses") or []
+
+
+def _condition(pod: Manifest, kind: str) -> dict[str, Any]:
+    conditions = pod.get("status", {}).get("conditions") or []
+    return next((condition for condition in conditions if condition["type"] == kind), {})

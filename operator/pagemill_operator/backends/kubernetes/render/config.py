@@ -1,0 +1,49 @@
+"""The engine's settings file as a ConfigMap, and its tokens as a Secret.
+
+The ConfigMap is named after its content and never changes, so a changed setting is a changed pod template; the Secret
+changes in place, so a rotation restarts nothing.
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+import json
+
+from pagemill_operator.backends.kubernetes.render.model import model_source
+from pagemill_operator.backends.kubernetes.render.names import child, config_name, token_name
+from pagemill_operator.backends.kubernetes.snapshot import Manifest, Owner
+from pagemill_operator.plan.pod_template import SETTINGS_PATH, TOKEN_PATH
+from pagemill_operator.plan.types import Plan
+
+SETTINGS_FILE = "settings.json"
+TOKENS_FILE = "tokens"
+TERMINATION_LOG = "/dev/termination-log"
+
+
+def settings_path() -> str:
+    return f"{SETTINGS_PATH}/{SETTINGS_FILE}"
+
+
+def settings_text(plan: Plan) -> str:
+    """The planned settings with a pod's addresses, its token file and where its model lies."""
+    content = copy.deepcopy(plan.groups[0].process.settings)
+    content["engine"]["model"] = model_source(plan)
+    content["server"] |= {
+        "host": "0.0.0.0",
+        "control_host": "0.0.0.0",
+        "internal_tokens_file": f"{TOKEN_PATH}/{TOKENS_FILE}",
+        "termination_log": TERMINATION_LOG,
+    }
+    return json.dumps(content, sort_keys=True, indent=1, ensure_ascii=False) + "\n"
+
+
+def render_config(plan: Plan, owner: Owner) -> Manifest:
+    text = settings_text(plan)
+    return child("v1", "ConfigMap", config_name(plan.name, text), owner, immutable=True, data={SETTINGS_FILE: text})
+
+
+def render_tokens(plan: Plan, owner: Owner, tokens: tuple[str, ...]) -> Manifest:
+    """Accepted tokens, one a line, the newest first."""
+    data = {TOKENS_FILE: base64.b64encode("".join(f"{token}\n" for token in tokens).encode()).decode()}
+    return child("v1", "Secret", token_name(plan.name), owner, type="Opaque", data=data)

@@ -1,0 +1,100 @@
+"""The engine's container: image, settings, probes, drain, resources."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from pagemill_operator.backends.kubernetes.render.config import settings_path
+from pagemill_operator.backends.kubernetes.render.model import model_claim
+from pagemill_operator.backends.kubernetes.render.security import container_security
+from pagemill_operator.backends.kubernetes.snapshot import RenderContext
+from pagemill_operator.plan.pod_template import CONTAINER, OWN_VOLUMES
+from pagemill_operator.plan.types import Group, Plan, Probe, Process
+
+GPU = "nvidia.com/gpu"
+PROBE_GRACE_S = 30
+"""A container that is restarted because a probe failed hangs: it gets this long, not its drain time."""
+
+
+def engine_container(plan: Plan, context: RenderContext) -> dict[str, Any]:
+    group = plan.groups[0]
+    process = group.process
+    return {
+        "name": CONTAINER,
+        "image": engine_image(group, context),
+        "imagePullPolicy": context.image_pull_policy,
+        "args": ["--settings", settings_path()],
+        "env": environment(process),
+        "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in process.ports.items()],
+        **_probes(process),
+        "lifecycle": {"preStop": {"exec": {"command": _drain_command()}}},
+        "resources": _resources(process),
+        "securityContext": container_security(),
+        "terminationMessagePath": "/dev/termination-log",
+        "terminationMessagePolicy": "File",
+        "volumeMounts": _mounts(plan),
+    }
+
+
+def engine_image(group: Group, context: RenderContext) -> str:
+    """The resource's own image, or the installation's with the version that the resource pins."""
+    if group.image:
+        return group.image
+    if not group.version:
+        return context.engine_image
+    repository = re.sub(r"(:[^:/@]+)?(@[^@]+)?$", "", context.engine_image)
+    return f"{repository}:{group.version}"
+
+
+def environment(process: Process) -> list[dict[str, Any]]:
+    """`$` is doubled: a value means the same here as on a laptop, where nothing is expanded."""
+    variables: dict[str, dict[str, Any]] = {"HOME": {"value": "/tmp"}}
+    variables |= {name: {"value": value.replace("$", "$$")} for name, value in process.environment.items()}
+    variables |= {name: {"valueFrom": source} for name, source in process.environment_from.items()}
+    return [{"name": name, **value} for name, value in variables.items()]
+
+
+def _drain_command() -> list[str]:
+    return ["python", "-m", "pagemill_engine.drain", "--settings", settings_path()]
+
+
+def _probes(process: Process) -> dict[str, Any]:
+    probes = {
+        "startupProbe": _probe(process.startup, PROBE_GRACE_S),
+        "readinessProbe": _probe(process.readiness, None),
+        "livenessProbe": _probe(process.liveness, PROBE_GRACE_S),
+    }
+    return {name: probe for name, probe in probes.items() if probe}
+
+
+def _probe(probe: Probe | None, grace_s: int | None) -> dict[str, Any] | None:
+    if probe is None:
+        return None
+    rendered: dict[str, Any] = {
+        "httpGet": {"path": probe.path, "port": "control", "scheme": "HTTP"},
+        "periodSeconds": max(1, round(probe.period_s)),
+        "timeoutSeconds": 5,
+        "failureThreshold": probe.failure_threshold,
+    }
+    return rendered if grace_s is None else rendered | {"terminationGracePeriodSeconds": grace_s}
+
+
+def _resources(process: Process) -> dict[str, Any]:
+    """Requests equal limits: what one pod may use is also what it gets."""
+    amounts: dict[str, str] = {}
+    if process.cpu_cores:
+        amounts["cpu"] = f"{round(process.cpu_cores * 1000)}m"
+    if process.memory_bytes:
+        amounts["memory"] = str(process.memory_bytes)
+    if process.gpus:
+        amounts[GPU] = str(process.gpus)
+    return {"requests": dict(amounts), "limits": amounts} if amounts else {}
+
+
+def _mounts(plan: Plan) -> list[dict[str, Any]]:
+    volumes = [name for name in OWN_VOLUMES if name != "model" or model_claim(plan)]
+    mounts: list[dict[str, Any]] = [
+        {"name": name, "mountPath": OWN_VOLUMES[name], "readOnly": True} for name in volumes
+    ]
+    return [*mounts, {"name": "tmp", "mountPath": "/tmp"}]

@@ -1,0 +1,43 @@
+"""The engine Deployment and its PodDisruptionBudget."""
+
+from __future__ import annotations
+
+from pagemill_operator.backends.kubernetes.render.names import GENERATION_ANNOTATION, child, engine_name, selector
+from pagemill_operator.backends.kubernetes.render.pod import engine_template
+from pagemill_operator.backends.kubernetes.snapshot import Manifest, Owner, RenderContext
+from pagemill_operator.plan.types import Plan
+
+PROGRESS_DEADLINE_S = 3 * 3600
+"""A large model may take hours to arrive; a start that fails says so itself and does not wait for this."""
+MIN_READY_S = 5
+"""Gateways know a new pod before an old one starts to drain."""
+REVISION_HISTORY = 2
+
+
+def render_deployment(plan: Plan, owner: Owner, context: RenderContext) -> Manifest:
+    group = plan.groups[0]
+    spec = {
+        "replicas": plan.replicas,
+        "selector": {"matchLabels": selector(plan.name)},
+        "strategy": {
+            "type": "RollingUpdate",
+            "rollingUpdate": {"maxSurge": group.max_surge, "maxUnavailable": group.max_unavailable},
+        },
+        "minReadySeconds": MIN_READY_S,
+        "progressDeadlineSeconds": PROGRESS_DEADLINE_S,
+        "revisionHistoryLimit": REVISION_HISTORY,
+        "template": engine_template(plan, context),
+    }
+    deployment = child("apps/v1", "Deployment", engine_name(plan.name), owner, spec=spec)
+    deployment["metadata"]["annotations"] = {GENERATION_ANNOTATION: str(plan.generation)}
+    return deployment
+
+
+def render_disruption_budget(plan: Plan, owner: Owner) -> Manifest:
+    """One pod at a time; a pod that is not ready may always go, else a broken one would block a node's drain."""
+    spec = {
+        "maxUnavailable": 1,
+        "selector": {"matchLabels": selector(plan.name)},
+        "unhealthyPodEvictionPolicy": "AlwaysAllow",
+    }
+    return child("policy/v1", "PodDisruptionBudget", engine_name(plan.name), owner, spec=spec)

@@ -1,0 +1,44 @@
+"""Where a plan's model lies in the pods: which claim is mounted, and what the engine is told to open."""
+
+from __future__ import annotations
+
+from urllib.parse import quote
+
+from pagemill_operator.backends.kubernetes.render.names import claim_name, digest
+from pagemill_operator.plan.pod_template import MODEL_PATH
+from pagemill_operator.plan.types import Plan
+
+
+def model_claim(plan: Plan) -> str | None:
+    """The PersistentVolumeClaim that holds the model, if any."""
+    if plan.cache is not None:
+        return plan.cache.claim_name or claim_name(plan.name)
+    scheme, _, rest = plan.source.partition("://")
+    return rest.partition("/")[0] if scheme == "pvc" else None
+
+
+def model_folder(plan: Plan) -> str:
+    """Folder of a cache's volume that the loader fills with this source; another source never shares it."""
+    return f"{MODEL_PATH}/{digest(plan.source, 8)}"
+
+
+def model_source(plan: Plan) -> str:
+    """The source as the engine opens it."""
+    if plan.cache is not None:
+        return _file_url(f"{model_folder(plan)}/{_file_in_repository(plan.source)}")
+    scheme, _, rest = plan.source.partition("://")
+    if scheme != "pvc":
+        return plan.source
+    return _file_url(f"{MODEL_PATH}/{rest.partition('/')[2]}")
+
+
+def _file_in_repository(source: str) -> str:
+    """`file.gguf` of `hf://org/name@revision/file.gguf`; empty for a whole repository."""
+    if not source.endswith(".gguf"):
+        return ""
+    parts = source.removeprefix("hf://").split("/")
+    return "/".join(parts[2:])
+
+
+def _file_url(path: str) -> str:
+    return "file://" + quote(path.rstrip("/"))

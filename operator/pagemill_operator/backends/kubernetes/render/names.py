@@ -1,0 +1,87 @@
+"""Names and labels of all children, and digests of content. The gateway and the chart rely on them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from pagemill_operator.backends.kubernetes.snapshot import (
+    COMPONENT_LABEL,
+    MANAGED_BY_LABEL,
+    NAME_LABEL,
+    OWNER_LABEL,
+    Manifest,
+    Owner,
+)
+
+ENGINE, LOADER = "engine", "loader"
+GENERATION_ANNOTATION = "pagemill.dev/generation"
+"""On the Deployment: generation of the resource that it was rendered from."""
+TEMPLATE_ANNOTATION = "pagemill.dev/template"
+"""On pods: digest of the pod template that they were made from; tells new pods from old ones."""
+
+
+def engine_name(name: str) -> str:
+    return f"{name}-engine"
+
+
+def token_name(name: str) -> str:
+    return f"{name}-engine-token"
+
+
+def config_name(name: str, text: str) -> str:
+    return f"{name}-engine-{digest(text, 10)}"
+
+
+def claim_name(name: str) -> str:
+    return f"{name}-model"
+
+
+def selector(name: str, component: str = ENGINE) -> dict[str, str]:
+    return {OWNER_LABEL: name, COMPONENT_LABEL: component}
+
+
+def selector_text(name: str) -> str:
+    """The engine pods' selector as the scale subresource shows it."""
+    return ",".join(f"{key}={value}" for key, value in selector(name).items())
+
+
+def labels(name: str, component: str = ENGINE) -> dict[str, str]:
+    return {
+        NAME_LABEL: "pagemill-engine",
+        "app.kubernetes.io/instance": name,
+        COMPONENT_LABEL: component,
+        "app.kubernetes.io/part-of": "pagemill",
+        MANAGED_BY_LABEL: "pagemill-operator",
+        OWNER_LABEL: name,
+    }
+
+
+def child(api_version: str, kind: str, name: str, owner: Owner, component: str = ENGINE, **content: Any) -> Manifest:
+    """A manifest with our labels and the owner that takes it along when it is deleted."""
+    reference = {
+        "apiVersion": "pagemill.dev/v1alpha1",
+        "kind": "LLMDeployment",
+        "name": owner.name,
+        "uid": owner.uid,
+        "controller": True,
+        "blockOwnerDeletion": False,
+    }
+    return {
+        "apiVersion": api_version,
+        "kind": kind,
+        "metadata": {
+            "name": name,
+            "namespace": owner.namespace,
+            "labels": labels(owner.name, component),
+            "ownerReferences": [reference],
+        },
+        **content,
+    }
+
+
+def digest(content: Any, length: int) -> str:
+    """Hexadecimal digest of a text or of JSON, the same whatever the order of keys."""
+    text = content if isinstance(content, str) else json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()[:length]

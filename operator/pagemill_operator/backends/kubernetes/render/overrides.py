@@ -1,0 +1,68 @@
+"""Merges overrides into a manifest as a strategic merge patch does, as far as pod templates need it.
+
+Objects merge field by field; lists whose items have a key merge item by item, tolerations are added; every other value
+replaces. A null overrides nothing: no override takes away what the operator wrote.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+MERGE_KEYS = {
+    "containers": "name",
+    "initContainers": "name",
+    "volumes": "name",
+    "env": "name",
+    "volumeMounts": "mountPath",
+    "ports": "containerPort",
+    "imagePullSecrets": "name",
+    "hostAliases": "ip",
+    "topologySpreadConstraints": "topologyKey",
+}
+"""List -> the field by which Kubernetes tells its items apart."""
+APPENDED = ("tolerations",)
+
+
+def merge(base: Any, override: Any, field: str = "") -> Any:
+    """`base` with `override` over it; neither is changed."""
+    if override is None:
+        return copy.deepcopy(base)
+    if isinstance(base, dict) and isinstance(override, dict):
+        return _merge_objects(base, override)
+    if isinstance(base, list) and isinstance(override, list):
+        return _merge_lists(base, override, field)
+    return _without_nulls(override)
+
+
+def _merge_objects(base: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
+    merged = copy.deepcopy(base)
+    for name, value in override.items():
+        if value is not None:
+            merged[name] = merge(base.get(name), value, name)
+    return merged
+
+
+def _merge_lists(base: list[Any], override: list[Any], field: str) -> list[Any]:
+    if field in APPENDED:
+        return [*copy.deepcopy(base), *(_without_nulls(item) for item in override if item not in base)]
+    key = MERGE_KEYS.get(field)
+    if key is None or not all(isinstance(item, dict) for item in (*base, *override)):
+        return [_without_nulls(item) for item in override]
+    merged = copy.deepcopy(base)
+    positions = {item.get(key): index for index, item in enumerate(base)}
+    for item in override:
+        index = positions.get(item.get(key)) if isinstance(item.get(key), str | int) else None
+        if index is None:
+            merged.append(_without_nulls(item))
+        else:
+            merged[index] = merge(merged[index], item)
+    return merged
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value

@@ -1,0 +1,122 @@
+"""`spec.template`: which overrides of the pod template would break what the operator needs, and which weaken a pod.
+
+Everything else of a PodSpec may be overridden; `backends.kubernetes.render` merges it. Names here are a contract with
+that package: what it writes into every pod, under which names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from pagemill_crds.models import LLMDeploymentSpec
+from pagemill_crds.quantities import duration_seconds
+from pagemill_operator.plan.types import Problem
+
+CONTAINER = "engine"
+GRACE_MARGIN_S = 15
+"""A pod gets this much more than its drain time to end: preStop, last bytes, exit."""
+OWN_PREFIX = "pagemill.dev/"
+OWN_LABELS = tuple(f"app.kubernetes.io/{name}" for name in ("name", "instance", "component", "part-of", "managed-by"))
+SETTINGS_PATH, TOKEN_PATH, MODEL_PATH = "/etc/pagemill", "/var/run/secrets/pagemill", "/models"
+OWN_VOLUMES = {"settings": SETTINGS_PATH, "token": TOKEN_PATH, "model": MODEL_PATH}
+"""Volume -> where it is mounted."""
+OWN_PORTS = ("data", "control")
+MERGED_LISTS = ("containers", "initContainers", "volumes", "tolerations", "imagePullSecrets")
+FIELD = "spec.template"
+
+
+def template_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
+    """Overrides that would break the pod's identity, its token, its settings or its drain."""
+    template = spec.template
+    if template is None:
+        return
+    if template.metadata is not None:
+        yield from _own_names("labels", template.metadata.labels)
+        yield from _own_names("annotations", template.metadata.annotations)
+    if template.spec is not None:
+        yield from _pod_problems(template.spec, duration_seconds(spec.rollout.drain_timeout))
+
+
+def template_notes(spec: LLMDeploymentSpec) -> Iterator[Problem]:
+    """Overrides that a namespace with the restricted profile would refuse."""
+    pod = spec.template.spec if spec.template else None
+    if not pod:
+        return
+    message = "weaker than the restricted profile: a namespace that enforces it refuses the pods"
+    contexts = [(f"{FIELD}.spec", pod)]
+    contexts += [(f"{FIELD}.spec.{kind}[{i}]", c) for kind, i, c in _containers(pod)]
+    for where, part in contexts:
+        context = part.get("securityContext")
+        for name in _weak_fields(context if isinstance(context, dict) else {}):
+            yield Problem(f"{where}.securityContext.{name}", "", message)
+    for name in ("hostNetwork", "hostPID", "hostIPC"):
+        if pod.get(name):
+            yield Problem(f"{FIELD}.spec.{name}", True, message)
+
+
+def _own_names(kind: str, given: dict[str, str]) -> Iterator[Problem]:
+    for name in given:
+        if name.startswith(OWN_PREFIX) or (kind == "labels" and name in OWN_LABELS):
+            message = "is set by the operator, which finds the pods by it; choose another name"
+            yield Problem(f"{FIELD}.metadata.{kind}[{name}]", given[name], message)
+
+
+def _pod_problems(pod: dict[str, Any], drain_timeout_s: float) -> Iterator[Problem]:
+    field = f"{FIELD}.spec"
+    for name in MERGED_LISTS:
+        if name in pod and not _is_list_of_objects(pod[name]):
+            yield Problem(f"{field}.{name}", pod[name], "must be a list of objects, as in a PodSpec")
+    if pod.get("restartPolicy", "Always") != "Always":
+        yield Problem(f"{field}.restartPolicy", pod["restartPolicy"], "engines are restarted always; remove it")
+    grace_s, least_s = pod.get("terminationGracePeriodSeconds"), drain_timeout_s + GRACE_MARGIN_S
+    if "terminationGracePeriodSeconds" in pod and not (isinstance(grace_s, int) and grace_s >= least_s):
+        message = f"running requests would be cut: at least {least_s:g}, which is drainTimeout + {GRACE_MARGIN_S} s"
+        yield Problem(f"{field}.terminationGracePeriodSeconds", grace_s, message)
+    for index, volume in _objects(pod.get("volumes")):
+        if volume.get("name") in OWN_VOLUMES:
+            yield Problem(f"{field}.volumes[{index}].name", volume["name"], "is the operator's volume; rename it")
+    for kind, index, container in _containers(pod):
+        if kind == "containers" and container.get("name") == CONTAINER:
+            yield from _engine_problems(container, f"{field}.containers[{index}]")
+
+
+def _engine_problems(container: dict[str, Any], field: str) -> Iterator[Problem]:
+    for name in ("env", "volumeMounts", "ports"):
+        if name in container and not _is_list_of_objects(container[name]):
+            yield Problem(f"{field}.{name}", container[name], "must be a list of objects, as in a PodSpec")
+    for index, mount in _objects(container.get("volumeMounts")):
+        if str(mount.get("mountPath", "")).rstrip("/") in OWN_VOLUMES.values():
+            message = "the operator mounts settings, token or model there; choose another path"
+            yield Problem(f"{field}.volumeMounts[{index}].mountPath", mount["mountPath"], message)
+    for index, port in _objects(container.get("ports")):
+        if port.get("name") in OWN_PORTS or port.get("containerPort") in (8000, 8001):
+            message = "the gateway asks the engine on its own ports; choose another name and number"
+            yield Problem(f"{field}.ports[{index}]", port.get("containerPort"), message)
+    if "image" in container:
+        yield Problem(f"{field}.image", container["image"], "set spec.engine.image instead")
+
+
+def _containers(pod: dict[str, Any]) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    for kind in ("containers", "initContainers"):
+        for index, container in _objects(pod.get(kind)):
+            yield kind, index, container
+
+
+def _weak_fields(context: dict[str, Any]) -> Iterator[str]:
+    weak = {"privileged": True, "allowPrivilegeEscalation": True, "runAsNonRoot": False, "runAsUser": 0}
+    # Not by `==` alone: 0 equals False.
+    yield from (name for name, value in weak.items() if name in context and context[name] is value)
+    if isinstance(capabilities := context.get("capabilities"), dict) and capabilities.get("add"):
+        yield "capabilities.add"
+    if isinstance(profile := context.get("seccompProfile"), dict) and profile.get("type") == "Unconfined":
+        yield "seccompProfile"
+
+
+def _is_list_of_objects(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, dict) for item in value)
+
+
+def _objects(value: Any) -> Iterator[tuple[int, dict[str, Any]]]:
+    if isinstance(value, list):
+        yield from ((index, item) for index, item in enumerate(value) if isinstance(item, dict))
