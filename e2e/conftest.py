@@ -18,6 +18,7 @@ from support.audit import AuditLog
 from support.clusters import Cluster, OneNode
 from support.deployments import wait_no_children
 from support.kubectl import Kubectl
+from support.measures import Measures
 from support.objects import RESTRICTED, namespace
 from support.release import SHARED_NAMESPACE, Release, Releases
 
@@ -89,6 +90,11 @@ def audit(one_node: OneNode) -> AuditLog:
     log = AuditLog(one_node.audit_log)
     log.mark()
     return log
+
+
+@pytest.fixture
+def measures(request: pytest.FixtureRequest) -> Measures:
+    return Measures(settings.read(request.config).artifacts / "measures.jsonl")
 
 
 @pytest.fixture

