@@ -1,4 +1,4 @@
-"""Five hundred deployments on two hundred hollow nodes: what the operator costs, and that it rests when nothing changes.
+"""Five hundred deployments on two hundred hollow nodes: what the operator costs, and that it rests at the end.
 
 KWOK's nodes run nothing; their pods become Ready as soon as they are scheduled. No gateway runs, since there is nobody
 to route to: measured is the operator, against a real API server.
