@@ -43,7 +43,7 @@ lint: .venv/.installed ## Check style, types, import layers, house rules and gen
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/mypy bench/*.py docs/*.py
+	$(BIN)/mypy bench/*.py docs/*.py charts/*.py charts/pagemill/files/*.py
 	$(BIN)/lint-imports
 	$(BIN)/pytest -q tests/house/test_house_rules.py tests/house/test_generated_pages.py
 
@@ -64,8 +64,9 @@ e2e: .venv/.installed ## Prove the custom resource on a real Kubernetes API serv
 ##@ Generate
 
 .PHONY: crds
-crds: .venv/.installed ## Write the custom resource's YAML and reference page from its models
+crds: .venv/.installed ## Write the custom resource's YAML and reference page from its models, and what the chart repeats
 	$(BIN)/python -m pagemill_crds.generate
+	$(BIN)/python charts/generate.py
 
 .PHONY: docs
 docs: .venv/.installed crds ## Write the reference pages from the code

@@ -145,7 +145,8 @@ def _scalar_type(node: yaml.Node) -> str:
 
 def _entries(node: yaml.Node) -> list[tuple[yaml.ScalarNode, yaml.Node]]:
     assert isinstance(node, yaml.MappingNode)
-    return node.value
+    entries: list[tuple[yaml.ScalarNode, yaml.Node]] = node.value
+    return entries
 
 
 def rows_of(node: yaml.Node, lines: list[str], prefix: str = "") -> Iterator[Row]:
@@ -168,7 +169,7 @@ def _shown_type(value: yaml.Node, comment: Comment) -> str:
         return ", ".join(f"`{each}`" if each else "empty" for each in keywords["enum"])
     named = comment.keywords.get("$type", "")
     if named:
-        return SHOWN_TYPES.get(named, named)
+        return SHOWN_TYPES.get(str(named), str(named))
     if not isinstance(value, yaml.ScalarNode):
         return "list" if isinstance(value, yaml.SequenceNode) else "map"
     kind = {"string": "text", "boolean": "boolean"}.get(_scalar_type(value), _scalar_type(value))

@@ -1,0 +1,136 @@
+"""The program that `helm test` runs, against a server that answers as the gateway does."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "charts" / "pagemill" / "files" / "ask_gateway.py"
+KEY = "sk-test"
+
+
+@dataclass
+class Gateway:
+    """Models and what each answers: a text, or a status of failure."""
+
+    models: dict[str, str | int] = field(default_factory=dict)
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    needs_key: bool = True
+    url: str = ""
+
+    def get_models(self) -> tuple[int, dict[str, Any]]:
+        return 200, {"object": "list", "data": [{"id": name} for name in self.models]}
+
+    def chat(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        self.asked.append(body)
+        answer = self.models[body["model"]]
+        if isinstance(answer, int):
+            return answer, {"error": {"message": "no engine is ready"}}
+        return 200, {"choices": [{"message": {"content": answer}}]}
+
+
+@pytest.fixture
+def gateway() -> Iterator[Gateway]:
+    served = Gateway()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.answer(*served.get_models())
+
+        def do_POST(self) -> None:
+            self.answer(*served.chat(json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
+
+        def answer(self, status: int, body: dict[str, Any]) -> None:
+            if served.needs_key and self.headers["Authorization"] != f"Bearer {KEY}":
+                status, body = 401, {"error": {"message": "no key", "code": "invalid_api_key"}}
+            data = json.dumps(body).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, format: str, *arguments: Any) -> None:
+            return
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        served.url = f"http://127.0.0.1:{server.server_address[1]}"
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield served
+        server.shutdown()
+        thread.join()
+
+
+def ask(gateway: Gateway, *arguments: str, key: str = "") -> subprocess.CompletedProcess[str]:
+    """As the pod runs it: the program's text as one argument, nothing imported from the repository."""
+    argv = [sys.executable, "-I", "-c", SCRIPT.read_text(), "--url", gateway.url, "--timeout-s", "5", *arguments]
+    return subprocess.run(argv, env={"PAGEMILL_API_KEY": key}, capture_output=True, text=True, timeout=30)
+
+
+def test_a_model_that_answers_passes(gateway: Gateway) -> None:
+    gateway.models = {"starting": 503, "chat": "Hello."}
+    done = ask(gateway, key=KEY)
+    assert done.returncode == 0, done.stderr
+    assert "ok: the gateway lists 2 models" in done.stdout
+    assert "starting has no engine that is ready" in done.stdout
+    assert "ok: chat answered 'Hello.'" in done.stdout
+    assert gateway.asked[-1]["max_tokens"] == 4
+
+
+def test_no_model_at_all_passes_after_the_list(gateway: Gateway) -> None:
+    gateway.needs_key = False
+    done = ask(gateway, "--anonymous")
+    assert done.returncode == 0, done.stderr
+    assert "lists 0 models" in done.stdout
+
+
+def test_without_a_key_being_refused_is_right(gateway: Gateway) -> None:
+    done = ask(gateway)
+    assert done.returncode == 0, done.stderr
+    assert "refuses a request without an API key" in done.stdout
+
+
+def test_an_open_gateway_that_should_be_closed_fails(gateway: Gateway) -> None:
+    gateway.needs_key = False
+    done = ask(gateway)
+    assert done.returncode == 1
+    assert "401 was expected" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("models", "arguments", "message"),
+    [
+        ({"chat": 500}, [], "chat answered 500"),
+        ({"chat": 503}, ["--model", "chat"], "chat answered 503"),
+        ({"chat": "Hello."}, ["--model", "other"], "'other' is not among them"),
+    ],
+)
+def test_what_must_answer_and_does_not_fails(
+    gateway: Gateway, models: dict[str, str | int], arguments: list[str], message: str
+) -> None:
+    gateway.models = models
+    done = ask(gateway, *arguments, key=KEY)
+    assert done.returncode == 1
+    assert message in done.stderr
+
+
+def test_a_wrong_key_fails(gateway: Gateway) -> None:
+    done = ask(gateway, key="sk-wrong")
+    assert done.returncode == 1
+    assert "/v1/models answered 401: no key" in done.stderr
+
+
+def test_a_gateway_that_never_answers_fails_in_time(gateway: Gateway) -> None:
+    gateway.url = "http://127.0.0.1:1"
+    done = ask(gateway, "--timeout-s", "0.1", key=KEY)
+    assert done.returncode == 1
+    assert "does not answer" in done.stderr

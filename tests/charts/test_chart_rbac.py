@@ -1,0 +1,152 @@
+"""Access rights are exactly what the operator's and the gateway's code uses: no kind and no verb more."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from cel import evaluate
+
+from pagemill_operator.backends.kubernetes.kinds import CHILD_KINDS, LLM_DEPLOYMENT, POD, POD_MONITOR
+
+Variant = Callable[[str], Any]
+Rights = dict[tuple[str, str], set[str]]
+"""(group, resource) -> verbs, without what is bound to a name."""
+
+CHILD_VERBS = {"get", "list", "watch", "create", "patch", "delete"}
+READ = {"list", "watch"}
+
+
+def rights(rules: Iterable[dict[str, Any]]) -> Rights:
+    found: Rights = defaultdict(set)
+    for rule in rules:
+        assert "*" not in [*rule["apiGroups"], *rule["resources"], *rule["verbs"]]
+        for group in rule["apiGroups"]:
+            for resource in rule["resources"]:
+                if "resourceNames" not in rule:
+                    found[group, resource] |= set(rule["verbs"])
+    return dict(found)
+
+
+def rules_of(rendered: Any, kind: str, component: str) -> list[dict[str, Any]]:
+    (role,) = [
+        each
+        for each in rendered.all(kind)
+        if each["metadata"]["name"].endswith(f"-{component}")
+        and (kind == "ClusterRole" or not each["metadata"]["name"].startswith("pagemill-system-"))
+    ]
+    rules: list[dict[str, Any]] = role["rules"]
+    return rules
+
+
+def test_the_operator_may_do_what_its_kinds_need(variant: Variant) -> None:
+    wanted: Rights = {(kind.group, kind.plural): CHILD_VERBS for kind in (*CHILD_KINDS, POD_MONITOR)}
+    wanted |= {
+        (LLM_DEPLOYMENT.group, LLM_DEPLOYMENT.plural): READ,
+        (LLM_DEPLOYMENT.group, f"{LLM_DEPLOYMENT.plural}/status"): {"patch"},
+        (POD.group, POD.plural): READ,
+        ("", "events"): {"create", "patch"},
+    }
+    assert rights(rules_of(variant("anonymous"), "ClusterRole", "operator")) == wanted
+
+
+def test_the_gateway_reads_deployments_and_endpoints_and_nothing_else(variant: Variant) -> None:
+    assert rights(rules_of(variant("anonymous"), "ClusterRole", "gateway")) == {
+        ("pagemill.dev", "llmdeployments"): READ,
+        ("discovery.k8s.io", "endpointslices"): READ,
+    }
+
+
+def test_the_gateway_reads_one_secret_by_its_name(variant: Variant) -> None:
+    (rule,) = rules_of(variant("anonymous"), "Role", "gateway")
+    assert (rule["resources"], rule["resourceNames"]) == (["secrets"], ["pagemill-keys"])
+    assert set(rule["verbs"]) == {"get", "list", "watch"}
+
+
+def test_lease_and_keys_are_bound_to_their_names(variant: Variant) -> None:
+    rules = rules_of(variant("anonymous"), "Role", "operator")
+    named = {
+        (rule["resources"][0], rule["resourceNames"][0]): rule["verbs"] for rule in rules if "resourceNames" in rule
+    }
+    assert named == {
+        ("leases", "pagemill-operator"): ["get", "update"],
+        ("secrets", "pagemill-keys"): ["get", "patch"],
+    }
+    assert rights(rules) == {
+        ("coordination.k8s.io", "leases"): {"create"},
+        ("", "secrets"): {"create"},
+        ("", "pods"): READ,
+    }
+
+
+def test_namespaced_means_no_right_outside_the_namespaces(variant: Variant) -> None:
+    namespaced = variant("namespaced")
+    for kind in ("ClusterRole", "ClusterRoleBinding", "ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding"):
+        assert namespaced.all(kind) == []
+    assert {each["metadata"]["namespace"] for each in namespaced.all("Role")} == {"pagemill-system", "team-a"}
+    everywhere = variant("anonymous")
+    for component in ("operator", "gateway"):
+        name = f"pagemill-system-pagemill-{component}"
+        here = [each["rules"] for each in namespaced.all("Role") if each["metadata"]["name"] == name]
+        assert here == [everywhere.one("ClusterRole", name)["rules"]] * 2
+
+
+def test_bindings_bind_roles_to_accounts_that_pods_use(rendered: Any) -> None:
+    accounts = {
+        (spec["serviceAccountName"], "pagemill-system")
+        for name, spec in rendered.pod_specs().items()
+        if not name.endswith("-test")
+    }
+    for binding in [*rendered.all("RoleBinding"), *rendered.all("ClusterRoleBinding")]:
+        role = binding["roleRef"]
+        assert rendered.all(role["kind"]), role
+        assert role["name"] in {each["metadata"]["name"] for each in rendered.all(role["kind"])}
+        (subject,) = binding["subjects"]
+        assert (subject["name"], subject["namespace"]) in accounts
+
+
+def test_people_get_their_rights_through_the_clusters_own_roles(variant: Variant) -> None:
+    view = variant("anonymous").one("ClusterRole", "pagemill-system-pagemill-view")
+    assert view["metadata"]["labels"]["rbac.authorization.k8s.io/aggregate-to-view"] == "true"
+    assert {verb for rule in view["rules"] for verb in rule["verbs"]} == {"get", "list", "watch"}
+    edit = variant("anonymous").one("ClusterRole", "pagemill-system-pagemill-edit")
+    assert "rbac.authorization.k8s.io/aggregate-to-view" not in edit["metadata"]["labels"]
+    assert all("status" not in resource for rule in edit["rules"] for resource in rule["resources"])
+    names = [each["metadata"]["name"] for each in variant("service-monitor").all("ClusterRole")]
+    assert not any(name.endswith(("-view", "-edit")) for name in names)
+
+
+def allowed(policy: dict[str, Any], secret: dict[str, Any]) -> bool:
+    """What the policy's own expressions say of one Secret."""
+    label = secret.get("labels", {}).get("app.kubernetes.io/managed-by", "")
+    optional = "variables.secret.metadata.?labels['app.kubernetes.io/managed-by'].orValue('')"
+    variables: dict[str, Any] = {}
+    for each in policy["spec"]["variables"][1:]:
+        expression = each["expression"].replace(optional, f"'{label}'").replace("variables.secret.metadata", "metadata")
+        variables[each["name"]] = bool(evaluate(expression, {"metadata": secret}))
+    (validation,) = policy["spec"]["validations"]
+    return bool(evaluate(validation["expression"], {"variables": variables}))
+
+
+def test_the_operator_may_write_its_own_secrets_only(variant: Variant) -> None:
+    policy = variant("anonymous").one("ValidatingAdmissionPolicy")
+    own = {"app.kubernetes.io/managed-by": "pagemill-operator"}
+    assert allowed(policy, {"namespace": "team-a", "name": "chat-engine-token", "labels": own})
+    assert allowed(policy, {"namespace": "pagemill-system", "name": "pagemill-keys"})
+    assert not allowed(policy, {"namespace": "team-a", "name": "pagemill-keys"})
+    assert not allowed(policy, {"namespace": "team-a", "name": "database", "labels": own})
+    assert not allowed(policy, {"namespace": "team-a", "name": "users-engine-token"})
+    binding = variant("anonymous").one("ValidatingAdmissionPolicyBinding")["spec"]
+    assert binding == {"policyName": policy["metadata"]["name"], "validationActions": ["Deny"]}
+    account = variant("anonymous").component("ServiceAccount", "operator")["metadata"]["name"]
+    (condition,) = policy["spec"]["matchConditions"]
+    assert condition["expression"].endswith(f"'system:serviceaccount:pagemill-system:{account}'")
+
+
+def test_accounts_and_roles_can_be_the_users_own(variant: Variant) -> None:
+    single = variant("single")
+    assert single.all("ServiceAccount") == single.all("Role") == single.all("ClusterRole") == []
+    pods = single.pod_specs()
+    assert pods["pm-operator"]["serviceAccountName"] == "my-operator"
+    assert pods["pm-gateway"]["serviceAccountName"] == "default"
