@@ -33,7 +33,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A case waits for pods, and the first one for the cluster: more time than a unit test gets."""
+    """A case waits for pods, and the first one for the cluster: more time than a unit test gets.
+
+    Cases that install releases of their own come first, so that the shared one is installed once after them.
+    """
+    items.sort(key=lambda item: "release" in getattr(item, "fixturenames", ()))
     for item in items:
         if HERE in item.path.parents and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(CASE_TIMEOUT_S))
@@ -50,21 +54,29 @@ def pytest_runtest_makereport(
 
 
 @pytest.fixture(scope="session")
-def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     wanted = settings.read(request.config)
     if wanted.context:
         yield clusters.foreign(wanted.context, wanted.kubeconfig)
     elif wanted.kubeconfig:
         yield clusters.running(Path(wanted.kubeconfig))
     else:
-        with clusters.started(tmp_path_factory.mktemp("cluster")) as started:
+        with clusters.started() as started:
             yield started
 
 
 @pytest.fixture(scope="session")
-def releases(request: pytest.FixtureRequest, cluster: Cluster) -> Iterator[Releases]:
+def image_tag(request: pytest.FixtureRequest, cluster: Cluster) -> str:
+    """Tag of the images on the nodes; those of this checkout are built where none is named."""
+    named = settings.read(request.config).image_tag
+    assert named or cluster.node is not None, "name the tag of the images on the nodes: --image-tag"
+    return named or clusters.build_images()
+
+
+@pytest.fixture(scope="session")
+def releases(request: pytest.FixtureRequest, cluster: Cluster, image_tag: str) -> Iterator[Releases]:
     wanted = settings.read(request.config)
-    kept = Releases(cluster, wanted.image_tag)
+    kept = Releases(cluster, image_tag)
     yield kept
     if not wanted.keep_release:
         kept.close()

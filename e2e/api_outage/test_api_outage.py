@@ -42,7 +42,7 @@ def test_a_minute_without_the_api_server_fails_no_request(one_node: OneNode, rel
 
 def _is_ready(address: str) -> bool:
     try:
-        with urllib.request.urlopen(f"http://{address}:8081/readyz", timeout=2) as answer:
+        with urllib.request.urlopen(f"http://{address}:8080/readyz", timeout=2) as answer:
             return bool(answer.status == 200)
     except (urllib.error.URLError, OSError):
         return False

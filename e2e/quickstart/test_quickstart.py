@@ -21,11 +21,12 @@ RELEASED = (
 @pytest.mark.smoke
 def test_from_helm_install_to_an_answer_and_back_to_nothing(releases: Releases, space: Kubectl) -> None:
     release = releases.fresh()
-    release.helm("test", release.name)
+    release.helm("test", release.name)  # without a model: the gateway answers and refuses strangers
 
     space.ok("apply", "-f", str(EXAMPLE))
     smollm2 = Deployed(space, "smollm2")
     smollm2.wait_ready(2)
+    release.helm("test", release.name)  # with one: it is really asked
 
     service = release.service("smollm2")
     assert [model.id for model in service.client().models.list()] == ["smollm2"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.clusters import OneNode, program
 from support.deployments import Deployed, deploy
 from support.kubectl import Kubectl
 from support.load import running_load
@@ -40,8 +41,12 @@ def test_a_new_engine_flag_replaces_every_pod_and_interrupts_nobody(release: Rel
     _roll(release, assistant, {"engine": {"maxNumSeqs": 6}})
 
 
-def test_a_new_image_replaces_every_pod_and_interrupts_nobody(release: Release, assistant: Deployed) -> None:
-    image = f"docker.io/pagemill/engine:{release.image_tag}-next"
+def test_a_new_image_replaces_every_pod_and_interrupts_nobody(
+    one_node: OneNode, release: Release, assistant: Deployed
+) -> None:
+    old = f"docker.io/pagemill/engine:{release.image_tag}"
+    image = f"{old}-next"
+    program("derive", old, image)
     _roll(release, assistant, {"engine": {"image": image}})
     assert {pod["spec"]["containers"][0]["image"] for pod in assistant.pods()} == {image}
 

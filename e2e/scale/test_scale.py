@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 from support.audit import AuditLog, Call
-from support.clusters import OneNode
+from support.clusters import OneNode, program
 from support.deployments import wait_no_children
 from support.kubectl import Kubectl
 from support.measures import Measures
@@ -41,9 +41,9 @@ pytestmark = [pytest.mark.scale, pytest.mark.timeout(3600)]
 
 @pytest.fixture
 def hollow_nodes(one_node: OneNode) -> Iterator[None]:
-    one_node.command("hollow", str(NODES))
+    program("hollow", str(NODES))
     yield
-    one_node.command("hollow", "0")
+    program("hollow", "0")
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from support.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = [sys.executable, str(ROOT / "e2e" / "cluster")]
-START_TIMEOUT_S = 600.0
+PROGRAM_TIMEOUT_S = 2400.0
 
 
 @dataclass(frozen=True)
@@ -48,20 +48,14 @@ class OneNode(Cluster):
 
     @property
     def audit_log(self) -> Path:
-        return self.state / "log" / "audit.log"
+        return self.state / "audit.log"
 
     def stop(self, part: str) -> None:
         """Kill a part at once: `etcd`, `kube-apiserver`, `kubelet`, ..."""
-        self.command("stop", part)
+        program("stop", part)
 
     def start(self, part: str) -> None:
-        self.command("start", part)
-
-    def command(self, *arguments: str) -> str:
-        argv = [*PROGRAM, *arguments, "--state", str(self.state)]
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=START_TIMEOUT_S)
-        assert done.returncode == 0, f"e2e/cluster {' '.join(arguments)}: {done.stderr}{done.stdout[-2000:]}"
-        return done.stdout
+        program("start", part)
 
     def answers(self) -> bool:
         return self.kubectl.run("get", "--raw", "/readyz", "--request-timeout=2s").returncode == 0
@@ -91,17 +85,40 @@ def running(kubeconfig: Path, programs: str = "") -> OneNode:
 
 
 @contextmanager
-def started(state: Path) -> Iterator[OneNode]:
-    """A one-node cluster of our own, gone when the block ends."""
-    done = subprocess.run(
-        [*PROGRAM, "up", "--state", str(state)], capture_output=True, text=True, timeout=START_TIMEOUT_S
-    )
-    assert done.returncode == 0, f"{done.stderr} (`make e2e` builds what is missing)"
-    exports = dict(word.split("=", 1) for word in done.stdout.split() if "=" in word)
+def started() -> Iterator[OneNode]:
+    """A one-node cluster of our own, gone when the block ends; a machine has room for one."""
+    exports = _exports(program("up"))
     try:
         yield running(Path(exports["KUBECONFIG"]), exports["PATH"].split(os.pathsep)[0])
     finally:
-        subprocess.run([*PROGRAM, "down", "--state", str(state)], check=True, timeout=START_TIMEOUT_S)
+        program("down")
+
+
+@contextmanager
+def api_server(state: Path) -> Iterator[Kubectl]:
+    """Only an API server and its etcd, without a node, as any user; gone when the block ends."""
+    exports = _exports(program("up", "--api-only", str(state)))
+    try:
+        yield Kubectl(_program("kubectl", exports["PATH"].split(os.pathsep)[0]), exports["KUBECONFIG"])
+    finally:
+        program("down", "--api-only", str(state))
+
+
+def build_images() -> str:
+    """Build the images of this checkout and load them into the one-node cluster; returns their tag."""
+    return _exports(program("images"))["PAGEMILL_TAG"]
+
+
+def program(*arguments: str) -> str:
+    """Run `e2e/cluster`; what it prints."""
+    done = subprocess.run([*PROGRAM, *arguments], capture_output=True, text=True, timeout=PROGRAM_TIMEOUT_S)
+    assert done.returncode == 0, f"e2e/cluster {' '.join(arguments)}: {done.stderr}{done.stdout[-2000:]}"
+    return done.stdout
+
+
+def _exports(printed: str) -> dict[str, str]:
+    """The variables of its last line, `export NAME=value NAME=value`."""
+    return dict(word.split("=", 1) for word in printed.splitlines()[-1].split()[1:])
 
 
 def _program(name: str, path: str | None = None) -> str:

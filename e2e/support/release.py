@@ -26,6 +26,7 @@ SHARED_NAME = "pagemill"
 SHARED_NAMESPACE = "pagemill-system"
 KEYS_SECRET = "e2e-api-keys"
 KEYS_ENTRY = "keys"
+PLAIN_ENTRY = "plain"
 HELM_TIMEOUT_S = 300.0
 
 
@@ -50,6 +51,7 @@ class Release:
             "image": dict.fromkeys(("operator", "gateway", "engine"), image),
             "operator": {"resources": small},
             "gateway": {"resources": small, "apiKeys": {"existingSecret": KEYS_SECRET}},
+            "tests": {"apiKeySecret": {"name": KEYS_SECRET, "key": PLAIN_ENTRY}},
         }
 
     def install(self, *, chart: Path = CHART, values: Document | None = None, arguments: tuple[str, ...] = ()) -> None:
@@ -57,7 +59,9 @@ class Release:
         kubectl = self.cluster.kubectl
         kubectl.apply(namespace(self.namespace))
         digest = hashlib.sha256(self.api_key.encode()).hexdigest()
-        kubectl.within(self.namespace).apply(secret(KEYS_SECRET, **{KEYS_ENTRY: f"{digest}\n"}))
+        kubectl.within(self.namespace).apply(
+            secret(KEYS_SECRET, **{KEYS_ENTRY: f"{digest}\n", PLAIN_ENTRY: self.api_key})
+        )
         settings = json.dumps(merged(self.values(), values or {}))
         self.helm("upgrade", "--install", self.name, str(chart), "--values", "-", "--wait", *arguments, stdin=settings)
 

@@ -30,7 +30,7 @@ def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("e2e", "the cluster under test")
     group.addoption("--context", default="", help="a context of the user's kubeconfig to test on")
     group.addoption("--kubeconfig", default="", help="kubeconfig of a running one-node cluster, or of --context")
-    group.addoption("--image-tag", default="e2e", help="tag of pagemill/{engine,gateway,operator} on the nodes")
+    group.addoption("--image-tag", default="", help="tag of pagemill/{engine,gateway,operator} on the nodes")
     group.addoption("--keep-release", action="store_true", help="leave the shared release installed at the end")
     group.addoption("--artifacts", type=Path, default=DEFAULT_ARTIFACTS, help="folder for the logs of failed cases")
 
