@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from pagemill_operator.plan.types import Plan
-from pagemill_operator.status.conditions import Observation
+from pagemill_operator.status.observation import Observation
 
 
 class BackendError(Exception):
@@ -27,11 +27,13 @@ class Event:
 
 
 class Cluster(Protocol):
+    """Processes on this machine, or pods. Both are told the same plans and answer with the same observations."""
+
     async def apply(self, plans: Sequence[Plan]) -> None:
-        """Want exactly these deployments, oldest first. Returns at once; `observe` tells how far it is."""
+        """Want these deployments as planned, at once; others stay as they are. `observe` tells how far it is."""
+
+    async def forget(self, keys: Collection[str]) -> None:
+        """Want these deployments (`namespace/name`) no longer."""
 
     def observe(self, key: str) -> Observation:
         """What is known of the deployment `namespace/name`. Raises `KeyError` for one that is not wanted."""
-
-    async def stop(self) -> None:
-        """End everything that was started, and leave nothing behind."""

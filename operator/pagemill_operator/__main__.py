@@ -1,0 +1,55 @@
+"""`python -m pagemill_operator --settings FILE.json --identity NAME [--kubeconfig FILE]`: one operator process."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+
+from kubernetes.aio import config as credentials
+from kubernetes.aio.client import Configuration
+
+from pagemill_operator import logs
+from pagemill_operator.config import OperatorConfig, SettingsError, load_config
+from pagemill_operator.controller.operator import Operator
+
+
+def main() -> int:
+    """Exit code 0 after an orderly stop, 1 when the settings do not allow a start, 2 when leadership was lost."""
+    parser = argparse.ArgumentParser(prog="pagemill_operator", description="Carries out LLMDeployments in a cluster.")
+    parser.add_argument("--settings", type=Path, required=True, help="JSON file of OperatorConfig")
+    parser.add_argument("--identity", required=True, help="name of this replica in the Lease, such as the pod's name")
+    parser.add_argument("--kubeconfig", type=Path, help="outside of a cluster: how to reach it")
+    arguments = parser.parse_args()
+    try:
+        config = load_config(arguments.settings)
+        logs.configure(config.log_level)
+        asyncio.run(run(config, arguments.identity, arguments.kubeconfig))
+    except SettingsError as error:
+        sys.stderr.write(f"pagemill operator: {error}\n")
+        return 1
+    return 0
+
+
+async def run(config: OperatorConfig, identity: str, kubeconfig: Path | None) -> None:
+    """Serve until a signal. Raises `SettingsError`."""
+    await Operator(config, await load_credentials(kubeconfig), identity).run()
+
+
+async def load_credentials(kubeconfig: Path | None) -> Configuration:
+    """From the file, or the service account of the pod."""
+    configuration = Configuration()
+    try:
+        if kubeconfig is None:
+            credentials.load_incluster_config(configuration)  # type: ignore[no-untyped-call]
+        else:
+            await credentials.load_kube_config(str(kubeconfig), client_configuration=configuration)  # type: ignore[no-untyped-call]
+    except (credentials.ConfigException, OSError) as error:
+        where = "this pod's service account" if kubeconfig is None else str(kubeconfig)
+        raise SettingsError(f"no credentials for the cluster in {where}: {error}; give --kubeconfig FILE") from None
+    return configuration
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""What has to be written so that the children stand as rendered. Pure.
+
+A child is applied where its digest differs or where somebody has changed what we rendered; fields that the API server
+or others add are left to them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from decimal import Decimal
+from typing import Any
+
+from pagemill_operator.backends.kubernetes.slim import slim
+from pagemill_operator.backends.kubernetes.snapshot import DIGEST_ANNOTATION, Manifest
+
+Children = Mapping[tuple[str, str], Manifest]
+REMOVABLE = frozenset({"Job", "PersistentVolumeClaim", "NetworkPolicy", "PodDisruptionBudget", "PodMonitor"})
+"""Kinds whose unwanted objects go at once. Deployment, Service and Secret go only with their owner."""
+_LIST_KEYS = ("name", "mountPath", "containerPort", "port", "key")
+"""Fields that identify an item of a list that others may add to."""
+_QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?")
+_FACTORS = {None: Decimal(1), "m": Decimal("0.001")}
+_FACTORS |= {suffix: Decimal(10 ** (3 * power)) for power, suffix in enumerate(("k", "M", "G", "T", "P"), 1)}
+_FACTORS |= {suffix: Decimal(2 ** (10 * power)) for power, suffix in enumerate(("Ki", "Mi", "Gi", "Ti", "Pi"), 1)}
+
+
+def with_digest(manifest: Manifest) -> Manifest:
+    """The manifest with its digest in an annotation."""
+    metadata = manifest["metadata"]
+    annotations = {**metadata.get("annotations", {}), DIGEST_ANNOTATION: manifest_digest(manifest)}
+    return {**manifest, "metadata": {**metadata, "annotations": annotations}}
+
+
+def manifest_digest(manifest: Manifest) -> str:
+    text = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def to_apply(wanted: Iterable[Manifest], live: Children) -> Iterator[Manifest]:
+    """Those of `wanted` (with digests) that differ from what lives. A replica count is guarded by the version."""
+    for manifest in wanted:
+        found = live.get((manifest["kind"], manifest["metadata"]["name"]))
+        if found is None:
+            yield manifest
+        elif manifest["kind"] != "Job" and differs(manifest, found):
+            # A Job's template cannot be changed; its name changes with what it does.
+            yield _guarded(manifest, found)
+
+
+def differs(manifest: Manifest, live: Manifest) -> bool:
+    """`live` comes from the cache."""
+    digest = live["metadata"].get("annotations", {}).get(DIGEST_ANNOTATION)
+    if digest != manifest["metadata"].get("annotations", {}).get(DIGEST_ANNOTATION):
+        return True
+    slimmed = slim(manifest["kind"], manifest)
+    return not contains(live, slimmed)
+
+
+def to_delete(wanted: Iterable[Manifest], live: Children, used_config_maps: frozenset[str]) -> Iterator[Manifest]:
+    """Children of ours that are not wanted any more and that no pod needs."""
+    names = {(manifest["kind"], manifest["metadata"]["name"]) for manifest in wanted}
+    for (kind, name), child in live.items():
+        if (kind, name) in names or child["metadata"].get("deletionTimestamp"):
+            continue
+        if kind in REMOVABLE or (kind == "ConfigMap" and name not in used_config_maps):
+            yield child
+
+
+def used_config_maps(pods: Iterable[Manifest], deployments: Iterable[Manifest]) -> frozenset[str]:
+    """Names of ConfigMaps that pods mount, or that a rollout still going on may start pods with."""
+    pods, deployments = list(pods), list(deployments)
+    templates = [deployment["spec"]["template"] for deployment in deployments]
+    names = {
+        volume["configMap"]["name"]
+        for pod in [*pods, *templates]
+        for volume in pod["spec"].get("volumes", [])
+        if "configMap" in volume
+    }
+    return frozenset(names)
+
+
+def rolled_out(deployment: Manifest) -> bool:
+    """Every pod is of the newest template, so that older ReplicaSets start none any more."""
+    status, wanted = deployment.get("status", {}), deployment["spec"].get("replicas", 1)
+    if status.get("observedGeneration", 0) < deployment["metadata"].get("generation", 0):
+        return False
+    return bool(status.get("updatedReplicas", 0) == status.get("replicas", 0) == wanted)
+
+
+def contains(live: Any, wanted: Any) -> bool:
+    """Everything in `wanted` stands in `live`, however the API server spells it."""
+    if isinstance(wanted, dict):
+        return isinstance(live, dict) and all(_has(live, key, value) for key, value in wanted.items())
+    if isinstance(wanted, list):
+        return isinstance(live, list) and _contains_items(live, wanted)
+    return bool(live == wanted) or _same_quantity(live, wanted)
+
+
+def _has(live: dict[str, Any], key: str, value: Any) -> bool:
+    # The API server drops what is empty.
+    return contains(live[key], value) if key in live else value in (None, "", 0, False, [], {})
+
+
+def _contains_items(live: list[Any], wanted: list[Any]) -> bool:
+    key = _list_key(wanted)
+    if key is None:
+        return len(live) == len(wanted) and all(contains(a, b) for a, b in zip(live, wanted, strict=True))
+    found = {item[key]: item for item in live if isinstance(item, dict) and key in item}
+    return all(item[key] in found and contains(found[item[key]], item) for item in wanted)
+
+
+def _list_key(items: list[Any]) -> str | None:
+    """The field whose value tells the items of a list apart."""
+    for key in _LIST_KEYS:
+        if all(isinstance(item, dict) and isinstance(item.get(key), str | int) for item in items):
+            values = [item[key] for item in items]
+            return key if values and len(set(values)) == len(values) else None
+    return None
+
+
+def _same_quantity(live: Any, wanted: Any) -> bool:
+    """`1024Mi` is `1Gi` and `0.5` is `500m`."""
+    if not isinstance(live, str | int) or not isinstance(wanted, str | int | float):
+        return False
+    return _amount(live) == _amount(wanted) is not None
+
+
+def _amount(value: str | int | float) -> Decimal | None:
+    match = _QUANTITY.fullmatch(str(value))
+    return Decimal(match[1]) * _FACTORS[match[2]] if match else None
+
+
+def _guarded(manifest: Manifest, live: Manifest) -> Manifest:
+    """A changed number of replicas is written only onto the version it was decided on."""
+    if manifest["kind"] != "Deployment" or manifest["spec"].get("replicas") == live["spec"].get("replicas"):
+        return manifest
+    metadata = {**manifest["metadata"], "resourceVersion": live["metadata"]["resourceVersion"]}
+    return {**manifest, "metadata": metadata}

@@ -1,0 +1,47 @@
+"""The kinds that the operator reads and writes, and where they lie in the API."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Kind(NamedTuple):
+    name: str
+    """As in manifests, such as `Deployment`."""
+    group: str
+    """Empty for the core group."""
+    version: str
+    plural: str
+
+    @property
+    def api_version(self) -> str:
+        return f"{self.group}/{self.version}" if self.group else self.version
+
+    def path(self, namespace: str, name: str = "", subresource: str = "") -> str:
+        """For example `/apis/apps/v1/namespaces/default/deployments/chat-engine`."""
+        root = f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
+        parts = [root, "namespaces", namespace, self.plural, name, subresource]
+        return "/".join(part for part in parts if part)
+
+
+LLM_DEPLOYMENT = Kind("LLMDeployment", "pagemill.dev", "v1alpha1", "llmdeployments")
+POD = Kind("Pod", "", "v1", "pods")
+SECRET = Kind("Secret", "", "v1", "secrets")
+EVENT = Kind("Event", "", "v1", "events")
+LEASE = Kind("Lease", "coordination.k8s.io", "v1", "leases")
+POD_MONITOR = Kind("PodMonitor", "monitoring.coreos.com", "v1", "podmonitors")
+
+CHILD_KINDS = (
+    SECRET,
+    Kind("ConfigMap", "", "v1", "configmaps"),
+    Kind("Service", "", "v1", "services"),
+    Kind("PersistentVolumeClaim", "", "v1", "persistentvolumeclaims"),
+    Kind("NetworkPolicy", "networking.k8s.io", "v1", "networkpolicies"),
+    Kind("PodDisruptionBudget", "policy", "v1", "poddisruptionbudgets"),
+    Kind("Job", "batch", "v1", "jobs"),
+    Kind("Deployment", "apps", "v1", "deployments"),
+)
+"""Children that every cluster knows, in the order in which they are applied: pods come last."""
+
+WATCHED_KINDS = (LLM_DEPLOYMENT, POD, *CHILD_KINDS)
+BY_NAME = {kind.name: kind for kind in (*WATCHED_KINDS, POD_MONITOR, EVENT, LEASE)}

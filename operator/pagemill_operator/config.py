@@ -1,0 +1,89 @@
+"""The operator's settings: every knob with meaning, unit and default. Read once at start, and by nobody else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+NAME_LABEL = "app.kubernetes.io/name"
+
+
+class SettingsError(ValueError):
+    """The settings cannot be used; the message names the field, its value and the remedy."""
+
+
+class OperatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    namespace: str
+    """Of the release: Lease, keys and gateways are there."""
+    watch_namespaces: list[str] = []
+    """Namespaces whose LLMDeployments are served; empty: all of the cluster."""
+    engine_image: str
+    """Image of engine pods whose resource names none."""
+    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
+    image_pull_secrets: list[str] = []
+    gateway_url: str = ""
+    """Base URL of the OpenAI-compatible API, shown in `status.url`."""
+    gateway_selector: dict[str, str] = {NAME_LABEL: "pagemill", "app.kubernetes.io/component": "gateway"}
+    """Labels of gateway pods in `namespace`. Must hold `app.kubernetes.io/name`: pods are watched by it."""
+    prometheus_namespace_selector: dict[str, str] = {}
+    prometheus_pod_selector: dict[str, str] = {}
+    """Who besides gateways may read the engines' metrics; both empty: nobody."""
+    keys_secret: str = "pagemill-keys"
+    """Secret in `namespace` that engine tokens are derived from; made where it is missing."""
+    lease_name: str = "pagemill-operator"
+    lease_duration_s: float = 15.0
+    """Another operator takes over when the Lease was not renewed for this long."""
+    renew_deadline_s: float = 10.0
+    """The leader writes nothing and ends when it could not renew for this long."""
+    retry_period_s: float = 2.0
+    """Between two looks at the Lease."""
+    resync_s: float = 600.0
+    """Everything is compared anew this often, give or take a tenth."""
+    key_rotation_s: float = 86_400.0
+    """A new key joins this often; a token is accepted for three of these periods."""
+    workers: int = 4
+    """Deployments that are reconciled at once."""
+    host: str = "0.0.0.0"
+    metrics_port: int = 8080
+    """Serves `/metrics`, `/livez` and `/readyz`; 0 takes a free one."""
+    gateway_control_port: int = 8081
+    """Where gateways tell their load."""
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+
+    def __post_init__(self) -> None:
+        if problem := next(self._problems(), None):
+            raise ValueError(problem)
+
+    def _problems(self) -> Iterator[str]:
+        if not self.namespace:
+            yield "namespace is empty: name the namespace of the release"
+        if not self.engine_image:
+            yield "engine_image is empty: name the image that engine pods run"
+        if NAME_LABEL not in self.gateway_selector:
+            yield f"gateway_selector {self.gateway_selector} has no {NAME_LABEL}: add it, pods are watched by it"
+        if not 0 < self.retry_period_s < self.renew_deadline_s < self.lease_duration_s:
+            yield (
+                f"retry_period_s {self.retry_period_s:g}, renew_deadline_s {self.renew_deadline_s:g} and "
+                f"lease_duration_s {self.lease_duration_s:g} must rise in this order and be above 0"
+            )
+        for field in ("resync_s", "key_rotation_s"):
+            if getattr(self, field) < 1:
+                yield f"{field} is {getattr(self, field):g}: use 1 second or more"
+        if not 1 <= self.workers <= 64:
+            yield f"workers is {self.workers}: use 1 to 64"
+        for field in ("metrics_port", "gateway_control_port"):
+            if not 0 <= getattr(self, field) <= 65_535:
+                yield f"{field} is {getattr(self, field)}: use 0 to 65535"
+
+
+def load_config(path: Path) -> OperatorConfig:
+    """Raises `SettingsError`."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=OperatorConfig)
+    except OSError as error:
+        raise SettingsError(f"{path}: {error.strerror}; give --settings a readable JSON file") from None
+    except msgspec.DecodeError as error:
+        raise SettingsError(f"{path}: {error}; correct this field") from None

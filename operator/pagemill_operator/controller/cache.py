@@ -1,0 +1,187 @@
+"""What is known of the cluster: slimmed objects by owner. Filled by watches and by the answers to our own writes.
+
+Each change says whose reconcile it concerns. Our own writes concern nobody: their answers are put in before the watch
+tells of them. No request is made here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from pagemill_operator.backends.kubernetes.slim import slim
+from pagemill_operator.backends.kubernetes.snapshot import OWNER_LABEL, Manifest
+from pagemill_operator.controller.names import Names, claim_of
+from pagemill_operator.plan.types import Problem
+
+Identity = tuple[str, str]
+"""(namespace, name)"""
+
+
+class Cache:
+    def __init__(
+        self, namespace: str, gateway_selector: Mapping[str, str], watch_namespaces: Collection[str] = ()
+    ) -> None:
+        """`namespace`: of the release, where gateway pods are. `watch_namespaces`: empty for all."""
+        self._namespace = namespace
+        self._gateway_selector = dict(gateway_selector)
+        self._watch_namespaces = frozenset(watch_namespaces)
+        self._objects: dict[str, dict[Identity, Manifest]] = {}
+        """Kind -> identity -> object."""
+        self._by_owner: dict[str, dict[tuple[str, str], Manifest]] = {}
+        """Owner's key -> (kind, name) -> child or pod."""
+        self._gateways: dict[str, Manifest] = {}
+        """Name -> gateway pod."""
+        self.names = Names()
+
+    # What is known
+
+    def keys(self) -> list[str]:
+        """Of all deployments that are served."""
+        return [f"{namespace}/{name}" for namespace, name in self._objects.get("LLMDeployment", {})]
+
+    def owner(self, key: str) -> Manifest | None:
+        namespace, _, name = key.partition("/")
+        return self._objects.get("LLMDeployment", {}).get((namespace, name))
+
+    def children(self, key: str) -> dict[tuple[str, str], Manifest]:
+        """(kind, name) -> object, all but pods."""
+        return {at: child for at, child in self._by_owner.get(key, {}).items() if at[0] != "Pod"}
+
+    def pods(self, key: str) -> tuple[Manifest, ...]:
+        """Oldest first."""
+        pods = [child for (kind, _), child in self._by_owner.get(key, {}).items() if kind == "Pod"]
+        return tuple(sorted(pods, key=_age))
+
+    def gateways(self) -> list[Manifest]:
+        """Gateway pods that are not ending."""
+        return [pod for pod in self._gateways.values() if not _is_ending(pod)]
+
+    def num_gateways_ready(self) -> int:
+        return sum(is_ready(pod) for pod in self._gateways.values())
+
+    def conflict(self, key: str) -> Problem | None:
+        return self.names.conflict(key)
+
+    def count(self, kind: str) -> int:
+        return len(self._objects.get(kind, {}))
+
+    # What changes
+
+    def put(self, kind: str, manifest: Manifest) -> set[str]:
+        """Take an object over; returns the owners it concerns. One that is older than what is known is ignored."""
+        metadata = manifest["metadata"]
+        identity = (metadata["namespace"], metadata["name"])
+        if kind == "LLMDeployment" and self._watch_namespaces and identity[0] not in self._watch_namespaces:
+            return set()
+        known = self._objects.setdefault(kind, {}).get(identity)
+        if known is not None and _is_older(manifest, known):
+            return set()
+        slimmed = slim(kind, manifest)
+        self._objects[kind][identity] = slimmed
+        if kind == "LLMDeployment":
+            return self._owner_changed(known, slimmed)
+        return self._child_changed(kind, known, slimmed)
+
+    def remove(self, kind: str, namespace: str, name: str, uid: str | None = None) -> set[str]:
+        """The object is gone; returns the owners it concerns. `uid`: only if it is this one."""
+        known = self._objects.get(kind, {}).get((namespace, name))
+        if known is None or (uid is not None and known["metadata"].get("uid") != uid):
+            return set()
+        del self._objects[kind][(namespace, name)]
+        if kind == "LLMDeployment":
+            key = f"{namespace}/{name}"
+            return {key} | self.names.drop(key)
+        return self._unlink(kind, known) | self._gateway_changed(known, gone=True)
+
+    def listed(self, kind: str, namespace: str, identities: Collection[Identity]) -> set[str]:
+        """A new listing of `namespace` (empty: all) holds exactly these: what is not among them is gone."""
+        known = [at for at in self._objects.get(kind, {}) if not namespace or at[0] == namespace]
+        changed: set[str] = set()
+        for gone in set(known).difference(identities):
+            changed |= self.remove(kind, *gone)
+        return changed
+
+    # How it is kept
+
+    def _owner_changed(self, known: Manifest | None, owner: Manifest) -> set[str]:
+        key = owner_key(owner)
+        if _is_ending(owner):
+            return {key} | self.names.drop(key)
+        conflicts = self.names.claim(claim_of(key, owner))
+        same = known is not None and _wanted(known) == _wanted(owner)
+        return conflicts if same else {key} | conflicts
+
+    def _child_changed(self, kind: str, known: Manifest | None, child: Manifest) -> set[str]:
+        before = self._unlink(kind, known) if known is not None else set()
+        key = child_owner_key(child)
+        if key:
+            self._by_owner.setdefault(key, {})[(kind, child["metadata"]["name"])] = child
+        if known is not None and _content(known) == _content(child):
+            return set()
+        return before | ({key} if key else set()) | self._gateway_changed(child)
+
+    def _unlink(self, kind: str, child: Manifest) -> set[str]:
+        key = child_owner_key(child)
+        if not key:
+            return set()
+        siblings = self._by_owner.get(key, {})
+        siblings.pop((kind, child["metadata"]["name"]), None)
+        if not siblings:
+            self._by_owner.pop(key, None)
+        return {key}
+
+    def _gateway_changed(self, pod: Manifest, *, gone: bool = False) -> set[str]:
+        """Everybody, when the first gateway becomes ready or the last one ceases to be."""
+        if not self._is_gateway(pod):
+            return set()
+        had_one = self.num_gateways_ready() > 0
+        self._gateways.pop(pod["metadata"]["name"], None)
+        if not gone:
+            self._gateways[pod["metadata"]["name"]] = pod
+        return set(self.keys()) if had_one != (self.num_gateways_ready() > 0) else set()
+
+    def _is_gateway(self, pod: Manifest) -> bool:
+        labels = pod["metadata"].get("labels", {})
+        in_release = pod["kind"] == "Pod" and pod["metadata"]["namespace"] == self._namespace
+        return bool(in_release and self._gateway_selector.items() <= labels.items())
+
+
+def owner_key(owner: Manifest) -> str:
+    return f"{owner['metadata']['namespace']}/{owner['metadata']['name']}"
+
+
+def child_owner_key(child: Manifest) -> str | None:
+    name = child["metadata"].get("labels", {}).get(OWNER_LABEL)
+    return f"{child['metadata']['namespace']}/{name}" if name else None
+
+
+def is_ready(pod: Manifest) -> bool:
+    conditions = pod.get("status", {}).get("conditions", [])
+    ready = any(condition["type"] == "Ready" and condition["status"] == "True" for condition in conditions)
+    return ready and not _is_ending(pod)
+
+
+def _is_ending(manifest: Manifest) -> bool:
+    return bool(manifest["metadata"].get("deletionTimestamp"))
+
+
+def _is_older(manifest: Manifest, known: Manifest) -> bool:
+    """Of the same object; resource versions of one kind may be compared as numbers."""
+    new, old = manifest["metadata"], known["metadata"]
+    return bool(new.get("uid") == old.get("uid") and int(new["resourceVersion"]) < int(old["resourceVersion"]))
+
+
+def _wanted(owner: Manifest) -> tuple[object, ...]:
+    """What a reconcile depends on: not the status, which we write."""
+    metadata = owner["metadata"]
+    return metadata.get("uid"), metadata.get("generation"), metadata.get("deletionTimestamp"), owner.get("spec")
+
+
+def _content(manifest: Manifest) -> Manifest:
+    """Without what changes by itself."""
+    metadata = {name: value for name, value in manifest["metadata"].items() if name != "resourceVersion"}
+    return {**manifest, "metadata": metadata}
+
+
+def _age(pod: Manifest) -> tuple[str, str]:
+    return pod["metadata"].get("creationTimestamp", ""), pod["metadata"]["name"]

@@ -1,0 +1,91 @@
+"""`/livez`, `/readyz` and `/metrics`. Alive is who makes progress, not who has an open port.
+
+An API server that is away is no reason to be restarted: a watch that fails to connect makes progress, one that is
+silent does not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+
+from aiohttp import web
+
+from pagemill_operator.controller.metrics import Metrics
+
+STALLED_WATCH_S = 150.0
+"""A watch is opened again after 70 s of silence; twice that means that nobody does it."""
+STALLED_RECONCILE_S = 180.0
+"""Each request ends after seconds; a reconcile that is this old hangs."""
+STALLED_LOOP_S = 30.0
+LAG_INTERVAL_S = 1.0
+
+
+class Health:
+    def __init__(
+        self,
+        *,
+        stalled_watch_s: Callable[[], float],
+        longest_reconcile_s: Callable[[], float],
+        unsynced: Callable[[], list[str]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`unsynced`: kinds whose first listing has not reached the caches."""
+        self._stalled_watch_s = stalled_watch_s
+        self._longest_reconcile_s = longest_reconcile_s
+        self._unsynced = unsynced
+        self._clock = clock
+        self._turned_at = clock()
+        self.starting = "the operator starts"
+        """What is waited for before the watches begin; empty afterwards."""
+
+    async def measure_lag(self, told: Callable[[float], None]) -> None:
+        """For ever: how late the event loop is."""
+        while True:
+            await asyncio.sleep(LAG_INTERVAL_S)
+            now = self._clock()
+            told(max(0.0, now - self._turned_at - LAG_INTERVAL_S))
+            self._turned_at = now
+
+    def troubles(self) -> list[str]:
+        """Why this process should be restarted."""
+        return list(self._troubles())
+
+    def waits(self) -> list[str]:
+        """What is missing before it can do its work."""
+        if self.starting:
+            return [self.starting]
+        return [f"the first listing of {kind} is not complete" for kind in self._unsynced()]
+
+    def _troubles(self) -> Iterator[str]:
+        if not self.starting and (age_s := self._stalled_watch_s()) > STALLED_WATCH_S:
+            yield f"a watch has said nothing for {age_s:.0f} s"
+        if (age_s := self._longest_reconcile_s()) > STALLED_RECONCILE_S:
+            yield f"a reconcile hangs for {age_s:.0f} s"
+        if (age_s := self._clock() - self._turned_at) > STALLED_LOOP_S:
+            yield f"the event loop has not turned for {age_s:.0f} s"
+
+
+async def serve(health: Health, metrics: Metrics, host: str, port: int) -> tuple[web.AppRunner, int]:
+    """Returns the runner, to be cleaned up, and the port."""
+
+    async def livez(_: web.Request) -> web.Response:
+        return _answer(health.troubles())
+
+    async def readyz(_: web.Request) -> web.Response:
+        return _answer(health.troubles() + health.waits())
+
+    async def show_metrics(_: web.Request) -> web.Response:
+        return web.Response(body=metrics.text(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+    app = web.Application()
+    app.add_routes([web.get("/livez", livez), web.get("/readyz", readyz), web.get("/metrics", show_metrics)])
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, host, port).start()
+    return runner, int(runner.addresses[0][1])
+
+
+def _answer(problems: list[str]) -> web.Response:
+    return web.Response(status=503 if problems else 200, text="\n".join(problems) or "ok")

@@ -1,0 +1,129 @@
+"""The keys that engine tokens are derived from: one Secret, made and turned by the leader.
+
+Three keys: `next` is accepted before anybody uses it, `current` is used, `previous` is still accepted. A turn moves
+each one on. Engines accept tokens of all three, gateways send the one of `current`, so no turn is ever noticed.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+import secrets
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import NamedTuple
+
+from pagemill_operator.backends.kubernetes.client import ApiError, Client
+from pagemill_operator.backends.kubernetes.kinds import SECRET
+from pagemill_operator.backends.kubernetes.snapshot import MANAGED_BY_LABEL, Manifest
+from pagemill_protocol.engine_token import KEY_BYTES, MIN_KEY_BYTES, EngineKeys
+
+logger = logging.getLogger("pagemill.operator.keys")
+
+ROTATED_AT = "pagemill.dev/rotated-at"
+
+
+class Keys(NamedTuple):
+    keys: EngineKeys
+    rotated_at: datetime
+
+    def turned(self, now: datetime) -> Keys:
+        keys = EngineKeys(current=self.keys.next, next=secrets.token_bytes(KEY_BYTES), previous=self.keys.current)
+        return Keys(keys, now)
+
+    def age_s(self, now: datetime) -> float:
+        return (now - self.rotated_at).total_seconds()
+
+
+def new_keys(now: datetime) -> Keys:
+    current = secrets.token_bytes(KEY_BYTES)
+    return Keys(EngineKeys(current=current, next=secrets.token_bytes(KEY_BYTES), previous=current), now)
+
+
+def read_keys(secret: Manifest) -> Keys | None:
+    """None where the Secret holds no usable keys."""
+    data = secret.get("data") or {}
+    try:
+        keys = EngineKeys(**{name: base64.b64decode(data[name], validate=True) for name in EngineKeys._fields})
+        rotated_at = datetime.fromisoformat(secret["metadata"].get("annotations", {})[ROTATED_AT])
+    except (KeyError, ValueError):
+        return None
+    if min(map(len, keys)) < MIN_KEY_BYTES or rotated_at.tzinfo is None:
+        return None
+    return Keys(keys, rotated_at)
+
+
+class KeyRing:
+    """The keys as they stand in the cluster. `on_change` is called when they have changed."""
+
+    def __init__(
+        self,
+        client: Client,
+        namespace: str,
+        name: str,
+        rotation_s: float,
+        *,
+        on_change: Callable[[], None],
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        self._client = client
+        self._namespace = namespace
+        self._name = name
+        self._rotation_s = rotation_s
+        self._on_change = on_change
+        self._now = now
+        self.keys: Keys | None = None
+        """None until they are made or seen."""
+
+    def saw(self, secret: Manifest) -> None:
+        """A watch has reported a Secret."""
+        metadata = secret["metadata"]
+        if (metadata["namespace"], metadata["name"]) != (self._namespace, self._name):
+            return
+        keys = read_keys(secret)
+        if keys is not None and keys != self.keys:
+            self.keys = keys
+            self._on_change()
+
+    async def tend(self) -> float:
+        """Make or turn the keys where that is due. Returns the seconds until the next turn."""
+        secret = await self._client.find(SECRET, self._namespace, self._name)
+        now = self._now().replace(microsecond=0)
+        keys = read_keys(secret) if secret else None
+        if keys is None:
+            keys = await self._write(new_keys(now), secret)
+            logger.info("keys for engine tokens are made in Secret %s/%s", self._namespace, self._name)
+        elif keys.age_s(now) >= self._rotation_s:
+            keys = await self._write(keys.turned(now), secret)
+            logger.info("keys for engine tokens are turned")
+        if keys != self.keys:
+            self.keys = keys
+            self._on_change()
+        return max(1.0, self._rotation_s - keys.age_s(now))
+
+    async def _write(self, keys: Keys, before: Manifest | None) -> Keys:
+        manifest = _manifest(keys, self._namespace, self._name)
+        if before is None:
+            try:
+                await self._client.create(SECRET, manifest)
+            except ApiError as error:
+                # Made by somebody else meanwhile: those keys count, and are read with the next try.
+                logger.warning("the keys were not made: %s", error)
+                raise
+            return keys
+        # A precondition, so that no turn is lost between two leaders.
+        manifest["metadata"]["resourceVersion"] = before["metadata"]["resourceVersion"]
+        await self._client.merge(SECRET, self._namespace, self._name, manifest)
+        return keys
+
+
+def _manifest(keys: Keys, namespace: str, name: str) -> Manifest:
+    data = {field: base64.b64encode(key).decode() for field, key in keys.keys._asdict().items()}
+    rotated_at = keys.rotated_at.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    metadata = {
+        "namespace": namespace,
+        "name": name,
+        "labels": {MANAGED_BY_LABEL: "pagemill-operator", "app.kubernetes.io/part-of": "pagemill"},
+        "annotations": {ROTATED_AT: rotated_at},
+    }
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "type": "Opaque", "data": data}

@@ -1,0 +1,215 @@
+"""Leadership by a Lease: one operator writes, the others wait with warm caches.
+
+Rules of client-go's leader election: a Lease may be taken over when its record has not changed for its duration on
+*our* clock (clocks are never compared). The leader's right to write ends `renew_deadline_s` after the start of its last
+successful renewal, before anybody else can take over: every write asks `remaining_s`. On loss the process ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Protocol
+
+from pagemill_operator.backends.kubernetes.client import ApiError, Unreachable
+
+logger = logging.getLogger("pagemill.operator.lease")
+
+Record = dict[str, Any]
+
+
+def boot_time_s() -> float:
+    """Monotonic, and goes on while the machine sleeps, where the system has such a clock."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
+
+
+class LeaseStore(Protocol):
+    """One Lease object. Errors are `ApiError` and `Unreachable`."""
+
+    async def read(self, timeout_s: float) -> Record | None: ...
+    async def create(self, record: Record, timeout_s: float) -> Record: ...
+    async def replace(self, record: Record, timeout_s: float) -> Record:
+        """With the record's resourceVersion as precondition."""
+
+
+@dataclass(frozen=True)
+class LeaseSettings:
+    identity: str
+    duration_s: float = 15.0
+    renew_deadline_s: float = 10.0
+    retry_period_s: float = 2.0
+
+
+class Leadership:
+    """The right to write, as a time that runs out. Shared by everything that writes."""
+
+    def __init__(self, renew_deadline_s: float, clock: Callable[[], float] = boot_time_s) -> None:
+        self._renew_deadline_s = renew_deadline_s
+        self._clock = clock
+        self._renewed_at: float | None = None
+
+    def remaining_s(self) -> float:
+        """Seconds for which writing is still allowed; 0 for who is not the leader."""
+        if self._renewed_at is None:
+            return 0.0
+        return max(0.0, self._renewed_at + self._renew_deadline_s - self._clock())
+
+    def renewed(self, at: float) -> None:
+        self._renewed_at = at
+
+    def give_up(self) -> None:
+        self._renewed_at = None
+
+
+class LeaderElection:
+    """`acquire` until leader, then `hold` until lost; `release` in an orderly end."""
+
+    def __init__(
+        self,
+        settings: LeaseSettings,
+        store: LeaseStore,
+        leadership: Leadership,
+        *,
+        clock: Callable[[], float] = boot_time_s,
+        sleep: Callable[[float], Any] = asyncio.sleep,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        self._settings = settings
+        self._store = store
+        self._leadership = leadership
+        self._clock = clock
+        self._sleep = sleep
+        self._now = now
+        self._record: Record | None = None
+        """As last seen or written."""
+        self._seen_at = 0.0
+        """When `_record` was first seen like this."""
+        self._seen_spec: Record | None = None
+
+    async def acquire(self) -> None:
+        """Returns as the leader."""
+        while True:
+            try:
+                if await self._try_acquire():
+                    logger.info("%s leads", self._settings.identity)
+                    return
+            except (ApiError, Unreachable) as error:
+                logger.warning("the Lease cannot be read or taken: %s", error)
+            await self._sleep(self._pause_s())
+
+    async def hold(self) -> str:
+        """Renew until that fails for `renew_deadline_s` or somebody else holds the Lease; returns why it ended."""
+        reason = "the Lease was not renewed in time"
+        while self._leadership.remaining_s() > 0:
+            await self._sleep(min(self._settings.retry_period_s, self._leadership.remaining_s()))
+            try:
+                if not await self._renew():
+                    reason = f"the Lease is held by {self._holder() or 'nobody'} now"
+                    break
+            except (ApiError, Unreachable) as error:
+                logger.warning("the Lease was not renewed, %.1f s remain: %s", self._leadership.remaining_s(), error)
+        self._leadership.give_up()
+        return reason
+
+    async def release(self) -> None:
+        """Let another operator take over at once. Nothing may be written any more when this is called."""
+        may_release = self._leadership.remaining_s() > 0
+        self._leadership.give_up()
+        if not may_release or self._record is None:
+            return
+        spec = {**self._record["spec"], "holderIdentity": "", "leaseDurationSeconds": 1, "renewTime": self._timestamp()}
+        try:
+            await self._store.replace({**self._record, "spec": spec}, self._settings.retry_period_s)
+        except (ApiError, Unreachable) as error:
+            logger.warning("the Lease was not released, it runs out by itself: %s", error)
+
+    async def _try_acquire(self) -> bool:
+        started = self._clock()
+        record = await self._store.read(self._settings.renew_deadline_s / 2)
+        if record is None:
+            return self._took(await self._store.create(self._claim(None), self._settings.renew_deadline_s / 2), started)
+        self._see(record)
+        if not self._may_take(record["spec"]):
+            return False
+        try:
+            return self._took(await self._store.replace(self._claim(record), self._timeout_s(started)), started)
+        except ApiError as error:
+            if error.status == 409:
+                return False
+            raise
+
+    async def _renew(self) -> bool:
+        """False when somebody else holds it. The time that counts is the one before the request."""
+        started = self._clock()
+        timeout_s = self._leadership.remaining_s()
+        if timeout_s <= 0 or self._record is None:
+            return False
+        spec = {**self._record["spec"], "renewTime": self._timestamp()}
+        try:
+            return self._took(await self._store.replace({**self._record, "spec": spec}, timeout_s), started)
+        except ApiError as error:
+            if error.status not in (404, 409):
+                raise
+        # Somebody wrote it. That may have been our own request whose answer was lost.
+        record = await self._store.read(self._leadership.remaining_s())
+        if record is None or record["spec"].get("holderIdentity") != self._settings.identity:
+            self._record = record
+            return False
+        self._record = record
+        return True  # renewed with the next turn; the deadline has not moved
+
+    def _took(self, record: Record, started: float) -> bool:
+        # A paused process must not believe in a renewal that came back too late.
+        if self._clock() - started >= self._settings.renew_deadline_s:
+            return False
+        self._record = record
+        self._leadership.renewed(started)
+        return True
+
+    def _see(self, record: Record) -> None:
+        if record["spec"] != self._seen_spec:
+            self._seen_spec, self._seen_at = record["spec"], self._clock()
+        self._record = record
+
+    def _may_take(self, spec: Record) -> bool:
+        holder = spec.get("holderIdentity")
+        if not holder or holder == self._settings.identity:
+            return True
+        return self._clock() >= self._seen_at + self._duration_s(spec)
+
+    def _pause_s(self) -> float:
+        """Until the next look, or until the Lease runs out if that is sooner."""
+        period_s = self._settings.retry_period_s
+        if self._seen_spec is None or not self._seen_spec.get("holderIdentity"):
+            return period_s
+        runs_out_s = self._seen_at + self._duration_s(self._seen_spec) - self._clock()
+        return min(period_s, runs_out_s) if runs_out_s > 0 else period_s
+
+    def _duration_s(self, spec: Record) -> float:
+        return float(spec.get("leaseDurationSeconds") or self._settings.duration_s)
+
+    def _timeout_s(self, started: float) -> float:
+        return max(0.1, self._settings.renew_deadline_s - (self._clock() - started))
+
+    def _claim(self, record: Record | None) -> Record:
+        before = record["spec"] if record else {}
+        again = before.get("holderIdentity") == self._settings.identity
+        now = self._timestamp()
+        spec = {
+            "holderIdentity": self._settings.identity,
+            "leaseDurationSeconds": max(1, round(self._settings.duration_s)),
+            "acquireTime": before.get("acquireTime", now) if again else now,
+            "renewTime": now,
+            "leaseTransitions": before.get("leaseTransitions", 0) + (0 if again or record is None else 1),
+        }
+        return {**(record or {}), "spec": spec}
+
+    def _holder(self) -> str:
+        return str((self._record or {}).get("spec", {}).get("holderIdentity") or "")
+
+    def _timestamp(self) -> str:
+        return self._now().strftime("%Y-%m-%dT%H:%M:%S.%fZ")

@@ -1,0 +1,342 @@
+"""The operator as a whole: who is who, what starts when, and how it ends.
+
+Every replica watches and keeps its caches warm; only the leader runs what writes (keys, workers) and what only a writer
+needs (load streams). A leader that loses its Lease ends the process at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import signal
+from collections.abc import Callable, Coroutine
+from datetime import UTC, datetime
+from typing import Any
+
+import kopf
+from aiohttp import web
+from kubernetes.aio.client import Configuration
+
+from pagemill_operator.backends.kubernetes.backend import KubernetesCluster
+from pagemill_operator.backends.kubernetes.client import ApiError, Client, NotLeading, Unreachable
+from pagemill_operator.backends.kubernetes.kinds import LLM_DEPLOYMENT, POD_MONITOR, SECRET, WATCHED_KINDS, Kind
+from pagemill_operator.backends.kubernetes.snapshot import MANAGED_BY_LABEL, Manifest, RenderContext
+from pagemill_operator.config import OperatorConfig
+from pagemill_operator.controller import health
+from pagemill_operator.controller.cache import Cache
+from pagemill_operator.controller.events import EventRecorder
+from pagemill_operator.controller.keys import KeyRing
+from pagemill_operator.controller.lease import LeaderElection, Leadership, LeaseSettings
+from pagemill_operator.controller.lease_store import KubernetesLease
+from pagemill_operator.controller.load_stream import LoadBook, LoadStreams, display_wait_s
+from pagemill_operator.controller.metrics import Metrics
+from pagemill_operator.controller.queue import WorkQueue
+from pagemill_operator.controller.reconcile import Reconciler
+from pagemill_operator.controller.session import watch_session
+from pagemill_operator.controller.watches import Watches
+from pagemill_operator.controller.workers import Workers
+from pagemill_operator.handlers import build_registry, build_settings
+from pagemill_operator.plan.types import Plan
+from pagemill_protocol.engine_token import GATEWAY_CONTROL
+
+logger = logging.getLogger("pagemill.operator")
+
+POLL_S = 1.0
+"""Between looks at something that is waited for at start."""
+EXIT_TIMEOUT_S = 5.0
+"""kopf gets this long to end its watches."""
+LOST_EXIT_CODE = 2
+"""Of a process that lost its leadership."""
+
+
+def exit_at_once() -> None:
+    """Nothing may be written any more, not even by what is on its way: no orderly end."""
+    logging.shutdown()
+    os._exit(LOST_EXIT_CODE)
+
+
+class Operator:
+    def __init__(
+        self,
+        config: OperatorConfig,
+        configuration: Configuration,
+        identity: str,
+        *,
+        on_lost: Callable[[], None] = exit_at_once,
+    ) -> None:
+        self._config = config
+        self._configuration = configuration
+        self._on_lost = on_lost
+        self._stopping = asyncio.Event()
+        self._has_pod_monitors = False
+        self.metrics = Metrics()
+        self.leadership = Leadership(config.renew_deadline_s)
+        self.client = Client(configuration, remaining_s=self.leadership.remaining_s, on_response=self.metrics.responded)
+        self.cache = Cache(config.namespace, config.gateway_selector, config.watch_namespaces)
+        self.queue = WorkQueue(observer=self.metrics)
+        self.watches = Watches(WATCHED_KINDS, self._namespaces, on_listed=self._listed)
+        self.keys = KeyRing(
+            self.client, config.namespace, config.keys_secret, config.key_rotation_s, on_change=self._wake_all
+        )
+        self.book = LoadBook()
+        self.streams = LoadStreams(
+            self.book,
+            gateways=self.cache.gateways,
+            token=self._gateway_token,
+            port=config.gateway_control_port,
+            on_change=self._load_changed,
+        )
+        self.cluster = KubernetesCluster(
+            self.client, self.cache, self._render_context, load=self.book.load, on_write=self.metrics.wrote
+        )
+        recorder = EventRecorder(self.client, identity)
+        reconciler = Reconciler(self.cache, self.cluster, self.client, recorder, self.metrics, url=config.gateway_url)
+        self.workers = Workers(self.queue, reconciler, self.metrics, count=config.workers, resync_s=config.resync_s)
+        self.election = LeaderElection(
+            LeaseSettings(identity, config.lease_duration_s, config.renew_deadline_s, config.retry_period_s),
+            KubernetesLease(self.client, config.namespace, config.lease_name),
+            self.leadership,
+        )
+        self.health = health.Health(
+            stalled_watch_s=self.watches.stalled_s,
+            longest_reconcile_s=self.queue.longest_running_s,
+            unsynced=self.watches.unsynced,
+        )
+        self.metrics.watch(
+            depth=lambda: len(self.queue),
+            objects=lambda: self.cache.count(LLM_DEPLOYMENT.name),
+            watch_age_s=self.watches.age_s,
+            kinds=[kind.name for kind in WATCHED_KINDS],
+        )
+        self.port = 0
+        """Of metrics and health, once it runs."""
+
+    async def run(self) -> None:
+        """Until SIGTERM or SIGINT. Raises what made a part of it fail."""
+        runner, self.port = await health.serve(self.health, self.metrics, self._config.host, self._config.metrics_port)
+        try:
+            await self._run_parts(runner)
+        finally:
+            await runner.cleanup()
+            await self.client.close()
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+    async def _run_parts(self, runner: web.AppRunner) -> None:
+        self._handle_signals()
+        parts = [
+            asyncio.create_task(self.health.measure_lag(self.metrics.loop_lag.set), name="loop lag"),
+            asyncio.create_task(self._watch_and_lead(), name="operator"),
+        ]
+        stopping = asyncio.create_task(self._stopping.wait(), name="stop")
+        try:
+            await asyncio.wait([*parts, stopping], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (*parts, stopping):
+                task.cancel()
+            results = await asyncio.gather(*parts, return_exceptions=True)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+
+    async def _watch_and_lead(self) -> None:
+        await self._wait_for_definition()
+        self.health.starting = ""
+        kopf_stop = asyncio.Event()
+        watching = asyncio.create_task(self._watch(kopf_stop), name="kopf")
+        leading = asyncio.create_task(self._lead(), name="leader")
+        try:
+            await asyncio.wait([watching, leading], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            # First nobody writes, then the Lease is given back, then the watches end.
+            leading.cancel()
+            results = [*await asyncio.gather(leading, return_exceptions=True)]
+            await self.election.release()
+            kopf_stop.set()
+            await asyncio.wait([watching], timeout=EXIT_TIMEOUT_S)
+            watching.cancel()
+            results += await asyncio.gather(watching, return_exceptions=True)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+        if not self._stopping.is_set():
+            raise RuntimeError("the watches have ended")
+
+    async def _wait_for_definition(self) -> None:
+        """kopf looks for the kind once, when it starts."""
+        self.health.starting = f"the definition of {LLM_DEPLOYMENT.name} is not installed"
+        path = f"/apis/{LLM_DEPLOYMENT.group}/{LLM_DEPLOYMENT.version}"
+        is_told = False
+        while True:
+            try:
+                await self.client.get(path)
+                return
+            except (ApiError, Unreachable) as error:
+                if not is_told:
+                    logger.warning("waiting for %s: %s; install the chart's definitions", path, error)
+                    is_told = True
+            await asyncio.sleep(POLL_S)
+
+    async def _watch(self, stop: asyncio.Event) -> None:
+        scope: dict[str, Any] = {"namespaces": self._namespaces} if self._namespaces else {"clusterwide": True}
+        ready = asyncio.Event()
+        taking_signals_back = asyncio.create_task(self._take_signals_back(ready))
+        try:
+            await kopf.operator(
+                registry=build_registry(self._saw, self._login),
+                settings=build_settings(self._config),
+                standalone=True,
+                stop_flag=stop,
+                ready_flag=ready,
+                **scope,
+            )
+        finally:
+            taking_signals_back.cancel()
+
+    async def _take_signals_back(self, ready: asyncio.Event) -> None:
+        """kopf would end its watches first and leave the Lease to run out."""
+        await ready.wait()
+        self._handle_signals()
+
+    def _handle_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            with contextlib.suppress(NotImplementedError, ValueError, RuntimeError):
+                loop.add_signal_handler(number, self.stop)
+
+    async def _lead(self) -> None:
+        await self.watches.wait_synced()
+        logger.info("caches are filled: %d deployments", self.cache.count(LLM_DEPLOYMENT.name))
+        await self.election.acquire()
+        self.metrics.leads(True)
+        work = asyncio.create_task(self._work(), name="work")
+        try:
+            holding = asyncio.create_task(self.election.hold(), name="lease")
+            await asyncio.wait([holding, work], return_when=asyncio.FIRST_COMPLETED)
+            if holding.done():
+                logger.error("this process leads no longer and ends: %s", holding.result())
+                self._on_lost()
+            await work
+        finally:
+            self.metrics.leads(False)
+            for task in (work, holding):
+                task.cancel()
+            await asyncio.gather(work, holding, return_exceptions=True)
+
+    async def _work(self) -> None:
+        await self._insist("keys", self._tend_keys)
+        await self._insist("kinds", self._find_pod_monitors)
+        self._wake_all()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.workers.run(), name="workers")
+            group.create_task(self.streams.run(), name="load streams")
+            group.create_task(self._repeat("keys", self._tend_keys), name="keys")
+            group.create_task(self._repeat("kinds", self._find_pod_monitors), name="kinds")
+
+    async def _insist(self, what: str, work: Callable[[], Coroutine[Any, Any, float]]) -> float:
+        """Try until it succeeds; returns the seconds until it is due again."""
+        while True:
+            try:
+                return await work()
+            except (ApiError, Unreachable, NotLeading) as error:
+                logger.warning("%s: %s", what, error)
+                await asyncio.sleep(random.uniform(0.5, 1.0) * self._config.retry_period_s)
+
+    async def _repeat(self, what: str, work: Callable[[], Coroutine[Any, Any, float]]) -> None:
+        pause_s = self._config.resync_s
+        while True:
+            await asyncio.sleep(pause_s)
+            pause_s = await self._insist(what, work)
+
+    async def _tend_keys(self) -> float:
+        return min(self._config.resync_s, await self.keys.tend())
+
+    async def _find_pod_monitors(self) -> float:
+        """PodMonitor exists only where Prometheus' operator does; it may come later."""
+        try:
+            found = await self._list_pod_monitors()
+        except ApiError as error:
+            if error.status not in (403, 404):
+                raise
+            found = None
+        if (found is not None) != self._has_pod_monitors:
+            self._has_pod_monitors = found is not None
+            self._wake_all()
+        identities = {(item["metadata"]["namespace"], item["metadata"]["name"]) for item in found or ()}
+        changed = self.cache.listed(POD_MONITOR.name, "", identities)
+        for item in found or ():
+            changed |= self.cache.put(POD_MONITOR.name, item)
+        self._wake(changed)
+        return self._config.resync_s * random.uniform(0.9, 1.1)
+
+    async def _list_pod_monitors(self) -> list[Manifest]:
+        query = {"labelSelector": f"{MANAGED_BY_LABEL}=pagemill-operator"}
+        paths = [POD_MONITOR.path(namespace) for namespace in self._namespaces]
+        paths = paths or [f"/apis/{POD_MONITOR.group}/{POD_MONITOR.version}/{POD_MONITOR.plural}"]
+        return [item for path in paths for item in (await self.client.get(path, query)).get("items", [])]
+
+    # What comes in
+
+    def _saw(self, kind: Kind, event_type: str | None, manifest: Manifest) -> None:
+        metadata = manifest["metadata"]
+        identity = (metadata["namespace"], metadata["name"])
+        if event_type == "DELETED":
+            changed = self.cache.remove(kind.name, *identity, metadata["uid"])
+        else:
+            changed = self.cache.put(kind.name, manifest)
+        if kind == SECRET:
+            self.keys.saw(manifest)
+        self.watches.handled(kind.name, identity)
+        self._wake(changed)
+
+    def _listed(self, kind: str, namespace: str, identities: set[tuple[str, str]]) -> None:
+        self._wake(self.cache.listed(kind, namespace, identities))
+
+    def _load_changed(self, keys: set[str]) -> None:
+        now = datetime.now(UTC)
+        for key in keys:
+            if owner := self.cache.owner(key):
+                self.queue.add(key, display_wait_s(owner.get("status") or {}, now))
+
+    def _wake(self, keys: set[str]) -> None:
+        for key in keys:
+            self.queue.add(key)
+
+    def _wake_all(self) -> None:
+        self._wake(set(self.cache.keys()))
+
+    # What others ask
+
+    @property
+    def _namespaces(self) -> list[str]:
+        """Watched namespaces, that of the release among them; empty: all."""
+        wanted = self._config.watch_namespaces
+        return sorted({*wanted, self._config.namespace}) if wanted else []
+
+    def _login(self) -> kopf.AiohttpSession:
+        session = watch_session(self._configuration, self.watches, self.metrics.responded)
+        return kopf.AiohttpSession(server=self._configuration.host, aiohttp_session=session)
+
+    def _gateway_token(self) -> str | None:
+        return self.keys.keys.keys.sent(*GATEWAY_CONTROL) if self.keys.keys else None
+
+    def _render_context(self, plan: Plan, loader_done: bool) -> RenderContext:
+        if self.keys.keys is None:
+            raise Unreachable("the keys for engine tokens are not known yet")
+        config = self._config
+        return RenderContext(
+            namespace=config.namespace,
+            engine_image=config.engine_image,
+            image_pull_policy=config.image_pull_policy,
+            image_pull_secrets=tuple(config.image_pull_secrets),
+            gateway_selector=config.gateway_selector,
+            prometheus_namespace_selector=config.prometheus_namespace_selector,
+            prometheus_pod_selector=config.prometheus_pod_selector,
+            tokens=self.keys.keys.keys.accepted(plan.namespace, plan.name),
+            has_pod_monitors=self._has_pod_monitors,
+            loader_done=loader_done,
+        )

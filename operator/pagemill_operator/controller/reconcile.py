@@ -1,0 +1,119 @@
+"""One reconcile of one `LLMDeployment`: plan it, write what differs, look, tell. Level-based: it asks no event why.
+
+An unchanged object costs no request at all. Neighbours: `backends.kubernetes.backend` writes children and observes;
+`status` explains; `workers` calls this and handles what it raises.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from pagemill_operator.backends.kubernetes.backend import KubernetesCluster
+from pagemill_operator.backends.kubernetes.client import ApiError, Client
+from pagemill_operator.backends.kubernetes.kinds import LLM_DEPLOYMENT
+from pagemill_operator.backends.kubernetes.observe import status_body
+from pagemill_operator.backends.kubernetes.snapshot import Manifest
+from pagemill_operator.controller.cache import Cache
+from pagemill_operator.controller.events import EventRecorder
+from pagemill_operator.controller.metrics import Metrics
+from pagemill_operator.controller.reading import read_plan
+from pagemill_operator.controller.status_writing import merge_patch, ready_after_s, wait_s
+from pagemill_operator.plan.types import Plan, Problem
+from pagemill_operator.status.events import events_between
+
+SETTLE_S = 1.0
+"""After children were written, their first news are waited for before the status is."""
+
+
+class Reconciler:
+    def __init__(
+        self,
+        cache: Cache,
+        cluster: KubernetesCluster,
+        client: Client,
+        recorder: EventRecorder,
+        metrics: Metrics,
+        *,
+        url: str,
+        clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        self._cache = cache
+        self._cluster = cluster
+        self._client = client
+        self._recorder = recorder
+        self._metrics = metrics
+        self._url = url
+        self._clock = clock
+        self._now = now
+        self._written_at: dict[str, float] = {}
+        self._plans: dict[str, tuple[tuple[str, int], Plan | None, Sequence[Problem]]] = {}
+        """Key -> (uid and generation, what was read from it)."""
+
+    async def reconcile(self, key: str) -> float | None:
+        """Seconds after which it should be looked at again; None: when something changes.
+
+        Raises `ApiError`, `Unreachable`: try again. Raises `KeyError` where the object is gone or going.
+        """
+        owner = self._cache.owner(key)
+        if owner is None or owner["metadata"].get("deletionTimestamp"):
+            raise KeyError(key)
+        plan, problems = self._read(key, owner)
+        if plan is None:
+            self._cluster.refuse(key, problems)
+        elif await self._cluster.carry_out(plan) and not self._cluster.has_apply_errors(key):
+            return SETTLE_S
+        return await self._tell(key)
+
+    def has_lasting_errors(self, key: str) -> bool:
+        """Something that only a change in the cluster repairs, such as a quota."""
+        return self._cluster.has_apply_errors(key)
+
+    async def forget(self, key: str) -> None:
+        await self._cluster.forget([key])
+        self._written_at.pop(key, None)
+        self._plans.pop(key, None)
+
+    def _read(self, key: str, owner: Manifest) -> tuple[Plan | None, Sequence[Problem]]:
+        metadata = owner["metadata"]
+        version = (metadata["uid"], metadata.get("generation", 0))
+        known = self._plans.get(key)
+        if known is None or known[0] != version:
+            known = self._plans[key] = (version, *read_plan(owner))
+        return known[1], known[2]
+
+    async def _tell(self, key: str) -> float | None:
+        """Write the status and the events where that is due."""
+        snapshot, now = self._cluster.snapshot(key), self._now()
+        old: dict[str, Any] = snapshot.owner.get("status") or {}
+        new = status_body(snapshot, self._cluster.observe(key), self._url, now.strftime("%Y-%m-%dT%H:%M:%SZ"))
+        if new == old:
+            return None
+        pause_s = wait_s(old, new, self._clock() - self._written_at.get(key, -1e9))
+        if pause_s > 0:
+            return pause_s
+        await self._write_status(key, snapshot.owner, merge_patch(old, new))
+        self._written_at[key] = self._clock()
+        for event in events_between(old, new):
+            self._metrics.wrote("Event", "create")
+            await self._recorder.record(snapshot.owner, event.type, event.reason, event.message)
+        seconds = ready_after_s(old, new, snapshot.owner["metadata"]["creationTimestamp"], now)
+        if seconds is not None:
+            self._metrics.became_ready(seconds)
+        return None
+
+    async def _write_status(self, key: str, owner: Manifest, patch: dict[str, Any]) -> None:
+        namespace, _, name = key.partition("/")
+        self._metrics.wrote(LLM_DEPLOYMENT.name, "status")
+        try:
+            written = await self._client.patch_status(LLM_DEPLOYMENT, namespace, name, patch)
+        except ApiError as error:
+            if error.status == 404:
+                raise KeyError(key) from None
+            raise
+        if written["metadata"]["uid"] == owner["metadata"]["uid"]:
+            # Our own words wake nobody: the cache knows them before the watch tells.
+            self._cache.put(LLM_DEPLOYMENT.name, written)

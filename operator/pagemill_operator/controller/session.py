@@ -1,0 +1,100 @@
+"""The HTTP session that kopf watches with: the official client's credentials, and an eye on what comes in.
+
+kopf tells its handlers neither of bookmarks nor of complete listings; both are seen here, on the connection, and
+reported to `watches`. Lists lose their managedFields before kopf queues them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import aiohttp
+from kubernetes.aio.client import ApiClient, Configuration
+
+from pagemill_operator.backends.kubernetes.client import authorization
+from pagemill_operator.backends.kubernetes.kinds import WATCHED_KINDS
+from pagemill_operator.controller.watches import StreamId, Watches
+
+_COLLECTION = re.compile(r"/(?:api|apis/(?P<group>[^/]+))/[^/]+(?:/namespaces/(?P<namespace>[^/]+))?/(?P<plural>[^/]+)")
+_KINDS = {(kind.group, kind.plural): kind.name for kind in WATCHED_KINDS}
+
+
+def watch_session(
+    configuration: Configuration, watches: Watches, on_response: Callable[[str, str], None]
+) -> aiohttp.ClientSession:
+    """A session for `kopf.AiohttpSession`. `on_response` is told code and method."""
+
+    async def observe(request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
+        request.headers.update(await authorization(configuration))
+        at = stream_of(request.url.path)
+        try:
+            response = await handler(request)
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            on_response("error", request.method)
+            if at:
+                watches.tried(at)
+            raise
+        on_response(str(response.status), request.method)
+        if at and response.status >= 400:
+            watches.tried(at)
+        return response
+
+    class Observed(aiohttp.ClientResponse):
+        """Tells `watches` what it reads."""
+
+        async def start(self, connection: Any) -> aiohttp.ClientResponse:
+            await super().start(connection)
+            at = stream_of(self.url.path)
+            if at and self.status == 200 and self.url.query.get("watch"):
+                watches.watch_begins(at)
+                watches.heard(at)
+                self.content = _Heard(self.content, lambda: watches.heard(at))  # type: ignore[assignment]
+            return self
+
+        async def json(self, **options: Any) -> Any:
+            answer = await super().json(**options)
+            at = stream_of(self.url.path)
+            if at and self.status == 200 and isinstance(answer, dict) and "items" in answer:
+                items = answer["items"] or []
+                for item in items:
+                    item["metadata"].pop("managedFields", None)
+                identities = [(item["metadata"]["namespace"], item["metadata"]["name"]) for item in items]
+                watches.page(at, identities, is_first="continue" not in self.url.query)
+            return answer
+
+    ssl_context = ApiClient(configuration).rest_client.ssl_context
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, ssl=ssl_context),
+        middlewares=(observe,),
+        response_class=Observed,
+        # A watch's line may be as long as the largest object.
+        read_bufsize=2**20,
+        trust_env=True,
+    )
+
+
+def stream_of(path: str) -> StreamId | None:
+    """The watch that a request for a collection belongs to."""
+    match = _COLLECTION.fullmatch(path)
+    if match is None:
+        return None
+    kind = _KINDS.get((match["group"] or "", match["plural"]))
+    return StreamId(kind, match["namespace"] or "") if kind else None
+
+
+class _Heard:
+    """A body that says when something arrives."""
+
+    def __init__(self, body: aiohttp.StreamReader, heard: Callable[[], None]) -> None:
+        self._body = body
+        self._heard = heard
+
+    async def iter_chunked(self, num_bytes: int) -> AsyncIterator[bytes]:
+        async for chunk in self._body.iter_chunked(num_bytes):
+            self._heard()
+            yield chunk
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._body, name)

@@ -1,0 +1,119 @@
+"""What kopf's watches do not tell its handlers: when each was last heard, when a listing is complete, what vanished.
+
+A listing shows no deletions: an object that went while the watch was down would stay in the caches for ever. So the
+identities of each listing are kept until the watch that follows it starts, and then compared. Neighbours: `session`
+reports from the connection, `handlers` from the objects.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from pagemill_operator.backends.kubernetes.kinds import Kind
+
+Identity = tuple[str, str]
+"""(namespace, name)"""
+
+
+class StreamId(NamedTuple):
+    """One watch: a kind, in one namespace or (empty) in all."""
+
+    kind: str
+    namespace: str = ""
+
+
+@dataclass
+class _Stream:
+    heard_at: float
+    """When it last said something, be it a bookmark."""
+    tried_at: float
+    """When it last said something or failed to connect: it is alive then, even if the server is not."""
+    listed: set[Identity] | None = None
+    """Of a listing whose watch has not begun."""
+    pending: set[Identity] = field(default_factory=set)
+    """Of the first listing, not handled yet."""
+    has_listed: bool = False
+
+
+class Watches:
+    def __init__(
+        self,
+        kinds: Iterable[Kind],
+        namespaces: Iterable[str] = (),
+        *,
+        on_listed: Callable[[str, str, set[Identity]], None] = lambda kind, namespace, identities: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`on_listed` is told kind, namespace (empty: all) and everything a complete listing held."""
+        self._clock = clock
+        self._on_listed = on_listed
+        self._synced = asyncio.Event()
+        now = clock()
+        scopes = list(namespaces) or [""]
+        self._streams = {StreamId(kind.name, namespace): _Stream(now, now) for kind in kinds for namespace in scopes}
+
+    async def wait_synced(self) -> None:
+        """Until everything that the first listings held has reached the caches."""
+        await self._synced.wait()
+
+    def age_s(self, kind: str) -> float:
+        """Since the quietest watch of a kind was last heard."""
+        return self._oldest(kind, lambda stream: stream.heard_at)
+
+    def stalled_s(self) -> float:
+        """Since the quietest watch of all was heard or at least tried to connect."""
+        return self._oldest(None, lambda stream: stream.tried_at)
+
+    def unsynced(self) -> list[str]:
+        return sorted(
+            {at.kind for at, stream in self._streams.items() if not stream.has_listed or stream.pending},
+        )
+
+    def heard(self, at: StreamId) -> None:
+        if stream := self._streams.get(at):
+            stream.heard_at = stream.tried_at = self._clock()
+
+    def tried(self, at: StreamId) -> None:
+        if stream := self._streams.get(at):
+            stream.tried_at = self._clock()
+
+    def page(self, at: StreamId, identities: Iterable[Identity], *, is_first: bool) -> None:
+        """One page of a listing."""
+        if not (stream := self._streams.get(at)):
+            return
+        self.heard(at)
+        if is_first or stream.listed is None:
+            stream.listed = set()
+        identities = set(identities)
+        stream.listed |= identities
+        if not stream.has_listed:
+            stream.pending |= identities
+
+    def watch_begins(self, at: StreamId) -> None:
+        """Called before the watch can say anything."""
+        if not (stream := self._streams.get(at)):
+            return
+        listed, stream.listed = stream.listed, None
+        if listed is not None:
+            stream.has_listed = True
+            self._on_listed(at.kind, at.namespace, listed)
+            self._note_synced()
+
+    def handled(self, kind: str, identity: Identity) -> None:
+        """The object has reached the caches."""
+        for namespace in (identity[0], ""):
+            if stream := self._streams.get(StreamId(kind, namespace)):
+                stream.pending.discard(identity)
+        self._note_synced()
+
+    def _note_synced(self) -> None:
+        if not self._synced.is_set() and not self.unsynced():
+            self._synced.set()
+
+    def _oldest(self, kind: str | None, when: Callable[[_Stream], float]) -> float:
+        times = [when(stream) for at, stream in self._streams.items() if kind in (None, at.kind)]
+        return max(0.0, self._clock() - min(times)) if times else 0.0

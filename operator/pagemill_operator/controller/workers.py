@@ -1,0 +1,75 @@
+"""Workers that take keys from the queue and reconcile them, a bounded number at once. One failure fails one key."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+
+from pagemill_operator.backends.kubernetes.client import ApiError, NotLeading, Unreachable
+from pagemill_operator.controller.metrics import Metrics
+from pagemill_operator.controller.queue import WorkQueue
+from pagemill_operator.controller.reconcile import Reconciler
+
+logger = logging.getLogger("pagemill.operator")
+
+PASSING_LONGEST_S = 4.0
+"""Between tries while the API server is away: soon after its return everything is reconciled."""
+LASTING_LONGEST_S = 60.0
+"""Between tries of what the API server refuses, for example because of a quota."""
+
+
+class Workers:
+    def __init__(
+        self, queue: WorkQueue, reconciler: Reconciler, metrics: Metrics, *, count: int, resync_s: float
+    ) -> None:
+        self._queue = queue
+        self._reconciler = reconciler
+        self._metrics = metrics
+        self._count = count
+        self._resync_s = resync_s
+
+    async def run(self) -> None:
+        """Until cancelled, or until this process may not write any more."""
+        async with asyncio.TaskGroup() as group:
+            for number in range(self._count):
+                group.create_task(self._work(), name=f"worker:{number}")
+
+    async def _work(self) -> None:
+        while True:
+            key = await self._queue.take()
+            started = time.perf_counter()
+            try:
+                result = await self._turn(key)
+            finally:
+                self._queue.finish(key)
+            self._metrics.reconciled(result, time.perf_counter() - started)
+
+    async def _turn(self, key: str) -> str:
+        """The result, as the metrics call it."""
+        try:
+            again_s = await self._reconciler.reconcile(key)
+        except KeyError:
+            await self._reconciler.forget(key)
+            self._queue.forget(key)
+            return "success"
+        except NotLeading:
+            # The election ends the process; until then there is nothing to do.
+            self._queue.add(key, PASSING_LONGEST_S)
+            return "requeue"
+        except (ApiError, Unreachable) as error:
+            pause_s = self._queue.add_failed(key, PASSING_LONGEST_S)
+            logger.info("%s is tried again in %.1f s: %s", key, pause_s, error)
+            return "error"
+        except Exception:
+            pause_s = self._queue.add_failed(key)
+            logger.exception("%s could not be reconciled, it is tried again in %.1f s", key, pause_s)
+            return "error"
+        if self._reconciler.has_lasting_errors(key):
+            self._queue.add_failed(key, LASTING_LONGEST_S)
+            return "error"
+        self._queue.succeeded(key)
+        resync_s = self._resync_s * random.uniform(0.9, 1.1)
+        self._queue.add(key, resync_s if again_s is None else again_s)
+        return "success" if again_s is None else "requeue"
