@@ -26,7 +26,9 @@ class OperatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     image_pull_secrets: list[str] = []
     gateway_url: str = ""
     """Base URL of the OpenAI-compatible API, shown in `status.url`."""
-    gateway_selector: dict[str, str] = {NAME_LABEL: "pagemill", "app.kubernetes.io/component": "gateway"}
+    gateway_selector: dict[str, str] = msgspec.field(
+        default_factory=lambda: {NAME_LABEL: "pagemill", "app.kubernetes.io/component": "gateway"}
+    )
     """Labels of gateway pods in `namespace`. Must hold `app.kubernetes.io/name`: pods are watched by it."""
     prometheus_namespace_selector: dict[str, str] = {}
     prometheus_pod_selector: dict[str, str] = {}
