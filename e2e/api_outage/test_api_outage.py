@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import urllib.error
 import urllib.request
+from contextlib import AbstractContextManager
 
 import pytest
 from support.clusters import OneNode
@@ -22,11 +23,22 @@ RECONCILED_S = 10.0
 
 @pytest.mark.smoke
 def test_a_minute_without_the_api_server_fails_no_request(one_node: OneNode, release: Release, space: Kubectl) -> None:
+    _survive(one_node.without("kube-apiserver"), release, space)
+
+
+def test_a_minute_of_silence_of_the_api_server_fails_no_request(
+    one_node: OneNode, release: Release, space: Kubectl
+) -> None:
+    """Connections stay open and nothing answers: worse than a refusal for whoever has no timeouts."""
+    _survive(one_node.silent("kube-apiserver"), release, space)
+
+
+def _survive(outage: AbstractContextManager[None], release: Release, space: Kubectl) -> None:
     chat = deploy(space, llmdeployment("chat", replicas=2))
     chat.wait_ready(2)
     steady, restarted = release.pods("gateway")
     with running_load(release.gateway_pod(steady, "chat")) as load:
-        with one_node.without("kube-apiserver"):
+        with outage:
             gone_s = time.monotonic()
             kill_pod(restarted, "pagemill_gateway")
             until("the restarted gateway is ready", lambda: _is_ready(restarted["status"]["podIP"]), timeout_s=45)

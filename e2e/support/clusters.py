@@ -6,8 +6,10 @@ fixture `one_node` and are skipped elsewhere, loudly.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -69,6 +71,17 @@ class OneNode(Cluster):
         finally:
             self.start(part)
             until(f"the API server answers after the return of {part}", self.answers, timeout_s=60)
+
+    @contextmanager
+    def silent(self, part: str) -> Iterator[None]:
+        """A part that answers nothing and ends nothing: its connections stay open."""
+        pid: int = json.loads((self.state / "pids.json").read_text())[part]["pid"]
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(pid, signal.SIGCONT)
+            until(f"the API server answers after {part} goes on", self.answers, timeout_s=60)
 
 
 def foreign(context: str, kubeconfig: str) -> Cluster:

@@ -1,0 +1,59 @@
+"""Connections of a pod to the API server that swallow everything: open for both ends, and nothing arrives any more.
+
+That is how a lost NAT entry or a dead load balancer looks: no reset, no end, only silence. New connections pass.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from support.processes import of_pod
+
+API_PORTS = {443, 6443}
+ESTABLISHED = "01"
+TABLE = "pagemill-e2e-black-hole"
+
+
+@contextmanager
+def swallowed(pods: Iterable[dict[str, Any]], program: str) -> Iterator[int]:
+    """While the block runs, what these pods' open API connections send and receive is dropped; yields their number."""
+    rules, count = [], 0
+    for pod in pods:
+        ports = _local_ports(of_pod(pod, program)[0].pid)
+        count += len(ports)
+        address, listed = pod["status"]["podIP"], ", ".join(map(str, sorted(ports)))
+        if ports:
+            rules.append(("input", f"ip saddr {address} tcp sport {{ {listed} }} drop"))
+            rules.append(("output", f"ip daddr {address} tcp dport {{ {listed} }} drop"))
+    _nft(_table(rules))
+    try:
+        yield count
+    finally:
+        _nft(f"delete table inet {TABLE}")
+
+
+def _table(rules: list[tuple[str, str]]) -> str:
+    chains = []
+    for hook in ("input", "output"):
+        lines = "\n".join(rule for where, rule in rules if where == hook)
+        chains.append(f"chain {hook} {{ type filter hook {hook} priority -10; policy accept;\n{lines}\n}}")
+    return f"table inet {TABLE} {{\n" + "\n".join(chains) + "\n}"
+
+
+def _local_ports(pid: int) -> set[int]:
+    """Ports of the pod's established connections to an API server, seen in its own network namespace."""
+    ports = set()
+    for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
+        _, local, remote, state = line.split()[:4]
+        if state == ESTABLISHED and int(remote.split(":")[1], 16) in API_PORTS:
+            ports.add(int(local.split(":")[1], 16))
+    return ports
+
+
+def _nft(script: str) -> None:
+    done = subprocess.run(["nft", "-f", "-"], input=script, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, f"nft: {done.stderr}\n{script}"
