@@ -37,7 +37,7 @@ class Rendered:
 
     def component(self, kind: str, component: str) -> Object:
         label = "app.kubernetes.io/component"
-        (found,) = [each for each in self.all(kind) if each["metadata"]["labels"].get(label) == component]
+        (found,) = [each for each in self.all(kind) if each["metadata"].get("labels", {}).get(label) == component]
         return found
 
     def pod_specs(self) -> dict[str, Object]:
@@ -59,7 +59,7 @@ def variant_values(name: str) -> Object:
     return values
 
 
-def render_chart(values: Object, name: str = "values", **options: Any) -> Rendered:
+def render_chart(values: Object, variant: str = "values", **options: Any) -> Rendered:
     """Check the values against the schema, then render. Helm's own error where either fails."""
     chart = _chart()
     chart.validate_schema(values)
@@ -67,7 +67,7 @@ def render_chart(values: Object, name: str = "values", **options: Any) -> Render
     notes = next(text for path, text in texts.items() if path.endswith("NOTES.txt"))
     manifests = [text for path, text in texts.items() if path.endswith(".yaml")]
     objects = [each for text in manifests for each in yaml.safe_load_all(text) if each is not None]
-    return Rendered(objects, notes, name)
+    return Rendered(objects, notes, variant)
 
 
 @cache
