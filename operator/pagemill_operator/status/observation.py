@@ -72,7 +72,8 @@ class Observation:
     @property
     def carried_out(self) -> bool:
         """The plan is what runs, or is on its way to."""
-        return self.plan is not None and not self.plan.problems and self.conflict is None
+        refused = self.fault is not None and self.fault.stage == "Planned"
+        return self.plan is not None and not self.plan.problems and self.conflict is None and not refused
 
     @property
     def digests(self) -> frozenset[str]:

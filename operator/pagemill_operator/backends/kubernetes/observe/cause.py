@@ -21,4 +21,5 @@ def quote(text: str) -> str:
 
 def without_object_name(message: str) -> str:
     """`pods "chat-engine-5d59d67564-x7k2p" is forbidden: exceeded quota` -> `exceeded quota`: names are random."""
-    return re.sub(r'^(pods|jobs\.batch|[\w./-]+) "[^"]*" (is forbidden|is invalid): ', "", message)
+    message = re.sub(r'^[\w./-]+ "[^"]*" (is forbidden|is invalid): ', "", message)
+    return re.sub(r"^failed to (create|convert) .*?: (?=\.|unable)", "", message)

@@ -9,6 +9,8 @@ from pagemill_operator.backends.kubernetes.snapshot import ApplyError
 from pagemill_operator.status.observation import Fault
 
 _TEMPLATED = ("Deployment", "Job")
+_MALFORMED = (422, 500)
+"""Server-side apply answers 500 to fields of the wrong type; what lies with the server itself never comes here."""
 _REFUSALS = (
     (
         r"exceeded quota",
@@ -55,7 +57,9 @@ def not_applied(error: ApplyError) -> Fault:
     """Why a child does not stand as rendered."""
     words = quote(without_object_name(error.message))
     what = f"the {error.kind} {error.name} is refused ({words})"
-    if error.status_code == 422 and error.kind in _TEMPLATED:
+    if error.reason == "AlreadyExists":
+        return Fault("Scheduled", "NameTaken", quote(error.message))
+    if error.status_code in _MALFORMED and error.kind in _TEMPLATED:
         remedy = "correct spec.template, which is merged into the pod template"
         return Fault("Planned", "InvalidTemplate", f"{what}: {remedy}")
     for pattern, reason, remedy in _REFUSALS:

@@ -89,9 +89,11 @@ def _loader_process(plan: Plan) -> Process:
 def _with_claim(snapshot: Snapshot, seen: ReplicaObservation) -> ReplicaObservation:
     """A pod that waits without a word from the scheduler waits for its volume, if that is not there."""
     claim = snapshot.child("PersistentVolumeClaim", claim_name(snapshot.name))
-    if seen.phase != "pending" or seen.reason or claim is None or claim.get("status", {}).get("phase") != "Pending":
+    if claim is None or claim.get("status", {}).get("phase") != "Pending":
         return seen
-    message = volume_message(f"claim {claim['metadata']['name']}", "it is Pending")
+    if seen.phase != "pending" or seen.reason not in ("", "VolumePending"):
+        return seen
+    message = volume_message(claim["metadata"]["name"], claim["spec"].get("storageClassName"))
     return ReplicaObservation(seen.name, seen.phase, seen.digest, "VolumePending", message)
 
 

