@@ -8,7 +8,7 @@ from typing import Any
 
 from cel import evaluate
 
-from pagemill_operator.backends.kubernetes.kinds import CHILD_KINDS, LLM_DEPLOYMENT, POD, POD_MONITOR
+from pagemill_operator.backends.kubernetes.kinds import CHILD_KINDS, LLM_DEPLOYMENT, POD, POD_MONITOR, WATCHED_KINDS
 
 Variant = Callable[[str], Any]
 Rights = dict[tuple[str, str], set[str]]
@@ -41,8 +41,9 @@ def rules_of(rendered: Any, kind: str, component: str) -> list[dict[str, Any]]:
 
 
 def test_the_operator_may_do_what_its_kinds_need(variant: Variant) -> None:
-    wanted: Rights = {(kind.group, kind.plural): CHILD_VERBS for kind in (*CHILD_KINDS, POD_MONITOR)}
+    wanted: Rights = {(kind.group, kind.plural): CHILD_VERBS for kind in CHILD_KINDS}
     wanted |= {
+        (POD_MONITOR.group, POD_MONITOR.plural): CHILD_VERBS - {"watch"},
         (LLM_DEPLOYMENT.group, LLM_DEPLOYMENT.plural): READ,
         (LLM_DEPLOYMENT.group, f"{LLM_DEPLOYMENT.plural}/status"): {"patch"},
         (POD.group, POD.plural): READ,
@@ -76,8 +77,19 @@ def test_lease_and_keys_are_bound_to_their_names(variant: Variant) -> None:
     assert rights(rules) == {
         ("coordination.k8s.io", "leases"): {"create"},
         ("", "secrets"): {"create"},
-        ("", "pods"): READ,
     }
+
+
+def test_the_operator_reads_its_own_namespace_where_it_serves_others(
+    render: Callable[..., Any], anonymous: Any
+) -> None:
+    rules = rules_of(render({**anonymous, "watchNamespaces": ["team-a"]}), "Role", "operator")
+    rules = [rule for rule in rules if "list" in rule["verbs"]]
+    groups, resources = set(rules[0]["apiGroups"]), set(rules[0]["resources"])
+    assert rules[0]["verbs"] == ["list", "watch"]
+    assert groups == {kind.group for kind in WATCHED_KINDS}
+    assert resources == {kind.plural for kind in WATCHED_KINDS}
+    assert rights(rules[1:]) == {(POD_MONITOR.group, POD_MONITOR.plural): {"list"}}
 
 
 def test_namespaced_means_no_right_outside_the_namespaces(variant: Variant) -> None:

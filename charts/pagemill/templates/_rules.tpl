@@ -25,13 +25,33 @@
   verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [monitoring.coreos.com]
   resources: [podmonitors]
-  verbs: [get, list, watch, create, patch, delete]
+  verbs: [get, list, create, patch, delete]
 - apiGroups: [""]
   resources: [pods]
   verbs: [list, watch]
 - apiGroups: [""]
   resources: [events]
   verbs: [create, patch]
+{{- end -}}
+
+{{/* The operator watches all its kinds in the same namespaces, and its own is always among them. */}}
+{{- define "pagemill.operatorReadRules" -}}
+- apiGroups: ["", apps, batch, networking.k8s.io, pagemill.dev, policy]
+  resources:
+    - configmaps
+    - deployments
+    - jobs
+    - llmdeployments
+    - networkpolicies
+    - persistentvolumeclaims
+    - poddisruptionbudgets
+    - pods
+    - secrets
+    - services
+  verbs: [list, watch]
+- apiGroups: [monitoring.coreos.com]
+  resources: [podmonitors]
+  verbs: [list]
 {{- end -}}
 
 {{- define "pagemill.gatewayRules" -}}
