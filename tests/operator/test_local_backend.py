@@ -113,7 +113,7 @@ async def test_an_edit_rolls_without_a_failed_request_and_an_equal_plan_changes_
         assert set(statuses) == {200}
         assert not psutil.pid_exists(first)
 
-        await machine.backend.apply([])
+        await machine.backend.forget([plan.key])
         await machine.until(lambda: _forgotten(machine, edited))
         await until(session, machine, 404)
 

@@ -244,12 +244,14 @@ class Session:
             self._screen.warn("the edit has errors; everything goes on as before")
             return
         changes = describe_changes(self._loaded, result.loaded)
+        gone = {plan.key for plan in self._plans} - {item.plan.key for item in result.loaded}
         self._loaded = result.loaded
         for line in changes:
             self._screen.line(line)
         if changes:
             for line in _notes(self._loaded):
                 self._screen.line(line)
+            await self._backend.forget(gone)
             await self._backend.apply(self._plans)
 
     async def _show_load(self) -> None:

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
+from pagemill_operator.backends.base import Cluster
 from pagemill_operator.backends.kubernetes.client import ApiError, Client, Unreachable
 from pagemill_operator.backends.kubernetes.differences import (
     rolled_out,
@@ -55,7 +56,7 @@ MakeContext = Callable[[Plan, bool], RenderContext]
 """The installation's settings for a plan; the flag says that its model is loaded."""
 
 
-class KubernetesCluster:
+class KubernetesCluster(Cluster):
     def __init__(
         self,
         client: Client,

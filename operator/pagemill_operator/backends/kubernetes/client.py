@@ -20,6 +20,7 @@ from pagemill_operator.backends.kubernetes.snapshot import FIELD_MANAGER, Manife
 
 REQUEST_TIMEOUT_S = 10.0
 APPLY = "application/apply-patch+yaml"
+MALFORMED = ("failed to create typed patch object", "failed to convert new object")
 MERGE_PATCH = "application/merge-patch+json"
 
 
@@ -35,7 +36,12 @@ class ApiError(Exception):
     @property
     def is_passing(self) -> bool:
         """It lies with the server or the moment, not with the request."""
-        return self.status in (408, 409, 429) or self.status >= 500
+        return self.status in (408, 409, 429) or (self.status >= 500 and not self.is_malformed)
+
+    @property
+    def is_malformed(self) -> bool:
+        """Server-side apply answers 500 to a manifest with a field of the wrong type or name."""
+        return self.status == 422 or self.message.startswith(MALFORMED)
 
 
 class Unreachable(Exception):

@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import aiohttp
 
-from pagemill_operator.backends.base import Event
+from pagemill_operator.backends.base import Cluster, Event
 from pagemill_operator.backends.local.cores import threads_per_engine
 from pagemill_operator.backends.local.gateway import Gateway
 from pagemill_operator.backends.local.load import Load, read_load
@@ -55,7 +55,7 @@ class Deployment:
         return self.wanted and self.conflict is None and not self.plan.problems
 
 
-class LocalBackend:
+class LocalBackend(Cluster):
     """Start it with `start`, say what is wanted with `apply`, and end it with `stop`."""
 
     def __init__(
@@ -100,14 +100,17 @@ class LocalBackend:
         self._reconciler = asyncio.create_task(self._keep_reconciling(), name="reconcile")
 
     async def apply(self, plans: Sequence[Plan]) -> None:
-        """Want exactly these deployments, oldest first; what is not in `plans` is drained and forgotten."""
-        conflicts = name_conflicts(plans)
-        for deployment in self._deployments.values():
-            deployment.wanted = False
+        """Want these deployments as planned, new ones oldest first; others stay as they are."""
         for plan in plans:
             deployment = self._deployments.setdefault(plan.key, Deployment(plan))
-            deployment.plan, deployment.wanted, deployment.conflict = plan, True, conflicts.get(plan.key)
-        self._reconcile()
+            deployment.plan, deployment.wanted = plan, True
+        self._settle()
+
+    async def forget(self, keys: Collection[str]) -> None:
+        """These are drained and forgotten."""
+        for key in keys:
+            self._deployments[key].wanted = False
+        self._settle()
 
     def observe(self, key: str) -> Observation:
         deployment = self._deployments[key]
@@ -144,6 +147,13 @@ class LocalBackend:
         finally:
             await self._session.close()
             self._state_dir.remove()
+
+    def _settle(self) -> None:
+        """What is wanted has changed: so may who holds which name."""
+        conflicts = name_conflicts([deployment.plan for deployment in self._deployments.values() if deployment.wanted])
+        for key, deployment in self._deployments.items():
+            deployment.conflict = conflicts.get(key)
+        self._reconcile()
 
     def _changed(self) -> None:
         self._wake.set()
