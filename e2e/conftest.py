@@ -129,7 +129,7 @@ def make_space(request: pytest.FixtureRequest, cluster: Cluster) -> Iterator[Cal
     try:
         for name in made:
             here = cluster.kubectl.within(name)
-            here.ok("delete", "llmd", "--all", "--timeout=120s", timeout_s=150)
+            here.ok("delete", "llmd", "--all", "--timeout=300s", timeout_s=330)
             wait_no_children(here)
     finally:
         for name in made:
