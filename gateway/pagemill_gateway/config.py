@@ -6,6 +6,7 @@ What changes while the gateway runs (models and endpoints) is the catalogue, not
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -40,10 +41,12 @@ class KubernetesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """The latest catalogue and keys, for a start while the API server is down. Put it in memory: it holds secrets."""
     kubeconfig: str | None = None
     """For a gateway outside the cluster; `None`: the service account of the pod."""
+    api_server: str = ""
+    """URL of the API server; empty: what the kubeconfig says, or every pod's environment."""
     watch_idle_timeout_s: float = 90.0
     """A watch silent for this long is opened again; API servers say something every minute."""
     backoff_base_s: float = 0.2
-    backoff_max_s: float = 10.0
+    backoff_max_s: float = 5.0
     """First and longest pause between attempts to reach the API server; each is drawn from the upper half."""
 
 
@@ -93,6 +96,11 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Silence of an engine inside one request, while its state stream is silent too, before it counts as failed."""
     slow_client_timeout_s: float = 120.0
     """A client that reads nothing for this long loses its stream."""
+
+    outage_wait_s: float = 15.0
+    """Requests for a deployment wait this long after it lost its last engine for one to come back; then 503."""
+    handover_timeout_s: float = 4.0
+    """An engine that drains while no other of its deployment can take over is kept in use this long at most."""
 
     state_stale_after_s: float = 3.0
     """No state frame for this long (engines send one a second): its load is ignored, own in-flight counts go on."""
@@ -160,6 +168,14 @@ def load_config(path: Path) -> GatewayConfig:
         raise SettingsError(f"settings: {path}: {error}.") from error
     except msgspec.DecodeError as error:
         raise SettingsError(f"settings: {path} is not valid JSON: {error}.") from error
+
+
+def in_cluster_url() -> str:
+    """The API server's address as kubelets tell it to every pod; it needs no DNS."""
+    host, port = os.environ.get("KUBERNETES_SERVICE_HOST", ""), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
+    if not host:
+        return "https://kubernetes.default.svc"
+    return f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
 
 
 def open_keys_file(path: str | None) -> SecretFile | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import aiohttp
@@ -9,8 +10,10 @@ import aiohttp
 from pagemill_gateway.admission.gate import Gate
 from pagemill_gateway.admission.running import Running
 from pagemill_gateway.brain.brain import LocalBrain
-from pagemill_gateway.config import GatewayConfig, open_keys_file
+from pagemill_gateway.config import GatewayConfig, SettingsError, open_keys_file
 from pagemill_gateway.discovery.bundles import Bundles
+from pagemill_gateway.discovery.kubernetes.credentials import Credentials, CredentialsError, load_credentials
+from pagemill_gateway.discovery.kubernetes.discovery import KubernetesDiscovery
 from pagemill_gateway.discovery.state_streams import StateStreams
 from pagemill_gateway.metrics import GatewayMetrics
 from pagemill_gateway.relay.preparation import Preparation
@@ -30,6 +33,9 @@ class Gateway:
         self.config = config
         self.started_unix_s = int(time.time())
         self.draining = False
+        self.closing = asyncio.Event()
+        """The drain is over: what streams for ever ends now."""
+        credentials = _credentials(config) if config.discovery == "kubernetes" else None
         self.keys = KeyRing(config.api_keys, open_keys_file(config.api_keys_file))
         self.gate = Gate(config.max_requests, config.max_in_flight_body_bytes)
         self.running = Running()
@@ -45,11 +51,24 @@ class Gateway:
         self.preparation = Preparation(self.brain, self.bundles)
         self.relay = Relay(self.brain, Upstream(self.session, config), self.metrics, config.max_attempts)
         self._streams = StateStreams(self.session, self.brain, self.bundles, config)
-        self.apply_catalog(config.catalog)
+        self.discovery: KubernetesDiscovery | None = None
+        if credentials is not None:
+            self.discovery = KubernetesDiscovery(config.kubernetes, credentials, self.apply_catalog)
+            self.discovery.start()
+        else:
+            self.apply_catalog(config.catalog)
 
     @property
     def ready(self) -> bool:
-        return not self.draining
+        """It takes requests and knows whom to ask; a catalogue of before will do."""
+        return not self.draining and (self.discovery is None or self.discovery.known)
+
+    @property
+    def detail(self) -> str:
+        """What is out of order, for people."""
+        if self.draining:
+            return "the gateway is shutting down"
+        return self.discovery.detail if self.discovery is not None else ""
 
     def apply_catalog(self, catalog: Catalog) -> None:
         """Serve `catalog` from now on. Requests under way finish where they are."""
@@ -60,10 +79,22 @@ class Gateway:
 
     def control_tokens(self) -> tuple[str, ...] | None:
         """Who may use the control port's guarded routes; `None`: loopback peers."""
-        return (self.config.control_token,) if self.config.control_token else None
+        fixed = (self.config.control_token,) if self.config.control_token else ()
+        if self.discovery is not None:
+            return (*fixed, *self.discovery.control_tokens)
+        return fixed or None
 
     async def close(self) -> None:
+        if self.discovery is not None:
+            await self.discovery.close()
         await self._streams.close()
         await self.session.close()
         self.preparation.close()
         await self.bundles.close()
+
+
+def _credentials(config: GatewayConfig) -> Credentials:
+    try:
+        return load_credentials(config.kubernetes)
+    except CredentialsError as error:
+        raise SettingsError(f"discovery: the API server cannot be asked: {error}") from error

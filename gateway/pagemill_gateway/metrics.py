@@ -85,7 +85,7 @@ class GatewayMetrics:
         for model, endpoint_id in gone:
             for spec in (specs.GATEWAY_ENDPOINT_IN_FLIGHT, specs.GATEWAY_STATE_AGE_SECONDS):
                 self._metrics.forget(spec, model=model, endpoint=endpoint_id)
-            for outcome in ("served", "refused", "broken", "request"):
+            for outcome in ("served", "refused", "declined", "broken", "request"):
                 self._metrics.forget(
                     specs.GATEWAY_UPSTREAM_ATTEMPTS, model=model, endpoint=endpoint_id, outcome=outcome
                 )

@@ -77,6 +77,7 @@ async def listening(
     try:
         yield tasks
     finally:
+        gateway.closing.set()
         data.should_exit = control.should_exit = True
         await asyncio.gather(*tasks)
 

@@ -18,6 +18,8 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     control_url: str
     terminating: bool = False
     """Takes no new request."""
+    probed_ready: bool = False
+    """The platform's own probe says that it is ready: worth asking at once, whatever it said before."""
 
 
 class CatalogModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -21,14 +21,17 @@ from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.core import Gateway
 from pagemill_gateway.server import bind, listening, url_of
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
+from pagemill_protocol.engine_token import derive_token
 from pagemill_protocol.frames import FRAMES_CONTENT_TYPE, STATE_CONTENT_TYPE, encode_frame, encode_state
 from pagemill_protocol.generate import FrameMeta, GenerateRequest, Usage
 from pagemill_protocol.openai import render
 from pagemill_protocol.state import Digests, EngineLoad, StateFrame
 from pagemill_protocol.text.bundle import TokenizerBundle
 
-TOKEN = "engine-secret"
 MODEL = "tiny"
+KEY = b"k" * 32
+TOKEN = derive_token(KEY, "ns", MODEL)
+"""What a gateway in a cluster would send to the engines of a deployment called like the model."""
 MAX_MODEL_LEN = 4096
 CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
@@ -89,6 +92,9 @@ class FakeEngine:
         self.http_request_ids: list[str | None] = []
         self.num_aborted = 0
         self.num_state_streams = 0
+        self.num_drained = 0
+        self.gateways: list[str | None] = []
+        """Who opened state streams and acknowledged drains."""
         self.load = EngineLoad()
         self.max_model_len = MAX_MODEL_LEN
         self.draining = False
@@ -114,6 +120,7 @@ class FakeEngine:
         app = web.Application(client_max_size=2**26)
         app.router.add_post("/internal/generate", self._generate)
         app.router.add_get("/internal/state", self._state)
+        app.router.add_post("/internal/drained", self._drained)
         app.router.add_get("/internal/bundle", self._bundle)
         app.router.add_get("/readyz", self._readyz)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
@@ -177,6 +184,7 @@ class FakeEngine:
         response = web.StreamResponse(headers={"Content-Type": STATE_CONTENT_TYPE})
         await response.prepare(http)
         self.num_state_streams += 1
+        self.gateways.append(http.headers.get("X-Pagemill-Gateway"))
         self._streams.add(response)
         try:
             await response.write(encode_state(self._frame(snapshot=True)))
@@ -184,6 +192,12 @@ class FakeEngine:
         finally:
             self._streams.discard(response)
         return response
+
+    async def _drained(self, http: web.Request) -> web.Response:
+        assert http.headers["Authorization"] == f"Bearer {TOKEN}"
+        self.num_drained += 1
+        self.gateways.append(http.headers.get("X-Pagemill-Gateway"))
+        return web.Response(status=204)
 
     async def _bundle(self, http: web.Request) -> web.Response:
         return web.Response(body=self.bundle_bytes, headers={"x-pagemill-digest": self.bundle_digest})
@@ -354,7 +368,14 @@ async def gateways() -> AsyncIterator[Callable[..., Awaitable[GatewayUnderTest]]
     async with contextlib.AsyncExitStack() as stack:
 
         async def start(*engines: FakeEngine, wait: bool = True, **settings: Any) -> GatewayUnderTest:
-            defaults = {"port": 0, "control_port": 0, "catalog": catalog_of(*engines), "ejection_base_s": 0.2}
+            defaults = {
+                "port": 0,
+                "control_port": 0,
+                "catalog": catalog_of(*engines),
+                "ejection_base_s": 0.2,
+                "outage_wait_s": 0.0,
+                "handover_timeout_s": 0.0,
+            }
             config = GatewayConfig(**{**defaults, **settings}).checked()
             data_socket, control_socket = bind("127.0.0.1", 0, "port"), bind("127.0.0.1", 0, "control_port")
             gateway = Gateway(config)
@@ -384,5 +405,6 @@ def fake() -> SimpleNamespace:
         Engine=FakeEngine,
         MODEL=MODEL,
         TOKEN=TOKEN,
+        KEY=KEY,
         MAX_MODEL_LEN=MAX_MODEL_LEN,
     )

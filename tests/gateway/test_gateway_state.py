@@ -125,7 +125,7 @@ async def test_a_terminating_endpoint_gets_nothing_new(engines, gateways, fake) 
 async def test_only_leaving_engines_left_is_a_503_that_says_so(engines, gateways, fake) -> None:
     gateway = await gateways(engines[0])
     await engines[0].push_state(draining=True)
-    await fake.until(lambda: gateway.record(engines[0]).leaving)
+    await fake.until(lambda: gateway.record(engines[0]).let_go)
     reply = await gateway.chat()
     assert (reply.status, reply.error["code"]) == (503, "model_not_ready")
     assert "shutting down" in reply.error["message"]

@@ -18,6 +18,7 @@ class Attempts:
         self._max_attempts = max_attempts
         self._tried: list[str] = []
         self._refused_by: set[str] = set()
+        self._num_declined = 0
         self._retry_after_s = 1.0
         self._last_message = ""
 
@@ -30,8 +31,12 @@ class Attempts:
         return len(self._tried)
 
     @property
+    def num_counted(self) -> int:
+        return len(self._tried) - self._num_declined
+
+    @property
     def exhausted(self) -> bool:
-        return len(self._tried) >= self._max_attempts
+        return self.num_counted >= self._max_attempts
 
     def chose(self, endpoint_id: str) -> None:
         self._tried.append(endpoint_id)
@@ -44,6 +49,11 @@ class Attempts:
         """The engine chosen last is full (429 or 503): it works, but not for this request now."""
         self._refused_by.add(self._tried[-1])
         self._retry_after_s = max(self._retry_after_s, retry_after_s or 0.0)
+        self._last_message = message
+
+    def declined(self, message: str) -> None:
+        """The engine chosen last takes nothing any more, or not yet: asking it cost nothing and does not count."""
+        self._num_declined += 1
         self._last_message = message
 
     def broke(self, message: str) -> None:

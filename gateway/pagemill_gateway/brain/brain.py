@@ -1,6 +1,6 @@
 """The brain: takes the catalogue and the engines' reports, decides where each request goes, accounts it at once.
 
-It speaks no HTTP and waits for nothing: `discovery` feeds it, `relay` asks it (through `brain.interface`), `routing`
+It speaks no HTTP: `discovery` feeds it, `relay` asks it (through `brain.interface`), `routing`
 holds the policy it asks in turn. Time and chance come from outside, so that a simulation can replay it.
 """
 
@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Callable
 
 from pagemill_gateway.brain.interface import Choice, FailureKind, Target
+from pagemill_gateway.brain.load import DeploymentLoad, measure_load
+from pagemill_gateway.brain.news import News
 from pagemill_gateway.brain.registry import Deployment, EndpointRecord, Registry
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.routing.least_inflight import LeastInFlight
@@ -21,6 +23,7 @@ from pagemill_protocol.errors import PagemillError, model_not_found, unavailable
 from pagemill_protocol.state import StateFrame
 
 LOADING_RETRY_AFTER_S = 5.0
+NOT_READY = "model_not_ready"
 
 
 class LocalBrain:
@@ -39,6 +42,11 @@ class LocalBrain:
         self._rng = rng or random.Random()
         self._num_decisions = 0
         self._open: dict[int, EndpointRecord] = {}
+        self._outage_wait_s = config.outage_wait_s
+        # A static catalogue says `terminating` when nothing may go there any more; a cluster says so at once, while
+        # the replacement may not be known here yet.
+        self._keeps_terminating = config.discovery == "kubernetes"
+        self.news = News()
         self.registry = Registry(
             stale_after_s=config.state_stale_after_s,
             ejection_base_s=config.ejection_base_s,
@@ -49,24 +57,61 @@ class LocalBrain:
 
     def apply_catalog(self, catalog: Catalog) -> None:
         self.registry.apply(catalog)
+        self.news.publish()
 
     def observe(self, endpoint_id: str, frame: StateFrame) -> None:
         """Apply a state frame of an endpoint. Raises `StateGap`: the caller must connect again."""
         record = self.registry.endpoints.get(endpoint_id)
         if record is None:
             return
-        was_connected = record.reports.connected
-        record.reports.accept(frame, record.in_flight, self._clock())
+        now = self._clock()
+        was_connected, was_usable = record.reports.connected, record.usable
+        record.reports.accept(frame, record.in_flight, now)
+        record.unreachable = False
+        if frame.snapshot and not frame.draining:
+            record.let_go = record.acknowledged = False
         if not was_connected:
             record.ejection.probe_now()
         if frame.max_model_len > 0:
             record.phase, record.detail = "ready", ""
+        if record.usable:
+            self.registry.deployments[record.deployment].last_usable_at = now
+        if record.usable != was_usable:
+            self.news.publish()
 
     def stream_lost(self, endpoint_id: str) -> None:
         """The state stream of an endpoint is down."""
         record = self.registry.endpoints.get(endpoint_id)
         if record is not None:
             record.reports.disconnected()
+
+    def unreachable(self, endpoint_id: str) -> None:
+        """Nobody listens at the endpoint's address: it must not get requests until it reports again."""
+        record = self.registry.endpoints.get(endpoint_id)
+        if record is not None:
+            record.unreachable = True
+
+    def let_go(self, endpoint_id: str) -> None:
+        """Promise never to choose the endpoint again, unless it starts anew."""
+        record = self.registry.endpoints.get(endpoint_id)
+        if record is not None:
+            record.let_go = True
+
+    def acknowledged(self, endpoint_id: str) -> None:
+        """The endpoint has heard that it is let go."""
+        record = self.registry.endpoints.get(endpoint_id)
+        if record is not None:
+            record.acknowledged = True
+
+    def replaceable(self, endpoint_id: str) -> bool:
+        """Whether its deployment can do without the endpoint: another one is usable, or the deployment is gone."""
+        record = self.registry.endpoints.get(endpoint_id)
+        deployment = self.registry.deployments.get(record.deployment) if record is not None else None
+        if record is None or deployment is None or record.let_go:
+            return True
+        if record.endpoint.terminating and not self._keeps_terminating:
+            return True
+        return any(other.usable for other in deployment.records)
 
     def note_phase(self, endpoint_id: str, phase: str, detail: str) -> None:
         """What the `/readyz` of an endpoint that is not ready said, for people and error messages."""
@@ -93,7 +138,7 @@ class LocalBrain:
         deployment = self._share(deployments)
         if deployment is None:
             raise _nothing_ready(model, deployments)
-        usable = deployment.usable()
+        usable = self._serving(deployment)
         digest = self._rng.choice(usable).bundle_digest
         lengths = [record.max_model_len for record in _with_bundle(usable, digest)]
         return Target(
@@ -105,14 +150,27 @@ class LocalBrain:
             prefix_scope=deployment.model.prefix_scope,
         )
 
+    async def find(self, model: str) -> Target:
+        try:
+            return self.resolve(model)
+        except PagemillError as error:
+            if error.code != NOT_READY:
+                raise
+        deployments = self.registry.named(model)
+        left_s = max((self._outage_left_s(deployment) for deployment in deployments), default=0.0)
+        await self.news.wait_until(lambda: self._share(self.registry.named(model)) is not None, left_s)
+        return self.resolve(model)
+
     async def choose(self, target: Target, tried: frozenset[str], num_prompt_tokens: int) -> Choice:
-        now = self._clock()
-        deployment = self.registry.deployments.get(target.deployment)
-        usable = _with_bundle(deployment.usable(), target.bundle_digest) if deployment else []
+        deployment, usable = self._usable_for(target)
+        if deployment is not None and not usable:
+            await self.news.wait_until(lambda: bool(self._usable_for(target)[1]), self._outage_left_s(deployment))
+            deployment, usable = self._usable_for(target)
         if deployment is None or not usable:
             raise unavailable(
-                f"The engines of {target.deployment} went away. Try again.", retry_after_s=1, code="model_not_ready"
+                f"The engines of {target.deployment} went away. Try again.", retry_after_s=1, code=NOT_READY
             )
+        now = self._clock()
         records = {record.endpoint.id: record for record in _best_pool(usable, tried, now)}
         candidates = [
             Candidate(endpoint_id, record.in_flight, record.load_elsewhere(now), record.last_chosen)
@@ -140,6 +198,9 @@ class LocalBrain:
         if kind == "broken":
             record.ejection.failed(self._clock())
             return
+        if kind == "declined":
+            record.let_go = True
+            return
         record.ejection.succeeded()
 
     # What status and metrics read.
@@ -152,6 +213,10 @@ class LocalBrain:
         """Requests on the endpoint that are not ours, as far as its report is believed."""
         return record.load_elsewhere(self._clock())
 
+    def load(self) -> list[DeploymentLoad]:
+        """What all engines of each deployment say together."""
+        return measure_load(self.registry, self._clock())
+
     def phase(self, record: EndpointRecord) -> str:
         """One word: draining, starting, ejected, stale or ready; the first that is true."""
         now = self._clock()
@@ -162,6 +227,28 @@ class LocalBrain:
         if not record.ejection.allows(now):
             return "ejected"
         return "ready" if record.reports.fresh(now) else "stale"
+
+    def _serving(self, deployment: Deployment) -> list[EndpointRecord]:
+        """Who may get a request: those that stay; failing that, those that leave and still take some."""
+        return deployment.usable() or self._departing(deployment)
+
+    def _departing(self, deployment: Deployment) -> list[EndpointRecord]:
+        departing = deployment.departing()
+        return [each for each in departing if self._keeps_terminating or not each.endpoint.terminating]
+
+    def _usable_for(self, target: Target) -> tuple[Deployment | None, list[EndpointRecord]]:
+        """The target's deployment, and the endpoints that understand its token ids."""
+        deployment = self.registry.deployments.get(target.deployment)
+        if deployment is None:
+            return None, []
+        usable = _with_bundle(deployment.usable(), target.bundle_digest)
+        return deployment, usable or _with_bundle(self._departing(deployment), target.bundle_digest)
+
+    def _outage_left_s(self, deployment: Deployment) -> float:
+        """How much longer requests may wait for an engine of a deployment that has lost its last one."""
+        if deployment.last_usable_at is None:
+            return 0.0
+        return max(0.0, deployment.last_usable_at + self._outage_wait_s - self._clock())
 
     def _account(self, record: EndpointRecord, token: str, now: float) -> Choice:
         self._num_decisions += 1
@@ -182,7 +269,10 @@ class LocalBrain:
 
     def _share(self, deployments: list[Deployment]) -> Deployment | None:
         """One of the deployments that can serve, drawn by weight."""
-        ready = [deployment for deployment in deployments if deployment.model.weight > 0 and deployment.usable()]
+        wanted = [deployment for deployment in deployments if deployment.model.weight > 0]
+        ready = [deployment for deployment in wanted if deployment.usable()]
+        if not ready:
+            ready = [deployment for deployment in wanted if self._serving(deployment)]
         if len(ready) <= 1:
             return ready[0] if ready else None
         return self._rng.choices(ready, weights=[deployment.model.weight for deployment in ready])[0]
@@ -213,5 +303,5 @@ def _nothing_ready(model: str, deployments: list[Deployment]) -> PagemillError:
     return unavailable(
         f"The model `{model[:200]}` is not ready yet ({reason}). Try again later.",
         retry_after_s=LOADING_RETRY_AFTER_S,
-        code="model_not_ready",
+        code=NOT_READY,
     )

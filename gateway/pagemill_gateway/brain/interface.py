@@ -1,6 +1,6 @@
 """What a relay may ask of the brain: four calls and the two values they pass.
 
-Kept narrow because relay and brain need not live in one process: `resolve` and `choose` are questions with an answer,
+Kept narrow because relay and brain need not live in one process: `find` and `choose` are questions with an answer,
 the others are messages that nobody waits for.
 """
 
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, Protocol
 
-FailureKind = Literal["refused", "broken", "request"]
-"""`refused`: the engine works but is full. `broken`: unreachable, crashed, silent, or it sent garbage. `request`: the
-engine works but failed this one request."""
+FailureKind = Literal["refused", "declined", "broken", "request"]
+"""`refused`: the engine works but is full. `declined`: it is shutting down or starting and takes nothing. `broken`:
+unreachable, crashed, silent, or it sent garbage. `request`: the engine works but failed this one request."""
 
 
 class Target(NamedTuple):
@@ -42,6 +42,10 @@ class Brain(Protocol):
 
         Raises `PagemillError`: 404 for an unknown name, 503 with the reason when no engine is ready yet.
         """
+        ...
+
+    async def find(self, model: str) -> Target:
+        """As `resolve`, but a deployment that lost its last engine a moment ago is given time to get one back."""
         ...
 
     async def choose(self, target: Target, tried: frozenset[str], num_prompt_tokens: int) -> Choice:

@@ -23,15 +23,32 @@ class EndpointRecord:
     """While it is not ready, or its stream is down: what its `/readyz` said last."""
     detail: str = ""
 
+    let_go: bool = False
+    """It takes no requests, or was promised none; until it starts anew."""
+    acknowledged: bool = False
+    """It was told so."""
+    unreachable: bool = False
+    """Nobody listens at its address; until its next report."""
+
     @property
     def usable(self) -> bool:
         """It may take new requests: it has said what it serves, and neither side wants it gone."""
-        return self.max_model_len > 0 and not self.leaving
+        return self.serving and not self.leaving
+
+    @property
+    def serving(self) -> bool:
+        """It would take a request, although it may be on its way out."""
+        return self.max_model_len > 0 and not self.let_go and not self.unreachable
 
     @property
     def leaving(self) -> bool:
+        return self.endpoint.terminating or self.draining
+
+    @property
+    def draining(self) -> bool:
+        """By its own word."""
         state = self.reports.latest
-        return self.endpoint.terminating or (state is not None and state.draining)
+        return state is not None and state.draining
 
     @property
     def max_model_len(self) -> int:
@@ -52,6 +69,8 @@ class EndpointRecord:
 class Deployment:
     model: CatalogModel
     records: list[EndpointRecord] = field(default_factory=list)
+    last_usable_at: float | None = None
+    """When an endpoint last reported that it takes requests."""
 
     @property
     def key(self) -> str:
@@ -59,6 +78,10 @@ class Deployment:
 
     def usable(self) -> list[EndpointRecord]:
         return [record for record in self.records if record.usable]
+
+    def departing(self) -> list[EndpointRecord]:
+        """Those on their way out that still take requests: better than nothing at all."""
+        return [record for record in self.records if record.serving and record.leaving and record.reports.connected]
 
 
 class Registry:
@@ -72,10 +95,12 @@ class Registry:
 
     def apply(self, catalog: Catalog) -> None:
         """Replace what is served. Records of endpoints that stay keep their counts, reports and ejection."""
-        known = self.endpoints
+        known, known_deployments = self.endpoints, self.deployments
         self.deployments, self.endpoints, self._by_name = {}, {}, {}
         for model in catalog.models:
             deployment = Deployment(model)
+            before = known_deployments.get(deployment.key)
+            deployment.last_usable_at = before.last_usable_at if before is not None else None
             self.deployments[deployment.key] = deployment
             for endpoint in model.endpoints:
                 record = self._record(known.get(endpoint.id), endpoint, deployment.key)

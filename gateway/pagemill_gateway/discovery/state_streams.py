@@ -3,14 +3,19 @@
 A broken, silent or gapped stream is closed and opened again (its first frame is a snapshot) after a jittered, growing
 pause; meanwhile the endpoint's `/readyz` says why. The pause never stops traffic: what a missing stream means for
 routing is the brain's business. Tokenizer bundles named by a frame are fetched before the frame counts, so that no
-endpoint is usable before its prompts can be tokenized.
+endpoint is usable before its prompts can be tokenized. An engine that drains is told when nothing goes there any more
+(`discovery.handover`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import random
+import secrets
+import socket
+from contextlib import suppress
 
 import aiohttp
 
@@ -18,9 +23,10 @@ from pagemill_gateway.brain.brain import LocalBrain
 from pagemill_gateway.brain.reports import StateGap
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.discovery.bundles import BundleError, Bundles
+from pagemill_gateway.discovery.handover import Handovers
 from pagemill_gateway.discovery.readyz import fetch_phase
 from pagemill_protocol.frames import FrameError, StateDecoder
-from pagemill_protocol.state import StateFrame
+from pagemill_protocol.state import GATEWAY_HEADER, StateFrame
 
 logger = logging.getLogger("pagemill.gateway.state")
 
@@ -35,7 +41,12 @@ class StateStreams:
         self._brain = brain
         self._bundles = bundles
         self._config = config
+        self._handovers = Handovers(session, brain, config.handover_timeout_s)
+        self._gateway = {GATEWAY_HEADER.decode(): f"{socket.gethostname()}-{secrets.token_hex(8)}"}
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._probed_ready: set[str] = set()
+        self._hints: dict[str, asyncio.Event] = {}
+        """By endpoint: set when it is worth to try again at once."""
 
     def sync(self) -> None:
         """Follow exactly the endpoints that the brain knows now."""
@@ -43,11 +54,22 @@ class StateStreams:
         wanted = {(record.endpoint.id, record.endpoint.control_url) for record in records}
         for gone in self._tasks.keys() - wanted:
             self._tasks.pop(gone).cancel()
+        self._hint({record.endpoint.id for record in records if record.endpoint.probed_ready})
         for endpoint_id, control_url in wanted - self._tasks.keys():
+            self._hints[endpoint_id] = asyncio.Event()
             follower = self._follow(endpoint_id, control_url)
             self._tasks[endpoint_id, control_url] = asyncio.create_task(follower, name=f"state:{endpoint_id}")
 
+    def _hint(self, probed_ready: set[str]) -> None:
+        """Those that the platform has just found ready need not wait for the next attempt."""
+        for endpoint_id in probed_ready - self._probed_ready:
+            if endpoint_id in self._hints:
+                self._hints[endpoint_id].set()
+        self._probed_ready = probed_ready
+        self._hints = {key[0]: self._hints[key[0]] for key in self._tasks}
+
     async def close(self) -> None:
+        await self._handovers.close()
         tasks = list(self._tasks.values())
         self._tasks.clear()
         for task in tasks:
@@ -62,6 +84,7 @@ class StateStreams:
                 await self._read(endpoint_id, control_url, connection)
                 cause = "the stream ended"
             except STREAM_FAULTS as error:
+                connection.refused = _is_refused(error)
                 cause = f"{type(error).__name__}: {error}"
             except Exception as error:
                 # A surprise in one stream must neither end it for good nor touch another one.
@@ -71,9 +94,21 @@ class StateStreams:
                 logger.warning("state stream of %s lost: %s", endpoint_id, cause)
                 pause_s = self._config.reconnect_base_s
             self._brain.stream_lost(endpoint_id)
-            self._brain.note_phase(endpoint_id, *await fetch_phase(self._session, control_url, cause))
-            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+            if connection.refused:
+                self._brain.unreachable(endpoint_id)
+            if connection.opened:
+                self._brain.note_phase(endpoint_id, *await fetch_phase(self._session, control_url, cause))
+            else:
+                self._brain.note_phase(endpoint_id, "unreachable", cause)
+            await self._pause(endpoint_id, pause_s * random.uniform(0.5, 1.0))
             pause_s = min(self._config.reconnect_max_s, pause_s * 2)
+
+    async def _pause(self, endpoint_id: str, pause_s: float) -> None:
+        hint = self._hints[endpoint_id]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(pause_s):
+                await hint.wait()
+        hint.clear()
 
     async def _read(self, endpoint_id: str, control_url: str, connection: _Connection) -> None:
         """One connection, until it ends. Raises one of `STREAM_FAULTS` for anything but an orderly end."""
@@ -84,10 +119,11 @@ class StateStreams:
         )
         async with self._session.get(
             f"{control_url}/internal/state",
-            headers={"Authorization": f"Bearer {token}"},
+            headers={"Authorization": f"Bearer {token}", **self._gateway},
             timeout=timeout,
             allow_redirects=False,
         ) as response:
+            connection.opened = True
             if response.status != 200:
                 raise aiohttp.ClientPayloadError(f"/internal/state answered {response.status}")
             decoder = StateDecoder()
@@ -96,6 +132,10 @@ class StateStreams:
                     await self._ensure_bundle(frame, control_url, token)
                     self._brain.observe(endpoint_id, frame)
                     connection.num_frames += 1
+                    if frame.draining:
+                        self._handovers.begin(
+                            endpoint_id, control_url, {"Authorization": f"Bearer {token}", **self._gateway}
+                        )
                 if not self._brain.ready(endpoint_id):
                     self._brain.note_phase(endpoint_id, *await fetch_phase(self._session, control_url, "starting"))
             decoder.close()
@@ -110,3 +150,10 @@ class _Connection:
     """Survives the exception that ends a connection."""
 
     num_frames = 0
+    opened = False
+    refused = False
+    """Nobody listens there."""
+
+
+def _is_refused(error: Exception) -> bool:
+    return isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno == errno.ECONNREFUSED

@@ -67,7 +67,7 @@ class Preparation:
         return await self._completions(await self.parse(raw, CompletionRequest), len(raw), key_hash)
 
     async def _chat(self, body: ChatCompletionRequest, key_hash: str | None) -> Prepared:
-        target = self._brain.resolve(body.model)
+        target = await self._brain.find(body.model)
         job = partial(
             prepare_chat,
             body,
@@ -82,7 +82,7 @@ class Preparation:
         return Prepared(target, [request], body.stream)
 
     async def _completions(self, body: CompletionRequest, size: int, key_hash: str | None) -> Prepared:
-        target = self._brain.resolve(body.model)
+        target = await self._brain.find(body.model)
         job = partial(
             prepare_completions,
             body,

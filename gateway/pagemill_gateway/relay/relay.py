@@ -90,7 +90,7 @@ class Relay:
         try:
             choice = await self._brain.choose(target, attempts.tried, len(request.prompt_token_ids))
         except PagemillError as error:
-            raise (attempts.verdict() if attempts.count else error) from error
+            raise (attempts.verdict() if attempts.num_counted else error) from error
         self._metrics.routed(target.model, time.perf_counter() - asked_at)
         if attempts.pointless(choice.endpoint_id):
             self._brain.finished(choice)
@@ -116,6 +116,8 @@ class Relay:
         self._metrics.attempt(record.model, choice.endpoint_id, failure.kind)
         if failure.kind == "refused":
             attempts.refused(failure.message, failure.retry_after_s)
+        elif failure.kind == "declined":
+            attempts.declined(failure.message)
         else:
             attempts.broke(failure.message)
         logger.info(

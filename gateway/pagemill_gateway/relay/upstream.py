@@ -25,6 +25,8 @@ MAX_ERROR_BYTES = 64 * 1024
 MAX_BODY_AT_ONCE_BYTES = 512 * 1024
 END_OF_BODY_TIMEOUT_S = 0.5
 REFUSALS = frozenset({429, 503})
+DECLINES = frozenset({"draining", "not_ready"})
+"""Codes of refusals that hold for every request: the engine is shutting down, or was started anew and still loads."""
 CLIENT_FAULTS = frozenset({400, 413, 422})
 
 Frame = tuple[FrameMeta, bytes]
@@ -139,6 +141,8 @@ async def _check_accepted(response: aiohttp.ClientResponse) -> None:
             raise UpstreamFailure("broken", f"The engine answered {response.content_type[:80]!r} instead of frames.")
         return
     error = await _error_of(response)
+    if response.status == 503 and error.code in DECLINES:
+        raise UpstreamFailure("declined", error.message, error.retry_after_s)
     if response.status in REFUSALS:
         raise UpstreamFailure("refused", error.message, error.retry_after_s)
     if response.status in CLIENT_FAULTS:

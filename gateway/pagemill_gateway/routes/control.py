@@ -1,4 +1,4 @@
-"""The control port: `PUT /catalog` replaces what is served, `GET /status` shows what the gateway sees."""
+"""The control port: `PUT /catalog` replaces what is served, `/status` and `/internal/load` show what is seen."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from starlette.responses import JSONResponse, Response
 from pagemill_gateway.brain.registry import Deployment, EndpointRecord
 from pagemill_gateway.core import Gateway
 from pagemill_gateway.discovery.catalog import decode_catalog
+from pagemill_gateway.routes.load import LoadStream
+from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.http.door import read_body, require_internal
 
 
@@ -20,11 +22,23 @@ class ControlRoutes:
 
     async def put_catalog(self, request: Request) -> Response:
         require_internal(request.scope, self._gateway.control_tokens())
+        if self._gateway.discovery is not None:
+            raise PagemillError(
+                "The catalogue comes from the cluster's objects here. Change the LLMDeployments, or set `discovery` to "
+                "`static`.",
+                status=409,
+                code="catalog_is_discovered",
+            )
         catalog = decode_catalog(await read_body(request.receive))
         self._gateway.apply_catalog(catalog)
         return JSONResponse(
             {"models": len(catalog.models), "endpoints": sum(len(model.endpoints) for model in catalog.models)}
         )
+
+    async def load(self, request: Request) -> LoadStream:
+        """What the engines say together, for the operator: one line of JSON on change, for ever."""
+        require_internal(request.scope, self._gateway.control_tokens())
+        return LoadStream(self._gateway)
 
     async def status(self, request: Request) -> Response:
         deployments = self._gateway.brain.registry.deployments.values()
@@ -32,6 +46,7 @@ class ControlRoutes:
             {
                 "ready": self._gateway.ready,
                 "draining": self._gateway.draining,
+                "detail": self._gateway.detail,
                 "num_requests": self._gateway.gate.num_inside,
                 "models": [self._model(deployment) for deployment in deployments],
             }

@@ -18,11 +18,11 @@ class HealthRoutes:
         return JSONResponse({"live": True})
 
     async def readyz(self, request: Request) -> Response:
-        ready = self._gateway.ready
-        phase = "ready" if ready else "draining"
+        gateway = self._gateway
+        phase = "draining" if gateway.draining else "ready" if gateway.ready else "starting"
         return JSONResponse(
-            {"ready": ready, "phase": phase, "detail": "" if ready else "the gateway is shutting down"},
-            status_code=200 if ready else 503,
+            {"ready": gateway.ready, "phase": phase, "detail": gateway.detail},
+            status_code=200 if gateway.ready else 503,
         )
 
     async def version(self, request: Request) -> Response:

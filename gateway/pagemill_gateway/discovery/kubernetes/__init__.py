@@ -1,0 +1,1 @@
+"""The catalogue from a cluster's objects: watched LLMDeployments, EndpointSlices and the Secret of the keys."""

@@ -1,0 +1,140 @@
+"""From watched objects to the catalogue. Pure; equal objects give an equal catalogue, whatever order they came in.
+
+A deployment whose spec the operator refused (condition Planned is False for this generation) is left out unless pods of
+an earlier spec still run; one that lost its name to an older deployment is left out in any case. The operator applies
+the same rule of names, but a gateway must not send an older deployment's requests astray until it has.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from pagemill_gateway.discovery.kubernetes.objects import EndpointSlice, LLMDeployment, SliceEndpoint
+from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
+from pagemill_protocol.engine_token import EngineKeys
+
+DEPLOYMENT_LABEL = "pagemill.dev/deployment"
+DATA_PORT, CONTROL_PORT = "data", "control"
+DEFAULT_WEIGHT = 100
+_ADDRESS_PREFERENCE = {"IPv4": 0, "IPv6": 1}
+
+
+def build_catalog(
+    deployments: Iterable[LLMDeployment], slices: Iterable[EndpointSlice], keys: EngineKeys | None
+) -> Catalog:
+    """`keys`: `None` while they are not known; no engine can be asked without."""
+    endpoints = _endpoints_by_deployment(slices)
+    oldest_first = sorted(deployments, key=_age)
+    models = []
+    for deployment in _without_conflicts(oldest_first):
+        found = endpoints.get((deployment.metadata.namespace, deployment.metadata.name), [])
+        if _is_served(deployment, bool(found)):
+            models.append(_model(deployment, found, keys))
+    return Catalog(models=models)
+
+
+def _is_served(deployment: LLMDeployment, has_pods: bool) -> bool:
+    if deployment.metadata.deletion_timestamp is not None:
+        return False
+    planned = deployment.planned
+    if planned is None or planned.status != "False":
+        return True
+    return has_pods and planned.reason != "NameConflict"
+
+
+def _without_conflicts(oldest_first: list[LLMDeployment]) -> Iterator[LLMDeployment]:
+    """Those that hold their names, alone or by shares."""
+    holders: dict[str, LLMDeployment] = {}
+    for deployment in oldest_first:
+        if deployment.metadata.deletion_timestamp is not None:
+            continue
+        rivals = [holders[name] for name in _names(deployment) if name in holders]
+        shares = deployment.spec.routing.weight is not None
+        if any(not shares or rival.spec.routing.weight is None for rival in rivals):
+            continue
+        for name in _names(deployment):
+            holders.setdefault(name, deployment)
+        yield deployment
+
+
+def _names(deployment: LLMDeployment) -> list[str]:
+    return [_model_name(deployment), *deployment.spec.model.aliases]
+
+
+def _model_name(deployment: LLMDeployment) -> str:
+    return deployment.spec.model.name or deployment.metadata.name
+
+
+def _age(deployment: LLMDeployment) -> tuple[str, str, str]:
+    """RFC 3339 in UTC sorts as text."""
+    metadata = deployment.metadata
+    return metadata.creation_timestamp, metadata.namespace, metadata.name
+
+
+def _model(deployment: LLMDeployment, endpoints: list[Endpoint], keys: EngineKeys | None) -> CatalogModel:
+    metadata, spec = deployment.metadata, deployment.spec
+    return CatalogModel(
+        namespace=metadata.namespace,
+        deployment=metadata.name,
+        name=_model_name(deployment),
+        aliases=spec.model.aliases,
+        weight=DEFAULT_WEIGHT if spec.routing.weight is None else spec.routing.weight,
+        engine_token=keys.sent(metadata.namespace, metadata.name) if keys is not None else "",
+        prefix_scope=spec.engine.prefix_caching.scope,
+        chat_template=spec.model.chat_template,
+        endpoints=endpoints,
+    )
+
+
+class _Found(NamedTuple):
+    """One pod as one slice shows it."""
+
+    address_type: str
+    address: str
+    ports: tuple[int, int]
+    terminating: bool
+    ready: bool
+
+
+def _endpoints_by_deployment(slices: Iterable[EndpointSlice]) -> dict[tuple[str, str], list[Endpoint]]:
+    pods: defaultdict[tuple[str, str], defaultdict[str, list[_Found]]] = defaultdict(lambda: defaultdict(list))
+    for each in slices:
+        deployment = (each.metadata.labels or {}).get(DEPLOYMENT_LABEL)
+        ports = _ports(each)
+        if deployment is None or ports is None or each.address_type not in _ADDRESS_PREFERENCE:
+            continue
+        for endpoint in each.endpoints or []:
+            if endpoint.target_ref is not None and endpoint.target_ref.kind == "Pod" and endpoint.addresses:
+                found = _found(each.address_type, endpoint, ports)
+                pods[each.metadata.namespace, deployment][endpoint.target_ref.uid].append(found)
+    return {key: [_endpoint(uid, found) for uid, found in sorted(by_uid.items())] for key, by_uid in pods.items()}
+
+
+def _ports(endpoint_slice: EndpointSlice) -> tuple[int, int] | None:
+    ports = {port.name: port.port for port in endpoint_slice.ports or []}
+    data, control = ports.get(DATA_PORT), ports.get(CONTROL_PORT)
+    return (data, control) if data and control else None
+
+
+def _found(address_type: str, endpoint: SliceEndpoint, ports: tuple[int, int]) -> _Found:
+    conditions = endpoint.conditions
+    return _Found(
+        address_type, endpoint.addresses[0], ports, conditions.terminating is True, conditions.ready is not False
+    )
+
+
+def _endpoint(uid: str, found: list[_Found]) -> Endpoint:
+    """A pod can stand in several slices: one per address family, and twice for a moment when it moves."""
+    first = min(found, key=lambda each: (_ADDRESS_PREFERENCE[each.address_type], each.address))
+    host = f"[{first.address}]" if first.address_type == "IPv6" else first.address
+    data_port, control_port = first.ports
+    terminating = any(each.terminating for each in found)
+    return Endpoint(
+        id=uid,
+        data_url=f"http://{host}:{data_port}",
+        control_url=f"http://{host}:{control_port}",
+        terminating=terminating,
+        probed_ready=not terminating and any(each.ready for each in found),
+    )

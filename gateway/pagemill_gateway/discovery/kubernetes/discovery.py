@@ -1,0 +1,154 @@
+"""Keeps a gateway's catalogue equal to what the cluster says: watches in, catalogues out, the latest one on disk.
+
+A burst of changes becomes one new catalogue. Until every watch has been answered once, the catalogue is the last known
+one, or none; afterwards an API server that goes away changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from pagemill_gateway.config import KubernetesConfig
+from pagemill_gateway.discovery.kubernetes.api import ApiClient
+from pagemill_gateway.discovery.kubernetes.builder import build_catalog
+from pagemill_gateway.discovery.kubernetes.credentials import Credentials
+from pagemill_gateway.discovery.kubernetes.keys import KeysError, keys_of
+from pagemill_gateway.discovery.kubernetes.last_known import Known, read_last_known, write_last_known
+from pagemill_gateway.discovery.kubernetes.list_watch import ListWatch
+from pagemill_gateway.discovery.kubernetes.objects import EndpointSlice, LLMDeployment, Secret
+from pagemill_protocol.catalog import Catalog
+from pagemill_protocol.engine_token import GATEWAY_CONTROL, EngineKeys
+
+logger = logging.getLogger("pagemill.gateway.kubernetes")
+
+SLICES = {"labelSelector": "app.kubernetes.io/name=pagemill-engine"}
+MIN_INTERVAL_S = 0.05
+"""Between two catalogues, at least this and `REST` times what the last one took."""
+REST = 10.0
+
+
+class KubernetesDiscovery:
+    def __init__(
+        self, config: KubernetesConfig, credentials: Credentials, apply_catalog: Callable[[Catalog], None]
+    ) -> None:
+        """Use inside a running event loop. Watches begin with `start`."""
+        self.control_tokens: tuple[str, ...] = ()
+        """What the control port accepts; nothing before the keys are known."""
+        self.known = False
+        """There is a catalogue, of now or of before."""
+        self._config = config
+        self._apply_catalog = apply_catalog
+        self._session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar(), trust_env=False)
+        self._changed = asyncio.Event()
+        self._written: Known | None = None
+        self._keys: EngineKeys | None = None
+        self._keys_fault = ""
+        self._tasks: list[asyncio.Task[None]] = []
+        api = ApiClient(self._session, credentials)
+        namespaces: list[str | None] = [*config.namespaces] or [None]
+
+        def watch(kind: Any, path: str, selector: dict[str, str]) -> ListWatch[Any]:
+            return ListWatch(api, kind, path, selector, config, self._changed.set)
+
+        self._deployments: list[ListWatch[LLMDeployment]] = [
+            watch(LLMDeployment, _path("/apis/pagemill.dev/v1alpha1", each, "llmdeployments"), {})
+            for each in namespaces
+        ]
+        self._slices: list[ListWatch[EndpointSlice]] = [
+            watch(EndpointSlice, _path("/apis/discovery.k8s.io/v1", each, "endpointslices"), SLICES)
+            for each in namespaces
+        ]
+        secret = config.keys_secret
+        self._secrets: ListWatch[Secret] = watch(
+            Secret, _path("/api/v1", secret.namespace, "secrets"), {"fieldSelector": f"metadata.name={secret.name}"}
+        )
+
+    @property
+    def detail(self) -> str:
+        """What it waits for, or what is out of date, for people; empty when all is well."""
+        faults = [watch.fault for watch in self._watches() if watch.fault is not None]
+        return (faults[0] if faults else "") or self._keys_fault
+
+    def start(self) -> None:
+        last = read_last_known(Path(self._config.last_known_file))
+        if last is not None:
+            self._written = last
+            self.control_tokens = tuple(last.control_tokens)
+            self._publish(last.catalog)
+            logger.info("%d models from the last known catalogue", len(last.catalog.models))
+        self._tasks = [asyncio.create_task(watch.run()) for watch in self._watches()]
+        self._tasks.append(asyncio.create_task(self._keep_building()))
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._session.close()
+
+    def _watches(self) -> list[ListWatch[Any]]:
+        return [*self._deployments, *self._slices, self._secrets]
+
+    async def _keep_building(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            started = loop.time()
+            try:
+                await self._build()
+            except Exception:
+                logger.exception("a catalogue could not be built; the one before stays in use")
+            await asyncio.sleep(max(MIN_INTERVAL_S, REST * (loop.time() - started)))
+
+    async def _build(self) -> None:
+        self._read_keys()
+        if self._keys is None or not all(watch.listed for watch in self._watches()):
+            return
+        deployments = chain.from_iterable(watch.objects.values() for watch in self._deployments)
+        slices = chain.from_iterable(watch.objects.values() for watch in self._slices)
+        known = Known(build_catalog(deployments, slices, self._keys), list(self.control_tokens))
+        if known == self._written and self.known:
+            return
+        self._publish(known.catalog)
+        self._written = known
+        with contextlib.suppress(OSError):
+            await asyncio.to_thread(self._write, known)
+
+    def _write(self, known: Known) -> None:
+        path = Path(self._config.last_known_file)
+        try:
+            write_last_known(path, known)
+        except OSError as error:
+            logger.warning("the catalogue cannot be kept in %s: %s", path, error.strerror)
+            raise
+
+    def _publish(self, catalog: Catalog) -> None:
+        self._apply_catalog(catalog)
+        self.known = True
+
+    def _read_keys(self) -> None:
+        """A Secret that vanished or makes no sense changes nothing: the keys of before are still accepted."""
+        secret = next(iter(self._secrets.objects.values()), None)
+        wanted = self._config.keys_secret
+        if secret is None:
+            self._keys_fault = f"the Secret {wanted.namespace}/{wanted.name} does not exist; the operator makes it"
+            return
+        try:
+            self._keys = keys_of(secret)
+        except KeysError as error:
+            self._keys_fault = f"the Secret {wanted.namespace}/{wanted.name} cannot be used: {error}"
+            return
+        self._keys_fault = ""
+        self.control_tokens = self._keys.accepted(*GATEWAY_CONTROL)
+
+
+def _path(group: str, namespace: str | None, resource: str) -> str:
+    return f"{group}/namespaces/{namespace}/{resource}" if namespace else f"{group}/{resource}"

@@ -1,0 +1,53 @@
+"""The latest catalogue on disk, so that a gateway which starts while the API server is down serves all the same.
+
+It holds tokens, so only this user may read it, and it belongs on a volume in memory. What cannot be read is no file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from pathlib import Path
+
+import msgspec
+
+from pagemill_gateway.discovery.catalog import check_catalog
+from pagemill_protocol.catalog import Catalog
+from pagemill_protocol.errors import PagemillError
+
+logger = logging.getLogger("pagemill.gateway.kubernetes")
+
+VERSION = 1
+
+
+class Known(msgspec.Struct, frozen=True):
+    catalog: Catalog
+    control_tokens: list[str]
+    version: int = VERSION
+
+
+def read_last_known(path: Path) -> Known | None:
+    try:
+        known = msgspec.json.decode(path.read_bytes(), type=Known)
+        check_catalog(known.catalog)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, PagemillError) as error:
+        logger.warning("the last known catalogue %s cannot be used: %s", path, error)
+        return None
+    return known if known.version == VERSION else None
+
+
+def write_last_known(path: Path, known: Known) -> None:
+    """All or nothing. Raises `OSError`."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(msgspec.json.encode(known))
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise

@@ -1,0 +1,107 @@
+"""The few fields of Kubernetes objects that the gateway reads, as values that compare by content.
+
+Everything else in them, above all the status that changes all the time, is skipped while decoding: a change that leaves
+these values equal is no change. Defaults are those of the API.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+NAMESPACE_OF_NOBODY = ""
+
+
+class Struct(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """Fields in Python's case, keys in the API's."""
+
+
+class Metadata(Struct, frozen=True, kw_only=True):
+    name: str = ""
+    namespace: str = NAMESPACE_OF_NOBODY
+    generation: int = 0
+    labels: dict[str, str] | None = None
+    creation_timestamp: str = ""
+    deletion_timestamp: str | None = None
+
+
+class Model(Struct, frozen=True, kw_only=True):
+    name: str | None = None
+    aliases: list[str] = []
+    chat_template: str | None = None
+
+
+class PrefixCaching(Struct, frozen=True, kw_only=True):
+    scope: str = "deployment"
+
+
+class Engine(Struct, frozen=True, kw_only=True):
+    prefix_caching: PrefixCaching = PrefixCaching()
+
+
+class Routing(Struct, frozen=True, kw_only=True):
+    weight: int | None = None
+
+
+class DeploymentSpec(Struct, frozen=True, kw_only=True):
+    model: Model = Model()
+    engine: Engine = Engine()
+    routing: Routing = Routing()
+
+
+class Condition(Struct, frozen=True, kw_only=True):
+    type: str
+    status: str = "Unknown"
+    observed_generation: int = 0
+    reason: str = ""
+
+
+class DeploymentStatus(Struct, frozen=True, kw_only=True):
+    conditions: list[Condition] = []
+
+
+class LLMDeployment(Struct, frozen=True, kw_only=True):
+    metadata: Metadata
+    spec: DeploymentSpec = DeploymentSpec()
+    status: DeploymentStatus = DeploymentStatus()
+
+    @property
+    def planned(self) -> Condition | None:
+        """The operator's judgement of the present spec; `None` while there is none."""
+        for condition in self.status.conditions:
+            if condition.type == "Planned" and condition.observed_generation >= self.metadata.generation:
+                return condition
+        return None
+
+
+class TargetRef(Struct, frozen=True, kw_only=True):
+    kind: str = ""
+    uid: str = ""
+
+
+class EndpointConditions(Struct, frozen=True, kw_only=True):
+    ready: bool | None = None
+    terminating: bool | None = None
+
+
+class SliceEndpoint(Struct, frozen=True, kw_only=True):
+    addresses: list[str] = []
+    conditions: EndpointConditions = EndpointConditions()
+    target_ref: TargetRef | None = None
+
+
+class Port(Struct, frozen=True, kw_only=True):
+    name: str | None = None
+    port: int | None = None
+
+
+class EndpointSlice(Struct, frozen=True, kw_only=True):
+    metadata: Metadata
+    address_type: str = "IPv4"
+    endpoints: list[SliceEndpoint] | None = None
+    ports: list[Port] | None = None
+
+
+class Secret(Struct, frozen=True, kw_only=True):
+    metadata: Metadata
+    data: dict[str, str] | None = None
+    """Base64."""

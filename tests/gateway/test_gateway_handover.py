@@ -1,0 +1,167 @@
+"""Engines that leave and engines that come: no moment in between in which a request finds nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import msgspec
+import pytest
+
+from pagemill_gateway.brain.brain import LocalBrain
+from pagemill_gateway.brain.news import News
+from pagemill_gateway.config import GatewayConfig
+from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
+from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.state import StateFrame
+
+
+def num_served(engines) -> list[int]:
+    return [len(engine.requests) for engine in engines]
+
+
+async def test_the_engine_is_told_when_nothing_goes_there_any_more(engines, gateways, fake) -> None:
+    gateway = await gateways(*engines[:2], handover_timeout_s=30.0)
+    await engines[0].push_state(draining=True)
+    await fake.until(lambda: engines[0].num_drained == 1)
+    assert [len(set(engine.gateways)) for engine in engines[:1]] == [1], "the stream and the word are from one gateway"
+    assert gateway.record(engines[0]).let_go
+    await engines[0].push_state()
+    await engines[0].push_state()
+    for _ in range(4):
+        assert (await gateway.chat()).status == 200
+    assert num_served(engines) == [0, 4, 0]
+    assert engines[0].num_drained == 1
+
+
+async def test_the_last_engine_stays_in_use_until_another_one_can_take_over(engines, gateways, fake) -> None:
+    gateway = await gateways(engines[0], handover_timeout_s=30.0)
+    await engines[0].push_state(draining=True)
+    await fake.until(lambda: gateway.record(engines[0]).leaving)
+    assert (await gateway.chat()).status == 200
+    assert engines[0].num_drained == 0
+    gateway.gateway.apply_catalog(fake.catalog_of(*engines[:2]))
+    await fake.until(lambda: engines[0].num_drained == 1)
+    assert (await gateway.chat()).status == 200
+    assert num_served(engines) == [1, 1, 0]
+
+
+async def test_an_engine_that_nobody_replaces_is_let_go_after_a_while(engines, gateways, fake) -> None:
+    gateway = await gateways(engines[0], handover_timeout_s=0.05)
+    await engines[0].push_state(draining=True)
+    await fake.until(lambda: engines[0].num_drained == 1)
+    reply = await gateway.chat()
+    assert (reply.status, reply.error["code"]) == (503, "model_not_ready")
+
+
+async def test_a_deployment_that_is_deleted_lets_its_engines_go(engines, gateways, fake) -> None:
+    gateway = await gateways(engines[0], handover_timeout_s=30.0)
+    await engines[0].push_state(draining=True)
+    await fake.until(lambda: gateway.record(engines[0]).leaving)
+    gateway.gateway.apply_catalog(Catalog())
+    await fake.until(lambda: not engines[0]._streams)
+
+
+async def test_what_a_static_catalogue_calls_terminating_is_let_go_at_once(engines, gateways, fake) -> None:
+    gateway = await gateways(engines[0], handover_timeout_s=30.0)
+    catalog = fake.catalog_of(engines[0])
+    catalog.models[0].endpoints[0] = msgspec.structs.replace(engines[0].endpoint, terminating=True)
+    gateway.gateway.apply_catalog(catalog)
+    assert (await gateway.chat()).status == 503
+    await engines[0].push_state(draining=True)
+    await fake.until(lambda: engines[0].num_drained == 1)
+
+
+@pytest.mark.parametrize("code", ["draining", "not_ready"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_engine_that_takes_nothing_costs_no_attempt(engines, gateways, fake, code, stream) -> None:
+    gateway = await gateways(*engines, max_attempts=1)
+    for engine in engines[:2]:
+        engine.behaviour = fake.refuses(503, code=code, message="not here")
+    for _ in range(3):
+        assert (await gateway.chat(stream=stream)).status == 200
+    assert num_served(engines)[2] == 3
+    assert max(num_served(engines)[:2]) <= 1, "once is enough to know"
+    assert gateway.record(engines[0]).ejection.num_failures == 0
+
+
+async def test_an_engine_that_starts_anew_is_used_again(engines, gateways, fake) -> None:
+    gateway = await gateways(engines[0], reconnect_base_s=0.01, reconnect_max_s=0.05, outage_wait_s=10.0)
+    engines[0].behaviours.append(fake.refuses(503, code="draining", message="going"))
+    reply = asyncio.create_task(gateway.chat())
+    await fake.until(lambda: gateway.record(engines[0]).let_go)
+    await engines[0].kill()
+    await engines[0].start()
+    assert (await reply).status == 200
+
+
+async def test_requests_wait_for_the_only_engine_to_come_back(engines, gateways, fake) -> None:
+    gateway = await gateways(engines[0], reconnect_base_s=0.01, reconnect_max_s=0.05, outage_wait_s=10.0)
+    await engines[0].kill()
+    await fake.until(lambda: gateway.record(engines[0]).unreachable)
+    waiting = [asyncio.create_task(gateway.chat(stream=stream)) for stream in (False, True)]
+    await asyncio.sleep(0.1)
+    assert not any(task.done() for task in waiting)
+    await engines[0].start()
+    assert [(await task).status for task in waiting] == [200, 200]
+
+
+async def test_an_outage_that_lasts_is_a_503_at_once(engines, gateways, fake) -> None:
+    gateway = await gateways(engines[0], reconnect_base_s=0.01, outage_wait_s=0.2)
+    await engines[0].kill()
+    await fake.until(lambda: gateway.record(engines[0]).unreachable)
+    assert (await gateway.chat()).status == 503
+    asked_at = time.monotonic()
+    assert (await gateway.chat()).status == 503
+    assert time.monotonic() - asked_at < 0.15
+
+
+async def test_a_pod_found_ready_by_its_platform_is_asked_without_delay(engines, gateways, fake) -> None:
+    await engines[0].kill()
+    gateway = await gateways(engines[0], wait=False, reconnect_base_s=30.0, reconnect_max_s=60.0)
+    await fake.until(lambda: gateway.record(engines[0]).unreachable)
+    await engines[0].start()
+    catalog = fake.catalog_of(engines[0])
+    catalog.models[0].endpoints[0] = msgspec.structs.replace(engines[0].endpoint, probed_ready=True)
+    gateway.gateway.apply_catalog(catalog)
+    await gateway.know(engines[0])
+
+
+# -- the brain in a cluster --------------------------------------------------------------------------------------------
+
+
+def cluster_brain(**fields: bool) -> LocalBrain:
+    endpoints = [Endpoint(id="a", data_url="http://a:1", control_url="http://a:2", **fields)]
+    brain = LocalBrain(GatewayConfig(discovery="kubernetes", outage_wait_s=0.0))
+    brain.apply_catalog(Catalog(models=[CatalogModel(deployment="d", name="m", endpoints=endpoints)]))
+    return brain
+
+
+async def test_a_terminating_pod_is_the_last_resort_until_it_is_let_go() -> None:
+    brain = cluster_brain(terminating=True)
+    brain.observe("a", StateFrame(sequence=1, snapshot=True, max_model_len=100))
+    assert (await brain.choose(await brain.find("m"), frozenset(), 1)).endpoint_id == "a"
+    brain.let_go("a")
+    with pytest.raises(PagemillError):
+        await brain.find("m")
+
+
+async def test_a_terminating_pod_that_went_silent_is_no_resort() -> None:
+    brain = cluster_brain(terminating=True)
+    brain.observe("a", StateFrame(sequence=1, snapshot=True, max_model_len=100))
+    brain.stream_lost("a")
+    with pytest.raises(PagemillError):
+        await brain.find("m")
+
+
+async def test_news_wake_everybody_who_waits() -> None:
+    news, state = News(), []
+    waiting = [asyncio.create_task(news.wait_until(lambda: bool(state), 5)) for _ in range(3)]
+    await asyncio.sleep(0)
+    news.publish()
+    await asyncio.sleep(0)
+    assert not any(task.done() for task in waiting)
+    state.append(1)
+    news.publish()
+    assert [await task for task in waiting] == [True] * 3
+    assert not await News().wait_until(lambda: False, 0.01)
