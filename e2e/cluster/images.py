@@ -1,0 +1,108 @@
+"""Builds the project's images with buildah from their Dockerfiles. `loading` brings them to the node."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import containers
+import loading
+import sources
+from layout import HOME
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPONENTS = ("gateway", "operator", "engine")
+BASE = "docker.io/library/debian:trixie-slim"
+SUITE = "trixie"
+UNUSED_PATHS = ("/usr/share/doc/*", "/usr/share/man/*", "/usr/share/locale/*", "/usr/share/info/*")
+HOST_SETTINGS = ("/etc/ssl/certs", "/etc/pip.conf")
+"""How this machine reaches package registries; lent to the build, never part of an image."""
+
+
+class ImageError(Exception):
+    """An image cannot be built; the message holds the end of the output."""
+
+
+def reference(component: str, tag: str) -> str:
+    return f"docker.io/pagemill/{component}:{tag}"
+
+
+def build_and_load(components: Iterable[str] = COMPONENTS) -> tuple[str, dict[str, float]]:
+    """The tag of images that the node has from now on, a digest of the sources, and seconds by phase."""
+    tag = sources.digest(ROOT)
+    present = containers.image_names()
+    durations: dict[str, float] = {}
+    for component in components:
+        image = reference(component, tag)
+        if image in present:
+            continue
+        with _timed(durations, "base"):
+            make_base()
+        with _timed(durations, f"build {component}"):
+            build(component, tag)
+        with _timed(durations, f"load {component}"):
+            loading.load(image)
+    return tag, durations
+
+
+def make_base() -> None:
+    """Debian slim from Debian's packages alone, where buildah has no such image yet."""
+    if subprocess.run(["buildah", "inspect", "--type=image", BASE], capture_output=True).returncode == 0:
+        return
+    HOME.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=HOME) as folder:
+        tar = f"{folder}/base.tar"
+        excludes = [f"--dpkgopt=path-exclude={path}" for path in UNUSED_PATHS]
+        _run("mmdebstrap", "--variant=minbase", "--include=ca-certificates", *excludes, SUITE, tar)
+        container = _run("buildah", "from", "scratch").strip()
+        _run("buildah", "add", "--quiet", container, tar, "/")
+        _run("buildah", "config", "--cmd", '["bash"]', container)
+        _run("buildah", "commit", "--quiet", "--rm", container, BASE)
+
+
+def build(component: str, tag: str) -> None:
+    argv = ["buildah", "build", "--layers", "--isolation=chroot", "--network=host", "--ignorefile=.dockerignore"]
+    argv += [f"--volume={path}:{path}:ro" for path in HOST_SETTINGS if os.path.exists(path)]
+    _run(*argv, f"--file={component}/Dockerfile", f"--tag={reference(component, tag)}", ".")
+
+
+def derive(image: str, target: str) -> None:
+    """A really different image with one tiny layer more: what a rollout to a new engine version needs."""
+    container = _run("buildah", "from", "--pull-never", image).strip()
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as marker:
+        marker.write(target + "\n")
+        marker.flush()
+        _run("buildah", "copy", "--quiet", "--chmod=0644", container, marker.name, "/opt/pagemill/derived.txt")
+    _run("buildah", "commit", "--quiet", "--rm", container, target)
+    loading.load(target)
+
+
+def sizes(tag: str) -> dict[str, str]:
+    """By component, uncompressed."""
+    names = {
+        name: each["size"] for each in json.loads(_run("buildah", "images", "--json")) for name in each["names"] or []
+    }
+    return {each: names[reference(each, tag)] for each in COMPONENTS if reference(each, tag) in names}
+
+
+def _run(*argv: str) -> str:
+    try:
+        done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True)
+    except FileNotFoundError as error:
+        raise ImageError(f"`{argv[0]}` is not on PATH. On Debian: apt-get install buildah mmdebstrap") from error
+    if done.returncode != 0:
+        raise ImageError(f"`{' '.join(argv)}` failed:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+    return done.stdout
+
+
+@contextmanager
+def _timed(durations: dict[str, float], phase: str) -> Iterator[None]:
+    start = time.monotonic()
+    yield
+    durations[phase] = durations.get(phase, 0.0) + time.monotonic() - start

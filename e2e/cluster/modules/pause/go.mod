@@ -1,0 +1,3 @@
+module pagemill.dev/e2e/cluster/pause
+
+go 1.26.0

@@ -1,0 +1,266 @@
+"""The parts of the one-node cluster: their command lines and configuration files. Starts nothing: `one_node` does."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import binaries
+import credentials
+from layout import (
+    API_PORT,
+    AUDIT_LOG,
+    BRIDGE,
+    CONTAINERD_SOCKET,
+    FIRST_POD_IP,
+    IMAGES,
+    KUBECONFIG,
+    KUBERNETES_SERVICE_IP,
+    NODE,
+    NODE_IP,
+    PAUSE_IMAGE,
+    POD_RANGE,
+    RUN,
+    SERVICE_RANGE,
+)
+
+HERE = Path(__file__).resolve().parent
+CERTIFICATE = RUN / "apiserver.crt"
+KEY = RUN / "apiserver.key"
+SERVER_NAMES = (
+    "DNS:localhost",
+    "DNS:kubernetes.default.svc",
+    "DNS:kubernetes.default",
+    "IP:127.0.0.1",
+    f"IP:{NODE_IP}",
+    f"IP:{KUBERNETES_SERVICE_IP}",
+)
+USERS: dict[str, Sequence[str]] = {
+    "admin": ["system:masters"],
+    f"system:node:{NODE}": ["system:nodes"],
+    "system:kube-controller-manager": [],
+    "system:kube-scheduler": [],
+    "system:kube-proxy": [],
+    # Not parts of Kubernetes, so it has no roles for them. Users of their own: the audit log tells them from the tests.
+    "e2e:coredns": ["system:masters"],
+    "e2e:storage": ["system:masters"],
+    "e2e:kwok": ["system:masters"],
+}
+START_ORDER = (
+    "etcd",
+    "containerd",
+    "kube-apiserver",
+    "kube-controller-manager",
+    "kube-scheduler",
+    "kube-proxy",
+    "coredns",
+    "storage",
+    "kubelet",
+)
+
+
+def argv(name: str) -> list[str]:
+    """The command line of a part."""
+    if name == "storage":
+        return [sys.executable, str(HERE / "storage.py"), str(kubeconfig("e2e:storage"))]
+    return [str(binaries.bin_dir() / name), *_FLAGS[name]()]
+
+
+def kubeconfig(user: str) -> Path:
+    return KUBECONFIG if user == "admin" else RUN / f"{user.replace(':', '-')}.conf"
+
+
+def configure() -> None:
+    """Write certificates, tokens and every part's configuration."""
+    credentials.make_certificate(RUN / "apiserver", SERVER_NAMES)
+    tokens = credentials.make_tokens(RUN / "tokens.csv", USERS)
+    server = f"https://{NODE_IP}:{API_PORT}"
+    for user, token in tokens.items():
+        credentials.write_kubeconfig(kubeconfig(user), server=server, authority=CERTIFICATE, token=token)
+    (RUN / "cni").mkdir(exist_ok=True)
+    _write_json("cni/10-bridge.conflist", _network())
+    _write_json("audit.yaml", _audit_policy())
+    _write_json("kubelet.yaml", _kubelet())
+    _write_json("kube-proxy.yaml", _kube_proxy())
+    (RUN / "containerd.toml").write_text(_containerd())
+    (RUN / "Corefile").write_text(_corefile())
+
+
+def _etcd_flags() -> list[str]:
+    client, peer = "http://127.0.0.1:2379", "http://127.0.0.1:2380"
+    return [
+        f"--data-dir={RUN / 'etcd'}",
+        f"--listen-client-urls={client}",
+        f"--advertise-client-urls={client}",
+        f"--listen-peer-urls={peer}",
+        f"--initial-advertise-peer-urls={peer}",
+        f"--initial-cluster=default={peer}",
+        "--unsafe-no-fsync",
+    ]
+
+
+def _apiserver_flags() -> list[str]:
+    return [
+        "--etcd-servers=http://127.0.0.1:2379",
+        f"--bind-address={NODE_IP}",
+        f"--advertise-address={NODE_IP}",
+        f"--secure-port={API_PORT}",
+        f"--tls-cert-file={CERTIFICATE}",
+        f"--tls-private-key-file={KEY}",
+        f"--token-auth-file={RUN / 'tokens.csv'}",
+        "--authorization-mode=Node,RBAC",
+        "--enable-admission-plugins=NodeRestriction",
+        "--allow-privileged=true",
+        f"--service-cluster-ip-range={SERVICE_RANGE}",
+        "--service-account-issuer=https://kubernetes.default.svc",
+        f"--service-account-key-file={KEY}",
+        f"--service-account-signing-key-file={KEY}",
+        "--kubelet-preferred-address-types=InternalIP",
+        f"--audit-policy-file={RUN / 'audit.yaml'}",
+        f"--audit-log-path={AUDIT_LOG}",
+    ]
+
+
+def _controller_manager_flags() -> list[str]:
+    return [
+        f"--kubeconfig={kubeconfig('system:kube-controller-manager')}",
+        f"--service-account-private-key-file={KEY}",
+        f"--root-ca-file={CERTIFICATE}",
+        "--use-service-account-credentials=true",
+        "--leader-elect=false",
+    ]
+
+
+def _scheduler_flags() -> list[str]:
+    return [f"--kubeconfig={kubeconfig('system:kube-scheduler')}", "--leader-elect=false"]
+
+
+def _kubelet_flags() -> list[str]:
+    return [
+        f"--config={RUN / 'kubelet.yaml'}",
+        f"--kubeconfig={kubeconfig(f'system:node:{NODE}')}",
+        f"--hostname-override={NODE}",
+        f"--node-ip={NODE_IP}",
+        f"--root-dir={RUN / 'kubelet'}",
+        f"--cert-dir={RUN / 'kubelet-pki'}",
+    ]
+
+
+_FLAGS: dict[str, Callable[[], list[str]]] = {
+    "etcd": _etcd_flags,
+    "kube-apiserver": _apiserver_flags,
+    "kube-controller-manager": _controller_manager_flags,
+    "kube-scheduler": _scheduler_flags,
+    "kubelet": _kubelet_flags,
+    "kube-proxy": lambda: [f"--config={RUN / 'kube-proxy.yaml'}"],
+    "containerd": lambda: ["--config", str(RUN / "containerd.toml")],
+    "coredns": lambda: ["-conf", str(RUN / "Corefile")],
+}
+
+
+def _network() -> dict[str, Any]:
+    """Pods on one bridge, reached from this machine alone: no masquerading, so nothing to clean up in the firewall."""
+    bridge = {
+        "type": "bridge",
+        "bridge": BRIDGE,
+        "isGateway": True,
+        "hairpinMode": True,
+        "ipam": {
+            "type": "host-local",
+            "dataDir": str(RUN / "ipam"),
+            "ranges": [[{"subnet": POD_RANGE, "rangeStart": FIRST_POD_IP}]],
+            "routes": [{"dst": "0.0.0.0/0"}],
+        },
+    }
+    return {"cniVersion": "1.0.0", "name": "pods", "plugins": [bridge]}
+
+
+def _audit_policy() -> dict[str, Any]:
+    """One line a request of whoever is not a part of Kubernetes itself: tests count an operator's writes with it."""
+    parts = {"level": "None", "userGroups": ["system:nodes", "system:serviceaccounts:kube-system"]}
+    users = {"level": "None", "users": [user for user in USERS if user != "admin"] + ["system:apiserver"]}
+    return {
+        "apiVersion": "audit.k8s.io/v1",
+        "kind": "Policy",
+        "omitStages": ["RequestReceived", "ResponseStarted"],
+        "omitManagedFields": True,
+        "rules": [parts, users, {"level": "None", "nonResourceURLs": ["*"]}, {"level": "Metadata"}],
+    }
+
+
+def _kubelet() -> dict[str, Any]:
+    return {
+        "apiVersion": "kubelet.config.k8s.io/v1beta1",
+        "kind": "KubeletConfiguration",
+        "address": NODE_IP,
+        "authentication": {"anonymous": {"enabled": True}, "webhook": {"enabled": False}},
+        "authorization": {"mode": "AlwaysAllow"},
+        "cgroupDriver": "cgroupfs",
+        "clusterDNS": [NODE_IP],
+        "clusterDomain": "cluster.local",
+        "containerRuntimeEndpoint": f"unix://{CONTAINERD_SOCKET}",
+        "evictionHard": {"memory.available": "100Mi", "nodefs.available": "1%", "imagefs.available": "1%"},
+        "failCgroupV1": False,
+        "failSwapOn": False,
+        # Images stay until someone removes them: loading the engine's again takes minutes.
+        "imageGCHighThresholdPercent": 100,
+        "localStorageCapacityIsolation": False,
+        "makeIPTablesUtilChains": False,
+        "maxPods": 200,
+        "oomScoreAdj": 0,
+        "serializeImagePulls": False,
+    }
+
+
+def _kube_proxy() -> dict[str, Any]:
+    return {
+        "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
+        "kind": "KubeProxyConfiguration",
+        "mode": "nftables",
+        "clusterCIDR": POD_RANGE,
+        "clientConnection": {"kubeconfig": str(kubeconfig("system:kube-proxy"))},
+        "conntrack": {"maxPerCore": 0, "tcpEstablishedTimeout": "0s", "tcpCloseWaitTimeout": "0s"},
+        "healthzBindAddress": "127.0.0.1:10256",
+        "hostnameOverride": NODE,
+        "metricsBindAddress": "127.0.0.1:10249",
+    }
+
+
+def _containerd() -> str:
+    return f"""version = 3
+root = "{IMAGES}"
+state = "{RUN}/containerd"
+[grpc]
+  address = "{CONTAINERD_SOCKET}"
+[plugins.'io.containerd.cri.v1.images'.pinned_images]
+  sandbox = "{PAUSE_IMAGE}"
+[plugins.'io.containerd.cri.v1.runtime']
+  restrict_oom_score_adj = true
+  netns_mounts_under_state_dir = true
+  disable_apparmor = true
+[plugins.'io.containerd.cri.v1.runtime'.cni]
+  bin_dirs = ["/usr/lib/cni"]
+  conf_dir = "{RUN}/cni"
+[plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes.runc]
+  runtime_type = "io.containerd.runc.v2"
+"""
+
+
+def _corefile() -> str:
+    return f""".:53 {{
+  bind {NODE_IP}
+  errors
+  kubernetes cluster.local in-addr.arpa {{
+    kubeconfig {kubeconfig("e2e:coredns")}
+    ttl 5
+  }}
+  cache 5
+}}
+"""
+
+
+def _write_json(path: str, content: dict[str, Any]) -> None:
+    (RUN / path).write_text(json.dumps(content, indent=2))
