@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -46,8 +46,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
-) -> Iterator[None] | Iterator[pytest.TestReport]:
-    report: pytest.TestReport = yield
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
     if report.failed:
         item.stash[FAILED] = True
     return report
@@ -115,7 +115,7 @@ def make_space(request: pytest.FixtureRequest, cluster: Cluster) -> Iterator[Cal
     made: list[str] = []
 
     def make(labels: dict[str, str] | None = None) -> Kubectl:
-        case = re.sub(r"[^a-z0-9]+", "-", Path(request.fspath).parent.name)
+        case = re.sub(r"[^a-z0-9]+", "-", request.path.parent.name)
         name = f"e2e-{case}-{os.getpid()}-{next(_numbers)}"
         cluster.kubectl.apply(namespace(name, RESTRICTED if labels is None else labels))
         made.append(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -62,7 +63,7 @@ def test_replacing_the_key_three_times_fails_no_request(one_node: OneNode, relea
         for _ in range(ROTATIONS):
             before = _accepted_tokens(chat)
             _let_the_key_grow_old(release)
-            until("the engine's Secret has a new token", lambda old=before: _accepted_tokens(chat) != old, timeout_s=60)
+            until("the engine's Secret has a new token", partial(_differ, chat, before), timeout_s=60)
             until("the engine's file has it too", lambda: _file_is_current(chat), timeout_s=150, interval_s=2)
             load.wait_for(5)
     load.report().assert_all_complete(at_least=30)
@@ -82,6 +83,10 @@ def _probe(release: Release, space: Kubectl, question: Any) -> dict[str, int]:
 def _accepted_tokens(deployed: Deployed) -> list[str]:
     template = "go-template={{.data.tokens | base64decode}}"
     return deployed.kubectl.ok("get", f"secret/{deployed.name}-engine-token", "-o", template).split()
+
+
+def _differ(deployed: Deployed, tokens: list[str]) -> bool:
+    return _accepted_tokens(deployed) != tokens
 
 
 def _file_is_current(deployed: Deployed) -> bool:
