@@ -54,14 +54,18 @@ class Release:
             "tests": {"apiKeySecret": {"name": KEYS_SECRET, "key": PLAIN_ENTRY}},
         }
 
-    def install(self, *, chart: Path = CHART, values: Document | None = None, arguments: tuple[str, ...] = ()) -> None:
-        """Install or upgrade, and wait until every pod of the release is ready."""
+    def prepare(self) -> None:
+        """The namespace and the Secret of API keys, which are the user's."""
         kubectl = self.cluster.kubectl
         kubectl.apply(namespace(self.namespace))
         digest = hashlib.sha256(self.api_key.encode()).hexdigest()
         kubectl.within(self.namespace).apply(
             secret(KEYS_SECRET, **{KEYS_ENTRY: f"{digest}\n", PLAIN_ENTRY: self.api_key})
         )
+
+    def install(self, *, chart: Path = CHART, values: Document | None = None, arguments: tuple[str, ...] = ()) -> None:
+        """Install or upgrade, and wait until every pod of the release is ready."""
+        self.prepare()
         settings = json.dumps(merged(self.values(), values or {}))
         self.helm("upgrade", "--install", self.name, str(chart), "--values", "-", "--wait", *arguments, stdin=settings)
 

@@ -28,6 +28,9 @@ COVERED = {
     ".venv/bin/pagemill bench": "test_docs_commands",
     ".venv/bin/pagemill up": "tests/cli",
     ".venv/bin/pagemill explain": "test_explain_commands_run",
+    "helm": "e2e/helm_howto",
+    "kubectl": "e2e/helm_howto",
+    "export API_KEY": "e2e/helm_howto",
 }
 """Beginnings of the commands in `bash` blocks, and what runs them."""
 

@@ -1,0 +1,87 @@
+"""From the previous commit's chart to today's and back under load; a release of Helm 3 goes on under Helm 4."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.clusters import Cluster
+from support.deployments import deploy
+from support.kubectl import Kubectl
+from support.load import running_load
+from support.objects import llmdeployment
+from support.programs import find
+from support.release import SHARED_NAME, SHARED_NAMESPACE, Release, Releases
+
+ROLLING = {"gateway": {"drainTimeoutSeconds": 45}, "operator": {"resyncSeconds": 700}}
+"""Settings that replace every pod of the release, whatever else the charts differ in."""
+
+
+@pytest.fixture
+def own(releases: Releases) -> Iterator[Release]:
+    with releases.absent():
+        release = releases.new(SHARED_NAME, SHARED_NAMESPACE)
+        yield release
+        release.remove()
+
+
+def _uids(release: Release) -> set[str]:
+    pods: list[dict[str, Any]] = [*release.pods("operator"), *release.pods("gateway")]
+    return {pod["metadata"]["uid"] for pod in pods}
+
+
+def test_upgrade_and_rollback_interrupt_nobody(own: Release, space: Kubectl, previous: Path) -> None:
+    own.install(chart=previous)
+    chat = deploy(space, llmdeployment("chat", replicas=2))
+    chat.wait_ready(2)
+    engines = {pod["metadata"]["uid"] for pod in chat.pods()}
+    before = _uids(own)
+    with running_load(own.service("chat")) as load:
+        own.install(values=ROLLING)
+        load.wait_for(10)
+        upgraded = _uids(own)
+        assert upgraded.isdisjoint(before), "the upgrade replaced no pod"
+        own.helm("rollback", own.name, "1", "--wait")
+        load.wait_for(10)
+    load.report().assert_all_complete(at_least=30)
+    assert _uids(own).isdisjoint(upgraded), "the rollback replaced no pod"
+    assert {pod["metadata"]["uid"] for pod in chat.pods()} == engines, "an upgrade of the platform restarted an engine"
+    chat.wait_ready(2)
+
+
+def test_the_definition_is_upgraded_with_the_release(own: Release, previous: Path) -> None:
+    own.install(chart=previous)
+    own.install()
+    definition = own.cluster.kubectl.json("get", "crd/llmdeployments.pagemill.dev")
+    assert definition["metadata"]["labels"]["app.kubernetes.io/managed-by"] == "Helm"
+    rendered = own.helm("get", "manifest", own.name)
+    for description in _descriptions(definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]):
+        assert " ".join(description.split()) in " ".join(rendered.replace("''", "'").split())
+
+
+def _descriptions(schema: dict[str, Any]) -> Iterator[str]:
+    """Of the first level, which is where most changes are seen."""
+    yield schema["description"]
+    for each in schema["properties"]["spec"]["properties"].values():
+        yield each["description"]
+
+
+def test_a_release_of_helm_3_goes_on_under_helm_4(own: Release, cluster: Cluster, space: Kubectl) -> None:
+    three = dataclasses.replace(own, cluster=dataclasses.replace(cluster, helm=find("helm3")))
+    three.install()
+    three.helm("test", three.name)
+    chat = deploy(space, llmdeployment("chat"))
+    chat.wait_ready(1)
+    before = _uids(own)
+    with running_load(own.service("chat")) as load:
+        own.install(values=ROLLING)
+        load.wait_for(5)
+        assert _uids(own).isdisjoint(before)
+        own.helm("rollback", own.name, "--wait")
+        load.wait_for(5)
+    load.report().assert_all_complete(at_least=10)
+    own.helm("test", own.name)
+    three.helm("uninstall", three.name, "--wait")

@@ -1,0 +1,91 @@
+"""A release that serves two namespaces, installed by somebody who has no right outside of its namespaces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from support.deployments import Deployed, deploy
+from support.kubectl import Kubectl
+from support.objects import llmdeployment
+from support.release import SHARED_NAME, SHARED_NAMESPACE, Release, Releases
+
+OWNER = "namespace-owner"
+NOTICE_S = 20.0
+"""Time in which an operator that watched too much would have acted."""
+
+
+@pytest.fixture
+def elsewhere(make_space: Callable[..., Kubectl]) -> Kubectl:
+    return make_space()
+
+
+@pytest.fixture
+def namespaced(releases: Releases, space: Kubectl, elsewhere: Kubectl) -> Iterator[Release]:
+    """Installed with the rights of an account that owns the release's namespace and `space`, and nothing else."""
+    releases.fresh()  # leaves the definition behind, as an administrator would
+    with releases.absent():
+        release = releases.new(SHARED_NAME, SHARED_NAMESPACE)
+        _own(release, space)
+        user = f"system:serviceaccount:{release.namespace}:{OWNER}"
+        values = {"watchNamespaces": [space.namespace], "crds": {"install": False}}
+        try:
+            release.install(values=values, arguments=("--kube-as-user", user))
+            yield release
+        finally:
+            release.remove()
+
+
+def _own(release: Release, space: Kubectl) -> None:
+    """All rights in two namespaces for one account."""
+    kubectl = release.cluster.kubectl
+    account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": OWNER}}
+    rules = [{"apiGroups": ["*"], "resources": ["*"], "verbs": ["*"]}]
+    api = "rbac.authorization.k8s.io"
+    role = {"apiVersion": f"{api}/v1", "kind": "Role", "metadata": {"name": OWNER}, "rules": rules}
+    binding = {
+        "apiVersion": f"{api}/v1",
+        "kind": "RoleBinding",
+        "metadata": {"name": OWNER},
+        "roleRef": {"apiGroup": api, "kind": "Role", "name": OWNER},
+        "subjects": [{"kind": "ServiceAccount", "name": OWNER, "namespace": release.namespace}],
+    }
+    release.prepare()
+    kubectl.within(release.namespace).apply(account)
+    for namespace in (release.namespace, space.namespace):
+        kubectl.within(namespace).apply(role, binding)
+
+
+def test_it_serves_its_namespaces_and_leaves_the_others_alone(
+    namespaced: Release, space: Kubectl, elsewhere: Kubectl
+) -> None:
+    stranger = deploy(elsewhere, llmdeployment("stranger"))
+    served = deploy(space, llmdeployment("served"))
+    served.wait_ready(1)
+    service = namespaced.service("served")
+    assert "Paris" in service.ask("What is the capital of France?")
+    assert [model.id for model in service.client().models.list()] == ["served"]
+    namespaced.helm("test", namespaced.name)
+    assert stranger.status() == {}, "the operator touched a namespace that it was not given"
+    assert elsewhere.items("deployments") == []
+    _holds_no_cluster_right(namespaced)
+    _rolls(served)
+
+
+def _holds_no_cluster_right(release: Release) -> None:
+    selector = f"app.kubernetes.io/instance={release.name}"
+    kubectl = release.cluster.kubectl
+    for kind in ("clusterroles", "clusterrolebindings", "validatingadmissionpolicies"):
+        assert kubectl.items(kind, "--selector", selector) == []
+    for component in ("operator", "gateway"):
+        user = f"system:serviceaccount:{release.namespace}:{release.name}-{component}"
+        asked = kubectl.run("auth", "can-i", "list", "llmdeployments.pagemill.dev", "--all-namespaces", "--as", user)
+        assert asked.stdout.strip() == "no"
+
+
+def _rolls(served: Deployed) -> None:
+    """Changes and deletions need no more rights either."""
+    old = served.pods()
+    served.patch(engine={"maxNumSeqs": 6})
+    served.wait_rolled_out(old)
+    served.delete()

@@ -1,0 +1,71 @@
+"""Everything runs in namespaces under the restricted Pod Security Standard, without a single warning."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+import yaml
+from support.audit import AuditLog
+from support.deployments import deploy
+from support.kubectl import Kubectl
+from support.objects import RESTRICTED, llmdeployment
+from support.release import SHARED_NAME, SHARED_NAMESPACE, Release, Releases
+
+STRICT = {**RESTRICTED, "pod-security.kubernetes.io/audit": "restricted"}
+NAMED = {"name": "engine"}
+VIOLATION = "pod-security.kubernetes.io/audit-violations"
+
+
+@pytest.fixture
+def strict(releases: Releases) -> Iterator[Release]:
+    """A release in a namespace that enforces, warns and audits."""
+    with releases.absent():
+        release = releases.new(SHARED_NAME, SHARED_NAMESPACE)
+        release.prepare()
+        labels = [f"{key}={value}" for key, value in STRICT.items()]
+        release.cluster.kubectl.ok("label", f"namespace/{release.namespace}", *labels)
+        try:
+            release.install()
+            yield release
+        finally:
+            release.remove()
+
+
+def test_no_object_of_the_release_and_of_a_deployment_is_warned_about(strict: Release, space: Kubectl) -> None:
+    chat = deploy(space, llmdeployment("chat"))
+    chat.wait_ready(1)
+    assert "Paris" in strict.service("chat").ask("What is the capital of France?")
+    strict.helm("test", strict.name)
+    labels = strict.cluster.kubectl.json("get", f"namespace/{strict.namespace}")["metadata"]["labels"]
+    assert STRICT.items() <= labels.items()
+    manifests = [strict.helm("get", "manifest", strict.name), strict.helm("get", "hooks", strict.name)]
+    engine = space.json("get", "deployment/chat-engine")
+    for kubectl, manifest in (
+        (strict.cluster.kubectl.within(strict.namespace), manifests[0]),
+        (strict.cluster.kubectl.within(strict.namespace), manifests[1]),
+        (space, json.dumps({key: engine[key] for key in ("apiVersion", "kind", "spec")} | {"metadata": NAMED})),
+    ):
+        done = kubectl.run("create", "--dry-run=server", "--output=name", "-f", "-", stdin=_renamed(manifest))
+        assert done.returncode == 0, done.stderr
+        assert "Warning" not in done.stderr, done.stderr
+
+
+def _renamed(manifest: str) -> str:
+    """Only what makes pods, without what is there already."""
+    made = [
+        {**each, "metadata": {**each["metadata"], "name": f"{each['metadata']['name']}-again"}}
+        for each in yaml.safe_load_all(manifest)
+        if each and each["kind"] in ("Deployment", "Pod", "Job")
+    ]
+    assert made
+    return json.dumps({"apiVersion": "v1", "kind": "List", "items": made})
+
+
+def test_the_audit_log_knows_no_violation(strict: Release, space: Kubectl, audit: AuditLog) -> None:
+    chat = deploy(space, llmdeployment("chat"))
+    chat.wait_ready(1)
+    with audit.path.open() as log:
+        log.seek(audit.offset)
+        assert [line for line in log if VIOLATION in line] == []
