@@ -34,7 +34,7 @@ def next_load(shown: LoadSummary | None, measured: LoadSummary | None) -> LoadSu
     """What to show: `shown` until a step has changed and its time is over. Nothing measured changes nothing."""
     if measured is None or shown is None:
         return measured or shown
-    same = {**measured.model_dump(), "last_update_time": None} == {**shown.model_dump(), "last_update_time": None}
+    same = measured.model_copy(update={"last_update_time": shown.last_update_time}) == shown
     return shown if same or _too_early(shown.last_update_time, measured.last_update_time) else measured
 
 

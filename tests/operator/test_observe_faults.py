@@ -1,0 +1,531 @@
+"""The fault matrix: what objects of a real cluster look like in each fault, and the reason and remedy that come of it.
+
+Statuses and messages are those of Kubernetes 1.36 with containerd 2.4, shortened.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pagemill_crds.models import LLMDeployment
+from pagemill_operator.backends.kubernetes.observe import observe
+from pagemill_operator.backends.kubernetes.render import render_children
+from pagemill_operator.backends.kubernetes.slim import slim
+from pagemill_operator.backends.kubernetes.snapshot import ApplyError, Manifest, Owner, RenderContext, Snapshot
+from pagemill_operator.plan import Plan, Problem, make_plan
+from pagemill_operator.status.conditions import Finding, find_conditions
+
+Make = Callable[..., LLMDeployment]
+CACHED = {"model__source": "hf://org/name", "model__cache": {"size": "1Gi", "storageClassName": "fast"}}
+FORBIDDEN = 'pods "chat-engine-5d59d67564-x7k2p" is forbidden: '
+
+
+class World:
+    """What a cluster holds for one deployment; pods are added as a case needs them."""
+
+    def __init__(self, deployment: LLMDeployment) -> None:
+        self.plan: Plan = make_plan(deployment, "kubernetes")
+        self.generation = deployment.metadata.generation
+        self.objects: dict[tuple[str, str], Manifest] = {}
+        self.pods: list[Manifest] = []
+        self.errors: list[ApplyError] = []
+        self.status: dict[str, Any] = {}
+        self.num_gateways = self.num_gateways_ready = 1
+        self.conflict: Problem | None = None
+
+    def apply(self, *, loader_done: bool = False) -> World:
+        context = RenderContext(namespace="pagemill-system", engine_image="pagemill/engine:1", loader_done=loader_done)
+        for manifest in render_children(self.plan, Owner("default", "chat", "uid"), context):
+            self.objects[manifest["kind"], manifest["metadata"]["name"]] = slim(manifest["kind"], manifest)
+        return self
+
+    def pod(
+        self,
+        status: dict[str, Any] | None = None,
+        *,
+        node: str = "node-1",
+        conditions: tuple[dict[str, Any], ...] = (),
+        component: str = "engine",
+        template: Manifest | None = None,
+        **metadata: Any,
+    ) -> World:
+        """`status`: of the main container. `template`: of an earlier Deployment; the newest one when absent."""
+        kind = "Deployment" if component == "engine" else "Job"
+        owner = next(child for (child_kind, _), child in self.objects.items() if child_kind == kind)
+        made_from = template or owner["spec"]["template"]
+        name = f"{owner['metadata']['name']}-{len(self.pods)}"
+        statuses = [{"name": component, "image": "pagemill/engine:1", **status}] if status else []
+        pod = {
+            "metadata": {**made_from["metadata"], "name": name, "namespace": "default", **metadata},
+            "spec": {**made_from["spec"], **({"nodeName": node} if node else {})},
+            "status": {"phase": "Pending", "conditions": list(conditions), "containerStatuses": statuses},
+        }
+        self.pods.append(slim("Pod", pod))
+        return self
+
+    def condition(self, kind: str, name: str, **condition: str) -> World:
+        self.objects[kind, name].setdefault("status", {}).setdefault("conditions", []).append(condition)
+        return self
+
+    @property
+    def snapshot(self) -> Snapshot:
+        metadata = {"name": "chat", "namespace": "default", "generation": self.generation, "uid": "uid"}
+        return Snapshot(
+            owner={"metadata": metadata, "status": self.status},
+            children=self.objects,
+            pods=tuple(self.pods),
+            num_gateways=self.num_gateways,
+            num_gateways_ready=self.num_gateways_ready,
+            conflict=self.conflict,
+            apply_errors=tuple(self.errors),
+        )
+
+    def findings(self) -> dict[str, Finding]:
+        return {finding.type: finding for finding in find_conditions(observe(self.snapshot, self.plan))}
+
+
+@pytest.fixture
+def world(deployment: Make) -> Callable[..., World]:
+    return lambda **changes: World(deployment(**changes))
+
+
+def unschedulable(message: str) -> dict[str, Any]:
+    condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}
+    return {"node": "", "conditions": (condition,)}
+
+
+def waiting(reason: str, message: str = "", last: dict[str, Any] | None = None) -> dict[str, Any]:
+    state = {"waiting": {"reason": reason, "message": message}}
+    return {"ready": False, "started": False, "state": state, "lastState": {"terminated": last} if last else {}}
+
+
+def running(*, started: bool, ready: bool = False, last: dict[str, Any] | None = None) -> dict[str, Any]:
+    state = {"running": {"startedAt": "2026-01-01T00:00:10Z"}}
+    return {"ready": ready, "started": started, "state": state, "lastState": {"terminated": last} if last else {}}
+
+
+def ended(code: int, reason: str = "Error", message: str = "") -> dict[str, Any]:
+    return {"exitCode": code, "reason": reason, "message": message}
+
+
+def told(reason: str, message: str) -> dict[str, Any]:
+    return ended(1, message=json.dumps({"reason": reason, "message": message}))
+
+
+READY = ({"type": "Ready", "status": "True"},)
+PULL = 'failed to pull and unpack image "docker.io/x:1": failed to resolve image: docker.io/x:1: not found'
+NODES = "0/3 nodes are available: {}. preemption: 0/3 nodes are available: 3 Preemption is not helpful for scheduling."
+GPU_SHORT = NODES.format("1 Insufficient nvidia.com/gpu, 2 node(s) had untolerated taint {a: b}")
+
+PODS: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
+    "image": ({}, {"status": waiting("ErrImagePull", PULL)}, "ImagePullFailed", "spec.engine.image"),
+    "image name": ({}, {"status": waiting("InvalidImageName", "x")}, "InvalidImageName", "spec.engine.image"),
+    "image never": ({}, {"status": waiting("ErrImageNeverPull", "x")}, "ImageNotPresent", "pull policy"),
+    "secret": (
+        {},
+        {"status": waiting("CreateContainerConfigError", 'secret "s" not found')},
+        "MissingSecret",
+        "spec.engine.env",
+    ),
+    "config map": (
+        {},
+        {"status": waiting("CreateContainerConfigError", "couldn't find key k in ConfigMap default/c")},
+        "MissingConfigMap",
+        "spec.engine.env",
+    ),
+    "command": (
+        {},
+        {"status": waiting("RunContainerError", 'exec: "/no": stat /no: no such file or directory')},
+        "ContainerCannotStart",
+        "spec.engine.image",
+    ),
+    "gpu": ({"resources": {"gpus": 1}}, unschedulable(GPU_SHORT), "InsufficientGPU", "spec.resources.gpus"),
+    "gpu product": (
+        {"resources": {"gpus": 1, "gpuProduct": "L4"}},
+        unschedulable(NODES.format("3 node(s) didn't match Pod's node affinity/selector")),
+        "GPUProductNotFound",
+        "spec.resources.gpuProduct",
+    ),
+    "cpu": ({}, unschedulable(NODES.format("3 Insufficient cpu")), "InsufficientCPU", "spec.resources.cpu"),
+    "memory": (
+        {},
+        unschedulable(NODES.format("1 Insufficient cpu, 2 Insufficient memory")),
+        "InsufficientMemory",
+        "spec.resources.memory",
+    ),
+    "disk": ({}, unschedulable(NODES.format("3 Insufficient ephemeral-storage")), "InsufficientResource", "template"),
+    "selector": (
+        {},
+        unschedulable(NODES.format("3 node(s) didn't match Pod's node affinity/selector")),
+        "NoMatchingNode",
+        "spec.template",
+    ),
+    "taint": ({}, unschedulable(NODES.format("3 node(s) had untolerated taint {a: b}")), "NodesTainted", "tolerations"),
+    "full": ({}, unschedulable(NODES.format("3 Too many pods")), "TooManyPods", "add nodes"),
+    "cordoned": ({}, unschedulable(NODES.format("3 node(s) were unschedulable")), "NodesCordoned", "uncordon"),
+    "no nodes": ({}, unschedulable("no nodes available to schedule pods"), "NoNodes", "add one"),
+    "other": ({}, unschedulable(NODES.format("3 node(s) are sad")), "Unschedulable", "kubectl describe pod"),
+    "no claim": (
+        {"model__source": "pvc://weights/x"},
+        unschedulable('0/3 nodes are available: persistentvolumeclaim "weights" not found. not found'),
+        "ClaimNotFound",
+        "spec.model",
+    ),
+    "not found": (
+        {},
+        {"status": waiting("CrashLoopBackOff", last=told("ModelNotFound", "`x` does not exist."))},
+        "ModelNotFound",
+        "spec.model.source",
+    ),
+    "architecture": (
+        {},
+        {"status": waiting("CrashLoopBackOff", last=told("UnsupportedArchitecture", "`Mamba` is not known."))},
+        "UnsupportedArchitecture",
+        "spec.model.source",
+    ),
+    "too large": (
+        {},
+        {"status": running(started=True, last=told("ModelTooLarge", "The weights take 9.1 GiB, 1.0 GiB are free."))},
+        "ModelTooLarge",
+        "spec.resources.memory",
+    ),
+    "context": (
+        {},
+        {"status": waiting("CrashLoopBackOff", last=told("MaxModelLenTooLarge", "MaxModelLenTooLarge: 9 > 8."))},
+        "MaxModelLenTooLarge",
+        "spec.engine.maxModelLen",
+    ),
+    "oom": (
+        {},
+        {"status": waiting("CrashLoopBackOff", last=ended(137, "OOMKilled"))},
+        "OOMKilled",
+        "spec.resources.memory",
+    ),
+    "crash": ({}, {"status": waiting("CrashLoopBackOff", last=ended(1))}, "CrashLoop", "kubectl logs"),
+    "probe": ({}, {"status": waiting("CrashLoopBackOff", last=ended(143))}, "ProbeFailing", "kubectl describe pod"),
+    "gate": (
+        {},
+        {"node": "", "conditions": ({"type": "PodScheduled", "status": "False", "reason": "SchedulingGated"},)},
+        "SchedulingGated",
+        "spec.template",
+    ),
+}
+"""Row -> (changes of the spec, the pod, reason, a part of the remedy)."""
+
+
+@pytest.mark.parametrize("row", PODS)
+def test_a_fault_of_a_pod_has_its_reason_and_remedy(world: Callable[..., World], row: str) -> None:
+    changes, pod, reason, remedy = PODS[row]
+    found = world(**changes).apply().pod(**pod).findings()
+    assert found["Ready"].status == "False"
+    assert found["Ready"].reason == reason
+    assert remedy in found["Ready"].message
+    stage = "Scheduled" if pod.get("node") == "" else "ModelLoaded"
+    assert found[stage].reason == reason
+
+
+def test_no_two_rows_share_a_reason() -> None:
+    reasons = [reason for _, _, reason, _ in PODS.values()]
+    assert len(set(reasons)) == len(reasons)
+
+
+CREATIONS = {
+    "QuotaExceeded": ("exceeded quota: q, requested: pods=1, used: pods=2, limited: pods=2", "ResourceQuota"),
+    "ResourcesRequired": ("failed quota: q: must specify limits.cpu for: engine", "spec.resources.cpu"),
+    "PodSecurityViolation": ('violates PodSecurity "restricted:latest": host namespaces', "spec.template"),
+    "LimitRangeViolation": ("maximum memory usage per Container is 1Gi, but limit is 2Gi", "LimitRange"),
+    "PriorityClassNotFound": ("no PriorityClass with name nope was found", "priorityClassName"),
+    "ServiceAccountNotFound": (
+        'error looking up service account default/nope: serviceaccount "nope" not found',
+        "serviceAccountName",
+    ),
+    "PodsNotCreated": ("the moon is full", "kubectl describe replicaset"),
+}
+
+
+@pytest.mark.parametrize("reason", CREATIONS)
+def test_a_pod_that_is_refused_has_its_reason_and_remedy(world: Callable[..., World], reason: str) -> None:
+    words, remedy = CREATIONS[reason]
+    failure = {"type": "ReplicaFailure", "status": "True", "reason": "FailedCreate", "message": FORBIDDEN + words}
+    found = world().apply().condition("Deployment", "chat-engine", **failure).findings()
+    assert (found["Scheduled"].reason, found["Ready"].reason) == (reason, reason)
+    assert remedy in found["Ready"].message
+    assert "x7k2p" not in found["Ready"].message
+
+
+APPLIES = {
+    "InvalidTemplate": (("Deployment", 422, "Invalid", "spec.template.spec.dnsPolicy: Unsupported"), "spec.template"),
+    "Forbidden": (("Deployment", 403, "Forbidden", 'User "x" cannot patch'), "roles"),
+    "QuotaExceeded": (("PersistentVolumeClaim", 403, "Forbidden", "exceeded quota: q"), "ResourceQuota"),
+    "NameTaken": (("Service", 409, "AlreadyExists", "delete or rename it"), "rename"),
+    "ChildRefused": (("Service", 400, "BadRequest", "no"), "log"),
+}
+
+
+@pytest.mark.parametrize("reason", APPLIES)
+def test_a_child_that_is_refused_has_its_reason_and_remedy(world: Callable[..., World], reason: str) -> None:
+    (kind, code, word, message), remedy = APPLIES[reason]
+    refused = world().apply()
+    refused.errors = [ApplyError(kind, "chat-engine", code, word, message)]
+    found = refused.findings()
+    assert found["Ready"].reason == reason
+    assert remedy in found["Ready"].message
+
+
+def test_a_field_of_the_wrong_type_is_an_invalid_template(world: Callable[..., World]) -> None:
+    """Server-side apply answers 500 to these."""
+    refused = world()
+    message = (
+        "failed to create typed patch object (default/chat-engine; apps/v1, Kind=Deployment): "
+        ".spec.template.spec.nosuch: field not declared in schema"
+    )
+    refused.errors = [ApplyError("Deployment", "chat-engine", 500, "", message)]
+    found = refused.findings()
+    assert (found["Planned"].status, found["Planned"].reason) == ("False", "InvalidTemplate")
+    assert ".spec.template.spec.nosuch: field not declared" in found["Ready"].message
+    assert found["Scheduled"].reason == "NotPlanned"
+
+
+@pytest.mark.parametrize(
+    ("states", "reason"),
+    [
+        (
+            [
+                waiting("ErrImagePull", PULL),
+                waiting("ImagePullBackOff", f'Back-off pulling image "x": ErrImagePull: {PULL}'),
+            ],
+            "ImagePullFailed",
+        ),
+        (
+            [
+                {"state": {"terminated": told("ModelTooLarge", "1.2 GiB are free.")}, "ready": False},
+                waiting("CrashLoopBackOff", "back-off 10s", told("ModelTooLarge", "1.2 GiB are free.")),
+                running(started=False, last=told("ModelTooLarge", "1.2 GiB are free.")),
+                running(started=True, last=told("ModelTooLarge", "1.2 GiB are free.")),
+            ],
+            "ModelTooLarge",
+        ),
+    ],
+    ids=["image", "crash"],
+)
+def test_a_fault_reads_the_same_in_every_state_of_its_circle(
+    world: Callable[..., World], states: list[dict[str, Any]], reason: str
+) -> None:
+    found = [world().apply().pod(state).findings() for state in states]
+    assert {each["Ready"].reason for each in found} == {reason}
+    assert len({each["Ready"].message for each in found}) == 1
+
+
+def test_counts_of_nodes_are_no_news(world: Callable[..., World]) -> None:
+    messages = [NODES.format(f"{n} Insufficient cpu, 1 node(s) had untolerated taint {{a: b}}") for n in (2, 7)]
+    messages.append(NODES.format("1 node(s) had untolerated taint {a: b}, 9 Insufficient cpu"))
+    found = [world().apply().pod(**unschedulable(message)).findings()["Ready"] for message in messages]
+    assert len(set(found)) == 1
+
+
+def test_memory_kills_win_over_words_that_only_say_what_broke(world: Callable[..., World]) -> None:
+    died = {**told("EngineDied", "The engine process ended: signal 9."), "reason": "OOMKilled"}
+    assert world().apply().pod(waiting("CrashLoopBackOff", last=died)).findings()["Ready"].reason == "OOMKilled"
+    known = {**told("ModelTooLarge", "x"), "reason": "OOMKilled"}
+    assert world().apply().pod(waiting("CrashLoopBackOff", last=known)).findings()["Ready"].reason == "ModelTooLarge"
+
+
+def test_an_engine_that_only_knows_that_it_died_is_a_crash_loop(world: Callable[..., World]) -> None:
+    last = told("EngineDied", "The engine process ended: exit code 3.")
+    found = world().apply().pod(waiting("CrashLoopBackOff", last=last)).findings()["Ready"]
+    assert found.reason == "CrashLoop"
+    assert "exit code 3" in found.message
+
+
+def test_loading_and_starting_are_no_faults(world: Callable[..., World]) -> None:
+    for status in (None, waiting("ContainerCreating"), running(started=False), running(started=True)):
+        found = world().apply().pod(status).findings()
+        assert found["Ready"].reason == "Loading"
+        assert found["Scheduled"].status == "True"
+
+
+def test_a_pod_that_was_ready_and_is_not_any_more_fails_its_probe(world: Callable[..., World]) -> None:
+    since = {"type": "Ready", "status": "False", "lastTransitionTime": "2026-01-01T00:05:00Z"}
+    found = world().apply().pod(running(started=True), conditions=(since,)).findings()
+    assert found["Ready"].reason == "ProbeFailing"
+    early = {**since, "lastTransitionTime": "2026-01-01T00:00:09Z"}
+    assert world().apply().pod(running(started=True), conditions=(early,)).findings()["Ready"].reason == "Loading"
+
+
+def test_a_container_that_the_user_added_is_named(world: Callable[..., World]) -> None:
+    side = world().apply().pod(running(started=True))
+    side.pods[0]["status"]["containerStatuses"].append({"name": "side", **waiting("ImagePullBackOff", PULL)})
+    found = side.findings()["Ready"]
+    assert found.reason == "ImagePullFailed"
+    assert found.message.startswith("container side: ")
+
+
+def test_ready_pods_of_the_newest_template_make_it_ready(world: Callable[..., World]) -> None:
+    ready = world(replicas=2).apply()
+    ready.pod(running(started=True, ready=True), conditions=READY)
+    assert ready.findings()["Ready"].reason == "Progressing"
+    found = ready.pod(running(started=True, ready=True), conditions=READY).findings()
+    assert [found[kind].status for kind in ("Planned", "Scheduled", "ModelLoaded", "Serving", "Ready")] == ["True"] * 5
+
+
+def test_pods_count_only_once_the_deployment_is_of_this_generation(world: Callable[..., World]) -> None:
+    """Right after an edit the old Deployment stands there, with all its pods ready."""
+    ready = world().apply().pod(running(started=True, ready=True), conditions=READY)
+    ready.generation += 1
+    found = ready.findings()
+    assert found["Ready"].status == "False"
+    assert found["Serving"].status == "True"
+
+
+def test_a_rollout_that_fails_while_old_pods_serve_says_both(world: Callable[..., World], deployment: Make) -> None:
+    rolling = world().apply()
+    old_template = copy.deepcopy(rolling.objects["Deployment", "chat-engine"]["spec"]["template"])
+    rolling.plan = make_plan(deployment(engine__image="nope:1"), "kubernetes")
+    rolling.apply().pod(running(started=True, ready=True), conditions=READY, template=old_template)
+    found = rolling.pod(waiting("ErrImagePull", PULL)).findings()
+    assert found["Serving"].status == "True"
+    assert (found["ModelLoaded"].status, found["ModelLoaded"].reason) == ("False", "ImagePullFailed")
+    assert (found["Ready"].status, found["Ready"].reason) == ("False", "ImagePullFailed")
+    assert "earlier spec still serve" in found["Ready"].message
+
+
+def test_one_of_two_that_crashes_is_the_reason(world: Callable[..., World]) -> None:
+    half = world(replicas=2).apply().pod(running(started=True, ready=True), conditions=READY)
+    found = half.pod(waiting("CrashLoopBackOff", last=ended(137, "OOMKilled"))).findings()
+    assert found["ModelLoaded"].status == "True"
+    assert found["Serving"].status == "True"
+    assert found["Ready"].reason == "OOMKilled"
+
+
+def test_ending_and_evicted_pods_do_not_count(world: Callable[..., World]) -> None:
+    mixed = world().apply().pod(waiting("CrashLoopBackOff", last=ended(1)), deletionTimestamp="2026-01-01T00:00:00Z")
+    mixed.pod(waiting("CrashLoopBackOff", last=ended(1))).pods[-1]["status"]["phase"] = "Failed"
+    found = mixed.pod(running(started=True, ready=True), conditions=READY).findings()
+    assert found["Ready"].status == "True"
+
+
+def test_without_a_gateway_nothing_is_served(world: Callable[..., World]) -> None:
+    alone = world().apply().pod(running(started=True, ready=True), conditions=READY)
+    alone.num_gateways_ready = 0
+    found = alone.findings()
+    assert (found["Ready"].reason, found["Serving"].reason) == ("GatewayNotReady", "GatewayNotReady")
+    assert "no gateway pod is ready" in found["Ready"].message
+    alone.num_gateways = 0
+    assert "gateway.replicas" in alone.findings()["Ready"].message
+
+
+def test_what_only_pods_can_read_is_unknown_until_one_has(world: Callable[..., World]) -> None:
+    loading = world().apply().pod(running(started=True))
+    assert loading.findings()["Planned"][1:3] == ("Unknown", "SourceNotReadable")
+    ready = world().apply().pod(running(started=True, ready=True), conditions=READY)
+    assert ready.findings()["Planned"].status == "True"
+
+
+def test_a_plan_that_has_worked_stays_known(world: Callable[..., World]) -> None:
+    again = world().apply().pod(running(started=True))
+    again.status = {"conditions": [{"type": "Planned", "status": "True", "observedGeneration": 0}]}
+    assert again.findings()["Planned"].status == "True"
+    again.generation = 1
+    assert again.findings()["Planned"].status == "Unknown"
+
+
+def test_a_conflict_and_an_unreadable_spec_come_first(world: Callable[..., World]) -> None:
+    taken = world()
+    taken.conflict = Problem("spec.model.name", "m", "default/a serves the name m already; choose another name")
+    found = taken.findings()
+    assert (found["Ready"].reason, found["Scheduled"].reason) == ("NameConflict", "NotPlanned")
+    snapshot = Snapshot(owner=taken.snapshot.owner, invalid=(Problem("spec.engine.x", 1, "unknown field"),))
+    unreadable = {finding.type: finding for finding in find_conditions(observe(snapshot, None))}
+    assert unreadable["Ready"].reason == "InvalidSpec"
+    assert "spec.engine.x: unknown field" in unreadable["Ready"].message
+
+
+def test_an_edit_that_cannot_be_planned_leaves_the_old_pods_serving(world: Callable[..., World]) -> None:
+    serving = world().apply().pod(running(started=True, ready=True), conditions=READY)
+    serving.generation += 1
+    snapshot = Snapshot(
+        owner=serving.snapshot.owner,
+        children=serving.objects,
+        pods=tuple(serving.pods),
+        num_gateways=1,
+        num_gateways_ready=1,
+        invalid=(Problem("spec.x", 1, "unknown field"),),
+    )
+    found = {finding.type: finding for finding in find_conditions(observe(snapshot, None))}
+    assert found["Serving"].status == "True"
+    assert found["Ready"].status == "False"
+    assert "earlier spec still serve" in found["Ready"].message
+
+
+# Models that a loader fetches
+
+
+def test_engines_wait_for_the_loader(world: Callable[..., World]) -> None:
+    found = world(**CACHED).apply().pod(running(started=True), component="loader").findings()
+    assert [found[kind].reason for kind in ("Scheduled", "ModelLoaded", "Ready")] == ["Downloading"] * 3
+
+
+def test_a_claim_that_is_not_bound_is_named_with_its_class(world: Callable[..., World]) -> None:
+    message = "0/3 nodes are available: pod has unbound immediate PersistentVolumeClaims. not found"
+    for state in (unschedulable(message), {"node": ""}):
+        stuck = world(**CACHED).apply().pod(component="loader", **state)
+        stuck.objects["PersistentVolumeClaim", "chat-model"]["status"] = {"phase": "Pending"}
+        found = stuck.findings()
+        assert (found["Scheduled"].reason, found["Ready"].reason) == ("VolumePending", "VolumePending")
+        assert "claim chat-model" in found["Ready"].message
+        assert "StorageClass fast" in found["Ready"].message
+
+
+def test_a_lost_volume_is_told(world: Callable[..., World]) -> None:
+    lost = world(**CACHED).apply()
+    lost.objects["PersistentVolumeClaim", "chat-model"]["status"] = {"phase": "Lost"}
+    found = lost.findings()["Ready"]
+    assert found.reason == "VolumeLost"
+    assert "kubectl delete pvc chat-model" in found.message
+
+
+@pytest.mark.parametrize(
+    ("status", "reason", "remedy"),
+    [
+        (
+            waiting("CrashLoopBackOff", last=told("CredentialsRefused", "The hub refused the token: correct it.")),
+            "CredentialsRefused",
+            "correct it",
+        ),
+        (
+            waiting("CreateContainerConfigError", 'secret "hub" not found'),
+            "MissingSecret",
+            "spec.model.credentialsSecretRef",
+        ),
+        (waiting("ImagePullBackOff", PULL), "ImagePullFailed", "spec.engine.image"),
+    ],
+    ids=["credentials", "secret", "image"],
+)
+def test_a_loader_that_fails_is_the_reason(
+    world: Callable[..., World], status: dict[str, Any], reason: str, remedy: str
+) -> None:
+    found = world(**CACHED).apply().pod(status, component="loader").findings()
+    assert (found["ModelLoaded"].reason, found["Ready"].reason) == (reason, reason)
+    assert remedy in found["Ready"].message
+
+
+def test_a_job_that_gave_up_names_the_way_to_start_it_again(world: Callable[..., World]) -> None:
+    gone = world(**CACHED).apply()
+    (name,) = [name for kind, name in gone.objects if kind == "Job"]
+    gone.condition("Job", name, type="Failed", status="True", message="Job has reached the specified backoff limit")
+    found = gone.findings()["Ready"]
+    assert found.reason == "LoaderFailed"
+    assert f"kubectl delete job {name}" in found.message
+
+
+def test_a_loader_that_is_done_is_no_subject_any_more(world: Callable[..., World]) -> None:
+    done = world(**CACHED).apply(loader_done=True)
+    (name,) = [name for kind, name in done.objects if kind == "Job"]
+    done.condition("Job", name, type="Complete", status="True")
+    found = done.pod(running(started=True, ready=True), conditions=READY).findings()
+    assert found["Ready"].status == "True"

@@ -1,0 +1,206 @@
+"""The written status: complete, stable while nothing changes, and readable by the API's own models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagemill_crds.models import LLMDeployment
+from pagemill_crds.status import LLMDeploymentStatus
+from pagemill_operator.backends.kubernetes.observe import observe, status_body
+from pagemill_operator.backends.kubernetes.snapshot import Load, Snapshot
+from pagemill_operator.plan import Plan, make_plan
+from pagemill_operator.status.events import events_between
+from pagemill_operator.status.load import REQUEST_STEPS, coarse, next_load, summarize
+from pagemill_operator.status.observation import Fault, Observation, ReplicaObservation
+
+Make = Callable[..., LLMDeployment]
+T0, T1, T2 = "2026-01-01T00:00:00Z", "2026-01-01T00:00:10Z", "2026-01-01T00:01:00Z"
+URL = "http://pagemill-gateway.pagemill-system"
+
+
+def snapshot(status: dict[str, Any] | None = None, *, generation: int = 1, load: Load | None = None) -> Snapshot:
+    metadata = {"name": "chat", "namespace": "default", "generation": generation, "uid": "uid"}
+    return Snapshot({"metadata": metadata, "status": status or {}}, num_gateways=1, num_gateways_ready=1, load=load)
+
+
+def seen(plan: Plan, *phases: str, reason: str = "", message: str = "") -> Observation:
+    digest = plan.groups[0].digest
+    replicas = (ReplicaObservation(f"p{i}", phase, digest, reason, message) for i, phase in enumerate(phases))  # type: ignore[arg-type]
+    return Observation(plan, tuple(replicas), gateway_ready=True)
+
+
+def written(body: dict[str, Any]) -> dict[str, Any]:
+    """As it comes back from the API server."""
+    read: dict[str, Any] = json.loads(json.dumps(body))
+    return read
+
+
+def test_the_first_status_has_every_condition_and_count(deployment: Make) -> None:
+    plan = make_plan(deployment(replicas=2), "kubernetes")
+    body = status_body(snapshot(), observe(snapshot(), plan), URL, T0)
+    status = LLMDeploymentStatus.model_validate(written(body))
+    assert len(status.conditions) == 7
+    assert {condition.observed_generation for condition in status.conditions} == {1}
+    assert (status.observed_generation, status.replicas, status.desired_replicas, status.ready_replicas) == (1, 0, 2, 0)
+    assert status.selector == "pagemill.dev/deployment=chat,app.kubernetes.io/component=engine"
+    assert status.url == URL
+    assert status.plan is not None
+    assert status.plan.model_name == "chat"
+    assert "load" not in body
+
+
+def test_nothing_new_is_no_new_status(deployment: Make) -> None:
+    plan = make_plan(deployment(replicas=2, resources={"gpus": 1}), "kubernetes")
+    observation = seen(plan, "ready", "loading")
+    load = Load(kv_cache_usage=0.42, running=7, waiting=3, ready=1)
+    first = written(status_body(snapshot(load=load), observation, URL, T0))
+    assert status_body(snapshot(first, load=load), observation, URL, T2) == first
+
+
+def test_an_edit_is_observed_in_every_condition(deployment: Make) -> None:
+    plan = make_plan(deployment(), "kubernetes")
+    first = written(status_body(snapshot(), seen(plan, "ready"), URL, T0))
+    second = status_body(snapshot(first, generation=2), seen(plan, "ready"), URL, T1)
+    assert second["observedGeneration"] == 2
+    assert {condition["observedGeneration"] for condition in second["conditions"]} == {2}
+    assert {condition["lastTransitionTime"] for condition in second["conditions"]} == {T0}
+
+
+def test_a_fault_met_again_with_other_numbers_is_no_news(deployment: Make) -> None:
+    plan = make_plan(deployment(), "kubernetes")
+
+    def crashed(free: str) -> Observation:
+        return seen(plan, "crashed", reason="ModelTooLarge", message=f"the weights take 9 GiB, {free} GiB are free")
+
+    first = written(status_body(snapshot(), crashed("1.2"), URL, T0))
+    assert status_body(snapshot(first), crashed("0.9"), URL, T1) == first
+    after_edit = status_body(snapshot(first, generation=2), crashed("3.0"), URL, T1)
+    assert "3.0 GiB are free" in after_edit["conditions"][-1]["message"]
+
+
+def test_progress_is_news(deployment: Make) -> None:
+    plan = make_plan(deployment(replicas=3), "kubernetes")
+    first = written(status_body(snapshot(), seen(plan, "ready", "loading", "loading"), URL, T0))
+    second = status_body(snapshot(first), seen(plan, "ready", "ready", "loading"), URL, T1)
+    assert "2 of 3" in second["conditions"][-1]["message"]
+    assert second["readyReplicas"] == 2
+
+
+def test_ending_replicas_are_not_counted(deployment: Make) -> None:
+    plan = make_plan(deployment(), "kubernetes")
+    body = status_body(snapshot(), seen(plan, "draining", "gone", "ready"), URL, T0)
+    assert (body["replicas"], body["readyReplicas"]) == (1, 1)
+
+
+def test_a_change_of_size_is_kept_with_its_time(deployment: Make) -> None:
+    one, three = (make_plan(deployment(replicas=n), "kubernetes") for n in (1, 3))
+    first = written(status_body(snapshot(), seen(one, "ready"), URL, T0))
+    assert "lastScaling" not in first
+    second = written(status_body(snapshot(first, generation=2), seen(three, "ready"), URL, T1))
+    assert (second["lastScaling"]["fromReplicas"], second["lastScaling"]["toReplicas"]) == (1, 3)
+    third = status_body(snapshot(second, generation=2), seen(three, "ready", "ready"), URL, T2)
+    assert third["lastScaling"]["time"] == T1
+
+
+def test_a_spec_that_cannot_be_read_keeps_what_is_known(deployment: Make) -> None:
+    plan = make_plan(deployment(replicas=2), "kubernetes")
+    first = written(status_body(snapshot(), seen(plan, "ready", "ready"), URL, T0))
+    unread = replace(seen(plan, "ready", "ready"), plan=None)
+    second = status_body(snapshot(first, generation=2), unread, URL, T1)
+    assert second["plan"] == first["plan"]
+    assert (second["desiredReplicas"], second["readyReplicas"], second["observedGeneration"]) == (2, 2, 2)
+
+
+def test_a_status_of_another_version_is_replaced_not_a_failure(deployment: Make) -> None:
+    plan = make_plan(deployment(), "kubernetes")
+    strange = {"conditions": [{"type": "Ready"}], "novelty": 1}
+    assert status_body(snapshot(strange), seen(plan, "ready"), URL, T0)["readyReplicas"] == 1
+
+
+def test_a_long_message_is_cut(deployment: Make) -> None:
+    plan = make_plan(deployment(), "kubernetes")
+    body = status_body(snapshot(), seen(plan, "crashed", reason="X", message="y" * 100_000), URL, T0)
+    assert max(len(condition["message"]) for condition in body["conditions"]) <= 4096
+
+
+# Load
+
+
+def test_load_moves_in_steps_and_not_too_often(deployment: Make) -> None:
+    plan = make_plan(deployment(), "kubernetes")
+    observation = seen(plan, "ready")
+    first = written(status_body(snapshot(load=Load(0.42, 7, 0, 1)), observation, URL, T0))
+    assert first["load"] == {
+        "kvCacheUsagePercent": 40,
+        "requestsRunning": 5,
+        "requestsWaiting": 0,
+        "lastUpdateTime": T0,
+    }
+    same_step = status_body(snapshot(first, load=Load(0.41, 9, 0, 1)), observation, URL, T2)
+    assert same_step == first
+    too_early = status_body(snapshot(first, load=Load(0.9, 64, 30, 1)), observation, URL, T1)
+    assert too_early == first
+    later = status_body(snapshot(first, load=Load(0.9, 64, 30, 1)), observation, URL, T2)
+    assert (later["load"]["kvCacheUsagePercent"], later["load"]["requestsWaiting"]) == (90, 20)
+    assert status_body(snapshot(written(later), load=None), observation, URL, T2) == later
+
+
+def test_a_clock_that_was_set_back_does_not_stop_the_display() -> None:
+    shown, measured = summarize(0.1, 1, 0, T2), summarize(0.9, 50, 9, T0)
+    assert next_load(shown, measured) == measured
+
+
+@given(st.integers(-5, 10**9))
+def test_a_coarse_count_is_a_step_and_never_more_than_the_count(count: int) -> None:
+    assert coarse(count) in REQUEST_STEPS
+    assert coarse(count) <= max(0, count)
+
+
+@given(st.none() | st.floats(-1, 3), st.integers(0, 10**6), st.integers(0, 10**6))
+def test_whatever_gateways_report_can_be_written(usage: float | None, running: int, waiting: int) -> None:
+    summary = summarize(usage, running, waiting, T0)
+    assert summary.kv_cache_usage_percent % 5 == 0
+
+
+# Events
+
+
+def status_of(observation: Observation, old: dict[str, Any] | None = None) -> dict[str, Any]:
+    return written(status_body(snapshot(old), observation, URL, T0))
+
+
+def test_a_fault_is_one_event_however_many_conditions_it_breaks(deployment: Make) -> None:
+    plan = make_plan(deployment(), "kubernetes")
+    broken = status_of(seen(plan, "crashed", reason="ModelNotFound", message="correct spec.model.source"))
+    assert events_between({}, broken) == [("Warning", "ModelNotFound", "correct spec.model.source")]
+    assert events_between(broken, broken) == []
+
+
+def test_becoming_ready_is_told_once_and_progress_never(deployment: Make) -> None:
+    plan = make_plan(deployment(), "kubernetes")
+    loading, ready = status_of(seen(plan, "loading")), status_of(seen(plan, "ready"))
+    assert events_between({}, loading) == []
+    assert [event[:2] for event in events_between(loading, ready)] == [("Normal", "Ready")]
+    assert events_between(ready, ready) == []
+
+
+def test_a_change_of_size_is_told(deployment: Make) -> None:
+    before = status_of(seen(make_plan(deployment(replicas=1), "kubernetes"), "ready"))
+    after = status_of(seen(make_plan(deployment(replicas=3), "kubernetes"), "ready"), before)
+    assert [event[:3] for event in events_between(before, after)] == [("Normal", "Scaled", "from 1 to 3 replicas")]
+
+
+@pytest.mark.parametrize("stage", ["Planned", "Scheduled", "ModelLoaded"])
+def test_a_fault_of_the_whole_deployment_breaks_its_condition(deployment: Make, stage: Any) -> None:
+    plan = make_plan(deployment(), "kubernetes")
+    status = status_of(replace(seen(plan), fault=Fault(stage, "SomethingWrong", "do this")))
+    broken = {condition["type"] for condition in status["conditions"] if condition["reason"] == "SomethingWrong"}
+    assert broken == {stage, "Ready"}
+    assert [event.reason for event in events_between({}, status)] == ["SomethingWrong"]
