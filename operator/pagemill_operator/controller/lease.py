@@ -2,7 +2,8 @@
 
 Rules of client-go's leader election: a Lease may be taken over when its record has not changed for its duration on
 *our* clock (clocks are never compared). The leader's right to write ends `renew_deadline_s` after the start of its last
-successful renewal, before anybody else can take over: every write asks `remaining_s`. On loss the process ends.
+successful renewal, before anybody else can take over: every write asks `remaining_s`. A leader that lost its Lease to
+another ends its process.
 """
 
 from __future__ import annotations
@@ -99,21 +100,31 @@ class LeaderElection:
                     return
             except (ApiError, Unreachable) as error:
                 logger.warning("the Lease cannot be read or taken: %s", error)
+                # Who could not look does not know how long the holder was silent.
+                self._seen_spec = None
             await self._sleep(self._pause_s())
 
-    async def hold(self) -> str:
-        """Renew until that fails for `renew_deadline_s` or somebody else holds the Lease; returns why it ended."""
-        reason = "the Lease was not renewed in time"
-        while self._leadership.remaining_s() > 0:
-            await self._sleep(min(self._settings.retry_period_s, self._leadership.remaining_s()))
+    async def hold(self, on_change: Callable[[bool], None] = lambda leads: None) -> str:
+        """Renew for ever; returns who holds the Lease once that is somebody else.
+
+        Where it cannot be renewed in time (the API server is away), leadership is only suspended: nothing may be
+        written, but a Lease that still names us when it can be read again was nobody's meanwhile. `on_change` is told.
+        """
+        leads = True
+        while True:
+            await self._sleep(self._settings.retry_period_s)
             try:
                 if not await self._renew():
-                    reason = f"the Lease is held by {self._holder() or 'nobody'} now"
-                    break
+                    self._leadership.give_up()
+                    return f"the Lease is held by {self._holder() or 'nobody'} now"
             except (ApiError, Unreachable) as error:
-                logger.warning("the Lease was not renewed, %.1f s remain: %s", self._leadership.remaining_s(), error)
-        self._leadership.give_up()
-        return reason
+                # Once suspended, an hour of outage need not fill the log.
+                level = logging.WARNING if leads else logging.DEBUG
+                logger.log(level, "the Lease was not renewed, %.1f s remain: %s", self._leadership.remaining_s(), error)
+            if leads != (self._leadership.remaining_s() > 0):
+                leads = not leads
+                logger.warning("leadership %s", "resumed" if leads else "is suspended: nothing is written")
+                on_change(leads)
 
     async def release(self) -> None:
         """Let another operator take over at once. Nothing may be written any more when this is called."""
@@ -144,23 +155,31 @@ class LeaderElection:
 
     async def _renew(self) -> bool:
         """False when somebody else holds it. The time that counts is the one before the request."""
+        if self._leadership.remaining_s() <= 0:
+            # Too late to renew what we know: others may have written meanwhile.
+            return await self._renew_known(await self._store.read(self._settings.renew_deadline_s / 2))
         started = self._clock()
-        timeout_s = self._leadership.remaining_s()
-        if timeout_s <= 0 or self._record is None:
-            return False
-        spec = {**self._record["spec"], "renewTime": self._timestamp()}
+        timeout_s = min(self._settings.renew_deadline_s / 2, self._leadership.remaining_s())
         try:
-            return self._took(await self._store.replace({**self._record, "spec": spec}, timeout_s), started)
+            self._took(await self._store.replace(self._renewal(self._record), timeout_s), started)
+            return True
         except ApiError as error:
             if error.status not in (404, 409):
                 raise
         # Somebody wrote it. That may have been our own request whose answer was lost.
-        record = await self._store.read(self._leadership.remaining_s())
-        if record is None or record["spec"].get("holderIdentity") != self._settings.identity:
-            self._record = record
-            return False
+        return await self._renew_known(await self._store.read(timeout_s))
+
+    async def _renew_known(self, record: Record | None) -> bool:
         self._record = record
-        return True  # renewed with the next turn; the deadline has not moved
+        if record is None or record["spec"].get("holderIdentity") != self._settings.identity:
+            return False
+        started = self._clock()
+        self._took(await self._store.replace(self._renewal(record), self._settings.renew_deadline_s / 2), started)
+        return True
+
+    def _renewal(self, record: Record | None) -> Record:
+        record = record or {}
+        return {**record, "spec": {**record.get("spec", {}), "renewTime": self._timestamp()}}
 
     def _took(self, record: Record, started: float) -> bool:
         # A paused process must not believe in a renewal that came back too late.

@@ -215,11 +215,12 @@ class Operator:
         self.metrics.leads(True)
         work = asyncio.create_task(self._work(), name="work")
         try:
-            holding = asyncio.create_task(self.election.hold(), name="lease")
+            holding = asyncio.create_task(self.election.hold(self._leadership_changed), name="lease")
             await asyncio.wait([holding, work], return_when=asyncio.FIRST_COMPLETED)
             if holding.done():
                 logger.error("this process leads no longer and ends: %s", holding.result())
                 self._on_lost()
+                return
             await work
         finally:
             self.metrics.leads(False)
@@ -228,14 +229,14 @@ class Operator:
             await asyncio.gather(work, holding, return_exceptions=True)
 
     async def _work(self) -> None:
-        await self._insist("keys", self._tend_keys)
-        await self._insist("kinds", self._find_pod_monitors)
+        keys_due_s = await self._insist("keys", self._tend_keys)
+        kinds_due_s = await self._insist("kinds", self._find_pod_monitors)
         self._wake_all()
         async with asyncio.TaskGroup() as group:
             group.create_task(self.workers.run(), name="workers")
             group.create_task(self.streams.run(), name="load streams")
-            group.create_task(self._repeat("keys", self._tend_keys), name="keys")
-            group.create_task(self._repeat("kinds", self._find_pod_monitors), name="kinds")
+            group.create_task(self._repeat("keys", self._tend_keys, keys_due_s), name="keys")
+            group.create_task(self._repeat("kinds", self._find_pod_monitors, kinds_due_s), name="kinds")
 
     async def _insist(self, what: str, work: Callable[[], Coroutine[Any, Any, float]]) -> float:
         """Try until it succeeds; returns the seconds until it is due again."""
@@ -246,8 +247,7 @@ class Operator:
                 logger.warning("%s: %s", what, error)
                 await asyncio.sleep(random.uniform(0.5, 1.0) * self._config.retry_period_s)
 
-    async def _repeat(self, what: str, work: Callable[[], Coroutine[Any, Any, float]]) -> None:
-        pause_s = self._config.resync_s
+    async def _repeat(self, what: str, work: Callable[[], Coroutine[Any, Any, float]], pause_s: float) -> None:
         while True:
             await asyncio.sleep(pause_s)
             pause_s = await self._insist(what, work)
@@ -301,6 +301,11 @@ class Operator:
         for key in keys:
             if owner := self.cache.owner(key):
                 self.queue.add(key, display_wait_s(owner.get("status") or {}, now))
+
+    def _leadership_changed(self, leads: bool) -> None:
+        self.metrics.leads(leads)
+        if leads:
+            self._wake_all()
 
     def _wake(self, keys: set[str]) -> None:
         for key in keys:
