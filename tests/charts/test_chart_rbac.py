@@ -62,7 +62,7 @@ def test_the_gateway_reads_deployments_and_endpoints_and_nothing_else(variant: V
 def test_the_gateway_reads_one_secret_by_its_name(variant: Variant) -> None:
     (rule,) = rules_of(variant("anonymous"), "Role", "gateway")
     assert (rule["resources"], rule["resourceNames"]) == (["secrets"], ["pagemill-keys"])
-    assert set(rule["verbs"]) == {"get", "list", "watch"}
+    assert set(rule["verbs"]) == READ
 
 
 def test_lease_and_keys_are_bound_to_their_names(variant: Variant) -> None:
