@@ -28,6 +28,11 @@ PRINTER_COLUMNS = [
     ("REASON", "string", '.status.conditions[?(@.type=="Ready")].reason', "Why it is ready or not."),
     ("AGE", "date", ".metadata.creationTimestamp", "Time since its creation."),
 ]
+WIDE_COLUMNS = [
+    ("VERSION", "string", ".status.plan.engineVersion", "Version of the engine in the pods."),
+    ("URL", "string", ".status.url", "Base URL of the OpenAI-compatible API."),
+]
+"""Shown with `-o wide`."""
 
 
 def custom_resource_definition() -> dict[str, Any]:
@@ -47,6 +52,10 @@ def custom_resource_definition() -> dict[str, Any]:
         "additionalPrinterColumns": [
             {"name": name, "type": kind, "jsonPath": path, "description": description}
             for name, kind, path, description in PRINTER_COLUMNS
+        ]
+        + [
+            {"name": name, "type": kind, "jsonPath": path, "description": description, "priority": 1}
+            for name, kind, path, description in WIDE_COLUMNS
         ],
         "schema": {"openAPIV3Schema": structural_schema()},
     }

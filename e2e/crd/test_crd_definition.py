@@ -47,6 +47,8 @@ def test_get_prints_what_an_operator_wants_to_see(kubectl: Any, create: Callable
     header, row = kubectl.ok("get", "llmd", stored["metadata"]["name"]).splitlines()
     assert header.split() == ["NAME", "MODEL", "READY", "DESIRED", "KV%", "QUEUE", "REASON", "AGE"]
     assert row.split()[1:7] == ["smollm2", "2", "3", "40", "5", "ModelLoading"]
+    wide, *_ = kubectl.ok("get", "llmd", stored["metadata"]["name"], "-o", "wide").splitlines()
+    assert wide.split()[-2:] == ["VERSION", "URL"]
 
 
 def test_explain_describes_every_section(kubectl: Any, applied: object) -> None:

@@ -175,7 +175,7 @@ def test_a_queue_that_the_gateway_does_not_keep_is_noted(deployment: Make) -> No
 @pytest.mark.parametrize(
     ("changes", "field", "local_only"),
     [
-        ({"routing__policy": "Auto"}, "spec.routing.policy", False),
+        ({"routing__policy": "Auto"}, "spec.routing.policy", True),
         ({"autoscaling": {"maxReplicas": 2}}, "spec.autoscaling", False),
         ({"autoscaling": {"mode": "Advisory", "maxReplicas": 2, "warm": 1}}, "spec.autoscaling", False),
         ({"autoscaling": {"mode": "External", "maxReplicas": 2}}, "spec.autoscaling", True),

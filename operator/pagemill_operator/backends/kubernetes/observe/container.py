@@ -26,17 +26,17 @@ _BY_KUBELET = (0, 137, 143)
 """How containers end that the kubelet ends: by themselves after SIGTERM, or by signals 9 and 15."""
 _CANNOT_START = (126, 127, 128)
 _REMEDIES = {
-    "InvalidChatTemplate": "correct spec.model.chatTemplate",
-    "KVCacheTooLarge": "lower spec.engine.kvCacheMemory, or raise spec.resources.memory",
-    "KVCacheTooSmall": "raise spec.engine.kvCacheMemory",
-    "MaxModelLenTooLarge": "lower spec.engine.maxModelLen, or raise spec.engine.kvCacheMemory",
-    "ModelNotFound": "correct spec.model.source",
-    "ModelTooLarge": "raise spec.resources.memory, or choose a smaller or quantized model",
-    "ModelUnreadable": "give a complete model in spec.model.source",
-    "SettingsInvalid": "the engine is of another version than the operator, see spec.engine.image and version",
-    "SourceUnavailable": "check spec.model.source and that the pods reach it",
-    "UnsupportedArchitecture": "choose a supported model in spec.model.source",
-    "UnsupportedQuantization": "choose other weights in spec.model.source",
+    "InvalidChatTemplate": "It stands in spec.model.chatTemplate.",
+    "KVCacheTooLarge": "Lower spec.engine.kvCacheMemory, or raise spec.resources.memory.",
+    "KVCacheTooSmall": "It stands in spec.engine.kvCacheMemory.",
+    "MaxModelLenTooLarge": "They stand in spec.engine.",
+    "ModelNotFound": "Correct spec.model.source.",
+    "ModelTooLarge": "Raise spec.resources.memory, or choose a smaller model in spec.model.source.",
+    "ModelUnreadable": "Give a complete model in spec.model.source.",
+    "SettingsInvalid": "The engine is of another version than the operator: see spec.engine.image and version.",
+    "SourceUnavailable": "Check spec.model.source; for a gated model set credentialsSecretRef and cache in spec.model.",
+    "UnsupportedArchitecture": "Choose a supported model in spec.model.source.",
+    "UnsupportedQuantization": "Choose other weights in spec.model.source.",
 }
 """Where the resource holds what the engine complains about; it knows only its own settings."""
 _LOGS = "read its log (kubectl logs --previous)"
@@ -108,7 +108,7 @@ def _told(message: str) -> Cause | None:
         return None
     reason, text = content["reason"], str(content.get("message", "")).removeprefix(f"{content['reason']}: ")
     remedy = _REMEDIES.get(reason)
-    return Cause(reason, f"{text.rstrip('. ')}: {remedy}" if remedy else text)
+    return Cause(reason, f"{text.rstrip('. ')}. {remedy}" if remedy else text)
 
 
 def _pull_cause(reason: str, message: str, image: str) -> Cause:
