@@ -12,13 +12,14 @@ import importlib.util
 import os
 import re
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
 SCHEMES = ("package", "file", "hf", "oci", "s3", "pvc")
 _CLUSTER_ONLY = ("oci", "s3", "pvc")
 _QUANTIZATION_SUFFIX = re.compile(r"[.-](?:UD-)?(?:I?Q\d\w*|T?Q[12]_0|MXFP4|BF16|F?P?16|F?P?32)$", re.IGNORECASE)
 _HF_SOURCE = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+?))?(?P<file>/[^@]+\.gguf)?")
-_HF_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 
 
 class SourceError(Exception):
@@ -65,8 +66,27 @@ def resolve_source(source: str, field: str = "model.source") -> Path:
     if scheme == "package":
         return _checked(_package_path(rest, source, field), source, field)
     if scheme == "hf":
-        return _checked(_hugging_face_path(rest, source, field), source, field)
+        return _checked(_hugging_face_path(source, field), source, field)
     return _checked(_file_path(source, field), source, field)
+
+
+class HubModel(NamedTuple):
+    """What an `hf://` source names."""
+
+    repository: str
+    """`org/name`."""
+    revision: str | None
+    """Branch, tag or commit; `None`: the repository's default branch."""
+    file: str | None
+    """One GGUF file in it; `None`: the whole model."""
+
+
+def parse_hub_source(source: str, field: str = "model.source") -> HubModel:
+    """The parts of `hf://ORG/NAME[@REVISION][/FILE.gguf]`. Raises `SourceError`."""
+    match = _HF_SOURCE.fullmatch(source.removeprefix("hf://"))
+    if match is None or not source.startswith("hf://"):
+        raise SourceError(field, f"`{source}` is not of the form `hf://ORG/NAME`, `hf://ORG/NAME@REVISION`.")
+    return HubModel(match["repo"], match["revision"], match["file"].lstrip("/") if match["file"] else None)
 
 
 def default_name(source: str) -> str:
@@ -136,10 +156,8 @@ def _listing(roots: list[Path]) -> str:
     return f"Model files in it: {', '.join(models[:10])}." if models else "It has no model files."
 
 
-def _hugging_face_path(rest: str, source: str, field: str) -> Path:
-    match = _HF_SOURCE.fullmatch(rest)
-    if match is None:
-        raise SourceError(field, f"`{source}` is not of the form `hf://ORG/NAME`, `hf://ORG/NAME@REVISION`.")
+def _hugging_face_path(source: str, field: str) -> Path:
+    model = parse_hub_source(source, field)
     try:
         import huggingface_hub
     except ImportError:
@@ -148,11 +166,10 @@ def _hugging_face_path(rest: str, source: str, field: str) -> Path:
             f"`{source}` needs the package `huggingface_hub`. Run `pip install huggingface_hub`, or give a local path.",
             reason="SourceUnavailable",
         ) from None
-    file = (match["file"] or "").lstrip("/")
-    patterns = [file] if file else _HF_PATTERNS
+    patterns = [model.file] if model.file else HUB_PATTERNS
     try:
         folder = Path(
-            huggingface_hub.snapshot_download(match["repo"], revision=match["revision"], allow_patterns=patterns)
+            huggingface_hub.snapshot_download(model.repository, revision=model.revision, allow_patterns=patterns)
         )
     except Exception as error:  # the hub raises many types: HTTP, gated, missing, offline
         raise SourceError(
@@ -161,7 +178,7 @@ def _hugging_face_path(rest: str, source: str, field: str) -> Path:
             "and for gated models the variable HF_TOKEN, or give a local path.",
             reason="SourceUnavailable",
         ) from error
-    return folder / file if file else folder
+    return folder / model.file if model.file else folder
 
 
 def _checked(path: Path, source: str, field: str) -> Path:

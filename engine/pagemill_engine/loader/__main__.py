@@ -1,0 +1,55 @@
+"""`python -m pagemill_engine.loader --source S --target FOLDER`: the loader Job's process.
+
+Tells its progress as JSON lines on stdout; a failure is the termination message, last line on stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from pagemill_engine.loader.errors import LoaderError
+from pagemill_engine.loader.settings import TERMINATION_LOG, LoaderSettings, tune_library
+from pagemill_engine.server.failure import Termination, write_termination
+
+SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0 the model is there, 1 with a termination message, 2 wrong command line."""
+    # As a container's first process it would ignore the signal otherwise; part files are good for the next run.
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(SIGTERM_EXIT_CODE))
+    parser = argparse.ArgumentParser(prog="python -m pagemill_engine.loader", description="Load one model.")
+    parser.add_argument("--source", required=True, help="hf://ORG/NAME[@REVISION][/FILE.gguf]")
+    parser.add_argument("--target", type=Path, required=True, help="folder that will hold it")
+    parser.add_argument("--termination-log", type=Path, default=TERMINATION_LOG, help="written where it exists")
+    arguments = parser.parse_args(argv)
+    settings = LoaderSettings(arguments.source, arguments.target, arguments.termination_log)
+    tune_library()
+    from pagemill_engine.loader.load import load
+
+    try:
+        load(settings, _tell)
+    except LoaderError as error:
+        log = settings.termination_log
+        path = str(log) if log is not None and log.exists() else None
+        termination = Termination(error.reason, error.message, "spec.model.source")
+        sys.stderr.write(write_termination(termination, path) + "\n")
+        return 1
+    return 0
+
+
+def _tell(**fields: Any) -> None:
+    sys.stdout.write(orjson.dumps(fields).decode() + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

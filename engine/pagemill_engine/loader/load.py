@@ -1,0 +1,74 @@
+"""One load from beginning to end: look, select, fetch, check, publish."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from pagemill_engine.loader import hub
+from pagemill_engine.loader.errors import LoaderError
+from pagemill_engine.loader.selection import RemoteFile, select_files
+from pagemill_engine.loader.settings import LoaderSettings
+from pagemill_engine.loader.volume import ModelFolder
+from pagemill_protocol.sources import HubModel, SourceError, parse_hub_source
+
+Tell = Callable[..., None]
+REMEDIES = {
+    "oci": "Push the weights to a Hugging Face hub or mirror and use `hf://`, or mount them and use `pvc://`.",
+    "s3": "Copy the weights to a volume and use `pvc://CLAIM/PATH`, or serve them from a hub mirror and use `hf://`.",
+    "pvc": "A claim holds its files already: remove spec.model.cache.",
+    "file": "A file of the node needs no cache: remove spec.model.cache.",
+    "package": "A file of the image needs no cache: remove spec.model.cache.",
+}
+
+
+def load(settings: LoaderSettings, tell: Tell) -> None:
+    """Return when the target folder holds the model. Raises `LoaderError`."""
+    model = _model(settings.source)
+    folder = ModelFolder(settings.target)
+    try:
+        if folder.complete:
+            tell(event="complete", source=settings.source)
+            return
+        with folder.alone():
+            if not folder.complete:  # another loader was here meanwhile
+                _fill(model, folder, settings.num_downloads, tell)
+    except OSError as error:
+        raise hub.explain_disk(error) from error
+    tell(event="loaded", source=settings.source)
+
+
+def _model(source: str) -> HubModel:
+    scheme = source.partition("://")[0]
+    if scheme != "hf":
+        remedy = REMEDIES.get(scheme, "Use `hf://ORG/NAME` or `hf://ORG/NAME@REVISION`.")
+        raise LoaderError("SourceUnsupported", f"`{source}` cannot be loaded into a cache by this version. {remedy}")
+    try:
+        return parse_hub_source(source)
+    except SourceError as error:
+        raise LoaderError("SourceUnsupported", error.message) from error
+
+
+def _fill(model: HubModel, folder: ModelFolder, num_downloads: int, tell: Tell) -> None:
+    commit, listed = hub.list_files(model)
+    files = select_files(model, listed)
+    folder.begin(commit)
+    folder.check_room(files)
+    tell(event="loading", commit=commit, num_files=len(files), num_bytes=sum(file.num_bytes for file in files))
+
+    def fetch(file: RemoteFile) -> None:
+        if folder.has(file):
+            return
+        hub.download(model, file, commit, folder.part(file))
+        folder.accept(file)
+        tell(event="file", path=file.path, num_bytes=file.num_bytes)
+
+    with ThreadPoolExecutor(num_downloads) as pool:
+        downloads = [pool.submit(fetch, file) for file in files]
+        try:
+            for done in downloads:
+                done.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    folder.publish()

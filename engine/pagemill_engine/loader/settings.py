@@ -1,0 +1,35 @@
+"""What one run of the loader is started with, and the variables that tune the hub's library.
+
+`HF_ENDPOINT`, `HF_TOKEN`, proxies and certificates are that library's own variables; the loader's pod carries them.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+TERMINATION_LOG = Path("/dev/termination-log")
+_LIBRARY = {
+    # Plain HTTP can go on where it stopped, in little memory; the library's other transport cannot.
+    "HF_HUB_DISABLE_XET": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "HF_HUB_DOWNLOAD_TIMEOUT": "30",
+}
+
+
+class LoaderSettings(NamedTuple):
+    source: str
+    """`hf://ORG/NAME[@REVISION][/FILE.gguf]`."""
+    target: Path
+    """The folder that will hold the model; it appears when everything is there."""
+    termination_log: Path | None = TERMINATION_LOG
+    num_downloads: int = 4
+    """Files at once."""
+
+
+def tune_library() -> None:
+    """Before the library is imported. What the pod's environment says wins."""
+    for name, value in _LIBRARY.items():
+        os.environ.setdefault(name, value)

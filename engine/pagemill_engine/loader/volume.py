@@ -1,0 +1,105 @@
+"""The model's folder on its volume: filled beside its place, moved there in one step when all of it is right.
+
+A folder that is there is complete: whoever comes later has nothing to do, and engines never see half a model. Loaders
+of the same folder wait for each other; one that was killed leaves its part files for the next.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from pagemill_engine.loader.errors import LoaderError
+from pagemill_engine.loader.selection import RemoteFile
+
+PART = ".part"
+SPARE_BYTES = 16 * 1024 * 1024
+"""Room for names and metadata."""
+
+
+class ModelFolder:
+    def __init__(self, target: Path) -> None:
+        self.target = target
+        self._staging = target.with_name(f".{target.name}.loading")
+        self._lock = target.with_name(f".{target.name}.lock")
+
+    @property
+    def complete(self) -> bool:
+        return self.target.is_dir()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """No other loader works on this folder meanwhile. Raises `OSError`."""
+        self.target.parent.mkdir(parents=True, exist_ok=True)
+        with self._lock.open("w") as lock:
+            # Volumes that know no locks are written by one pod at a time anyway.
+            with suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def begin(self, commit: str) -> None:
+        """Keep what an earlier run has fetched of the same commit; forget anything else."""
+        stamp = self._staging / ".commit"
+        if not stamp.is_file() or stamp.read_text() != commit:
+            shutil.rmtree(self._staging, ignore_errors=True)
+            self._staging.mkdir(parents=True)
+            stamp.write_text(commit)
+
+    def check_room(self, files: Sequence[RemoteFile]) -> None:
+        """Raises `LoaderError` when what is still to be fetched does not fit."""
+        missing = sum(file.num_bytes - self._num_bytes_of(file) for file in files)
+        free = shutil.disk_usage(self._staging).free
+        if missing + SPARE_BYTES > free:
+            raise LoaderError(
+                "DiskFull",
+                f"The model needs {_size(missing)} more, and {self.target.parent} has {_size(free)} left. "
+                "Raise spec.model.cache.size, or use a larger volume.",
+            )
+
+    def part(self, file: RemoteFile) -> Path:
+        path = self._staging / f"{file.path}{PART}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and path.stat().st_size > file.num_bytes:
+            path.unlink()
+        return path
+
+    def has(self, file: RemoteFile) -> bool:
+        return (self._staging / file.path).is_file()
+
+    def accept(self, file: RemoteFile) -> None:
+        """The part file is whole and right. Raises `LoaderError`; the next run fetches it again then."""
+        part = self.part(file)
+        with part.open("rb") as content:
+            num_bytes = os.fstat(content.fileno()).st_size
+            digest = hashlib.file_digest(content, "sha256").hexdigest() if file.sha256 else None
+            os.fsync(content.fileno())
+        if num_bytes != file.num_bytes or digest != file.sha256:
+            part.unlink()
+            what = f"{num_bytes} bytes, not {file.num_bytes}" if num_bytes != file.num_bytes else "other content"
+            raise LoaderError("ModelCorrupt", f"`{file.path}` arrived damaged: {what}. It will be fetched again.")
+        os.replace(part, self._staging / file.path)
+
+    def publish(self) -> None:
+        (self._staging / ".commit").unlink()
+        os.replace(self._staging, self.target)
+        folder = os.open(self.target.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def _num_bytes_of(self, file: RemoteFile) -> int:
+        """Of the file, here already."""
+        for path in (self._staging / file.path, self._staging / f"{file.path}{PART}"):
+            if path.is_file():
+                return min(file.num_bytes, path.stat().st_size)
+        return 0
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1024**3:.1f} GiB" if num_bytes >= 1024**3 else f"{num_bytes / 1024**2:.0f} MiB"

@@ -1,0 +1,294 @@
+"""The model loader against a hub that speaks the real routes: complete or not there, and a clear word when it fails."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import constants
+
+from pagemill_engine.loader import volume
+from pagemill_engine.loader.errors import LoaderError
+from pagemill_engine.loader.load import load
+from pagemill_engine.loader.selection import RemoteFile, select_files
+from pagemill_engine.loader.settings import LoaderSettings
+from pagemill_protocol.sources import HubModel, resolve_source
+
+HUB = Path(__file__).resolve().parents[2] / "e2e" / "support" / "hub.py"
+REPOSITORY = "org/tiny"
+TOKEN = "hf_secret"
+FILES = {
+    "config.json": b'{"model_type": "llama"}',
+    "tokenizer.json": b"{}",
+    "model.safetensors": bytes(range(256)) * 4096,
+    "consolidated.safetensors": b"the same once more",
+    "README.md": b"# no part of the model",
+    "pytorch_model.bin": b"pickled",
+    "tiny.Q4.gguf": b"GGUF" * 100_000,
+}
+
+
+def hub_module() -> Any:
+    spec = importlib.util.spec_from_file_location("e2e_hub", HUB)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+hub = hub_module()
+
+
+class RecordingHandler(hub.Handler):
+    def do_GET(self) -> None:
+        self.server.asked.append((self.path, self.headers.get("Range")))
+        super().do_GET()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    folder = tmp_path / "repository"
+    folder.mkdir()
+    for name, content in FILES.items():
+        (folder / name).write_bytes(content)
+    server = hub.Hub(0, REPOSITORY, TOKEN, sorted(folder.iterdir()))
+    server.RequestHandlerClass = RecordingHandler
+    server.asked = []
+    server.url = f"http://127.0.0.1:{server.server_address[1]}"
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    monkeypatch.setattr(constants, "ENDPOINT", server.url)
+    template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    return tmp_path / "models" / "abcd1234"
+
+
+def run(source: str, target: Path) -> list[dict[str, Any]]:
+    told: list[dict[str, Any]] = []
+    load(LoaderSettings(source, target), lambda **fields: told.append(fields))
+    return told
+
+
+def failure(source: str, target: Path) -> LoaderError:
+    with pytest.raises(LoaderError) as caught:
+        run(source, target)
+    assert not target.exists(), "half a model must never be seen"
+    return caught.value
+
+
+def test_a_whole_model_without_what_does_not_belong_to_it(server: Any, target: Path) -> None:
+    told = run(f"hf://{REPOSITORY}", target)
+    assert {path.name for path in target.iterdir()} == {"config.json", "tokenizer.json", "model.safetensors"}
+    assert all((target / name).read_bytes() == FILES[name] for name in ("config.json", "model.safetensors"))
+    assert told[-1]["event"] == "loaded"
+    assert resolve_source(f"file://{target}") == target
+
+
+def test_one_file_of_a_revision(server: Any, target: Path) -> None:
+    run(f"hf://{REPOSITORY}@v1/tiny.Q4.gguf", target)
+    assert {path.name for path in target.iterdir()} == {"tiny.Q4.gguf"}
+    assert resolve_source(f"file://{target}/tiny.Q4.gguf")
+    assert any("revision/v1" in path for path, _ in server.asked)
+    assert any(f"resolve/{hub.COMMIT}/" in path for path, _ in server.asked), "all files are of one commit"
+
+
+def test_a_model_that_is_there_costs_no_question(server: Any, target: Path) -> None:
+    run(f"hf://{REPOSITORY}", target)
+    server.asked.clear()
+    assert run(f"hf://{REPOSITORY}", target)[-1]["event"] == "complete"
+    assert server.asked == []
+
+
+def test_a_load_that_was_cut_off_goes_on_where_it_was(server: Any, target: Path) -> None:
+    staging = target.with_name(f".{target.name}.loading")
+    staging.mkdir(parents=True)
+    (staging / ".commit").write_text(hub.COMMIT)
+    whole = FILES["model.safetensors"]
+    (staging / "model.safetensors.part").write_bytes(whole[: len(whole) // 2])
+    (staging / "config.json").write_bytes(FILES["config.json"])
+    run(f"hf://{REPOSITORY}", target)
+    assert (target / "model.safetensors").read_bytes() == whole
+    ranges = {path.rsplit("/", 1)[1]: range_ for path, range_ in server.asked if "/resolve/" in path}
+    assert ranges["model.safetensors"].startswith(f"bytes={len(whole) // 2}-")
+    assert "config.json" not in ranges
+    assert list(target.parent.glob(".*.loading")) == []
+
+
+def test_parts_of_another_commit_are_not_mixed_in(server: Any, target: Path) -> None:
+    staging = target.with_name(f".{target.name}.loading")
+    staging.mkdir(parents=True)
+    (staging / ".commit").write_text("0" * 40)
+    (staging / "config.json").write_bytes(b"old")
+    run(f"hf://{REPOSITORY}", target)
+    assert (target / "config.json").read_bytes() == FILES["config.json"]
+
+
+def test_damaged_content_is_found_and_fetched_again(server: Any, target: Path) -> None:
+    staging = target.with_name(f".{target.name}.loading")
+    staging.mkdir(parents=True)
+    (staging / ".commit").write_text(hub.COMMIT)
+    (staging / "model.safetensors.part").write_bytes(bytes(len(FILES["model.safetensors"])))
+    assert failure(f"hf://{REPOSITORY}", target).reason == "ModelCorrupt"
+    run(f"hf://{REPOSITORY}", target)
+    assert (target / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+
+
+def test_two_loaders_of_one_folder_do_not_disturb_each_other(server: Any, target: Path) -> None:
+    errors: list[Exception] = []
+
+    def work() -> None:
+        try:
+            run(f"hf://{REPOSITORY}", target)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert errors == []
+    fetched = [path for path, _ in server.asked if path.endswith("model.safetensors") and "/resolve/" in path]
+    assert len(fetched) == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "reason", "words"),
+    [
+        ("hf://org/none", "ModelNotFound", "org/none"),
+        (f"hf://{REPOSITORY}/other.gguf", "ModelNotFound", "tiny.Q4.gguf"),
+        ("oci://registry.example/model:1", "SourceUnsupported", "pvc://"),
+        ("s3://bucket/model", "SourceUnsupported", "pvc://CLAIM/PATH"),
+        ("pvc://claim/model", "SourceUnsupported", "remove spec.model.cache"),
+        ("package://p/f.gguf", "SourceUnsupported", "remove spec.model.cache"),
+        ("hf://only-a-name", "SourceUnsupported", "hf://ORG/NAME"),
+    ],
+)
+def test_what_cannot_be_loaded_is_told_with_the_remedy(
+    server: Any, target: Path, source: str, reason: str, words: str
+) -> None:
+    error = failure(source, target)
+    assert error.reason == reason
+    assert words in error.message
+
+
+def test_wrong_credentials_are_not_a_missing_model(server: Any, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    error = failure(f"hf://{REPOSITORY}", target)
+    assert error.reason == "Unauthorized"
+    assert "credentialsSecretRef" in error.message
+    assert "hf_wrong" not in error.message
+
+
+def test_a_hub_that_nobody_answers_for(server: Any, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    error = failure(f"hf://{REPOSITORY}", target)
+    assert error.reason == "HubUnreachable"
+    assert "HF_ENDPOINT" in error.message
+
+
+def test_a_model_that_does_not_fit_is_refused_before_anything_is_fetched(
+    server: Any, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = type("Usage", (), {"free": 1024})
+    monkeypatch.setattr(volume.shutil, "disk_usage", lambda _: usage)
+    error = failure(f"hf://{REPOSITORY}", target)
+    assert error.reason == "DiskFull"
+    assert "1 MiB more" in error.message
+    assert not any("/resolve/" in path for path, _ in server.asked)
+
+
+def test_a_volume_that_cannot_be_written(server: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(LoaderError) as caught:
+        run(f"hf://{REPOSITORY}", tmp_path / "file" / "model")
+    assert caught.value.reason == "VolumeUnusable"
+
+
+def test_the_process_tells_why_in_the_termination_message(server: Any, target: Path, tmp_path: Path) -> None:
+    (log := tmp_path / "termination").touch()
+    command = [sys.executable, "-m", "pagemill_engine.loader", "--target", str(target), "--termination-log", str(log)]
+    environment = {**os.environ, "HF_ENDPOINT": server.url, "HOME": str(tmp_path)}
+    done = subprocess.run(
+        [*command, "--source", "hf://org/none"], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    message = json.loads(log.read_text())
+    assert message == json.loads(done.stderr.splitlines()[-1])
+    assert message["reason"] == "ModelNotFound"
+    done = subprocess.run(
+        [*command, "--source", f"hf://{REPOSITORY}"], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert [json.loads(line)["event"] for line in done.stdout.splitlines()][-1] == "loaded"
+    assert (target / "config.json").is_file()
+
+
+def test_the_loader_needs_no_torch() -> None:
+    code = "import sys, pagemill_engine.loader.load, pagemill_engine.loader.__main__; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "False", done.stderr
+
+
+# -- selection ---------------------------------------------------------------------------------------------------------
+
+
+def remote(*paths: str) -> list[RemoteFile]:
+    return [RemoteFile(path, 10, hashlib.sha256(path.encode()).hexdigest()) for path in paths]
+
+
+def selected(model: HubModel, *paths: str) -> set[str]:
+    return {file.path for file in select_files(model, remote(*paths))}
+
+
+WHOLE = HubModel("org/m", None, None)
+
+
+def test_folders_of_other_formats_are_left_out() -> None:
+    paths = (
+        "config.json",
+        "model.safetensors.index.json",
+        "model-1.safetensors",
+        "onnx/config.json",
+        "a/b.safetensors",
+    )
+    assert selected(WHOLE, *paths) == set(paths[:3])
+
+
+def test_weights_in_the_other_layout_alone_are_kept_for_the_engine_to_judge() -> None:
+    assert "consolidated.safetensors" in selected(WHOLE, "config.json", "consolidated.safetensors")
+
+
+@pytest.mark.parametrize("path", ["../escape.gguf", "/etc/escape.gguf", "a/../../escape.gguf"])
+def test_a_hub_cannot_write_outside_the_folder(path: str) -> None:
+    with pytest.raises(LoaderError, match="outside"):
+        selected(HubModel("org/m", None, path), path)
+
+
+def test_a_repository_of_gguf_files_asks_for_one_of_them() -> None:
+    with pytest.raises(LoaderError, match=r"behind a slash: m\.Q4\.gguf, m\.Q8\.gguf"):
+        selected(WHOLE, "m.Q8.gguf", "m.Q4.gguf", "README.md")
