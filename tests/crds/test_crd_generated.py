@@ -65,8 +65,10 @@ def test_printer_columns_show_fields_that_exist(column: dict[str, str]) -> None:
 
 
 def test_columns_are_the_ones_people_look_for() -> None:
-    names = [column["name"] for column in VERSION["additionalPrinterColumns"]]
-    assert names == ["MODEL", "READY", "DESIRED", "KV%", "QUEUE", "REASON", "AGE"]
+    columns = VERSION["additionalPrinterColumns"]
+    always = [column["name"] for column in columns if "priority" not in column]
+    assert always == ["MODEL", "READY", "DESIRED", "KV%", "QUEUE", "REASON", "AGE"]
+    assert [column["name"] for column in columns if column.get("priority") == 1] == ["VERSION", "URL"]
 
 
 def test_conditions_are_a_list_map_by_type() -> None:

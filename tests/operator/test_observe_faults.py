@@ -198,7 +198,7 @@ PODS: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
         {},
         {"status": waiting("CrashLoopBackOff", last=told("MaxModelLenTooLarge", "MaxModelLenTooLarge: 9 > 8."))},
         "MaxModelLenTooLarge",
-        "spec.engine.maxModelLen",
+        "spec.engine",
     ),
     "oom": (
         {},

@@ -26,10 +26,10 @@ _BY_KUBELET = (0, 137, 143)
 """How containers end that the kubelet ends: by themselves after SIGTERM, or by signals 9 and 15."""
 _CANNOT_START = (126, 127, 128)
 _REMEDIES = {
-    "InvalidChatTemplate": "It stands in spec.model.chatTemplate.",
-    "KVCacheTooLarge": "Lower spec.engine.kvCacheMemory, or raise spec.resources.memory.",
-    "KVCacheTooSmall": "It stands in spec.engine.kvCacheMemory.",
-    "MaxModelLenTooLarge": "They stand in spec.engine.",
+    "InvalidChatTemplate": "It is spec.model.chatTemplate.",
+    "KVCacheTooLarge": "It is a field of spec.engine; or raise spec.resources.memory.",
+    "KVCacheTooSmall": "It is a field of spec.engine.",
+    "MaxModelLenTooLarge": "Both are fields of spec.engine.",
     "ModelNotFound": "Correct spec.model.source.",
     "ModelTooLarge": "Raise spec.resources.memory, or choose a smaller model in spec.model.source.",
     "ModelUnreadable": "Give a complete model in spec.model.source.",

@@ -15,7 +15,7 @@ _REFUSALS = (
     (
         r"exceeded quota",
         "QuotaExceeded",
-        "raise the namespace's ResourceQuota, or lower spec.resources or the replicas",
+        "raise the namespace's ResourceQuota, or ask for less in spec.resources, spec.replicas or spec.model.cache",
     ),
     (
         r"failed quota",
