@@ -20,7 +20,7 @@ from pagemill_operator.backends.kubernetes.differences import (
     used_config_maps,
     with_digest,
 )
-from pagemill_operator.backends.kubernetes.kinds import BY_NAME
+from pagemill_operator.backends.kubernetes.kinds import BY_NAME, Kind
 from pagemill_operator.backends.kubernetes.observe import observe
 from pagemill_operator.backends.kubernetes.render import loader_name, render_children
 from pagemill_operator.backends.kubernetes.snapshot import (
@@ -160,6 +160,10 @@ class KubernetesCluster(Cluster):
         return list(to_delete(wanted, live, used_config_maps(pods, deployments)))
 
 
+class _Taken(Exception):
+    """Somebody else's object has the name."""
+
+
 class _Writes:
     """The writes of one turn, and what they met."""
 
@@ -189,12 +193,9 @@ class _Writes:
     async def _apply(self, manifest: Manifest, live: Mapping[tuple[str, str], Manifest]) -> None:
         kind, name = BY_NAME[manifest["kind"]], manifest["metadata"]["name"]
         try:
-            if (kind.name, name) not in live and (taken := await self._taken(manifest)):
-                self.errors.append(taken)
-                return
             self._on_write(kind.name, "apply")
             self.has_written = True
-            self._known.put(kind.name, await self._client.apply(kind, manifest))
+            self._known.put(kind.name, await self._applied(kind, manifest, is_known=(kind.name, name) in live))
         except ApiError as error:
             if error.is_passing:
                 self.passing_error = error
@@ -202,18 +203,25 @@ class _Writes:
                 self.errors.append(ApplyError(kind.name, name, error.status, error.reason, error.message))
         except Unreachable as error:
             self.passing_error = error
+        except _Taken:
+            message = (
+                f"a {kind.name} named {name} exists and is not ours; "
+                "delete or rename it, or give the LLMDeployment another name"
+            )
+            self.errors.append(ApplyError(kind.name, name, 409, "AlreadyExists", message))
 
-    async def _taken(self, manifest: Manifest) -> ApplyError | None:
-        """Somebody else's object has the name. It must not be taken over."""
-        kind, metadata = BY_NAME[manifest["kind"]], manifest["metadata"]
+    async def _applied(self, kind: Kind, manifest: Manifest, *, is_known: bool) -> Manifest:
+        """The object as it stands now. One that we do not know may be somebody else's: it is not taken over."""
+        try:
+            return await self._client.apply(kind, manifest, force=is_known)
+        except ApiError as error:
+            if error.status != 409 or is_known:
+                raise
+        metadata = manifest["metadata"]
         found = await self._client.find(kind, metadata["namespace"], metadata["name"])
-        if found is None or found["metadata"].get("labels", {}).get(MANAGED_BY_LABEL) == FIELD_MANAGER:
-            return None
-        message = (
-            f"a {kind.name} named {metadata['name']} exists and is not ours; "
-            "delete or rename it, or give the LLMDeployment another name"
-        )
-        return ApplyError(kind.name, metadata["name"], 409, "AlreadyExists", message)
+        if found and found["metadata"].get("labels", {}).get(MANAGED_BY_LABEL) != FIELD_MANAGER:
+            raise _Taken
+        return await self._client.apply(kind, manifest, force=True)
 
 
 def strangers(children: Iterable[Manifest], uid: str) -> list[Manifest]:

@@ -81,11 +81,11 @@ class Client:
                 return None
             raise
 
-    async def apply(self, kind: Kind, manifest: Manifest) -> Manifest:
-        """Server-side apply; returns the object as it stands."""
+    async def apply(self, kind: Kind, manifest: Manifest, *, force: bool) -> Manifest:
+        """Server-side apply; returns the object as it stands. Without `force`, what others wrote differently is 409."""
         metadata = manifest["metadata"]
         path = kind.path(metadata["namespace"], metadata["name"])
-        query = {"fieldManager": FIELD_MANAGER, "force": "true"}
+        query = {"fieldManager": FIELD_MANAGER, "force": str(force).lower()}
         return await self.write("PATCH", path, query=query, body=manifest, content_type=APPLY)
 
     async def patch_status(self, kind: Kind, namespace: str, name: str, status: Mapping[str, Any]) -> Manifest:
