@@ -16,8 +16,8 @@ from typing import Any
 import orjson
 
 from pagemill_engine.loader.errors import LoaderError
-from pagemill_engine.loader.settings import TERMINATION_LOG, LoaderSettings, tune_library
-from pagemill_engine.server.failure import Termination, write_termination
+from pagemill_engine.loader.settings import LoaderSettings, tune_library
+from pagemill_engine.server.failure import KUBERNETES_LOG, Termination, write_termination
 
 SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
 
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m pagemill_engine.loader", description="Load one model.")
     parser.add_argument("--source", required=True, help="hf://ORG/NAME[@REVISION][/FILE.gguf]")
     parser.add_argument("--target", type=Path, required=True, help="folder that will hold it")
-    parser.add_argument("--termination-log", type=Path, default=TERMINATION_LOG, help="written where it exists")
+    parser.add_argument("--termination-log", type=Path, default=KUBERNETES_LOG, help="written where it exists")
     arguments = parser.parse_args(argv)
     settings = LoaderSettings(arguments.source, arguments.target, arguments.termination_log)
     tune_library()
@@ -38,8 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         load(settings, _tell)
     except LoaderError as error:
-        log = settings.termination_log
-        path = str(log) if log is not None and log.exists() else None
+        path = str(settings.termination_log) if settings.termination_log.exists() else None
         termination = Termination(error.reason, error.message, "spec.model.source")
         sys.stderr.write(write_termination(termination, path) + "\n")
         return 1

@@ -9,7 +9,8 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-TERMINATION_LOG = Path("/dev/termination-log")
+from pagemill_engine.server.failure import KUBERNETES_LOG
+
 _LIBRARY = {
     # Plain HTTP can go on where it stopped, in little memory; the library's other transport cannot.
     "HF_HUB_DISABLE_XET": "1",
@@ -24,7 +25,8 @@ class LoaderSettings(NamedTuple):
     """`hf://ORG/NAME[@REVISION][/FILE.gguf]`."""
     target: Path
     """The folder that will hold the model; it appears when everything is there."""
-    termination_log: Path | None = TERMINATION_LOG
+    termination_log: Path = KUBERNETES_LOG
+    """Written where it exists."""
     num_downloads: int = 4
     """Files at once."""
 

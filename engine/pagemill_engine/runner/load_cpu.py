@@ -20,7 +20,7 @@ from pagemill_engine.models.weights import load_weights, weight_bytes
 from pagemill_engine.runner.base import RunnerInfo
 from pagemill_engine.runner.cpu import CPURunner
 from pagemill_engine.runner.kv_cache import KVCache, max_model_len_for, num_blocks_for
-from pagemill_engine.runner.memory import available_memory
+from pagemill_engine.runner.memory import available_memory, memory_limit
 from pagemill_engine.runner.threads import available_threads
 from pagemill_kernels.registry import cpu_backend, ops_for
 from pagemill_protocol.model_spec import ModelSpec
@@ -39,7 +39,7 @@ def load_cpu_runner(
     ops = ops_for(backend)
     try:
         weights = open_weights(path)
-        _check_memory(weights.num_bytes(dtype, keep_codes=ops.pack_codes is not None), dtype)
+        _check_memory(weights.num_bytes(dtype, keep_codes=ops.pack_codes is not None), config, dtype)
         progress("loading", f"{path.name}: {spec.num_parameters / 1e6:.0f} M parameters as {_name(dtype)}, {how}")
         model = build_model(spec, ops, dtype)
         rope_divisors = _fill(model, weights)
@@ -84,14 +84,22 @@ def _compute_dtype(setting: str) -> torch.dtype:
     return torch.bfloat16 if native else torch.float32
 
 
-def _check_memory(needed: int, dtype: torch.dtype) -> None:
+def _check_memory(needed: int, config: EngineConfig, dtype: torch.dtype) -> None:
+    """Weights and the KV cache that was asked for must fit into what is free: the limit less what is used already."""
     available = available_memory()
     if needed > available:
         raise LoadError(
             "ModelTooLarge",
-            f"The weights take {needed / 1024**3:.1f} GiB as {_name(dtype)}, "
-            f"but {available / 1024**3:.1f} GiB of memory are free. "
-            "Use a smaller model, a 2-byte dtype, or a machine with more memory.",
+            f"The weights take {needed / 1024**3:.2f} GiB as {_name(dtype)}, "
+            f"but {available / 1024**3:.2f} GiB of memory are free, of {memory_limit() / 1024**3:.2f} GiB allowed. "
+            "Raise resources.memory, or use a smaller or quantized model, or a 2-byte dtype.",
+        )
+    kv_cache = config.kv_cache_memory_bytes or 0
+    if config.num_kv_blocks is None and needed + kv_cache > available:
+        raise LoadError(
+            "KVCacheTooLarge",
+            f"The weights take {needed / 1024**3:.2f} GiB and kvCacheMemory asks for {kv_cache / 1024**3:.2f} GiB, "
+            f"but {available / 1024**3:.2f} GiB of memory are free. Lower kvCacheMemory or raise resources.memory.",
         )
 
 

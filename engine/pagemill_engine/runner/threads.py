@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup")
+_V1_FOLDERS = ("cpu", "cpu,cpuacct")
 
 
 def available_threads(cgroup: Path = _CGROUP) -> int:
@@ -21,10 +22,11 @@ def _cgroup_quota(cgroup: Path) -> float | None:
     fields = _read(cgroup / "cpu.max").split()
     if len(fields) == 2:
         return None if fields[0] == "max" else int(fields[0]) / int(fields[1])
-    quota, period = _read(cgroup / "cpu/cpu.cfs_quota_us"), _read(cgroup / "cpu/cpu.cfs_period_us")
-    if not quota or not period or int(quota) <= 0:
-        return None
-    return int(quota) / int(period)
+    for folder in _V1_FOLDERS:
+        quota, period = _read(cgroup / folder / "cpu.cfs_quota_us"), _read(cgroup / folder / "cpu.cfs_period_us")
+        if quota and period:
+            return int(quota) / int(period) if int(quota) > 0 else None
+    return None
 
 
 def _read(path: Path) -> str:

@@ -7,36 +7,49 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
+import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import orjson
-
-from pagemill_engine.ipc.messages import Ready
-from pagemill_engine.server.failure import StartupError, write_termination
-from pagemill_engine.server.main import Events, run_server
-from pagemill_engine.server.settings import load_settings
+if TYPE_CHECKING:
+    from pagemill_engine.ipc.messages import Ready
+    from pagemill_engine.server.main import Events
 
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code: 0 after a signal, 1 with a termination message on stderr, 2 for a wrong command line."""
+    # A container's first process ignores the signal unless it says what to do, and imports take a while.
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    from pagemill_engine.server.failure import KUBERNETES_LOG, StartupError, write_termination
+    from pagemill_engine.server.main import run_server
+    from pagemill_engine.server.settings import load_settings
+
     parser = argparse.ArgumentParser(prog="python -m pagemill_engine.server", description="Serve one model.")
     parser.add_argument("--settings", type=Path, required=True, help="JSON file with `engine` and `server`.")
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="server %(levelname)s %(name)s: %(message)s")
-    termination_log: str | None = None
+    termination_log = str(KUBERNETES_LOG) if KUBERNETES_LOG.exists() else None
     try:
         settings = load_settings(arguments.settings)
-        termination_log = settings.server.termination_log
+        termination_log = settings.server.termination_log or termination_log
         run_server(settings, _events())
     except StartupError as error:
         sys.stderr.write(write_termination(error.termination, termination_log) + "\n")
+        return 1
+    except Exception as error:
+        # A fault of ours; whoever reads the object's status should see it there nevertheless.
+        logging.getLogger(__name__).exception("the server ends by a fault of its own")
+        failure = StartupError("ServerFailed", f"{type(error).__name__}: {error}")
+        sys.stderr.write(write_termination(failure.termination, termination_log) + "\n")
         return 1
     return 0
 
 
 def _events() -> Events:
+    from pagemill_engine.server.main import Events
+
     return Events(
         on_listening=lambda port, control_port: _say(event="listening", port=port, control_port=control_port),
         on_phase=lambda phase, detail: _say(event="phase", phase=phase, detail=detail),
@@ -51,6 +64,8 @@ def _say_ready(ready: Ready) -> None:
 
 def _say(**fields: Any) -> None:
     """A closed pipe is no reason to stop serving."""
+    import orjson
+
     try:
         sys.stdout.write(orjson.dumps(fields).decode() + "\n")
         sys.stdout.flush()

@@ -14,6 +14,9 @@ import msgspec
 MAX_TERMINATION_BYTES = 4096
 """Kubernetes keeps no more of a termination message."""
 
+KUBERNETES_LOG = Path("/dev/termination-log")
+"""Where a kubelet looks, and a file only in its containers: for failures before the settings are known."""
+
 
 class Termination(msgspec.Struct, frozen=True, omit_defaults=True):
     reason: str

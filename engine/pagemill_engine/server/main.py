@@ -28,6 +28,7 @@ from pagemill_engine.server.context import ServerContext
 from pagemill_engine.server.draining import ACKNOWLEDGE_TIMEOUT_S, Draining
 from pagemill_engine.server.engine_client import EngineClient
 from pagemill_engine.server.failure import StartupError
+from pagemill_engine.server.fit import check_fits
 from pagemill_engine.server.lifecycle import Lifecycle
 from pagemill_engine.server.metrics import ServerMetrics
 from pagemill_engine.server.settings import Settings
@@ -115,7 +116,7 @@ class Server:
     async def _run_engine(self) -> None:
         """Load what this process needs of the model, then speak for the engine process until it ends."""
         context, config = self._context, self._settings.engine
-        context.lifecycle.enter("loading", f"reading the tokenizer of {config.model}")
+        context.lifecycle.enter("loading", f"looking at {config.model}")
         bundle, tokenizer = await context.off_loop(lambda: _load_tokenizer(config))
         context.tokenizer = tokenizer
         config = msgspec.structs.replace(
@@ -249,7 +250,10 @@ class _HttpServer(uvicorn.Server):
 
 def _load_tokenizer(config: EngineConfig) -> tuple[TokenizerBundle, Tokenizer]:
     try:
-        bundle = load_bundle(resolve_source(config.model, field="model"))
+        path = resolve_source(config.model, field="model")
+        if not config.null_runner:
+            check_fits(config, path)
+        bundle = load_bundle(path)
         return bundle, Tokenizer(bundle, chat_template=config.chat_template)
     except SourceError as error:
         raise StartupError(error.reason, f"`{error.field}` {config.model!r}: {error.message}", error.field) from error

@@ -180,7 +180,7 @@ def test_a_cache_larger_than_the_containers_memory_is_refused(
 def test_a_model_larger_than_memory_is_refused(
     folder: Path, runner_loader: Loader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("psutil.virtual_memory", lambda: type("Memory", (), {"available": 1000})())
+    monkeypatch.setattr("psutil.virtual_memory", lambda: type("Memory", (), {"available": 1000, "total": 2000})())
     with pytest.raises(LoadError) as error:
         runner_loader(folder)
     assert error.value.reason == "ModelTooLarge"

@@ -1,0 +1,62 @@
+"""Can this model run in this container at all? Answered from the files' headers, before anything large is loaded.
+
+A process that starts to load what cannot fit is killed by the kernel without a word. The estimate is a lower bound, so
+it refuses nothing that would run; the exact figures are the engine process's, once it knows the device.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pagemill_engine.config import EngineConfig
+from pagemill_engine.runner.memory import memory_limit
+from pagemill_engine.server.failure import StartupError
+from pagemill_protocol.model_spec import ModelSpec, load_model_spec
+
+RUNTIME_BYTES = 256 * 1024**2
+"""Of both processes without a model, measured low."""
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_LEAST_ITEM_BYTES = 2
+
+
+def check_fits(config: EngineConfig, path: Path) -> None:
+    """Raises `StartupError` for a model that needs more memory than there is, `SourceError` for an unusable one."""
+    spec = load_model_spec(path)
+    limit = memory_limit()
+    weights, kv_cache = _weight_bytes(config, spec), _kv_cache_bytes(config, spec)
+    if weights + RUNTIME_BYTES > limit:
+        raise StartupError(
+            "ModelTooLarge",
+            f"`model` {config.model!r} needs at least {_size(weights)} for its weights and {_size(RUNTIME_BYTES)} to "
+            f"run, but the memory limit is {_size(limit)}. Raise resources.memory, or use a smaller or more strongly "
+            "quantized model.",
+            "model",
+        )
+    if weights + RUNTIME_BYTES + kv_cache > limit:
+        raise StartupError(
+            "KVCacheTooLarge",
+            f"The KV cache of {_size(kv_cache)} does not fit: the weights need {_size(weights)}, the engine "
+            f"{_size(RUNTIME_BYTES)}, and the memory limit is {_size(limit)}. Lower kvCacheMemory or raise "
+            "resources.memory.",
+            "kv_cache_memory_bytes",
+        )
+
+
+def _weight_bytes(config: EngineConfig, spec: ModelSpec) -> int:
+    """Files in codes keep them; plain floats are converted where a type is asked for."""
+    if spec.weights_format == "gguf" and spec.quantization is not None:
+        return spec.weight_bytes
+    item_bytes = _ITEM_BYTES.get(config.dtype)
+    return spec.weight_bytes if item_bytes is None else spec.num_parameters * item_bytes
+
+
+def _kv_cache_bytes(config: EngineConfig, spec: ModelSpec) -> int:
+    """What the settings ask for; a cache without a setting takes what is left."""
+    if config.num_kv_blocks is None:
+        return config.kv_cache_memory_bytes or 0
+    item_bytes = _ITEM_BYTES.get(config.dtype, _LEAST_ITEM_BYTES)
+    return config.num_kv_blocks * config.block_size * spec.kv_bytes_per_token(item_bytes)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1024**3:.1f} GiB" if num_bytes >= 1024**3 else f"{num_bytes / 1024**2:.0f} MiB"

