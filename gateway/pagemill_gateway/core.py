@@ -22,6 +22,8 @@ from pagemill_gateway.relay.upstream import Upstream
 from pagemill_protocol.catalog import Catalog
 from pagemill_protocol.http.auth import KeyRing
 
+SETTLE_TIMEOUT_S = 20.0
+"""After the start, engines that do not answer delay the readiness no longer than this."""
 UPSTREAM_KEEPALIVE_S = 30.0
 """Idle connections to engines are dropped before the engine's own server would: a request must not race the hang-up."""
 
@@ -32,6 +34,8 @@ class Gateway:
     def __init__(self, config: GatewayConfig) -> None:
         self.config = config
         self.started_unix_s = int(time.time())
+        self._started_at = time.monotonic()
+        self._was_ready = False
         self.draining = False
         self.closing = asyncio.Event()
         """The drain is over: what streams for ever ends now."""
@@ -60,15 +64,28 @@ class Gateway:
 
     @property
     def ready(self) -> bool:
-        """It takes requests and knows whom to ask; a catalogue of before will do."""
-        return not self.draining and (self.discovery is None or self.discovery.known)
+        """It takes requests and knows whom to ask; a catalogue of before will do.
+
+        Once it was ready, only the drain ends that: engines and the API server may come and go.
+        """
+        self._was_ready = self._was_ready or self._can_begin()
+        return self._was_ready and not self.draining
+
+    def _can_begin(self) -> bool:
+        if self.discovery is None:
+            return True
+        if not self.discovery.known:
+            return False
+        return self._streams.settled or time.monotonic() - self._started_at > SETTLE_TIMEOUT_S
 
     @property
     def detail(self) -> str:
         """What is out of order, for people."""
         if self.draining:
             return "the gateway is shutting down"
-        return self.discovery.detail if self.discovery is not None else ""
+        if self.discovery is None:
+            return ""
+        return self.discovery.detail or ("" if self._was_ready else "connecting to the engines")
 
     def apply_catalog(self, catalog: Catalog) -> None:
         """Serve `catalog` from now on. Requests under way finish where they are."""

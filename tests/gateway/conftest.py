@@ -99,6 +99,8 @@ class FakeEngine:
         self.max_model_len = MAX_MODEL_LEN
         self.draining = False
         self.readyz: tuple[int, dict[str, str]] = (200, {"phase": "ready", "detail": ""})
+        self._may_report = asyncio.Event()
+        self._may_report.set()
         self.behaviours: deque[Behaviour] = deque()
         self.behaviour: Behaviour = says("hello", " world")
         self.bundle_bytes = BUNDLE.to_bytes()
@@ -151,6 +153,11 @@ class FakeEngine:
             with contextlib.suppress(ConnectionError):
                 await stream.write(data)
 
+    def hold_state(self) -> asyncio.Event:
+        """Say nothing on new state streams until the event is set."""
+        self._may_report.clear()
+        return self._may_report
+
     def _frame(self, snapshot: bool = False) -> StateFrame:
         return StateFrame(
             sequence=self._sequence,
@@ -187,6 +194,7 @@ class FakeEngine:
         self.gateways.append(http.headers.get("X-Pagemill-Gateway"))
         self._streams.add(response)
         try:
+            await self._may_report.wait()
             await response.write(encode_state(self._frame(snapshot=True)))
             await asyncio.Event().wait()
         finally:

@@ -116,6 +116,18 @@ async def test_an_outage_that_lasts_is_a_503_at_once(engines, gateways, fake) ->
     assert time.monotonic() - asked_at < 0.15
 
 
+async def test_requests_wait_for_an_engine_that_is_ready_by_its_platform(engines, gateways, fake) -> None:
+    release = engines[0].hold_state()
+    catalog = fake.catalog_of(engines[0])
+    catalog.models[0].endpoints[0] = msgspec.structs.replace(engines[0].endpoint, probed_ready=True)
+    gateway = await gateways(engines[0], wait=False, catalog=catalog, outage_wait_s=10.0)
+    reply = asyncio.create_task(gateway.chat())
+    await asyncio.sleep(0.1)
+    assert not reply.done()
+    release.set()
+    assert (await reply).status == 200
+
+
 async def test_a_pod_found_ready_by_its_platform_is_asked_without_delay(engines, gateways, fake) -> None:
     await engines[0].kill()
     gateway = await gateways(engines[0], wait=False, reconnect_base_s=30.0, reconnect_max_s=60.0)

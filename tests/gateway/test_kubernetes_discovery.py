@@ -390,6 +390,32 @@ async def test_a_request_goes_all_the_way_to_a_pod_found_in_a_slice(api, start, 
     assert gateway.brain.resolve(fake.MODEL).deployment == f"ns/{fake.MODEL}"
 
 
+async def test_it_is_ready_only_when_it_knows_the_engines_that_are(api, start, engines, fake) -> None:
+    engines[0].max_model_len = 0
+    await give_keys(api, current=fake.KEY)
+    await give_model(api, fake.MODEL)
+    await give_slice(api, fake.MODEL, engines[0])
+    release = engines[0].hold_state()
+    gateway = await start.gateway()
+    await fake.until(lambda: gateway.discovery.known)
+    assert not gateway.ready
+    assert gateway.detail == "connecting to the engines"
+    release.set()
+    await fake.until(lambda: gateway.ready)
+    await give_slice(api, fake.MODEL, engines[1])
+    await fake.until(lambda: engines[1].name in gateway.brain.registry.endpoints)
+    assert gateway.ready, "what comes later does not undo it"
+
+
+async def test_an_engine_that_cannot_be_reached_does_not_hold_the_gateway_up(api, start, engines, fake) -> None:
+    await engines[0].kill()
+    await give_keys(api, current=fake.KEY)
+    await give_model(api, fake.MODEL)
+    await give_slice(api, fake.MODEL, engines[0])
+    gateway = await start.gateway()
+    await fake.until(lambda: gateway.ready)
+
+
 # -- credentials -------------------------------------------------------------------------------------------------------
 
 

@@ -245,7 +245,9 @@ class LocalBrain:
         return deployment, usable or _with_bundle(self._departing(deployment), target.bundle_digest)
 
     def _outage_left_s(self, deployment: Deployment) -> float:
-        """How much longer requests may wait for an engine of a deployment that has lost its last one."""
+        """How much longer requests may wait for an engine: one that was lost a moment ago, or is known to be ready."""
+        if any(record.expected for record in deployment.records):
+            return self._outage_wait_s
         if deployment.last_usable_at is None:
             return 0.0
         return max(0.0, deployment.last_usable_at + self._outage_wait_s - self._clock())

@@ -41,6 +41,12 @@ class EndpointRecord:
         return self.max_model_len > 0 and not self.let_go and not self.unreachable
 
     @property
+    def expected(self) -> bool:
+        """Its platform says that it is ready, and it has not said so here yet."""
+        unheard = self.max_model_len == 0 and not self.unreachable
+        return unheard and self.endpoint.probed_ready and not self.leaving
+
+    @property
     def leaving(self) -> bool:
         return self.endpoint.terminating or self.draining
 

@@ -44,6 +44,8 @@ class StateStreams:
         self._handovers = Handovers(session, brain, config.handover_timeout_s)
         self._gateway = {GATEWAY_HEADER.decode(): f"{socket.gethostname()}-{secrets.token_hex(8)}"}
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._asked: set[str] = set()
+        """Endpoints that have answered, or failed to, at least once."""
         self._probed_ready: set[str] = set()
         self._hints: dict[str, asyncio.Event] = {}
         """By endpoint: set when it is worth to try again at once."""
@@ -54,11 +56,17 @@ class StateStreams:
         wanted = {(record.endpoint.id, record.endpoint.control_url) for record in records}
         for gone in self._tasks.keys() - wanted:
             self._tasks.pop(gone).cancel()
+        self._asked &= {endpoint_id for endpoint_id, _ in wanted}
         self._hint({record.endpoint.id for record in records if record.endpoint.probed_ready})
         for endpoint_id, control_url in wanted - self._tasks.keys():
             self._hints[endpoint_id] = asyncio.Event()
             follower = self._follow(endpoint_id, control_url)
             self._tasks[endpoint_id, control_url] = asyncio.create_task(follower, name=f"state:{endpoint_id}")
+
+    @property
+    def settled(self) -> bool:
+        """Every engine that its platform calls ready is known here as well, or was asked in vain."""
+        return self._probed_ready <= self._asked
 
     def _hint(self, probed_ready: set[str]) -> None:
         """Those that the platform has just found ready need not wait for the next attempt."""
@@ -93,6 +101,7 @@ class StateStreams:
             if connection.num_frames:
                 logger.warning("state stream of %s lost: %s", endpoint_id, cause)
                 pause_s = self._config.reconnect_base_s
+            self._asked.add(endpoint_id)
             self._brain.stream_lost(endpoint_id)
             if connection.refused:
                 self._brain.unreachable(endpoint_id)
@@ -132,6 +141,7 @@ class StateStreams:
                     await self._ensure_bundle(frame, control_url, token)
                     self._brain.observe(endpoint_id, frame)
                     connection.num_frames += 1
+                    self._asked.add(endpoint_id)
                     if frame.draining:
                         self._handovers.begin(
                             endpoint_id, control_url, {"Authorization": f"Bearer {token}", **self._gateway}
