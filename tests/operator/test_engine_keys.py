@@ -1,0 +1,159 @@
+"""The keys of engine tokens: made once, turned in time, never lost between two leaders."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from pagemill_operator.backends.kubernetes.client import ApiError
+from pagemill_operator.controller.keys import KeyRing, new_keys, read_keys
+
+START = datetime(2026, 1, 1, tzinfo=UTC)
+DAY_S = 86_400.0
+
+
+class FakeSecrets:
+    """The requests that the key ring makes, on one Secret."""
+
+    def __init__(self) -> None:
+        self.secret: dict[str, Any] | None = None
+        self.writes: list[str] = []
+
+    async def find(self, kind: Any, namespace: str, name: str) -> dict[str, Any] | None:
+        return copy.deepcopy(self.secret)
+
+    async def create(self, kind: Any, manifest: dict[str, Any]) -> dict[str, Any]:
+        if self.secret is not None:
+            raise ApiError(409, "AlreadyExists", "it exists")
+        self.writes.append("create")
+        self.secret = copy.deepcopy(manifest)
+        self.secret["metadata"]["resourceVersion"] = "1"
+        return self.secret
+
+    async def merge(self, kind: Any, namespace: str, name: str, patch: Mapping[str, Any]) -> dict[str, Any]:
+        assert self.secret is not None
+        if patch["metadata"]["resourceVersion"] != self.secret["metadata"]["resourceVersion"]:
+            raise ApiError(409, "Conflict", "it has changed")
+        self.writes.append("merge")
+        version = str(int(self.secret["metadata"]["resourceVersion"]) + 1)
+        self.secret = copy.deepcopy(dict(patch))
+        self.secret["metadata"]["resourceVersion"] = version
+        return self.secret
+
+
+class World:
+    def __init__(self) -> None:
+        self.secrets = FakeSecrets()
+        self.now = START
+        self.changes = 0
+
+    def ring(self) -> KeyRing:
+        def changed() -> None:
+            self.changes += 1
+
+        client: Any = self.secrets
+        return KeyRing(client, "system", "pagemill-keys", DAY_S, on_change=changed, now=lambda: self.now)
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+async def test_missing_keys_are_made(world: World) -> None:
+    ring = world.ring()
+    assert await ring.tend() == DAY_S
+    assert world.secrets.writes == ["create"]
+    assert world.secrets.secret is not None
+    assert read_keys(world.secrets.secret) == ring.keys
+
+
+async def test_keys_that_are_young_are_left_alone(world: World) -> None:
+    await world.ring().tend()
+    world.now += timedelta(hours=6)
+    again = world.ring()
+    assert await again.tend() == DAY_S - 6 * 3600
+    assert world.secrets.writes == ["create"]
+
+
+async def test_a_turn_moves_each_key_on_so_that_no_used_token_is_ever_refused(world: World) -> None:
+    ring = world.ring()
+    await ring.tend()
+    for _ in range(4):
+        before = ring.keys
+        assert before is not None
+        world.now += timedelta(seconds=DAY_S)
+        await ring.tend()
+        after = ring.keys
+        assert after is not None
+        assert after.keys.current == before.keys.next, "what is used now was accepted for a whole period"
+        assert after.keys.previous == before.keys.current, "what was used is still accepted"
+        assert before.keys.sent("ns", "chat") in after.keys.accepted("ns", "chat")
+        assert after.keys.sent("ns", "chat") in before.keys.accepted("ns", "chat")
+    assert world.secrets.writes == ["create", *["merge"] * 4]
+
+
+async def test_keys_that_cannot_be_read_are_made_anew(world: World) -> None:
+    ring = world.ring()
+    await ring.tend()
+    assert world.secrets.secret is not None
+    world.secrets.secret["data"]["next"] = "not base64!"
+    assert read_keys(world.secrets.secret) is None
+    await ring.tend()
+    assert read_keys(world.secrets.secret) == ring.keys
+
+
+async def test_a_turn_by_another_leader_is_not_turned_over(world: World) -> None:
+    ring = world.ring()
+    await ring.tend()
+    world.now += timedelta(seconds=DAY_S)
+    stale = copy.deepcopy(world.secrets.secret)
+    await world.ring().tend()
+
+    async def find_stale(*_: Any) -> dict[str, Any] | None:
+        return stale
+
+    world.secrets.find = find_stale  # type: ignore[method-assign]
+    with pytest.raises(ApiError, match="Conflict"):
+        await ring.tend()
+
+
+async def test_a_watched_secret_tells_only_of_changes(world: World) -> None:
+    ring, standby = world.ring(), world.ring()
+    await ring.tend()
+    assert world.changes == 1
+    secret = world.secrets.secret
+    assert secret is not None
+    standby.saw(secret)
+    standby.saw(secret)
+    assert standby.keys == ring.keys
+    assert world.changes == 2
+    standby.saw({**secret, "metadata": {**secret["metadata"], "name": "another"}, "data": {}})
+    assert world.changes == 2
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda secret: secret["data"].pop("current"),
+        lambda secret: secret["data"].update(current="c2hvcnQ="),
+        lambda secret: secret["metadata"].pop("annotations"),
+        lambda secret: secret["metadata"]["annotations"].update({"pagemill.dev/rotated-at": "yesterday"}),
+        lambda secret: secret["metadata"]["annotations"].update({"pagemill.dev/rotated-at": "2026-01-01T00:00:00"}),
+        lambda secret: secret.pop("data"),
+    ],
+)
+async def test_a_spoilt_secret_holds_no_keys(world: World, spoil: Callable[[dict[str, Any]], Any]) -> None:
+    await world.ring().tend()
+    assert world.secrets.secret is not None
+    spoil(world.secrets.secret)
+    assert read_keys(world.secrets.secret) is None
+
+
+def test_every_key_is_random() -> None:
+    first, second = new_keys(START).keys, new_keys(START).keys
+    assert len({first.current, first.next, second.current, second.next}) == 4
