@@ -31,10 +31,11 @@ _REMEDIES = {
     "KVCacheTooSmall": "It is a field of spec.engine.",
     "MaxModelLenTooLarge": "Both are fields of spec.engine.",
     "ModelNotFound": "Correct spec.model.source.",
-    "ModelTooLarge": "Raise spec.resources.memory, or choose a smaller model in spec.model.source.",
+    "ModelTooLarge": "The fields are spec.resources.memory and spec.model.source.",
     "ModelUnreadable": "Give a complete model in spec.model.source.",
     "SettingsInvalid": "The engine is of another version than the operator: see spec.engine.image and version.",
     "SourceUnavailable": "Check spec.model.source; for a gated model set credentialsSecretRef and cache in spec.model.",
+    "Unauthorized": "The Secret is the one of spec.model.credentialsSecretRef.",
     "UnsupportedArchitecture": "Choose a supported model in spec.model.source.",
     "UnsupportedQuantization": "Choose other weights in spec.model.source.",
 }

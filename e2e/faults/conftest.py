@@ -1,0 +1,35 @@
+"""One namespace for all rows of a module: they wait for their faults side by side, as in a cluster with many users."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from support.clusters import Cluster
+from support.deployments import Deployed, deploy, wait_no_children
+from support.kubectl import Kubectl
+from support.objects import RESTRICTED, Document, namespace
+from support.release import Releases
+
+
+@pytest.fixture(scope="module")
+def matrix_space(request: pytest.FixtureRequest, cluster: Cluster, releases: Releases) -> Iterator[Kubectl]:
+    releases.shared()
+    name = f"e2e-{request.module.__name__.rpartition('test_')[2].replace('_', '-')}-{os.getpid()}"
+    cluster.kubectl.apply(namespace(name, RESTRICTED))
+    here = cluster.kubectl.within(name)
+    try:
+        here.apply(*getattr(request.module, "BESIDE", ()))
+        yield here
+        here.ok("delete", "llmd", "--all", "--timeout=300s", timeout_s=330)
+        wait_no_children(here)
+    finally:
+        cluster.kubectl.delete(f"namespace/{name}", "--ignore-not-found")
+
+
+@pytest.fixture(scope="module")
+def matrix(request: pytest.FixtureRequest, matrix_space: Kubectl) -> dict[str, Deployed]:
+    """Every row of the module, applied; by name."""
+    documents: list[Document] = [row.document for row in request.module.ROWS]
+    return {document["metadata"]["name"]: deploy(matrix_space, document) for document in documents}

