@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
+import signal
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import uvloop
-
-from pagemill_gateway import logs
-from pagemill_gateway.config import GatewayConfig, SettingsError, load_config
-from pagemill_gateway.server import serve
+if TYPE_CHECKING:
+    from pagemill_gateway.config import GatewayConfig
 
 
 def main() -> int:
     """Exit code 0 after an orderly stop, 1 when the settings do not allow a start."""
+    # A container's first process ignores the signal unless it says what to do, and imports take a while.
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    from pagemill_gateway.config import SettingsError, load_config
+
     parser = argparse.ArgumentParser(prog="pagemill_gateway", description="One OpenAI-compatible URL over all engines.")
     parser.add_argument("--settings", type=Path, required=True, help="JSON file of GatewayConfig")
     arguments = parser.parse_args()
@@ -28,6 +32,11 @@ def main() -> int:
 
 def run(config: GatewayConfig) -> int:
     """Serve until a signal. Raises `SettingsError`."""
+    import uvloop
+
+    from pagemill_gateway import logs
+    from pagemill_gateway.server import serve
+
     logs.configure()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(config))

@@ -1,7 +1,8 @@
 """One gateway process: both ports up, until a signal; then the drain, then down.
 
-The drain: `/readyz` fails first; after `drain_delay_s` new requests are refused while running ones go on; after
-`drain_timeout_s` those that are left end with an error event. A second signal skips the waiting.
+The drain: `/readyz` fails first, and every answer asks its client to close the connection; after `drain_delay_s` nobody
+can connect any more, while requests on connections that are open are still served; after `drain_timeout_s` those that
+are left end with an error event. A second signal skips the waiting.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import asyncio
 import logging
 import signal
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from typing import NamedTuple
 
 import orjson
 import uvicorn
@@ -58,16 +60,23 @@ async def _run(gateway: Gateway, data_socket: socket.socket, control_socket: soc
         async with listening(gateway, data_socket, control_socket) as servers:
             _tell("listening", url=url_of(data_socket), control_url=url_of(control_socket))
             stopped = asyncio.create_task(stop.wait(1))
-            await asyncio.wait([*servers, stopped], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([*servers.tasks, stopped], return_when=asyncio.FIRST_COMPLETED)
             stopped.cancel()
-            await drain(gateway, stop)
+            await drain(gateway, stop, servers.refuse_connections)
+
+
+class Listening(NamedTuple):
+    tasks: list[asyncio.Task[None]]
+    """They end early only when a server fails."""
+    refuse_connections: Callable[[], None]
+    """On the data port, for good; connections that are open stay."""
 
 
 @asynccontextmanager
 async def listening(
     gateway: Gateway, data_socket: socket.socket, control_socket: socket.socket
-) -> AsyncIterator[list[asyncio.Task[None]]]:
-    """Serve both ports while the block runs; the tasks end early only when a server fails."""
+) -> AsyncIterator[Listening]:
+    """Serve both ports while the block runs."""
     data = _server(data_app(gateway), gateway.config)
     control = _server(control_app(gateway), gateway.config)
     tasks = [
@@ -75,23 +84,24 @@ async def listening(
         asyncio.create_task(control.serve(sockets=[control_socket])),
     ]
     try:
-        yield tasks
+        yield Listening(tasks, data.refuse_connections)
     finally:
         gateway.closing.set()
         data.should_exit = control.should_exit = True
         await asyncio.gather(*tasks)
 
 
-async def drain(gateway: Gateway, stop: Stop) -> None:
+async def drain(gateway: Gateway, stop: Stop, refuse_connections: Callable[[], None] = lambda: None) -> None:
     """Take the gateway out of service without cutting an answer short, if time allows."""
     gateway.draining = True
     _tell("draining", num_requests=gateway.gate.num_inside)
     hurry = asyncio.create_task(stop.wait(2))
     try:
         await asyncio.wait([hurry], timeout=gateway.config.drain_delay_s)
-        gateway.gate.close("The gateway is shutting down. Try again.")
+        refuse_connections()
         empty = asyncio.create_task(gateway.gate.wait_empty())
         await asyncio.wait([empty, hurry], timeout=gateway.config.drain_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        gateway.gate.close("The gateway is shutting down. Try again.")
         if not empty.done():
             logger.warning("gateway cuts %d requests short", gateway.gate.num_inside)
             gateway.running.end_all()
@@ -136,6 +146,10 @@ class Stop:
 
 
 class _Server(uvicorn.Server):
+    def refuse_connections(self) -> None:
+        for server in self.servers:
+            server.close()
+
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Signals are the gateway's: uvicorn would stop listening before the drain."""

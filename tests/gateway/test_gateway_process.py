@@ -136,14 +136,18 @@ def test_loopback_is_what_only_this_machine_reaches(host: str, expected: bool) -
 async def test_sigterm_ends_readiness_first_lets_requests_finish_and_exits_clean(engines, fake, start) -> None:
     gateway = await start(catalog=fake.catalog_of(engines[0]), drain_timeout_s=20)
     gate = asyncio.Event()
-    engines[0].behaviour = fake.says("a", "b", gate=gate)
-    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "stream": True}
-    async with aiohttp.ClientSession() as session:
-        response = await post_when_ready(session, gateway, body)
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+    async with aiohttp.ClientSession() as session, aiohttp.ClientSession() as other:
+        await (await post_when_ready(other, gateway, body)).read()
+        engines[0].behaviours.append(fake.says("a", "b", gate=gate))
+        response = await post_when_ready(session, gateway, {**body, "stream": True})
         gateway.process.send_signal(signal.SIGTERM)
         await gateway.unready()
         assert await gateway.status("/livez") == 200
-        assert await session_status(session, gateway, body) == 503
+        async with other.post(gateway.url + "/v1/chat/completions", json=body) as late:
+            assert (late.status, late.headers["connection"]) == (200, "close"), "its connection was open before"
+        with pytest.raises(aiohttp.ClientConnectorError):
+            await other.post(gateway.url + "/v1/chat/completions", json=body)
         gate.set()
         raw = await response.read()
     assert raw.endswith(b"data: [DONE]\n\n")
@@ -180,11 +184,6 @@ async def test_during_the_drain_delay_new_requests_are_still_served(engines, fak
             assert response.headers["connection"] == "close"
         gateway.process.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(gateway.process.wait(), 10) == 0
-
-
-async def session_status(session: aiohttp.ClientSession, gateway: Process, body: dict) -> int:
-    async with session.post(gateway.url + "/v1/chat/completions", json=body) as response:
-        return response.status
 
 
 async def post_when_ready(session: aiohttp.ClientSession, gateway: Process, body: dict) -> aiohttp.ClientResponse:
