@@ -141,14 +141,15 @@ class LeaderElection:
     async def _try_acquire(self) -> bool:
         started = self._clock()
         record = await self._store.read(self._settings.renew_deadline_s / 2)
-        if record is None:
-            return self._took(await self._store.create(self._claim(None), self._settings.renew_deadline_s / 2), started)
-        self._see(record)
-        if not self._may_take(record["spec"]):
-            return False
+        if record is not None:
+            self._see(record)
+            if not self._may_take(record["spec"]):
+                return False
+        write = self._store.create if record is None else self._store.replace
         try:
-            return self._took(await self._store.replace(self._claim(record), self._timeout_s(started)), started)
+            return self._took(await write(self._claim(record), self._timeout_s(started)), started)
         except ApiError as error:
+            # Somebody else was quicker.
             if error.status == 409:
                 return False
             raise

@@ -49,7 +49,10 @@ class Reconciler:
         self._url = url
         self._clock = clock
         self._now = now
+        self._applied_at: dict[str, float] = {}
+        """Key -> when children were last written."""
         self._written_at: dict[str, float] = {}
+        """Key -> when the status was last written."""
         self._plans: dict[str, tuple[tuple[str, int], Plan | None, Sequence[Problem]]] = {}
         """Key -> (uid and generation, what was read from it)."""
 
@@ -64,8 +67,11 @@ class Reconciler:
         plan, problems = self._read(key, owner)
         if plan is None:
             self._cluster.refuse(key, problems)
-        elif await self._cluster.carry_out(plan) and not self._cluster.has_apply_errors(key):
-            return SETTLE_S
+        elif await self._cluster.carry_out(plan):
+            self._applied_at[key] = self._clock()
+        settling_s = self._applied_at.get(key, -1e9) + SETTLE_S - self._clock()
+        if settling_s > 0 and not self._cluster.has_apply_errors(key):
+            return settling_s
         return await self._tell(key)
 
     def has_lasting_errors(self, key: str) -> bool:
@@ -74,8 +80,8 @@ class Reconciler:
 
     async def forget(self, key: str) -> None:
         await self._cluster.forget([key])
-        self._written_at.pop(key, None)
-        self._plans.pop(key, None)
+        for book in (self._applied_at, self._written_at, self._plans):
+            book.pop(key, None)
 
     def _read(self, key: str, owner: Manifest) -> tuple[Plan | None, Sequence[Problem]]:
         metadata = owner["metadata"]
