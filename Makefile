@@ -15,6 +15,18 @@ BIN := .venv/bin
 # Where bench results go; each bench prints a table and a last line of JSON.
 BENCHES := offline_throughput kv_waste step_overhead startup up
 
+# A context of your kubeconfig, whose nodes hold the images tagged PAGEMILL_TAG; empty: a one-node cluster is built,
+# started, and gone at the end. CASES names files or folders below e2e/.
+E2E_CONTEXT ?=
+PAGEMILL_TAG ?=
+CASES ?= e2e
+ifeq ($(E2E_CONTEXT),)
+on_cluster = $(BIN)/python e2e/cluster with bash -c \
+	'exec $(BIN)/pytest $(CASES) $(1) --kubeconfig "$$KUBECONFIG" --image-tag "$$PAGEMILL_TAG"'
+else
+on_cluster = $(BIN)/pytest $(CASES) $(1) --context "$(E2E_CONTEXT)" --image-tag "$(PAGEMILL_TAG)"
+endif
+
 .PHONY: help
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -57,9 +69,21 @@ bench: .venv/.installed ## Run every benchmark with its peers side by side (BENC
 	for name in $(BENCHES); do echo "== bench/$$name.py"; $(BIN)/python bench/$$name.py; done
 
 .PHONY: e2e
-e2e: .venv/.installed ## Prove the custom resource on a real Kubernetes API server (needs Go; minutes the first time)
-	$(BIN)/python e2e/cluster build
-	$(BIN)/pytest e2e
+e2e: .venv/.installed ## Prove the platform on a real Kubernetes: the smoke cases (root; E2E_CONTEXT=NAME uses yours)
+	$(call on_cluster,-m smoke)
+	$(if $(E2E_CONTEXT),,$(BIN)/pytest e2e/crd e2e/chart)
+
+.PHONY: e2e-full
+e2e-full: .venv/.installed ## Prove all of it: every end-to-end case, the largest one too
+	$(call on_cluster,-m "not measure")
+
+.PHONY: e2e-scale
+e2e-scale: .venv/.installed ## 500 LLMDeployments on 200 hollow nodes
+	$(call on_cluster,-m scale)
+
+.PHONY: e2e-measure
+e2e-measure: .venv/.installed ## Measure the platform on a real Kubernetes
+	$(call on_cluster,-s -m measure)
 
 ##@ Generate
 

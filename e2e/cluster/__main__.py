@@ -4,6 +4,7 @@
     python3 e2e/cluster up                 start the one-node cluster and print what to export (root)
     python3 e2e/cluster images             build the project's images and load them; prints the tag
     python3 e2e/cluster down               end everything; loaded images stay for the next time
+    python3 e2e/cluster with COMMAND...    all of that around a command, with KUBECONFIG, PATH and PAGEMILL_TAG set
 
     ... base                               make the Debian image that the others start from
     ... load IMAGE                         put an image that buildah has into the node
@@ -36,6 +37,7 @@ import images
 import loading
 import one_node
 import parts
+import session
 from layout import KUBECONFIG
 
 ERRORS = (
@@ -66,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     verbs.add_parser("build").add_argument("--api-only", action="store_true")
     for verb in ("up", "down"):
         verbs.add_parser(verb).add_argument("--api-only", "--state", type=Path, metavar="DIR")
+    verbs.add_parser("with").add_argument("command", nargs=argparse.REMAINDER)
     verbs.add_parser("base")
     verbs.add_parser("images").add_argument("components", nargs="*", default=list(images.COMPONENTS))
     verbs.add_parser("load").add_argument("image")
@@ -90,6 +93,8 @@ def _run(args: argparse.Namespace) -> None:
             _up(args.api_only)
         case "down":
             api_only.down(args.api_only.resolve()) if args.api_only else one_node.down()
+        case "with":
+            sys.exit(session.run(args.command))
         case "base":
             images.make_base()
         case "images":
@@ -130,7 +135,7 @@ def _up(state: Path | None) -> None:
 def _images(components: list[str]) -> None:
     tag, durations = images.build_and_load(components)
     for phase, seconds in durations.items():
-        print(f"{phase}: {seconds:.0f} s")
+        print(f"{phase}: {seconds:.0f} s", flush=True)
     for component, size in images.sizes(tag).items():
         print(f"pagemill/{component}: {size}")
     print(f"export PAGEMILL_TAG={tag}")

@@ -82,7 +82,7 @@ def load_pause() -> None:
 
 
 def _copy_to_layout(image: str) -> None:
-    """Uncompressed: packing six gigabytes takes minutes, and nothing travels over a network. buildah cannot, skopeo can."""
+    """Uncompressed, because packing six gigabytes takes minutes; skopeo can, Debian's buildah cannot."""
     argv = ["skopeo", "copy", "--quiet", "--dest-oci-accept-uncompressed-layers"]
     argv += [f"containers-storage:{image}", f"oci:{LAYOUT}:{image}"]
     try:

@@ -1,0 +1,74 @@
+"""One command on a one-node cluster of its own: builds what is missing, starts it, and leaves nothing behind.
+
+Prints the seconds of every phase at the end, so that a slow run shows where its time went.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+
+import binaries
+import images
+import one_node
+from layout import KUBECONFIG
+
+END_TIMEOUT_S = 60.0
+
+
+def run(command: Sequence[str]) -> int:
+    """The command's exit code. The cluster ends with it, also on SIGTERM and Ctrl-C."""
+    signal.signal(signal.SIGTERM, _exit)
+    durations: dict[str, float] = {}
+    try:
+        with _phase(durations, "programs"):
+            binaries.build()
+        with _phase(durations, "start"):
+            one_node.up()
+        try:
+            with _phase(durations, "images"):
+                tag, phases = images.build_and_load()
+            durations.update({f"images: {name}": seconds for name, seconds in phases.items()})
+            with _phase(durations, "command"):
+                return _run(command, _environment(tag))
+        finally:
+            with _phase(durations, "end"):
+                one_node.down()
+    finally:
+        for name, seconds in durations.items():
+            print(f"e2e: {name}: {seconds:.0f} s", flush=True)
+
+
+def _run(command: Sequence[str], env: dict[str, str]) -> int:
+    process = subprocess.Popen(command, env=env)
+    try:
+        return process.wait()
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(END_TIMEOUT_S)
+
+
+def _environment(tag: str) -> dict[str, str]:
+    path = f"{binaries.bin_dir()}{os.pathsep}{os.environ['PATH']}"
+    return {**os.environ, "KUBECONFIG": str(KUBECONFIG), "PATH": path, "PAGEMILL_TAG": tag}
+
+
+def _exit(number: int, _frame: FrameType | None) -> None:
+    sys.exit(128 + number)
+
+
+@contextmanager
+def _phase(durations: dict[str, float], name: str) -> Iterator[None]:
+    print(f"e2e: {name} ...", flush=True)
+    start = time.monotonic()
+    try:
+        yield
+    finally:
+        durations[name] = time.monotonic() - start
