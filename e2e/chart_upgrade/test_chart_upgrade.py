@@ -33,6 +33,12 @@ def _uids(release: Release) -> set[str]:
     return {pod["metadata"]["uid"] for pod in pods}
 
 
+def _replaced(release: Release, before: set[str]) -> set[str]:
+    """The pods after all of `before` have been replaced; helm returns when enough new ones are ready."""
+    until("every pod of the release is replaced", lambda: _uids(release).isdisjoint(before), timeout_s=60)
+    return _uids(release)
+
+
 def test_upgrade_and_rollback_interrupt_nobody(own: Release, space: Kubectl, previous: Path) -> None:
     own.install(chart=previous)
     chat = deploy(space, llmdeployment("chat", replicas=2))
@@ -42,12 +48,11 @@ def test_upgrade_and_rollback_interrupt_nobody(own: Release, space: Kubectl, pre
     with running_load(own.service("chat")) as load:
         own.install(values=ROLLING)
         load.wait_for(10)
-        upgraded = _uids(own)
-        assert upgraded.isdisjoint(before), "the upgrade replaced no pod"
+        upgraded = _replaced(own, before)
         own.helm("rollback", own.name, "1", "--wait")
         load.wait_for(10)
+        _replaced(own, upgraded)
     load.report().assert_all_complete(at_least=30)
-    assert _uids(own).isdisjoint(upgraded), "the rollback replaced no pod"
     assert {pod["metadata"]["uid"] for pod in chat.pods()} == engines, "an upgrade of the platform restarted an engine"
     chat.wait_ready(2)
 
@@ -79,9 +84,10 @@ def test_a_release_of_helm_3_goes_on_under_helm_4(own: Release, cluster: Cluster
     with running_load(own.service("chat")) as load:
         own.install(values=ROLLING)
         load.wait_for(5)
-        assert _uids(own).isdisjoint(before)
+        upgraded = _replaced(own, before)
         own.helm("rollback", own.name, "--wait")
         load.wait_for(5)
+        _replaced(own, upgraded)
     load.report().assert_all_complete(at_least=10)
     own.helm("test", own.name)
     three.helm("uninstall", three.name, "--wait")

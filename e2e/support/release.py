@@ -28,6 +28,7 @@ KEYS_SECRET = "e2e-api-keys"
 KEYS_ENTRY = "keys"
 PLAIN_ENTRY = "plain"
 HELM_TIMEOUT_S = 300.0
+WAITING_VERBS = {"install", "upgrade", "rollback", "uninstall", "test"}
 
 
 @dataclass
@@ -81,7 +82,8 @@ class Release:
         kubectl = self.cluster.kubectl
         where = ["--kubeconfig", kubectl.kubeconfig, "--namespace", self.namespace]
         where += ["--kube-context", kubectl.context] if kubectl.context else []
-        argv = [self.cluster.helm, *where, "--timeout", f"{HELM_TIMEOUT_S:.0f}s", *arguments]
+        waiting = ["--timeout", f"{HELM_TIMEOUT_S:.0f}s"] if arguments[0] in WAITING_VERBS else []
+        argv = [self.cluster.helm, *where, *arguments, *waiting]
         done = subprocess.run(argv, input=stdin, capture_output=True, text=True, timeout=HELM_TIMEOUT_S + 30)
         assert done.returncode == 0, f"helm {' '.join(arguments)}: {done.stderr}{done.stdout[-2000:]}"
         return done.stdout
