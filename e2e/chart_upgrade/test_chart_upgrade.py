@@ -15,6 +15,7 @@ from support.load import running_load
 from support.objects import llmdeployment
 from support.programs import find
 from support.release import SHARED_NAME, SHARED_NAMESPACE, Release, Releases
+from support.waiting import until
 
 ROLLING = {"gateway": {"drainTimeoutSeconds": 45}, "operator": {"resyncSeconds": 700}}
 """Settings that replace every pod of the release, whatever else the charts differ in."""
