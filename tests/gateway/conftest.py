@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import json
 import socket
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -361,6 +363,154 @@ def catalog_of(*engines: FakeEngine, **fields: Any) -> Catalog:
     return Catalog(models=[model])
 
 
+# -- a cluster's API server -------------------------------------------------------------------------------------------
+
+DEPLOYMENTS = "/apis/pagemill.dev/v1alpha1/llmdeployments"
+SLICES = "/apis/discovery.k8s.io/v1/endpointslices"
+SECRETS = "/api/v1/namespaces/pagemill/secrets"
+KINDS = (DEPLOYMENTS, SLICES, SECRETS)
+
+
+class ApiServer:
+    """Three kinds of objects with one history."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
+        self.num_lists = 0
+        self.num_watches = 0
+        self.queries: list[dict[str, str]] = []
+        self.status = 200
+        self.tokens: list[str | None] = []
+        self.url = ""
+        self._version = 100
+        self._oldest = 100
+        self._events: list[tuple[int, str, dict[str, Any]]] = []
+        self._news = asyncio.Condition()
+        self._runner: web.AppRunner | None = None
+        self._port = 0
+
+    async def start(self) -> None:
+        app = web.Application()
+        for kind in KINDS:
+            app.router.add_get(kind, self._serve)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", self._port)
+        await site.start()
+        self._port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
+        self.url = f"http://127.0.0.1:{self._port}"
+
+    async def stop(self) -> None:
+        if self._runner is None:
+            return
+        runner, self._runner = self._runner, None
+        for connection in list(runner.server.connections):  # type: ignore[union-attr]
+            if connection.transport is not None:
+                connection.transport.abort()
+        await runner.cleanup()
+
+    async def apply(self, kind: str, name: str, **content: Any) -> None:
+        event = "MODIFIED" if name in self.objects[kind] else "ADDED"
+        raw = json.loads(json.dumps(content))
+        raw["metadata"] = {"name": name, "namespace": "ns", "generation": 1, **raw.get("metadata", {})}
+        await self._record(kind, event, name, raw)
+
+    async def delete(self, kind: str, name: str) -> None:
+        await self._record(kind, "DELETED", name, self.objects[kind][name])
+
+    async def forget_history(self) -> None:
+        """What has happened until now cannot be watched any more, and watches under way end with that."""
+        async with self._news:
+            self._version += 10
+            self._oldest = self._version
+            self._events.clear()
+            self._news.notify_all()
+
+    async def _record(self, kind: str, event: str, name: str, raw: dict[str, Any]) -> None:
+        async with self._news:
+            self._version += 1
+            raw["metadata"]["resourceVersion"] = str(self._version)
+            if event == "DELETED":
+                del self.objects[kind][name]
+            else:
+                self.objects[kind][name] = raw
+            self._events.append((self._version, kind, {"type": event, "object": raw}))
+            self._news.notify_all()
+
+    async def _serve(self, request: web.Request) -> web.StreamResponse:
+        self.queries.append(dict(request.query))
+        self.tokens.append(request.headers.get("Authorization"))
+        if self.status != 200:
+            return web.json_response({"kind": "Status", "message": "you shall not"}, status=self.status)
+        if "watch" in request.query:
+            return await self._watch(request)
+        self.num_lists += 1
+        items = list(self.objects[request.path].values())
+        start = int(request.query.get("continue", 0))
+        page = items[start : start + 2]
+        more = {"continue": str(start + 2)} if start + 2 < len(items) else {}
+        return web.json_response({"metadata": {"resourceVersion": str(self._version), **more}, "items": page})
+
+    async def _watch(self, request: web.Request) -> web.StreamResponse:
+        self.num_watches += 1
+        seen = int(request.query["resourceVersion"])
+        response = web.StreamResponse()
+        await response.prepare(request)
+        while True:
+            if seen < self._oldest:
+                gone = {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old resource version"}
+                await response.write(json.dumps({"type": "ERROR", "object": gone}).encode() + b"\n")
+                return response
+            for version, kind, event in [each for each in self._events if each[0] > seen]:
+                if kind == request.path:
+                    line = json.dumps(event).encode() + b"\n"
+                    await response.write(line[:20])  # lines come in pieces
+                    await response.write(line[20:])
+                seen = version
+            async with self._news:
+                await self._news.wait()
+
+
+def secret_data(**keys: bytes) -> dict[str, str]:
+    return {name: base64.b64encode(key).decode() for name, key in keys.items()}
+
+
+async def give_keys(api: ApiServer, current: bytes = b"c" * 32) -> None:
+    data = secret_data(current=current, next=b"n" * 32, previous=b"p" * 32)
+    await api.apply(SECRETS, "pagemill-keys", data=data, metadata={"namespace": "pagemill"})
+
+
+async def give_model(api: ApiServer, name: str, **spec: Any) -> None:
+    await api.apply(DEPLOYMENTS, name, spec={"model": {"source": "hf://a/b"}, **spec}, status={})
+
+
+async def give_slice(api: ApiServer, name: str, *engines: Any, terminating: bool = False) -> None:
+    endpoints = [
+        {
+            "addresses": ["127.0.0.1"],
+            "conditions": {"ready": not terminating, "terminating": terminating},
+            "targetRef": {"kind": "Pod", "uid": engine.name},
+        }
+        for engine in engines
+    ]
+    # Every fake engine has one port of its own, and a slice one pair of ports.
+    (port,) = {engine.port for engine in engines} or {1}
+    ports = [{"name": "data", "port": port}, {"name": "control", "port": port}]
+    labels = {"pagemill.dev/deployment": name}
+    slice_name = f"{name}-{'-'.join(engine.name for engine in engines)}"
+    await api.apply(
+        SLICES, slice_name, metadata={"labels": labels}, endpoints=endpoints, ports=ports, addressType="IPv4"
+    )
+
+
+@pytest.fixture
+async def api() -> AsyncIterator[ApiServer]:
+    server = ApiServer()
+    await server.start()
+    yield server
+    await server.stop()
+
+
 @pytest.fixture
 async def engines() -> AsyncIterator[list[FakeEngine]]:
     """Three engines, all up."""
@@ -411,6 +561,13 @@ def fake() -> SimpleNamespace:
         catalog_of=catalog_of,
         answer_frames=answer_frames,
         Engine=FakeEngine,
+        DEPLOYMENTS=DEPLOYMENTS,
+        SLICES=SLICES,
+        SECRETS=SECRETS,
+        secret_data=secret_data,
+        give_keys=give_keys,
+        give_model=give_model,
+        give_slice=give_slice,
         MODEL=MODEL,
         TOKEN=TOKEN,
         KEY=KEY,

