@@ -6,8 +6,9 @@ it does not tell (bookmarks, complete listings) is seen by `controller.session`.
 
 from __future__ import annotations
 
+import asyncio
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import kopf
@@ -23,6 +24,8 @@ INACTIVITY_TIMEOUT_S = 70.0
 """A watch silent for this long is opened again: API servers send a bookmark every minute."""
 REQUEST_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 5.0
+EXIT_TIMEOUT_S = 5.0
+"""kopf gets this long to end its watches."""
 
 
 def build_registry(sink: Sink, login: Callable[[], kopf.AiohttpSession]) -> kopf.OperatorRegistry:
@@ -42,6 +45,37 @@ def _watch(registry: kopf.OperatorRegistry, kind: Kind, sink: Sink) -> None:
         sink(kind, event["type"], event["object"])
 
     kopf.on.event(kind.group, kind.version, kind.plural, registry=registry, id=f"cache-{kind.plural}")(on_event)
+
+
+async def watch(
+    registry: kopf.OperatorRegistry,
+    settings: kopf.OperatorSettings,
+    namespaces: Collection[str],
+    stop: asyncio.Event,
+    on_started: Callable[[], None],
+) -> None:
+    """Until `stop` is set. Raises what made a watch fail. `namespaces`: empty for the whole cluster.
+
+    Not `kopf.operator`: at its end that cancels every task of the event loop, also those that are not kopf's.
+    """
+    tasks = await kopf.spawn_tasks(
+        registry=registry,
+        settings=settings,
+        standalone=True,
+        clusterwide=not namespaces,
+        namespaces=list(namespaces),
+    )
+    on_started()
+    stopping = asyncio.create_task(stop.wait(), name="stop kopf")
+    try:
+        await asyncio.wait([*tasks, stopping], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in (*tasks, stopping):
+            task.cancel()
+        done, _ = await asyncio.wait(tasks, timeout=EXIT_TIMEOUT_S)
+    for task in done:
+        if not task.cancelled() and (error := task.exception()):
+            raise error
 
 
 def build_settings(config: OperatorConfig) -> kopf.OperatorSettings:

@@ -38,7 +38,7 @@ from pagemill_operator.controller.reconcile import Reconciler
 from pagemill_operator.controller.session import watch_session
 from pagemill_operator.controller.watches import Watches
 from pagemill_operator.controller.workers import Workers
-from pagemill_operator.handlers import build_registry, build_settings
+from pagemill_operator.handlers import build_registry, build_settings, watch
 from pagemill_operator.plan.types import Plan
 from pagemill_protocol.engine_token import GATEWAY_CONTROL
 
@@ -46,8 +46,6 @@ logger = logging.getLogger("pagemill.operator")
 
 POLL_S = 1.0
 """Between looks at something that is waited for at start."""
-EXIT_TIMEOUT_S = 5.0
-"""kopf gets this long to end its watches."""
 LOST_EXIT_CODE = 2
 """Of a process that lost its leadership."""
 
@@ -157,8 +155,6 @@ class Operator:
             results = [*await asyncio.gather(leading, return_exceptions=True)]
             await self.election.release()
             kopf_stop.set()
-            await asyncio.wait([watching], timeout=EXIT_TIMEOUT_S)
-            watching.cancel()
             results += await asyncio.gather(watching, return_exceptions=True)
         for result in results:
             if isinstance(result, Exception):
@@ -182,25 +178,9 @@ class Operator:
             await asyncio.sleep(POLL_S)
 
     async def _watch(self, stop: asyncio.Event) -> None:
-        scope: dict[str, Any] = {"namespaces": self._namespaces} if self._namespaces else {"clusterwide": True}
-        ready = asyncio.Event()
-        taking_signals_back = asyncio.create_task(self._take_signals_back(ready))
-        try:
-            await kopf.operator(
-                registry=build_registry(self._saw, self._login),
-                settings=build_settings(self._config),
-                standalone=True,
-                stop_flag=stop,
-                ready_flag=ready,
-                **scope,
-            )
-        finally:
-            taking_signals_back.cancel()
-
-    async def _take_signals_back(self, ready: asyncio.Event) -> None:
-        """kopf would end its watches first and leave the Lease to run out."""
-        await ready.wait()
-        self._handle_signals()
+        registry = build_registry(self._saw, self._login)
+        # kopf takes the signals: it would end its watches first and leave the Lease to run out.
+        await watch(registry, build_settings(self._config), self._namespaces, stop, self._handle_signals)
 
     def _handle_signals(self) -> None:
         loop = asyncio.get_running_loop()
