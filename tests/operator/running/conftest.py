@@ -94,6 +94,9 @@ class FakeApi:
         for task in list(self._watches):
             task.cancel()
 
+    async def until(self, condition: Callable[[], Any], timeout_s: float = 30.0) -> None:
+        await until(condition, timeout_s)
+
     def names(self, *verbs: str) -> list[str]:
         return [f"{write.kind}/{write.name}" for write in self.writes if not verbs or write.verb in verbs]
 
@@ -325,7 +328,9 @@ class Running:
 
 async def until(condition: Callable[[], Any], timeout_s: float = 30.0) -> None:
     async with asyncio.timeout(timeout_s):
-        while not condition():
+        while True:
+            if condition():
+                return
             await asyncio.sleep(0.02)
 
 

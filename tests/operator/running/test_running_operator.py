@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,12 +32,6 @@ def llm_deployment(name: str = "chat", **spec: Any) -> Manifest:
     return {"metadata": {"name": name, "namespace": "default"}, "spec": {"model": model, **spec}}
 
 
-async def until(condition: Callable[[], Any], timeout_s: float = 30.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.02)
-
-
 def condition(api: Any, type_: str, name: str = "chat") -> Manifest:
     owner = api.get("LLMDeployment", name) or {}
     conditions = owner.get("status", {}).get("conditions", [])
@@ -49,12 +42,10 @@ def reason(api: Any, name: str = "chat") -> str:
     return str(condition(api, "Ready", name).get("reason", ""))
 
 
-async def test_children_and_status_come_in_few_writes_and_then_nothing_is_written(
-    ready: Any, run_operator: Any
-) -> None:
+async def test_a_deployment_costs_few_writes_and_then_none(ready: Any, run_operator: Any) -> None:
     operator = run_operator()
     ready.change("LLMDeployment", llm_deployment(replicas=2))
-    await until(lambda: reason(ready))
+    await ready.until(lambda: reason(ready))
     kinds = sorted(name.split("/")[0] for name in ready.names("apply"))
     assert kinds == ["ConfigMap", "Deployment", "NetworkPolicy", "PodDisruptionBudget", "Secret", "Service"]
     assert {write.manager for write in ready.writes if write.verb == "apply"} == {"pagemill-operator"}
@@ -71,35 +62,35 @@ async def test_children_and_status_come_in_few_writes_and_then_nothing_is_writte
 async def test_a_new_operator_finds_everything_done(ready: Any, run_operator: Any) -> None:
     first = run_operator()
     ready.change("LLMDeployment", llm_deployment())
-    await until(lambda: reason(ready))
+    await ready.until(lambda: reason(ready))
     await first.stop()
     before = len(ready.writes)
     second = run_operator("b")
     await second.leads()
-    await until(lambda: b'result="success"} 1.0' in second.operator.metrics.text())
+    await ready.until(lambda: b'result="success"} 1.0' in second.operator.metrics.text())
     assert len(ready.writes) == before
 
 
 async def test_drift_is_undone(ready: Any, run_operator: Any) -> None:
     run_operator()
     ready.change("LLMDeployment", llm_deployment())
-    await until(lambda: reason(ready))
+    await ready.until(lambda: reason(ready))
     deployment = ready.get("Deployment", "chat-engine")
     spec = {**deployment["spec"], "replicas": 7}
     ready.change("Deployment", {**deployment, "spec": spec})
     ready.remove("Service", "default", "chat-engine")
-    await until(lambda: ready.get("Service", "chat-engine"))
-    await until(lambda: ready.get("Deployment", "chat-engine")["spec"]["replicas"] == 1)
+    await ready.until(lambda: ready.get("Service", "chat-engine"))
+    await ready.until(lambda: ready.get("Deployment", "chat-engine")["spec"]["replicas"] == 1)
 
 
 async def test_scaling_changes_the_replicas_of_the_deployment(ready: Any, run_operator: Any) -> None:
     run_operator()
     ready.change("LLMDeployment", llm_deployment())
-    await until(lambda: reason(ready))
+    await ready.until(lambda: reason(ready))
     owner = ready.get("LLMDeployment", "chat")
     ready.change("LLMDeployment", {**owner, "spec": {**owner["spec"], "replicas": 3}})
-    await until(lambda: ready.get("Deployment", "chat-engine")["spec"]["replicas"] == 3)
-    await until(lambda: ready.get("LLMDeployment", "chat")["status"]["desiredReplicas"] == 3)
+    await ready.until(lambda: ready.get("Deployment", "chat-engine")["spec"]["replicas"] == 3)
+    await ready.until(lambda: ready.get("LLMDeployment", "chat")["status"]["desiredReplicas"] == 3)
     assert "PodDisruptionBudget/chat-engine" in ready.names("apply")
 
 
@@ -108,25 +99,25 @@ async def test_what_vanished_while_no_watch_was_open_is_noticed_by_the_next_list
 ) -> None:
     run_operator()
     ready.change("LLMDeployment", llm_deployment())
-    await until(lambda: reason(ready))
+    await ready.until(lambda: reason(ready))
     ready.remove("Secret", "default", "chat-engine-token", tell=False)
     ready.compact()
-    await until(lambda: ready.get("Secret", "chat-engine-token"))
+    await ready.until(lambda: ready.get("Secret", "chat-engine-token"))
 
 
 async def test_an_outage_is_survived_and_then_caught_up(ready: Any, run_operator: Any) -> None:
     operator = run_operator()
     ready.change("LLMDeployment", llm_deployment())
-    await until(lambda: reason(ready))
+    await ready.until(lambda: reason(ready))
     ready.is_down = True
     ready.hang_up()
-    await until(lambda: operator.operator.leadership.remaining_s() == 0)
+    await ready.until(lambda: operator.operator.leadership.remaining_s() == 0)
     owner = ready.get("LLMDeployment", "chat")
     ready.change("LLMDeployment", {**owner, "spec": {**owner["spec"], "replicas": 2}})
     status, _ = await operator.ask("/livez")
     assert status == 200
     ready.is_down = False
-    await until(lambda: ready.get("Deployment", "chat-engine")["spec"]["replicas"] == 2, timeout_s=10)
+    await ready.until(lambda: ready.get("Deployment", "chat-engine")["spec"]["replicas"] == 2, timeout_s=10)
     assert not operator.task.done()
     assert not operator.lost.is_set()
 
@@ -137,10 +128,10 @@ async def test_a_younger_claim_of_a_name_starts_nothing_until_the_older_goes(rea
     young = llm_deployment("young", model={"name": "m"})
     young["metadata"]["creationTimestamp"] = "2026-02-01T00:00:00Z"
     ready.change("LLMDeployment", young)
-    await until(lambda: reason(ready, "young") == "NameConflict")
+    await ready.until(lambda: reason(ready, "young") == "NameConflict")
     assert ready.get("Deployment", "young-engine") is None
     ready.remove("LLMDeployment", "default", "old")
-    await until(lambda: ready.get("Deployment", "young-engine"))
+    await ready.until(lambda: ready.get("Deployment", "young-engine"))
 
 
 async def test_a_refused_child_is_told_and_tried_again(ready: Any, run_operator: Any) -> None:
@@ -149,11 +140,11 @@ async def test_a_refused_child_is_told_and_tried_again(ready: Any, run_operator:
     run_operator()
     ready.change("LLMDeployment", llm_deployment())
     ready.change("LLMDeployment", llm_deployment("other"))
-    await until(lambda: reason(ready))
+    await ready.until(lambda: reason(ready))
     assert condition(ready, "Ready")["status"] == "False"
     assert "quota" in condition(ready, "Ready")["message"]
     ready.refuse = lambda write: None
-    await until(lambda: ready.get("Deployment", "chat-engine"))
+    await ready.until(lambda: ready.get("Deployment", "chat-engine"))
 
 
 async def test_one_broken_object_harms_no_other(ready: Any, run_operator: Any) -> None:
@@ -161,8 +152,8 @@ async def test_one_broken_object_harms_no_other(ready: Any, run_operator: Any) -
     ready.change("LLMDeployment", broken)
     ready.change("LLMDeployment", llm_deployment())
     run_operator()
-    await until(lambda: reason(ready))
-    await until(lambda: reason(ready, "broken") == "InvalidSpec")
+    await ready.until(lambda: reason(ready))
+    await ready.until(lambda: reason(ready, "broken") == "InvalidSpec")
     assert ready.get("Deployment", "chat-engine")
     assert ready.get("Deployment", "broken-engine") is None
 
@@ -172,14 +163,14 @@ async def test_somebody_elses_object_is_not_taken_over(ready: Any, run_operator:
     ready.change("Service", theirs)
     run_operator()
     ready.change("LLMDeployment", llm_deployment())
-    await until(lambda: reason(ready) == "NameTaken")
+    await ready.until(lambda: reason(ready) == "NameTaken")
     assert ready.get("Service", "chat-engine")["metadata"]["labels"] == {"app": "theirs"}
 
 
 async def test_children_of_an_earlier_namesake_are_replaced(ready: Any, run_operator: Any) -> None:
     run_operator()
     ready.change("LLMDeployment", llm_deployment())
-    await until(lambda: reason(ready))
+    await ready.until(lambda: reason(ready))
     old_uid = ready.get("Service", "chat-engine")["metadata"]["uid"]
     ready.remove("LLMDeployment", "default", "chat")
     ready.change("LLMDeployment", llm_deployment())
@@ -189,7 +180,7 @@ async def test_children_of_an_earlier_namesake_are_replaced(ready: Any, run_oper
         service = ready.get("Service", "chat-engine")
         return bool(service and service["metadata"]["ownerReferences"][0]["uid"] == owner_uid)
 
-    await until(is_ours)
+    await ready.until(is_ours)
     assert ready.get("Service", "chat-engine")["metadata"]["uid"] != old_uid
 
 
@@ -198,7 +189,7 @@ async def test_of_two_operators_one_writes_and_the_other_takes_over(ready: Any, 
     await first.leads()
     second = run_operator("b")
     ready.change("LLMDeployment", llm_deployment())
-    await until(lambda: reason(ready))
+    await ready.until(lambda: reason(ready))
     status, _ = await second.ask("/readyz")
     assert status == 200
     assert b"leader_election_master_status" in second.operator.metrics.text()
@@ -207,16 +198,16 @@ async def test_of_two_operators_one_writes_and_the_other_takes_over(ready: Any, 
     await second.leads()
     owner = ready.get("LLMDeployment", "chat")
     ready.change("LLMDeployment", {**owner, "spec": {**owner["spec"], "replicas": 2}})
-    await until(lambda: ready.get("Deployment", "chat-engine")["spec"]["replicas"] == 2)
+    await ready.until(lambda: ready.get("Deployment", "chat-engine")["spec"]["replicas"] == 2)
 
 
 async def test_a_leader_that_lost_its_lease_writes_nothing_more(ready: Any, run_operator: Any) -> None:
     operator = run_operator("a")
     ready.change("LLMDeployment", llm_deployment())
-    await until(lambda: reason(ready))
+    await ready.until(lambda: reason(ready))
     lease = ready.get("Lease", "pagemill-operator", "pagemill-system")
     ready.change("Lease", {**lease, "spec": {**lease["spec"], "holderIdentity": "b"}})
-    await until(operator.lost.is_set)
+    await ready.until(operator.lost.is_set)
     before = len(ready.writes)
     ready.change("LLMDeployment", llm_deployment("another"))
     await asyncio.sleep(0.5)
@@ -234,18 +225,18 @@ async def test_a_write_takes_no_longer_than_the_right_to_write(ready: Any, run_o
 
     ready.before_write = hang
     ready.change("LLMDeployment", llm_deployment())
-    await until(hanging.is_set)
+    await ready.until(hanging.is_set)
     ready.before_write = None
-    await until(lambda: reason(ready), timeout_s=15)
+    await ready.until(lambda: reason(ready), timeout_s=15)
 
 
 async def test_pod_monitors_come_with_their_kind(ready: Any, run_operator: Any) -> None:
     operator = run_operator(resync_s=1.0)
     ready.change("LLMDeployment", llm_deployment())
-    await until(lambda: reason(ready))
+    await ready.until(lambda: reason(ready))
     assert "PodMonitor" not in str(ready.names("apply"))
     ready.kinds.append(POD_MONITOR)
-    await until(lambda: "PodMonitor/chat-engine" in ready.names("apply"))
+    await ready.until(lambda: "PodMonitor/chat-engine" in ready.names("apply"))
     await operator.settled()
     assert ready.names("apply").count("PodMonitor/chat-engine") == 1
 
@@ -266,7 +257,7 @@ async def test_a_missing_definition_is_waited_for(ready: Any, run_operator: Any)
 async def test_the_metrics_have_the_names_that_dashboards_know(ready: Any, run_operator: Any) -> None:
     operator = run_operator()
     ready.change("LLMDeployment", llm_deployment())
-    await until(lambda: reason(ready))
+    await ready.until(lambda: reason(ready))
     _, text = await operator.ask("/metrics")
     for series in (
         'controller_runtime_reconcile_total{controller="llmdeployment",result="success"}',
@@ -289,6 +280,6 @@ async def test_a_namespaced_operator_serves_its_namespaces_only(ready: Any, run_
     elsewhere["metadata"]["namespace"] = "pagemill-system"
     ready.change("LLMDeployment", elsewhere)
     ready.change("LLMDeployment", llm_deployment())
-    await until(lambda: reason(ready))
+    await ready.until(lambda: reason(ready))
     assert condition(ready, "Serving")["reason"] != "GatewayNotReady"
     assert ready.get("Deployment", "chat-engine", "pagemill-system") is None
