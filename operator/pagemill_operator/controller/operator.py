@@ -70,6 +70,8 @@ class Operator:
         self._on_lost = on_lost
         self._stopping = asyncio.Event()
         self._has_pod_monitors = False
+        self._works = False
+        """Leads, and has what it needs to work: until then nobody's turn comes."""
         self.metrics = Metrics()
         self.leadership = Leadership(config.renew_deadline_s)
         self.client = Client(configuration, remaining_s=self.leadership.remaining_s, on_response=self.metrics.responded)
@@ -211,6 +213,7 @@ class Operator:
     async def _work(self) -> None:
         keys_due_s = await self._insist("keys", self._tend_keys)
         kinds_due_s = await self._insist("kinds", self._find_pod_monitors)
+        self._works = True
         self._wake_all()
         async with asyncio.TaskGroup() as group:
             group.create_task(self.workers.run(), name="workers")
@@ -288,7 +291,7 @@ class Operator:
             self._wake_all()
 
     def _wake(self, keys: set[str]) -> None:
-        for key in keys:
+        for key in keys if self._works else ():
             self.queue.add(key)
 
     def _wake_all(self) -> None:

@@ -39,6 +39,7 @@ def watch_session(
         on_response(str(response.status), request.method)
         if at and response.status >= 400:
             watches.tried(at)
+            _raise_for_passing(response)
         return response
 
     class Observed(aiohttp.ClientResponse):
@@ -73,6 +74,17 @@ def watch_session(
         read_bufsize=2**20,
         trust_env=True,
     )
+
+
+def _raise_for_passing(response: aiohttp.ClientResponse) -> None:
+    """Answers that kopf would end the process for, as errors of the connection, after which it tries again."""
+    if response.status == 404:
+        response.release()
+        raise aiohttp.ClientConnectionError(f"{response.url.path} is not served (yet, or any more)")
+    if response.status == 410:
+        response.release()
+        # The pages of a listing took too long: it begins anew.
+        raise aiohttp.ClientPayloadError(f"{response.url.path}: the listing has expired")
 
 
 def stream_of(path: str) -> StreamId | None:

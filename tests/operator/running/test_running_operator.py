@@ -283,3 +283,29 @@ async def test_a_namespaced_operator_serves_its_namespaces_only(ready: Any, run_
     await ready.until(lambda: reason(ready))
     assert condition(ready, "Serving")["reason"] != "GatewayNotReady"
     assert ready.get("Deployment", "chat-engine", "pagemill-system") is None
+
+
+async def test_a_definition_that_goes_and_comes_back_ends_nothing(ready: Any, run_operator: Any) -> None:
+    operator = run_operator()
+    ready.change("LLMDeployment", llm_deployment())
+    await ready.until(lambda: reason(ready))
+    llmd = next(kind for kind in ready.kinds if kind.name == "LLMDeployment")
+    ready.kinds.remove(llmd)
+    ready.remove("LLMDeployment", "default", "chat")
+    ready.compact()
+    lists = len(ready.lists)
+    await ready.until(lambda: len(ready.lists) >= lists + 9)
+    ready.kinds.append(llmd)
+    ready.change("LLMDeployment", llm_deployment("again"))
+    await ready.until(lambda: reason(ready, "again"))
+    assert not operator.task.done()
+
+
+async def test_a_standby_queues_nothing(ready: Any, run_operator: Any) -> None:
+    first = run_operator("a")
+    await first.leads()
+    second = run_operator("b")
+    ready.change("LLMDeployment", llm_deployment())
+    await ready.until(lambda: second.operator.cache.keys() and reason(ready))
+    assert len(second.operator.queue) == 0
+    assert b'workqueue_depth{name="llmdeployment"} 0.0' in second.operator.metrics.text()
