@@ -124,6 +124,11 @@ class LocalBrain:
         record = self.registry.endpoints.get(endpoint_id)
         return record is not None and record.max_model_len > 0
 
+    def leaving(self, endpoint_id: str) -> bool:
+        """Whether the endpoint is on its way out, or gone from the catalogue."""
+        record = self.registry.endpoints.get(endpoint_id)
+        return record is None or record.leaving
+
     def token_of(self, record: EndpointRecord) -> str:
         """Bearer token for `/internal/*` of the endpoint; catalogues may rotate it."""
         deployment = self.registry.deployments.get(record.deployment)

@@ -30,6 +30,9 @@ from pagemill_protocol.state import GATEWAY_HEADER, StateFrame
 
 logger = logging.getLogger("pagemill.gateway.state")
 
+LONG_FAILING_SHARE = 0.1
+LONGEST_PAUSE_S = 30.0
+"""An endpoint that has failed for long is asked less and less; its platform tells when that is worth it again."""
 STREAM_FAULTS = (aiohttp.ClientError, TimeoutError, OSError, FrameError, StateGap, BundleError)
 
 
@@ -85,7 +88,8 @@ class StateStreams:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _follow(self, endpoint_id: str, control_url: str) -> None:
-        pause_s = self._config.reconnect_base_s
+        loop = asyncio.get_running_loop()
+        pause_s, failing_since = self._config.reconnect_base_s, loop.time()
         while True:
             connection = _Connection()
             try:
@@ -99,8 +103,9 @@ class StateStreams:
                 logger.exception("state stream of %s failed", endpoint_id)
                 cause = f"{type(error).__name__}: {error}"
             if connection.num_frames:
-                logger.warning("state stream of %s lost: %s", endpoint_id, cause)
-                pause_s = self._config.reconnect_base_s
+                level = logging.INFO if self._brain.leaving(endpoint_id) else logging.WARNING
+                logger.log(level, "state stream of %s lost: %s", endpoint_id, cause)
+                pause_s, failing_since = self._config.reconnect_base_s, loop.time()
             self._asked.add(endpoint_id)
             self._brain.stream_lost(endpoint_id)
             if connection.refused:
@@ -110,7 +115,8 @@ class StateStreams:
             else:
                 self._brain.note_phase(endpoint_id, "unreachable", cause)
             await self._pause(endpoint_id, pause_s * random.uniform(0.5, 1.0))
-            pause_s = min(self._config.reconnect_max_s, pause_s * 2)
+            longest_s = max(self._config.reconnect_max_s, (loop.time() - failing_since) * LONG_FAILING_SHARE)
+            pause_s = min(longest_s, LONGEST_PAUSE_S, pause_s * 2)
 
     async def _pause(self, endpoint_id: str, pause_s: float) -> None:
         hint = self._hints[endpoint_id]
