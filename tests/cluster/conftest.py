@@ -1,0 +1,28 @@
+"""The modules of `e2e/cluster`, which is a program and no package: they import each other by their bare names."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[2] / "e2e" / "cluster"
+
+
+@pytest.fixture
+def module() -> Iterator[Callable[[str], ModuleType]]:
+    """`module("storage")` imports it; all of them are forgotten again after the test."""
+    names = {path.stem for path in FOLDER.glob("*.py")}
+    before = {name: sys.modules.pop(name) for name in names & sys.modules.keys()}
+    sys.path.insert(0, str(FOLDER))
+    try:
+        yield importlib.import_module
+    finally:
+        sys.path.remove(str(FOLDER))
+        for name in names & sys.modules.keys():
+            del sys.modules[name]
+        sys.modules.update(before)
