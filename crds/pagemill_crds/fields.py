@@ -110,6 +110,15 @@ ObjectName = Annotated[
     str,
     Text(63, r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", "must be lower-case letters, digits and '-', as Kubernetes names are"),
 ]
+DottedName = Annotated[
+    str,
+    Text(
+        253,
+        r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?([.][a-z0-9]([-a-z0-9]*[a-z0-9])?)*$",
+        "must be lower-case letters, digits, '-' and '.', as Kubernetes names are",
+    ),
+]
+"""Names of objects that others make: Secrets, ConfigMaps, claims and classes may have dots."""
 ModelName = Annotated[
     str,
     Text(

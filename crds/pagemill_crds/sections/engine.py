@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from pagemill_crds.base import Rule, Section
-from pagemill_crds.fields import Line, Memory, ObjectName, Text
+from pagemill_crds.fields import DottedName, Line, Memory, Text
 from pagemill_crds.sections.model import Source
 
 ENV_NAME_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*$"
@@ -46,7 +46,7 @@ class Speculative(Section):
 
 
 class KeyRef(Section):
-    name: ObjectName
+    name: DottedName
     """Name of the object, in the deployment's namespace."""
     key: Line
     """Key inside the object."""

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from pagemill_crds.base import Rule, Section
-from pagemill_crds.fields import Line, Memory, ModelName, ObjectName, Text
+from pagemill_crds.fields import DottedName, Line, Memory, ModelName, Text
 
 SOURCE_PATTERN = r"^(package|file|pvc|hf|oci|s3)://[^\s]+$"
 SOURCE_REMEDY = (
@@ -22,7 +22,7 @@ Source = Annotated[str, Text(1024, SOURCE_PATTERN, SOURCE_REMEDY)]
 
 
 class SecretRef(Section):
-    name: ObjectName
+    name: DottedName
     """Name of the Secret, in the deployment's namespace."""
     key: Line = "token"
     """Key inside the Secret."""
@@ -55,11 +55,11 @@ class Adapter(Section):
 class Cache(Section):
     """A volume that keeps downloaded weights."""
 
-    claim_name: ObjectName | None = None
+    claim_name: DottedName | None = None
     """An existing PersistentVolumeClaim to use."""
     size: Memory | None = None
     """Size of a claim that the operator creates."""
-    storage_class_name: ObjectName | None = None
+    storage_class_name: DottedName | None = None
     """Storage class of the created claim; the cluster's default when absent."""
     access_mode: Literal["ReadWriteOnce", "ReadWriteMany"] | None = None
     """Access mode of the created claim; `ReadWriteOnce` when absent: only pods of one node can mount it."""

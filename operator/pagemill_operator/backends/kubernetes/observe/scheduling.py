@@ -13,8 +13,7 @@ from pagemill_operator.backends.kubernetes.render.container import GPU
 from pagemill_operator.plan.types import Process
 
 _NO_CLAIM = re.compile(r'persistentvolumeclaim "([^"]+)" not found')
-_NO_CLASS = re.compile(r'storageclass\S* "([^"]+)" not found')
-_VOLUME = re.compile(r"PersistentVolumeClaim|persistent ?volume|volume node affinity|volume binding", re.IGNORECASE)
+_VOLUME = re.compile(r"persistent ?volume|storageclass|volume node affinity|volume binding", re.IGNORECASE)
 _INSUFFICIENT = re.compile(r"Insufficient ([\w./-]+)")
 
 
@@ -42,9 +41,6 @@ def _volumes(text: str, process: Process | None) -> Cause | None:
             f"there is no PersistentVolumeClaim {match[1]} in this namespace: create it, or correct its name in "
             "spec.model",
         )
-    if match := _NO_CLASS.search(text):
-        remedy = "create it, or make a new LLMDeployment with another spec.model.cache.storageClassName"
-        return Cause("StorageClassNotFound", f"there is no StorageClass {match[1]}: {remedy}")
     if _VOLUME.search(text):
         return Cause("VolumePending", f"a volume is not there ({quote(text)}): see kubectl describe pvc")
     return None

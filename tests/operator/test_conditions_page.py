@@ -1,0 +1,82 @@
+"""`docs/reference/conditions.md` lists every reason that the code can give, and no other."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "reference" / "conditions.md"
+OPERATOR = ROOT / "operator" / "pagemill_operator"
+DECIDING = [OPERATOR / "status" / "conditions.py", *(OPERATOR / "backends" / "kubernetes" / "observe").glob("*.py")]
+RAISING = [
+    path
+    for package in ("engine/pagemill_engine", "protocol/pagemill_protocol")
+    for path in (ROOT / package).rglob("*.py")
+]
+ERRORS = ("LoadError", "LoaderError", "StartupError", "SourceError", "Fatal")
+CAMEL = re.compile(r"[A-Z][A-Za-z]*[a-z][A-Z][A-Za-z]*|OOMKilled")
+OTHERS = {
+    "Planned",
+    "ModelLoaded",
+    "ScalingActive",
+    "SLOMet",
+    "ReplicaObservation",
+    # Words of Kubernetes that are read, not given.
+    "ErrImagePull",
+    "ImagePullBackOff",
+    "ImageInspectError",
+    "RegistryUnavailable",
+    "SignatureValidationFailed",
+    "ErrImageNeverPull",
+    "CreateContainerError",
+    "RunContainerError",
+    "PreCreateHookError",
+    "PostStartHookError",
+    "CreateContainerConfigError",
+    "StartError",
+    "ContainerCannotRun",
+    "PodScheduled",
+    "ReplicaFailure",
+    "PersistentVolumeClaim",
+    "RuntimeClass",
+    "AlreadyExists",
+    # Words of an engine that become CrashLoop or OOMKilled.
+    "EngineDied",
+    "EngineFailed",
+    "ServerFailed",
+    "OutOfMemory",
+}
+
+
+def _given() -> Iterator[str]:
+    for path in DECIDING:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and CAMEL.fullmatch(node.value):
+                yield node.value
+    for path in RAISING:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ERRORS:
+                yield from _reasons_of(node)
+
+
+def _reasons_of(call: ast.Call) -> Iterator[str]:
+    values = [*call.args[:1], *(keyword.value for keyword in call.keywords if keyword.arg == "reason")]
+    for value in values:
+        if isinstance(value, ast.Constant) and isinstance(value.value, str) and CAMEL.fullmatch(value.value):
+            yield value.value
+
+
+def test_the_page_lists_every_reason() -> None:
+    listed = set(re.findall(r"`([A-Z][A-Za-z]+)`", PAGE.read_text()))
+    assert set(_given()) - OTHERS - listed == set()
+
+
+def test_the_page_lists_no_reason_that_is_never_given() -> None:
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+    listed = {reason for row in rows for reason in re.findall(r"`([A-Z][A-Za-z]+)`", row.split("|")[1])}
+    conditions = {"Planned", "Scheduled", "ModelLoaded", "Serving", "ScalingActive", "SLOMet", "Ready"}
+    plain = {"Unauthorized", "Unschedulable", "Forbidden"}
+    assert listed - conditions - plain - set(_given()) == set()
