@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
 from typing import Any
 
 import pytest
-from support.deployments import Deployed
+from support import processes
+from support.clusters import OneNode
+from support.deployments import Deployed, deploy
 from support.faults import assert_told, container, row
-from support.objects import SHARED_CORES
+from support.kubectl import Kubectl
+from support.objects import SHARED_CORES, llmdeployment
 from support.release import Release
 
 TIMEOUT_S = 240
@@ -121,3 +125,18 @@ def test_a_fault_that_lasts_is_written_once(matrix: dict[str, Deployed], release
     # Nothing is waited for: this is the time in which nothing may happen.
     time.sleep(QUIET_S)
     assert {name: deployed.status() for name, deployed in matrix.items()} == before
+
+
+def test_an_engine_that_stops_answering_is_told_until_it_answers_again(
+    one_node: OneNode, release: Release, space: Kubectl
+) -> None:
+    chat = deploy(space, llmdeployment("chat"))
+    chat.wait_ready(1)
+    server = processes.of_pod(chat.pods()[0], "pagemill_engine.server")[0]
+    server.signal(signal.SIGSTOP)
+    try:
+        found = chat.wait_reason("Ready", "ProbeFailing", 60)
+    finally:
+        server.signal(signal.SIGCONT)
+    assert "was ready before" in found["message"]
+    chat.wait_ready(1)
