@@ -39,7 +39,8 @@ async def run(config: OperatorConfig, identity: str, kubeconfig: Path | None) ->
 
 async def load_credentials(kubeconfig: Path | None) -> Configuration:
     """From the file, or the service account of the pod."""
-    configuration = Configuration()
+    # Proxies come from the credentials: the environment would be asked in a thread for each request.
+    configuration = Configuration(client_session_kwargs={"trust_env": False})
     try:
         if kubeconfig is None:
             credentials.load_incluster_config(configuration)  # type: ignore[no-untyped-call]

@@ -74,7 +74,7 @@ class Cache:
         if kind == "LLMDeployment" and self._watch_namespaces and identity[0] not in self._watch_namespaces:
             return set()
         known = self._objects.setdefault(kind, {}).get(identity)
-        if known is not None and _is_older(manifest, known):
+        if known is not None and not _is_newer(manifest, known):
             return set()
         slimmed = slim(kind, manifest)
         self._objects[kind][identity] = slimmed
@@ -165,10 +165,10 @@ def _is_ending(manifest: Manifest) -> bool:
     return bool(manifest["metadata"].get("deletionTimestamp"))
 
 
-def _is_older(manifest: Manifest, known: Manifest) -> bool:
-    """Of the same object; resource versions of one kind may be compared as numbers."""
+def _is_newer(manifest: Manifest, known: Manifest) -> bool:
+    """Another object, or a later version of the same; resource versions of one kind may be compared as numbers."""
     new, old = manifest["metadata"], known["metadata"]
-    return bool(new.get("uid") == old.get("uid") and int(new["resourceVersion"]) < int(old["resourceVersion"]))
+    return bool(new.get("uid") != old.get("uid") or int(new["resourceVersion"]) > int(old["resourceVersion"]))
 
 
 def _wanted(owner: Manifest) -> tuple[object, ...]:

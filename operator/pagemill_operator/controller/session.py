@@ -72,7 +72,7 @@ def watch_session(
         response_class=Observed,
         # A watch's line may be as long as the largest object.
         read_bufsize=2**20,
-        trust_env=True,
+        proxy=configuration.proxy,
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -52,6 +53,8 @@ class KnownCluster(Protocol):
     def remove(self, kind: str, namespace: str, name: str, uid: str | None = None) -> set[str]: ...
 
 
+MAX_RENDERED = 64
+
 MakeContext = Callable[[Plan, bool], RenderContext]
 """The installation's settings for a plan; the flag says that its model is loaded."""
 
@@ -75,6 +78,8 @@ class KubernetesCluster(Cluster):
         self._plans: dict[str, Plan | None] = {}
         self._invalid: dict[str, tuple[Problem, ...]] = {}
         self._apply_errors: dict[str, tuple[ApplyError, ...]] = {}
+        self._rendered: OrderedDict[str, tuple[tuple[Plan, Owner, RenderContext], list[Manifest]]] = OrderedDict()
+        """What was rendered lately and from what: the news of one deployment come in bursts."""
 
     async def apply(self, plans: Sequence[Plan]) -> None:
         """Write what differs. Raises `ApiError` and `Unreachable` for what passes: try again; all else is observed."""
@@ -147,10 +152,17 @@ class KubernetesCluster(Cluster):
         loader = loader_name(plan)
         loader_done = loader is not None and _has_succeeded(live.get(("Job", loader)))
         metadata = owner["metadata"]
-        manifests = render_children(
-            plan, Owner(metadata["namespace"], metadata["name"], metadata["uid"]), self._make_context(plan, loader_done)
-        )
-        return [with_digest(manifest) for manifest in manifests]
+        asked = (plan, Owner(metadata["namespace"], metadata["name"], metadata["uid"]))
+        context = self._make_context(plan, loader_done)
+        known = self._rendered.get(plan.key)
+        if known is not None and known[0] == (*asked, context):
+            return known[1]
+        manifests = [with_digest(manifest) for manifest in render_children(*asked, context)]
+        self._rendered[plan.key] = ((*asked, context), manifests)
+        self._rendered.move_to_end(plan.key)
+        while len(self._rendered) > MAX_RENDERED:
+            self._rendered.popitem(last=False)
+        return manifests
 
     def _unwanted(self, key: str, wanted: list[Manifest]) -> list[Manifest]:
         live, pods = self._known.children(key), self._known.pods(key)
