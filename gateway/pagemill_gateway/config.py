@@ -97,7 +97,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     slow_client_timeout_s: float = 120.0
     """A client that reads nothing for this long loses its stream."""
 
-    outage_wait_s: float = 15.0
+    outage_wait_s: float = 30.0
     """Requests for a deployment wait this long after it lost its last engine for one to come back; then 503."""
     handover_timeout_s: float = 4.0
     """An engine that drains while no other of its deployment can take over is kept in use this long at most."""

@@ -55,9 +55,10 @@ class GatewayMetrics:
     def stream_broke(self, model: str, reason: str) -> None:
         self._metrics.counter(specs.GATEWAY_BROKEN_STREAMS, model=model, reason=reason).inc()
 
-    def render(self, brain: LocalBrain, *, ready: bool, body_bytes: int) -> bytes:
+    def render(self, brain: LocalBrain, *, ready: bool, current: bool, body_bytes: int) -> bytes:
         """The text of a scrape, gauges brought up to date."""
         self._metrics.gauge(specs.GATEWAY_READY).set(int(ready))
+        self._metrics.gauge(specs.GATEWAY_CATALOG_CURRENT).set(int(current))
         self._metrics.gauge(specs.GATEWAY_BODY_BYTES).set(body_bytes)
         deployments = brain.registry.deployments.values()
         self._metrics.gauge(specs.GATEWAY_CATALOG_MODELS).set(len({each.model.name for each in deployments}))

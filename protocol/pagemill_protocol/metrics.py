@@ -204,6 +204,9 @@ GATEWAY_STATE_AGE_SECONDS = _gateway(
     "gauge", "endpoint_state_age_seconds", "Age of the last state frame of one engine.", ("model", "endpoint")
 )
 GATEWAY_CATALOG_MODELS = _gateway("gauge", "catalog_models", "Model names served, aliases not counted.")
+GATEWAY_CATALOG_CURRENT = _gateway(
+    "gauge", "catalog_current", "1 while the catalogue follows the cluster's objects, 0 while it is the last known one."
+)
 GATEWAY_READY = _gateway("gauge", "ready", "1 when requests are accepted, else 0.")
 
 

@@ -74,8 +74,8 @@ class LocalBrain:
             record.ejection.probe_now()
         if frame.max_model_len > 0:
             record.phase, record.detail = "ready", ""
-        if record.usable:
-            self.registry.deployments[record.deployment].last_usable_at = now
+        if record.serving:
+            self.registry.deployments[record.deployment].last_served_at = now
         if record.usable != was_usable:
             self.news.publish()
 
@@ -253,9 +253,9 @@ class LocalBrain:
         """How much longer requests may wait for an engine: one that was lost a moment ago, or is known to be ready."""
         if any(record.expected for record in deployment.records):
             return self._outage_wait_s
-        if deployment.last_usable_at is None:
+        if deployment.last_served_at is None:
             return 0.0
-        return max(0.0, deployment.last_usable_at + self._outage_wait_s - self._clock())
+        return max(0.0, deployment.last_served_at + self._outage_wait_s - self._clock())
 
     def _account(self, record: EndpointRecord, token: str, now: float) -> Choice:
         self._num_decisions += 1

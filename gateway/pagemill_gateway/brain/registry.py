@@ -75,8 +75,8 @@ class EndpointRecord:
 class Deployment:
     model: CatalogModel
     records: list[EndpointRecord] = field(default_factory=list)
-    last_usable_at: float | None = None
-    """When an endpoint last reported that it takes requests."""
+    last_served_at: float | None = None
+    """When an endpoint last reported and would take requests."""
 
     @property
     def key(self) -> str:
@@ -106,7 +106,7 @@ class Registry:
         for model in catalog.models:
             deployment = Deployment(model)
             before = known_deployments.get(deployment.key)
-            deployment.last_usable_at = before.last_usable_at if before is not None else None
+            deployment.last_served_at = before.last_served_at if before is not None else None
             self.deployments[deployment.key] = deployment
             for endpoint in model.endpoints:
                 record = self._record(known.get(endpoint.id), endpoint, deployment.key)

@@ -30,7 +30,10 @@ class HealthRoutes:
 
     async def metrics(self, request: Request) -> Response:
         gateway = self._gateway
-        text = gateway.metrics.render(gateway.brain, ready=gateway.ready, body_bytes=gateway.gate.num_bytes)
+        current = gateway.discovery is None or not gateway.discovery.detail
+        text = gateway.metrics.render(
+            gateway.brain, ready=gateway.ready, current=current, body_bytes=gateway.gate.num_bytes
+        )
         return Response(text, headers={"content-type": CONTENT_TYPE})
 
     async def guarded_metrics(self, request: Request) -> Response:
