@@ -133,7 +133,8 @@ def _up(state: Path | None) -> None:
 
 
 def _images(components: list[str]) -> None:
-    tag, durations = images.build_and_load(components)
+    tag = images.tag_of_sources()
+    durations = images.build_all(tag, components) | images.load_all(tag, components)
     for phase, seconds in durations.items():
         print(f"{phase}: {seconds:.0f} s", flush=True)
     for component, size in images.sizes(tag).items():

@@ -21,6 +21,7 @@ COMPONENTS = ("gateway", "operator", "engine")
 BASE = "docker.io/library/debian:trixie-slim"
 SUITE = "trixie"
 UNUSED_PATHS = ("/usr/share/doc/*", "/usr/share/man/*", "/usr/share/locale/*", "/usr/share/info/*")
+PACKAGES_HELP = "On Debian: apt-get install buildah mmdebstrap"
 HOST_SETTINGS = ("/etc/ssl/certs", "/etc/pip.conf")
 """How this machine reaches package registries; lent to the build, never part of an image."""
 
@@ -33,27 +34,62 @@ def reference(component: str, tag: str) -> str:
     return f"docker.io/pagemill/{component}:{tag}"
 
 
-def build_and_load(components: Iterable[str] = COMPONENTS) -> tuple[str, dict[str, float]]:
-    """The tag of images that the node has from now on, a digest of the sources, and seconds by phase."""
-    tag = sources.digest(ROOT)
-    present = containers.image_names()
+def tag_of_sources() -> str:
+    """A digest of what the images are built from: the same sources have the same tag."""
+    return sources.digest(ROOT)
+
+
+def build_all(tag: str, components: Iterable[str] = COMPONENTS) -> dict[str, float]:
+    """Build what buildah does not have yet; seconds by phase. Needs no cluster."""
     durations: dict[str, float] = {}
     for component in components:
-        image = reference(component, tag)
-        if image in present:
+        if _exists(reference(component, tag)):
             continue
         with _timed(durations, "base"):
             make_base()
         with _timed(durations, f"build {component}"):
             build(component, tag)
-        with _timed(durations, f"load {component}"):
-            loading.load(image)
-    return tag, durations
+    return durations
+
+
+def load_all(tag: str, components: Iterable[str] = COMPONENTS) -> dict[str, float]:
+    """Bring what the running node does not have yet to it; seconds by phase."""
+    present = containers.image_names()
+    durations: dict[str, float] = {}
+    for component in components:
+        if reference(component, tag) not in present:
+            with _timed(durations, f"load {component}"):
+                loading.load(reference(component, tag))
+    return durations
+
+
+def forget_others(tag: str) -> None:
+    """Drop the images of earlier sources from node and buildah; what they share with this tag's stays."""
+    stale = {name for name in containers.image_names() if _is_ours(name) and not name.endswith(f":{tag}")}
+    if stale:
+        containers.ctr("images", "rm", *sorted(stale))
+    listed = json.loads(_run("buildah", "images", "--json"))
+    built = {name for each in listed for name in each["names"] or []}
+    for name in sorted(built):
+        if _is_ours(name) and not name.endswith(f":{tag}"):
+            _run("buildah", "rmi", name)
+
+
+def _is_ours(name: str) -> bool:
+    return name.startswith("docker.io/pagemill/")
+
+
+def _exists(image: str) -> bool:
+    argv = ["buildah", "inspect", "--type=image", image]
+    try:
+        return subprocess.run(argv, capture_output=True).returncode == 0
+    except FileNotFoundError as error:
+        raise ImageError(f"`buildah` is not on PATH. {PACKAGES_HELP}") from error
 
 
 def make_base() -> None:
     """Debian slim from Debian's packages alone, where buildah has no such image yet."""
-    if subprocess.run(["buildah", "inspect", "--type=image", BASE], capture_output=True).returncode == 0:
+    if _exists(BASE):
         return
     HOME.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=HOME) as folder:
@@ -95,7 +131,7 @@ def _run(*argv: str) -> str:
     try:
         done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True)
     except FileNotFoundError as error:
-        raise ImageError(f"`{argv[0]}` is not on PATH. On Debian: apt-get install buildah mmdebstrap") from error
+        raise ImageError(f"`{argv[0]}` is not on PATH. {PACKAGES_HELP}") from error
     if done.returncode != 0:
         raise ImageError(f"`{' '.join(argv)}` failed:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
     return done.stdout

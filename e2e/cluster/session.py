@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import FrameType
 
@@ -26,15 +27,16 @@ def run(command: Sequence[str]) -> int:
     """The command's exit code. The cluster ends with it, also on SIGTERM and Ctrl-C."""
     signal.signal(signal.SIGTERM, _exit)
     durations: dict[str, float] = {}
+    tag = images.tag_of_sources()
     try:
-        with _phase(durations, "programs"):
-            binaries.build()
+        with _phase(durations, "programs and images"):
+            durations |= _build(tag)
         with _phase(durations, "start"):
             one_node.up()
         try:
-            with _phase(durations, "images"):
-                tag, phases = images.build_and_load()
-            durations.update({f"images: {name}": seconds for name, seconds in phases.items()})
+            with _phase(durations, "load"):
+                durations |= images.load_all(tag)
+                images.forget_others(tag)
             with _phase(durations, "command"):
                 return _run(command, _environment(tag))
         finally:
@@ -43,6 +45,14 @@ def run(command: Sequence[str]) -> int:
     finally:
         for name, seconds in durations.items():
             print(f"e2e: {name}: {seconds:.0f} s", flush=True)
+
+
+def _build(tag: str) -> dict[str, float]:
+    """Compiling programs takes processors, building images the network and the disk: both at once."""
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        built = pool.submit(images.build_all, tag)
+        durations = {f"build {name}": seconds for name, seconds in binaries.build().items()}
+        return durations | built.result()
 
 
 def _run(command: Sequence[str], env: dict[str, str]) -> int:
