@@ -21,6 +21,9 @@ MAX_READING_LINES = 1000
 
 COVERED = {
     "make up": "tests/cli runs `pagemill up` on the same example; .ci/run runs `make install`",
+    "make e2e": ".ci/run",
+    "apt-get install runc": ".ci/run installs the same packages",
+    "python e2e/cluster": "the session of `make e2e` calls the same verbs",
     "make chat": "test_chat_command",
     "curl": "test_docs_commands",
     ".venv/bin/pagemill serve": "test_docs_commands",
