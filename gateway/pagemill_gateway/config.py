@@ -43,8 +43,8 @@ class KubernetesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """For a gateway outside the cluster; `None`: the service account of the pod."""
     api_server: str = ""
     """URL of the API server; empty: what the kubeconfig says, or every pod's environment."""
-    watch_idle_timeout_s: float = 90.0
-    """A watch silent for this long is opened again; API servers say something every minute."""
+    watch_idle_timeout_s: float = 40.0
+    """A watch silent for this long is opened again; API servers are asked to end each after 30 s at most."""
     backoff_base_s: float = 0.2
     backoff_max_s: float = 5.0
     """First and longest pause between attempts to reach the API server; each is drawn from the upper half."""

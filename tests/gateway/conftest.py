@@ -380,6 +380,8 @@ class ApiServer:
         self.num_watches = 0
         self.queries: list[dict[str, str]] = []
         self.status = 200
+        self.silent = False
+        """Watches stay open and say nothing."""
         self.tokens: list[str | None] = []
         self.url = ""
         self._version = 100
@@ -461,7 +463,7 @@ class ApiServer:
                 gone = {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old resource version"}
                 await response.write(json.dumps({"type": "ERROR", "object": gone}).encode() + b"\n")
                 return response
-            for version, kind, event in [each for each in self._events if each[0] > seen]:
+            for version, kind, event in [each for each in self._events if each[0] > seen and not self.silent]:
                 if kind == request.path:
                     line = json.dumps(event).encode() + b"\n"
                     await response.write(line[:20])  # lines come in pieces

@@ -176,6 +176,20 @@ async def test_a_watch_that_is_too_old_lists_again(api, start, fake) -> None:
     await fake.until(lambda: models(gateway) == ["b", "c"])
 
 
+async def test_a_watch_that_falls_silent_is_opened_again(api, start, fake) -> None:
+    await fake.give_keys(api)
+    gateway = await start.gateway(watch_idle_timeout_s=0.3)
+    await fake.until(lambda: gateway.ready and api.num_watches >= 3)
+    api.silent = True
+    await fake.give_model(api, "a")
+    num_watches = api.num_watches
+    await fake.until(lambda: api.num_watches >= num_watches + 3)
+    assert gateway.ready
+    api.silent = False
+    await fake.give_model(api, "b")
+    await fake.until(lambda: models(gateway) == ["a", "b"])
+
+
 async def test_keys_that_turn_reach_engines_and_the_control_port(api, start, fake) -> None:
     await fake.give_keys(api)
     await fake.give_model(api, "a")

@@ -24,8 +24,11 @@ logger = logging.getLogger("pagemill.gateway.kubernetes")
 
 Object = TypeVar("Object", LLMDeployment, EndpointSlice, Secret)
 Key = tuple[str, str]
-WATCH_S = (240, 480)
-"""The server ends a watch somewhere in between, so that not all of them begin anew together."""
+WATCH_S = (20, 30)
+"""
+The server is asked to end a watch after so long: one that neither speaks nor ends is dead, and found out soon. It goes
+on from where it was, which costs the server next to nothing.
+"""
 QUICK_WATCH_PAUSE_S = 0.1
 """Between watches that end in good order, so that a server which ends each at once is not hammered."""
 
