@@ -34,6 +34,12 @@ SETTINGS = [
         "GatewayConfig",
         "A gateway's settings file (`python -m pagemill_gateway --settings FILE`); `pagemill gateway` sets the same.",
     ),
+    (
+        "pagemill_operator.config",
+        "OperatorConfig",
+        "The operator's settings file (`python -m pagemill_operator --settings FILE --identity NAME`); the chart's "
+        "values set the same.",
+    ),
 ]
 
 
@@ -76,6 +82,8 @@ def _settings(body: list[ast.stmt]) -> Iterator[Setting]:
 
 def _value(node: ast.expr) -> str:
     """A default as people write it: products of sizes are computed, everything else is shown as it stands."""
+    if isinstance(node, ast.Call) and (made := [each.value for each in node.keywords if each.arg == "default_factory"]):
+        return ast.unparse(made[0].body if isinstance(made[0], ast.Lambda) else made[0])
     is_product = all(isinstance(part, ast.BinOp | ast.Constant | ast.operator) for part in ast.walk(node))
     return str(_product(node)) if is_product and isinstance(node, ast.BinOp) else ast.unparse(node)
 
@@ -151,11 +159,15 @@ def _shown_default(default: Any) -> str:
 
 
 def metrics_page() -> str:
+    from pagemill_operator.controller.metric_specs import OPERATOR_METRICS
     from pagemill_protocol.metrics import ENGINE_METRICS, GATEWAY_METRICS
 
-    about = "Engine pods export the first table and gateways the second, on the control port under `/metrics`."
+    about = (
+        "Engine pods export the first table and gateways the second, on the control port under `/metrics`; the "
+        "operator exports the third on its only port, besides `process_*`."
+    )
     parts = [f"# Metrics\n\n{NOTE}\n\n{about} The buckets of histograms stand below.\n"]
-    for title, specs in (("Engine", ENGINE_METRICS), ("Gateway", GATEWAY_METRICS)):
+    for title, specs in (("Engine", ENGINE_METRICS), ("Gateway", GATEWAY_METRICS), ("Operator", OPERATOR_METRICS)):
         rows = [
             f"| `{each.exported_name}` | {each.kind} | {_words(each.labels)} | {cell(each.help)} |" for each in specs
         ]
@@ -164,7 +176,7 @@ def metrics_page() -> str:
         )
     buckets = [
         f"| `{each.name}` | {', '.join(f'{bound:g}' for bound in each.buckets)} |"
-        for each in (*ENGINE_METRICS, *GATEWAY_METRICS)
+        for each in (*ENGINE_METRICS, *GATEWAY_METRICS, *OPERATOR_METRICS)
         if each.buckets
     ]
     parts.append("\n".join(["## Buckets", "", "| Histogram | Upper bounds |", "|---|---|", *buckets, ""]))

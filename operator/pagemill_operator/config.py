@@ -23,23 +23,27 @@ class OperatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     engine_image: str
     """Image of engine pods whose resource names none."""
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
+    """Of engine and loader containers."""
     image_pull_secrets: list[str] = []
+    """Names of Secrets in the namespaces of the LLMDeployments."""
     gateway_url: str = ""
     """Base URL of the OpenAI-compatible API, shown in `status.url`."""
     gateway_selector: dict[str, str] = msgspec.field(
-        default_factory=lambda: {NAME_LABEL: "pagemill", "app.kubernetes.io/component": "gateway"}
+        default_factory=lambda: {"app.kubernetes.io/name": "pagemill", "app.kubernetes.io/component": "gateway"}
     )
     """Labels of gateway pods in `namespace`. Must hold `app.kubernetes.io/name`: pods are watched by it."""
     prometheus_namespace_selector: dict[str, str] = {}
+    """Labels of the namespace that Prometheus runs in."""
     prometheus_pod_selector: dict[str, str] = {}
-    """Who besides gateways may read the engines' metrics; both empty: nobody."""
+    """Labels of Prometheus' pods. Besides gateways they alone reach engines; nobody does where both are empty."""
     keys_secret: str = "pagemill-keys"
     """Secret in `namespace` that engine tokens are derived from; made where it is missing."""
     lease_name: str = "pagemill-operator"
+    """Lease in `namespace` that says who leads."""
     lease_duration_s: float = 15.0
     """Another operator takes over when the Lease was not renewed for this long."""
     renew_deadline_s: float = 10.0
-    """The leader writes nothing and ends when it could not renew for this long."""
+    """The leader writes nothing when it could not renew for this long, and ends when another one leads."""
     retry_period_s: float = 2.0
     """Between two looks at the Lease."""
     resync_s: float = 600.0
@@ -49,11 +53,13 @@ class OperatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     workers: int = 4
     """Deployments that are reconciled at once."""
     host: str = "0.0.0.0"
+    """Address of the metrics port."""
     metrics_port: int = 8080
     """Serves `/metrics`, `/livez` and `/readyz`; 0 takes a free one."""
     gateway_control_port: int = 8081
     """Where gateways tell their load."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    """Least severe lines that are written; `DEBUG` includes kopf's."""
 
     def __post_init__(self) -> None:
         if problem := next(self._problems(), None):

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 
 from aiohttp import web
 
-from pagemill_operator.controller.metrics import Metrics
+from pagemill_operator.controller.metrics import OperatorMetrics
+from pagemill_protocol.metrics import CONTENT_TYPE
 
 STALLED_WATCH_S = 150.0
 """A watch is opened again after 70 s of silence; twice that means that nobody does it."""
@@ -67,7 +68,7 @@ class Health:
             yield f"the event loop has not turned for {age_s:.0f} s"
 
 
-async def serve(health: Health, metrics: Metrics, host: str, port: int) -> tuple[web.AppRunner, int]:
+async def serve(health: Health, metrics: OperatorMetrics, host: str, port: int) -> tuple[web.AppRunner, int]:
     """Returns the runner, to be cleaned up, and the port."""
 
     async def livez(_: web.Request) -> web.Response:
@@ -77,7 +78,7 @@ async def serve(health: Health, metrics: Metrics, host: str, port: int) -> tuple
         return _answer(health.troubles() + health.waits())
 
     async def show_metrics(_: web.Request) -> web.Response:
-        return web.Response(body=metrics.text(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+        return web.Response(body=metrics.text(), headers={"Content-Type": CONTENT_TYPE})
 
     app = web.Application()
     app.add_routes([web.get("/livez", livez), web.get("/readyz", readyz), web.get("/metrics", show_metrics)])

@@ -32,7 +32,7 @@ from pagemill_operator.controller.keys import KeyRing
 from pagemill_operator.controller.lease import LeaderElection, Leadership, LeaseSettings
 from pagemill_operator.controller.lease_store import KubernetesLease
 from pagemill_operator.controller.load_stream import LoadBook, LoadStreams, display_wait_s
-from pagemill_operator.controller.metrics import Metrics
+from pagemill_operator.controller.metrics import OperatorMetrics
 from pagemill_operator.controller.queue import WorkQueue
 from pagemill_operator.controller.reconcile import Reconciler
 from pagemill_operator.controller.session import watch_session
@@ -72,7 +72,7 @@ class Operator:
         self._has_pod_monitors = False
         self._works = False
         """Leads, and has what it needs to work: until then nobody's turn comes."""
-        self.metrics = Metrics()
+        self.metrics = OperatorMetrics()
         self.leadership = Leadership(config.renew_deadline_s)
         self.client = Client(configuration, remaining_s=self.leadership.remaining_s, on_response=self.metrics.responded)
         self.cache = Cache(config.namespace, config.gateway_selector, config.watch_namespaces)
@@ -107,7 +107,7 @@ class Operator:
         )
         self.metrics.watch(
             depth=lambda: len(self.queue),
-            objects=lambda: self.cache.count(LLM_DEPLOYMENT.name),
+            deployments=lambda: self.cache.count(LLM_DEPLOYMENT.name),
             watch_age_s=self.watches.age_s,
             kinds=[kind.name for kind in WATCHED_KINDS],
         )
@@ -129,7 +129,7 @@ class Operator:
     async def _run_parts(self, runner: web.AppRunner) -> None:
         self._handle_signals()
         parts = [
-            asyncio.create_task(self.health.measure_lag(self.metrics.loop_lag.set), name="loop lag"),
+            asyncio.create_task(self.health.measure_lag(self.metrics.lagged), name="loop lag"),
             asyncio.create_task(self._watch_and_lead(), name="operator"),
         ]
         stopping = asyncio.create_task(self._stopping.wait(), name="stop")

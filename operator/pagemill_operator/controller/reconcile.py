@@ -18,7 +18,7 @@ from pagemill_operator.backends.kubernetes.observe import status_body
 from pagemill_operator.backends.kubernetes.snapshot import Manifest
 from pagemill_operator.controller.cache import Cache
 from pagemill_operator.controller.events import EventRecorder
-from pagemill_operator.controller.metrics import Metrics
+from pagemill_operator.controller.metrics import OperatorMetrics
 from pagemill_operator.controller.reading import read_plan
 from pagemill_operator.controller.status_writing import merge_patch, ready_after_s, wait_s
 from pagemill_operator.plan.types import Plan, Problem
@@ -35,7 +35,7 @@ class Reconciler:
         cluster: KubernetesCluster,
         client: Client,
         recorder: EventRecorder,
-        metrics: Metrics,
+        metrics: OperatorMetrics,
         *,
         url: str,
         clock: Callable[[], float] = time.monotonic,

@@ -8,7 +8,7 @@ import random
 import time
 
 from pagemill_operator.backends.kubernetes.client import ApiError, NotLeading, Unreachable
-from pagemill_operator.controller.metrics import Metrics
+from pagemill_operator.controller.metrics import OperatorMetrics
 from pagemill_operator.controller.queue import WorkQueue
 from pagemill_operator.controller.reconcile import Reconciler
 
@@ -22,7 +22,7 @@ LASTING_LONGEST_S = 60.0
 
 class Workers:
     def __init__(
-        self, queue: WorkQueue, reconciler: Reconciler, metrics: Metrics, *, count: int, resync_s: float
+        self, queue: WorkQueue, reconciler: Reconciler, metrics: OperatorMetrics, *, count: int, resync_s: float
     ) -> None:
         self._queue = queue
         self._reconciler = reconciler

@@ -1,0 +1,77 @@
+"""Every metric of the operator: the names that dashboards of operators know, and a few of its own. Data only."""
+
+from __future__ import annotations
+
+from pagemill_protocol.metrics import MetricSpec
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_READY_SECONDS = (1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
+
+RECONCILES = MetricSpec(
+    "controller_runtime_reconcile",
+    "counter",
+    "Finished reconciles by result: success, requeue (it looks again soon) or error.",
+    ("controller", "result"),
+)
+RECONCILE_ERRORS = MetricSpec(
+    "controller_runtime_reconcile_errors", "counter", "Reconciles that failed and are tried again.", ("controller",)
+)
+RECONCILE_SECONDS = MetricSpec(
+    "controller_runtime_reconcile_time_seconds", "histogram", "Duration of a reconcile.", ("controller",), _SECONDS
+)
+DEPTH = MetricSpec("workqueue_depth", "gauge", "Deployments whose turn is due.", ("name",))
+ADDS = MetricSpec("workqueue_adds", "counter", "Deployments that were put into the queue.", ("name",))
+RETRIES = MetricSpec("workqueue_retries", "counter", "Deployments that were put back after a failure.", ("name",))
+QUEUE_SECONDS = MetricSpec(
+    "workqueue_queue_duration_seconds",
+    "histogram",
+    "How long a due deployment waited for a worker.",
+    ("name",),
+    _SECONDS,
+)
+WORK_SECONDS = MetricSpec(
+    "workqueue_work_duration_seconds", "histogram", "How long a worker held a deployment.", ("name",), _SECONDS
+)
+REQUESTS = MetricSpec(
+    "rest_client_requests",
+    "counter",
+    "Requests to the API server by answer (an HTTP status, error or timeout) and method.",
+    ("code", "method"),
+)
+LEADS = MetricSpec("leader_election_master_status", "gauge", "1 for the operator that leads, else 0.", ("name",))
+DEPLOYMENTS = MetricSpec("pagemill_operator_deployments", "gauge", "LLMDeployments that are served.")
+WRITES = MetricSpec("pagemill_operator_writes", "counter", "Objects written, by kind and verb.", ("kind", "verb"))
+READY_SECONDS = MetricSpec(
+    "pagemill_operator_ready_duration_seconds",
+    "histogram",
+    "From the creation of a deployment, or from when it last ceased to be ready, until it is ready.",
+    (),
+    _READY_SECONDS,
+)
+WATCH_AGE_SECONDS = MetricSpec(
+    "pagemill_operator_watch_age_seconds",
+    "gauge",
+    "Since the quietest watch of a kind was last heard, bookmarks included.",
+    ("resource",),
+)
+LOOP_LAG_SECONDS = MetricSpec(
+    "pagemill_operator_loop_lag_seconds", "gauge", "How late the event loop's latest turn was."
+)
+
+OPERATOR_METRICS = [
+    RECONCILES,
+    RECONCILE_ERRORS,
+    RECONCILE_SECONDS,
+    DEPTH,
+    ADDS,
+    RETRIES,
+    QUEUE_SECONDS,
+    WORK_SECONDS,
+    REQUESTS,
+    LEADS,
+    DEPLOYMENTS,
+    WRITES,
+    READY_SECONDS,
+    WATCH_AGE_SECONDS,
+    LOOP_LAG_SECONDS,
+]
