@@ -20,10 +20,15 @@ from typing import Any
 
 import binaries
 import containers
-from layout import HOME, PAUSE_IMAGE
+from layout import HOME, IMAGES, PAUSE_IMAGE
 
 LAYOUT = HOME / "layout"
 """An OCI image layout that skopeo writes to; it skips the layers that lie there already."""
+BLOBS = IMAGES / "io.containerd.content.v1.content" / "blobs" / "sha256"
+"""containerd's own files, on the same file system as the layout."""
+LARGE_BYTES = 1 << 20
+KEEP = "containerd.io/gc.root"
+"""A label by which containerd keeps a layer that no image names yet."""
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 CONFIG = "application/vnd.oci.image.config.v1+json"
 LAYER = "application/vnd.oci.image.layer.v1.tar"
@@ -38,20 +43,24 @@ def load(image: str) -> None:
     """Copy an image of buildah's store into containerd under the same name."""
     LAYOUT.mkdir(parents=True, exist_ok=True)
     present = containers.blob_digests()
-    _drop_emptied_blobs(present)
+    _forget_blobs_but(present)
     (LAYOUT / "index.json").unlink(missing_ok=True)  # it would go on listing every image ever loaded
     _copy_to_layout(image)
     entry = json.loads((LAYOUT / "index.json").read_text())["manifests"][-1]
-    new = [blob for blob in _blobs_of(entry) if f"sha256:{blob.name}" not in present]
+    new = [blob for blob in _blobs_of(entry) if _digest_of(blob) not in present]
+    large = [blob for blob in new if blob.stat().st_size >= LARGE_BYTES]
+    for blob in large:
+        _adopt(blob)
 
     def write(archive: tarfile.TarFile) -> None:
         _add_index(archive, entry, image)
         for blob in new:
-            archive.add(blob, f"blobs/sha256/{blob.name}")
+            if blob not in large:
+                archive.add(blob, f"blobs/sha256/{blob.name}")
 
     _import(write)
-    for blob in new:
-        _empty(blob)
+    for blob in large:
+        containers.ctr("content", "label", _digest_of(blob), f"{KEEP}=")  # the image holds it from now on
 
 
 def load_pause() -> None:
@@ -121,21 +130,30 @@ def _blob(digest: str) -> Path:
     return LAYOUT / "blobs" / "sha256" / digest.removeprefix("sha256:")
 
 
-def _empty(blob: Path) -> None:
-    """containerd has it now: keep name and size, by which skopeo skips it, and give the disk space back."""
-    size = blob.stat().st_size
-    if size < 1 << 20:
-        return
-    os.truncate(blob, 0)
-    os.truncate(blob, size)
+def _adopt(blob: Path) -> None:
+    """Give containerd a layer without writing it again: a second link in its store, then its own word for it."""
+    target = BLOBS / blob.name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if not target.exists():
+        os.link(blob, target)
+    digest, size = _digest_of(blob), str(blob.stat().st_size)
+    with blob.open("rb") as content:
+        argv = ["content", "ingest", "--expected-digest", digest, "--expected-size", size, digest]
+        done = subprocess.run(containers.argv(*argv), stdin=content, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise LoadError(f"containerd refused the layer {digest}: {done.stderr[-2000:]}")
+    containers.ctr("content", "label", digest, f"{KEEP}=import")
 
 
-def _drop_emptied_blobs(present: set[str]) -> None:
-    """Where containerd has lost a layer (its store was removed), skopeo must write it again."""
+def _forget_blobs_but(present: set[str]) -> None:
+    """A layer that containerd has dropped is of no use; the others cost no space, their files are the same."""
     for blob in (LAYOUT / "blobs" / "sha256").glob("*"):
-        status = blob.stat()
-        if f"sha256:{blob.name}" not in present and status.st_size > 0 and status.st_blocks == 0:
+        if _digest_of(blob) not in present:
             blob.unlink()
+
+
+def _digest_of(blob: Path) -> str:
+    return f"sha256:{blob.name}"
 
 
 def _add_index(archive: tarfile.TarFile, entry: dict[str, Any], image: str) -> None:

@@ -54,58 +54,61 @@ def test_every_package_that_an_image_copies_is_in_the_tag(module: Module) -> Non
 
 
 @pytest.fixture
-def sent(module: Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[set[str]], dict[str, bytes]]:
-    """The files of the archive that containerd is sent, given the blobs that it has."""
+def load(module: Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[set[str]], dict[str, bytes]]:
+    """`load(present)` loads an image into a containerd that has these blobs; the files of the archive it is sent."""
     loading, containers = module("loading"), module("containers")
-    monkeypatch.setattr(loading, "LAYOUT", tmp_path)
+    monkeypatch.setattr(loading, "LAYOUT", tmp_path / "layout")
+    monkeypatch.setattr(loading, "BLOBS", tmp_path / "store")
+    monkeypatch.setattr(containers, "argv", lambda *arguments: ["true"])
+    monkeypatch.setattr(containers, "ctr", lambda *arguments: "")
+    monkeypatch.setattr(loading, "_copy_to_layout", lambda image: _write_layout(tmp_path / "layout"))
 
     def run(present: set[str]) -> dict[str, bytes]:
-        archives: list[bytes] = []
+        buffer = io.BytesIO()
 
         def collect(write: Callable[[tarfile.TarFile], None]) -> None:
-            buffer = io.BytesIO()
             with tarfile.open(fileobj=buffer, mode="w") as archive:
                 write(archive)
-            archives.append(buffer.getvalue())
 
         monkeypatch.setattr(containers, "blob_digests", lambda: present)
-        monkeypatch.setattr(loading, "_copy_to_layout", lambda image: _write_layout(tmp_path))
         monkeypatch.setattr(loading, "_import", collect)
         loading.load("example/engine:1")
-        with tarfile.open(fileobj=io.BytesIO(archives[0])) as archive:
+        buffer.seek(0)
+        with tarfile.open(fileobj=buffer) as archive:
             return {each.name: archive.extractfile(each).read() for each in archive}  # type: ignore[union-attr]
 
     return run
 
 
-def test_only_missing_layers_travel(sent: Callable[[set[str]], dict[str, bytes]]) -> None:
-    first = sent(set())
-    assert {BIG, SMALL} <= {name.rpartition("/")[2] for name in first}
-    second = sent({f"sha256:{BIG}"})
-    assert BIG not in {name.rpartition("/")[2] for name in second}
-    assert SMALL in {name.rpartition("/")[2] for name in second}
+Load = Callable[[set[str]], dict[str, bytes]]
 
 
-def test_the_archive_names_the_image(sent: Callable[[set[str]], dict[str, bytes]]) -> None:
-    index = json.loads(sent(set())["index.json"])
+def test_a_large_layer_is_linked_and_does_not_travel(load: Load, tmp_path: Path) -> None:
+    sent = load(set())
+    assert f"blobs/sha256/{BIG}" not in sent
+    assert sent[f"blobs/sha256/{SMALL}"] == LAYERS[1]
+    stored = tmp_path / "store" / BIG
+    assert stored.samefile(tmp_path / "layout" / "blobs" / "sha256" / BIG)
+
+
+def test_what_the_node_has_is_neither_sent_nor_linked(load: Load, tmp_path: Path) -> None:
+    sent = load({f"sha256:{BIG}", f"sha256:{SMALL}"})
+    assert {BIG, SMALL}.isdisjoint(name.rpartition("/")[2] for name in sent)
+    assert not (tmp_path / "store").exists()
+
+
+def test_the_archive_names_the_image(load: Load) -> None:
+    index = json.loads(load(set())["index.json"])
     assert index["manifests"][0]["annotations"] == {"io.containerd.image.name": "example/engine:1"}
 
 
-def test_a_layer_that_the_node_has_takes_no_space_beside_it(
-    sent: Callable[[set[str]], dict[str, bytes]], tmp_path: Path
-) -> None:
-    sent(set())
-    blob = tmp_path / "blobs" / "sha256" / BIG
-    assert blob.stat().st_size == len(LAYERS[0])
-    assert blob.stat().st_blocks == 0
-
-
-def test_a_layer_that_the_node_lost_is_written_again(
-    sent: Callable[[set[str]], dict[str, bytes]], tmp_path: Path
-) -> None:
-    sent(set())
-    again = sent(set())
-    assert again[f"blobs/sha256/{BIG}"] == LAYERS[0]
+def test_a_layer_that_the_node_lost_is_written_again(load: Load, tmp_path: Path) -> None:
+    load(set())
+    blob = tmp_path / "layout" / "blobs" / "sha256" / BIG
+    blob.write_bytes(b"an old file")
+    (tmp_path / "store" / BIG).unlink()
+    load(set())
+    assert (tmp_path / "store" / BIG).read_bytes() == LAYERS[0]
 
 
 LAYERS = (b"torch" * (1 << 19), b"code")
