@@ -204,7 +204,7 @@ def fatal_of(error: Exception) -> Fatal:
         return Fatal("OutOfMemory", "The engine ran out of memory. Lower kvCacheMemory or give it more memory.")
     reason = getattr(error, "reason", None)
     if isinstance(reason, str) and reason:
-        return Fatal(reason, str(error))
+        return Fatal(reason, str(getattr(error, "message", error)))
     return Fatal("EngineFailed", f"{type(error).__name__}: {error}")
 
 

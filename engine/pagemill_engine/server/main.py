@@ -256,7 +256,7 @@ def _load_tokenizer(config: EngineConfig) -> tuple[TokenizerBundle, Tokenizer]:
         bundle = load_bundle(path)
         return bundle, Tokenizer(bundle, chat_template=config.chat_template)
     except SourceError as error:
-        raise StartupError(error.reason, f"`{error.field}` {config.model!r}: {error.message}", error.field) from error
+        raise StartupError(error.reason, f"`{error.field}`: {error.message}", error.field) from error
     except PagemillError as error:
         raise StartupError("ModelUnreadable", f"`model` {config.model!r}: {error.message}", "model") from error
 
