@@ -12,27 +12,27 @@ import logging
 import os
 import random
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Any
 
 import kopf
-from aiohttp import web
 from kubernetes.aio.client import Configuration
 
 from pagemill_operator.backends.kubernetes.backend import KubernetesCluster
-from pagemill_operator.backends.kubernetes.client import ApiError, Client, NotLeading, Unreachable
-from pagemill_operator.backends.kubernetes.kinds import LLM_DEPLOYMENT, POD_MONITOR, SECRET, WATCHED_KINDS, Kind
-from pagemill_operator.backends.kubernetes.snapshot import MANAGED_BY_LABEL, Manifest, RenderContext
+from pagemill_operator.backends.kubernetes.client import ApiError, Client, Unreachable
+from pagemill_operator.backends.kubernetes.kinds import LLM_DEPLOYMENT, SECRET, WATCHED_KINDS, Kind
+from pagemill_operator.backends.kubernetes.snapshot import Manifest, RenderContext
 from pagemill_operator.config import OperatorConfig
 from pagemill_operator.controller import health
 from pagemill_operator.controller.cache import Cache
+from pagemill_operator.controller.chores import insist, repeat
 from pagemill_operator.controller.events import EventRecorder
 from pagemill_operator.controller.keys import KeyRing
 from pagemill_operator.controller.lease import LeaderElection, Leadership, LeaseSettings
 from pagemill_operator.controller.lease_store import KubernetesLease
 from pagemill_operator.controller.load_stream import LoadBook, LoadStreams, display_wait_s
 from pagemill_operator.controller.metrics import OperatorMetrics
+from pagemill_operator.controller.pod_monitors import PodMonitors
 from pagemill_operator.controller.queue import WorkQueue
 from pagemill_operator.controller.reconcile import Reconciler
 from pagemill_operator.controller.session import watch_session
@@ -69,7 +69,6 @@ class Operator:
         self._configuration = configuration
         self._on_lost = on_lost
         self._stopping = asyncio.Event()
-        self._has_pod_monitors = False
         self._works = False
         """Leads, and has what it needs to work: until then nobody's turn comes."""
         self.metrics = OperatorMetrics()
@@ -81,6 +80,7 @@ class Operator:
         self.keys = KeyRing(
             self.client, config.namespace, config.keys_secret, config.key_rotation_s, on_change=self._wake_all
         )
+        self.pod_monitors = PodMonitors(self.client, self.cache, self._namespaces, self._wake)
         self.book = LoadBook()
         self.streams = LoadStreams(
             self.book,
@@ -118,7 +118,7 @@ class Operator:
         """Until SIGTERM or SIGINT. Raises what made a part of it fail."""
         runner, self.port = await health.serve(self.health, self.metrics, self._config.host, self._config.metrics_port)
         try:
-            await self._run_parts(runner)
+            await self._run_parts()
         finally:
             await runner.cleanup()
             await self.client.close()
@@ -126,7 +126,7 @@ class Operator:
     def stop(self) -> None:
         self._stopping.set()
 
-    async def _run_parts(self, runner: web.AppRunner) -> None:
+    async def _run_parts(self) -> None:
         self._handle_signals()
         parts = [
             asyncio.create_task(self.health.measure_lag(self.metrics.lagged), name="loop lag"),
@@ -211,56 +211,23 @@ class Operator:
             await asyncio.gather(work, holding, return_exceptions=True)
 
     async def _work(self) -> None:
-        keys_due_s = await self._insist("keys", self._tend_keys)
-        kinds_due_s = await self._insist("kinds", self._find_pod_monitors)
+        chores = {"keys": self._tend_keys, "kinds": self._look_for_pod_monitors}
+        retry_s = self._config.retry_period_s
+        due_s = {name: await insist(name, chore, retry_s) for name, chore in chores.items()}
         self._works = True
         self._wake_all()
         async with asyncio.TaskGroup() as group:
             group.create_task(self.workers.run(), name="workers")
             group.create_task(self.streams.run(), name="load streams")
-            group.create_task(self._repeat("keys", self._tend_keys, keys_due_s), name="keys")
-            group.create_task(self._repeat("kinds", self._find_pod_monitors, kinds_due_s), name="kinds")
-
-    async def _insist(self, what: str, work: Callable[[], Coroutine[Any, Any, float]]) -> float:
-        """Try until it succeeds; returns the seconds until it is due again."""
-        while True:
-            try:
-                return await work()
-            except (ApiError, Unreachable, NotLeading) as error:
-                logger.warning("%s: %s", what, error)
-                await asyncio.sleep(random.uniform(0.5, 1.0) * self._config.retry_period_s)
-
-    async def _repeat(self, what: str, work: Callable[[], Coroutine[Any, Any, float]], pause_s: float) -> None:
-        while True:
-            await asyncio.sleep(pause_s)
-            pause_s = await self._insist(what, work)
+            for name, chore in chores.items():
+                group.create_task(repeat(name, chore, retry_s, due_s[name]), name=name)
 
     async def _tend_keys(self) -> float:
         return min(self._config.resync_s, await self.keys.tend())
 
-    async def _find_pod_monitors(self) -> float:
-        """PodMonitor exists only where Prometheus' operator does; it may come later."""
-        try:
-            found = await self._list_pod_monitors()
-        except ApiError as error:
-            if error.status not in (403, 404):
-                raise
-            found = None
-        if (found is not None) != self._has_pod_monitors:
-            self._has_pod_monitors = found is not None
-            self._wake_all()
-        identities = {(item["metadata"]["namespace"], item["metadata"]["name"]) for item in found or ()}
-        changed = self.cache.listed(POD_MONITOR.name, "", identities)
-        for item in found or ():
-            changed |= self.cache.put(POD_MONITOR.name, item)
-        self._wake(changed)
+    async def _look_for_pod_monitors(self) -> float:
+        await self.pod_monitors.look()
         return self._config.resync_s * random.uniform(0.9, 1.1)
-
-    async def _list_pod_monitors(self) -> list[Manifest]:
-        query = {"labelSelector": f"{MANAGED_BY_LABEL}=pagemill-operator"}
-        paths = [POD_MONITOR.path(namespace) for namespace in self._namespaces]
-        paths = paths or [f"/apis/{POD_MONITOR.group}/{POD_MONITOR.version}/{POD_MONITOR.plural}"]
-        return [item for path in paths for item in (await self.client.get(path, query)).get("items", [])]
 
     # What comes in
 
@@ -325,6 +292,6 @@ class Operator:
             prometheus_namespace_selector=config.prometheus_namespace_selector,
             prometheus_pod_selector=config.prometheus_pod_selector,
             tokens=self.keys.keys.keys.accepted(plan.namespace, plan.name),
-            has_pod_monitors=self._has_pod_monitors,
+            has_pod_monitors=self.pod_monitors.exist,
             loader_done=loader_done,
         )
