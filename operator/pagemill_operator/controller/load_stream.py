@@ -118,6 +118,8 @@ class LoadStreams:
         self._port = port
         self._on_change = on_change
         self._streams: dict[str, asyncio.Task[None]] = {}
+        self._unheard: set[str] = set()
+        """Gateways whose silence is in the log already."""
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -138,6 +140,7 @@ class LoadStreams:
         for uid in [uid for uid, task in self._streams.items() if uid not in wanted or task.done()]:
             self._streams.pop(uid).cancel()
             self._book.lost(uid)
+        self._unheard &= wanted.keys()
         token = self._token()
         for uid in wanted.keys() - self._streams.keys() if token else ():
             address = wanted[uid]["status"]["podIP"]
@@ -154,7 +157,14 @@ class LoadStreams:
                 response.raise_for_status()
                 async for line in response.content:
                     if line.strip():
+                        self._unheard.discard(uid)
                         self._on_change(self._book.report(uid, msgspec.json.decode(line, type=Report)))
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
-            logger.info("the load of gateway %s is not heard: %s", url, error)
+            logger.log(
+                logging.DEBUG if uid in self._unheard else logging.WARNING,
+                "the load of gateway %s is not heard: %s",
+                url,
+                error or type(error).__name__,
+            )
+            self._unheard.add(uid)
         await asyncio.sleep(random.uniform(0.5, 1.0))
