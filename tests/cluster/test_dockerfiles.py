@@ -1,0 +1,71 @@
+"""What every image promises, read from its Dockerfile; the images themselves run in the end-to-end cases."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPONENTS = ("engine", "gateway", "operator")
+
+
+@pytest.fixture(params=COMPONENTS)
+def dockerfile(request: pytest.FixtureRequest) -> str:
+    """Joined: one line an instruction."""
+    return (ROOT / request.param / "Dockerfile").read_text().replace("\\\n", " ")
+
+
+def final_stage(dockerfile: str) -> str:
+    return re.split(r"^FROM .*$", dockerfile, flags=re.MULTILINE)[-1]
+
+
+def test_it_runs_as_nobody_in_particular_without_a_shell(dockerfile: str) -> None:
+    stage = final_stage(dockerfile)
+    assert re.findall(r"^USER (.*)$", stage, re.MULTILINE) == ["65532:65532"]
+    (entrypoint,) = re.findall(r"^ENTRYPOINT (.*)$", stage, re.MULTILINE)
+    assert re.fullmatch(r'\["python", "-m", "pagemill_[a-z.]+"\]', entrypoint)
+
+
+def test_everything_installed_is_locked_with_its_hash(dockerfile: str) -> None:
+    installs = re.findall(r"uv pip install [^&\n]*", dockerfile)
+    assert installs
+    for install in installs:
+        assert "--require-hashes" in install or ("--offline" in install and "/wheels/" in install), install
+
+
+def test_the_lock_is_read_by_the_uv_that_wrote_it(dockerfile: str) -> None:
+    (wanted,) = re.findall(r"^UV_VERSION := (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert re.findall(r"uv==(\S+)", dockerfile) == [wanted]
+
+
+def test_the_lock_stage_has_every_member_of_the_workspace(dockerfile: str) -> None:
+    members = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]["workspace"]["members"]
+    assert sorted(re.findall(r"^COPY (\S+)/pyproject.toml", dockerfile, re.MULTILINE)) == sorted(members)
+
+
+def test_compilers_and_uv_stay_behind(dockerfile: str) -> None:
+    stage = final_stage(dockerfile)
+    assert "apt-get" not in stage
+    assert re.findall(r"^COPY --from=(\S+)", stage, re.MULTILINE)[-1] == "code"
+    assert "COPY --from=tools" not in stage
+
+
+def test_it_names_no_address(dockerfile: str) -> None:
+    assert "://" not in dockerfile
+
+
+@pytest.mark.parametrize("component", ["gateway", "operator"])
+def test_torch_reaches_only_the_engine(component: str) -> None:
+    lock = tomllib.loads((ROOT / "uv.lock").read_text())
+    needs = {package["name"]: [each["name"] for each in package.get("dependencies", [])] for package in lock["package"]}
+    reached: set[str] = set()
+    waiting = [f"pagemill-{component}"]
+    while waiting:
+        name = waiting.pop()
+        if name not in reached:
+            reached.add(name)
+            waiting += needs.get(name, [])
+    assert reached.isdisjoint({"torch", "triton", "transformers"})
