@@ -13,7 +13,7 @@ import hashlib
 import json
 import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -112,8 +112,14 @@ def _blob(hub: Hub, name: str, digest: str) -> dict[str, Any]:
 
 
 def _located(name: str) -> Path:
+    """The package is found, not imported: its code may need what is not installed."""
     package, _, path = name.rpartition(":")
-    return Path(str(files(package).joinpath(path))) if package else Path(path)
+    if not package:
+        return Path(path)
+    spec = find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        sys.exit(f"no package {package} is installed here")
+    return Path(spec.submodule_search_locations[0]) / path
 
 
 def _range(header: str, size: int) -> tuple[int, int]:
