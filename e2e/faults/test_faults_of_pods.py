@@ -50,7 +50,7 @@ ROWS = [
         "Scheduled",
         "spec.resources.memory",
         resources={"memory": "900Ti"},
-        template=pod(),
+        template=container(resources={"requests": {"memory": "900Ti"}}),
     ),
     row("selector", "NoMatchingNode", "Scheduled", "spec.template", template=pod(nodeSelector={"disk": "none"})),
     row("no-claim", "ClaimNotFound", "Scheduled", "spec.model", model={"source": "pvc://nowhere/model.gguf"}),
@@ -79,9 +79,13 @@ def test_a_fault_is_told_with_its_reason_and_remedy(matrix: dict[str, Deployed],
     assert_told(matrix[row.name], row, TIMEOUT_S)
 
 
-def test_reasons_are_distinct_and_shown_in_the_list(matrix: dict[str, Deployed], matrix_space: Kubectl) -> None:
+def test_reasons_are_distinct_and_shown_in_the_list(
+    matrix: dict[str, Deployed], matrix_space: Kubectl, release: Release
+) -> None:
     reasons = [row.reason for row in ROWS if row.name != "elder"]
     assert len(set(reasons)) == len(reasons)
+    for each in ROWS:
+        matrix[each.name].wait_reason("Ready", each.reason, TIMEOUT_S)
     lines = [line.split() for line in matrix_space.ok("get", "llmd", "--no-headers").splitlines()]
     shown = {words[0]: words for words in lines}
     for each in ROWS:
