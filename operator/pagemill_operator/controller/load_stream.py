@@ -153,8 +153,9 @@ class LoadStreams:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=SILENCE_TIMEOUT_S)
         headers = {"Authorization": f"Bearer {self._token()}"}
         try:
-            async with session.get(url, headers=headers, timeout=timeout) as response:
-                response.raise_for_status()
+            async with session.get(url, headers=headers, timeout=timeout, allow_redirects=False) as response:
+                if response.status != 200:
+                    raise ValueError(f"the answer is {response.status}")
                 async for line in response.content:
                     if line.strip():
                         self._unheard.discard(uid)
