@@ -32,6 +32,8 @@ event_logger = logging.getLogger("pagemill.gateway.event")
 KEEP_ALIVE_S = 75
 CUT_OFF_TIMEOUT_S = 10.0
 """For requests that were cut short to tell their clients."""
+QUIET_S = 1.0
+"""Without a request, before connections are closed; no longer than the delay, which says that others take over."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -99,7 +101,9 @@ async def drain(gateway: Gateway, stop: Stop, refuse_connections: Callable[[], N
     try:
         await asyncio.wait([hurry], timeout=gateway.config.drain_delay_s)
         refuse_connections()
-        empty = asyncio.create_task(gateway.gate.wait_empty())
+        # Who has just read the end of a stream may send the next request on the same connection.
+        quiet_s = min(QUIET_S, gateway.config.drain_delay_s)
+        empty = asyncio.create_task(gateway.gate.wait_quiet(quiet_s))
         await asyncio.wait([empty, hurry], timeout=gateway.config.drain_timeout_s, return_when=asyncio.FIRST_COMPLETED)
         gateway.gate.close("The gateway is shutting down. Try again.")
         if not empty.done():

@@ -154,6 +154,25 @@ async def test_sigterm_ends_readiness_first_lets_requests_finish_and_exits_clean
     assert await asyncio.wait_for(gateway.process.wait(), 10) == 0
 
 
+async def test_the_connection_of_a_stream_that_ends_in_the_drain_gets_one_more_answer(engines, fake, start) -> None:
+    """Its client was not asked to close the connection and sends the next request at once."""
+    gateway = await start(catalog=fake.catalog_of(engines[0]), drain_delay_s=0.5, drain_timeout_s=20)
+    gate = asyncio.Event()
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=1)) as session:
+        await (await post_when_ready(session, gateway, body)).read()
+        engines[0].behaviours.append(fake.says("a", "b", gate=gate))
+        stream = await post_when_ready(session, gateway, {**body, "stream": True})
+        gateway.process.send_signal(signal.SIGTERM)
+        await gateway.unready()
+        await asyncio.sleep(1.0)  # the delay is over
+        gate.set()
+        assert (await stream.read()).endswith(b"data: [DONE]\n\n")
+        async with session.post(gateway.url + "/v1/chat/completions", json=body) as response:
+            assert (response.status, response.headers["connection"]) == (200, "close")
+    assert await asyncio.wait_for(gateway.process.wait(), 10) == 0
+
+
 @pytest.mark.parametrize("hurry", [False, True])
 async def test_what_outlasts_the_drain_ends_with_an_error_event(engines, fake, start, hurry) -> None:
     gateway = await start(catalog=fake.catalog_of(engines[0]), drain_timeout_s=60 if hurry else 0.2)

@@ -18,6 +18,7 @@ class Gate:
         self._max_requests = max_requests
         self._max_bytes = max_bytes
         self._num_inside = 0
+        self._num_entered = 0
         self._num_bytes = 0
         self._empty = asyncio.Event()
         self._empty.set()
@@ -47,6 +48,7 @@ class Gate:
                 retry_after_s=1,
             )
         self._num_inside += 1
+        self._num_entered += 1
         self._empty.clear()
         place = Place(self)
         try:
@@ -60,6 +62,15 @@ class Gate:
     async def wait_empty(self) -> None:
         """Return when nobody is inside."""
         await self._empty.wait()
+
+    async def wait_quiet(self, quiet_s: float) -> None:
+        """Return when nobody is inside and nobody has come for a while."""
+        while True:
+            await self._empty.wait()
+            num_entered = self._num_entered
+            await asyncio.sleep(quiet_s)
+            if self._num_entered == num_entered:
+                return
 
     def has_room(self, num_bytes: int) -> bool:
         return self._num_bytes + num_bytes <= self._max_bytes
