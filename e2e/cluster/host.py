@@ -85,4 +85,5 @@ def _run(*argv: str) -> None:
 
 
 def _try(*argv: str) -> None:
-    subprocess.run(argv, capture_output=True, env={**os.environ, "PATH": PATH})
+    if shutil.which(argv[0], path=PATH) is not None:
+        subprocess.run(argv, capture_output=True, env={**os.environ, "PATH": PATH})
