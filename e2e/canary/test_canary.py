@@ -14,12 +14,12 @@ CONTROL_PORT = 8001
 
 
 def test_a_canary_gets_its_share_of_the_requests(one_node: OneNode, release: Release, space: Kubectl) -> None:
-    stable = deploy(space, llmdeployment("stable", model={"name": "chat"}, routing={"weight": 75}))
-    canary = deploy(space, llmdeployment("canary", model={"name": "chat"}, routing={"weight": 25}))
+    stable = deploy(space, llmdeployment("stable", model={"name": "duet"}, routing={"weight": 75}))
+    canary = deploy(space, llmdeployment("canary", model={"name": "duet"}, routing={"weight": 25}))
     for deployed in (stable, canary):
         deployed.wait_ready(1)
-    service = release.service("chat")
-    assert [model.id for model in service.client().models.list()] == ["chat"]
+    service = release.service("duet")
+    assert [model.id for model in service.client().models.list()].count("duet") == 1
     before = {deployed.name: _answered(deployed) for deployed in (stable, canary)}
     for _ in range(REQUESTS):
         service.ask(max_tokens=1)
@@ -30,30 +30,30 @@ def test_a_canary_gets_its_share_of_the_requests(one_node: OneNode, release: Rel
 
 
 def test_a_canary_at_weight_0_gets_nothing(one_node: OneNode, release: Release, space: Kubectl) -> None:
-    stable = deploy(space, llmdeployment("stable", model={"name": "chat"}, routing={"weight": 1}))
-    canary = deploy(space, llmdeployment("canary", model={"name": "chat"}, routing={"weight": 0}))
+    stable = deploy(space, llmdeployment("stable", model={"name": "duet"}, routing={"weight": 1}))
+    canary = deploy(space, llmdeployment("canary", model={"name": "duet"}, routing={"weight": 0}))
     for deployed in (stable, canary):
         deployed.wait_ready(1)
     before = _answered(canary)
     for _ in range(20):
-        release.service("chat").ask(max_tokens=1)
+        release.service("duet").ask(max_tokens=1)
     assert _answered(canary) == before
 
 
 def test_a_name_claimed_twice_is_refused_to_the_younger_until_the_elder_leaves(
     release: Release, space: Kubectl
 ) -> None:
-    elder = deploy(space, llmdeployment("elder", model={"name": "chat"}))
+    elder = deploy(space, llmdeployment("elder", model={"name": "duet"}))
     elder.wait_ready(1)
-    younger = deploy(space, llmdeployment("younger", model={"name": "chat"}))
+    younger = deploy(space, llmdeployment("younger", model={"name": "duet"}))
     refusal = younger.wait_reason("Ready", "NameConflict")
     assert refusal["status"] == "False"
     assert "routing.weight" in refusal["message"], "the remedy"
     assert elder.condition("Ready")["status"] == "True"
-    assert release.service("chat").ask() != ""
+    assert release.service("duet").ask() != ""
     elder.delete()
     younger.wait_ready(1)
-    assert release.service("chat").ask() != ""
+    assert release.service("duet").ask() != ""
 
 
 def _answered(deployed: Deployed) -> float:
