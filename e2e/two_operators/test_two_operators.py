@@ -25,7 +25,7 @@ OPERATOR = "pagemill-operator"
 def test_after_the_leaders_death_work_goes_on_within_lease_and_five_seconds(
     one_node: OneNode, release: Release, space: Kubectl, audit: AuditLog
 ) -> None:
-    chat = deploy(space, llmdeployment("chat"))
+    chat = deploy(space, llmdeployment("spare"))
     chat.wait_ready(1)
     leader = release.leader()
     kill_pod(leader, "pagemill_operator")
@@ -33,7 +33,7 @@ def test_after_the_leaders_death_work_goes_on_within_lease_and_five_seconds(
     chat.scale(2)
     until(
         "the change is reconciled",
-        lambda: space.json("get", "deployment/chat-engine")["spec"]["replicas"] == 2,
+        lambda: space.json("get", "deployment/spare-engine")["spec"]["replicas"] == 2,
         timeout_s=TAKEOVER_S,
     )
     print(f"reconciled {time.monotonic() - killed_s:.1f} s after the leader was killed")
@@ -44,7 +44,7 @@ def test_after_the_leaders_death_work_goes_on_within_lease_and_five_seconds(
 def test_a_paused_leader_that_wakes_up_writes_nothing(
     one_node: OneNode, release: Release, space: Kubectl, audit: AuditLog
 ) -> None:
-    chat = deploy(space, llmdeployment("chat"))
+    chat = deploy(space, llmdeployment("spare"))
     chat.wait_ready(1)
     old = release.leader()
     name = old["metadata"]["name"]
