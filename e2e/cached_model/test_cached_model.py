@@ -12,7 +12,6 @@ from support.deployments import Deployed, deploy
 from support.kubectl import Kubectl
 from support.objects import Document, llmdeployment, probe_pod, secret
 from support.release import Release
-from support.waiting import until
 
 REPOSITORY = "test/smollm2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -77,12 +76,7 @@ def test_wrong_credentials_are_told_with_the_remedy_and_right_ones_heal_it(
 ) -> None:
     space.apply(secret(CREDENTIALS, token="hf-wrong"))
     chat = deploy(space, _cached(endpoint))
-    refusal = until(
-        "the status tells why the model cannot be loaded",
-        lambda: found if (found := chat.condition("ModelLoaded")).get("status") == "False" else None,
-        timeout_s=120,
-    )
-    assert refusal is not None
+    refusal = chat.wait_reason("Ready", "Unauthorized", 120)
     assert "credential" in refusal["message"].lower(), refusal
     space.apply(secret("right-credentials", token=TOKEN))
     chat.patch(model={"credentialsSecretRef": {"name": "right-credentials"}})

@@ -46,6 +46,8 @@ logger = logging.getLogger("pagemill.operator")
 
 POLL_S = 1.0
 """Between looks at something that is waited for at start."""
+KEYS_INTERVAL_S = 30.0
+"""Between looks at the keys: without them a gateway that starts cannot serve."""
 LOST_EXIT_CODE = 2
 """Of a process that lost its leadership."""
 
@@ -223,7 +225,7 @@ class Operator:
                 group.create_task(repeat(name, chore, retry_s, due_s[name]), name=name)
 
     async def _tend_keys(self) -> float:
-        return min(self._config.resync_s, await self.keys.tend())
+        return min(KEYS_INTERVAL_S, await self.keys.tend())
 
     async def _look_for_pod_monitors(self) -> float:
         await self.pod_monitors.look()
