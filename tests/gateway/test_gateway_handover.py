@@ -158,6 +158,16 @@ async def test_a_terminating_pod_is_the_last_resort_until_it_is_let_go() -> None
         await brain.find("m")
 
 
+async def test_nobody_waits_for_a_deployment_without_weight() -> None:
+    endpoints = [Endpoint(id="a", data_url="http://a:1", control_url="http://a:2")]
+    brain = LocalBrain(GatewayConfig(outage_wait_s=60.0))
+    brain.apply_catalog(Catalog(models=[CatalogModel(deployment="d", name="m", weight=0, endpoints=endpoints)]))
+    brain.observe("a", StateFrame(sequence=1, snapshot=True, max_model_len=100))
+    async with asyncio.timeout(5):
+        with pytest.raises(PagemillError, match="routing weight is 0"):
+            await brain.find("m")
+
+
 async def test_a_terminating_pod_that_went_silent_is_no_resort() -> None:
     brain = cluster_brain(terminating=True)
     brain.observe("a", StateFrame(sequence=1, snapshot=True, max_model_len=100))

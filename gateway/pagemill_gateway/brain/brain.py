@@ -161,8 +161,8 @@ class LocalBrain:
         except PagemillError as error:
             if error.code != NOT_READY:
                 raise
-        deployments = self.registry.named(model)
-        left_s = max((self._outage_left_s(deployment) for deployment in deployments), default=0.0)
+        wanted = [each for each in self.registry.named(model) if each.model.weight > 0]
+        left_s = max(map(self._outage_left_s, wanted), default=0.0)
         await self.news.wait_until(lambda: self._share(self.registry.named(model)) is not None, left_s)
         return self.resolve(model)
 
