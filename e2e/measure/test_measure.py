@@ -24,12 +24,12 @@ def test_apply_to_first_token_cold_and_warm(
     one_node: OneNode, release: Release, space: Kubectl, measures: Measures
 ) -> None:
     """Cold: image on the node, nothing of it in memory. Warm: the same once more."""
-    service = release.service("chat")
+    service = release.service("timed")
     for temperature in ("cold", "warm"):
         if temperature == "cold":
             Path("/proc/sys/vm/drop_caches").write_text("3")
         started_s = time.monotonic()
-        chat = deploy(space, llmdeployment("chat"))
+        chat = deploy(space, llmdeployment("timed"))
         until("the first token", lambda: _first_token(service), timeout_s=240)
         first_token_s = time.monotonic() - started_s
         chat.wait_ready(1)
@@ -40,7 +40,7 @@ def test_apply_to_first_token_cold_and_warm(
 
 
 def test_scale_up_by_phase(one_node: OneNode, release: Release, space: Kubectl, measures: Measures) -> None:
-    chat = deploy(space, llmdeployment("chat"))
+    chat = deploy(space, llmdeployment("timed"))
     chat.wait_ready(1)
     known = {pod["metadata"]["uid"] for pod in chat.pods()}
     started_s = time.monotonic()
@@ -50,10 +50,10 @@ def test_scale_up_by_phase(one_node: OneNode, release: Release, space: Kubectl, 
 
 
 def test_rolling_update(release: Release, space: Kubectl, measures: Measures) -> None:
-    chat = deploy(space, llmdeployment("chat", replicas=2))
+    chat = deploy(space, llmdeployment("timed", replicas=2))
     chat.wait_ready(2)
     old = chat.pods()
-    with running_load(release.service("chat"), workers=2) as load:
+    with running_load(release.service("timed"), workers=2) as load:
         started_s = time.monotonic()
         chat.patch(engine={"maxNumSeqs": 6})
         chat.wait_rolled_out(old)

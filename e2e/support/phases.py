@@ -9,6 +9,7 @@ import json
 import time
 import urllib.error
 import urllib.request
+from itertools import pairwise
 from typing import Any
 
 from support.deployments import Deployed
@@ -16,6 +17,15 @@ from support.waiting import until
 
 CONTROL_PORT = 8001
 ENGINE_PHASES = ("loading", "warming")
+DURATIONS = {
+    "asked": "decide_s",
+    "created": "schedule_s",
+    "scheduled": "pull_s",
+    "started": "import_s",
+    "loading": "load_s",
+    "warming": "warm_s",
+}
+"""What the time after each moment is spent with."""
 
 
 def of_new_pod(deployed: Deployed, known: set[str], started_s: float, timeout_s: float = 240) -> dict[str, float]:
@@ -45,13 +55,11 @@ def of_new_pod(deployed: Deployed, known: set[str], started_s: float, timeout_s:
 
 
 def _durations(seen: dict[str, float]) -> dict[str, float]:
+    """From each moment to the next one that was seen."""
     order = sorted(seen.items(), key=lambda item: item[1])
-    ends = [*(moment for _, moment in order[1:]), order[-1][1]]
-    first = {"until_created_s": order[0][1]}
-    named = {
-        f"{phase}_for_s": end - moment for (phase, moment), end in zip(order, ends, strict=True) if phase != "ready"
-    }
-    return {**first, **named, "total_s": order[-1][1]}
+    starts = [("asked", 0.0), *order]
+    named = {DURATIONS[phase]: end - start for (phase, start), (_, end) in pairwise(starts)}
+    return {**named, "total_s": order[-1][1]}
 
 
 def _holds(pod: dict[str, Any], condition: str) -> bool:
