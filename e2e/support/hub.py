@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import signal
 import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
@@ -137,4 +139,6 @@ def _sha256(path: Path) -> str:
 
 
 if __name__ == "__main__":
+    # A container's first process ignores the signal unless it says what to do.
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     Hub(int(sys.argv[1]), sys.argv[2], sys.argv[3], [_located(name) for name in sys.argv[4:]]).serve_forever()
