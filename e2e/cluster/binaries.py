@@ -54,6 +54,9 @@ PROGRAMS = {
     "helm-unittest": Program("helm-unittest", "github.com/helm-unittest/helm-unittest/cmd/helm-unittest"),
 }
 API_ONLY = ("etcd", "kube-apiserver", "kubectl")
+ON_DEMAND = ("kwok",)
+"""Only tests of scale need them."""
+USUAL = tuple(name for name in PROGRAMS if name not in ON_DEMAND)
 
 
 class BuildError(Exception):

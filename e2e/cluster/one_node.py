@@ -39,7 +39,7 @@ DEFAULT_STORAGE_CLASS = {
 def up() -> None:
     """Start the cluster; returns once pods can be scheduled. Takes some seconds."""
     host.check()
-    binaries.require(binaries.PROGRAMS)
+    binaries.require(binaries.USUAL)
     if processes.started(RUN):
         raise api_only.ClusterError("The cluster already runs; stop it first: python3 e2e/cluster down")
     down()  # what an interrupted run may have left
