@@ -67,7 +67,7 @@ async def test_a_new_operator_finds_everything_done(ready: Any, run_operator: An
     before = len(ready.writes)
     second = run_operator("b")
     await second.leads()
-    await ready.until(lambda: b"result=\"success\"} 1.0" in second.operator.metrics.text())
+    await ready.until(lambda: b'result="success"} 1.0' in second.operator.metrics.text())
     assert len(ready.writes) == before
 
 
