@@ -45,6 +45,7 @@ class AuditLog:
         self.offset = self.path.stat().st_size
 
     def calls(self) -> list[Call]:
+        assert self.path.stat().st_size >= self.offset, f"{self.path} was replaced: its calls are lost"
         with self.path.open("rb") as log:
             log.seek(self.offset)
             return list(_calls(log.read()))
