@@ -18,7 +18,7 @@ from pagemill_operator.backends.kubernetes.render import render_children
 from pagemill_operator.backends.kubernetes.slim import slim
 from pagemill_operator.backends.kubernetes.snapshot import ApplyError, Manifest, Owner, RenderContext, Snapshot
 from pagemill_operator.plan import Plan, Problem, make_plan
-from pagemill_operator.status.conditions import Finding, find_conditions
+from pagemill_operator.status.conditions import Finding, find_conditions, merge_conditions
 
 Make = Callable[..., LLMDeployment]
 CACHED = {"model__source": "hf://org/name", "model__cache": {"size": "1Gi", "storageClassName": "fast"}}
@@ -340,6 +340,14 @@ def test_an_engine_that_only_knows_that_it_died_is_a_crash_loop(world: Callable[
     found = world().apply().pod(waiting("CrashLoopBackOff", last=last)).findings()["Ready"]
     assert found.reason == "CrashLoop"
     assert "exit code 3" in found.message
+
+
+@pytest.mark.parametrize("reason", ["exit status 1", "nope", "Nicht möglich", "A" * 65, "", 7, None])
+def test_words_of_a_foreign_program_never_become_a_reason(world: Callable[..., World], reason: Any) -> None:
+    last = ended(1, message=json.dumps({"reason": reason, "message": "x"}))
+    found = world().apply().pod(waiting("CrashLoopBackOff", last=last)).findings()
+    assert found["Ready"].reason == "CrashLoop"
+    assert merge_conditions([], list(found.values()), 1, "2026-01-01T00:00:00Z")
 
 
 def test_loading_and_starting_are_no_faults(world: Callable[..., World]) -> None:

@@ -6,6 +6,7 @@ The engine and the loader leave a termination message, JSON with reason and reme
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from pagemill_operator.backends.kubernetes.observe.cause import Cause, quote
@@ -40,6 +41,8 @@ _REMEDIES = {
     "UnsupportedQuantization": "Choose other weights in spec.model.source.",
 }
 """Where the resource holds what the engine complains about; it knows only its own settings."""
+_REASON = re.compile(r"[A-Z][A-Za-z0-9]{0,63}")
+"""What a condition accepts as its reason; other words are those of a program that is none of ours."""
 _LOGS = "read its log (kubectl logs --previous)"
 
 
@@ -105,9 +108,10 @@ def _told(message: str) -> Cause | None:
         content = json.loads(message)
     except ValueError:
         return None
-    if not isinstance(content, dict) or not isinstance(content.get("reason"), str) or not content["reason"]:
+    reason = content.get("reason") if isinstance(content, dict) else None
+    if not isinstance(reason, str) or not _REASON.fullmatch(reason):
         return None
-    reason, text = content["reason"], str(content.get("message", "")).removeprefix(f"{content['reason']}: ")
+    text = str(content.get("message", "")).removeprefix(f"{reason}: ")
     remedy = _REMEDIES.get(reason)
     return Cause(reason, f"{text.rstrip('. ')}. {remedy}" if remedy else text)
 
