@@ -92,6 +92,17 @@ def test_conflicts_and_problems_come_first(deployment: Make) -> None:
     assert by_type(Observation(unsupported))["Ready"].reason == "UnsupportedField"
 
 
+def test_who_lost_its_name_serves_nothing_though_its_replicas_are_ready(deployment: Make) -> None:
+    plan = plan_of(deployment, 1)
+    conflict = Problem("spec.model.name", "m", "taken")
+    older = (ReplicaObservation("chat-0", "ready", "older"),)
+    for replicas in (running(plan, "ready"), older):
+        found = by_type(Observation(plan, replicas, gateway_ready=True, conflict=conflict))
+        assert found["Serving"][1:3] == ("False", "NameConflict")
+        assert found["Ready"][1:3] == ("False", "NameConflict")
+        assert not any("still serve" in finding.message for finding in found.values())
+
+
 def test_an_unreadable_source_leaves_the_plan_unknown(deployment: Make) -> None:
     plan = plan_of(deployment, 1)
     unplanned = Problem("spec.model.source", "s3://x", "only the pods can read it")

@@ -115,7 +115,8 @@ def _model_loaded(seen: Observation) -> Finding:
     if seen.ready_current():
         return Finding("ModelLoaded", "True", "Loaded", "the model is loaded and has generated a token")
     if not seen.carried_out and seen.ready():
-        return Finding("ModelLoaded", "Unknown", "NotPlanned", f"nothing new is started; {OLDER_SERVE}")
+        message = "nothing new is started" if seen.conflict else f"nothing new is started; {OLDER_SERVE}"
+        return Finding("ModelLoaded", "Unknown", "NotPlanned", message)
     if fault := _first_fault(seen, "ModelLoaded"):
         return Finding("ModelLoaded", "False", fault.reason, fault.message)
     if seen.loader is not None:
@@ -128,6 +129,8 @@ def _model_loaded(seen: Observation) -> Finding:
 
 
 def _serving(seen: Observation) -> Finding:
+    if seen.conflict:
+        return Finding("Serving", "False", "NameConflict", f"the gateway sends it nothing: {seen.conflict}")
     if not seen.gateway_ready:
         return Finding("Serving", "False", "GatewayNotReady", seen.gateway_message)
     if seen.ready():
@@ -165,7 +168,8 @@ def _ready(seen: Observation, findings: list[Finding]) -> Finding:
         causes += [(f.reason, f.message) for f in steps if f.status == "False" and not seen.ready()]
         causes.append(("Progressing", message))
     reason, message = causes[0]
-    return Finding("Ready", "False", reason, f"{message}; {OLDER_SERVE}" if seen.older() else message)
+    older_serve = bool(seen.older()) and seen.conflict is None
+    return Finding("Ready", "False", reason, f"{message}; {OLDER_SERVE}" if older_serve else message)
 
 
 def _faults(seen: Observation) -> Iterator[Fault]:
