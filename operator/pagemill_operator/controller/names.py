@@ -49,6 +49,6 @@ class Names:
         return self._recompute() if self._claims.pop(key, None) else set()
 
     def _recompute(self) -> set[str]:
-        oldest_first = sorted(self._claims.values(), key=lambda claim: (claim.created, claim.key))
+        oldest_first = sorted(self._claims.values(), key=lambda claim: (claim.created, *claim.key.split("/")))
         before, self._conflicts = self._conflicts, name_conflicts(oldest_first)
         return {key for key in before.keys() | self._conflicts.keys() if before.get(key) != self._conflicts.get(key)}

@@ -77,21 +77,30 @@ class Claimant(Protocol):
 def name_conflicts(plans: Sequence[Claimant]) -> dict[str, Problem]:
     """Deployments that claim a name which an older one holds alone, by key. `plans` come oldest first.
 
-    A name is shared (a canary) when all its claimants set `routing.weight`.
+    A name is shared (a canary) when all its claimants set `routing.weight`. Who has a conflict holds none of its names.
     """
     holders: dict[str, Claimant] = {}
     conflicts: dict[str, Problem] = {}
     for plan in plans:
+        if problem := _name_conflict(plan, holders):
+            conflicts[plan.key] = problem
+            continue
         for name in plan.names:
-            holder = holders.setdefault(name, plan)
-            if holder.key == plan.key or (holder.weight is not None and plan.weight is not None):
-                continue
-            message = (
-                f"{holder.key} serves the name {name} already; choose another name, or set spec.routing.weight "
-                "in both to share it"
-            )
-            conflicts.setdefault(plan.key, Problem("spec.model.name", name, message))
+            holders.setdefault(name, plan)
     return conflicts
+
+
+def _name_conflict(plan: Claimant, holders: dict[str, Claimant]) -> Problem | None:
+    for name in plan.names:
+        holder = holders.get(name, plan)
+        if holder.key == plan.key or (holder.weight is not None and plan.weight is not None):
+            continue
+        message = (
+            f"{holder.key} serves the name {name} already; choose another name, or set spec.routing.weight "
+            "in both to share it"
+        )
+        return Problem("spec.model.name", name, message)
+    return None
 
 
 def desired_replicas(deployment: LLMDeployment) -> int:
