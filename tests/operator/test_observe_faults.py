@@ -244,6 +244,10 @@ CREATIONS = {
         'error looking up service account default/nope: serviceaccount "nope" not found',
         "serviceAccountName",
     ),
+    "AdmissionDenied": (
+        'admission webhook "v.x.dev" denied the request: RuntimeClass gvisor only',
+        "follow what it says",
+    ),
     "PodsNotCreated": ("the moon is full", "kubectl describe replicaset"),
 }
 
@@ -260,7 +264,7 @@ def test_a_pod_that_is_refused_has_its_reason_and_remedy(world: Callable[..., Wo
 
 APPLIES = {
     "InvalidTemplate": (("Deployment", 422, "Invalid", "spec.template.spec.dnsPolicy: Unsupported"), "spec.template"),
-    "Forbidden": (("Deployment", 403, "Forbidden", 'User "x" cannot patch'), "roles"),
+    "Forbidden": (("Deployment", 403, "Forbidden", 'User "x" cannot patch resource "deployments" in API'), "roles"),
     "QuotaExceeded": (("PersistentVolumeClaim", 403, "Forbidden", "exceeded quota: q"), "ResourceQuota"),
     "NameTaken": (("Service", 409, "AlreadyExists", "delete or rename it"), "rename"),
     "ChildRefused": (("Service", 400, "BadRequest", "no"), "log"),
@@ -275,6 +279,49 @@ def test_a_child_that_is_refused_has_its_reason_and_remedy(world: Callable[..., 
     found = refused.findings()
     assert found["Ready"].reason == reason
     assert remedy in found["Ready"].message
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "message", "reason"),
+    [
+        (
+            "Deployment",
+            422,
+            "ValidatingAdmissionPolicy 'p' with binding 'b' denied request: label it",
+            "AdmissionDenied",
+        ),
+        ("Deployment", 403, 'admission webhook "v.x.dev" denied the request: no', "AdmissionDenied"),
+        ("Service", 400, 'admission webhook "v.x.dev" denied the request: no', "AdmissionDenied"),
+        ("Service", 403, 'services "chat-engine" is forbidden: not today', "AdmissionDenied"),
+        (
+            "PersistentVolumeClaim",
+            403,
+            'persistentvolumeclaims "chat-model" is forbidden: only dynamically provisioned pvc can be resized and the '
+            "storageclass that provisions the pvc must support resize",
+            "VolumeNotResizable",
+        ),
+        (
+            "PersistentVolumeClaim",
+            422,
+            "spec.resources.requests.storage: Forbidden: field can not be less than status.capacity",
+            "VolumeNotResizable",
+        ),
+        (
+            "PersistentVolumeClaim",
+            422,
+            "spec: Forbidden: spec is immutable after creation except resources.requests for bound claims",
+            "VolumeNotResizable",
+        ),
+    ],
+)
+def test_a_refusal_that_is_not_the_roles_fault_says_whose_it_is(
+    world: Callable[..., World], kind: str, code: int, message: str, reason: str
+) -> None:
+    refused = world().apply()
+    refused.errors = [ApplyError(kind, "chat", code, "Forbidden", message)]
+    found = refused.findings()
+    assert (found["Scheduled"].reason, found["Ready"].reason) == (reason, reason)
+    assert "roles" not in found["Ready"].message
 
 
 def test_a_field_of_the_wrong_type_is_an_invalid_template(world: Callable[..., World]) -> None:

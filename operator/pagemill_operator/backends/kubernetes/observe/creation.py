@@ -11,7 +11,17 @@ from pagemill_operator.status.observation import Fault
 _TEMPLATED = ("Deployment", "Job")
 _MALFORMED = (422, 500)
 """Server-side apply answers 500 to fields of the wrong type; what lies with the server itself never comes here."""
+_DENIED = r"denied (the )?request"
+"""Words of admission webhooks and of policies; their status code is whatever they like."""
+_NOT_PERMITTED = r"cannot \w+ resource"
+_NOT_RESIZABLE = r"be resized|support resize|can ?not be less than|immutable after creation"
 _REFUSALS = (
+    (
+        _DENIED,
+        "AdmissionDenied",
+        "a webhook or policy of this cluster does not allow it: follow what it says, where it is about pods in "
+        "spec.template, or ask who runs it for an exception",
+    ),
     (
         r"exceeded quota",
         "QuotaExceeded",
@@ -59,13 +69,23 @@ def not_applied(error: ApplyError) -> Fault:
     what = f"the {error.kind} {error.name} is refused ({words})"
     if error.reason == "AlreadyExists":
         return Fault("Scheduled", "NameTaken", quote(error.message))
-    if error.status_code in _MALFORMED and error.kind in _TEMPLATED:
+    if error.kind == "PersistentVolumeClaim" and re.search(_NOT_RESIZABLE, error.message, re.IGNORECASE):
+        remedy = (
+            "volumes grow only where their StorageClass sets allowVolumeExpansion, and never shrink; set "
+            "spec.model.cache.size back, or create a new LLMDeployment"
+        )
+        return Fault("Scheduled", "VolumeNotResizable", f"{what}: {remedy}")
+    is_denied = re.search(_DENIED, error.message, re.IGNORECASE) is not None
+    if error.status_code in _MALFORMED and error.kind in _TEMPLATED and not is_denied:
         remedy = "correct spec.template, which is merged into the pod template"
         return Fault("Planned", "InvalidTemplate", f"{what}: {remedy}")
     for pattern, reason, remedy in _REFUSALS:
         if re.search(pattern, error.message, re.IGNORECASE):
             return Fault("Scheduled", reason, f"{what}: {remedy}")
-    if error.status_code == 403:
+    if re.search(_NOT_PERMITTED, error.message):
         remedy = f"the operator may not write {error.kind} objects here; install the chart's roles for this namespace"
         return Fault("Scheduled", "Forbidden", f"{what}: {remedy}")
+    if error.status_code == 403:
+        remedy = "an admission plugin of this cluster does not allow it: follow what it says"
+        return Fault("Scheduled", "AdmissionDenied", f"{what}: {remedy}")
     return Fault("Scheduled", "ChildRefused", f"{what}; the operator tries again, see its log")
