@@ -131,6 +131,19 @@ def test_everything_of_ours_survives_overrides(deployment: Make) -> None:
         ({"spec": {"volumes": [{"name": "token", "emptyDir": {}}]}}, "spec.volumes[0].name"),
         ({"spec": {"volumes": "none"}}, "spec.volumes"),
         ({"spec": {"containers": [{"name": "engine", "image": "x"}]}}, "spec.containers[0].image"),
+        ({"spec": {"containers": [{"name": "engine", "args": ["--x"]}]}}, "spec.containers[0].args"),
+        (
+            {"spec": {"containers": [{"name": "engine", "lifecycle": {"preStop": {"sleep": {"seconds": 1}}}}]}},
+            "spec.containers[0].lifecycle.preStop",
+        ),
+        (
+            {"spec": {"containers": [{"name": "engine", "terminationMessagePath": "/tmp/x"}]}},
+            "spec.containers[0].terminationMessagePath",
+        ),
+        (
+            {"spec": {"containers": [{"name": "engine", "terminationMessagePolicy": "FallbackToLogsOnError"}]}},
+            "spec.containers[0].terminationMessagePolicy",
+        ),
         (
             {"spec": {"containers": [{"name": "engine", "volumeMounts": [{"mountPath": "/models/"}]}]}},
             "spec.containers[0].volumeMounts[0].mountPath",
@@ -148,6 +161,28 @@ def test_an_override_that_would_break_a_pod_is_a_problem(
 ) -> None:
     (problem,) = make_plan(deployment(template=overrides), "kubernetes").problems
     assert problem.field == f"spec.template.{field}"
+
+
+@pytest.mark.parametrize(
+    "pod",
+    [
+        {"restartPolicy": None},
+        {"containers": [{"name": "engine", "args": None, "image": None, "lifecycle": {"preStop": None}}]},
+        {"containers": [{"name": "engine", "lifecycle": {"postStart": {"exec": {"command": ["true"]}}}}]},
+        {"containers": [{"name": "side", "image": "x", "args": ["--x"], "lifecycle": {"preStop": {"sleep": {}}}}]},
+    ],
+    ids=str,
+)
+def test_null_and_the_users_own_containers_are_no_problem(deployment: Make, pod: dict[str, Any]) -> None:
+    plan = make_plan(deployment(template={"spec": pod}), "kubernetes")
+    assert (plan.problems, plan.notes) == ((), ())
+
+
+@pytest.mark.parametrize("name", ["command", "livenessProbe", "readinessProbe", "startupProbe"])
+def test_an_override_that_wants_care_is_noted(deployment: Make, name: str) -> None:
+    containers = [{"name": "engine", name: ["x"]}, {"name": "side", "image": "x", name: ["x"]}]
+    plan = make_plan(deployment(template={"spec": {"containers": containers}}), "kubernetes")
+    assert [note.field for note in plan.notes] == [f"spec.template.spec.containers[0].{name}"]
 
 
 def test_longer_grace_is_allowed(deployment: Make) -> None:

@@ -24,6 +24,19 @@ OWN_VOLUMES = {"settings": SETTINGS_PATH, "token": TOKEN_PATH, "model": MODEL_PA
 OWN_PORTS = ("data", "control")
 MERGED_LISTS = ("containers", "initContainers", "volumes", "tolerations", "imagePullSecrets")
 FIELD = "spec.template"
+_OWN_FIELDS = {
+    "args": "the engine reads its settings from the operator's file; use spec.engine.extraArgs",
+    "image": "set spec.engine.image instead",
+    "terminationMessagePath": "the operator reads there why an engine ended; remove it",
+    "terminationMessagePolicy": "the operator reads the engine's own words, not its log; remove it",
+}
+"""Of the engine's container: what no override may change, and what to do instead."""
+_DELICATE_FIELDS = {
+    "command": "it must start the engine, and hand SIGTERM on to it; otherwise running requests are cut",
+    "livenessProbe": "merged into the operator's: an engine that loads or drains must not be restarted",
+    "readinessProbe": "merged into the operator's: replicas count as ready by it",
+    "startupProbe": "merged into the operator's: an engine that takes longer is restarted",
+}
 
 
 def template_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
@@ -39,7 +52,7 @@ def template_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
 
 
 def template_notes(spec: LLMDeploymentSpec) -> Iterator[Problem]:
-    """Overrides that a namespace with the restricted profile would refuse."""
+    """Overrides that a namespace with the restricted profile would refuse, and those that want care."""
     pod = spec.template.spec if spec.template else None
     if not pod:
         return
@@ -53,6 +66,10 @@ def template_notes(spec: LLMDeploymentSpec) -> Iterator[Problem]:
     for name in ("hostNetwork", "hostPID", "hostIPC"):
         if pod.get(name):
             yield Problem(f"{FIELD}.spec.{name}", True, message)
+    for kind, index, container in _containers(pod):
+        if kind == "containers" and container.get("name") == CONTAINER:
+            present = (name for name in _DELICATE_FIELDS if container.get(name) is not None)
+            yield from (Problem(f"{FIELD}.spec.{kind}[{index}].{name}", "", _DELICATE_FIELDS[name]) for name in present)
 
 
 def _own_names(kind: str, given: dict[str, str]) -> Iterator[Problem]:
@@ -67,7 +84,7 @@ def _pod_problems(pod: dict[str, Any], drain_timeout_s: float) -> Iterator[Probl
     for name in MERGED_LISTS:
         if name in pod and not _is_list_of_objects(pod[name]):
             yield Problem(f"{field}.{name}", pod[name], "must be a list of objects, as in a PodSpec")
-    if pod.get("restartPolicy", "Always") != "Always":
+    if (pod.get("restartPolicy") or "Always") != "Always":
         yield Problem(f"{field}.restartPolicy", pod["restartPolicy"], "engines are restarted always; remove it")
     grace_s, least_s = pod.get("terminationGracePeriodSeconds"), drain_timeout_s + GRACE_MARGIN_S
     if "terminationGracePeriodSeconds" in pod and not (isinstance(grace_s, int) and grace_s >= least_s):
@@ -93,8 +110,13 @@ def _engine_problems(container: dict[str, Any], field: str) -> Iterator[Problem]
         if port.get("name") in OWN_PORTS or port.get("containerPort") in (8000, 8001):
             message = "the gateway asks the engine on its own ports; choose another name and number"
             yield Problem(f"{field}.ports[{index}]", port.get("containerPort"), message)
-    if "image" in container:
-        yield Problem(f"{field}.image", container["image"], "set spec.engine.image instead")
+    for name, remedy in _OWN_FIELDS.items():
+        if container.get(name) is not None:
+            yield Problem(f"{field}.{name}", str(container[name])[:80], remedy)
+    lifecycle = container.get("lifecycle")
+    if isinstance(lifecycle, dict) and lifecycle.get("preStop") is not None:
+        message = "the operator drains the engine there before it ends; remove it"
+        yield Problem(f"{field}.lifecycle.preStop", "", message)
 
 
 def _containers(pod: dict[str, Any]) -> Iterator[tuple[str, int, dict[str, Any]]]:
