@@ -78,6 +78,15 @@ def test_old_replicas_do_not_count_as_ready(deployment: Make) -> None:
     assert found["Ready"].status == "False"
 
 
+def test_replicas_of_an_earlier_spec_take_no_place_of_this_one(deployment: Make) -> None:
+    plan = plan_of(deployment)
+    older = tuple(ReplicaObservation(f"old-{i}", "ready", "older") for i in range(2))
+    found = by_type(Observation(plan, (*older, *running(plan, "starting")), gateway_ready=True))
+    assert found["Scheduled"][1:] == ("False", "Starting", "1 of 2 replicas have their place")
+    found = by_type(Observation(plan, (*older, *running(plan, "starting", "crashed")), gateway_ready=True))
+    assert found["Scheduled"].status == "True"
+
+
 def test_a_gateway_that_is_not_ready_is_the_reason(deployment: Make) -> None:
     plan = plan_of(deployment, 1)
     assert by_type(Observation(plan, running(plan, "ready")))["Ready"].reason == "GatewayNotReady"

@@ -102,7 +102,7 @@ def _scheduled(seen: Observation) -> Finding:
         return Finding("Scheduled", "False", "NotPlanned", "nothing new is started; see condition Planned")
     if fault := _first_fault(seen, "Scheduled"):
         return Finding("Scheduled", "False", fault.reason, fault.message)
-    running = [replica for replica in seen.replicas if replica.running or replica.phase == "crashed"]
+    running = [replica for replica in seen.current() if replica.running or replica.phase == "crashed"]
     message = f"{min(len(running), seen.plan.replicas)} of {seen.plan.replicas} replicas have their place"
     if len(running) >= seen.plan.replicas:
         return Finding("Scheduled", "True", "AllScheduled", message)
