@@ -95,6 +95,9 @@ class FakeEngine:
         self.num_aborted = 0
         self.num_state_streams = 0
         self.num_drained = 0
+        self.num_unauthorized = 0
+        self.token = TOKEN
+        """Of acknowledged drains."""
         self.gateways: list[str | None] = []
         """Who opened state streams and acknowledged drains."""
         self.load = EngineLoad()
@@ -204,7 +207,9 @@ class FakeEngine:
         return response
 
     async def _drained(self, http: web.Request) -> web.Response:
-        assert http.headers["Authorization"] == f"Bearer {TOKEN}"
+        if http.headers["Authorization"] != f"Bearer {self.token}":
+            self.num_unauthorized += 1
+            return web.Response(status=401)
         self.num_drained += 1
         self.gateways.append(http.headers.get("X-Pagemill-Gateway"))
         return web.Response(status=204)

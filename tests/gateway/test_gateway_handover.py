@@ -34,6 +34,24 @@ async def test_the_engine_is_told_when_nothing_goes_there_any_more(engines, gate
     assert engines[0].num_drained == 1
 
 
+async def test_the_word_carries_the_token_of_now_not_that_of_the_stream(engines, gateways, fake) -> None:
+    gateway = await gateways(*engines[:2], handover_timeout_s=30.0)
+    gateway.gateway.apply_catalog(fake.catalog_of(*engines[:2], engine_token="turned"))
+    await engines[0].push_state(draining=True, token="turned")
+    await fake.until(lambda: engines[0].num_drained == 1)
+    assert engines[0].num_unauthorized == 0
+
+
+async def test_an_engine_that_refuses_the_token_has_not_heard(engines, gateways, fake) -> None:
+    gateway = await gateways(*engines[:2], handover_timeout_s=30.0)
+    await engines[0].push_state(draining=True, token="turned")
+    await fake.until(lambda: engines[0].num_unauthorized == 1)
+    assert not gateway.record(engines[0]).acknowledged
+    gateway.gateway.apply_catalog(fake.catalog_of(*engines[:2], engine_token="turned"))
+    await fake.until(lambda: engines[0].num_drained == 1)
+    await fake.until(lambda: gateway.record(engines[0]).acknowledged)
+
+
 async def test_the_last_engine_stays_in_use_until_another_one_can_take_over(engines, gateways, fake) -> None:
     gateway = await gateways(engines[0], handover_timeout_s=30.0)
     await engines[0].push_state(draining=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 
 import aiohttp
 
@@ -17,21 +18,31 @@ logger = logging.getLogger("pagemill.gateway.state")
 
 TIMEOUT = aiohttp.ClientTimeout(total=2.0)
 NUM_TRIES = 3
+RETRY_S = 0.3
+"""Between two tries, unless a new token comes first."""
+WRONG_TOKEN = frozenset({401, 403})
 
 
 class Handovers:
-    def __init__(self, session: aiohttp.ClientSession, brain: LocalBrain, timeout_s: float) -> None:
+    def __init__(
+        self, session: aiohttp.ClientSession, brain: LocalBrain, timeout_s: float, gateway: dict[str, str]
+    ) -> None:
+        """`gateway`: the header with this gateway's name."""
         self._session = session
+        self._gateway = gateway
         self._brain = brain
         self._timeout_s = timeout_s
         self._under_way: dict[str, asyncio.Task[None]] = {}
 
-    def begin(self, endpoint_id: str, control_url: str, headers: dict[str, str]) -> None:
-        """Once per endpoint and drain, however often the engine says that it drains."""
+    def begin(self, endpoint_id: str, control_url: str, token: str) -> None:
+        """Once per endpoint and drain, however often the engine says that it drains.
+
+        `token` is used where the catalogue no longer has one: the deployment is gone by then.
+        """
         record = self._brain.registry.endpoints.get(endpoint_id)
         if endpoint_id in self._under_way or record is None or record.acknowledged:
             return
-        work = self._run(endpoint_id, control_url, headers)
+        work = self._run(endpoint_id, control_url, token)
         task = self._under_way[endpoint_id] = asyncio.create_task(work, name=f"handover:{endpoint_id}")
         task.add_done_callback(lambda _: self._under_way.pop(endpoint_id, None))
 
@@ -41,21 +52,35 @@ class Handovers:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _run(self, endpoint_id: str, control_url: str, headers: dict[str, str]) -> None:
+    async def _run(self, endpoint_id: str, control_url: str, token: str) -> None:
         await self._brain.news.wait_until(lambda: self._brain.replaceable(endpoint_id), self._timeout_s)
         self._brain.let_go(endpoint_id)
         for _ in range(NUM_TRIES):
-            if await self._acknowledge(control_url, headers):
-                break
-        self._brain.acknowledged(endpoint_id)
+            # Keys may have turned since the stream was opened.
+            token = self._token_now(endpoint_id) or token
+            if await self._acknowledge(control_url, token):
+                self._brain.acknowledged(endpoint_id)
+                return
+            await self._brain.news.wait_until(partial(self._has_turned, endpoint_id, token), RETRY_S)
 
-    async def _acknowledge(self, control_url: str, headers: dict[str, str]) -> bool:
+    def _has_turned(self, endpoint_id: str, token: str) -> bool:
+        return self._token_now(endpoint_id) not in ("", token)
+
+    def _token_now(self, endpoint_id: str) -> str:
+        record = self._brain.registry.endpoints.get(endpoint_id)
+        return self._brain.token_of(record) if record is not None else ""
+
+    async def _acknowledge(self, control_url: str, token: str) -> bool:
         """Whether the engine has heard it, or will never want to."""
+        headers = {"Authorization": f"Bearer {token}", **self._gateway}
         try:
             async with self._session.post(
                 f"{control_url}/internal/drained", headers=headers, timeout=TIMEOUT, allow_redirects=False
             ) as response:
-                return response.status < 500
+                if response.status in WRONG_TOKEN or response.status >= 500:
+                    logger.warning("%s was not told that it is let go: status %d", control_url, response.status)
+                    return False
+                return True
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             logger.info("%s was not told that it is let go: %s", control_url, type(error).__name__)
             return False

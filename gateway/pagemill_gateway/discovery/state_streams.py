@@ -44,8 +44,8 @@ class StateStreams:
         self._brain = brain
         self._bundles = bundles
         self._config = config
-        self._handovers = Handovers(session, brain, config.handover_timeout_s)
         self._gateway = {GATEWAY_HEADER.decode(): f"{socket.gethostname()}-{secrets.token_hex(8)}"}
+        self._handovers = Handovers(session, brain, config.handover_timeout_s, self._gateway)
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._asked: set[str] = set()
         """Endpoints that have answered, or failed to, at least once."""
@@ -149,9 +149,7 @@ class StateStreams:
                     connection.num_frames += 1
                     self._asked.add(endpoint_id)
                     if frame.draining:
-                        self._handovers.begin(
-                            endpoint_id, control_url, {"Authorization": f"Bearer {token}", **self._gateway}
-                        )
+                        self._handovers.begin(endpoint_id, control_url, token)
                 if not self._brain.ready(endpoint_id):
                     self._brain.note_phase(endpoint_id, *await fetch_phase(self._session, control_url, "starting"))
             decoder.close()
