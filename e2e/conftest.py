@@ -54,10 +54,13 @@ def pytest_runtest_makereport(
 
 
 @pytest.fixture(scope="session")
-def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     wanted = settings.read(request.config)
     if wanted.context:
-        yield clusters.foreign(wanted.context, wanted.kubeconfig)
+        with clusters.foreign(wanted.context, wanted.kubeconfig, tmp_path_factory.mktemp("context")) as theirs:
+            yield theirs
+            if not wanted.keep_release:
+                theirs.kubectl.delete(clusters.DEFINITION, "--ignore-not-found")
     elif wanted.kubeconfig:
         yield clusters.running(Path(wanted.kubeconfig))
     else:

@@ -33,7 +33,8 @@ def empty(releases: Releases, cluster: Cluster) -> Iterator[Cluster]:
 
 
 def _where(cluster: Cluster) -> list[str]:
-    return ["--kubeconfig", cluster.kubectl.kubeconfig, "--namespace", SHARED_NAMESPACE]
+    context = ["--kube-context", cluster.kubectl.context] if cluster.kubectl.context else []
+    return ["--kubeconfig", cluster.kubectl.kubeconfig, *context, "--namespace", SHARED_NAMESPACE]
 
 
 def test_a_reader_gets_from_nothing_to_an_answer_and_back(empty: Cluster, image_tag: str, tmp_path: Path) -> None:

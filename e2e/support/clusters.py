@@ -17,9 +17,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 from support.kubectl import Kubectl
 from support.waiting import until
 
+DEFINITION = "crd/llmdeployments.pagemill.dev"
+RELEASE_NAME = "pagemill"
+RELEASE_NAMESPACE = "pagemill-system"
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = [sys.executable, str(ROOT / "e2e" / "cluster")]
 PROGRAM_TIMEOUT_S = 2400.0
@@ -84,10 +88,36 @@ class OneNode(Cluster):
             until(f"the API server answers after {part} goes on", self.answers, timeout_s=60)
 
 
-def foreign(context: str, kubeconfig: str) -> Cluster:
-    """The cluster of a context that somebody else runs (kind, a test cluster)."""
-    kubectl = Kubectl(_program("kubectl"), kubeconfig or _default_kubeconfig(), context)
-    return Cluster(kubectl, _program("helm"))
+@contextmanager
+def foreign(context: str, kubeconfig: str, folder: Path) -> Iterator[Cluster]:
+    """The cluster of a context that somebody else runs (kind, a test cluster); refused where Pagemill is installed.
+
+    Cases are given a kubeconfig in `folder` that knows nothing but this context: no command can meet another cluster.
+    """
+    theirs = Kubectl(_program("kubectl"), kubeconfig or _default_kubeconfig(), context)
+    own = folder / "kubeconfig"
+    own.touch(mode=0o600)
+    own.write_text(theirs.ok("config", "view", "--raw", "--minify", "--flatten"))
+    cluster = Cluster(Kubectl(theirs.binary, str(own), context), _program("helm"))
+    refuse_installed(cluster.kubectl)
+    yield cluster
+
+
+def refuse_installed(kubectl: Kubectl) -> None:
+    """Cases remove the definition, and with it every LLMDeployment: never those of somebody who uses the cluster."""
+    looks = (
+        (DEFINITION,),
+        (f"namespace/{RELEASE_NAMESPACE}",),
+        ("secrets", "--all-namespaces", "--selector", f"owner=helm,name={RELEASE_NAME}"),
+    )
+    found = [name for look in looks for name in kubectl.ok("get", *look, "--ignore-not-found", "-o", "name").split()]
+    if not found:
+        return
+    pytest.exit(
+        f"context {kubectl.context}: {', '.join(found)} exist, and the end-to-end cases would destroy them. Use another "
+        "cluster; delete them only when they are left from an earlier run of these tests.",
+        returncode=pytest.ExitCode.USAGE_ERROR,
+    )
 
 
 def running(kubeconfig: Path, programs: str = "") -> OneNode:

@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from support.clusters import Cluster
+from support.clusters import RELEASE_NAME, RELEASE_NAMESPACE, Cluster
 from support.forwarding import forwarded
 from support.load import Service
 from support.objects import Document, merged, namespace, secret
 from support.waiting import until
 
 CHART = Path(__file__).resolve().parents[2] / "charts" / "pagemill"
-SHARED_NAME = "pagemill"
-SHARED_NAMESPACE = "pagemill-system"
+SHARED_NAME = RELEASE_NAME
+SHARED_NAMESPACE = RELEASE_NAMESPACE
 KEYS_SECRET = "e2e-api-keys"
 KEYS_ENTRY = "keys"
 PLAIN_ENTRY = "plain"
