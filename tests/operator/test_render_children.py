@@ -279,6 +279,29 @@ def test_an_existing_claim_is_used_and_none_made(deployment: Make) -> None:
     assert pod_of(manifests, "Job")["volumes"][0]["persistentVolumeClaim"] == {"claimName": "shared"}
 
 
+def test_a_volume_of_one_node_keeps_all_pods_there(deployment: Make) -> None:
+    """Also where the resource asks for affinities of its own: both hold."""
+    own = {"labelSelector": {"matchLabels": {"a": "b"}}, "topologyKey": "zone"}
+    template = {"spec": {"affinity": {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [own]}}}}
+    done = replace(CONTEXT, loader_done=True)
+    for manifests in (render(deployment(**CACHED), done), render(deployment(**CACHED, template=template), done)):
+        for kind in ("Job", "Deployment"):
+            first, *_ = pod_of(manifests, kind)["affinity"]["podAffinity"][
+                "requiredDuringSchedulingIgnoredDuringExecution"
+            ]
+            assert first["topologyKey"] == "kubernetes.io/hostname"
+            labels = one(manifests, kind)["spec"]["template"]["metadata"]["labels"]
+            assert first["labelSelector"]["matchLabels"].items() <= labels.items()
+    assert own in pod_of(manifests)["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+
+
+@pytest.mark.parametrize("cache", [{"claimName": "shared"}, {"size": "1Gi", "accessMode": "ReadWriteMany"}], ids=str)
+def test_a_volume_of_many_nodes_binds_no_pod(deployment: Make, cache: dict[str, Any]) -> None:
+    manifests = render(deployment(**HF, model__cache=cache), replace(CONTEXT, loader_done=True))
+    assert "affinity" not in pod_of(manifests, "Job")
+    assert "affinity" not in pod_of(manifests)
+
+
 def test_one_file_of_a_repository_is_what_the_engine_opens(deployment: Make) -> None:
     changes = {"model__source": "hf://org/name@v1/q4/model.gguf", "model__cache": {"size": "1Gi"}}
     manifests = render(deployment(**changes), replace(CONTEXT, loader_done=True))

@@ -245,9 +245,13 @@ def test_gpus_are_planned_in_a_cluster_and_noted(deployment: Make) -> None:
     assert [note.field for note in plan.notes] == ["spec.resources.gpus"]
 
 
-def test_a_volume_for_one_node_and_several_replicas_is_noted(deployment: Make) -> None:
+def test_a_volume_for_one_node_and_several_pods_is_noted(deployment: Make) -> None:
     changes: dict[str, Any] = {"model__source": "hf://a/b", "replicas": 2}
     noted = make_plan(deployment(**changes, model__cache={"size": "1Gi"}), "kubernetes").notes
     assert [note.field for note in noted] == ["spec.model.cache.accessMode"]
+    one: dict[str, Any] = {"model__source": "hf://a/b", "model__cache": {"size": "1Gi"}}
+    assert [note.field for note in make_plan(deployment(**one), "kubernetes").notes] == ["spec.model.cache.accessMode"]
+    alone = {"maxSurge": 0, "maxUnavailable": 1}
+    assert make_plan(deployment(**one, rollout=alone), "kubernetes").notes == ()
     shared = {"size": "1Gi", "accessMode": "ReadWriteMany"}
     assert make_plan(deployment(**changes, model__cache=shared), "kubernetes").notes == ()

@@ -155,11 +155,22 @@ def _cluster_notes(spec: LLMDeploymentSpec) -> Iterator[Problem]:
     if spec.resources.gpus:
         message = "the pods get their GPUs, but the engine computes on the CPU in this version"
         yield Problem("spec.resources.gpus", spec.resources.gpus, message)
-    cache, most = spec.model.cache, spec.autoscaling.max_replicas if spec.autoscaling else spec.replicas
-    if cache and cache.size is not None and cache.access_mode != "ReadWriteMany" and most > 1:
-        message = "ReadWriteOnce: replicas on a second node cannot mount the volume; set accessMode to ReadWriteMany"
-        yield Problem("spec.model.cache.accessMode", cache.access_mode, message)
+    if _meets_on_one_node(spec):
+        message = (
+            "ReadWriteOnce: the volume keeps all pods on one node, during a rollout also the new ones beside the old; "
+            "for more nodes create it with accessMode ReadWriteMany"
+        )
+        yield Problem("spec.model.cache.accessMode", "ReadWriteOnce", message)
     yield from template_notes(spec)
+
+
+def _meets_on_one_node(spec: LLMDeploymentSpec) -> bool:
+    """Several pods share a volume that only one node can mount."""
+    cache = spec.model.cache
+    if cache is None or cache.size is None or cache.access_mode == "ReadWriteMany":
+        return False
+    most = spec.autoscaling.max_replicas if spec.autoscaling else spec.replicas
+    return most > 1 or spec.rollout.max_surge not in (0, "0%")
 
 
 def _local_notes(spec: LLMDeploymentSpec) -> Iterator[Problem]:

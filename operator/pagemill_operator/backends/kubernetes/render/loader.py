@@ -9,7 +9,7 @@ from pagemill_operator.backends.kubernetes.render.container import engine_image,
 from pagemill_operator.backends.kubernetes.render.model import model_claim, model_folder
 from pagemill_operator.backends.kubernetes.render.names import LOADER, child, claim_name, digest, labels
 from pagemill_operator.backends.kubernetes.render.overrides import merge
-from pagemill_operator.backends.kubernetes.render.pod import common_spec, placement
+from pagemill_operator.backends.kubernetes.render.pod import common_spec, placement, same_node
 from pagemill_operator.backends.kubernetes.render.security import container_security
 from pagemill_operator.backends.kubernetes.snapshot import Manifest, Owner, RenderContext
 from pagemill_operator.plan.pod_template import MODEL_PATH
@@ -63,6 +63,7 @@ def render_loader(plan: Plan, owner: Owner, context: RenderContext) -> Manifest:
         "spec": {
             **common_spec(context),
             **placement(plan.groups[0].process),
+            **same_node(plan),
             "restartPolicy": "OnFailure",
             "containers": [_container(plan, context)],
             "volumes": [

@@ -1,7 +1,8 @@
 """Merges overrides into a manifest as a strategic merge patch does, as far as pod templates need it.
 
-Objects merge field by field; lists whose items have a key merge item by item, tolerations are added; every other value
-replaces. A null overrides nothing: no override takes away what the operator wrote.
+Objects merge field by field; lists whose items have a key merge item by item, tolerations and required affinities
+between pods are added; every other value replaces. A null overrides nothing: no override takes away what the operator
+wrote.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ MERGE_KEYS = {
     "topologySpreadConstraints": "topologyKey",
 }
 """List -> the field by which Kubernetes tells its items apart."""
-APPENDED = ("tolerations",)
+APPENDED = ("tolerations", "requiredDuringSchedulingIgnoredDuringExecution")
+"""Lists to which an override adds. Of affinities only those between pods are lists: each of their terms must hold."""
 
 
 def merge(base: Any, override: Any, field: str = "") -> Any:

@@ -18,7 +18,7 @@ from pagemill_operator.backends.kubernetes.render.names import (
 )
 from pagemill_operator.backends.kubernetes.render.overrides import merge
 from pagemill_operator.backends.kubernetes.render.security import pod_security
-from pagemill_operator.backends.kubernetes.snapshot import Manifest, RenderContext
+from pagemill_operator.backends.kubernetes.snapshot import OWNER_LABEL, Manifest, RenderContext
 from pagemill_operator.plan.pod_template import GRACE_MARGIN_S
 from pagemill_operator.plan.types import Plan, Process
 
@@ -44,6 +44,14 @@ def placement(process: Process) -> dict[str, Any]:
     return place
 
 
+def same_node(plan: Plan) -> dict[str, Any]:
+    """A volume that one node mounts keeps all pods there, from the loader to the new ones of a rollout."""
+    if plan.cache is None or plan.cache.claim_name is not None or plan.cache.access_mode != "ReadWriteOnce":
+        return {}
+    term = {"labelSelector": {"matchLabels": {OWNER_LABEL: plan.name}}, "topologyKey": SPREAD_OVER[0]}
+    return {"affinity": {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}}
+
+
 def common_spec(context: RenderContext) -> dict[str, Any]:
     """What every pod of ours has."""
     spec: dict[str, Any] = {
@@ -61,6 +69,7 @@ def _pod_spec(plan: Plan, context: RenderContext) -> dict[str, Any]:
     return {
         **common_spec(context),
         **placement(process),
+        **same_node(plan),
         "containers": [engine_container(plan, context)],
         "terminationGracePeriodSeconds": math.ceil(process.drain_timeout_s) + GRACE_MARGIN_S,
         "topologySpreadConstraints": [_spread(plan.name, key) for key in SPREAD_OVER],
