@@ -18,6 +18,7 @@ from pagemill_protocol.catalog import Catalog
 from pagemill_protocol.secret_file import SecretFile
 
 _SHA256_HEX = re.compile(r"[0-9a-fA-F]{64}")
+HASH_EACH = "Hash each key first: printf %s KEY | sha256sum."
 
 
 class SettingsError(ValueError):
@@ -61,7 +62,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     api_keys: list[str] = []
     """SHA-256 of each accepted API key, in hex."""
     api_keys_file: str | None = None
-    """File of further such hashes, one a line, read again when it changes. An empty file lets nobody in."""
+    """
+    File of further such hashes, one a line, read again when it changes. Other lines are ignored with a warning.
+    An empty file lets nobody in; one without a single hash is refused at the start.
+    """
     allow_anonymous: bool = False
     """No key is asked on a bind that others can reach. Without keys, that must be said; never together with keys."""
     discovery: Literal["static", "kubernetes"] = "static"
@@ -179,25 +183,30 @@ def in_cluster_url() -> str:
 
 
 def open_keys_file(path: str | None) -> SecretFile | None:
-    """Raises `SettingsError` when the file cannot be read, or holds anything but hashes."""
+    """Raises `SettingsError` when the file cannot be read, or has lines of which none is a hash.
+
+    One bad line must not keep this gateway from starting while those that run already ignore it.
+    """
     if path is None:
         return None
     try:
-        file = SecretFile(Path(path))
+        file = SecretFile(Path(path), is_wrong=lambda line: not is_key_hash(line))
     except OSError as error:
         raise SettingsError(f"api_keys_file: cannot read {path}: {error.strerror}. Mount the Secret there.") from error
-    check_key_hashes(file.lines(), f"api_keys_file {path}")
+    if file.wrong_line_numbers and not file.lines():
+        raise SettingsError(f"api_keys_file: no line of {path} is a SHA-256 in hex (64 characters). {HASH_EACH}")
     return file
 
 
 def check_key_hashes(hashes: Iterable[str], where: str) -> None:
-    """Raises `SettingsError` for the first that is not a hash; a key itself must not be shown whole."""
-    for key in hashes:
-        if not _SHA256_HEX.fullmatch(key):
-            raise SettingsError(
-                f"{where}: {key[:8]!r}... is not a SHA-256 in hex (64 characters). "
-                "Hash each key first: printf %s KEY | sha256sum."
-            )
+    """Raises `SettingsError` for the first that is not a hash; a key itself must not be shown."""
+    for index, key in enumerate(hashes):
+        if not is_key_hash(key):
+            raise SettingsError(f"{where}[{index}]: is not a SHA-256 in hex (64 characters). {HASH_EACH}")
+
+
+def is_key_hash(text: str) -> bool:
+    return _SHA256_HEX.fullmatch(text) is not None
 
 
 def is_loopback(host: str) -> bool:

@@ -15,19 +15,29 @@ logger = logging.getLogger(__name__)
 
 CHECK_INTERVAL_S = 1.0
 MAX_FILE_BYTES = 4 * 1024 * 1024
+MAX_NUMBERS_TOLD = 10
 _Signature = tuple[int, int, int, int]
 
 
 class SecretFile:
-    """The stripped lines that are neither empty nor comments (`#`)."""
+    """The stripped lines that are neither empty nor comments (`#`), nor found wrong by `is_wrong`."""
 
-    def __init__(self, path: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Raises `OSError` when the file cannot be read now."""
+    def __init__(
+        self,
+        path: Path,
+        *,
+        is_wrong: Callable[[str], bool] = lambda _: False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Wrong lines are ignored with a warning. Raises `OSError` when the file cannot be read now."""
         self._path = path
+        self._is_wrong = is_wrong
         self._clock = clock
         self._looked_at = clock()
         self._signature = _signature(path)
-        self._lines = _read(path)
+        self._lines: tuple[str, ...] = ()
+        self.wrong_line_numbers: tuple[int, ...] = ()
+        self._read()
         self._faulty = False
 
     def lines(self) -> tuple[str, ...]:
@@ -41,7 +51,7 @@ class SecretFile:
         try:
             signature = _signature(self._path)
             if signature != self._signature:
-                self._lines = _read(self._path)
+                self._read()
                 self._signature = signature
         except OSError as error:
             if not self._faulty:
@@ -50,6 +60,17 @@ class SecretFile:
             return
         self._faulty = False
 
+    def _read(self) -> None:
+        numbered = _read(self._path)
+        self.wrong_line_numbers = tuple(number for number, line in numbered if self._is_wrong(line))
+        wrong = set(self.wrong_line_numbers)
+        self._lines = tuple(line for number, line in numbered if number not in wrong)
+        if self.wrong_line_numbers:
+            # Never what they hold: it may be a secret in the wrong form.
+            told = ", ".join(map(str, self.wrong_line_numbers[:MAX_NUMBERS_TOLD]))
+            num_wrong = len(self.wrong_line_numbers)
+            logger.warning("%s: wrong lines are ignored (%d); their numbers: %s", self._path, num_wrong, told)
+
 
 def _signature(path: Path) -> _Signature:
     """Of the file behind all links: swapping the folder behind a link changes it as well."""
@@ -57,8 +78,9 @@ def _signature(path: Path) -> _Signature:
     return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
 
 
-def _read(path: Path) -> tuple[str, ...]:
+def _read(path: Path) -> list[tuple[int, str]]:
+    """Lines with their numbers, from 1."""
     with path.open("rb") as file:
         raw = file.read(MAX_FILE_BYTES)
-    lines = (line.strip() for line in raw.decode("utf-8", "replace").splitlines())
-    return tuple(line for line in lines if line and not line.startswith("#"))
+    lines = ((number, line.strip()) for number, line in enumerate(raw.decode("utf-8", "replace").splitlines(), 1))
+    return [(number, line) for number, line in lines if line and not line.startswith("#")]

@@ -15,7 +15,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from pagemill_gateway.config import GatewayConfig, SettingsError, is_loopback, load_config
+from pagemill_gateway.config import GatewayConfig, SettingsError, is_loopback, load_config, open_keys_file
 from pagemill_gateway.server import serve
 
 
@@ -104,6 +104,34 @@ async def test_an_open_gateway_beyond_loopback_does_not_start(tmp_path: Path) ->
     assert code == 1
     assert "api_keys is empty" in stderr
     assert "Traceback" not in stderr
+
+
+def test_a_bad_line_among_api_keys_does_not_keep_the_gateway_down(tmp_path: Path, caplog) -> None:
+    (path := tmp_path / "keys").write_text(f"# team a\n{'a' * 64}\nmy-own-key\n")
+    file = open_keys_file(str(path))
+    assert file is not None
+    assert file.lines() == ("a" * 64,)
+    assert "numbers: 3" in caplog.text
+    assert "my-own" not in caplog.text
+
+
+@pytest.mark.parametrize(("text", "refused"), [("my-own-key\n", True), ("", False), ("# none yet\n", False)])
+def test_api_keys_of_which_none_is_a_hash_are_refused_and_not_shown(tmp_path: Path, text, refused) -> None:
+    (path := tmp_path / "keys").write_text(text)
+    if not refused:
+        file = open_keys_file(str(path))
+        assert file is not None
+        assert file.lines() == ()
+        return
+    with pytest.raises(SettingsError, match="SHA-256") as caught:
+        open_keys_file(str(path))
+    assert "my-own" not in str(caught.value)
+
+
+def test_api_keys_in_the_settings_are_named_by_their_place_only() -> None:
+    with pytest.raises(SettingsError, match=r"api_keys\[1\]") as caught:
+        GatewayConfig(api_keys=["a" * 64, "my-own-key"]).checked()
+    assert "my-own" not in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"port": "x"}'])
