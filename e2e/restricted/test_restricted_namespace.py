@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import yaml
 from support.audit import AuditLog
 from support.deployments import deploy
 from support.kubectl import Kubectl
-from support.objects import RESTRICTED, llmdeployment
+from support.objects import RESTRICTED, Document, llmdeployment
 from support.release import SHARED_NAME, SHARED_NAMESPACE, Release, Releases
+from support.waiting import until
 
-STRICT = {**RESTRICTED, "pod-security.kubernetes.io/audit": "restricted"}
+AUDIT = "pod-security.kubernetes.io/audit"
+STRICT = {**RESTRICTED, AUDIT: "restricted"}
 NAMED = {"name": "engine"}
 VIOLATION = "pod-security.kubernetes.io/audit-violations"
 
@@ -63,9 +65,30 @@ def _renamed(manifest: str) -> str:
     return json.dumps({"apiVersion": "v1", "kind": "List", "items": made})
 
 
-def test_the_audit_log_knows_no_violation(strict: Release, space: Kubectl, audit: AuditLog) -> None:
-    chat = deploy(space, llmdeployment("chat"))
+def test_the_audit_log_knows_no_violation(
+    audit: AuditLog, strict: Release, make_space: Callable[..., Kubectl]
+) -> None:
+    """Since before the release was installed, but for the violation that shows that violations are noted at all."""
+    chat = deploy(make_space(STRICT), llmdeployment("chat"))
     chat.wait_ready(1)
+    strict.helm("test", strict.name)
+    control = make_space({AUDIT: "restricted"})
+    image = f"docker.io/pagemill/gateway:{strict.image_tag}"
+    control.ok("create", "--dry-run=server", "-f", "-", stdin=_careless_pod(image))
+    until("the log has the control's violation", lambda: control.namespace in _violators(audit), timeout_s=30)
+    assert _violators(audit) == {control.namespace}
+
+
+def _careless_pod(image: str) -> Document:
+    """Without a security context: the restricted profile has much to say about it."""
+    container = {"name": "careless", "image": image}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "careless"}, "spec": {"containers": [container]}}
+
+
+def _violators(audit: AuditLog) -> set[str]:
+    """Namespaces in which something was created against their audited profile."""
     with audit.path.open() as log:
         log.seek(audit.offset)
-        assert [line for line in log if VIOLATION in line] == []
+        # A last line that is still being written has no end yet.
+        noted = [json.loads(line) for line in log if VIOLATION in line and line.endswith("\n")]
+    return {event["objectRef"]["namespace"] for event in noted}
