@@ -90,6 +90,13 @@ class LLMDeployment(Section):
             f"size(self.metadata.name) <= {MAX_NAME_LENGTH} && !self.metadata.name.contains('.')",
             lambda d: len(d.metadata.name) <= MAX_NAME_LENGTH and "." not in d.metadata.name,
         ),
+        Rule(
+            "metadata.name",
+            "the name starts with a digit, as the name of a Service must not: put a letter first; clients use "
+            "spec.model.name, which may start with one",
+            "self.metadata.name.matches('^[^0-9]')",
+            lambda d: not d.metadata.name[:1].isdigit(),
+        ),
     )
 
     @property

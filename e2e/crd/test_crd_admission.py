@@ -21,6 +21,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"model": {"source": "hf://name-only"}}, "an hf:// source is hf://org/name"),
     ({"model": {"source": PACKAGE, "revision": "main"}}, "revision is for hf:// sources"),
     ({"model": {"source": f"{HF}@main", "revision": "main"}}, "the source already names a revision after @"),
+    ({"model": {"source": f"{HF}/q.gguf", "revision": "refs/pr/1"}}, "a revision with / cannot be told"),
     ({"model": {"source": PACKAGE, "credentialsSecretRef": {"name": "token"}}}, "credentials are for hf://"),
     ({"model": {"source": PACKAGE, "cache": {"size": "1Gi"}}}, "a cache is for hf://"),
     ({"model": {"source": PACKAGE, "name": "a", "aliases": ["a"]}}, "aliases must not repeat the model's own name"),
@@ -92,11 +93,14 @@ def test_a_malformed_field_is_refused_by_its_path(
     assert message in done.stderr
 
 
-def test_a_name_that_no_pod_could_carry_is_refused(kubectl: Any, applied: object, deployment: Any) -> None:
+@pytest.mark.parametrize(("name", "message"), [("a" * 49, "at most 48 letters"), ("7b-chat", "put a letter first")])
+def test_a_name_that_no_child_could_carry_is_refused(
+    kubectl: Any, applied: object, deployment: Any, name: str, message: str
+) -> None:
     document = deployment()
-    document["metadata"]["name"] = "a" * 49
+    document["metadata"]["name"] = name
     done = kubectl.run("create", "--dry-run=server", "-f", "-", stdin=document)
-    assert "at most 48 letters" in done.stderr
+    assert message in done.stderr
 
 
 def test_an_immutable_field_cannot_change(kubectl: Any, create: Callable[..., Any], deployment: Any) -> None:
@@ -112,7 +116,12 @@ def test_every_rule_of_the_definition_is_tried_here() -> None:
     definition = yaml.safe_load((ROOT / "crds" / "llmdeployments.yaml").read_text())
     messages = set(_messages(definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]))
     immutable = {"storageClassName cannot change", "accessMode cannot change"}
-    tried = {message for _, message in BROKEN} | SHADOWED | immutable | {"the name is too long"}
+    tried = (
+        {message for _, message in BROKEN}
+        | SHADOWED
+        | immutable
+        | {"the name is too long", "the name starts with a digit"}
+    )
     assert {message for message in messages if not any(message.startswith(start) for start in tried)} == set()
     assert {start for start in tried if not any(message.startswith(start) for message in messages)} == set()
 

@@ -35,6 +35,8 @@ GOOD = [
     {"spec.engine.tensorParallel": 4, "spec.engine.pipelineParallel": 2, "spec.resources.gpus": 4},
     {"spec.model.source": "hf://org/name@main/model.Q4_K_M.gguf"},
     {"spec.model.revision": "main", "spec.model.cache": {"size": "10Gi", "storageClassName": "fast"}},
+    {"spec.model.source": "hf://org/name", "spec.model.revision": "refs/pr/1"},
+    {"spec.model.source": "hf://org/name/q.gguf", "spec.model.revision": "v1"},
     {"spec.model.cache": {"claimName": "weights"}},
     {"spec.model.aliases": ["a", "b"], "spec.model.name": "c"},
     {"spec.autoscaling": {"maxReplicas": 4, "minReplicas": 0, "scaleToZeroAfter": "10m"}},
@@ -113,6 +115,8 @@ BAD = [
     {"spec.rollout.maxSurge": "150%"},
     {"spec.template.metadata.name": "x"},
     {"metadata.name": "a" * 49},
+    {"metadata.name": "7b-chat"},
+    {"spec.model.source": "hf://a/b/q.gguf", "spec.model.revision": "refs/pr/1"},
 ]
 
 

@@ -143,6 +143,12 @@ class ModelSection(Section):
             lambda m: m.revision is None or "@" not in m.source,
         ),
         Rule(
+            "revision",
+            "a revision with / cannot be told from the path of one file: name the commit, or a tag or branch without /",
+            "!has(self.revision) || !self.revision.contains('/') || !self.source.endsWith('.gguf')",
+            lambda m: m.revision is None or "/" not in m.revision or not m.source.endswith(".gguf"),
+        ),
+        Rule(
             "credentialsSecretRef",
             "credentials are for hf://, oci:// and s3:// sources: remove credentialsSecretRef",
             "!has(self.credentialsSecretRef) || self.source.matches('^(hf|oci|s3)://')",
