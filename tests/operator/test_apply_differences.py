@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagemill_operator.backends.kubernetes.differences import (
+    Answers,
     contains,
     differs,
     rolled_out,
@@ -61,18 +62,18 @@ def live(*manifests: Manifest) -> dict[tuple[str, str], Manifest]:
 
 def test_what_stands_as_rendered_is_not_written() -> None:
     wanted = with_digest(deployment())
-    assert list(to_apply([wanted], live(stored(wanted)))) == []
+    assert list(to_apply([wanted], live(stored(wanted)), Answers())) == []
 
 
 def test_what_is_missing_is_written() -> None:
     wanted = with_digest(deployment())
-    assert list(to_apply([wanted], {})) == [wanted]
+    assert list(to_apply([wanted], {}, Answers())) == [wanted]
 
 
 def test_another_rendering_is_written_even_where_the_old_one_contains_it() -> None:
     old = with_digest(deployment(minReadySeconds=5))
     new = with_digest(deployment())
-    assert list(to_apply([new], live(stored(old)))) == [new]
+    assert list(to_apply([new], live(stored(old)), Answers())) == [new]
 
 
 @pytest.mark.parametrize(
@@ -104,21 +105,31 @@ def test_what_others_add_is_left_to_them() -> None:
 
 def test_a_changed_number_of_replicas_is_guarded_by_the_version_it_was_decided_on() -> None:
     known = stored(with_digest(deployment(1)))
-    (manifest,) = to_apply([with_digest(deployment(3))], live(known))
+    (manifest,) = to_apply([with_digest(deployment(3))], live(known), Answers())
     assert manifest["metadata"]["resourceVersion"] == "7"
-    (manifest,) = to_apply([with_digest(deployment(1, minReadySeconds=5))], live(known))
+    (manifest,) = to_apply([with_digest(deployment(1, minReadySeconds=5))], live(known), Answers())
     assert "resourceVersion" not in manifest["metadata"]
 
 
 def test_a_job_that_exists_is_never_written_again() -> None:
     job = {"kind": "Job", "metadata": {"name": "chat-load-1", "namespace": "default"}, "spec": {"backoffLimit": 1}}
     known = stored(with_digest(job))
-    assert list(to_apply([with_digest({**job, "spec": {"backoffLimit": 2}})], live(known))) == []
+    assert list(to_apply([with_digest({**job, "spec": {"backoffLimit": 2}})], live(known), Answers())) == []
 
 
 @pytest.mark.parametrize(
     ("found", "wanted"),
-    [("1Gi", "1024Mi"), ("500m", "0.5"), (1, "1"), ("1", "1000m"), ("4Gi", 4 * 2**30)],
+    [
+        ("1Gi", "1024Mi"),
+        ("500m", "0.5"),
+        (1, "1"),
+        ("1", "1000m"),
+        ("4Gi", 4 * 2**30),
+        ("1e9", "1000e6"),
+        ("1Ei", "1024Pi"),
+        ("1G", "1E9"),
+        ("1500u", "1.5m"),
+    ],
 )
 def test_quantities_are_compared_by_amount(found: Any, wanted: Any) -> None:
     assert contains({"memory": found}, {"memory": wanted})
@@ -216,3 +227,18 @@ def test_what_is_wanted_or_going_already_is_not_deleted() -> None:
 def test_a_rollout_is_over_when_every_pod_is_of_the_newest_template(status: Any, is_rolled_out: bool) -> None:
     found = {"metadata": {"generation": 2}, "spec": {"replicas": 2}, "status": status}
     assert rolled_out(found) is is_rolled_out
+
+
+def test_what_a_webhook_made_of_an_apply_is_accepted_until_somebody_changes_it() -> None:
+    wanted, answers = with_digest(deployment()), Answers()
+    answer = stored(wanted)
+    answer["spec"]["template"]["spec"]["containers"][0]["image"] = "mirror/engine:1"
+    assert list(to_apply([wanted], live(answer), answers)) == [wanted]
+    answers.note(wanted, answer)
+    later = {**answer, "metadata": {**answer["metadata"], "resourceVersion": "9"}, "status": {"replicas": 1}}
+    assert list(to_apply([wanted], live(later), answers)) == []
+    drifted = copy.deepcopy(later)
+    drifted["spec"]["template"]["spec"]["containers"][0]["image"] = "theirs"
+    assert list(to_apply([wanted], live(drifted), answers)) == [wanted]
+    another = with_digest(deployment(minReadySeconds=5))
+    assert list(to_apply([another], live(later), answers)) == [another]

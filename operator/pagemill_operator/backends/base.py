@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
-from pagemill_operator.plan.types import Plan
 from pagemill_operator.status.observation import Observation
 
 
@@ -27,10 +26,10 @@ class Event:
 
 
 class Cluster(Protocol):
-    """Processes on this machine, or pods. Both are told the same plans and answer with the same observations."""
+    """Processes on this machine, or pods. Both carry out the same plans and answer with the same observations.
 
-    async def apply(self, plans: Sequence[Plan]) -> None:
-        """Want these deployments as planned, at once; others stay as they are. `observe` tells how far it is."""
+    How a plan comes in is each one's own: a machine is told all of them at once, a cluster one at a time, for ever.
+    """
 
     async def forget(self, keys: Collection[str]) -> None:
         """Want these deployments (`namespace/name`) no longer."""

@@ -21,7 +21,7 @@ from kubernetes.aio.client import Configuration
 from pagemill_operator.backends.kubernetes.backend import KubernetesCluster
 from pagemill_operator.backends.kubernetes.client import ApiError, Client, Unreachable
 from pagemill_operator.backends.kubernetes.kinds import LLM_DEPLOYMENT, SECRET, WATCHED_KINDS, Kind
-from pagemill_operator.backends.kubernetes.snapshot import Manifest, RenderContext
+from pagemill_operator.backends.kubernetes.snapshot import Manifest, Owner, RenderContext
 from pagemill_operator.config import OperatorConfig
 from pagemill_operator.controller import health
 from pagemill_operator.controller.cache import Cache
@@ -39,7 +39,6 @@ from pagemill_operator.controller.session import watch_session
 from pagemill_operator.controller.watches import Watches
 from pagemill_operator.controller.workers import Workers
 from pagemill_operator.handlers import build_registry, build_settings, watch
-from pagemill_operator.plan.types import Plan
 from pagemill_protocol.engine_token import GATEWAY_CONTROL
 
 logger = logging.getLogger("pagemill.operator")
@@ -281,7 +280,7 @@ class Operator:
     def _gateway_token(self) -> str | None:
         return self.keys.keys.keys.sent(*GATEWAY_CONTROL) if self.keys.keys else None
 
-    def _render_context(self, plan: Plan, loader_done: bool) -> RenderContext:
+    def _render_context(self, owner: Owner, loader_done: bool) -> RenderContext:
         if self.keys.keys is None:
             raise Unreachable("the keys for engine tokens are not known yet")
         config = self._config
@@ -293,7 +292,7 @@ class Operator:
             gateway_selector=config.gateway_selector,
             prometheus_namespace_selector=config.prometheus_namespace_selector,
             prometheus_pod_selector=config.prometheus_pod_selector,
-            tokens=self.keys.keys.keys.accepted(plan.namespace, plan.name),
+            tokens=self.keys.keys.keys.accepted(owner.namespace, owner.name),
             has_pod_monitors=self.pod_monitors.exist,
             loader_done=loader_done,
         )

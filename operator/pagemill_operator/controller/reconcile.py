@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from pagemill_operator.backends.kubernetes.backend import KubernetesCluster
-from pagemill_operator.backends.kubernetes.client import ApiError, Client
+from pagemill_operator.backends.kubernetes.client import ApiError, Client, Unreachable
 from pagemill_operator.backends.kubernetes.kinds import LLM_DEPLOYMENT
 from pagemill_operator.backends.kubernetes.observe import status_body
 from pagemill_operator.backends.kubernetes.snapshot import Manifest
@@ -26,6 +26,8 @@ from pagemill_operator.status.events import events_between
 
 SETTLE_S = 1.0
 """After children were written, their first news are waited for before the status is."""
+SETTLE_LONGEST_S = 3.0
+"""Whatever goes on being written: then the status is."""
 
 
 class Reconciler:
@@ -51,6 +53,8 @@ class Reconciler:
         self._now = now
         self._applied_at: dict[str, float] = {}
         """Key -> when children were last written."""
+        self._untold_since: dict[str, float] = {}
+        """Key -> when children were first written that the status does not tell of."""
         self._written_at: dict[str, float] = {}
         """Key -> when the status was last written."""
         self._plans: dict[str, tuple[tuple[str, int], Plan | None, Sequence[Problem]]] = {}
@@ -64,14 +68,19 @@ class Reconciler:
         owner = self._cache.owner(key)
         if owner is None or owner["metadata"].get("deletionTimestamp"):
             raise KeyError(key)
-        plan, problems = self._read(key, owner)
-        if plan is None:
-            self._cluster.refuse(key, problems)
-        elif await self._cluster.carry_out(plan):
+        try:
+            has_written = await self._carry_out(key, owner)
+        except (ApiError, Unreachable):
+            if self._cluster.has_apply_errors(key):
+                await self._tell(key)
+            raise
+        if has_written:
             self._applied_at[key] = self._clock()
-        settling_s = self._applied_at.get(key, -1e9) + SETTLE_S - self._clock()
+            self._untold_since.setdefault(key, self._clock())
+        settling_s = self._settling_s(key)
         if settling_s > 0 and not self._cluster.has_apply_errors(key):
             return settling_s
+        self._untold_since.pop(key, None)
         return await self._tell(key)
 
     def has_lasting_errors(self, key: str) -> bool:
@@ -80,8 +89,17 @@ class Reconciler:
 
     async def forget(self, key: str) -> None:
         await self._cluster.forget([key])
-        for book in (self._applied_at, self._written_at, self._plans):
+        for book in (self._applied_at, self._untold_since, self._written_at, self._plans):
             book.pop(key, None)
+
+    async def _carry_out(self, key: str, owner: Manifest) -> bool:
+        plan, problems = self._read(key, owner)
+        return await (self._cluster.refuse(key, problems) if plan is None else self._cluster.carry_out(plan))
+
+    def _settling_s(self, key: str) -> float:
+        now = self._clock()
+        settled_at = self._applied_at.get(key, -1e9) + SETTLE_S
+        return min(settled_at, self._untold_since.get(key, now) + SETTLE_LONGEST_S) - now
 
     def _read(self, key: str, owner: Manifest) -> tuple[Plan | None, Sequence[Problem]]:
         metadata = owner["metadata"]

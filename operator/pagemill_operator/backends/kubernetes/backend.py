@@ -6,41 +6,34 @@ the others go on. Neighbours: `render` and `observe` decide, `differences` compa
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from pagemill_operator.backends.base import Cluster
-from pagemill_operator.backends.kubernetes.client import ApiError, Client, Unreachable
+from pagemill_operator.backends.kubernetes.client import Client
 from pagemill_operator.backends.kubernetes.differences import (
+    Answers,
     rolled_out,
     to_apply,
     to_delete,
     used_config_maps,
     with_digest,
 )
-from pagemill_operator.backends.kubernetes.kinds import BY_NAME, Kind
+from pagemill_operator.backends.kubernetes.kinds import BY_NAME
 from pagemill_operator.backends.kubernetes.observe import observe
-from pagemill_operator.backends.kubernetes.render import loader_name, render_children
-from pagemill_operator.backends.kubernetes.snapshot import (
-    FIELD_MANAGER,
-    MANAGED_BY_LABEL,
-    ApplyError,
-    Load,
-    Manifest,
-    Owner,
-    RenderContext,
-    Snapshot,
-)
+from pagemill_operator.backends.kubernetes.ownership import Children, is_ending, own_children, own_pods, strangers
+from pagemill_operator.backends.kubernetes.render import loader_name, render_children, render_tokens
+from pagemill_operator.backends.kubernetes.snapshot import ApplyError, Load, Manifest, Owner, RenderContext, Snapshot
+from pagemill_operator.backends.kubernetes.writes import KnownChildren, OnWrite, Writes
 from pagemill_operator.plan.types import Plan, Problem
 from pagemill_operator.status.observation import Observation
 
 logger = logging.getLogger("pagemill.operator.kubernetes")
 
 
-class KnownCluster(Protocol):
+class KnownCluster(KnownChildren, Protocol):
     """What the caches hold."""
 
     def owner(self, key: str) -> Manifest | None: ...
@@ -49,14 +42,18 @@ class KnownCluster(Protocol):
     def gateways(self) -> list[Manifest]: ...
     def num_gateways_ready(self) -> int: ...
     def conflict(self, key: str) -> Problem | None: ...
-    def put(self, kind: str, manifest: Manifest) -> set[str]: ...
-    def remove(self, kind: str, namespace: str, name: str, uid: str | None = None) -> set[str]: ...
 
 
 MAX_RENDERED = 64
 
-MakeContext = Callable[[Plan, bool], RenderContext]
-"""The installation's settings for a plan; the flag says that its model is loaded."""
+TRIES = 3
+"""Failures in a row after which what may pass is told as what keeps the deployment from working."""
+POD_MAKERS = frozenset({"Deployment", "Job"})
+NEEDED_BY_PODS = frozenset({"NetworkPolicy", "Secret", "ConfigMap"})
+"""No pod starts, unlimited or without its settings, while one of these is refused."""
+
+MakeContext = Callable[[Owner, bool], RenderContext]
+"""The installation's settings for a deployment; the flag says that its model is loaded."""
 
 
 class KubernetesCluster(Cluster):
@@ -67,7 +64,7 @@ class KubernetesCluster(Cluster):
         make_context: MakeContext,
         *,
         load: Callable[[str], Load | None] = lambda key: None,
-        on_write: Callable[[str, str], None] = lambda kind, verb: None,
+        on_write: OnWrite = lambda kind, verb: None,
     ) -> None:
         """`load`: what gateways report of a key; `on_write` is told kind and verb."""
         self._client = client
@@ -78,32 +75,30 @@ class KubernetesCluster(Cluster):
         self._plans: dict[str, Plan | None] = {}
         self._invalid: dict[str, tuple[Problem, ...]] = {}
         self._apply_errors: dict[str, tuple[ApplyError, ...]] = {}
+        self._failures: dict[str, int] = {}
+        """Key -> turns in a row that met what may pass."""
+        self._answers: defaultdict[str, Answers] = defaultdict(Answers)
         self._rendered: OrderedDict[str, tuple[tuple[Plan, Owner, RenderContext], list[Manifest]]] = OrderedDict()
         """What was rendered lately and from what: the news of one deployment come in bursts."""
 
-    async def apply(self, plans: Sequence[Plan]) -> None:
-        """Write what differs. Raises `ApiError` and `Unreachable` for what passes: try again; all else is observed."""
-        for plan in plans:
-            await self.carry_out(plan)
-
     async def carry_out(self, plan: Plan) -> bool:
-        """`apply` for one; tells whether anything was written."""
-        self._plans[plan.key], self._invalid[plan.key] = plan, ()
-        if plan.problems or self._known.conflict(plan.key):
-            # What runs already goes on as it is; a mistake in an edit ends no service.
-            self._apply_errors.pop(plan.key, None)
-            return False
-        return await self._apply(plan)
+        """Write what differs; tells whether anything was written.
 
-    def refuse(self, key: str, problems: Sequence[Problem]) -> None:
-        """The spec of `key` cannot be read; what runs already goes on as it is."""
+        Raises `ApiError` and `Unreachable` for what passes: try again; all else is observed.
+        """
+        self._plans[plan.key], self._invalid[plan.key] = plan, ()
+        is_refused = plan.problems or self._known.conflict(plan.key)
+        return await self._turn(plan.key, None if is_refused else plan)
+
+    async def refuse(self, key: str, problems: Sequence[Problem]) -> bool:
+        """`carry_out` for a spec that cannot be read."""
         self._plans[key], self._invalid[key] = None, tuple(problems)
-        self._apply_errors.pop(key, None)
+        return await self._turn(key, None)
 
     async def forget(self, keys: Collection[str]) -> None:
         """The cluster itself takes children away with their owner."""
         for key in keys:
-            for book in (self._plans, self._invalid, self._apply_errors):
+            for book in (self._plans, self._invalid, self._apply_errors, self._failures, self._answers, self._rendered):
                 book.pop(key, None)
 
     def has_apply_errors(self, key: str) -> bool:
@@ -115,8 +110,8 @@ class KubernetesCluster(Cluster):
             raise KeyError(key)
         return Snapshot(
             owner=owner,
-            children=self._known.children(key),
-            pods=self._known.pods(key),
+            children=own_children(self._known.children(key), owner),
+            pods=own_pods(self._known.pods(key), owner),
             num_gateways=len(self._known.gateways()),
             num_gateways_ready=self._known.num_gateways_ready(),
             conflict=self._known.conflict(key),
@@ -128,122 +123,75 @@ class KubernetesCluster(Cluster):
     def observe(self, key: str) -> Observation:
         return observe(self.snapshot(key), self._plans[key])
 
-    async def _apply(self, plan: Plan) -> bool:
-        owner = self._known.owner(plan.key)
+    async def _turn(self, key: str, plan: Plan | None) -> bool:
+        """Without a plan, what runs already goes on as it is: a mistake in an edit ends no service."""
+        owner = self._known.owner(key)
         if owner is None:
-            raise KeyError(plan.key)
-        live = self._known.children(plan.key)
-        wanted = self._render(plan, owner, live)
-        writes = _Writes(self._client, self._known, owner, self._on_write)
-        await writes.delete(strangers(live.values(), owner["metadata"]["uid"]))
-        changes = list(to_apply(wanted, live))
-        # What limits pods and what they need first, the pods last.
-        await writes.apply([manifest for manifest in changes if manifest["kind"] != "Deployment"], live)
-        if not writes.passing_error:
-            await writes.apply([manifest for manifest in changes if manifest["kind"] == "Deployment"], live)
-        self._apply_errors[plan.key] = tuple(writes.errors)
-        if writes.passing_error:
-            raise writes.passing_error
-        if not writes.errors:
-            await writes.delete(self._unwanted(plan.key, wanted))
+            raise KeyError(key)
+        writes = Writes(self._client, self._known, owner, self._answers[key], self._on_write)
+        live = own_children(self._known.children(key), owner)
+        in_the_way = strangers(self._known.children(key), owner)
+        wanted = self._render(plan, owner, live) if plan else self._kept(owner, live)
+        await writes.delete(child for child in in_the_way.values() if not is_ending(child))
+        if not any(_at(manifest) in in_the_way for manifest in wanted):
+            await self._write(key, writes, wanted, live)
+            if plan and not writes.has_failed(BY_NAME):
+                await writes.delete(self._unwanted(owner, wanted))
+        self._note(key, writes)
         return writes.has_written
 
-    def _render(self, plan: Plan, owner: Manifest, live: Mapping[tuple[str, str], Manifest]) -> list[Manifest]:
+    async def _write(self, key: str, writes: Writes, wanted: list[Manifest], live: Children) -> None:
+        """What limits pods and what they need first, what makes pods last."""
+        changes = list(to_apply(wanted, live, self._answers[key]))
+        await writes.apply([manifest for manifest in changes if manifest["kind"] not in POD_MAKERS], live)
+        if not writes.has_failed(NEEDED_BY_PODS):
+            await writes.apply([manifest for manifest in changes if manifest["kind"] in POD_MAKERS], live)
+
+    def _note(self, key: str, writes: Writes) -> None:
+        """What the turn met. Raises what may pass."""
+        failures = self._failures[key] = self._failures.get(key, 0) + 1 if writes.passing else 0
+        lasting = writes.passing_errors if failures >= TRIES else []
+        self._apply_errors[key] = (*writes.errors, *lasting)
+        if writes.passing:
+            raise writes.passing
+
+    def _kept(self, owner: Manifest, live: Children) -> list[Manifest]:
+        """Tokens turn whatever the spec says: the gateway goes on to send what keys it has."""
+        of = _owner(owner)
+        tokens = render_tokens(of, self._make_context(of, False).tokens)
+        return [with_digest(tokens)] if _at(tokens) in live else []
+
+    def _render(self, plan: Plan, owner: Manifest, live: Children) -> list[Manifest]:
         loader = loader_name(plan)
         loader_done = loader is not None and _has_succeeded(live.get(("Job", loader)))
-        metadata = owner["metadata"]
-        asked = (plan, Owner(metadata["namespace"], metadata["name"], metadata["uid"]))
-        context = self._make_context(plan, loader_done)
+        of = _owner(owner)
+        asked = (plan, of, self._make_context(of, loader_done))
         known = self._rendered.get(plan.key)
-        if known is not None and known[0] == (*asked, context):
+        if known is not None and known[0] == asked:
             return known[1]
-        manifests = [with_digest(manifest) for manifest in render_children(*asked, context)]
-        self._rendered[plan.key] = ((*asked, context), manifests)
+        manifests = [with_digest(manifest) for manifest in render_children(*asked)]
+        self._rendered[plan.key] = (asked, manifests)
         self._rendered.move_to_end(plan.key)
         while len(self._rendered) > MAX_RENDERED:
             self._rendered.popitem(last=False)
         return manifests
 
-    def _unwanted(self, key: str, wanted: list[Manifest]) -> list[Manifest]:
-        live, pods = self._known.children(key), self._known.pods(key)
+    def _unwanted(self, owner: Manifest, wanted: list[Manifest]) -> list[Manifest]:
+        key = f"{owner['metadata']['namespace']}/{owner['metadata']['name']}"
+        live, pods = own_children(self._known.children(key), owner), self._known.pods(key)
         deployments = [child for (kind, _), child in live.items() if kind == "Deployment"]
         if not all(rolled_out(deployment) for deployment in deployments):
             live = {at: child for at, child in live.items() if at[0] != "ConfigMap"}
         return list(to_delete(wanted, live, used_config_maps(pods, deployments)))
 
 
-class _Taken(Exception):
-    """Somebody else's object has the name."""
+def _owner(owner: Manifest) -> Owner:
+    metadata = owner["metadata"]
+    return Owner(metadata["namespace"], metadata["name"], metadata["uid"])
 
 
-class _Writes:
-    """The writes of one turn, and what they met."""
-
-    def __init__(
-        self, client: Client, known: KnownCluster, owner: Manifest, on_write: Callable[[str, str], None]
-    ) -> None:
-        self._client = client
-        self._known = known
-        self._owner = owner
-        self._on_write = on_write
-        self.errors: list[ApplyError] = []
-        self.passing_error: ApiError | Unreachable | None = None
-        self.has_written = False
-
-    async def apply(self, manifests: Iterable[Manifest], live: Mapping[tuple[str, str], Manifest]) -> None:
-        await asyncio.gather(*(self._apply(manifest, live) for manifest in manifests))
-
-    async def delete(self, manifests: Iterable[Manifest]) -> None:
-        for manifest in manifests:
-            kind = BY_NAME[manifest["kind"]]
-            self._on_write(kind.name, "delete")
-            self.has_written = True
-            await self._client.delete(kind, manifest)
-            metadata = manifest["metadata"]
-            self._known.remove(kind.name, metadata["namespace"], metadata["name"], metadata["uid"])
-
-    async def _apply(self, manifest: Manifest, live: Mapping[tuple[str, str], Manifest]) -> None:
-        kind, name = BY_NAME[manifest["kind"]], manifest["metadata"]["name"]
-        try:
-            self._on_write(kind.name, "apply")
-            self.has_written = True
-            self._known.put(kind.name, await self._applied(kind, manifest, is_known=(kind.name, name) in live))
-        except ApiError as error:
-            if error.is_passing:
-                self.passing_error = error
-            else:
-                self.errors.append(ApplyError(kind.name, name, error.status, error.reason, error.message))
-        except Unreachable as error:
-            self.passing_error = error
-        except _Taken:
-            message = (
-                f"a {kind.name} named {name} exists and is not ours; "
-                "delete or rename it, or give the LLMDeployment another name"
-            )
-            self.errors.append(ApplyError(kind.name, name, 409, "AlreadyExists", message))
-
-    async def _applied(self, kind: Kind, manifest: Manifest, *, is_known: bool) -> Manifest:
-        """The object as it stands now. One that we do not know may be somebody else's: it is not taken over."""
-        try:
-            return await self._client.apply(kind, manifest, force=is_known)
-        except ApiError as error:
-            if error.status != 409 or is_known:
-                raise
-        metadata = manifest["metadata"]
-        found = await self._client.find(kind, metadata["namespace"], metadata["name"])
-        if found and found["metadata"].get("labels", {}).get(MANAGED_BY_LABEL) != FIELD_MANAGER:
-            raise _Taken
-        return await self._client.apply(kind, manifest, force=True)
-
-
-def strangers(children: Iterable[Manifest], uid: str) -> list[Manifest]:
-    """Children of an earlier deployment of the same name, which the cluster has not taken away yet."""
-    return [
-        child
-        for child in children
-        if not child["metadata"].get("deletionTimestamp")
-        and any(each.get("controller") and each["uid"] != uid for each in child["metadata"].get("ownerReferences", []))
-    ]
+def _at(manifest: Manifest) -> tuple[str, str]:
+    return manifest["kind"], manifest["metadata"]["name"]
 
 
 def _has_succeeded(job: Manifest | None) -> bool:

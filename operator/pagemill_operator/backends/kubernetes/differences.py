@@ -21,10 +21,10 @@ REMOVABLE = frozenset({"Job", "PersistentVolumeClaim", "NetworkPolicy", "PodDisr
 """Kinds whose unwanted objects go at once. Deployment, Service and Secret go only with their owner."""
 _LIST_KEYS = ("name", "mountPath", "containerPort", "port", "key")
 """Fields that identify an item of a list that others may add to."""
-_QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?")
-_FACTORS = {None: Decimal(1), "m": Decimal("0.001")}
-_FACTORS |= {suffix: Decimal(10 ** (3 * power)) for power, suffix in enumerate(("k", "M", "G", "T", "P"), 1)}
-_FACTORS |= {suffix: Decimal(2 ** (10 * power)) for power, suffix in enumerate(("Ki", "Mi", "Gi", "Ti", "Pi"), 1)}
+_QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]*)?)(?:(n|u|m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)|[eE]([+-]?[0-9]{1,2}))?")
+_FACTORS = {None: Decimal(1), "n": Decimal("1e-9"), "u": Decimal("1e-6"), "m": Decimal("1e-3")}
+_FACTORS |= {suffix: Decimal(10 ** (3 * power)) for power, suffix in enumerate("kMGTPE", 1)}
+_FACTORS |= {f"{suffix}i": Decimal(2 ** (10 * power)) for power, suffix in enumerate("KMGTPE", 1)}
 
 
 def with_digest(manifest: Manifest) -> Manifest:
@@ -39,13 +39,47 @@ def manifest_digest(manifest: Manifest) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def to_apply(wanted: Iterable[Manifest], live: Children) -> Iterator[Manifest]:
+class Answers:
+    """What the API server made of an apply, where that differs from what was asked for (a webhook, a default).
+
+    It is accepted: asking again would bring the same answer, for ever.
+    """
+
+    def __init__(self) -> None:
+        self._answers: dict[tuple[str, str], tuple[str, str]] = {}
+        """(kind, name) -> digests of what was asked for and of the answer."""
+
+    def note(self, manifest: Manifest, answer: Manifest) -> None:
+        """`answer` as the cache keeps it."""
+        at = (manifest["kind"], manifest["metadata"]["name"])
+        self._answers.pop(at, None)
+        if differs(manifest, answer):
+            self._answers[at] = _question(manifest), _standing(answer)
+
+    def accepts(self, manifest: Manifest, live: Manifest) -> bool:
+        known = self._answers.get((manifest["kind"], manifest["metadata"]["name"]))
+        return known is not None and known == (_question(manifest), _standing(live))
+
+
+def _question(manifest: Manifest) -> str:
+    """The digest that the manifest carries: its version is no part of what is asked for."""
+    return str(manifest["metadata"].get("annotations", {}).get(DIGEST_ANNOTATION, ""))
+
+
+def _standing(live: Manifest) -> str:
+    """Digest of what somebody wants of the object: all but its status and what the API server counts."""
+    content = {name: value for name, value in live.items() if name not in ("metadata", "status")}
+    metadata = {name: live["metadata"].get(name) for name in ("labels", "annotations", "ownerReferences")}
+    return manifest_digest({**content, "metadata": metadata})
+
+
+def to_apply(wanted: Iterable[Manifest], live: Children, answers: Answers) -> Iterator[Manifest]:
     """Those of `wanted` (with digests) that differ from what lives. A replica count is guarded by the version."""
     for manifest in wanted:
         found = live.get((manifest["kind"], manifest["metadata"]["name"]))
         if found is None:
             yield manifest
-        elif manifest["kind"] != "Job" and differs(manifest, found):
+        elif manifest["kind"] != "Job" and differs(manifest, found) and not answers.accepts(manifest, found):
             # A Job's template cannot be changed; its name changes with what it does.
             yield _guarded(manifest, found)
 
@@ -130,7 +164,7 @@ def _same_quantity(live: Any, wanted: Any) -> bool:
 
 def _amount(value: str | int | float) -> Decimal | None:
     match = _QUANTITY.fullmatch(str(value))
-    return Decimal(match[1]) * _FACTORS[match[2]] if match else None
+    return Decimal(match[1]).scaleb(int(match[3] or 0)) * _FACTORS[match[2]] if match else None
 
 
 def _guarded(manifest: Manifest, live: Manifest) -> Manifest:

@@ -76,6 +76,8 @@ class ApplyError:
     reason: str
     """The API's word, such as `Forbidden` or `Invalid`."""
     message: str
+    is_passing: bool = False
+    """It lies with the server or the moment; told only where it lasts."""
 
 
 @dataclass(frozen=True)

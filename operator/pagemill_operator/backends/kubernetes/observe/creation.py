@@ -67,6 +67,8 @@ def not_applied(error: ApplyError) -> Fault:
     """Why a child does not stand as rendered."""
     words = quote(without_object_name(error.message))
     what = f"the {error.kind} {error.name} is refused ({words})"
+    if error.is_passing:
+        return _not_answered(error)
     if error.reason == "AlreadyExists":
         return Fault("Scheduled", "NameTaken", quote(error.message))
     if error.kind == "PersistentVolumeClaim" and re.search(_NOT_RESIZABLE, error.message, re.IGNORECASE):
@@ -89,3 +91,12 @@ def not_applied(error: ApplyError) -> Fault:
         remedy = "an admission plugin of this cluster does not allow it: follow what it says"
         return Fault("Scheduled", "AdmissionDenied", f"{what}: {remedy}")
     return Fault("Scheduled", "ChildRefused", f"{what}; the operator tries again, see its log")
+
+
+def _not_answered(error: ApplyError) -> Fault:
+    """The API server has failed again and again; it is tried for as long as it takes."""
+    words = f"the {error.kind} {error.name} cannot be written ({quote(without_object_name(error.message))})"
+    if "webhook" in error.message:
+        remedy = "repair the admission webhook that it names, or exclude this namespace from it"
+        return Fault("Scheduled", "WebhookFailed", f"{words}: {remedy}")
+    return Fault("Scheduled", "ApiServerRefuses", f"{words}: the API server is not well, see its log")

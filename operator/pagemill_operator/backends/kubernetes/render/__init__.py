@@ -5,6 +5,7 @@ the same restarts nothing. Neighbours: `plan` decides what runs, the controller 
 """
 
 from pagemill_operator.backends.kubernetes.render.children import render_children
+from pagemill_operator.backends.kubernetes.render.config import render_tokens
 from pagemill_operator.backends.kubernetes.render.loader import loader_name
 
-__all__ = ["loader_name", "render_children"]
+__all__ = ["loader_name", "render_children", "render_tokens"]

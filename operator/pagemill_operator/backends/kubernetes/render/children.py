@@ -25,7 +25,7 @@ def _children(plan: Plan, owner: Owner, context: RenderContext) -> Iterator[Mani
     # First what limits, then what runs: no pod is ever reachable by everybody.
     yield render_network_policy(plan, owner, context)
     yield render_service(plan, owner)
-    yield render_tokens(plan, owner, context.tokens)
+    yield render_tokens(owner, context.tokens)
     if plan.cache is not None:
         if plan.cache.claim_name is None:
             yield render_claim(plan, owner, plan.cache)

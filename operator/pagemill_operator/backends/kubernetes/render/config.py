@@ -43,7 +43,7 @@ def render_config(plan: Plan, owner: Owner) -> Manifest:
     return child("v1", "ConfigMap", config_name(plan.name, text), owner, immutable=True, data={SETTINGS_FILE: text})
 
 
-def render_tokens(plan: Plan, owner: Owner, tokens: tuple[str, ...]) -> Manifest:
+def render_tokens(owner: Owner, tokens: tuple[str, ...]) -> Manifest:
     """Accepted tokens, one a line, the newest first."""
     data = {TOKENS_FILE: base64.b64encode("".join(f"{token}\n" for token in tokens).encode()).decode()}
-    return child("v1", "Secret", token_name(plan.name), owner, type="Opaque", data=data)
+    return child("v1", "Secret", token_name(owner.name), owner, type="Opaque", data=data)

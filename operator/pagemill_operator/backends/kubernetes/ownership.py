@@ -1,0 +1,51 @@
+"""Whose an object is: of this `LLMDeployment`, of an earlier one of the same name, or somebody else's. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pagemill_operator.backends.kubernetes.snapshot import FIELD_MANAGER, MANAGED_BY_LABEL, Manifest
+
+Children = Mapping[tuple[str, str], Manifest]
+
+
+def is_own(child: Manifest, owner: Manifest) -> bool:
+    """Made by us for this owner, or made by us and without an owner: that one is adopted."""
+    controller = _controller(child)
+    return _is_managed(child) and (controller is None or controller["uid"] == owner["metadata"]["uid"])
+
+
+def own_children(children: Children, owner: Manifest) -> dict[tuple[str, str], Manifest]:
+    return {at: child for at, child in children.items() if is_own(child, owner)}
+
+
+def strangers(children: Children, owner: Manifest) -> dict[tuple[str, str], Manifest]:
+    """Children of an earlier deployment of the same name, which the cluster has not taken away yet."""
+    return {at: child for at, child in children.items() if _is_of_namesake(child, owner)}
+
+
+def own_pods(pods: Iterable[Manifest], owner: Manifest) -> tuple[Manifest, ...]:
+    """Pods are owned by what makes them; those of an earlier deployment are older than this one."""
+    created = owner["metadata"].get("creationTimestamp", "")
+    return tuple(pod for pod in pods if pod["metadata"].get("creationTimestamp", created) >= created)
+
+
+def is_ending(manifest: Manifest) -> bool:
+    return bool(manifest["metadata"].get("deletionTimestamp"))
+
+
+def _is_of_namesake(child: Manifest, owner: Manifest) -> bool:
+    controller = _controller(child)
+    if controller is None or not _is_managed(child):
+        return False
+    return bool(controller.get("kind") == "LLMDeployment" and controller["uid"] != owner["metadata"]["uid"])
+
+
+def _is_managed(child: Manifest) -> bool:
+    return bool((child["metadata"].get("labels") or {}).get(MANAGED_BY_LABEL) == FIELD_MANAGER)
+
+
+def _controller(child: Manifest) -> dict[str, Any] | None:
+    references = child["metadata"].get("ownerReferences") or []
+    return next((reference for reference in references if reference.get("controller")), None)

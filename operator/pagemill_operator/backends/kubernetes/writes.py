@@ -1,0 +1,121 @@
+"""The writes of one turn of one deployment, and what they met. Which writes, `differences` decides."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Protocol
+
+from pagemill_operator.backends.kubernetes.client import ApiError, Client, Unreachable
+from pagemill_operator.backends.kubernetes.differences import Answers
+from pagemill_operator.backends.kubernetes.kinds import BY_NAME, Kind
+from pagemill_operator.backends.kubernetes.ownership import Children, is_ending, is_own
+from pagemill_operator.backends.kubernetes.slim import slim
+from pagemill_operator.backends.kubernetes.snapshot import ApplyError, Manifest
+
+OnWrite = Callable[[str, str], None]
+"""Told kind and verb."""
+
+
+class KnownChildren(Protocol):
+    """Where the answers to writes are kept."""
+
+    def put(self, kind: str, manifest: Manifest) -> set[str]: ...
+    def remove(self, kind: str, namespace: str, name: str, uid: str | None = None) -> set[str]: ...
+
+
+class _Taken(Exception):
+    """Somebody else's object has the name."""
+
+
+class Writes:
+    def __init__(
+        self, client: Client, known: KnownChildren, owner: Manifest, answers: Answers, on_write: OnWrite
+    ) -> None:
+        self._client = client
+        self._known = known
+        self._owner = owner
+        self._answers = answers
+        self._on_write = on_write
+        self.errors: list[ApplyError] = []
+        self.passing_errors: list[ApplyError] = []
+        """What may be gone with the next try."""
+        self.passing: ApiError | Unreachable | None = None
+        """The last one of them."""
+        self.has_written = False
+
+    def has_failed(self, kinds: Iterable[str]) -> bool:
+        """One of `kinds` does not stand as rendered, or the API server is not itself."""
+        return self.passing is not None or any(error.kind in kinds for error in self.errors)
+
+    async def apply(self, manifests: Iterable[Manifest], live: Children) -> None:
+        await asyncio.gather(*(self._apply(manifest, live) for manifest in manifests))
+
+    async def delete(self, manifests: Iterable[Manifest]) -> None:
+        for manifest in manifests:
+            await self._noted(manifest, "delete", self._deleted(manifest))
+
+    async def scale(self, deployment: Manifest, replicas: int) -> None:
+        """The number of replicas alone, onto the version that it was decided on."""
+        await self._noted(deployment, "scale", self._scaled(deployment, replicas))
+
+    async def _apply(self, manifest: Manifest, live: Children) -> None:
+        is_known = (manifest["kind"], manifest["metadata"]["name"]) in live
+        await self._noted(manifest, "apply", self._applied(manifest, is_known=is_known))
+
+    async def _noted(self, manifest: Manifest, verb: str, writing: Awaitable[None]) -> None:
+        """Whatever a write meets stays with its deployment."""
+        kind, name = manifest["kind"], manifest["metadata"]["name"]
+        self._on_write(kind, verb)
+        self.has_written = True
+        try:
+            await writing
+        except ApiError as error:
+            self._met(kind, name, error)
+        except Unreachable as error:
+            self.passing = error
+            self.passing_errors.append(ApplyError(kind, name, 0, "Unreachable", str(error), is_passing=True))
+        except _Taken:
+            message = (
+                f"a {kind} named {name} exists and is not ours; "
+                "delete or rename it, or give the LLMDeployment another name"
+            )
+            self.errors.append(ApplyError(kind, name, 409, "AlreadyExists", message))
+
+    def _met(self, kind: str, name: str, error: ApiError) -> None:
+        met = ApplyError(kind, name, error.status, error.reason, error.message, is_passing=error.is_passing)
+        if error.is_passing:
+            self.passing = error
+            self.passing_errors.append(met)
+        else:
+            self.errors.append(met)
+
+    async def _applied(self, manifest: Manifest, *, is_known: bool) -> None:
+        kind = BY_NAME[manifest["kind"]]
+        force = is_known or await self._may_take(kind, manifest)
+        answer = await self._client.apply(kind, manifest, force=force)
+        self._answers.note(manifest, slim(kind.name, answer))
+        self._known.put(kind.name, answer)
+
+    async def _may_take(self, kind: Kind, manifest: Manifest) -> bool:
+        """One that we do not know may be somebody else's: it is not taken over. False: there is none."""
+        metadata = manifest["metadata"]
+        found = await self._client.find(kind, metadata["namespace"], metadata["name"])
+        if found is None:
+            return False
+        if is_ending(found):
+            raise ApiError(409, "AlreadyExists", f"{kind.name} {metadata['name']} is still being deleted")
+        if not is_own(found, self._owner):
+            raise _Taken
+        return True
+
+    async def _deleted(self, manifest: Manifest) -> None:
+        kind, metadata = BY_NAME[manifest["kind"]], manifest["metadata"]
+        await self._client.delete(kind, manifest)
+        self._known.remove(kind.name, metadata["namespace"], metadata["name"], metadata["uid"])
+
+    async def _scaled(self, deployment: Manifest, replicas: int) -> None:
+        kind, metadata = BY_NAME[deployment["kind"]], deployment["metadata"]
+        patch = {"metadata": {"resourceVersion": metadata["resourceVersion"]}, "spec": {"replicas": replicas}}
+        answer = await self._client.merge(kind, metadata["namespace"], metadata["name"], patch)
+        self._known.put(kind.name, answer)
