@@ -7,13 +7,23 @@ from pathlib import Path
 import pytest
 from support.deployments import Deployed, wait_no_children
 from support.kubectl import Kubectl
-from support.release import Release, Releases
+from support.release import KEYS_SECRET, Release, Releases
+from support.waiting import until
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "llmdeployment.yaml"
-LEFT_ON_PURPOSE = {"customresourcedefinition.apiextensions.k8s.io/llmdeployments.pagemill.dev"}
+LEFT_ON_PURPOSE = {
+    "customresourcedefinition.apiextensions.k8s.io/llmdeployments.pagemill.dev",
+    "secret/pagemill-keys",
+    "lease.coordination.k8s.io/pagemill-operator",
+}
+NOT_OURS = {f"secret/{KEYS_SECRET}", "serviceaccount/default", "configmap/kube-root-ca.crt"}
+"""In the release's namespace: the user's API keys, and what every namespace has."""
+NAMESPACED = (
+    "all,secrets,configmaps,serviceaccounts,roles,rolebindings,networkpolicies,poddisruptionbudgets,leases,"
+    "endpointslices,persistentvolumeclaims"
+)
 RELEASED = (
-    "all,secrets,configmaps,serviceaccounts,roles,rolebindings,clusterroles,clusterrolebindings,networkpolicies,"
-    "poddisruptionbudgets,leases,customresourcedefinitions,validatingadmissionpolicies,"
+    f"{NAMESPACED},clusterroles,clusterrolebindings,customresourcedefinitions,validatingadmissionpolicies,"
     "validatingadmissionpolicybindings"
 )
 
@@ -38,12 +48,16 @@ def test_from_helm_install_to_an_answer_and_back_to_nothing(releases: Releases, 
     smollm2.delete()
     wait_no_children(space)
     assert list(service.client().models.list()) == []
+    release.uninstall()
+    until("what belonged to pods is gone too", lambda: _left(release) <= LEFT_ON_PURPOSE | NOT_OURS, timeout_s=60)
+    assert _left(release) - NOT_OURS == LEFT_ON_PURPOSE, "docs/how-to/install-with-helm.md says what stays"
     releases.close()
-    assert _left(release) == LEFT_ON_PURPOSE
 
 
 def _left(release: Release) -> set[str]:
-    """What still carries the release's label, anywhere."""
+    """What still carries the release's label, anywhere, and all that is in its namespace, labelled or not."""
+    kubectl = release.cluster.kubectl
     selector = f"app.kubernetes.io/instance={release.name}"
-    names = release.cluster.kubectl.ok("get", RELEASED, "--all-namespaces", "--selector", selector, "-o", "name")
-    return set(names.split())
+    labelled = kubectl.ok("get", RELEASED, "--all-namespaces", "--selector", selector, "-o", "name")
+    beside = kubectl.within(release.namespace).ok("get", NAMESPACED, "-o", "name")
+    return {*labelled.split(), *beside.split()}
