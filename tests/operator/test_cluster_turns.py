@@ -31,6 +31,10 @@ class Api:
         self.mutate: Callable[[Manifest], Any] = lambda manifest: None
         self.refuse: Callable[[Manifest], ApiError | None] = lambda manifest: None
         self.versions = itertools.count(10)
+        self.now = "2026-01-02T00:00:00Z"
+
+    def names(self) -> set[str]:
+        return {kind for kind, _ in self.objects}
 
     async def find(self, kind: Any, namespace: str, name: str) -> Manifest | None:
         return copy.deepcopy(self.objects.get((kind.name, name)))
@@ -52,7 +56,7 @@ class Api:
         if error := self.refuse(manifest):
             raise error
         at = (manifest["kind"], manifest["metadata"]["name"])
-        known = self.objects.get(at, {"metadata": {"uid": f"uid-{at}", "creationTimestamp": "2026-01-02T00:00:00Z"}})
+        known = self.objects.get(at, {"metadata": {"uid": f"uid-{at}", "creationTimestamp": self.now}})
         taken = copy.deepcopy(manifest)
         self.mutate(taken)
         taken["metadata"] = {**known["metadata"], **taken["metadata"], "resourceVersion": str(next(self.versions))}
@@ -65,12 +69,13 @@ class World:
         self.api = Api()
         self.cache = Cache("system", {"app": "gateway"})
         self.tokens = ("one",)
+        self.image = "engine:1"
         client: Any = self.api
         self.cluster = KubernetesCluster(client, self.cache, self._context)
         self.own("uid-1")
 
     def _context(self, owner: Any, loader_done: bool) -> RenderContext:
-        return RenderContext("system", "engine:1", tokens=self.tokens, loader_done=loader_done)
+        return RenderContext("system", self.image, tokens=self.tokens, loader_done=loader_done)
 
     def own(self, uid: str, *, created: str = "2026-01-01T00:00:00Z") -> None:
         metadata = {"name": "chat", "namespace": "default", "uid": uid, "generation": 1, "creationTimestamp": created}
@@ -96,6 +101,16 @@ class World:
         metadata["resourceVersion"] = str(next(self.api.versions))
         known |= {**content, "metadata": metadata}
         self.cache.put(kind, known)
+
+    async def settle(self, plan: Plan) -> None:
+        while await self.cluster.carry_out(plan):
+            pass
+
+    def remove(self, kind: str) -> None:
+        """Somebody deletes it; the watch tells."""
+        name = self.get(kind)["metadata"]["name"]
+        self.api.objects.pop((kind, name))
+        self.cache.remove(kind, "default", name)
 
     def take(self) -> list[str]:
         """The writes since the last time."""
@@ -163,3 +178,100 @@ async def test_what_may_pass_is_told_when_it_lasts(world: World) -> None:
     world.api.refuse = lambda child: None
     await world.cluster.carry_out(world.plan())
     assert world.cluster.observe(KEY).fault is None
+
+
+COMPLETE = {"conditions": [{"type": "Complete", "status": "True"}]}
+
+
+async def test_a_loader_that_is_not_done_begins_anew_where_its_spec_changes(world: World) -> None:
+    await world.settle(world.cached())
+    world.image = "engine:2"
+    await world.cluster.carry_out(world.cached())
+    assert world.take()[-1] == "delete Job"
+    await world.settle(world.cached())
+    assert world.get("Job")["spec"]["template"]["spec"]["containers"][0]["image"] == "engine:2"
+
+
+async def test_a_loader_that_is_done_stays_whatever_changes(world: World) -> None:
+    await world.settle(world.cached())
+    world.change("Job", status=COMPLETE)
+    world.image = "engine:2"
+    await world.settle(world.cached())
+    assert "delete Job" not in world.take()
+    assert "Deployment" in world.api.names()
+
+
+async def test_a_volume_that_was_lost_is_filled_again(world: World) -> None:
+    await world.settle(world.cached())
+    world.change("Job", status=COMPLETE)
+    await world.settle(world.cached())
+    assert world.cluster.observe(KEY).loader is None
+    world.remove("PersistentVolumeClaim")
+    assert world.cluster.observe(KEY).loader is not None
+    world.api.now = "2026-01-03T00:00:00Z"
+    world.take()
+    await world.settle(world.cached())
+    writes = world.take()
+    assert [each for each in writes if "Job" in each] == ["delete Job", "apply Job"]
+    assert "apply PersistentVolumeClaim" in writes
+    world.change("Job", status=COMPLETE)
+    await world.settle(world.cached())
+    assert world.cluster.observe(KEY).loader is None
+
+
+async def test_a_refused_claim_does_not_make_jobs_come_and_go(world: World) -> None:
+    error = ApiError(403, "Forbidden", "exceeded quota")
+    world.api.refuse = lambda child: error if child["kind"] == "PersistentVolumeClaim" else None
+    for _ in range(3):
+        await world.cluster.carry_out(world.cached())
+    assert [each for each in world.take() if "Job" in each] == ["apply Job"]
+
+
+async def test_a_recreated_deployment_waits_until_the_children_of_the_earlier_one_are_gone(world: World) -> None:
+    await world.settle(world.plan())
+    world.change("Service", metadata={"deletionTimestamp": "2026-02-01T00:00:00Z"})
+    world.own("uid-2", created="2026-02-01T00:00:00Z")
+    world.take()
+    await world.cluster.carry_out(world.plan())
+    assert {each.split()[0] for each in world.take()} == {"delete"}
+    assert world.cluster.snapshot(KEY).children == {}
+    assert not await world.cluster.carry_out(world.plan())
+    world.remove("Service")
+    assert await world.cluster.carry_out(world.plan())
+    assert {child["metadata"]["ownerReferences"][0]["uid"] for child in world.api.objects.values()} == {"uid-2"}
+
+
+async def test_pods_of_an_earlier_deployment_are_not_counted(world: World) -> None:
+    await world.settle(world.plan())
+    labels = {"pagemill.dev/deployment": "chat", "app.kubernetes.io/component": "engine"}
+    for name, created in (("old", "2026-01-05T00:00:00Z"), ("new", "2026-02-02T00:00:00Z")):
+        metadata = {"name": name, "namespace": "default", "uid": name, "resourceVersion": "5", "labels": labels}
+        world.cache.put("Pod", {"metadata": {**metadata, "creationTimestamp": created}, "spec": {"containers": []}})
+    world.own("uid-2", created="2026-02-01T00:00:00Z")
+    await world.cluster.carry_out(world.plan())
+    assert [pod["metadata"]["name"] for pod in world.cluster.snapshot(KEY).pods] == ["new"]
+
+
+@pytest.mark.parametrize("kind", ["NetworkPolicy", "Secret", "ConfigMap"])
+async def test_no_pod_starts_without_what_limits_and_configures_it(world: World, kind: str) -> None:
+    error = ApiError(403, "Forbidden", "denied")
+    world.api.refuse = lambda child: error if child["kind"] == kind else None
+    await world.cluster.carry_out(world.plan())
+    assert "apply Deployment" not in world.take()
+    world.api.refuse = lambda child: None
+    await world.cluster.carry_out(world.plan())
+    assert "apply Deployment" in world.take()
+
+
+async def test_an_object_of_somebody_else_without_conflicting_fields_is_not_taken_over(world: World) -> None:
+    theirs = {"kind": "ConfigMap", "metadata": {"namespace": "default", "labels": {"app": "theirs"}}}
+    await world.settle(world.plan())
+    ours = world.get("ConfigMap")
+    world.remove("ConfigMap")
+    theirs["metadata"] |= {"name": ours["metadata"]["name"], "uid": "x", "resourceVersion": "1"}  # type: ignore[operator]
+    world.api.objects["ConfigMap", ours["metadata"]["name"]] = {**theirs, "data": ours["data"]}
+    await world.cluster.carry_out(world.plan())
+    fault = world.cluster.observe(KEY).fault
+    assert fault is not None
+    assert fault.reason == "NameTaken"
+    assert world.get("ConfigMap")["metadata"]["labels"] == {"app": "theirs"}

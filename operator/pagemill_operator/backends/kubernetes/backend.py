@@ -22,9 +22,10 @@ from pagemill_operator.backends.kubernetes.differences import (
     with_digest,
 )
 from pagemill_operator.backends.kubernetes.kinds import BY_NAME
+from pagemill_operator.backends.kubernetes.model_volume import is_loaded, outdated_jobs
 from pagemill_operator.backends.kubernetes.observe import observe
 from pagemill_operator.backends.kubernetes.ownership import Children, is_ending, own_children, own_pods, strangers
-from pagemill_operator.backends.kubernetes.render import loader_name, render_children, render_tokens
+from pagemill_operator.backends.kubernetes.render import render_children, render_tokens
 from pagemill_operator.backends.kubernetes.snapshot import ApplyError, Load, Manifest, Owner, RenderContext, Snapshot
 from pagemill_operator.backends.kubernetes.writes import KnownChildren, OnWrite, Writes
 from pagemill_operator.plan.types import Plan, Problem
@@ -137,6 +138,7 @@ class KubernetesCluster(Cluster):
             await self._write(key, writes, wanted, live)
             if plan and not writes.has_failed(BY_NAME):
                 await writes.delete(self._unwanted(owner, wanted))
+            await writes.delete(outdated_jobs(plan, wanted, live) if plan else ())
         self._note(key, writes)
         return writes.has_written
 
@@ -162,10 +164,8 @@ class KubernetesCluster(Cluster):
         return [with_digest(tokens)] if _at(tokens) in live else []
 
     def _render(self, plan: Plan, owner: Manifest, live: Children) -> list[Manifest]:
-        loader = loader_name(plan)
-        loader_done = loader is not None and _has_succeeded(live.get(("Job", loader)))
         of = _owner(owner)
-        asked = (plan, of, self._make_context(of, loader_done))
+        asked = (plan, of, self._make_context(of, is_loaded(plan, live)))
         known = self._rendered.get(plan.key)
         if known is not None and known[0] == asked:
             return known[1]
@@ -192,8 +192,3 @@ def _owner(owner: Manifest) -> Owner:
 
 def _at(manifest: Manifest) -> tuple[str, str]:
     return manifest["kind"], manifest["metadata"]["name"]
-
-
-def _has_succeeded(job: Manifest | None) -> bool:
-    conditions = (job or {}).get("status", {}).get("conditions", [])
-    return any(condition["type"] == "Complete" and condition["status"] == "True" for condition in conditions)

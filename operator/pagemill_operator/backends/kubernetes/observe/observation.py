@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from pagemill_operator.backends.kubernetes.model_volume import is_loaded
 from pagemill_operator.backends.kubernetes.observe.cause import Cause
 from pagemill_operator.backends.kubernetes.observe.creation import not_applied, not_created
 from pagemill_operator.backends.kubernetes.observe.pods import observe_pod
@@ -66,9 +67,9 @@ def _loader(snapshot: Snapshot, plan: Plan) -> ReplicaObservation | None:
     name = loader_name(plan)
     if name is None:
         return None
-    job = snapshot.child("Job", name)
-    if job and _is_true(job, "Complete"):
+    if is_loaded(plan, snapshot.children):
         return None
+    job = snapshot.child("Job", name)
     pods = [pod for pod in snapshot.component_pods(LOADER) if pod["metadata"]["name"].startswith(f"{name}-")]
     if pods:
         seen = _with_claim(snapshot, observe_pod(pods[-1], LOADER, "", _loader_process(plan)))
