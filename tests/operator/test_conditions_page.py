@@ -39,6 +39,8 @@ OTHERS = {
     "StartError",
     "ContainerCannotRun",
     "PodScheduled",
+    "ContainersReady",
+    "ReadinessGatesNotReady",
     "ReplicaFailure",
     "PersistentVolumeClaim",
     "RuntimeClass",

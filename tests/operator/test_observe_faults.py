@@ -412,6 +412,18 @@ def test_a_pod_that_was_ready_and_is_not_any_more_fails_its_probe(world: Callabl
     assert world().apply().pod(running(started=True), conditions=(early,)).findings()["Ready"].reason == "Loading"
 
 
+def test_a_pod_on_a_dead_node_is_not_called_unready(world: Callable[..., World]) -> None:
+    """Nobody reports its containers any more: they stay as they were, and the cluster turns only the pod."""
+    unready = {"type": "Ready", "status": "False", "lastTransitionTime": "2026-01-01T00:05:00Z"}
+    containers = {"type": "ContainersReady", "status": "True"}
+    found = world().apply().pod(running(started=True, ready=True), conditions=(unready, containers)).findings()
+    assert found["Ready"].reason == "NodeLost"
+    assert "node-1" in found["Ready"].message
+    gated = {**unready, "reason": "ReadinessGatesNotReady"}
+    found = world().apply().pod(running(started=True, ready=True), conditions=(gated, containers)).findings()
+    assert found["Ready"].reason != "NodeLost"
+
+
 def test_a_container_that_the_user_added_is_named(world: Callable[..., World]) -> None:
     side = world().apply().pod(running(started=True))
     side.pods[0]["status"]["containerStatuses"].append({"name": "side", **waiting("ImagePullBackOff", PULL)})

@@ -102,6 +102,14 @@ def unready_cause() -> Cause:
     )
 
 
+def lost_node_cause(node: str) -> Cause:
+    return Cause(
+        "NodeLost",
+        f"its node {node} does not answer any more: see kubectl describe node; the cluster replaces the pod after a "
+        "while (5 minutes by default), or at once when the node is deleted",
+    )
+
+
 def _told(message: str) -> Cause | None:
     """The termination message of an engine or a loader, if it is one."""
     try:

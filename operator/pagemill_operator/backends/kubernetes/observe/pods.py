@@ -7,7 +7,12 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from pagemill_operator.backends.kubernetes.observe.cause import Cause
-from pagemill_operator.backends.kubernetes.observe.container import ended_cause, unready_cause, waiting_cause
+from pagemill_operator.backends.kubernetes.observe.container import (
+    ended_cause,
+    lost_node_cause,
+    unready_cause,
+    waiting_cause,
+)
 from pagemill_operator.backends.kubernetes.observe.scheduling import unschedulable
 from pagemill_operator.backends.kubernetes.snapshot import Manifest
 from pagemill_operator.plan.types import Process
@@ -48,6 +53,8 @@ def _why_pending(pod: Manifest, process: Process | None) -> Cause | None:
 
 def _on_node(pod: Manifest, main: str) -> tuple[Phase, Cause | None]:
     """A pod that has its node and is not ready."""
+    if _node_is_lost(pod):
+        return "loading", lost_node_cause(pod["spec"]["nodeName"])
     for status in _container_statuses(pod):
         if cause := waiting_cause(status):
             return "starting", _of(status, main, cause)
@@ -61,6 +68,14 @@ def _on_node(pod: Manifest, main: str) -> tuple[Phase, Cause | None]:
     if not status.get("started"):
         return "starting", None
     return "loading", unready_cause() if _was_ready(pod, status) else None
+
+
+def _node_is_lost(pod: Manifest) -> bool:
+    """Not the kubelet has called it unready, which would say so of its containers too: the cluster has, in its place."""
+    ready, containers = _condition(pod, "Ready"), _condition(pod, "ContainersReady")
+    if (ready.get("status"), containers.get("status")) != ("False", "True"):
+        return False
+    return ready.get("reason") != "ReadinessGatesNotReady"
 
 
 def _was_ready(pod: Manifest, status: dict[str, Any]) -> bool:
