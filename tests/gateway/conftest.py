@@ -385,6 +385,10 @@ class ApiServer:
         self.num_watches = 0
         self.queries: list[dict[str, str]] = []
         self.status = 200
+        self.closed: set[str] = set()
+        """Namespaces that nobody may look into."""
+        self.gone = False
+        """No watch can begin, whatever its version."""
         self.silent = False
         """Watches stay open and say nothing."""
         self.tokens: list[str | None] = []
@@ -400,6 +404,9 @@ class ApiServer:
         app = web.Application()
         for kind in KINDS:
             app.router.add_get(kind, self._serve)
+            group, resource = kind.rsplit("/", 1)
+            if kind != SECRETS:
+                app.router.add_get(f"{group}/namespaces/{{namespace}}/{resource}", self._serve)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self._port)
@@ -449,33 +456,41 @@ class ApiServer:
         self.tokens.append(request.headers.get("Authorization"))
         if self.status != 200:
             return web.json_response({"kind": "Status", "message": "you shall not"}, status=self.status)
+        namespace = request.match_info.get("namespace")
+        if namespace in self.closed:
+            return web.json_response({"kind": "Status", "message": f"{namespace} is closed"}, status=403)
+        kind = request.path.replace(f"/namespaces/{namespace}", "")
         if "watch" in request.query:
-            return await self._watch(request)
+            return await self._watch(request, kind, namespace)
         self.num_lists += 1
-        items = list(self.objects[request.path].values())
+        items = [each for each in self.objects[kind].values() if _is_in(namespace, each)]
         start = int(request.query.get("continue", 0))
         page = items[start : start + 2]
         more = {"continue": str(start + 2)} if start + 2 < len(items) else {}
         return web.json_response({"metadata": {"resourceVersion": str(self._version), **more}, "items": page})
 
-    async def _watch(self, request: web.Request) -> web.StreamResponse:
+    async def _watch(self, request: web.Request, kind: str, namespace: str | None) -> web.StreamResponse:
         self.num_watches += 1
         seen = int(request.query["resourceVersion"])
         response = web.StreamResponse()
         await response.prepare(request)
         while True:
-            if seen < self._oldest:
+            if seen < self._oldest or self.gone:
                 gone = {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old resource version"}
                 await response.write(json.dumps({"type": "ERROR", "object": gone}).encode() + b"\n")
                 return response
-            for version, kind, event in [each for each in self._events if each[0] > seen and not self.silent]:
-                if kind == request.path:
+            for version, changed, event in [each for each in self._events if each[0] > seen and not self.silent]:
+                if changed == kind and _is_in(namespace, event["object"]):
                     line = json.dumps(event).encode() + b"\n"
                     await response.write(line[:20])  # lines come in pieces
                     await response.write(line[20:])
                 seen = version
             async with self._news:
                 await self._news.wait()
+
+
+def _is_in(namespace: str | None, raw: dict[str, Any]) -> bool:
+    return namespace is None or raw["metadata"]["namespace"] == namespace
 
 
 def secret_data(**keys: bytes) -> dict[str, str]:

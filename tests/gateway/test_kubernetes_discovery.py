@@ -5,6 +5,7 @@ The API server is a small real HTTP server with lists, watches, bookmarks and hi
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import stat
@@ -43,9 +44,7 @@ class Started:
             kubeconfig=str(kubeconfig),
             last_known_file=str(self._folder / "catalog.json"),
             keys_secret=KeysSecret(namespace="pagemill"),
-            backoff_base_s=0.02,
-            backoff_max_s=0.05,
-            **settings,
+            **{"backoff_base_s": 0.02, "backoff_max_s": 0.05, **settings},
         )
         gateway = Gateway(
             GatewayConfig(
@@ -161,6 +160,18 @@ async def test_a_file_that_cannot_be_written_costs_nothing_but_the_restart(api, 
     await fake.until(lambda: models(gateway) == ["a", "b"])
 
 
+async def test_a_write_that_failed_is_tried_again_though_the_catalogue_is_the_same(api, start, fake, tmp_path) -> None:
+    (tmp_path / "catalog.json").mkdir()
+    await fake.give_keys(api)
+    await fake.give_model(api, "a")
+    gateway = await start.gateway()
+    await fake.until(lambda: gateway.discovery._write_fault == "Is a directory")
+    (tmp_path / "catalog.json").rmdir()
+    spec = {"model": {"source": "hf://a/b"}}
+    await api.apply(fake.DEPLOYMENTS, "a", spec=spec, status={}, metadata={"labels": {"of no": "interest"}})
+    await fake.until((tmp_path / "catalog.json").is_file)
+
+
 async def test_a_watch_that_is_too_old_lists_again(api, start, fake) -> None:
     await fake.give_keys(api)
     await fake.give_model(api, "a")
@@ -232,6 +243,11 @@ async def test_an_object_that_cannot_be_read_does_not_hide_the_others(api, start
     await api.apply(fake.DEPLOYMENTS, "a", spec={"model": {"aliases": "not a list"}})
     await fake.give_model(api, "b")
     await fake.until(lambda: models(gateway) == ["a", "b"])
+    await api.forget_history()
+    await api.delete(fake.DEPLOYMENTS, "b")
+    await fake.until(lambda: models(gateway) == ["a"])
+    await api.delete(fake.DEPLOYMENTS, "a")
+    await fake.until(lambda: models(gateway) == [])
 
 
 async def test_what_the_server_forbids_is_told(api, start, fake) -> None:
@@ -242,11 +258,67 @@ async def test_what_the_server_forbids_is_told(api, start, fake) -> None:
 
 
 async def test_namespaces_are_watched_one_by_one(api, start, fake) -> None:
+    await fake.give_keys(api)
+    for namespace in ("one", "two", "three"):
+        await give_model_in(api, fake, namespace)
     gateway = await start.gateway(namespaces=["one", "two"])
-    await fake.until(lambda: "404" in gateway.detail)
-    paths = {watch._path for watch in gateway.discovery._watches()}
+    await fake.until(lambda: models(gateway) == ["one", "two"])
+    paths = {watch.path for watch in gateway.discovery._watches()}
     assert {"/apis/pagemill.dev/v1alpha1/namespaces/one/llmdeployments", fake.SECRETS} < paths
     assert len(paths) == 5
+
+
+async def test_more_watches_than_a_usual_pool_of_connections_has(api, start, fake) -> None:
+    await fake.give_keys(api)
+    namespaces = [f"n{number}" for number in range(60)]
+    gateway = await start.gateway(namespaces=namespaces)
+    await fake.until(lambda: gateway.ready and api.num_watches == 2 * len(namespaces) + 1)
+
+
+async def test_a_namespace_that_is_gone_does_not_hide_the_others(api, start, fake) -> None:
+    await fake.give_keys(api)
+    for namespace in ("one", "two"):
+        await give_model_in(api, fake, namespace)
+    api.closed.add("two")
+    gateway = await start.gateway(namespaces=["one", "two"])
+    await fake.until(lambda: gateway.ready)
+    assert models(gateway) == ["one"]
+    assert "namespaces/two/llmdeployments: ApiFault: 403: two is closed" in gateway.detail
+    api.closed.clear()
+    await fake.until(lambda: models(gateway) == ["one", "two"])
+    await fake.until(lambda: gateway.detail == "")
+    api.closed.add("two")
+    await api.forget_history()
+    await fake.until(lambda: "two is closed" in gateway.detail)
+    assert models(gateway) == ["one", "two"], "what was known once stays in use"
+
+
+async def test_a_kind_that_nobody_may_see_is_no_empty_catalogue(api, start, fake) -> None:
+    await fake.give_keys(api)
+    api.closed.update({"one", "two"})
+    gateway = await start.gateway(namespaces=["one", "two"])
+    await fake.until(lambda: all(watch.refused or watch.listed for watch in gateway.discovery._watches()))
+    assert not gateway.ready
+
+
+async def test_a_server_that_ends_every_watch_is_asked_ever_less(api, start, fake) -> None:
+    await fake.give_keys(api)
+    await fake.give_model(api, "a")
+    api.gone = True
+    gateway = await start.gateway(backoff_base_s=0.05, backoff_max_s=2.0)
+    await fake.until(lambda: "the watch cannot go on" in gateway.detail)
+    await fake.until(lambda: models(gateway) == ["a"])
+    num_lists = api.num_lists
+    await asyncio.sleep(1.0)
+    assert api.num_lists - num_lists <= 3 * 7, "six doublings of 25 to 50 ms are a second"
+    api.gone = False
+    await fake.give_model(api, "b")
+    await fake.until(lambda: models(gateway) == ["a", "b"])
+
+
+async def give_model_in(api: Any, fake: Any, namespace: str) -> None:
+    spec = {"model": {"source": "hf://a/b"}}
+    await api.apply(fake.DEPLOYMENTS, namespace, spec=spec, status={}, metadata={"namespace": namespace})
 
 
 async def test_a_request_goes_all_the_way_to_a_pod_found_in_a_slice(api, start, engines, fake) -> None:

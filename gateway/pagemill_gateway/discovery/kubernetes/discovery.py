@@ -1,15 +1,14 @@
 """Keeps a gateway's catalogue equal to what the cluster says: watches in, catalogues out, the latest one on disk.
 
 A burst of changes becomes one new catalogue. Until every watch has been answered once, the catalogue is the last known
-one, or none; afterwards an API server that goes away changes nothing.
+one, or none; afterwards an API server that goes away changes nothing. A namespace that stays refused is left out.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -46,9 +45,13 @@ class KubernetesDiscovery:
         """There is a catalogue, of now or of before."""
         self._config = config
         self._apply_catalog = apply_catalog
-        self._session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar(), trust_env=False)
+        # Every watch holds a connection for ever, two for each namespace.
+        connector = aiohttp.TCPConnector(limit=0)
+        self._session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar(), trust_env=False)
         self._changed = asyncio.Event()
+        self._published: Known | None = None
         self._written: Known | None = None
+        self._write_fault = ""
         self._keys: EngineKeys | None = None
         self._keys_fault = ""
         self._tasks: list[asyncio.Task[None]] = []
@@ -74,13 +77,13 @@ class KubernetesDiscovery:
     @property
     def detail(self) -> str:
         """What it waits for, or what is out of date, for people; empty when all is well."""
-        faults = [watch.fault for watch in self._watches() if watch.fault is not None]
+        faults = [f"{watch.path}: {watch.fault}" for watch in self._watches() if watch.fault is not None]
         return (faults[0] if faults else "") or self._keys_fault
 
     def start(self) -> None:
         last = read_last_known(Path(self._config.last_known_file))
         if last is not None:
-            self._written = last
+            self._published = self._written = last
             self.control_tokens = tuple(last.control_tokens)
             self._publish(last.catalog)
             logger.info("%d models from the last known catalogue", len(last.catalog.models))
@@ -110,25 +113,34 @@ class KubernetesDiscovery:
 
     async def _build(self) -> None:
         self._read_keys()
-        if self._keys is None or not all(watch.listed for watch in self._watches()):
+        if self._keys is None or not self._settled:
             return
         deployments = chain.from_iterable(watch.objects.values() for watch in self._deployments)
         slices = chain.from_iterable(watch.objects.values() for watch in self._slices)
         known = Known(build_catalog(deployments, slices, self._keys), list(self.control_tokens))
-        if known == self._written and self.known:
-            return
-        self._publish(known.catalog)
-        self._written = known
-        with contextlib.suppress(OSError):
+        if known != self._published:
+            self._publish(known.catalog)
+            self._published = known
+        if known != self._written:
             await asyncio.to_thread(self._write, known)
 
+    @property
+    def _settled(self) -> bool:
+        """All is known that ever will be. One namespace that is gone must not hide the others."""
+        return self._secrets.listed and all(_answered(watches) for watches in (self._deployments, self._slices))
+
     def _write(self, known: Known) -> None:
+        """What could not be written is tried again with the next change."""
         path = Path(self._config.last_known_file)
         try:
             write_last_known(path, known)
         except OSError as error:
-            logger.warning("the catalogue cannot be kept in %s: %s", path, error.strerror)
-            raise
+            fault = error.strerror or str(error)
+            if fault != self._write_fault:
+                logger.warning("the catalogue cannot be kept in %s: %s", path, fault)
+            self._write_fault = fault
+            return
+        self._written, self._write_fault = known, ""
 
     def _publish(self, catalog: Catalog) -> None:
         self._apply_catalog(catalog)
@@ -148,6 +160,11 @@ class KubernetesDiscovery:
             return
         self._keys_fault = ""
         self.control_tokens = self._keys.accepted(*GATEWAY_CONTROL)
+
+
+def _answered(watches: Sequence[ListWatch[Any]]) -> bool:
+    """If the server answers none, it is the whole kind that is missing or forbidden."""
+    return any(watch.listed for watch in watches) and all(watch.listed or watch.refused for watch in watches)
 
 
 def _path(group: str, namespace: str | None, resource: str) -> str:

@@ -16,9 +16,9 @@ from typing import Generic, TypeVar
 import msgspec
 
 from pagemill_gateway.config import KubernetesConfig
-from pagemill_gateway.discovery.kubernetes.api import FAULTS, ApiClient, Event, Gone
+from pagemill_gateway.discovery.kubernetes.api import FAULTS, ApiClient, ApiFault, Event, Gone
 from pagemill_gateway.discovery.kubernetes.credentials import CredentialsError
-from pagemill_gateway.discovery.kubernetes.objects import EndpointSlice, LLMDeployment, Secret
+from pagemill_gateway.discovery.kubernetes.objects import NAMESPACE_OF_NOBODY, EndpointSlice, LLMDeployment, Secret
 
 logger = logging.getLogger("pagemill.gateway.kubernetes")
 
@@ -31,14 +31,21 @@ on from where it was, which costs the server next to nothing.
 """
 QUICK_WATCH_PAUSE_S = 0.1
 """Between watches that end in good order, so that a server which ends each at once is not hammered."""
+REFUSALS = frozenset({403, 404})
+NUM_REFUSALS = 4
+"""So often the server must say no before that counts as its last word: permissions take a moment to reach it."""
 
 
-class _Versioned(msgspec.Struct, rename="camel"):
+class _Metadata(msgspec.Struct, rename="camel"):
     resource_version: str = ""
+    namespace: str = NAMESPACE_OF_NOBODY
+    name: str = ""
 
 
-class _Bookmark(msgspec.Struct):
-    metadata: _Versioned
+class _Bare(msgspec.Struct):
+    """Of whatever is an object at all."""
+
+    metadata: _Metadata
 
 
 class ListWatch(Generic[Object]):
@@ -57,26 +64,33 @@ class ListWatch(Generic[Object]):
         """The server has answered once."""
         self.fault: str | None = "the API server has not answered yet"
         """Why it is not up to date, if so."""
+        self.refused = False
+        """The server says no and has never answered: a namespace that is gone, or closed to this gateway."""
+        self.path = path
         self._api = api
         self._decoder: msgspec.json.Decoder[Object] = msgspec.json.Decoder(kind)
-        self._path = path
         self._selector = selector
         self._config = config
         self._on_change = on_change
         self._version = ""
+        self._num_refusals = 0
+        self._was_gone = False
 
     async def run(self) -> None:
         """Never returns."""
+        loop = asyncio.get_running_loop()
         pause_s = self._config.backoff_base_s
         while True:
+            started = loop.time()
             fault = await self._attempt()
-            if fault is None:
+            # Lists that work between watches that fail must not make it hurry.
+            if fault is None or loop.time() - started > self._config.backoff_max_s:
                 pause_s = self._config.backoff_base_s
+            if fault is None:
                 await asyncio.sleep(QUICK_WATCH_PAUSE_S)
                 continue
             if self.fault is None:
-                logger.warning("watch of %s: %s; what is known stays in use", self._path, fault)
-                pause_s = self._config.backoff_base_s
+                logger.warning("watch of %s: %s; what is known stays in use", self.path, fault)
             self._set_fault(fault)
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(self._config.backoff_max_s, pause_s * 2)
@@ -87,36 +101,56 @@ class ListWatch(Generic[Object]):
             if not self._version:
                 await self._list()
             await self._watch()
+            self._was_gone = False
         except Gone as gone:
-            logger.info("watch of %s begins anew: %s", self._path, gone)
-            self._version = ""
+            return self._begin_anew(gone)
         except CredentialsError as error:
             return str(error)
         except FAULTS as error:
+            if isinstance(error, ApiFault) and error.status in REFUSALS:
+                self._count_refusal(error)
             return f"{type(error).__name__}: {error}"
         except Exception as error:
             # What one object or one answer does to this loop must not end it.
-            logger.exception("watch of %s failed", self._path)
+            logger.exception("watch of %s failed", self.path)
             self._version = ""
             return f"{type(error).__name__}: {error}"
         return None
 
+    def _begin_anew(self, gone: Gone) -> str | None:
+        """Once, that is how watches go on; again and again, it is a fault."""
+        logger.info("watch of %s begins anew: %s", self.path, gone)
+        self._version = ""
+        again, self._was_gone = self._was_gone, True
+        return f"the watch cannot go on: {gone}" if again else None
+
+    def _count_refusal(self, error: ApiFault) -> None:
+        if self.listed or self.refused:
+            return
+        self._num_refusals += 1
+        if self._num_refusals >= NUM_REFUSALS:
+            logger.warning("%s is left out: the API server answers %s", self.path, error)
+            self.refused = True
+            self._on_change()
+
     async def _list(self) -> None:
-        page = await self._api.list(self._path, self._selector)
+        page = await self._api.list(self.path, self._selector)
         objects: dict[Key, Object] = {}
         for raw in page.items:
-            decoded = self._decode(raw)
+            key = _key(raw)
+            decoded = self._decode(raw) or self.objects.get(key)
             if decoded is not None:
-                objects[_key(decoded)] = decoded
+                objects[key] = decoded
         changed = objects != self.objects or not self.listed
         self.objects, self._version, self.listed = objects, page.resource_version, True
+        self.refused = False
         self._set_fault(None)
         if changed:
             self._on_change()
 
     async def _watch(self) -> None:
         events = self._api.watch(
-            self._path,
+            self.path,
             self._selector,
             self._version,
             timeout_s=random.randint(*WATCH_S),
@@ -128,20 +162,20 @@ class ListWatch(Generic[Object]):
                 self._apply(event)
 
     def _apply(self, event: Event) -> None:
-        version = msgspec.json.decode(event.object, type=_Bookmark).metadata.resource_version
+        self._was_gone = False
+        version = msgspec.json.decode(event.object, type=_Bare).metadata.resource_version
         if event.kind != "BOOKMARK":
             self._take(event)
         self._version = version or self._version
 
     def _take(self, event: Event) -> None:
-        decoded = self._decode(event.object)
-        if decoded is None:
-            return
-        key = _key(decoded)
+        key = _key(event.object)
         if event.kind == "DELETED":
             if self.objects.pop(key, None) is not None:
                 self._on_change()
-        elif self.objects.get(key) != decoded:
+            return
+        decoded = self._decode(event.object)
+        if decoded is not None and self.objects.get(key) != decoded:
             self.objects[key] = decoded
             self._on_change()
 
@@ -150,14 +184,19 @@ class ListWatch(Generic[Object]):
         try:
             return self._decoder.decode(raw)
         except msgspec.DecodeError as error:
-            logger.warning("an object of %s cannot be read: %s", self._path, error)
+            logger.warning("an object of %s cannot be read: %s", self.path, error)
             return None
 
     def _set_fault(self, fault: str | None) -> None:
         if fault is None and self.fault is not None:
-            logger.info("watch of %s is up to date", self._path)
+            logger.info("watch of %s is up to date", self.path)
         self.fault = fault
 
 
-def _key(decoded: LLMDeployment | EndpointSlice | Secret) -> Key:
-    return decoded.metadata.namespace, decoded.metadata.name
+def _key(raw: msgspec.Raw) -> Key:
+    """Not even a name: nobody's."""
+    try:
+        metadata = msgspec.json.decode(raw, type=_Bare).metadata
+    except msgspec.DecodeError:
+        return NAMESPACE_OF_NOBODY, ""
+    return metadata.namespace, metadata.name
