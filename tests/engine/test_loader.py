@@ -52,6 +52,8 @@ hub = hub_module()
 class RecordingHandler(hub.Handler):
     def do_GET(self) -> None:
         self.server.asked.append((self.path, self.headers.get("Range")))
+        if "/resolve/" in self.path and self.path.endswith(self.server.slow_file):
+            self.server.gate.wait(60)
         super().do_GET()
 
     def log_message(self, *_: Any) -> None:
@@ -67,6 +69,8 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     server = hub.Hub(0, REPOSITORY, TOKEN, sorted(folder.iterdir()))
     server.RequestHandlerClass = RecordingHandler
     server.asked = []
+    server.slow_file, server.gate = "", threading.Event()
+    server.gate.set()
     server.url = f"http://127.0.0.1:{server.server_address[1]}"
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, args=(0.02,))
@@ -77,6 +81,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     yield server
+    server.gate.set()
     server.shutdown()
     thread.join()
     server.server_close()
@@ -246,6 +251,22 @@ def test_the_process_tells_why_in_the_termination_message(server: Any, target: P
     assert done.returncode == 0, done.stderr
     assert [json.loads(line)["event"] for line in done.stdout.splitlines()][-1] == "loaded"
     assert (target / "config.json").is_file()
+
+
+def test_a_failure_does_not_wait_for_the_downloads_of_other_files(server: Any, target: Path, tmp_path: Path) -> None:
+    server.slow_file = "config.json"
+    server.gate.clear()
+    server.digests["tokenizer.json"] = "0" * 64
+    (log := tmp_path / "termination").touch()
+    command = [sys.executable, "-m", "pagemill_engine.loader", "--target", str(target), "--termination-log", str(log)]
+    environment = {**os.environ, "HF_ENDPOINT": server.url, "HOME": str(tmp_path)}
+    done = subprocess.run(
+        [*command, "--source", f"hf://{REPOSITORY}"], env=environment, capture_output=True, text=True, timeout=25
+    )
+    assert not server.gate.is_set()
+    assert any(path.endswith("config.json") for path, _ in server.asked)
+    assert done.returncode == 1
+    assert json.loads(log.read_text())["reason"] == "ModelCorrupt"
 
 
 def test_the_loader_needs_no_torch() -> None:

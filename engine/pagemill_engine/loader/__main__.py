@@ -51,4 +51,8 @@ def _tell(**fields: Any) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Threads of other downloads must not hold up a failure that is told already.
+    os._exit(exit_code)

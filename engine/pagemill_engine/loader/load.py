@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
 from pagemill_engine.loader import hub
 from pagemill_engine.loader.errors import LoaderError
@@ -23,7 +23,10 @@ REMEDIES = {
 
 
 def load(settings: LoaderSettings, tell: Tell) -> None:
-    """Return when the target folder holds the model. Raises `LoaderError`."""
+    """Return when the target folder holds the model. Raises `LoaderError` at the first fault.
+
+    Downloads of other files may still be under way then: the process should end.
+    """
     model = _model(settings.source)
     folder = ModelFolder(settings.target)
     try:
@@ -63,12 +66,14 @@ def _fill(model: HubModel, folder: ModelFolder, num_downloads: int, tell: Tell) 
         folder.accept(file)
         tell(event="file", path=file.path, num_bytes=file.num_bytes)
 
-    with ThreadPoolExecutor(num_downloads) as pool:
+    pool = ThreadPoolExecutor(num_downloads)
+    try:
         downloads = [pool.submit(fetch, file) for file in files]
-        try:
-            for done in downloads:
+        wait(downloads, return_when=FIRST_EXCEPTION)
+        for done in downloads:
+            if done.done():
                 done.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    finally:
+        # Other downloads may go on for hours; whoever hears of the failure ends them with the process.
+        pool.shutdown(wait=False, cancel_futures=True)
     folder.publish()
