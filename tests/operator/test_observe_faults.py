@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from pagemill_operator.backends.kubernetes.slim import slim
 from pagemill_operator.backends.kubernetes.snapshot import ApplyError, Manifest, Owner, RenderContext, Snapshot
 from pagemill_operator.plan import Plan, Problem, make_plan
 from pagemill_operator.status.conditions import Finding, find_conditions, merge_conditions
+from pagemill_operator.status.observation import Observation
 
 Make = Callable[..., LLMDeployment]
 CACHED = {"model__source": "hf://org/name", "model__cache": {"size": "1Gi", "storageClassName": "fast"}}
@@ -87,6 +89,12 @@ class World:
 
     def findings(self) -> dict[str, Finding]:
         return {finding.type: finding for finding in find_conditions(observe(self.snapshot, self.plan))}
+
+    def at(self, seconds: float) -> tuple[Observation, dict[str, Finding]]:
+        """Seen so many seconds after the year has begun."""
+        now = datetime(2026, 1, 1, tzinfo=UTC) + timedelta(seconds=seconds)
+        seen = observe(self.snapshot, self.plan, now)
+        return seen, {finding.type: finding for finding in find_conditions(seen)}
 
 
 @pytest.fixture
@@ -546,6 +554,35 @@ def test_a_claim_that_is_not_bound_is_named_with_its_class(world: Callable[..., 
         assert (found["Scheduled"].reason, found["Ready"].reason) == ("VolumePending", "VolumePending")
         assert "claim chat-model" in found["Ready"].message
         assert "StorageClass fast" in found["Ready"].message
+
+
+def test_a_volume_that_is_being_made_is_no_fault_yet(world: Callable[..., World]) -> None:
+    message = "0/3 nodes are available: pod has unbound immediate PersistentVolumeClaims. not found"
+    for state in (unschedulable(message), {"node": ""}):
+        young = world(**CACHED).apply().pod(component="loader", **state)
+        claim = young.objects["PersistentVolumeClaim", "chat-model"]
+        claim["status"] = {"phase": "Pending"}
+        claim["metadata"]["creationTimestamp"] = "2026-01-01T00:00:00Z"
+        seen, found = young.at(20.0)
+        assert found["Ready"].reason == "Downloading"
+        assert seen.look_again_s == 10.0, "nothing else would tell that it takes too long"
+        seen, found = young.at(30.0)
+        assert (found["Ready"].reason, seen.look_again_s) == ("VolumePending", None)
+        claim["status"] = {"phase": "Bound"}
+        assert young.at(20.0)[0].look_again_s is None
+
+
+def test_a_loader_whose_pod_is_refused_names_where_the_cause_stands(world: Callable[..., World]) -> None:
+    refused = world(**CACHED).apply()
+    (job,) = [each for (kind, _), each in refused.objects.items() if kind == "Job"]
+    job["metadata"]["creationTimestamp"] = "2026-01-01T00:00:00Z"
+    seen, found = refused.at(5.0)
+    assert (found["Ready"].reason, seen.look_again_s) == ("Downloading", 10.0)
+    found = refused.at(15.0)[1]
+    assert (found["Scheduled"].reason, found["Ready"].reason) == ("PodsNotCreated", "PodsNotCreated")
+    assert f"kubectl describe job {job['metadata']['name']}" in found["Ready"].message
+    job["status"] = {"active": 1}
+    assert refused.at(15.0)[1]["Ready"].reason == "Downloading"
 
 
 def test_a_lost_volume_is_told(world: Callable[..., World]) -> None:

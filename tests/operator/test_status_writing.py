@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagemill_operator.controller.status_writing import CALM_INTERVAL_S, merge_patch, ready_after_s, wait_s
+from pagemill_operator.controller.status_writing import CALM_INTERVAL_S, merge_patch, ready_after_s, soonest_s, wait_s
 
 values = st.recursive(
     st.booleans() | st.integers() | st.text(max_size=5) | st.lists(st.integers(), max_size=3),
@@ -72,3 +72,9 @@ def test_the_time_to_ready_counts_from_the_creation_or_from_the_last_time_it_was
     assert ready_after_s(status(), status("True"), created, now) == 20.0
     assert ready_after_s(status("True"), status("True"), created, now) is None
     assert ready_after_s({}, status(), created, now) is None
+
+
+def test_the_shortest_wait_counts() -> None:
+    assert soonest_s(None, 3.0, 0.0) == 0.0
+    assert soonest_s(None, 3.0) == 3.0
+    assert soonest_s(None, None) is None

@@ -20,7 +20,7 @@ from pagemill_operator.controller.cache import Cache
 from pagemill_operator.controller.events import EventRecorder
 from pagemill_operator.controller.metrics import OperatorMetrics
 from pagemill_operator.controller.reading import read_plan
-from pagemill_operator.controller.status_writing import merge_patch, ready_after_s, wait_s
+from pagemill_operator.controller.status_writing import merge_patch, ready_after_s, soonest_s, wait_s
 from pagemill_operator.plan.types import Plan, Problem
 from pagemill_operator.status.events import events_between
 
@@ -81,7 +81,8 @@ class Reconciler:
         if settling_s > 0 and not self._cluster.has_apply_errors(key):
             return settling_s
         self._untold_since.pop(key, None)
-        return await self._tell(key)
+        told_again_s = await self._tell(key)
+        return soonest_s(told_again_s, self._cluster.observe(key).look_again_s)
 
     def has_lasting_errors(self, key: str) -> bool:
         """Something that only a change in the cluster repairs, such as a quota."""

@@ -24,6 +24,11 @@ def wait_s(old: Status, new: Status, since_write_s: float) -> float:
     return max(0.0, CALM_INTERVAL_S - since_write_s)
 
 
+def soonest_s(*waits: float | None) -> float | None:
+    """The shortest of some waits; None where nothing is waited for."""
+    return min((wait for wait in waits if wait is not None), default=None)
+
+
 def merge_patch(old: Status, new: Status) -> dict[str, Any]:
     """What to merge into `old` so that `new` stands there; `None` removes (RFC 7396)."""
     patch: dict[str, Any] = {name: None for name in old if name not in new}

@@ -68,6 +68,8 @@ class Observation:
     """What fills the model's volume, while engines wait for it."""
     slo_met: bool | None = None
     scaling: bool | None = None
+    look_again_s: float | None = None
+    """When time alone may make this another observation; None: never."""
 
     @property
     def carried_out(self) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Sequence
+from datetime import UTC, datetime
 from typing import Protocol
 
 from pagemill_operator.backends.base import Cluster
@@ -122,7 +123,7 @@ class KubernetesCluster(Cluster):
         )
 
     def observe(self, key: str) -> Observation:
-        return observe(self.snapshot(key), self._plans[key])
+        return observe(self.snapshot(key), self._plans[key], datetime.now(UTC))
 
     async def _turn(self, key: str, plan: Plan | None) -> bool:
         """Without a plan, what runs already goes on as it is: a mistake in an edit ends no service."""

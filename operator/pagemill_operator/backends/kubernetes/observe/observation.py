@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Any
 
 from pagemill_operator.backends.kubernetes.model_volume import is_loaded
 from pagemill_operator.backends.kubernetes.observe.cause import Cause
 from pagemill_operator.backends.kubernetes.observe.creation import not_applied, not_created
+from pagemill_operator.backends.kubernetes.observe.patience import LOADER_POD_S, VOLUME_S, left_s
 from pagemill_operator.backends.kubernetes.observe.pods import observe_pod
 from pagemill_operator.backends.kubernetes.observe.scheduling import volume_message
 from pagemill_operator.backends.kubernetes.render.loader import loader_name
@@ -26,10 +28,13 @@ OLDER = "older"
 """Digest of pods that were not made from the plan."""
 
 
-def observe(snapshot: Snapshot, plan: Plan | None) -> Observation:
-    """`plan` is None where the spec cannot be read (`snapshot.invalid` says why)."""
-    replicas = tuple(_replicas(snapshot, plan))
-    loader = _loader(snapshot, plan) if plan else None
+def observe(snapshot: Snapshot, plan: Plan | None, now: datetime | None = None) -> Observation:
+    """`plan` is None where the spec cannot be read (`snapshot.invalid` says why).
+
+    Without a time a volume is not waited for, nor a loader's pod missed.
+    """
+    replicas = tuple(_replicas(snapshot, plan, now))
+    loader = _loader(snapshot, plan, now) if plan else None
     return Observation(
         plan=plan,
         replicas=replicas,
@@ -40,17 +45,18 @@ def observe(snapshot: Snapshot, plan: Plan | None) -> Observation:
         invalid=snapshot.invalid,
         fault=_fault(snapshot, loader),
         loader=loader,
+        look_again_s=_look_again_s(snapshot, plan, now),
     )
 
 
-def _replicas(snapshot: Snapshot, plan: Plan | None) -> list[ReplicaObservation]:
+def _replicas(snapshot: Snapshot, plan: Plan | None, now: datetime | None) -> list[ReplicaObservation]:
     current = _current_template(snapshot)
     process = plan.groups[0].process if plan else None
     observed = []
     for pod in snapshot.component_pods(ENGINE):
         is_current = current is not None and _annotations(pod).get(TEMPLATE_ANNOTATION) == current
         digest = plan.groups[0].digest if plan and is_current else OLDER
-        observed.append(_with_claim(snapshot, observe_pod(pod, ENGINE, digest, process)))
+        observed.append(_with_claim(snapshot, observe_pod(pod, ENGINE, digest, process), now))
     return observed
 
 
@@ -62,7 +68,7 @@ def _current_template(snapshot: Snapshot) -> str | None:
     return _annotations(deployment["spec"]["template"]).get(TEMPLATE_ANNOTATION)
 
 
-def _loader(snapshot: Snapshot, plan: Plan) -> ReplicaObservation | None:
+def _loader(snapshot: Snapshot, plan: Plan, now: datetime | None) -> ReplicaObservation | None:
     """What the loader does; None where engines do not wait for one."""
     name = loader_name(plan)
     if name is None:
@@ -72,13 +78,35 @@ def _loader(snapshot: Snapshot, plan: Plan) -> ReplicaObservation | None:
     job = snapshot.child("Job", name)
     pods = [pod for pod in snapshot.component_pods(LOADER) if pod["metadata"]["name"].startswith(f"{name}-")]
     if pods:
-        seen = _with_claim(snapshot, observe_pod(pods[-1], LOADER, "", _loader_process(plan)))
+        seen = _with_claim(snapshot, observe_pod(pods[-1], LOADER, "", _loader_process(plan)), now)
         if seen.live:
             return seen
     if job and (failed := _is_true(job, "Failed")):
         message = f"the loader gave up ({failed.get('message', '')}): kubectl delete job {name} starts it again"
         return ReplicaObservation(name, "crashed", "", "LoaderFailed", message)
+    if job and now and _waits_for_its_pod(job) and not pods and not left_s(job, LOADER_POD_S, now):
+        message = (
+            f"the loader's pod is refused: kubectl describe job {name} names the cause, such as a ResourceQuota, a "
+            "LimitRange or the namespace's Pod Security profile"
+        )
+        return ReplicaObservation(name, "pending", "", "PodsNotCreated", message)
     return ReplicaObservation(name, "starting")
+
+
+def _waits_for_its_pod(job: Manifest) -> bool:
+    return not job["metadata"].get("deletionTimestamp") and not (job.get("status") or {}).get("active")
+
+
+def _look_again_s(snapshot: Snapshot, plan: Plan | None, now: datetime | None) -> float | None:
+    """When patience ends with what is not there yet: no event tells that."""
+    waits = []
+    claim = snapshot.child("PersistentVolumeClaim", claim_name(snapshot.name))
+    if claim and _is_pending(claim):
+        waits.append(left_s(claim, VOLUME_S, now))
+    job = snapshot.child("Job", (plan and loader_name(plan)) or "")
+    if job and _waits_for_its_pod(job) and not _is_true(job, "Complete"):
+        waits.append(left_s(job, LOADER_POD_S, now))
+    return min((wait for wait in waits if wait > 0), default=None)
 
 
 def _loader_process(plan: Plan) -> Process:
@@ -87,13 +115,15 @@ def _loader_process(plan: Plan) -> Process:
     return Process(process.module, {}, gpu_product=process.gpu_product)
 
 
-def _with_claim(snapshot: Snapshot, seen: ReplicaObservation) -> ReplicaObservation:
+def _with_claim(snapshot: Snapshot, seen: ReplicaObservation, now: datetime | None) -> ReplicaObservation:
     """A pod that waits without a word from the scheduler waits for its volume, if that is not there."""
     claim = snapshot.child("PersistentVolumeClaim", claim_name(snapshot.name))
-    if claim is None or claim.get("status", {}).get("phase") != "Pending":
+    if claim is None or not _is_pending(claim):
         return seen
     if seen.phase != "pending" or seen.reason not in ("", "VolumePending"):
         return seen
+    if left_s(claim, VOLUME_S, now):
+        return ReplicaObservation(seen.name, seen.phase, seen.digest)
     message = volume_message(claim["metadata"]["name"], claim["spec"].get("storageClassName"))
     return ReplicaObservation(seen.name, seen.phase, seen.digest, "VolumePending", message)
 
@@ -141,6 +171,10 @@ def _gateway_message(snapshot: Snapshot) -> str:
     if snapshot.num_gateways == 0:
         return "no gateway pod runs in the release's namespace: check its Deployment, and gateway.replicas of the chart"
     return "no gateway pod is ready: see kubectl describe of the gateway's pods, and read their log"
+
+
+def _is_pending(claim: Manifest) -> bool:
+    return bool(claim.get("status", {}).get("phase") == "Pending")
 
 
 def _annotations(manifest: Manifest) -> dict[str, str]:

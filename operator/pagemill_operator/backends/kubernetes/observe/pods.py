@@ -71,7 +71,7 @@ def _on_node(pod: Manifest, main: str) -> tuple[Phase, Cause | None]:
 
 
 def _node_is_lost(pod: Manifest) -> bool:
-    """Not the kubelet has called it unready, which would say so of its containers too: the cluster has, in its place."""
+    """Not the kubelet has called it unready, which would say so of its containers too: the cluster has instead."""
     ready, containers = _condition(pod, "Ready"), _condition(pod, "ContainersReady")
     if (ready.get("status"), containers.get("status")) != ("False", "True"):
         return False
