@@ -186,6 +186,19 @@ async def test_nobody_waits_for_a_deployment_without_weight() -> None:
             await brain.find("m")
 
 
+async def test_who_waits_for_a_deployment_learns_at_once_that_it_is_gone() -> None:
+    endpoints = [Endpoint(id="a", data_url="http://a:1", control_url="http://a:2", probed_ready=True)]
+    brain = LocalBrain(GatewayConfig(outage_wait_s=60.0))
+    brain.apply_catalog(Catalog(models=[CatalogModel(deployment="d", name="m", endpoints=endpoints)]))
+    waiting = asyncio.create_task(brain.find("m"))
+    await asyncio.sleep(0)
+    brain.apply_catalog(Catalog())
+    async with asyncio.timeout(5):
+        with pytest.raises(PagemillError) as refusal:
+            await waiting
+    assert refusal.value.status == 404
+
+
 async def test_a_terminating_pod_that_went_silent_is_no_resort() -> None:
     brain = cluster_brain(terminating=True)
     brain.observe("a", StateFrame(sequence=1, snapshot=True, max_model_len=100))

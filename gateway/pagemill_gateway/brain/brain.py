@@ -163,13 +163,13 @@ class LocalBrain:
                 raise
         wanted = [each for each in self.registry.named(model) if each.model.weight > 0]
         left_s = max(map(self._outage_left_s, wanted), default=0.0)
-        await self.news.wait_until(lambda: self._share(self.registry.named(model)) is not None, left_s)
+        await self.news.wait_until(lambda: self._settled(model), left_s)
         return self.resolve(model)
 
     async def choose(self, target: Target, tried: frozenset[str], num_prompt_tokens: int) -> Choice:
         deployment, usable = self._usable_for(target)
         if deployment is not None and not usable:
-            await self.news.wait_until(lambda: bool(self._usable_for(target)[1]), self._outage_left_s(deployment))
+            await self.news.wait_until(lambda: self._settled_for(target), self._outage_left_s(deployment))
             deployment, usable = self._usable_for(target)
         if deployment is None or not usable:
             raise unavailable(
@@ -240,6 +240,15 @@ class LocalBrain:
     def _departing(self, deployment: Deployment) -> list[EndpointRecord]:
         departing = deployment.departing()
         return [each for each in departing if self._keeps_terminating or not each.endpoint.terminating]
+
+    def _settled(self, model: str) -> bool:
+        """Nothing is left to wait for: somebody serves the name, or nobody has it any more."""
+        deployments = self.registry.named(model)
+        return not deployments or self._share(deployments) is not None
+
+    def _settled_for(self, target: Target) -> bool:
+        deployment, usable = self._usable_for(target)
+        return deployment is None or bool(usable)
 
     def _usable_for(self, target: Target) -> tuple[Deployment | None, list[EndpointRecord]]:
         """The target's deployment, and the endpoints that understand its token ids."""
