@@ -35,14 +35,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     tune_library()
     from pagemill_engine.loader.load import load
 
+    def end_at_once(error: LoaderError) -> None:
+        """Downloads of other files must not hold up what is wrong; their part files are good for the next run."""
+        _explain(error, settings.termination_log)
+        os._exit(1)
+
     try:
-        load(settings, _tell)
+        load(settings, _tell, end_at_once)
     except LoaderError as error:
-        path = str(settings.termination_log) if settings.termination_log.exists() else None
-        termination = Termination(error.reason, error.message, "spec.model.source")
-        sys.stderr.write(write_termination(termination, path) + "\n")
+        _explain(error, settings.termination_log)
         return 1
     return 0
+
+
+def _explain(error: LoaderError, log: Path) -> None:
+    termination = Termination(error.reason, error.message, "spec.model.source")
+    sys.stderr.write(write_termination(termination, str(log) if log.exists() else None) + "\n")
+    sys.stderr.flush()
 
 
 def _tell(**fields: Any) -> None:
@@ -51,8 +60,4 @@ def _tell(**fields: Any) -> None:
 
 
 if __name__ == "__main__":
-    exit_code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Threads of other downloads must not hold up a failure that is told already.
-    os._exit(exit_code)
+    sys.exit(main())

@@ -13,6 +13,7 @@ from pagemill_engine.loader.volume import ModelFolder
 from pagemill_protocol.sources import HubModel, SourceError, parse_hub_source
 
 Tell = Callable[..., None]
+OnFault = Callable[[LoaderError], None]
 REMEDIES = {
     "oci": "Push the weights to a Hugging Face hub or mirror and use `hf://`, or mount them and use `pvc://`.",
     "s3": "Copy the weights to a volume and use `pvc://CLAIM/PATH`, or serve them from a hub mirror and use `hf://`.",
@@ -22,10 +23,10 @@ REMEDIES = {
 }
 
 
-def load(settings: LoaderSettings, tell: Tell) -> None:
-    """Return when the target folder holds the model. Raises `LoaderError` at the first fault.
+def load(settings: LoaderSettings, tell: Tell, on_fault: OnFault = lambda _: None) -> None:
+    """Return when the target folder holds the model. Raises `LoaderError`.
 
-    Downloads of other files may still be under way then: the process should end.
+    `on_fault` is told of a fault at once; it is raised when the downloads under way are over, which may take hours.
     """
     model = _model(settings.source)
     folder = ModelFolder(settings.target)
@@ -35,7 +36,7 @@ def load(settings: LoaderSettings, tell: Tell) -> None:
             return
         with folder.alone():
             if not folder.complete:  # another loader was here meanwhile
-                _fill(model, folder, settings.num_downloads, tell)
+                _fill(model, folder, settings.num_downloads, tell, on_fault)
     except OSError as error:
         raise hub.explain_disk(error) from error
     tell(event="loaded", source=settings.source)
@@ -52,7 +53,7 @@ def _model(source: str) -> HubModel:
         raise LoaderError("SourceUnsupported", error.message) from error
 
 
-def _fill(model: HubModel, folder: ModelFolder, num_downloads: int, tell: Tell) -> None:
+def _fill(model: HubModel, folder: ModelFolder, num_downloads: int, tell: Tell, on_fault: OnFault) -> None:
     commit, listed = hub.list_files(model)
     files = select_files(model, listed)
     folder.begin(commit)
@@ -66,14 +67,14 @@ def _fill(model: HubModel, folder: ModelFolder, num_downloads: int, tell: Tell) 
         folder.accept(file)
         tell(event="file", path=file.path, num_bytes=file.num_bytes)
 
-    pool = ThreadPoolExecutor(num_downloads)
-    try:
+    # The folder stays locked until nobody writes there any more.
+    with ThreadPoolExecutor(num_downloads) as pool:
         downloads = [pool.submit(fetch, file) for file in files]
         wait(downloads, return_when=FIRST_EXCEPTION)
-        for done in downloads:
-            if done.done():
-                done.result()
-    finally:
-        # Other downloads may go on for hours; whoever hears of the failure ends them with the process.
-        pool.shutdown(wait=False, cancel_futures=True)
+        fault = next((done.exception() for done in downloads if done.done() and done.exception()), None)
+        if fault is not None:
+            pool.shutdown(wait=False, cancel_futures=True)
+            if isinstance(fault, LoaderError | OSError):
+                on_fault(fault if isinstance(fault, LoaderError) else hub.explain_disk(fault))
+            raise fault
     folder.publish()
