@@ -6,6 +6,7 @@ Everything that can go wrong becomes a `LoaderError` that names the remedy. Wher
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,7 @@ from pagemill_protocol.sources import HubModel
 
 LOGIN_STATUSES = frozenset({401, 403})
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+GIT_SHA1 = re.compile(r"[0-9a-f]{40}")
 CREDENTIALS = "Give a token that may read it: spec.model.credentialsSecretRef"
 
 
@@ -52,8 +54,11 @@ def download(model: HubModel, file: RemoteFile, commit: str, part: Path) -> None
 
 
 def _remote_file(entry: RepoFile) -> RemoteFile:
-    lfs = entry.lfs
-    return RemoteFile(entry.path, lfs.size if lfs is not None else entry.size, lfs.sha256 if lfs is not None else None)
+    if entry.lfs is not None:
+        # What git holds of such a file is a pointer, with a name that tells nothing about the content.
+        return RemoteFile(entry.path, entry.lfs.size, entry.lfs.sha256)
+    git_sha1 = entry.blob_id if GIT_SHA1.fullmatch(entry.blob_id) else None
+    return RemoteFile(entry.path, entry.size, None, git_sha1)
 
 
 @contextmanager

@@ -20,6 +20,8 @@ class RemoteFile(NamedTuple):
     num_bytes: int
     sha256: str | None
     """Of the content; `None` where the hub does not tell."""
+    git_sha1: str | None = None
+    """Of the content as git names it, for files that are kept in git itself."""
 
 
 def select_files(model: HubModel, files: Sequence[RemoteFile]) -> list[RemoteFile]:

@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from pagemill_engine.loader.errors import LoaderError
 from pagemill_engine.loader.selection import RemoteFile
@@ -20,6 +21,8 @@ from pagemill_engine.loader.selection import RemoteFile
 PART = ".part"
 SPARE_BYTES = 16 * 1024 * 1024
 """Room for names and metadata."""
+MAX_NEIGHBOURS = 8
+"""Folders that a message names."""
 
 
 class ModelFolder:
@@ -58,8 +61,18 @@ class ModelFolder:
             raise LoaderError(
                 "DiskFull",
                 f"The model needs {_size(missing)} more, and {self.target.parent} has {_size(free)} left. "
-                "Raise spec.model.cache.size, or use a larger volume.",
+                f"{self._neighbours()}Raise spec.model.cache.size, or use a larger volume.",
             )
+
+    def _neighbours(self) -> str:
+        """What else takes room: models of earlier sources or of others who share the volume, and parts of such."""
+        own = (self.target, self._staging)
+        folders = [path for path in sorted(self.target.parent.iterdir()) if path.is_dir() and path not in own]
+        sizes = {path.name: num_bytes for path in folders if (num_bytes := _num_bytes_below(path))}
+        if not sizes:
+            return ""
+        names = ", ".join(f"{name} ({_size(num_bytes)})" for name, num_bytes in list(sizes.items())[:MAX_NEIGHBOURS])
+        return f"The volume also holds models of other sources: {names}; delete the folders that nobody uses. "
 
     def part(self, file: RemoteFile) -> Path:
         path = self._staging / f"{file.path}{PART}"
@@ -76,9 +89,9 @@ class ModelFolder:
         part = self.part(file)
         with part.open("rb") as content:
             num_bytes = os.fstat(content.fileno()).st_size
-            digest = hashlib.file_digest(content, "sha256").hexdigest() if file.sha256 else None
+            is_whole = num_bytes == file.num_bytes and _is_right(content, file)
             os.fsync(content.fileno())
-        if num_bytes != file.num_bytes or digest != file.sha256:
+        if not is_whole:
             part.unlink()
             what = f"{num_bytes} bytes, not {file.num_bytes}" if num_bytes != file.num_bytes else "other content"
             raise LoaderError("ModelCorrupt", f"`{file.path}` arrived damaged: {what}. It will be fetched again.")
@@ -99,6 +112,27 @@ class ModelFolder:
             if path.is_file():
                 return min(file.num_bytes, path.stat().st_size)
         return 0
+
+
+def _is_right(content: BinaryIO, file: RemoteFile) -> bool:
+    """By the digest that the hub tells, if any."""
+    if file.sha256 is not None:
+        return hashlib.file_digest(content, "sha256").hexdigest() == file.sha256
+    if file.git_sha1 is None:
+        return True
+    # How git names a blob; it guards against damage, not against forgery.
+    header = hashlib.sha1(b"blob %d\0" % file.num_bytes, usedforsecurity=False)
+    return hashlib.file_digest(content, lambda: header).hexdigest() == file.git_sha1
+
+
+def _num_bytes_below(folder: Path) -> int:
+    """As far as it can be read."""
+    num_bytes = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                num_bytes += os.lstat(os.path.join(parent, name)).st_size
+    return num_bytes
 
 
 def _size(num_bytes: int) -> str:
