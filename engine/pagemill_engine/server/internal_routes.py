@@ -57,8 +57,9 @@ async def drain(request: Request) -> Response:
     What runs goes on; the answer tells how much is left.
     """
     context = _guarded(request)
+    wait_s = _seconds(request.query_params.get("wait_s", "0"), "wait_s")
     context.drain()
-    await context.draining.settle(_seconds(request.query_params.get("wait_s", "0"), "wait_s"))
+    await context.draining.settle(wait_s)
     gateways = context.draining.gateways
     body = {"draining": True, "num_requests": context.num_requests, **gateways._asdict()}
     return Response(orjson.dumps(body), media_type="application/json")

@@ -264,6 +264,9 @@ def test_drain_by_request_keeps_the_process_and_a_kill_leaves_nothing(start_serv
     server = start_server()
     server.wait_for("ready")
     control = httpx.Client(base_url=server.control_url, timeout=10, headers=server.auth)
+    refused = control.post("/internal/drain?wait_s=long")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "wait_s")
+    assert control.get("/readyz").status_code == 200, "who asks in the wrong way must not drain"
     answer = control.post("/internal/drain").json()
     assert answer == {"draining": True, "num_requests": 0, "connected": 0, "acknowledged": 0}
     assert control.get("/readyz").json()["phase"] == "draining"
