@@ -56,6 +56,14 @@ class RecordingHandler(hub.Handler):
             self.server.gate.wait(60)
         super().do_GET()
 
+    def _json(self, value: Any, *, body: bool) -> None:
+        if isinstance(value, list):
+            for entry in value:
+                if entry["path"] in self.server.git_sha1:
+                    entry["oid"] = self.server.git_sha1[entry["path"]]
+                    del entry["lfs"]
+        super()._json(value, body=body)
+
     def log_message(self, *_: Any) -> None:
         pass
 
@@ -69,6 +77,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     server = hub.Hub(0, REPOSITORY, TOKEN, sorted(folder.iterdir()))
     server.RequestHandlerClass = RecordingHandler
     server.asked = []
+    server.git_sha1 = {}
     server.slow_file, server.gate = "", threading.Event()
     server.gate.set()
     server.url = f"http://127.0.0.1:{server.server_address[1]}"
@@ -160,6 +169,25 @@ def test_damaged_content_is_found_and_fetched_again(server: Any, target: Path) -
     assert failure(f"hf://{REPOSITORY}", target).reason == "ModelCorrupt"
     run(f"hf://{REPOSITORY}", target)
     assert (target / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+
+
+def test_files_kept_in_git_are_checked_as_well(server: Any, target: Path) -> None:
+    content = FILES["config.json"]
+    server.git_sha1["config.json"] = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+    staging = target.with_name(f".{target.name}.loading")
+    staging.mkdir(parents=True)
+    (staging / ".commit").write_text(hub.COMMIT)
+    (staging / "config.json.part").write_bytes(bytes(len(content)))
+    error = failure(f"hf://{REPOSITORY}", target)
+    assert (error.reason, "other content" in error.message) == ("ModelCorrupt", True)
+    run(f"hf://{REPOSITORY}", target)
+    assert (target / "config.json").read_bytes() == content
+
+
+def test_a_hub_without_digests_is_checked_by_size(server: Any, target: Path) -> None:
+    server.git_sha1["config.json"] = "not of git"
+    run(f"hf://{REPOSITORY}", target)
+    assert (target / "config.json").read_bytes() == FILES["config.json"]
 
 
 def test_two_loaders_of_one_folder_do_not_disturb_each_other(server: Any, target: Path) -> None:
