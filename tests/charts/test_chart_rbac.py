@@ -11,6 +11,7 @@ from cel import evaluate
 from pagemill_operator.backends.kubernetes.kinds import CHILD_KINDS, LLM_DEPLOYMENT, POD, POD_MONITOR, WATCHED_KINDS
 
 Variant = Callable[[str], Any]
+Render = Callable[..., Any]
 Rights = dict[tuple[str, str], set[str]]
 """(group, resource) -> verbs, without what is bound to a name."""
 
@@ -34,7 +35,7 @@ def rules_of(rendered: Any, kind: str, component: str) -> list[dict[str, Any]]:
         each
         for each in rendered.all(kind)
         if each["metadata"]["name"].endswith(f"-{component}")
-        and (kind == "ClusterRole" or not each["metadata"]["name"].startswith("pagemill-system-"))
+        and (kind == "ClusterRole" or not each["metadata"]["name"].startswith("pagemill-system."))
     ]
     rules: list[dict[str, Any]] = role["rules"]
     return rules
@@ -99,9 +100,22 @@ def test_namespaced_means_no_right_outside_the_namespaces(variant: Variant) -> N
     assert {each["metadata"]["namespace"] for each in namespaced.all("Role")} == {"pagemill-system", "team-a"}
     everywhere = variant("anonymous")
     for component in ("operator", "gateway"):
-        name = f"pagemill-system-pagemill-{component}"
+        name = f"pagemill-system.pagemill-{component}"
         here = [each["rules"] for each in namespaced.all("Role") if each["metadata"]["name"] == name]
         assert here == [everywhere.one("ClusterRole", name)["rules"]] * 2
+
+
+def test_objects_of_the_cluster_never_meet_those_of_a_release_elsewhere(render: Render, anonymous: Any) -> None:
+    kinds = ("ClusterRole", "ClusterRoleBinding", "ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding")
+    names = [
+        {(kind, each["metadata"]["name"]) for kind in kinds for each in rendered.all(kind)}
+        for rendered in (
+            render({**anonymous, "fullnameOverride": "b-c"}, namespace="a"),
+            render({**anonymous, "fullnameOverride": "c"}, namespace="a-b"),
+        )
+    ]
+    assert len(names[0]) == len(names[1]) == 8
+    assert names[0].isdisjoint(names[1])
 
 
 def test_bindings_bind_roles_to_accounts_that_pods_use(rendered: Any) -> None:
@@ -119,10 +133,10 @@ def test_bindings_bind_roles_to_accounts_that_pods_use(rendered: Any) -> None:
 
 
 def test_people_get_their_rights_through_the_clusters_own_roles(variant: Variant) -> None:
-    view = variant("anonymous").one("ClusterRole", "pagemill-system-pagemill-view")
+    view = variant("anonymous").one("ClusterRole", "pagemill-system.pagemill-view")
     assert view["metadata"]["labels"]["rbac.authorization.k8s.io/aggregate-to-view"] == "true"
     assert {verb for rule in view["rules"] for verb in rule["verbs"]} == {"get", "list", "watch"}
-    edit = variant("anonymous").one("ClusterRole", "pagemill-system-pagemill-edit")
+    edit = variant("anonymous").one("ClusterRole", "pagemill-system.pagemill-edit")
     assert "rbac.authorization.k8s.io/aggregate-to-view" not in edit["metadata"]["labels"]
     assert all("status" not in resource for rule in edit["rules"] for resource in rule["resources"])
     names = [each["metadata"]["name"] for each in variant("service-monitor").all("ClusterRole")]

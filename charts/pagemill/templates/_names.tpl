@@ -1,6 +1,6 @@
 {{/*
 Names of what the chart makes. Objects of the whole cluster carry the namespace too, so that releases of one name in two
-namespaces do not meet.
+namespaces do not meet. A namespace has no dot in its name, so the first dot ends it: `a` with `b-c` is not `a-b` with `c`.
 */}}
 
 {{- define "pagemill.name" -}}
@@ -14,7 +14,7 @@ namespaces do not meet.
 {{- end -}}
 
 {{- define "pagemill.clusterName" -}}
-{{- printf "%s-%s" .Release.Namespace (include "pagemill.fullname" .) -}}
+{{- printf "%s.%s" .Release.Namespace (include "pagemill.fullname" .) -}}
 {{- end -}}
 
 {{- define "pagemill.operatorName" -}}
