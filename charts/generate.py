@@ -28,8 +28,11 @@ README_BEGIN, README_END = "<!-- values: begin -->", "<!-- values: end -->"
 NOTE = "Generated from charts/pagemill/values.yaml by `python charts/generate.py`; do not edit."
 
 TEXT: dict[str, Any] = {"type": "string"}
+OWN_LABELS = [f"app.kubernetes.io/{name}" for name in ("name", "instance", "component", "managed-by")]
+"""What selectors and Helm itself find objects by."""
 TYPES: dict[str, dict[str, Any]] = {
     "labels": {"type": "object", "additionalProperties": TEXT},
+    "moreLabels": {"type": "object", "additionalProperties": TEXT, "properties": dict.fromkeys(OWN_LABELS, False)},
     "strings": {"type": "array", "items": TEXT},
     "object": {"type": "object"},
     "objects": {"type": "array", "items": {"type": "object"}},
@@ -50,6 +53,7 @@ TYPES: dict[str, dict[str, Any]] = {
 }
 SHOWN_TYPES = {
     "labels": "map of text",
+    "moreLabels": "map of text",
     "strings": "list of text",
     "objects": "list of objects",
     "named": "list of objects",

@@ -33,6 +33,8 @@ def test_an_install_without_keys_names_both_remedies(render: Render) -> None:
         ),
         ({"monitoring": {"podMonitor": {"enabled": True}, "serviceMonitor": {"enabled": True}}}, "scraped twice"),
         ({"gateway": {"httpRoute": {"enabled": True}}}, "attach to nothing"),
+        ({"gateway": {"settings": {"control_token": "x"}}}, r"settings\.control_token: .* ConfigMap"),
+        ({"gateway": {"settings": {"api_keys": ["0" * 64]}}}, r"settings\.api_keys: .* ConfigMap"),
     ],
 )
 def test_values_that_contradict_each_other(render: Render, anonymous: Any, values: Any, message: str) -> None:
@@ -60,9 +62,12 @@ def test_a_secret_and_hashes_at_once(render: Render) -> None:
         ({"image": {"engine": {"tag": "latest"}}}, "tag"),
         ({"image": {"engine": {"digest": "1234"}}}, "digest"),
         ({"operator": {"logLevel": "verbose"}}, "logLevel"),
-        ({"operator": {"keyRotationSeconds": 1}}, "keyRotationSeconds"),
+        ({"operator": {"keyRotationSeconds": 599}}, "keyRotationSeconds"),
         ({"watchNamespaces": "team-a"}, "watchNamespaces"),
         ({"commonLabels": {"a": 1}}, "commonLabels"),
+        ({"commonLabels": {"app.kubernetes.io/managed-by": "us"}}, "commonLabels"),
+        ({"gateway": {"podLabels": {"app.kubernetes.io/name": "other"}}}, "podLabels"),
+        ({"operator": {"podLabels": {"app.kubernetes.io/component": "gateway"}}}, "podLabels"),
     ],
 )
 def test_the_schema_refuses_what_is_mistyped(render: Render, values: Any, field: str) -> None:

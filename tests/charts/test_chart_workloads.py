@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 Variant = Callable[[str], Any]
+Render = Callable[..., Any]
 
 
 def spec_of(rendered: Any, component: str) -> Any:
@@ -95,9 +96,34 @@ def test_an_upgrade_of_the_chart_alone_rolls_nothing(rendered: Any) -> None:
 
 
 def test_the_gateway_has_time_for_its_whole_drain(variant: Variant) -> None:
-    assert spec_of(variant("anonymous"), "gateway")["template"]["spec"]["terminationGracePeriodSeconds"] == 5 + 60 + 15
+    assert spec_of(variant("anonymous"), "gateway")["template"]["spec"]["terminationGracePeriodSeconds"] == 5 + 60 + 20
     assert (
-        spec_of(variant("everything"), "gateway")["template"]["spec"]["terminationGracePeriodSeconds"] == 10 + 300 + 15
+        spec_of(variant("everything"), "gateway")["template"]["spec"]["terminationGracePeriodSeconds"] == 10 + 300 + 20
+    )
+
+
+def test_the_drain_that_extra_settings_ask_for_has_its_time_too(render: Render) -> None:
+    settings = {"drain_delay_s": 7.5, "drain_timeout_s": 900.25}
+    rendered = render({"gateway": {"auth": {"allowAnonymous": True}, "settings": settings}})
+    assert spec_of(rendered, "gateway")["template"]["spec"]["terminationGracePeriodSeconds"] == 908 + 20
+
+
+def test_no_label_of_the_user_takes_a_pod_from_its_selector(render: Render, anonymous: Any) -> None:
+    labels = {"app.kubernetes.io/part-of": "ours", "team": "a"}
+    values = {**anonymous, "commonLabels": labels, "operator": {"podLabels": {"team": "b"}}}
+    values["gateway"] = {**anonymous["gateway"], "service": {"labels": {"app.kubernetes.io/instance": "other"}}}
+    rendered = render(values)
+    for component, team in (("operator", "b"), ("gateway", "a")):
+        spec = spec_of(rendered, component)
+        found = spec["template"]["metadata"]["labels"]
+        assert spec["selector"]["matchLabels"].items() <= found.items()
+        assert (found["team"], found["app.kubernetes.io/part-of"]) == (team, "ours")
+    assert (
+        rendered.component("Service", "gateway")["metadata"]["labels"].items()
+        >= {
+            **labels,
+            "app.kubernetes.io/instance": "pagemill",
+        }.items()
     )
 
 

@@ -19,6 +19,11 @@ No API key is set, so the gateway would refuse every request. Choose one:
 {{- if and .Values.gateway.apiKeys.existingSecret .Values.gateway.apiKeys.sha256 }}
 {{- fail "gateway.apiKeys: existingSecret and sha256 are both set. Put all hashes into the Secret, or name none." }}
 {{- end }}
+{{- range $secret := list "control_token" "api_keys" }}
+{{- if hasKey $.Values.gateway.settings $secret }}
+{{- fail (printf "gateway.settings.%s: settings stand in a ConfigMap, which many may read. Leave it out: the token of the control port comes from the operator's keys, and API keys from the Secret that gateway.apiKeys names." $secret) }}
+{{- end }}
+{{- end }}
 {{- $election := .Values.operator.leaderElection }}
 {{- if not (and (lt (int $election.retryPeriodSeconds) (int $election.renewDeadlineSeconds)) (lt (int $election.renewDeadlineSeconds) (int $election.leaseDurationSeconds))) }}
 {{- fail (printf "operator.leaderElection: retryPeriodSeconds (%d) must be less than renewDeadlineSeconds (%d), and that less than leaseDurationSeconds (%d)." (int $election.retryPeriodSeconds) (int $election.renewDeadlineSeconds) (int $election.leaseDurationSeconds)) }}

@@ -1,13 +1,13 @@
+{{/* Labels of every object: those that things are found by are the chart's, whatever values say. */}}
 {{- define "pagemill.labels" -}}
-helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" }}
-app.kubernetes.io/name: {{ include "pagemill.name" . }}
-app.kubernetes.io/instance: {{ .Release.Name }}
-app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
-app.kubernetes.io/part-of: pagemill
-app.kubernetes.io/managed-by: {{ .Release.Service }}
-{{- with .Values.commonLabels }}
-{{ toYaml . }}
-{{- end }}
+{{- $own := dict
+  "helm.sh/chart" (printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-")
+  "app.kubernetes.io/name" (include "pagemill.name" .)
+  "app.kubernetes.io/instance" .Release.Name
+  "app.kubernetes.io/managed-by" .Release.Service
+-}}
+{{- $more := dict "app.kubernetes.io/version" .Chart.AppVersion "app.kubernetes.io/part-of" "pagemill" -}}
+{{- merge $own .Values.commonLabels $more | toYaml -}}
 {{- end -}}
 
 {{/* Labels that never change in the life of a release. Call with (dict "root" $ "component" "gateway"). */}}
@@ -25,13 +25,9 @@ name: {{ .name }}
 namespace: {{ default .root.Release.Namespace .namespace }}
 {{- end }}
 labels:
-  {{- include "pagemill.labels" .root | nindent 2 }}
-  {{- with .component }}
-  app.kubernetes.io/component: {{ . }}
-  {{- end }}
-  {{- with .labels }}
-  {{- toYaml . | nindent 2 }}
-  {{- end }}
+  {{- $own := include "pagemill.labels" .root | fromYaml }}
+  {{- with .component }}{{ $_ := set $own "app.kubernetes.io/component" . }}{{ end }}
+  {{- merge $own (default (dict) .labels) | toYaml | nindent 2 }}
 {{- with merge (dict) (default (dict) .annotations) .root.Values.commonAnnotations }}
 annotations:
   {{- toYaml . | nindent 2 }}

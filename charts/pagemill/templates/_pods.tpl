@@ -2,15 +2,10 @@
 
 {{- define "pagemill.podMetadata" -}}
 {{- $values := index .root.Values .component -}}
+{{- $own := include "pagemill.selector" . | fromYaml -}}
+{{- $partOf := dict "app.kubernetes.io/part-of" "pagemill" -}}
 labels:
-  {{- include "pagemill.selector" . | nindent 2 }}
-  app.kubernetes.io/part-of: pagemill
-  {{- with .root.Values.commonLabels }}
-  {{- toYaml . | nindent 2 }}
-  {{- end }}
-  {{- with $values.podLabels }}
-  {{- toYaml . | nindent 2 }}
-  {{- end }}
+  {{- merge $own $values.podLabels .root.Values.commonLabels $partOf | toYaml | nindent 2 }}
 annotations:
   kubectl.kubernetes.io/default-container: {{ .component }}
   pagemill.dev/settings: {{ include (printf "pagemill.%sSettings" .component) .root | sha256sum }}

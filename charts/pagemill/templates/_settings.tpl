@@ -59,7 +59,8 @@ refuse unknown ones; `settings` of each component goes over everything.
 {{- if or .Values.gateway.apiKeys.existingSecret .Values.gateway.apiKeys.sha256 }}true{{ end -}}
 {{- end -}}
 
-{{/* Time that kubelet gives a gateway pod: its whole drain, and some for the end. */}}
+{{/* Time that kubelet gives a gateway pod: its whole drain as the settings have it, and some for the end. */}}
 {{- define "pagemill.gatewayGraceSeconds" -}}
-{{- add (int .Values.gateway.drainDelaySeconds) (int .Values.gateway.drainTimeoutSeconds) 15 -}}
+{{- $settings := include "pagemill.gatewaySettings" . | fromJson -}}
+{{- add (addf $settings.drain_delay_s $settings.drain_timeout_s | ceil | int) 20 -}}
 {{- end -}}
