@@ -12,8 +12,8 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 from pagemill_engine.loader.errors import LoaderError
 from pagemill_engine.loader.selection import RemoteFile
@@ -114,7 +114,7 @@ class ModelFolder:
         return 0
 
 
-def _is_right(content: BinaryIO, file: RemoteFile) -> bool:
+def _is_right(content: BufferedReader, file: RemoteFile) -> bool:
     """By the digest that the hub tells, if any."""
     if file.sha256 is not None:
         return hashlib.file_digest(content, "sha256").hexdigest() == file.sha256
