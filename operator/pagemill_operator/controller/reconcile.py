@@ -14,7 +14,7 @@ from typing import Any
 from pagemill_operator.backends.kubernetes.backend import KubernetesCluster
 from pagemill_operator.backends.kubernetes.client import ApiError, Client, Unreachable
 from pagemill_operator.backends.kubernetes.kinds import LLM_DEPLOYMENT
-from pagemill_operator.backends.kubernetes.observe import status_body
+from pagemill_operator.backends.kubernetes.observe import load_wait_s, status_body
 from pagemill_operator.backends.kubernetes.snapshot import Manifest
 from pagemill_operator.controller.cache import Cache
 from pagemill_operator.controller.events import EventRecorder
@@ -88,10 +88,14 @@ class Reconciler:
         """Something that only a change in the cluster repairs, such as a quota."""
         return self._cluster.has_apply_errors(key)
 
-    async def forget(self, key: str) -> None:
+    async def forget(self, key: str) -> bool:
+        """Nothing is kept of an object that is gone; tells whether it is. Of one that is going, the end is told yet."""
+        if self._cache.owner(key) is not None:
+            return False
         await self._cluster.forget([key])
         for book in (self._applied_at, self._untold_since, self._written_at, self._plans):
             book.pop(key, None)
+        return True
 
     async def _carry_out(self, key: str, owner: Manifest) -> bool:
         plan, problems = self._read(key, owner)
@@ -103,35 +107,43 @@ class Reconciler:
         return min(settled_at, self._untold_since.get(key, now) + SETTLE_LONGEST_S) - now
 
     def _read(self, key: str, owner: Manifest) -> tuple[Plan | None, Sequence[Problem]]:
-        metadata = owner["metadata"]
-        version = (metadata["uid"], metadata.get("generation", 0))
-        known = self._plans.get(key)
+        version, known = _version(owner), self._plans.get(key)
         if known is None or known[0] != version:
             known = self._plans[key] = (version, *read_plan(owner))
         return known[1], known[2]
 
     async def _tell(self, key: str) -> float | None:
-        """Write the status and the events where that is due."""
+        """Write the status and the events where that is due. Seconds until there may be more to tell."""
         snapshot, now = self._cluster.snapshot(key), self._now()
+        text = now.strftime("%Y-%m-%dT%H:%M:%SZ")
+        if self._plans[key][0] != _version(snapshot.owner):
+            # Edited meanwhile: what was carried out is not what this generation wants.
+            return 0.0
         old: dict[str, Any] = snapshot.owner.get("status") or {}
-        new = status_body(snapshot, self._cluster.observe(key), self._url, now.strftime("%Y-%m-%dT%H:%M:%SZ"))
+        new = status_body(snapshot, self._cluster.observe(key), self._url, text)
         if new == old:
-            return None
+            return load_wait_s(snapshot, text)
         pause_s = wait_s(old, new, self._clock() - self._written_at.get(key, -1e9))
         if pause_s > 0:
             return pause_s
         await self._write_status(key, snapshot.owner, merge_patch(old, new))
         self._written_at[key] = self._clock()
+        await self._tell_events(snapshot.owner, old, new, now)
+        return load_wait_s(snapshot, text) if new.get("load") == old.get("load") else None
+
+    async def _tell_events(self, owner: Manifest, old: dict[str, Any], new: dict[str, Any], now: datetime) -> None:
         for event in events_between(old, new):
             self._metrics.wrote("Event", "create")
-            await self._recorder.record(snapshot.owner, event.type, event.reason, event.message)
-        seconds = ready_after_s(old, new, snapshot.owner["metadata"]["creationTimestamp"], now)
+            await self._recorder.record(owner, event.type, event.reason, event.message)
+        seconds = ready_after_s(old, new, owner["metadata"]["creationTimestamp"], now)
         if seconds is not None:
             self._metrics.became_ready(seconds)
-        return None
 
-    async def _write_status(self, key: str, owner: Manifest, patch: dict[str, Any]) -> None:
+    async def _write_status(self, key: str, owner: Manifest, status: dict[str, Any]) -> None:
         namespace, _, name = key.partition("/")
+        # Neither a later version nor a namesake that has come meanwhile is told what became of this one. A uid would
+        # not do: the status subresource takes over all metadata from what stands.
+        patch = {"metadata": {"resourceVersion": owner["metadata"]["resourceVersion"]}, "status": status}
         self._metrics.wrote(LLM_DEPLOYMENT.name, "status")
         try:
             written = await self._client.patch_status(LLM_DEPLOYMENT, namespace, name, patch)
@@ -139,6 +151,9 @@ class Reconciler:
             if error.status == 404:
                 raise KeyError(key) from None
             raise
-        if written["metadata"]["uid"] == owner["metadata"]["uid"]:
-            # Our own words wake nobody: the cache knows them before the watch tells.
-            self._cache.put(LLM_DEPLOYMENT.name, written)
+        # Our own words wake nobody: the cache knows them before the watch tells.
+        self._cache.put(LLM_DEPLOYMENT.name, written)
+
+
+def _version(owner: Manifest) -> tuple[str, int]:
+    return owner["metadata"]["uid"], owner["metadata"].get("generation", 0)

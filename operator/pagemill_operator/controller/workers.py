@@ -51,8 +51,8 @@ class Workers:
         try:
             again_s = await self._reconciler.reconcile(key)
         except KeyError:
-            await self._reconciler.forget(key)
-            self._queue.forget(key)
+            if await self._reconciler.forget(key):
+                self._queue.forget(key)
             return "success"
         except NotLeading:
             # The election ends the process; until then there is nothing to do.

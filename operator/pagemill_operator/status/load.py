@@ -34,13 +34,27 @@ def next_load(shown: LoadSummary | None, measured: LoadSummary | None) -> LoadSu
     """What to show: `shown` until a step has changed and its time is over. Nothing measured changes nothing."""
     if measured is None or shown is None:
         return measured or shown
-    same = measured.model_copy(update={"last_update_time": shown.last_update_time}) == shown
-    return shown if same or _too_early(shown.last_update_time, measured.last_update_time) else measured
+    return shown if _is_same(shown, measured) or _too_early(shown, measured) else measured
 
 
-def _too_early(shown_at: str | None, now: str | None) -> bool:
-    if shown_at is None or now is None:
-        return False
-    elapsed = datetime.fromisoformat(now) - datetime.fromisoformat(shown_at)
+def remaining_s(shown: LoadSummary | None, measured: LoadSummary | None) -> float | None:
+    """Seconds until `measured` is shown, if `next_load` still holds it back."""
+    if shown is None or measured is None or _is_same(shown, measured) or not _too_early(shown, measured):
+        return None
+    return LEAST_SECONDS_BETWEEN_WRITES - _elapsed_s(shown, measured)
+
+
+def _too_early(shown: LoadSummary, measured: LoadSummary) -> bool:
     # A clock that was set back must not stop the display for ever.
-    return 0 <= elapsed.total_seconds() < LEAST_SECONDS_BETWEEN_WRITES
+    return 0 <= _elapsed_s(shown, measured) < LEAST_SECONDS_BETWEEN_WRITES
+
+
+def _elapsed_s(shown: LoadSummary, measured: LoadSummary) -> float:
+    if shown.last_update_time is None or measured.last_update_time is None:
+        return LEAST_SECONDS_BETWEEN_WRITES
+    then, now = datetime.fromisoformat(shown.last_update_time), datetime.fromisoformat(measured.last_update_time)
+    return (now - then).total_seconds()
+
+
+def _is_same(shown: LoadSummary, measured: LoadSummary) -> bool:
+    return measured.model_copy(update={"last_update_time": shown.last_update_time}) == shown

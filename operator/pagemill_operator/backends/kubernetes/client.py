@@ -88,11 +88,11 @@ class Client:
         query = {"fieldManager": FIELD_MANAGER, "force": str(force).lower()}
         return await self.write("PATCH", path, query=query, body=manifest, content_type=APPLY)
 
-    async def patch_status(self, kind: Kind, namespace: str, name: str, status: Mapping[str, Any]) -> Manifest:
-        """Merge into the status subresource; `None` removes a field."""
+    async def patch_status(self, kind: Kind, namespace: str, name: str, patch: Mapping[str, Any]) -> Manifest:
+        """Merge into the status subresource; `None` removes a field. A resource version in it is a precondition."""
         path = kind.path(namespace, name, "status")
         query = {"fieldManager": FIELD_MANAGER}
-        return await self.write("PATCH", path, query=query, body={"status": dict(status)}, content_type=MERGE_PATCH)
+        return await self.write("PATCH", path, query=query, body=dict(patch), content_type=MERGE_PATCH)
 
     async def create(self, kind: Kind, manifest: Manifest) -> Manifest:
         path = kind.path(manifest["metadata"]["namespace"])

@@ -4,7 +4,7 @@
 scheduler, refused creations, refused applies. Neighbours: `status` makes conditions of it, the controller writes them.
 """
 
-from pagemill_operator.backends.kubernetes.observe.body import status_body
+from pagemill_operator.backends.kubernetes.observe.body import load_wait_s, status_body
 from pagemill_operator.backends.kubernetes.observe.observation import observe
 
-__all__ = ["observe", "status_body"]
+__all__ = ["load_wait_s", "observe", "status_body"]

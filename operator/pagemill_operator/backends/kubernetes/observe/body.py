@@ -12,7 +12,7 @@ from pagemill_operator.backends.kubernetes.render.names import engine_name, sele
 from pagemill_operator.backends.kubernetes.snapshot import Snapshot
 from pagemill_operator.plan.types import Plan
 from pagemill_operator.status.conditions import find_conditions, merge_conditions
-from pagemill_operator.status.load import next_load, summarize
+from pagemill_operator.status.load import next_load, remaining_s, summarize
 from pagemill_operator.status.observation import Observation
 
 MAX_NOTES = 32
@@ -32,7 +32,7 @@ def status_body(snapshot: Snapshot, observation: Observation, url: str, now: str
         "selector": selector_text(snapshot.name),
         "url": url,
         "plan": _plan_summary(snapshot, plan) if plan else _json(old.plan),
-        "load": _json(_load(snapshot, old.load, now)),
+        "load": _json(next_load(old.load, _measured(snapshot, now))),
         "lastScaling": _last_scaling(old, desired, now),
         "conditions": [
             _json(condition)
@@ -70,11 +70,16 @@ def _engine_version(snapshot: Snapshot) -> str:
     return match[1] if match else ""
 
 
-def _load(snapshot: Snapshot, shown: LoadSummary | None, now: str) -> LoadSummary | None:
-    if snapshot.load is None:
-        return shown
+def load_wait_s(snapshot: Snapshot, now: str) -> float | None:
+    """Seconds until the status may show the load that is measured; None where it does."""
+    return remaining_s(_old_status(snapshot).load, _measured(snapshot, now))
+
+
+def _measured(snapshot: Snapshot, now: str) -> LoadSummary | None:
     load = snapshot.load
-    return next_load(shown, summarize(load.kv_cache_usage, load.running, load.waiting, now))
+    if load is None:
+        return None
+    return summarize(load.kv_cache_usage, load.running, load.waiting, now)
 
 
 def _last_scaling(old: LLMDeploymentStatus, desired: int, now: str) -> dict[str, Any] | None:
