@@ -22,6 +22,11 @@ class FakeSecrets:
     def __init__(self) -> None:
         self.secret: dict[str, Any] | None = None
         self.writes: list[str] = []
+        self._version = 0
+
+    def _next(self) -> str:
+        self._version += 1
+        return str(self._version)
 
     async def find(self, kind: Any, namespace: str, name: str) -> dict[str, Any] | None:
         return copy.deepcopy(self.secret)
@@ -31,7 +36,7 @@ class FakeSecrets:
             raise ApiError(409, "AlreadyExists", "it exists")
         self.writes.append("create")
         self.secret = copy.deepcopy(manifest)
-        self.secret["metadata"]["resourceVersion"] = "1"
+        self.secret["metadata"]["resourceVersion"] = self._next()
         return self.secret
 
     async def merge(self, kind: Any, namespace: str, name: str, patch: Mapping[str, Any]) -> dict[str, Any]:
@@ -39,9 +44,8 @@ class FakeSecrets:
         if patch["metadata"]["resourceVersion"] != self.secret["metadata"]["resourceVersion"]:
             raise ApiError(409, "Conflict", "it has changed")
         self.writes.append("merge")
-        version = str(int(self.secret["metadata"]["resourceVersion"]) + 1)
         self.secret = copy.deepcopy(dict(patch))
-        self.secret["metadata"]["resourceVersion"] = version
+        self.secret["metadata"]["resourceVersion"] = self._next()
         return self.secret
 
 
@@ -97,14 +101,44 @@ async def test_a_turn_moves_each_key_on_so_that_no_used_token_is_ever_refused(wo
     assert world.secrets.writes == ["create", *["merge"] * 4]
 
 
-async def test_keys_that_cannot_be_read_are_made_anew(world: World) -> None:
+async def test_keys_that_are_spoilt_or_lost_are_written_back_as_they_were(world: World) -> None:
     ring = world.ring()
     await ring.tend()
+    before = ring.keys
     assert world.secrets.secret is not None
     world.secrets.secret["data"]["next"] = "not base64!"
-    assert read_keys(world.secrets.secret) is None
+    ring.saw("MODIFIED", world.secrets.secret)
+    assert ring.lost.is_set()
     await ring.tend()
-    assert read_keys(world.secrets.secret) == ring.keys
+    assert read_keys(world.secrets.secret) == ring.keys == before
+    assert not ring.lost.is_set()
+    gone, world.secrets.secret = world.secrets.secret, None
+    ring.saw("DELETED", gone)
+    assert ring.lost.is_set()
+    await ring.tend()
+    assert world.secrets.secret is not None
+    assert read_keys(world.secrets.secret) == before
+
+
+async def test_keys_that_nobody_knows_any_more_are_made_anew(world: World) -> None:
+    await world.ring().tend()
+    assert world.secrets.secret is not None
+    world.secrets.secret["data"]["next"] = "not base64!"
+    another = world.ring()
+    await another.tend()
+    assert read_keys(world.secrets.secret) == another.keys
+
+
+async def test_what_a_watch_tells_late_takes_no_turn_back(world: World) -> None:
+    ring = world.ring()
+    await ring.tend()
+    late = copy.deepcopy(world.secrets.secret)
+    assert late is not None
+    world.now += timedelta(seconds=DAY_S)
+    await ring.tend()
+    turned = ring.keys
+    ring.saw("MODIFIED", late)
+    assert ring.keys == turned
 
 
 async def test_a_turn_by_another_leader_is_not_turned_over(world: World) -> None:
@@ -128,11 +162,11 @@ async def test_a_watched_secret_tells_only_of_changes(world: World) -> None:
     assert world.changes == 1
     secret = world.secrets.secret
     assert secret is not None
-    standby.saw(secret)
-    standby.saw(secret)
+    standby.saw("MODIFIED", secret)
+    standby.saw("MODIFIED", secret)
     assert standby.keys == ring.keys
     assert world.changes == 2
-    standby.saw({**secret, "metadata": {**secret["metadata"], "name": "another"}, "data": {}})
+    standby.saw("MODIFIED", {**secret, "metadata": {**secret["metadata"], "name": "another"}, "data": {}})
     assert world.changes == 2
 
 

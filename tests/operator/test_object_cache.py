@@ -76,6 +76,14 @@ def test_an_older_version_of_an_object_is_ignored(cache: Cache) -> None:
     assert cache.children("default/chat")[("Deployment", "chat-engine")]["spec"] == {"replicas": 3}
 
 
+def test_what_is_told_late_of_an_earlier_namesake_is_ignored(cache: Cache) -> None:
+    cache.put("LLMDeployment", owner(version=10, uid="new"))
+    assert cache.put("LLMDeployment", owner(version=9, uid="old")) == set()
+    known = cache.owner("default/chat")
+    assert known is not None
+    assert known["metadata"]["uid"] == "new"
+
+
 def test_the_echo_of_our_own_write_wakes_nobody(cache: Cache) -> None:
     written = child(version=10, spec={"replicas": 3})
     assert cache.put("Deployment", written) == {"default/chat"}

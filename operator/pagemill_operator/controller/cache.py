@@ -166,9 +166,8 @@ def _is_ending(manifest: Manifest) -> bool:
 
 
 def _is_newer(manifest: Manifest, known: Manifest) -> bool:
-    """Another object, or a later version of the same; resource versions of one kind may be compared as numbers."""
-    new, old = manifest["metadata"], known["metadata"]
-    return bool(new.get("uid") != old.get("uid") or int(new["resourceVersion"]) > int(old["resourceVersion"]))
+    """A later version of the same or of a later namesake: resource versions of one kind may be compared as numbers."""
+    return int(manifest["metadata"]["resourceVersion"]) > int(known["metadata"]["resourceVersion"])
 
 
 def _wanted(owner: Manifest) -> tuple[object, ...]:

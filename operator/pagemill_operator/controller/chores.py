@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 from collections.abc import Awaitable, Callable
@@ -25,9 +26,12 @@ async def insist(name: str, chore: Chore, retry_s: float) -> float:
         await asyncio.sleep(random.uniform(0.5, 1.0) * retry_s)
 
 
-async def repeat(name: str, chore: Chore, retry_s: float, first_s: float) -> None:
-    """For ever, the first time in `first_s`."""
+async def repeat(name: str, chore: Chore, retry_s: float, first_s: float, at_once: asyncio.Event | None = None) -> None:
+    """For ever, the first time in `first_s`, and whenever `at_once` is set; the chore clears it."""
+    at_once = at_once or asyncio.Event()
     pause_s = first_s
     while True:
-        await asyncio.sleep(pause_s)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(pause_s):
+                await at_once.wait()
         pause_s = await insist(name, chore, retry_s)

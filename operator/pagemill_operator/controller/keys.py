@@ -6,6 +6,7 @@ each one on. Engines accept tokens of all three, gateways send the one of `curre
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import logging
 import secrets
@@ -74,46 +75,61 @@ class KeyRing:
         self._now = now
         self.keys: Keys | None = None
         """None until they are made or seen."""
+        self.lost = asyncio.Event()
+        """The Secret is gone or spoilt: it should be tended at once."""
+        self._version = 0
 
-    def saw(self, secret: Manifest) -> None:
+    def saw(self, event_type: str | None, secret: Manifest) -> None:
         """A watch has reported a Secret."""
         metadata = secret["metadata"]
-        if (metadata["namespace"], metadata["name"]) != (self._namespace, self._name):
+        version = int(metadata["resourceVersion"])
+        if (metadata["namespace"], metadata["name"]) != (self._namespace, self._name) or version < self._version:
             return
-        keys = read_keys(secret)
-        if keys is not None and keys != self.keys:
-            self.keys = keys
-            self._on_change()
+        self._version = version
+        keys = read_keys(secret) if event_type != "DELETED" else None
+        if keys is None:
+            self.lost.set()
+        else:
+            self._take(keys)
 
     async def tend(self) -> float:
         """Make or turn the keys where that is due. Returns the seconds until the next turn."""
+        self.lost.clear()
         secret = await self._client.find(SECRET, self._namespace, self._name)
         now = self._now().replace(microsecond=0)
         keys = read_keys(secret) if secret else None
         if keys is None:
-            keys = await self._write(new_keys(now), secret)
-            logger.info("keys for engine tokens are made in Secret %s/%s", self._namespace, self._name)
+            # Engines and gateways know the keys that were: new ones would shut them out from each other.
+            keys = await self._write(self.keys or new_keys(now), secret)
+            logger.info("keys for engine tokens are written to Secret %s/%s", self._namespace, self._name)
         elif keys.age_s(now) >= self._rotation_s:
             keys = await self._write(keys.turned(now), secret)
             logger.info("keys for engine tokens are turned")
+        self._take(keys)
+        return max(1.0, self._rotation_s - keys.age_s(now))
+
+    def _take(self, keys: Keys) -> None:
         if keys != self.keys:
             self.keys = keys
             self._on_change()
-        return max(1.0, self._rotation_s - keys.age_s(now))
 
     async def _write(self, keys: Keys, before: Manifest | None) -> Keys:
         manifest = _manifest(keys, self._namespace, self._name)
         if before is None:
             try:
-                await self._client.create(SECRET, manifest)
+                written = await self._client.create(SECRET, manifest)
             except ApiError as error:
                 # Made by somebody else meanwhile: those keys count, and are read with the next try.
                 logger.warning("the keys were not made: %s", error)
                 raise
-            return keys
+            return self._wrote(keys, written)
         # A precondition, so that no turn is lost between two leaders.
         manifest["metadata"]["resourceVersion"] = before["metadata"]["resourceVersion"]
-        await self._client.merge(SECRET, self._namespace, self._name, manifest)
+        return self._wrote(keys, await self._client.merge(SECRET, self._namespace, self._name, manifest))
+
+    def _wrote(self, keys: Keys, secret: Manifest) -> Keys:
+        """What watches tell of earlier versions is no news."""
+        self._version = max(self._version, int(secret["metadata"]["resourceVersion"]))
         return keys
 
 

@@ -221,7 +221,8 @@ class Operator:
             group.create_task(self.workers.run(), name="workers")
             group.create_task(self.streams.run(), name="load streams")
             for name, chore in chores.items():
-                group.create_task(repeat(name, chore, retry_s, due_s[name]), name=name)
+                at_once = self.keys.lost if name == "keys" else None
+                group.create_task(repeat(name, chore, retry_s, due_s[name], at_once), name=name)
 
     async def _tend_keys(self) -> float:
         return min(KEYS_INTERVAL_S, await self.keys.tend())
@@ -240,7 +241,7 @@ class Operator:
         else:
             changed = self.cache.put(kind.name, manifest)
         if kind == SECRET:
-            self.keys.saw(manifest)
+            self.keys.saw(event_type, manifest)
         self.watches.handled(kind.name, identity)
         self._wake(changed)
 

@@ -309,3 +309,27 @@ async def test_a_standby_queues_nothing(ready: Any, run_operator: Any) -> None:
     await ready.until(lambda: second.operator.cache.keys() and reason(ready))
     assert len(second.operator.queue) == 0
     assert b'workqueue_depth{name="llmdeployment"} 0.0' in second.operator.metrics.text()
+
+
+async def test_keys_that_are_deleted_are_written_back_at_once_as_they_were(ready: Any, run_operator: Any) -> None:
+    operator = run_operator()
+    ready.change("LLMDeployment", llm_deployment())
+    await ready.until(lambda: reason(ready))
+    keys = ready.get("Secret", "pagemill-keys", "pagemill-system")["data"]
+    tokens = ready.get("Secret", "chat-engine-token")["data"]
+    ready.remove("Secret", "pagemill-system", "pagemill-keys")
+    await ready.until(lambda: ready.get("Secret", "pagemill-keys", "pagemill-system"), timeout_s=10)
+    assert ready.get("Secret", "pagemill-keys", "pagemill-system")["data"] == keys
+    await operator.settled()
+    assert ready.get("Secret", "chat-engine-token")["data"] == tokens
+
+
+async def test_a_webhook_that_does_not_answer_is_told_and_waited_for(ready: Any, run_operator: Any) -> None:
+    message = 'Internal error occurred: failed calling webhook "policy.corp": refused'
+    ready.refuse = lambda write: (500, "InternalError", message) if write.kind == "Deployment" else None
+    run_operator()
+    ready.change("LLMDeployment", llm_deployment())
+    await ready.until(lambda: reason(ready) == "WebhookFailed")
+    ready.refuse = lambda write: None
+    await ready.until(lambda: ready.get("Deployment", "chat-engine"), timeout_s=10)
+    await ready.until(lambda: reason(ready) != "WebhookFailed")
