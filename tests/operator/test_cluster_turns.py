@@ -275,3 +275,16 @@ async def test_an_object_of_somebody_else_without_conflicting_fields_is_not_take
     assert fault is not None
     assert fault.reason == "NameTaken"
     assert world.get("ConfigMap")["metadata"]["labels"] == {"app": "theirs"}
+
+
+async def test_what_serves_follows_the_scale_while_another_model_is_loaded(world: World) -> None:
+    await world.settle(world.plan())
+    world.take()
+    await world.cluster.carry_out(world.cached(replicas=3))
+    assert "merge Deployment" in world.take()
+    assert world.get("Deployment")["spec"]["replicas"] == 3
+    await world.settle(world.cached(replicas=3))
+    assert "merge Deployment" not in world.take()
+    world.change("Job", status=COMPLETE)
+    await world.settle(world.cached(replicas=3))
+    assert "apply Deployment" in world.take()

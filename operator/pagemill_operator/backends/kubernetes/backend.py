@@ -137,9 +137,10 @@ class KubernetesCluster(Cluster):
         await writes.delete(child for child in in_the_way.values() if not is_ending(child))
         if not any(_at(manifest) in in_the_way for manifest in wanted):
             await self._write(key, writes, wanted, live)
+            if plan:
+                await self._adjust(plan, writes, wanted, live)
             if plan and not writes.has_failed(BY_NAME):
                 await writes.delete(self._unwanted(owner, wanted))
-            await writes.delete(outdated_jobs(plan, wanted, live) if plan else ())
         self._note(key, writes)
         return writes.has_written
 
@@ -149,6 +150,15 @@ class KubernetesCluster(Cluster):
         await writes.apply([manifest for manifest in changes if manifest["kind"] not in POD_MAKERS], live)
         if not writes.has_failed(NEEDED_BY_PODS):
             await writes.apply([manifest for manifest in changes if manifest["kind"] in POD_MAKERS], live)
+
+    async def _adjust(self, plan: Plan, writes: Writes, wanted: list[Manifest], live: Children) -> None:
+        """What a rendered manifest cannot do."""
+        await writes.delete(outdated_jobs(plan, wanted, live))
+        # While the model of a new spec is loaded, what serves the earlier one is not rendered, but follows the scale.
+        rendered = {_at(manifest) for manifest in wanted}
+        for at, child in live.items():
+            if at[0] == "Deployment" and at not in rendered and child["spec"].get("replicas", 1) != plan.replicas:
+                await writes.scale(child, plan.replicas)
 
     def _note(self, key: str, writes: Writes) -> None:
         """What the turn met. Raises what may pass."""
