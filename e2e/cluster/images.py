@@ -63,16 +63,28 @@ def load_all(tag: str, components: Iterable[str] = COMPONENTS) -> dict[str, floa
     return durations
 
 
-def forget_others(tag: str) -> None:
-    """Drop the images of earlier sources from node and buildah; what they share with this tag's stays."""
-    stale = {name for name in containers.image_names() if _is_ours(name) and not name.endswith(f":{tag}")}
-    if stale:
-        containers.ctr("images", "rm", *sorted(stale))
+def forget_others(tag: str) -> list[str]:
+    """Drop the images of earlier sources from node and buildah; what they share with this tag's stays.
+
+    Returns why some could not be dropped: they cost disk, and nothing depends on their absence.
+    """
+    problems = []
+    for name in sorted(_stale(containers.image_names(), tag)):
+        try:
+            containers.ctr("images", "rm", name)
+        except containers.ContainerError as error:
+            problems.append(str(error))
     listed = json.loads(_run("buildah", "images", "--json"))
-    built = {name for each in listed for name in each["names"] or []}
-    for name in sorted(built):
-        if _is_ours(name) and not name.endswith(f":{tag}"):
+    for name in sorted(_stale({name for each in listed for name in each["names"] or []}, tag)):
+        try:
             _run("buildah", "rmi", name)
+        except ImageError as error:
+            problems.append(str(error))
+    return problems
+
+
+def _stale(names: set[str], tag: str) -> set[str]:
+    return {name for name in names if _is_ours(name) and not name.endswith(f":{tag}")}
 
 
 def _is_ours(name: str) -> bool:
@@ -96,10 +108,10 @@ def make_base() -> None:
         tar = f"{folder}/base.tar"
         excludes = [f"--dpkgopt=path-exclude={path}" for path in UNUSED_PATHS]
         _run("mmdebstrap", "--variant=minbase", "--include=ca-certificates", *excludes, SUITE, tar)
-        container = _run("buildah", "from", "scratch").strip()
-        _run("buildah", "add", "--quiet", container, tar, "/")
-        _run("buildah", "config", "--cmd", '["bash"]', container)
-        _run("buildah", "commit", "--quiet", "--rm", container, BASE)
+        with _working_container("scratch") as container:
+            _run("buildah", "add", "--quiet", container, tar, "/")
+            _run("buildah", "config", "--cmd", '["bash"]', container)
+            _run("buildah", "commit", "--quiet", container, BASE)
 
 
 def build(component: str, tag: str) -> None:
@@ -110,13 +122,23 @@ def build(component: str, tag: str) -> None:
 
 def derive(image: str, target: str) -> None:
     """A really different image with one tiny layer more: what a rollout to a new engine version needs."""
-    container = _run("buildah", "from", "--pull-never", image).strip()
-    with tempfile.NamedTemporaryFile("w", suffix=".txt") as marker:
-        marker.write(target + "\n")
-        marker.flush()
-        _run("buildah", "copy", "--quiet", "--chmod=0644", container, marker.name, "/opt/pagemill/derived.txt")
-    _run("buildah", "commit", "--quiet", "--rm", container, target)
+    with _working_container("--pull-never", image) as container:
+        with tempfile.NamedTemporaryFile("w", suffix=".txt") as marker:
+            marker.write(target + "\n")
+            marker.flush()
+            _run("buildah", "copy", "--quiet", "--chmod=0644", container, marker.name, "/opt/pagemill/derived.txt")
+        _run("buildah", "commit", "--quiet", container, target)
     loading.load(target)
+
+
+@contextmanager
+def _working_container(*source: str) -> Iterator[str]:
+    """Gone at the end whatever happens: one that is left keeps its image from ever being dropped."""
+    container = _run("buildah", "from", *source).strip()
+    try:
+        yield container
+    finally:
+        _run("buildah", "rm", container)
 
 
 def sizes(tag: str) -> dict[str, str]:

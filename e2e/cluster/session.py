@@ -36,7 +36,8 @@ def run(command: Sequence[str]) -> int:
         try:
             with _phase(durations, "load"):
                 durations |= images.load_all(tag)
-                images.forget_others(tag)
+                for problem in images.forget_others(tag):
+                    print(f"e2e: warning: {problem}", file=sys.stderr, flush=True)
             with _phase(durations, "command"):
                 return _run(command, _environment(tag))
         finally:
