@@ -69,6 +69,9 @@ format: .venv/.installed ## Rewrite the code in the project's style
 bench: .venv/.installed ## Run every benchmark with its peers side by side (BENCHES="kv_waste up" picks some)
 	for name in $(BENCHES); do echo "== bench/$$name.py"; $(BIN)/python bench/$$name.py; done
 
+# Where CI installs Go, for machines without one that is new enough.
+e2e e2e-full e2e-scale e2e-measure: export PATH := $(CURDIR)/.uv/bin:$(PATH)
+
 .PHONY: e2e
 e2e: .venv/.installed ## Prove the platform on a real Kubernetes: the smoke cases (root; E2E_CONTEXT=NAME uses yours)
 	$(call on_cluster,-m smoke)
