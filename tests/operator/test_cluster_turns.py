@@ -244,12 +244,13 @@ async def test_a_recreated_deployment_waits_until_the_children_of_the_earlier_on
 async def test_pods_of_an_earlier_deployment_are_not_counted(world: World) -> None:
     await world.settle(world.plan())
     labels = {"pagemill.dev/deployment": "chat", "app.kubernetes.io/component": "engine"}
-    for name, created in (("old", "2026-01-05T00:00:00Z"), ("new", "2026-02-02T00:00:00Z")):
+    times = {"old": "2026-01-05T00:00:00Z", "skewed": "2026-01-31T23:59:58Z", "new": "2026-02-02T00:00:00Z"}
+    for name, created in times.items():
         metadata = {"name": name, "namespace": "default", "uid": name, "resourceVersion": "5", "labels": labels}
         world.cache.put("Pod", {"metadata": {**metadata, "creationTimestamp": created}, "spec": {"containers": []}})
     world.own("uid-2", created="2026-02-01T00:00:00Z")
     await world.cluster.carry_out(world.plan())
-    assert [pod["metadata"]["name"] for pod in world.cluster.snapshot(KEY).pods] == ["new"]
+    assert [pod["metadata"]["name"] for pod in world.cluster.snapshot(KEY).pods] == ["skewed", "new"]
 
 
 @pytest.mark.parametrize("kind", ["NetworkPolicy", "Secret", "ConfigMap"])

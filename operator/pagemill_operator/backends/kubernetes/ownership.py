@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from datetime import datetime, timedelta
 from typing import Any
 
 from pagemill_operator.backends.kubernetes.snapshot import FIELD_MANAGER, MANAGED_BY_LABEL, Manifest
 
+CLOCK_SKEW_S = 5.0
+"""Between API servers, each of which stamps what it creates by its own clock."""
 Children = Mapping[tuple[str, str], Manifest]
 
 
@@ -27,8 +30,13 @@ def strangers(children: Children, owner: Manifest) -> dict[tuple[str, str], Mani
 
 def own_pods(pods: Iterable[Manifest], owner: Manifest) -> tuple[Manifest, ...]:
     """Pods are owned by what makes them; those of an earlier deployment are older than this one."""
-    created = owner["metadata"].get("creationTimestamp", "")
-    return tuple(pod for pod in pods if pod["metadata"].get("creationTimestamp", created) >= created)
+    created = owner["metadata"].get("creationTimestamp")
+    if created is None:
+        return tuple(pods)
+    since = datetime.fromisoformat(created) - timedelta(seconds=CLOCK_SKEW_S)
+    return tuple(
+        pod for pod in pods if datetime.fromisoformat(pod["metadata"].get("creationTimestamp", created)) >= since
+    )
 
 
 def is_ending(manifest: Manifest) -> bool:
