@@ -114,8 +114,8 @@ def refuse_installed(kubectl: Kubectl) -> None:
     if not found:
         return
     pytest.exit(
-        f"context {kubectl.context}: {', '.join(found)} exist, and the end-to-end cases would destroy them. Use another "
-        "cluster; delete them only when they are left from an earlier run of these tests.",
+        f"context {kubectl.context}: {', '.join(found)} exist, and the end-to-end cases would destroy them. Use "
+        "another cluster; delete them only when they are left from an earlier run of these tests.",
         returncode=pytest.ExitCode.USAGE_ERROR,
     )
 

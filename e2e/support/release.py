@@ -127,9 +127,13 @@ class Releases:
     def __init__(self, cluster: Cluster, image_tag: str) -> None:
         self._shared = Release(cluster, SHARED_NAME, SHARED_NAMESPACE, image_tag)
         self._installed = False
+        self._begun = False
+        """Something may be there, if only half of an installation that failed."""
 
     def shared(self) -> Release:
         if not self._installed:
+            self.close()
+            self._begun = True
             self._shared.install()
             self._installed = True
         return self._shared
@@ -150,6 +154,7 @@ class Releases:
         return Release(self._shared.cluster, name, namespace, self._shared.image_tag)
 
     def close(self) -> None:
-        if self._installed:
+        self._installed = False
+        if self._begun:
             self._shared.remove()
-            self._installed = False
+            self._begun = False
