@@ -65,9 +65,7 @@ def _renamed(manifest: str) -> str:
     return json.dumps({"apiVersion": "v1", "kind": "List", "items": made})
 
 
-def test_the_audit_log_knows_no_violation(
-    audit: AuditLog, strict: Release, make_space: Callable[..., Kubectl]
-) -> None:
+def test_the_audit_log_knows_no_violation(audit: AuditLog, strict: Release, make_space: Callable[..., Kubectl]) -> None:
     """Since before the release was installed, but for the violation that shows that violations are noted at all."""
     chat = deploy(make_space(STRICT), llmdeployment("chat"))
     chat.wait_ready(1)
