@@ -8,93 +8,19 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from observed_world import PULL, READY, World, ended, running, told, unschedulable, waiting
 
 from pagemill_crds.models import LLMDeployment
 from pagemill_operator.backends.kubernetes.observe import observe
-from pagemill_operator.backends.kubernetes.render import render_children
-from pagemill_operator.backends.kubernetes.slim import slim
-from pagemill_operator.backends.kubernetes.snapshot import ApplyError, Manifest, Owner, RenderContext, Snapshot
-from pagemill_operator.plan import Plan, Problem, make_plan
-from pagemill_operator.status.conditions import Finding, find_conditions, merge_conditions
-from pagemill_operator.status.observation import Observation
+from pagemill_operator.backends.kubernetes.snapshot import ApplyError, Snapshot
+from pagemill_operator.plan import Problem, make_plan
+from pagemill_operator.status.conditions import find_conditions, merge_conditions
 
 Make = Callable[..., LLMDeployment]
-CACHED = {"model__source": "hf://org/name", "model__cache": {"size": "1Gi", "storageClassName": "fast"}}
 FORBIDDEN = 'pods "chat-engine-5d59d67564-x7k2p" is forbidden: '
-
-
-class World:
-    """What a cluster holds for one deployment; pods are added as a case needs them."""
-
-    def __init__(self, deployment: LLMDeployment) -> None:
-        self.plan: Plan = make_plan(deployment, "kubernetes")
-        self.generation = deployment.metadata.generation
-        self.objects: dict[tuple[str, str], Manifest] = {}
-        self.pods: list[Manifest] = []
-        self.errors: list[ApplyError] = []
-        self.status: dict[str, Any] = {}
-        self.num_gateways = self.num_gateways_ready = 1
-        self.conflict: Problem | None = None
-
-    def apply(self, *, loader_done: bool = False) -> World:
-        context = RenderContext(namespace="pagemill-system", engine_image="pagemill/engine:1", loader_done=loader_done)
-        for manifest in render_children(self.plan, Owner("default", "chat", "uid"), context):
-            self.objects[manifest["kind"], manifest["metadata"]["name"]] = slim(manifest["kind"], manifest)
-        return self
-
-    def pod(
-        self,
-        status: dict[str, Any] | None = None,
-        *,
-        node: str = "node-1",
-        conditions: tuple[dict[str, Any], ...] = (),
-        component: str = "engine",
-        template: Manifest | None = None,
-        **metadata: Any,
-    ) -> World:
-        """`status`: of the main container. `template`: of an earlier Deployment; the newest one when absent."""
-        kind = "Deployment" if component == "engine" else "Job"
-        owner = next(child for (child_kind, _), child in self.objects.items() if child_kind == kind)
-        made_from = template or owner["spec"]["template"]
-        name = f"{owner['metadata']['name']}-{len(self.pods)}"
-        statuses = [{"name": component, "image": "pagemill/engine:1", **status}] if status else []
-        pod = {
-            "metadata": {**made_from["metadata"], "name": name, "namespace": "default", **metadata},
-            "spec": {**made_from["spec"], **({"nodeName": node} if node else {})},
-            "status": {"phase": "Pending", "conditions": list(conditions), "containerStatuses": statuses},
-        }
-        self.pods.append(slim("Pod", pod))
-        return self
-
-    def condition(self, kind: str, name: str, **condition: str) -> World:
-        self.objects[kind, name].setdefault("status", {}).setdefault("conditions", []).append(condition)
-        return self
-
-    @property
-    def snapshot(self) -> Snapshot:
-        metadata = {"name": "chat", "namespace": "default", "generation": self.generation, "uid": "uid"}
-        return Snapshot(
-            owner={"metadata": metadata, "status": self.status},
-            children=self.objects,
-            pods=tuple(self.pods),
-            num_gateways=self.num_gateways,
-            num_gateways_ready=self.num_gateways_ready,
-            conflict=self.conflict,
-            apply_errors=tuple(self.errors),
-        )
-
-    def findings(self) -> dict[str, Finding]:
-        return {finding.type: finding for finding in find_conditions(observe(self.snapshot, self.plan))}
-
-    def at(self, seconds: float) -> tuple[Observation, dict[str, Finding]]:
-        """Seen so many seconds after the year has begun."""
-        now = datetime(2026, 1, 1, tzinfo=UTC) + timedelta(seconds=seconds)
-        seen = observe(self.snapshot, self.plan, now)
-        return seen, {finding.type: finding for finding in find_conditions(seen)}
 
 
 @pytest.fixture
@@ -102,31 +28,6 @@ def world(deployment: Make) -> Callable[..., World]:
     return lambda **changes: World(deployment(**changes))
 
 
-def unschedulable(message: str) -> dict[str, Any]:
-    condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}
-    return {"node": "", "conditions": (condition,)}
-
-
-def waiting(reason: str, message: str = "", last: dict[str, Any] | None = None) -> dict[str, Any]:
-    state = {"waiting": {"reason": reason, "message": message}}
-    return {"ready": False, "started": False, "state": state, "lastState": {"terminated": last} if last else {}}
-
-
-def running(*, started: bool, ready: bool = False, last: dict[str, Any] | None = None) -> dict[str, Any]:
-    state = {"running": {"startedAt": "2026-01-01T00:00:10Z"}}
-    return {"ready": ready, "started": started, "state": state, "lastState": {"terminated": last} if last else {}}
-
-
-def ended(code: int, reason: str = "Error", message: str = "") -> dict[str, Any]:
-    return {"exitCode": code, "reason": reason, "message": message}
-
-
-def told(reason: str, message: str) -> dict[str, Any]:
-    return ended(1, message=json.dumps({"reason": reason, "message": message}))
-
-
-READY = ({"type": "Ready", "status": "True"},)
-PULL = 'failed to pull and unpack image "docker.io/x:1": failed to resolve image: docker.io/x:1: not found'
 NODES = "0/3 nodes are available: {}. preemption: 0/3 nodes are available: 3 Preemption is not helpful for scheduling."
 GPU_SHORT = NODES.format("1 Insufficient nvidia.com/gpu, 2 node(s) had untolerated taint {a: b}")
 
@@ -535,101 +436,3 @@ def test_an_edit_that_cannot_be_planned_leaves_the_old_pods_serving(world: Calla
     assert found["Serving"].status == "True"
     assert found["Ready"].status == "False"
     assert "earlier spec still serve" in found["Ready"].message
-
-
-# Models that a loader fetches
-
-
-def test_engines_wait_for_the_loader(world: Callable[..., World]) -> None:
-    found = world(**CACHED).apply().pod(running(started=True), component="loader").findings()
-    assert [found[kind].reason for kind in ("Scheduled", "ModelLoaded", "Ready")] == ["Downloading"] * 3
-
-
-def test_a_claim_that_is_not_bound_is_named_with_its_class(world: Callable[..., World]) -> None:
-    message = "0/3 nodes are available: pod has unbound immediate PersistentVolumeClaims. not found"
-    for state in (unschedulable(message), {"node": ""}):
-        stuck = world(**CACHED).apply().pod(component="loader", **state)
-        stuck.objects["PersistentVolumeClaim", "chat-model"]["status"] = {"phase": "Pending"}
-        found = stuck.findings()
-        assert (found["Scheduled"].reason, found["Ready"].reason) == ("VolumePending", "VolumePending")
-        assert "claim chat-model" in found["Ready"].message
-        assert "StorageClass fast" in found["Ready"].message
-
-
-def test_a_volume_that_is_being_made_is_no_fault_yet(world: Callable[..., World]) -> None:
-    message = "0/3 nodes are available: pod has unbound immediate PersistentVolumeClaims. not found"
-    for state in (unschedulable(message), {"node": ""}):
-        young = world(**CACHED).apply().pod(component="loader", **state)
-        claim = young.objects["PersistentVolumeClaim", "chat-model"]
-        claim["status"] = {"phase": "Pending"}
-        claim["metadata"]["creationTimestamp"] = "2026-01-01T00:00:00Z"
-        seen, found = young.at(20.0)
-        assert found["Ready"].reason == "Downloading"
-        assert seen.look_again_s == 10.0, "nothing else would tell that it takes too long"
-        seen, found = young.at(30.0)
-        assert (found["Ready"].reason, seen.look_again_s) == ("VolumePending", None)
-        claim["status"] = {"phase": "Bound"}
-        assert young.at(20.0)[0].look_again_s is None
-
-
-def test_a_loader_whose_pod_is_refused_names_where_the_cause_stands(world: Callable[..., World]) -> None:
-    refused = world(**CACHED).apply()
-    (job,) = [each for (kind, _), each in refused.objects.items() if kind == "Job"]
-    job["metadata"]["creationTimestamp"] = "2026-01-01T00:00:00Z"
-    seen, found = refused.at(5.0)
-    assert (found["Ready"].reason, seen.look_again_s) == ("Downloading", 10.0)
-    found = refused.at(15.0)[1]
-    assert (found["Scheduled"].reason, found["Ready"].reason) == ("PodsNotCreated", "PodsNotCreated")
-    assert f"kubectl describe job {job['metadata']['name']}" in found["Ready"].message
-    job["status"] = {"active": 1}
-    assert refused.at(15.0)[1]["Ready"].reason == "Downloading"
-
-
-def test_a_lost_volume_is_told(world: Callable[..., World]) -> None:
-    lost = world(**CACHED).apply()
-    lost.objects["PersistentVolumeClaim", "chat-model"]["status"] = {"phase": "Lost"}
-    found = lost.findings()["Ready"]
-    assert found.reason == "VolumeLost"
-    assert "kubectl delete pvc chat-model" in found.message
-
-
-@pytest.mark.parametrize(
-    ("status", "reason", "remedy"),
-    [
-        (
-            waiting("CrashLoopBackOff", last=told("CredentialsRefused", "The hub refused the token: correct it.")),
-            "CredentialsRefused",
-            "correct it",
-        ),
-        (
-            waiting("CreateContainerConfigError", 'secret "hub" not found'),
-            "MissingSecret",
-            "spec.model.credentialsSecretRef",
-        ),
-        (waiting("ImagePullBackOff", PULL), "ImagePullFailed", "spec.engine.image"),
-    ],
-    ids=["credentials", "secret", "image"],
-)
-def test_a_loader_that_fails_is_the_reason(
-    world: Callable[..., World], status: dict[str, Any], reason: str, remedy: str
-) -> None:
-    found = world(**CACHED).apply().pod(status, component="loader").findings()
-    assert (found["ModelLoaded"].reason, found["Ready"].reason) == (reason, reason)
-    assert remedy in found["Ready"].message
-
-
-def test_a_job_that_gave_up_names_the_way_to_start_it_again(world: Callable[..., World]) -> None:
-    gone = world(**CACHED).apply()
-    (name,) = [name for kind, name in gone.objects if kind == "Job"]
-    gone.condition("Job", name, type="Failed", status="True", message="Job has reached the specified backoff limit")
-    found = gone.findings()["Ready"]
-    assert found.reason == "LoaderFailed"
-    assert f"kubectl delete job {name}" in found.message
-
-
-def test_a_loader_that_is_done_is_no_subject_any_more(world: Callable[..., World]) -> None:
-    done = world(**CACHED).apply(loader_done=True)
-    (name,) = [name for kind, name in done.objects if kind == "Job"]
-    done.condition("Job", name, type="Complete", status="True")
-    found = done.pod(running(started=True, ready=True), conditions=READY).findings()
-    assert found["Ready"].status == "True"
