@@ -51,14 +51,19 @@ def test_null_takes_nothing_away() -> None:
     assert merge(base, override) == {**base, "new": {}}
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(max_size=3),
-    lambda children: (
-        st.lists(children, max_size=3)
-        | st.dictionaries(st.sampled_from(["name", "env", "containers", "tolerations", "x"]), children, max_size=3)
-    ),
-    max_leaves=12,
-)
+def json_of(fields: list[str]) -> st.SearchStrategy[Any]:
+    return st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(max_size=3),
+        lambda children: (
+            st.lists(children, max_size=3) | st.dictionaries(st.sampled_from(fields), children, max_size=3)
+        ),
+        max_leaves=12,
+    )
+
+
+JSON = json_of(["name", "env", "containers", "tolerations", "x"])
+# An item without the key of its list has no identity: it is added each time, and the API server refuses it.
+PLAIN = json_of(["name", "x", "y"])
 
 
 @given(JSON, JSON)
@@ -71,7 +76,7 @@ def test_merging_is_total_and_changes_neither_side(base: Any, override: Any) -> 
 NAMED = st.lists(st.dictionaries(st.just("name"), st.sampled_from("ABC"), min_size=1), max_size=3)
 
 
-@given(st.fixed_dictionaries({}, optional={"x": JSON, "tolerations": NAMED, "env": NAMED}))
+@given(st.fixed_dictionaries({}, optional={"x": PLAIN, "tolerations": NAMED, "env": NAMED}))
 def test_merging_twice_is_merging_once(override: dict[str, Any]) -> None:
     base: dict[str, Any] = {"x": {"a": 1}, "env": [{"name": "A"}], "tolerations": []}
     once = merge(base, override)
