@@ -218,3 +218,31 @@ async def test_news_wake_everybody_who_waits() -> None:
     news.publish()
     assert [await task for task in waiting] == [True] * 3
     assert not await News().wait_until(lambda: False, 0.01)
+
+
+async def test_who_finds_nobody_listening_waits_for_the_next_report() -> None:
+    """A container that restarts costs its requests one try, not all of them within a moment."""
+    clock = [0.0]
+    endpoints = [Endpoint(id="a", data_url="http://a:1", control_url="http://a:2")]
+    brain = LocalBrain(GatewayConfig(outage_wait_s=60.0), clock=lambda: clock[0])
+    brain.apply_catalog(Catalog(models=[CatalogModel(deployment="d", name="m", endpoints=endpoints)]))
+    brain.observe("a", StateFrame(sequence=1, snapshot=True, max_model_len=100))
+    target = await brain.find("m")
+    brain.failed(await brain.choose(target, frozenset(), 1), "unreachable")
+    again = asyncio.create_task(brain.choose(target, frozenset({"a"}), 1))
+    await asyncio.sleep(0)
+    assert not again.done()
+    brain.observe("a", StateFrame(sequence=1, snapshot=True, max_model_len=100))
+    assert (await again).endpoint_id == "a"
+
+
+async def test_an_engine_that_went_before_it_was_heard_is_waited_for() -> None:
+    endpoints = [Endpoint(id="a", data_url="http://a:1", control_url="http://a:2", probed_ready=True)]
+    brain = LocalBrain(GatewayConfig(outage_wait_s=60.0))
+    brain.apply_catalog(Catalog(models=[CatalogModel(deployment="d", name="m", endpoints=endpoints)]))
+    brain.unreachable("a")
+    waiting = asyncio.create_task(brain.find("m"))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    brain.observe("a", StateFrame(sequence=1, snapshot=True, max_model_len=100))
+    assert (await waiting).model == "m"

@@ -20,7 +20,7 @@ def registry_with(*loads: EngineLoad | None) -> Registry:
         Endpoint(id=str(index), data_url=f"http://e{index}:1", control_url=f"http://e{index}:2")
         for index in range(len(loads))
     ]
-    registry.apply(Catalog(models=[CatalogModel(namespace="ns", deployment="d", name="m", endpoints=endpoints)]))
+    registry.apply(Catalog(models=[CatalogModel(namespace="ns", deployment="d", name="m", endpoints=endpoints)]), 0.0)
     for index, load in enumerate(loads):
         if load is not None:
             frame = StateFrame(sequence=1, snapshot=True, max_model_len=10, load=load)

@@ -56,7 +56,7 @@ class LocalBrain:
     # What discovery feeds.
 
     def apply_catalog(self, catalog: Catalog) -> None:
-        self.registry.apply(catalog)
+        self.registry.apply(catalog, self._clock())
         self.news.publish()
 
     def observe(self, endpoint_id: str, frame: StateFrame) -> None:
@@ -200,7 +200,9 @@ class LocalBrain:
         record = self._release(choice)
         if record is None:
             return
-        if kind == "broken":
+        if kind == "unreachable":
+            record.unreachable = True
+        if kind in ("broken", "unreachable"):
             record.ejection.failed(self._clock())
             return
         if kind == "declined":

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, Protocol
 
-FailureKind = Literal["refused", "declined", "broken", "request"]
-"""`refused`: the engine works but is full. `declined`: it is shutting down or starting and takes nothing. `broken`:
-unreachable, crashed, silent, or it sent garbage. `request`: the engine works but failed this one request."""
+FailureKind = Literal["refused", "declined", "unreachable", "broken", "request"]
+"""`refused`: the engine works but is full. `declined`: it is shutting down or starting and takes nothing.
+`unreachable`: nobody listens there. `broken`: it crashed, is silent, or sent garbage. `request`: the engine works but
+failed this one request."""
 
 
 class Target(NamedTuple):

@@ -76,7 +76,7 @@ class Deployment:
     model: CatalogModel
     records: list[EndpointRecord] = field(default_factory=list)
     last_served_at: float | None = None
-    """When an endpoint last reported and would take requests."""
+    """When an endpoint last reported and would take requests, or its platform began to call one ready."""
 
     @property
     def key(self) -> str:
@@ -99,7 +99,7 @@ class Registry:
         self.endpoints: dict[str, EndpointRecord] = {}
         self._by_name: dict[str, list[Deployment]] = {}
 
-    def apply(self, catalog: Catalog) -> None:
+    def apply(self, catalog: Catalog, now: float) -> None:
         """Replace what is served. Records of endpoints that stay keep their counts, reports and ejection."""
         known, known_deployments = self.endpoints, self.deployments
         self.deployments, self.endpoints, self._by_name = {}, {}, {}
@@ -109,6 +109,8 @@ class Registry:
             deployment.last_served_at = before.last_served_at if before is not None else None
             self.deployments[deployment.key] = deployment
             for endpoint in model.endpoints:
+                if endpoint.probed_ready and not _was_probed_ready(known.get(endpoint.id)):
+                    deployment.last_served_at = now
                 record = self._record(known.get(endpoint.id), endpoint, deployment.key)
                 self.endpoints[endpoint.id] = record
                 deployment.records.append(record)
@@ -128,6 +130,10 @@ class Registry:
             return EndpointRecord(endpoint, deployment, reports, Ejection(self._ejection_base_s, self._ejection_max_s))
         known.endpoint = endpoint
         return known
+
+
+def _was_probed_ready(record: EndpointRecord | None) -> bool:
+    return record is not None and record.endpoint.probed_ready
 
 
 def deployment_key(model: CatalogModel) -> str:

@@ -10,7 +10,6 @@ endpoint is usable before its prompts can be tokenized. An engine that drains is
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import random
 import secrets
@@ -25,6 +24,7 @@ from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.discovery.bundles import BundleError, Bundles
 from pagemill_gateway.discovery.handover import Handovers
 from pagemill_gateway.discovery.readyz import fetch_phase
+from pagemill_gateway.refused import is_refused
 from pagemill_protocol.frames import FrameError, StateDecoder
 from pagemill_protocol.state import GATEWAY_HEADER, StateFrame
 
@@ -96,7 +96,7 @@ class StateStreams:
                 await self._read(endpoint_id, control_url, connection)
                 cause = "the stream ended"
             except STREAM_FAULTS as error:
-                connection.refused = _is_refused(error)
+                connection.refused = is_refused(error)
                 cause = f"{type(error).__name__}: {error}"
             except Exception as error:
                 # A surprise in one stream must neither end it for good nor touch another one.
@@ -167,7 +167,3 @@ class _Connection:
     opened = False
     refused = False
     """Nobody listens there."""
-
-
-def _is_refused(error: Exception) -> bool:
-    return isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno == errno.ECONNREFUSED

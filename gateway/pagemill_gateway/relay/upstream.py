@@ -17,6 +17,7 @@ import msgspec
 from pagemill_gateway.bounded import TooLarge, read_bounded
 from pagemill_gateway.brain.interface import Choice, FailureKind
 from pagemill_gateway.config import GatewayConfig
+from pagemill_gateway.refused import is_refused
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.frames import FRAMES_CONTENT_TYPE, MSGPACK_CONTENT_TYPE, FrameDecoder, FrameError
 from pagemill_protocol.generate import FrameMeta
@@ -121,7 +122,7 @@ class Upstream:
                     url, data=_payload(body), headers=headers, timeout=self._timeout, allow_redirects=False
                 )
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-            raise UpstreamFailure("broken", _describe(error)) from error
+            raise UpstreamFailure("unreachable" if is_refused(error) else "broken", _describe(error)) from error
         try:
             await _check_accepted(response)
             yield FrameStream(response, self._silence_timeout_s, is_alive)
