@@ -18,7 +18,7 @@ from support.kubectl import Kubectl
 from support.measures import Measures
 from support.objects import Document, llmdeployment
 from support.processes import Process, of_pod
-from support.release import Release, Releases
+from support.release import SHARED_NAME, SHARED_NAMESPACE, Release, Releases
 from support.waiting import until
 
 DEPLOYMENTS = 500
@@ -47,7 +47,7 @@ def hollow_nodes(one_node: OneNode) -> Iterator[None]:
 @pytest.fixture
 def hollow_release(releases: Releases, hollow_nodes: None) -> Iterator[Release]:
     with releases.absent():
-        release = releases.new("pagemill", "pagemill-scale")
+        release = releases.new(SHARED_NAME, SHARED_NAMESPACE)
         release.install(values={"gateway": HOLLOW})
         yield release
         release.remove()
