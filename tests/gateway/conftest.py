@@ -85,6 +85,23 @@ def _chunk(request: GenerateRequest, head: render.Head, index: int, piece: str, 
     return render.completion_chunk(head, index, piece, **options)
 
 
+async def serve(app: web.Application, port: int) -> tuple[web.AppRunner, int]:
+    """Serve on `port`, or on a free one for 0; returns which."""
+    runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", port)
+    await site.start()
+    return runner, site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
+
+
+async def cut_off(runner: web.AppRunner) -> None:
+    """As kill -9 looks from outside: every connection resets, nobody listens."""
+    for connection in list(runner.server.connections):  # type: ignore[union-attr]
+        if connection.transport is not None:
+            connection.transport.abort()
+    await runner.cleanup()
+
+
 class FakeEngine:
     """Data and control routes on one port. What it answers is `behaviours` in order, then `behaviour` for ever."""
 
@@ -130,11 +147,7 @@ class FakeEngine:
         app.router.add_post("/internal/drained", self._drained)
         app.router.add_get("/internal/bundle", self._bundle)
         app.router.add_get("/readyz", self._readyz)
-        self._runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self.port)
-        await site.start()
-        self.port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
+        self._runner, self.port = await serve(app, self.port)
         return self
 
     async def kill(self) -> None:
@@ -142,10 +155,7 @@ class FakeEngine:
         if self._runner is None:
             return
         runner, self._runner = self._runner, None
-        for connection in list(runner.server.connections):  # type: ignore[union-attr]
-            if connection.transport is not None:
-                connection.transport.abort()
-        await runner.cleanup()
+        await cut_off(runner)
         self._streams.clear()
 
     async def push_state(self, *, skip: int = 0, raw: bytes | None = None, **fields: Any) -> None:
@@ -407,21 +417,14 @@ class ApiServer:
             group, resource = kind.rsplit("/", 1)
             if kind != SECRETS:
                 app.router.add_get(f"{group}/namespaces/{{namespace}}/{resource}", self._serve)
-        self._runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self._port)
-        await site.start()
-        self._port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
+        self._runner, self._port = await serve(app, self._port)
         self.url = f"http://127.0.0.1:{self._port}"
 
     async def stop(self) -> None:
         if self._runner is None:
             return
         runner, self._runner = self._runner, None
-        for connection in list(runner.server.connections):  # type: ignore[union-attr]
-            if connection.transport is not None:
-                connection.transport.abort()
-        await runner.cleanup()
+        await cut_off(runner)
 
     async def apply(self, kind: str, name: str, **content: Any) -> None:
         event = "MODIFIED" if name in self.objects[kind] else "ADDED"

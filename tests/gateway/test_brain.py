@@ -6,6 +6,7 @@ import random
 from collections import Counter
 
 import pytest
+from hand_clock import Clock
 
 from pagemill_gateway.brain.brain import LocalBrain
 from pagemill_gateway.brain.ejection import Ejection
@@ -17,13 +18,6 @@ from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.state import Digests, EngineLoad, StateFrame
 
 NOTHING = frozenset[str]()
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

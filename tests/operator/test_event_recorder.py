@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+from hand_clock import Clock
 
 from pagemill_operator.backends.kubernetes.client import ApiError, Unreachable
 from pagemill_operator.controller.events import MAX_KINDS, QUIET_S, EventRecorder
@@ -42,14 +43,6 @@ class FakeEvents:
         return event
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def api() -> FakeEvents:
     return FakeEvents()
@@ -57,7 +50,7 @@ def api() -> FakeEvents:
 
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(0.0)
 
 
 @pytest.fixture

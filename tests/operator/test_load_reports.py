@@ -6,19 +6,12 @@ from datetime import UTC, datetime
 
 import msgspec
 import pytest
+from hand_clock import Clock
 
 from pagemill_operator.backends.kubernetes.snapshot import Load
 from pagemill_operator.controller.load_stream import DeploymentLoad, LoadBook, Report, display_wait_s
 
 KEY = "default/chat"
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

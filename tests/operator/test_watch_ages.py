@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from hand_clock import Clock
 
 from pagemill_operator.backends.kubernetes.kinds import BY_NAME
 from pagemill_operator.controller.session import stream_of
@@ -14,20 +15,12 @@ PODS = StreamId("Pod")
 SERVICES = StreamId("Service")
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 Listing = tuple[str, str, set[tuple[str, str]]]
 
 
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(0.0)
 
 
 @pytest.fixture

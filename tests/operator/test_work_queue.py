@@ -5,16 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from hand_clock import Clock
 
 from pagemill_operator.controller.queue import WorkQueue
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

@@ -6,16 +6,9 @@ import os
 from pathlib import Path
 
 import pytest
+from hand_clock import Clock
 
 from pagemill_protocol.secret_file import CHECK_INTERVAL_S, SecretFile
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_lines_without_comments_and_blanks(tmp_path: Path) -> None:

@@ -90,19 +90,18 @@ class Client:
 
     async def patch_status(self, kind: Kind, namespace: str, name: str, patch: Mapping[str, Any]) -> Manifest:
         """Merge into the status subresource; `None` removes a field. A resource version in it is a precondition."""
-        path = kind.path(namespace, name, "status")
-        query = {"fieldManager": FIELD_MANAGER}
-        return await self.write("PATCH", path, query=query, body=dict(patch), content_type=MERGE_PATCH)
+        return await self._merge(kind.path(namespace, name, "status"), patch)
 
     async def create(self, kind: Kind, manifest: Manifest) -> Manifest:
         path = kind.path(manifest["metadata"]["namespace"])
         return await self.write("POST", path, query={"fieldManager": FIELD_MANAGER}, body=manifest)
 
     async def merge(self, kind: Kind, namespace: str, name: str, patch: Mapping[str, Any]) -> Manifest:
+        return await self._merge(kind.path(namespace, name), patch)
+
+    async def _merge(self, path: str, patch: Mapping[str, Any]) -> Manifest:
         query = {"fieldManager": FIELD_MANAGER}
-        return await self.write(
-            "PATCH", kind.path(namespace, name), query=query, body=dict(patch), content_type=MERGE_PATCH
-        )
+        return await self.write("PATCH", path, query=query, body=dict(patch), content_type=MERGE_PATCH)
 
     async def delete(self, kind: Kind, manifest: Manifest) -> None:
         """Exactly this object, by its uid; its own children go with it. One that is gone already is fine."""
