@@ -96,6 +96,11 @@ async def serve(app: web.Application, port: int) -> tuple[web.AppRunner, int]:
 
 async def cut_off(runner: web.AppRunner) -> None:
     """As kill -9 looks from outside: every connection resets, nobody listens."""
+    for site in runner.sites:
+        for listener in site._server.sockets:  # type: ignore[attr-defined]
+            asyncio.get_running_loop().remove_reader(listener.fileno())
+    for _ in range(3):  # what was accepted last becomes a connection; asyncio drops it unclosed if its server is gone
+        await asyncio.sleep(0)
     for connection in list(runner.server.connections):  # type: ignore[union-attr]
         if connection.transport is not None:
             connection.transport.abort()

@@ -146,15 +146,20 @@ class Cluster:
 class Load:
     """Workers that ask for whole and streamed answers in turn, without ever retrying."""
 
-    def __init__(self, url: str) -> None:
+    NUM_WORKERS = 6
+
+    def __init__(self, url: str, *, stream_tokens: int = 60) -> None:
         self.outcomes: Counter[str] = Counter()
         self.faults: list[str] = []
+        self._stream_tokens = stream_tokens
+        self._num_streaming = 0
+        self._streams_changed = asyncio.Condition()
         self._client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
         self._stopping = False
         self._workers: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Load:
-        self._workers = [asyncio.create_task(self._work(number)) for number in range(6)]
+        self._workers = [asyncio.create_task(self._work(number)) for number in range(self.NUM_WORKERS)]
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -188,11 +193,26 @@ class Load:
     async def _streamed(self) -> bool:
         reason = None
         stream = await self._client.completions.create(
-            model=NAME, prompt="hi", max_tokens=60, stream=True, extra_body=IGNORE_EOS
+            model=NAME, prompt="hi", max_tokens=self._stream_tokens, stream=True, extra_body=IGNORE_EOS
         )
-        async for chunk in stream:
-            reason = chunk.choices[0].finish_reason or reason
+        await anext(stream)
+        await self._count_streaming(1)
+        try:
+            async for chunk in stream:
+                reason = chunk.choices[0].finish_reason or reason
+        finally:
+            await self._count_streaming(-1)
         return reason == "length"
+
+    async def until_streaming(self, at_least: int) -> None:
+        """So many streams have begun and not ended."""
+        async with asyncio.timeout(START_TIMEOUT_S), self._streams_changed:
+            await self._streams_changed.wait_for(lambda: self._num_streaming >= at_least)
+
+    async def _count_streaming(self, change: int) -> None:
+        async with self._streams_changed:
+            self._num_streaming += change
+            self._streams_changed.notify_all()
 
 
 IGNORE_EOS = {"ignore_eos": True}
@@ -257,15 +277,15 @@ async def test_an_engine_that_is_killed_cuts_no_stream_silently_and_fails_no_who
     cluster: Cluster, gateway_url: str
 ) -> None:
     await asyncio.gather(*(cluster.new_pod().start() for _ in range(2)))
-    async with Load(gateway_url) as load:
+    async with Load(gateway_url, stream_tokens=200) as load:
         for pod in cluster.pods:
-            await asyncio.sleep(0.5)
+            await load.until_streaming(4)  # of 6 requests on two pods with half of them each: some are here
             await pod.kill()
             await pod.run()  # the kubelet restarts the container in its pod
             await pod.wait_ready()
     assert set(load.outcomes) <= {"whole complete", "stream complete", "stream told"}, load.faults
     assert load.outcomes["stream told"] >= 1
-    assert load.outcomes["whole complete"] > 20
+    assert load.outcomes["whole complete"] > 5
 
 
 @pytest.mark.model
@@ -273,10 +293,11 @@ async def test_the_only_engine_that_is_killed_fails_no_whole_answer(cluster: Clu
     """Requests wait for the restart of the container."""
     pod = cluster.new_pod()
     await pod.start()
-    async with Load(gateway_url) as load:
-        await asyncio.sleep(0.5)
+    async with Load(gateway_url, stream_tokens=200) as load:
+        await load.until_streaming(4)
         await pod.kill()
         await pod.run()
         await pod.wait_ready()
-        await asyncio.sleep(0.5)
+        await load.until_streaming(4)
+    assert load.outcomes["stream told"] >= 1
     assert set(load.outcomes) <= {"whole complete", "stream complete", "stream told"}, load.faults
