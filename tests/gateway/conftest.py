@@ -16,6 +16,7 @@ import aiohttp
 import msgspec
 import pytest
 from aiohttp import web
+from killable_server import cut_off, serve
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -83,28 +84,6 @@ def _chunk(request: GenerateRequest, head: render.Head, index: int, piece: str, 
     if request.dialect == "chat":
         return render.chat_chunk(head, index, piece, role=first, **options)
     return render.completion_chunk(head, index, piece, **options)
-
-
-async def serve(app: web.Application, port: int) -> tuple[web.AppRunner, int]:
-    """Serve on `port`, or on a free one for 0; returns which."""
-    runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", port)
-    await site.start()
-    return runner, site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
-
-
-async def cut_off(runner: web.AppRunner) -> None:
-    """As kill -9 looks from outside: every connection resets, nobody listens."""
-    for site in runner.sites:
-        for listener in site._server.sockets:  # type: ignore[attr-defined]
-            asyncio.get_running_loop().remove_reader(listener.fileno())
-    for _ in range(3):  # what was accepted last becomes a connection; asyncio drops it unclosed if its server is gone
-        await asyncio.sleep(0)
-    for connection in list(runner.server.connections):  # type: ignore[union-attr]
-        if connection.transport is not None:
-            connection.transport.abort()
-    await runner.cleanup()
 
 
 class FakeEngine:
