@@ -43,8 +43,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Memory of the KV cache; `None`: 1 GiB or a quarter of the free memory, whichever is less."""
     enable_prefix_caching: bool = True
     prefix_scope: PrefixScope = "deployment"
-    policy: Literal["fcfs", "priority"] = "fcfs"
-    """Order of the waiting queue. `fcfs` still honours `priority` only between preemption victims."""
+    policy: Literal["fcfs", "priority", "shortest-prefill-first"] = "fcfs"
+    """Order of prefills: as they came; a level of `priority` as 30 s; a token of the prompt as 2 ms of later arrival.
+    Whatever it is, the newest request of the lowest priority is preempted first."""
     max_num_waiting: int = 1024
     """Choices that may wait in the engine; one more is refused with 503, a request of more than that with 400."""
     num_threads: int | None = None

@@ -46,7 +46,7 @@ engine_settings = st.fixed_dictionaries(
         "max_num_seqs": st.integers(1, 6),
         "max_num_batched_tokens": st.integers(1, 40),
         "enable_prefix_caching": st.booleans(),
-        "policy": st.sampled_from(["fcfs", "priority"]),
+        "policy": st.sampled_from(["fcfs", "priority", "shortest-prefill-first"]),
     }
 )
 # 12 blocks of 4 slots hold exactly one request of the longest kind.

@@ -49,7 +49,9 @@ def serve(
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="Type to compute in.")
     ] = "auto",
-    policy: Annotated[Literal["fcfs", "priority"], typer.Option(help="Order of waiting requests.")] = "fcfs",
+    policy: Annotated[
+        Literal["fcfs", "priority", "shortest-prefill-first"], typer.Option(help="Order of waiting requests.")
+    ] = "fcfs",
     threads: Annotated[int | None, typer.Option(help="Compute threads (default: the cores available).", min=1)] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of requests that send none.")] = None,
     chat_template: Annotated[

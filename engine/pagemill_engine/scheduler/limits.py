@@ -16,7 +16,7 @@ class SchedulerLimits:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     max_num_waiting: int = 1024
-    policy: Literal["fcfs", "priority"] = "fcfs"
+    policy: Literal["fcfs", "priority", "shortest-prefill-first"] = "fcfs"
     enable_prefix_caching: bool = True
     eos_token_ids: list[int] = field(default_factory=list)
     seed: int | None = None

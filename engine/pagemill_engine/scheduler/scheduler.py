@@ -1,9 +1,9 @@
 """The scheduler: every step it gives tokens to requests under one budget.
 
 There is one rule: a row's `num_computed_tokens` catches up with its tokens. Prefix hits, chunked prefill and decode
-are that rule with different numbers. A step's order is decodes, running prefills, waiting requests; when blocks run
-out, the newest row of the lowest priority is preempted and later computed anew. The scheduler runs nothing
-(`loop.core` does) and knows no tensor (`runner`).
+are that rule with different numbers. A step's order is decodes, then prefills that run or wait as the policy ranks
+them; when blocks run out, the newest row of the lowest priority is preempted and later computed anew. The scheduler
+runs nothing (`loop.core` does) and knows no tensor (`runner`).
 
 Life of a row: `add` -> waiting -> `schedule` admits it -> `update` appends its tokens -> finished; or back to waiting
 by preemption; or out at any point by `abort`.
@@ -12,7 +12,7 @@ by preemption; or out at any point by `abort`.
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 
 from pagemill_engine.ipc.messages import TokensOut
@@ -43,7 +43,8 @@ class Scheduler:
         self.num_preemptions = 0
         self._clock = clock
         self._admission = Admission(limits)
-        self._waiting = SortedRows(POLICIES[limits.policy])
+        self._rank = POLICIES[limits.policy]
+        self._waiting = SortedRows(self._rank)
         self._running = SortedRows(serving_key)
         self._held = HeldChoices()
         self._rows: dict[str, Request] = {}
@@ -114,16 +115,16 @@ class Scheduler:
             self._schedule_alone(self._suspects[0], step)
         else:
             preemptions = self.num_preemptions
-            self._schedule_running(step)
-            if self.num_preemptions == preemptions:
-                self._schedule_waiting(step)
+            prefills = self._schedule_decodes(step)
+            self._schedule_prefills(prefills, step, preemptions)
         plan = step.plan
         if plan.num_scheduled_tokens:
             plan.released, self._released = self._released, []
         self._in_flight = plan.num_scheduled_tokens
         return plan
 
-    def _schedule_running(self, step: StepBuilder) -> None:
+    def _schedule_decodes(self, step: StepBuilder) -> list[Request]:
+        """Returns the running rows that are still in their prefill."""
         prefills = []
         for row in list(self._running):
             if row.state is not RowState.RUNNING:
@@ -134,15 +135,32 @@ class Scheduler:
                 allocation = self._allocate(row, 1, step)
                 if allocation is not None:
                     step.decode(row, allocation)
-        for row in prefills:
-            if row.state is RowState.RUNNING and step.budget > 0:
-                self._continue(row, step)
-            if row.state is RowState.RUNNING:
-                step.reserved_blocks += self.kv.blocks_for(row.num_tokens) - self.kv.num_table_blocks(row)
+        return [row for row in prefills if row.state is RowState.RUNNING]
 
-    def _schedule_waiting(self, step: StepBuilder) -> None:
-        while self._waiting and step.budget > 0 and len(self._running) < self.limits.max_num_seqs:
-            if not self._start(self._waiting.first(), step):
+    def _schedule_prefills(self, prefills: list[Request], step: StepBuilder, num_preemptions: int) -> None:
+        """Those that run and those that wait, by rank; none starts after a preemption, or when the first does not fit.
+
+        What runs has its blocks reserved, so that nothing is preempted after a start.
+        """
+        step.reserved_blocks = sum(
+            self.kv.blocks_for(row.num_tokens) - self.kv.num_table_blocks(row) for row in prefills
+        )
+        running = deque(sorted(prefills, key=self._rank))
+        fits = True
+        while step.budget > 0:
+            may_start = (
+                fits
+                and len(self._waiting) > 0
+                and len(self._running) < self.limits.max_num_seqs
+                and self.num_preemptions == num_preemptions
+            )
+            if may_start and (not running or self._rank(self._waiting.first()) < self._rank(running[0])):
+                fits = self._start(self._waiting.first(), step)
+            elif running:
+                row = running.popleft()
+                if row.state is RowState.RUNNING:
+                    self._continue(row, step)
+            else:
                 return
 
     def _schedule_alone(self, row: Request, step: StepBuilder) -> None:
@@ -157,6 +175,7 @@ class Scheduler:
         allocation = self._allocate(row, num_tokens, step)
         if allocation is not None:
             step.place(row, num_tokens, allocation)
+            step.reserved_blocks -= len(allocation.new_block_ids)
 
     def _allocate(self, row: Request, num_tokens: int, step: StepBuilder) -> Allocation | None:
         """Open the write; preempt others until it fits. None: the row itself was the one to go."""

@@ -45,8 +45,8 @@ def _object(text: str) -> Any:
 
 
 def _policy(text: str) -> str:
-    if text not in ("fcfs", "priority"):
-        raise ValueError("write fcfs or priority")
+    if text not in ("fcfs", "priority", "shortest-prefill-first"):
+        raise ValueError("write fcfs, priority or shortest-prefill-first")
     return text
 
 

@@ -162,6 +162,16 @@ def test_preemption_changes_nothing(tiny: TinyModel, driver: Any) -> None:
     assert sum(result.num_preemptions for result in results) > 0
 
 
+@pytest.mark.parametrize("oversubscription", [2.0, 4.0])
+def test_any_pressure_on_the_cache_changes_nothing(tiny: TinyModel, driver: Any, oversubscription: float) -> None:
+    """So many times the blocks that there are would be needed to run all fifty at once."""
+    prompts = tiny.prompts * 5
+    wanted_blocks = sum(-(-(len(prompt) + NUM_TOKENS) // driver.runner.info.block_size) for prompt in prompts)
+    num_blocks = int(wanted_blocks / oversubscription)
+    results = driver.greedy(prompts, NUM_TOKENS, num_blocks=num_blocks, enable_prefix_caching=False)
+    assert tokens_of(results) == tiny.expected * 5
+
+
 def test_logprobs_equal_transformers(tiny: TinyModel, driver: Any) -> None:
     prompt, expected = tiny.prompts[-1], tiny.expected[-1]
     with torch.no_grad():

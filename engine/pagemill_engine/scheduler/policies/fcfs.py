@@ -5,5 +5,5 @@ from __future__ import annotations
 from pagemill_engine.scheduler.request import Request
 
 
-def waiting_key(request: Request) -> tuple[int, ...]:
+def rank(request: Request) -> tuple[int, ...]:
     return (request.arrival, request.choice)
