@@ -194,7 +194,7 @@ def test_killed_outright_it_takes_every_process_along(
 ) -> None:
     file = write("sim.yaml", simulated())
     with terminal(environment, "up", "-f", file, "--port", "0") as shown:
-        shown.until("sim-0: loading starting the engine process")
+        shown.until("sim-0: loading importing what the engine needs")
         processes = psutil.Process(shown.process.pid).children(recursive=True)
         assert len(processes) >= 2
         shown.process.kill()

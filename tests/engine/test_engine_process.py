@@ -17,6 +17,7 @@ import pytest
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc import channels
+from pagemill_engine.ipc import process as process_module
 from pagemill_engine.ipc.channels import EngineChannel, EngineDied
 from pagemill_engine.ipc.messages import (
     Abort,
@@ -28,6 +29,7 @@ from pagemill_engine.ipc.messages import (
     StepOutputs,
     TokensOut,
 )
+from pagemill_engine.ipc.process import EngineProcess
 from pagemill_engine.kv.integrity import IntegrityError
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.loop.process import EngineFault, EngineLoop, fatal_of, serve
@@ -53,7 +55,7 @@ def request(name: str, num_tokens: int = 3, **sampling: Any) -> AddRequest:
 
 @contextlib.asynccontextmanager
 async def started(config: EngineConfig = CONFIG) -> AsyncIterator[EngineChannel]:
-    channel = EngineChannel(config)
+    channel = EngineChannel(config, EngineProcess.launch(config))
     await channel.start()
     try:
         yield channel
@@ -73,7 +75,7 @@ async def until_ready(channel: EngineChannel) -> tuple[Ready, list[LoadProgress]
 
 async def read_to_death(channel: EngineChannel, messages: list[Any] | None = None) -> None:
     while True:
-        message = await asyncio.wait_for(channel.recv(), 10)
+        message = await asyncio.wait_for(channel.recv(), 60)  # torch is imported first
         if messages is not None:
             messages.append(message)
 
@@ -153,7 +155,7 @@ async def test_a_model_that_cannot_be_loaded_is_told_with_its_reason() -> None:
 
 
 async def test_nothing_is_left_after_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channels.tempfile, "mkdtemp", lambda prefix: str(tmp_path / "link"))
+    monkeypatch.setattr(process_module.tempfile, "mkdtemp", lambda prefix: str(tmp_path / "link"))
     (tmp_path / "link").mkdir()
     async with started() as channel:
         await until_ready(channel)
@@ -166,9 +168,9 @@ async def test_nothing_is_left_after_close(tmp_path: Path, monkeypatch: pytest.M
 async def test_an_engine_that_has_hardly_started_is_ended_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(channels.tempfile, "mkdtemp", lambda prefix: str(tmp_path / "link"))
+    monkeypatch.setattr(process_module.tempfile, "mkdtemp", lambda prefix: str(tmp_path / "link"))
     (tmp_path / "link").mkdir()
-    channel = EngineChannel(CONFIG)
+    channel = EngineChannel(CONFIG, EngineProcess.launch(CONFIG))
     await channel.start()
     process = psutil.Process(channel.pid)
     async with asyncio.timeout(channels.STOP_TIMEOUT_S / 2):
@@ -179,7 +181,7 @@ async def test_an_engine_that_has_hardly_started_is_ended_at_once(
 
 async def test_an_engine_that_does_not_stop_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channels, "STOP_TIMEOUT_S", 0.2)
-    channel = EngineChannel(CONFIG)
+    channel = EngineChannel(CONFIG, EngineProcess.launch(CONFIG))
     await channel.start()
     await until_ready(channel)
     process = psutil.Process(channel.pid)
@@ -193,9 +195,11 @@ import asyncio, sys
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.channels import EngineChannel
 from pagemill_engine.ipc.messages import Ready
+from pagemill_engine.ipc.process import EngineProcess
 
 async def main():
-    channel = EngineChannel(EngineConfig(model="null", null_runner=True))
+    config = EngineConfig(model="null", null_runner=True)
+    channel = EngineChannel(config, EngineProcess.launch(config))
     await channel.start()
     while not isinstance(await channel.recv(), Ready):
         pass
@@ -211,12 +215,12 @@ async def test_the_engine_does_not_outlive_its_parent() -> None:
     parent = await asyncio.create_subprocess_exec(sys.executable, "-c", PARENT, stdout=asyncio.subprocess.PIPE)
     assert parent.stdout is not None
     engine = psutil.Process(int(await parent.stdout.readline()))
-    folder = Path(engine.cmdline()[-1]).parent
+    folder = Path(engine.cmdline()[-1])
     parent.kill()
     await parent.wait()
     await asyncio.to_thread(psutil.wait_procs, [engine], timeout=10)
     assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
-    assert not folder.exists()
+    assert not await asyncio.to_thread(folder.exists)
 
 
 class FakeLink:

@@ -97,18 +97,19 @@ def serve(
 
 
 def _run(settings: Settings, console: Console) -> None:
-    from pagemill_engine.server.main import Events, run_server  # the web framework: not needed for --help
+    from pagemill_engine.ipc.process import EngineProcess
 
-    screen = _Screen(settings, console)
-    run_server(
-        settings,
-        Events(
+    with EngineProcess.launch(settings.engine) as process:
+        from pagemill_engine.server.main import Events, run_server  # the web framework: not needed for --help
+
+        screen = _Screen(settings, console)
+        events = Events(
             on_listening=screen.listening,
             on_phase=screen.phase,
             on_ready=screen.ready,
             on_drain=screen.drain,
-        ),
-    )
+        )
+        run_server(settings, process, events)
 
 
 class _Screen:

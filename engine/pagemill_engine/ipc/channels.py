@@ -1,7 +1,7 @@
-"""The HTTP process's end: starts the engine process, exchanges messages with it, and knows at once when it dies.
+"""The HTTP process's end: hands the engine process its settings, exchanges messages with it, knows when it dies.
 
-msgpack over two zmq sockets in a private folder. The engine process holds a pipe from here, so it never outlives this
-process. Neither side pickles anything. The engine's end is `ipc.link`; what is said is `ipc.messages`.
+msgpack over two zmq sockets in the process's private folder; neither side pickles anything. `ipc.process` started the
+process, the engine's end is `ipc.link`; what is said is `ipc.messages`.
 """
 
 from __future__ import annotations
@@ -9,22 +9,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import shutil
 import signal
-import sys
-import tempfile
-from pathlib import Path
+import threading
 
 import msgspec
 import zmq
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.ipc.link import FROM_ENGINE, SETTINGS_FILE, TO_ENGINE, LinkSettings, address, read_fatal
+from pagemill_engine.ipc.link import FROM_ENGINE, TO_ENGINE, address, read_fatal
 from pagemill_engine.ipc.messages import FromEngine, Shutdown, ToEngine
+from pagemill_engine.ipc.process import EngineProcess
 
 logger = logging.getLogger(__name__)
 
-ENGINE_MODULE = "pagemill_engine.loop.process"
 STOP_TIMEOUT_S = 5.0
 """After `Shutdown` the engine process has this long before it is killed."""
 
@@ -40,35 +37,34 @@ class EngineDied(ConnectionError):
 class EngineChannel:
     """One engine process. All methods belong to the event loop that called `start`."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, process: EngineProcess) -> None:
         self._config = config
+        self._process = process
         self._inbox: asyncio.Queue[FromEngine | EngineDied] = asyncio.Queue()
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
         self._encoder = msgspec.msgpack.Encoder()
-        self._folder: Path | None = None
         self._descriptor: int | None = None
-        self._process: asyncio.subprocess.Process | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._died: EngineDied | None = None
 
     @property
-    def pid(self) -> int | None:
-        """The engine process, while there is one."""
-        return self._process.pid if self._process is not None else None
+    def pid(self) -> int:
+        """The engine process."""
+        return self._process.pid
 
     async def start(self) -> None:
-        """Start the engine process; its `LoadProgress` messages follow. A start that fails leaves nothing behind."""
-        self._folder = Path(tempfile.mkdtemp(prefix="pagemill-"))
+        """Let the engine process load; its `LoadProgress` messages follow. A start that fails leaves nothing behind."""
         self._context = zmq.Context()
         try:
-            self._process = await self._spawn(self._folder)
+            self._open_sockets()
+            self._process.configure(self._config)
         except Exception:
             if self._descriptor is not None:
                 asyncio.get_running_loop().remove_reader(self._descriptor)
             self._context.destroy(linger=0)
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._process.discard()
             raise
-        self._watcher = asyncio.create_task(self._watch(self._process))
+        self._watcher = asyncio.create_task(self._watch())
 
     def send(self, message: ToEngine) -> None:
         """Queue a message; never blocks. Ignored when the engine process is gone: `recv` tells of that."""
@@ -84,33 +80,29 @@ class EngineChannel:
             raise message
         return message
 
+    def terminate(self) -> None:
+        """End the engine process without a word to it: while it loads it reads no messages."""
+        self._process.terminate()
+
     async def close(self) -> None:
         """End the engine process, by force if it does not end by itself, and remove every trace."""
-        if self._process is None or self._watcher is None:
+        if self._watcher is None:
+            self._process.discard()
             return
         try:
             self.send(Shutdown())
         except zmq.Again:  # it has not even connected yet: nobody would read the message
-            with contextlib.suppress(ProcessLookupError):
-                self._process.terminate()
+            self._process.terminate()
         try:
             await asyncio.wait_for(asyncio.shield(self._watcher), STOP_TIMEOUT_S)
         except TimeoutError:
             logger.warning("engine process %d did not stop; killing it", self._process.pid)
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+            self._process.kill()
             await self._watcher
         self._close_sockets()
 
-    async def _spawn(self, folder: Path) -> asyncio.subprocess.Process:
-        settings = folder / SETTINGS_FILE
-        settings.write_bytes(msgspec.json.encode(LinkSettings(engine=self._config, folder=str(folder))))
-        self._open_sockets(folder)
-        return await asyncio.create_subprocess_exec(
-            sys.executable, "-m", ENGINE_MODULE, str(settings), stdin=asyncio.subprocess.PIPE
-        )
-
-    def _open_sockets(self, folder: Path) -> None:
+    def _open_sockets(self) -> None:
+        folder = self._process.folder
         self._outbox = self._context.socket(zmq.PUSH)
         self._outbox.setsockopt(zmq.SNDHWM, 0)
         self._outbox.setsockopt(zmq.LINGER, 0)
@@ -129,8 +121,7 @@ class EngineChannel:
         self._source.close()
         self._outbox.close(linger=0)
         self._context.term()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        self._process.discard()
 
     def _drain(self) -> None:
         """The socket's descriptor signals changes, not messages: read until there is nothing."""
@@ -141,15 +132,32 @@ class EngineChannel:
                 return
             self._inbox.put_nowait(self._decoder.decode(data))
 
-    async def _watch(self, process: asyncio.subprocess.Process) -> None:
-        returncode = await process.wait()
+    async def _watch(self) -> None:
+        returncode = await self._end()
         if not self._source.closed:
             self._drain()
-        fatal = read_fatal(self._folder) if self._folder is not None else None
+        fatal = read_fatal(self._process.folder)
         if fatal is not None:
             self._inbox.put_nowait(fatal)
         self._died = EngineDied(returncode)
         self._inbox.put_nowait(self._died)
+
+    def _end(self) -> asyncio.Future[int]:
+        """The exit code, from a thread that waits for it."""
+        loop = asyncio.get_running_loop()
+        end = loop.create_future()
+
+        def tell(returncode: int) -> None:
+            if not end.done():
+                end.set_result(returncode)
+
+        def wait() -> None:
+            returncode = self._process.wait()
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody wants to know any more
+                loop.call_soon_threadsafe(tell, returncode)
+
+        threading.Thread(target=wait, name="engine-end", daemon=True).start()
+        return end
 
 
 def _describe_exit(returncode: int) -> str:

@@ -25,18 +25,12 @@ from pagemill_engine.ipc.messages import Fatal, FromEngine, ToEngine
 logger = logging.getLogger(__name__)
 
 SETTINGS_FILE = "settings.json"
+CONFIGURED = b"."
+"""Through the parent's pipe: the settings are there."""
 FATAL_FILE = "fatal"
 TO_ENGINE = "in"
 FROM_ENGINE = "out"
 LINGER_MS = 1000
-
-
-class LinkSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine process is started with."""
-
-    engine: EngineConfig
-    folder: str
-    """Private to parent and engine: both sockets and the fatal message lie there."""
 
 
 class EngineLink:
@@ -49,10 +43,16 @@ class EngineLink:
         self._outbox.connect(address(folder, FROM_ENGINE))
         self._encoder = msgspec.msgpack.Encoder()
         self._inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
+        self._configured = threading.Event()
 
     def start(self) -> None:
         threading.Thread(target=self._read, name="inbox", daemon=True).start()
         threading.Thread(target=self._watch_parent, name="parent", daemon=True).start()
+
+    def settings(self) -> EngineConfig:
+        """Wait until the parent hands them over."""
+        self._configured.wait()
+        return msgspec.json.decode((self._folder / SETTINGS_FILE).read_bytes(), type=EngineConfig)
 
     def send(self, message: FromEngine) -> None:
         """Never blocks. Only from the thread that made the link."""
@@ -92,7 +92,7 @@ class EngineLink:
 
     def _watch_parent(self) -> None:
         while os.read(sys.stdin.fileno(), 1024):
-            pass
+            self._configured.set()
         shutil.rmtree(self._folder, ignore_errors=True)
         os._exit(1)
 

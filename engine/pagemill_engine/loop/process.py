@@ -1,12 +1,14 @@
 """The engine process: load, prove that it generates, then step until told to stop.
 
-Started by `ipc.channels` as `python -m pagemill_engine.loop.process SETTINGS.json`. Blocks on its inbox when there is
+Started by `ipc.process` as `python -m pagemill_engine.loop.process FOLDER [MODULE ...]`: imports the modules while its
+settings are on their way. Blocks on its inbox when there is
 nothing to do, and says something at least every second, so that silence means trouble. What one step is: `loop.core`.
 """
 
 from __future__ import annotations
 
 import gc
+import importlib
 import logging
 import signal
 import sys
@@ -14,10 +16,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
-
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.ipc.link import EngineLink, LinkSettings
+from pagemill_engine.ipc.link import EngineLink
 from pagemill_engine.ipc.messages import (
     Abort,
     AddRequest,
@@ -209,17 +209,19 @@ def fatal_of(error: Exception) -> Fatal:
 
 
 def main(argv: list[str]) -> int:
-    if len(argv) != 1:
-        sys.stderr.write("usage: python -m pagemill_engine.loop.process SETTINGS.json\n")
+    if not argv:
+        sys.stderr.write("usage: python -m pagemill_engine.loop.process FOLDER [MODULE ...]\n")
         return 2
     logging.basicConfig(level=logging.WARNING, format="engine %(levelname)s %(name)s: %(message)s")
     # Ctrl-C reaches the whole process group; the parent decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    settings = msgspec.json.decode(Path(argv[0]).read_bytes(), type=LinkSettings)
-    link = EngineLink(Path(settings.folder))
+    link = EngineLink(Path(argv[0]))
     link.start()
+    gc.disable()
     try:
-        serve(settings.engine, link)
+        for module in argv[1:]:
+            importlib.import_module(module)
+        serve(link.settings(), link)
     except Exception as error:
         fatal = fatal_of(error)
         if fatal.reason == "EngineFailed":

@@ -22,8 +22,8 @@ def main(argv: list[str] | None = None) -> int:
     """Exit code: 0 after a signal, 1 with a termination message on stderr, 2 for a wrong command line."""
     # A container's first process ignores the signal unless it says what to do, and imports take a while.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    from pagemill_engine.ipc.process import EngineProcess
     from pagemill_engine.server.failure import KUBERNETES_LOG, StartupError, write_termination
-    from pagemill_engine.server.main import run_server
     from pagemill_engine.server.settings import load_settings
 
     parser = argparse.ArgumentParser(prog="python -m pagemill_engine.server", description="Serve one model.")
@@ -34,7 +34,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         settings = load_settings(arguments.settings)
         termination_log = settings.server.termination_log or termination_log
-        run_server(settings, _events())
+        with EngineProcess.launch(settings.engine) as process:
+            from pagemill_engine.server.main import run_server
+
+            run_server(settings, process, _events())
     except StartupError as error:
         sys.stderr.write(write_termination(error.termination, termination_log) + "\n")
         return 1

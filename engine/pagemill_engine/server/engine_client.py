@@ -8,10 +8,7 @@ before its next step, however slowly the client reads. A fault while one output 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
-import signal
 import time
 from typing import NamedTuple
 
@@ -156,9 +153,8 @@ class EngineClient:
         """End the engine process and free what the channel holds."""
         if self._starting is not None:  # a start that was interrupted leaves a process behind unless it is awaited
             await asyncio.wait([self._starting])
-        if self.ready_info is None and self._channel.pid is not None:  # loading: it does not read messages yet
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._channel.pid, signal.SIGTERM)
+        if self.ready_info is None:
+            self._channel.terminate()
         await self._channel.close()
 
     def _handle(self, message: FromEngine) -> None:

@@ -23,6 +23,7 @@ from starlette.types import ASGIApp
 from pagemill_engine.config import EngineConfig, ServerConfig
 from pagemill_engine.ipc.channels import EngineChannel
 from pagemill_engine.ipc.messages import Ready
+from pagemill_engine.ipc.process import EngineProcess
 from pagemill_engine.server.apps import control_app, data_app
 from pagemill_engine.server.context import ServerContext
 from pagemill_engine.server.draining import ACKNOWLEDGE_TIMEOUT_S, Draining
@@ -62,15 +63,19 @@ class Events:
     """A signal came; so many requests are still running."""
 
 
-def run_server(settings: Settings, events: Events | None = None) -> None:
-    """Serve until a signal ends it. Raises `StartupError` when it could not start or could not go on."""
+def run_server(settings: Settings, process: EngineProcess, events: Events | None = None) -> None:
+    """Serve until a signal ends it. Raises `StartupError` when it could not start or could not go on.
+
+    `process`: already launched, so that its imports and the caller's import of this module run side by side.
+    """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(Server(settings, events or Events()).run())
+        runner.run(Server(settings, process, events or Events()).run())
 
 
 class Server:
-    def __init__(self, settings: Settings, events: Events) -> None:
+    def __init__(self, settings: Settings, process: EngineProcess, events: Events) -> None:
         self._settings = settings
+        self._process = process
         self._events = events
         names = settings.engine.served_names or [default_name(settings.engine.model)]
         lifecycle = Lifecycle(self._on_phase)
@@ -124,11 +129,11 @@ class Server:
             eos_token_ids=config.eos_token_ids or list(bundle.eos_token_ids),
             vocab_size=config.vocab_size or tokenizer.vocab_size,
         )
-        channel = EngineChannel(config)
+        channel = EngineChannel(config, self._process)
         context.client = EngineClient(
             config, channel, context.lifecycle, context.publisher, context.metrics, bundle.digest
         )
-        context.lifecycle.enter("loading", "starting the engine process")
+        context.lifecycle.enter("loading", "importing what the engine needs")
         await context.client.run()
 
     async def _until_end(self, *needed: asyncio.Task[None]) -> None:

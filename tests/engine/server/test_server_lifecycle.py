@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from pagemill_engine.config import EngineConfig, ServerConfig
+from pagemill_engine.ipc.process import EngineProcess
 from pagemill_engine.server.failure import StartupError, Termination
 from pagemill_engine.server.main import run_server
 from pagemill_engine.server.settings import Settings, load_settings
@@ -138,8 +139,8 @@ def failure(engine: dict[str, Any] | None = None, server: dict[str, Any] | None 
     """Why a server with these settings does not start."""
     config = EngineConfig(**{"model": "/no/such.gguf", "null_runner": True, **(engine or {})})
     ports: dict[str, Any] = {"port": 0, "control_port": 0, **(server or {})}
-    with pytest.raises(StartupError) as caught:
-        run_server(Settings(engine=config, server=ServerConfig(**ports)))
+    with EngineProcess.launch(config) as process, pytest.raises(StartupError) as caught:
+        run_server(Settings(engine=config, server=ServerConfig(**ports)), process)
     return caught.value.termination
 
 
