@@ -48,6 +48,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     Whatever it is, the newest request of the lowest priority is preempted first."""
     max_num_waiting: int = 1024
     """Choices that may wait in the engine; one more is refused with 503, a request of more than that with 400."""
+    overlap: bool | None = None
+    """Launch a step before the tokens of the one before are read; `None`: where the device gains by it."""
     num_threads: int | None = None
     """Compute threads; `None`: the cores this process may use (affinity and cgroup quota)."""
     seed: int | None = None

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from dataclasses import dataclass, field
+
 import pytest
 
 from pagemill_engine.runner.base import RunnerInfo
@@ -15,11 +17,23 @@ class DeviceFault(RuntimeError):
     """The checking device refuses a plan, or was told to fail."""
 
 
+POISON = -1
+
+
+@dataclass
+class Handle:
+    plan: StepPlan
+    result: StepResult = field(default_factory=StepResult)
+    error: Exception | None = None
+
+
 class CheckingRunner:
     """A device whose KV is made of token ids: every slot holds a digest of the whole prefix that led to it.
 
     A row's next token is computed from what it reads in its own slots, and every slot it reads is compared with what
-    its tokens say must be there. So a wrong block, a missed copy or a second writer shows at once.
+    its tokens say must be there. So a wrong block, a missed copy or a second writer shows at once. A row that is told
+    to fail writes poison; who reads that gets a wrong token. Steps run when they are launched, in order; a failure is
+    told by `wait`, and what was launched behind it is not run. `trace` keeps the order of calls.
     """
 
     def __init__(self, info: RunnerInfo) -> None:
@@ -27,14 +41,37 @@ class CheckingRunner:
         self.slots: dict[int, int] = {}
         self.rows: dict[str, dict[str, Any]] = {}
         self.plans: list[StepPlan] = []
+        self.trace: list[tuple[str, int]] = []
+        self.unread: list[Handle] = []
         self.raise_on: Callable[[StepPlan], bool] = lambda plan: False
         self.fail_rows: Callable[[StepPlan], dict[str, str]] = lambda plan: {}
 
-    def launch(self, plan: StepPlan) -> StepPlan:
+    def launch(self, plan: StepPlan) -> Handle:
         self.plans.append(plan)
+        self.trace.append(("launch", plan.step))
+        handle = Handle(plan)
+        try:
+            if any(before.error is not None for before in self.unread):
+                raise DeviceFault("the step before failed")
+            handle.result = self._run(plan)
+        except Exception as error:
+            handle.error = error
+        self.unread.append(handle)
+        return handle
+
+    def wait(self, handle: Handle) -> StepResult:
+        self.trace.append(("wait", handle.plan.step))
+        while self.unread.pop(0) is not handle:
+            pass
+        if handle.error is not None:
+            raise handle.error
+        return handle.result
+
+    def _run(self, plan: StepPlan) -> StepResult:
         self._apply(plan)
         if self.raise_on(plan):
             raise DeviceFault("told to fail")
+        failed = self.fail_rows(plan)
         writers: dict[int, str] = {}
         for name, count in plan.num_scheduled_tokens.items():
             row = self.rows[name]
@@ -43,24 +80,19 @@ class CheckingRunner:
                 if slot in writers:
                     raise DeviceFault(f"{name} and {writers[slot]} both write slot {slot}")
                 writers[slot] = name
-                self.slots[slot] = row["digests"][position]
+                self.slots[slot] = POISON if name in failed else row["digests"][position]
             row["computed"] += count
-        for name in plan.num_scheduled_tokens:
-            self._check_reads(name)
-        return plan
-
-    def wait(self, handle: StepPlan) -> StepResult:
-        failed = self.fail_rows(handle)
+        sound = {name: self._reads_well(name) for name in plan.num_scheduled_tokens}
         tokens = {}
-        for name in handle.num_scheduled_tokens:
+        for name in plan.num_scheduled_tokens:
             row = self.rows[name]
-            if (name in handle.samples) != (row["computed"] == len(row["tokens"])):
+            if (name in plan.samples) != (row["computed"] == len(row["tokens"])):
                 raise DeviceFault(f"{name} samples at the wrong time")
-            if name in handle.samples and name not in failed:
-                read = self.slots[self._slot(row, row["computed"] - 1)]
-                tokens[name] = hash((read, row["seed"], row["choice"])) % self.info.vocab_size
+            if name in plan.samples:
+                digest = row["digests"][-1] if sound[name] else POISON
+                tokens[name] = hash((digest, row["seed"], row["choice"])) % self.info.vocab_size
                 self._append(row, tokens[name])
-        return StepResult(token_ids=tokens, failed=failed)
+        return StepResult({name: token for name, token in tokens.items() if name not in failed}, failed=failed)
 
     def close(self) -> None:
         self.rows.clear()
@@ -105,11 +137,15 @@ class CheckingRunner:
         size = self.info.block_size
         return int(row["blocks"][position // size] * size + position % size)
 
-    def _check_reads(self, name: str) -> None:
-        row = self.rows[name]
+    def _reads_well(self, name: str) -> bool:
+        """False: there is poison in what the row reads."""
+        row, sound = self.rows[name], True
         for position in range(row["computed"]):
-            if self.slots.get(self._slot(row, position)) != row["digests"][position]:
+            content = self.slots.get(self._slot(row, position))
+            sound = sound and content != POISON
+            if content not in (POISON, row["digests"][position]):
                 raise DeviceFault(f"{name} reads foreign or missing KV at position {position}")
+        return sound
 
 
 @pytest.fixture

@@ -20,6 +20,18 @@ from pagemill_protocol.sampling import SamplingParams
 Make = Callable[..., Any]
 
 
+@pytest.fixture(params=[False, True], ids=["plain", "overlapped"])
+def checking_runner(checking_runner: Make, request: pytest.FixtureRequest) -> Make:
+    """Every rule holds in both loops."""
+
+    def make(**settings: Any) -> Any:
+        runner = checking_runner(**settings)
+        runner.info = runner.info._replace(overlaps=request.param)
+        return runner
+
+    return make
+
+
 def make_core(checking_runner: Make, **options: Any) -> EngineCore:
     runner = checking_runner(num_blocks=options.pop("num_blocks", 64))
     return EngineCore(EngineConfig(model="m", block_size=4, **options), runner)
@@ -219,10 +231,10 @@ def test_ctrl_c_while_a_step_is_booked_leaves_nothing_in_flight(
     core.add(request("a", [1] * 9))
     sound, interrupts = core.scheduler.kv.commit, iter([KeyboardInterrupt()])
 
-    def interrupted(row: Any) -> None:
+    def interrupted(*args: Any) -> None:
         for interrupt in interrupts:
             raise interrupt
-        sound(row)
+        sound(*args)
 
     monkeypatch.setattr(core.scheduler.kv, "commit", interrupted)
     with pytest.raises(KeyboardInterrupt):

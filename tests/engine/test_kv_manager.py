@@ -19,6 +19,7 @@ class Row:
     num_computed_tokens: int = 0
     cache_root: bytes = b"root"
     block_hashes: list[bytes] = field(default_factory=list)
+    num_pending_tokens: int = 0
 
 
 def make_kv(num_blocks: int = 16, *, caching: bool = True) -> KVCacheManager:
@@ -34,9 +35,17 @@ def compute(kv: KVCacheManager, row: Row, num_tokens: int | None = None) -> None
     if not kv.has_table(row):
         kv.start(row, kv.get_computed_blocks(row))
     due = len(row.token_ids) - row.num_computed_tokens
-    assert kv.allocate_slots(row, num_tokens if num_tokens is not None else due) is not None
-    kv.commit(row)
+    num_tokens = num_tokens if num_tokens is not None else due
+    assert kv.allocate_slots(row, num_tokens) is not None
+    run(kv, {row: num_tokens})
     check_integrity(kv)
+
+
+def run(kv: KVCacheManager, writes: dict[Row, int]) -> None:
+    """Launch and read the step whose writes were opened."""
+    kv.launch([row.request_id for row in writes])
+    for row, num_tokens in writes.items():
+        kv.commit(row, num_tokens)
 
 
 def test_only_the_blocks_of_the_step_are_allocated() -> None:
@@ -113,9 +122,62 @@ def test_a_row_of_the_same_step_hits_what_is_being_written() -> None:
     assert reader.num_computed_tokens == 8
     assert kv.allocate_slots(reader, 2) is not None
     check_integrity(kv)
-    kv.commit(writer)
-    kv.commit(reader)
+    run(kv, {writer: 10, reader: 2})
     check_integrity(kv)
+
+
+def test_a_block_that_fills_with_an_unknown_token_is_findable_when_the_token_is_known() -> None:
+    kv = make_kv()
+    row = Row("a", prompt(7))
+    compute(kv, row)
+    row.num_pending_tokens = 1
+    assert kv.allocate_slots(row, 1) is not None
+    kv.launch(["a"])
+    check_integrity(kv)
+    assert len(kv.prefix_cache) == 1
+    row.token_ids.append(7)
+    row.num_pending_tokens = 0
+    kv.commit(row, 1)
+    check_integrity(kv)
+    assert len(kv.get_computed_blocks(Row("b", prompt(9)))) == 2
+
+
+def test_what_a_step_in_flight_writes_is_no_ones_to_find_when_its_row_leaves() -> None:
+    kv = make_kv()
+    row = Row("a", prompt(12))
+    kv.start(row, [])
+    for num_tokens in (5, 7):
+        assert kv.allocate_slots(row, num_tokens) is not None
+        kv.launch(["a"])
+    check_integrity(kv)
+    assert row.num_computed_tokens == 12
+    kv.commit(row, 5)
+    check_integrity(kv)
+    kv.free(row)
+    check_integrity(kv)
+    assert len(kv.get_computed_blocks(Row("b", prompt(13)))) == 1
+
+
+def test_the_blocks_of_a_row_that_lost_its_table_can_be_distrusted() -> None:
+    kv = make_kv()
+    row = Row("a", prompt(12))
+    compute(kv, row)
+    kv.free(row)
+    assert kv.distrust(row) == set()
+    check_integrity(kv)
+    assert len(kv.prefix_cache) == 0
+
+
+def test_nothing_forks_from_a_row_that_a_step_writes() -> None:
+    kv = make_kv()
+    row = Row("a", prompt(9))
+    compute(kv, row, 6)
+    assert kv.allocate_slots(row, 3) is not None
+    kv.launch(["a"])
+    with pytest.raises(KVCacheError, match="still writes"):
+        kv.fork(row, Row("b", prompt(9)), 5)
+    with pytest.raises(KVCacheError, match="more tokens are committed"):
+        kv.commit(row, 4)
 
 
 def test_what_was_published_and_not_written_is_withdrawn() -> None:
@@ -154,7 +216,7 @@ def test_a_fork_shares_all_blocks_and_copies_the_partial_one_on_write() -> None:
     assert allocation.replaced == (1, shared, kv.block_ids(child)[1])
     assert kv.block_ids(child)[1] != shared
     assert kv.block_ids(parent)[1] == shared
-    kv.commit(child)
+    run(kv, {child: 1})
     check_integrity(kv)
 
 
@@ -178,7 +240,7 @@ def test_a_findable_block_is_never_written_in_place() -> None:
     allocation = kv.allocate_slots(child, 1)
     assert allocation is not None
     assert allocation.replaced is not None
-    kv.commit(child)
+    run(kv, {child: 1})
     check_integrity(kv)
 
 

@@ -1,7 +1,8 @@
 """Random courses of allocate, append, fork, free, preempt, abort and fail: the bookkeeping never contradicts itself.
 
-Beside the manager runs a device whose slots hold digests of prefixes. After every step each row must read its own
-prefix in its own slots, so a leaked, doubly used or wrongly shared block shows even if the counters agree.
+Beside the manager runs a device whose slots hold digests of prefixes. In every step each row must read its own
+prefix in its own slots, so a leaked, doubly used or wrongly shared block shows even if the counters agree. Up to two
+steps are in flight: launched, so that the device has run them, but not read, so that their tokens are not known.
 """
 
 from __future__ import annotations
@@ -27,7 +28,14 @@ class Row:
     num_computed_tokens: int = 0
     cache_root: bytes = b"root"
     block_hashes: list[bytes] = field(default_factory=list)
+    num_pending_tokens: int = 0
     open_tokens: int = 0
+    coming: list[int] = field(default_factory=list)
+    """What steps in flight sampled."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) + self.num_pending_tokens
 
 
 def digests(token_ids: list[int]) -> list[int]:
@@ -48,6 +56,7 @@ class KVMachine(RuleBasedStateMachine):
         self.copies: dict[str, tuple[int, int]] = {}
         self.num_rows = 0
         self.alive: list[Row] = []
+        self.flights: list[tuple[dict[Row, int], set[Row]]] = []
 
     @rule(target=rows, token_ids=tokens)
     def start(self, token_ids: list[int]) -> Row:
@@ -56,7 +65,7 @@ class KVMachine(RuleBasedStateMachine):
     @rule(row=rows, share=st.floats(0.1, 1.0))
     def allocate(self, row: Row, share: float) -> None:
         """Schedule some of the row's due tokens in the step that is being built."""
-        due = len(row.token_ids) - row.num_computed_tokens
+        due = row.num_tokens - row.num_computed_tokens
         if row not in self.alive or row.open_tokens or due == 0:
             return
         num_tokens = max(1, round(due * share))
@@ -70,36 +79,51 @@ class KVMachine(RuleBasedStateMachine):
             self.copies[row.request_id] = allocation.replaced[1:]
 
     @rule()
-    def run_step(self) -> None:
-        """The device: copies read first, then writes, then every row must read its own prefix."""
+    def launch_step(self) -> None:
+        """The device: copies read first, then writes, then every row must read its own prefix. Who is up to date
+        samples a token."""
+        if len(self.flights) == 2:
+            return
         content = {copy: self._read(source) for source, copy in self.copies.values()}
         for copy, values in content.items():
             self._write(copy, values)
         self.copies.clear()
         written: set[int] = set()
-        for row in self.alive:
-            wanted = digests(row.token_ids)
-            for position in range(row.num_computed_tokens, row.num_computed_tokens + row.open_tokens):
+        flight = {row: row.open_tokens for row in self.alive if row.open_tokens}
+        for row, num_tokens in flight.items():
+            wanted = digests(row.token_ids + row.coming)
+            for position in range(row.num_computed_tokens, row.num_computed_tokens + num_tokens):
                 slot = self._slot(row, position)
                 assert slot not in written, "two writers of one slot"
                 written.add(slot)
                 self.slots[slot] = wanted[position]
-        for row in self.alive:
-            if row.open_tokens:
-                self.kv.commit(row)
-                row.open_tokens = 0
-            wanted = digests(row.token_ids)
+        self.kv.launch([row.request_id for row in flight])
+        for row in flight:
+            row.open_tokens = 0
+            wanted = digests(row.token_ids + row.coming)
             for position in range(row.num_computed_tokens):
                 assert self.slots.get(self._slot(row, position)) == wanted[position], "foreign KV"
+        sampling = {row for row in flight if row.num_computed_tokens == row.num_tokens}
+        for row in sampling:
+            row.coming.append(digests(row.token_ids + row.coming)[-1] % 2)
+            row.num_pending_tokens += 1
+        self.flights.append((flight, sampling))
 
-    @rule(row=rows, token_id=st.integers(0, 1))
-    def append(self, row: Row, token_id: int) -> None:
-        if row in self.alive and not row.open_tokens and row.num_computed_tokens == len(row.token_ids):
-            row.token_ids.append(token_id)
+    @rule()
+    def read_step(self) -> None:
+        if not self.flights:
+            return
+        flight, sampling = self.flights.pop(0)
+        for row, num_tokens in flight.items():
+            self.kv.commit(row, num_tokens)
+        for row in sampling:
+            row.token_ids.append(row.coming.pop(0))
+            row.num_pending_tokens -= 1
 
     @rule(target=rows, parent=rows)
     def fork(self, parent: Row) -> Row:
-        if parent not in self.alive or parent.open_tokens or parent.num_computed_tokens < 2:
+        written = parent.open_tokens or any(parent in flight for flight, _ in self.flights)
+        if parent not in self.alive or written or parent.num_computed_tokens < 2:
             return multiple()
         child = Row(self._name(), list(parent.token_ids))
         self.kv.fork(parent, child, parent.num_computed_tokens - 1)
@@ -120,7 +144,7 @@ class KVMachine(RuleBasedStateMachine):
 
     @rule(row=consumes(rows))
     def abort_or_fail(self, row: Row) -> None:
-        """The row leaves while its write is open; rows that hit what it was writing start over."""
+        """The row leaves while its write is open or in flight; rows that hit what it was writing start over."""
         if row not in self.alive:
             return
         untrusted = self.kv.distrust(row)
@@ -134,7 +158,7 @@ class KVMachine(RuleBasedStateMachine):
 
     @rule()
     def reset_cache_between_steps(self) -> None:
-        if not any(row.open_tokens for row in self.alive):
+        if not self.flights and not any(row.open_tokens for row in self.alive):
             self.kv.reset_prefix_cache()
 
     @invariant()
@@ -158,7 +182,11 @@ class KVMachine(RuleBasedStateMachine):
     def _drop(self, row: Row) -> None:
         self.kv.free(row)
         self.copies.pop(row.request_id, None)
-        row.open_tokens = 0
+        row.open_tokens = row.num_pending_tokens = 0
+        row.coming.clear()
+        for flight, sampling in self.flights:
+            flight.pop(row, None)
+            sampling.discard(row)
         self.alive.remove(row)
 
     def _name(self) -> str:

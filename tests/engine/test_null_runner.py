@@ -123,3 +123,18 @@ def test_blocks_and_releases_are_followed() -> None:
 def test_the_same_model_name_has_the_same_digest() -> None:
     digests = [NullRunner.from_config(EngineConfig(model=name)).info.weights_digest for name in ("x", "x", "y")]
     assert digests[0] == digests[1] != digests[2]
+
+
+def test_steps_queue_up_behind_each_other() -> None:
+    """The second of two steps launched at once is done when both times are over; an idle device starts at once."""
+    clock = Clock()
+    runner = make_runner(clock)
+    first = runner.launch(start(blocks=2))
+    second = runner.launch(StepPlan(2, {"a": 1}, samples={"a"}))
+    tokens = runner.wait(first).token_ids
+    assert clock.now_s == pytest.approx(0.012)
+    assert runner.wait(second).token_ids != tokens
+    assert clock.now_s == pytest.approx(0.022)
+    clock.now_s = 1.0
+    runner.wait(runner.launch(StepPlan(3, {"a": 1}, samples={"a"})))
+    assert clock.now_s == pytest.approx(1.01)

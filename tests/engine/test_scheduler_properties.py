@@ -47,6 +47,7 @@ engine_settings = st.fixed_dictionaries(
         "max_num_batched_tokens": st.integers(1, 40),
         "enable_prefix_caching": st.booleans(),
         "policy": st.sampled_from(["fcfs", "priority", "shortest-prefill-first"]),
+        "overlap": st.booleans(),
     }
 )
 # 12 blocks of 4 slots hold exactly one request of the longest kind.
@@ -189,12 +190,16 @@ def pressing_requests() -> list[GenerateRequest]:
     ]
 
 
-def pressed_core(make: Make) -> EngineCore:
-    return make_core(make, 16, max_num_seqs=6, max_num_batched_tokens=24)
+def pressed_core(make: Make, overlap: bool) -> EngineCore:
+    return make_core(make, 16, max_num_seqs=6, max_num_batched_tokens=24, overlap=overlap)
 
 
-def test_the_same_workload_gives_the_same_plans(checking_runner: Make) -> None:
-    cores = [pressed_core(checking_runner) for _ in range(2)]
+both_loops = pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
+
+
+@both_loops
+def test_the_same_workload_gives_the_same_plans(checking_runner: Make, overlap: bool) -> None:
+    cores = [pressed_core(checking_runner, overlap) for _ in range(2)]
     answers = [serve(core, pressing_requests(), stagger=3) for core in cores]
     assert answers[0] == answers[1]
     assert cores[0].runner.plans == cores[1].runner.plans
@@ -202,9 +207,10 @@ def test_the_same_workload_gives_the_same_plans(checking_runner: Make) -> None:
     assert any(plan.block_copies for plan in cores[0].runner.plans)
 
 
-def test_first_come_is_first_finished_under_pressure(checking_runner: Make) -> None:
+@both_loops
+def test_first_come_is_first_finished_under_pressure(checking_runner: Make, overlap: bool) -> None:
     """The oldest running row is never the one to go, so nobody waits for ever."""
-    core = pressed_core(checking_runner)
+    core = pressed_core(checking_runner, overlap)
     requests = [
         GenerateRequest(
             request_id=f"r{index}",
@@ -254,6 +260,7 @@ def _hash_without_parent(self: KVCacheManager, row: Any, index: int) -> bytes:
     return repr(row.token_ids[index * 4 : index * 4 + 4]).encode()
 
 
+@both_loops
 @pytest.mark.parametrize(
     ("owner", "method", "fault"),
     [
@@ -266,9 +273,14 @@ def _hash_without_parent(self: KVCacheManager, row: Any, index: int) -> bytes:
     ],
 )
 def test_a_planted_fault_does_not_pass(
-    monkeypatch: pytest.MonkeyPatch, checking_runner: Make, owner: type, method: str, fault: Callable[..., Any]
+    monkeypatch: pytest.MonkeyPatch,
+    checking_runner: Make,
+    owner: type,
+    method: str,
+    fault: Callable[..., Any],
+    overlap: bool,
 ) -> None:
-    serve(pressed_core(checking_runner), pressing_requests(), stagger=3)
+    serve(pressed_core(checking_runner, overlap), pressing_requests(), stagger=3)
     monkeypatch.setattr(owner, method, fault)
     with pytest.raises((KVCacheError, AssertionError)):
-        serve(pressed_core(checking_runner), pressing_requests(), stagger=3)
+        serve(pressed_core(checking_runner, overlap), pressing_requests(), stagger=3)

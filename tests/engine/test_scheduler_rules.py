@@ -40,7 +40,8 @@ def request(name: str, num_tokens: int = 5, first: int = 0, priority: int = 0, *
 def run(scheduler: Scheduler, token_id: int = 500) -> StepPlan:
     """One step in which every sampling row gets `token_id`."""
     plan = scheduler.schedule()
-    scheduler.update(plan, StepResult(token_ids=dict.fromkeys(plan.samples, token_id)))
+    if plan.num_scheduled_tokens:
+        scheduler.update(plan, StepResult(token_ids=dict.fromkeys(plan.samples, token_id)))
     check_integrity(scheduler.kv)
     return plan
 

@@ -82,8 +82,9 @@ def _check_tables(kv: KVCacheManager) -> list[str]:
     faults = []
     for name, table in kv.tables.items():
         end = table.row.num_computed_tokens + table.num_open_tokens
-        if end > len(table.row.token_ids):
-            faults.append(f"{name} has KV for {end} of {len(table.row.token_ids)} tokens")
+        num_tokens = len(table.row.token_ids) + table.row.num_pending_tokens
+        if end > num_tokens:
+            faults.append(f"{name} has KV for {end} of {num_tokens} tokens")
         if len(table.blocks) != kv.blocks_for(end):
             faults.append(f"{name} holds {len(table.blocks)} blocks for {end} tokens")
         if len({block.block_id for block in table.blocks}) != len(table.blocks):
@@ -104,19 +105,21 @@ def _check_chain(kv: KVCacheManager, table: BlockTable) -> list[str]:
 
 
 def _check_writers(kv: KVCacheManager) -> list[str]:
-    """During a step every written block has one writer, and nobody reads it who did not hit it in this very step."""
+    """While a step is planned or in flight, every block that it writes has one writer, and nobody reads it who did not
+    hit it since that step was planned."""
     faults = []
     writers: dict[int, str] = {}
     for name, table in kv.tables.items():
-        if not table.num_open_tokens:
+        end = table.row.num_computed_tokens + table.num_open_tokens
+        start = table.row.num_computed_tokens - table.num_launched_tokens
+        if start == end:
             continue
-        start = table.row.num_computed_tokens
-        opened = {block.block_id for block in table.opened}
-        for block in table.blocks[start // kv.block_size : kv.blocks_for(start + table.num_open_tokens)]:
+        for index in range(start // kv.block_size, kv.blocks_for(end)):
+            block = table.blocks[index]
             if block.block_id in writers:
                 faults.append(f"{name} and {writers[block.block_id]} both write block {block.block_id}")
             writers[block.block_id] = name
-            if block.block_id in opened:
+            if index in table.opened:
                 continue
             if block.ref_count > 1 or block.block_hash is not None:
                 faults.append(f"{name} writes block {block.block_id}, which others may read")

@@ -1,13 +1,19 @@
 """The KV manager: the block table of every request, kept so that no slot ever has two writers.
 
 One write cycle per request and step: `allocate_slots` opens it (blocks are taken, a shared partial block is replaced
-by a copy, blocks that become full are made findable at once so that requests of the same step can hit them), `commit`
-closes it after the step, `free` abandons it. Never decides who gets blocks (`scheduler`), never touches memory
-(`runner`). Its invariants are checked by `kv.integrity`.
+by a copy, blocks that become full are made findable at once so that requests of the same step can hit them), `launch`
+hands it to the device, `commit` closes it when the step was read, `free` abandons it. A block that becomes full with a
+token that is not known yet has no hash yet: it is made findable by `commit`.
+
+The device runs steps in the order of their launch. So what a launched step writes counts as there for all later steps,
+and a block freed while a step still writes to it may be given away at once: its next writer or reader comes later.
+
+Never decides who gets blocks (`scheduler`), never touches memory (`runner`). Its invariants: `kv.integrity`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -22,10 +28,12 @@ class TokenRow(Protocol):
     request_id: str
     token_ids: list[int]
     num_computed_tokens: int
-    """Tokens whose KV is in the table's blocks."""
+    """Tokens whose KV is in the table's blocks once all steps launched so far have run."""
     cache_root: bytes
     block_hashes: list[bytes]
     """Chained hashes of the leading full blocks, as far as they were needed; they survive a preemption."""
+    num_pending_tokens: int
+    """Tokens after `token_ids` that steps in flight will make known."""
 
 
 @dataclass(slots=True)
@@ -33,9 +41,13 @@ class BlockTable:
     row: TokenRow
     blocks: list[Block]
     num_open_tokens: int = 0
-    """Tokens that the step in flight writes."""
-    opened: list[Block] = field(default_factory=list)
-    """Blocks made findable by the step in flight: their content is not there yet."""
+    """Tokens that the step being planned writes."""
+    num_launched_tokens: int = 0
+    """Tokens that steps in flight write: the last ones of `num_computed_tokens`."""
+    opened: list[int] = field(default_factory=list)
+    """Indices of blocks made findable before their content was there, which no step that was read has written yet."""
+    num_offered: int = 0
+    """Leading blocks that were offered to the prefix cache, or came from it."""
 
 
 class Allocation(NamedTuple):
@@ -55,7 +67,8 @@ class KVUsage(NamedTuple):
         return 1 - self.used_slots / self.allocated_slots if self.allocated_slots else 0.0
 
 
-_NOTHING_NEW = Allocation([])
+NOTHING_NEW = Allocation([])
+"""What nearly every decode gets: its token goes into a block that the row has."""
 
 
 class KVCacheManager:
@@ -77,6 +90,11 @@ class KVCacheManager:
 
     def num_table_blocks(self, row: TokenRow) -> int:
         return len(self.tables[row.request_id].blocks)
+
+    def being_written(self, row: TokenRow) -> bool:
+        """A step in flight writes the row's blocks, or the one being planned will."""
+        table = self.tables[row.request_id]
+        return table.num_open_tokens > 0 or table.num_launched_tokens > 0
 
     # -- start of a row ------------------------------------------------------------------------------------------
 
@@ -106,7 +124,7 @@ class KVCacheManager:
         if row.request_id in self.tables:
             raise KVCacheError(f"{row.request_id} already has a block table")
         self.pool.share(computed_blocks)
-        self.tables[row.request_id] = BlockTable(row, list(computed_blocks))
+        self.tables[row.request_id] = BlockTable(row, list(computed_blocks), num_offered=len(computed_blocks))
         row.num_computed_tokens = len(computed_blocks) * self.block_size
 
     def fork(self, parent: TokenRow, child: TokenRow, num_tokens: int) -> None:
@@ -115,9 +133,11 @@ class KVCacheManager:
             raise KVCacheError(f"{child.request_id} already has a block table")
         if num_tokens > parent.num_computed_tokens:
             raise KVCacheError(f"{parent.request_id} has computed {parent.num_computed_tokens} of {num_tokens} tokens")
+        if self.being_written(parent):
+            raise KVCacheError(f"{parent.request_id} cannot be shared: a step still writes into its last block")
         shared = self.tables[parent.request_id].blocks[: self.blocks_for(num_tokens)]
         self.pool.share(shared)
-        self.tables[child.request_id] = BlockTable(child, shared)
+        self.tables[child.request_id] = BlockTable(child, shared, num_offered=num_tokens // self.block_size)
         child.num_computed_tokens = num_tokens
         child.block_hashes[:] = parent.block_hashes[: num_tokens // self.block_size]
 
@@ -129,33 +149,46 @@ class KVCacheManager:
         blocks = table.blocks
         start = row.num_computed_tokens
         end = start + num_tokens
-        if table.num_open_tokens or not 0 < num_tokens <= len(row.token_ids) - start:
+        if table.num_open_tokens or not 0 < num_tokens <= len(row.token_ids) + row.num_pending_tokens - start:
             raise _misuse(table, num_tokens)
         if end % self.block_size and end <= len(blocks) * self.block_size:
             tail = blocks[-1]
             if tail.ref_count == 1 and tail.block_hash is None:
                 # Nearly every decode: the token goes into the row's own tail block and does not fill it.
                 table.num_open_tokens = num_tokens
-                return _NOTHING_NEW
+                return NOTHING_NEW
         num_new = -(-end // self.block_size) - len(blocks)
         needs_copy = self._write_needs_copy(table)
         if num_new + needs_copy > len(self.pool.free_list):
             return None
         table.num_open_tokens = num_tokens
-        allocation = _NOTHING_NEW
+        allocation = NOTHING_NEW
         if num_new or needs_copy:
             allocation = self._extend(table, num_new, needs_copy)
-        if self.enable_prefix_caching and end // self.block_size > start // self.block_size:
-            self._publish_full_blocks(table, start // self.block_size, end // self.block_size)
+        num_full = min(end, len(row.token_ids)) // self.block_size
+        if num_full > table.num_offered:
+            table.opened += self._offer(table, num_full)
         return allocation
 
-    def commit(self, row: TokenRow) -> None:
-        """The step in flight wrote the row's tokens."""
+    def launch(self, request_ids: Iterable[str]) -> None:
+        """The step for which these rows' writes were opened is on its way: later steps may build on it."""
+        for request_id in request_ids:
+            table = self.tables[request_id]
+            table.row.num_computed_tokens += table.num_open_tokens
+            table.num_launched_tokens += table.num_open_tokens
+            table.num_open_tokens = 0
+
+    def commit(self, row: TokenRow, num_tokens: int) -> None:
+        """The oldest step in flight, now read, wrote `num_tokens` of the row, and all of those are known."""
         table = self.tables[row.request_id]
-        row.num_computed_tokens += table.num_open_tokens
-        table.num_open_tokens = 0
+        table.num_launched_tokens -= num_tokens
+        if table.num_launched_tokens < 0:
+            raise KVCacheError(f"{row.request_id}: more tokens are committed than steps in flight write")
+        num_full = (row.num_computed_tokens - table.num_launched_tokens) // self.block_size
         if table.opened:
-            table.opened = []
+            table.opened = [index for index in table.opened if index >= num_full]
+        if num_full > table.num_offered:
+            self._offer(table, num_full)
 
     def free(self, row: TokenRow) -> None:
         """Drop the row's table; an open write is abandoned and what it published is withdrawn.
@@ -164,16 +197,23 @@ class KVCacheManager:
         """
         table = self.tables.pop(row.request_id)
         # A reader of this step that failed may have withdrawn some of them already.
-        self._forget([block for block in table.opened if block.block_hash is not None])
+        self._forget([table.blocks[index] for index in table.opened])
         self.pool.release(reversed(table.blocks))
         row.num_computed_tokens = 0
 
     def distrust(self, row: TokenRow) -> set[int]:
-        """A step failed on this row: nobody may find its blocks any more. Returns the ids of those it was writing."""
-        table = self.tables[row.request_id]
-        in_flight = {block.block_id for block in table.opened}
+        """A step failed on this row: nobody may find its blocks any more. Returns the ids of those it was writing.
+
+        Of a row that lost its table since, the blocks are found by their hashes.
+        """
+        table = self.tables.get(row.request_id)
+        if table is None:
+            found = [self.prefix_cache.get(block_hash) for block_hash in row.block_hashes]
+            self._forget([block for block in found if block is not None])
+            return set()
+        in_flight = {table.blocks[index].block_id for index in table.opened}
         table.opened = []
-        self._forget([block for block in table.blocks if block.block_hash is not None])
+        self._forget(table.blocks)
         return in_flight
 
     def holds_any(self, row: TokenRow, block_ids: set[int]) -> bool:
@@ -220,16 +260,22 @@ class KVCacheManager:
         table.blocks += fresh
         return Allocation([block.block_id for block in fresh], replaced)
 
-    def _publish_full_blocks(self, table: BlockTable, first: int, last: int) -> None:
-        for index in range(first, last):
-            block = table.blocks[index]
-            if self.prefix_cache.insert(block, self._block_hash(table.row, index), index):
-                table.opened.append(block)
+    def _offer(self, table: BlockTable, num_full: int) -> list[int]:
+        """Make the blocks up to there findable, where equal content is not. Returns the indices of those that are."""
+        first, table.num_offered = table.num_offered, num_full
+        if not self.enable_prefix_caching:
+            return []
+        return [
+            index
+            for index in range(first, num_full)
+            if self.prefix_cache.insert(table.blocks[index], self._block_hash(table.row, index), index)
+        ]
 
     def _forget(self, blocks: list[Block]) -> None:
         for block in blocks:
-            self.prefix_cache.remove(block)
-            self.pool.content_dropped(block)
+            if block.block_hash is not None:
+                self.prefix_cache.remove(block)
+                self.pool.content_dropped(block)
 
     def _block_hash(self, row: TokenRow, index: int) -> bytes:
         known = row.block_hashes
@@ -244,5 +290,5 @@ def _misuse(table: BlockTable, num_tokens: int) -> KVCacheError:
     row = table.row
     if table.num_open_tokens:
         return KVCacheError(f"{row.request_id} is already being written by a step")
-    due = len(row.token_ids) - row.num_computed_tokens
+    due = len(row.token_ids) + row.num_pending_tokens - row.num_computed_tokens
     return KVCacheError(f"{row.request_id}: {num_tokens} tokens asked for, {due} are due")

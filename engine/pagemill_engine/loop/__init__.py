@@ -1,1 +1,1 @@
-"""The step: schedule -> run -> update, in the engine process. Plain loop now; the overlapped one stands beside it."""
+"""The step: schedule -> run -> update, in the engine process. Plain or overlapped."""

@@ -1,5 +1,8 @@
 """The engine's heart: schedule -> run -> update, once per step.
 
+Two loops share all helpers and differ in one thing: `_step_overlapped` launches step N+1 before it reads the tokens of
+step N, so that the device never waits for our Python; `_step_plain` has one step in flight at a time.
+
 One failing request never stops the loop: rows that the runner names as failed end alone, when a whole step raises, its
 rows are tried one by one until the guilty ones are found, and when the bookkeeping itself raises, the rows it was
 working on fail and the rest goes on if everything still adds up. Knows no socket (`loop.process` does) and no tensor
@@ -8,9 +11,11 @@ working on fail and the rest goes on if everything still adds up. Knows no socke
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.messages import PrefixEvents, StepOutputs
@@ -18,7 +23,7 @@ from pagemill_engine.kv.integrity import IntegrityError, check_integrity
 from pagemill_engine.runner.base import Runner, RunnerInfo
 from pagemill_engine.scheduler.limits import SchedulerLimits
 from pagemill_engine.scheduler.scheduler import Scheduler
-from pagemill_engine.scheduler.step import AdmittedRow, StepPlan, StepResult
+from pagemill_engine.scheduler.step import AdmittedRow, StepPlan
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.sampling import SamplingParams
 from pagemill_protocol.state import EngineLoad, StepTimeParams
@@ -31,6 +36,16 @@ STEP_TIME_PERIOD_S = 0.5
 """The step-time fit changes slowly: it is sent this often at most."""
 
 
+class Launched(NamedTuple):
+    """A step on its way."""
+
+    plan: StepPlan
+    handle: Any
+    started_s: float
+    error: Exception | None
+    """The launch itself raised: told when the step's turn to be read comes."""
+
+
 class EngineCore:
     """Single-threaded: all calls come from the thread that steps."""
 
@@ -40,11 +55,15 @@ class EngineCore:
         self.runner = runner
         self.scheduler = Scheduler(scheduler_limits(config, runner.info), clock)
         self.step_time = StepTimeModel(config.max_num_batched_tokens)
+        self.overlaps = runner.info.overlaps if config.overlap is None else config.overlap
         self.num_steps = 0
         self.num_failed_steps_in_a_row = 0
         """Steps that raised since the last one that did not."""
         self._clock = clock
+        self._in_flight: Launched | None = None
+        """The step that runs while its predecessor's tokens are booked; None in the plain loop."""
         self._step_ms = 0.0
+        self._last_read_s = float("-inf")
         self._step_time_sent_s = float("-inf")
 
     def add(self, request: GenerateRequest) -> None:
@@ -57,24 +76,32 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or self._in_flight is not None
 
     def load(self) -> EngineLoad:
         return self.scheduler.load(self._step_ms)
 
     def step(self) -> StepOutputs:
-        """Run one step; returns at once when there is nothing to run.
+        """Run one step to its end; returns at once when there is nothing to run.
 
         Raises only when the bookkeeping is broken beyond the step's own requests.
         """
-        try:
-            plan = self.scheduler.schedule()
-        except BaseException as error:
-            plan = StepPlan(step=0, num_scheduled_tokens={})
-            self._abandon(None, error)
-        if plan.num_scheduled_tokens:
-            self._run(plan)
-        return self._report(plan)
+        return self._step_overlapped() if self.overlaps else self._step_plain()
+
+    def _step_plain(self) -> StepOutputs:
+        step = self._launch()
+        if step is not None:
+            self._read(step)
+        return self._report(step)
+
+    def _step_overlapped(self) -> StepOutputs:
+        if self._in_flight is None:
+            self._in_flight = self._launch()
+        following = self._launch() if self._in_flight is not None else None
+        step, self._in_flight = self._in_flight, following
+        if step is not None:
+            self._read(step)
+        return self._report(step)
 
     def prefix_snapshot(self) -> list[bytes]:
         """All prefix granules cached now; the sum of all `StepOutputs.prefixes` so far."""
@@ -88,7 +115,10 @@ class EngineCore:
             raise IntegrityError("; ".join(faults))
 
     def probe(self) -> None:
-        """Compute one token beside all requests; raises what the runner raises. Skipped when no block is free."""
+        """Compute one token beside all requests; raises what the runner raises. Skipped when no block is free.
+
+        Only with no step in flight: after one that failed.
+        """
         pool = self.scheduler.kv.pool
         if pool.num_free == 0:
             return
@@ -101,25 +131,61 @@ class EngineCore:
         finally:
             pool.release(blocks)
 
-    def _run(self, plan: StepPlan) -> None:
+    def _launch(self) -> Launched | None:
+        """Decide the next step and start it; None when nothing can run before the step in flight is read."""
+        try:
+            plan = self.scheduler.schedule()
+        except BaseException as error:
+            self._abandon(None, error)
+            return None
+        if not plan.num_scheduled_tokens:
+            return None
         started_s = self._clock()
         try:
-            result = self.runner.wait(self.runner.launch(plan))
+            return Launched(plan, self.runner.launch(plan), started_s, None)
         except Exception as error:
-            logger.exception("step %d failed with %d requests", plan.step, len(plan.num_scheduled_tokens))
+            return Launched(plan, None, started_s, error)
+        except BaseException:
+            self._interrupted(plan)
+            raise
+
+    def _read(self, step: Launched) -> None:
+        """Wait for the step and book its tokens."""
+        plan = step.plan
+        try:
+            if step.error is not None:
+                raise step.error
+            result = self.runner.wait(step.handle)
+        except Exception as error:
+            logger.error("step %d failed with %d requests", plan.step, len(plan.num_scheduled_tokens), exc_info=error)
             self.num_failed_steps_in_a_row += 1
             self.scheduler.step_failed(plan, f"The engine failed on this request: {type(error).__name__}.")
+            self._wait_out()
             return
         except BaseException:
-            # Ctrl-C in a notebook: its rows must not stay in flight, or no later step could run.
-            self.scheduler.step_failed(plan, "The step was interrupted.")
+            self._interrupted(plan)
             raise
         try:
-            self._finish_step(plan, result, (self._clock() - started_s) * 1000)
+            self._note_time(step)
+            self.scheduler.update(plan, result)
         except BaseException as error:
             self._abandon(plan, error)
             return
+        self.num_steps += 1
         self.num_failed_steps_in_a_row = 0
+
+    def _wait_out(self) -> None:
+        """A step failed: the one launched behind it ends before the next one starts, whatever comes of it."""
+        following, self._in_flight = self._in_flight, None
+        if following is None or following.error is not None:
+            return
+        with contextlib.suppress(Exception):
+            self.runner.wait(following.handle)
+
+    def _interrupted(self, plan: StepPlan) -> None:
+        """Ctrl-C in a notebook: nothing may stay in flight, or no later step could run."""
+        self._in_flight = None
+        self.scheduler.step_failed(plan, "The step was interrupted.")
 
     def _abandon(self, plan: StepPlan | None, error: BaseException) -> None:
         """The scheduler raised: fail what it was working on, and go on if the rest is sound. Ctrl-C goes on its way."""
@@ -130,20 +196,22 @@ class EngineCore:
         if not isinstance(error, Exception):
             raise error
 
-    def _finish_step(self, plan: StepPlan, result: StepResult, step_ms: float) -> None:
-        self.scheduler.update(plan, result)
-        self.num_steps += 1
-        self._step_ms = step_ms
-        self.step_time.observe(plan.num_tokens, plan.decode_context_tokens, plan.chunk_context_products, step_ms)
+    def _note_time(self, step: Launched) -> None:
+        """A step that waited for its predecessor has run since that one was read."""
+        now_s = self._clock()
+        self._step_ms = (now_s - max(step.started_s, self._last_read_s)) * 1000
+        self._last_read_s = now_s
+        plan = step.plan
+        self.step_time.observe(plan.num_tokens, plan.decode_context_tokens, plan.chunk_context_products, self._step_ms)
 
-    def _report(self, plan: StepPlan) -> StepOutputs:
+    def _report(self, step: Launched | None) -> StepOutputs:
         added, removed = self.scheduler.kv.prefix_cache.drain_events()
         return StepOutputs(
             outputs=self.scheduler.take_outputs(),
             load=self.load(),
             step_time=self._step_time_due(),
             prefixes=PrefixEvents(added, removed) if added or removed else None,
-            num_step_tokens=plan.num_tokens,
+            num_step_tokens=step.plan.num_tokens if step is not None else 0,
         )
 
     def _step_time_due(self) -> StepTimeParams | None:

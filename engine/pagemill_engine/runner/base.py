@@ -21,10 +21,16 @@ class RunnerInfo(NamedTuple):
     kv_dtype: str
     weight_bytes: int
     kv_bytes_per_token: int
+    overlaps: bool = False
+    """`launch` returns before the step has run, and it pays to use the time: the loop overlaps unless told otherwise."""
 
 
 class Runner(Protocol):
-    """`launch` starts a step and returns at once where the device allows it; `wait` gives its tokens."""
+    """`launch` starts a step and returns at once where the device allows it; `wait` gives its tokens.
+
+    Steps run in the order of their launch; one more may be launched before the last one was waited for. They are waited
+    for in the same order. A step launched behind one that raises is not run and raises as well.
+    """
 
     @property
     def info(self) -> RunnerInfo: ...

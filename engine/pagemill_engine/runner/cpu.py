@@ -1,7 +1,8 @@
 """Runs steps on the CPU: applies a plan's differences, one forward pass over the flattened batch, one sampling pass.
 
-Synchronous: `launch` does the work and `wait` hands over its result. Does not decide what runs (`scheduler`), nor how
-an operation is computed (`pagemill_kernels`), nor where weights come from (`runner.factory`).
+Synchronous: `launch` does the work and `wait` hands over its result; `runner.threaded` makes it overlap. Does not
+decide what runs (`scheduler`), nor how an operation is computed (`pagemill_kernels`), nor where weights come from
+(`runner.factory`).
 """
 
 from __future__ import annotations

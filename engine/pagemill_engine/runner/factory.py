@@ -47,6 +47,7 @@ def _load(config: EngineConfig, path: Path, spec: ModelSpec, progress: Progress)
             f"`{path}`: its weights are quantized by `{spec.quantization}` (`quantization_config`), which is not read. "
             "Use the model's float32, float16 or bfloat16 checkpoint, or a GGUF file of it.",
         )
-    from pagemill_engine.runner.load_cpu import load_cpu_runner
+    from pagemill_engine.runner.load_cpu import load_cpu_runner, on_own_thread
 
-    return load_cpu_runner(config, path, spec, progress)
+    runner = load_cpu_runner(config, path, spec, progress)
+    return on_own_thread(runner) if config.overlap else runner

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from pagemill_engine.runner.base import RunnerInfo
 from pagemill_engine.runner.cpu import CPURunner
 from pagemill_engine.runner.kv_cache import KVCache, max_model_len_for, num_blocks_for
 from pagemill_engine.runner.memory import available_memory, memory_limit
+from pagemill_engine.runner.threaded import ThreadedRunner
 from pagemill_engine.runner.threads import available_threads
 from pagemill_kernels.registry import cpu_backend, ops_for
 from pagemill_protocol.model_spec import ModelSpec
@@ -65,6 +67,12 @@ def load_cpu_runner(
     )
     kv_cache = KVCache(spec, num_blocks, config.block_size, dtype)
     return CPURunner(model, ops, kv_cache, rope, info, config.max_num_seqs)
+
+
+def on_own_thread(runner: CPURunner) -> ThreadedRunner:
+    """So that steps can overlap. OpenMP keeps a team of threads for each thread that computes: from here on it is that
+    one alone, and this thread's team sleeps."""
+    return ThreadedRunner(runner, partial(torch.set_num_threads, torch.get_num_threads()))
 
 
 def _fill(model: CausalLM, weights: WeightSource) -> Tensor | None:

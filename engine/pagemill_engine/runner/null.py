@@ -3,7 +3,7 @@
 Serves the simulator (with a virtual clock), scheduler benchmarks and tests of everything above the runner. It keeps
 block tables as bookkeeping and refuses plans that break the contract of `scheduler.step`, so that a fault of the
 scheduler shows here before it corrupts a real cache. A token depends on (seed, choice, position) only: batch,
-chunking and preemption do not change the output.
+chunking and preemption do not change the output. Steps queue up behind each other as on a device.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class PlanError(RuntimeError):
 
 
 class NullHandle(NamedTuple):
-    plan: StepPlan
+    counters: dict[str, int]
+    """For each row that samples, the number from which its token is made."""
     done_at_s: float
 
 
@@ -66,6 +67,7 @@ class NullRunner:
         self._clock = clock
         self._sleep = sleep
         self._rows: dict[str, _Row] = {}
+        self._busy_until_s = float("-inf")
 
     @classmethod
     def from_config(
@@ -85,6 +87,7 @@ class NullRunner:
             kv_dtype="null",
             weight_bytes=0,
             kv_bytes_per_token=0,
+            overlaps=True,
         )
         return cls(info, config.step_time or DEFAULT_STEP_TIME, clock=clock, sleep=sleep)
 
@@ -97,13 +100,15 @@ class NullRunner:
         predicted_ms = self._step_time.predict_ms(
             plan.num_tokens, plan.decode_context_tokens, plan.chunk_context_products
         )
-        return NullHandle(plan, self._clock() + predicted_ms / 1000)
+        self._busy_until_s = max(self._clock(), self._busy_until_s) + predicted_ms / 1000
+        return NullHandle({name: self._append(self._rows[name]) for name in plan.samples}, self._busy_until_s)
 
     def wait(self, handle: NullHandle) -> StepResult:
         left_s = handle.done_at_s - self._clock()
         if left_s > 0:
             self._sleep(left_s)
-        return StepResult(token_ids={name: self._sample(self._rows[name]) for name in handle.plan.samples})
+        vocab_size = self._info.vocab_size
+        return StepResult(token_ids={name: _mix(counter) % vocab_size for name, counter in handle.counters.items()})
 
     def close(self) -> None:
         self._rows.clear()
@@ -145,10 +150,10 @@ class NullRunner:
             raise PlanError(f"{name} is scheduled and was never admitted")
         return row
 
-    def _sample(self, row: _Row) -> int:
+    def _append(self, row: _Row) -> int:
         position = row.num_tokens - row.num_prompt_tokens
         row.num_tokens += 1
-        return _mix(row.counter_key + position) % self._info.vocab_size
+        return row.counter_key + position
 
 
 def _mix(value: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pagemill_engine.kv.manager import Allocation
+from pagemill_engine.kv.manager import NOTHING_NEW, Allocation
 from pagemill_engine.scheduler.request import Request
 from pagemill_engine.scheduler.step import AdmittedRow, StepPlan
 
@@ -17,19 +17,19 @@ class StepBuilder:
 
     def place(self, row: Request, num_tokens: int, allocation: Allocation) -> None:
         """A row that the runner knows already."""
-        if allocation.new_block_ids or allocation.replaced is not None:
+        if allocation is not NOTHING_NEW:
             self._note_blocks(row, allocation)
         self._count(row, num_tokens, 1)
 
     def decode(self, row: Request, allocation: Allocation) -> None:
         """`place` for the common case, one due token: this runs for every row of every step."""
-        if allocation.new_block_ids or allocation.replaced is not None:
+        if allocation is not NOTHING_NEW:
             self._note_blocks(row, allocation)
-        plan = self.plan
+        plan, name = self.plan, row.request_id
         self.budget -= 1
         plan.decode_context_tokens += row.num_computed_tokens + 1
-        plan.num_scheduled_tokens[row.request_id] = 1
-        plan.samples.add(row.request_id)
+        plan.num_scheduled_tokens[name] = 1
+        plan.samples.add(name)
 
     def _note_blocks(self, row: Request, allocation: Allocation) -> None:
         plan = self.plan

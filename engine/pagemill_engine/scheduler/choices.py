@@ -31,9 +31,11 @@ class HeldChoices:
 
     def forkable(self, leader: Request) -> list[Request]:
         """The choices that may fork from `leader` now; they are held no longer."""
-        if not self._groups or leader.num_computed_tokens < leader.num_prompt_tokens - 1:
-            return []
-        return self._release(leader)
+        return self._release(leader) if self.fork_is_due(leader) else []
+
+    def fork_is_due(self, leader: Request) -> bool:
+        """Choices wait for `leader`, and all that they share is computed, if only by a step in flight."""
+        return leader.num_computed_tokens >= leader.num_prompt_tokens - 1 and leader.request_id in self._groups
 
     def successor(self, leader: Request) -> Request | None:
         """The leader ended before its prompt was computed: the choice that starts in its place."""

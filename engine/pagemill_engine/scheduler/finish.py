@@ -8,11 +8,10 @@ from pagemill_protocol.generate import FinishReason
 
 def finish_reason(request: Request) -> FinishReason | None:
     """Judge the newest output token. A stop token counts only after `min_tokens` others."""
-    num_output_tokens = request.num_output_tokens
-    if num_output_tokens == 0:
-        return None
-    if request.token_ids[-1] in request.stop_ids and num_output_tokens > request.sampling.min_tokens:
+    token_ids = request.token_ids
+    num_output_tokens = len(token_ids) - request.num_prompt_tokens
+    if token_ids[-1] in request.stop_ids and num_output_tokens > request.sampling.min_tokens:
         return "stop"
-    if len(request.token_ids) >= request.max_total_tokens:
+    if len(token_ids) >= request.max_total_tokens and num_output_tokens > 0:
         return "length"
     return None

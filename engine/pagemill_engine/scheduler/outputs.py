@@ -29,23 +29,18 @@ class OutputBox:
     def token(
         self, row: Request, token_id: int, logprobs: TokenLogprobs | None, finish_reason: FinishReason | None
     ) -> None:
-        entry = None
-        if logprobs is not None:
-            entry = [LogprobsOut(logprobs.token_ids, logprobs.logprobs, logprobs.rank)]
-        first = not row.reported
-        row.reported = True
-        self._outputs.append(
-            TokensOut(
+        if row.reported and logprobs is None:  # nearly always: it runs for every row of every step
+            output = TokensOut(
                 request_id=row.client_request_id,
                 choice=row.choice,
                 token_ids=[token_id],
-                logprobs=entry,
                 finish_reason=finish_reason,
-                num_cached_tokens=row.num_cached_tokens if first else 0,
                 num_preemptions=row.num_preemptions,
-                queue_s=_queue_s(row) if first else 0.0,
             )
-        )
+        else:
+            output = _full(row, token_id, logprobs, finish_reason)
+            row.reported = True
+        self._outputs.append(output)
 
     def end(self, row: Request, finish_reason: FinishReason) -> None:
         """A choice ends without a new token: aborted, or resumed when it was already complete."""
@@ -69,6 +64,25 @@ class OutputBox:
                 num_preemptions=row.num_preemptions,
             )
         )
+
+
+def _full(
+    row: Request, token_id: int, logprobs: TokenLogprobs | None, finish_reason: FinishReason | None
+) -> TokensOut:
+    first = not row.reported
+    entry = None
+    if logprobs is not None:
+        entry = [LogprobsOut(logprobs.token_ids, logprobs.logprobs, logprobs.rank)]
+    return TokensOut(
+        request_id=row.client_request_id,
+        choice=row.choice,
+        token_ids=[token_id],
+        logprobs=entry,
+        finish_reason=finish_reason,
+        num_cached_tokens=row.num_cached_tokens if first else 0,
+        num_preemptions=row.num_preemptions,
+        queue_s=_queue_s(row) if first else 0.0,
+    )
 
 
 def _queue_s(row: Request) -> float:

@@ -46,6 +46,9 @@ class Request:
     num_resumed_tokens: int = 0
     """Output that another engine generated before."""
     num_computed_tokens: int = 0
+    """Tokens with KV once all steps launched so far have run."""
+    num_pending_tokens: int = 0
+    """Tokens that steps in flight sample: known to come, not known yet."""
     block_hashes: list[bytes] = field(default_factory=list)
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache at first scheduling."""
@@ -59,7 +62,8 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids)
+        """Known and known to come."""
+        return len(self.token_ids) + self.num_pending_tokens
 
     @property
     def num_output_tokens(self) -> int:
@@ -67,5 +71,5 @@ class Request:
 
     @property
     def num_due_tokens(self) -> int:
-        """Tokens known but not computed: 1 while decoding."""
-        return len(self.token_ids) - self.num_computed_tokens
+        """Tokens not computed by any step so far: 1 while decoding."""
+        return len(self.token_ids) + self.num_pending_tokens - self.num_computed_tokens

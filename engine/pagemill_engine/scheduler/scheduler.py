@@ -7,6 +7,9 @@ runs nothing (`loop.core` does) and knows no tensor (`runner`).
 
 Life of a row: `add` -> waiting -> `schedule` admits it -> `update` appends its tokens -> finished; or back to waiting
 by preemption; or out at any point by `abort`.
+
+The next step may be scheduled before the last one was read: what a step in flight computes and samples counts as
+there, only the tokens' values are not known yet. What of it is void is in `scheduler.flights`.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from pagemill_engine.scheduler.admission import Admission
 from pagemill_engine.scheduler.builder import StepBuilder
 from pagemill_engine.scheduler.choices import HeldChoices
 from pagemill_engine.scheduler.finish import finish_reason
+from pagemill_engine.scheduler.flights import Flight, Flights, may_follow
 from pagemill_engine.scheduler.limits import SchedulerLimits
 from pagemill_engine.scheduler.outputs import OutputBox
 from pagemill_engine.scheduler.policies import POLICIES
@@ -51,7 +55,7 @@ class Scheduler:
         self._clients: dict[str, dict[int, Request]] = {}
         self._outputs = OutputBox()
         self._step = 0
-        self._in_flight: dict[str, int] = {}
+        self._flights = Flights()
         self._released: list[str] = []
         self._suspects: list[Request] = []
         """Rows of a step that failed as a whole: each runs alone until it is cleared or found guilty."""
@@ -88,7 +92,7 @@ class Scheduler:
         """Drop a client request or one choice of it, wherever it stands; unknown ones are ignored (they ended)."""
         rows = self._clients.get(client_request_id, {})
         for row in [row for row in rows.values() if choice is None or row.choice == choice]:
-            if row.request_id in self._in_flight:
+            if self._flights.carries(row):
                 row.aborted = True
             else:
                 self._finish(row, "abort")
@@ -108,11 +112,12 @@ class Scheduler:
     # -- schedule ------------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
-        """Decide one step and open its KV writes. An empty plan means that nothing can run."""
+        """Decide one step and open its KV writes. An empty plan: nothing can run before a step in flight is read."""
         self._step += 1
         step = StepBuilder(StepPlan(self._step, {}), self.limits.max_num_batched_tokens)
         if self._suspects:
-            self._schedule_alone(self._suspects[0], step)
+            if not self._flights:
+                self._schedule_alone(self._suspects[0], step)
         else:
             preemptions = self.num_preemptions
             prefills = self._schedule_decodes(step)
@@ -120,19 +125,27 @@ class Scheduler:
         plan = step.plan
         if plan.num_scheduled_tokens:
             plan.released, self._released = self._released, []
-        self._in_flight = plan.num_scheduled_tokens
+            self._launch(plan)
         return plan
+
+    def _launch(self, plan: StepPlan) -> None:
+        """From here on the step counts as run; what it samples is still to come."""
+        self.kv.launch(plan.num_scheduled_tokens)
+        for name in plan.samples:
+            self._rows[name].num_pending_tokens += 1
+        self._flights.launch(plan)
 
     def _schedule_decodes(self, step: StepBuilder) -> list[Request]:
         """Returns the running rows that are still in their prefill."""
         prefills = []
+        overlaps, held, allocate_slots = len(self._flights) > 0, self._held, self.kv.allocate_slots
         for row in list(self._running):
-            if row.state is not RowState.RUNNING:
+            if row.state is not RowState.RUNNING or (overlaps and not may_follow(row, held)):
                 continue
-            if len(row.token_ids) - row.num_computed_tokens > 1:
+            if len(row.token_ids) + row.num_pending_tokens - row.num_computed_tokens > 1:
                 prefills.append(row)
             elif step.budget > 0:
-                allocation = self._allocate(row, 1, step)
+                allocation = allocate_slots(row, 1) or self._allocate(row, 1, step)
                 if allocation is not None:
                     step.decode(row, allocation)
         return [row for row in prefills if row.state is RowState.RUNNING]
@@ -231,7 +244,10 @@ class Scheduler:
     # -- taking blocks back --------------------------------------------------------------------------------------
 
     def _preempt(self, row: Request, step: StepBuilder | None = None) -> None:
-        """Back to the queue with nothing computed; what it generated is kept and counts as known tokens."""
+        """Back to the queue with nothing computed; what it generated is kept and counts as known tokens.
+
+        So does the token that a step in flight samples for it: that step still has the blocks.
+        """
         if step is not None:
             step.withdraw(row)
         self.kv.free(row)
@@ -265,57 +281,62 @@ class Scheduler:
 
     def update(self, plan: StepPlan, result: StepResult) -> None:
         """Book a finished step: KV is there, tokens are appended, rows end or fail."""
-        self._in_flight = {}
+        flight = self._flights.oldest(plan)
         broken = dict(result.failed)
         if len(result.token_ids) < len(plan.samples):
             for name in plan.samples - result.token_ids.keys() - broken.keys():
                 broken[name] = "The step returned no token for this request."
-        voided = self._void(plan, broken) if broken else ()
-        token_ids, logprobs = result.token_ids, result.logprobs
-        for name in plan.num_scheduled_tokens:
+        if broken:
+            self._void(flight, broken)
+        token_ids, logprobs, recalled = result.token_ids, result.logprobs, flight.recalled
+        for name, num_tokens in plan.num_scheduled_tokens.items():
             row = self._rows.get(name)
-            if row is None or name in voided:
+            if row is None or name in recalled:
                 continue
-            self.kv.commit(row)
-            if self._held.num_held:
-                self._fork_choices(row)
+            if row.state is RowState.RUNNING:
+                self.kv.commit(row, num_tokens)
+                if self._held.num_held and not self.kv.being_written(row):
+                    self._fork_choices(row)
             if row.aborted:
                 self._finish(row, "abort")
             elif name in plan.samples:
                 self._take_token(row, token_ids[name], logprobs.get(name))
+        self._flights.land(plan)
 
     def step_failed(self, plan: StepPlan, message: str) -> None:
-        """The step raised as a whole. A row that ran alone is guilty; several become suspects and run one by one."""
-        self._in_flight = {}
-        self._released = [*plan.released, *self._released]
-        rows = [row for name in plan.num_scheduled_tokens if (row := self._rows.get(name)) is not None]
+        """The step raised as a whole. A row that ran alone is guilty; several become suspects and run one by one.
+
+        A step that was launched behind it ran on what it left undone: its rows start over.
+        """
+        dropped = self._flights.drop_all()
+        self._released = [*(name for flight in dropped for name in flight.plan.released), *self._released]
+        rows = next(flight.rows(self._rows) for flight in dropped if flight.plan is plan)
+        for row in self._rows.values():
+            self._recall(row)
         if len(rows) == 1:
             self.kv.distrust(rows[0])
             self._fail(rows[0], message)
-            return
-        suspects = [row for row in rows if not row.aborted]
+            if len(dropped) == 1:
+                return
+        else:
+            self._suspects = [row for row in rows if not row.aborted]
         for row in list(self._running):
             self._preempt(row)
-        for row in rows:
-            if row.aborted:
+        for row in [row for flight in dropped for row in flight.rows(self._rows)]:
+            if row.aborted and row.state is not RowState.FINISHED:
                 self._finish(row, "abort")
-        self._suspects = suspects
 
     def abandon(self, plan: StepPlan | None, message: str) -> None:
         """`update` (or `schedule`: no plan) raised half-way: whatever it may have left half-booked fails.
 
         May raise in its turn, or leave `find_faults` something to find; then nothing here can be trusted any more.
         """
-        self._in_flight = {}
         if plan is not None:
-            names = list(plan.num_scheduled_tokens)
+            flight = self._flights.land(plan) or Flight(plan)
+            rows = flight.rows(self._rows)
         else:
-            starting = self._suspects[:1] or list(self._waiting)[:1]
-            names = [row.request_id for row in (*self._running, *starting)]
-        for name in names:
-            row = self._rows.get(name)
-            if row is None:
-                continue
+            rows = [*self._running, *(self._suspects[:1] or list(self._waiting)[:1])]
+        for row in rows:
             if self.kv.has_table(row):
                 self.kv.distrust(row)
             if self._outputs.has_end(row):
@@ -323,32 +344,38 @@ class Scheduler:
             else:
                 self._fail(row, message)
 
-    def _void(self, plan: StepPlan, broken: dict[str, str]) -> set[str]:
-        """Fail broken rows; rows of this step that read what those were writing start over."""
+    def _void(self, flight: Flight, broken: dict[str, str]) -> None:
+        """Fail broken rows; rows of steps in flight that read what those were writing start over."""
+        failed = [row for row in flight.rows(self._rows) if row.request_id in broken]
+        # Of a row that was preempted since, nobody can say any more what it was writing: then no reader is trusted.
+        blind = any(row.state is not RowState.RUNNING for row in failed)
         untrusted: set[int] = set()
-        for name in broken:
-            row = self._rows.get(name)
-            if row is not None:
-                untrusted |= self.kv.distrust(row)
-        voided = set(broken)
-        for admitted in plan.admitted:
-            reader = self._rows.get(admitted.request_id)
-            if reader is None or reader.request_id in voided or not self.kv.holds_any(reader, untrusted):
+        for row in failed:
+            untrusted |= self.kv.distrust(row)
+        for reader in [reader for each in self._flights for reader in each.admitted_rows(self._rows)]:
+            if reader in failed or reader.state is RowState.FINISHED:
+                continue
+            if reader.state is RowState.RUNNING and not blind and not self.kv.holds_any(reader, untrusted):
                 continue
             untrusted |= self.kv.distrust(reader)
-            voided.add(reader.request_id)
+            self._recall(reader)
             if reader.aborted:
                 self._finish(reader, "abort")
-            else:
+            elif reader.state is RowState.RUNNING:
                 self._preempt(reader)
-        for name, message in broken.items():
-            row = self._rows.get(name)
-            if row is not None:
-                self._fail(row, message)
-        return voided
+        for row in failed:
+            self._fail(row, broken[row.request_id])
+
+    def _recall(self, row: Request) -> None:
+        """Nothing that steps in flight compute for the row counts."""
+        self._flights.recall(row)
+        if row.state is RowState.WAITING:
+            self._num_queued_tokens -= row.num_pending_tokens
+        row.num_pending_tokens = 0
 
     def _take_token(self, row: Request, token_id: int, logprobs: TokenLogprobs | None) -> None:
         row.token_ids.append(token_id)
+        row.num_pending_tokens -= 1
         reason = finish_reason(row)
         self._outputs.token(row, token_id, logprobs, reason)
         if self._suspects and row in self._suspects:
@@ -384,6 +411,7 @@ class Scheduler:
         if self.kv.has_table(row):
             self.kv.free(row)
         row.state = RowState.FINISHED
+        self._recall(row)
         if row in self._suspects:
             self._suspects.remove(row)
         del self._rows[row.request_id]

@@ -53,6 +53,7 @@ def _policy(text: str) -> str:
 SETTINGS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "policy": ("engine", _policy),
     "max_num_waiting": ("engine", _count),
+    "overlap": ("engine", _flag),
     "num_threads": ("engine", _count),
     "num_kv_blocks": ("engine", _count),
     "seed": ("engine", int),

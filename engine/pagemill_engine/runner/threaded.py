@@ -1,0 +1,49 @@
+"""Lets a runner overlap that does its work in `launch`: the steps run on a thread of their own, in order.
+
+Everything the inner runner touches is touched on that thread only. For the CPU; a device with queues of its own needs
+none of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from pagemill_engine.runner.base import Runner
+from pagemill_engine.scheduler.step import StepPlan, StepResult
+
+
+class StepSkippedError(RuntimeError):
+    """The step before raised, so this one, launched on its account, was not run."""
+
+
+class ThreadedRunner:
+    def __init__(self, inner: Runner, prepare_thread: Callable[[], object]) -> None:
+        """`prepare_thread` is called on the thread before its first step: some settings of torch hold for one thread."""
+        self.info = inner.info._replace(overlaps=True)
+        self._inner = inner
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="runner", initializer=prepare_thread)
+        self._unread: Future[StepResult] | None = None
+
+    def launch(self, plan: StepPlan) -> Future[StepResult]:
+        self._unread = self._thread.submit(self._run, plan, self._unread)
+        return self._unread
+
+    def wait(self, handle: Any) -> StepResult:
+        future: Future[StepResult] = handle
+        try:
+            return future.result()
+        finally:
+            if self._unread is future:
+                self._unread = None
+
+    def close(self) -> None:
+        """Waits for the step that runs."""
+        self._thread.shutdown(cancel_futures=True)
+        self._inner.close()
+
+    def _run(self, plan: StepPlan, before: Future[StepResult] | None) -> StepResult:
+        if before is not None and before.exception() is not None:
+            raise StepSkippedError(f"step {plan.step} was not run: the one before it failed")
+        return self._inner.wait(self._inner.launch(plan))

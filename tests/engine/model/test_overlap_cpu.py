@@ -1,0 +1,103 @@
+"""The CPU runner on a thread of its own: the overlapped loop answers what the plain one does, whatever is sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from pagemill_engine.config import EngineConfig
+from pagemill_engine.loop.core import EngineCore
+from pagemill_engine.runner.cpu import CPURunner
+from pagemill_engine.runner.threaded import ThreadedRunner
+from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.sampling import SamplingParams
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.4,
+        dtype="float32",
+    )
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def requests() -> list[GenerateRequest]:
+    """Greedy, drawn, penalised, with a minimum, with stops, several choices; more than the cache holds."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.9, "top_p": 0.9},
+        {"temperature": 0.7, "repetition_penalty": 1.3, "frequency_penalty": 0.2},
+        {"temperature": 1.0, "min_tokens": 6, "stop_token_ids": list(range(0, 64, 3))},
+        {"temperature": 1.0, "stop_token_ids": list(range(0, 64, 5))},
+        {"temperature": 0.8, "n": 3, "logprobs": 2},
+    ]
+    return [
+        GenerateRequest(
+            request_id=f"r{index}",
+            model="m",
+            prompt_token_ids=[(index * 7 + position) % 64 for position in range(3 + 5 * (index % 4))],
+            sampling=SamplingParams(max_tokens=10 + index, seed=index, **kinds[index % len(kinds)]),
+        )
+        for index in range(12)
+    ]
+
+
+def serve(runner: Any, overlap: bool) -> tuple[dict[tuple[str, int], list[int]], EngineCore]:
+    config = EngineConfig(model="m", block_size=4, max_num_seqs=6, max_num_batched_tokens=32, overlap=overlap)
+    core = EngineCore(config, runner)
+    for each in requests():
+        core.add(each)
+    answers: dict[tuple[str, int], list[int]] = {}
+    while core.has_work:
+        for output in core.step().outputs:
+            assert output.error is None
+            answers.setdefault((output.request_id, output.choice), []).extend(output.token_ids)
+    core.check_integrity()
+    return answers, core
+
+
+def test_both_loops_answer_alike_on_a_real_model(folder: Path, runner_loader: Callable[..., Any]) -> None:
+    answers = {}
+    for overlap in (False, True):
+        runner = runner_loader(folder, num_kv_blocks=20, block_size=4, max_model_len=64, overlap=overlap)
+        assert isinstance(runner, ThreadedRunner if overlap else CPURunner)
+        answers[overlap], core = serve(runner, overlap)
+        assert core.scheduler.num_preemptions > 0
+        runner.close()
+    assert answers[True] == answers[False]
+    assert len(answers[True]) == 16
+    assert any(len(token_ids) < 10 for token_ids in answers[True].values()), "a stop token ended an answer"
+
+
+def test_the_thread_computes_with_as_many_threads_as_it_was_given(
+    folder: Path, runner_loader: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OpenMP's setting holds for one thread: without care, the new one would take all cores."""
+    seen: list[int] = []
+    sound = CPURunner.launch
+
+    def launch(self: CPURunner, plan: Any) -> Any:
+        seen.append(torch.get_num_threads())
+        return sound(self, plan)
+
+    monkeypatch.setattr(CPURunner, "launch", launch)
+    runner = runner_loader(folder, num_kv_blocks=32, block_size=4, max_model_len=64, overlap=True, num_threads=1)
+    serve(runner, True)
+    runner.close()
+    assert set(seen) == {1}

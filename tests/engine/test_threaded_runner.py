@@ -1,0 +1,123 @@
+"""A runner that works in `launch` gets a thread of its own: launches return at once, steps keep their order."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from pagemill_engine.config import EngineConfig
+from pagemill_engine.loop.core import EngineCore
+from pagemill_engine.runner.base import RunnerInfo
+from pagemill_engine.runner.threaded import StepSkippedError, ThreadedRunner
+from pagemill_engine.scheduler.step import StepPlan, StepResult
+from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.sampling import SamplingParams
+
+
+class WorkingRunner:
+    """Works in `launch` for as long as the gate is shut."""
+
+    def __init__(self) -> None:
+        self.info = RunnerInfo(8, 4, 32, 100, "weights", "kv", 0, 0)
+        self.gate = threading.Event()
+        self.done: list[int] = []
+        self.threads: set[str] = set()
+        self.broken: set[int] = set()
+
+    def launch(self, plan: StepPlan) -> StepResult:
+        self.threads.add(threading.current_thread().name)
+        assert self.gate.wait(10)
+        if plan.step in self.broken:
+            raise ZeroDivisionError
+        self.done.append(plan.step)
+        return StepResult(token_ids={"a": plan.step})
+
+    def wait(self, handle: StepResult) -> StepResult:
+        return handle
+
+    def close(self) -> None:
+        self.done.append(-1)
+
+
+@pytest.fixture
+def inner() -> WorkingRunner:
+    return WorkingRunner()
+
+
+@pytest.fixture
+def prepared() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def runner(inner: WorkingRunner, prepared: list[str]) -> Iterator[ThreadedRunner]:
+    runner = ThreadedRunner(inner, lambda: prepared.append(threading.current_thread().name))
+    yield runner
+    inner.gate.set()
+    runner.close()
+
+
+def plan(step: int) -> StepPlan:
+    return StepPlan(step, {"a": 1})
+
+
+def test_launch_returns_before_the_step_has_run_and_steps_keep_their_order(
+    runner: ThreadedRunner, inner: WorkingRunner, prepared: list[str]
+) -> None:
+    handles = [runner.launch(plan(step)) for step in (1, 2)]
+    assert inner.done == []
+    inner.gate.set()
+    assert [runner.wait(handle).token_ids["a"] for handle in handles] == [1, 2]
+    assert inner.done == [1, 2]
+    assert prepared == list(inner.threads)
+    assert threading.current_thread().name not in inner.threads
+
+
+def test_it_asks_to_be_overlapped(runner: ThreadedRunner, inner: WorkingRunner) -> None:
+    assert runner.info == inner.info._replace(overlaps=True)
+
+
+def test_a_step_behind_one_that_raised_is_not_run_and_the_next_one_is(
+    runner: ThreadedRunner, inner: WorkingRunner
+) -> None:
+    inner.broken = {1}
+    handles = [runner.launch(plan(step)) for step in (1, 2)]
+    inner.gate.set()
+    with pytest.raises(ZeroDivisionError):
+        runner.wait(handles[0])
+    with pytest.raises(StepSkippedError):
+        runner.wait(handles[1])
+    assert runner.wait(runner.launch(plan(3))).token_ids == {"a": 3}
+    assert inner.done == [3]
+
+
+def test_the_inner_runner_is_closed_when_nothing_runs_any_more(runner: ThreadedRunner, inner: WorkingRunner) -> None:
+    inner.gate.set()
+    for step in (1, 2):
+        runner.launch(plan(step))
+    runner.close()
+    assert inner.done[-1] == -1
+    with pytest.raises(RuntimeError):
+        runner.launch(plan(3))
+
+
+def test_answers_on_a_thread_are_the_answers_without(checking_runner: Callable[..., Any]) -> None:
+    answers = []
+    for wrap in (lambda each: each, lambda each: ThreadedRunner(each, lambda: None)):
+        core = EngineCore(EngineConfig(model="m", block_size=4), wrap(checking_runner(num_blocks=12)))
+        for index in range(6):
+            sampling = SamplingParams(max_tokens=9, ignore_eos=True, seed=index)
+            core.add(GenerateRequest(request_id=f"r{index}", model="m", prompt_token_ids=[index] * 7, sampling=sampling))
+        outputs: dict[str, list[int]] = {}
+        while core.has_work:
+            for output in core.step().outputs:
+                assert output.error is None
+                outputs.setdefault(output.request_id, []).extend(output.token_ids)
+        core.check_integrity()
+        core.runner.close()
+        answers.append(outputs)
+    assert answers[0] == answers[1]
+    assert all(len(token_ids) == 9 for token_ids in answers[0].values())
