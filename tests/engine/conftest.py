@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
-
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 

@@ -110,7 +110,9 @@ def test_answers_on_a_thread_are_the_answers_without(checking_runner: Callable[.
         core = EngineCore(EngineConfig(model="m", block_size=4), wrap(checking_runner(num_blocks=12)))
         for index in range(6):
             sampling = SamplingParams(max_tokens=9, ignore_eos=True, seed=index)
-            core.add(GenerateRequest(request_id=f"r{index}", model="m", prompt_token_ids=[index] * 7, sampling=sampling))
+            core.add(
+                GenerateRequest(request_id=f"r{index}", model="m", prompt_token_ids=[index] * 7, sampling=sampling)
+            )
         outputs: dict[str, list[int]] = {}
         while core.has_work:
             for output in core.step().outputs:

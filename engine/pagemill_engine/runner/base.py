@@ -22,7 +22,7 @@ class RunnerInfo(NamedTuple):
     weight_bytes: int
     kv_bytes_per_token: int
     overlaps: bool = False
-    """`launch` returns before the step has run, and it pays to use the time: the loop overlaps unless told otherwise."""
+    """`launch` returns before the step has run, and using that time pays: the loop overlaps unless told otherwise."""
 
 
 class Runner(Protocol):

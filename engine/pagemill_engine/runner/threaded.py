@@ -20,7 +20,7 @@ class StepSkippedError(RuntimeError):
 
 class ThreadedRunner:
     def __init__(self, inner: Runner, prepare_thread: Callable[[], object]) -> None:
-        """`prepare_thread` is called on the thread before its first step: some settings of torch hold for one thread."""
+        """`prepare_thread` is called on the thread before its first step: torch has settings that hold for a thread."""
         self.info = inner.info._replace(overlaps=True)
         self._inner = inner
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="runner", initializer=prepare_thread)

@@ -66,9 +66,7 @@ class OutputBox:
         )
 
 
-def _full(
-    row: Request, token_id: int, logprobs: TokenLogprobs | None, finish_reason: FinishReason | None
-) -> TokensOut:
+def _full(row: Request, token_id: int, logprobs: TokenLogprobs | None, finish_reason: FinishReason | None) -> TokensOut:
     first = not row.reported
     entry = None
     if logprobs is not None:
