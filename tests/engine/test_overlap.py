@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from pagemill_engine.config import EngineConfig
@@ -217,6 +218,36 @@ def test_who_read_the_blocks_of_a_failed_row_in_the_step_behind_starts_over(chec
     assert tokens(outputs["reader"]) == alone(checking_runner, reader)
     assert max(out.num_preemptions for out in outputs["reader"]) == 1
     assert_clean(core)
+
+
+def test_a_reader_starts_over_even_if_the_failed_row_was_preempted_before_it_was_known(checking_runner: Make) -> None:
+    core = make_core(checking_runner, num_blocks=9)
+    core.runner.fail_rows = lambda plan: {"writer/0": "not finite"} if plan.step == 3 else {}
+    core.add(request("old", [9] * 6, max_tokens=9))
+    before = collect(core, 1)
+    prompt = list(range(16))
+    reader = request("reader", [*prompt[:12], 77, 78, 79, 80])
+    core.add(msgspec.structs.replace(request("writer", prompt), priority=5))
+    core.add(reader)
+    after = collect(core)
+    third, fourth = core.runner.plans[2:4]
+    assert [(row.request_id, row.num_computed_tokens) for row in third.admitted] == [("writer/0", 0), ("reader/0", 12)]
+    assert "writer/0" in fourth.released
+    assert [out.finish_reason for out in after["writer"]] == ["error"]
+    assert tokens(after["reader"]) == alone(checking_runner, reader)
+    assert len(tokens(before["old"]) + tokens(after["old"])) == 9
+    assert_clean(core)
+
+
+@pytest.mark.parametrize("budget", [3, 64])
+def test_choices_share_the_prompt_of_the_first(checking_runner: Make, budget: int) -> None:
+    """The first choice waits for one step, so that nobody writes into the block from which the others fork."""
+    core = make_core(checking_runner, enable_prefix_caching=False, max_num_batched_tokens=budget)
+    core.add(request("a", list(range(10)), n=3))
+    collect(core)
+    forked = [row for plan in core.runner.plans for row in plan.admitted if row.request_id != "a/0"]
+    assert [row.num_computed_tokens for row in forked] == [9, 9]
+    assert sum(len(plan.block_copies) for plan in core.runner.plans) == 2
 
 
 @pytest.mark.parametrize("where", ["step", "launch"])
