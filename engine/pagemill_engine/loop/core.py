@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.messages import PrefixEvents, StepOutputs
 from pagemill_engine.kv.integrity import IntegrityError, check_integrity
-from pagemill_engine.runner.base import Runner, RunnerInfo
-from pagemill_engine.scheduler.limits import SchedulerLimits
+from pagemill_engine.loop.limits import scheduler_limits
+from pagemill_engine.runner.base import Runner
 from pagemill_engine.scheduler.scheduler import Scheduler
 from pagemill_engine.scheduler.step import AdmittedRow, StepPlan
 from pagemill_protocol.generate import GenerateRequest
@@ -220,23 +220,3 @@ class EngineCore:
             return None
         self._step_time_sent_s = now_s
         return self.step_time.params()
-
-
-def scheduler_limits(config: EngineConfig, info: RunnerInfo) -> SchedulerLimits:
-    """The runner's room joined with the operator's settings."""
-    return SchedulerLimits(
-        num_blocks=info.num_blocks,
-        block_size=info.block_size,
-        max_model_len=info.max_model_len,
-        vocab_size=info.vocab_size,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_num_waiting=config.max_num_waiting,
-        policy=config.policy,
-        enable_prefix_caching=config.enable_prefix_caching,
-        # A tokenizer may name tokens that the model has no row for; those can neither come nor be masked.
-        eos_token_ids=[token_id for token_id in config.eos_token_ids if token_id < info.vocab_size],
-        seed=config.seed,
-        weights_digest=info.weights_digest,
-        kv_dtype=info.kv_dtype,
-    )

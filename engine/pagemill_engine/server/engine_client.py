@@ -26,7 +26,7 @@ from pagemill_engine.ipc.messages import (
     StepOutputs,
     TokensOut,
 )
-from pagemill_engine.loop.core import scheduler_limits
+from pagemill_engine.loop.limits import scheduler_limits
 from pagemill_engine.output.processor import OutputProcessor
 from pagemill_engine.runner.base import RunnerInfo
 from pagemill_engine.scheduler.admission import Admission, wider_than_queue

@@ -1,0 +1,27 @@
+"""What the scheduler must respect, from the two who know: the runner its room, the operator's settings the rest."""
+
+from __future__ import annotations
+
+from pagemill_engine.config import EngineConfig
+from pagemill_engine.runner.base import RunnerInfo
+from pagemill_engine.scheduler.limits import SchedulerLimits
+
+
+def scheduler_limits(config: EngineConfig, info: RunnerInfo) -> SchedulerLimits:
+    """The runner's room joined with the operator's settings."""
+    return SchedulerLimits(
+        num_blocks=info.num_blocks,
+        block_size=info.block_size,
+        max_model_len=info.max_model_len,
+        vocab_size=info.vocab_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_waiting=config.max_num_waiting,
+        policy=config.policy,
+        enable_prefix_caching=config.enable_prefix_caching,
+        # A tokenizer may name tokens that the model has no row for; those can neither come nor be masked.
+        eos_token_ids=[token_id for token_id in config.eos_token_ids if token_id < info.vocab_size],
+        seed=config.seed,
+        weights_digest=info.weights_digest,
+        kv_dtype=info.kv_dtype,
+    )
