@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from pagemill_engine.runner.base import RunnerInfo
-from pagemill_engine.scheduler.step import StepPlan, StepResult
+from pagemill_engine.scheduler.step import StepPlan, StepResult, TokenLogprobs
 
 
 class DeviceFault(RuntimeError):
@@ -52,6 +53,7 @@ class CheckingRunner:
     def wait(self, handle: StepPlan) -> StepResult:
         failed = self.fail_rows(handle)
         tokens = {}
+        logprobs = {}
         for name in handle.num_scheduled_tokens:
             row = self.rows[name]
             if (name in handle.samples) != (row["computed"] == len(row["tokens"])):
@@ -59,8 +61,10 @@ class CheckingRunner:
             if name in handle.samples and name not in failed:
                 read = self.slots[self._slot(row, row["computed"] - 1)]
                 tokens[name] = hash((read, row["seed"], row["choice"])) % self.info.vocab_size
+                if row["num_logprobs"] is not None:
+                    logprobs[name] = self._logprobs(read, tokens[name], row["num_logprobs"])
                 self._append(row, tokens[name])
-        return StepResult(token_ids=tokens, failed=failed)
+        return StepResult(token_ids=tokens, logprobs=logprobs, failed=failed)
 
     def close(self) -> None:
         self.rows.clear()
@@ -76,6 +80,7 @@ class CheckingRunner:
                 "computed": admitted.num_computed_tokens,
                 "seed": admitted.seed,
                 "choice": admitted.choice,
+                "num_logprobs": admitted.sampling.logprobs,
             }
             if admitted.request_id in self.rows:
                 raise DeviceFault(f"{admitted.request_id} is admitted twice")
@@ -95,6 +100,16 @@ class CheckingRunner:
             for offset, value in enumerate(values):
                 if value is not None:
                     self.slots[copy * size + offset] = value
+
+    def _logprobs(self, read: int, token_id: int, num_top: int) -> TokenLogprobs:
+        """A distribution that depends on the prefix alone."""
+        odds = {token: 1 + hash((read, token)) % 997 for token in range(self.info.vocab_size)}
+        total = sum(odds.values())
+        values = {token: math.log(count / total) for token, count in odds.items()}
+        top = sorted(values, key=lambda token: (-values[token], token))
+        rank = top.index(token_id) + 1
+        top = top[:num_top]
+        return TokenLogprobs([token_id, *top], [values[token_id], *(values[token] for token in top)], rank)
 
     def _append(self, row: dict[str, Any], token_id: int) -> None:
         before = row["digests"][-1] if row["digests"] else 0

@@ -9,14 +9,15 @@ chunking and preemption do not change the output.
 from __future__ import annotations
 
 import hashlib
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.runner.base import RunnerInfo
-from pagemill_engine.scheduler.step import AdmittedRow, StepPlan, StepResult
+from pagemill_engine.scheduler.step import AdmittedRow, StepPlan, StepResult, TokenLogprobs
 from pagemill_protocol.state import StepTimeParams
 from pagemill_protocol.step_time import StepTimeModel
 
@@ -49,6 +50,7 @@ class _Row:
     num_prompt_tokens: int
     num_computed_tokens: int
     counter_key: int
+    num_logprobs: int | None
 
 
 class NullRunner:
@@ -103,7 +105,8 @@ class NullRunner:
         left_s = handle.done_at_s - self._clock()
         if left_s > 0:
             self._sleep(left_s)
-        return StepResult(token_ids={name: self._sample(self._rows[name]) for name in handle.plan.samples})
+        token_ids = {name: self._sample(self._rows[name]) for name in handle.plan.samples}
+        return StepResult(token_ids=token_ids, logprobs=dict(self._logprobs(token_ids)))
 
     def close(self) -> None:
         self._rows.clear()
@@ -129,6 +132,7 @@ class NullRunner:
             num_prompt_tokens=admitted.num_prompt_tokens,
             num_computed_tokens=admitted.num_computed_tokens,
             counter_key=_mix((admitted.seed & _MASK) ^ _mix(admitted.choice)),
+            num_logprobs=admitted.sampling.logprobs,
         )
 
     def _advance(self, name: str, num_tokens: int, samples: bool) -> None:
@@ -149,6 +153,15 @@ class NullRunner:
         position = row.num_tokens - row.num_prompt_tokens
         row.num_tokens += 1
         return _mix(row.counter_key + position) % self._info.vocab_size
+
+    def _logprobs(self, token_ids: dict[str, int]) -> Iterator[tuple[str, TokenLogprobs]]:
+        """For rows that want them: the token is the most likely one, the ids after it follow at half the odds each."""
+        for name, token_id in token_ids.items():
+            num_top = self._rows[name].num_logprobs
+            if num_top is not None:
+                top = [(token_id + place) % self._info.vocab_size for place in range(num_top)]
+                values = [-math.log(2) * (place + 1) for place in range(num_top)]
+                yield name, TokenLogprobs([token_id, *top], [-math.log(2), *values], 1)
 
 
 def _mix(value: int) -> int:
