@@ -89,7 +89,7 @@ class Scheduler:
     def abort(self, client_request_id: str, choice: int | None = None) -> None:
         """Drop a client request or one choice of it, wherever it stands; unknown ones are ignored (they ended)."""
         rows = self._clients.get(client_request_id, {})
-        for row in rows_to_abort(rows.values(), choice, self._in_flight):
+        for row in rows_to_abort(rows.values(), choice, lambda row: row.request_id in self._in_flight):
             if row.request_id in self._in_flight:
                 row.aborted = True
             else:

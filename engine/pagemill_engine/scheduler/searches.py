@@ -9,7 +9,7 @@ and further ones fork from it: the runner meets them in the next step as rows th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from pagemill_engine.kv.manager import KVCacheManager
 from pagemill_engine.scheduler.admission import row_id
@@ -120,9 +120,9 @@ def clash(rows: Iterable[Request], known: Mapping[int, Request]) -> bool:
     )
 
 
-def rows_to_abort(rows: Iterable[Request], choice: int | None, in_flight: Container[str]) -> list[Request]:
+def rows_to_abort(rows: Iterable[Request], choice: int | None, in_flight: Callable[[Request], bool]) -> list[Request]:
     """The rows of one client request that an abort must end. A search ends as a whole, and not while a step uses it."""
     mine = [row for row in rows if row.search is not None or choice in (None, row.choice)]
     if not mine or mine[0].search is None:
         return mine
-    return [row for row in mine if row.request_id in in_flight] or mine[:1]
+    return [row for row in mine if in_flight(row)] or mine[:1]
