@@ -16,12 +16,20 @@ from tqdm import tqdm
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.messages import LogprobsOut, TokensOut
 from pagemill_engine.loop.core import EngineCore
+from pagemill_engine.output.best_of import MeanLogprob, best
 from pagemill_engine.output.choice import ChoiceOutput
-from pagemill_engine.output.results import CompletionOutput, Logprob, RequestOutput
+from pagemill_engine.output.results import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    CompletionOutput,
+    Logprob,
+    RequestOutput,
+)
 from pagemill_engine.runner.factory import create_runner
+from pagemill_protocol.choosing import BeamSearchParams
 from pagemill_protocol.errors import PagemillError, invalid_field
 from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.sampling import MAX_TOP_LOGPROBS, SamplingParams
 from pagemill_protocol.sources import resolve_source
 from pagemill_protocol.text.bundle import load_bundle
 from pagemill_protocol.text.tokenizer import Tokenizer
@@ -101,6 +109,14 @@ class LLM:
             prepared.append(_Prepared(text, self._tokenizer.encode(text, add_special_tokens=False)))
         return self._run(prepared, _as_params(sampling_params, len(prepared)), use_tqdm)
 
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = False
+    ) -> list[BeamSearchOutput]:
+        """The `params.beam_width` most likely answers to each prompt, best first. Raises as `generate`."""
+        prepared = [self._prepare(prompt) for prompt in _as_prompts(prompts)]
+        outputs = self._run(prepared, [_as_sampling(params)] * len(prepared), use_tqdm)
+        return [self._as_beams(output) for output in outputs]
+
     def close(self) -> None:
         """Free the model's memory. The object cannot be used any more."""
         if self._closed:
@@ -116,6 +132,24 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _as_beams(self, output: RequestOutput) -> BeamSearchOutput:
+        prompt = self._tokenizer.decode(output.prompt_token_ids) if output.prompt is None else output.prompt
+        sequences = []
+        for answer in output.outputs:
+            if answer.finish_reason == "error":
+                raise PagemillError(str(answer.stop_reason), status=500, type="server_error", code="internal_error")
+            sequences.append(
+                BeamSearchSequence(
+                    tokens=[*output.prompt_token_ids, *answer.token_ids],
+                    logprobs=answer.logprobs or [],
+                    cum_logprob=answer.cumulative_logprob or 0.0,
+                    text=prompt + answer.text,
+                    finish_reason=answer.finish_reason,
+                    stop_reason=answer.stop_reason,
+                )
+            )
+        return BeamSearchOutput(sequences)
 
     def _prepare(self, prompt: Prompt) -> _Prepared:
         if isinstance(prompt, Mapping):
@@ -176,12 +210,15 @@ class _Run:
         sampling = request.sampling
         self._tokenizer = tokenizer
         self._wants_logprobs = sampling.logprobs is not None
-        self._choices = [ChoiceOutput(tokenizer, request.prompt_token_ids, sampling) for _ in range(sampling.n)]
+        reported = range(sampling.num_reported)
+        self._choices = [ChoiceOutput(tokenizer, request.prompt_token_ids, sampling) for _ in reported]
+        self._likelihoods = [MeanLogprob() for _ in reported] if len(reported) > sampling.n else []
+        self._n = sampling.n
         self.output = RequestOutput(
             request_id=request.request_id,
             prompt=text,
             prompt_token_ids=list(request.prompt_token_ids),
-            outputs=[self._empty(index) for index in range(sampling.n)],
+            outputs=[self._empty(index) for index in reported],
         )
 
     def finished(self) -> bool:
@@ -203,7 +240,19 @@ class _Run:
         output.finish_reason = delta.finish_reason
         output.stop_reason = choice.stop_reason
         self._add_logprobs(output, delta.logprobs)
+        if self._likelihoods:
+            self._likelihoods[out.choice].add(delta.logprobs)
+            self._choose()
         return choice.stopped_by_text
+
+    def _choose(self) -> None:
+        """All candidates are complete: keep the best ones."""
+        if not self.output.finished:
+            return
+        candidates = self.output.outputs
+        self.output.outputs = [candidates[at] for at in best(self._likelihoods, self._n)]
+        for index, output in enumerate(self.output.outputs):
+            output.index = index
 
     def _add_logprobs(self, output: CompletionOutput, entries: Sequence[LogprobsOut]) -> None:
         if output.logprobs is None or output.cumulative_logprob is None:
@@ -254,6 +303,21 @@ def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, num_pro
             "sampling_params", f"{num_prompts} prompts came with {len(params)} sampling_params. Send one, or one each."
         )
     return list(params)
+
+
+def _as_sampling(params: BeamSearchParams) -> SamplingParams:
+    return SamplingParams(
+        n=params.beam_width,
+        use_beam_search=True,
+        temperature=params.temperature,
+        max_tokens=params.max_tokens,
+        ignore_eos=params.ignore_eos,
+        length_penalty=params.length_penalty,
+        early_stopping=params.early_stopping,
+        include_stop_str_in_output=params.include_stop_str_in_output,
+        stop_token_ids=params.stop_token_ids,
+        logprobs=min(2 * max(params.beam_width, 0), MAX_TOP_LOGPROBS),
+    )
 
 
 def _as_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[list[Message]]:

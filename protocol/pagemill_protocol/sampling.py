@@ -7,10 +7,11 @@ ranges are checked. It does not sample: `pagemill_engine.sampling` does.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
+from pagemill_protocol import choosing
 from pagemill_protocol.errors import invalid_field
 
 MAX_CHOICES = 128
@@ -29,6 +30,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     n: int = 1
     """Choices per prompt."""
+    best_of: int | None = None
+    """Choices generated per prompt, of which the `n` with the highest mean log probability are returned; with
+    `use_beam_search` the number of beams. `None`: `n`."""
+    use_beam_search: bool = False
+    """Search for the most likely answers instead of drawing tokens. Temperature and seed mean nothing then."""
+    length_penalty: float = 1.0
+    """Beam search: an answer scores its log probability divided by its number of tokens to this power; above 0 longer
+    answers win more often."""
+    early_stopping: bool | Literal["never"] = False
+    """Beam search ends when as many answers as there are beams are complete and: true, at once; false, no running beam
+    of the length reached beats the worst of them; "never", none of any length can."""
     temperature: float = 1.0
     """0 is greedy."""
     top_k: int = 0
@@ -62,9 +74,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that an engine runs side by side for one prompt."""
+        return self.best_of or self.n
+
+    @property
+    def num_reported(self) -> int:
+        """Choices that an engine's scheduler reports: all that may be chosen from, or what a search found."""
+        return self.n if self.use_beam_search else self.num_sequences
+
     def validate(self, vocab_size: int | None = None) -> SamplingParams:
         """Return self, or raise `PagemillError` (400) that names the first field out of range."""
         _check_int("n", self.n, 1, MAX_CHOICES)
+        if self.best_of is not None:
+            _check_int("best_of", self.best_of, 1, MAX_CHOICES)
         _check_number("temperature", self.temperature, 0.0, 2.0)
         _check_int("top_k", self.top_k, -1, 2**31 - 1)
         _check_number("top_p", self.top_p, 0.0, 1.0, exclusive_low=True)
@@ -85,6 +109,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             )
         self._validate_stops(vocab_size)
         self._validate_logit_bias(vocab_size)
+        choosing.check(self, vocab_size)
         return self
 
     def _validate_stops(self, vocab_size: int | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from pagemill_engine.runner.base import RunnerInfo
-from pagemill_engine.scheduler.step import StepPlan, StepResult
+from pagemill_engine.scheduler.step import StepPlan, StepResult, TokenLogprobs
 
 
 class DeviceFault(RuntimeError):
@@ -83,6 +84,7 @@ class CheckingRunner:
             row["computed"] += count
         sound = {name: self._reads_well(name) for name in plan.num_scheduled_tokens}
         tokens = {}
+        logprobs = {}
         for name in plan.num_scheduled_tokens:
             row = self.rows[name]
             if (name in plan.samples) != (row["computed"] == len(row["tokens"])):
@@ -90,8 +92,11 @@ class CheckingRunner:
             if name in plan.samples:
                 digest = row["digests"][-1] if sound[name] else POISON
                 tokens[name] = hash((digest, row["seed"], row["choice"])) % self.info.vocab_size
+                if row["num_logprobs"] is not None and name not in failed:
+                    logprobs[name] = self._logprobs(digest, tokens[name], row["num_logprobs"])
                 self._append(row, tokens[name])
-        return StepResult({name: token for name, token in tokens.items() if name not in failed}, failed=failed)
+        token_ids = {name: token for name, token in tokens.items() if name not in failed}
+        return StepResult(token_ids, logprobs=logprobs, failed=failed)
 
     def close(self) -> None:
         self.rows.clear()
@@ -107,6 +112,7 @@ class CheckingRunner:
                 "computed": admitted.num_computed_tokens,
                 "seed": admitted.seed,
                 "choice": admitted.choice,
+                "num_logprobs": admitted.sampling.logprobs,
             }
             if admitted.request_id in self.rows:
                 raise DeviceFault(f"{admitted.request_id} is admitted twice")
@@ -126,6 +132,16 @@ class CheckingRunner:
             for offset, value in enumerate(values):
                 if value is not None:
                     self.slots[copy * size + offset] = value
+
+    def _logprobs(self, read: int, token_id: int, num_top: int) -> TokenLogprobs:
+        """A distribution that depends on the prefix alone."""
+        odds = {token: 1 + hash((read, token)) % 997 for token in range(self.info.vocab_size)}
+        total = sum(odds.values())
+        values = {token: math.log(count / total) for token, count in odds.items()}
+        top = sorted(values, key=lambda token: (-values[token], token))
+        rank = top.index(token_id) + 1
+        top = top[:num_top]
+        return TokenLogprobs([token_id, *top], [values[token_id], *(values[token] for token in top)], rank)
 
     def _append(self, row: dict[str, Any], token_id: int) -> None:
         before = row["digests"][-1] if row["digests"] else 0

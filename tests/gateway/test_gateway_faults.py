@@ -74,6 +74,18 @@ async def test_a_failure_before_the_first_byte_is_retried_elsewhere(engines, gat
     assert len(good.requests) == 4
 
 
+async def test_a_beam_search_whose_engine_dies_is_searched_anew(engines, gateways, fake) -> None:
+    gateway = await gateways(*engines[:2])
+    for engine in engines[:2]:
+        engine.behaviours.append(fake.breaks_off(0))
+    reply = await gateway.chat(use_beam_search=True, n=2, beam_width=4)
+    assert reply.status == 200, reply.raw
+    asked = [request for engine in engines[:2] for request in engine.requests]
+    assert len(asked) == 3
+    assert all(request.sampling == asked[0].sampling and not request.resume for request in asked)
+    assert (asked[0].sampling.use_beam_search, asked[0].sampling.best_of) == (True, 4)
+
+
 @pytest.mark.parametrize("num_frames", [0, 1, 2])
 async def test_a_body_is_retried_however_much_of_it_had_arrived(engines, gateways, fake, num_frames) -> None:
     gateway = await gateways(*engines[:2])

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pagemill_engine.ipc.messages import LogprobsOut, TokensOut
+from pagemill_engine.output.best_of import MeanLogprob, best
 from pagemill_engine.output.choice import ChoiceDelta, ChoiceOutput
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import FrameMeta, GenerateRequest, Usage
@@ -50,6 +51,8 @@ class _Choice:
     """Log probabilities not yet rendered: all of them when not streaming."""
     logprob_chars: int = 0
     """Characters of the choice's text before `positions`."""
+    likelihood: MeanLogprob = field(default_factory=MeanLogprob)
+    """Kept when the client gets the best of several."""
 
 
 class OutputProcessor:
@@ -59,14 +62,16 @@ class OutputProcessor:
         self.request = request
         self._tokenizer = tokenizer
         self._head = render.head(request, system_fingerprint)
-        first = render.choice_index(request, 0)
-        self._choices = {index: self._new_choice(index) for index in range(first, first + request.sampling.n)}
-        """By the client's index, which the engine uses too."""
+        num_reported = request.sampling.num_reported
+        self._first = request.prompt_index * num_reported
+        self._choices = {index: self._new_choice(index) for index in range(self._first, self._first + num_reported)}
+        """By the engine's index, which is the client's too unless the client gets the best of several."""
+        self._chooses = num_reported > request.sampling.n
         self._num_cached_tokens = 0
 
     @property
     def usage(self) -> Usage:
-        """Tokens so far; overshoot behind a stop string is not among them."""
+        """Tokens so far, of all candidates; overshoot behind a stop string is not among them."""
         return Usage(
             prompt_tokens=len(self.request.prompt_token_ids),
             completion_tokens=sum(choice.output.num_tokens for choice in self._choices.values()),
@@ -82,7 +87,7 @@ class OutputProcessor:
         if out.error is not None:
             return Progress(error=_engine_error(out))
         choice = self._choices[out.choice]
-        if out.choice == render.choice_index(self.request, 0):
+        if out.choice == self._first:
             self._num_cached_tokens = max(self._num_cached_tokens, out.num_cached_tokens)
         was_running = choice.output.finish_reason is None
         delta = choice.output.push(out.token_ids, out.logprobs, out.finish_reason)
@@ -98,7 +103,10 @@ class OutputProcessor:
         return Frame(meta, payload)
 
     def _deliver(self, choice: _Choice, delta: ChoiceDelta, progress: Progress) -> None:
-        choice.positions += [self._position(entry) for entry in delta.logprobs]
+        if self.request.sampling.logprobs is not None:
+            choice.positions += [self._position(entry) for entry in delta.logprobs]
+        if self._chooses:
+            choice.likelihood.add(delta.logprobs)
         if self.request.stream:
             progress.frames.append(self._chunk_frame(choice, delta))
         else:
@@ -165,15 +173,22 @@ class OutputProcessor:
         echo = self.request.prompt_text or ""
         choices = [
             render.Choice(
-                index=choice.index,
+                index=index,
                 text=echo + "".join(choice.text),
                 finish_reason=choice.output.finish_reason or "abort",
                 logprobs=self._take_logprobs(choice),
             )
-            for choice in self._choices.values()
+            for index, choice in enumerate(self._chosen(), render.choice_index(self.request, 0))
         ]
         body = render.chat_body if self.request.dialect == "chat" else render.completion_body
         return body(self._head, choices, usage)
+
+    def _chosen(self) -> list[_Choice]:
+        """What the client gets, in its order."""
+        choices = list(self._choices.values())
+        if not self._chooses:
+            return choices
+        return [choices[at] for at in best([choice.likelihood for choice in choices], self.request.sampling.n)]
 
     def _take_logprobs(self, choice: _Choice) -> render.Logprobs | None:
         if self.request.sampling.logprobs is None:

@@ -38,6 +38,29 @@ class CompletionOutput:
 
 
 @dataclass(slots=True)
+class BeamSearchSequence:
+    """One answer of a beam search."""
+
+    tokens: list[int]
+    """Prompt and output."""
+    logprobs: list[dict[int, Logprob]]
+    """For each output position: the chosen token first, then the most likely ones."""
+    cum_logprob: float
+    """Sum over the output, before any length penalty."""
+    text: str
+    """Prompt and output."""
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None = None
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """All beams of one prompt, best first."""
+
+    sequences: list[BeamSearchSequence]
+
+
+@dataclass(slots=True)
 class RequestOutput:
     """One prompt and its choices."""
 

@@ -9,14 +9,15 @@ chunking and preemption do not change the output. Steps queue up behind each oth
 from __future__ import annotations
 
 import hashlib
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.runner.base import RunnerInfo
-from pagemill_engine.scheduler.step import AdmittedRow, StepPlan, StepResult
+from pagemill_engine.scheduler.step import AdmittedRow, StepPlan, StepResult, TokenLogprobs
 from pagemill_protocol.state import StepTimeParams
 from pagemill_protocol.step_time import StepTimeModel
 
@@ -38,8 +39,8 @@ class PlanError(RuntimeError):
 
 
 class NullHandle(NamedTuple):
-    counters: dict[str, int]
-    """For each row that samples, the number from which its token is made."""
+    token_ids: dict[str, int]
+    logprobs: dict[str, TokenLogprobs]
     done_at_s: float
 
 
@@ -50,6 +51,7 @@ class _Row:
     num_prompt_tokens: int
     num_computed_tokens: int
     counter_key: int
+    num_logprobs: int | None
 
 
 class NullRunner:
@@ -101,14 +103,14 @@ class NullRunner:
             plan.num_tokens, plan.decode_context_tokens, plan.chunk_context_products
         )
         self._busy_until_s = max(self._clock(), self._busy_until_s) + predicted_ms / 1000
-        return NullHandle({name: self._append(self._rows[name]) for name in plan.samples}, self._busy_until_s)
+        token_ids = {name: self._sample(self._rows[name]) for name in plan.samples}
+        return NullHandle(token_ids, dict(self._logprobs(token_ids)), self._busy_until_s)
 
     def wait(self, handle: NullHandle) -> StepResult:
         left_s = handle.done_at_s - self._clock()
         if left_s > 0:
             self._sleep(left_s)
-        vocab_size = self._info.vocab_size
-        return StepResult(token_ids={name: _mix(counter) % vocab_size for name, counter in handle.counters.items()})
+        return StepResult(token_ids=handle.token_ids, logprobs=handle.logprobs)
 
     def close(self) -> None:
         self._rows.clear()
@@ -134,6 +136,7 @@ class NullRunner:
             num_prompt_tokens=admitted.num_prompt_tokens,
             num_computed_tokens=admitted.num_computed_tokens,
             counter_key=_mix((admitted.seed & _MASK) ^ _mix(admitted.choice)),
+            num_logprobs=admitted.sampling.logprobs,
         )
 
     def _advance(self, name: str, num_tokens: int, samples: bool) -> None:
@@ -150,10 +153,19 @@ class NullRunner:
             raise PlanError(f"{name} is scheduled and was never admitted")
         return row
 
-    def _append(self, row: _Row) -> int:
+    def _sample(self, row: _Row) -> int:
         position = row.num_tokens - row.num_prompt_tokens
         row.num_tokens += 1
-        return row.counter_key + position
+        return _mix(row.counter_key + position) % self._info.vocab_size
+
+    def _logprobs(self, token_ids: dict[str, int]) -> Iterator[tuple[str, TokenLogprobs]]:
+        """For rows that want them: the token is the most likely one, the ids after it follow at half the odds each."""
+        for name, token_id in token_ids.items():
+            num_top = self._rows[name].num_logprobs
+            if num_top is not None:
+                top = [(token_id + place) % self._info.vocab_size for place in range(num_top)]
+                values = [-math.log(2) * (place + 1) for place in range(num_top)]
+                yield name, TokenLogprobs([token_id, *top], [-math.log(2), *values], 1)
 
 
 def _mix(value: int) -> int:

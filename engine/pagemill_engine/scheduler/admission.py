@@ -5,11 +5,16 @@ from __future__ import annotations
 import secrets
 from functools import lru_cache
 
+import msgspec
+
+from pagemill_engine.scheduler.beams import BeamSearch, most_blocks, num_candidates
 from pagemill_engine.scheduler.limits import SchedulerLimits
 from pagemill_engine.scheduler.request import Request
 from pagemill_protocol import hashes
+from pagemill_protocol.choosing import stream_conflict
 from pagemill_protocol.errors import PagemillError, context_length_exceeded, invalid_field, unavailable
 from pagemill_protocol.generate import ChoiceResume, GenerateRequest
+from pagemill_protocol.sampling import SamplingParams
 
 _SEED_BITS = 63
 
@@ -27,14 +32,16 @@ class Admission:
         self.check(request, num_waiting)
         sampling = request.sampling
         self._num_arrivals += 1
+        if sampling.use_beam_search:
+            return [self._search_root(request, now_s)]
         seed = sampling.seed if sampling.seed is not None else self._limits.seed
         if seed is None:
             seed = secrets.randbits(_SEED_BITS)
         resumes = {resume.index: resume for resume in request.resume}
-        first = request.prompt_index * sampling.n
+        first = request.prompt_index * sampling.num_sequences
         return [
             self._row(request, choice, resumes.get(choice), seed, now_s)
-            for choice in range(first, first + sampling.n)
+            for choice in range(first, first + sampling.num_sequences)
             if choice not in resumes or not resumes[choice].finished
         ]
 
@@ -42,11 +49,18 @@ class Admission:
         """Raise the `PagemillError` that `admit` would raise, without its cost."""
         self._check_prompt(request)
         self._check_resume(request)
-        num_choices, room = request.sampling.n, self._limits.max_num_waiting
-        if num_choices > room:
-            raise wider_than_queue("n", num_choices, room)
-        if num_waiting + num_choices > room:
+        self._check_choosing(request)
+        num_sequences, room = request.sampling.num_sequences, self._limits.max_num_waiting
+        if num_sequences > room:
+            raise wider_than_queue("n" if request.sampling.best_of is None else "best_of", num_sequences, room)
+        if num_waiting + num_sequences > room:
             raise _queue_full(num_waiting, room)
+
+    def _search_root(self, request: GenerateRequest, now_s: float) -> Request:
+        """The prompt as the only row of a beam search; the others fork from it."""
+        root = self._row(request, 0, None, seed=0, now_s=now_s)
+        root.search = BeamSearch(root, request.sampling, request.prompt_index * request.sampling.n)
+        return root
 
     def _row(
         self, request: GenerateRequest, choice: int, resume: ChoiceResume | None, seed: int, now_s: float
@@ -55,9 +69,7 @@ class Admission:
         prompt = request.prompt_token_ids
         resumed = resume.token_ids if resume is not None else []
         eos_token_ids = [] if sampling.ignore_eos else self._limits.eos_token_ids
-        max_total_tokens = self._limits.max_total_tokens
-        if sampling.max_tokens is not None:
-            max_total_tokens = min(max_total_tokens, len(prompt) + sampling.max_tokens)
+        stop_ids = frozenset(eos_token_ids).union(sampling.stop_token_ids)
         return Request(
             request_id=row_id(request.request_id, choice),
             client_request_id=request.request_id,
@@ -67,14 +79,18 @@ class Admission:
             priority=request.priority,
             token_ids=[*prompt, *resumed],
             num_prompt_tokens=len(prompt),
-            sampling=sampling,
+            sampling=_engine_sampling(sampling, len(stop_ids), self._limits.vocab_size),
             seed=seed,
-            max_total_tokens=max_total_tokens,
-            stop_ids=frozenset(eos_token_ids).union(sampling.stop_token_ids),
+            max_total_tokens=self._max_total_tokens(request),
+            stop_ids=stop_ids,
             eos_token_ids=eos_token_ids,
             cache_root=self._cache_root(request.cache_salt),
             num_resumed_tokens=len(resumed),
         )
+
+    def _max_total_tokens(self, request: GenerateRequest) -> int:
+        most, max_tokens = self._limits.max_total_tokens, request.sampling.max_tokens
+        return most if max_tokens is None else min(most, len(request.prompt_token_ids) + max_tokens)
 
     def _check_prompt(self, request: GenerateRequest) -> None:
         limits = self._limits
@@ -88,8 +104,27 @@ class Admission:
             raise _larger_than_cache(len(prompt), limits, _prompt_param(request))
         _check_vocabulary(prompt, "prompt", limits.vocab_size)
 
+    def _check_choosing(self, request: GenerateRequest) -> None:
+        """Of answers that are chosen at their end nothing can be sent, and so nothing be continued, before."""
+        sampling, limits = request.sampling, self._limits
+        if sampling.num_sequences == sampling.n and not sampling.use_beam_search:
+            return
+        conflict = stream_conflict(
+            use_beam_search=sampling.use_beam_search, num_sequences=sampling.num_sequences, n=sampling.n
+        )
+        if request.stream and conflict is not None:
+            raise invalid_field("stream", conflict)
+        if request.resume:
+            raise invalid_field("resume", "Beams and the candidates of best_of cannot be continued. Send it anew.")
+        if not sampling.use_beam_search:
+            return
+        num_prompt_tokens, total = len(request.prompt_token_ids), self._max_total_tokens(request)
+        num_blocks = most_blocks(sampling, num_prompt_tokens, total, limits.block_size)
+        if num_blocks > limits.num_blocks:
+            raise _search_too_large(sampling.num_sequences, total - num_prompt_tokens, num_blocks, limits)
+
     def _check_resume(self, request: GenerateRequest) -> None:
-        num_choices = request.sampling.n
+        num_choices = request.sampling.num_sequences
         for resume in request.resume:
             _check_choice(resume, request.prompt_index * num_choices, num_choices)
             _check_vocabulary(resume.token_ids, "resume", self._limits.vocab_size)
@@ -103,6 +138,16 @@ class Admission:
             block_size=self._limits.block_size,
             salt=salt,
         )
+
+
+def _engine_sampling(sampling: SamplingParams, num_stop_ids: int, vocab_size: int) -> SamplingParams:
+    """What a row asks of the sampler, where the choice among several needs more than the client does."""
+    if sampling.use_beam_search:
+        num_top = num_candidates(sampling, num_stop_ids, vocab_size)
+        return msgspec.structs.replace(sampling, temperature=0.0, min_tokens=0, logprobs=num_top)
+    if sampling.num_sequences > sampling.n and sampling.logprobs is None:
+        return msgspec.structs.replace(sampling, logprobs=0)
+    return sampling
 
 
 def row_id(client_request_id: str, choice: int) -> str:
@@ -135,6 +180,16 @@ def _larger_than_cache(num_prompt_tokens: int, limits: SchedulerLimits, param: s
         f"({limits.num_blocks} blocks of {limits.block_size}). Shorten the prompt, or raise kvCacheMemory.",
         param=param,
         code="context_length_exceeded",
+    )
+
+
+def _search_too_large(width: int, num_tokens: int, num_blocks: int, limits: SchedulerLimits) -> PagemillError:
+    """400: its rows advance together, so all of them must fit at once."""
+    return invalid_field(
+        "beam_width",
+        f"A search of {width} beams for up to {num_tokens} tokens may need {num_blocks} KV blocks of "
+        f"{limits.block_size} tokens; this engine has {limits.num_blocks}. Send fewer beams or a smaller max_tokens, "
+        "or raise kvCacheMemory.",
     )
 
 

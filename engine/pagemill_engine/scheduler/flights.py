@@ -77,10 +77,13 @@ class Flights:
 def may_follow(row: Request, held: HeldChoices) -> bool:
     """May a step have the row before the row's step in flight was read?
 
-    Not when the row surely ends with that step, aborted or at its limit, and not when choices are about to fork from
-    it: they share its last block, which nobody may be writing. (Suspects run alone: `Scheduler.schedule`.) Where a
-    stop token ends a row this is known too late: the row is computed once too often, and recalled.
+    Not when the row surely ends with that step, aborted or at its limit; not when choices are about to fork from it:
+    they share its last block, which nobody may be writing; and not when a search will decide which token it goes on
+    with. (Suspects run alone: `Scheduler.schedule`.) Where a stop token ends a row this is known too late: the row is
+    computed once too often, and recalled.
     """
     if row.aborted or len(row.token_ids) + row.num_pending_tokens >= row.max_total_tokens:
+        return False
+    if row.search is not None and row.num_pending_tokens:
         return False
     return not (held.num_held and held.fork_is_due(row))

@@ -1,4 +1,5 @@
-"""A request inside the engine: a row of counters. One client request of n choices is n of these.
+"""A request inside the engine: a row of counters. One client request of n choices is n of these, a beam search one
+for each beam.
 
 Everything a step needs is derived from `num_computed_tokens` catching up with `num_tokens`. Who changes what:
 `kv.manager` the KV counters, `scheduler.scheduler` the rest; nobody else.
@@ -8,8 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 from pagemill_protocol.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from pagemill_engine.scheduler.beams import BeamSearch
 
 
 class RowState(IntEnum):
@@ -18,6 +23,8 @@ class RowState(IntEnum):
     WAITING = 1
     RUNNING = 2
     FINISHED = 3
+    REPORTED = 4
+    """A beam that waits until the other beams of its search have reported their candidates too."""
 
 
 @dataclass(slots=True, eq=False)
@@ -59,6 +66,8 @@ class Request:
     reported: bool = False
     """Its first output was sent."""
     first_scheduled_s: float | None = None
+    search: BeamSearch | None = None
+    """The beam search that it is a row of."""
 
     @property
     def num_tokens(self) -> int:

@@ -30,6 +30,7 @@ from pagemill_engine.scheduler.outputs import OutputBox
 from pagemill_engine.scheduler.policies import POLICIES
 from pagemill_engine.scheduler.request import Request, RowState
 from pagemill_engine.scheduler.rows import SortedRows, serving_key
+from pagemill_engine.scheduler.searches import Searches, clash, rows_to_abort
 from pagemill_engine.scheduler.step import StepPlan, StepResult, TokenLogprobs
 from pagemill_protocol.errors import invalid_field
 from pagemill_protocol.generate import FinishReason, GenerateRequest
@@ -60,9 +61,10 @@ class Scheduler:
         self._suspects: list[Request] = []
         """Rows of a step that failed as a whole: each runs alone until it is cleared or found guilty."""
         self._forks: dict[str, Request] = {}
-        """Waiting rows that hold blocks of the choice they forked from."""
+        """Rows that hold blocks and are in no batch: forks that wait, beams that wait for each other."""
         self._num_queued_tokens = 0
         """Tokens that waiting rows still have to compute."""
+        self._beams = Searches(self.kv, self._outputs, self._rows, self._clients, self._forks, self._queue, self._leave)
 
     # -- requests come and go ------------------------------------------------------------------------------------
 
@@ -70,7 +72,7 @@ class Scheduler:
         """Queue a request. Raises `PagemillError` when it can never run or too many wait."""
         rows = self._admission.admit(request, now_s=self._clock(), num_waiting=self.num_waiting)
         known = self._clients.get(request.request_id, {})
-        if any(row.choice in known for row in rows):
+        if clash(rows, known):
             raise invalid_field("request_id", f"Request {request.request_id[:80]} is already being served here.")
         mine = self._clients.setdefault(request.request_id, known)
         for row in rows:  # all of them before any may leave: the last one to leave takes the client's entry along
@@ -91,7 +93,7 @@ class Scheduler:
     def abort(self, client_request_id: str, choice: int | None = None) -> None:
         """Drop a client request or one choice of it, wherever it stands; unknown ones are ignored (they ended)."""
         rows = self._clients.get(client_request_id, {})
-        for row in [row for row in rows.values() if choice is None or row.choice == choice]:
+        for row in rows_to_abort(rows.values(), choice, self._flights.carries):
             if self._flights.carries(row):
                 row.aborted = True
             else:
@@ -99,11 +101,11 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self._running) + len(self._beams.between_steps())
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting) + self._held.num_held
+        return len(self._waiting) + self._held.num_held - self._beams.num_queued()
 
     @property
     def has_work(self) -> bool:
@@ -252,18 +254,21 @@ class Scheduler:
         if step is not None:
             step.withdraw(row)
         self.kv.free(row)
-        self._running.remove(row)
-        self._released.append(row.request_id)
+        self._leave_batch(row)
         self.num_preemptions += 1
         row.num_preemptions += 1
         self._queue(row)
 
+    def _leave_batch(self, row: Request) -> None:
+        self._running.remove(row)
+        self._released.append(row.request_id)
+
     def _drop_fork(self) -> bool:
-        """Take the blocks of a choice that forked and has not started; it will compute its prompt itself."""
+        """Take the blocks of a row that is in no batch; it will compute its tokens itself."""
         if not self._forks:
             return False
         _, row = self._forks.popitem()
-        self._num_queued_tokens += row.num_computed_tokens
+        self._num_queued_tokens += row.num_computed_tokens if row.state is RowState.WAITING else 0
         self.kv.free(row)
         return True
 
@@ -320,13 +325,12 @@ class Scheduler:
             self._fail(rows[0], message)
             if len(dropped) == 1:
                 return
-        else:
-            self._suspects = [row for row in rows if not row.aborted]
         for row in list(self._running):
             self._preempt(row)
         for row in [row for flight in dropped for row in flight.rows(self._rows)]:
             if row.aborted and row.state is not RowState.FINISHED:
                 self._finish(row, "abort")
+        self._suspects = [row for row in rows if row.state is not RowState.FINISHED]
 
     def abandon(self, plan: StepPlan | None, message: str) -> None:
         """`update` (or `schedule`: no plan) raised half-way: whatever it may have left half-booked fails.
@@ -376,12 +380,20 @@ class Scheduler:
         row.num_pending_tokens = 0
 
     def _take_token(self, row: Request, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        if self._suspects and row in self._suspects:
+            self._suspects.remove(row)
+        if row.search is not None:
+            if row.state is RowState.RUNNING:
+                self._leave_batch(row)
+            else:  # preempted since the step was launched
+                self._unqueue(row)
+            row.num_pending_tokens -= 1
+            self._beams.take(row, row.search, logprobs)
+            return
         row.token_ids.append(token_id)
         row.num_pending_tokens -= 1
         reason = finish_reason(row)
         self._outputs.token(row, token_id, logprobs, reason)
-        if self._suspects and row in self._suspects:
-            self._suspects.remove(row)
         if reason is not None:
             self._leave(row)
 
@@ -403,13 +415,15 @@ class Scheduler:
 
     def _leave(self, row: Request) -> None:
         """The only way out: every holding of the row is given back."""
+        if row.state is RowState.FINISHED:  # with the other beams of its search
+            return
         if row.state is RowState.RUNNING:
-            self._running.remove(row)
-            self._released.append(row.request_id)
+            self._leave_batch(row)
         elif row.state is RowState.HELD:
             self._held.drop(row)
         elif row in self._waiting:
             self._unqueue(row)
+        self._forks.pop(row.request_id, None)
         if self.kv.has_table(row):
             self.kv.free(row)
         row.state = RowState.FINISHED
@@ -421,6 +435,7 @@ class Scheduler:
         del mine[row.choice]
         if not mine:
             del self._clients[row.client_request_id]
+        self._beams.left(row)
         successor = self._held.successor(row)
         if successor is not None:
             self._queue(successor)
@@ -443,6 +458,7 @@ class Scheduler:
             RowState.RUNNING: len(self._running),
             RowState.WAITING: len(self._waiting),
             RowState.HELD: self._held.num_held,
+            RowState.REPORTED: self._beams.num_reported(),
         }
         faults = [
             f"{count} rows are where {state.name} rows belong, {states[state]} are in that state"
@@ -462,18 +478,16 @@ class Scheduler:
         pool = self.kv.pool
         running_tokens = 0
         due_tokens = self._num_queued_tokens + self._held.num_held
-        for row in self._running:
-            computed = row.num_computed_tokens
-            running_tokens += computed
-            due = len(row.token_ids) - computed
-            if due > 1:
+        for row in (*self._running, *self._beams.between_steps()):
+            running_tokens += row.num_computed_tokens
+            if (due := len(row.token_ids) - row.num_computed_tokens) > 1:
                 due_tokens += due
         return EngineLoad(
             num_blocks_total=pool.num_blocks,
             num_blocks_free=pool.num_free - pool.num_evictable,
             num_blocks_evictable=pool.num_evictable,
             num_blocks_active=pool.num_active,
-            num_requests_running=len(self._running),
+            num_requests_running=self.num_running,
             num_requests_waiting=self.num_waiting,
             num_tokens_running=running_tokens,
             num_tokens_waiting=due_tokens,

@@ -93,9 +93,9 @@ class EngineClient:
 
     def check_room(self, requests: list[GenerateRequest]) -> None:
         """Raise `PagemillError` 400 when all prompts of one HTTP request could never be here together."""
-        num_choices = sum(request.sampling.n for request in requests)
-        if len(requests) > 1 and num_choices > self._config.max_num_waiting:
-            raise wider_than_queue("prompt", num_choices, self._config.max_num_waiting)
+        num_sequences = sum(request.sampling.num_sequences for request in requests)
+        if len(requests) > 1 and num_sequences > self._config.max_num_waiting:
+            raise wider_than_queue("prompt", num_sequences, self._config.max_num_waiting)
 
     def submit(self, request: GenerateRequest, processor: OutputProcessor, answer: Answer) -> None:
         """Hand a request to the engine, or refuse it now. Once accepted, `answer` gets everything up to its end.
@@ -118,7 +118,7 @@ class EngineClient:
         self._running[engine_id] = _Running(request.request_id, processor, answer, timing)
         self._request_ids.add(request.request_id)
         answer.engine_ids.append(engine_id)
-        self._num_sequences += request.sampling.n
+        self._num_sequences += request.sampling.num_sequences
         self._idle.clear()
 
     def abort(self, answer: Answer) -> None:
@@ -209,7 +209,7 @@ class EngineClient:
         if running is None:
             return None
         self._request_ids.discard(running.request_id)
-        self._num_sequences -= running.processor.request.sampling.n
+        self._num_sequences -= running.processor.request.sampling.num_sequences
         if not self._running:
             self._idle.set()
         return running

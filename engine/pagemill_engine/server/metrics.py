@@ -146,8 +146,10 @@ class ServerMetrics:
         metrics.histogram(names.REQUEST_PREFILL_TIME).observe(prefill_s)
         metrics.histogram(names.REQUEST_DECODE_TIME).observe(decode_s)
         metrics.histogram(names.REQUEST_INFERENCE_TIME).observe(prefill_s + decode_s)
-        if num_tokens > processor.request.sampling.n:
-            mean_s = decode_s * processor.request.sampling.n / (num_tokens - processor.request.sampling.n)
+        sampling = processor.request.sampling
+        # The tokens of a beam search arrive all at once: the time between them says nothing.
+        if num_tokens > sampling.num_reported and not sampling.use_beam_search:
+            mean_s = decode_s * sampling.num_reported / (num_tokens - sampling.num_reported)
             metrics.histogram(names.TIME_PER_OUTPUT_TOKEN).observe(mean_s)
 
     def request_failed(self) -> None:

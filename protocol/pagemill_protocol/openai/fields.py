@@ -8,7 +8,7 @@ of prompts, a message's text.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainValidator, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
@@ -153,6 +153,14 @@ def _logit_bias(value: Any) -> dict[int, float]:
     return biases
 
 
+def _early_stopping(value: Any) -> bool | Literal["never"]:
+    if isinstance(value, bool):
+        return value
+    if value == "never":
+        return "never"
+    raise refusal("", f'`early_stopping` must be true, false or "never", got {shorten(value)}.')
+
+
 def _template_kwargs(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise refusal("", f"`chat_template_kwargs` must be an object, got {shorten(value)}.")
@@ -185,4 +193,5 @@ ContentText = Annotated[Text, BeforeValidator(_content_text)]
 Prompts = Annotated[list[str | list[int]], PlainValidator(_prompts)]
 TokenIds = Annotated[list[int], PlainValidator(_token_ids)]
 LogitBias = Annotated[dict[int, float], PlainValidator(_logit_bias)]
+EarlyStopping = Annotated[bool | Literal["never"], PlainValidator(_early_stopping)]
 TemplateKwargs = Annotated[dict[str, Any], PlainValidator(_template_kwargs)]

@@ -219,10 +219,15 @@ def _sampling(
 ) -> SamplingParams:
     if max_tokens is not None and max_tokens < 1:
         raise invalid_field(limit_param, f"`{limit_param}` must be an integer of at least 1, got {max_tokens}.")
-    given = {name: _pick(req, name, defaults) for name in _DEFAULTABLE}
+    # A model's defaults say how to draw tokens: a beam search draws none.
+    given = {name: _pick(req, name, {} if req.use_beam_search else defaults) for name in _DEFAULTABLE}
     return SamplingParams(
         **given,
         n=req.n,
+        best_of=req.num_sequences if req.num_sequences > req.n else None,
+        use_beam_search=req.use_beam_search,
+        length_penalty=req.length_penalty,
+        early_stopping=req.early_stopping,
         seed=req.seed if req.seed is not None else seed,
         logit_bias=req.logit_bias or None,
         logprobs=logprobs,

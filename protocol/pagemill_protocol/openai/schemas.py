@@ -12,9 +12,11 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, FiniteFloat, model_validator
 from pydantic_core import PydanticCustomError
 
+from pagemill_protocol.choosing import stream_conflict
 from pagemill_protocol.openai import unsupported
 from pagemill_protocol.openai.fields import (
     ContentText,
+    EarlyStopping,
     LogitBias,
     Name,
     Prompts,
@@ -72,6 +74,12 @@ class SamplingFields(RequestModel):
 
     model: Name
     n: int = Field(1, ge=1, le=MAX_CHOICES)
+    best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    use_beam_search: bool = False
+    beam_width: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    """Another name of `best_of`, with `use_beam_search` only."""
+    length_penalty: FiniteFloat = 1.0
+    early_stopping: EarlyStopping = False
     temperature: FiniteFloat = 1.0
     top_p: FiniteFloat = 1.0
     top_k: int = 0
@@ -98,6 +106,31 @@ class SamplingFields(RequestModel):
         if self.stream_options is not None and not self.stream:
             raise refusal("stream_options", "`stream_options` is only allowed with `stream: true`.")
         return self
+
+    @model_validator(mode="after")
+    def _choice_among_several(self) -> SamplingFields:
+        if self.beam_width is not None:
+            if not self.use_beam_search:
+                raise refusal("beam_width", f"`beam_width` ({self.beam_width}) needs `use_beam_search: true`.")
+            if self.best_of not in (None, self.beam_width):
+                raise refusal(
+                    "beam_width",
+                    f"`beam_width` ({self.beam_width}) and `best_of` ({self.best_of}) mean the same here. Send one.",
+                )
+        name = "best_of" if self.beam_width is None else "beam_width"
+        if self.num_sequences < self.n:
+            raise refusal(
+                name, f"`{name}` ({self.num_sequences}) must be at least `n` ({self.n}). Raise `{name}` or lower `n`."
+            )
+        conflict = stream_conflict(use_beam_search=self.use_beam_search, num_sequences=self.num_sequences, n=self.n)
+        if self.stream and conflict is not None:
+            raise refusal("stream", conflict)
+        return self
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that are generated for each prompt."""
+        return self.beam_width or self.best_of or self.n
 
     @property
     def include_usage(self) -> bool:
@@ -157,29 +190,23 @@ class CompletionRequest(SamplingFields):
     prompt: Prompts
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     echo: bool = False
-    best_of: int | None = None
     add_special_tokens: bool = True
 
     @model_validator(mode="after")
     def _consistent(self) -> CompletionRequest:
-        if self.best_of is not None and self.best_of != self.n:
-            raise refusal(
-                "best_of",
-                f"`best_of` ({self.best_of}) other than `n` ({self.n}) is not supported. "
-                "Choose among `n` answers yourself.",
-                "unsupported_parameter",
-            )
         if self.echo and self.logprobs is not None:
             raise refusal(
                 "echo",
                 "`echo` with `logprobs` is not supported: log probabilities of the prompt are not available.",
                 "unsupported_parameter",
             )
-        if len(self.prompt) * self.n > MAX_TOTAL_CHOICES:
+        if len(self.prompt) * self.num_sequences > MAX_TOTAL_CHOICES:
+            name = "n" if self.num_sequences == self.n else "best_of" if self.beam_width is None else "beam_width"
             raise refusal(
-                "n",
-                f"{len(self.prompt)} prompts with n={self.n} make {len(self.prompt) * self.n} choices; "
-                f"at most {MAX_TOTAL_CHOICES} are allowed in one request.",
+                name,
+                f"{len(self.prompt)} prompts with {name}={self.num_sequences} make "
+                f"{len(self.prompt) * self.num_sequences} choices; at most {MAX_TOTAL_CHOICES} are allowed in one "
+                "request.",
             )
         return self
 

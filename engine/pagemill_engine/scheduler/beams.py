@@ -1,0 +1,174 @@
+"""Beam search: which candidates go on, which are complete, and when the search ends.
+
+A search is a group of rows in lockstep. Each row that has computed all its tokens reports its most likely next tokens
+and waits; when all have, the search decides over all rows at once: as many candidates as there are beams go on, and
+complete ones among the best enter a pool of answers. Rows, queues and KV blocks are `scheduler.scheduler`'s, which
+forks them as decided here. Selection and ending follow Hugging Face's `generate(num_beams=k)`; the tests compare.
+
+A running sequence scores the log probability of its output under the model itself; a complete one that sum divided by
+its length to the power of `length_penalty`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import NamedTuple
+
+from pagemill_engine.scheduler.request import Request
+from pagemill_engine.scheduler.step import TokenLogprobs
+from pagemill_protocol.generate import FinishReason
+from pagemill_protocol.sampling import SamplingParams
+
+
+@dataclass(slots=True, eq=False)
+class Beam:
+    """One running sequence."""
+
+    row: Request
+    score: float = 0.0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """One entry per output token, for clients that want them."""
+    candidates: TokenLogprobs | None = None
+    """What it may go on with; set while it waits for the other rows."""
+
+
+class Answer(NamedTuple):
+    """A complete sequence."""
+
+    token_ids: list[int]
+    """Output, the stop token that completed it included."""
+    logprobs: list[TokenLogprobs] | None
+    score: float
+    finish_reason: FinishReason
+
+
+class Continuation(NamedTuple):
+    """A running sequence with one token more."""
+
+    beam: Beam
+    token_id: int
+    score: float
+    rank: int
+    """The token's among its row's candidates, from 1."""
+
+
+class BeamSearch:
+    """One search. The scheduler calls `report` for each row, `decide` when all have reported, then `go_on`."""
+
+    def __init__(self, root: Request, sampling: SamplingParams, first_choice: int) -> None:
+        """`sampling`: as the client sent it; `first_choice`: the index of its best answer."""
+        self.beams = [Beam(root)]
+        """Running sequences, best first."""
+        self.pool: list[Answer] = []
+        """Complete sequences, best first."""
+        self.choices = range(first_choice, first_choice + sampling.n)
+        self.num_rows_made = 1
+        self.told = False
+        """The client has heard how the search ended."""
+        self._width = sampling.num_sequences
+        self._sampling = sampling
+        self._stop_ids = root.stop_ids
+        self._num_prompt_tokens = root.num_prompt_tokens
+        self._max_output_tokens = root.max_total_tokens - root.num_prompt_tokens
+
+    @property
+    def rows(self) -> list[Request]:
+        return [beam.row for beam in self.beams]
+
+    def waits_for_others(self, row: Request) -> bool:
+        return any(beam.row is row and beam.candidates is not None for beam in self.beams)
+
+    def report(self, row: Request, candidates: TokenLogprobs) -> bool:
+        """Note what `row` may go on with. True when every row has reported."""
+        all_reported = True
+        for beam in self.beams:
+            if beam.row is row:
+                beam.candidates = candidates
+            all_reported = all_reported and beam.candidates is not None
+        return all_reported
+
+    def decide(self) -> list[Continuation]:
+        """What goes on, best first; none: the search is over and `pool` holds its answers."""
+        num_tokens = self.beams[0].row.num_output_tokens + 1
+        last = num_tokens >= self._max_output_tokens
+        going_on: list[Continuation] = []
+        for place, candidate in enumerate(sorted(self._candidates(), key=attrgetter("score"), reverse=True)):
+            if last or candidate.token_id in self._stop_ids:
+                # A complete sequence counts only among the best: behind them it has not beaten a running one.
+                if place < self._width:
+                    self._complete(candidate, num_tokens)
+            elif len(going_on) < self._width:
+                going_on.append(candidate)
+        self.pool.sort(key=attrgetter("score"), reverse=True)
+        del self.pool[self._width :]
+        return [] if self._over(going_on, num_tokens) else going_on
+
+    def go_on(self, continuations: Sequence[Continuation], rows: Sequence[Request]) -> None:
+        """The decision was carried out: `rows` hold the continuations' tokens."""
+        self.beams = [
+            Beam(row, each.score, [*each.beam.logprobs, *self._client_logprobs(each)])
+            for each, row in zip(continuations, rows, strict=True)
+        ]
+
+    def _candidates(self) -> Iterator[Continuation]:
+        for beam in self.beams:
+            found = beam.candidates
+            assert found is not None, "decided before all rows reported"
+            too_short = beam.row.num_output_tokens < self._sampling.min_tokens
+            for rank, (token_id, logprob) in enumerate(zip(found.token_ids[1:], found.logprobs[1:], strict=True), 1):
+                if not (too_short and token_id in self._stop_ids):
+                    yield Continuation(beam, token_id, beam.score + logprob, rank)
+
+    def _complete(self, candidate: Continuation, num_tokens: int) -> None:
+        logprobs = None
+        if self._sampling.logprobs is not None:
+            logprobs = [*candidate.beam.logprobs, *self._client_logprobs(candidate)]
+        output = candidate.beam.row.token_ids[self._num_prompt_tokens :]
+        self.pool.append(
+            Answer(
+                token_ids=[*output, candidate.token_id],
+                logprobs=logprobs,
+                score=self._normalised(candidate.score, num_tokens),
+                finish_reason="stop" if candidate.token_id in self._stop_ids else "length",
+            )
+        )
+
+    def _over(self, going_on: list[Continuation], num_tokens: int) -> bool:
+        if not going_on:
+            return True
+        if len(self.pool) < self._width:
+            return False
+        early_stopping = self._sampling.early_stopping
+        if early_stopping is True:
+            return True
+        # A positive penalty favours length, so the most that a running sequence can score is at the length limit; only
+        # "never" waits for that.
+        patient = early_stopping == "never" and self._sampling.length_penalty > 0
+        best = self._normalised(going_on[0].score, self._max_output_tokens if patient else num_tokens)
+        return best <= self.pool[-1].score
+
+    def _normalised(self, score: float, num_tokens: int) -> float:
+        return score / math.pow(num_tokens, self._sampling.length_penalty)
+
+    def _client_logprobs(self, candidate: Continuation) -> list[TokenLogprobs]:
+        num_top = self._sampling.logprobs
+        found = candidate.beam.candidates
+        if num_top is None or found is None:
+            return []
+        logprob = found.logprobs[candidate.rank]
+        token_ids = [candidate.token_id, *found.token_ids[1 : 1 + num_top]]
+        return [TokenLogprobs(token_ids, [logprob, *found.logprobs[1 : 1 + num_top]], candidate.rank)]
+
+
+def num_candidates(sampling: SamplingParams, num_stop_ids: int, vocab_size: int) -> int:
+    """How many of a row's most likely tokens a search must see: enough to go on if every stop token is among them."""
+    return min(max(sampling.num_sequences + num_stop_ids, sampling.logprobs or 0), vocab_size)
+
+
+def most_blocks(sampling: SamplingParams, num_prompt_tokens: int, max_total_tokens: int, block_size: int) -> int:
+    """KV blocks that a search holds at its longest: the prompt's full ones once, the others per beam."""
+    shared = num_prompt_tokens // block_size
+    return shared + sampling.num_sequences * (-(-(max_total_tokens - 1) // block_size) - shared)
