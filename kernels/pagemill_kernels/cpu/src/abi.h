@@ -5,13 +5,14 @@
 
 namespace pagemill {
 
-constexpr int32_t kAbiVersion = 1;
-constexpr int kGroup = 32;  // inputs that share a scale
+constexpr int32_t kAbiVersion = 2;
 
 enum Format : int32_t { kFloat32 = 0, kBfloat16 = 1, kCodes8 = 2, kCodes4 = 3 };
 
 struct PackedWeight {
   int32_t format;
+  int32_t group;        // inputs that share a scale: 16 or 32 (codes only)
+  int32_t has_offsets;  // value = code * scale + offset, else code * scale (codes only)
   int32_t reserved;
   int64_t out_features;
   int64_t in_features;
