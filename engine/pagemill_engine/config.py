@@ -30,7 +30,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     served_names: list[str] = []
     """Names clients may use; empty: derived from the source."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Compute and KV type. `auto`: bfloat16 where the CPU computes it natively, else float32."""
+    """Compute and KV type. `auto`: bfloat16 where the CPU computes it natively, else float32; float32 also where
+    `quantization` is set and the native kernels run, which read codes."""
+    quantization: Literal["none", "int8", "int4"] = "none"
+    """Rounds float weights to codes of 8 or 4 bits while they are loaded (embedding and head always to 8), a scale for
+    every 32 inputs. Files that are quantized already stay as they are."""
     max_model_len: int | None = None
     """Tokens of prompt and output together; `None`: the model's own limit, capped by the KV cache."""
     max_num_seqs: int = 64

@@ -49,6 +49,9 @@ def serve(
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="Type to compute in.")
     ] = "auto",
+    quantization: Annotated[
+        Literal["none", "int8", "int4"], typer.Option(help="Round float weights to codes while they are loaded.")
+    ] = "none",
     policy: Annotated[
         Literal["fcfs", "priority", "shortest-prefill-first"], typer.Option(help="Order of waiting requests.")
     ] = "fcfs",
@@ -70,6 +73,7 @@ def serve(
             model=model,
             served_names=served_name or [],
             dtype=dtype,
+            quantization=quantization,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,

@@ -97,8 +97,8 @@ class EngineSection(Section):
     """Engine version to pin, so that an operator upgrade leaves the pods alone."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of weights, activations and KV cache; `auto` takes what the device computes natively."""
-    quantization: Literal["none", "fp8", "int8", "awq", "gptq"] = "none"
-    """How the weights are quantized when they are loaded; GGUF files carry their own."""
+    quantization: Literal["none", "fp8", "int8", "int4", "awq", "gptq"] = "none"
+    """How float weights are quantized when they are loaded; GGUF files that are quantized already stay as they are."""
     max_model_len: Annotated[int, Field(ge=16, le=10_485_760)] | None = None
     """Tokens of prompt and output together; the model's own limit when absent."""
     max_num_seqs: Annotated[int, Field(ge=1, le=4096)] = 64

@@ -17,6 +17,7 @@ RUNTIME_BYTES = 256 * 1024**2
 """Of both processes without a model, measured low."""
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _LEAST_ITEM_BYTES = 2
+_CODE_BITS = {"int8": 8, "int4": 4}
 
 
 def check_fits(config: EngineConfig, path: Path) -> None:
@@ -43,9 +44,11 @@ def check_fits(config: EngineConfig, path: Path) -> None:
 
 
 def _weight_bytes(config: EngineConfig, spec: ModelSpec) -> int:
-    """Files in codes keep them; plain floats are converted where a type is asked for."""
+    """Files in codes keep them; plain floats are quantized or converted where that is asked for."""
     if spec.weights_format == "gguf" and spec.quantization is not None:
         return spec.weight_bytes
+    if config.quantization != "none":
+        return spec.num_parameters * _CODE_BITS[config.quantization] // 8
     item_bytes = _ITEM_BYTES.get(config.dtype)
     return spec.weight_bytes if item_bytes is None else spec.num_parameters * item_bytes
 

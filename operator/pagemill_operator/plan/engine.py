@@ -26,6 +26,7 @@ def engine_settings(deployment: LLMDeployment) -> dict[str, Any]:
         "prefix_scope": engine.prefix_caching.scope,
     }
     optional = {
+        "quantization": None if engine.quantization == "none" else engine.quantization,
         "max_model_len": engine.max_model_len,
         "max_num_batched_tokens": engine.max_num_batched_tokens,
         "kv_cache_memory_bytes": _optional_bytes(engine.kv_cache_memory),

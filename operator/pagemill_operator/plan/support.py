@@ -23,6 +23,7 @@ UNUSED_AUTOSCALING = {
     "Advisory": "no decision is made or published in this version",
 }
 """Why a mode of autoscaling, and all targets with it, has no effect."""
+LOADED_QUANTIZATIONS = ("none", "int8", "int4")
 CLAIM_PATTERN = r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"
 ONE_PROCESS = "a replica is one process in this version; set it to 1"
 
@@ -74,12 +75,12 @@ def _device_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
 
 def _quantization_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
     engine = spec.engine
-    if engine.quantization != "none":
+    if engine.quantization not in LOADED_QUANTIZATIONS:
         yield Problem(
             "spec.engine.quantization",
             engine.quantization,
-            "weights are not quantized while loading in this version; use a GGUF file that is quantized already, "
-            "or set quantization to none",
+            f"this version quantizes weights to {', '.join(LOADED_QUANTIZATIONS[1:])} while loading; use one of these, "
+            "or a GGUF file that is quantized already with quantization none",
         )
 
 
