@@ -61,6 +61,8 @@ class AttentionArgs(ctypes.Structure):
         ("sliding_window", c_int64),
         ("scale", c_float),
         ("num_threads", c_int32),
+        ("cache_type", c_int32),
+        ("batch_invariant", c_int32),
     )
 
 
@@ -78,7 +80,7 @@ _SIGNATURES = {
         c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_float, c_void_p, c_int64, c_int32,
     ),
     "pagemill_rope_and_store": (
-        c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int32,
+        c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int32, c_void_p, c_int64, c_int32,
     ),
     "pagemill_silu_and_mul": (c_void_p, c_int64, c_int64, c_void_p, c_int32),
 }  # fmt: skip

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pagemill_kernels.cpu import launch, library
+from pagemill_kernels.kv_store.storage import NATIVE_TYPES
 from pagemill_kernels.paged_attention.batch import AttentionBatch
 
 MAX_HEAD_DIM = 256
@@ -47,6 +48,7 @@ def plan_attention(
         block_size=batch.block_size,
         sliding_window=sliding_window or 0,
         num_threads=launch.num_threads(),
+        batch_invariant=batch.batch_invariant,
     )
     return NativePlan(args, (query_start_loc, seq_lens, tables))
 
@@ -61,6 +63,7 @@ def paged_attention(query: Tensor, cache: Tensor, plan: NativePlan, scale: float
     args.query = query.data_ptr()
     args.query_stride = query.stride(0)
     args.cache = cache.data_ptr()
+    args.cache_type = NATIVE_TYPES.index(cache.dtype)
     args.out = out.data_ptr()
     args.num_heads = num_heads
     args.scale = scale
