@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,8 +36,14 @@ def batch_of(lengths: list[tuple[int, int]], tables: np.ndarray[tuple[int, int],
     )
 
 
-def attend(query: torch.Tensor, cache: torch.Tensor, batch: AttentionBatch, window: int | None = None) -> torch.Tensor:
-    plan = native.plan_attention(batch, window, torch.float32, CPU)
+def attend(
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    batch: AttentionBatch,
+    window: int | None = None,
+    plan_attention: Any = native.plan_attention,
+) -> torch.Tensor:
+    plan = plan_attention(batch, window, torch.float32, CPU)
     return native.paged_attention(query, cache, plan, HEAD_DIM**-0.5)
 
 
@@ -143,8 +149,9 @@ def test_batch_invariant_attention_has_equal_bits_in_any_batch_and_chunks(
             attend(
                 query[start : start + size],
                 cache,
-                replace(batch_of([(size, int(start))], tables), batch_invariant=True),
+                batch_of([(size, int(start))], tables),
                 window,
+                native.plan_invariant_attention,
             )
             for start, size in zip(starts, sizes, strict=False)
         ]
@@ -153,6 +160,7 @@ def test_batch_invariant_attention_has_equal_bits_in_any_batch_and_chunks(
     whole = in_chunks([100])
     for sizes in ([1] * 100, [33, 33, 34], [1, 98, 1], [7] * 14 + [2]):
         assert torch.equal(in_chunks(sizes), whole)
-    together = replace(batch_of([(1, 9), (60, 30), (2, 0)], np.repeat(tables, 3, 0)), batch_invariant=True)
+    together = batch_of([(1, 9), (60, 30), (2, 0)], np.repeat(tables, 3, 0))
     rows = torch.cat((query[9:10], query[30:90], query[:2]))
-    assert torch.equal(attend(rows, cache, together, window), torch.cat((whole[9:10], whole[30:90], whole[:2])))
+    mixed = attend(rows, cache, together, window, native.plan_invariant_attention)
+    assert torch.equal(mixed, torch.cat((whole[9:10], whole[30:90], whole[:2])))

@@ -15,7 +15,7 @@ from pagemill_protocol.model_spec import ModelSpec, load_model_spec
 
 RUNTIME_BYTES = 256 * 1024**2
 """Of both processes without a model, measured low."""
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 _LEAST_ITEM_BYTES = 2
 _CODE_BITS = {"int8": 8, "int4": 4}
 
@@ -57,7 +57,8 @@ def _kv_cache_bytes(config: EngineConfig, spec: ModelSpec) -> int:
     """What the settings ask for; a cache without a setting takes what is left."""
     if config.num_kv_blocks is None:
         return config.kv_cache_memory_bytes or 0
-    item_bytes = _ITEM_BYTES.get(config.dtype, _LEAST_ITEM_BYTES)
+    dtype = config.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    item_bytes = _ITEM_BYTES.get(dtype, _LEAST_ITEM_BYTES)
     return config.num_kv_blocks * config.block_size * spec.kv_bytes_per_token(item_bytes)
 
 

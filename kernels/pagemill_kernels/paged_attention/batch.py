@@ -23,8 +23,6 @@ class AttentionBatch:
     head_dim: int
     padding_block: int
     """A block that holds zeros and belongs to nobody: padding must read finite values."""
-    batch_invariant: bool = False
-    """A token's result must not depend on the batch in its last bit; only the native kernels can promise it."""
 
     @property
     def num_requests(self) -> int:

@@ -48,9 +48,17 @@ def plan_attention(
         block_size=batch.block_size,
         sliding_window=sliding_window or 0,
         num_threads=launch.num_threads(),
-        batch_invariant=batch.batch_invariant,
     )
     return NativePlan(args, (query_start_loc, seq_lens, tables))
+
+
+def plan_invariant_attention(
+    batch: AttentionBatch, sliding_window: int | None, dtype: torch.dtype, device: torch.device
+) -> NativePlan:
+    """As `plan_attention`; a token's result has the same bits in every batch and every chunk."""
+    plan = plan_attention(batch, sliding_window, dtype, device)
+    plan.args.batch_invariant = 1
+    return plan
 
 
 def paged_attention(query: Tensor, cache: Tensor, plan: NativePlan, scale: float) -> Tensor:

@@ -30,7 +30,7 @@ ONE_PROCESS = "a replica is one process in this version; set it to 1"
 
 def find_problems(spec: LLMDeploymentSpec, backend: Backend) -> Iterator[Problem]:
     """Fields that cannot be honoured; also of a spec that was read partially, as far as it is valid."""
-    checks = [_quantization_problems, _tensor_parallel_problems, _pipeline_parallel_problems]
+    checks = [_quantization_problems, _float32_problems, _tensor_parallel_problems, _pipeline_parallel_problems]
     checks += [_adapter_problems, _default_problems]
     if backend == "local":
         checks += [_device_problems, _env_problems, _credentials_problems]
@@ -84,6 +84,18 @@ def _quantization_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
         )
 
 
+def _float32_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
+    """What only kernels that compute in float32 do in this version."""
+    engine = spec.engine
+    if engine.dtype in ("auto", "float32"):
+        return
+    message = f"works with dtype auto or float32 only in this version, not with {engine.dtype}; change either"
+    if engine.deterministic:
+        yield Problem("spec.engine.deterministic", True, message)
+    if engine.kv_cache_dtype not in ("auto", engine.dtype):
+        yield Problem("spec.engine.kvCacheDtype", engine.kv_cache_dtype, message)
+
+
 def _tensor_parallel_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
     if spec.engine.tensor_parallel > 1:
         yield Problem("spec.engine.tensorParallel", spec.engine.tensor_parallel, ONE_PROCESS)
@@ -133,8 +145,6 @@ def find_notes(spec: LLMDeploymentSpec, backend: Backend) -> Iterator[Problem]:
     """Fields without effect here."""
     if spec.engine.speculative:
         yield Problem("spec.engine.speculative", spec.engine.speculative.method, "not used in this version")
-    if spec.engine.deterministic and spec.engine.dtype != "float32":
-        yield Problem("spec.engine.deterministic", True, "exact only with dtype float32 in this version")
     if spec.routing.session_header:
         yield Problem("spec.routing.sessionHeader", spec.routing.session_header, "not used in this version")
     if spec.routing.queue != Queue():
