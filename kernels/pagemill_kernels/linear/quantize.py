@@ -1,20 +1,23 @@
 """Floats to codes: every group by itself, to the nearest code.
 
 8 bits: symmetric, the largest magnitude is 127. 4 bits: from the smallest to the largest value of the group, and of
-several narrower ranges the one with the least squared error, since one outlier costs the other 31 their resolution.
+several narrower ranges the one with the least squared error, since one outlier costs the other 31 their resolution;
+then scale and offset are fitted to the codes by least squares.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pagemill_kernels.linear.groups import GROUP_SIZE, GroupCodes
 
-RANGES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
+RANGES = (0.95, 0.9, 0.85, 0.8, 0.75)
 """Shares of a group's range that 4-bit codes may span; what lies outside takes the nearest end."""
+REFINEMENTS = 2
+"""Times that scale and offset are fitted to the codes, and the codes to these."""
 _PIECE_ELEMENTS = 1 << 20
 
 
@@ -44,20 +47,43 @@ def _symmetric8(grouped: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _ranged4(grouped: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scales and offsets of the range with the least squared error."""
-    low, high = grouped.amin(-1), grouped.amax(-1)
+    """Codes, scales and offsets with the least squared error of all that were tried."""
+    low, high = grouped.amin(-1, keepdim=True), grouped.amax(-1, keepdim=True)
     middle, half = (low + high) / 2, (high - low) / 2
-    best_error = torch.full_like(low, float("inf"))
-    codes, scales, offsets = torch.empty_like(grouped), torch.empty_like(low), torch.empty_like(low)
+    best = _Fit.of(grouped, half * (2 / 15), low)
     for share in RANGES:
-        scale, offset = half * (2 * share / 15), middle - half * share
-        tried = ((grouped - offset[..., None]) / _divisor(scale)).round_().clamp_(0, 15)
-        error = torch.addcmul(offset[..., None], tried, scale[..., None]).sub_(grouped).square_().sum(-1)
-        better = error < best_error
-        best_error = torch.where(better, error, best_error)
-        codes = torch.where(better[..., None], tried, codes)
-        scales, offsets = torch.where(better, scale, scales), torch.where(better, offset, offsets)
-    return codes, scales, offsets
+        best = best.or_better(_Fit.of(grouped, half * (2 * share / 15), middle - half * share))
+    for _ in range(REFINEMENTS):
+        best = best.or_better(_Fit.of(grouped, *best.least_squares(grouped)))
+    return best.codes, best.scales.squeeze(-1), best.offsets.squeeze(-1)
+
+
+class _Fit(NamedTuple):
+    """One way to round groups; scales, offsets and errors are [rows, groups, 1]."""
+
+    codes: Tensor
+    scales: Tensor
+    offsets: Tensor
+    errors: Tensor
+
+    @classmethod
+    def of(cls, grouped: Tensor, scales: Tensor, offsets: Tensor) -> _Fit:
+        """The nearest codes for these scales and offsets."""
+        codes = ((grouped - offsets) / torch.where(scales > 0, scales, 1.0)).round_().clamp_(0, 15)
+        errors = torch.addcmul(offsets, codes, scales).sub_(grouped).square_().sum(-1, keepdim=True)
+        return cls(codes, scales, offsets, errors)
+
+    def or_better(self, other: _Fit) -> _Fit:
+        better = other.errors < self.errors
+        return _Fit(*(torch.where(better, theirs, ours) for theirs, ours in zip(other, self, strict=True)))
+
+    def least_squares(self, grouped: Tensor) -> tuple[Tensor, Tensor]:
+        """The scales and offsets that fit these codes best."""
+        code_mean, mean = self.codes.mean(-1, keepdim=True), grouped.mean(-1, keepdim=True)
+        centred = self.codes - code_mean
+        variance = centred.square().sum(-1, keepdim=True)
+        scales = (centred * grouped).sum(-1, keepdim=True) / torch.where(variance > 0, variance, 1.0)
+        return scales, mean - scales * code_mean
 
 
 def _divisor(scales: Tensor) -> Tensor:
