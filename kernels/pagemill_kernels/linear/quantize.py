@@ -14,9 +14,9 @@ from torch import Tensor
 
 from pagemill_kernels.linear.groups import GROUP_SIZE, GroupCodes
 
-RANGES = (0.95, 0.9, 0.85, 0.8, 0.75)
+RANGES = (0.9, 0.8)
 """Shares of a group's range that 4-bit codes may span; what lies outside takes the nearest end."""
-REFINEMENTS = 2
+REFINEMENTS = 3
 """Times that scale and offset are fitted to the codes, and the codes to these."""
 _PIECE_ELEMENTS = 1 << 20
 

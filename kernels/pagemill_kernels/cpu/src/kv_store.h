@@ -2,6 +2,7 @@
 // codes are followed by a float32 scale for each token. One layer's cache: [blocks][2 * kv_heads] of these, keys before
 // values. fused.cpp writes, attention.cpp reads.
 #pragma once
+#include <algorithm>
 #include <cmath>
 
 #include "abi.h"
