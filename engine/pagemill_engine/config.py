@@ -30,7 +30,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     served_names: list[str] = []
     """Names clients may use; empty: derived from the source."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Compute and KV type. `auto`: bfloat16 where the CPU computes it natively, else float32."""
+    """Compute and KV type. `auto`: bfloat16 where the CPU computes it natively, else float32; float32 also where
+    `quantization`, `kv_cache_dtype` or `deterministic` ask for what only the native kernels do."""
+    quantization: Literal["none", "int8", "int4"] = "none"
+    """Rounds float weights to codes of 8 or 4 bits while they are loaded (embedding and head always to 8), a scale for
+    every 32 inputs. Files that are quantized already stay as they are."""
     max_model_len: int | None = None
     """Tokens of prompt and output together; `None`: the model's own limit, capped by the KV cache."""
     max_num_seqs: int = 64
@@ -41,6 +45,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of one KV block."""
     kv_cache_memory_bytes: int | None = None
     """Memory of the KV cache; `None`: 1 GiB or a quarter of the free memory, whichever is less."""
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
+    """How keys and values are kept; `auto`: in the type that is computed. bfloat16 halves and int8 (a scale for each
+    token and head) nearly quarters what float32 takes; a type other than the computing one needs the native kernels."""
+    deterministic: bool = False
+    """The same bits for a request whatever else runs, however its prompt is cut and whatever the prefix cache holds.
+    Needs the native kernels, so float32; costs attention some speed."""
     enable_prefix_caching: bool = True
     prefix_scope: PrefixScope = "deployment"
     policy: Literal["fcfs", "priority", "shortest-prefill-first"] = "fcfs"

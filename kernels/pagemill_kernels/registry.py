@@ -57,6 +57,10 @@ _IMPLEMENTATIONS: dict[str, dict[Backend, str]] = {
     },
 }
 _PACK_CODES: dict[Backend, str] = {"cpu_native": "linear.native:pack_codes"}
+_BATCH_INVARIANT: dict[Backend, dict[str, str]] = {
+    "cpu_native": {"plan_attention": "paged_attention.native:plan_invariant_attention"},
+}
+"""Backends whose rows can have the same bits in every batch, and what they need for it beside what they always do."""
 
 
 class Ops(NamedTuple):
@@ -79,9 +83,13 @@ def resolve(operation: str, backend: Backend) -> Callable[..., Any]:
 
 
 @cache
-def ops_for(backend: Backend) -> Ops:
+def ops_for(backend: Backend, batch_invariant: bool = False) -> Ops:
+    """`batch_invariant`: a row's result has the same bits whatever else is computed; KeyError where it cannot."""
     pack_codes = _load(_PACK_CODES[backend]) if backend in _PACK_CODES else None
-    return Ops(**{operation: resolve(operation, backend) for operation in _IMPLEMENTATIONS}, pack_codes=pack_codes)
+    ops = Ops(**{operation: resolve(operation, backend) for operation in _IMPLEMENTATIONS}, pack_codes=pack_codes)
+    if not batch_invariant:
+        return ops
+    return ops._replace(**{name: _load(target) for name, target in _BATCH_INVARIANT[backend].items()})
 
 
 def cpu_backend(dtype: torch.dtype, head_dim: int, block_size: int, heads_per_kv_head: int) -> tuple[Backend, str]:

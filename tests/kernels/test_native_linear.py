@@ -11,27 +11,39 @@ from pagemill_kernels.linear import groups, native
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.why_absent()}")
 
 ROWS = (1, 2, 3, 4, 5, 7, 64, 97, 200)
+KINDS = {
+    "codes4": (4, 32, True),
+    "codes8": (8, 32, False),
+    "codes8 offsets": (8, 32, True),
+    "codes8 groups of 16": (8, 16, False),
+    "codes8 groups of 16 offsets": (8, 16, True),
+}
+"""Bits, group size, offsets."""
+FORMATS = ("float32", "bfloat16", *KINDS)
 SHAPES = ((16, 32), (48, 576), (20, 64), (1, 32), (331, 288), (64, 1536))
 
 
-def random_codes(bits: int, out_features: int, in_features: int) -> groups.GroupCodes:
-    shape, per_group = (out_features, in_features), (out_features, in_features // 32)
+def random_codes(kind: str, out_features: int, in_features: int) -> groups.GroupCodes:
+    bits, group_size, has_offsets = KINDS[kind]
+    shape, per_group = (out_features, in_features), (out_features, in_features // group_size)
     if bits == 4:
         codes = torch.randint(0, 16, shape, dtype=torch.uint8)
         return groups.GroupCodes(4, codes, torch.rand(per_group) * 0.1, torch.randn(per_group) * 0.3)
-    return groups.GroupCodes(8, torch.randint(-128, 128, shape, dtype=torch.int8), torch.rand(per_group) * 0.01, None)
+    offsets = torch.randn(per_group) * 0.3 if has_offsets else None
+    codes = torch.randint(-128, 128, shape, dtype=torch.int8)
+    return groups.GroupCodes(8, codes, torch.rand(per_group) * 0.01, offsets)
 
 
 def packed(format: str, out_features: int, in_features: int) -> tuple[native.NativeLinear, torch.Tensor]:
     bias = torch.randn(out_features)
-    if format in ("codes4", "codes8"):
-        codes = random_codes(int(format[-1]), out_features, in_features)
+    if format in KINDS:
+        codes = random_codes(format, out_features, in_features)
         return native.pack_codes(codes, bias), torch.cat([codes.dequantize(), bias[:, None]], 1)
     weight = torch.randn(out_features, in_features).to(getattr(torch, format))
     return native.pack_linear(weight, bias), torch.cat([weight.float(), bias[:, None]], 1)
 
 
-@pytest.mark.parametrize("format", ["float32", "bfloat16", "codes4", "codes8"])
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_equals_the_product_in_double_precision(format: str, shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
@@ -63,16 +75,34 @@ def test_reads_rows_that_are_slices_of_wider_ones() -> None:
     torch.testing.assert_close(linear(wide[:, 10:42]), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("format", ["float32", "bfloat16", "codes4", "codes8"])
+@pytest.mark.parametrize("format", FORMATS)
 def test_gathers_rows_of_the_weight_exactly(format: str) -> None:
     linear, reference = packed(format, 50, 64)
     ids = torch.tensor([[0, 49], [17, 17]])
     torch.testing.assert_close(linear.gather(ids), reference[ids, :-1], rtol=1e-6, atol=1e-7)
 
 
-def test_codes_take_a_fraction_of_the_memory() -> None:
-    codes = random_codes(4, 576, 1536)
-    assert native.pack_codes(codes, None).num_bytes == 576 * 1536 * 6 // 8
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("shape", [(48, 576), (331, 1536)])
+def test_a_rows_result_does_not_depend_on_how_many_rows_there_are(format: str, shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    linear, _ = packed(format, *shape)
+    x, residual = torch.randn(200, shape[1]), torch.randn(200, shape[0])
+    together, added = linear(x), residual.clone()
+    linear.add_to(added, x)
+    for rows in ROWS:
+        first, last = linear(x[:rows]), linear(x[-rows:])
+        assert torch.equal(first, together[:rows])
+        assert torch.equal(last, together[-rows:])
+        alone = residual[:rows].clone()
+        linear.add_to(alone, x[:rows])
+        assert torch.equal(alone, added[:rows])
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("codes4", 6), ("codes8", 9), ("codes8 groups of 16", 10)])
+def test_codes_take_a_fraction_of_the_memory(kind: str, bits: int) -> None:
+    codes = random_codes(kind, 576, 1536)
+    assert native.pack_codes(codes, None).num_bytes == 576 * 1536 * bits // 8
 
 
 def test_a_wrong_width_is_refused() -> None:
@@ -81,9 +111,18 @@ def test_a_wrong_width_is_refused() -> None:
         linear(torch.randn(2, 33))
 
 
-def test_parts_of_one_kind_are_stacked_and_others_are_not() -> None:
-    four, eight = random_codes(4, 8, 64), random_codes(8, 8, 64)
-    stacked = groups.stack([four, four])
-    assert stacked is not None
-    torch.testing.assert_close(stacked.dequantize(), torch.cat([four.dequantize()] * 2))
-    assert groups.stack([four, eight]) is None
+@pytest.mark.parametrize("kinds", [("codes4", "codes4"), ("codes8", "codes8"), ("codes4", "codes8"), tuple(KINDS)])
+def test_parts_of_any_kinds_are_stacked_without_changing_a_value(kinds: tuple[str, ...]) -> None:
+    parts = [random_codes(kind, 8, 64) for kind in kinds]
+    stacked = groups.stack(parts)
+    expected = torch.cat([part.dequantize() for part in parts])
+    assert torch.equal(stacked.dequantize(), expected)
+    assert stacked.bits == (4 if set(kinds) == {"codes4"} else 8)
+    x = torch.randn(5, 64)
+    torch.testing.assert_close(native.pack_codes(stacked, None)(x), x @ expected.T, rtol=1e-4, atol=1e-4)
+
+
+def test_codes_that_the_kernels_cannot_read_are_refused() -> None:
+    codes = torch.zeros(16, 48, dtype=torch.int8)
+    with pytest.raises(ValueError, match="8-bit codes of 48 inputs in groups of 16 are not packed"):
+        native.pack_codes(groups.GroupCodes(8, codes, torch.ones(16, 3), None), None)

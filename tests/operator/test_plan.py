@@ -159,6 +159,38 @@ def test_what_cannot_be_honoured_is_a_problem_not_ignored(
     assert field in [problem.field for problem in make_plan(deployment(**changes)).problems]
 
 
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantization_while_loading_reaches_the_engine(deployment: Make, quantization: str) -> None:
+    plan = make_plan(deployment(engine__quantization=quantization))
+    content = plan.groups[0].process.settings
+    settings = msgspec.json.decode(msgspec.json.encode(content), type=Settings, strict=True)
+    assert plan.problems == ()
+    assert settings.engine.quantization == quantization
+
+
+def test_cache_type_and_determinism_reach_the_engine(deployment: Make) -> None:
+    plan = make_plan(deployment(engine__kvCacheDtype="int8", engine__deterministic=True))
+    content = plan.groups[0].process.settings
+    settings = msgspec.json.decode(msgspec.json.encode(content), type=Settings, strict=True)
+    assert (plan.problems, plan.notes) == ((), ())
+    assert (settings.engine.kv_cache_dtype, settings.engine.deterministic) == ("int8", True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"engine__deterministic": True}, "spec.engine.deterministic"),
+        ({"engine__kvCacheDtype": "int8"}, "spec.engine.kvCacheDtype"),
+    ],
+)
+def test_what_float32_alone_can_do_is_refused_with_another_type(
+    deployment: Make, changes: dict[str, Any], field: str
+) -> None:
+    (problem,) = make_plan(deployment(engine__dtype="bfloat16", **changes)).problems
+    assert problem.field == field
+    assert "change either" in problem.message
+
+
 def test_what_has_no_effect_on_this_machine_is_noted(deployment: Make) -> None:
     local = make_plan(deployment(engine__image="x:1", resources__memory="2Gi"), "local")
     cluster = make_plan(deployment(engine__image="x:1", resources__memory="2Gi"), "kubernetes")

@@ -49,6 +49,15 @@ def serve(
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="Type to compute in.")
     ] = "auto",
+    quantization: Annotated[
+        Literal["none", "int8", "int4"], typer.Option(help="Round float weights to codes while they are loaded.")
+    ] = "none",
+    kv_cache_dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "int8"], typer.Option(help="Type of the KV cache.")
+    ] = "auto",
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="The same bits whatever else runs in the batch.")
+    ] = False,
     policy: Annotated[
         Literal["fcfs", "priority", "shortest-prefill-first"], typer.Option(help="Order of waiting requests.")
     ] = "fcfs",
@@ -70,6 +79,9 @@ def serve(
             model=model,
             served_names=served_name or [],
             dtype=dtype,
+            quantization=quantization,
+            kv_cache_dtype=kv_cache_dtype,
+            deterministic=deterministic,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -151,9 +163,11 @@ def budget_table(ready: Ready) -> Table:
     table.add_column("Part")
     table.add_column("Size", justify="right")
     table.add_column("What it holds")
-    table.add_row("Weights", _mib(ready.weight_bytes), f"{ready.kv_dtype} compute")
+    table.add_row("Weights", _mib(ready.weight_bytes), "as they lie in memory")
     blocks = f"{ready.num_blocks:,} blocks of {ready.block_size} = {num_tokens:,} tokens"
-    table.add_row("KV cache", _mib(kv_bytes), f"{blocks}, {ready.kv_bytes_per_token / 1024:.1f} KiB each")
+    table.add_row(
+        "KV cache", _mib(kv_bytes), f"{blocks}, {ready.kv_bytes_per_token / 1024:.1f} KiB each ({ready.kv_dtype})"
+    )
     full = f"{num_tokens / ready.max_model_len:.1f} requests of {ready.max_model_len:,} tokens"
     table.add_row("Total", _mib(ready.weight_bytes + kv_bytes), f"room for {full}, {ready.max_num_seqs} at most")
     return table

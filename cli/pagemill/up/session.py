@@ -42,6 +42,7 @@ LASTING_REASONS = frozenset(
         "SourceUnavailable",
         "SettingsInvalid",
         "SettingsUnreadable",
+        "SettingsUnsupported",
         "StartFailed",
     }
 )

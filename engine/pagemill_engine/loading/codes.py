@@ -1,34 +1,64 @@
-"""GGUF storage types that are group codes as they stand: integers with a scale and an offset for every 32.
+"""GGUF storage types are group codes as they stand: integers with a scale and perhaps an offset for every 32 or 16.
 
-Nothing is rounded anew: `codes * scales + offsets` are the values of `dequantize`. Types with groups of 16 (Q6_K) and
-5-bit types with an offset (Q5_1, Q5_K) are turned into floats instead.
+Nothing is rounded anew: `codes * scales + offsets` are the values of `dequantize`. Types of 5 and 6 bits take 8-bit
+codes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pagemill_engine.loading.dequantize import block_bytes, fifth_bits, half, k_nibbles, k_scales, nibbles
-from pagemill_kernels.linear.groups import GROUP_SIZE, GroupCodes
+from pagemill_engine.loading.dequantize import (
+    block_bytes,
+    fifth_bits,
+    half,
+    k_fifth_bits,
+    k_nibbles,
+    k_scales,
+    k_sixes,
+    nibbles,
+)
+from pagemill_kernels.linear.groups import GROUP_SIZE, SMALL_GROUP_SIZE, GroupCodes
 
-CODE_BITS: dict[str, int] = {"Q4_0": 4, "Q4_1": 4, "Q4_K": 4, "Q5_0": 8, "Q8_0": 8}
-"""Bits of a code by storage type."""
-SCALE_BITS = 2
-"""Scale and offset, a float32 each for 32 codes."""
+
+class CodeKind(NamedTuple):
+    """How a storage type's codes lie in memory."""
+
+    bits: Literal[4, 8]
+    group_size: int = GROUP_SIZE
+    has_offsets: bool = False
+
+    @property
+    def stored_bits(self) -> int:
+        """Bits of one weight, with its share of the float32 scale and offset."""
+        return self.bits + 32 * (1 + self.has_offsets) // self.group_size
+
+
+CODE_KINDS: dict[str, CodeKind] = {
+    "Q4_0": CodeKind(4, has_offsets=True),
+    "Q4_1": CodeKind(4, has_offsets=True),
+    "Q4_K": CodeKind(4, has_offsets=True),
+    "Q5_0": CodeKind(8),
+    "Q5_1": CodeKind(8, has_offsets=True),
+    "Q5_K": CodeKind(8, has_offsets=True),
+    "Q6_K": CodeKind(8, group_size=SMALL_GROUP_SIZE),
+    "Q8_0": CodeKind(8),
+}
 
 _Parts = tuple[Tensor, Tensor, Tensor | None]
-"""Codes [n, block_elements], scales and offsets, each float32 [n, block_elements / 32]."""
+"""Codes [n, block_elements], scales and offsets, each float32 [n, block_elements / group_size]."""
 
 
 def read_codes(kind: str, data: Tensor, shape: tuple[int, ...]) -> GroupCodes:
-    """data: the stored bytes, uint8 [num_bytes]. Raises KeyError for a type that is not in `CODE_BITS`."""
+    """data: the stored bytes, uint8 [num_bytes]. Raises KeyError for a type that is not in `CODE_KINDS`."""
     codes, scales, offsets = _SPLITS[kind](data.view(-1, block_bytes(kind)))
-    groups = (shape[0], shape[1] // GROUP_SIZE)
+    groups = (shape[0], shape[1] // CODE_KINDS[kind].group_size)
     return GroupCodes(
-        bits=4 if CODE_BITS[kind] == 4 else 8,
+        bits=CODE_KINDS[kind].bits,
         codes=codes.view(shape),
         scales=scales.reshape(groups),
         offsets=None if offsets is None else offsets.reshape(groups),
@@ -45,9 +75,7 @@ def _q4_1(blocks: Tensor) -> _Parts:
 
 
 def _q4_k(blocks: Tensor) -> _Parts:
-    scales, minima = k_scales(blocks[:, 4:16])
-    codes = k_nibbles(blocks[:, 16:]).flatten(1)
-    return codes, half(blocks, 0) * scales.squeeze(-1), -half(blocks, 2) * minima.squeeze(-1)
+    return k_nibbles(blocks[:, 16:]).flatten(1), *_k_offsets(blocks)
 
 
 def _q5_0(blocks: Tensor) -> _Parts:
@@ -55,8 +83,29 @@ def _q5_0(blocks: Tensor) -> _Parts:
     return codes.view(torch.int8) - 16, half(blocks, 0), None
 
 
+def _q5_1(blocks: Tensor) -> _Parts:
+    codes = nibbles(blocks[:, 8:]) | fifth_bits(blocks, 4)
+    return codes.view(torch.int8), half(blocks, 0), half(blocks, 2)
+
+
+def _q5_k(blocks: Tensor) -> _Parts:
+    codes = k_nibbles(blocks[:, 48:]) | k_fifth_bits(blocks[:, 16:48])
+    return codes.flatten(1).view(torch.int8), *_k_offsets(blocks)
+
+
+def _q6_k(blocks: Tensor) -> _Parts:
+    codes, scales = k_sixes(blocks)
+    return codes.flatten(1).view(torch.int8) - 32, half(blocks, 208) * scales, None
+
+
 def _q8_0(blocks: Tensor) -> _Parts:
     return blocks[:, 2:].contiguous().view(torch.int8), half(blocks, 0), None
+
+
+def _k_offsets(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and offsets of Q4_K and Q5_K."""
+    scales, minima = k_scales(blocks[:, 4:16])
+    return half(blocks, 0) * scales.squeeze(-1), -half(blocks, 2) * minima.squeeze(-1)
 
 
 _SPLITS: dict[str, Callable[[Tensor], _Parts]] = {
@@ -64,5 +113,8 @@ _SPLITS: dict[str, Callable[[Tensor], _Parts]] = {
     "Q4_1": _q4_1,
     "Q4_K": _q4_k,
     "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
     "Q8_0": _q8_0,
 }

@@ -108,20 +108,28 @@ def _q4_k(blocks: Tensor) -> Tensor:
     return _scaled_k(blocks, k_nibbles(blocks[:, 16:]))
 
 
-def _q5_k(blocks: Tensor) -> Tensor:
+def k_fifth_bits(packed: Tensor) -> Tensor:
+    """32 bytes to [n, 8, 32] with value 0 or 16: bit i of each byte belongs to row i."""
     shifts = torch.arange(8, dtype=torch.uint8)[:, None]
-    fifth = ((blocks[:, 16:48].unsqueeze(1) >> shifts) & 1) << 4
-    return _scaled_k(blocks, k_nibbles(blocks[:, 48:]) | fifth)
+    return ((packed.unsqueeze(1) >> shifts) & 1) << 4
 
 
-def _q6_k(blocks: Tensor) -> Tensor:
+def _q5_k(blocks: Tensor) -> Tensor:
+    return _scaled_k(blocks, k_nibbles(blocks[:, 48:]) | k_fifth_bits(blocks[:, 16:48]))
+
+
+def k_sixes(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Q6_K's codes, 0 to 63, as uint8 [n, 16, 16], and their scales, float32 [n, 16]."""
     low = blocks[:, :128].reshape(-1, 2, 1, 64)
     low = torch.cat((low & 15, low >> 4), dim=2).view(-1, 16, 16)
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
     high = ((blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts) & 3).view(-1, 16, 16)
-    scales = blocks[:, 192:208].contiguous().view(torch.int8).float().unsqueeze(-1)
-    quants = (low | (high << 4)).float() - 32.0
-    return (half(blocks, 208).unsqueeze(-1) * scales * quants).flatten(1)
+    return low | (high << 4), blocks[:, 192:208].contiguous().view(torch.int8).float()
+
+
+def _q6_k(blocks: Tensor) -> Tensor:
+    quants, scales = k_sixes(blocks)
+    return (half(blocks, 208).unsqueeze(-1) * scales.unsqueeze(-1) * (quants.float() - 32.0)).flatten(1)
 
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

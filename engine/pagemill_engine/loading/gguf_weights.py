@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pagemill_engine.loading.codes import CODE_BITS, SCALE_BITS, read_codes
+from pagemill_engine.loading.codes import CODE_KINDS, read_codes
 from pagemill_engine.loading.dequantize import dequantize_into, supported_types
 from pagemill_engine.loading.digest import StoredTensor, digest_tensors
 from pagemill_engine.loading.errors import LoadError
@@ -68,16 +68,15 @@ class GGUFWeights:
 
     def read_codes(self, name: str) -> GroupCodes | None:
         tensor = self._tensors[name]
-        if tensor.ggml_type.name not in CODE_BITS:
+        if tensor.ggml_type.name not in CODE_KINDS:
             return None
         return read_codes(tensor.ggml_type.name, self._stored(tensor), tensor.shape)
 
     def num_bytes(self, dtype: torch.dtype, keep_codes: bool) -> int:
         total = 0
         for tensor in self._tensors.values():
-            bits = CODE_BITS.get(tensor.ggml_type.name) if keep_codes else None
-            bits_each = 8 * dtype.itemsize if bits is None else bits + SCALE_BITS
-            total += math.prod(tensor.shape) * bits_each // 8
+            kind = CODE_KINDS.get(tensor.ggml_type.name) if keep_codes else None
+            total += math.prod(tensor.shape) * (8 * dtype.itemsize if kind is None else kind.stored_bits) // 8
         return total
 
     def digest(self) -> str:

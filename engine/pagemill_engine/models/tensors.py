@@ -41,7 +41,7 @@ def read_stacked(source: TensorSource, shapes: Shapes, dtype: torch.dtype) -> Te
 
 
 def codes_stacked(source: TensorSource, names: list[str]) -> GroupCodes | None:
-    """The named tensors' codes one under another; `None` unless all are stored in codes of one kind."""
+    """The named tensors' codes one under another; `None` unless all are stored in codes."""
     parts: list[GroupCodes] = []
     for name in names:
         codes = source.read_codes(name)

@@ -11,6 +11,7 @@ from torch import Tensor
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.runner.memory import available_memory, memory_limit
+from pagemill_kernels.kv_store import storage
 from pagemill_protocol.model_spec import ModelSpec
 
 DEFAULT_MEMORY_BYTES = 1024**3
@@ -18,7 +19,8 @@ ALIGNMENT = 64
 
 
 class KVCache:
-    """`layers[i]`: [num_blocks + 1, 2 * num_kv_heads, block_size, head_dim]; layout in `pagemill_kernels.kv_store`.
+    """`layers[i]`: [num_blocks + 1, 2 * num_kv_heads, block_size, head_dim]; layout in `pagemill_kernels.kv_store`,
+    of int8 in its `storage`.
 
     The block after the last one belongs to nobody and stays zero: padding reads it. Raises `LoadError` when the
     machine does not give the memory.
@@ -27,10 +29,10 @@ class KVCache:
     def __init__(self, spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
         self.num_blocks = num_blocks
         self.padding_block = num_blocks
-        num_bytes = num_blocks * block_size * spec.kv_bytes_per_token(dtype.itemsize)
+        num_bytes = num_blocks * block_size * kv_bytes_per_token(spec, dtype)
         if num_bytes > memory_limit():
             raise _too_large(num_blocks, block_size, num_bytes)
-        shape = (num_blocks + 1, 2 * spec.num_kv_heads, block_size, spec.head_dim)
+        shape = (num_blocks + 1, 2 * spec.num_kv_heads, block_size, storage.token_width(dtype, spec.head_dim))
         try:
             self.layers = [_untouched_zeros(shape, dtype) for _ in range(spec.num_layers)]
         except MemoryError as error:
@@ -48,7 +50,14 @@ class KVCache:
     def scrub(self, block_ids: Tensor) -> None:
         """Replace non-finite values by 0, so that a failed request leaves nothing that padding could pick up."""
         for cache in self.layers:
-            cache[block_ids] = cache[block_ids].nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+            # Codes are always finite, their scales are not.
+            values = storage.scales(cache) if cache.dtype == torch.int8 else cache
+            values[block_ids] = values[block_ids].nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def kv_bytes_per_token(spec: ModelSpec, dtype: torch.dtype) -> int:
+    """Bytes of keys and values that one token takes over all layers, scales included."""
+    return 2 * spec.num_layers * spec.num_kv_heads * storage.token_bytes(dtype, spec.head_dim)
 
 
 def _too_large(num_blocks: int, block_size: int, num_bytes: int) -> LoadError:
@@ -71,7 +80,7 @@ def num_blocks_for(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) ->
     """Blocks of the cache by the settings. Raises `LoadError` when not even one fits."""
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks
-    block_bytes = spec.kv_bytes_per_token(dtype.itemsize) * config.block_size
+    block_bytes = kv_bytes_per_token(spec, dtype) * config.block_size
     memory_bytes = config.kv_cache_memory_bytes
     if memory_bytes is None:
         memory_bytes = min(DEFAULT_MEMORY_BYTES, available_memory() // 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import Tensor
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.loading.gguf_weights import ROPE_FACTORS
+from pagemill_engine.loading.quantized import QuantizedWeights
 from pagemill_engine.loading.source import WeightSource, open_weights
 from pagemill_engine.models.blocks import CausalLM
 from pagemill_engine.models.errors import UnsupportedModelError, WeightsError
@@ -19,15 +21,15 @@ from pagemill_engine.models.registry import build_model
 from pagemill_engine.models.rope import rope_tables
 from pagemill_engine.models.weights import load_weights, weight_bytes
 from pagemill_engine.runner.base import RunnerInfo
+from pagemill_engine.runner.compute import choose_compute
 from pagemill_engine.runner.cpu import CPURunner
-from pagemill_engine.runner.kv_cache import KVCache, max_model_len_for, num_blocks_for
+from pagemill_engine.runner.kv_cache import KVCache, kv_bytes_per_token, max_model_len_for, num_blocks_for
 from pagemill_engine.runner.memory import available_memory, memory_limit
 from pagemill_engine.runner.threaded import ThreadedRunner
 from pagemill_engine.runner.threads import available_threads
-from pagemill_kernels.registry import cpu_backend, ops_for
 from pagemill_protocol.model_spec import ModelSpec
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+logger = logging.getLogger(__name__)
 
 
 def load_cpu_runner(
@@ -35,37 +37,35 @@ def load_cpu_runner(
 ) -> CPURunner:
     """Raises `LoadError`."""
     torch.set_num_threads(config.num_threads or available_threads())
-    dtype = _compute_dtype(config.dtype)
-    heads_per_kv_head = spec.num_heads // spec.num_kv_heads
-    backend, how = cpu_backend(dtype, spec.head_dim, config.block_size, heads_per_kv_head)
-    ops = ops_for(backend)
+    dtype, kv_dtype, ops, how = choose_compute(config, spec)
     try:
-        weights = open_weights(path)
+        weights = _weights(config, path, spec)
         _check_memory(weights.num_bytes(dtype, keep_codes=ops.pack_codes is not None), config, dtype)
         progress("loading", f"{path.name}: {spec.num_parameters / 1e6:.0f} M parameters as {_name(dtype)}, {how}")
         model = build_model(spec, ops, dtype)
         rope_divisors = _fill(model, weights)
-        num_blocks = num_blocks_for(config, spec, dtype)
+        num_blocks = num_blocks_for(config, spec, kv_dtype)
         max_model_len = max_model_len_for(config, spec, num_blocks)
         rope = rope_tables(spec.head_dim, max_model_len, spec.rope_theta, spec.rope_scaling, dtype, rope_divisors)
     except UnsupportedModelError as error:
         raise LoadError("UnsupportedArchitecture", f"`{path}`: {error}") from error
     except WeightsError as error:
         raise LoadError("ModelUnreadable", f"`{path}`: {error}") from error
-    kv_bytes_per_token = spec.kv_bytes_per_token(dtype.itemsize)
-    kv_mib = num_blocks * config.block_size * kv_bytes_per_token / 1024**2
-    progress("allocating", f"KV cache of {num_blocks} blocks of {config.block_size} tokens, {kv_mib:.0f} MiB")
+    kv_bytes = kv_bytes_per_token(spec, kv_dtype)
+    kv_mib = num_blocks * config.block_size * kv_bytes / 1024**2
+    blocks = f"{num_blocks} blocks of {config.block_size} tokens"
+    progress("allocating", f"KV cache of {blocks} as {_name(kv_dtype)}, {kv_mib:.0f} MiB")
     info = RunnerInfo(
         num_blocks=num_blocks,
         block_size=config.block_size,
         max_model_len=max_model_len,
         vocab_size=spec.vocab_size,
         weights_digest=weights.digest(),
-        kv_dtype=_name(dtype),
+        kv_dtype=_name(kv_dtype),
         weight_bytes=weight_bytes(model),
-        kv_bytes_per_token=kv_bytes_per_token,
+        kv_bytes_per_token=kv_bytes,
     )
-    kv_cache = KVCache(spec, num_blocks, config.block_size, dtype)
+    kv_cache = KVCache(spec, num_blocks, config.block_size, kv_dtype)
     return CPURunner(model, ops, kv_cache, rope, info, config.max_num_seqs)
 
 
@@ -85,11 +85,18 @@ def _fill(model: CausalLM, weights: WeightSource) -> Tensor | None:
     return divisors
 
 
-def _compute_dtype(setting: str) -> torch.dtype:
-    if setting != "auto":
-        return _DTYPES[setting]
-    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return torch.bfloat16 if native else torch.float32
+def _weights(config: EngineConfig, path: Path, spec: ModelSpec) -> WeightSource:
+    """The stored weights, or their floats quantized while they are read."""
+    weights = open_weights(path)
+    if config.quantization == "none":
+        return weights
+    if spec.quantization is not None:
+        logger.warning(
+            "quantization=%s changes nothing: `%s` is quantized already (%s) and stays as it is.",
+            config.quantization, path, spec.quantization,
+        )  # fmt: skip
+        return weights
+    return QuantizedWeights(weights, config.quantization)
 
 
 def _check_memory(needed: int, config: EngineConfig, dtype: torch.dtype) -> None:

@@ -15,8 +15,9 @@ from pagemill_protocol.model_spec import ModelSpec, load_model_spec
 
 RUNTIME_BYTES = 256 * 1024**2
 """Of both processes without a model, measured low."""
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 _LEAST_ITEM_BYTES = 2
+_CODE_BITS = {"int8": 8, "int4": 4}
 
 
 def check_fits(config: EngineConfig, path: Path) -> None:
@@ -43,9 +44,11 @@ def check_fits(config: EngineConfig, path: Path) -> None:
 
 
 def _weight_bytes(config: EngineConfig, spec: ModelSpec) -> int:
-    """Files in codes keep them; plain floats are converted where a type is asked for."""
+    """Files in codes keep them; plain floats are quantized or converted where that is asked for."""
     if spec.weights_format == "gguf" and spec.quantization is not None:
         return spec.weight_bytes
+    if config.quantization != "none":
+        return spec.num_parameters * _CODE_BITS[config.quantization] // 8
     item_bytes = _ITEM_BYTES.get(config.dtype)
     return spec.weight_bytes if item_bytes is None else spec.num_parameters * item_bytes
 
@@ -54,7 +57,8 @@ def _kv_cache_bytes(config: EngineConfig, spec: ModelSpec) -> int:
     """What the settings ask for; a cache without a setting takes what is left."""
     if config.num_kv_blocks is None:
         return config.kv_cache_memory_bytes or 0
-    item_bytes = _ITEM_BYTES.get(config.dtype, _LEAST_ITEM_BYTES)
+    dtype = config.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    item_bytes = _ITEM_BYTES.get(dtype, _LEAST_ITEM_BYTES)
     return config.num_kv_blocks * config.block_size * spec.kv_bytes_per_token(item_bytes)
 
 

@@ -18,9 +18,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION = 1
-GROUP = 32
-"""Inputs that share one scale in quantized weights."""
+ABI_VERSION = 2
 PANEL = 16
 """Outputs that one panel of a packed weight holds."""
 FORMAT_FLOAT32, FORMAT_BFLOAT16, FORMAT_CODES8, FORMAT_CODES4 = range(4)
@@ -35,6 +33,8 @@ _LIBRARY_DIR = Path(__file__).parent / "lib"
 class PackedWeight(ctypes.Structure):
     _fields_ = (
         ("format", c_int32),
+        ("group", c_int32),
+        ("has_offsets", c_int32),
         ("reserved", c_int32),
         ("out_features", c_int64),
         ("in_features", c_int64),
@@ -61,22 +61,26 @@ class AttentionArgs(ctypes.Structure):
         ("sliding_window", c_int64),
         ("scale", c_float),
         ("num_threads", c_int32),
+        ("cache_type", c_int32),
+        ("batch_invariant", c_int32),
     )
 
 
 _SIGNATURES = {
     "pagemill_linear": (
-        POINTER(PackedWeight), c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int32, c_void_p, c_int32,
+        POINTER(PackedWeight), c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int32, c_int32,
     ),
     "pagemill_pack_plain": (c_void_p, c_int64, c_int64, c_int32, c_void_p, c_int32),
-    "pagemill_pack_codes": (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int32, c_void_p, c_void_p, c_int32),
+    "pagemill_pack_codes": (
+        c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int32, c_int32, c_void_p, c_void_p, c_int32,
+    ),
     "pagemill_gather_rows": (POINTER(PackedWeight), c_void_p, c_int64, c_void_p),
     "pagemill_paged_attention": (POINTER(AttentionArgs),),
     "pagemill_rms_norm": (
         c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_float, c_void_p, c_int64, c_int32,
     ),
     "pagemill_rope_and_store": (
-        c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int32,
+        c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int32, c_void_p, c_int64, c_int32,
     ),
     "pagemill_silu_and_mul": (c_void_p, c_int64, c_int64, c_void_p, c_int32),
 }  # fmt: skip

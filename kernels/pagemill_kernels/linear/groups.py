@@ -1,6 +1,7 @@
-"""Weights in codes: 4 or 8 bits an input, a scale and an offset for every 32 inputs.
+"""Weights in codes: 4 or 8 bits an input, a scale and perhaps an offset for every 32 or 16 inputs.
 
-GGUF's Q4_0, Q4_1, Q4_K, Q5_0 and Q8_0 are this exactly (`engine.loading` translates), so nothing is requantized.
+GGUF's quantized types are this exactly (`engine.loading` translates), so nothing is requantized. How floats become
+codes: `linear.quantize`.
 """
 
 from __future__ import annotations
@@ -12,34 +13,60 @@ import torch
 from torch import Tensor
 
 GROUP_SIZE = 32
+"""Inputs of a group, except where 8-bit codes have groups of `SMALL_GROUP_SIZE`."""
+SMALL_GROUP_SIZE = 16
 
 
 @dataclass(slots=True, frozen=True)
 class GroupCodes:
-    """weight[o, i] = codes[o, i] * scales[o, i // 32] + offsets[o, i // 32]."""
+    """weight[o, i] = codes[o, i] * scales[o, i // group_size] + offsets[o, i // group_size]."""
 
     bits: Literal[4, 8]
     codes: Tensor
     """uint8 [out, in], 0 to 15 (4 bits); int8 [out, in] (8 bits)."""
     scales: Tensor
-    """float32 [out, in / 32]."""
+    """float32 [out, in / group_size]."""
     offsets: Tensor | None
-    """float32 [out, in / 32]; `None` means zero. 8-bit codes have none."""
+    """float32 [out, in / group_size]; `None` means zero."""
+
+    @property
+    def group_size(self) -> int:
+        """Inputs that share a scale: 32, or 16 for some 8-bit codes."""
+        return self.codes.shape[1] // self.scales.shape[1]
 
     def dequantize(self) -> Tensor:
         """float32 [out, in]."""
-        grouped = self.codes.to(torch.float32).view(*self.scales.shape, GROUP_SIZE) * self.scales[..., None]
+        grouped = self.codes.to(torch.float32).view(*self.scales.shape, self.group_size) * self.scales[..., None]
         if self.offsets is not None:
             grouped += self.offsets[..., None]
         return grouped.view(self.codes.shape)
 
 
-def stack(parts: list[GroupCodes]) -> GroupCodes | None:
-    """The parts one under another; `None` when they are not of one kind."""
-    first = parts[0]
-    if any(part.bits != first.bits or (part.offsets is None) != (first.offsets is None) for part in parts):
-        return None
+def stack(parts: list[GroupCodes]) -> GroupCodes:
+    """The parts one under another, of one width; those of another kind are widened, which changes no value."""
+    bits: Literal[4, 8] = 4 if all(part.bits == 4 for part in parts) else 8
+    group_size = min(part.group_size for part in parts)
+    with_offsets = any(part.offsets is not None for part in parts)
+    parts = [_widened(part, bits, group_size, with_offsets) for part in parts]
     if len(parts) == 1:
-        return first
-    offsets = None if first.offsets is None else torch.cat([p.offsets for p in parts if p.offsets is not None])
-    return GroupCodes(first.bits, torch.cat([p.codes for p in parts]), torch.cat([p.scales for p in parts]), offsets)
+        return parts[0]
+    offsets = [part.offsets for part in parts if part.offsets is not None]
+    return GroupCodes(
+        bits,
+        torch.cat([part.codes for part in parts]),
+        torch.cat([part.scales for part in parts]),
+        torch.cat(offsets) if offsets else None,
+    )
+
+
+def _widened(part: GroupCodes, bits: Literal[4, 8], group_size: int, with_offsets: bool) -> GroupCodes:
+    """The same values in wider codes, smaller groups, with offsets."""
+    repeats = part.group_size // group_size
+    codes = part.codes if part.bits == bits else part.codes.view(torch.int8)
+    offsets = part.offsets
+    if offsets is None and with_offsets:
+        offsets = torch.zeros_like(part.scales)
+    if repeats == 1:
+        return GroupCodes(bits, codes, part.scales, offsets)
+    scales = part.scales.repeat_interleave(repeats, 1)
+    return GroupCodes(bits, codes, scales, None if offsets is None else offsets.repeat_interleave(repeats, 1))

@@ -7,6 +7,7 @@ Beside oneDNN on two Zen 3 cores: 4 to 5 times faster at one row with 4-bit code
 from __future__ import annotations
 
 import ctypes
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +15,16 @@ from torch import Tensor
 from pagemill_kernels.cpu import launch, library
 from pagemill_kernels.linear.groups import GROUP_SIZE, GroupCodes
 
-MAX_DIRECT_ROWS = 4
-"""Rows up to which codes are multiplied without unpacking (kDirectRows in cpu/src/linear.cpp)."""
+
+class _Packed(NamedTuple):
+    """A weight in the layout of cpu/src/linear.cpp."""
+
+    shape: tuple[int, int]
+    format: int
+    codes: Tensor
+    scales: Tensor | None = None
+    group_size: int = GROUP_SIZE
+    has_offsets: bool = False
 
 
 class NativeLinear:
@@ -23,14 +32,15 @@ class NativeLinear:
 
     can_gather = True
 
-    def __init__(self, shape: tuple[int, int], format: int, codes: Tensor, scales: Tensor | None, bias: Tensor | None):
-        self.out_features, self.in_features = shape
+    def __init__(self, weight: _Packed, bias: Tensor | None) -> None:
+        self.out_features, self.in_features = weight.shape
+        codes, scales = weight.codes, weight.scales
         self._codes, self._scales = codes, scales
         self._bias = None if bias is None else bias.float().contiguous()
-        self._group_sums = torch.empty(MAX_DIRECT_ROWS * max(1, self.in_features // GROUP_SIZE))
         self._weight = library.PackedWeight(
-            format=format,
-            reserved=0,
+            format=weight.format,
+            group=weight.group_size,
+            has_offsets=weight.has_offsets,
             out_features=self.out_features,
             in_features=self.in_features,
             codes=codes.data_ptr(),
@@ -38,7 +48,6 @@ class NativeLinear:
         )
         self._address = ctypes.byref(self._weight)
         self._bias_address = 0 if self._bias is None else self._bias.data_ptr()
-        self._sums_address = self._group_sums.data_ptr()
         self._linear = launch.native().pagemill_linear
 
     @property
@@ -73,7 +82,6 @@ class NativeLinear:
             out.data_ptr(),
             self.out_features,
             accumulate,
-            self._sums_address,
             launch.num_threads(),
         )
 
@@ -89,30 +97,38 @@ def pack_linear(weight: Tensor, bias: Tensor | None) -> NativeLinear:
         weight.data_ptr(), out_features, in_features, weight.element_size(), packed.data_ptr(), launch.num_threads()
     )
     format = library.FORMAT_FLOAT32 if weight.dtype == torch.float32 else library.FORMAT_BFLOAT16
-    return NativeLinear((out_features, in_features), format, packed, None, bias)
+    return NativeLinear(_Packed((out_features, in_features), format, packed), bias)
 
 
 def pack_codes(weight: GroupCodes, bias: Tensor | None) -> NativeLinear:
-    """Keep the weight in its codes: 6 bits an input (4-bit codes) or 10 bits (8-bit codes), scales included."""
+    """Keep the weight in its codes. With the scales of groups of 32: 6 bits an input (4-bit codes), 9 (8-bit codes)."""
     out_features, in_features = weight.codes.shape
-    num_groups = _panels(out_features) * (in_features // GROUP_SIZE)
+    has_offsets = weight.offsets is not None
+    if in_features % GROUP_SIZE or (weight.bits == 4 and (weight.group_size != GROUP_SIZE or not has_offsets)):
+        raise ValueError(
+            f"linear: {weight.bits}-bit codes of {in_features} inputs in groups of {weight.group_size} are not packed; "
+            f"whole groups of {GROUP_SIZE} are, or of 16 for 8-bit codes, and 4-bit codes need offsets"
+        )
     codes, scales = weight.codes.contiguous(), weight.scales.contiguous()
-    offsets = torch.zeros_like(scales) if weight.offsets is None else weight.offsets.contiguous()
-    packed = torch.empty(num_groups * GROUP_SIZE * library.PANEL * weight.bits // 8, dtype=torch.uint8)
-    packed_scales = torch.empty(num_groups * 2 * library.PANEL)
+    offsets = None if weight.offsets is None else weight.offsets.contiguous()
+    num_weights = _panels(out_features) * library.PANEL * in_features
+    packed = torch.empty(num_weights * weight.bits // 8, dtype=torch.uint8)
+    packed_scales = torch.empty(num_weights // weight.group_size * (1 + has_offsets))
     launch.native().pagemill_pack_codes(
         codes.data_ptr(),
         scales.data_ptr(),
-        offsets.data_ptr(),
+        0 if offsets is None else offsets.data_ptr(),
         out_features,
         in_features,
         weight.bits,
+        weight.group_size,
         packed.data_ptr(),
         packed_scales.data_ptr(),
         launch.num_threads(),
     )
     format = library.FORMAT_CODES4 if weight.bits == 4 else library.FORMAT_CODES8
-    return NativeLinear((out_features, in_features), format, packed, packed_scales, bias)
+    shape = (out_features, in_features)
+    return NativeLinear(_Packed(shape, format, packed, packed_scales, weight.group_size, has_offsets), bias)
 
 
 def _panels(out_features: int) -> int:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pagemill_kernels.cpu import launch, library
+from pagemill_kernels.kv_store.storage import NATIVE_TYPES
 from pagemill_kernels.paged_attention.batch import AttentionBatch
 
 MAX_HEAD_DIM = 256
@@ -51,6 +52,15 @@ def plan_attention(
     return NativePlan(args, (query_start_loc, seq_lens, tables))
 
 
+def plan_invariant_attention(
+    batch: AttentionBatch, sliding_window: int | None, dtype: torch.dtype, device: torch.device
+) -> NativePlan:
+    """As `plan_attention`; a token's result has the same bits in every batch and every chunk."""
+    plan = plan_attention(batch, sliding_window, dtype, device)
+    plan.args.batch_invariant = 1
+    return plan
+
+
 def paged_attention(query: Tensor, cache: Tensor, plan: NativePlan, scale: float) -> Tensor:
     """query: float32 [tokens, num_heads, head_dim]; cache: one layer's. Returns [tokens, num_heads, head_dim]."""
     num_tokens, num_heads, head_dim = query.shape
@@ -61,6 +71,7 @@ def paged_attention(query: Tensor, cache: Tensor, plan: NativePlan, scale: float
     args.query = query.data_ptr()
     args.query_stride = query.stride(0)
     args.cache = cache.data_ptr()
+    args.cache_type = NATIVE_TYPES.index(cache.dtype)
     args.out = out.data_ptr()
     args.num_heads = num_heads
     args.scale = scale

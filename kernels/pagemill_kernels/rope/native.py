@@ -5,13 +5,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from pagemill_kernels.cpu import launch
+from pagemill_kernels.kv_store.storage import NATIVE_TYPES
 
 
 def rope_and_store(heads: Tensor, num_heads: int, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor) -> None:
     """heads: [tokens, num_heads + 2 * num_kv_heads, head_dim], contiguous, rotated in place; values are not.
 
-    cos, sin: [tokens, 1, head_dim / 2], contiguous. cache: one layer's. slots: int64 [tokens], block id * block_size +
-    offset.
+    cos, sin: [tokens, 1, head_dim / 2], contiguous. cache: one layer's, of a type in `kv_store.storage.NATIVE_TYPES`.
+    slots: int64 [tokens], block id * block_size + offset.
     """
     num_tokens, width, head_dim = heads.shape
     launch.native().pagemill_rope_and_store(
@@ -23,6 +24,7 @@ def rope_and_store(heads: Tensor, num_heads: int, cos: Tensor, sin: Tensor, cach
         cos.data_ptr(),
         sin.data_ptr(),
         cache.data_ptr(),
+        NATIVE_TYPES.index(cache.dtype),
         slots.data_ptr(),
         cache.shape[2],
         launch.num_threads(),

@@ -26,6 +26,9 @@ def engine_settings(deployment: LLMDeployment) -> dict[str, Any]:
         "prefix_scope": engine.prefix_caching.scope,
     }
     optional = {
+        "kv_cache_dtype": None if engine.kv_cache_dtype == "auto" else engine.kv_cache_dtype,
+        "deterministic": engine.deterministic or None,
+        "quantization": None if engine.quantization == "none" else engine.quantization,
         "max_model_len": engine.max_model_len,
         "max_num_batched_tokens": engine.max_num_batched_tokens,
         "kv_cache_memory_bytes": _optional_bytes(engine.kv_cache_memory),

@@ -23,13 +23,14 @@ UNUSED_AUTOSCALING = {
     "Advisory": "no decision is made or published in this version",
 }
 """Why a mode of autoscaling, and all targets with it, has no effect."""
+LOADED_QUANTIZATIONS = ("none", "int8", "int4")
 CLAIM_PATTERN = r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"
 ONE_PROCESS = "a replica is one process in this version; set it to 1"
 
 
 def find_problems(spec: LLMDeploymentSpec, backend: Backend) -> Iterator[Problem]:
     """Fields that cannot be honoured; also of a spec that was read partially, as far as it is valid."""
-    checks = [_quantization_problems, _tensor_parallel_problems, _pipeline_parallel_problems]
+    checks = [_quantization_problems, _float32_problems, _tensor_parallel_problems, _pipeline_parallel_problems]
     checks += [_adapter_problems, _default_problems]
     if backend == "local":
         checks += [_device_problems, _env_problems, _credentials_problems]
@@ -74,13 +75,25 @@ def _device_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
 
 def _quantization_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
     engine = spec.engine
-    if engine.quantization != "none":
+    if engine.quantization not in LOADED_QUANTIZATIONS:
         yield Problem(
             "spec.engine.quantization",
             engine.quantization,
-            "weights are not quantized while loading in this version; use a GGUF file that is quantized already, "
-            "or set quantization to none",
+            f"this version quantizes weights to {', '.join(LOADED_QUANTIZATIONS[1:])} while loading; use one of these, "
+            "or a GGUF file that is quantized already with quantization none",
         )
+
+
+def _float32_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
+    """What only kernels that compute in float32 do in this version."""
+    engine = spec.engine
+    if engine.dtype in ("auto", "float32"):
+        return
+    message = f"works with dtype auto or float32 only in this version, not with {engine.dtype}; change either"
+    if engine.deterministic:
+        yield Problem("spec.engine.deterministic", True, message)
+    if engine.kv_cache_dtype not in ("auto", engine.dtype):
+        yield Problem("spec.engine.kvCacheDtype", engine.kv_cache_dtype, message)
 
 
 def _tensor_parallel_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
@@ -132,8 +145,6 @@ def find_notes(spec: LLMDeploymentSpec, backend: Backend) -> Iterator[Problem]:
     """Fields without effect here."""
     if spec.engine.speculative:
         yield Problem("spec.engine.speculative", spec.engine.speculative.method, "not used in this version")
-    if spec.engine.deterministic and spec.engine.dtype != "float32":
-        yield Problem("spec.engine.deterministic", True, "exact only with dtype float32 in this version")
     if spec.routing.session_header:
         yield Problem("spec.routing.sessionHeader", spec.routing.session_header, "not used in this version")
     if spec.routing.queue != Queue():

@@ -5,13 +5,14 @@
 
 namespace pagemill {
 
-constexpr int32_t kAbiVersion = 1;
-constexpr int kGroup = 32;  // inputs that share a scale
+constexpr int32_t kAbiVersion = 2;
 
 enum Format : int32_t { kFloat32 = 0, kBfloat16 = 1, kCodes8 = 2, kCodes4 = 3 };
 
 struct PackedWeight {
   int32_t format;
+  int32_t group;        // inputs that share a scale: 16 or 32 (codes only)
+  int32_t has_offsets;  // value = code * scale + offset, else code * scale (codes only)
   int32_t reserved;
   int64_t out_features;
   int64_t in_features;
@@ -19,9 +20,12 @@ struct PackedWeight {
   const float* scales;
 };
 
+// How keys and values lie in the cache; kv_store.h.
+enum CacheType : int32_t { kCacheFloat32 = 0, kCacheBfloat16 = 1, kCacheInt8 = 2 };
+
 struct AttentionArgs {
   const float* query;  // [tokens][num_heads][head_dim], tokens query_stride floats apart
-  const float* cache;
+  const void* cache;
   const int32_t* block_tables;     // [requests][block_table_stride]
   const int64_t* query_start_loc;  // [requests + 1]
   const int64_t* seq_lens;         // [requests]
@@ -36,6 +40,8 @@ struct AttentionArgs {
   int64_t sliding_window;  // 0: none
   float scale;
   int32_t num_threads;
+  int32_t cache_type;       // CacheType
+  int32_t batch_invariant;  // a token's result depends on nothing but its own context, bit for bit
 };
 
 }  // namespace pagemill

@@ -1,8 +1,9 @@
 // Paged attention in float32: prefill chunks and decodes of many requests in one call, straight over block tables.
 //
-// cache (one layer): [blocks][2 * kv_heads][block_size][head_dim], keys before values. A work item is one key/value head
-// of one request for a tile of query tokens; the query heads that share it are rows of the same tile. Softmax is online
-// (arXiv 1805.02867): a running maximum and sum per row, over 16 context tokens at a time.
+// The cache holds floats, bfloat16 or codes (kv_store.h). A work item is one key/value head of one request for a tile of
+// query tokens; the query heads that share it are rows of the same tile. Softmax is online (arXiv 1805.02867): a running
+// maximum and sum per row, over 16 context tokens at a time. Few rows sum a score's products in another order than many;
+// on request all take the order of many, so that a row's result does not depend on its tile.
 #include <omp.h>
 
 #include <algorithm>
@@ -10,6 +11,7 @@
 #include <vector>
 
 #include "abi.h"
+#include "kv_store.h"
 #include "tile.h"
 
 namespace pagemill {
@@ -27,7 +29,8 @@ struct WorkItem {
 struct Scratch {
   alignas(64) float query[kMaxRows * kMaxHeadDim];
   alignas(64) float result[kMaxRows * kMaxHeadDim];
-  alignas(64) float keys[kMaxHeadDim * kPanel];  // transposed: [head_dim][16]
+  alignas(64) float keys[kMaxHeadDim * kPanel];    // transposed: [head_dim][16]
+  alignas(64) float tokens[kPanel * kMaxHeadDim];  // sixteen tokens' keys, then values, where the cache has no floats
   alignas(64) float scores[kMaxRows * kPanel];
   float row_max[kMaxRows];
   float row_sum[kMaxRows];
@@ -86,8 +89,9 @@ void value_rows(const float* scores, const float* values, int64_t depth, int64_t
   for (; d < head_dim; d += kPanel) add_values<Rows, 2>(scores, values + d, depth, head_dim, result + d);
 }
 
-void score_all(const float* query, int64_t rows, const float* keys, int64_t head_dim, float* transposed, float* scores) {
-  if (rows > kFewRows) {
+void score_all(const float* query, int64_t rows, const float* keys, int64_t head_dim, bool transpose, float* transposed,
+               float* scores) {
+  if (transpose) {
     transpose_keys(keys, head_dim, transposed);
     std::fill_n(scores, rows * kPanel, 0.0f);
     return tile(rows, query, head_dim, transposed, kPanel, head_dim, scores, kPanel);
@@ -155,7 +159,9 @@ void attend(const AttentionArgs& args, const WorkItem& item, Scratch& scratch) {
   const int64_t end = first_position + item.num_tokens;
   const int64_t window_start = args.sliding_window > 0 ? std::max<int64_t>(0, first_position - args.sliding_window + 1) : 0;
   const int32_t* table = args.block_tables + item.request * args.block_table_stride;
-  const int64_t head_stride = args.block_size * head_dim, block_stride = 2 * args.num_kv_heads * head_stride;
+  const int64_t head_size = head_bytes(args.cache_type, args.block_size, head_dim);
+  const uint8_t* cache = static_cast<const uint8_t*>(args.cache) + item.kv_head * head_size;
+  const bool transpose = args.batch_invariant != 0 || rows > kFewRows;
 
   for (int64_t t = 0; t < item.num_tokens; ++t)
     for (int64_t g = 0; g < group; ++g) {
@@ -168,15 +174,18 @@ void attend(const AttentionArgs& args, const WorkItem& item, Scratch& scratch) {
   std::fill_n(scratch.result, rows * head_dim, 0.0f);
 
   for (int64_t start = window_start / kPanel * kPanel; start < end; start += kPanel) {
-    const float* block = args.cache + table[start / args.block_size] * block_stride;
-    const float* keys = block + item.kv_head * head_stride + start % args.block_size * head_dim;
-    const float* values = keys + args.num_kv_heads * head_stride;
-    score_all(scratch.query, rows, keys, head_dim, scratch.keys, scratch.scores);
+    const uint8_t* head = cache + table[start / args.block_size] * 2 * args.num_kv_heads * head_size;
+    const int64_t first = start % args.block_size;
+    const float* keys =
+        read_tokens(args.cache_type, head, args.block_size, head_dim, first, kPanel, scratch.tokens);
+    score_all(scratch.query, rows, keys, head_dim, transpose, scratch.keys, scratch.scores);
     for (int64_t row = 0; row < rows; ++row)
       softmax_row(scratch.scores + row * kPanel, visible_tokens(first_position + row / group, start, args.sliding_window),
                   scratch.result + row * head_dim, head_dim, scratch.row_max[row], scratch.row_sum[row]);
     // Tokens past the end were never written for this request: their weight is zero, their bytes may be anything.
     const int64_t depth = std::min<int64_t>(kPanel, end - start);
+    const float* values = read_tokens(args.cache_type, head + args.num_kv_heads * head_size, args.block_size, head_dim,
+                                      first, depth, scratch.tokens);
     add_all(scratch.scores, rows, values, depth, head_dim, scratch.result);
   }
 

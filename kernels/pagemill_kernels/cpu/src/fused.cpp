@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "abi.h"
+#include "kv_store.h"
 #include "vec.h"
 
 using namespace pagemill;
@@ -41,10 +42,11 @@ void pagemill_rms_norm(const float* x, int64_t groups, int64_t group_stride, int
 
 // heads: [tokens][num_heads + 2 * num_kv_heads][head_dim]. Rotates queries and keys in place by halves
 // (arXiv 2104.09864, as in Hugging Face's Llama) and writes keys and values to the slot of each token; slot < 0: none.
-// cos, sin: [tokens][head_dim / 2]. cache as in attention.cpp.
+// cos, sin: [tokens][head_dim / 2]. cache: kv_store.h.
 void pagemill_rope_and_store(float* heads, int64_t tokens, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
-                             const float* cos, const float* sin, float* cache, const int64_t* slots, int64_t block_size,
-                             int32_t num_threads) {
+                             const float* cos, const float* sin, uint8_t* cache, int32_t cache_type,
+                             const int64_t* slots, int64_t block_size, int32_t num_threads) {
+  const int64_t head_size = head_bytes(cache_type, block_size, head_dim);
   const int64_t half = head_dim / 2, width = num_heads + 2 * num_kv_heads;
 #pragma omp parallel for schedule(static) num_threads(threads_for(tokens* width* head_dim, num_threads))
   for (int64_t t = 0; t < tokens; ++t) {
@@ -61,8 +63,8 @@ void pagemill_rope_and_store(float* heads, int64_t tokens, int64_t num_heads, in
     if (slots[t] < 0) continue;
     const int64_t block = slots[t] / block_size, offset = slots[t] % block_size;
     for (int64_t h = 0; h < 2 * num_kv_heads; ++h)
-      std::memcpy(cache + ((block * 2 * num_kv_heads + h) * block_size + offset) * head_dim,
-                  row + (num_heads + h) * head_dim, head_dim * sizeof(float));
+      write_token(cache_type, row + (num_heads + h) * head_dim, block_size, head_dim, offset,
+                  cache + (block * 2 * num_kv_heads + h) * head_size);
   }
 }
 

@@ -1,13 +1,13 @@
 // out = x W^T + bias over a weight packed in panels of 16 output rows.
 //
-// Panel layouts (k runs over the input features, n over the panel's 16 outputs):
+// Panel layouts (k runs over the input features, n over the panel's 16 outputs; a group is 16 or 32 inputs):
 //   float32, bfloat16: [k][n]
-//   codes of 8 bits:   per group of 32 inputs [k][n], signed;          value = code * scale
-//   codes of 4 bits:   per group of 32 inputs, 16 rows of 16 bytes: low nibbles are inputs 0-15, high nibbles 16-31;
-//                      value = code * scale + offset
-//   scales: per panel and group float32 scale[16], offset[16]
+//   codes of 8 bits:   per group [k][n], signed
+//   codes of 4 bits:   per group of 32 inputs, 16 rows of 16 bytes: row k holds input 2k low, 2k + 1 high
+//   scales: per panel and group float32 scale[16], then offset[16] where the weight has offsets
 // All arithmetic is float32. Few rows read the codes directly; for many rows a slice of x is repacked by tiles and each
-// panel is unpacked beside it in the second-level cache. Packing of weights: pack.cpp.
+// panel is unpacked beside it in the second-level cache. Both add the same products in the same order, input after
+// input, so that a row's result does not depend on how many rows there are. Packing of weights: pack.cpp.
 #include <omp.h>
 
 #include <algorithm>
@@ -22,43 +22,71 @@ namespace {
 constexpr int64_t kDepth = 768;     // inputs unpacked at a time: 48 KiB of floats, in the second-level cache
 constexpr int64_t kRowBlock = 192;  // rows of x repacked at a time, in the second-level cache beside the panel
 constexpr int64_t kDirectRows = 4;  // up to here codes are read directly
+constexpr int64_t kPairRows = 2;    // up to here two panels at a time
+constexpr int kGroup4 = 32;         // groups of 4-bit codes
 
-inline Bytes low_nibbles(Bytes codes) { return codes & 15; }
-inline Bytes high_nibbles(Bytes codes) { return codes >> 4; }
+int64_t scale_floats(const PackedWeight& w) { return w.has_offsets ? 2 * kPanel : kPanel; }
+
+// The scales and offsets of one panel's group, and what its codes stand for.
+template <bool Offsets>
+struct Scales {
+  Floats s0, s1, o0, o1;
+
+  explicit Scales(const float* from) : s0(load(from)), s1(load(from + kLanes)) {
+    if (Offsets) o0 = load(from + kPanel), o1 = load(from + kPanel + kLanes);
+  }
+  void apply(Floats& low, Floats& high) const {
+    low = Offsets ? low * s0 + o0 : low * s0;
+    high = Offsets ? high * s1 + o1 : high * s1;
+  }
+};
+
+// A row of 4-bit codes: the panel's outputs for one input and for the next.
+struct Pair {
+  Ints low, high;
+
+  explicit Pair(const uint8_t* codes) : low(widen(load_as<Bytes>(codes), 0)), high(widen(load_as<Bytes>(codes), 1)) {}
+  void first(Floats& a, Floats& b) const { a = to_floats(low & 15), b = to_floats(high & 15); }
+  void second(Floats& a, Floats& b) const { a = to_floats(low >> 4), b = to_floats(high >> 4); }
+};
+
+inline void signed_codes(const uint8_t* codes, Floats& low, Floats& high) {
+  low = from_signed_bytes(load_as<SignedBytes>(codes));
+  high = from_signed_bytes(load_as<SignedBytes>(codes + kLanes));
+}
 
 void unpack_codes4(const PackedWeight& w, int64_t panel, int64_t begin, int64_t end, float* out) {
-  const int64_t num_groups = w.in_features / kGroup;
-  for (int64_t g = begin / kGroup; g < end / kGroup; ++g, out += kGroup * kPanel) {
-    const uint8_t* codes = w.codes + (panel * num_groups + g) * (kGroup / 2) * kPanel;
-    const float* scale = w.scales + (panel * num_groups + g) * 2 * kPanel;
-    const Floats s0 = load(scale), s1 = load(scale + kLanes);
-    const Floats o0 = load(scale + kPanel), o1 = load(scale + kPanel + kLanes);
-    for (int k = 0; k < kGroup / 2; ++k) {
-      const Bytes pair = load_as<Bytes>(codes + k * kPanel);
-      float* first = out + k * kPanel;
-      float* second = out + (k + kGroup / 2) * kPanel;
+  const int64_t num_groups = w.in_features / kGroup4;
+  for (int64_t g = begin / kGroup4; g < end / kGroup4; ++g, out += kGroup4 * kPanel) {
+    const uint8_t* codes = w.codes + (panel * num_groups + g) * (kGroup4 / 2) * kPanel;
+    const Scales<true> scales(w.scales + (panel * num_groups + g) * 2 * kPanel);
+    for (int k = 0; k < kGroup4; k += 2, codes += kPanel) {
+      const Pair pair(codes);
       Floats a, b;
-      from_bytes(low_nibbles(pair), a, b);
-      store(first, a * s0 + o0);
-      store(first + kLanes, b * s1 + o1);
-      from_bytes(high_nibbles(pair), a, b);
-      store(second, a * s0 + o0);
-      store(second + kLanes, b * s1 + o1);
+      pair.first(a, b);
+      scales.apply(a, b);
+      store(out + k * kPanel, a);
+      store(out + k * kPanel + kLanes, b);
+      pair.second(a, b);
+      scales.apply(a, b);
+      store(out + (k + 1) * kPanel, a);
+      store(out + (k + 1) * kPanel + kLanes, b);
     }
   }
 }
 
+template <bool Offsets>
 void unpack_codes8(const PackedWeight& w, int64_t panel, int64_t begin, int64_t end, float* out) {
-  const int64_t num_groups = w.in_features / kGroup;
-  for (int64_t g = begin / kGroup; g < end / kGroup; ++g, out += kGroup * kPanel) {
-    const uint8_t* codes = w.codes + (panel * num_groups + g) * kGroup * kPanel;
-    const float* scale = w.scales + (panel * num_groups + g) * 2 * kPanel;
-    for (int half = 0; half < 2; ++half) {
-      const Floats s = load(scale + half * kLanes);
-      for (int k = 0; k < kGroup; ++k) {
-        const SignedBytes code = load_as<SignedBytes>(codes + k * kPanel + half * kLanes);
-        store(out + k * kPanel + half * kLanes, from_signed_bytes(code) * s);
-      }
+  const int64_t group = w.group, num_groups = w.in_features / group;
+  const uint8_t* codes = w.codes + (panel * w.in_features + begin) * kPanel;
+  for (int64_t g = begin / group; g < end / group; ++g) {
+    const Scales<Offsets> scales(w.scales + (panel * num_groups + g) * scale_floats(w));
+    for (int64_t k = 0; k < group; ++k, codes += kPanel, out += kPanel) {
+      Floats a, b;
+      signed_codes(codes, a, b);
+      scales.apply(a, b);
+      store(out, a);
+      store(out + kLanes, b);
     }
   }
 }
@@ -73,84 +101,95 @@ const float* unpack(const PackedWeight& w, int64_t panel, int64_t begin, int64_t
   switch (w.format) {
     case kFloat32: return reinterpret_cast<const float*>(w.codes) + (panel * w.in_features + begin) * kPanel;
     case kBfloat16: unpack_bfloat16(w, panel, begin, end, buffer); break;
-    case kCodes8: unpack_codes8(w, panel, begin, end, buffer); break;
+    case kCodes8: (w.has_offsets ? unpack_codes8<true> : unpack_codes8<false>)(w, panel, begin, end, buffer); break;
     case kCodes4: unpack_codes4(w, panel, begin, end, buffer); break;
   }
   return buffer;
 }
 
-// Directly from 4-bit codes: sum(x * (code * scale + offset)) = scale * sum(x * code) + offset * sum(x), per group.
-template <int Rows>
-void direct_codes4(const PackedWeight& w, int64_t panel, const float* x, int64_t x_stride, const float* group_sums,
-                   float* out) {
-  const int64_t num_groups = w.in_features / kGroup;
-  const uint8_t* codes = w.codes + panel * num_groups * (kGroup / 2) * kPanel;
-  const float* scale = w.scales + panel * num_groups * 2 * kPanel;
-  for (int64_t g = 0; g < num_groups; ++g, scale += 2 * kPanel, x += kGroup) {
-    Floats low[Rows] = {}, high[Rows] = {};
-    for (int k = 0; k < kGroup / 2; ++k, codes += kPanel) {
-      const Bytes pair = load_as<Bytes>(codes);
-      Floats a, b, c, d;
-      from_bytes(low_nibbles(pair), a, b);
-      from_bytes(high_nibbles(pair), c, d);
-#pragma GCC unroll 4
+// C += x * W^T for `Rows` rows and `Panels` neighbouring panels, C [panels][kDirectRows][16]. Several panels at a time
+// keep the multipliers busy where few rows alone would wait for each sum.
+template <int Rows, int Panels>
+struct Sums {
+  Floats low[Panels][Rows], high[Panels][Rows];
+
+  explicit Sums(const float* c) {
+    for (int p = 0; p < Panels; ++p)
       for (int r = 0; r < Rows; ++r) {
-        const Floats first = splat(x[r * x_stride + k]), second = splat(x[r * x_stride + k + kGroup / 2]);
-        low[r] += first * a;
-        high[r] += first * b;
-        low[r] += second * c;
-        high[r] += second * d;
+        low[p][r] = load(c + (p * kDirectRows + r) * kPanel);
+        high[p][r] = load(c + (p * kDirectRows + r) * kPanel + kLanes);
       }
-    }
+  }
+  void add(int panel, const float* x, int64_t x_stride, Floats a, Floats b) {
+#pragma GCC unroll 4
     for (int r = 0; r < Rows; ++r) {
-      const Floats sums = splat(group_sums[r * num_groups + g]);
-      float* c = out + r * kPanel;
-      store(c, load(c) + low[r] * load(scale) + sums * load(scale + kPanel));
-      store(c + kLanes, load(c + kLanes) + high[r] * load(scale + kLanes) + sums * load(scale + kPanel + kLanes));
+      const Floats value = splat(x[r * x_stride]);
+      low[panel][r] += value * a;
+      high[panel][r] += value * b;
     }
   }
-}
-
-template <int Rows>
-void direct_codes8(const PackedWeight& w, int64_t panel, const float* x, int64_t x_stride, const float*, float* out) {
-  const int64_t num_groups = w.in_features / kGroup;
-  const uint8_t* codes = w.codes + panel * num_groups * kGroup * kPanel;
-  const float* scale = w.scales + panel * num_groups * 2 * kPanel;
-  for (int64_t g = 0; g < num_groups; ++g, scale += 2 * kPanel, x += kGroup) {
-    Floats low[Rows] = {}, high[Rows] = {};
-    for (int k = 0; k < kGroup; ++k, codes += kPanel) {
-      const Floats a = from_signed_bytes(load_as<SignedBytes>(codes));
-      const Floats b = from_signed_bytes(load_as<SignedBytes>(codes + kLanes));
-#pragma GCC unroll 4
+  void end(float* c) const {
+    for (int p = 0; p < Panels; ++p)
       for (int r = 0; r < Rows; ++r) {
-        const Floats value = splat(x[r * x_stride + k]);
-        low[r] += value * a;
-        high[r] += value * b;
+        store(c + (p * kDirectRows + r) * kPanel, low[p][r]);
+        store(c + (p * kDirectRows + r) * kPanel + kLanes, high[p][r]);
       }
-    }
-    for (int r = 0; r < Rows; ++r) {
-      float* c = out + r * kPanel;
-      store(c, load(c) + low[r] * load(scale));
-      store(c + kLanes, load(c + kLanes) + high[r] * load(scale + kLanes));
-    }
   }
+};
+
+template <int Rows, int Panels>
+void direct_codes4(const PackedWeight& w, int64_t panel, const float* x, int64_t x_stride, float* c) {
+  const int64_t num_groups = w.in_features / kGroup4;
+  const int64_t panel_codes = w.in_features / 2 * kPanel, panel_scales = num_groups * 2 * kPanel;
+  const uint8_t* codes = w.codes + panel * panel_codes;
+  const float* scale = w.scales + panel * panel_scales;
+  Sums<Rows, Panels> sums(c);
+  for (int64_t g = 0; g < num_groups; ++g, scale += 2 * kPanel)
+    for (int k = 0; k < kGroup4; k += 2, codes += kPanel, x += 2)
+#pragma GCC unroll 4
+      for (int p = 0; p < Panels; ++p) {
+        const Scales<true> scales(scale + p * panel_scales);
+        const Pair pair(codes + p * panel_codes);
+        Floats a, b;
+        pair.first(a, b);
+        scales.apply(a, b);
+        sums.add(p, x, x_stride, a, b);
+        pair.second(a, b);
+        scales.apply(a, b);
+        sums.add(p, x + 1, x_stride, a, b);
+      }
+  sums.end(c);
 }
 
-void direct(const PackedWeight& w, int64_t panel, const float* x, int64_t rows, int64_t x_stride, const float* sums,
-            float* out) {
-  using Kernel = void (*)(const PackedWeight&, int64_t, const float*, int64_t, const float*, float*);
-  static constexpr Kernel kCodes4Kernels[] = {direct_codes4<1>, direct_codes4<2>, direct_codes4<3>, direct_codes4<4>};
-  static constexpr Kernel kCodes8Kernels[] = {direct_codes8<1>, direct_codes8<2>, direct_codes8<3>, direct_codes8<4>};
-  (w.format == kCodes4 ? kCodes4Kernels : kCodes8Kernels)[rows - 1](w, panel, x, x_stride, sums, out);
+template <int Rows, int Panels, bool Offsets>
+void direct_codes8(const PackedWeight& w, int64_t panel, const float* x, int64_t x_stride, float* c) {
+  const int64_t group = w.group, num_groups = w.in_features / group;
+  const int64_t panel_codes = w.in_features * kPanel, panel_scales = num_groups * scale_floats(w);
+  const uint8_t* codes = w.codes + panel * panel_codes;
+  const float* scale = w.scales + panel * panel_scales;
+  Sums<Rows, Panels> sums(c);
+  for (int64_t g = 0; g < num_groups; ++g, scale += scale_floats(w))
+    for (int64_t k = 0; k < group; ++k, codes += kPanel, ++x)
+#pragma GCC unroll 4
+      for (int p = 0; p < Panels; ++p) {
+        Floats a, b;
+        signed_codes(codes + p * panel_codes, a, b);
+        Scales<Offsets>(scale + p * panel_scales).apply(a, b);
+        sums.add(p, x, x_stride, a, b);
+      }
+  sums.end(c);
 }
 
-void sum_groups(const float* x, int64_t rows, int64_t x_stride, int64_t num_groups, float* sums) {
-  for (int64_t r = 0; r < rows; ++r)
-    for (int64_t g = 0; g < num_groups; ++g) {
-      Floats total = zero();
-      for (int k = 0; k < kGroup; k += kLanes) total += load(x + r * x_stride + g * kGroup + k);
-      sums[r * num_groups + g] = sum(total);
-    }
+template <int Panels>
+void direct(const PackedWeight& w, int64_t panel, const float* x, int64_t rows, int64_t x_stride, float* c) {
+  using Kernel = void (*)(const PackedWeight&, int64_t, const float*, int64_t, float*);
+  static constexpr Kernel kKernels[3][kDirectRows] = {
+      {direct_codes4<1, Panels>, direct_codes4<2, Panels>, direct_codes4<3, Panels>, direct_codes4<4, Panels>},
+      {direct_codes8<1, Panels, false>, direct_codes8<2, Panels, false>, direct_codes8<3, Panels, false>,
+       direct_codes8<4, Panels, false>},
+      {direct_codes8<1, Panels, true>, direct_codes8<2, Panels, true>, direct_codes8<3, Panels, true>,
+       direct_codes8<4, Panels, true>}};
+  kKernels[w.format == kCodes4 ? 0 : w.has_offsets ? 2 : 1][rows - 1](w, panel, x, x_stride, c);
 }
 
 // Where one panel's results go: 16 columns (the last panel: fewer) of `out`.
@@ -196,13 +235,16 @@ Target target_of(const PackedWeight& w, int64_t panel, const float* bias, float*
 
 // A few rows: the codes are read as they are.
 void few_rows(const PackedWeight& w, const float* x, int64_t rows, int64_t x_stride, const float* bias, float* out,
-              int64_t out_stride, bool accumulate, const float* group_sums, int64_t begin, int64_t end) {
-  alignas(64) float c[kDirectRows * kPanel];
-  for (int64_t panel = begin; panel < end; ++panel) {
-    const Target target = target_of(w, panel, bias, out, out_stride);
-    target.begin(c, rows, true, accumulate);
-    direct(w, panel, x, rows, x_stride, group_sums, c);
-    target.end(c, rows);
+              int64_t out_stride, bool accumulate, int64_t begin, int64_t end) {
+  alignas(64) float c[2 * kDirectRows * kPanel];
+  for (int64_t panel = begin; panel < end;) {
+    const int64_t count = rows <= kPairRows && panel + 1 < end ? 2 : 1;
+    for (int64_t p = 0; p < count; ++p)
+      target_of(w, panel + p, bias, out, out_stride).begin(c + p * kDirectRows * kPanel, rows, true, accumulate);
+    (count == 2 ? direct<2> : direct<1>)(w, panel, x, rows, x_stride, c);
+    for (int64_t p = 0; p < count; ++p)
+      target_of(w, panel + p, bias, out, out_stride).end(c + p * kDirectRows * kPanel, rows);
+    panel += count;
   }
 }
 
@@ -236,17 +278,16 @@ using namespace pagemill;
 
 extern "C" void pagemill_linear(const PackedWeight* weight, const float* x, int64_t rows, int64_t x_stride,
                                 const float* bias, float* out, int64_t out_stride, int32_t accumulate,
-                                float* group_sums, int32_t num_threads) {
+                                int32_t num_threads) {
   const PackedWeight& w = *weight;
   const int64_t num_panels = (w.out_features + kPanel - 1) / kPanel;
   const bool by_codes = rows <= kDirectRows && (w.format == kCodes4 || w.format == kCodes8);
-  if (by_codes && w.format == kCodes4) sum_groups(x, rows, x_stride, w.in_features / kGroup, group_sums);
 #pragma omp parallel num_threads(num_threads)
   {
     const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
     const int64_t begin = num_panels * thread / threads, end = num_panels * (thread + 1) / threads;
     if (by_codes)
-      few_rows(w, x, rows, x_stride, bias, out, out_stride, accumulate != 0, group_sums, begin, end);
+      few_rows(w, x, rows, x_stride, bias, out, out_stride, accumulate != 0, begin, end);
     else
       many_rows(w, x, rows, x_stride, bias, out, out_stride, accumulate != 0, begin, end);
   }

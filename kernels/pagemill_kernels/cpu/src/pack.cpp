@@ -44,27 +44,27 @@ void pagemill_pack_plain(const void* weight, int64_t out_features, int64_t in_fe
 }
 
 // codes: [out_features][in_features], one byte a code (signed for 8 bits, 0 to 15 for 4 bits).
-// scales, offsets: [out_features][in_features / 32].
+// scales, offsets: [out_features][in_features / group]; offsets may be null. 4-bit codes: groups of 32 with offsets.
 void pagemill_pack_codes(const uint8_t* codes, const float* scales, const float* offsets, int64_t out_features,
-                         int64_t in_features, int32_t bits, uint8_t* packed, float* packed_scales,
+                         int64_t in_features, int32_t bits, int32_t group, uint8_t* packed, float* packed_scales,
                          int32_t num_threads) {
-  const int64_t num_groups = in_features / kGroup;
-  const int64_t group_bytes = kGroup * kPanel * bits / 8;
+  const int64_t num_groups = in_features / group;
+  const int64_t group_bytes = group * kPanel * bits / 8, scale_floats = offsets ? 2 * kPanel : kPanel;
 #pragma omp parallel for schedule(static) num_threads(num_threads)
   for (int64_t panel = 0; panel < num_panels(out_features); ++panel) {
     for (int64_t g = 0; g < num_groups; ++g) {
       uint8_t* to = packed + (panel * num_groups + g) * group_bytes;
-      float* scale = packed_scales + (panel * num_groups + g) * 2 * kPanel;
+      float* scale = packed_scales + (panel * num_groups + g) * scale_floats;
       for (int64_t n = 0; n < kPanel; ++n) {
         const int64_t row = panel * kPanel + n;
         const bool real = row < out_features;
         scale[n] = real ? scales[row * num_groups + g] : 0.0f;
-        scale[kPanel + n] = real ? offsets[row * num_groups + g] : 0.0f;
-        const uint8_t* from = codes + row * in_features + g * kGroup;
+        if (offsets) scale[kPanel + n] = real ? offsets[row * num_groups + g] : 0.0f;
+        const uint8_t* from = codes + row * in_features + g * group;
         if (bits == 8) {
-          for (int k = 0; k < kGroup; ++k) to[k * kPanel + n] = real ? from[k] : 0;
+          for (int k = 0; k < group; ++k) to[k * kPanel + n] = real ? from[k] : 0;
         } else {
-          for (int k = 0; k < kGroup / 2; ++k) to[k * kPanel + n] = real ? from[k] | from[k + kGroup / 2] << 4 : 0;
+          for (int k = 0; k < group / 2; ++k) to[k * kPanel + n] = real ? from[2 * k] | from[2 * k + 1] << 4 : 0;
         }
       }
     }
@@ -74,7 +74,7 @@ void pagemill_pack_codes(const uint8_t* codes, const float* scales, const float*
 // out[i] = row ids[i] of the weight, as floats. For embeddings that share their matrix with the head.
 void pagemill_gather_rows(const PackedWeight* weight, const int64_t* ids, int64_t count, float* out) {
   const PackedWeight& w = *weight;
-  const int64_t num_groups = w.in_features / kGroup;
+  const int64_t group = w.group, scale_floats = w.has_offsets ? 2 * kPanel : kPanel;
   for (int64_t i = 0; i < count; ++i, out += w.in_features) {
     const int64_t panel = ids[i] / kPanel, n = ids[i] % kPanel;
     if (w.format == kFloat32 || w.format == kBfloat16) {
@@ -86,18 +86,19 @@ void pagemill_gather_rows(const PackedWeight* weight, const int64_t* ids, int64_
       }
       continue;
     }
+    const int64_t num_groups = w.in_features / group;
     for (int64_t g = 0; g < num_groups; ++g) {
-      const float* scale = w.scales + (panel * num_groups + g) * 2 * kPanel;
-      const uint8_t* codes = w.codes + (panel * num_groups + g) * kGroup * kPanel / (w.format == kCodes4 ? 2 : 1);
-      for (int k = 0; k < kGroup; ++k) {
+      const float* scale = w.scales + (panel * num_groups + g) * scale_floats;
+      const uint8_t* codes = w.codes + (panel * num_groups + g) * group * kPanel / (w.format == kCodes4 ? 2 : 1);
+      for (int64_t k = 0; k < group; ++k) {
         float code;
         if (w.format == kCodes8) {
           code = static_cast<int8_t>(codes[k * kPanel + n]);
         } else {
-          const uint8_t pair = codes[(k % (kGroup / 2)) * kPanel + n];
-          code = k < kGroup / 2 ? pair & 15 : pair >> 4;
+          const uint8_t pair = codes[k / 2 * kPanel + n];
+          code = k % 2 == 0 ? pair & 15 : pair >> 4;
         }
-        out[g * kGroup + k] = code * scale[n] + scale[kPanel + n];
+        out[g * group + k] = code * scale[n] + (w.has_offsets ? scale[kPanel + n] : 0.0f);
       }
     }
   }

@@ -29,12 +29,21 @@ inline Floats splat(float v) { return Floats{v, v, v, v, v, v, v, v}; }
 inline Floats zero() { return Floats{}; }
 
 // GCC 12 splits narrow-to-wide conversions of small vectors into scalars, hence the intrinsics where they exist.
-inline void from_bytes(Bytes codes, Floats& low, Floats& high) {
+inline Ints widen(Bytes codes, int half) {
 #ifdef __AVX2__
-  low = (Floats)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32((__m128i)codes));
-  high = (Floats)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128((__m128i)codes, 8)));
+  return (Ints)_mm256_cvtepu8_epi32(half == 0 ? (__m128i)codes : _mm_srli_si128((__m128i)codes, 8));
 #else
-  for (int i = 0; i < kLanes; ++i) low[i] = codes[i], high[i] = codes[i + kLanes];
+  Ints wide;
+  for (int i = 0; i < kLanes; ++i) wide[i] = codes[half * kLanes + i];
+  return wide;
+#endif
+}
+
+inline Floats to_floats(Ints values) {
+#ifdef __AVX2__
+  return (Floats)_mm256_cvtepi32_ps((__m256i)values);
+#else
+  return __builtin_convertvector(values, Floats);
 #endif
 }
 

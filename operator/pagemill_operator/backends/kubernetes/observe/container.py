@@ -35,6 +35,7 @@ _REMEDIES = {
     "ModelTooLarge": "The fields are spec.resources.memory and spec.model.source.",
     "ModelUnreadable": "Give a complete model in spec.model.source.",
     "SettingsInvalid": "The engine is of another version than the operator: see spec.engine.image and version.",
+    "SettingsUnsupported": "It is a field of spec.engine.",
     "SourceUnavailable": "Check spec.model.source; for a gated model set credentialsSecretRef and cache in spec.model.",
     "Unauthorized": "The Secret is the one of spec.model.credentialsSecretRef.",
     "UnsupportedArchitecture": "Choose a supported model in spec.model.source.",

@@ -1,0 +1,206 @@
+"""Quality of rounded weights and caches: perplexity on a fixed text, and how far the predictions are from float32's.
+
+The embedded model exists in 4-bit codes only, so its values as float32 are the reference. They lie on the grid that
+4-bit quantization would find again; to learn what quantization costs a model that was never rounded, its units are
+renumbered first (`renumbered_model`), which leaves the function as it is and mixes the groups.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from report import ROOT, emit
+from safetensors.torch import save_file
+from torch import Tensor
+from workload import MODEL
+
+from pagemill_engine.config import EngineConfig
+from pagemill_engine.loading.source import open_weights
+from pagemill_engine.runner.factory import create_runner
+from pagemill_engine.scheduler.step import AdmittedRow, StepPlan
+from pagemill_protocol.model_spec import ModelSpec, load_model_spec
+from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.sources import resolve_source
+from pagemill_protocol.text.bundle import load_bundle
+from pagemill_protocol.text.tokenizer import Tokenizer
+
+TEXT = ROOT / "bench" / "quality.txt"
+CHUNK = 128
+"""Tokens of a prefill step: later chunks read what earlier ones left in the KV cache."""
+ROWS: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"dtype": "float32", "quantization": "int8"},
+    "int4": {"dtype": "float32", "quantization": "int4"},
+    "float32, KV bfloat16": {"dtype": "float32", "kv_cache_dtype": "bfloat16"},
+    "float32, KV int8": {"dtype": "float32", "kv_cache_dtype": "int8"},
+}
+"""`bfloat16` runs by default only where the processor has arithmetic for it: without, it takes many minutes."""
+FILE_ROW = "the file's own codes"
+
+
+def renumbered_model(path: Path, folder: Path) -> None:
+    """`path` as a float32 safetensors folder in which hidden and intermediate units have other numbers.
+
+    A network does not know the numbers of its units: renumbering the outputs of one layer and the inputs of the next
+    alike changes nothing but the order of sums.
+    """
+    spec, weights = load_model_spec(path), open_weights(path)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randperm(spec.hidden_size, generator=generator)
+    inner = torch.randperm(spec.intermediate_size, generator=generator)
+    heads = head_order(spec, torch.randperm(spec.head_dim, generator=generator))
+    tensors = {}
+    for name, shape in weights.shapes.items():
+        tensor = torch.empty(shape)
+        weights.read_into(name, tensor)
+        tensors[name] = renumbered(name, tensor, hidden, inner, heads)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(hugging_face_config(spec)))
+
+
+def renumbered(name: str, tensor: Tensor, hidden: Tensor, inner: Tensor, heads: tuple[Tensor, Tensor]) -> Tensor:
+    if name.endswith(("embed_tokens.weight", "lm_head.weight", "q_proj.weight", "k_proj.weight")):
+        return tensor[:, hidden].contiguous()
+    if name.endswith("v_proj.weight"):
+        return tensor[heads[0]][:, hidden].contiguous()
+    if name.endswith("o_proj.weight"):
+        return tensor[hidden][:, heads[1]].contiguous()
+    if name.endswith(("gate_proj.weight", "up_proj.weight")):
+        return tensor[inner][:, hidden].contiguous()
+    if name.endswith("down_proj.weight"):
+        return tensor[hidden][:, inner].contiguous()
+    return tensor[hidden].contiguous()  # norms
+
+
+def head_order(spec: ModelSpec, order: Tensor) -> tuple[Tensor, Tensor]:
+    """The new order of the value projection's outputs and of the output projection's inputs: alike in all heads."""
+    starts = torch.arange(spec.num_heads)[:, None] * spec.head_dim
+    rows = (starts + order).flatten()
+    return rows[: spec.num_kv_heads * spec.head_dim], rows
+
+
+def hugging_face_config(spec: ModelSpec) -> dict[str, Any]:
+    return {
+        "architectures": [spec.architecture],
+        "model_type": "llama",
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "max_position_embeddings": spec.max_position_embeddings,
+        "rope_theta": spec.rope_theta,
+        "rms_norm_eps": spec.rms_norm_eps,
+        "tie_word_embeddings": spec.tie_word_embeddings,
+        "hidden_act": "silu",
+    }
+
+
+def windows(token_ids: list[int], size: int) -> Iterator[list[int]]:
+    """Pieces of one size; what is left at the end is left out."""
+    for start in range(0, len(token_ids) - size + 1, size):
+        yield token_ids[start : start + size]
+
+
+def predictions(runner: Any, window: list[int]) -> Tensor:
+    """Log probabilities [tokens - 1, vocabulary] of what follows each token but the last, over the paged cache."""
+    kept: list[Tensor] = []
+    hook = runner.model.register_forward_hook(lambda module, inputs, output: kept.append(output))
+    num_blocks = -(-len(window) // runner.info.block_size)
+    row = AdmittedRow(
+        request_id="window",
+        token_ids=window,
+        block_ids=list(range(num_blocks)),
+        num_prompt_tokens=len(window),
+        num_computed_tokens=0,
+        sampling=SamplingParams(temperature=0, max_tokens=1),
+        choice=0,
+        seed=0,
+    )
+    try:
+        for start in range(0, len(window), CHUNK):
+            count = min(CHUNK, len(window) - start)
+            last = start + count == len(window)
+            samples, admitted = ({"window"} if last else set()), ([] if start else [row])
+            plan = StepPlan(step=start, num_scheduled_tokens={"window": count}, samples=samples, admitted=admitted)
+            runner.wait(runner.launch(plan))
+        runner.wait(runner.launch(StepPlan(step=-1, num_scheduled_tokens={}, samples=set(), released=["window"])))
+    finally:
+        hook.remove()
+    with torch.inference_mode():
+        logits: Tensor = runner.model.compute_logits(torch.cat(kept)[:-1])
+    return logits.log_softmax(-1)
+
+
+def measure(model: str, token_ids: list[int], size: int, settings: dict[str, Any], reference: list[Tensor]) -> Any:
+    """Perplexity and distance from `reference`, which the first call fills."""
+    num_blocks = -(-size // 16) + 1
+    config = EngineConfig(model=model, num_kv_blocks=num_blocks, max_model_len=size, max_num_seqs=1, **settings)
+    runner = create_runner(config, lambda phase, detail: None)
+    nats, divergence, same, count = 0.0, 0.0, 0, 0
+    for index, window in enumerate(windows(token_ids, size)):
+        predicted = predictions(runner, window)
+        if len(reference) == index:
+            reference.append(predicted)
+        expected = reference[index]
+        nats -= float(predicted.gather(1, torch.tensor(window[1:])[:, None]).double().sum())
+        divergence += float((expected.exp() * (expected - predicted)).double().sum())
+        same += int((expected.argmax(-1) == predicted.argmax(-1)).sum())
+        count += len(predicted)
+    result = {
+        "perplexity": math.exp(nats / count),
+        "divergence_nats": divergence / count,
+        "same_first_percent": 100 * same / count,
+        "weight_mib": runner.info.weight_bytes / 2**20,
+        "kv_bytes_per_token": runner.info.kv_bytes_per_token,
+        "tokens": count,
+    }
+    runner.close()
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--window", type=int, default=512, help="tokens that see one another")
+    slow = set() if torch.cpu._is_avx512_bf16_supported() else {"bfloat16"}
+    every = [*ROWS, FILE_ROW]
+    parser.add_argument("--rows", nargs="+", default=[row for row in every if row not in slow], choices=every)
+    args = parser.parse_args()
+    path = resolve_source(MODEL)
+    token_ids = Tokenizer(load_bundle(path)).encode(TEXT.read_text())
+    results: dict[str, Any] = {}
+    reference: list[Tensor] = []
+    with tempfile.TemporaryDirectory() as name:
+        renumbered_model(path, Path(name))
+        for row in dict.fromkeys(["float32", *args.rows]):
+            source, settings = (MODEL, {"dtype": "float32"}) if row == FILE_ROW else (name, ROWS[row])
+            results[row] = measure(source, token_ids, args.window, settings, reference)
+    base = results["float32"]["perplexity"]
+    table = [
+        [
+            row,
+            each["perplexity"],
+            f"{100 * (each['perplexity'] / base - 1):+.2f} %",
+            f"{each['divergence_nats']:.5f}",
+            each["same_first_percent"],
+            each["weight_mib"],
+            each["kv_bytes_per_token"],
+        ]
+        for row, each in results.items()
+    ]
+    columns = ["", "perplexity", "change", "KL nats", "same first %", "weights MiB", "KV bytes/token"]
+    emit("quality", columns, table, {"window": args.window, "results": results})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""How the paged cache holds a head's keys or values: floats, or 8-bit codes with a float32 scale for every token.
+
+A layer's cache is [num_blocks, 2 * num_kv_heads, block_size, token_bytes / item size] of `TORCH_TYPES`. In int8 the
+last axis has four bytes more than head_dim; a head's part of a block is block_size * head_dim codes, then block_size
+scales, whatever the axes say (cpu/src/kv_store.h). Float types other than the computing one, and int8, need the native
+kernels.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+TORCH_TYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "int8": torch.int8,
+}
+NATIVE_TYPES = (torch.float32, torch.bfloat16, torch.int8)
+"""In the order of CacheType in cpu/src/abi.h."""
+SCALE_BYTES = 4
+
+
+def token_width(dtype: torch.dtype, head_dim: int) -> int:
+    """Elements that one token takes in one head, its scale included."""
+    return head_dim + SCALE_BYTES if dtype == torch.int8 else head_dim
+
+
+def token_bytes(dtype: torch.dtype, head_dim: int) -> int:
+    """Bytes that one token takes in one head."""
+    return token_width(dtype, head_dim) * dtype.itemsize
+
+
+def scales(cache: Tensor) -> Tensor:
+    """The scales of an int8 cache, float32 [blocks, 2 * num_kv_heads, block_size]: a view of it."""
+    codes = cache.shape[2] * (cache.shape[3] - SCALE_BYTES)
+    return cache.flatten(2)[..., codes:].view(torch.float32)
+
+
+def encode(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x: float32 [..., head_dim]. Returns int8 codes like it and float32 scales [...]; not finite: codes 0."""
+    found = x.abs().amax(-1) / 127 + (x * 0).sum(-1)
+    divisor = torch.where(found > 0, found, torch.inf)[..., None]
+    return (x / divisor).nan_to_num(0.0, 0.0, 0.0).round().to(torch.int8), found
+
+
+def decode(cache: Tensor) -> Tensor:
+    """What a cache of any type stands for, float32 [blocks, 2 * num_kv_heads, block_size, head_dim]."""
+    if cache.dtype != torch.int8:
+        return cache.float()
+    blocks, heads, block_size, width = cache.shape
+    head_dim = width - SCALE_BYTES
+    codes = cache.flatten(2)[..., : block_size * head_dim].view(blocks, heads, block_size, head_dim)
+    return codes.float() * scales(cache)[..., None]

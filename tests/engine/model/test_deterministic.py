@@ -1,0 +1,146 @@
+"""`deterministic`: the same bits for a request in any batch, in any chunks, with and without prefix hits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from pagemill_engine.loading.errors import LoadError
+from pagemill_kernels.cpu import library
+
+needs_native = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.why_absent()}")
+
+Loader = Callable[..., Any]
+NUM_TOKENS = 6
+VOCAB = 256
+STORAGE: dict[str, dict[str, str]] = {
+    "float32": {},
+    "int4 weights, int8 cache": {"quantization": "int4", "kv_cache_dtype": "int8"},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=96,
+        intermediate_size=160,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.3,
+        dtype="float32",
+    )
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    """Fifty of 1 to 50 tokens; no two begin alike."""
+    generator = torch.Generator().manual_seed(7)
+    return [[i, *torch.randint(0, VOCAB, (i,), generator=generator).tolist()] for i in range(50)]
+
+
+class Recorder:
+    """Runs prompts and counts the bit patterns of all logits that tokens were chosen from."""
+
+    def __init__(self, runner: Any, driver: Any) -> None:
+        self._runner, self._driver = runner, driver
+
+    def run(self, prompts: list[list[int]], **settings: Any) -> tuple[list[list[int]], Counter[bytes]]:
+        rows: Counter[bytes] = Counter()
+        compute_logits = self._runner.model.compute_logits
+
+        def recorded(hidden: torch.Tensor) -> torch.Tensor:
+            logits: torch.Tensor = compute_logits(hidden)
+            rows.update(row.numpy().tobytes() for row in logits)
+            return logits
+
+        self._runner.model.compute_logits = recorded
+        try:
+            results = self._driver.greedy(prompts, NUM_TOKENS, **settings)
+        finally:
+            self._runner.model.compute_logits = compute_logits
+        return [result.token_ids for result in results], rows
+
+
+@pytest.fixture(scope="module", params=STORAGE)
+def recorder(
+    request: pytest.FixtureRequest, folder: Path, runner_loader: Loader, make_driver: Callable[[Any], Any]
+) -> Recorder:
+    runner = runner_loader(folder, deterministic=True, **STORAGE[request.param])
+    return Recorder(runner, make_driver(runner))
+
+
+@pytest.fixture(scope="module")
+def alone(recorder: Recorder, prompts: list[list[int]]) -> tuple[list[list[int]], Counter[bytes]]:
+    return recorder.run(prompts, waves=True, enable_prefix_caching=False)
+
+
+@needs_native
+@pytest.mark.parametrize("batch", [2, 7, 50])
+def test_logits_have_the_same_bits_in_any_batch(
+    recorder: Recorder, prompts: list[list[int]], alone: tuple[list[list[int]], Counter[bytes]], batch: int
+) -> None:
+    tokens: list[list[int]] = []
+    rows: Counter[bytes] = Counter()
+    for start in range(0, len(prompts), batch):
+        some_tokens, some_rows = recorder.run(prompts[start : start + batch], enable_prefix_caching=False)
+        tokens += some_tokens
+        rows += some_rows
+    assert tokens == alone[0]
+    assert rows == alone[1]
+
+
+@needs_native
+@pytest.mark.parametrize("chunk", [1, 7, 33])
+def test_logits_have_the_same_bits_in_any_chunks(recorder: Recorder, prompts: list[list[int]], chunk: int) -> None:
+    some = prompts[5::11]
+    found = recorder.run(some, max_num_batched_tokens=chunk, max_num_seqs=chunk, enable_prefix_caching=False)
+    assert found == recorder.run(some, waves=True, enable_prefix_caching=False)
+
+
+@needs_native
+def test_logits_have_the_same_bits_after_prefix_hits_and_preemption(
+    recorder: Recorder, prompts: list[list[int]]
+) -> None:
+    some = prompts[20::5]
+    alone_tokens, alone_rows = recorder.run(some, waves=True, enable_prefix_caching=False)
+    tokens, rows = recorder.run(some * 2, waves=True)
+    assert tokens == alone_tokens * 2
+    assert rows == alone_rows + alone_rows
+    assert recorder.run(some, num_blocks=8, enable_prefix_caching=False) == (alone_tokens, alone_rows)
+
+
+@needs_native
+def test_without_the_switch_bits_depend_on_the_batch(
+    folder: Path, prompts: list[list[int]], runner_loader: Loader, make_driver: Callable[[Any], Any]
+) -> None:
+    runner = runner_loader(folder)
+    recorder = Recorder(runner, make_driver(runner))
+    in_one = recorder.run(prompts[:8], enable_prefix_caching=False)[1]
+    in_chunks = recorder.run(prompts[:8], max_num_batched_tokens=1, max_num_seqs=1, enable_prefix_caching=False)[1]
+    assert in_one != in_chunks
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [({"deterministic": True}, "deterministic"), ({"kv_cache_dtype": "int8"}, "kv_cache_dtype")],
+)
+@pytest.mark.parametrize("cause", [{"dtype": "bfloat16"}, {"backend": "cpu"}], ids=str)
+def test_what_only_the_native_kernels_do_is_refused_elsewhere(
+    folder: Path, runner_loader: Loader, settings: dict[str, Any], field: str, cause: dict[str, str]
+) -> None:
+    with pytest.raises(LoadError, match=f"`{field}` .* needs the native kernels.*[Ss]et ") as error:
+        runner_loader(folder, **settings, **cause)
+    assert error.value.reason == "SettingsUnsupported"

@@ -1,0 +1,115 @@
+"""`kv_cache_dtype`: what the cache of a runner takes, copies and forgets when its values are rounded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from pagemill_engine.runner.kv_cache import KVCache
+from pagemill_kernels.cpu import library
+from pagemill_kernels.kv_store import storage
+from pagemill_protocol.model_spec import ModelSpec, load_model_spec
+
+pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.why_absent()}")
+
+Loader = Callable[..., Any]
+HEAD_DIM, NUM_LAYERS, NUM_KV_HEADS, BLOCK = 16, 2, 2, 16
+BYTES = {"float32": 4 * HEAD_DIM, "bfloat16": 2 * HEAD_DIM, "int8": HEAD_DIM + 4}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    config = transformers.LlamaConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=NUM_KV_HEADS,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+        dtype="float32",
+    )
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def spec(folder: Path) -> ModelSpec:
+    return load_model_spec(folder)
+
+
+@pytest.mark.parametrize("kind", BYTES)
+def test_the_memory_that_is_granted_holds_more_tokens(folder: Path, runner_loader: Loader, kind: str) -> None:
+    memory_bytes = 10 * BLOCK * 2 * NUM_LAYERS * NUM_KV_HEADS * BYTES["float32"]
+    runner = runner_loader(
+        folder, kv_cache_dtype=kind, num_kv_blocks=None, kv_cache_memory_bytes=memory_bytes, max_model_len=128
+    )
+    info = runner.info
+    assert (info.kv_dtype, info.kv_bytes_per_token) == (kind, 2 * NUM_LAYERS * NUM_KV_HEADS * BYTES[kind])
+    assert info.num_blocks == 10 * BYTES["float32"] // BYTES[kind]
+    held = sum(layer[:-1].nbytes for layer in runner.kv_cache.layers)
+    assert held == info.num_blocks * BLOCK * info.kv_bytes_per_token <= memory_bytes
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+def test_answers_stay_close_to_those_of_a_float32_cache(
+    folder: Path, runner_loader: Loader, make_driver: Callable[[Any], Any], kind: str
+) -> None:
+    prompts = torch.randint(0, 128, (4, 40), generator=torch.Generator().manual_seed(3)).tolist()
+    exact, rounded = (
+        make_driver(runner_loader(folder, kv_cache_dtype=name)).greedy(prompts, 1) for name in ("float32", kind)
+    )
+    assert [result.token_ids for result in rounded] == [result.token_ids for result in exact]
+    for a, b in zip(rounded, exact, strict=True):
+        assert a.logprobs != b.logprobs
+        assert a.logprobs == pytest.approx(b.logprobs, abs=0.05 if kind == "bfloat16" else 0.15)
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+def test_prefix_hits_and_preemption_change_no_token(
+    folder: Path, runner_loader: Loader, make_driver: Callable[[Any], Any], kind: str
+) -> None:
+    driver = make_driver(runner_loader(folder, kv_cache_dtype=kind, deterministic=True))
+    prompts = torch.randint(0, 128, (5, 40), generator=torch.Generator().manual_seed(4)).tolist()
+    alone = [result.token_ids for result in driver.greedy(prompts, 30, waves=True, enable_prefix_caching=False)]
+    again = driver.greedy(prompts * 2, 30, waves=True)
+    assert [result.token_ids for result in again] == alone * 2
+    assert sum(result.num_cached_tokens for result in again) >= 5 * 32
+    squeezed = driver.greedy(prompts, 30, num_blocks=12, enable_prefix_caching=False)
+    assert [result.token_ids for result in squeezed] == alone
+    assert sum(result.num_preemptions for result in squeezed) > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_copies_take_scales_along(spec: ModelSpec, dtype: torch.dtype) -> None:
+    cache = KVCache(spec, num_blocks=4, block_size=BLOCK, dtype=dtype)
+    for layer in cache.layers:
+        layer[1] = torch.randint(1, 100, layer[1].shape).to(dtype)
+    cache.copy_blocks([(1, 3)])
+    assert all(torch.equal(layer[1], layer[3]) for layer in cache.layers)
+    assert not any(layer[2].any() for layer in cache.layers)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_scrubbed_blocks_hold_finite_values_and_others_are_left(spec: ModelSpec, dtype: torch.dtype) -> None:
+    cache = KVCache(spec, num_blocks=4, block_size=BLOCK, dtype=dtype)
+    for layer in cache.layers:
+        values = storage.scales(layer) if dtype == torch.int8 else layer
+        values[1], values[2] = float("nan"), float("inf")
+        values[3] = 2.0
+        layer.view(5, -1)[3, :4] = 1
+    kept = [layer[3].clone() for layer in cache.layers]
+    cache.scrub(torch.tensor([1, 3]))
+    for layer, before in zip(cache.layers, kept, strict=True):
+        decoded = storage.decode(layer)
+        assert decoded[1].isfinite().all()
+        assert not storage.decode(layer)[1].any()
+        assert torch.equal(layer[3], before)

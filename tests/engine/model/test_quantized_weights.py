@@ -1,0 +1,228 @@
+"""`quantization`: float weights become codes while they are loaded, whatever file they lie in; files in codes stay."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from pagemill_engine.loading.quantized import QuantizedWeights
+from pagemill_engine.loading.source import open_weights
+from pagemill_engine.models.blocks import Linear
+from pagemill_kernels.cpu import library
+from pagemill_kernels.linear.quantize import quantize
+
+Loader = Callable[..., Any]
+NUM_TOKENS = 24
+HIDDEN, INTERMEDIATE, VOCAB = 256, 288, 128
+MODES = ("int8", "int4")
+
+needs_native = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.why_absent()}")
+
+
+def llama(tie: bool = False) -> Any:
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=INTERMEDIATE,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=256,
+        initializer_range=0.15,
+        tie_word_embeddings=tie,
+        dtype="float32",
+    )
+    torch.manual_seed(1)
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["own head", "tied head"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    llama(request.param).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_value_is_never_further_than_half_a_step_or_its_clipped_range_away(bits: Any) -> None:
+    weight = torch.randn(7, 96, generator=torch.Generator().manual_seed(0))
+    codes = quantize(weight, bits)
+    error = (codes.dequantize() - weight).abs().view(7, 3, 32)
+    if bits == 8:
+        assert (error <= codes.scales[..., None] * 0.501).all()
+    else:
+        span = weight.view(7, 3, 32).amax(-1) - weight.view(7, 3, 32).amin(-1)
+        assert (error.square().sum(-1) <= 32 * (span / 30).square()).all()
+        assert float(error.mean()) < float(span.mean()) / 40
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_groups_of_equal_values_and_codes_of_their_own_are_exact(bits: Any) -> None:
+    assert torch.equal(quantize(torch.full((3, 32), 1.5), 4).dequantize(), torch.full((3, 32), 1.5))
+    assert torch.equal(quantize(torch.zeros(3, 32), bits).dequantize(), torch.zeros(3, 32))
+    once = quantize(torch.randn(5, 64, dtype=torch.bfloat16), bits).dequantize()
+    torch.testing.assert_close(quantize(once, bits).dequantize(), once, rtol=1e-5, atol=1e-5)
+
+
+def test_large_matrices_are_quantized_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(37, 64)
+    whole = quantize(weight, 4)
+    monkeypatch.setattr("pagemill_kernels.linear.quantize._PIECE_ELEMENTS", 200)
+    assert torch.equal(quantize(weight, 4).dequantize(), whole.dequantize())
+
+
+def rounded_reference(folder: Path, mode: Any) -> Any:
+    """transformers on the values that our codes stand for."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    weights = QuantizedWeights(open_weights(folder), mode)
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            if name in weights.shapes:
+                weights.read_into(name, tensor)
+    return model
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_answers_are_those_of_the_rounded_weights(
+    folder: Path, mode: str, backend: str, runner_loader: Loader, make_driver: Callable[[Any], Any]
+) -> None:
+    reference = rounded_reference(folder, mode)
+    prompts = torch.randint(0, VOCAB, (3, 20), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        expected = reference.generate(
+            prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=NUM_TOKENS, do_sample=False,
+            eos_token_id=None, pad_token_id=0,
+        )[:, 20:].tolist()  # fmt: skip
+    runner = runner_loader(folder, backend=backend, quantization=mode)
+    results = make_driver(runner).greedy(prompts.tolist(), NUM_TOKENS)
+    assert [result.token_ids for result in results] == expected
+
+
+@needs_native
+def test_codes_take_the_promised_memory_and_embedding_and_head_eight_bits(folder: Path, runner_loader: Loader) -> None:
+    runners = {mode: runner_loader(folder, quantization=mode) for mode in ("none", *MODES)}
+    for mode in MODES:
+        runner, planned = runners[mode], QuantizedWeights(open_weights(folder), mode)
+        assert runner.info.weight_bytes == pytest.approx(planned.num_bytes(torch.float32, keep_codes=True), rel=1e-3)
+        assert runner.info.weight_bytes < 0.35 * runners["none"].info.weight_bytes
+        embedding = VOCAB * HIDDEN
+        assert runner.model.lm_head.packed.num_bytes == runner.model.embedding.rows.num_bytes == embedding * 9 // 8
+    assert runners["int4"].info.weight_bytes < runners["int8"].info.weight_bytes
+
+
+def test_other_numbers_are_other_weights(folder: Path, runner_loader: Loader) -> None:
+    digests = {runner_loader(folder, quantization=mode).info.weights_digest for mode in ("none", *MODES)}
+    assert len(digests) == 3
+
+
+def test_one_float_matrix_is_in_memory_at_a_time(
+    folder: Path, runner_loader: Loader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pagemill_engine.loading.safetensors_folder import SafetensorsFolder
+
+    read_into, alive = SafetensorsFolder.read_into, weakref.WeakSet[torch.Tensor]()
+    most: list[int] = []
+
+    def watched(self: SafetensorsFolder, name: str, out: torch.Tensor) -> None:
+        if out.dim() == 2:
+            alive.add(out)
+            most.append(len(alive))
+        read_into(self, name, out)
+
+    monkeypatch.setattr(SafetensorsFolder, "read_into", watched)
+    runner_loader(folder, quantization="int4")
+    assert len(most) >= 15
+    assert max(most) == 1
+
+
+def write_gguf(path: Path, model: Any, kinds: dict[str, str]) -> None:
+    """The model as a GGUF file; `kinds`: storage type by a part of the tensor's name, else F16 or F32."""
+    names = {
+        "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+        "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+        "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "model.layers": "blk",
+    }  # fmt: skip
+    writer = gguf.GGUFWriter(path, "qwen2")  # its rows are in our order
+    writer.add_block_count(2)
+    writer.add_context_length(256)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(INTERMEDIATE)
+    writer.add_head_count(8)
+    writer.add_head_count_kv(4)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_vocab_size(VOCAB)
+    for long_name, tensor in model.state_dict().items():
+        name = long_name
+        for hugging_face, short in names.items():
+            name = name.replace(hugging_face, short)
+        kind = next((kind for part, kind in kinds.items() if part in name), None)
+        if tensor.dim() == 1:
+            writer.add_tensor(name, tensor.numpy())
+        elif kind is None:
+            writer.add_tensor(name, tensor.half().numpy())
+        else:
+            stored = stored_blocks(kind, *tensor.shape)
+            writer.add_tensor(name, stored, raw_dtype=gguf.GGMLQuantizationType[kind])
+    for layer in range(2):
+        for part, size in (("q", HIDDEN), ("k", HIDDEN // 2), ("v", HIDDEN // 2)):
+            writer.add_tensor(f"blk.{layer}.attn_{part}.bias", np.zeros(size, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def stored_blocks(kind: str, rows: int, columns: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Random codes of a storage type with scales that keep weights small."""
+    elements, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    generator = np.random.default_rng(rows + columns)
+    data = generator.integers(0, 256, (rows, columns // elements, size), dtype=np.uint8)
+    halves = {"Q6_K": [208], "Q5_1": [0, 2], "Q4_K": [0, 2], "Q5_K": [0, 2]}.get(kind, [0])
+    for offset in halves:
+        values = generator.normal(0, 1e-4 if kind.endswith("K") else 5e-3, data.shape[:2]).astype(np.float16)
+        data[..., offset : offset + 2] = values[..., None].view(np.uint8).reshape(*data.shape[:2], 2)
+    return data.reshape(rows, -1)
+
+
+@needs_native
+def test_a_float_gguf_file_is_quantized(tmp_path: Path, runner_loader: Loader) -> None:
+    write_gguf(tmp_path / "f16.gguf", llama(), {})
+    runner = runner_loader(tmp_path / "f16.gguf", quantization="int4")
+    assert runner.info.weight_bytes < 0.3 * runner_loader(tmp_path / "f16.gguf").info.weight_bytes
+
+
+def test_a_quantized_gguf_file_is_left_and_the_log_says_so(
+    tmp_path: Path, runner_loader: Loader, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_gguf(tmp_path / "q8.gguf", llama(), {"attn": "Q8_0", "ffn": "Q8_0"})
+    left = runner_loader(tmp_path / "q8.gguf", quantization="int4")
+    assert left.info.weights_digest == open_weights(tmp_path / "q8.gguf").digest()
+    assert "quantized already (Q8_0) and stays as it is" in caplog.text
+
+
+@needs_native
+def test_a_file_of_many_types_stays_in_codes_and_computes_their_values(
+    tmp_path: Path, runner_loader: Loader, make_driver: Callable[[Any], Any]
+) -> None:
+    """As in Q4_K_M files, the three parts of one fused projection are of three types."""
+    kinds = {"attn_q": "Q4_K", "attn_k": "Q5_K", "attn_v": "Q6_K", "ffn_gate": "Q5_1", "ffn_up": "Q4_K"}
+    path = tmp_path / "mixed.gguf"
+    write_gguf(path, llama(), {**kinds, "attn_output": "Q5_1", "ffn_down": "Q5_0"})
+    native, torch_only = runner_loader(path, backend="cpu_native"), runner_loader(path, backend="cpu")
+    linears = [module for module in native.model.model.modules() if isinstance(module, Linear)]
+    assert len(linears) == 8
+    assert all(linear.packed._scales is not None for linear in linears)
+    prompts = torch.randint(0, VOCAB, (3, 20), generator=torch.Generator().manual_seed(5)).tolist()
+    ours, expected = (make_driver(runner).greedy(prompts, NUM_TOKENS) for runner in (native, torch_only))
+    assert [result.token_ids for result in ours] == [result.token_ids for result in expected]
+    for mine, reference in zip(ours, expected, strict=True):
+        assert mine.logprobs == pytest.approx(reference.logprobs, abs=2e-3)
