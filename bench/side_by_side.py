@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ def main() -> None:
     args = _arguments(list(known))
     if args.render:
         return report(merge(load(path) for path in args.render), list(known.values()))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the peers are ended too
     results = measure(args, [known[name] for name in args.peers])
     if args.json is not None:
         results.save(args.json)

@@ -38,7 +38,7 @@ def load(weights: str) -> tuple[Generate, dict[str, Any]]:
             config.do_sample = False
             configs.append(config)
         prompts = [ov.Tensor(np.array([ids], dtype=np.int64)) for ids, _ in jobs]
-        return [list(each.generation_ids[0]) for each in pipeline.generate(prompts, configs)]
+        return [list(each.m_generation_ids[0]) for each in pipeline.generate(prompts, configs)]
 
     return generate, {"openvino_genai": genai.__version__}
 
