@@ -29,17 +29,19 @@ def main() -> None:
     args = _arguments(list(known))
     if args.render:
         return report(merge(load(path) for path in args.render), list(known.values()))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the peers are ended too
-    results = measure(args, [known[name] for name in args.peers])
-    if args.json is not None:
-        results.save(args.json)
-    report(results, list(known.values()))
-
-
-def measure(args: argparse.Namespace, chosen: list[Peer]) -> Results:
-    rows = [ROWS[name] for name in args.rows]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the peers are ended and what is done is kept
     runs = range(args.first_run, args.first_run + args.runs)
     session = Session(QUICK if args.quick else FULL, runs, args.timeout_s, args.quick)
+    try:
+        measure(session, args, [known[name] for name in args.peers])
+    finally:
+        if args.json is not None:
+            session.results.save(args.json)
+    report(session.results, list(known.values()))
+
+
+def measure(session: Session, args: argparse.Namespace, chosen: list[Peer]) -> None:
+    rows = [ROWS[name] for name in args.rows]
     there = []
     for peer in chosen:
         try:
@@ -49,7 +51,6 @@ def measure(args: argparse.Namespace, chosen: list[Peer]) -> Results:
             continue
         there.append(peer)
     session.measure(rows, there)
-    return session.results
 
 
 def report(results: Results, known: list[Peer]) -> None:
