@@ -11,13 +11,14 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 from report import emit, median
 from workload import MODEL, Job, mixed_workload
 
-from pagemill_engine import llm as offline
-from pagemill_engine.runner import cpu, load_cpu
-from pagemill_kernels.registry import Ops
+from pagemill_engine.llm import LLM
+from pagemill_engine.sampling.sampler import sample
+from pagemill_kernels.registry import Ops, ops_for
 from pagemill_protocol.sampling import SamplingParams
 
 PARTS = ("linear", "attention", "rope, store", "norm", "activation", "sampling", "rest of the forward pass", "loop")
@@ -71,14 +72,13 @@ def timed_ops(ops: Ops, clock: Clock) -> Ops:
     return ops._replace(**timed, pack_linear=packing(ops.pack_linear), pack_codes=codes)
 
 
-def load(model: str, clock: Clock) -> offline.LLM:
-    resolve = load_cpu.ops_for
-    load_cpu.ops_for = lambda backend: timed_ops(resolve(backend), clock)
-    cpu.sample = clock.around("sampling", cpu.sample)
-    return offline.LLM(model, max_model_len=2048, max_num_batched_tokens=1024, enable_prefix_caching=False)
+def load(model: str, clock: Clock) -> LLM:
+    mock.patch("pagemill_engine.runner.load_cpu.ops_for", lambda backend: timed_ops(ops_for(backend), clock)).start()
+    mock.patch("pagemill_engine.runner.cpu.sample", clock.around("sampling", sample)).start()
+    return LLM(model, max_model_len=2048, max_num_batched_tokens=1024, enable_prefix_caching=False)
 
 
-def measure(llm: offline.LLM, clock: Clock, jobs: list[Job], skip: int) -> dict[str, float]:
+def measure(llm: LLM, clock: Clock, jobs: list[Job], skip: int) -> dict[str, float]:
     """Median milliseconds of a step by part; the first `skip` steps are the prompts' or warm up."""
     runner = llm._core.runner
     steps: list[dict[str, float]] = []

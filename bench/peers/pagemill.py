@@ -10,6 +10,7 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from processes import free_port
 
@@ -24,17 +25,17 @@ BENCH = Path(__file__).resolve().parents[1]
 
 
 def load(weights: str) -> tuple[Generate, dict[str, Any]]:
-    from pagemill_engine import llm as offline
+    from pagemill_engine.llm import LLM
+    from pagemill_engine.runner.factory import create_runner
     from pagemill_protocol.sampling import SamplingParams
 
     told: list[str] = []
-    create_runner = offline.create_runner
 
     def recording(config: Any, _progress: Any) -> Any:
         return create_runner(config, lambda _phase, detail: told.append(detail))
 
-    offline.create_runner = recording
-    llm = offline.LLM(weights, **SETTINGS)
+    with mock.patch("pagemill_engine.llm.create_runner", recording):
+        llm = LLM(weights, **SETTINGS)
     if not any(NATIVE in detail for detail in told):
         raise SystemExit(f"the native path fell back: {told[0]}")
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import aiohttp
 from report import machine
 
 from peers import http_load, rows, weights
@@ -51,7 +52,7 @@ class Resident:
         assert self.server is not None
         try:
             return http_load.send(self.server.url, self.server.model, jobs, clients)
-        except* (OSError, TimeoutError, http_load.LoadError, http_load.aiohttp.ClientError) as group:
+        except* (OSError, TimeoutError, http_load.LoadError, aiohttp.ClientError) as group:
             first: BaseException = group
             while isinstance(first, BaseExceptionGroup):
                 first = first.exceptions[0]

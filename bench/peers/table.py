@@ -90,7 +90,7 @@ def _told(goal: str, met: bool | None) -> str:
 
 
 def _known(results: Results, name: str) -> bool:
-    return any(each.peer == name for each in [*results.samples, *results.problems])
+    return name in {each.peer for each in results.samples} | {each.peer for each in results.problems}
 
 
 def _is_ours(peer: Peer) -> bool:
