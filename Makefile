@@ -55,7 +55,7 @@ lint: .venv/.installed ## Check style, types, import layers, house rules and gen
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/mypy bench/*.py docs/*.py charts/pagemill/files/*.py
+	$(BIN)/mypy bench/*.py bench/peers/*.py docs/*.py charts/pagemill/files/*.py
 	$(BIN)/mypy charts/*.py
 	$(BIN)/lint-imports
 	$(BIN)/pytest -q tests/house/test_house_rules.py tests/house/test_generated_pages.py
@@ -68,6 +68,10 @@ format: .venv/.installed ## Rewrite the code in the project's style
 .PHONY: bench
 bench: .venv/.installed ## Run every benchmark with its peers side by side (BENCHES="kv_waste up" picks some)
 	for name in $(BENCHES); do echo "== bench/$$name.py"; $(BIN)/python bench/$$name.py; done
+
+.PHONY: bench-peers
+bench-peers: .venv/.installed | $(UV) ## Install other CPU engines and measure them beside ours (PEERS="--quick" passes options)
+	$(BIN)/python bench/side_by_side.py --uv $(UV) $(PEERS)
 
 # Where CI installs Go, for machines without one that is new enough.
 e2e e2e-full e2e-scale e2e-measure: export PATH := $(CURDIR)/.uv/bin:$(PATH)

