@@ -63,7 +63,10 @@ def test_all_errors_of_all_documents_and_files_at_once(write: Write) -> None:
             f"{MODEL}  resources: {{memory: 1.5}}\n",
             "f.yaml:6: spec.resources.memory: 1.5 must be an integer or a string",
         ),
-        (f"{MODEL}  engine: {{quantization: fp8}}\n", "f.yaml:6: spec.engine.quantization: weights are not quantized"),
+        (
+            f"{MODEL}  engine: {{quantization: fp8}}\n",
+            "f.yaml:6: spec.engine.quantization: this version quantizes weights to int8, int4",
+        ),
         (
             f"{MODEL}  engine:\n    maxModelLen: 9000\n",
             "f.yaml:7: spec.engine.maxModelLen: 9000 is more than the model's",
