@@ -64,6 +64,7 @@ MALFORMED: list[tuple[dict[str, Any], str]] = [
     ({"replicas": -1}, "spec.replicas: Invalid value"),
     ({"replicas": "two"}, "spec.replicas: Invalid value"),
     ({"engine": {"dtype": "float64"}}, "spec.engine.dtype: Unsupported value"),
+    ({"engine": {"kvCacheDtype": "int4"}}, "spec.engine.kvCacheDtype: Unsupported value"),
     ({"engine": {"kvCacheMemory": "lots"}}, "spec.engine.kvCacheMemory"),
     ({"engine": {"blockSize": 24}}, "spec.engine.blockSize: Unsupported value"),
     ({"routing": {"queue": {"timeout": "soon"}}}, "spec.routing.queue.timeout"),
@@ -139,6 +140,7 @@ def test_a_minimal_object_gets_every_default(create: Callable[..., Any], deploym
     assert spec["replicas"] == 1
     assert spec["engine"] == {
         "dtype": "auto",
+        "kvCacheDtype": "auto",
         "quantization": "none",
         "maxNumSeqs": 64,
         "blockSize": 16,
