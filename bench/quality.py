@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from checkpoint import llama_config
 from report import ROOT, emit
 from safetensors.torch import save_file
 from torch import Tensor
@@ -63,7 +64,7 @@ def renumbered_model(path: Path, folder: Path) -> None:
         weights.read_into(name, tensor)
         tensors[name] = renumbered(name, tensor, hidden, inner, heads)
     save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(hugging_face_config(spec)))
+    (folder / "config.json").write_text(json.dumps(llama_config(spec)))
 
 
 def renumbered(name: str, tensor: Tensor, hidden: Tensor, inner: Tensor, heads: tuple[Tensor, Tensor]) -> Tensor:
@@ -85,25 +86,6 @@ def head_order(spec: ModelSpec, order: Tensor) -> tuple[Tensor, Tensor]:
     starts = torch.arange(spec.num_heads)[:, None] * spec.head_dim
     rows = (starts + order).flatten()
     return rows[: spec.num_kv_heads * spec.head_dim], rows
-
-
-def hugging_face_config(spec: ModelSpec) -> dict[str, Any]:
-    return {
-        "architectures": [spec.architecture],
-        "model_type": "llama",
-        "vocab_size": spec.vocab_size,
-        "hidden_size": spec.hidden_size,
-        "intermediate_size": spec.intermediate_size,
-        "num_hidden_layers": spec.num_layers,
-        "num_attention_heads": spec.num_heads,
-        "num_key_value_heads": spec.num_kv_heads,
-        "head_dim": spec.head_dim,
-        "max_position_embeddings": spec.max_position_embeddings,
-        "rope_theta": spec.rope_theta,
-        "rms_norm_eps": spec.rms_norm_eps,
-        "tie_word_embeddings": spec.tie_word_embeddings,
-        "hidden_act": "silu",
-    }
 
 
 def windows(token_ids: list[int], size: int) -> Iterator[list[int]]:

@@ -11,6 +11,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from checkpoint import llama_config
 from workload import MODEL
 
 from pagemill_protocol.sources import resolve_source
@@ -54,25 +55,7 @@ def write_folder(source: Path, folder: Path) -> None:
         weights.read_into(name, tensors[name])
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     spec = load_model_spec(source)
-    config = {
-        "architectures": [spec.architecture],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "hidden_size": spec.hidden_size,
-        "intermediate_size": spec.intermediate_size,
-        "num_hidden_layers": spec.num_layers,
-        "num_attention_heads": spec.num_heads,
-        "num_key_value_heads": spec.num_kv_heads,
-        "head_dim": spec.head_dim,
-        "vocab_size": spec.vocab_size,
-        "max_position_embeddings": spec.max_position_embeddings,
-        "rope_theta": spec.rope_theta,
-        "rms_norm_eps": spec.rms_norm_eps,
-        "tie_word_embeddings": spec.tie_word_embeddings,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "torch_dtype": "bfloat16",
-    }
+    config = llama_config(spec) | {"torch_dtype": "bfloat16"}
     _write_tokenizer(source, folder, config)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
 

@@ -11,7 +11,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-import transformers
+from tiny_llama import write_tiny_llama
 
 from pagemill_engine.runner.inputs import RequestRows
 from pagemill_engine.runner.kv_cache import KVCache
@@ -24,21 +24,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        initializer_range=0.4,
-        dtype="float32",
-    )
-    torch.manual_seed(0)
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+    return write_tiny_llama(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
+from tiny_llama import write_tiny_llama
 
 from pagemill_engine.loading.errors import LoadError
 from pagemill_kernels.cpu import library
@@ -27,21 +27,14 @@ STORAGE: dict[str, dict[str, str]] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    config = transformers.LlamaConfig(
+    return write_tiny_llama(
+        tmp_path_factory.mktemp("model"),
         vocab_size=VOCAB,
         hidden_size=96,
         intermediate_size=160,
-        num_hidden_layers=2,
         num_attention_heads=6,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
         initializer_range=0.3,
-        dtype="float32",
     )
-    torch.manual_seed(0)
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
+from tiny_llama import write_tiny_llama
 
 from pagemill_engine.runner.kv_cache import KVCache
 from pagemill_kernels.cpu import library
@@ -24,21 +24,15 @@ BYTES = {"float32": 4 * HEAD_DIM, "bfloat16": 2 * HEAD_DIM, "int8": HEAD_DIM + 4
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    config = transformers.LlamaConfig(
+    return write_tiny_llama(
+        tmp_path_factory.mktemp("model"),
         vocab_size=128,
         hidden_size=64,
         intermediate_size=96,
         num_hidden_layers=NUM_LAYERS,
-        num_attention_heads=4,
         num_key_value_heads=NUM_KV_HEADS,
-        max_position_embeddings=256,
         initializer_range=0.2,
-        dtype="float32",
     )
-    torch.manual_seed(0)
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
+from tiny_llama import write_tiny_llama
 
 from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.loading.safetensors_folder import SafetensorsFolder
@@ -22,19 +22,7 @@ Loader = Callable[..., Any]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        dtype="float32",
-    )
-    torch.manual_seed(0)
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
-    return tmp_path
+    return write_tiny_llama(tmp_path, max_position_embeddings=128, initializer_range=0.02)
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:

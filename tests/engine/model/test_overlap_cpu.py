@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
+from tiny_llama import write_tiny_llama
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
@@ -20,21 +20,7 @@ from pagemill_protocol.sampling import SamplingParams
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        initializer_range=0.4,
-        dtype="float32",
-    )
-    torch.manual_seed(0)
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+    return write_tiny_llama(tmp_path_factory.mktemp("model"))
 
 
 def requests() -> list[GenerateRequest]:
