@@ -43,7 +43,7 @@ def quantize(weight: Tensor, bits: Literal[4, 8]) -> GroupCodes:
 def _symmetric8(grouped: Tensor) -> tuple[Tensor, Tensor]:
     """grouped: float32 [rows, groups, 32]. Returns codes (floats, like it) and scales [rows, groups]."""
     scales = grouped.abs().amax(-1) / 127
-    return (grouped / _divisor(scales)).round_().clamp_(-127, 127), scales
+    return (grouped / _positive(scales)[..., None]).round_().clamp_(-127, 127), scales
 
 
 def _ranged4(grouped: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -69,7 +69,7 @@ class _Fit(NamedTuple):
     @classmethod
     def of(cls, grouped: Tensor, scales: Tensor, offsets: Tensor) -> _Fit:
         """The nearest codes for these scales and offsets."""
-        codes = ((grouped - offsets) / torch.where(scales > 0, scales, 1.0)).round_().clamp_(0, 15)
+        codes = ((grouped - offsets) / _positive(scales)).round_().clamp_(0, 15)
         errors = torch.addcmul(offsets, codes, scales).sub_(grouped).square_().sum(-1, keepdim=True)
         return cls(codes, scales, offsets, errors)
 
@@ -82,10 +82,10 @@ class _Fit(NamedTuple):
         code_mean, mean = self.codes.mean(-1, keepdim=True), grouped.mean(-1, keepdim=True)
         centred = self.codes - code_mean
         variance = centred.square().sum(-1, keepdim=True)
-        scales = (centred * grouped).sum(-1, keepdim=True) / torch.where(variance > 0, variance, 1.0)
+        scales = (centred * grouped).sum(-1, keepdim=True) / _positive(variance)
         return scales, mean - scales * code_mean
 
 
-def _divisor(scales: Tensor) -> Tensor:
-    """Scales to divide by, [..., 1]: a group of equal values has the scale 0 and the codes 0."""
-    return torch.where(scales > 0, scales, 1.0)[..., None]
+def _positive(divisor: Tensor) -> Tensor:
+    """1 instead of what is not above 0: in a group of equal values scale, variance and what they divide are 0."""
+    return torch.where(divisor > 0, divisor, 1.0)
