@@ -56,6 +56,14 @@ class Terminal:
             self._read(0.1)
         return self.text
 
+    def until_it_has_processes(self, count: int, timeout_s: float = 90) -> list[psutil.Process]:
+        """All processes below it, once there are so many."""
+        deadline_s = time.monotonic() + timeout_s
+        while len(processes := psutil.Process(self.process.pid).children(recursive=True)) < count:
+            assert time.monotonic() < deadline_s, f"{len(processes)} processes:\n{self.text}"
+            self._read(0.1)
+        return processes
+
     def close(self) -> None:
         if self._master >= 0:
             os.close(self._master)
@@ -194,9 +202,7 @@ def test_killed_outright_it_takes_every_process_along(
 ) -> None:
     file = write("sim.yaml", simulated())
     with terminal(environment, "up", "-f", file, "--port", "0") as shown:
-        shown.until("sim-0: loading importing what the engine needs")
-        processes = psutil.Process(shown.process.pid).children(recursive=True)
-        assert len(processes) >= 2
+        processes = shown.until_it_has_processes(2)
         shown.process.kill()
         shown.process.wait()
     _, alive = psutil.wait_procs(processes, timeout=10)

@@ -290,6 +290,21 @@ def test_a_row_that_raises_alone_is_guilty_and_the_step_behind_starts_over(check
     assert_clean(core)
 
 
+def test_a_step_that_raises_with_an_overshooting_row_blames_nobody_unheard(checking_runner: Make) -> None:
+    """Of the step's two rows one ended with the step before: the other did not run alone."""
+    stop = alone(checking_runner, request("bad", [1, 2, 3]))[0]
+    core = make_core(checking_runner)
+    core.runner.raise_on = lambda plan: plan.step == 2
+    core.add(request("bad", [1, 2, 3], stop_token_ids=[stop]))
+    good = request("good", [9] * 5)
+    core.add(good)
+    outputs = collect(core)
+    assert [set(plan.num_scheduled_tokens) for plan in core.runner.plans[:2]] == [{"bad/0", "good/0"}] * 2
+    assert [out.finish_reason for out in outputs["bad"]] == ["stop"]
+    assert tokens(outputs["good"]) == alone(checking_runner, good)
+    assert_clean(core)
+
+
 def test_suspects_run_one_by_one_with_nothing_else_in_flight(checking_runner: Make) -> None:
     core = make_core(checking_runner)
     core.runner.raise_on = lambda plan: plan.step == 2
