@@ -19,7 +19,7 @@ from peers.install import FOLDER
 from peers.wire import Generate, Jobs, Tokens, serve
 
 NATIVE = ", native kernels"
-"""How the engine's report of its load ends when no torch fallback runs."""
+"""What the engine's report of its load holds when no torch fallback runs."""
 SETTINGS = {"max_model_len": 2048, "max_num_seqs": 64, "num_threads": THREADS}
 BENCH = Path(__file__).resolve().parents[1]
 
@@ -36,7 +36,7 @@ def load(weights: str) -> tuple[Generate, dict[str, Any]]:
 
     with mock.patch("pagemill_engine.llm.create_runner", recording):
         llm = LLM(weights, **SETTINGS)
-    if not any(NATIVE in detail for detail in told):
+    if not any(must_say(weights) in detail for detail in told):
         raise SystemExit(f"the native path fell back: {told[0]}")
 
     def generate(jobs: Jobs) -> Tokens:
@@ -63,7 +63,14 @@ def _server(weights: Path) -> Server:
     file.write_text(json.dumps(settings))
     argv = [sys.executable, "-m", "pagemill_engine.server", "--settings", str(file)]
     url = f"http://127.0.0.1:{port}"
-    return Server(argv, {}, url, f"http://127.0.0.1:{control_port}/readyz", "smollm2", must_say=NATIVE)
+    ready_url = f"http://127.0.0.1:{control_port}/readyz"
+    return Server(argv, {}, url, ready_url, "smollm2", must_say=must_say(str(weights)))
+
+
+def must_say(weights: str) -> str:
+    """On a processor that multiplies bfloat16 floats are measured with it or not at all."""
+    has_unit = not {"amx_bf16", "avx512_bf16"}.isdisjoint(Path("/proc/cpuinfo").read_text().split())
+    return f"{NATIVE}, oneDNN with " if has_unit and Path(weights).is_dir() else NATIVE
 
 
 def _peer(precision: Precision, weights: str, how: str) -> Peer:

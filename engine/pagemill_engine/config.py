@@ -30,8 +30,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     served_names: list[str] = []
     """Names clients may use; empty: derived from the source."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Compute and KV type. `auto`: bfloat16 where the CPU computes it natively, else float32; float32 also where
-    `quantization`, `kv_cache_dtype` or `deterministic` ask for what only the native kernels do."""
+    """Type of float weights and of the KV cache. `auto`: bfloat16 where the CPU multiplies it (AVX512_BF16, AMX) and
+    oneDNN does, else float32; float32 also with `quantization` or `deterministic`. The native kernels add up in float32
+    whatever it is; float16 is torch's alone."""
     quantization: Literal["none", "int8", "int4"] = "none"
     """Rounds float weights to codes of 8 or 4 bits while they are loaded (embedding and head always to 8), a scale for
     every 32 inputs. Files that are quantized already stay as they are."""
@@ -46,11 +47,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_memory_bytes: int | None = None
     """Memory of the KV cache; `None`: 1 GiB or a quarter of the free memory, whichever is less."""
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
-    """How keys and values are kept; `auto`: in the type that is computed. bfloat16 halves and int8 (a scale for each
-    token and head) nearly quarters what float32 takes; a type other than the computing one needs the native kernels."""
+    """How keys and values are kept; `auto`: as `dtype`. bfloat16 halves and int8 (a scale for each token and head)
+    nearly quarters what float32 takes; a type other than `dtype` needs the native kernels."""
     deterministic: bool = False
     """The same bits for a request whatever else runs, however its prompt is cut and whatever the prefix cache holds.
-    Needs the native kernels, so float32; costs attention some speed."""
+    Needs the native kernels, float32 or bfloat16, and keeps to products of our own; costs attention some speed."""
     enable_prefix_caching: bool = True
     prefix_scope: PrefixScope = "deployment"
     policy: Literal["fcfs", "priority", "shortest-prefill-first"] = "fcfs"

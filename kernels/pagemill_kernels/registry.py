@@ -15,16 +15,20 @@ from torch import Tensor
 
 from pagemill_kernels.linear.packed import PackedLinear
 
-Backend = Literal["reference", "cpu", "cpu_native"]
-"""`cpu`: torch and oneDNN, any float type; `cpu_native`: our C++ (`pagemill_kernels.cpu`), float32 arithmetic."""
+Backend = Literal["reference", "cpu", "cpu_native", "cpu_onednn"]
+"""`cpu`: torch and oneDNN, any float type; `cpu_native`: our C++ (`pagemill_kernels.cpu`), float32 arithmetic over
+weights of any type; `cpu_onednn`: the same, but linear layers are oneDNN's bfloat16 products."""
 
 REFERENCE: Backend = "reference"
+NATIVE_BACKENDS: tuple[Backend, ...] = ("cpu_native", "cpu_onednn")
+"""Activations are float32; weights and the KV cache have types of their own."""
 
 _IMPLEMENTATIONS: dict[str, dict[Backend, str]] = {
     "rms_norm": {
         "reference": "norm.reference:rms_norm",
         "cpu": "norm.cpu:rms_norm",
         "cpu_native": "norm.native:rms_norm",
+        "cpu_onednn": "norm.native:rms_norm_to_bfloat16",
     },
     "rope_and_store": {
         "reference": "rope.reference:rope_and_store",
@@ -40,6 +44,7 @@ _IMPLEMENTATIONS: dict[str, dict[Backend, str]] = {
         "reference": "linear.reference:pack_linear",
         "cpu": "linear.cpu:pack_linear",
         "cpu_native": "linear.native:pack_linear",
+        "cpu_onednn": "linear.onednn:pack_linear",
     },
     "plan_slots": {
         "reference": "kv_store.reference:plan_slots",
@@ -56,7 +61,11 @@ _IMPLEMENTATIONS: dict[str, dict[Backend, str]] = {
         "cpu_native": "paged_attention.native:paged_attention",
     },
 }
+_INHERITS: dict[Backend, Backend] = {"cpu_onednn": "cpu_native"}
+"""What a backend does not have itself it takes from this one, and only then from the reference."""
 _PACK_CODES: dict[Backend, str] = {"cpu_native": "linear.native:pack_codes"}
+_OPAQUE: tuple[Backend, ...] = ("cpu", "cpu_onednn")
+"""Backends that cannot read a row out of a packed weight."""
 _BATCH_INVARIANT: dict[Backend, dict[str, str]] = {
     "cpu_native": {"plan_attention": "paged_attention.native:plan_invariant_attention"},
 }
@@ -75,35 +84,48 @@ class Ops(NamedTuple):
     paged_attention: Callable[..., Tensor]
     pack_codes: Callable[..., PackedLinear] | None
     """Packs `linear.groups.GroupCodes` without turning them into floats; `None`: this backend needs floats."""
+    weight_dtype: torch.dtype | None = None
+    """Type of float matrices, whatever the model computes in; `None`: the type it computes in."""
+    gathers: bool = True
+    """Packed weights give their rows back: a tied embedding takes no memory of its own."""
 
 
 def resolve(operation: str, backend: Backend) -> Callable[..., Any]:
     implementations = _IMPLEMENTATIONS[operation]
-    return _load(implementations.get(backend, implementations[REFERENCE]))
+    inherited = implementations.get(_INHERITS.get(backend, REFERENCE), implementations[REFERENCE])
+    return _load(implementations.get(backend, inherited))
 
 
 @cache
-def ops_for(backend: Backend, batch_invariant: bool = False) -> Ops:
+def ops_for(backend: Backend, batch_invariant: bool = False, weight_dtype: torch.dtype | None = None) -> Ops:
     """`batch_invariant`: a row's result has the same bits whatever else is computed; KeyError where it cannot."""
     pack_codes = _load(_PACK_CODES[backend]) if backend in _PACK_CODES else None
-    ops = Ops(**{operation: resolve(operation, backend) for operation in _IMPLEMENTATIONS}, pack_codes=pack_codes)
+    operations = {operation: resolve(operation, backend) for operation in _IMPLEMENTATIONS}
+    ops = Ops(**operations, pack_codes=pack_codes, weight_dtype=weight_dtype, gathers=backend not in _OPAQUE)
     if not batch_invariant:
         return ops
     return ops._replace(**{name: _load(target) for name, target in _BATCH_INVARIANT[backend].items()})
 
 
-def cpu_backend(dtype: torch.dtype, head_dim: int, block_size: int, heads_per_kv_head: int) -> tuple[Backend, str]:
-    """The fastest backend on this CPU that can run such a model, and in words what runs and why."""
+def cpu_backend(
+    dtype: torch.dtype, head_dim: int, block_size: int, heads_per_kv_head: int, batch_invariant: bool = False
+) -> tuple[Backend, str]:
+    """The fastest backend on this CPU that can run such a model, and in words what runs and why.
+
+    dtype: of the weights, where they are floats. `batch_invariant`: a backend that can be so, where there is one.
+    """
     from pagemill_kernels.cpu import library
+    from pagemill_kernels.linear import onednn
     from pagemill_kernels.paged_attention import native
 
-    if dtype != torch.float32:
-        return "cpu", f"torch (the native kernels compute in float32, not {dtype})"
+    if dtype not in (torch.float32, torch.bfloat16):
+        return "cpu", f"torch (the native kernels have no {dtype})"
     if library.load() is None:
         return "cpu", f"torch (no native kernels: {library.why_absent()})"
     if not native.supports(head_dim, block_size, heads_per_kv_head):
         return "cpu", f"torch (no native attention for heads of {head_dim} and blocks of {block_size})"
-    return "cpu_native", "native kernels"
+    unit = onednn.unit() if dtype == torch.bfloat16 and not batch_invariant else None
+    return ("cpu_native", "native kernels") if unit is None else ("cpu_onednn", f"native kernels, oneDNN with {unit}")
 
 
 def _load(target: str) -> Callable[..., Any]:

@@ -146,7 +146,10 @@ ITERATION_TOKENS = _vllm("histogram", "iteration_tokens_total", "Tokens computed
 
 # Engine pods, own names.
 ENGINE_INFO = _engine(
-    "gauge", "info", "Always 1; the labels name what runs.", ("version", "weights_digest", "kv_dtype", "device")
+    "gauge",
+    "info",
+    "Always 1; the labels name what runs.",
+    ("version", "weights_digest", "kv_dtype", "device", "compute"),
 )
 ENGINE_READY = _engine("gauge", "ready", "1 when requests are accepted, else 0.")
 ENGINE_DRAINING = _engine("gauge", "draining", "1 when no new request is accepted and running ones finish.")

@@ -170,6 +170,7 @@ def checking_runner() -> Callable[..., CheckingRunner]:
     def make(
         num_blocks: int = 64, block_size: int = 4, max_model_len: int = 128, vocab_size: int = 1000
     ) -> CheckingRunner:
-        return CheckingRunner(RunnerInfo(num_blocks, block_size, max_model_len, vocab_size, "weights", "kv", 0, 0))
+        info = RunnerInfo(num_blocks, block_size, max_model_len, vocab_size, "weights", "kv", 0, 0, "none")
+        return CheckingRunner(info)
 
     return make

@@ -21,7 +21,7 @@ class WorkingRunner:
     """Works in `launch` for as long as the gate is shut."""
 
     def __init__(self) -> None:
-        self.info = RunnerInfo(8, 4, 32, 100, "weights", "kv", 0, 0)
+        self.info = RunnerInfo(8, 4, 32, 100, "weights", "kv", 0, 0, "none")
         self.gate = threading.Event()
         self.done: list[int] = []
         self.threads: set[str] = set()

@@ -161,7 +161,7 @@ def test_what_lies_beyond_a_sequence_is_never_read() -> None:
     assert torch.equal(attention(query, cache, plan, 1.0), before)
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu", "cpu_native"])
+@pytest.mark.parametrize("backend", ["reference", "cpu", "cpu_native", "cpu_onednn"])
 def test_rope_and_store_over_planned_slots(backend: registry.Backend) -> None:
     num_heads, num_kv_heads, head_dim = 4, 2, 16
     heads, slots = random(3, num_heads + 2 * num_kv_heads, head_dim), torch.tensor([5, 37, 16])
@@ -182,10 +182,11 @@ def test_a_backend_without_an_implementation_gets_the_reference() -> None:
     assert registry.resolve("plan_slots", "cpu") is registry.resolve("plan_slots", "reference")
 
 
-def test_the_native_backend_is_for_float32_and_shapes_it_knows() -> None:
+def test_native_backends_are_for_types_and_shapes_they_know() -> None:
     native = library.load() is not None
     assert registry.cpu_backend(torch.float32, 64, 16, 3)[0] == ("cpu_native" if native else "cpu")
-    assert registry.cpu_backend(torch.bfloat16, 64, 16, 3)[0] == "cpu"
+    assert (registry.cpu_backend(torch.bfloat16, 64, 16, 3)[0] in registry.NATIVE_BACKENDS) == native
+    assert registry.cpu_backend(torch.float16, 64, 16, 3)[0] == "cpu"
     backend, how = registry.cpu_backend(torch.float32, 24, 16, 3)
     assert backend == "cpu"
     assert not native or "24" in how

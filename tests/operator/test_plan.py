@@ -183,12 +183,11 @@ def test_cache_type_and_determinism_reach_the_engine(deployment: Make) -> None:
         ({"engine__kvCacheDtype": "int8"}, "spec.engine.kvCacheDtype"),
     ],
 )
-def test_what_float32_alone_can_do_is_refused_with_another_type(
-    deployment: Make, changes: dict[str, Any], field: str
-) -> None:
-    (problem,) = make_plan(deployment(engine__dtype="bfloat16", **changes)).problems
+def test_what_float16_cannot_do_is_refused(deployment: Make, changes: dict[str, Any], field: str) -> None:
+    (problem,) = make_plan(deployment(engine__dtype="float16", **changes)).problems
     assert problem.field == field
     assert "change either" in problem.message
+    assert make_plan(deployment(engine__dtype="bfloat16", **changes)).problems == ()
 
 
 def test_what_has_no_effect_on_this_machine_is_noted(deployment: Make) -> None:

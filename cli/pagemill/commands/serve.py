@@ -47,7 +47,8 @@ def serve(
         str | None, typer.Option(help="Memory of the KV cache, such as 512Mi or 2Gi (default: chosen).")
     ] = None,
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="Type to compute in.")
+        Literal["auto", "float32", "bfloat16", "float16"],
+        typer.Option(help="Type of float weights and of the KV cache."),
     ] = "auto",
     quantization: Annotated[
         Literal["none", "int8", "int4"], typer.Option(help="Round float weights to codes while they are loaded.")
@@ -163,7 +164,7 @@ def budget_table(ready: Ready) -> Table:
     table.add_column("Part")
     table.add_column("Size", justify="right")
     table.add_column("What it holds")
-    table.add_row("Weights", _mib(ready.weight_bytes), "as they lie in memory")
+    table.add_row("Weights", _mib(ready.weight_bytes), f"as they lie in memory; {ready.compute}")
     blocks = f"{ready.num_blocks:,} blocks of {ready.block_size} = {num_tokens:,} tokens"
     table.add_row(
         "KV cache", _mib(kv_bytes), f"{blocks}, {ready.kv_bytes_per_token / 1024:.1f} KiB each ({ready.kv_dtype})"

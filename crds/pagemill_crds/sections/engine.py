@@ -96,7 +96,7 @@ class EngineSection(Section):
     version: Annotated[str, Text(64, r"^[A-Za-z0-9][A-Za-z0-9.+_-]*$", "must be a version such as 0.1.0")] | None = None
     """Engine version to pin, so that an operator upgrade leaves the pods alone."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of weights and activations; `auto` takes what the device computes natively."""
+    """Type of float weights and of the KV cache; `auto` takes what the device computes natively."""
     quantization: Literal["none", "fp8", "int8", "int4", "awq", "gptq"] = "none"
     """How float weights are quantized when they are loaded; GGUF files that are quantized already stay as they are."""
     max_model_len: Annotated[int, Field(ge=16, le=10_485_760)] | None = None
@@ -110,7 +110,7 @@ class EngineSection(Section):
     kv_cache_memory: Memory | None = None
     """Memory of the KV cache; a share of what is free after loading when absent."""
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
-    """Type of the KV cache; `auto` takes the computing one. bfloat16 halves, int8 nearly quarters float32's memory."""
+    """Type of the KV cache; `auto` takes dtype's. bfloat16 halves, int8 nearly quarters float32's memory."""
     prefix_caching: PrefixCaching = PrefixCaching()
     """Reuse of the KV cache between requests that begin alike."""
     deterministic: bool = False

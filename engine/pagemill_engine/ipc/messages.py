@@ -52,6 +52,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     kv_dtype: str
     weight_bytes: int
     kv_bytes_per_token: int
+    compute: str
     load_s: float
 
 

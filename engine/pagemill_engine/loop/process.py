@@ -192,6 +192,7 @@ def _ready(core: EngineCore, load_s: float) -> Ready:
         kv_dtype=info.kv_dtype,
         weight_bytes=info.weight_bytes,
         kv_bytes_per_token=info.kv_bytes_per_token,
+        compute=info.compute,
         load_s=load_s,
     )
 

@@ -34,6 +34,7 @@ class Linear(nn.Module):
         self.in_features = in_features
         self.has_bias = bias
         self.dtype = dtype
+        self.weight_dtype = ops.weight_dtype or dtype
         self._ops = ops
 
     def shapes(self, name: str) -> Shapes:
@@ -50,7 +51,7 @@ class Linear(nn.Module):
         bias = read_stacked(source, biases, self.dtype) if self.has_bias else None
         weights: Shapes = {f"{part}.weight": (rows, self.in_features) for part, rows in parts.items()}
         in_codes = _pack_codes(self._ops, source, list(weights), bias)
-        self.packed = in_codes or self._ops.pack_linear(read_stacked(source, weights, self.dtype), bias)
+        self.packed = in_codes or self._ops.pack_linear(read_stacked(source, weights, self.weight_dtype), bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.packed(x)
@@ -90,6 +91,7 @@ class Embedding(nn.Module):
         super().__init__()
         self.shape = (num_rows, size)
         self.dtype = dtype
+        self.weight_dtype = ops.weight_dtype or dtype
         self._ops = ops
 
     def shapes(self, name: str) -> Shapes:
@@ -97,7 +99,7 @@ class Embedding(nn.Module):
 
     def load(self, name: str, source: TensorSource) -> None:
         in_codes = _pack_codes(self._ops, source, list(self.shapes(name)), None)
-        self.rows = in_codes or PlainLinear(read_stacked(source, self.shapes(name), self.dtype), None)
+        self.rows = in_codes or PlainLinear(read_stacked(source, self.shapes(name), self.weight_dtype), None)
 
     def tie(self, head: Linear) -> bool:
         """Read the loaded head's rows from now on; False where its layout cannot give them back."""
@@ -106,7 +108,7 @@ class Embedding(nn.Module):
         return head.packed.can_gather
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        return self.rows.gather(token_ids)
+        return self.rows.gather(token_ids).to(self.dtype)
 
 
 class Attention(nn.Module):
@@ -135,7 +137,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, context: ForwardContext, residual: Tensor) -> None:
         """Adds its output to `residual` in place."""
-        heads = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
+        # A product may come in the type of its weights; from here on the positions' type counts.
+        heads = self.qkv_proj(x).to(context.cos.dtype).view(x.shape[0], -1, self.head_dim)
         query = heads[:, : self.num_heads]
         if self.has_qk_norm:
             query.copy_(self.q_norm(query))

@@ -21,6 +21,8 @@ class RunnerInfo(NamedTuple):
     kv_dtype: str
     weight_bytes: int
     kv_bytes_per_token: int
+    compute: str
+    """Type of float weights and which kernels run, for people."""
     overlaps: bool = False
     """`launch` returns before the step has run, and using that time pays: the loop overlaps unless told otherwise."""
 

@@ -9,12 +9,16 @@ import torch
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loading.errors import LoadError
 from pagemill_kernels.kv_store.storage import TORCH_TYPES
-from pagemill_kernels.registry import Backend, Ops, cpu_backend, ops_for
+from pagemill_kernels.linear import onednn
+from pagemill_kernels.registry import NATIVE_BACKENDS, Backend, Ops, cpu_backend, ops_for
 from pagemill_protocol.model_spec import ModelSpec
 
 
 class Compute(NamedTuple):
     dtype: torch.dtype
+    """What the settings come to: the type of float weights and, unless told otherwise, of keys and values."""
+    activation_dtype: torch.dtype
+    """What is computed between the products: float32 wherever the native kernels run."""
     kv_dtype: torch.dtype
     ops: Ops
     how: str
@@ -28,29 +32,32 @@ def choose_compute(config: EngineConfig, spec: ModelSpec) -> Compute:
     """
     dtype = _dtype(config, spec)
     backend, how = _backend(dtype, config, spec)
+    native = backend in NATIVE_BACKENDS
     kv_dtype = dtype if config.kv_cache_dtype == "auto" else TORCH_TYPES[config.kv_cache_dtype]
-    if backend != "cpu_native" and kv_dtype != dtype:
+    if not native and kv_dtype != dtype:
         raise _needs_native("kv_cache_dtype", config.kv_cache_dtype, how, "Set kv_cache_dtype to auto")
-    if backend != "cpu_native" and config.deterministic:
+    if not native and config.deterministic:
         raise _needs_native("deterministic", "true", how, "Turn deterministic off")
-    return Compute(dtype, kv_dtype, ops_for(backend, config.deterministic), how)
+    ops = ops_for(backend, config.deterministic, dtype)
+    return Compute(dtype, torch.float32 if native else dtype, kv_dtype, ops, how)
 
 
 def _dtype(config: EngineConfig, spec: ModelSpec) -> torch.dtype:
     if config.dtype != "auto":
         return TORCH_TYPES[config.dtype]
-    other_cache = config.kv_cache_dtype in ("float32", "int8")
-    wants_native = config.quantization != "none" or other_cache or config.deterministic
-    if wants_native and _backend(torch.float32, config, spec)[0] == "cpu_native":
+    wants_native = config.quantization != "none" or config.deterministic
+    if wants_native and _backend(torch.float32, config, spec)[0] in NATIVE_BACKENDS:
         return torch.float32
-    bfloat16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return torch.bfloat16 if bfloat16 else torch.float32
+    return torch.float32 if onednn.unit() is None else torch.bfloat16
 
 
 def _backend(dtype: torch.dtype, config: EngineConfig, spec: ModelSpec) -> tuple[Backend, str]:
-    return cpu_backend(dtype, spec.head_dim, config.block_size, spec.num_heads // spec.num_kv_heads)
+    heads_per_kv_head = spec.num_heads // spec.num_kv_heads
+    return cpu_backend(dtype, spec.head_dim, config.block_size, heads_per_kv_head, config.deterministic)
 
 
 def _needs_native(field: str, value: str, how: str, remedy: str) -> LoadError:
     message = f"`{field}` {value} needs the native kernels, but this model would run on {how}. {remedy}"
-    return LoadError("SettingsUnsupported", f"{message}, or set dtype to float32 or auto where that is the cause.")
+    return LoadError(
+        "SettingsUnsupported", f"{message}, or set dtype to float32, bfloat16 or auto where that is the cause."
+    )

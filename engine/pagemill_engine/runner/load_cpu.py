@@ -27,6 +27,7 @@ from pagemill_engine.runner.kv_cache import KVCache, kv_bytes_per_token, max_mod
 from pagemill_engine.runner.memory import available_memory, memory_limit
 from pagemill_engine.runner.threaded import ThreadedRunner
 from pagemill_engine.runner.threads import available_threads
+from pagemill_kernels.registry import Ops
 from pagemill_protocol.model_spec import ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -37,16 +38,18 @@ def load_cpu_runner(
 ) -> CPURunner:
     """Raises `LoadError`."""
     torch.set_num_threads(config.num_threads or available_threads())
-    dtype, kv_dtype, ops, how = choose_compute(config, spec)
+    dtype, activation_dtype, kv_dtype, ops, how = choose_compute(config, spec)
     try:
         weights = _weights(config, path, spec)
-        _check_memory(weights.num_bytes(dtype, keep_codes=ops.pack_codes is not None), config, dtype)
+        _check_memory(_weight_bytes(weights, spec, dtype, ops), config, dtype)
         progress("loading", f"{path.name}: {spec.num_parameters / 1e6:.0f} M parameters as {_name(dtype)}, {how}")
-        model = build_model(spec, ops, dtype)
+        model = build_model(spec, ops, activation_dtype)
         rope_divisors = _fill(model, weights)
         num_blocks = num_blocks_for(config, spec, kv_dtype)
         max_model_len = max_model_len_for(config, spec, num_blocks)
-        rope = rope_tables(spec.head_dim, max_model_len, spec.rope_theta, spec.rope_scaling, dtype, rope_divisors)
+        rope = rope_tables(
+            spec.head_dim, max_model_len, spec.rope_theta, spec.rope_scaling, activation_dtype, rope_divisors
+        )
     except UnsupportedModelError as error:
         raise LoadError("UnsupportedArchitecture", f"`{path}`: {error}") from error
     except WeightsError as error:
@@ -64,6 +67,7 @@ def load_cpu_runner(
         kv_dtype=_name(kv_dtype),
         weight_bytes=weight_bytes(model),
         kv_bytes_per_token=kv_bytes,
+        compute=f"{_name(dtype)}, {how}",
     )
     kv_cache = KVCache(spec, num_blocks, config.block_size, kv_dtype)
     return CPURunner(model, ops, kv_cache, rope, info, config.max_num_seqs)
@@ -97,6 +101,13 @@ def _weights(config: EngineConfig, path: Path, spec: ModelSpec) -> WeightSource:
         )  # fmt: skip
         return weights
     return QuantizedWeights(weights, config.quantization)
+
+
+def _weight_bytes(weights: WeightSource, spec: ModelSpec, dtype: torch.dtype, ops: Ops) -> int:
+    """What the weights will take; where a packed head cannot lend its rows, a tied embedding is a second copy."""
+    held = weights.num_bytes(dtype, keep_codes=ops.pack_codes is not None)
+    twice = spec.tie_word_embeddings and not ops.gathers
+    return held + (spec.vocab_size * spec.hidden_size * dtype.itemsize if twice else 0)
 
 
 def _check_memory(needed: int, config: EngineConfig, dtype: torch.dtype) -> None:

@@ -89,6 +89,7 @@ class NullRunner:
             kv_dtype="null",
             weight_bytes=0,
             kv_bytes_per_token=0,
+            compute="simulated",
             overlaps=True,
         )
         return cls(info, config.step_time or DEFAULT_STEP_TIME, clock=clock, sleep=sleep)

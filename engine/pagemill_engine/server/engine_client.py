@@ -244,4 +244,5 @@ def _runner_info(ready: Ready) -> RunnerInfo:
         kv_dtype=ready.kv_dtype,
         weight_bytes=ready.weight_bytes,
         kv_bytes_per_token=ready.kv_bytes_per_token,
+        compute=ready.compute,
     )

@@ -72,6 +72,7 @@ class ServerMetrics:
             weights_digest=ready.weights_digest,
             kv_dtype=ready.kv_dtype,
             device="null" if self._config.null_runner else "cpu",
+            compute=ready.compute,
         ).set(1)
 
     def step(self, step: StepOutputs) -> None:

@@ -18,7 +18,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 PANEL = 16
 """Outputs that one panel of a packed weight holds."""
 FORMAT_FLOAT32, FORMAT_BFLOAT16, FORMAT_CODES8, FORMAT_CODES4 = range(4)
@@ -77,12 +77,12 @@ _SIGNATURES = {
     "pagemill_gather_rows": (POINTER(PackedWeight), c_void_p, c_int64, c_void_p),
     "pagemill_paged_attention": (POINTER(AttentionArgs),),
     "pagemill_rms_norm": (
-        c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_float, c_void_p, c_int64, c_int32,
+        c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_float, c_void_p, c_int64, c_int32, c_int32,
     ),
     "pagemill_rope_and_store": (
         c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int32, c_void_p, c_int64, c_int32,
     ),
-    "pagemill_silu_and_mul": (c_void_p, c_int64, c_int64, c_void_p, c_int32),
+    "pagemill_silu_and_mul": (c_void_p, c_int64, c_int64, c_void_p, c_int32, c_int32),
 }  # fmt: skip
 
 

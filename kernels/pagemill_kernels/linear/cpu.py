@@ -20,8 +20,8 @@ class OneDNNLinear:
     can_gather = False
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.num_bytes = weight.nbytes
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACK_ROWS)
+        self.num_bytes: int = torch.ops.mkldnn._nbytes(self._packed)
         self._bias = bias
         self._linear = torch.ops.mkldnn._linear_pointwise.default
 

@@ -30,7 +30,7 @@ ONE_PROCESS = "a replica is one process in this version; set it to 1"
 
 def find_problems(spec: LLMDeploymentSpec, backend: Backend) -> Iterator[Problem]:
     """Fields that cannot be honoured; also of a spec that was read partially, as far as it is valid."""
-    checks = [_quantization_problems, _float32_problems, _tensor_parallel_problems, _pipeline_parallel_problems]
+    checks = [_quantization_problems, _float16_problems, _tensor_parallel_problems, _pipeline_parallel_problems]
     checks += [_adapter_problems, _default_problems]
     if backend == "local":
         checks += [_device_problems, _env_problems, _credentials_problems]
@@ -84,12 +84,12 @@ def _quantization_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
         )
 
 
-def _float32_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
-    """What only kernels that compute in float32 do in this version."""
+def _float16_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
+    """What only the native kernels do, which know no float16 in this version."""
     engine = spec.engine
-    if engine.dtype in ("auto", "float32"):
+    if engine.dtype != "float16":
         return
-    message = f"works with dtype auto or float32 only in this version, not with {engine.dtype}; change either"
+    message = "works with dtype auto, float32 or bfloat16 only in this version, not with float16; change either"
     if engine.deterministic:
         yield Problem("spec.engine.deterministic", True, message)
     if engine.kv_cache_dtype not in ("auto", engine.dtype):

@@ -21,6 +21,7 @@ NUM_TOKENS = 6
 VOCAB = 256
 STORAGE: dict[str, dict[str, str]] = {
     "float32": {},
+    "bfloat16": {"dtype": "bfloat16"},
     "int4 weights, int8 cache": {"quantization": "int4", "kv_cache_dtype": "int8"},
 }
 
@@ -130,7 +131,7 @@ def test_without_the_switch_bits_depend_on_the_batch(
     ("settings", "field"),
     [({"deterministic": True}, "deterministic"), ({"kv_cache_dtype": "int8"}, "kv_cache_dtype")],
 )
-@pytest.mark.parametrize("cause", [{"dtype": "bfloat16"}, {"backend": "cpu"}], ids=str)
+@pytest.mark.parametrize("cause", [{"dtype": "float16"}, {"backend": "cpu"}], ids=str)
 def test_what_only_the_native_kernels_do_is_refused_elsewhere(
     folder: Path, runner_loader: Loader, settings: dict[str, Any], field: str, cause: dict[str, str]
 ) -> None:

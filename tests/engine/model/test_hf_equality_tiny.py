@@ -16,6 +16,8 @@ import pytest
 import torch
 import transformers
 
+from pagemill_kernels.cpu import library
+
 NUM_TOKENS = 40
 VOCAB_SIZE = 512
 BASE = {
@@ -242,11 +244,17 @@ def shifted(inputs: Any) -> Any:
 
 NEAR_TIE_NATS = 0.1
 NUM_BF16_TOKENS = 24
+ROUNDED = [
+    *(("cpu_onednn", architecture) for architecture in ARCHITECTURES),
+    *(("cpu_native", architecture) for architecture in ("llama", "mistral-window")),
+    *(("cpu", architecture) for architecture in ("llama", "qwen2", "qwen3-wide-heads")),
+]
+"""What is unlike the others on each path that computes bfloat16: products alone, nothing, everything."""
 
 
 @dataclass
 class RoundedModel:
-    """A model in bfloat16 and how its runner answers each prompt alone."""
+    """A model in bfloat16 on one backend and how its runner answers each prompt alone."""
 
     load: Callable[[], Any]
     driver: Any
@@ -260,15 +268,18 @@ class RoundedModel:
         return results
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+@pytest.fixture(scope="module", params=ROUNDED, ids="-".join)
 def rounded(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
     runner_loader: Callable[..., Any],
     make_driver: Callable[[Any], Any],
 ) -> RoundedModel:
+    backend, architecture = request.param
+    if backend != "cpu" and library.load() is None:
+        pytest.skip(f"no native kernels: {library.why_absent()}")
     folder = tmp_path_factory.mktemp("rounded")
-    kind, overrides = ARCHITECTURES[request.param]
+    kind, overrides = ARCHITECTURES[architecture]
     # Logits of a size that bfloat16, with its 8 bits, tells apart to much less than a near tie.
     model = reference_model(kind, {**overrides, "initializer_range": 0.15})
     with torch.no_grad():
@@ -278,7 +289,7 @@ def rounded(
     lengths = [length for length in (1, 16, 17, 40, 70) for _ in range(2)]
     generator = torch.Generator().manual_seed(3)
     prompts = [torch.randint(0, VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
-    load = lambda: runner_loader(folder, dtype="bfloat16")  # noqa: E731
+    load = lambda: runner_loader(folder, backend=backend, dtype="bfloat16")  # noqa: E731
     driver = make_driver(load())
     assert driver.runner.info.kv_dtype == "bfloat16"
     alone = [driver.greedy([prompt], NUM_BF16_TOKENS, enable_prefix_caching=False)[0].token_ids for prompt in prompts]

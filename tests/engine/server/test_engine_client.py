@@ -32,6 +32,7 @@ READY = Ready(
     kv_dtype="float32",
     weight_bytes=0,
     kv_bytes_per_token=1,
+    compute="float32, native kernels",
     load_s=0.1,
 )
 

@@ -16,7 +16,8 @@ constexpr int64_t kParallelElements = 1 << 15;  // below this a second thread co
 
 int threads_for(int64_t elements, int32_t num_threads) { return elements < kParallelElements ? 1 : num_threads; }
 
-void normalize(const float* x, const float* weight, int64_t size, float eps, float* out) {
+template <typename Element>
+void normalize(const float* x, const float* weight, int64_t size, float eps, Element* out) {
   Floats squares = zero();
   int64_t i = 0;
   for (; i + kLanes <= size; i += kLanes) squares += load(x + i) * load(x + i);
@@ -24,7 +25,35 @@ void normalize(const float* x, const float* weight, int64_t size, float eps, flo
   for (; i < size; ++i) total += x[i] * x[i];
   const float scale = 1.0f / std::sqrt(total / static_cast<float>(size) + eps);
   for (i = 0; i + kLanes <= size; i += kLanes) store(out + i, load(x + i) * scale * load(weight + i));
-  for (; i < size; ++i) out[i] = x[i] * scale * weight[i];
+  for (; i < size; ++i) store_one(out + i, x[i] * scale * weight[i]);
+}
+
+template <typename Element>
+void rms_norm(const float* x, int64_t groups, int64_t group_stride, int64_t count, int64_t size, const float* weight,
+              float eps, Element* out, int64_t out_group_stride, int32_t num_threads) {
+#pragma omp parallel for schedule(static) num_threads(threads_for(groups* count* size, num_threads))
+  for (int64_t g = 0; g < groups; ++g)
+    for (int64_t i = 0; i < count; ++i)
+      normalize(x + g * group_stride + i * size, weight, size, eps, out + g * out_group_stride + i * size);
+}
+
+template <typename Element>
+void silu_and_mul(const Element* x, int64_t rows, int64_t size, Element* out, int32_t num_threads) {
+#pragma omp parallel for schedule(static) num_threads(threads_for(rows* size, num_threads))
+  for (int64_t r = 0; r < rows; ++r) {
+    const Element* gate = x + r * 2 * size;
+    const Element* up = gate + size;
+    Element* to = out + r * size;
+    int64_t i = 0;
+    for (; i + kLanes <= size; i += kLanes) {
+      const Floats g = load(gate + i);
+      store(to + i, g / (1.0f + exp(-g)) * load(up + i));
+    }
+    for (; i < size; ++i) {
+      const float g = load_one(gate + i);
+      store_one(to + i, g / (1.0f + std::exp(-g)) * load_one(up + i));
+    }
+  }
 }
 
 }  // namespace
@@ -32,12 +61,16 @@ void normalize(const float* x, const float* weight, int64_t size, float eps, flo
 extern "C" {
 
 // out[r] = x[r] / sqrt(mean(x[r]^2) + eps) * weight, for rows of `size` in `groups` of `count` neighbours a stride apart.
+// out: float32, or bfloat16 where asked for.
 void pagemill_rms_norm(const float* x, int64_t groups, int64_t group_stride, int64_t count, int64_t size,
-                       const float* weight, float eps, float* out, int64_t out_group_stride, int32_t num_threads) {
-#pragma omp parallel for schedule(static) num_threads(threads_for(groups* count* size, num_threads))
-  for (int64_t g = 0; g < groups; ++g)
-    for (int64_t i = 0; i < count; ++i)
-      normalize(x + g * group_stride + i * size, weight, size, eps, out + g * out_group_stride + i * size);
+                       const float* weight, float eps, void* out, int64_t out_group_stride, int32_t bfloat16,
+                       int32_t num_threads) {
+  if (bfloat16)
+    rms_norm(x, groups, group_stride, count, size, weight, eps, static_cast<uint16_t*>(out), out_group_stride,
+             num_threads);
+  else
+    rms_norm(x, groups, group_stride, count, size, weight, eps, static_cast<float*>(out), out_group_stride,
+             num_threads);
 }
 
 // heads: [tokens][num_heads + 2 * num_kv_heads][head_dim]. Rotates queries and keys in place by halves
@@ -68,20 +101,13 @@ void pagemill_rope_and_store(float* heads, int64_t tokens, int64_t num_heads, in
   }
 }
 
-// out[r][i] = silu(x[r][i]) * x[r][size + i]
-void pagemill_silu_and_mul(const float* x, int64_t rows, int64_t size, float* out, int32_t num_threads) {
-#pragma omp parallel for schedule(static) num_threads(threads_for(rows* size, num_threads))
-  for (int64_t r = 0; r < rows; ++r) {
-    const float* gate = x + r * 2 * size;
-    const float* up = gate + size;
-    float* to = out + r * size;
-    int64_t i = 0;
-    for (; i + kLanes <= size; i += kLanes) {
-      const Floats g = load(gate + i);
-      store(to + i, g / (1.0f + exp(-g)) * load(up + i));
-    }
-    for (; i < size; ++i) to[i] = gate[i] / (1.0f + std::exp(-gate[i])) * up[i];
-  }
+// out[r][i] = silu(x[r][i]) * x[r][size + i], both float32 or both bfloat16.
+void pagemill_silu_and_mul(const void* x, int64_t rows, int64_t size, void* out, int32_t bfloat16,
+                           int32_t num_threads) {
+  if (bfloat16)
+    silu_and_mul(static_cast<const uint16_t*>(x), rows, size, static_cast<uint16_t*>(out), num_threads);
+  else
+    silu_and_mul(static_cast<const float*>(x), rows, size, static_cast<float*>(out), num_threads);
 }
 
 }  // extern "C"

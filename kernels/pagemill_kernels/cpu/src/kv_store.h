@@ -37,14 +37,6 @@ inline const float* read_tokens(int32_t type, const uint8_t* head, int64_t block
   return buffer;
 }
 
-// To the nearest, ties to even; what is not a number stays so.
-inline uint16_t to_bfloat16(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  if (value != value) return static_cast<uint16_t>(bits >> 16 | 0x40);
-  return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
 // The largest magnitude takes the code 127. Values that are not finite make the scale so, and all codes zero.
 inline void write_codes(const float* from, int64_t head_dim, uint8_t* codes, uint8_t* scale_at) {
   float largest = 0.0f, fault = 0.0f;

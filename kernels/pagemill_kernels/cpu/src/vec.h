@@ -12,6 +12,7 @@ namespace pagemill {
 constexpr int kLanes = 8;
 typedef float Floats __attribute__((vector_size(32)));
 typedef int32_t Ints __attribute__((vector_size(32)));
+typedef uint32_t Words __attribute__((vector_size(32)));
 typedef uint8_t Bytes __attribute__((vector_size(16)));  // 16 codes: one panel row
 typedef int8_t SignedBytes __attribute__((vector_size(8)));
 typedef uint16_t Halves __attribute__((vector_size(16)));
@@ -63,6 +64,40 @@ inline Floats from_bfloat16(Halves halves) {
   return load_as<Floats>(&wide);
 #endif
 }
+
+// To the nearest, ties to even; what is not a number stays so.
+inline uint16_t to_bfloat16(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  if (value != value) return static_cast<uint16_t>(bits >> 16 | 0x40);
+  return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+inline Halves to_bfloat16(Floats value) {
+  const Words bits = load_as<Words>(&value);
+  const Words rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  const Words result = value == value ? rounded : (bits >> 16 | 0x40);
+#ifdef __AVX2__
+  const __m256i wide = (__m256i)result;
+  return (Halves)_mm_packus_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
+#else
+  return __builtin_convertvector(result, Halves);
+#endif
+}
+
+// Floats from and to rows of float32 or of bfloat16.
+inline Floats load(const uint16_t* from) { return from_bfloat16(load_as<Halves>(from)); }
+inline void store(uint16_t* to, Floats value) {
+  const Halves halves = to_bfloat16(value);
+  std::memcpy(to, &halves, sizeof halves);
+}
+inline float load_one(const float* from) { return *from; }
+inline float load_one(const uint16_t* from) {
+  const uint32_t bits = static_cast<uint32_t>(*from) << 16;
+  return load_as<float>(&bits);
+}
+inline void store_one(float* to, float value) { *to = value; }
+inline void store_one(uint16_t* to, float value) { *to = to_bfloat16(value); }
 
 inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
 

@@ -1,0 +1,144 @@
+"""`dtype: bfloat16`: weights of two bytes under float32 arithmetic of our own, or under oneDNN's bfloat16 products.
+
+Which of the two runs is the processor's matter; here it is forced. Where oneDNN has no bfloat16 torch's product stands
+in for it (tests/kernels/test_onednn_linear.py).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tiny_llama import write_tiny_llama
+
+from pagemill_engine.config import EngineConfig
+from pagemill_engine.runner.compute import choose_compute
+from pagemill_kernels.cpu import library
+from pagemill_kernels.linear import cpu, native, onednn, reference
+from pagemill_protocol.model_spec import load_model_spec
+
+pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.why_absent()}")
+
+Loader = Callable[..., Any]
+Drivers = Callable[[Any], Any]
+VOCAB = 128
+MODEL = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "initializer_range": 0.2}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tied": {"tie_word_embeddings": True},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+}
+NUM_TOKENS = 24
+SOME_TOKENS = 6
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A float32 checkpoint whose values bfloat16 holds exactly."""
+    folder = write_tiny_llama(tmp_path_factory.mktemp("model"), **MODEL, **VARIANTS[request.param])
+    model = transformers.LlamaForCausalLM.from_pretrained(folder)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0, 0.2, generator=generator)
+            parameter.copy_(parameter.to(torch.bfloat16))
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(0, VOCAB, (length,), generator=generator).tolist() for length in (1, 7, 16, 33, 70)]
+
+
+def test_stored_as_bfloat16_the_same_values_give_the_same_answers(
+    folder: Path, prompts: list[list[int]], runner_loader: Loader, make_driver: Drivers
+) -> None:
+    wide, narrow = (
+        runner_loader(folder, backend="cpu_native", dtype=dtype, kv_cache_dtype="float32")
+        for dtype in ("float32", "bfloat16")
+    )
+    expected = make_driver(wide).greedy(prompts, NUM_TOKENS)
+    found = make_driver(narrow).greedy(prompts, NUM_TOKENS)
+    assert [result.token_ids for result in found] == [result.token_ids for result in expected]
+    for a, b in zip(found, expected, strict=True):
+        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
+    assert narrow.info.weight_bytes < 0.55 * wide.info.weight_bytes
+
+
+def test_bfloat16_products_give_the_same_answers_within_their_rounding(
+    folder: Path, prompts: list[list[int]], runner_loader: Loader, make_driver: Drivers
+) -> None:
+    exact = make_driver(runner_loader(folder)).greedy(prompts, SOME_TOKENS)
+    runner = runner_loader(folder, backend="cpu_onednn", dtype="bfloat16")
+    assert type(runner.model.model.layers[0].mlp.down_proj.packed) is onednn.OneDNNLinear
+    rounded = make_driver(runner).greedy(prompts, SOME_TOKENS)
+    for a, b in zip(rounded, exact, strict=True):
+        assert a.token_ids == b.token_ids
+        assert a.logprobs == pytest.approx(b.logprobs, abs=0.15)
+
+
+def test_no_plain_copy_of_a_packed_weight_stays(folder: Path, runner_loader: Loader) -> None:
+    """But the table of a tied embedding: rows cannot be read out of oneDNN's layout."""
+    backends = ("cpu_native", "cpu_onednn")
+    ours, onednns = (runner_loader(folder, backend=backend, dtype="bfloat16").info for backend in backends)
+    spec = load_model_spec(folder)
+    table = VOCAB * spec.hidden_size * 2 if spec.tie_word_embeddings else 0
+    # The blocks of the packed layout may be padded.
+    assert ours.weight_bytes + table <= onednns.weight_bytes < 1.3 * (ours.weight_bytes + table)
+
+
+def test_each_weight_is_packed_before_the_next_is_read(folder: Path, runner_loader: Loader) -> None:
+    """The peak of loading is one plain matrix over what stays."""
+    given: list[weakref.ref[torch.Tensor]] = []
+
+    def watching(weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+        assert not any(ref() is not None for ref in given)
+        given.append(weakref.ref(weight))
+        return reference.pack_linear(weight.clone(), bias)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "pack_linear", watching)
+        runner = runner_loader(folder, backend="cpu_onednn", dtype="bfloat16")
+    assert len(given) == 4 * runner.model.spec.num_layers + 1
+
+
+def test_codes_stay_codes_under_our_own_products(smollm2_path: Path, runner_loader: Loader) -> None:
+    narrow = runner_loader(smollm2_path, backend="cpu_native", dtype="bfloat16", num_kv_blocks=16)
+    assert narrow.info.weight_bytes < 115e6
+    assert isinstance(narrow.model.model.layers[0].self_attn.qkv_proj.packed, native.NativeLinear)
+    assert narrow.info.kv_dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("settings", "dtype", "how"),
+    [
+        ({}, "bfloat16", "native kernels, oneDNN with AMX"),
+        ({"kv_cache_dtype": "int8"}, "bfloat16", "native kernels, oneDNN with AMX"),
+        ({"deterministic": True}, "float32", "native kernels"),
+        ({"deterministic": True, "dtype": "bfloat16"}, "bfloat16", "native kernels"),
+        ({"quantization": "int4"}, "float32", "native kernels"),
+        ({"dtype": "float32"}, "float32", "native kernels"),
+    ],
+    ids=str,
+)
+def test_on_a_processor_that_multiplies_bfloat16_the_settings_choose(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], dtype: str, how: str
+) -> None:
+    monkeypatch.setattr(cpu, "can_pack", lambda dtype: True)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    compute = choose_compute(EngineConfig(model="test", **settings), load_model_spec(folder))
+    assert (compute.dtype, compute.how) == (getattr(torch, dtype), how)
+    assert compute.activation_dtype == torch.float32
+    assert (compute.ops.pack_linear is onednn.pack_linear) == ("oneDNN" in how)
+
+
+def test_what_runs_is_told(folder: Path, runner_loader: Loader) -> None:
+    assert runner_loader(folder, backend="cpu_onednn", dtype="bfloat16").info.compute == "bfloat16, cpu_onednn"
