@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from pagemill_kernels.decoder_layer.parts import FusedLayer, LayerParts
 from pagemill_kernels.linear.packed import PackedLinear
 
 Backend = Literal["reference", "cpu", "cpu_native", "cpu_onednn"]
@@ -64,6 +65,7 @@ _IMPLEMENTATIONS: dict[str, dict[Backend, str]] = {
 _INHERITS: dict[Backend, Backend] = {"cpu_onednn": "cpu_native"}
 """What a backend does not have itself it takes from this one, and only then from the reference."""
 _PACK_CODES: dict[Backend, str] = {"cpu_native": "linear.native:pack_codes"}
+_FUSE_LAYER: dict[Backend, str] = {"cpu_native": "decoder_layer.native:fuse_layer"}
 _OPAQUE: tuple[Backend, ...] = ("cpu", "cpu_onednn")
 """Backends that cannot read a row out of a packed weight."""
 _BATCH_INVARIANT: dict[Backend, dict[str, str]] = {
@@ -84,6 +86,8 @@ class Ops(NamedTuple):
     paged_attention: Callable[..., Tensor]
     pack_codes: Callable[..., PackedLinear] | None
     """Packs `linear.groups.GroupCodes` without turning them into floats; `None`: this backend needs floats."""
+    fuse_layer: Callable[[LayerParts], FusedLayer] | None = None
+    """Makes a loaded decoder layer one call; `None`: this backend computes it by the operations above."""
     weight_dtype: torch.dtype | None = None
     """Type of float matrices, whatever the model computes in; `None`: the type it computes in."""
     gathers: bool = True
@@ -100,8 +104,15 @@ def resolve(operation: str, backend: Backend) -> Callable[..., Any]:
 def ops_for(backend: Backend, batch_invariant: bool = False, weight_dtype: torch.dtype | None = None) -> Ops:
     """`batch_invariant`: a row's result has the same bits whatever else is computed; KeyError where it cannot."""
     pack_codes = _load(_PACK_CODES[backend]) if backend in _PACK_CODES else None
+    fuse_layer = _load(_FUSE_LAYER[backend]) if backend in _FUSE_LAYER else None
     operations = {operation: resolve(operation, backend) for operation in _IMPLEMENTATIONS}
-    ops = Ops(**operations, pack_codes=pack_codes, weight_dtype=weight_dtype, gathers=backend not in _OPAQUE)
+    ops = Ops(
+        **operations,
+        pack_codes=pack_codes,
+        fuse_layer=fuse_layer,
+        weight_dtype=weight_dtype,
+        gathers=backend not in _OPAQUE,
+    )
     if not batch_invariant:
         return ops
     return ops._replace(**{name: _load(target) for name, target in _BATCH_INVARIANT[backend].items()})

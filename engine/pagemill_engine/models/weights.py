@@ -36,6 +36,7 @@ def load_weights(model: CausalLM, source: TensorSource, ignore: frozenset[str] =
             layers.pop(EMBEDDING)
     for path, layer in layers.items():
         layer.load(path, source)
+    model.fuse()
 
 
 def weight_bytes(model: CausalLM) -> int:

@@ -43,6 +43,28 @@ class PackedWeight(ctypes.Structure):
     )
 
 
+class LayerWeights(ctypes.Structure):
+    _fields_ = (
+        ("qkv", c_void_p),
+        ("output", c_void_p),
+        ("gate_up", c_void_p),
+        ("down", c_void_p),
+        ("qkv_bias", c_void_p),
+        ("output_bias", c_void_p),
+        ("gate_up_bias", c_void_p),
+        ("down_bias", c_void_p),
+        ("attention_norm", c_void_p),
+        ("mlp_norm", c_void_p),
+        ("query_norm", c_void_p),
+        ("key_norm", c_void_p),
+        ("num_heads", c_int64),
+        ("num_kv_heads", c_int64),
+        ("head_dim", c_int64),
+        ("eps", c_float),
+        ("scale", c_float),
+    )
+
+
 class AttentionArgs(ctypes.Structure):
     _fields_ = (
         ("query", c_void_p),
@@ -83,6 +105,10 @@ _SIGNATURES = {
         c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int32, c_void_p, c_int64, c_int32,
     ),
     "pagemill_silu_and_mul": (c_void_p, c_int64, c_int64, c_void_p, c_int32, c_int32),
+    "pagemill_decoder_layer": (
+        POINTER(LayerWeights), POINTER(AttentionArgs), c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int32,
+        c_void_p, c_void_p,
+    ),
 }  # fmt: skip
 
 

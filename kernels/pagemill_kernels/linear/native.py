@@ -46,8 +46,10 @@ class NativeLinear:
             codes=codes.data_ptr(),
             scales=0 if scales is None else scales.data_ptr(),
         )
-        self._address = ctypes.byref(self._weight)
-        self._bias_address = 0 if self._bias is None else self._bias.data_ptr()
+        self.address = ctypes.addressof(self._weight)
+        """Of the C struct; valid as long as this object lives."""
+        self.bias_address = 0 if self._bias is None else self._bias.data_ptr()
+        self._pointer = ctypes.byref(self._weight)
         self._linear = launch.native().pagemill_linear
 
     @property
@@ -67,18 +69,18 @@ class NativeLinear:
         """Rows of the weight. ids: int64 [...], each below out_features. Returns float32 [..., in]."""
         flat = ids.reshape(-1).contiguous()
         out = torch.empty(len(flat), self.in_features)
-        launch.native().pagemill_gather_rows(self._address, flat.data_ptr(), len(flat), out.data_ptr())
+        launch.native().pagemill_gather_rows(self._pointer, flat.data_ptr(), len(flat), out.data_ptr())
         return out.view(*ids.shape, self.in_features)
 
     def _run(self, x: Tensor, out: Tensor, accumulate: int) -> None:
         if x.shape[1] != self.in_features or x.dtype != torch.float32:
             raise ValueError(f"linear: x is {x.dtype} {list(x.shape)}, float32 [rows, {self.in_features}] is needed")
         self._linear(
-            self._address,
+            self._pointer,
             x.data_ptr(),
             x.shape[0],
             x.stride(0),
-            self._bias_address,
+            self.bias_address,
             out.data_ptr(),
             self.out_features,
             accumulate,

@@ -44,4 +44,25 @@ struct AttentionArgs {
   int32_t batch_invariant;  // a token's result depends on nothing but its own context, bit for bit
 };
 
+// A decoder layer of Llama's kind; layer.cpp. Absent parts are null.
+struct LayerWeights {
+  const PackedWeight* qkv;  // queries, keys, values
+  const PackedWeight* output;
+  const PackedWeight* gate_up;
+  const PackedWeight* down;
+  const float* qkv_bias;
+  const float* output_bias;
+  const float* gate_up_bias;
+  const float* down_bias;
+  const float* attention_norm;
+  const float* mlp_norm;
+  const float* query_norm;  // [head_dim]
+  const float* key_norm;
+  int64_t num_heads;
+  int64_t num_kv_heads;
+  int64_t head_dim;
+  float eps;
+  float scale;  // of the scores
+};
+
 }  // namespace pagemill

@@ -12,6 +12,7 @@
 
 #include "abi.h"
 #include "kv_store.h"
+#include "operations.h"
 #include "tile.h"
 
 namespace pagemill {

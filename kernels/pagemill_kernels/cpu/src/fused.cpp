@@ -6,6 +6,7 @@
 
 #include "abi.h"
 #include "kv_store.h"
+#include "operations.h"
 #include "vec.h"
 
 using namespace pagemill;

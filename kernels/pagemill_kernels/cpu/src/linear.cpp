@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "abi.h"
+#include "operations.h"
 #include "tile.h"
 
 namespace pagemill {

@@ -1,0 +1,172 @@
+"""Decoder layers in one native call each: the same bits as operation by operation, and few calls a step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from pagemill_kernels import registry
+from pagemill_kernels.cpu import launch, library
+from pagemill_kernels.decoder_layer.native import NativeLayer
+from pagemill_kernels.decoder_layer.parts import LayerParts
+from pagemill_kernels.linear import native, reference
+
+pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.why_absent()}")
+
+Loader = Callable[..., Any]
+Drivers = Callable[[Any], Any]
+NUM_LAYERS = 3
+BASE: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+    "dtype": "float32",
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama with biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "mistral with a window": ("Mistral", {"sliding_window": 24}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3 with wide heads": ("Qwen3", {"head_dim": 32}),
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "bfloat16, int8 cache": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
+    "int4, deterministic": {"quantization": "int4", "deterministic": True},
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    kind, overrides = MODELS[request.param]
+    torch.manual_seed(2)
+    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**BASE, **overrides))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0, 0.3)
+            elif "norm" in name:
+                parameter.normal_(1, 0.2)
+    folder = tmp_path_factory.mktemp("model")
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(6)
+    return [torch.randint(0, 128, (length,), generator=generator).tolist() for length in (1, 5, 16, 33, 61)]
+
+
+def operation_by_operation(runner: Any) -> Any:
+    for layer in runner.model.model.layers:
+        layer._fused = None
+    return runner
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_one_call_a_layer_has_the_bits_of_nine(
+    folder: Path, prompts: list[list[int]], settings: str, runner_loader: Loader, make_driver: Drivers
+) -> None:
+    fused = runner_loader(folder, **SETTINGS[settings])
+    assert all(layer._fused is not None for layer in fused.model.model.layers)
+    single = operation_by_operation(runner_loader(folder, **SETTINGS[settings]))
+    for chunk in (512, 7):
+        driven = [make_driver(runner).greedy(prompts, 12, max_num_batched_tokens=chunk) for runner in (fused, single)]
+        assert [result.token_ids for result in driven[0]] == [result.token_ids for result in driven[1]]
+        assert [result.logprobs for result in driven[0]] == [result.logprobs for result in driven[1]]
+
+
+class Counting:
+    """The library, each call counted by its name."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self._library = library.load()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        function = getattr(self._library, name)
+
+        def counted(*arguments: Any) -> Any:
+            self.calls[name] += 1
+            return function(*arguments)
+
+        return counted
+
+
+def test_a_decode_step_makes_one_native_call_a_layer(
+    folder: Path, runner_loader: Loader, make_driver: Drivers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counting = Counting()
+    monkeypatch.setattr(launch, "native", lambda: counting)
+    runner = runner_loader(folder)
+    # The embedding's rows, and the norm and the head behind the last layer.
+    assert calls_per_step(runner, counting, make_driver) == NUM_LAYERS + 3
+    single = 11 if runner.model.spec.qk_norm else 9
+    assert calls_per_step(operation_by_operation(runner), counting, make_driver) == single * NUM_LAYERS + 3
+
+
+def calls_per_step(runner: Any, counting: Counting, make_driver: Drivers) -> float:
+    """Of a decode: what five more tokens cost."""
+    driver, totals = make_driver(runner), []
+    for num_tokens in (2, 7):
+        counting.calls.clear()
+        driver.greedy([[1, 2, 3]], num_tokens)
+        totals.append(counting.calls.total())
+    return (totals[1] - totals[0]) / 5
+
+
+def parts(**changes: Any) -> LayerParts:
+    def linear(rows: int, columns: int) -> native.NativeLinear:
+        return native.pack_linear(torch.randn(rows, columns), None)
+
+    made = LayerParts(
+        attention_norm=torch.ones(32),
+        qkv=linear(64, 32),
+        query_norm=None,
+        key_norm=None,
+        output=linear(32, 32),
+        mlp_norm=torch.ones(32),
+        gate_up=linear(96, 32),
+        down=linear(32, 48),
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=16,
+        eps=1e-5,
+        scale=0.25,
+    )
+    return made._replace(**changes)
+
+
+@pytest.mark.parametrize(
+    "hidden",
+    [torch.zeros(2, 31), torch.zeros(2, 32, dtype=torch.bfloat16), torch.zeros(32, 2).T],
+    ids=("narrow", "rounded", "strided"),
+)
+def test_hidden_states_that_the_kernel_cannot_read_are_refused(hidden: torch.Tensor) -> None:
+    unused = torch.zeros(1)
+    with pytest.raises(ValueError, match=r"contiguous float32 \[tokens, 32\] is needed"):
+        NativeLayer(parts())(hidden, None, unused, unused, unused, unused)  # type: ignore[arg-type]
+
+
+def test_layers_of_another_kind_are_refused() -> None:
+    plain = reference.pack_linear(torch.randn(32, 48), None)
+    with pytest.raises(TypeError, match="PlainLinear is not packed by the native kernels"):
+        NativeLayer(parts(down=plain))
+
+
+def test_only_the_backend_that_has_it_fuses() -> None:
+    assert {backend: registry.ops_for(backend).fuse_layer is not None for backend in ("cpu", "cpu_native")} == {
+        "cpu": False,
+        "cpu_native": True,
+    }
