@@ -180,9 +180,6 @@ class CausalLM(nn.Module):
     def embedding(self) -> Embedding:
         return cast(Embedding, self.model.embed_tokens)
 
-    def fuse(self) -> None:
-        """Called once the weights are loaded: fewer, larger calls where the device has such."""
-
     def forward(self, token_ids: Tensor, context: ForwardContext) -> Tensor:
         """token_ids: int64 [tokens]. Returns normalised hidden states [tokens, hidden]."""
         return self.model(token_ids, context)  # type: ignore[no-any-return]

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch import Tensor, nn
 
 from pagemill_engine.models.blocks import Attention, CausalLM, Embedding, GatedMLP, RMSNorm
 from pagemill_engine.models.context import ForwardContext
-from pagemill_kernels.decoder_layer.parts import FusedLayer, LayerParts
 from pagemill_kernels.registry import Ops
 from pagemill_protocol.model_spec import ModelSpec
 
@@ -21,38 +18,9 @@ class LlamaDecoderLayer(nn.Module):
         self.self_attn = Attention(spec, ops, dtype, layer)
         self.post_attention_layernorm = RMSNorm(ops, spec.hidden_size, spec.rms_norm_eps, dtype)
         self.mlp = GatedMLP(spec, ops, dtype)
-        self._fuse = ops.fuse_layer
-        self._fused: FusedLayer | None = None
-
-    def fuse(self) -> None:
-        """With the weights loaded: one call for all that `forward` does, where the device has such."""
-        if self._fuse is None:
-            return
-        attention, mlp = self.self_attn, self.mlp
-        parts = LayerParts(
-            attention_norm=self.input_layernorm.weight,
-            qkv=attention.qkv_proj.packed,
-            query_norm=attention.q_norm.weight if attention.has_qk_norm else None,
-            key_norm=attention.k_norm.weight if attention.has_qk_norm else None,
-            output=attention.o_proj.packed,
-            mlp_norm=self.post_attention_layernorm.weight,
-            gate_up=mlp.gate_up_proj.packed,
-            down=mlp.down_proj.packed,
-            num_heads=attention.num_heads,
-            num_kv_heads=attention.num_kv_heads,
-            head_dim=attention.head_dim,
-            eps=self.input_layernorm.eps,
-            scale=attention.scale,
-        )
-        self._fused = self._fuse(parts)
 
     def forward(self, hidden: Tensor, context: ForwardContext) -> None:
         """Adds this layer's contribution to `hidden` in place."""
-        if self._fused is not None:
-            plan = context.attention_plans[self.self_attn.sliding_window]
-            cache = context.kv_caches[self.self_attn.layer]
-            self._fused(hidden, plan, context.cos, context.sin, cache, context.kv_slots)
-            return
         self.self_attn(self.input_layernorm(hidden), context, residual=hidden)
         self.mlp(self.post_attention_layernorm(hidden), residual=hidden)
 
@@ -73,12 +41,6 @@ class LlamaModel(nn.Module):
 
 
 class LlamaForCausalLM(CausalLM):
-    model: LlamaModel
-
     def __init__(self, spec: ModelSpec, ops: Ops, dtype: torch.dtype) -> None:
         super().__init__(spec, ops, dtype)
         self.model = LlamaModel(spec, ops, dtype)
-
-    def fuse(self) -> None:
-        for layer in self.model.layers:
-            cast(LlamaDecoderLayer, layer).fuse()

@@ -36,7 +36,6 @@ def load_weights(model: CausalLM, source: TensorSource, ignore: frozenset[str] =
             layers.pop(EMBEDDING)
     for path, layer in layers.items():
         layer.load(path, source)
-    model.fuse()
 
 
 def weight_bytes(model: CausalLM) -> int:

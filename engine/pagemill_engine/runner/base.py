@@ -39,10 +39,8 @@ class Runner(Protocol):
 
     def launch(self, plan: StepPlan) -> Any:
         """Apply the plan's differences and start its forward pass and sampling; returns an opaque handle."""
-        ...
 
     def wait(self, handle: Any) -> StepResult:
         """Block until the step of `handle` is done."""
-        ...
 
     def close(self) -> None: ...

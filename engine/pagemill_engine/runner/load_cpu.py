@@ -17,6 +17,7 @@ from pagemill_engine.loading.quantized import QuantizedWeights
 from pagemill_engine.loading.source import WeightSource, open_weights
 from pagemill_engine.models.blocks import CausalLM
 from pagemill_engine.models.errors import UnsupportedModelError, WeightsError
+from pagemill_engine.models.fusing import fuse_layers
 from pagemill_engine.models.registry import build_model
 from pagemill_engine.models.rope import rope_tables
 from pagemill_engine.models.weights import load_weights, weight_bytes
@@ -45,6 +46,7 @@ def load_cpu_runner(
         progress("loading", f"{path.name}: {spec.num_parameters / 1e6:.0f} M parameters as {_name(dtype)}, {how}")
         model = build_model(spec, ops, activation_dtype)
         rope_divisors = _fill(model, weights)
+        fuse_layers(model, ops)
         num_blocks = num_blocks_for(config, spec, kv_dtype)
         max_model_len = max_model_len_for(config, spec, num_blocks)
         rope = rope_tables(

@@ -113,7 +113,7 @@ def test_each_weight_is_packed_before_the_next_is_read(folder: Path, runner_load
 def test_codes_stay_codes_under_our_own_products(smollm2_path: Path, runner_loader: Loader) -> None:
     narrow = runner_loader(smollm2_path, backend="cpu_native", dtype="bfloat16", num_kv_blocks=16)
     assert narrow.info.weight_bytes < 115e6
-    assert isinstance(narrow.model.model.layers[0].self_attn.qkv_proj.packed, native.NativeLinear)
+    assert isinstance(narrow.model.model.layers[0].plain.self_attn.qkv_proj.packed, native.NativeLinear)
     assert narrow.info.kv_dtype == "bfloat16"
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 
+from pagemill_engine.models.fusing import FusedDecoderLayer
 from pagemill_kernels import registry
 from pagemill_kernels.cpu import launch, library
 from pagemill_kernels.decoder_layer.native import NativeLayer
@@ -69,8 +70,9 @@ def prompts() -> list[list[int]]:
 
 
 def operation_by_operation(runner: Any) -> Any:
-    for layer in runner.model.model.layers:
-        layer._fused = None
+    layers = runner.model.model.layers
+    for index, layer in enumerate(layers):
+        layers[index] = layer.plain
     return runner
 
 
@@ -79,7 +81,7 @@ def test_one_call_a_layer_has_the_bits_of_nine(
     folder: Path, prompts: list[list[int]], settings: str, runner_loader: Loader, make_driver: Drivers
 ) -> None:
     fused = runner_loader(folder, **SETTINGS[settings])
-    assert all(layer._fused is not None for layer in fused.model.model.layers)
+    assert all(isinstance(layer, FusedDecoderLayer) for layer in fused.model.model.layers)
     single = operation_by_operation(runner_loader(folder, **SETTINGS[settings]))
     for chunk in (512, 7):
         driven = [make_driver(runner).greedy(prompts, 12, max_num_batched_tokens=chunk) for runner in (fused, single)]

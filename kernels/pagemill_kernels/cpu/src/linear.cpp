@@ -5,7 +5,7 @@
 //   codes of 8 bits:   per group [k][n], signed
 //   codes of 4 bits:   per group of 32 inputs, 16 rows of 16 bytes: row k holds input 2k low, 2k + 1 high
 //   scales: per panel and group float32 scale[16], then offset[16] where the weight has offsets
-// All arithmetic is float32. Few rows read the codes directly; for many rows a slice of x is repacked by tiles and each
+// All arithmetic is float32. Few rows read codes and bfloat16 directly; for many rows a slice of x is repacked by tiles and each
 // panel is unpacked beside it in the second-level cache. Both add the same products in the same order, input after
 // input, so that a row's result does not depend on how many rows there are. Packing of weights: pack.cpp.
 #include <omp.h>
@@ -22,7 +22,7 @@ namespace {
 
 constexpr int64_t kDepth = 768;     // inputs unpacked at a time: 48 KiB of floats, in the second-level cache
 constexpr int64_t kRowBlock = 192;  // rows of x repacked at a time, in the second-level cache beside the panel
-constexpr int64_t kDirectRows = 4;  // up to here codes are read directly
+constexpr int64_t kDirectRows = 4;  // up to here codes and bfloat16 are read directly
 constexpr int64_t kPairRows = 2;    // up to here two panels at a time
 constexpr int kGroup4 = 32;         // groups of 4-bit codes
 
@@ -181,16 +181,34 @@ void direct_codes8(const PackedWeight& w, int64_t panel, const float* x, int64_t
   sums.end(c);
 }
 
+template <int Rows, int Panels>
+void direct_bfloat16(const PackedWeight& w, int64_t panel, const float* x, int64_t x_stride, float* c) {
+  constexpr int64_t kRowBytes = kPanel * 2;
+  const int64_t panel_bytes = w.in_features * kRowBytes;
+  const uint8_t* halves = w.codes + panel * panel_bytes;
+  Sums<Rows, Panels> sums(c);
+  for (int64_t k = 0; k < w.in_features; ++k, halves += kRowBytes, ++x)
+#pragma GCC unroll 4
+    for (int p = 0; p < Panels; ++p) {
+      const uint8_t* from = halves + p * panel_bytes;
+      sums.add(p, x, x_stride, from_bfloat16(load_as<Halves>(from)),
+               from_bfloat16(load_as<Halves>(from + kRowBytes / 2)));
+    }
+  sums.end(c);
+}
+
 template <int Panels>
 void direct(const PackedWeight& w, int64_t panel, const float* x, int64_t rows, int64_t x_stride, float* c) {
   using Kernel = void (*)(const PackedWeight&, int64_t, const float*, int64_t, float*);
-  static constexpr Kernel kKernels[3][kDirectRows] = {
+  static constexpr Kernel kKernels[4][kDirectRows] = {
       {direct_codes4<1, Panels>, direct_codes4<2, Panels>, direct_codes4<3, Panels>, direct_codes4<4, Panels>},
       {direct_codes8<1, Panels, false>, direct_codes8<2, Panels, false>, direct_codes8<3, Panels, false>,
        direct_codes8<4, Panels, false>},
       {direct_codes8<1, Panels, true>, direct_codes8<2, Panels, true>, direct_codes8<3, Panels, true>,
-       direct_codes8<4, Panels, true>}};
-  kKernels[w.format == kCodes4 ? 0 : w.has_offsets ? 2 : 1][rows - 1](w, panel, x, x_stride, c);
+       direct_codes8<4, Panels, true>},
+      {direct_bfloat16<1, Panels>, direct_bfloat16<2, Panels>, direct_bfloat16<3, Panels>, direct_bfloat16<4, Panels>}};
+  const int kind = w.format == kBfloat16 ? 3 : w.format == kCodes4 ? 0 : w.has_offsets ? 2 : 1;
+  kKernels[kind][rows - 1](w, panel, x, x_stride, c);
 }
 
 // Where one panel's results go: 16 columns (the last panel: fewer) of `out`.
@@ -234,7 +252,7 @@ Target target_of(const PackedWeight& w, int64_t panel, const float* bias, float*
   return {bias ? bias + first : nullptr, out + first, out_stride, std::min<int64_t>(kPanel, w.out_features - first)};
 }
 
-// A few rows: the codes are read as they are.
+// A few rows: the weight is read as it is stored.
 void few_rows(const PackedWeight& w, const float* x, int64_t rows, int64_t x_stride, const float* bias, float* out,
               int64_t out_stride, bool accumulate, int64_t begin, int64_t end) {
   alignas(64) float c[2 * kDirectRows * kPanel];
@@ -282,12 +300,12 @@ extern "C" void pagemill_linear(const PackedWeight* weight, const float* x, int6
                                 int32_t num_threads) {
   const PackedWeight& w = *weight;
   const int64_t num_panels = (w.out_features + kPanel - 1) / kPanel;
-  const bool by_codes = rows <= kDirectRows && (w.format == kCodes4 || w.format == kCodes8);
+  const bool as_stored = rows <= kDirectRows && w.format != kFloat32;
 #pragma omp parallel num_threads(num_threads)
   {
     const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
     const int64_t begin = num_panels * thread / threads, end = num_panels * (thread + 1) / threads;
-    if (by_codes)
+    if (as_stored)
       few_rows(w, x, rows, x_stride, bias, out, out_stride, accumulate != 0, begin, end);
     else
       many_rows(w, x, rows, x_stride, bias, out, out_stride, accumulate != 0, begin, end);
