@@ -90,6 +90,8 @@ class Ops(NamedTuple):
     """Makes a loaded decoder layer one call; `None`: this backend computes it by the operations above."""
     weight_dtype: torch.dtype | None = None
     """Type of float matrices, whatever the model computes in; `None`: the type it computes in."""
+    keeps_stored: bool = False
+    """Matrices stored in codes or in bfloat16 stay so: the same values in less memory."""
     gathers: bool = True
     """Packed weights give their rows back: a tied embedding takes no memory of its own."""
 
@@ -111,6 +113,7 @@ def ops_for(backend: Backend, batch_invariant: bool = False, weight_dtype: torch
         pack_codes=pack_codes,
         fuse_layer=fuse_layer,
         weight_dtype=weight_dtype,
+        keeps_stored=backend in _PACK_CODES,
         gathers=backend not in _OPAQUE,
     )
     if not batch_invariant:

@@ -72,11 +72,16 @@ class GGUFWeights:
             return None
         return read_codes(tensor.ggml_type.name, self._stored(tensor), tensor.shape)
 
-    def num_bytes(self, dtype: torch.dtype, keep_codes: bool) -> int:
+    def is_bfloat16(self, name: str) -> bool:
+        tensor = self._tensors[name]
+        return tensor.ggml_type.name == "BF16" and len(tensor.shape) == 2
+
+    def num_bytes(self, dtype: torch.dtype, keep_stored: bool) -> int:
         total = 0
-        for tensor in self._tensors.values():
-            kind = CODE_KINDS.get(tensor.ggml_type.name) if keep_codes else None
-            total += math.prod(tensor.shape) * (8 * dtype.itemsize if kind is None else kind.stored_bits) // 8
+        for name, tensor in self._tensors.items():
+            kind = CODE_KINDS.get(tensor.ggml_type.name) if keep_stored else None
+            kept = torch.bfloat16 if keep_stored and self.is_bfloat16(name) else dtype
+            total += math.prod(tensor.shape) * (8 * kept.itemsize if kind is None else kind.stored_bits) // 8
         return total
 
     def digest(self) -> str:

@@ -54,11 +54,15 @@ class QuantizedWeights:
         self._source.read_into(name, weight)
         return quantize(weight, kind.bits)
 
-    def num_bytes(self, dtype: torch.dtype, keep_codes: bool) -> int:
+    def is_bfloat16(self, name: str) -> bool:
+        return self._kind(name, self.shapes[name]) is None and self._source.is_bfloat16(name)
+
+    def num_bytes(self, dtype: torch.dtype, keep_stored: bool) -> int:
         total = 0
         for name, shape in self.shapes.items():
-            kind = self._kind(name, shape) if keep_codes else None
-            total += math.prod(shape) * (8 * dtype.itemsize if kind is None else kind.stored_bits) // 8
+            kind = self._kind(name, shape) if keep_stored else None
+            kept = torch.bfloat16 if keep_stored and self.is_bfloat16(name) else dtype
+            total += math.prod(shape) * (8 * kept.itemsize if kind is None else kind.stored_bits) // 8
         return total
 
     def digest(self) -> str:

@@ -58,8 +58,16 @@ class SafetensorsFolder:
     def read_codes(self, name: str) -> GroupCodes | None:
         return None
 
-    def num_bytes(self, dtype: torch.dtype, keep_codes: bool) -> int:
-        return sum(math.prod(shape) for shape in self.shapes.values()) * dtype.itemsize
+    def is_bfloat16(self, name: str) -> bool:
+        stored = self._owner[name].get_slice(name)
+        return stored.get_dtype() == "BF16" and len(stored.get_shape()) == 2
+
+    def num_bytes(self, dtype: torch.dtype, keep_stored: bool) -> int:
+        total = 0
+        for name, shape in self.shapes.items():
+            kept = keep_stored and self.is_bfloat16(name)
+            total += math.prod(shape) * (torch.bfloat16 if kept else dtype).itemsize
+        return total
 
     def digest(self) -> str:
         tensors = {name: handle.get_tensor(name) for name, handle in self._owner.items()}

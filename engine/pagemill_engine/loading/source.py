@@ -27,8 +27,12 @@ class WeightSource(Protocol):
         """The tensor in the codes it is stored in; `None` where it is stored otherwise."""
         ...
 
-    def num_bytes(self, dtype: torch.dtype, keep_codes: bool) -> int:
-        """Memory that all tensors will take: as `dtype`, or in their codes where they are stored in codes."""
+    def is_bfloat16(self, name: str) -> bool:
+        """The tensor is a matrix that is stored in bfloat16: kept so it takes half the memory and loses nothing."""
+        ...
+
+    def num_bytes(self, dtype: torch.dtype, keep_stored: bool) -> int:
+        """Memory that all tensors will take: as `dtype`, or as stored where that is codes or bfloat16."""
         ...
 
     def digest(self) -> str:

@@ -34,7 +34,6 @@ class Linear(nn.Module):
         self.in_features = in_features
         self.has_bias = bias
         self.dtype = dtype
-        self.weight_dtype = ops.weight_dtype or dtype
         self._ops = ops
 
     def shapes(self, name: str) -> Shapes:
@@ -51,7 +50,7 @@ class Linear(nn.Module):
         bias = read_stacked(source, biases, self.dtype) if self.has_bias else None
         weights: Shapes = {f"{part}.weight": (rows, self.in_features) for part, rows in parts.items()}
         in_codes = _pack_codes(self._ops, source, list(weights), bias)
-        self.packed = in_codes or self._ops.pack_linear(read_stacked(source, weights, self.weight_dtype), bias)
+        self.packed = in_codes or self._ops.pack_linear(_read_matrix(self._ops, source, weights, self.dtype), bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.packed(x)
@@ -91,7 +90,6 @@ class Embedding(nn.Module):
         super().__init__()
         self.shape = (num_rows, size)
         self.dtype = dtype
-        self.weight_dtype = ops.weight_dtype or dtype
         self._ops = ops
 
     def shapes(self, name: str) -> Shapes:
@@ -99,7 +97,7 @@ class Embedding(nn.Module):
 
     def load(self, name: str, source: TensorSource) -> None:
         in_codes = _pack_codes(self._ops, source, list(self.shapes(name)), None)
-        self.rows = in_codes or PlainLinear(read_stacked(source, self.shapes(name), self.weight_dtype), None)
+        self.rows = in_codes or PlainLinear(_read_matrix(self._ops, source, self.shapes(name), self.dtype), None)
 
     def tie(self, head: Linear) -> bool:
         """Read the loaded head's rows from now on; False where its layout cannot give them back."""
@@ -188,6 +186,13 @@ class CausalLM(nn.Module):
         """hidden: [rows, hidden]. Returns float32 [rows, vocab]."""
         logits: Tensor = self.lm_head(hidden)
         return logits.float()
+
+
+def _read_matrix(ops: Ops, source: TensorSource, shapes: Shapes, dtype: torch.dtype) -> Tensor:
+    """The named tensors stacked, in the type that this device holds such weights in."""
+    if ops.keeps_stored and all(source.is_bfloat16(name) for name in shapes):
+        return read_stacked(source, shapes, torch.bfloat16)
+    return read_stacked(source, shapes, ops.weight_dtype or dtype)
 
 
 def _pack_codes(ops: Ops, source: TensorSource, names: list[str], bias: Tensor | None) -> PackedLinear | None:

@@ -28,6 +28,10 @@ class TensorSource(Protocol):
         """The tensor in the codes it is stored in; `None` where it is stored otherwise."""
         ...
 
+    def is_bfloat16(self, name: str) -> bool:
+        """The tensor is a matrix that is stored in bfloat16: kept so it takes half the memory and loses nothing."""
+        ...
+
 
 def read_stacked(source: TensorSource, shapes: Shapes, dtype: torch.dtype) -> Tensor:
     """The named tensors one under another."""

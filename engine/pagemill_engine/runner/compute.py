@@ -16,7 +16,8 @@ from pagemill_protocol.model_spec import ModelSpec
 
 class Compute(NamedTuple):
     dtype: torch.dtype
-    """What the settings come to: the type of float weights and, unless told otherwise, of keys and values."""
+    """What the settings come to: the type of float weights (bfloat16 is kept where it loses nothing) and, unless told
+    otherwise, of keys and values."""
     activation_dtype: torch.dtype
     """What is computed between the products: float32 wherever the native kernels run."""
     kv_dtype: torch.dtype
@@ -38,8 +39,9 @@ def choose_compute(config: EngineConfig, spec: ModelSpec) -> Compute:
         raise _needs_native("kv_cache_dtype", config.kv_cache_dtype, how, "Set kv_cache_dtype to auto")
     if not native and config.deterministic:
         raise _needs_native("deterministic", "true", how, "Turn deterministic off")
-    ops = ops_for(backend, config.deterministic, dtype)
-    return Compute(dtype, torch.float32 if native else dtype, kv_dtype, ops, how)
+    activation_dtype = torch.float32 if native else dtype
+    ops = ops_for(backend, config.deterministic, None if dtype == activation_dtype else dtype)
+    return Compute(dtype, activation_dtype, kv_dtype, ops, how)
 
 
 def _dtype(config: EngineConfig, spec: ModelSpec) -> torch.dtype:

@@ -107,7 +107,7 @@ def _weights(config: EngineConfig, path: Path, spec: ModelSpec) -> WeightSource:
 
 def _weight_bytes(weights: WeightSource, spec: ModelSpec, dtype: torch.dtype, ops: Ops) -> int:
     """What the weights will take; where a packed head cannot lend its rows, a tied embedding is a second copy."""
-    held = weights.num_bytes(dtype, keep_codes=ops.pack_codes is not None)
+    held = weights.num_bytes(dtype, keep_stored=ops.keeps_stored)
     twice = spec.tie_word_embeddings and not ops.gathers
     return held + (spec.vocab_size * spec.hidden_size * dtype.itemsize if twice else 0)
 

@@ -44,13 +44,15 @@ def check_fits(config: EngineConfig, path: Path) -> None:
 
 
 def _weight_bytes(config: EngineConfig, spec: ModelSpec) -> int:
-    """Files in codes keep them; plain floats are quantized or converted where that is asked for."""
+    """Codes are kept, and so is bfloat16 under float32; other floats are quantized or converted as asked for."""
     if spec.weights_format == "gguf" and spec.quantization is not None:
         return spec.weight_bytes
     if config.quantization != "none":
         return spec.num_parameters * _CODE_BITS[config.quantization] // 8
     item_bytes = _ITEM_BYTES.get(config.dtype)
-    return spec.weight_bytes if item_bytes is None else spec.num_parameters * item_bytes
+    if item_bytes is None or (spec.dtype == "bfloat16" and config.dtype == "float32"):
+        return spec.weight_bytes
+    return spec.num_parameters * item_bytes
 
 
 def _kv_cache_bytes(config: EngineConfig, spec: ModelSpec) -> int:

@@ -17,6 +17,7 @@ import transformers
 from tiny_llama import write_tiny_llama
 
 from pagemill_engine.config import EngineConfig
+from pagemill_engine.loading.source import open_weights
 from pagemill_engine.runner.compute import choose_compute
 from pagemill_kernels.cpu import library
 from pagemill_kernels.linear import cpu, native, onednn, reference
@@ -71,6 +72,22 @@ def test_stored_as_bfloat16_the_same_values_give_the_same_answers(
     for a, b in zip(found, expected, strict=True):
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
     assert narrow.info.weight_bytes < 0.55 * wide.info.weight_bytes
+
+
+def test_a_checkpoint_in_bfloat16_stays_so_and_computes_the_same_bits(
+    folder: Path, prompts: list[list[int]], tmp_path: Path, runner_loader: Loader, make_driver: Drivers
+) -> None:
+    """float32 as ever, but its matrices take two bytes: the values are the stored ones."""
+    transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    wide, narrow = (runner_loader(path, backend="cpu_native") for path in (folder, tmp_path))
+    expected = make_driver(wide).greedy(prompts, NUM_TOKENS)
+    found = make_driver(narrow).greedy(prompts, NUM_TOKENS)
+    assert [result.token_ids for result in found] == [result.token_ids for result in expected]
+    assert [result.logprobs for result in found] == [result.logprobs for result in expected]
+    assert narrow.info.weight_bytes < 0.55 * wide.info.weight_bytes
+    assert (narrow.info.kv_dtype, narrow.model.dtype) == ("float32", torch.float32)
+    planned = open_weights(tmp_path).num_bytes(torch.float32, keep_stored=True)
+    assert narrow.info.weight_bytes == pytest.approx(planned, rel=0.05)
 
 
 def test_bfloat16_products_give_the_same_answers_within_their_rounding(

@@ -228,6 +228,6 @@ def test_the_embedded_model_stays_in_its_codes(smollm2_runner: Any, smollm2_path
     assert smollm2_runner._ops == ops_for("cpu_native")
     quantized = smollm2_runner.info.weight_bytes
     assert quantized < 1.35 * smollm2_path.stat().st_size
-    planned = open_weights(smollm2_path).num_bytes(torch.float32, keep_codes=True)
+    planned = open_weights(smollm2_path).num_bytes(torch.float32, keep_stored=True)
     assert quantized == pytest.approx(planned, rel=0.001)
-    assert open_weights(smollm2_path).num_bytes(torch.float32, keep_codes=False) > 4 * quantized
+    assert open_weights(smollm2_path).num_bytes(torch.float32, keep_stored=False) > 4 * quantized

@@ -114,7 +114,7 @@ def test_sizes_and_weights_come_from_the_same_files_where_one_file_and_an_index_
     (folder / INDEX_FILE).write_text(json.dumps({"weight_map": {"stray.weight": "old.safetensors"}}))
     weights = SafetensorsFolder(folder)
     assert "stray.weight" not in weights.shapes
-    assert load_model_spec(folder).weight_bytes == weights.num_bytes(torch.float32, keep_codes=False)
+    assert load_model_spec(folder).weight_bytes == weights.num_bytes(torch.float32, keep_stored=False)
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])

@@ -111,7 +111,7 @@ def test_codes_take_the_promised_memory_and_embedding_and_head_eight_bits(folder
     runners = {mode: runner_loader(folder, quantization=mode) for mode in ("none", *MODES)}
     for mode in MODES:
         runner, planned = runners[mode], QuantizedWeights(open_weights(folder), mode)
-        assert runner.info.weight_bytes == pytest.approx(planned.num_bytes(torch.float32, keep_codes=True), rel=1e-3)
+        assert runner.info.weight_bytes == pytest.approx(planned.num_bytes(torch.float32, keep_stored=True), rel=1e-3)
         assert runner.info.weight_bytes < 0.35 * runners["none"].info.weight_bytes
         embedding = VOCAB * HIDDEN
         assert runner.model.lm_head.packed.num_bytes == runner.model.embedding.rows.num_bytes == embedding * 9 // 8
