@@ -118,7 +118,8 @@ def ops_for(backend: Backend, batch_invariant: bool = False, weight_dtype: torch
     )
     if not batch_invariant:
         return ops
-    return ops._replace(**{name: _load(target) for name, target in _BATCH_INVARIANT[backend].items()})
+    invariant: dict[str, Any] = {name: _load(target) for name, target in _BATCH_INVARIANT[backend].items()}
+    return ops._replace(**invariant)
 
 
 def cpu_backend(
