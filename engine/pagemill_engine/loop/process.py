@@ -193,6 +193,7 @@ def _ready(core: EngineCore, load_s: float) -> Ready:
         weight_bytes=info.weight_bytes,
         kv_bytes_per_token=info.kv_bytes_per_token,
         load_s=load_s,
+        memory=info.memory,
     )
 
 

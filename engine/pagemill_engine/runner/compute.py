@@ -19,6 +19,8 @@ class Compute(NamedTuple):
     ops: Ops
     how: str
     """What runs and why, for people."""
+    gathers: bool
+    """Attention copies keys and values together; the native kernels read them where they lie."""
 
 
 def choose_compute(config: EngineConfig, spec: ModelSpec) -> Compute:
@@ -33,7 +35,7 @@ def choose_compute(config: EngineConfig, spec: ModelSpec) -> Compute:
         raise _needs_native("kv_cache_dtype", config.kv_cache_dtype, how, "Set kv_cache_dtype to auto")
     if backend != "cpu_native" and config.deterministic:
         raise _needs_native("deterministic", "true", how, "Turn deterministic off")
-    return Compute(dtype, kv_dtype, ops_for(backend, config.deterministic), how)
+    return Compute(dtype, kv_dtype, ops_for(backend, config.deterministic), how, backend != "cpu_native")
 
 
 def _dtype(config: EngineConfig, spec: ModelSpec) -> torch.dtype:
