@@ -78,7 +78,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """`None`: a simulated device has no memory."""
 
 
-class LogprobsOut(msgspec.Struct, frozen=True, array_like=True):
+class LogprobsOut(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """At one position: chosen token first, then the most likely ones."""
 
     token_ids: list[int]
@@ -86,8 +86,8 @@ class LogprobsOut(msgspec.Struct, frozen=True, array_like=True):
     rank: int
 
 
-class TokensOut(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """New tokens of one choice of one request."""
+class TokensOut(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """New tokens of one choice of one request. One a row and step, in no cycle: the collector need not count them."""
 
     request_id: str
     choice: int = 0
