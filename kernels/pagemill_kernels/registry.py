@@ -57,6 +57,7 @@ _IMPLEMENTATIONS: dict[str, dict[Backend, str]] = {
     },
 }
 _PACK_CODES: dict[Backend, str] = {"cpu_native": "linear.native:pack_codes"}
+_PACK_BLOCKS: dict[Backend, str] = {"cpu_native": "linear.native:pack_blocks"}
 _BATCH_INVARIANT: dict[Backend, dict[str, str]] = {
     "cpu_native": {"plan_attention": "paged_attention.native:plan_invariant_attention"},
 }
@@ -75,6 +76,8 @@ class Ops(NamedTuple):
     paged_attention: Callable[..., Tensor]
     pack_codes: Callable[..., PackedLinear] | None
     """Packs `linear.groups.GroupCodes` without turning them into floats; `None`: this backend needs floats."""
+    pack_blocks: Callable[..., PackedLinear] | None
+    """Packs `linear.groups.CodeBlocks`; `None`: this backend needs them as `GroupCodes` or floats."""
 
 
 def resolve(operation: str, backend: Backend) -> Callable[..., Any]:
@@ -86,7 +89,9 @@ def resolve(operation: str, backend: Backend) -> Callable[..., Any]:
 def ops_for(backend: Backend, batch_invariant: bool = False) -> Ops:
     """`batch_invariant`: a row's result has the same bits whatever else is computed; KeyError where it cannot."""
     pack_codes = _load(_PACK_CODES[backend]) if backend in _PACK_CODES else None
-    ops = Ops(**{operation: resolve(operation, backend) for operation in _IMPLEMENTATIONS}, pack_codes=pack_codes)
+    pack_blocks = _load(_PACK_BLOCKS[backend]) if backend in _PACK_BLOCKS else None
+    operations = {operation: resolve(operation, backend) for operation in _IMPLEMENTATIONS}
+    ops = Ops(**operations, pack_codes=pack_codes, pack_blocks=pack_blocks)
     if not batch_invariant:
         return ops
     return ops._replace(**{name: _load(target) for name, target in _BATCH_INVARIANT[backend].items()})

@@ -130,5 +130,5 @@ class RequestRows:
 def _sampling(request_ids: list[str], samples: set[str]) -> NDArray[np.int64]:
     """Indices of those that sample: all of them, unless some are in the middle of their prompts."""
     if len(samples) == len(request_ids):
-        return np.arange(len(request_ids))
+        return np.arange(len(request_ids), dtype=np.int64)
     return np.array([i for i, name in enumerate(request_ids) if name in samples], dtype=np.int64)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pagemill_engine.config import EngineConfig
+from pagemill_engine.loading.early_digest import EarlyDigest
 from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.loading.gguf_weights import ROPE_FACTORS
 from pagemill_engine.loading.quantized import QuantizedWeights
@@ -35,14 +36,18 @@ logger = logging.getLogger(__name__)
 
 
 def load_cpu_runner(
-    config: EngineConfig, path: Path, spec: ModelSpec, progress: Callable[[str, str], None]
+    config: EngineConfig,
+    path: Path,
+    spec: ModelSpec,
+    progress: Callable[[str, str], None],
+    early_digest: EarlyDigest | None = None,
 ) -> CPURunner:
     """Raises `LoadError`."""
     torch.set_num_threads(config.num_threads or available_threads())
     compute = choose_compute(config, spec)
     dtype, kv_dtype, ops = compute.dtype, compute.kv_dtype, compute.ops
     try:
-        weights = _weights(config, path, spec)
+        weights = _weights(config, path, spec, early_digest)
         num_blocks, budget = plan_memory(config, spec, _sizes(weights, spec, compute), measure_memory())
         parameters = f"{spec.num_parameters / 1e6:.0f} M parameters"
         progress("loading", f"{path.name}: {parameters} as {_name(dtype)}, {compute.how}")
@@ -89,9 +94,11 @@ def _fill(model: CausalLM, weights: WeightSource) -> Tensor | None:
     return divisors
 
 
-def _weights(config: EngineConfig, path: Path, spec: ModelSpec) -> WeightSource:
+def _weights(
+    config: EngineConfig, path: Path, spec: ModelSpec, early_digest: EarlyDigest | None = None
+) -> WeightSource:
     """The stored weights, or their floats quantized while they are read."""
-    weights = open_weights(path)
+    weights = open_weights(path, early_digest)
     if config.quantization == "none":
         return weights
     if spec.quantization is not None:

@@ -93,7 +93,7 @@ def test_a_cache_that_does_not_fit_beside_the_weights_names_the_setting(
 
 
 def test_a_step_that_does_not_fit_beside_weights_and_cache_names_its_settings(spec: ModelSpec) -> None:
-    settings = {"kv_cache_memory_bytes": 512 * MIB, "max_num_batched_tokens": 1024}
+    settings: dict[str, Any] = {"kv_cache_memory_bytes": 512 * MIB, "max_num_batched_tokens": 1024}
     error = refusal(spec, GIB, max_num_seqs=256, **settings)
     assert error.reason == "StepTooLarge"
     assert "maxNumBatchedTokens 1024 and maxNumSeqs 256" in error.message
@@ -125,6 +125,7 @@ def peak_bytes(run: Callable[[], object]) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled, torch.inference_mode():
         run()
     assert profiled.profiler is not None
+    assert profiled.profiler.kineto_results is not None
     events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
     sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
     return int(max(np.cumsum(sizes), default=0))
