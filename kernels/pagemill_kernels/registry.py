@@ -65,6 +65,7 @@ _IMPLEMENTATIONS: dict[str, dict[Backend, str]] = {
 _INHERITS: dict[Backend, Backend] = {"cpu_onednn": "cpu_native"}
 """What a backend does not have itself it takes from this one, and only then from the reference."""
 _PACK_CODES: dict[Backend, str] = {"cpu_native": "linear.native:pack_codes"}
+_PACK_BLOCKS: dict[Backend, str] = {"cpu_native": "linear.native:pack_blocks"}
 _FUSE_LAYER: dict[Backend, str] = {"cpu_native": "decoder_layer.native:fuse_layer"}
 _OPAQUE: tuple[Backend, ...] = ("cpu", "cpu_onednn")
 """Backends that cannot read a row out of a packed weight."""
@@ -86,6 +87,8 @@ class Ops(NamedTuple):
     paged_attention: Callable[..., Tensor]
     pack_codes: Callable[..., PackedLinear] | None
     """Packs `linear.groups.GroupCodes` without turning them into floats; `None`: this backend needs floats."""
+    pack_blocks: Callable[..., PackedLinear] | None = None
+    """Packs `linear.groups.CodeBlocks`; `None`: this backend needs them as `GroupCodes` or floats."""
     fuse_layer: Callable[[LayerParts], FusedLayer] | None = None
     """Makes a loaded decoder layer one call; `None`: this backend computes it by the operations above."""
     weight_dtype: torch.dtype | None = None
@@ -106,11 +109,13 @@ def resolve(operation: str, backend: Backend) -> Callable[..., Any]:
 def ops_for(backend: Backend, batch_invariant: bool = False, weight_dtype: torch.dtype | None = None) -> Ops:
     """`batch_invariant`: a row's result has the same bits whatever else is computed; KeyError where it cannot."""
     pack_codes = _load(_PACK_CODES[backend]) if backend in _PACK_CODES else None
+    pack_blocks = _load(_PACK_BLOCKS[backend]) if backend in _PACK_BLOCKS else None
     fuse_layer = _load(_FUSE_LAYER[backend]) if backend in _FUSE_LAYER else None
     operations = {operation: resolve(operation, backend) for operation in _IMPLEMENTATIONS}
     ops = Ops(
         **operations,
         pack_codes=pack_codes,
+        pack_blocks=pack_blocks,
         fuse_layer=fuse_layer,
         weight_dtype=weight_dtype,
         keeps_stored=backend in _PACK_CODES,

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -51,6 +52,14 @@ def request(name: str, num_tokens: int = 3, **sampling: Any) -> AddRequest:
             request_id=name, model="m", prompt_token_ids=[index % 1000 for index in range(num_tokens)], sampling=params
         )
     )
+
+
+def test_nothing_slow_is_imported_before_the_engine_process_starts() -> None:
+    code = (
+        "import sys, pagemill_engine.ipc.process, pagemill_engine.server.settings, pagemill_engine.server.failure\n"
+        "assert not {'torch', 'numpy', 'zmq', 'uvicorn', 'starlette', 'tokenizers', 'pydantic'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 @contextlib.asynccontextmanager
@@ -280,7 +289,7 @@ def test_the_collector_rests_while_loading_and_leaves_alone_what_was_loaded(
 ) -> None:
     while_loading: list[bool] = []
 
-    def load(config: EngineConfig, progress: Any) -> Any:
+    def load(config: EngineConfig, progress: Any, early_digest: Any) -> Any:
         while_loading.append(gc.isenabled())
         return checking_runner()
 
@@ -295,7 +304,7 @@ def test_the_collector_rests_while_loading_and_leaves_alone_what_was_loaded(
 
 
 def test_a_failed_load_leaves_the_collector_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(config: EngineConfig, progress: Any) -> Any:
+    def fail(config: EngineConfig, progress: Any, early_digest: Any) -> Any:
         raise LoadError("ModelUnreadable", "broken")
 
     monkeypatch.setattr(factory, "create_runner", fail)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 
@@ -120,6 +122,15 @@ def test_parts_of_any_kinds_are_stacked_without_changing_a_value(kinds: tuple[st
     assert stacked.bits == (4 if set(kinds) == {"codes4"} else 8)
     x = torch.randn(5, 64)
     torch.testing.assert_close(native.pack_codes(stacked, None)(x), x @ expected.T, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("bits", "stored_offsets", "block_bytes"), [(4, True, 18), (8, False, 36), (8, True, 36)])
+def test_blocks_that_the_kernels_cannot_read_are_refused(
+    bits: Literal[4, 8], stored_offsets: bool, block_bytes: int
+) -> None:
+    data = torch.zeros(16, 2, block_bytes, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=f"{block_bytes} bytes are no block of {bits}-bit codes that is packed"):
+        native.pack_blocks(groups.CodeBlocks(bits, stored_offsets, data), None)
 
 
 def test_codes_that_the_kernels_cannot_read_are_refused() -> None:

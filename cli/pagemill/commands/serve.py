@@ -15,7 +15,7 @@ from rich.table import Table
 
 from pagemill_crds.quantities import memory_bytes
 from pagemill_engine.config import EngineConfig, ServerConfig
-from pagemill_engine.ipc.messages import Ready
+from pagemill_engine.ipc.messages import MemoryBudget, Ready
 from pagemill_engine.server.failure import StartupError
 from pagemill_engine.server.settings import Settings
 
@@ -145,7 +145,8 @@ class _Screen:
             self._console.print("Stopped.")
 
     def ready(self, ready: Ready) -> None:
-        self._console.print(budget_table(ready))
+        if ready.memory is not None:
+            self._console.print(budget_table(ready, ready.memory))
         server, (port, control_port) = self._settings.server, self._ports
         self._console.print(f"Ready after {ready.load_s:.1f} s. Clients: http://{_shown(server.host)}:{port}/v1")
         self._console.print(f"Probes and metrics: http://{_shown(server.control_host)}:{control_port}", style="dim")
@@ -156,26 +157,34 @@ class _Screen:
             self._console.print(f"Finishing {num_requests} running requests; Ctrl-C again stops now.")
 
 
-def budget_table(ready: Ready) -> Table:
-    """Where the memory goes and how many requests that carries."""
+def budget_table(ready: Ready, memory: MemoryBudget) -> Table:
+    """Where the memory goes and how many requests that carries. What is free takes up the rounding of the others."""
     num_tokens = ready.num_blocks * ready.block_size
-    kv_bytes = num_tokens * ready.kv_bytes_per_token
+    blocks = f"{ready.num_blocks:,} blocks of {ready.block_size} = {num_tokens:,} tokens"
+    full = f"{num_tokens / ready.max_model_len:.1f} requests of {ready.max_model_len:,} tokens"
+    step = f"{ready.max_num_batched_tokens:,} tokens, {ready.max_num_seqs:,} requests to sample"
+    parts = [
+        ("Weights", memory.weight_bytes, f"as they lie in memory; {ready.compute}"),
+        ("KV cache", memory.kv_bytes, f"{blocks}, {ready.kv_bytes_per_token / 1024:.1f} KiB each ({ready.kv_dtype})"),
+        ("Activations", memory.activation_bytes, f"the largest step, computed from its shapes: {step}"),
+        ("Engine process", memory.process_bytes, "interpreter and libraries, measured before loading"),
+        ("Other processes", memory.other_bytes, "the server process and all else under the limit, measured then"),
+    ]
+    limit_mib = _mib(memory.limit_bytes)
+    free_mib = limit_mib - sum(_mib(num_bytes) for _, num_bytes, _ in parts)
     table = Table(title="Memory budget", title_justify="left", show_edge=False, pad_edge=False)
     table.add_column("Part")
-    table.add_column("Size", justify="right")
-    table.add_column("What it holds")
-    table.add_row("Weights", _mib(ready.weight_bytes), f"as they lie in memory; {ready.compute}")
-    blocks = f"{ready.num_blocks:,} blocks of {ready.block_size} = {num_tokens:,} tokens"
-    table.add_row(
-        "KV cache", _mib(kv_bytes), f"{blocks}, {ready.kv_bytes_per_token / 1024:.1f} KiB each ({ready.kv_dtype})"
-    )
-    full = f"{num_tokens / ready.max_model_len:.1f} requests of {ready.max_model_len:,} tokens"
-    table.add_row("Total", _mib(ready.weight_bytes + kv_bytes), f"room for {full}, {ready.max_num_seqs} at most")
+    table.add_column("MiB", justify="right")
+    table.add_column("What it is")
+    for name, num_bytes, what in parts:
+        table.add_row(name, f"{_mib(num_bytes):,}", what)
+    table.add_row("Free", f"{free_mib:,}", "when all of these are full")
+    table.add_row("Limit", f"{limit_mib:,}", f"of machine or container; room for {full}, {ready.max_num_seqs} at most")
     return table
 
 
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:,.0f} MiB"
+def _mib(num_bytes: int) -> int:
+    return round(num_bytes / 2**20)
 
 
 def _bytes(quantity: str | None) -> int | None:

@@ -44,6 +44,7 @@ LASTING_REASONS = frozenset(
         "SettingsUnreadable",
         "SettingsUnsupported",
         "StartFailed",
+        "StepTooLarge",
     }
 )
 """Causes that starting again does not repair."""

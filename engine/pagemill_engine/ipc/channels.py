@@ -16,7 +16,8 @@ import msgspec
 import zmq
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.ipc.link import FROM_ENGINE, TO_ENGINE, address, read_fatal
+from pagemill_engine.ipc.folder import FROM_ENGINE, TO_ENGINE, address
+from pagemill_engine.ipc.link import read_fatal
 from pagemill_engine.ipc.messages import FromEngine, Shutdown, ToEngine
 from pagemill_engine.ipc.process import EngineProcess
 

@@ -20,16 +20,11 @@ import msgspec
 import zmq
 
 from pagemill_engine.config import EngineConfig
+from pagemill_engine.ipc.folder import FATAL_FILE, FROM_ENGINE, SETTINGS_FILE, TO_ENGINE, address
 from pagemill_engine.ipc.messages import Fatal, FromEngine, ToEngine
 
 logger = logging.getLogger(__name__)
 
-SETTINGS_FILE = "settings.json"
-CONFIGURED = b"."
-"""Through the parent's pipe: the settings are there."""
-FATAL_FILE = "fatal"
-TO_ENGINE = "in"
-FROM_ENGINE = "out"
 LINGER_MS = 1000
 
 
@@ -95,10 +90,6 @@ class EngineLink:
             self._configured.set()
         shutil.rmtree(self._folder, ignore_errors=True)
         os._exit(1)
-
-
-def address(folder: Path, name: str) -> str:
-    return f"ipc://{folder / name}"
 
 
 def read_fatal(folder: Path) -> Fatal | None:

@@ -39,6 +39,27 @@ class LoadProgress(msgspec.Struct, frozen=True, tag="progress"):
     elapsed_s: float
 
 
+class MemoryBudget(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the memory goes that may be used: all parts and what is free are the limit."""
+
+    limit_bytes: int
+    """Of the machine or of the container, whichever is less."""
+    process_bytes: int
+    """The engine process before it loads: interpreter and libraries, without what can be read from files again."""
+    other_bytes: int
+    """All else that was in use then, the server process included."""
+    weight_bytes: int
+    kv_bytes: int
+    activation_bytes: int
+    """Of the largest step, from the model's shapes."""
+
+    @property
+    def free_bytes(self) -> int:
+        """What is left when cache and step are as large as they may get. Negative: they do not fit."""
+        used = self.process_bytes + self.other_bytes
+        return self.limit_bytes - used - self.weight_bytes - self.kv_bytes - self.activation_bytes
+
+
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """The model generated a token; requests may come."""
 
@@ -54,9 +75,11 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     kv_bytes_per_token: int
     compute: str
     load_s: float
+    memory: MemoryBudget | None = None
+    """`None`: a simulated device has no memory."""
 
 
-class LogprobsOut(msgspec.Struct, frozen=True, array_like=True):
+class LogprobsOut(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """At one position: chosen token first, then the most likely ones."""
 
     token_ids: list[int]
@@ -64,8 +87,8 @@ class LogprobsOut(msgspec.Struct, frozen=True, array_like=True):
     rank: int
 
 
-class TokensOut(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """New tokens of one choice of one request."""
+class TokensOut(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """New tokens of one choice of one request. One a row and step, in no cycle: the collector need not count them."""
 
     request_id: str
     choice: int = 0

@@ -18,7 +18,7 @@ from types import TracebackType
 import msgspec
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.ipc.link import CONFIGURED, SETTINGS_FILE
+from pagemill_engine.ipc.folder import CONFIGURED, SETTINGS_FILE
 
 ENGINE_MODULE = "pagemill_engine.loop.process"
 RUNNER_MODULE = "pagemill_engine.runner.load_cpu"

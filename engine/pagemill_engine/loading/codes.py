@@ -22,7 +22,7 @@ from pagemill_engine.loading.dequantize import (
     k_sixes,
     nibbles,
 )
-from pagemill_kernels.linear.groups import GROUP_SIZE, SMALL_GROUP_SIZE, GroupCodes
+from pagemill_kernels.linear.groups import GROUP_SIZE, SMALL_GROUP_SIZE, CodeBlocks, GroupCodes
 
 
 class CodeKind(NamedTuple):
@@ -49,6 +49,9 @@ CODE_KINDS: dict[str, CodeKind] = {
     "Q8_0": CodeKind(8),
 }
 
+_STORED_OFFSETS = {"Q4_0": False, "Q4_1": True, "Q8_0": False}
+"""Types whose blocks are `CodeBlocks` as they stand, and whether an offset lies beside the scale."""
+
 _Parts = tuple[Tensor, Tensor, Tensor | None]
 """Codes [n, block_elements], scales and offsets, each float32 [n, block_elements / group_size]."""
 
@@ -63,6 +66,14 @@ def read_codes(kind: str, data: Tensor, shape: tuple[int, ...]) -> GroupCodes:
         scales=scales.reshape(groups),
         offsets=None if offsets is None else offsets.reshape(groups),
     )
+
+
+def read_blocks(kind: str, data: Tensor, shape: tuple[int, ...]) -> CodeBlocks | None:
+    """data as for `read_codes`; `None` for a type of other blocks."""
+    if kind not in _STORED_OFFSETS:
+        return None
+    blocks = data.view(shape[0], shape[1] // GROUP_SIZE, block_bytes(kind))
+    return CodeBlocks(CODE_KINDS[kind].bits, _STORED_OFFSETS[kind], blocks)
 
 
 def _q4_0(blocks: Tensor) -> _Parts:

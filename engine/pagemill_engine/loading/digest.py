@@ -15,6 +15,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pagemill_protocol.gguf_file import GGUFFile
+
 WHOLE_MODEL_BYTES = 256 * 1024 * 1024
 WHOLE_TENSOR_BYTES = 256 * 1024
 SAMPLE_BYTES = 64 * 1024
@@ -36,6 +38,12 @@ def digest_tensors(tensors: Iterable[StoredTensor], total_bytes: int) -> str:
         for piece in _pieces(tensor.data, total_bytes):
             hasher.update(piece.data)
     return hasher.hexdigest()
+
+
+def gguf_digest(file: GGUFFile) -> str:
+    tensors = file.tensors.values()
+    stored = (StoredTensor(t.name, t.ggml_type.name, t.shape, file.data(t.name)) for t in tensors)
+    return digest_tensors(stored, sum(tensor.num_bytes for tensor in tensors))
 
 
 def _pieces(data: NDArray[np.uint8], total_bytes: int) -> list[NDArray[np.uint8]]:

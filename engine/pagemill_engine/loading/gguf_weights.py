@@ -16,11 +16,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pagemill_engine.loading.codes import CODE_KINDS, read_codes
+from pagemill_engine.loading.codes import CODE_KINDS, read_blocks, read_codes
 from pagemill_engine.loading.dequantize import dequantize_into, supported_types
-from pagemill_engine.loading.digest import StoredTensor, digest_tensors
+from pagemill_engine.loading.digest import gguf_digest
+from pagemill_engine.loading.early_digest import EarlyDigest
 from pagemill_engine.loading.errors import LoadError
-from pagemill_kernels.linear.groups import GroupCodes
+from pagemill_kernels.linear.groups import CodeBlocks, GroupCodes
 from pagemill_protocol.gguf_file import GGUFFile, GGUFTensor
 
 ROPE_FACTORS = "rope_freq_factors"
@@ -52,8 +53,9 @@ _INTERLEAVED_ARCHITECTURES = ("llama",)
 class GGUFWeights:
     """`WeightSource` over one file. Raises `LoadError` for corrupt files and unsupported storage types."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, early_digest: EarlyDigest | None = None) -> None:
         self._file = GGUFFile(path)
+        self._early_digest = early_digest
         self._path = path
         self._tensors = {hugging_face_name(name): tensor for name, tensor in self._file.tensors.items()}
         self._check_types()
@@ -72,6 +74,10 @@ class GGUFWeights:
             return None
         return read_codes(tensor.ggml_type.name, self._stored(tensor), tensor.shape)
 
+    def read_blocks(self, name: str) -> CodeBlocks | None:
+        tensor = self._tensors[name]
+        return read_blocks(tensor.ggml_type.name, self._stored(tensor), tensor.shape)
+
     def is_bfloat16(self, name: str) -> bool:
         tensor = self._tensors[name]
         return tensor.ggml_type.name == "BF16" and len(tensor.shape) == 2
@@ -85,12 +91,8 @@ class GGUFWeights:
         return total
 
     def digest(self) -> str:
-        tensors = self._file.tensors.values()
-        total = sum(tensor.num_bytes for tensor in tensors)
-        return digest_tensors(
-            (StoredTensor(t.name, t.ggml_type.name, t.shape, self._file.data(t.name)) for t in tensors),
-            total,
-        )
+        early = self._early_digest.of(self._path) if self._early_digest is not None else None
+        return early or gguf_digest(self._file)
 
     def _stored(self, tensor: GGUFTensor) -> Tensor:
         """The tensor's bytes with its rows in Hugging Face order."""

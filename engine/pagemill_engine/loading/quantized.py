@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pagemill_engine.loading.codes import CodeKind
 from pagemill_engine.loading.source import WeightSource
-from pagemill_kernels.linear.groups import GROUP_SIZE, GroupCodes
+from pagemill_kernels.linear.groups import GROUP_SIZE, CodeBlocks, GroupCodes
 from pagemill_kernels.linear.quantize import quantize
 
 Quantization = Literal["int8", "int4"]
@@ -53,6 +53,9 @@ class QuantizedWeights:
         weight = torch.empty(shape)
         self._source.read_into(name, weight)
         return quantize(weight, kind.bits)
+
+    def read_blocks(self, name: str) -> CodeBlocks | None:
+        return None
 
     def is_bfloat16(self, name: str) -> bool:
         return self._kind(name, self.shapes[name]) is None and self._source.is_bfloat16(name)

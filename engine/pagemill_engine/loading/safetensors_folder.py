@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pagemill_engine.loading.digest import StoredTensor, digest_tensors
 from pagemill_engine.loading.errors import LoadError
-from pagemill_kernels.linear.groups import GroupCodes
+from pagemill_kernels.linear.groups import CodeBlocks, GroupCodes
 from pagemill_protocol.safetensors_header import INDEX_FILE, shard_paths, weight_map
 from pagemill_protocol.sources import UnreadableModelError
 
@@ -56,6 +56,9 @@ class SafetensorsFolder:
         out.copy_(tensor)
 
     def read_codes(self, name: str) -> GroupCodes | None:
+        return None
+
+    def read_blocks(self, name: str) -> CodeBlocks | None:
         return None
 
     def is_bfloat16(self, name: str) -> bool:

@@ -8,7 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pagemill_kernels.linear.groups import GroupCodes
+from pagemill_engine.loading.early_digest import EarlyDigest
+from pagemill_kernels.linear.groups import CodeBlocks, GroupCodes
 
 
 class WeightSource(Protocol):
@@ -27,6 +28,10 @@ class WeightSource(Protocol):
         """The tensor in the codes it is stored in; `None` where it is stored otherwise."""
         ...
 
+    def read_blocks(self, name: str) -> CodeBlocks | None:
+        """The stored codes as they lie in the file; `None` where they lie otherwise, or are none."""
+        ...
+
     def is_bfloat16(self, name: str) -> bool:
         """The tensor is a matrix that is stored in bfloat16: kept so it takes half the memory and loses nothing."""
         ...
@@ -40,12 +45,15 @@ class WeightSource(Protocol):
         ...
 
 
-def open_weights(path: Path) -> WeightSource:
-    """The weights of a `.gguf` file or of a Hugging Face folder. Raises `LoadError`."""
+def open_weights(path: Path, early_digest: EarlyDigest | None = None) -> WeightSource:
+    """The weights of a `.gguf` file or of a Hugging Face folder. Raises `LoadError`.
+
+    `early_digest`: taken already, perhaps of this file.
+    """
     if path.is_dir():
         from pagemill_engine.loading.safetensors_folder import SafetensorsFolder
 
         return SafetensorsFolder(path)
     from pagemill_engine.loading.gguf_weights import GGUFWeights
 
-    return GGUFWeights(path)
+    return GGUFWeights(path, early_digest)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pagemill_engine.models.context import ForwardContext
-from pagemill_engine.models.tensors import Shapes, TensorSource, codes_stacked, read_stacked
+from pagemill_engine.models.tensors import Shapes, TensorSource, blocks_stacked, codes_stacked, read_stacked
 from pagemill_kernels.linear.packed import PackedLinear
 from pagemill_kernels.linear.reference import PlainLinear
 from pagemill_kernels.registry import Ops
@@ -197,6 +197,8 @@ def _read_matrix(ops: Ops, source: TensorSource, shapes: Shapes, dtype: torch.dt
 
 def _pack_codes(ops: Ops, source: TensorSource, names: list[str], bias: Tensor | None) -> PackedLinear | None:
     """The named tensors packed in the codes they are stored in; `None` where source or device has no codes."""
+    if ops.pack_blocks is not None and (blocks := blocks_stacked(source, names)) is not None:
+        return ops.pack_blocks(blocks, bias)
     if ops.pack_codes is None:
         return None
     codes = codes_stacked(source, names)

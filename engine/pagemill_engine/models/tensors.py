@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pagemill_kernels.linear.groups import GroupCodes, stack
+from pagemill_kernels.linear.groups import CodeBlocks, GroupCodes, stack, stack_blocks
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -26,6 +26,10 @@ class TensorSource(Protocol):
 
     def read_codes(self, name: str) -> GroupCodes | None:
         """The tensor in the codes it is stored in; `None` where it is stored otherwise."""
+        ...
+
+    def read_blocks(self, name: str) -> CodeBlocks | None:
+        """The stored codes as they lie in the file; `None` where they lie otherwise, or are none."""
         ...
 
     def is_bfloat16(self, name: str) -> bool:
@@ -53,3 +57,14 @@ def codes_stacked(source: TensorSource, names: list[str]) -> GroupCodes | None:
             return None
         parts.append(codes)
     return stack(parts)
+
+
+def blocks_stacked(source: TensorSource, names: list[str]) -> CodeBlocks | None:
+    """The named tensors' blocks one under another; `None` unless all are stored in blocks of one kind."""
+    parts: list[CodeBlocks] = []
+    for name in names:
+        blocks = source.read_blocks(name)
+        if blocks is None:
+            return None
+        parts.append(blocks)
+    return stack_blocks(parts)

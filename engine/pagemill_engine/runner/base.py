@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol
 
+from pagemill_engine.ipc.messages import MemoryBudget
 from pagemill_engine.scheduler.step import StepPlan, StepResult
 
 
@@ -25,6 +26,7 @@ class RunnerInfo(NamedTuple):
     """Type of float weights and which kernels run, for people."""
     overlaps: bool = False
     """`launch` returns before the step has run, and using that time pays: the loop overlaps unless told otherwise."""
+    memory: MemoryBudget | None = None
 
 
 class Runner(Protocol):

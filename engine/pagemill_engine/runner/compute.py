@@ -24,6 +24,8 @@ class Compute(NamedTuple):
     ops: Ops
     how: str
     """What runs and why, for people."""
+    attention_gathers: bool
+    """Attention copies keys and values together; the native kernels read them where they lie."""
 
 
 def choose_compute(config: EngineConfig, spec: ModelSpec) -> Compute:
@@ -41,7 +43,7 @@ def choose_compute(config: EngineConfig, spec: ModelSpec) -> Compute:
         raise _needs_native("deterministic", "true", how, "Turn deterministic off")
     activation_dtype = torch.float32 if native else dtype
     ops = ops_for(backend, config.deterministic, None if dtype == activation_dtype else dtype)
-    return Compute(dtype, activation_dtype, kv_dtype, ops, how)
+    return Compute(dtype, activation_dtype, kv_dtype, ops, how, attention_gathers=not native)
 
 
 def _dtype(config: EngineConfig, spec: ModelSpec) -> torch.dtype:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pagemill_engine.config import EngineConfig
+from pagemill_engine.loading.early_digest import EarlyDigest
 from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.runner.base import Runner
 from pagemill_protocol.model_spec import load_model_spec
@@ -23,7 +24,7 @@ __all__ = ["LoadError", "create_runner"]
 Progress = Callable[[str, str], None]
 
 
-def create_runner(config: EngineConfig, progress: Progress) -> Runner:
+def create_runner(config: EngineConfig, progress: Progress, early_digest: EarlyDigest | None = None) -> Runner:
     """The runner for `config`, ready to step. `progress(phase, detail)` is told why it takes time.
 
     Raises `LoadError`.
@@ -35,12 +36,14 @@ def create_runner(config: EngineConfig, progress: Progress) -> Runner:
     try:
         path = resolve_source(config.model, field="model")
         spec = load_model_spec(path)
-        return _load(config, path, spec, progress)
+        return _load(config, path, spec, progress, early_digest)
     except SourceError as error:
         raise LoadError(error.reason, str(error)) from error
 
 
-def _load(config: EngineConfig, path: Path, spec: ModelSpec, progress: Progress) -> Runner:
+def _load(
+    config: EngineConfig, path: Path, spec: ModelSpec, progress: Progress, early_digest: EarlyDigest | None
+) -> Runner:
     if spec.weights_format == "safetensors" and spec.quantization is not None:
         raise LoadError(
             "UnsupportedQuantization",
@@ -49,5 +52,5 @@ def _load(config: EngineConfig, path: Path, spec: ModelSpec, progress: Progress)
         )
     from pagemill_engine.runner.load_cpu import load_cpu_runner, on_own_thread
 
-    runner = load_cpu_runner(config, path, spec, progress)
+    runner = load_cpu_runner(config, path, spec, progress, early_digest)
     return on_own_thread(runner) if config.overlap else runner

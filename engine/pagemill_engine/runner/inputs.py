@@ -94,11 +94,12 @@ class RequestRows:
     def gather(self, plan: StepPlan) -> StepInputs:
         """The step's inputs."""
         request_ids = list(plan.num_scheduled_tokens)
-        rows = np.array([self._row_of[request_id] for request_id in request_ids], dtype=np.int64)
-        counts = np.array(list(plan.num_scheduled_tokens.values()), dtype=np.int64)
+        num_requests = len(request_ids)
+        rows = np.fromiter(map(self._row_of.__getitem__, request_ids), np.int64, num_requests)
+        counts = np.fromiter(plan.num_scheduled_tokens.values(), np.int64, num_requests)
         order = np.lexsort((self.num_computed_tokens[rows], counts > 1))
         rows, counts = rows[order], counts[order]
-        request_ids = [request_ids[i] for i in order]
+        request_ids = [request_ids[i] for i in order.tolist()]
 
         query_start_loc = np.concatenate(([0], np.cumsum(counts)))
         computed = self.num_computed_tokens[rows]
@@ -115,7 +116,7 @@ class RequestRows:
             query_start_loc=query_start_loc,
             seq_lens=seq_lens,
             block_tables=self.block_table[rows, : -(-int(seq_lens.max()) // self.block_size)],
-            sampling=np.array([i for i, name in enumerate(request_ids) if name in plan.samples], dtype=np.int64),
+            sampling=_sampling(request_ids, plan.samples),
         )
 
     def advance(self, inputs: StepInputs, sampled_tokens: NDArray[np.int64]) -> None:
@@ -124,3 +125,10 @@ class RequestRows:
         rows = inputs.rows[inputs.sampling]
         self.token_ids[rows, self.num_tokens[rows]] = sampled_tokens
         self.num_tokens[rows] += 1
+
+
+def _sampling(request_ids: list[str], samples: set[str]) -> NDArray[np.int64]:
+    """Indices of those that sample: all of them, unless some are in the middle of their prompts."""
+    if len(samples) == len(request_ids):
+        return np.arange(len(request_ids), dtype=np.int64)
+    return np.array([i for i, name in enumerate(request_ids) if name in samples], dtype=np.int64)

@@ -1,4 +1,4 @@
-"""The paged KV cache of one device: how many blocks fit, the tensors themselves, copies between blocks."""
+"""The paged KV cache of one device: the tensors, copies between blocks, and how long a request it can hold."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from torch import Tensor
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loading.errors import LoadError
-from pagemill_engine.runner.memory import available_memory, memory_limit
+from pagemill_engine.runner.memory import memory_limit
 from pagemill_kernels.kv_store import storage
 from pagemill_protocol.model_spec import ModelSpec
 
-DEFAULT_MEMORY_BYTES = 1024**3
 ALIGNMENT = 64
 
 
@@ -74,23 +73,6 @@ def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     raw = torch.from_numpy(np.zeros(num_bytes + ALIGNMENT, dtype=np.uint8))
     start = -raw.data_ptr() % ALIGNMENT
     return raw[start : start + num_bytes].view(dtype).view(shape)
-
-
-def num_blocks_for(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Blocks of the cache by the settings. Raises `LoadError` when not even one fits."""
-    if config.num_kv_blocks is not None:
-        return config.num_kv_blocks
-    block_bytes = kv_bytes_per_token(spec, dtype) * config.block_size
-    memory_bytes = config.kv_cache_memory_bytes
-    if memory_bytes is None:
-        memory_bytes = min(DEFAULT_MEMORY_BYTES, available_memory() // 4)
-    if memory_bytes < block_bytes:
-        raise LoadError(
-            "KVCacheTooSmall",
-            f"kvCacheMemory is {memory_bytes} bytes, but one block of {config.block_size} tokens takes {block_bytes}. "
-            "Raise kvCacheMemory.",
-        )
-    return int(memory_bytes // block_bytes)
 
 
 def max_model_len_for(config: EngineConfig, spec: ModelSpec, num_blocks: int) -> int:

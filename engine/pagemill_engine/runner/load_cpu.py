@@ -7,10 +7,12 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import torch
 from torch import Tensor
 
 from pagemill_engine.config import EngineConfig
+from pagemill_engine.loading.early_digest import EarlyDigest
 from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.loading.gguf_weights import ROPE_FACTORS
 from pagemill_engine.loading.quantized import QuantizedWeights
@@ -22,10 +24,11 @@ from pagemill_engine.models.registry import build_model
 from pagemill_engine.models.rope import rope_tables
 from pagemill_engine.models.weights import load_weights, weight_bytes
 from pagemill_engine.runner.base import RunnerInfo
-from pagemill_engine.runner.compute import choose_compute
+from pagemill_engine.runner.budget import Sizes, plan_memory
+from pagemill_engine.runner.compute import Compute, choose_compute
 from pagemill_engine.runner.cpu import CPURunner
-from pagemill_engine.runner.kv_cache import KVCache, kv_bytes_per_token, max_model_len_for, num_blocks_for
-from pagemill_engine.runner.memory import available_memory, memory_limit
+from pagemill_engine.runner.kv_cache import KVCache, kv_bytes_per_token, max_model_len_for
+from pagemill_engine.runner.memory import measure_memory
 from pagemill_engine.runner.threaded import ThreadedRunner
 from pagemill_engine.runner.threads import available_threads
 from pagemill_kernels.registry import Ops
@@ -35,19 +38,24 @@ logger = logging.getLogger(__name__)
 
 
 def load_cpu_runner(
-    config: EngineConfig, path: Path, spec: ModelSpec, progress: Callable[[str, str], None]
+    config: EngineConfig,
+    path: Path,
+    spec: ModelSpec,
+    progress: Callable[[str, str], None],
+    early_digest: EarlyDigest | None = None,
 ) -> CPURunner:
     """Raises `LoadError`."""
     torch.set_num_threads(config.num_threads or available_threads())
-    dtype, activation_dtype, kv_dtype, ops, how = choose_compute(config, spec)
+    compute = choose_compute(config, spec)
+    dtype, activation_dtype, kv_dtype, ops = compute.dtype, compute.activation_dtype, compute.kv_dtype, compute.ops
     try:
-        weights = _weights(config, path, spec)
-        _check_memory(_weight_bytes(weights, spec, dtype, ops), config, dtype)
-        progress("loading", f"{path.name}: {spec.num_parameters / 1e6:.0f} M parameters as {_name(dtype)}, {how}")
+        weights = _weights(config, path, spec, early_digest)
+        num_blocks, budget = plan_memory(config, spec, _sizes(weights, spec, compute), measure_memory())
+        parameters = f"{spec.num_parameters / 1e6:.0f} M parameters"
+        progress("loading", f"{path.name}: {parameters} as {_name(dtype)}, {compute.how}")
         model = build_model(spec, ops, activation_dtype)
         rope_divisors = _fill(model, weights)
         fuse_layers(model, ops)
-        num_blocks = num_blocks_for(config, spec, kv_dtype)
         max_model_len = max_model_len_for(config, spec, num_blocks)
         rope = rope_tables(
             spec.head_dim, max_model_len, spec.rope_theta, spec.rope_scaling, activation_dtype, rope_divisors
@@ -69,7 +77,8 @@ def load_cpu_runner(
         kv_dtype=_name(kv_dtype),
         weight_bytes=weight_bytes(model),
         kv_bytes_per_token=kv_bytes,
-        compute=f"{_name(dtype)}, {how}",
+        compute=f"{_name(dtype)}, {compute.how}",
+        memory=msgspec.structs.replace(budget, weight_bytes=weight_bytes(model)),
     )
     kv_cache = KVCache(spec, num_blocks, config.block_size, kv_dtype)
     return CPURunner(model, ops, kv_cache, rope, info, config.max_num_seqs)
@@ -91,9 +100,11 @@ def _fill(model: CausalLM, weights: WeightSource) -> Tensor | None:
     return divisors
 
 
-def _weights(config: EngineConfig, path: Path, spec: ModelSpec) -> WeightSource:
+def _weights(
+    config: EngineConfig, path: Path, spec: ModelSpec, early_digest: EarlyDigest | None = None
+) -> WeightSource:
     """The stored weights, or their floats quantized while they are read."""
-    weights = open_weights(path)
+    weights = open_weights(path, early_digest)
     if config.quantization == "none":
         return weights
     if spec.quantization is not None:
@@ -105,30 +116,20 @@ def _weights(config: EngineConfig, path: Path, spec: ModelSpec) -> WeightSource:
     return QuantizedWeights(weights, config.quantization)
 
 
+def _sizes(weights: WeightSource, spec: ModelSpec, compute: Compute) -> Sizes:
+    return Sizes(
+        weight_bytes=_weight_bytes(weights, spec, compute.dtype, compute.ops),
+        kv_bytes_per_token=kv_bytes_per_token(spec, compute.kv_dtype),
+        item_bytes=compute.activation_dtype.itemsize,
+        gathers=compute.attention_gathers,
+    )
+
+
 def _weight_bytes(weights: WeightSource, spec: ModelSpec, dtype: torch.dtype, ops: Ops) -> int:
     """What the weights will take; where a packed head cannot lend its rows, a tied embedding is a second copy."""
     held = weights.num_bytes(dtype, keep_stored=ops.keeps_stored)
     twice = spec.tie_word_embeddings and not ops.gathers
     return held + (spec.vocab_size * spec.hidden_size * dtype.itemsize if twice else 0)
-
-
-def _check_memory(needed: int, config: EngineConfig, dtype: torch.dtype) -> None:
-    """Weights and the KV cache that was asked for must fit into what is free: the limit less what is used already."""
-    available = available_memory()
-    if needed > available:
-        raise LoadError(
-            "ModelTooLarge",
-            f"The weights take {needed / 1024**3:.2f} GiB as {_name(dtype)}, "
-            f"but {available / 1024**3:.2f} GiB of memory are free, of {memory_limit() / 1024**3:.2f} GiB allowed. "
-            "Raise resources.memory, or use a smaller or quantized model, or a 2-byte dtype.",
-        )
-    kv_cache = config.kv_cache_memory_bytes or 0
-    if config.num_kv_blocks is None and needed + kv_cache > available:
-        raise LoadError(
-            "KVCacheTooLarge",
-            f"The weights take {needed / 1024**3:.2f} GiB and kvCacheMemory asks for {kv_cache / 1024**3:.2f} GiB, "
-            f"but {available / 1024**3:.2f} GiB of memory are free. Lower kvCacheMemory or raise resources.memory.",
-        )
 
 
 def _name(dtype: torch.dtype) -> str:

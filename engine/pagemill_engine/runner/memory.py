@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -11,6 +12,21 @@ _V1, _V2 = (
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_"),
     ("memory.max", "memory.current", "memory.stat", ""),
 )
+
+
+class MemoryState(NamedTuple):
+    """All at one moment."""
+
+    limit_bytes: int
+    available_bytes: int
+    process_bytes: int
+    """What this process alone has written; what lies in files, such as code, can be read from there again."""
+
+
+def measure_memory(cgroup: Path = _CGROUP) -> MemoryState:
+    memory = psutil.Process().memory_info()
+    limit = memory_limit(cgroup)
+    return MemoryState(limit, min(limit, available_memory(cgroup)), memory.rss - getattr(memory, "shared", 0))
 
 
 def memory_limit(cgroup: Path = _CGROUP) -> int:

@@ -18,20 +18,15 @@ class StepBuilder:
     def place(self, row: Request, num_tokens: int, allocation: Allocation) -> None:
         """A row that the runner knows already."""
         if allocation is not NOTHING_NEW:
-            self._note_blocks(row, allocation)
+            self.note_blocks(row, allocation)
         self._count(row, num_tokens, 1)
 
-    def decode(self, row: Request, allocation: Allocation) -> None:
-        """`place` for the common case, one due token: this runs for every row of every step."""
-        if allocation is not NOTHING_NEW:
-            self._note_blocks(row, allocation)
-        plan, name = self.plan, row.request_id
-        self.budget -= 1
-        plan.decode_context_tokens += row.num_computed_tokens + 1
-        plan.num_scheduled_tokens[name] = 1
-        plan.samples.add(name)
+    def finish_decodes(self, num_context_tokens: int) -> None:
+        """All that is in the plan so far is decodes: they sample. Tokens: those they read, summed as they came in."""
+        self.plan.samples.update(self.plan.num_scheduled_tokens)
+        self.plan.decode_context_tokens += num_context_tokens
 
-    def _note_blocks(self, row: Request, allocation: Allocation) -> None:
+    def note_blocks(self, row: Request, allocation: Allocation) -> None:
         plan = self.plan
         if allocation.new_block_ids:
             plan.new_block_ids[row.request_id] = allocation.new_block_ids

@@ -19,7 +19,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 
 from pagemill_engine.ipc.messages import TokensOut
-from pagemill_engine.kv.manager import Allocation, KVCacheManager
+from pagemill_engine.kv.manager import NOTHING_NEW, Allocation, KVCacheManager
 from pagemill_engine.scheduler.admission import Admission
 from pagemill_engine.scheduler.builder import StepBuilder
 from pagemill_engine.scheduler.choices import HeldChoices
@@ -141,16 +141,24 @@ class Scheduler:
         """Returns the running rows that are still in their prefill."""
         prefills = []
         overlaps, held, allocate_slots = len(self._flights) > 0, self._held, self.kv.allocate_slots
-        running = RowState.RUNNING  # three function calls' worth of time for every row, were it looked up there
+        # What every row of every step needs is looked up once, and no function is called that can be done without.
+        running, scheduled, num_context_tokens = RowState.RUNNING, step.plan.num_scheduled_tokens, 0
         for row in list(self._running):
             if row.state is not running or (overlaps and not may_follow(row, held)):
                 continue
-            if len(row.token_ids) + row.num_pending_tokens - row.num_computed_tokens > 1:
+            num_computed_tokens = row.num_computed_tokens
+            if len(row.token_ids) + row.num_pending_tokens - num_computed_tokens > 1:
                 prefills.append(row)
             elif step.budget > 0:
                 allocation = allocate_slots(row, 1) or self._allocate(row, 1, step)
-                if allocation is not None:
-                    step.decode(row, allocation)
+                if allocation is None:
+                    continue
+                if allocation is not NOTHING_NEW:
+                    step.note_blocks(row, allocation)
+                step.budget -= 1
+                scheduled[row.request_id] = 1
+                num_context_tokens += num_computed_tokens + 1
+        step.finish_decodes(num_context_tokens)
         return [row for row in prefills if row.state is RowState.RUNNING]
 
     def _schedule_prefills(self, prefills: list[Request], step: StepBuilder, num_preemptions: int) -> None:

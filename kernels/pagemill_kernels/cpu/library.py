@@ -18,7 +18,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 PANEL = 16
 """Outputs that one panel of a packed weight holds."""
 FORMAT_FLOAT32, FORMAT_BFLOAT16, FORMAT_CODES8, FORMAT_CODES4 = range(4)
@@ -96,6 +96,7 @@ _SIGNATURES = {
     "pagemill_pack_codes": (
         c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int32, c_int32, c_void_p, c_void_p, c_int32,
     ),
+    "pagemill_pack_blocks": (c_void_p, c_int64, c_int64, c_int32, c_int32, c_void_p, c_void_p, c_int32),
     "pagemill_gather_rows": (POINTER(PackedWeight), c_void_p, c_int64, c_void_p),
     "pagemill_paged_attention": (POINTER(AttentionArgs),),
     "pagemill_rms_norm": (

@@ -42,6 +42,29 @@ class GroupCodes:
         return grouped.view(self.codes.shape)
 
 
+@dataclass(slots=True, frozen=True)
+class CodeBlocks:
+    """Codes as GGUF's simple types store them, not taken apart: blocks of 32 inputs, row by row.
+
+    A block is a float16 scale, a float16 offset if `stored_offsets`, then the codes. 8 bits: signed bytes, no offset. 4
+    bits: 16 bytes, whose low halves are the first 16 codes; without a stored offset it is -8 scales.
+    """
+
+    bits: Literal[4, 8]
+    stored_offsets: bool
+    data: Tensor
+    """uint8 [out, in / 32, block bytes]."""
+
+
+def stack_blocks(parts: list[CodeBlocks]) -> CodeBlocks | None:
+    """The parts one under another, of one width; `None` where they are of several kinds."""
+    first = parts[0]
+    if any((part.bits, part.stored_offsets) != (first.bits, first.stored_offsets) for part in parts):
+        return None
+    data = first.data if len(parts) == 1 else torch.cat([part.data for part in parts])
+    return CodeBlocks(first.bits, first.stored_offsets, data)
+
+
 def stack(parts: list[GroupCodes]) -> GroupCodes:
     """The parts one under another, of one width; those of another kind are widened, which changes no value."""
     bits: Literal[4, 8] = 4 if all(part.bits == 4 for part in parts) else 8

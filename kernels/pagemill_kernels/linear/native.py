@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pagemill_kernels.cpu import launch, library
-from pagemill_kernels.linear.groups import GROUP_SIZE, GroupCodes
+from pagemill_kernels.linear.groups import GROUP_SIZE, CodeBlocks, GroupCodes
 
 
 class _Packed(NamedTuple):
@@ -131,6 +131,35 @@ def pack_codes(weight: GroupCodes, bias: Tensor | None) -> NativeLinear:
     format = library.FORMAT_CODES4 if weight.bits == 4 else library.FORMAT_CODES8
     shape = (out_features, in_features)
     return NativeLinear(_Packed(shape, format, packed, packed_scales, weight.group_size, has_offsets), bias)
+
+
+def pack_blocks(weight: CodeBlocks, bias: Tensor | None) -> NativeLinear:
+    """`pack_codes` of blocks as they lie in a file, at less than half its time: nothing is taken apart first."""
+    out_features, num_groups, block_bytes = weight.data.shape
+    in_features, has_offsets = num_groups * GROUP_SIZE, weight.bits == 4
+    if (
+        block_bytes != 2 + 2 * weight.stored_offsets + GROUP_SIZE * weight.bits // 8
+        or weight.stored_offsets > has_offsets
+    ):
+        raise ValueError(f"linear: {block_bytes} bytes are no block of {weight.bits}-bit codes that is packed")
+    data = weight.data.contiguous()
+    num_weights = _panels(out_features) * library.PANEL * in_features
+    packed = torch.empty(num_weights * weight.bits // 8, dtype=torch.uint8)
+    packed_scales = torch.empty(num_weights // GROUP_SIZE * (1 + has_offsets))
+    launch.native().pagemill_pack_blocks(
+        data.data_ptr(),
+        out_features,
+        in_features,
+        weight.bits,
+        weight.stored_offsets,
+        packed.data_ptr(),
+        packed_scales.data_ptr(),
+        launch.num_threads(),
+    )
+    format = library.FORMAT_CODES4 if weight.bits == 4 else library.FORMAT_CODES8
+    return NativeLinear(
+        _Packed((out_features, in_features), format, packed, packed_scales, GROUP_SIZE, has_offsets), bias
+    )
 
 
 def _panels(out_features: int) -> int:

@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from pagemill_engine.loading.codes import CODE_KINDS, read_codes
+from pagemill_engine.loading.codes import CODE_KINDS, read_blocks, read_codes
 from pagemill_engine.loading.dequantize import dequantize_into, supported_types
+from pagemill_engine.loading.early_digest import EarlyDigest
 from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.loading.gguf_weights import GGUFWeights, hugging_face_name
 from pagemill_engine.loading.source import open_weights
 from pagemill_kernels.cpu import library
+from pagemill_kernels.linear import groups, native
 from pagemill_kernels.registry import ops_for
 
 
@@ -53,6 +55,37 @@ def test_codes_are_the_dequantized_values(kind: str) -> None:
     torch.testing.assert_close(codes.dequantize(), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.why_absent()}")
+@pytest.mark.parametrize("kinds", [("Q4_0",), ("Q4_1",), ("Q8_0",), ("Q4_1", "Q4_1", "Q4_1"), ("Q8_0", "Q8_0")])
+@pytest.mark.parametrize("rows", [1, 16, 37])
+def test_blocks_are_packed_to_the_same_bytes_as_the_codes_taken_out_of_them(kinds: tuple[str, ...], rows: int) -> None:
+    stored = [torch.from_numpy(random_bytes(kind, rows, 512)).flatten() for kind in kinds]
+    shape = (rows, 512)
+    blocks = [read_blocks(kind, data, shape) for kind, data in zip(kinds, stored, strict=True)]
+    codes = [read_codes(kind, data, shape) for kind, data in zip(kinds, stored, strict=True)]
+    whole = groups.stack_blocks([block for block in blocks if block is not None])
+    assert whole is not None
+    bias = torch.randn(rows * len(kinds))
+    one, other = native.pack_blocks(whole, bias), native.pack_codes(groups.stack(codes), bias)
+    assert torch.equal(one._codes, other._codes)
+    assert one._scales is not None
+    assert other._scales is not None
+    assert torch.equal(one._scales, other._scales)
+    assert (one._weight.format, one._weight.group, one._weight.has_offsets) == (
+        other._weight.format, other._weight.group, other._weight.has_offsets,
+    )  # fmt: skip
+    x = torch.randn(3, 512)
+    assert torch.equal(one(x), other(x))
+
+
+def test_blocks_of_several_kinds_or_of_other_types_are_taken_apart() -> None:
+    parts = [read_blocks(kind, torch.from_numpy(random_bytes(kind, 2, 512)).flatten(), (2, 512)) for kind in
+             ("Q4_0", "Q4_1")]  # fmt: skip
+    assert groups.stack_blocks([part for part in parts if part is not None]) is None
+    for kind in CODE_KINDS.keys() - {"Q4_0", "Q4_1", "Q8_0"}:
+        assert read_blocks(kind, torch.from_numpy(random_bytes(kind, 2, 512)).flatten(), (2, 512)) is None
+
+
 @pytest.mark.parametrize(("kind", "dtype"), [("F32", torch.float32), ("F16", torch.float16), ("BF16", torch.bfloat16)])
 def test_plain_types_are_converted(kind: str, dtype: torch.dtype) -> None:
     values = torch.randn(3, 64).to(dtype)
@@ -68,6 +101,20 @@ def test_large_tensors_are_converted_in_pieces(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("pagemill_engine.loading.dequantize.PIECE_ELEMENTS", 128)
     dequantize_into("Q8_0", data, pieces)
     assert torch.equal(whole, pieces)
+
+
+def test_a_digest_taken_early_is_the_loader_s(smollm2_path: Path, tmp_path: Path) -> None:
+    early = EarlyDigest(lambda: smollm2_path)
+    digest = open_weights(smollm2_path).digest()
+    assert early.of(smollm2_path) == digest
+    assert early.of(tmp_path / "another.gguf") is None
+    assert open_weights(smollm2_path, early).digest() == digest
+
+
+@pytest.mark.parametrize("name", ["absent.gguf", "damaged.gguf", "."])
+def test_where_there_is_no_early_digest_the_loader_has_the_last_word(tmp_path: Path, name: str) -> None:
+    (tmp_path / "damaged.gguf").write_bytes(b"GGUFxxxx")
+    assert EarlyDigest(lambda: tmp_path / name).of(tmp_path / name) is None
 
 
 def test_names_are_those_of_hugging_face() -> None:

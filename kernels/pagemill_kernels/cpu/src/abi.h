@@ -5,7 +5,7 @@
 
 namespace pagemill {
 
-constexpr int32_t kAbiVersion = 3;
+constexpr int32_t kAbiVersion = 4;
 
 enum Format : int32_t { kFloat32 = 0, kBfloat16 = 1, kCodes8 = 2, kCodes4 = 3 };
 

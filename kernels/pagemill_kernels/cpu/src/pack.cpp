@@ -2,7 +2,7 @@
 // are zero, so that a partial panel computes nothing wrong.
 #include <omp.h>
 
-#include <algorithm>
+#include <cstring>
 
 #include "abi.h"
 #include "tile.h"
@@ -23,6 +23,31 @@ void pack_plain(const Element* weight, int64_t out_features, int64_t in_features
         to[k * kPanel + n] = row < out_features ? weight[row * in_features + k] : Element{};
     }
   }
+}
+
+constexpr int kGroup = 32;
+
+float half_at(const uint8_t* at) {
+  _Float16 value;
+  std::memcpy(&value, at, sizeof value);
+  return static_cast<float>(value);
+}
+
+// One group of 16 rows from blocks of 4-bit codes: the low halves of 16 bytes are the first 16 codes, the high halves
+// the rest. Packed: two neighbouring codes of a row to a byte, the rows side by side.
+inline void pack_group4(const uint8_t* const codes[kPanel], uint8_t* to) {
+  for (int k = 0; k < kGroup / 4; ++k) {
+    for (int n = 0; n < kPanel; ++n) {
+      const uint8_t first = codes[n][2 * k], second = codes[n][2 * k + 1];
+      to[k * kPanel + n] = static_cast<uint8_t>((first & 15) | second << 4);
+      to[(k + kGroup / 4) * kPanel + n] = static_cast<uint8_t>(first >> 4 | (second & 0xF0));
+    }
+  }
+}
+
+inline void pack_group8(const uint8_t* const codes[kPanel], uint8_t* to) {
+  for (int k = 0; k < kGroup; ++k)
+    for (int n = 0; n < kPanel; ++n) to[k * kPanel + n] = codes[n][k];
 }
 
 }  // namespace
@@ -67,6 +92,37 @@ void pagemill_pack_codes(const uint8_t* codes, const float* scales, const float*
           for (int k = 0; k < group / 2; ++k) to[k * kPanel + n] = real ? from[2 * k] | from[2 * k + 1] << 4 : 0;
         }
       }
+    }
+  }
+}
+
+// blocks: [out_features][in_features / 32] of a float16 scale, a float16 offset if stored_offsets, then 32 codes (signed
+// for 8 bits; 4 bits: see pack_group4). Four bits without a stored offset count from -8. The result is pagemill_pack_codes's
+// of the same codes, scales and offsets.
+void pagemill_pack_blocks(const uint8_t* blocks, int64_t out_features, int64_t in_features, int32_t bits,
+                          int32_t stored_offsets, uint8_t* packed, float* packed_scales, int32_t num_threads) {
+  const int64_t num_groups = in_features / kGroup, group_bytes = kGroup * kPanel * bits / 8;
+  const int64_t head_bytes = stored_offsets ? 4 : 2, block_bytes = head_bytes + kGroup * bits / 8;
+  const bool has_offsets = bits == 4;
+  const int64_t scale_floats = has_offsets ? 2 * kPanel : kPanel;
+  static const uint8_t nothing[4 + kGroup] = {};
+#pragma omp parallel for schedule(static) num_threads(num_threads)
+  for (int64_t panel = 0; panel < num_panels(out_features); ++panel) {
+    for (int64_t g = 0; g < num_groups; ++g) {
+      const uint8_t* codes[kPanel];
+      float* scale = packed_scales + (panel * num_groups + g) * scale_floats;
+      for (int64_t n = 0; n < kPanel; ++n) {
+        const int64_t row = panel * kPanel + n;
+        const uint8_t* block = row < out_features ? blocks + (row * num_groups + g) * block_bytes : nothing;
+        codes[n] = block + head_bytes;
+        scale[n] = half_at(block);
+        if (has_offsets) scale[kPanel + n] = stored_offsets ? half_at(block + 2) : -8.0f * scale[n];
+      }
+      uint8_t* to = packed + (panel * num_groups + g) * group_bytes;
+      if (bits == 4)
+        pack_group4(codes, to);
+      else
+        pack_group8(codes, to);
     }
   }
 }

@@ -37,6 +37,7 @@ _REMEDIES = {
     "SettingsInvalid": "The engine is of another version than the operator: see spec.engine.image and version.",
     "SettingsUnsupported": "It is a field of spec.engine.",
     "SourceUnavailable": "Check spec.model.source; for a gated model set credentialsSecretRef and cache in spec.model.",
+    "StepTooLarge": "They are fields of spec.engine; or raise spec.resources.memory.",
     "Unauthorized": "The Secret is the one of spec.model.credentialsSecretRef.",
     "UnsupportedArchitecture": "Choose a supported model in spec.model.source.",
     "UnsupportedQuantization": "Choose other weights in spec.model.source.",

@@ -1,0 +1,42 @@
+"""The digest of the weights, taken on a thread while the process still imports what computes.
+
+Hashing needs no torch and lets go of the interpreter, so it costs nothing where a second core is idle; it also brings
+the file into the page cache. Knows GGUF files alone: a folder's digest names torch's types.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from pagemill_engine.loading.digest import gguf_digest
+from pagemill_protocol.gguf_file import GGUFFile
+
+logger = logging.getLogger(__name__)
+
+
+class EarlyDigest:
+    def __init__(self, find: Callable[[], Path]) -> None:
+        """`find` may wait until the path is known; it is called on the thread, which starts at once."""
+        self._path: Path | None = None
+        self._digest: str | None = None
+        self._thread = threading.Thread(target=self._take, args=(find,), name="digest", daemon=True)
+        self._thread.start()
+
+    def of(self, path: Path) -> str | None:
+        """Wait for it. `None`: it is another file's, or there is none; then the loader takes it, or says what is
+        wrong."""
+        self._thread.join()
+        return self._digest if path == self._path else None
+
+    def _take(self, find: Callable[[], Path]) -> None:
+        try:
+            path = find()
+            if path.is_dir():
+                return
+            self._digest = gguf_digest(GGUFFile(path))
+            self._path = path
+        except Exception:  # the loader meets whatever it is again, and knows whom to tell
+            logger.debug("no early digest", exc_info=True)

@@ -1,0 +1,124 @@
+"""What a model will take of the memory there is, planned from sizes and shapes before its weights are read.
+
+Refuses what cannot fit with the setting to change. The figures are printed by `pagemill serve`. Measures nothing itself
+(`runner.memory`); a cheaper look, at the files' headers alone, is `server.fit`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pagemill_engine.config import EngineConfig
+from pagemill_engine.ipc.messages import MemoryBudget
+from pagemill_engine.loading.errors import LoadError
+from pagemill_engine.runner.memory import MemoryState
+from pagemill_protocol.model_spec import ModelSpec
+
+DEFAULT_KV_BYTES = 1024**3
+SAMPLER_FLOATS = 16
+"""Of float32, for every request and token of the vocabulary, when all candidates of a step must be sorted: logits, raw
+logits and log probabilities, and the sort with its indices, masks and sums."""
+COUNT_BYTES = 5
+"""For every row and token of the vocabulary, once a request has penalties: its count, and whether the prompt has it."""
+INDEX_BYTES = 128
+"""For every token of a step: ids, positions, slots and the arrays on the way to them."""
+
+
+class Sizes(NamedTuple):
+    """Of one model as it will lie in memory."""
+
+    weight_bytes: int
+    kv_bytes_per_token: int
+    item_bytes: int
+    """Of a computed value."""
+    gathers: bool
+    """Attention copies the keys and values of a layer together before it reads them."""
+
+
+class MemoryPlan(NamedTuple):
+    num_blocks: int
+    budget: MemoryBudget
+
+
+def plan_memory(config: EngineConfig, spec: ModelSpec, sizes: Sizes, state: MemoryState) -> MemoryPlan:
+    """Size the KV cache. Raises `LoadError` when it, the weights and the largest step do not fit together."""
+    if sizes.weight_bytes > state.available_bytes:
+        raise LoadError(
+            "ModelTooLarge",
+            f"The weights take {_gib(sizes.weight_bytes)}, but {_gib(state.available_bytes)} of memory are free, of "
+            f"{_gib(state.limit_bytes)} allowed. Raise resources.memory, or use a smaller or quantized model, or a "
+            "2-byte dtype.",
+        )
+    block_bytes = sizes.kv_bytes_per_token * config.block_size
+    num_blocks = config.num_kv_blocks
+    if num_blocks is None:
+        num_blocks = _num_blocks(config, block_bytes, state.available_bytes - sizes.weight_bytes)
+    budget = MemoryBudget(
+        limit_bytes=state.limit_bytes,
+        process_bytes=state.process_bytes,
+        other_bytes=state.limit_bytes - state.available_bytes - state.process_bytes,
+        weight_bytes=sizes.weight_bytes,
+        kv_bytes=num_blocks * block_bytes,
+        activation_bytes=activation_bytes(config, spec, sizes, num_blocks * config.block_size),
+    )
+    _check(config, budget, state.available_bytes)
+    return MemoryPlan(num_blocks, budget)
+
+
+def activation_bytes(config: EngineConfig, spec: ModelSpec, sizes: Sizes, cache_tokens: int) -> int:
+    """The most that the largest step holds at a time beside weights and cache, from the model's shapes."""
+    num_tokens = config.max_num_batched_tokens
+    num_rows = min(config.max_num_seqs, num_tokens)
+    context_tokens = min(config.max_model_len or spec.max_position_embeddings, cache_tokens)
+    heads = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    layer = 2 * spec.hidden_size + max(heads, 3 * spec.intermediate_size) + spec.head_dim
+    forward = num_tokens * (layer * sizes.item_bytes + INDEX_BYTES)
+    if sizes.gathers:
+        gathered_tokens = min(num_rows * context_tokens, cache_tokens)
+        forward += gathered_tokens * sizes.kv_bytes_per_token // spec.num_layers
+        forward += num_tokens * context_tokens * sizes.item_bytes  # the mask of a chunk with a context
+    sampling = num_rows * (spec.vocab_size * SAMPLER_FLOATS * 4 + spec.hidden_size * sizes.item_bytes)
+    rows = config.max_num_seqs * (spec.vocab_size * COUNT_BYTES + context_tokens * 4)
+    return max(forward, sampling) + rows
+
+
+def _num_blocks(config: EngineConfig, block_bytes: int, room_bytes: int) -> int:
+    memory_bytes = config.kv_cache_memory_bytes
+    if memory_bytes is None:
+        memory_bytes = min(DEFAULT_KV_BYTES, room_bytes // 4)
+    if memory_bytes < block_bytes:
+        raise LoadError(
+            "KVCacheTooSmall",
+            f"kvCacheMemory is {memory_bytes} bytes, but one block of {config.block_size} tokens takes {block_bytes}. "
+            "Raise kvCacheMemory.",
+        )
+    return memory_bytes // block_bytes
+
+
+def _check(config: EngineConfig, budget: MemoryBudget, available_bytes: int) -> None:
+    if budget.free_bytes >= 0:
+        return
+    free = f"but {_gib(available_bytes)} of memory are free"
+    if budget.weight_bytes + budget.kv_bytes > available_bytes:
+        raise LoadError(
+            "KVCacheTooLarge",
+            f"The weights take {_gib(budget.weight_bytes)} and {_kv_setting(config, budget.kv_bytes)}, {free}. "
+            "Lower kvCacheMemory or raise resources.memory.",
+        )
+    raise LoadError(
+        "StepTooLarge",
+        f"The largest step, maxNumBatchedTokens {config.max_num_batched_tokens} and maxNumSeqs {config.max_num_seqs}, "
+        f"takes {_gib(budget.activation_bytes)} beside {_gib(budget.weight_bytes)} of weights and "
+        f"{_gib(budget.kv_bytes)} of KV cache, {free}. Lower maxNumSeqs, maxNumBatchedTokens or kvCacheMemory, "
+        "or raise resources.memory.",
+    )
+
+
+def _kv_setting(config: EngineConfig, kv_bytes: int) -> str:
+    if config.num_kv_blocks is not None:
+        return f"num_kv_blocks {config.num_kv_blocks} asks for {_gib(kv_bytes)}"
+    return f"kvCacheMemory asks for {_gib(kv_bytes)}"
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 1024**3:.2f} GiB"
