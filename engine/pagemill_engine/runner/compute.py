@@ -40,7 +40,10 @@ def choose_compute(config: EngineConfig, spec: ModelSpec) -> Compute:
     if not native and config.deterministic:
         raise _needs_native("deterministic", "true", how, "Turn deterministic off")
     activation_dtype = torch.float32 if native else dtype
-    ops = ops_for(backend, config.deterministic, None if dtype == activation_dtype else dtype)
+    rounds = backend == "cpu_native" and config.dtype == "auto" and _has_4_bits(config, spec) and library.has_dots()
+    weight_dtype = None if dtype == activation_dtype else dtype
+    ops = ops_for(backend, config.deterministic, weight_dtype, rounds_activations=rounds)
+    how += ", 4-bit weights times 8-bit activations" if rounds else ""
     return Compute(dtype, activation_dtype, kv_dtype, ops, how)
 
 

@@ -3,9 +3,10 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <cstring>
 
 #include "abi.h"
-#include "tile.h"
+#include "codes.h"
 
 namespace pagemill {
 namespace {
@@ -22,6 +23,67 @@ void pack_plain(const Element* weight, int64_t out_features, int64_t in_features
       for (int64_t k = 0; k < in_features; ++k)
         to[k * kPanel + n] = row < out_features ? weight[row * in_features + k] : Element{};
     }
+  }
+}
+
+struct Codes {
+  const uint8_t* codes;
+  const float* scales;
+  const float* offsets;
+  int64_t out_features, in_features, group;
+};
+
+template <int32_t Code>
+void pack_codes(const Codes& from, uint8_t* packed, float* packed_scales, int num_threads) {
+  const int64_t num_groups = from.in_features / from.group, bytes = group_bytes(Code, from.group);
+  const int64_t scale_floats = from.offsets ? 2 * kPanel : kPanel;
+  std::memset(packed, 0, num_panels(from.out_features) * num_groups * bytes);
+  std::memset(packed_scales, 0, num_panels(from.out_features) * num_groups * scale_floats * sizeof(float));
+#pragma omp parallel for schedule(static) num_threads(num_threads)
+  for (int64_t panel = 0; panel < num_panels(from.out_features); ++panel) {
+    const int64_t real = std::min<int64_t>(kPanel, from.out_features - panel * kPanel);
+    for (int64_t g = 0; g < num_groups; ++g) {
+      uint8_t* to = packed + (panel * num_groups + g) * bytes;
+      float* scale = packed_scales + (panel * num_groups + g) * scale_floats;
+      for (int64_t n = 0; n < real; ++n) {
+        const int64_t row = panel * kPanel + n;
+        scale[n] = from.scales[row * num_groups + g];
+        if (from.offsets) scale[kPanel + n] = from.offsets[row * num_groups + g];
+        const uint8_t* codes = from.codes + row * from.in_features + g * from.group;
+        for (int64_t k = 0; k < from.group; ++k) {
+          const Place place = place_of<Code>(k, n);
+          to[place.byte] |= place.high ? codes[k] << 4 : codes[k];
+        }
+      }
+    }
+  }
+}
+
+template <int32_t Code>
+void gather_codes(const PackedWeight& w, int64_t id, float* out) {
+  const int64_t panel = id / kPanel, n = id % kPanel;
+  const int64_t num_groups = w.in_features / w.group, bytes = group_bytes(Code, w.group);
+  const int64_t scale_floats = w.has_offsets ? 2 * kPanel : kPanel;
+  for (int64_t g = 0; g < num_groups; ++g, out += w.group) {
+    const float* scale = w.scales + (panel * num_groups + g) * scale_floats;
+    const float offset = w.has_offsets ? scale[kPanel + n] : 0.0f;
+    const uint8_t* codes = w.codes + (panel * num_groups + g) * bytes;
+    for (int64_t k = 0; k < w.group; ++k) {
+      const Place place = place_of<Code>(k, n);
+      const uint8_t byte = codes[place.byte];
+      const int code = !in_nibbles(Code) ? static_cast<int8_t>(byte) : place.high ? byte >> 4 : byte & 15;
+      out[k] = static_cast<float>(code) * scale[n] + offset;
+    }
+  }
+}
+
+void gather_plain(const PackedWeight& w, int64_t id, float* out) {
+  const int64_t panel = id / kPanel, n = id % kPanel;
+  for (int64_t k = 0; k < w.in_features; ++k) {
+    const int64_t at = (panel * w.in_features + k) * kPanel + n;
+    const uint32_t bits = w.format == kFloat32 ? reinterpret_cast<const uint32_t*>(w.codes)[at]
+                                               : uint32_t{reinterpret_cast<const uint16_t*>(w.codes)[at]} << 16;
+    std::memcpy(out + k, &bits, sizeof bits);
   }
 }
 
@@ -46,60 +108,24 @@ void pagemill_pack_plain(const void* weight, int64_t out_features, int64_t in_fe
 // codes: [out_features][in_features], one byte a code (signed for 8 bits, 0 to 15 for 4 bits).
 // scales, offsets: [out_features][in_features / group]; offsets may be null. 4-bit codes: groups of 32 with offsets.
 void pagemill_pack_codes(const uint8_t* codes, const float* scales, const float* offsets, int64_t out_features,
-                         int64_t in_features, int32_t bits, int32_t group, uint8_t* packed, float* packed_scales,
+                         int64_t in_features, int32_t format, int32_t group, uint8_t* packed, float* packed_scales,
                          int32_t num_threads) {
-  const int64_t num_groups = in_features / group;
-  const int64_t group_bytes = group * kPanel * bits / 8, scale_floats = offsets ? 2 * kPanel : kPanel;
-#pragma omp parallel for schedule(static) num_threads(num_threads)
-  for (int64_t panel = 0; panel < num_panels(out_features); ++panel) {
-    for (int64_t g = 0; g < num_groups; ++g) {
-      uint8_t* to = packed + (panel * num_groups + g) * group_bytes;
-      float* scale = packed_scales + (panel * num_groups + g) * scale_floats;
-      for (int64_t n = 0; n < kPanel; ++n) {
-        const int64_t row = panel * kPanel + n;
-        const bool real = row < out_features;
-        scale[n] = real ? scales[row * num_groups + g] : 0.0f;
-        if (offsets) scale[kPanel + n] = real ? offsets[row * num_groups + g] : 0.0f;
-        const uint8_t* from = codes + row * in_features + g * group;
-        if (bits == 8) {
-          for (int k = 0; k < group; ++k) to[k * kPanel + n] = real ? from[k] : 0;
-        } else {
-          for (int k = 0; k < group / 2; ++k) to[k * kPanel + n] = real ? from[2 * k] | from[2 * k + 1] << 4 : 0;
-        }
-      }
-    }
+  const Codes from{codes, scales, offsets, out_features, in_features, group};
+  switch (format) {
+    case kCodes8: return pack_codes<kCodes8>(from, packed, packed_scales, num_threads);
+    case kCodes4: return pack_codes<kCodes4>(from, packed, packed_scales, num_threads);
+    case kDots4: return pack_codes<kDots4>(from, packed, packed_scales, num_threads);
   }
 }
 
 // out[i] = row ids[i] of the weight, as floats. For embeddings that share their matrix with the head.
 void pagemill_gather_rows(const PackedWeight* weight, const int64_t* ids, int64_t count, float* out) {
-  const PackedWeight& w = *weight;
-  const int64_t group = w.group, scale_floats = w.has_offsets ? 2 * kPanel : kPanel;
-  for (int64_t i = 0; i < count; ++i, out += w.in_features) {
-    const int64_t panel = ids[i] / kPanel, n = ids[i] % kPanel;
-    if (w.format == kFloat32 || w.format == kBfloat16) {
-      for (int64_t k = 0; k < w.in_features; ++k) {
-        const int64_t at = (panel * w.in_features + k) * kPanel + n;
-        const uint32_t bits = w.format == kFloat32 ? reinterpret_cast<const uint32_t*>(w.codes)[at]
-                                                   : uint32_t{reinterpret_cast<const uint16_t*>(w.codes)[at]} << 16;
-        std::memcpy(out + k, &bits, sizeof bits);
-      }
-      continue;
-    }
-    const int64_t num_groups = w.in_features / group;
-    for (int64_t g = 0; g < num_groups; ++g) {
-      const float* scale = w.scales + (panel * num_groups + g) * scale_floats;
-      const uint8_t* codes = w.codes + (panel * num_groups + g) * group * kPanel / (w.format == kCodes4 ? 2 : 1);
-      for (int64_t k = 0; k < group; ++k) {
-        float code;
-        if (w.format == kCodes8) {
-          code = static_cast<int8_t>(codes[k * kPanel + n]);
-        } else {
-          const uint8_t pair = codes[k / 2 * kPanel + n];
-          code = k % 2 == 0 ? pair & 15 : pair >> 4;
-        }
-        out[g * group + k] = code * scale[n] + (w.has_offsets ? scale[kPanel + n] : 0.0f);
-      }
+  for (int64_t i = 0; i < count; ++i, out += weight->in_features) {
+    switch (weight->format) {
+      case kCodes8: gather_codes<kCodes8>(*weight, ids[i], out); break;
+      case kCodes4: gather_codes<kCodes4>(*weight, ids[i], out); break;
+      case kDots4: gather_codes<kDots4>(*weight, ids[i], out); break;
+      default: gather_plain(*weight, ids[i], out);
     }
   }
 }
