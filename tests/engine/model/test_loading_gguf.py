@@ -225,7 +225,7 @@ def test_a_missing_file_is_refused(tmp_path: Path, runner_loader: Loader) -> Non
 @pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.why_absent()}")
 def test_the_embedded_model_stays_in_its_codes(smollm2_runner: Any, smollm2_path: Path) -> None:
     """4-bit codes take 6 bits with their scales, 8-bit ones 9; a tied embedding is in memory once."""
-    assert smollm2_runner._ops == ops_for("cpu_native", rounds_activations=library.has_dots())
+    assert smollm2_runner._ops == ops_for("cpu_native")
     quantized = smollm2_runner.info.weight_bytes
     assert quantized < 1.35 * smollm2_path.stat().st_size
     planned = open_weights(smollm2_path).num_bytes(torch.float32, keep_stored=True)
