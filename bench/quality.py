@@ -44,7 +44,10 @@ ROWS: dict[str, dict[str, Any]] = {
     "float32, KV int8": {"dtype": "float32", "kv_cache_dtype": "int8"},
 }
 """`bfloat16` runs by default only where the processor has arithmetic for it: without, it takes many minutes."""
-FILE_ROW = "the file's own codes"
+FILE_ROWS: dict[str, dict[str, Any]] = {
+    "the file's own codes": {"dtype": "float32"},
+    "the file's own codes, activations of 8 bits": {"dtype": "auto"},
+}
 
 
 def renumbered_model(path: Path, folder: Path) -> None:
@@ -155,7 +158,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--window", type=int, default=512, help="tokens that see one another")
     slow = set() if torch.cpu._is_avx512_bf16_supported() else {"bfloat16"}
-    every = [*ROWS, FILE_ROW]
+    every = [*ROWS, *FILE_ROWS]
     parser.add_argument("--rows", nargs="+", default=[row for row in every if row not in slow], choices=every)
     args = parser.parse_args()
     path = resolve_source(MODEL)
@@ -165,7 +168,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         renumbered_model(path, Path(name))
         for row in dict.fromkeys(["float32", *args.rows]):
-            source, settings = (MODEL, {"dtype": "float32"}) if row == FILE_ROW else (name, ROWS[row])
+            source, settings = (MODEL, FILE_ROWS[row]) if row in FILE_ROWS else (name, ROWS[row])
             results[row] = measure(source, token_ids, args.window, settings, reference)
     base = results["float32"]["perplexity"]
     table = [

@@ -14,7 +14,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-SOURCES = ("linear.cpp", "pack.cpp", "attention.cpp", "fused.cpp", "layer.cpp")
+SOURCES = ("linear.cpp", "dots.cpp", "pack.cpp", "attention.cpp", "fused.cpp", "layer.cpp")
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno")
 LEVELS = {"x86_64": ("x86-64-v3", "x86-64-v4"), "aarch64": ("armv8-a",)}
 """`-march` values by machine; at run time the highest that the processor has is loaded."""

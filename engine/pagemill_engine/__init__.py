@@ -1,1 +1,5 @@
 """The engine: scheduler, paged KV cache, runners, models, servers."""
+
+from pagemill_engine.settings import tune_openmp
+
+tune_openmp()

@@ -65,7 +65,9 @@ _IMPLEMENTATIONS: dict[str, dict[Backend, str]] = {
 _INHERITS: dict[Backend, Backend] = {"cpu_onednn": "cpu_native"}
 """What a backend does not have itself it takes from this one, and only then from the reference."""
 _PACK_CODES: dict[Backend, str] = {"cpu_native": "linear.native:pack_codes"}
+_PACK_CODES_FOR_DOTS: dict[Backend, str] = {"cpu_native": "linear.native:pack_codes_for_dots"}
 _PACK_BLOCKS: dict[Backend, str] = {"cpu_native": "linear.native:pack_blocks"}
+_PACK_BLOCKS_FOR_DOTS: dict[Backend, str] = {"cpu_native": "linear.native:pack_blocks_for_dots"}
 _FUSE_LAYER: dict[Backend, str] = {"cpu_native": "decoder_layer.native:fuse_layer"}
 _OPAQUE: tuple[Backend, ...] = ("cpu", "cpu_onednn")
 """Backends that cannot read a row out of a packed weight."""
@@ -106,17 +108,23 @@ def resolve(operation: str, backend: Backend) -> Callable[..., Any]:
 
 
 @cache
-def ops_for(backend: Backend, batch_invariant: bool = False, weight_dtype: torch.dtype | None = None) -> Ops:
-    """`batch_invariant`: a row's result has the same bits whatever else is computed; KeyError where it cannot."""
-    pack_codes = _load(_PACK_CODES[backend]) if backend in _PACK_CODES else None
-    pack_blocks = _load(_PACK_BLOCKS[backend]) if backend in _PACK_BLOCKS else None
-    fuse_layer = _load(_FUSE_LAYER[backend]) if backend in _FUSE_LAYER else None
+def ops_for(
+    backend: Backend,
+    batch_invariant: bool = False,
+    weight_dtype: torch.dtype | None = None,
+    rounds_activations: bool = False,
+) -> Ops:
+    """`batch_invariant`: a row's result has the same bits whatever else is computed; KeyError where it cannot.
+    `rounds_activations`: to 8 bits beside 4-bit codes, where that is faster.
+    """
+    pack_codes = _optional(_PACK_CODES_FOR_DOTS if rounds_activations else _PACK_CODES, backend)
+    pack_blocks = _optional(_PACK_BLOCKS_FOR_DOTS if rounds_activations else _PACK_BLOCKS, backend)
     operations = {operation: resolve(operation, backend) for operation in _IMPLEMENTATIONS}
     ops = Ops(
         **operations,
         pack_codes=pack_codes,
         pack_blocks=pack_blocks,
-        fuse_layer=fuse_layer,
+        fuse_layer=_optional(_FUSE_LAYER, backend),
         weight_dtype=weight_dtype,
         keeps_stored=backend in _PACK_CODES,
         gathers=backend not in _OPAQUE,
@@ -146,6 +154,10 @@ def cpu_backend(
         return "cpu", f"torch (no native attention for heads of {head_dim} and blocks of {block_size})"
     unit = onednn.unit() if dtype == torch.bfloat16 and not batch_invariant else None
     return ("cpu_native", "native kernels") if unit is None else ("cpu_onednn", f"native kernels, oneDNN with {unit}")
+
+
+def _optional(targets: dict[Backend, str], backend: Backend) -> Callable[..., Any] | None:
+    return _load(targets[backend]) if backend in targets else None
 
 
 def _load(target: str) -> Callable[..., Any]:

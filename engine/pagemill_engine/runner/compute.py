@@ -8,6 +8,7 @@ import torch
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loading.errors import LoadError
+from pagemill_kernels.cpu import library
 from pagemill_kernels.kv_store.storage import TORCH_TYPES
 from pagemill_kernels.linear import onednn
 from pagemill_kernels.registry import NATIVE_BACKENDS, Backend, Ops, cpu_backend, ops_for
@@ -42,7 +43,10 @@ def choose_compute(config: EngineConfig, spec: ModelSpec) -> Compute:
     if not native and config.deterministic:
         raise _needs_native("deterministic", "true", how, "Turn deterministic off")
     activation_dtype = torch.float32 if native else dtype
-    ops = ops_for(backend, config.deterministic, None if dtype == activation_dtype else dtype)
+    rounds = backend == "cpu_native" and config.dtype == "auto" and _has_4_bits(config, spec) and library.has_dots()
+    weight_dtype = None if dtype == activation_dtype else dtype
+    ops = ops_for(backend, config.deterministic, weight_dtype, rounds_activations=rounds)
+    how += ", 4-bit weights times 8-bit activations" if rounds else ""
     return Compute(dtype, activation_dtype, kv_dtype, ops, how, attention_gathers=not native)
 
 
@@ -53,6 +57,11 @@ def _dtype(config: EngineConfig, spec: ModelSpec) -> torch.dtype:
     if wants_native and _backend(torch.float32, config, spec)[0] in NATIVE_BACKENDS:
         return torch.float32
     return torch.float32 if onednn.unit() is None else torch.bfloat16
+
+
+def _has_4_bits(config: EngineConfig, spec: ModelSpec) -> bool:
+    stored = spec.quantization or ""
+    return stored.startswith("Q4") or (not stored and config.quantization == "int4")
 
 
 def _backend(dtype: torch.dtype, config: EngineConfig, spec: ModelSpec) -> tuple[Backend, str]:

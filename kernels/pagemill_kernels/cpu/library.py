@@ -18,10 +18,10 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 PANEL = 16
 """Outputs that one panel of a packed weight holds."""
-FORMAT_FLOAT32, FORMAT_BFLOAT16, FORMAT_CODES8, FORMAT_CODES4 = range(4)
+FORMAT_FLOAT32, FORMAT_BFLOAT16, FORMAT_CODES8, FORMAT_CODES4, FORMAT_DOTS4 = range(5)
 
 _LEVELS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {"AVX512": ("x86-64-v4", "x86-64-v3"), "AVX2": ("x86-64-v3",)},
@@ -119,6 +119,12 @@ def load() -> ctypes.CDLL | None:
     if library is None:
         logger.warning("Native CPU kernels are not used: %s. Torch runs instead, slower.", cause)
     return library
+
+
+def has_dots() -> bool:
+    """Whether products of 4-bit codes and rounded activations are there: on x86 so far."""
+    loaded = load()
+    return loaded is not None and loaded.pagemill_has_dots() != 0
 
 
 def why_absent() -> str | None:

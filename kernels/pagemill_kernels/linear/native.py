@@ -104,6 +104,20 @@ def pack_linear(weight: Tensor, bias: Tensor | None) -> NativeLinear:
 
 def pack_codes(weight: GroupCodes, bias: Tensor | None) -> NativeLinear:
     """Keep the weight in its codes. With the scales of groups of 32: 6 bits an input (4-bit codes), 9 (8-bit codes)."""
+    return _pack_codes(weight, bias, library.FORMAT_CODES4 if weight.bits == 4 else library.FORMAT_CODES8)
+
+
+def pack_codes_for_dots(weight: GroupCodes, bias: Tensor | None) -> NativeLinear:
+    """As `pack_codes`, 4-bit codes for products in integers: activations are rounded to 8 bits in groups of 32.
+
+    Where the processor has no such products, the arithmetic stays float32.
+    """
+    if weight.bits != 4 or not library.has_dots():
+        return pack_codes(weight, bias)
+    return _pack_codes(weight, bias, library.FORMAT_DOTS4)
+
+
+def _pack_codes(weight: GroupCodes, bias: Tensor | None, format: int) -> NativeLinear:
     out_features, in_features = weight.codes.shape
     has_offsets = weight.offsets is not None
     if in_features % GROUP_SIZE or (weight.bits == 4 and (weight.group_size != GROUP_SIZE or not has_offsets)):
@@ -122,19 +136,29 @@ def pack_codes(weight: GroupCodes, bias: Tensor | None) -> NativeLinear:
         0 if offsets is None else offsets.data_ptr(),
         out_features,
         in_features,
-        weight.bits,
+        format,
         weight.group_size,
         packed.data_ptr(),
         packed_scales.data_ptr(),
         launch.num_threads(),
     )
-    format = library.FORMAT_CODES4 if weight.bits == 4 else library.FORMAT_CODES8
     shape = (out_features, in_features)
     return NativeLinear(_Packed(shape, format, packed, packed_scales, weight.group_size, has_offsets), bias)
 
 
 def pack_blocks(weight: CodeBlocks, bias: Tensor | None) -> NativeLinear:
     """`pack_codes` of blocks as they lie in a file, at less than half its time: nothing is taken apart first."""
+    return _pack_blocks(weight, bias, library.FORMAT_CODES4 if weight.bits == 4 else library.FORMAT_CODES8)
+
+
+def pack_blocks_for_dots(weight: CodeBlocks, bias: Tensor | None) -> NativeLinear:
+    """`pack_codes_for_dots` of blocks as they lie in a file."""
+    if weight.bits != 4 or not library.has_dots():
+        return pack_blocks(weight, bias)
+    return _pack_blocks(weight, bias, library.FORMAT_DOTS4)
+
+
+def _pack_blocks(weight: CodeBlocks, bias: Tensor | None, format: int) -> NativeLinear:
     out_features, num_groups, block_bytes = weight.data.shape
     in_features, has_offsets = num_groups * GROUP_SIZE, weight.bits == 4
     if (
@@ -150,13 +174,12 @@ def pack_blocks(weight: CodeBlocks, bias: Tensor | None) -> NativeLinear:
         data.data_ptr(),
         out_features,
         in_features,
-        weight.bits,
+        format,
         weight.stored_offsets,
         packed.data_ptr(),
         packed_scales.data_ptr(),
         launch.num_threads(),
     )
-    format = library.FORMAT_CODES4 if weight.bits == 4 else library.FORMAT_CODES8
     return NativeLinear(
         _Packed((out_features, in_features), format, packed, packed_scales, GROUP_SIZE, has_offsets), bias
     )

@@ -58,7 +58,10 @@ def test_codes_are_the_dequantized_values(kind: str) -> None:
 @pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.why_absent()}")
 @pytest.mark.parametrize("kinds", [("Q4_0",), ("Q4_1",), ("Q8_0",), ("Q4_1", "Q4_1", "Q4_1"), ("Q8_0", "Q8_0")])
 @pytest.mark.parametrize("rows", [1, 16, 37])
-def test_blocks_are_packed_to_the_same_bytes_as_the_codes_taken_out_of_them(kinds: tuple[str, ...], rows: int) -> None:
+@pytest.mark.parametrize("for_dots", [False, True])
+def test_blocks_are_packed_to_the_same_bytes_as_the_codes_taken_out_of_them(
+    kinds: tuple[str, ...], rows: int, for_dots: bool
+) -> None:
     stored = [torch.from_numpy(random_bytes(kind, rows, 512)).flatten() for kind in kinds]
     shape = (rows, 512)
     blocks = [read_blocks(kind, data, shape) for kind, data in zip(kinds, stored, strict=True)]
@@ -66,7 +69,9 @@ def test_blocks_are_packed_to_the_same_bytes_as_the_codes_taken_out_of_them(kind
     whole = groups.stack_blocks([block for block in blocks if block is not None])
     assert whole is not None
     bias = torch.randn(rows * len(kinds))
-    one, other = native.pack_blocks(whole, bias), native.pack_codes(groups.stack(codes), bias)
+    pack_blocks = native.pack_blocks_for_dots if for_dots else native.pack_blocks
+    pack_codes = native.pack_codes_for_dots if for_dots else native.pack_codes
+    one, other = pack_blocks(whole, bias), pack_codes(groups.stack(codes), bias)
     assert torch.equal(one._codes, other._codes)
     assert one._scales is not None
     assert other._scales is not None

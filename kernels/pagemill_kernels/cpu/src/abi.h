@@ -5,9 +5,9 @@
 
 namespace pagemill {
 
-constexpr int32_t kAbiVersion = 4;
+constexpr int32_t kAbiVersion = 5;
 
-enum Format : int32_t { kFloat32 = 0, kBfloat16 = 1, kCodes8 = 2, kCodes4 = 3 };
+enum Format : int32_t { kFloat32 = 0, kBfloat16 = 1, kCodes8 = 2, kCodes4 = 3, kDots4 = 4 };
 
 struct PackedWeight {
   int32_t format;

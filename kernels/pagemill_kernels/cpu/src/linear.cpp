@@ -5,7 +5,8 @@
 //   codes of 8 bits:   per group [k][n], signed
 //   codes of 4 bits:   per group of 32 inputs, 16 rows of 16 bytes: row k holds input 2k low, 2k + 1 high
 //   scales: per panel and group float32 scale[16], then offset[16] where the weight has offsets
-// All arithmetic is float32. Few rows read codes and bfloat16 directly; for many rows a slice of x is repacked by tiles and each
+//   codes for dots: dots.cpp
+// All arithmetic here is float32. Few rows read codes and bfloat16 directly; for many rows a slice of x is repacked by tiles and each
 // panel is unpacked beside it in the second-level cache. Both add the same products in the same order, input after
 // input, so that a row's result does not depend on how many rows there are. Packing of weights: pack.cpp.
 #include <omp.h>
@@ -14,7 +15,9 @@
 #include <vector>
 
 #include "abi.h"
+#include "dots.h"
 #include "operations.h"
+#include "output.h"
 #include "tile.h"
 
 namespace pagemill {
@@ -103,7 +106,7 @@ const float* unpack(const PackedWeight& w, int64_t panel, int64_t begin, int64_t
     case kFloat32: return reinterpret_cast<const float*>(w.codes) + (panel * w.in_features + begin) * kPanel;
     case kBfloat16: unpack_bfloat16(w, panel, begin, end, buffer); break;
     case kCodes8: (w.has_offsets ? unpack_codes8<true> : unpack_codes8<false>)(w, panel, begin, end, buffer); break;
-    case kCodes4: unpack_codes4(w, panel, begin, end, buffer); break;
+    default: unpack_codes4(w, panel, begin, end, buffer); break;
   }
   return buffer;
 }
@@ -211,47 +214,6 @@ void direct(const PackedWeight& w, int64_t panel, const float* x, int64_t rows, 
   kKernels[kind][rows - 1](w, panel, x, x_stride, c);
 }
 
-// Where one panel's results go: 16 columns (the last panel: fewer) of `out`.
-struct Target {
-  const float* bias;
-  float* out;
-  int64_t stride;
-  int64_t columns;
-
-  // What the products are added to: nothing or what is there, plus the bias.
-  void begin(float* c, int64_t rows, bool add_bias, bool add_out) const {
-    alignas(32) float base[kPanel] = {};
-    if (add_bias && bias) std::memcpy(base, bias, columns * sizeof(float));
-    const Floats low = load(base), high = load(base + kLanes);
-    for (int64_t r = 0; r < rows; ++r, c += kPanel) {
-      if (!add_out) {
-        store(c, low);
-        store(c + kLanes, high);
-      } else if (columns == kPanel) {
-        store(c, low + load(out + r * stride));
-        store(c + kLanes, high + load(out + r * stride + kLanes));
-      } else {
-        for (int64_t n = 0; n < columns; ++n) c[n] = base[n] + out[r * stride + n];
-      }
-    }
-  }
-  void end(const float* c, int64_t rows) const {
-    if (columns < kPanel) {
-      for (int64_t r = 0; r < rows; ++r) std::memcpy(out + r * stride, c + r * kPanel, columns * sizeof(float));
-      return;
-    }
-    for (int64_t r = 0; r < rows; ++r) {
-      store(out + r * stride, load(c + r * kPanel));
-      store(out + r * stride + kLanes, load(c + r * kPanel + kLanes));
-    }
-  }
-};
-
-Target target_of(const PackedWeight& w, int64_t panel, const float* bias, float* out, int64_t out_stride) {
-  const int64_t first = panel * kPanel;
-  return {bias ? bias + first : nullptr, out + first, out_stride, std::min<int64_t>(kPanel, w.out_features - first)};
-}
-
 // A few rows: the weight is read as it is stored.
 void few_rows(const PackedWeight& w, const float* x, int64_t rows, int64_t x_stride, const float* bias, float* out,
               int64_t out_stride, bool accumulate, int64_t begin, int64_t end) {
@@ -299,6 +261,8 @@ extern "C" void pagemill_linear(const PackedWeight* weight, const float* x, int6
                                 const float* bias, float* out, int64_t out_stride, int32_t accumulate,
                                 int32_t num_threads) {
   const PackedWeight& w = *weight;
+  if (w.format == kDots4)
+    return linear_dots(w, x, rows, x_stride, bias, out, out_stride, accumulate != 0, num_threads);
   const int64_t num_panels = (w.out_features + kPanel - 1) / kPanel;
   const bool as_stored = rows <= kDirectRows && w.format != kFloat32;
 #pragma omp parallel num_threads(num_threads)

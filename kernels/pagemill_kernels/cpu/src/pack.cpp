@@ -2,10 +2,11 @@
 // are zero, so that a partial panel computes nothing wrong.
 #include <omp.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include "abi.h"
-#include "tile.h"
+#include "codes.h"
 
 namespace pagemill {
 namespace {
@@ -25,7 +26,40 @@ void pack_plain(const Element* weight, int64_t out_features, int64_t in_features
   }
 }
 
-constexpr int kGroup = 32;
+struct Codes {
+  const uint8_t* codes;
+  const float* scales;
+  const float* offsets;
+  int64_t out_features, in_features, group;
+};
+
+template <int32_t Code>
+void pack_codes(const Codes& from, uint8_t* packed, float* packed_scales, int num_threads) {
+  const int64_t num_groups = from.in_features / from.group, bytes = group_bytes(Code, from.group);
+  const int64_t scale_floats = from.offsets ? 2 * kPanel : kPanel;
+  std::memset(packed, 0, num_panels(from.out_features) * num_groups * bytes);
+  std::memset(packed_scales, 0, num_panels(from.out_features) * num_groups * scale_floats * sizeof(float));
+#pragma omp parallel for schedule(static) num_threads(num_threads)
+  for (int64_t panel = 0; panel < num_panels(from.out_features); ++panel) {
+    const int64_t real = std::min<int64_t>(kPanel, from.out_features - panel * kPanel);
+    for (int64_t g = 0; g < num_groups; ++g) {
+      uint8_t* to = packed + (panel * num_groups + g) * bytes;
+      float* scale = packed_scales + (panel * num_groups + g) * scale_floats;
+      for (int64_t n = 0; n < real; ++n) {
+        const int64_t row = panel * kPanel + n;
+        scale[n] = from.scales[row * num_groups + g];
+        if (from.offsets) scale[kPanel + n] = from.offsets[row * num_groups + g];
+        const uint8_t* codes = from.codes + row * from.in_features + g * from.group;
+        for (int64_t k = 0; k < from.group; ++k) {
+          const Place place = place_of<Code>(k, n);
+          to[place.byte] |= place.high ? codes[k] << 4 : codes[k];
+        }
+      }
+    }
+  }
+}
+
+constexpr int kBlock = 32;  // inputs of a stored block
 
 float half_at(const uint8_t* at) {
   _Float16 value;
@@ -33,21 +67,92 @@ float half_at(const uint8_t* at) {
   return static_cast<float>(value);
 }
 
-// One group of 16 rows from blocks of 4-bit codes: the low halves of 16 bytes are the first 16 codes, the high halves
-// the rest. Packed: two neighbouring codes of a row to a byte, the rows side by side.
-inline void pack_group4(const uint8_t* const codes[kPanel], uint8_t* to) {
-  for (int k = 0; k < kGroup / 4; ++k) {
+// One group of 16 rows from stored codes, in the layout of codes.h. Four bits: the low halves of 16 bytes are the first
+// 16 codes, the high halves the rest.
+template <int32_t Code>
+void pack_group(const uint8_t* const codes[kPanel], uint8_t* to);
+
+template <>
+void pack_group<kCodes4>(const uint8_t* const codes[kPanel], uint8_t* to) {
+  for (int k = 0; k < kBlock / 4; ++k) {
     for (int n = 0; n < kPanel; ++n) {
       const uint8_t first = codes[n][2 * k], second = codes[n][2 * k + 1];
       to[k * kPanel + n] = static_cast<uint8_t>((first & 15) | second << 4);
-      to[(k + kGroup / 4) * kPanel + n] = static_cast<uint8_t>(first >> 4 | (second & 0xF0));
+      to[(k + kBlock / 4) * kPanel + n] = static_cast<uint8_t>(first >> 4 | (second & 0xF0));
     }
   }
 }
 
-inline void pack_group8(const uint8_t* const codes[kPanel], uint8_t* to) {
-  for (int k = 0; k < kGroup; ++k)
+template <>
+void pack_group<kDots4>(const uint8_t* const codes[kPanel], uint8_t* to) {
+  constexpr uint32_t kLow = 0x0F0F0F0F;
+  for (int quad = 0; quad < kBlock / 8; ++quad) {
+    for (int n = 0; n < kLanes; ++n) {
+      const uint32_t a = load_as<uint32_t>(codes[n] + 4 * quad), b = load_as<uint32_t>(codes[n + kLanes] + 4 * quad);
+      const uint32_t first = (a & kLow) | (b & kLow) << 4, second = (a >> 4 & kLow) | (b & ~kLow);
+      std::memcpy(to + quad * 2 * kPanel + n * 4, &first, 4);
+      std::memcpy(to + (quad + kBlock / 8) * 2 * kPanel + n * 4, &second, 4);
+    }
+  }
+}
+
+template <>
+void pack_group<kCodes8>(const uint8_t* const codes[kPanel], uint8_t* to) {
+  for (int k = 0; k < kBlock; ++k)
     for (int n = 0; n < kPanel; ++n) to[k * kPanel + n] = codes[n][k];
+}
+
+template <int32_t Code>
+void pack_blocks(const uint8_t* blocks, int64_t out_features, int64_t in_features, bool stored_offsets, uint8_t* packed,
+                 float* packed_scales, int num_threads) {
+  constexpr bool kOffsets = in_nibbles(Code);
+  constexpr int64_t kScaleFloats = kOffsets ? 2 * kPanel : kPanel;
+  const int64_t num_groups = in_features / kBlock, bytes = group_bytes(Code, kBlock);
+  const int64_t head_bytes = stored_offsets ? 4 : 2, block_bytes = head_bytes + kBlock / (kOffsets ? 2 : 1);
+  static const uint8_t nothing[4 + kBlock] = {};
+#pragma omp parallel for schedule(static) num_threads(num_threads)
+  for (int64_t panel = 0; panel < num_panels(out_features); ++panel) {
+    for (int64_t g = 0; g < num_groups; ++g) {
+      const uint8_t* codes[kPanel];
+      float* scale = packed_scales + (panel * num_groups + g) * kScaleFloats;
+      for (int64_t n = 0; n < kPanel; ++n) {
+        const int64_t row = panel * kPanel + n;
+        const uint8_t* block = row < out_features ? blocks + (row * num_groups + g) * block_bytes : nothing;
+        codes[n] = block + head_bytes;
+        scale[n] = half_at(block);
+        if (kOffsets) scale[kPanel + n] = stored_offsets ? half_at(block + 2) : -8.0f * scale[n];
+      }
+      pack_group<Code>(codes, packed + (panel * num_groups + g) * bytes);
+    }
+  }
+}
+
+template <int32_t Code>
+void gather_codes(const PackedWeight& w, int64_t id, float* out) {
+  const int64_t panel = id / kPanel, n = id % kPanel;
+  const int64_t num_groups = w.in_features / w.group, bytes = group_bytes(Code, w.group);
+  const int64_t scale_floats = w.has_offsets ? 2 * kPanel : kPanel;
+  for (int64_t g = 0; g < num_groups; ++g, out += w.group) {
+    const float* scale = w.scales + (panel * num_groups + g) * scale_floats;
+    const float offset = w.has_offsets ? scale[kPanel + n] : 0.0f;
+    const uint8_t* codes = w.codes + (panel * num_groups + g) * bytes;
+    for (int64_t k = 0; k < w.group; ++k) {
+      const Place place = place_of<Code>(k, n);
+      const uint8_t byte = codes[place.byte];
+      const int code = !in_nibbles(Code) ? static_cast<int8_t>(byte) : place.high ? byte >> 4 : byte & 15;
+      out[k] = static_cast<float>(code) * scale[n] + offset;
+    }
+  }
+}
+
+void gather_plain(const PackedWeight& w, int64_t id, float* out) {
+  const int64_t panel = id / kPanel, n = id % kPanel;
+  for (int64_t k = 0; k < w.in_features; ++k) {
+    const int64_t at = (panel * w.in_features + k) * kPanel + n;
+    const uint32_t bits = w.format == kFloat32 ? reinterpret_cast<const uint32_t*>(w.codes)[at]
+                                               : uint32_t{reinterpret_cast<const uint16_t*>(w.codes)[at]} << 16;
+    std::memcpy(out + k, &bits, sizeof bits);
+  }
 }
 
 }  // namespace
@@ -71,91 +176,35 @@ void pagemill_pack_plain(const void* weight, int64_t out_features, int64_t in_fe
 // codes: [out_features][in_features], one byte a code (signed for 8 bits, 0 to 15 for 4 bits).
 // scales, offsets: [out_features][in_features / group]; offsets may be null. 4-bit codes: groups of 32 with offsets.
 void pagemill_pack_codes(const uint8_t* codes, const float* scales, const float* offsets, int64_t out_features,
-                         int64_t in_features, int32_t bits, int32_t group, uint8_t* packed, float* packed_scales,
+                         int64_t in_features, int32_t format, int32_t group, uint8_t* packed, float* packed_scales,
                          int32_t num_threads) {
-  const int64_t num_groups = in_features / group;
-  const int64_t group_bytes = group * kPanel * bits / 8, scale_floats = offsets ? 2 * kPanel : kPanel;
-#pragma omp parallel for schedule(static) num_threads(num_threads)
-  for (int64_t panel = 0; panel < num_panels(out_features); ++panel) {
-    for (int64_t g = 0; g < num_groups; ++g) {
-      uint8_t* to = packed + (panel * num_groups + g) * group_bytes;
-      float* scale = packed_scales + (panel * num_groups + g) * scale_floats;
-      for (int64_t n = 0; n < kPanel; ++n) {
-        const int64_t row = panel * kPanel + n;
-        const bool real = row < out_features;
-        scale[n] = real ? scales[row * num_groups + g] : 0.0f;
-        if (offsets) scale[kPanel + n] = real ? offsets[row * num_groups + g] : 0.0f;
-        const uint8_t* from = codes + row * in_features + g * group;
-        if (bits == 8) {
-          for (int k = 0; k < group; ++k) to[k * kPanel + n] = real ? from[k] : 0;
-        } else {
-          for (int k = 0; k < group / 2; ++k) to[k * kPanel + n] = real ? from[2 * k] | from[2 * k + 1] << 4 : 0;
-        }
-      }
-    }
+  const Codes from{codes, scales, offsets, out_features, in_features, group};
+  switch (format) {
+    case kCodes8: return pack_codes<kCodes8>(from, packed, packed_scales, num_threads);
+    case kCodes4: return pack_codes<kCodes4>(from, packed, packed_scales, num_threads);
+    case kDots4: return pack_codes<kDots4>(from, packed, packed_scales, num_threads);
   }
 }
 
 // blocks: [out_features][in_features / 32] of a float16 scale, a float16 offset if stored_offsets, then 32 codes (signed
-// for 8 bits; 4 bits: see pack_group4). Four bits without a stored offset count from -8. The result is pagemill_pack_codes's
+// for 8 bits; 4 bits: see pack_group). Four bits without a stored offset count from -8. The result is pagemill_pack_codes's
 // of the same codes, scales and offsets.
-void pagemill_pack_blocks(const uint8_t* blocks, int64_t out_features, int64_t in_features, int32_t bits,
+void pagemill_pack_blocks(const uint8_t* blocks, int64_t out_features, int64_t in_features, int32_t format,
                           int32_t stored_offsets, uint8_t* packed, float* packed_scales, int32_t num_threads) {
-  const int64_t num_groups = in_features / kGroup, group_bytes = kGroup * kPanel * bits / 8;
-  const int64_t head_bytes = stored_offsets ? 4 : 2, block_bytes = head_bytes + kGroup * bits / 8;
-  const bool has_offsets = bits == 4;
-  const int64_t scale_floats = has_offsets ? 2 * kPanel : kPanel;
-  static const uint8_t nothing[4 + kGroup] = {};
-#pragma omp parallel for schedule(static) num_threads(num_threads)
-  for (int64_t panel = 0; panel < num_panels(out_features); ++panel) {
-    for (int64_t g = 0; g < num_groups; ++g) {
-      const uint8_t* codes[kPanel];
-      float* scale = packed_scales + (panel * num_groups + g) * scale_floats;
-      for (int64_t n = 0; n < kPanel; ++n) {
-        const int64_t row = panel * kPanel + n;
-        const uint8_t* block = row < out_features ? blocks + (row * num_groups + g) * block_bytes : nothing;
-        codes[n] = block + head_bytes;
-        scale[n] = half_at(block);
-        if (has_offsets) scale[kPanel + n] = stored_offsets ? half_at(block + 2) : -8.0f * scale[n];
-      }
-      uint8_t* to = packed + (panel * num_groups + g) * group_bytes;
-      if (bits == 4)
-        pack_group4(codes, to);
-      else
-        pack_group8(codes, to);
-    }
-  }
+  const auto pack = format == kCodes8   ? pack_blocks<kCodes8>
+                    : format == kCodes4 ? pack_blocks<kCodes4>
+                                        : pack_blocks<kDots4>;
+  pack(blocks, out_features, in_features, stored_offsets != 0, packed, packed_scales, num_threads);
 }
 
 // out[i] = row ids[i] of the weight, as floats. For embeddings that share their matrix with the head.
 void pagemill_gather_rows(const PackedWeight* weight, const int64_t* ids, int64_t count, float* out) {
-  const PackedWeight& w = *weight;
-  const int64_t group = w.group, scale_floats = w.has_offsets ? 2 * kPanel : kPanel;
-  for (int64_t i = 0; i < count; ++i, out += w.in_features) {
-    const int64_t panel = ids[i] / kPanel, n = ids[i] % kPanel;
-    if (w.format == kFloat32 || w.format == kBfloat16) {
-      for (int64_t k = 0; k < w.in_features; ++k) {
-        const int64_t at = (panel * w.in_features + k) * kPanel + n;
-        const uint32_t bits = w.format == kFloat32 ? reinterpret_cast<const uint32_t*>(w.codes)[at]
-                                                   : uint32_t{reinterpret_cast<const uint16_t*>(w.codes)[at]} << 16;
-        std::memcpy(out + k, &bits, sizeof bits);
-      }
-      continue;
-    }
-    const int64_t num_groups = w.in_features / group;
-    for (int64_t g = 0; g < num_groups; ++g) {
-      const float* scale = w.scales + (panel * num_groups + g) * scale_floats;
-      const uint8_t* codes = w.codes + (panel * num_groups + g) * group * kPanel / (w.format == kCodes4 ? 2 : 1);
-      for (int64_t k = 0; k < group; ++k) {
-        float code;
-        if (w.format == kCodes8) {
-          code = static_cast<int8_t>(codes[k * kPanel + n]);
-        } else {
-          const uint8_t pair = codes[k / 2 * kPanel + n];
-          code = k % 2 == 0 ? pair & 15 : pair >> 4;
-        }
-        out[g * group + k] = code * scale[n] + (w.has_offsets ? scale[kPanel + n] : 0.0f);
-      }
+  for (int64_t i = 0; i < count; ++i, out += weight->in_features) {
+    switch (weight->format) {
+      case kCodes8: gather_codes<kCodes8>(*weight, ids[i], out); break;
+      case kCodes4: gather_codes<kCodes4>(*weight, ids[i], out); break;
+      case kDots4: gather_codes<kDots4>(*weight, ids[i], out); break;
+      default: gather_plain(*weight, ids[i], out);
     }
   }
 }
