@@ -156,10 +156,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         for field in ("max_body_bytes", "max_header_bytes", "max_requests", "max_attempts"):
             if getattr(self, field) < 1:
                 raise SettingsError(f"{field}: {getattr(self, field)} must be at least 1.")
-        if self.queue.max_requests < 0 or self.queue.max_bytes < 0 or self.queue.timeout_s <= 0:
+        if self.queue.max_requests < 0 or self.queue.max_bytes < 0 or self.queue.timeout_s < 0:
             raise SettingsError(
-                f"queue: max_requests ({self.queue.max_requests}) and max_bytes ({self.queue.max_bytes}) must be 0 or "
-                f"more and timeout_s ({self.queue.timeout_s}) above 0. max_requests 0 lets nobody wait."
+                f"queue: max_requests ({self.queue.max_requests}), max_bytes ({self.queue.max_bytes}) and timeout_s "
+                f"({self.queue.timeout_s}) must be 0 or more. max_requests 0 lets nobody wait."
             )
         if self.keep_alive_interval_s <= 0:
             raise SettingsError(f"keep_alive_interval_s: {self.keep_alive_interval_s} must be above 0.")

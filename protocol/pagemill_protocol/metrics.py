@@ -192,7 +192,7 @@ GATEWAY_QUEUE_OLDEST_SECONDS = _gateway(
 GATEWAY_QUEUE_SECONDS = _gateway(
     "histogram",
     "queue_seconds",
-    "Time in the queue of requests that had to wait and got an engine.",
+    "Time in the queue of requests that waited and were served.",
     ("model",),
     _TTFT_S,
 )

@@ -27,6 +27,7 @@ class Attempts:
         self._last_message = ""
         self.count = 0
         """Of tries, full engines included."""
+        self.queued_s = 0.0
 
     @property
     def tried(self) -> frozenset[str]:
@@ -46,8 +47,9 @@ class Attempts:
     def exhausted(self) -> bool:
         return self.num_counted >= self._max_attempts
 
-    def queued(self) -> None:
+    def queued(self, seconds: float) -> None:
         """The request waited for room: engines that were full may be asked again."""
+        self.queued_s += seconds
         self._full.clear()
 
     def chose(self, endpoint_id: str) -> None:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import NamedTuple
 
 from pagemill_gateway.admission.reservations import Need
-from pagemill_gateway.brain.interface import MAX_REROUTES, NOBODY, NOT_READY, Claim, Choice, FailureKind, Target
+from pagemill_gateway.brain.interface import MAX_REROUTES, NOBODY, NOT_READY, Choice, Claim, FailureKind, Target
 from pagemill_gateway.brain.load import DeploymentLoad, measure_load
 from pagemill_gateway.brain.news import News
 from pagemill_gateway.brain.outage import Outage

@@ -39,9 +39,9 @@ def _check_model(model: CatalogModel, where: str, endpoint_ids: set[str]) -> Non
     if model.weight < 0:
         raise invalid_field(f"{where}.weight", f"{where}.weight is {model.weight}; it must be 0 or more.")
     queue = model.queue
-    if queue is not None and (queue.max_requests < 0 or queue.max_bytes < 0 or queue.timeout_s <= 0):
+    if queue is not None and (queue.max_requests < 0 or queue.max_bytes < 0 or queue.timeout_s < 0):
         raise invalid_field(
-            f"{where}.queue", f"{where}.queue: max_requests and max_bytes must be 0 or more, timeout_s above 0."
+            f"{where}.queue", f"{where}.queue: max_requests, max_bytes and timeout_s must be 0 or more."
         )
     for index, endpoint in enumerate(model.endpoints):
         field = f"{where}.endpoints[{index}]"

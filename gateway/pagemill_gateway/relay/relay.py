@@ -96,7 +96,7 @@ class Relay:
         asked_at = time.perf_counter()
         claim = record.claim._replace(
             priority=request.priority,
-            waited_s=record.queued_s,
+            waited_s=target.queued_s + attempts.queued_s,
             num_sequences=request.sampling.num_sequences,
             max_tokens=request.sampling.max_tokens,
             num_refusals=attempts.num_refusals,
@@ -109,9 +109,9 @@ class Relay:
             raise (attempts.verdict() if attempts.num_counted and error.code == NOT_READY else error) from error
         self._metrics.routed(target.model, time.perf_counter() - asked_at - choice.queued_s)
         if choice.queued_s:
-            attempts.queued()
+            attempts.queued(choice.queued_s)
             self._metrics.queued(target.model, choice.queued_s)
-            record.queued_s = max(record.queued_s, choice.queued_s + claim.waited_s)
+            record.queued_s = max(record.queued_s, target.queued_s + attempts.queued_s)
         return choice
 
     async def _attempt(
