@@ -84,6 +84,7 @@ class World:
     def arrive(self, choice: Choice, tokens: int) -> None:
         """The request is at its engine, which has begun to answer."""
         self.pods[choice.endpoint_id].inside[choice.decision] = tokens
+        self.brain.accepted(choice)
         self.brain.started(choice)
 
     def leave(self, choice: Choice, num_tokens: int | None = 20) -> None:
@@ -311,7 +312,7 @@ async def test_pods_that_refused_are_asked_by_one_request_at_a_time_until_one_is
     assert not served(tasks)
     await world.pass_time(1)
     (probe,) = served(tasks)
-    world.brain.started(probe)
+    world.brain.accepted(probe)
     world.report()
     await settle()
     assert len(served(tasks)) == 5

@@ -334,4 +334,4 @@ def test_a_crowd_is_sent_only_as_far_as_the_kv_cache_holds_it(start_cluster: Cal
     metrics = fetch(cluster.control_url + "/metrics")
     assert "pagemill_gateway_upstream_attempts_total{" in metrics
     assert 'outcome="refused"' not in metrics
-    assert int(float(metrics.split('queue_ended_total{model="smol",outcome="served"} ')[1].split()[0])) >= 20
+    assert int(float(metrics.split('queue_ended_total{model="smol",outcome="served"} ')[1].split()[0])) >= 5

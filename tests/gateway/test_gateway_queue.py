@@ -152,12 +152,12 @@ async def test_the_deadline_header_holds_in_the_queue(engines, gateways, fake) -
     release.set()
 
 
-async def test_a_key_that_asks_for_much_does_not_keep_others_waiting(engines, gateways, fake) -> None:
+async def test_an_urgent_request_overtakes_those_that_wait(engines, gateways, fake) -> None:
     gateway = await one_seat(engines, gateways)
     first, release = await busy(gateway, engines[0], fake)
     noisy = [asyncio.create_task(gateway.chat(priority=1)) for _ in range(20)]
     await fake.until(lambda: num_waiting(gateway) == 20)
-    urgent = asyncio.create_task(gateway.chat(priority=0, user="urgent"))
+    urgent = asyncio.create_task(gateway.chat(priority=0))
     await fake.until(lambda: num_waiting(gateway) == 21)
     release.set()
     await urgent

@@ -77,7 +77,9 @@ def test_each_sequence_takes_a_seat_and_one_request_always_fits_an_idle_engine()
     engine = Engine(max_num_seqs=8)
     engine.report()
     assert engine.fill(need(sequences=3)) == 2
-    assert Engine(max_num_seqs=2).fill(need(sequences=3)) == 1
+    small = Engine(max_num_seqs=2)
+    small.report()
+    assert small.fill(need(sequences=3)) == 1
 
 
 def test_sequences_share_the_blocks_of_their_prompt() -> None:
@@ -131,13 +133,13 @@ def test_a_request_larger_than_the_cache_waits_for_an_idle_engine_and_gets_it() 
     assert engine.fits(need(prompt=500))
 
 
-def test_once_reported_twice_after_its_first_frame_only_growth_is_reserved() -> None:
+def test_once_reported_twice_after_its_acceptance_only_growth_is_reserved() -> None:
     engine = Engine(blocks=100)
     engine.report()
     decision = engine.send(need(prompt=100, output=200))
     engine.report(active=10, num_requests_running=1, num_tokens_running=100)
-    assert engine.record.reserved.num_unseen_blocks == 30, "it has not begun to answer"
-    engine.record.reserved.begun(decision)
+    assert engine.record.reserved.num_unseen_blocks == 30, "the engine has not accepted it"
+    engine.record.reserved.accepted(decision)
     engine.report(active=10, num_requests_running=1, num_tokens_running=100)
     assert engine.record.reserved.num_unseen_blocks == 30, "that report may have been under way"
     engine.report(active=10, num_requests_running=1, num_tokens_running=100)
@@ -160,13 +162,13 @@ def test_what_waits_in_the_engine_takes_its_blocks_first() -> None:
 def test_every_reservation_is_given_back_in_full(data: st.DataObject) -> None:
     reserved, open_decisions = Reservations(), set()
     for decision in range(data.draw(st.integers(1, 60))):
-        action = data.draw(st.sampled_from(["reserve", "begun", "reported", "release"]))
+        action = data.draw(st.sampled_from(["reserve", "accepted", "reported", "release"]))
         if action == "reserve":
             prompt, output = data.draw(st.integers(0, 99)), data.draw(st.integers(1, 99))
             reserved.reserve(decision, need(prompt, output, data.draw(st.integers(1, 4))), 16)
             open_decisions.add(decision)
-        elif action == "begun" and open_decisions:
-            reserved.begun(data.draw(st.sampled_from(sorted(open_decisions))))
+        elif action == "accepted" and open_decisions:
+            reserved.accepted(data.draw(st.sampled_from(sorted(open_decisions))))
         elif action == "reported":
             reserved.reported()
         elif action == "release" and open_decisions:

@@ -100,8 +100,8 @@ class _Band(Generic[W]):
         self._debts[key] = start
         if len(self._debts) > MAX_DEBTS:
             self._debts = {each: due for each, due in self._debts.items() if due > self._now}
-        while len(self._debts) > MAX_DEBTS:
-            del self._debts[next(iter(self._debts))]
+        if len(self._debts) > MAX_DEBTS:
+            self._debts = dict(list(self._debts.items())[MAX_DEBTS // 2 :])
 
 
 class FairQueue(Generic[W]):

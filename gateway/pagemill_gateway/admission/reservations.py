@@ -1,8 +1,8 @@
 """What this gateway has promised of one engine and the engine's reports do not show yet.
 
 A request is reserved when it is sent: the blocks of its prompt that are not cached, and of the output that is expected.
-Once the engine has begun to answer and two reports have come since, its blocks are in the reports, and only the growth
-of its output is still reserved. Pure bookkeeping of one engine; `brain.room` judges with it.
+Once the engine has accepted it and two reports have come since, its blocks are in the reports, and only the growth of
+its output is still reserved. Pure bookkeeping of one engine; `brain.room` judges with it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 REPORTS_UNTIL_SEEN = 2
-"""After the first frame of the answer: the first report may have been under way before it."""
+"""After the acceptance: the first report may have been under way before it."""
 
 
 class Need(NamedTuple):
@@ -39,14 +39,14 @@ class _Reservation:
     need: Need
     num_blocks: int
     reports_left: int | None = None
-    """Until its blocks are in the reports; `None` while the engine has not begun to answer."""
+    """Until its blocks are in the reports; `None` while the engine has not accepted it."""
 
 
 class Reservations:
     def __init__(self) -> None:
         self._open: dict[int, _Reservation] = {}
-        self._begun: dict[int, _Reservation] = {}
-        """Begun and not in the reports yet."""
+        self._accepted: dict[int, _Reservation] = {}
+        """Accepted and not in the reports yet."""
         self.num_sequences = 0
         """Of all requests there."""
         self.num_blocks = 0
@@ -68,20 +68,20 @@ class Reservations:
         self.num_blocks += reservation.num_blocks
         self.num_unseen_blocks += reservation.num_blocks
 
-    def begun(self, decision: int) -> None:
-        """The engine answers."""
+    def accepted(self, decision: int) -> None:
+        """The engine has it."""
         reservation = self._open.get(decision)
         if reservation is not None and reservation.reports_left is None:
             reservation.reports_left = REPORTS_UNTIL_SEEN
-            self._begun[decision] = reservation
+            self._accepted[decision] = reservation
 
     def reported(self) -> None:
         """A report came."""
-        for decision, reservation in list(self._begun.items()):
+        for decision, reservation in list(self._accepted.items()):
             assert reservation.reports_left is not None
             reservation.reports_left -= 1
             if reservation.reports_left == 0:
-                del self._begun[decision]
+                del self._accepted[decision]
                 self._see(reservation, 1)
                 self.num_unseen_blocks -= reservation.num_blocks
 
@@ -90,7 +90,7 @@ class Reservations:
         reservation = self._open.pop(decision, None)
         if reservation is None:
             return None
-        self._begun.pop(decision, None)
+        self._accepted.pop(decision, None)
         self.num_sequences -= reservation.need.num_sequences
         self.num_blocks -= reservation.num_blocks
         if reservation.reports_left == 0:

@@ -215,12 +215,16 @@ class LocalBrain:
         )
         return choice._replace(queued_s=queued_s)
 
+    def accepted(self, choice: Choice) -> None:
+        sent = self._open.get(choice.decision)
+        if sent is not None:
+            sent.record.fullness.accepted()
+            sent.record.reserved.accepted(choice.decision)
+
     def started(self, choice: Choice) -> None:
         sent = self._open.get(choice.decision)
         if sent is not None:
             sent.record.ejection.succeeded()
-            sent.record.fullness.accepted()
-            sent.record.reserved.begun(choice.decision)
 
     def alive(self, choice: Choice) -> bool:
         sent = self._open.get(choice.decision)

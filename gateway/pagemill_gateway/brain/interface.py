@@ -94,8 +94,12 @@ class Brain(Protocol):
         """
         ...
 
+    def accepted(self, choice: Choice) -> None:
+        """The engine has taken the request: its coming reports count it."""
+        ...
+
     def started(self, choice: Choice) -> None:
-        """The engine accepted the request and its first frame arrived."""
+        """The first frame arrived."""
         ...
 
     def alive(self, choice: Choice) -> bool:

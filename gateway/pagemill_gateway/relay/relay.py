@@ -119,6 +119,7 @@ class Relay:
     ) -> Usage:
         is_alive = partial(self._brain.alive, choice)
         async with self._upstream.generate(choice, _encode(request, attempt), record.request_id, is_alive) as stream:
+            self._brain.accepted(choice)
             frames = await stream.read()
             self._brain.started(choice)
             while frames:
