@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from pagemill_gateway.admission.drain_rate import UNKNOWN_WAIT_S
 from pagemill_gateway.brain.brain import LocalBrain
-from pagemill_gateway.brain.interface import NOBODY, Choice, Claim, Target
+from pagemill_gateway.brain.interface import NOBODY, Choice, Claim
 from pagemill_gateway.config import GatewayConfig
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint, QueueLimits
 from pagemill_protocol.errors import PagemillError
@@ -68,10 +68,7 @@ class World:
         self.brain.apply_catalog(Catalog(models=[self.model]))
         for pod in pods:
             self.brain.observe(pod.name, pod.frame())
-
-    @property
-    def target(self) -> Target:
-        return Target("default/d", "m", "t", 4096, None, "deployment")
+        self.target = self.brain.resolve("m")
 
     @property
     def num_waiting(self) -> int:
