@@ -199,7 +199,7 @@ class LocalBrain:
         key = target.deployment
         num_output_tokens = self._num_output_tokens(target, num_prompt_tokens, claim)
         need = Need(num_prompt_tokens, num_prompt_tokens, num_output_tokens, claim.num_sequences, claim.max_tokens)
-        wish = partial(self._place, target, tried, need, claim, Outage())
+        wish: Callable[[], Choice | None] = partial(self._place, target, tried, need, claim, Outage())
         if claim.num_refusals <= MAX_REROUTES and self.queues.is_empty(key):
             choice = wish()
             if choice is not None:
@@ -211,7 +211,7 @@ class LocalBrain:
             wish,
             group=target.bundle_digest,
             cost_tokens=need.cost_tokens,
-            undo=self.finished,
+            undo=self._give_back,
         )
         return choice._replace(queued_s=queued_s)
 
@@ -298,6 +298,9 @@ class LocalBrain:
         if self._settled(model) or self._clock() >= until:
             return self.resolve(model)
         return None
+
+    def _give_back(self, choice: Choice) -> None:
+        self.finished(choice)
 
     def _place(self, target: Target, tried: frozenset[str], need: Need, claim: Claim, outage: Outage) -> Choice | None:
         """Decide and account; None while there is no room, or no engine but one is expected."""
