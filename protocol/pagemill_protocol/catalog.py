@@ -22,6 +22,15 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The platform's own probe says that it is ready: worth asking at once, whatever it said before."""
 
 
+class QueueLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """How many requests of one deployment may wait in a gateway, and how long."""
+
+    max_requests: int
+    max_bytes: int
+    """Of request bodies."""
+    timeout_s: float
+
+
 class CatalogModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One LLMDeployment as the gateway serves it."""
 
@@ -37,6 +46,8 @@ class CatalogModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     prefix_scope: str = "deployment"
     chat_template: str | None = None
     """Overrides the bundle's template."""
+    queue: QueueLimits | None = None
+    """`None`: the gateway's own."""
     endpoints: list[Endpoint] = []
 
 

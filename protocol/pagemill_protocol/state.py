@@ -75,6 +75,8 @@ class StateFrame(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     block_size: int = 16
     max_model_len: int = 0
     max_num_batched_tokens: int = 0
+    max_num_seqs: int = 0
+    """Sequences it runs at once; 0: it has not told."""
     models: list[str] = []
     """Names this engine answers to: the model, its aliases and adapters."""
     draining: bool = False

@@ -223,6 +223,7 @@ class EngineClient:
             block_size=ready.block_size,
             max_model_len=ready.max_model_len,
             max_num_batched_tokens=ready.max_num_batched_tokens,
+            max_num_seqs=self._config.max_num_seqs,
         )
         self._lifecycle.enter("ready", f"loaded in {ready.load_s:.1f} s")
 

@@ -38,13 +38,16 @@ class StatePublisher:
         self._subscriptions: set[Subscription] = set()
         self._closed = False
 
-    def describe(self, *, digests: Digests, block_size: int, max_model_len: int, max_num_batched_tokens: int) -> None:
+    def describe(
+        self, *, digests: Digests, block_size: int, max_model_len: int, max_num_batched_tokens: int, max_num_seqs: int
+    ) -> None:
         """What the loaded engine is; known once it is ready."""
         self._update(
             digests=digests,
             block_size=block_size,
             max_model_len=max_model_len,
             max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
         )
 
     def report(self, load: EngineLoad, step_time: StepTimeParams | None, prefixes: PrefixEvents | None) -> None:

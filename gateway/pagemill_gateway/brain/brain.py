@@ -10,20 +10,34 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
-from pagemill_gateway.brain.interface import Choice, FailureKind, Target
+from pagemill_gateway.admission.reservations import Need
+from pagemill_gateway.brain.interface import MAX_REROUTES, NOBODY, NOT_READY, Choice, Claim, FailureKind, Target
 from pagemill_gateway.brain.load import DeploymentLoad, measure_load
 from pagemill_gateway.brain.news import News
+from pagemill_gateway.brain.outage import Outage
+from pagemill_gateway.brain.queues import Queues
 from pagemill_gateway.brain.registry import Deployment, EndpointRecord, Registry
+from pagemill_gateway.brain.room import has_room
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.routing.least_inflight import LeastInFlight
 from pagemill_gateway.routing.policy import Candidate, Policy, RequestView
-from pagemill_protocol.catalog import Catalog
+from pagemill_protocol.catalog import Catalog, QueueLimits
 from pagemill_protocol.errors import PagemillError, model_not_found, unavailable
 from pagemill_protocol.state import StateFrame
 
 LOADING_RETRY_AFTER_S = 5.0
-NOT_READY = "model_not_ready"
+
+
+class _Sent(NamedTuple):
+    """A request that is at an engine."""
+
+    record: EndpointRecord
+    need: Need
+    key: str
+    priority: int
 
 
 class LocalBrain:
@@ -41,12 +55,14 @@ class LocalBrain:
         self._clock = clock
         self._rng = rng or random.Random()
         self._num_decisions = 0
-        self._open: dict[int, EndpointRecord] = {}
+        self._open: dict[int, _Sent] = {}
         self._outage_wait_s = config.outage_wait_s
         # A static catalogue says `terminating` when nothing may go there any more; a cluster says so at once, while
         # the replacement may not be known here yet.
         self._keeps_terminating = config.discovery == "kubernetes"
         self.news = News()
+        self.queues = Queues(clock, self._is_serving)
+        self._queue_limits = config.queue
         self.registry = Registry(
             stale_after_s=config.state_stale_after_s,
             ejection_base_s=config.ejection_base_s,
@@ -56,8 +72,10 @@ class LocalBrain:
     # What discovery feeds.
 
     def apply_catalog(self, catalog: Catalog) -> None:
+        before = set(self.registry.deployments)
         self.registry.apply(catalog, self._clock())
-        self.news.publish()
+        self._announce()
+        self.queues.forget(before - self.registry.deployments.keys())
 
     def observe(self, endpoint_id: str, frame: StateFrame) -> None:
         """Apply a state frame of an endpoint. Raises `StateGap`: the caller must connect again."""
@@ -66,7 +84,8 @@ class LocalBrain:
             return
         now = self._clock()
         was_connected, was_usable = record.reports.connected, record.usable
-        record.reports.accept(frame, record.in_flight, now)
+        record.reports.accept(frame, record.reserved.num_sequences, now)
+        record.reserved.reported()
         record.unreachable = False
         if frame.snapshot and not frame.draining:
             record.let_go = record.acknowledged = False
@@ -77,7 +96,9 @@ class LocalBrain:
         if record.serving:
             self.registry.deployments[record.deployment].last_served_at = now
         if record.usable != was_usable:
-            self.news.publish()
+            self._announce()
+        else:
+            self.queues.pump(record.deployment)
 
     def stream_lost(self, endpoint_id: str) -> None:
         """The state stream of an endpoint is down."""
@@ -155,60 +176,84 @@ class LocalBrain:
             prefix_scope=deployment.model.prefix_scope,
         )
 
-    async def find(self, model: str) -> Target:
+    async def find(self, model: str, claim: Claim = NOBODY) -> Target:
         try:
             return self.resolve(model)
         except PagemillError as error:
             if error.code != NOT_READY:
                 raise
         wanted = [each for each in self.registry.named(model) if each.model.weight > 0]
-        left_s = max(map(self._outage_left_s, wanted), default=0.0)
-        await self.news.wait_until(lambda: self._settled(model), left_s)
-        return self.resolve(model)
+        left_s = {each.key: self._outage_left_s(each) for each in wanted}
+        if max(left_s.values(), default=0.0) <= 0:
+            return self.resolve(model)
+        key = max(left_s, key=lambda each: left_s[each])
+        wish = partial(self._resolve_in_time, model, self._clock() + left_s[key])
+        target, queued_s = await self.queues.wait(
+            key, self._limits(key), claim, wish, group=f"find {model}", cost_tokens=0, undo=_nothing
+        )
+        return target._replace(queued_s=queued_s)
 
-    async def choose(self, target: Target, tried: frozenset[str], num_prompt_tokens: int) -> Choice:
-        deployment, usable = self._usable_for(target)
-        if deployment is not None and not usable:
-            await self.news.wait_until(lambda: self._settled_for(target), self._outage_left_s(deployment))
-            deployment, usable = self._usable_for(target)
-        if deployment is None or not usable:
-            raise unavailable(
-                f"The engines of {target.deployment} went away. Try again.", retry_after_s=1, code=NOT_READY
-            )
-        now = self._clock()
-        records = {record.endpoint.id: record for record in _best_pool(usable, tried, now)}
-        candidates = [
-            Candidate(endpoint_id, record.in_flight, record.load_elsewhere(now), record.last_chosen)
-            for endpoint_id, record in records.items()
-        ]
-        chosen = self._policy.choose(RequestView(num_prompt_tokens), candidates)
-        return self._account(records[chosen.endpoint_id], deployment.model.engine_token, now)
+    async def choose(
+        self, target: Target, tried: frozenset[str], num_prompt_tokens: int, *, claim: Claim = NOBODY
+    ) -> Choice:
+        key = target.deployment
+        num_output_tokens = self._num_output_tokens(target, num_prompt_tokens, claim)
+        need = Need(num_prompt_tokens, num_prompt_tokens, num_output_tokens, claim.num_sequences, claim.max_tokens)
+        wish: Callable[[], Choice | None] = partial(self._place, target, tried, need, claim, Outage())
+        if claim.num_refusals <= MAX_REROUTES and self.queues.is_empty(key):
+            choice = wish()
+            if choice is not None:
+                return choice
+        choice, queued_s = await self.queues.wait(
+            key,
+            self._limits(key),
+            claim,
+            wish,
+            group=target.bundle_digest,
+            cost_tokens=need.cost_tokens,
+            undo=self._give_back,
+        )
+        return choice._replace(queued_s=queued_s)
+
+    def accepted(self, choice: Choice) -> None:
+        sent = self._open.get(choice.decision)
+        if sent is not None:
+            sent.record.fullness.accepted()
+            sent.record.reserved.accepted(choice.decision)
 
     def started(self, choice: Choice) -> None:
-        record = self._open.get(choice.decision)
-        if record is not None:
-            record.ejection.succeeded()
+        sent = self._open.get(choice.decision)
+        if sent is not None:
+            sent.record.ejection.succeeded()
 
     def alive(self, choice: Choice) -> bool:
-        record = self._open.get(choice.decision)
-        return record is not None and record.reports.fresh(self._clock())
+        sent = self._open.get(choice.decision)
+        return sent is not None and sent.record.reports.fresh(self._clock())
 
-    def finished(self, choice: Choice) -> None:
-        self._release(choice)
+    def finished(self, choice: Choice, num_completion_tokens: int | None = None) -> None:
+        sent = self._release(choice)
+        if sent is None:
+            return
+        if num_completion_tokens is not None:
+            self._learn(sent, num_completion_tokens)
+        self.queues.pump(sent.record.deployment)
 
     def failed(self, choice: Choice, kind: FailureKind) -> None:
-        record = self._release(choice)
-        if record is None:
+        sent = self._release(choice)
+        if sent is None:
             return
+        record, now = sent.record, self._clock()
         if kind == "unreachable":
             record.unreachable = True
         if kind in ("broken", "unreachable"):
-            record.ejection.failed(self._clock())
-            return
-        if kind == "declined":
+            record.ejection.failed(now)
+        elif kind == "declined":
             record.let_go = True
-            return
-        record.ejection.succeeded()
+        else:
+            record.ejection.succeeded()
+        if kind == "refused":
+            record.fullness.refused(record.in_flight, now)
+        self.queues.pump(record.deployment)
 
     # What status and metrics read.
 
@@ -222,7 +267,7 @@ class LocalBrain:
 
     def load(self) -> list[DeploymentLoad]:
         """What all engines of each deployment say together."""
-        return measure_load(self.registry, self._clock())
+        return measure_load(self.registry, self.queues, self._clock())
 
     def phase(self, record: EndpointRecord) -> str:
         """One word: draining, starting, ejected, stale or ready; the first that is true."""
@@ -248,9 +293,68 @@ class LocalBrain:
         deployments = self.registry.named(model)
         return not deployments or self._share(deployments) is not None
 
-    def _settled_for(self, target: Target) -> bool:
+    def _resolve_in_time(self, model: str, until: float) -> Target | None:
+        """As `resolve`, but None while an engine may still come."""
+        if self._settled(model) or self._clock() >= until:
+            return self.resolve(model)
+        return None
+
+    def _give_back(self, choice: Choice) -> None:
+        self.finished(choice)
+
+    def _place(self, target: Target, tried: frozenset[str], need: Need, claim: Claim, outage: Outage) -> Choice | None:
+        """Decide and account; None while there is no room, or no engine but one is expected."""
+        now = self._clock()
         deployment, usable = self._usable_for(target)
-        return deployment is None or bool(usable)
+        if deployment is None or (not usable and outage.is_over(now, self._outage_left_s(deployment))):
+            raise unavailable(
+                f"The engines of {target.deployment} went away. Try again.", retry_after_s=1, code=NOT_READY
+            )
+        if not usable:
+            return None
+        outage.ended()
+        records = {record.endpoint.id: record for record in _best_pool(usable, tried, now)}
+        candidates = [
+            Candidate(endpoint_id, record.in_flight, record.load_elsewhere(now), record.last_chosen)
+            for endpoint_id, record in records.items()
+        ]
+        request = RequestView(need.num_prompt_tokens)
+        chosen = self._policy.choose(request, candidates)
+        if not has_room(records[chosen.endpoint_id], need, now):
+            candidates = [each for each in candidates if has_room(records[each.endpoint_id], need, now)]
+            if not candidates:
+                return None
+            chosen = self._policy.choose(request, candidates)
+        return self._account(records[chosen.endpoint_id], deployment.model.engine_token, need, claim, now)
+
+    def _num_output_tokens(self, target: Target, num_prompt_tokens: int, claim: Claim) -> int:
+        """Of each sequence, as learned from the deployment's answers and within its context."""
+        deployment = self.registry.deployments.get(target.deployment)
+        if deployment is None:
+            return 1
+        return max(1, min(deployment.outputs.expect(claim.max_tokens), target.max_model_len - num_prompt_tokens))
+
+    def _learn(self, sent: _Sent, num_completion_tokens: int) -> None:
+        deployment = self.registry.deployments.get(sent.record.deployment)
+        if deployment is None:
+            return
+        need = sent.need
+        deployment.outputs.ended(num_completion_tokens / need.num_sequences, need.max_tokens)
+        surplus = num_completion_tokens - need.num_sequences * need.num_output_tokens
+        self.queues.settle(deployment.key, sent.key, sent.priority, surplus)
+
+    def _limits(self, key: str) -> QueueLimits:
+        deployment = self.registry.deployments.get(key)
+        return (deployment.model.queue if deployment is not None else None) or self._queue_limits
+
+    def _is_serving(self, key: str) -> bool:
+        deployment = self.registry.deployments.get(key)
+        return deployment is not None and any(record.serving for record in deployment.records)
+
+    def _announce(self) -> None:
+        """Who may get requests has changed: everybody who waits looks again."""
+        self.news.publish()
+        self.queues.pump_all()
 
     def _usable_for(self, target: Target) -> tuple[Deployment | None, list[EndpointRecord]]:
         """The target's deployment, and the endpoints that understand its token ids."""
@@ -268,22 +372,25 @@ class LocalBrain:
             return 0.0
         return max(0.0, deployment.last_served_at + self._outage_wait_s - self._clock())
 
-    def _account(self, record: EndpointRecord, token: str, now: float) -> Choice:
+    def _account(self, record: EndpointRecord, token: str, need: Need, claim: Claim, now: float) -> Choice:
         self._num_decisions += 1
         decision = self._num_decisions
+        record.fullness.chosen(record.in_flight, now)
         record.in_flight += 1
         record.last_chosen = decision
         record.ejection.chosen(decision, now)
-        self._open[decision] = record
+        record.reserved.reserve(decision, need, record.block_size)
+        self._open[decision] = _Sent(record, need, claim.key, claim.priority)
         return Choice(decision, record.endpoint.id, record.endpoint.data_url, token)
 
-    def _release(self, choice: Choice) -> EndpointRecord | None:
-        record = self._open.pop(choice.decision, None)
-        if record is None:
+    def _release(self, choice: Choice) -> _Sent | None:
+        sent = self._open.pop(choice.decision, None)
+        if sent is None:
             return None
-        record.in_flight -= 1
-        record.ejection.released(choice.decision)
-        return record
+        sent.record.in_flight -= 1
+        sent.record.ejection.released(choice.decision)
+        sent.record.reserved.release(choice.decision)
+        return sent
 
     def _share(self, deployments: list[Deployment]) -> Deployment | None:
         """One of the deployments that can serve, drawn by weight."""
@@ -294,6 +401,10 @@ class LocalBrain:
         if len(ready) <= 1:
             return ready[0] if ready else None
         return self._rng.choices(ready, weights=[deployment.model.weight for deployment in ready])[0]
+
+
+def _nothing(_: Target) -> None:
+    """A target that came too late holds nothing."""
 
 
 def _with_bundle(records: list[EndpointRecord], digest: str) -> list[EndpointRecord]:

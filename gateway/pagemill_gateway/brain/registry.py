@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pagemill_gateway.admission.fullness import Fullness
+from pagemill_gateway.admission.output_tokens import OutputTokens
+from pagemill_gateway.admission.reservations import Reservations
 from pagemill_gateway.brain.ejection import Ejection
 from pagemill_gateway.brain.reports import Reports
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
@@ -19,6 +22,9 @@ class EndpointRecord:
     ejection: Ejection
     in_flight: int = 0
     last_chosen: int = 0
+    reserved: Reservations = field(default_factory=Reservations)
+    """What was sent there, in blocks and sequences."""
+    fullness: Fullness = field(default_factory=Fullness)
     phase: str = "unreachable"
     """While it is not ready, or its stream is down: what its `/readyz` said last."""
     detail: str = ""
@@ -63,6 +69,12 @@ class EndpointRecord:
         return state.max_model_len if state is not None else 0
 
     @property
+    def block_size(self) -> int:
+        """Tokens of one KV block."""
+        state = self.reports.latest
+        return max(1, state.block_size) if state is not None else 1
+
+    @property
     def bundle_digest(self) -> str:
         state = self.reports.latest
         return state.digests.tokenizer_bundle if state is not None else ""
@@ -75,6 +87,7 @@ class EndpointRecord:
 class Deployment:
     model: CatalogModel
     records: list[EndpointRecord] = field(default_factory=list)
+    outputs: OutputTokens = field(default_factory=OutputTokens)
     last_served_at: float | None = None
     """When an endpoint last reported and would take requests, or its platform began to call one ready."""
 
@@ -106,7 +119,8 @@ class Registry:
         for model in catalog.models:
             deployment = Deployment(model)
             before = known_deployments.get(deployment.key)
-            deployment.last_served_at = before.last_served_at if before is not None else None
+            if before is not None:
+                deployment.last_served_at, deployment.outputs = before.last_served_at, before.outputs
             self.deployments[deployment.key] = deployment
             for endpoint in model.endpoints:
                 if endpoint.probed_ready and not _was_probed_ready(known.get(endpoint.id)):

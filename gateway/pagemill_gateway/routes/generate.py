@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 
 from starlette.types import Receive, Scope, Send
 
+from pagemill_gateway.brain.interface import Claim
 from pagemill_gateway.core import Gateway
 from pagemill_gateway.relay import answers
 from pagemill_gateway.relay.record import RequestRecord
@@ -54,6 +56,7 @@ class GenerateRoute:
         """Answer, or tell the client why not. Raises nothing."""
         try:
             try:
+                record.claim = _claim(raw, key_hash, timeout_s, record)
                 async with self._gateway.running.limited(timeout_s):
                     await self._answer(raw, key_hash, client, record)
             except AnswerBroken as broken:
@@ -72,7 +75,7 @@ class GenerateRoute:
 
     async def _answer(self, raw: bytes, key_hash: str | None, client: Client, record: RequestRecord) -> None:
         gateway = self._gateway
-        prepared = await gateway.preparation.prepare(raw, self._dialect, key_hash)
+        prepared = await gateway.preparation.prepare(raw, self._dialect, key_hash, record.claim, client.write)
         record.served_by(prepared.target, prepared.requests)
         gateway.metrics.prepared(record)
         if prepared.stream:
@@ -81,6 +84,11 @@ class GenerateRoute:
             return
         body = await answers.collect(gateway.relay, prepared.target, prepared.requests, record)
         await client.send_json(body)
+
+
+def _claim(raw: bytes, key_hash: str | None, timeout_s: float | None, record: RequestRecord) -> Claim:
+    deadline_at = math.inf if timeout_s is None else time.monotonic() + timeout_s
+    return Claim(key=key_hash or "", num_bytes=len(raw), arrived_at=record.started_at, deadline_at=deadline_at)
 
 
 def _timeout_s(scope: Scope, default: float | None) -> float | None:

@@ -13,7 +13,6 @@ from typing import Literal
 
 from pagemill_crds.invalid import each_on_its_own, usable
 from pagemill_crds.models import LLMDeploymentSpec
-from pagemill_crds.sections.routing import Queue
 from pagemill_operator.plan.pod_template import template_notes, template_problems
 from pagemill_operator.plan.types import Problem
 
@@ -147,9 +146,6 @@ def find_notes(spec: LLMDeploymentSpec, backend: Backend) -> Iterator[Problem]:
         yield Problem("spec.engine.speculative", spec.engine.speculative.method, "not used in this version")
     if spec.routing.session_header:
         yield Problem("spec.routing.sessionHeader", spec.routing.session_header, "not used in this version")
-    if spec.routing.queue != Queue():
-        message = "the gateway keeps no queue in this version: a request that finds no room gets 503"
-        yield Problem("spec.routing.queue", "", message)
     # An API server writes the default into every object, so there `Auto` is nobody's wish.
     if backend == "local" and spec.routing.policy != "LeastInFlight" and "policy" in spec.routing.model_fields_set:
         message = "the gateway takes the replica with the fewest requests in this version, as LeastInFlight does"

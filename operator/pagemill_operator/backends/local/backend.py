@@ -10,7 +10,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import aiohttp
 
@@ -27,7 +27,7 @@ from pagemill_operator.backends.rollout import Actions, next_actions
 from pagemill_operator.plan.planner import name_conflicts
 from pagemill_operator.plan.types import Group, Plan, Problem
 from pagemill_operator.status.conditions import Observation
-from pagemill_protocol.catalog import Catalog, CatalogModel
+from pagemill_protocol.catalog import Catalog, CatalogModel, QueueLimits
 
 logger = logging.getLogger("pagemill.operator.local")
 
@@ -253,6 +253,7 @@ def _catalog_model(deployment: Deployment) -> CatalogModel:
         weight=100 if plan.weight is None else plan.weight,
         engine_token=deployment.token,
         prefix_scope=plan.prefix_scope,
+        queue=QueueLimits(**asdict(plan.queue)) if plan.queue is not None else None,
         chat_template=plan.chat_template,
         endpoints=[endpoint for endpoint in endpoints if endpoint is not None],
     )

@@ -1,0 +1,75 @@
+"""Signs of life for streaming clients whose request waits: an SSE comment every now and then, which clients skip.
+
+One tick for the whole process, however many wait; a request that does not have to wait costs it no timer and no task.
+The first comment begins the response with status 200, so whoever is refused before it still gets a status of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+logger = logging.getLogger("pagemill.gateway.relay")
+
+COMMENT = b": waiting\n\n"
+TICKS_PER_INTERVAL = 4
+
+Write = Callable[[bytes], Awaitable[None]]
+Answer = TypeVar("Answer")
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    write: Write
+    told_at: float
+    telling: asyncio.Task[None] | None = None
+
+
+class KeepAlive:
+    """Create inside a running event loop; `close` ends it."""
+
+    def __init__(self, interval_s: float) -> None:
+        self._interval_s = interval_s
+        self._waiting: dict[_Waiting, None] = {}
+        self._ticking = self._next_tick()
+
+    def close(self) -> None:
+        self._ticking.cancel()
+
+    async def during(self, question: Awaitable[Answer], write: Write | None) -> Answer:
+        """The answer to `question`; while it takes long, comments go out through `write`."""
+        if write is None:
+            return await question
+        waiting = _Waiting(write, time.monotonic())
+        self._waiting[waiting] = None
+        try:
+            return await question
+        finally:
+            del self._waiting[waiting]
+            if waiting.telling is not None:
+                # One that is not out yet waits for a slow reader; from now on others write.
+                waiting.telling.cancel()
+
+    def _next_tick(self) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(self._interval_s / TICKS_PER_INTERVAL, self._tick)
+
+    def _tick(self) -> None:
+        self._ticking = self._next_tick()
+        now = time.monotonic()
+        for waiting in self._waiting:
+            is_told = waiting.telling is None or waiting.telling.done()
+            if is_told and now - waiting.told_at >= self._interval_s:
+                waiting.told_at = now
+                waiting.telling = asyncio.create_task(_tell(waiting.write))
+
+
+async def _tell(write: Write) -> None:
+    try:
+        await write(COMMENT)
+    except Exception:
+        # Whoever writes next meets the same, and can tell.
+        logger.debug("a comment could not be written", exc_info=True)
