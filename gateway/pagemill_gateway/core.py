@@ -52,7 +52,7 @@ class Gateway:
             trust_env=False,
         )
         self.bundles = Bundles(self.session)
-        self.preparation = Preparation(self.brain, self.bundles)
+        self.preparation = Preparation(self.brain, self.bundles, config.remembered_granules)
         self.relay = Relay(self.brain, Upstream(self.session, config), self.metrics, config.max_attempts)
         self._streams = StateStreams(self.session, self.brain, self.bundles, config)
         self.discovery: KubernetesDiscovery | None = None

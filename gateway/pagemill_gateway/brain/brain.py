@@ -11,13 +11,14 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from pagemill_gateway.brain.interface import Choice, FailureKind, Target
+from pagemill_gateway.brain.interface import Ask, Choice, FailureKind, Target
 from pagemill_gateway.brain.load import DeploymentLoad, measure_load
 from pagemill_gateway.brain.news import News
+from pagemill_gateway.brain.placement import Placement
 from pagemill_gateway.brain.registry import Deployment, EndpointRecord, Registry
+from pagemill_gateway.brain.schemes import common_scheme
 from pagemill_gateway.config import GatewayConfig
-from pagemill_gateway.routing.least_inflight import LeastInFlight
-from pagemill_gateway.routing.policy import Candidate, Policy, RequestView
+from pagemill_gateway.routing.policies import Policies
 from pagemill_protocol.catalog import Catalog
 from pagemill_protocol.errors import PagemillError, model_not_found, unavailable
 from pagemill_protocol.state import StateFrame
@@ -33,13 +34,13 @@ class LocalBrain:
         self,
         config: GatewayConfig,
         *,
-        policy: Policy | None = None,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
-        self._policy = policy or LeastInFlight()
         self._clock = clock
         self._rng = rng or random.Random()
+        self._policies = Policies(config.routing_policy, config.routing_session_ms)
+        self.placement = Placement(self._rng, config.decision_log_size)
         self._num_decisions = 0
         self._open: dict[int, EndpointRecord] = {}
         self._outage_wait_s = config.outage_wait_s
@@ -56,7 +57,11 @@ class LocalBrain:
     # What discovery feeds.
 
     def apply_catalog(self, catalog: Catalog) -> None:
+        known = self.registry.endpoints
         self.registry.apply(catalog, self._clock())
+        for endpoint_id, record in known.items():
+            if self.registry.endpoints.get(endpoint_id) is not record:
+                self.placement.forget(endpoint_id)
         self.news.publish()
 
     def observe(self, endpoint_id: str, frame: StateFrame) -> None:
@@ -67,6 +72,7 @@ class LocalBrain:
         now = self._clock()
         was_connected, was_usable = record.reports.connected, record.usable
         record.reports.accept(frame, record.in_flight, now)
+        self.placement.observe(record, frame, now)
         record.unreachable = False
         if frame.snapshot and not frame.draining:
             record.let_go = record.acknowledged = False
@@ -153,6 +159,8 @@ class LocalBrain:
             max_model_len=min(lengths),
             chat_template=deployment.model.chat_template,
             prefix_scope=deployment.model.prefix_scope,
+            scheme=common_scheme(usable),
+            session_header=deployment.model.session_header.lower(),
         )
 
     async def find(self, model: str) -> Target:
@@ -166,7 +174,7 @@ class LocalBrain:
         await self.news.wait_until(lambda: self._settled(model), left_s)
         return self.resolve(model)
 
-    async def choose(self, target: Target, tried: frozenset[str], num_prompt_tokens: int) -> Choice:
+    async def choose(self, target: Target, tried: frozenset[str], ask: Ask) -> Choice:
         deployment, usable = self._usable_for(target)
         if deployment is not None and not usable:
             await self.news.wait_until(lambda: self._settled_for(target), self._outage_left_s(deployment))
@@ -175,29 +183,48 @@ class LocalBrain:
             raise unavailable(
                 f"The engines of {target.deployment} went away. Try again.", retry_after_s=1, code=NOT_READY
             )
+        return self.place(deployment, usable, tried, ask)
+
+    def place(self, deployment: Deployment, usable: list[EndpointRecord], tried: frozenset[str], ask: Ask) -> Choice:
+        """Choose among `usable` (not empty) and account the choice."""
         now = self._clock()
-        records = {record.endpoint.id: record for record in _best_pool(usable, tried, now)}
-        candidates = [
-            Candidate(endpoint_id, record.in_flight, record.load_elsewhere(now), record.last_chosen)
-            for endpoint_id, record in records.items()
-        ]
-        chosen = self._policy.choose(RequestView(num_prompt_tokens), candidates)
-        return self._account(records[chosen.endpoint_id], deployment.model.engine_token, now)
+        self._num_decisions += 1
+        decision = self._num_decisions
+        policy = self._policies.named(deployment.model.routing_policy)
+        placed = self.placement.place(decision, ask, policy, deployment, _best_pool(usable, tried, now), now)
+        record, candidate = placed.record, placed.candidate
+        record.ejection.chosen(decision, now)
+        self._open[decision] = record
+        return Choice(
+            decision=decision,
+            endpoint_id=record.endpoint.id,
+            data_url=record.endpoint.data_url,
+            token=deployment.model.engine_token,
+            policy=placed.policy,
+            believed=candidate.believed,
+            predicted_cached_tokens=candidate.num_cached_tokens,
+            granule_tokens=ask.granule_tokens,
+            predicted_ttft_ms=placed.predicted_ttft_ms,
+        )
 
     def started(self, choice: Choice) -> None:
         record = self._open.get(choice.decision)
         if record is not None:
             record.ejection.succeeded()
+            self.placement.computed(choice.decision, record, self._clock())
 
     def alive(self, choice: Choice) -> bool:
         record = self._open.get(choice.decision)
         return record is not None and record.reports.fresh(self._clock())
 
-    def finished(self, choice: Choice) -> None:
-        self._release(choice)
+    def finished(self, choice: Choice, num_output_tokens: int | None = None) -> None:
+        record = self._release(choice, failed=False)
+        deployment = self.registry.deployments.get(record.deployment) if record is not None else None
+        if deployment is not None and num_output_tokens is not None:
+            deployment.output_tokens.finished(num_output_tokens)
 
     def failed(self, choice: Choice, kind: FailureKind) -> None:
-        record = self._release(choice)
+        record = self._release(choice, failed=kind != "request")
         if record is None:
             return
         if kind == "unreachable":
@@ -268,21 +295,13 @@ class LocalBrain:
             return 0.0
         return max(0.0, deployment.last_served_at + self._outage_wait_s - self._clock())
 
-    def _account(self, record: EndpointRecord, token: str, now: float) -> Choice:
-        self._num_decisions += 1
-        decision = self._num_decisions
-        record.in_flight += 1
-        record.last_chosen = decision
-        record.ejection.chosen(decision, now)
-        self._open[decision] = record
-        return Choice(decision, record.endpoint.id, record.endpoint.data_url, token)
-
-    def _release(self, choice: Choice) -> EndpointRecord | None:
+    def _release(self, choice: Choice, *, failed: bool) -> EndpointRecord | None:
         record = self._open.pop(choice.decision, None)
         if record is None:
             return None
         record.in_flight -= 1
         record.ejection.released(choice.decision)
+        self.placement.ended(choice.decision, record, self._clock(), failed=failed)
         return record
 
     def _share(self, deployments: list[Deployment]) -> Deployment | None:

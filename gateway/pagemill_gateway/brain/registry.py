@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pagemill_gateway.brain.dispatches import Dispatches
 from pagemill_gateway.brain.ejection import Ejection
+from pagemill_gateway.brain.output_tokens import OutputTokens
 from pagemill_gateway.brain.reports import Reports
+from pagemill_gateway.routing.policy import PodReport
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
+from pagemill_protocol.state import StepTimeParams
 
 
 @dataclass(slots=True)
@@ -19,6 +23,11 @@ class EndpointRecord:
     ejection: Ejection
     in_flight: int = 0
     last_chosen: int = 0
+    dispatches: Dispatches = field(default_factory=Dispatches)
+    pod_report: PodReport | None = None
+    """Its latest frame as routing reads it; `None` before the first one."""
+    step_time_params: StepTimeParams | None = None
+    """Those that the report's model was made from."""
     phase: str = "unreachable"
     """While it is not ready, or its stream is down: what its `/readyz` said last."""
     detail: str = ""
@@ -77,6 +86,7 @@ class Deployment:
     records: list[EndpointRecord] = field(default_factory=list)
     last_served_at: float | None = None
     """When an endpoint last reported and would take requests, or its platform began to call one ready."""
+    output_tokens: OutputTokens = field(default_factory=OutputTokens)
 
     @property
     def key(self) -> str:
@@ -106,7 +116,8 @@ class Registry:
         for model in catalog.models:
             deployment = Deployment(model)
             before = known_deployments.get(deployment.key)
-            deployment.last_served_at = before.last_served_at if before is not None else None
+            if before is not None:
+                deployment.last_served_at, deployment.output_tokens = before.last_served_at, before.output_tokens
             self.deployments[deployment.key] = deployment
             for endpoint in model.endpoints:
                 if endpoint.probed_ready and not _was_probed_ready(known.get(endpoint.id)):

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pagemill_gateway.brain.interface import Target
+from pagemill_gateway.brain.interface import Choice, Target
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import FinishReason, FrameMeta, GenerateRequest, Usage
 
@@ -27,6 +27,8 @@ class RequestRecord:
     prompt_tokens: int = 0
     endpoints: list[str] = field(default_factory=list)
     """Asked, in order; several for several attempts or prompts."""
+    route_header: str = ""
+    """Where the latest attempt went and why, for the client's `x-pagemill-route`."""
     num_retries: int = 0
     prepare_s: float | None = None
     first_frame_at: float | None = None
@@ -43,6 +45,10 @@ class RequestRecord:
         self.num_prompts = len(requests)
         self.prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
         self.prepare_s = self.duration_s()
+
+    def chosen(self, choice: Choice) -> None:
+        self.endpoints.append(choice.endpoint_id)
+        self.route_header = f"{choice.policy}; {choice.endpoint_id}; cached={choice.predicted_cached_tokens}"
 
     def failed(self, error: PagemillError) -> None:
         self.error_code = error.code or error.type

@@ -15,7 +15,7 @@ from functools import partial
 import msgspec
 
 from pagemill_gateway.admission.attempts import Attempts
-from pagemill_gateway.brain.interface import Brain, Choice, Target
+from pagemill_gateway.brain.interface import Ask, Brain, Choice, Target
 from pagemill_gateway.metrics import GatewayMetrics
 from pagemill_gateway.relay.record import RequestRecord
 from pagemill_gateway.relay.sinks import Sink
@@ -46,18 +46,18 @@ class Relay:
         self._upstream = upstream
         self._max_attempts = max_attempts
 
-    async def run(self, target: Target, request: GenerateRequest, sink: Sink, record: RequestRecord) -> Usage:
+    async def run(self, target: Target, request: GenerateRequest, ask: Ask, sink: Sink, record: RequestRecord) -> Usage:
         """The whole answer into `sink`; returns its usage.
 
         Raises `PagemillError` when the client has seen nothing of it, `AnswerBroken` when it has.
         """
         attempts = Attempts(self._max_attempts)
         while True:
-            choice = await self._choose(target, attempts, request)
+            choice = await self._choose(target, attempts, ask)
             try:
                 await asyncio.sleep(attempts.pause_s(choice.endpoint_id))
                 attempts.chose(choice.endpoint_id)
-                record.endpoints.append(choice.endpoint_id)
+                record.chosen(choice)
                 usage = await self._attempt(choice, attempts.count, request, sink, record)
             except UpstreamFailure as failure:
                 self._brain.failed(choice, failure.kind)
@@ -81,17 +81,18 @@ class Relay:
                 self._brain.finished(choice)
                 raise
             else:
-                self._brain.finished(choice)
+                self._brain.finished(choice, usage.completion_tokens)
+                self._metrics.cached(record.model, choice, usage.cached_tokens)
                 self._metrics.attempt(record.model, choice.endpoint_id, "served")
                 return usage
 
-    async def _choose(self, target: Target, attempts: Attempts, request: GenerateRequest) -> Choice:
+    async def _choose(self, target: Target, attempts: Attempts, ask: Ask) -> Choice:
         asked_at = time.perf_counter()
         try:
-            choice = await self._brain.choose(target, attempts.tried, len(request.prompt_token_ids))
+            choice = await self._brain.choose(target, attempts.tried, ask)
         except PagemillError as error:
             raise (attempts.verdict() if attempts.num_counted else error) from error
-        self._metrics.routed(target.model, time.perf_counter() - asked_at)
+        self._metrics.routed(target.model, choice, time.perf_counter() - asked_at)
         if attempts.pointless(choice.endpoint_id):
             self._brain.finished(choice)
             raise attempts.verdict()
@@ -101,9 +102,12 @@ class Relay:
         self, choice: Choice, attempt: int, request: GenerateRequest, sink: Sink, record: RequestRecord
     ) -> Usage:
         is_alive = partial(self._brain.alive, choice)
+        sent_at = time.perf_counter()
         async with self._upstream.generate(choice, _encode(request, attempt), record.request_id, is_alive) as stream:
             frames = await stream.read()
             self._brain.started(choice)
+            if request.stream:
+                self._metrics.first_token(record.model, choice, time.perf_counter() - sent_at)
             while frames:
                 usage = await _pass_on(frames, request, sink, record)
                 if usage is not None:

@@ -120,6 +120,8 @@ class Plan:
     weight: int | None = None
     """Share of the requests among deployments that claim the same name; `None`: the name is not shared."""
     prefix_scope: str = "deployment"
+    routing_policy: str = "Auto"
+    session_header: str = ""
     chat_template: str | None = None
     cache: ModelCache | None = None
     credentials: SecretKey | None = None

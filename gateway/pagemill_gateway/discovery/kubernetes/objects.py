@@ -39,6 +39,8 @@ class Engine(Struct, frozen=True, kw_only=True):
 
 
 class Routing(Struct, frozen=True, kw_only=True):
+    policy: str = "Auto"
+    session_header: str | None = None
     weight: int | None = None
 
 
