@@ -27,7 +27,7 @@ START_TIMEOUT_S = 120.0
 SYSTEM = "You are a careful assistant for the harbour office. " * 12
 NUM_CONVERSATIONS = 12
 NUM_TURNS = 9
-WORDS = "ship crane tide berth cargo pilot rope signal light storm anchor deck crew port map fog".split()
+WORDS = ["ship", "crane", "tide", "berth", "cargo", "pilot", "rope", "signal", "light", "storm", "anchor", "deck"]
 
 
 class EngineProcess:

@@ -14,8 +14,6 @@ from pagemill_simulator.conversations import TRAFFIC, Conversation
 
 STEP_TIME = StepTimeParams(knots_tokens=[1, 64, 512], knot_ms=[6.0, 8.0, 22.0], decode_context_ms=1e-5)
 SEEDS = (101, 102, 103)
-STUDENT = {3: 4.303}
-"""Of the 95 % interval of a mean of so many."""
 
 
 def engines(count: int, **settings: Any) -> list[EngineConfig]:
@@ -38,7 +36,7 @@ def some(kind: str, seed: int, share: float = 0.45) -> list[Conversation]:
 
 @pytest.mark.parametrize("kind", TRAFFIC)
 def test_cost_is_never_more_than_five_percent_worse_than_fewest_requests(kind: str) -> None:
-    """All 30 seeds and all policies: `python bench/routing.py`."""
+    """A few seeds of it; all 30 with their 95 % interval, and all policies: `python bench/routing.py`."""
     ratios = []
     for seed in SEEDS:
         traffic = some(kind, seed)
@@ -46,8 +44,6 @@ def test_cost_is_never_more_than_five_percent_worse_than_fewest_requests(kind: s
         assert len(cost.ttft_ms) == len(least.ttft_ms) == sum(len(each.turns) for each in traffic)
         assert cost.num_exact >= 0.99 * len(cost.ttft_ms)
         ratios.append(cost.mean_ttft_ms / least.mean_ttft_ms)
-    half_width = STUDENT[len(ratios)] * statistics.stdev(ratios) / len(ratios) ** 0.5
-    assert statistics.mean(ratios) - half_width <= 1.05, ratios
     assert statistics.mean(ratios) <= 1.05, ratios
 
 
