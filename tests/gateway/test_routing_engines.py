@@ -34,6 +34,7 @@ class EngineProcess:
     def __init__(self, folder: Path, number: int) -> None:
         self.name = f"engine-{number}"
         self.url = self.control_url = ""
+        self.process: asyncio.subprocess.Process | None = None
         self._settings, self._log = folder / f"{self.name}.json", folder / f"{self.name}.log"
         engine = {
             "model": EMBEDDED,
@@ -59,7 +60,7 @@ class EngineProcess:
             while not (event := self._listening()):
                 assert self.process.returncode is None, self._log.read_text()[-2000:]
                 await asyncio.sleep(0.1)
-        self.url, self.control_url = event["url"], event["control_url"]
+        self.url, self.control_url = (f"http://127.0.0.1:{event[name]}" for name in ("port", "control_port"))
 
     def _listening(self) -> Any:
         lines = [line for line in self._log.read_text().splitlines() if '"event":"listening"' in line]
@@ -79,6 +80,8 @@ class EngineProcess:
                     return set(frame.prefixes_added)
 
     async def stop(self) -> None:
+        if self.process is None:
+            return
         if self.process.returncode is None:
             self.process.kill()
         await self.process.wait()
@@ -89,8 +92,8 @@ async def engine_processes(tmp_path: Path) -> AsyncIterator[list[EngineProcess]]
     async with contextlib.AsyncExitStack() as stack:
         processes = [EngineProcess(tmp_path, number) for number in range(3)]
         for process in processes:
-            await process.start()
             stack.push_async_callback(process.stop)
+        await asyncio.gather(*(process.start() for process in processes))
         yield processes
 
 

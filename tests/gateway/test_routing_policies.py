@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagemill_gateway.routing.cost import Cost
-from pagemill_gateway.routing.expected import expected
+from pagemill_gateway.routing.pace import pace_of
 from pagemill_gateway.routing.policies import Policies
 from pagemill_gateway.routing.policy import Candidate, PodReport, RequestView, Ruling
 from pagemill_gateway.routing.power_of_two import PowerOfTwo, drawn_pair
@@ -26,6 +26,8 @@ PLAIN = StepTimeModel.from_params(StepTimeParams(knots_tokens=[1, 101], knot_ms=
 
 def pod(name: str = "a", *, in_flight: int = 0, last_chosen: int = 0, cached: int = 0, **fields: Any) -> Candidate:
     own = {key: fields.pop(key) for key in ("num_unreported", "num_unreported_tokens", "session") if key in fields}
+    model = fields.pop("model", PLAIN)
+    pace = pace_of(model, 100, fields.get("num_running", 0), 0) if model is not None else None
     report = PodReport(
         **{
             "block_size": 16,
@@ -38,7 +40,7 @@ def pod(name: str = "a", *, in_flight: int = 0, last_chosen: int = 0, cached: in
             "num_blocks_total": 100,
             "num_blocks_available": 100,
             "num_blocks_active": 0,
-            "step_time": PLAIN,
+            "pace": pace,
             **fields,
         }
     )
@@ -51,8 +53,8 @@ def terms(ruling: Ruling, index: int = 0) -> dict[str, float]:
 
 def test_an_idle_pod_costs_the_steps_of_the_prompt_and_cached_tokens_cost_nothing() -> None:
     request = RequestView(250)
-    assert expected(request, pod(), pod().report, PLAIN).ttft_ms == pytest.approx(109 + 109 + 59)
-    assert expected(request, pod(cached=192), pod().report, PLAIN).ttft_ms == pytest.approx(9 + 58)
+    assert terms(Cost().choose(request, [pod()]))["ttft_ms"] == pytest.approx(109 + 109 + 59)
+    assert terms(Cost().choose(request, [pod(cached=192)]))["ttft_ms"] == pytest.approx(9 + 58)
 
 
 def test_tokens_that_wait_there_come_first_reported_or_not() -> None:
@@ -88,7 +90,7 @@ def test_a_hot_prefix_spreads_once_waiting_for_it_costs_more_than_computing_it()
 
 def test_a_faster_pod_is_worth_a_longer_queue() -> None:
     slow = StepTimeModel.from_params(StepTimeParams(knots_tokens=[1, 101], knot_ms=[100.0, 1100.0]))
-    candidates = [pod("slow", step_time=slow), pod("fast", num_waiting=2, num_tokens_waiting=300)]
+    candidates = [pod("slow", model=slow), pod("fast", num_waiting=2, num_tokens_waiting=300)]
     assert Cost().choose(RequestView(100), candidates).chosen.endpoint_id == "fast"
 
 
@@ -107,7 +109,7 @@ def test_a_session_stays_until_it_loses_more_than_it_may(lost_ms: int) -> None:
 
 
 def test_a_pod_that_told_no_speed_counts_as_fast_as_the_others_and_none_means_fewest_requests() -> None:
-    silent = pod("silent", step_time=None, num_waiting=1, num_tokens_waiting=500)
+    silent = pod("silent", model=None, num_waiting=1, num_tokens_waiting=500)
     ruling = Cost().choose(RequestView(100), [silent, pod("b", num_tokens_waiting=100, in_flight=9)])
     assert ruling.chosen.endpoint_id == "b"
     nothing_known = [pod("a", in_flight=3)._replace(report=None), pod("b", in_flight=2)]

@@ -29,7 +29,7 @@ def engines(count: int, **settings: Any) -> list[EngineConfig]:
     return [EngineConfig(**{**config, **settings}) for _ in range(count)]
 
 
-def some(kind: str, seed: int, share: float = 0.45) -> list[Conversation]:
+def some(kind: str, seed: int, share: float = 0.35) -> list[Conversation]:
     traffic = TRAFFIC[kind](seed)
     return traffic[: int(len(traffic) * share)]
 

@@ -63,6 +63,7 @@ class Placement:
         """Take what an accepted frame says of prefixes and load."""
         endpoint_id = record.endpoint.id
         if frame.snapshot:
+            self.forget(endpoint_id)
             self.index.snapshot(endpoint_id, frame.prefixes_added)
         else:
             self.index.remove(endpoint_id, frame.prefixes_removed)
@@ -76,6 +77,8 @@ class Placement:
         record.step_time_params = frame.step_time
 
     def forget(self, endpoint_id: str) -> None:
+        """Nothing is known of what the endpoint has cached."""
+        self.predictions.forget(self.index.bit(endpoint_id))
         self.index.forget(endpoint_id)
 
     def computed(self, number: int, record: EndpointRecord, now: float) -> None:

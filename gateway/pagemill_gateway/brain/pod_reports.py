@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from pagemill_gateway.routing.pace import pace_of
 from pagemill_gateway.routing.policy import PodReport
 from pagemill_protocol.state import StateFrame, StepTimeParams
 from pagemill_protocol.step_time import StepTimeModel
@@ -14,7 +15,7 @@ logger = logging.getLogger("pagemill.gateway.brain")
 def read_report(frame: StateFrame, before: PodReport | None, params_before: StepTimeParams | None) -> PodReport:
     """`before`: the report of the frame before, whose model is kept while its parameters are the same."""
     load = frame.load
-    model = before.step_time if before is not None and frame.step_time == params_before else _model(frame.step_time)
+    model = _model_of(before) if frame.step_time == params_before else _model(frame.step_time)
     return PodReport(
         block_size=max(1, frame.block_size),
         max_step_tokens=frame.max_num_batched_tokens,
@@ -26,13 +27,17 @@ def read_report(frame: StateFrame, before: PodReport | None, params_before: Step
         num_blocks_total=load.num_blocks_total,
         num_blocks_available=load.num_blocks_free + load.num_blocks_evictable,
         num_blocks_active=load.num_blocks_active,
-        step_time=model,
+        pace=pace_of(model, frame.max_num_batched_tokens, load.num_requests_running, load.num_tokens_running)
+        if model is not None
+        else None,
     )
 
 
 def with_own_counts(report: PodReport, num_running: int) -> PodReport:
     """A report that is not believed any more: what the pod is stays true, its load is what we know ourselves."""
+    model = _model_of(report)
     return report._replace(
+        pace=pace_of(model, report.max_step_tokens, num_running, 0) if model is not None else None,
         num_running=num_running,
         num_waiting=0,
         num_tokens_running=0,
@@ -41,6 +46,10 @@ def with_own_counts(report: PodReport, num_running: int) -> PodReport:
         num_blocks_available=0,
         num_blocks_active=0,
     )
+
+
+def _model_of(report: PodReport | None) -> StepTimeModel | None:
+    return report.pace.model if report is not None and report.pace is not None else None
 
 
 def _model(params: StepTimeParams) -> StepTimeModel | None:

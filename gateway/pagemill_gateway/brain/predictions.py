@@ -58,6 +58,11 @@ class Predictions:
         if expected is not None:
             self._clear(*expected)
 
+    def forget(self, bit: int) -> None:
+        """The pod is gone, or says anew what it has; another one may get its bit."""
+        for decision in [each for each, expected in self._decisions.items() if expected.bit == bit]:
+            self.drop(decision)
+
     def expire(self, now: float) -> None:
         while self._expiring and self._expiring[0][0] <= now:
             self.drop(self._expiring.popleft()[1])

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pagemill_gateway.routing.expected import DEFAULT_STEP_TOKENS, expected
+from pagemill_gateway.routing.expected import expected
+from pagemill_gateway.routing.pace import DEFAULT_STEP_TOKENS, Pace, pace_of
 from pagemill_gateway.routing.policy import Candidate, PodReport, RequestView, Ruling, least_busy
 from pagemill_protocol.step_time import StepTimeModel
 
@@ -36,8 +37,8 @@ class Cost:
             return Ruling(least_busy(candidates), "no engine has told how fast it is: fewest requests")
         has_session = any(each.session for each in candidates)
         rows = []
-        for candidate, (report, model) in zip(candidates, known, strict=True):
-            terms = expected(request, candidate, report, model)
+        for candidate, (report, pace) in zip(candidates, known, strict=True):
+            terms = expected(request, candidate, report, pace)
             affinity_ms = self._session_ms if has_session and not candidate.session else 0.0
             rows.append((*terms, affinity_ms, terms.ttft_ms + terms.harm_ms + affinity_ms))
         best = min(row[-1] for row in rows)
@@ -48,13 +49,17 @@ class Cost:
         return Ruling(least_busy(near), why, COLUMNS, rows)
 
 
-def _known(candidates: Sequence[Candidate]) -> list[tuple[PodReport, StepTimeModel]] | None:
-    """What each has told; a model that is missing is the median of the others. `None`: not enough was told."""
+def _known(candidates: Sequence[Candidate]) -> list[tuple[PodReport, Pace]] | None:
+    """What each has told; a speed that is missing is the median of the others. `None`: not enough was told."""
     reports = [each.report for each in candidates if each.report is not None]
-    models = [report.step_time for report in reports if report.step_time is not None]
-    if len(reports) < len(candidates) or not models:
+    paces = [report.pace for report in reports if report.pace is not None]
+    if len(reports) < len(candidates) or not paces:
         return None
-    if len(models) == len(reports):
-        return list(zip(reports, models, strict=True))
-    usual = sorted(models, key=lambda model: model.predict_ms(DEFAULT_STEP_TOKENS))[len(models) // 2]
-    return [(report, report.step_time or usual) for report in reports]
+    if len(paces) == len(reports):
+        return list(zip(reports, paces, strict=True))
+    usual = sorted(paces, key=lambda pace: pace.model.predict_ms(DEFAULT_STEP_TOKENS))[len(paces) // 2].model
+    return [(report, report.pace or _as_fast_as(usual, report)) for report in reports]
+
+
+def _as_fast_as(model: StepTimeModel, report: PodReport) -> Pace:
+    return pace_of(model, report.max_step_tokens, report.num_running, report.num_tokens_running)

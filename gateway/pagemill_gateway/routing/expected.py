@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from pagemill_gateway.routing.pace import Pace
 from pagemill_gateway.routing.policy import Candidate, PodReport, RequestView
-from pagemill_protocol.step_time import StepTimeModel
 
 HARM_SHARE = 0.1
 """What a millisecond by which a running answer falls behind counts against one of waiting for the first token."""
-DEFAULT_STEP_TOKENS = 512
-"""Budget of a step where the pod has not told it."""
 
 
 class Terms(NamedTuple):
@@ -30,25 +28,21 @@ class Terms(NamedTuple):
     """What the client waits for: the first three together."""
 
 
-def expected(request: RequestView, candidate: Candidate, report: PodReport, model: StepTimeModel) -> Terms:
-    """`model`: the pod's own, or one like it while the pod has none."""
-    num_running = report.num_running
+def expected(request: RequestView, candidate: Candidate, report: PodReport, pace: Pace) -> Terms:
+    """`pace`: the pod's own, or that of one like it while the pod has told none."""
+    num_running, budget = report.num_running, pace.budget
     num_uncached = max(1, request.num_prompt_tokens - candidate.num_cached_tokens)
     num_ahead = report.num_tokens_waiting + candidate.num_unreported_tokens
-    budget = max(1, (report.max_step_tokens or DEFAULT_STEP_TOKENS) - num_running)
-    decode_ms = model.predict_ms(num_running + 1, report.num_tokens_running)
-    full_ms = model.predict_ms(num_running + budget, report.num_tokens_running)
     num_full, num_rest = divmod(num_ahead + num_uncached, budget)
-    products = num_uncached * (num_uncached / 2 + candidate.num_cached_tokens) + num_ahead * num_ahead / 2
     if not num_rest:
         num_full, num_rest = num_full - 1, budget
-    last_ms = model.predict_ms(num_running + num_rest, report.num_tokens_running, int(products))
-    prefill_ms = num_full * full_ms + last_ms
+    products = num_uncached * (num_uncached / 2 + candidate.num_cached_tokens) + num_ahead * num_ahead / 2
+    prefill_ms = num_full * pace.full_ms + pace.step_ms(num_rest, products)
     step_ms = 0.0
     if num_running or num_ahead:
-        step_ms = model.predict_ms(num_running + min(num_ahead, budget), report.num_tokens_running)
-    wait_ms = _wait_ms(request, candidate, report, num_uncached, decode_ms)
-    token_ms = max(0.0, full_ms - decode_ms) / budget
+        step_ms = pace.full_ms if num_ahead >= budget else pace.step_ms(num_ahead)
+    wait_ms = _wait_ms(request, candidate, report, num_uncached, pace.decode_ms)
+    token_ms = max(0.0, pace.full_ms - pace.decode_ms) / budget
     harm_ms = HARM_SHARE * num_running * token_ms * (num_uncached + request.num_output_tokens)
     return Terms(step_ms, wait_ms, prefill_ms, harm_ms, step_ms + wait_ms + prefill_ms)
 

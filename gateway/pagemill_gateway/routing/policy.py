@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from pagemill_protocol.step_time import StepTimeModel
+from pagemill_gateway.routing.pace import Pace
 
 
 class PodReport(NamedTuple):
@@ -32,7 +32,7 @@ class PodReport(NamedTuple):
     num_blocks_available: int
     """Free, or evictable."""
     num_blocks_active: int
-    step_time: StepTimeModel | None
+    pace: Pace | None
     """`None`: it has not told how fast it is."""
 
 
