@@ -46,7 +46,7 @@ class RoutingReport(msgspec.Struct, frozen=True, kw_only=True):
     num_prompt_tokens: int
     num_cached_tokens: int
     num_exact: int
-    """Requests whose cached tokens were predicted as the engine found them."""
+    """Requests whose cached tokens were predicted as the engine found them, in whole granules."""
     ttft_errors: list[float]
     """Relative errors of the predicted time to the first token, where the policy predicts one."""
 
@@ -183,7 +183,8 @@ class ClusterSimulation:
             self._report.ttft_errors.append(abs(course.choice.predicted_ttft_ms - ttft_ms) / ttft_ms)
         self._totals[0] += len(course.token_ids)
         self._totals[1] += num_cached_tokens
-        self._totals[2] += num_cached_tokens == course.choice.predicted_cached_tokens
+        missed = num_cached_tokens - course.choice.predicted_cached_tokens
+        self._totals[2] += 0 <= missed < course.choice.granule_tokens
 
     def _finish(self, course: _Course) -> None:
         self.brain.finished(course.choice, len(course.output))

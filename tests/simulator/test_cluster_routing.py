@@ -47,6 +47,13 @@ def test_cost_is_never_more_than_five_percent_worse_than_fewest_requests(kind: s
     assert statistics.mean(ratios) <= 1.05, ratios
 
 
+def test_large_caches_are_known_to_the_granule() -> None:
+    traffic = some("multi-turn chat", 7, 0.2)
+    report = simulate_routing(traffic, engines(2, num_kv_blocks=9000), "Cost")
+    assert report.num_cached_tokens > 0
+    assert report.num_exact >= 0.99 * len(report.ttft_ms)
+
+
 def test_the_same_traffic_gives_the_same_report() -> None:
     traffic = some("hot prefix", 1, 0.2)
     assert simulate_routing(traffic, engines(3), "PowerOfTwo") == simulate_routing(traffic, engines(3), "PowerOfTwo")
