@@ -1,8 +1,4 @@
-"""Least requests: the endpoint with the fewest requests wins, ties go to the one that waited longest for its turn.
-
-What KubeAI calls LeastLoad and Envoy least request, except that requests from elsewhere count as far as engines report
-them; those two count what went through this gateway only.
-"""
+"""Least requests: the fewest wins, those from elsewhere included; ties go to the one that waited longest for its turn."""
 
 from __future__ import annotations
 
