@@ -1,4 +1,4 @@
-"""Least requests: the fewest wins, those from elsewhere included; ties go to the one that waited longest for its turn."""
+"""Least requests: the fewest wins, those from elsewhere included; ties go to the one whose turn was longest ago."""
 
 from __future__ import annotations
 
