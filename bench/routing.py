@@ -53,7 +53,7 @@ def interval(ratios: list[float]) -> tuple[float, float]:
     return statistics.mean(ratios), 1.96 * statistics.stdev(ratios) / math.sqrt(len(ratios))
 
 
-def summary(reports: list[RoutingReport], ratios: list[float]) -> dict[str, float]:
+def summary(reports: list[RoutingReport], ratios: list[float]) -> dict[str, float | None]:
     ttfts = [ttft for report in reports for ttft in report.ttft_ms]
     errors = [error for report in reports for error in report.ttft_errors]
     ratio, half_width = interval(ratios)
@@ -63,7 +63,7 @@ def summary(reports: list[RoutingReport], ratios: list[float]) -> dict[str, floa
         "tpot_mean_ms": statistics.mean(tpot for report in reports for tpot in report.tpot_ms),
         "cached_share": sum(r.num_cached_tokens for r in reports) / sum(r.num_prompt_tokens for r in reports),
         "exact_share": sum(report.num_exact for report in reports) / len(ttfts),
-        "ttft_error_p50": statistics.median(errors) if errors else math.nan,
+        "ttft_error_p50": statistics.median(errors) if errors else None,
         "vs_least_request": ratio,
         "vs_least_request_95": half_width,
     }
@@ -85,8 +85,8 @@ def main() -> None:
             reports = base if policy == BASELINE else [run(kind, policy, seed, args.pods) for seed in seeds]
             ratios = [one.mean_ttft_ms / other.mean_ttft_ms for one, other in zip(reports, base, strict=True)]
             figures = summary(reports, ratios)
-            results[f"{kind}: {policy}"] = {name: round(value, 4) for name, value in figures.items()}
-            rows.append([f"{kind}: {policy}", *(f"{value:.3g}" for value in figures.values())])
+            results[f"{kind}: {policy}"] = figures
+            rows.append([f"{kind}: {policy}", *("" if value is None else f"{value:.3g}" for value in figures.values())])
     columns = ["traffic: policy", *figures]
     emit("routing", columns, rows, {"seeds": args.seeds, "pods": args.pods, "figures": results})
 
