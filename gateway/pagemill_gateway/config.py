@@ -15,7 +15,7 @@ from typing import Literal
 import msgspec
 
 from pagemill_gateway.routing.policies import PolicyName
-from pagemill_protocol.catalog import Catalog
+from pagemill_protocol.catalog import Catalog, QueueLimits
 from pagemill_protocol.secret_file import SecretFile
 
 _SHA256_HEX = re.compile(r"[0-9a-fA-F]{64}")
@@ -102,6 +102,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     slow_client_timeout_s: float = 120.0
     """A client that reads nothing for this long loses its stream."""
 
+    queue: QueueLimits = QueueLimits(max_requests=1000, max_bytes=256 * 1024 * 1024, timeout_s=60.0)
+    """Requests of one deployment that may wait for room on its engines, where its `routing.queue` says nothing else."""
+    keep_alive_interval_s: float = 10.0
+    """A streaming client that waits gets an SSE comment this often, so that nobody on the way takes it for dead."""
     outage_wait_s: float = 30.0
     """Requests for a deployment wait this long after it lost its last engine for one to come back; then 503."""
     handover_timeout_s: float = 4.0
@@ -169,6 +173,13 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         for field in ("routing_session_ms", "decision_log_size"):
             if not getattr(self, field) >= 0:
                 raise SettingsError(f"{field}: {getattr(self, field)} must be 0 or more.")
+        if self.queue.max_requests < 0 or self.queue.max_bytes < 0 or self.queue.timeout_s < 0:
+            raise SettingsError(
+                f"queue: max_requests ({self.queue.max_requests}), max_bytes ({self.queue.max_bytes}) and timeout_s "
+                f"({self.queue.timeout_s}) must be 0 or more. max_requests 0 lets nobody wait."
+            )
+        if self.keep_alive_interval_s <= 0:
+            raise SettingsError(f"keep_alive_interval_s: {self.keep_alive_interval_s} must be above 0.")
         if self.max_in_flight_body_bytes < self.max_body_bytes:
             raise SettingsError(
                 f"max_in_flight_body_bytes: {self.max_in_flight_body_bytes} must be at least max_body_bytes "

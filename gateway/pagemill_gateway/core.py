@@ -16,6 +16,7 @@ from pagemill_gateway.discovery.kubernetes.credentials import Credentials, Crede
 from pagemill_gateway.discovery.kubernetes.discovery import KubernetesDiscovery
 from pagemill_gateway.discovery.state_streams import StateStreams
 from pagemill_gateway.metrics import GatewayMetrics
+from pagemill_gateway.relay.keep_alive import KeepAlive
 from pagemill_gateway.relay.preparation import Preparation
 from pagemill_gateway.relay.relay import Relay
 from pagemill_gateway.relay.upstream import Upstream
@@ -52,8 +53,10 @@ class Gateway:
             trust_env=False,
         )
         self.bundles = Bundles(self.session)
-        self.preparation = Preparation(self.brain, self.bundles, config.remembered_granules)
-        self.relay = Relay(self.brain, Upstream(self.session, config), self.metrics, config.max_attempts)
+        self._keep_alive = KeepAlive(config.keep_alive_interval_s)
+        self.preparation = Preparation(self.brain, self.bundles, self._keep_alive, config.remembered_granules)
+        upstream = Upstream(self.session, config)
+        self.relay = Relay(self.brain, upstream, self.metrics, self._keep_alive, config.max_attempts)
         self._streams = StateStreams(self.session, self.brain, self.bundles, config)
         self.discovery: KubernetesDiscovery | None = None
         if credentials is not None:
@@ -104,6 +107,7 @@ class Gateway:
     async def close(self) -> None:
         if self.discovery is not None:
             await self.discovery.close()
+        self._keep_alive.close()
         await self._streams.close()
         await self.session.close()
         self.preparation.close()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pagemill_gateway.brain.brain import LocalBrain
 from pagemill_gateway.brain.interface import Choice, FailureKind
+from pagemill_gateway.brain.queues import OUTCOMES, QueueState
 from pagemill_gateway.relay.record import RequestRecord
 from pagemill_protocol import metrics as specs
 
@@ -18,6 +19,7 @@ class GatewayMetrics:
         self._metrics = specs.Metrics(specs.GATEWAY_METRICS)
         self._endpoints: set[tuple[str, str]] = set()
         self._models: set[str] = set()
+        self._ended: dict[tuple[str, str], int] = {}
 
     def prepared(self, record: RequestRecord) -> None:
         self._metrics.gauge(specs.GATEWAY_IN_FLIGHT, model=record.model).inc()
@@ -62,6 +64,10 @@ class GatewayMetrics:
         if outcome != "exact":
             self._metrics.counter(specs.GATEWAY_CACHED_ERROR_TOKENS, model=model).inc(abs(missed))
 
+    def queued(self, model: str, seconds: float) -> None:
+        """A request waited and got its engine."""
+        self._metrics.histogram(specs.GATEWAY_QUEUE_SECONDS, model=model).observe(seconds)
+
     def attempt(self, model: str, endpoint_id: str, outcome: str) -> None:
         self._metrics.counter(specs.GATEWAY_UPSTREAM_ATTEMPTS, model=model, endpoint=endpoint_id, outcome=outcome).inc()
 
@@ -81,6 +87,7 @@ class GatewayMetrics:
         phases = dict.fromkeys(((model, phase) for model in self._models for phase in PHASES), 0)
         self._models = {deployment.model.name for deployment in deployments}
         phases.update(dict.fromkeys(((model, phase) for model in self._models for phase in PHASES), 0))
+        self._render_queues(brain)
         endpoints: set[tuple[str, str]] = set()
         for deployment in deployments:
             model = deployment.model.name
@@ -89,6 +96,7 @@ class GatewayMetrics:
                 endpoints.add((model, record.endpoint.id))
                 labels = {"model": model, "endpoint": record.endpoint.id}
                 self._metrics.gauge(specs.GATEWAY_ENDPOINT_IN_FLIGHT, **labels).set(record.in_flight)
+                self._metrics.gauge(specs.GATEWAY_RESERVED_BLOCKS, **labels).set(record.reserved.num_blocks)
                 age_s = brain.state_age_s(record)
                 if age_s is not None:
                     self._metrics.gauge(specs.GATEWAY_STATE_AGE_SECONDS, **labels).set(age_s)
@@ -98,9 +106,30 @@ class GatewayMetrics:
         self._endpoints = endpoints
         return self._metrics.render()
 
+    def _render_queues(self, brain: LocalBrain) -> None:
+        """Deployments that share a name share its series."""
+        waiting = {model: [QueueState()] for model in self._models}
+        for deployment in brain.registry.deployments.values():
+            waiting[deployment.model.name].append(brain.queues.state(deployment.key))
+            for outcome in OUTCOMES:
+                total = brain.queues.outcomes[deployment.key, outcome]
+                before = self._ended.get((deployment.key, outcome), 0)
+                self._ended[deployment.key, outcome] = total
+                labels = {"model": deployment.model.name, "outcome": outcome}
+                self._metrics.counter(specs.GATEWAY_QUEUE_ENDED, **labels).inc(max(0, total - before))
+        for model, states in waiting.items():
+            requests, sizes, ages = zip(*states, strict=True)
+            self._metrics.gauge(specs.GATEWAY_QUEUE_REQUESTS, model=model).set(sum(requests))
+            self._metrics.gauge(specs.GATEWAY_QUEUE_BYTES, model=model).set(sum(sizes))
+            self._metrics.gauge(specs.GATEWAY_QUEUE_OLDEST_SECONDS, model=model).set(max(ages))
+
     def _forget(self, gone: set[tuple[str, str]]) -> None:
         for model, endpoint_id in gone:
-            for spec in (specs.GATEWAY_ENDPOINT_IN_FLIGHT, specs.GATEWAY_STATE_AGE_SECONDS):
+            for spec in (
+                specs.GATEWAY_ENDPOINT_IN_FLIGHT,
+                specs.GATEWAY_RESERVED_BLOCKS,
+                specs.GATEWAY_STATE_AGE_SECONDS,
+            ):
                 self._metrics.forget(spec, model=model, endpoint=endpoint_id)
             for outcome in ("served", "refused", "declined", "broken", "request"):
                 self._metrics.forget(

@@ -22,6 +22,15 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The platform's own probe says that it is ready: worth asking at once, whatever it said before."""
 
 
+class QueueLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """How many requests of one deployment may wait in a gateway, and how long."""
+
+    max_requests: int
+    max_bytes: int
+    """Of request bodies."""
+    timeout_s: float
+
+
 class CatalogModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One LLMDeployment as the gateway serves it."""
 
@@ -41,6 +50,8 @@ class CatalogModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Request header that names a session; empty: none."""
     chat_template: str | None = None
     """Overrides the bundle's template."""
+    queue: QueueLimits | None = None
+    """`None`: the gateway's own."""
     endpoints: list[Endpoint] = []
 
 

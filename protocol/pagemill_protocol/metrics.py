@@ -208,6 +208,28 @@ GATEWAY_CACHED_ERROR_TOKENS = _gateway(
     "Cached prompt tokens by which predictions that were not exact were off.",
     ("model",),
 )
+GATEWAY_QUEUE_REQUESTS = _gateway("gauge", "queue_requests", "Requests that wait for room on an engine.", ("model",))
+GATEWAY_QUEUE_BYTES = _gateway("gauge", "queue_bytes", "Bytes of the bodies of requests that wait.", ("model",))
+GATEWAY_QUEUE_OLDEST_SECONDS = _gateway(
+    "gauge", "queue_oldest_seconds", "How long the request that waits longest has been here.", ("model",)
+)
+GATEWAY_QUEUE_SECONDS = _gateway(
+    "histogram",
+    "queue_seconds",
+    "Time in the queue of requests that waited and were served.",
+    ("model",),
+    _TTFT_S,
+)
+GATEWAY_QUEUE_ENDED = _gateway(
+    "counter",
+    "queue_ended",
+    "Requests that wait no more or could not, by outcome: served, shed (another needed the place more), full, timeout, "
+    "deadline, failed (no engine is expected any more) or left (its client did).",
+    ("model", "outcome"),
+)
+GATEWAY_RESERVED_BLOCKS = _gateway(
+    "gauge", "endpoint_reserved_blocks", "KV blocks this gateway has reserved on one engine.", ("model", "endpoint")
+)
 GATEWAY_TOKENS = _gateway(
     "counter", "tokens", "Tokens served, by kind: prompt, cached (part of prompt) or completion.", ("model", "kind")
 )

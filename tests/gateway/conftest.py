@@ -103,6 +103,10 @@ class FakeEngine:
         """Who opened state streams and acknowledged drains."""
         self.load = EngineLoad()
         self.max_model_len = MAX_MODEL_LEN
+        self.max_num_seqs = 0
+        self.num_inside = 0
+        """Requests that it answers now."""
+        self.most_inside = 0
         self.draining = False
         self.readyz: tuple[int, dict[str, str]] = (200, {"phase": "ready", "detail": ""})
         self._may_report = asyncio.Event()
@@ -164,6 +168,7 @@ class FakeEngine:
             load=self.load,
             digests=Digests(tokenizer_bundle=self.bundle_digest if self.max_model_len else ""),
             max_model_len=self.max_model_len,
+            max_num_seqs=self.max_num_seqs,
             models=[MODEL],
             draining=self.draining,
         )
@@ -176,6 +181,8 @@ class FakeEngine:
         self.http_request_ids.append(http.headers.get("X-Request-Id"))
         behaviour = self.behaviours.popleft() if self.behaviours else self.behaviour
         response = web.StreamResponse(headers={"Content-Type": FRAMES_CONTENT_TYPE})
+        self.num_inside += 1
+        self.most_inside = max(self.most_inside, self.num_inside)
         try:
             await behaviour(self, request, response, http)
         except asyncio.CancelledError:
@@ -183,6 +190,8 @@ class FakeEngine:
             raise
         except (Refused, ConnectionError) as refused:
             return refused.response if isinstance(refused, Refused) else response
+        finally:
+            self.num_inside -= 1
         return response
 
     async def _state(self, http: web.Request) -> web.StreamResponse:

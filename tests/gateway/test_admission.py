@@ -71,31 +71,34 @@ def test_attempts_end_after_their_number() -> None:
     assert attempts.verdict().status == 502
 
 
-def test_full_engines_make_a_503_with_the_longest_of_their_waits() -> None:
-    attempts = Attempts(3)
-    for endpoint, wait_s in (("a", 3.0), ("b", 7.0), ("c", None)):
+def test_full_engines_cost_no_attempt_and_are_avoided_until_the_request_has_waited() -> None:
+    attempts = Attempts(1)
+    for endpoint in "ab":
         attempts.chose(endpoint)
-        attempts.refused("full.", wait_s)
-    verdict = attempts.verdict()
-    assert (verdict.status, verdict.retry_after_s) == (503, 7.0)
+        attempts.refused("full.")
+    assert (attempts.tried, attempts.num_refusals, attempts.num_counted) == (frozenset("ab"), 2, 0)
+    assert not attempts.exhausted
+    attempts.chose("c")
+    attempts.declined("going.")
+    attempts.queued(1.5)
+    assert (attempts.tried, attempts.num_refusals, attempts.queued_s) == (frozenset("c"), 0, 1.5)
+    assert attempts.pause_s("a") == 0
+    attempts.chose("a")
+    attempts.broke("gone.")
+    assert attempts.exhausted
+    assert attempts.verdict().status == 502
 
 
 def test_another_endpoint_is_asked_at_once_the_same_one_after_a_pause() -> None:
     attempts = Attempts(3)
     attempts.chose("a")
+    attempts.broke("gone.")
     assert attempts.pause_s("b") == 0
     first = attempts.pause_s("a")
     attempts.chose("a")
+    attempts.broke("gone.")
     assert 0 < first <= 0.1
     assert 0 < attempts.pause_s("a") <= 0.2
-
-
-def test_an_endpoint_that_said_it_is_full_is_not_asked_again() -> None:
-    attempts = Attempts(3)
-    attempts.chose("a")
-    attempts.refused("full.", None)
-    assert attempts.pointless("a")
-    assert not attempts.pointless("b")
 
 
 async def test_a_deadline_becomes_a_504_and_the_end_of_the_drain_a_503() -> None:

@@ -206,7 +206,7 @@ async def test_the_last_endpoint_is_never_ejected(brain: LocalBrain) -> None:
 async def test_full_engines_and_single_bad_requests_eject_nobody(brain: LocalBrain) -> None:
     brain.apply_catalog(Catalog(models=[model("m", "a")]))
     brain.observe("a", frame())
-    for kind in ("refused", "request"):
+    for kind in ("request", "refused"):
         brain.failed(await place(brain), kind)
         assert brain.phase(brain.registry.endpoints["a"]) == "ready"
 

@@ -10,10 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pagemill_crds import quantities
 from pagemill_gateway.discovery.catalog import check_catalog
 from pagemill_gateway.discovery.kubernetes.builder import build_catalog
 from pagemill_gateway.discovery.kubernetes.objects import EndpointSlice, LLMDeployment
-from pagemill_protocol.catalog import Catalog, Endpoint
+from pagemill_gateway.discovery.kubernetes.quantities import duration_seconds, memory_bytes
+from pagemill_protocol.catalog import Catalog, Endpoint, QueueLimits
 from pagemill_protocol.engine_token import EngineKeys, derive_token
 
 KEYS = EngineKeys(b"c" * 32, b"n" * 32, b"p" * 32)
@@ -79,6 +81,28 @@ def test_a_deployment_with_its_pods() -> None:
 def test_defaults_are_those_of_the_resource() -> None:
     (model,) = build_catalog([llmd("chat")], [], KEYS).models
     assert (model.name, model.weight, model.prefix_scope, model.endpoints) == ("chat", 100, "deployment", [])
+
+
+def test_the_queue_is_the_resources_in_bytes_and_seconds() -> None:
+    queue = {"maxRequests": 5, "maxBytes": "1.5Mi", "timeout": "1m30s"}
+    (model,) = build_catalog([llmd("chat", routing={"queue": queue})], [], KEYS).models
+    assert model.queue == QueueLimits(max_requests=5, max_bytes=3 * 2**19, timeout_s=90.0)
+
+
+@pytest.mark.parametrize("queue", [None, {"maxBytes": "much"}, {"timeout": "soon"}, {"maxRequests": -1}])
+def test_a_queue_that_says_nothing_usable_is_the_gateways_own(queue: dict[str, Any] | None) -> None:
+    (model,) = build_catalog([llmd("chat", routing={"queue": queue})], [], KEYS).models
+    assert model.queue is None
+
+
+@given(st.from_regex(quantities.MEMORY_PATTERN, fullmatch=True) | st.integers(0, 10**12))
+def test_amounts_of_memory_mean_what_the_resource_says(quantity: str | int) -> None:
+    assert memory_bytes(quantity) == quantities.memory_bytes(quantity)
+
+
+@given(st.from_regex(quantities.DURATION_PATTERN, fullmatch=True))
+def test_durations_mean_what_the_resource_says(duration: str) -> None:
+    assert duration_seconds(duration) == pytest.approx(quantities.duration_seconds(duration))
 
 
 def test_a_terminating_pod_stays_known_and_takes_nothing() -> None:

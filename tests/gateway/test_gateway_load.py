@@ -9,9 +9,14 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from pagemill_gateway.brain.load import measure_load
+from pagemill_gateway.brain.queues import Queues
 from pagemill_gateway.brain.registry import Registry
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.state import EngineLoad, StateFrame
+
+
+def nobody_waits() -> Queues:
+    return Queues(lambda: 0.0, lambda _: True)
 
 
 def registry_with(*loads: EngineLoad | None) -> Registry:
@@ -31,7 +36,7 @@ def registry_with(*loads: EngineLoad | None) -> Registry:
 def test_loads_of_all_engines_are_added_up() -> None:
     one = EngineLoad(num_blocks_total=100, num_blocks_active=50, num_requests_running=2, num_requests_waiting=1)
     two = EngineLoad(num_blocks_total=300, num_blocks_active=50, num_requests_running=3)
-    (load,) = measure_load(registry_with(one, two, None), now=102.0)
+    (load,) = measure_load(registry_with(one, two, None), nobody_waits(), now=102.0)
     assert (load.namespace, load.name, load.ready) == ("ns", "d", 2)
     assert (load.kv_cache_usage, load.running, load.waiting) == (0.25, 5, 1)
     assert load.age_s == 2.0
@@ -39,9 +44,9 @@ def test_loads_of_all_engines_are_added_up() -> None:
 
 def test_old_reports_do_not_count() -> None:
     one, two = EngineLoad(num_blocks_total=10, num_blocks_active=10), EngineLoad(num_blocks_total=10)
-    (load,) = measure_load(registry_with(one, two), now=103.5)
+    (load,) = measure_load(registry_with(one, two), nobody_waits(), now=103.5)
     assert (load.kv_cache_usage, load.age_s) == (0.0, 2.5)
-    (load,) = measure_load(registry_with(one, two), now=200.0)
+    (load,) = measure_load(registry_with(one, two), nobody_waits(), now=200.0)
     assert (load.kv_cache_usage, load.running, load.age_s) == (None, 0, None)
 
 

@@ -46,6 +46,19 @@ def test_gateways_see_the_same_engines_so_the_freshest_counts(book: LoadBook, cl
     assert load.running == 6
 
 
+def test_requests_in_the_queues_of_gateways_add_up(book: LoadBook) -> None:
+    for gateway, queued in (("g1", 3), ("g2", 4)):
+        load = DeploymentLoad("default", "chat", running=2, waiting=1, ready=1, age_s=0.0, queued=queued)
+        assert book.report(gateway, Report([load])) == {KEY}
+    load = book.load(KEY)
+    assert load is not None
+    assert load.waiting == 1 + 3 + 4
+    book.lost("g2")
+    load = book.load(KEY)
+    assert load is not None
+    assert load.waiting == 1 + 3
+
+
 def test_a_gateway_that_is_lost_says_nothing_any_more(book: LoadBook) -> None:
     book.report("g1", report(7))
     book.lost("g1")

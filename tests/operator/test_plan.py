@@ -16,6 +16,7 @@ from pagemill_engine.server.settings import Settings
 from pagemill_operator.plan import make_plan
 from pagemill_operator.plan.extra_args import SETTINGS
 from pagemill_operator.plan.planner import name_conflicts
+from pagemill_operator.plan.types import Queue
 
 Make = Callable[..., LLMDeployment]
 
@@ -199,9 +200,11 @@ def test_what_has_no_effect_on_this_machine_is_noted(deployment: Make) -> None:
     assert local.groups[0].digest == cluster.groups[0].digest
 
 
-def test_a_queue_that_the_gateway_does_not_keep_is_noted(deployment: Make) -> None:
-    plan = make_plan(deployment(routing__queue__maxRequests=5))
-    assert [note.field for note in plan.notes] == ["spec.routing.queue"]
+def test_the_queue_is_planned_in_bytes_and_seconds(deployment: Make) -> None:
+    changes = {"routing__queue__maxRequests": 5, "routing__queue__maxBytes": "1Mi", "routing__queue__timeout": "1m30s"}
+    plan = make_plan(deployment(**changes))
+    assert plan.queue == Queue(max_requests=5, max_bytes=2**20, timeout_s=90.0)
+    assert plan.notes == ()
 
 
 @pytest.mark.parametrize(

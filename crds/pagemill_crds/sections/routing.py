@@ -11,10 +11,10 @@ from pagemill_crds.fields import Duration, Memory, Text
 
 
 class Queue(Section):
-    """Requests that wait for a replica in the gateway."""
+    """Requests that wait in a gateway for room on a replica, or for a replica to be there; fair between API keys."""
 
     max_requests: Annotated[int, Field(ge=0, le=1_000_000)] = 1000
-    """Requests that may wait; one more is refused with 429."""
+    """Requests that may wait in each gateway; then the newest of the lowest priority is refused with 429."""
     max_bytes: Memory = "256Mi"
     """Bytes of request bodies that may wait."""
     timeout: Duration = "60s"

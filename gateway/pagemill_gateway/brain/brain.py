@@ -10,21 +10,35 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
-from pagemill_gateway.brain.interface import Ask, Choice, FailureKind, Target
+from pagemill_gateway.admission.reservations import Need
+from pagemill_gateway.brain.interface import MAX_REROUTES, NOBODY, NOT_READY, Ask, Choice, Claim, FailureKind, Target
 from pagemill_gateway.brain.load import DeploymentLoad, measure_load
 from pagemill_gateway.brain.news import News
-from pagemill_gateway.brain.placement import Placement
+from pagemill_gateway.brain.outage import Outage
+from pagemill_gateway.brain.placement import Placed, Placement
+from pagemill_gateway.brain.queues import Queues
 from pagemill_gateway.brain.registry import Deployment, EndpointRecord, Registry
+from pagemill_gateway.brain.room import has_room
 from pagemill_gateway.brain.schemes import common_scheme
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.routing.policies import Policies
-from pagemill_protocol.catalog import Catalog
+from pagemill_protocol.catalog import Catalog, QueueLimits
 from pagemill_protocol.errors import PagemillError, model_not_found, unavailable
 from pagemill_protocol.state import StateFrame
 
 LOADING_RETRY_AFTER_S = 5.0
-NOT_READY = "model_not_ready"
+
+
+class _Sent(NamedTuple):
+    """A request that is at an engine."""
+
+    record: EndpointRecord
+    need: Need
+    key: str
+    priority: int
 
 
 class LocalBrain:
@@ -42,12 +56,14 @@ class LocalBrain:
         self._policies = Policies(config.routing_policy, config.routing_session_ms)
         self.placement = Placement(self._rng, config.decision_log_size)
         self._num_decisions = 0
-        self._open: dict[int, EndpointRecord] = {}
+        self._open: dict[int, _Sent] = {}
         self._outage_wait_s = config.outage_wait_s
         # A static catalogue says `terminating` when nothing may go there any more; a cluster says so at once, while
         # the replacement may not be known here yet.
         self._keeps_terminating = config.discovery == "kubernetes"
         self.news = News()
+        self.queues = Queues(clock, self._is_serving)
+        self._queue_limits = config.queue
         self.registry = Registry(
             stale_after_s=config.state_stale_after_s,
             ejection_base_s=config.ejection_base_s,
@@ -57,12 +73,13 @@ class LocalBrain:
     # What discovery feeds.
 
     def apply_catalog(self, catalog: Catalog) -> None:
-        known = self.registry.endpoints
+        known, before = self.registry.endpoints, set(self.registry.deployments)
         self.registry.apply(catalog, self._clock())
         for endpoint_id, record in known.items():
             if self.registry.endpoints.get(endpoint_id) is not record:
                 self.placement.forget(endpoint_id)
-        self.news.publish()
+        self._announce()
+        self.queues.forget(before - self.registry.deployments.keys())
 
     def observe(self, endpoint_id: str, frame: StateFrame) -> None:
         """Apply a state frame of an endpoint. Raises `StateGap`: the caller must connect again."""
@@ -71,7 +88,8 @@ class LocalBrain:
             return
         now = self._clock()
         was_connected, was_usable = record.reports.connected, record.usable
-        record.reports.accept(frame, record.in_flight, now)
+        record.reports.accept(frame, record.reserved.num_sequences, now)
+        record.reserved.reported()
         self.placement.observe(record, frame, now)
         record.unreachable = False
         if frame.snapshot and not frame.draining:
@@ -83,7 +101,9 @@ class LocalBrain:
         if record.serving:
             self.registry.deployments[record.deployment].last_served_at = now
         if record.usable != was_usable:
-            self.news.publish()
+            self._announce()
+        else:
+            self.queues.pump(record.deployment)
 
     def stream_lost(self, endpoint_id: str) -> None:
         """The state stream of an endpoint is down."""
@@ -163,79 +183,83 @@ class LocalBrain:
             session_header=deployment.model.session_header.lower(),
         )
 
-    async def find(self, model: str) -> Target:
+    async def find(self, model: str, claim: Claim = NOBODY) -> Target:
         try:
             return self.resolve(model)
         except PagemillError as error:
             if error.code != NOT_READY:
                 raise
         wanted = [each for each in self.registry.named(model) if each.model.weight > 0]
-        left_s = max(map(self._outage_left_s, wanted), default=0.0)
-        await self.news.wait_until(lambda: self._settled(model), left_s)
-        return self.resolve(model)
-
-    async def choose(self, target: Target, tried: frozenset[str], ask: Ask) -> Choice:
-        deployment, usable = self._usable_for(target)
-        if deployment is not None and not usable:
-            await self.news.wait_until(lambda: self._settled_for(target), self._outage_left_s(deployment))
-            deployment, usable = self._usable_for(target)
-        if deployment is None or not usable:
-            raise unavailable(
-                f"The engines of {target.deployment} went away. Try again.", retry_after_s=1, code=NOT_READY
-            )
-        return self.place(deployment, usable, tried, ask)
-
-    def place(self, deployment: Deployment, usable: list[EndpointRecord], tried: frozenset[str], ask: Ask) -> Choice:
-        """Choose among `usable` (not empty) and account the choice."""
-        now = self._clock()
-        self._num_decisions += 1
-        decision = self._num_decisions
-        policy = self._policies.named(deployment.model.routing_policy)
-        placed = self.placement.place(decision, ask, policy, deployment, _best_pool(usable, tried, now), now)
-        record, candidate = placed.record, placed.candidate
-        record.ejection.chosen(decision, now)
-        self._open[decision] = record
-        return Choice(
-            decision=decision,
-            endpoint_id=record.endpoint.id,
-            data_url=record.endpoint.data_url,
-            token=deployment.model.engine_token,
-            policy=placed.policy,
-            believed=candidate.believed,
-            predicted_cached_tokens=candidate.num_cached_tokens,
-            granule_tokens=ask.granule_tokens,
-            predicted_ttft_ms=placed.predicted_ttft_ms,
+        left_s = {each.key: self._outage_left_s(each) for each in wanted}
+        if max(left_s.values(), default=0.0) <= 0:
+            return self.resolve(model)
+        key = max(left_s, key=lambda each: left_s[each])
+        wish = partial(self._resolve_in_time, model, self._clock() + left_s[key])
+        target, queued_s = await self.queues.wait(
+            key, self._limits(key), claim, wish, group=f"find {model}", cost_tokens=0, undo=_nothing
         )
+        return target._replace(queued_s=queued_s)
+
+    async def choose(self, target: Target, tried: frozenset[str], ask: Ask, *, claim: Claim = NOBODY) -> Choice:
+        key, num_prompt_tokens = target.deployment, ask.num_prompt_tokens
+        num_output_tokens = self._num_output_tokens(target, num_prompt_tokens, claim)
+        need = Need(num_prompt_tokens, num_prompt_tokens, num_output_tokens, claim.num_sequences, claim.max_tokens)
+        wish = partial(self._place, target, tried, ask, need, claim, Outage())
+        if claim.num_refusals <= MAX_REROUTES and self.queues.is_empty(key):
+            choice = wish()
+            if choice is not None:
+                return choice
+        choice, queued_s = await self.queues.wait(
+            key,
+            self._limits(key),
+            claim,
+            wish,
+            group=target.bundle_digest,
+            cost_tokens=need.cost_tokens,
+            undo=self.finished,
+        )
+        return choice._replace(queued_s=queued_s)
+
+    def accepted(self, choice: Choice) -> None:
+        sent = self._open.get(choice.decision)
+        if sent is not None:
+            sent.record.fullness.accepted()
+            sent.record.reserved.accepted(choice.decision)
 
     def started(self, choice: Choice) -> None:
-        record = self._open.get(choice.decision)
-        if record is not None:
-            record.ejection.succeeded()
-            self.placement.computed(choice.decision, record, self._clock())
+        sent = self._open.get(choice.decision)
+        if sent is not None:
+            sent.record.ejection.succeeded()
+            self.placement.computed(choice.decision, sent.record, self._clock())
 
     def alive(self, choice: Choice) -> bool:
-        record = self._open.get(choice.decision)
-        return record is not None and record.reports.fresh(self._clock())
+        sent = self._open.get(choice.decision)
+        return sent is not None and sent.record.reports.fresh(self._clock())
 
     def finished(self, choice: Choice, num_output_tokens: int | None = None) -> None:
-        record = self._release(choice, failed=False)
-        deployment = self.registry.deployments.get(record.deployment) if record is not None else None
-        if deployment is not None and num_output_tokens is not None:
-            deployment.output_tokens.finished(num_output_tokens)
+        sent = self._release(choice, failed=False)
+        if sent is None:
+            return
+        if num_output_tokens is not None:
+            self._learn(sent, num_output_tokens)
+        self.queues.pump(sent.record.deployment)
 
     def failed(self, choice: Choice, kind: FailureKind) -> None:
-        record = self._release(choice, failed=kind != "request")
-        if record is None:
+        sent = self._release(choice, failed=kind != "request")
+        if sent is None:
             return
+        record, now = sent.record, self._clock()
         if kind == "unreachable":
             record.unreachable = True
         if kind in ("broken", "unreachable"):
-            record.ejection.failed(self._clock())
-            return
-        if kind == "declined":
+            record.ejection.failed(now)
+        elif kind == "declined":
             record.let_go = True
-            return
-        record.ejection.succeeded()
+        else:
+            record.ejection.succeeded()
+        if kind == "refused":
+            record.fullness.refused(record.in_flight, now)
+        self.queues.pump(record.deployment)
 
     # What status and metrics read.
 
@@ -249,7 +273,7 @@ class LocalBrain:
 
     def load(self) -> list[DeploymentLoad]:
         """What all engines of each deployment say together."""
-        return measure_load(self.registry, self._clock())
+        return measure_load(self.registry, self.queues, self._clock())
 
     def phase(self, record: EndpointRecord) -> str:
         """One word: draining, starting, ejected, stale or ready; the first that is true."""
@@ -275,9 +299,61 @@ class LocalBrain:
         deployments = self.registry.named(model)
         return not deployments or self._share(deployments) is not None
 
-    def _settled_for(self, target: Target) -> bool:
+    def _resolve_in_time(self, model: str, until: float) -> Target | None:
+        """As `resolve`, but None while an engine may still come."""
+        if self._settled(model) or self._clock() >= until:
+            return self.resolve(model)
+        return None
+
+    def _place(
+        self, target: Target, tried: frozenset[str], ask: Ask, need: Need, claim: Claim, outage: Outage
+    ) -> Choice | None:
+        """Decide and account; None while there is no room, or no engine but one is expected."""
+        now = self._clock()
         deployment, usable = self._usable_for(target)
-        return deployment is None or bool(usable)
+        if deployment is None or (not usable and outage.is_over(now, self._outage_left_s(deployment))):
+            raise unavailable(
+                f"The engines of {target.deployment} went away. Try again.", retry_after_s=1, code=NOT_READY
+            )
+        if not usable:
+            return None
+        outage.ended()
+
+        def fits(record: EndpointRecord, num_cached_tokens: int) -> bool:
+            return has_room(record, need.with_cached(num_cached_tokens), now)
+
+        number, policy = self._num_decisions + 1, self._policies.named(deployment.model.routing_policy)
+        placed = self.placement.place(number, ask, policy, deployment, _best_pool(usable, tried, now), fits, now)
+        return self._account(placed, deployment, ask, need, claim, now) if placed is not None else None
+
+    def _num_output_tokens(self, target: Target, num_prompt_tokens: int, claim: Claim) -> int:
+        """Of each sequence, as learned from the deployment's answers and within its context."""
+        deployment = self.registry.deployments.get(target.deployment)
+        if deployment is None:
+            return 1
+        return max(1, min(deployment.output_tokens.expect(claim.max_tokens), target.max_model_len - num_prompt_tokens))
+
+    def _learn(self, sent: _Sent, num_output_tokens: int) -> None:
+        deployment = self.registry.deployments.get(sent.record.deployment)
+        if deployment is None:
+            return
+        need = sent.need
+        deployment.output_tokens.ended(num_output_tokens / need.num_sequences, need.max_tokens)
+        surplus = num_output_tokens - need.num_sequences * need.num_output_tokens
+        self.queues.settle(deployment.key, sent.key, sent.priority, surplus)
+
+    def _limits(self, key: str) -> QueueLimits:
+        deployment = self.registry.deployments.get(key)
+        return (deployment.model.queue if deployment is not None else None) or self._queue_limits
+
+    def _is_serving(self, key: str) -> bool:
+        deployment = self.registry.deployments.get(key)
+        return deployment is not None and any(record.serving for record in deployment.records)
+
+    def _announce(self) -> None:
+        """Who may get requests has changed: everybody who waits looks again."""
+        self.news.publish()
+        self.queues.pump_all()
 
     def _usable_for(self, target: Target) -> tuple[Deployment | None, list[EndpointRecord]]:
         """The target's deployment, and the endpoints that understand its token ids."""
@@ -295,14 +371,38 @@ class LocalBrain:
             return 0.0
         return max(0.0, deployment.last_served_at + self._outage_wait_s - self._clock())
 
-    def _release(self, choice: Choice, *, failed: bool) -> EndpointRecord | None:
-        record = self._open.pop(choice.decision, None)
-        if record is None:
+    def _account(
+        self, placed: Placed, deployment: Deployment, ask: Ask, need: Need, claim: Claim, now: float
+    ) -> Choice:
+        self._num_decisions = decision = placed.number
+        record, candidate = placed.record, placed.candidate
+        need = need.with_cached(candidate.num_cached_tokens)
+        record.fullness.chosen(candidate.in_flight, now)
+        record.ejection.chosen(decision, now)
+        record.reserved.reserve(decision, need, record.block_size)
+        self._open[decision] = _Sent(record, need, claim.key, claim.priority)
+        return Choice(
+            decision=decision,
+            endpoint_id=record.endpoint.id,
+            data_url=record.endpoint.data_url,
+            token=deployment.model.engine_token,
+            policy=placed.policy,
+            believed=candidate.believed,
+            predicted_cached_tokens=candidate.num_cached_tokens,
+            granule_tokens=ask.granule_tokens,
+            predicted_ttft_ms=placed.predicted_ttft_ms,
+        )
+
+    def _release(self, choice: Choice, *, failed: bool) -> _Sent | None:
+        sent = self._open.pop(choice.decision, None)
+        if sent is None:
             return None
+        record = sent.record
         record.in_flight -= 1
         record.ejection.released(choice.decision)
+        record.reserved.release(choice.decision)
         self.placement.ended(choice.decision, record, self._clock(), failed=failed)
-        return record
+        return sent
 
     def _share(self, deployments: list[Deployment]) -> Deployment | None:
         """One of the deployments that can serve, drawn by weight."""
@@ -313,6 +413,10 @@ class LocalBrain:
         if len(ready) <= 1:
             return ready[0] if ready else None
         return self._rng.choices(ready, weights=[deployment.model.weight for deployment in ready])[0]
+
+
+def _nothing(_: Target) -> None:
+    """A target that came too late holds nothing."""
 
 
 def _with_bundle(records: list[EndpointRecord], digest: str) -> list[EndpointRecord]:

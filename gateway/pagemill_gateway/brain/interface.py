@@ -1,4 +1,4 @@
-"""What a relay may ask of the brain: four calls and the two values they pass.
+"""What a relay may ask of the brain: a few calls and the values they pass.
 
 Kept narrow because relay and brain need not live in one process: `find` and `choose` are questions with an answer,
 the others are messages that nobody waits for.
@@ -6,12 +6,44 @@ the others are messages that nobody waits for.
 
 from __future__ import annotations
 
+import math
 from typing import Literal, NamedTuple, Protocol
 
 FailureKind = Literal["refused", "declined", "unreachable", "broken", "request"]
 """`refused`: the engine works but is full. `declined`: it is shutting down or starting and takes nothing.
 `unreachable`: nobody listens there. `broken`: it crashed, is silent, or sent garbage. `request`: the engine works but
 failed this one request."""
+
+NOT_READY = "model_not_ready"
+"""Code of the refusal while a deployment has no engine that serves."""
+MAX_REROUTES = 2
+"""After refusals in a row, before a request goes to the queue."""
+
+
+class Claim(NamedTuple):
+    """Who asks and how long that may take: what the queue goes by. Times are of the monotonic clock."""
+
+    key: str = ""
+    """Keys share the queue fairly; empty: everybody who has none."""
+    priority: int = 0
+    """Smaller is served first."""
+    num_bytes: int = 0
+    """Of the request's body."""
+    arrived_at: float = 0.0
+    deadline_at: float = math.inf
+    waited_s: float = 0.0
+    """In queues before; the longest wait counts all of them."""
+    num_sequences: int = 1
+    max_tokens: int | None = None
+    """The client's limit on the answer, which its expected length depends on."""
+    num_refusals: int = 0
+    """By engines since it last came out of the queue."""
+    paid: bool = False
+    """It was at an engine before: its key has paid for its turn."""
+
+
+NOBODY = Claim()
+"""Somebody without a key, who has just come."""
 
 
 class HashScheme(NamedTuple):
@@ -55,6 +87,8 @@ class Target(NamedTuple):
     scheme: HashScheme
     session_header: str = ""
     """Lower case; empty: the deployment has none."""
+    queued_s: float = 0.0
+    """How long the question had to wait for an answer."""
 
 
 class Choice(NamedTuple):
@@ -72,6 +106,8 @@ class Choice(NamedTuple):
     """What the engine finds beyond the prediction and below this much more, no report could have told."""
     predicted_ttft_ms: float | None = None
     """From the decision to the first token; `None`: the policy did not predict any."""
+    queued_s: float = 0.0
+    """How long the request waited for room; 0: it did not."""
 
 
 class Brain(Protocol):
@@ -82,16 +118,23 @@ class Brain(Protocol):
         """
         ...
 
-    async def find(self, model: str) -> Target:
-        """As `resolve`, but a deployment that lost its last engine a moment ago is given time to get one back."""
+    async def find(self, model: str, claim: Claim = NOBODY) -> Target:
+        """As `resolve`, but waits in the deployment's queue for an engine that is expected to come (back)."""
         ...
 
-    async def choose(self, target: Target, tried: frozenset[str], ask: Ask) -> Choice:
-        """An endpoint, preferring those not in `tried`. Raises `PagemillError` 503 when there is none at all."""
+    async def choose(self, target: Target, tried: frozenset[str], ask: Ask, *, claim: Claim = NOBODY) -> Choice:
+        """An endpoint with room, preferring those not in `tried`; waits in the deployment's queue until there is one.
+
+        Raises `PagemillError`: 503 when there is no engine at all or the wait was too long, 429 when the queue is full.
+        """
+        ...
+
+    def accepted(self, choice: Choice) -> None:
+        """The engine has taken the request: its coming reports count it."""
         ...
 
     def started(self, choice: Choice) -> None:
-        """The engine accepted the request and its first frame arrived."""
+        """The first frame arrived."""
         ...
 
     def alive(self, choice: Choice) -> bool:
@@ -101,7 +144,7 @@ class Brain(Protocol):
     def finished(self, choice: Choice, num_output_tokens: int | None = None) -> None:
         """The request left the endpoint, for whatever reason that is no fault of the endpoint's.
 
-        `num_output_tokens`: of an answer that came to its end.
+        `num_output_tokens`: of all sequences of an answer that came to its end.
         """
         ...
 

@@ -7,7 +7,7 @@ candidates, accounts the choice at once and remembers why. Which endpoints may b
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from pagemill_gateway.brain.decisions import DecisionLog
@@ -21,8 +21,13 @@ from pagemill_gateway.brain.sessions import Sessions
 from pagemill_gateway.routing.policy import Candidate, Policy, RequestView, Ruling
 from pagemill_protocol.state import StateFrame
 
+Fits = Callable[[EndpointRecord, int], bool]
+"""Whether an endpoint has room for a request of whose prompt it has so many tokens cached."""
+
 
 class Placed(NamedTuple):
+    number: int
+    """Of the decision."""
     record: EndpointRecord
     candidate: Candidate
     policy: str
@@ -44,20 +49,30 @@ class Placement:
         policy: Policy,
         deployment: Deployment,
         records: Sequence[EndpointRecord],
+        fits: Fits,
         now: float,
-    ) -> Placed:
-        """Choose one of `records` and account decision `number` there."""
+    ) -> Placed | None:
+        """Choose one of `records` and account decision `number` there; None when the request fits nowhere."""
         self.predictions.expire(now)
         candidates = self._candidates(ask, deployment.key, records, now)
         request = RequestView(ask.num_prompt_tokens, deployment.output_tokens.mean, ask.prompt_key, self._rng.random())
         ruling = policy.choose(request, candidates)
+        index = _place_of(ruling.chosen, candidates)
+        if not fits(records[index], ruling.chosen.num_cached_tokens):
+            # Rarely are engines full, so only now all are looked at.
+            pairs = zip(records, candidates, strict=True)
+            roomy = [(record, each) for record, each in pairs if fits(record, each.num_cached_tokens)]
+            if not roomy:
+                return None
+            records, candidates = [record for record, _ in roomy], [each for _, each in roomy]
+            ruling = policy.choose(request, candidates)
+            index = _place_of(ruling.chosen, candidates)
         chosen = ruling.chosen
         self.decisions.note(number, deployment.key, policy.name, ask.num_prompt_tokens, candidates, ruling)
-        index = next(place for place, each in enumerate(candidates) if each is chosen)
         self._account(number, ask, records[index], chosen)
         if ask.session:
             self._sessions.chosen(deployment.key, ask.session, chosen.endpoint_id)
-        return Placed(records[index], chosen, policy.name, _predicted_ttft_ms(ruling, index))
+        return Placed(number, records[index], chosen, policy.name, _predicted_ttft_ms(ruling, index))
 
     def observe(self, record: EndpointRecord, frame: StateFrame, now: float) -> None:
         """Take what an accepted frame says of prefixes and load."""
@@ -147,6 +162,10 @@ class Placement:
         if bit and ask.granules:
             has = self.index.has
             self.predictions.expect(number, bit, [each for each in ask.granules if not has(each, bit)])
+
+
+def _place_of(chosen: Candidate, candidates: Sequence[Candidate]) -> int:
+    return next(place for place, each in enumerate(candidates) if each is chosen)
 
 
 def _predicted_ttft_ms(ruling: Ruling, index: int) -> float | None:

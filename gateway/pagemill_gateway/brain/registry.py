@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pagemill_gateway.admission.fullness import Fullness
+from pagemill_gateway.admission.output_tokens import OutputTokens
+from pagemill_gateway.admission.reservations import Reservations
 from pagemill_gateway.brain.dispatches import Dispatches
 from pagemill_gateway.brain.ejection import Ejection
-from pagemill_gateway.brain.output_tokens import OutputTokens
 from pagemill_gateway.brain.reports import Reports
 from pagemill_gateway.routing.policy import PodReport
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
@@ -28,6 +30,9 @@ class EndpointRecord:
     """Its latest frame as routing reads it; `None` before the first one."""
     step_time_params: StepTimeParams | None = None
     """Those that the report's model was made from."""
+    reserved: Reservations = field(default_factory=Reservations)
+    """What was sent there, in blocks and sequences."""
+    fullness: Fullness = field(default_factory=Fullness)
     phase: str = "unreachable"
     """While it is not ready, or its stream is down: what its `/readyz` said last."""
     detail: str = ""
@@ -70,6 +75,12 @@ class EndpointRecord:
         """Tokens of prompt and output; 0 until the engine has told."""
         state = self.reports.latest
         return state.max_model_len if state is not None else 0
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of one KV block."""
+        state = self.reports.latest
+        return max(1, state.block_size) if state is not None else 1
 
     @property
     def bundle_digest(self) -> str:

@@ -38,6 +38,11 @@ def _check_model(model: CatalogModel, where: str, endpoint_ids: set[str]) -> Non
         raise invalid_field(f"{where}.name", f"{where}: a name or alias is empty. Clients need one to ask for.")
     if model.weight < 0:
         raise invalid_field(f"{where}.weight", f"{where}.weight is {model.weight}; it must be 0 or more.")
+    queue = model.queue
+    if queue is not None and (queue.max_requests < 0 or queue.max_bytes < 0 or queue.timeout_s < 0):
+        raise invalid_field(
+            f"{where}.queue", f"{where}.queue: max_requests, max_bytes and timeout_s must be 0 or more."
+        )
     for index, endpoint in enumerate(model.endpoints):
         field = f"{where}.endpoints[{index}]"
         if not endpoint.id or endpoint.id in endpoint_ids:

@@ -17,10 +17,11 @@ from typing import NamedTuple, TypeVar
 import msgspec
 from pydantic import BaseModel
 
-from pagemill_gateway.brain.interface import Ask, Brain, Target
+from pagemill_gateway.brain.interface import Ask, Brain, Claim, Target
 from pagemill_gateway.discovery.bundles import BundleError, Bundles
 from pagemill_gateway.limits.scope import cache_salt
 from pagemill_gateway.relay.asks import HeaderOf, make_ask, prompt_keys, session_key
+from pagemill_gateway.relay.keep_alive import KeepAlive, Write
 from pagemill_gateway.relay.prompt_hashes import PromptHashes
 from pagemill_protocol.errors import unavailable
 from pagemill_protocol.generate import Dialect, GenerateRequest
@@ -45,8 +46,9 @@ class Prepared(NamedTuple):
 
 
 class Preparation:
-    def __init__(self, brain: Brain, bundles: Bundles, max_granules: int) -> None:
+    def __init__(self, brain: Brain, bundles: Bundles, keep_alive: KeepAlive, max_granules: int) -> None:
         self._brain = brain
+        self._keep_alive = keep_alive
         self._bundles = bundles
         self.hashes = PromptHashes(max_granules)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="prepare")
@@ -66,14 +68,26 @@ class Preparation:
         except BundleError as error:
             raise unavailable(f"The model's tokenizer cannot be used: {error}", code="model_not_ready") from error
 
-    async def prepare(self, raw: bytes, dialect: Dialect, key_hash: str | None, header_of: HeaderOf) -> Prepared:
-        """Everything the engines need. Raises `PagemillError` for a body nobody can serve."""
-        if dialect == "chat":
-            return await self._chat(await self.parse(raw, ChatCompletionRequest), key_hash, header_of)
-        return await self._completions(await self.parse(raw, CompletionRequest), len(raw), key_hash, header_of)
+    async def prepare(
+        self, raw: bytes, dialect: Dialect, key_hash: str | None, header_of: HeaderOf, claim: Claim, write: Write
+    ) -> Prepared:
+        """Everything the engines need. Raises `PagemillError` for a body nobody can serve.
 
-    async def _chat(self, body: ChatCompletionRequest, key_hash: str | None, header_of: HeaderOf) -> Prepared:
-        target = await self._brain.find(body.model)
+        `write`: for comments, when the client streams and has to wait for an engine.
+        """
+        if dialect == "chat":
+            chat = await self.parse(raw, ChatCompletionRequest)
+            return await self._chat(chat, await self._find(chat, claim, write), key_hash, header_of)
+        body = await self.parse(raw, CompletionRequest)
+        return await self._completions(body, await self._find(body, claim, write), len(raw), key_hash, header_of)
+
+    async def _find(self, body: ChatCompletionRequest | CompletionRequest, claim: Claim, write: Write) -> Target:
+        question = self._brain.find(body.model, claim._replace(priority=body.priority))
+        return await self._keep_alive.during(question, write if body.stream else None)
+
+    async def _chat(
+        self, body: ChatCompletionRequest, target: Target, key_hash: str | None, header_of: HeaderOf
+    ) -> Prepared:
         prepare = partial(
             prepare_chat,
             body,
@@ -92,9 +106,8 @@ class Preparation:
         return await asyncio.get_running_loop().run_in_executor(self._threads, job)
 
     async def _completions(
-        self, body: CompletionRequest, size: int, key_hash: str | None, header_of: HeaderOf
+        self, body: CompletionRequest, target: Target, size: int, key_hash: str | None, header_of: HeaderOf
     ) -> Prepared:
-        target = await self._brain.find(body.model)
         prepare = partial(
             prepare_completions,
             body,

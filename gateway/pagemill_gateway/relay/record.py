@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pagemill_gateway.brain.interface import Choice, Target
+from pagemill_gateway.brain.interface import NOBODY, Choice, Claim, Target
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import FinishReason, FrameMeta, GenerateRequest, Usage
 
@@ -18,6 +18,8 @@ class RequestRecord:
     route: str
     request_id: str = ""
     started_at: float = field(default_factory=time.monotonic)
+    claim: Claim = NOBODY
+    """Who asks, as far as all prompts of the request have it in common."""
     model: str = ""
     """The deployment's own name, never what the client wrote: metrics must not grow with what clients invent."""
     deployment: str = ""
@@ -30,6 +32,8 @@ class RequestRecord:
     route_header: str = ""
     """Where the latest attempt went and why, for the client's `x-pagemill-route`."""
     num_retries: int = 0
+    queued_s: float = 0.0
+    """Time in queues; of several prompts, of the one that waited longest."""
     prepare_s: float | None = None
     first_frame_at: float | None = None
     finish_reasons: set[FinishReason] = field(default_factory=set)
@@ -44,7 +48,10 @@ class RequestRecord:
         self.stream = requests[0].stream
         self.num_prompts = len(requests)
         self.prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
-        self.prepare_s = self.duration_s()
+        self.queued_s = target.queued_s
+        self.prepare_s = self.duration_s() - target.queued_s
+        if len(requests) > 1:
+            self.claim = self.claim._replace(num_bytes=self.claim.num_bytes // len(requests))
 
     def chosen(self, choice: Choice) -> None:
         self.endpoints.append(choice.endpoint_id)

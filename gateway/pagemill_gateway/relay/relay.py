@@ -15,8 +15,9 @@ from functools import partial
 import msgspec
 
 from pagemill_gateway.admission.attempts import Attempts
-from pagemill_gateway.brain.interface import Ask, Brain, Choice, Target
+from pagemill_gateway.brain.interface import NOT_READY, Ask, Brain, Choice, Target
 from pagemill_gateway.metrics import GatewayMetrics
+from pagemill_gateway.relay.keep_alive import KeepAlive
 from pagemill_gateway.relay.record import RequestRecord
 from pagemill_gateway.relay.sinks import Sink
 from pagemill_gateway.relay.upstream import Frame, Upstream, UpstreamFailure, parse_error
@@ -40,10 +41,13 @@ class AnswerBroken(Exception):
 
 
 class Relay:
-    def __init__(self, brain: Brain, upstream: Upstream, metrics: GatewayMetrics, max_attempts: int) -> None:
+    def __init__(
+        self, brain: Brain, upstream: Upstream, metrics: GatewayMetrics, keep_alive: KeepAlive, max_attempts: int
+    ) -> None:
         self._brain = brain
         self._metrics = metrics
         self._upstream = upstream
+        self._keep_alive = keep_alive
         self._max_attempts = max_attempts
 
     async def run(self, target: Target, request: GenerateRequest, ask: Ask, sink: Sink, record: RequestRecord) -> Usage:
@@ -53,9 +57,10 @@ class Relay:
         """
         attempts = Attempts(self._max_attempts)
         while True:
-            choice = await self._choose(target, attempts, ask)
+            choice = await self._choose(target, attempts, request, ask, sink, record)
             try:
-                await asyncio.sleep(attempts.pause_s(choice.endpoint_id))
+                if pause_s := attempts.pause_s(choice.endpoint_id):
+                    await asyncio.sleep(pause_s)
                 attempts.chose(choice.endpoint_id)
                 record.chosen(choice)
                 usage = await self._attempt(choice, attempts.count, request, sink, record)
@@ -86,16 +91,28 @@ class Relay:
                 self._metrics.attempt(record.model, choice.endpoint_id, "served")
                 return usage
 
-    async def _choose(self, target: Target, attempts: Attempts, ask: Ask) -> Choice:
+    async def _choose(
+        self, target: Target, attempts: Attempts, request: GenerateRequest, ask: Ask, sink: Sink, record: RequestRecord
+    ) -> Choice:
         asked_at = time.perf_counter()
+        claim = record.claim._replace(
+            priority=request.priority,
+            waited_s=target.queued_s + attempts.queued_s,
+            num_sequences=request.sampling.num_sequences,
+            max_tokens=request.sampling.max_tokens,
+            num_refusals=attempts.num_refusals,
+            paid=attempts.count > 0,
+        )
+        question = self._brain.choose(target, attempts.tried, ask, claim=claim)
         try:
-            choice = await self._brain.choose(target, attempts.tried, ask)
+            choice = await self._keep_alive.during(question, sink.comment)
         except PagemillError as error:
-            raise (attempts.verdict() if attempts.num_counted else error) from error
-        self._metrics.routed(target.model, choice, time.perf_counter() - asked_at)
-        if attempts.pointless(choice.endpoint_id):
-            self._brain.finished(choice)
-            raise attempts.verdict()
+            raise (attempts.verdict() if attempts.num_counted and error.code == NOT_READY else error) from error
+        self._metrics.routed(target.model, choice, time.perf_counter() - asked_at - choice.queued_s)
+        if choice.queued_s:
+            attempts.queued(choice.queued_s)
+            self._metrics.queued(target.model, choice.queued_s)
+            record.queued_s = max(record.queued_s, target.queued_s + attempts.queued_s)
         return choice
 
     async def _attempt(
@@ -104,6 +121,7 @@ class Relay:
         is_alive = partial(self._brain.alive, choice)
         sent_at = time.perf_counter()
         async with self._upstream.generate(choice, _encode(request, attempt), record.request_id, is_alive) as stream:
+            self._brain.accepted(choice)
             frames = await stream.read()
             self._brain.started(choice)
             if request.stream:
@@ -119,7 +137,7 @@ class Relay:
     def _note(self, failure: UpstreamFailure, choice: Choice, attempts: Attempts, record: RequestRecord) -> None:
         self._metrics.attempt(record.model, choice.endpoint_id, failure.kind)
         if failure.kind == "refused":
-            attempts.refused(failure.message, failure.retry_after_s)
+            attempts.refused(failure.message)
         elif failure.kind == "declined":
             attempts.declined(failure.message)
         else:

@@ -22,6 +22,11 @@ class Sink(Protocol):
         """Whether the client saw a byte of this answer."""
         ...
 
+    @property
+    def comment(self) -> Write | None:
+        """Writes what is no part of the answer; None where there is no place for such."""
+        ...
+
     async def take(self, payloads: list[bytes], closing: bytes | None) -> None:
         """Non-empty payloads in order, and that of the last frame once it is there.
 
@@ -42,6 +47,10 @@ class StreamSink:
     def delivered(self) -> bool:
         return self._delivered
 
+    @property
+    def comment(self) -> Write:
+        return self._write
+
     async def take(self, payloads: list[bytes], closing: bytes | None) -> None:
         events = [*payloads, closing] if closing and self._closes else payloads
         if not events:
@@ -57,6 +66,7 @@ class BodySink:
     """Keeps the whole body; the client sees nothing of it until the caller sends it."""
 
     delivered = False
+    comment = None
 
     def __init__(self) -> None:
         self.body = b""

@@ -90,6 +90,7 @@ def _line(record: RequestRecord, method: str) -> str:
         "stream": record.stream,
         "endpoints": record.endpoints[:8],
         "retries": record.num_retries,
+        "queued_ms": round(record.queued_s * 1000, 1),
         "ttft_ms": round(record.ttft_s * 1000, 1) if record.ttft_s is not None else None,
         "prompt_tokens": record.prompt_tokens,
         "cached_tokens": record.usage.cached_tokens,

@@ -71,6 +71,7 @@ class ControlRoutes:
             "name": model.name,
             "aliases": model.aliases,
             "weight": model.weight,
+            "queue": self._gateway.brain.queues.state(deployment.key)._asdict(),
             "endpoints": [self._endpoint(record) for record in deployment.records],
         }
 
@@ -89,6 +90,7 @@ class ControlRoutes:
             "state_gaps": record.reports.num_gaps,
             "in_flight": record.in_flight,
             "unreported_requests": record.dispatches.num_unreported,
+            "reserved_blocks": record.reserved.num_blocks,
             "in_flight_elsewhere": brain.load_elsewhere(record),
             "failures": record.ejection.num_failures,
             "max_model_len": record.max_model_len,

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from functools import partial
 
 from starlette.types import Receive, Scope, Send
 
+from pagemill_gateway.brain.interface import Claim
 from pagemill_gateway.core import Gateway
 from pagemill_gateway.relay import answers
 from pagemill_gateway.relay.asks import HeaderOf
@@ -63,6 +65,7 @@ class GenerateRoute:
         """Answer, or tell the client why not. Raises nothing."""
         try:
             try:
+                record.claim = _claim(raw, key_hash, timeout_s, record)
                 async with self._gateway.running.limited(timeout_s):
                     await self._answer(raw, key_hash, header_of, client, record)
             except AnswerBroken as broken:
@@ -83,7 +86,9 @@ class GenerateRoute:
         self, raw: bytes, key_hash: str | None, header_of: HeaderOf, client: Client, record: RequestRecord
     ) -> None:
         gateway = self._gateway
-        prepared = await gateway.preparation.prepare(raw, self._dialect, key_hash, header_of)
+        prepared = await gateway.preparation.prepare(
+            raw, self._dialect, key_hash, header_of, record.claim, client.write
+        )
         record.served_by(prepared.target, prepared.requests)
         gateway.metrics.prepared(record)
         if prepared.stream:
@@ -96,6 +101,11 @@ class GenerateRoute:
 
 def _header(scope: Scope, name: str) -> str | None:
     return header(scope, name.encode())
+
+
+def _claim(raw: bytes, key_hash: str | None, timeout_s: float | None, record: RequestRecord) -> Claim:
+    deadline_at = math.inf if timeout_s is None else time.monotonic() + timeout_s
+    return Claim(key=key_hash or "", num_bytes=len(raw), arrived_at=record.started_at, deadline_at=deadline_at)
 
 
 def _timeout_s(scope: Scope, default: float | None) -> float | None:

@@ -44,9 +44,11 @@ class LoadStream:
             if loop.time() - told_at >= HEARTBEAT_S or not _same(load, told):
                 await send({"type": "http.response.body", "body": _line(load), "more_body": True})
                 told, told_at = load, loop.time()
-            ending = asyncio.ensure_future(self._gateway.closing.wait())
-            await asyncio.wait([departure, ending], timeout=INTERVAL_S, return_when=asyncio.FIRST_COMPLETED)
-            ending.cancel()
+            # Somebody who waits where nobody did is told at once: an engine may have to be started for them.
+            events = [asyncio.ensure_future(self._gateway.closing.wait()), self._gateway.brain.queues.first_waiter()]
+            await asyncio.wait([departure, *events], timeout=INTERVAL_S, return_when=asyncio.FIRST_COMPLETED)
+            for event in events:
+                event.cancel()
 
 
 def _line(load: list[DeploymentLoad]) -> bytes:

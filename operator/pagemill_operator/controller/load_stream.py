@@ -1,7 +1,8 @@
 """What gateways tell of the load: one endless stream per gateway pod, held by the leader.
 
 Every gateway hears every engine, so their reports of one deployment are views of the same thing: the freshest counts,
-sums would count twice. How much of it `status` shows, and how often, is decided in `status.load`.
+sums would count twice. Only their queues are their own and add up. How much of it `status` shows, and how often, is
+decided in `status.load`.
 """
 
 from __future__ import annotations
@@ -42,6 +43,10 @@ class DeploymentLoad(msgspec.Struct, frozen=True):
     waiting: int = 0
     ready: int = 0
     age_s: float | None = None
+    queued: int = 0
+    """Requests that wait in this gateway alone."""
+    queued_bytes: int = 0
+    queued_oldest_s: float | None = None
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -54,8 +59,9 @@ class Seen(NamedTuple):
     """When its engines said so, on our clock."""
 
     @property
-    def counts(self) -> tuple[float | None, int, int, int]:
-        return self.load.kv_cache_usage, self.load.running, self.load.waiting, self.load.ready
+    def counts(self) -> tuple[float | None, int, int, int, int]:
+        load = self.load
+        return load.kv_cache_usage, load.running, load.waiting, load.ready, load.queued
 
 
 class LoadBook:
@@ -87,7 +93,7 @@ class LoadBook:
         return Load(
             kv_cache_usage=None if usage is None else min(1.0, max(0.0, usage)),
             running=max(0, freshest.running),
-            waiting=max(0, freshest.waiting),
+            waiting=max(0, freshest.waiting) + sum(max(0, seen.load.queued) for seen in views),
             ready=max(seen.load.ready for seen in views),
         )
 

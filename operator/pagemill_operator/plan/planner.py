@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from pagemill_crds.invalid import each_on_its_own
 from pagemill_crds.models import LLMDeployment
 from pagemill_crds.quantities import cpu_cores, duration_seconds, memory_bytes
+from pagemill_crds.sections import routing
 from pagemill_crds.sections.model import Cache, SecretRef
 from pagemill_operator.plan.engine import engine_settings, server_settings, source_with_revision
 from pagemill_operator.plan.extra_args import apply_extra_args
@@ -23,6 +24,7 @@ from pagemill_operator.plan.types import (
     Probe,
     Problem,
     Process,
+    Queue,
     SecretKey,
 )
 
@@ -44,6 +46,7 @@ def make_plan(deployment: LLMDeployment, backend: Backend = "local") -> Plan:
         source=source_with_revision(deployment),
         groups=(_engine_group(deployment, settings),),
         weight=spec.routing.weight,
+        queue=_queue(spec.routing.queue),
         prefix_scope=spec.engine.prefix_caching.scope,
         routing_policy=spec.routing.policy,
         session_header=spec.routing.session_header or "",
@@ -53,6 +56,10 @@ def make_plan(deployment: LLMDeployment, backend: Backend = "local") -> Plan:
         problems=tuple(problems),
         notes=tuple(find_notes(spec, backend)),
     )
+
+
+def _queue(queue: routing.Queue) -> Queue:
+    return Queue(queue.max_requests, memory_bytes(queue.max_bytes), duration_seconds(queue.timeout))
 
 
 def partial_problems(deployment: LLMDeployment, backend: Backend = "local") -> list[Problem]:

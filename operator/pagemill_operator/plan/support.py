@@ -13,7 +13,6 @@ from typing import Literal
 
 from pagemill_crds.invalid import each_on_its_own, usable
 from pagemill_crds.models import LLMDeploymentSpec
-from pagemill_crds.sections.routing import Queue
 from pagemill_operator.plan.pod_template import template_notes, template_problems
 from pagemill_operator.plan.types import Problem
 
@@ -145,9 +144,6 @@ def find_notes(spec: LLMDeploymentSpec, backend: Backend) -> Iterator[Problem]:
     """Fields without effect here."""
     if spec.engine.speculative:
         yield Problem("spec.engine.speculative", spec.engine.speculative.method, "not used in this version")
-    if spec.routing.queue != Queue():
-        message = "the gateway keeps no queue in this version: a request that finds no room gets 503"
-        yield Problem("spec.routing.queue", "", message)
     if spec.autoscaling and spec.autoscaling.mode in UNUSED_AUTOSCALING:
         mode = spec.autoscaling.mode
         yield Problem("spec.autoscaling", mode, UNUSED_AUTOSCALING[mode])

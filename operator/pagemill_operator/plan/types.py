@@ -101,6 +101,15 @@ class ModelCache:
 
 
 @dataclass(frozen=True)
+class Queue:
+    """Requests that may wait in a gateway, their bytes, and for how long."""
+
+    max_requests: int
+    max_bytes: int
+    timeout_s: float
+
+
+@dataclass(frozen=True)
 class SecretKey:
     name: str
     key: str
@@ -119,6 +128,8 @@ class Plan:
     groups: tuple[Group, ...]
     weight: int | None = None
     """Share of the requests among deployments that claim the same name; `None`: the name is not shared."""
+    queue: Queue | None = None
+    """`None`: as gateways are set."""
     prefix_scope: str = "deployment"
     routing_policy: str = "Auto"
     session_header: str = ""

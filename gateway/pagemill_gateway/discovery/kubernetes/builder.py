@@ -11,8 +11,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from pagemill_gateway.discovery.kubernetes.objects import EndpointSlice, LLMDeployment, SliceEndpoint
-from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
+from pagemill_gateway.discovery.kubernetes.objects import EndpointSlice, LLMDeployment, Queue, SliceEndpoint
+from pagemill_gateway.discovery.kubernetes.quantities import duration_seconds, memory_bytes
+from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint, QueueLimits
 from pagemill_protocol.engine_token import EngineKeys
 
 DEPLOYMENT_LABEL = "pagemill.dev/deployment"
@@ -86,8 +87,19 @@ def _model(deployment: LLMDeployment, endpoints: list[Endpoint], keys: EngineKey
         session_header=spec.routing.session_header or "",
         prefix_scope=spec.engine.prefix_caching.scope,
         chat_template=spec.model.chat_template,
+        queue=_queue_limits(spec.routing.queue),
         endpoints=endpoints,
     )
+
+
+def _queue_limits(queue: Queue | None) -> QueueLimits | None:
+    """None, the gateway's own, also for what an API server with our definition would not let through."""
+    if queue is None:
+        return None
+    max_bytes, timeout_s = memory_bytes(queue.max_bytes), duration_seconds(queue.timeout)
+    if max_bytes is None or timeout_s is None or min(max_bytes, queue.max_requests) < 0:
+        return None
+    return QueueLimits(max_requests=queue.max_requests, max_bytes=max_bytes, timeout_s=timeout_s)
 
 
 class _Found(NamedTuple):

@@ -38,10 +38,17 @@ class Engine(Struct, frozen=True, kw_only=True):
     prefix_caching: PrefixCaching = PrefixCaching()
 
 
+class Queue(Struct, frozen=True, kw_only=True):
+    max_requests: int = 1000
+    max_bytes: int | str = "256Mi"
+    timeout: str = "60s"
+
+
 class Routing(Struct, frozen=True, kw_only=True):
     policy: str = "Auto"
     session_header: str | None = None
     weight: int | None = None
+    queue: Queue | None = None
 
 
 class DeploymentSpec(Struct, frozen=True, kw_only=True):

@@ -88,6 +88,7 @@ class Load:
     """Share of all blocks held by running requests; None where no pod is known."""
     running: int
     waiting: int
+    """In engines, and in the gateways' queues."""
     ready: int
     """Pods that at least one gateway sends requests to."""
 

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import aiohttp
 
@@ -27,7 +27,7 @@ from pagemill_operator.backends.rollout import Actions, next_actions
 from pagemill_operator.plan.planner import name_conflicts
 from pagemill_operator.plan.types import Group, Plan, Problem
 from pagemill_operator.status.conditions import Observation
-from pagemill_protocol.catalog import Catalog, CatalogModel
+from pagemill_protocol.catalog import Catalog, CatalogModel, QueueLimits
 
 logger = logging.getLogger("pagemill.operator.local")
 
@@ -255,6 +255,7 @@ def _catalog_model(deployment: Deployment) -> CatalogModel:
         prefix_scope=plan.prefix_scope,
         routing_policy=plan.routing_policy,
         session_header=plan.session_header,
+        queue=QueueLimits(**asdict(plan.queue)) if plan.queue is not None else None,
         chat_template=plan.chat_template,
         endpoints=[endpoint for endpoint in endpoints if endpoint is not None],
     )

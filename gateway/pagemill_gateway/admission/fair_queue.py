@@ -1,0 +1,242 @@
+"""The bounded fair queue of one deployment: who waits, whose turn it is, and who must go when too many wait.
+
+Turns: the lowest `priority` first; within one priority start-time fair queueing between keys by tokens, so that a key
+that asks ten times as much gets no more than one that asks steadily; within one key, as they came. Overload takes the
+newest request of the lowest priority, of the key that holds most of the queue.
+
+Pure: no clock and no futures. Whether there is room for the one whose turn it is, and waking it, is
+`pagemill_gateway.brain.queues`' part.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Generic, TypeVar
+
+MAX_DEBTS = 4096
+"""Keys of one priority that are remembered after their last request went, to not be served again too soon."""
+
+
+@dataclass(slots=True, eq=False)
+class Waiter:
+    """One request that waits."""
+
+    key: str
+    """Who asks; keys share fairly."""
+    priority: int
+    """Smaller goes first."""
+    cost_tokens: int
+    """What its turn costs its key; 0 for one that has paid already."""
+    num_bytes: int
+    arrived_at: float
+    """When it came to the gateway, not when it began to wait: who comes back gets its old place."""
+    expires_at: float
+    group: str
+    """Those of one group want the same: while its first finds no room, the others need not be asked."""
+
+    def __lt__(self, other: Waiter) -> bool:
+        return self.arrived_at < other.arrived_at
+
+
+W = TypeVar("W", bound=Waiter)
+
+
+@dataclass(slots=True)
+class _Line(Generic[W]):
+    """The requests of one key, oldest first."""
+
+    start: float
+    """Virtual time at which its first request is due."""
+    waiters: list[W] = field(default_factory=list)
+    num_bytes: int = 0
+
+
+class _Band(Generic[W]):
+    """All keys of one priority. Dropped with its last request: fairness is between those who wait together."""
+
+    def __init__(self) -> None:
+        self.lines: dict[str, _Line[W]] = {}
+        self._now = 0.0
+        self._debts: dict[str, float] = {}
+        """Virtual times before which keys that do not wait any more may not be due again."""
+
+    def add(self, waiter: W) -> None:
+        line = self.lines.get(waiter.key)
+        if line is None:
+            start = max(self._now, self._debts.pop(waiter.key, 0.0))
+            line = self.lines[waiter.key] = _Line(start)
+        insort(line.waiters, waiter)
+        line.num_bytes += waiter.num_bytes
+
+    def remove(self, waiter: W) -> None:
+        line = self.lines[waiter.key]
+        line.waiters.remove(waiter)
+        line.num_bytes -= waiter.num_bytes
+        if not line.waiters:
+            del self.lines[waiter.key]
+            self._remember(waiter.key, line.start)
+
+    def take(self, waiter: W) -> None:
+        """It got its turn: its key pays."""
+        line = self.lines[waiter.key]
+        self._now = max(self._now, line.start)
+        line.start += waiter.cost_tokens
+        self.remove(waiter)
+
+    def settle(self, key: str, num_tokens: int) -> None:
+        """A turn has cost so much more than was paid, or less."""
+        line = self.lines.get(key)
+        if line is not None:
+            line.start = max(self._now, line.start + num_tokens)
+        else:
+            self._remember(key, max(self._now, self._debts.pop(key, self._now)) + num_tokens)
+
+    def _remember(self, key: str, start: float) -> None:
+        if start <= self._now:
+            return
+        self._debts[key] = start
+        if len(self._debts) > MAX_DEBTS:
+            self._debts = {each: due for each, due in self._debts.items() if due > self._now}
+        if len(self._debts) > MAX_DEBTS:
+            self._debts = dict(list(self._debts.items())[MAX_DEBTS // 2 :])
+
+
+class FairQueue(Generic[W]):
+    def __init__(self, max_requests: int, max_bytes: int) -> None:
+        self.max_requests = max_requests
+        self.max_bytes = max_bytes
+        self._bands: dict[int, _Band[W]] = {}
+        self._waiters: dict[W, None] = {}
+        self._num_bytes = 0
+        self._num_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._waiters)
+
+    def __contains__(self, waiter: W) -> bool:
+        return waiter in self._waiters
+
+    def __iter__(self) -> Iterator[W]:
+        return iter(self._waiters)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
+    @property
+    def num_tokens(self) -> int:
+        """What all turns together cost."""
+        return self._num_tokens
+
+    def oldest_arrival(self) -> float | None:
+        return min((waiter.arrived_at for waiter in self._waiters), default=None)
+
+    def add(self, waiter: W) -> list[W]:
+        """Let it wait; returns who had to go for that: others, or nobody but the newcomer itself."""
+        self._insert(waiter)
+        gone: list[W] = []
+        while self._overfull():
+            victim = self._victim()
+            self.remove(victim)
+            if victim is waiter:
+                # Those that went before it would have gone for nothing.
+                for each in gone:
+                    self._insert(each)
+                return [waiter]
+            gone.append(victim)
+        return gone
+
+    def remove(self, waiter: W) -> None:
+        """It waits no more, and had no turn."""
+        if waiter not in self._waiters:
+            return
+        band = self._bands[waiter.priority]
+        band.remove(waiter)
+        self._forget(waiter, band)
+
+    def first(self, blocked: Collection[str] = ()) -> W | None:
+        """Whose turn it is; lines whose first is of a group in `blocked` stand still."""
+        for priority in sorted(self._bands):
+            lines = [each for each in self._bands[priority].lines.values() if each.waiters[0].group not in blocked]
+            if lines:
+                return min(lines, key=_turn).waiters[0]
+        return None
+
+    def take(self, waiter: W) -> None:
+        """The first one goes."""
+        band = self._bands[waiter.priority]
+        band.take(waiter)
+        self._forget(waiter, band)
+
+    def settle(self, key: str, priority: int, num_tokens: int) -> None:
+        """A turn has cost its key so many tokens more than it paid, or fewer; forgotten where nobody waits."""
+        band = self._bands.get(priority)
+        if band is not None:
+            band.settle(key, num_tokens)
+
+    def expired(self, now: float) -> list[W]:
+        return [waiter for waiter in self._waiters if waiter.expires_at <= now]
+
+    def tokens_before(self, key: str, priority: int, cost_tokens: int) -> int:
+        """What is served before a newcomer, by the rules of turns and with nobody coming after it."""
+        total = 0
+        for each, band in self._bands.items():
+            if each > priority:
+                continue
+            for name, line in band.lines.items():
+                tokens = sum(waiter.cost_tokens for waiter in line.waiters)
+                if each < priority or name == key:
+                    total += tokens
+                else:
+                    own = band.lines.get(key)
+                    mine = cost_tokens + (sum(waiter.cost_tokens for waiter in own.waiters) if own else 0)
+                    total += min(tokens, mine)
+        return total
+
+    def _insert(self, waiter: W) -> None:
+        self._bands.setdefault(waiter.priority, _Band()).add(waiter)
+        self._waiters[waiter] = None
+        self._num_bytes += waiter.num_bytes
+        self._num_tokens += waiter.cost_tokens
+
+    def _forget(self, waiter: W, band: _Band[W]) -> None:
+        if not band.lines:
+            del self._bands[waiter.priority]
+        del self._waiters[waiter]
+        self._num_bytes -= waiter.num_bytes
+        self._num_tokens -= waiter.cost_tokens
+
+    def _overfull(self) -> bool:
+        return len(self._waiters) > self.max_requests or self._num_bytes > self.max_bytes
+
+    def _victim(self) -> W:
+        lines = self._bands[max(self._bands)].lines.values()
+        if len(self._waiters) > self.max_requests:
+            heaviest = max(lines, key=lambda line: (len(line.waiters), line.waiters[-1].arrived_at))
+        else:
+            heaviest = max(lines, key=lambda line: (line.num_bytes, line.waiters[-1].arrived_at))
+        return heaviest.waiters[-1]
+
+    def find_faults(self) -> list[str]:
+        """Contradictions between what is counted and what is there; for tests. O(waiters)."""
+        lines = list(chain.from_iterable(band.lines.items() for band in self._bands.values()))
+        there = [waiter for _, line in lines for waiter in line.waiters]
+        checks = {
+            "a line is empty": all(line.waiters for _, line in lines),
+            "a line is out of order": all(line.waiters == sorted(line.waiters) for _, line in lines),
+            "lines and waiters disagree": set(there) == set(self._waiters) and len(there) == len(self._waiters),
+            "bytes are miscounted": self._num_bytes == sum(waiter.num_bytes for waiter in there),
+            "tokens are miscounted": self._num_tokens == sum(waiter.cost_tokens for waiter in there),
+            "a line's bytes are miscounted": all(
+                line.num_bytes == sum(waiter.num_bytes for waiter in line.waiters) for _, line in lines
+            ),
+            "it is overfull": not self._overfull(),
+        }
+        return [fault for fault, holds in checks.items() if not holds]
+
+
+def _turn(line: _Line[W]) -> tuple[float, float]:
+    return line.start, line.waiters[0].arrived_at

@@ -1,0 +1,110 @@
+"""What this gateway has promised of one engine and the engine's reports do not show yet.
+
+A request is reserved when it is sent: the blocks of its prompt that are not cached, and of the output that is expected.
+Once the engine has accepted it and two reports have come since, its blocks are in the reports, and only the growth of
+its output is still reserved. Pure bookkeeping of one engine; `brain.room` judges with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+REPORTS_UNTIL_SEEN = 2
+"""After the acceptance: the first report may have been under way before it."""
+
+
+class Need(NamedTuple):
+    """What one request will take of an engine."""
+
+    num_prompt_tokens: int
+    num_uncached_tokens: int
+    num_output_tokens: int
+    """Expected, of each sequence."""
+    num_sequences: int = 1
+    max_tokens: int | None = None
+
+    @property
+    def cost_tokens(self) -> int:
+        return self.num_uncached_tokens + self.num_sequences * self.num_output_tokens
+
+    def with_cached(self, num_cached_tokens: int) -> Need:
+        """The same where so many of its prompt's tokens are cached."""
+        return self._replace(num_uncached_tokens=max(1, self.num_prompt_tokens - num_cached_tokens))
+
+    def num_blocks(self, block_size: int) -> int:
+        """Sequences share the prompt's blocks, each has its own of the output."""
+        num_prompt_blocks = -(-self.num_uncached_tokens // block_size)
+        return num_prompt_blocks + self.num_sequences * -(-self.num_output_tokens // block_size)
+
+
+@dataclass(slots=True)
+class _Reservation:
+    need: Need
+    num_blocks: int
+    reports_left: int | None = None
+    """Until its blocks are in the reports; `None` while the engine has not accepted it."""
+
+
+class Reservations:
+    def __init__(self) -> None:
+        self._open: dict[int, _Reservation] = {}
+        self._accepted: dict[int, _Reservation] = {}
+        """Accepted and not in the reports yet."""
+        self.num_sequences = 0
+        """Of all requests there."""
+        self.num_blocks = 0
+        """Of all requests there, in full."""
+        self.num_unseen_blocks = 0
+        """Of those that no report shows yet."""
+        self.num_seen_sequences = 0
+        self.num_seen_prompt_tokens = 0
+        """Once per sequence, as engines count contexts."""
+        self.num_seen_output_tokens = 0
+        """Expected."""
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def reserve(self, decision: int, need: Need, block_size: int) -> None:
+        reservation = self._open[decision] = _Reservation(need, need.num_blocks(block_size))
+        self.num_sequences += need.num_sequences
+        self.num_blocks += reservation.num_blocks
+        self.num_unseen_blocks += reservation.num_blocks
+
+    def accepted(self, decision: int) -> None:
+        """The engine has it."""
+        reservation = self._open.get(decision)
+        if reservation is not None and reservation.reports_left is None:
+            reservation.reports_left = REPORTS_UNTIL_SEEN
+            self._accepted[decision] = reservation
+
+    def reported(self) -> None:
+        """A report came."""
+        for decision, reservation in list(self._accepted.items()):
+            assert reservation.reports_left is not None
+            reservation.reports_left -= 1
+            if reservation.reports_left == 0:
+                del self._accepted[decision]
+                self._see(reservation, 1)
+                self.num_unseen_blocks -= reservation.num_blocks
+
+    def release(self, decision: int) -> Need | None:
+        """The request left the engine."""
+        reservation = self._open.pop(decision, None)
+        if reservation is None:
+            return None
+        self._accepted.pop(decision, None)
+        self.num_sequences -= reservation.need.num_sequences
+        self.num_blocks -= reservation.num_blocks
+        if reservation.reports_left == 0:
+            self._see(reservation, -1)
+        else:
+            self.num_unseen_blocks -= reservation.num_blocks
+        return reservation.need
+
+    def _see(self, reservation: _Reservation, sign: int) -> None:
+        need = reservation.need
+        self.num_seen_sequences += sign * need.num_sequences
+        self.num_seen_prompt_tokens += sign * need.num_sequences * need.num_prompt_tokens
+        self.num_seen_output_tokens += sign * need.num_sequences * need.num_output_tokens

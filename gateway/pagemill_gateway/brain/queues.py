@@ -1,0 +1,261 @@
+"""The one place where requests wait: a fair queue per deployment, for room on an engine or for any engine at all.
+
+What a request waits for is its wish: called when it is its turn, it returns what was wished for, or None to go on
+waiting, or raises what the client is told. The order, the bounds and who is shed are `admission.fair_queue`'s; here are
+the futures, the clock and the errors. Whoever changes what wishes depend on calls `pump`; while somebody waits a tick
+looks after what only time changes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from pagemill_gateway.admission.drain_rate import DrainRate
+from pagemill_gateway.admission.fair_queue import FairQueue, Waiter
+from pagemill_gateway.brain.interface import Claim
+from pagemill_protocol.catalog import QueueLimits
+from pagemill_protocol.errors import PagemillError, deadline_exceeded, unavailable
+
+TICK_S = 0.1
+Outcome = Literal["served", "shed", "full", "timeout", "deadline", "failed", "left"]
+OUTCOMES: tuple[Outcome, ...] = ("served", "shed", "full", "timeout", "deadline", "failed", "left")
+"""`shed`: another one needed its place more. `full`: it found none. `deadline`: it could not have made it, or did not.
+`failed`: what it waited for cannot be had any more. `left`: its client did."""
+Found = TypeVar("Found")
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Entry(Waiter):
+    wish: Callable[[], object | None]
+    future: asyncio.Future[Any]
+    entered_at: float
+    deadline_at: float
+
+
+class QueueState(NamedTuple):
+    num_requests: int = 0
+    num_bytes: int = 0
+    oldest_age_s: float = 0.0
+    """How long the one that waits longest has been at the gateway."""
+
+
+class Queues:
+    def __init__(self, clock: Callable[[], float], is_serving: Callable[[str], bool]) -> None:
+        """`is_serving`: whether a deployment has an engine that serves; only then its speed can be learned."""
+        self._clock = clock
+        self._is_serving = is_serving
+        self._queues: dict[str, _Queue] = {}
+        self._ticking: asyncio.TimerHandle | None = None
+        self.outcomes: Counter[tuple[str, Outcome]] = Counter()
+        """By deployment, since the start."""
+        self._watchers: set[asyncio.Future[None]] = set()
+
+    def is_empty(self, deployment: str) -> bool:
+        queue = self._queues.get(deployment)
+        return queue is None or not len(queue.waiting)
+
+    def state(self, deployment: str) -> QueueState:
+        queue = self._queues.get(deployment)
+        oldest = queue.waiting.oldest_arrival() if queue is not None else None
+        if queue is None or oldest is None:
+            return QueueState()
+        return QueueState(len(queue.waiting), queue.waiting.num_bytes, max(0.0, self._clock() - oldest))
+
+    def first_waiter(self) -> asyncio.Future[None]:
+        """Done when somebody waits for a deployment for which nobody did. Cancel it when it is of no use any more."""
+        watcher = asyncio.get_running_loop().create_future()
+        self._watchers.add(watcher)
+        watcher.add_done_callback(self._watchers.discard)
+        return watcher
+
+    def settle(self, deployment: str, key: str, priority: int, num_tokens: int) -> None:
+        """A turn cost so many tokens more than was thought, or fewer."""
+        queue = self._queues.get(deployment)
+        if queue is not None:
+            queue.waiting.settle(key, priority, num_tokens)
+
+    async def wait(
+        self,
+        deployment: str,
+        limits: QueueLimits,
+        claim: Claim,
+        wish: Callable[[], Found | None],
+        *,
+        group: str,
+        cost_tokens: int,
+        undo: Callable[[Found], None],
+    ) -> tuple[Found, float]:
+        """What was wished for, and for how long it was waited. Raises `PagemillError`.
+
+        `group`: who waits for the same; `undo` takes back what came too late for a client that left.
+        """
+        queue = self._queues.get(deployment)
+        if queue is None:
+            queue = self._queues[deployment] = _Queue(limits)
+        queue.set_limits(limits)
+        now = self._clock()
+        entry = _Entry(
+            key=claim.key,
+            priority=claim.priority,
+            cost_tokens=0 if claim.paid else cost_tokens,
+            num_bytes=claim.num_bytes,
+            arrived_at=claim.arrived_at,
+            expires_at=min(now + max(0.0, limits.timeout_s - claim.waited_s), claim.deadline_at),
+            group=group,
+            wish=wish,
+            future=asyncio.get_running_loop().create_future(),
+            entered_at=now,
+            deadline_at=claim.deadline_at,
+        )
+        self._let_in(deployment, queue, entry)
+        try:
+            # One that was refused everywhere waits for news: what is known has just been tried.
+            if claim.num_refusals == 0:
+                self.pump(deployment)
+            found: Found = await entry.future
+        except asyncio.CancelledError:
+            if not entry.future.done() or entry.future.cancelled():
+                self.outcomes[deployment, "left"] += 1
+            elif entry.future.exception() is None:
+                undo(entry.future.result())
+            raise
+        finally:
+            if entry in queue.waiting:
+                queue.waiting.remove(entry)
+                self.pump(deployment)
+        return found, self._clock() - now
+
+    def pump(self, deployment: str) -> None:
+        """Give everybody a turn whose wish can be fulfilled now."""
+        queue = self._queues.get(deployment)
+        if queue is None or not len(queue.waiting):
+            return
+        now, waiting = self._clock(), queue.waiting
+        queue.drain.watch(now, self._is_serving(deployment))
+        blocked: set[str] = set()
+        while (entry := waiting.first(blocked)) is not None:
+            if entry.future.done():
+                waiting.remove(entry)
+                continue
+            try:
+                found = entry.wish()
+            except PagemillError as error:
+                self._fail(deployment, queue, entry, error, "failed")
+                continue
+            if found is None:
+                blocked.add(entry.group)
+                continue
+            waiting.take(entry)
+            queue.drain.served(entry.cost_tokens)
+            self.outcomes[deployment, "served"] += 1
+            entry.future.set_result(found)
+        if not len(waiting):
+            queue.drain.watch(now, waiting=False)
+
+    def pump_all(self) -> None:
+        for deployment in list(self._queues):
+            self.pump(deployment)
+
+    def tick(self) -> None:
+        """What time alone brings: some have waited too long, pauses are over."""
+        for deployment, queue in list(self._queues.items()):
+            for entry in queue.waiting.expired(self._clock()):
+                late = entry.deadline_at <= entry.expires_at
+                error = deadline_exceeded() if late else queue.timed_out(self._clock() - entry.entered_at)
+                self._fail(deployment, queue, entry, error, "deadline" if late else "timeout")
+            self.pump(deployment)
+
+    def forget(self, deployments: set[str]) -> None:
+        """These are gone; nobody waits for them any more, since their wishes have failed."""
+        for deployment in deployments:
+            if self.is_empty(deployment):
+                self._queues.pop(deployment, None)
+                for outcome in OUTCOMES:
+                    self.outcomes.pop((deployment, outcome), None)
+
+    def _let_in(self, deployment: str, queue: _Queue, entry: _Entry) -> None:
+        """Raises `PagemillError` when it must not wait."""
+        if self._is_serving(deployment) and (wait_s := queue.hopeless_wait_s(entry)) is not None:
+            self.outcomes[deployment, "deadline"] += 1
+            raise unavailable(
+                f"The request would wait about {wait_s:.0f} s for its turn, longer than its deadline allows. Try again "
+                "later, or allow more time.",
+                retry_after_s=queue.retry_after_s(),
+                code="deadline_unreachable",
+            )
+        was_empty = not len(queue.waiting)
+        for gone in queue.waiting.add(entry):
+            if gone is entry:
+                self.outcomes[deployment, "full"] += 1
+                raise queue.full()
+            self._fail(deployment, queue, gone, queue.full(), "shed")
+        self._keep_ticking()
+        if was_empty:
+            queue.drain.watch(self._clock(), self._is_serving(deployment))
+            self._tell_watchers()
+
+    def _fail(self, deployment: str, queue: _Queue, entry: _Entry, error: PagemillError, outcome: Outcome) -> None:
+        queue.waiting.remove(entry)
+        if not entry.future.done():
+            self.outcomes[deployment, outcome] += 1
+            entry.future.set_exception(error)
+
+    def _tell_watchers(self) -> None:
+        for watcher in self._watchers:
+            if not watcher.done():
+                watcher.set_result(None)
+
+    def _keep_ticking(self) -> None:
+        if self._ticking is None:
+            self._ticking = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+
+    def _tick(self) -> None:
+        self._ticking = None
+        self.tick()
+        if any(len(queue.waiting) for queue in self._queues.values()):
+            self._keep_ticking()
+
+
+class _Queue:
+    """One deployment's."""
+
+    def __init__(self, limits: QueueLimits) -> None:
+        self.waiting: FairQueue[_Entry] = FairQueue(limits.max_requests, limits.max_bytes)
+        self.drain = DrainRate()
+
+    def set_limits(self, limits: QueueLimits) -> None:
+        self.waiting.max_requests, self.waiting.max_bytes = limits.max_requests, limits.max_bytes
+
+    def hopeless_wait_s(self, entry: _Entry) -> float | None:
+        """How long it would wait, if that is longer than its deadline allows."""
+        if entry.deadline_at == math.inf or not len(self.waiting):
+            return None
+        num_tokens = self.waiting.tokens_before(entry.key, entry.priority, entry.cost_tokens)
+        wait_s = self.drain.wait_s(num_tokens)
+        return wait_s if wait_s is not None and entry.entered_at + wait_s > entry.deadline_at else None
+
+    def retry_after_s(self) -> float:
+        return self.drain.retry_after_s(self.waiting.num_tokens)
+
+    def full(self) -> PagemillError:
+        """429: the queue's bounds."""
+        return PagemillError(
+            f"All engines of this model are busy and {len(self.waiting)} requests wait already. Try again later.",
+            status=429,
+            type="rate_limit_error",
+            code="queue_full",
+            retry_after_s=self.retry_after_s(),
+        )
+
+    def timed_out(self, waited_s: float) -> PagemillError:
+        """503: nothing came free in time."""
+        return unavailable(
+            f"All engines of this model are busy: the request waited {waited_s:.0f} s for its turn, the longest that "
+            "is allowed. Try again later.",
+            retry_after_s=self.retry_after_s(),
+        )

@@ -1,0 +1,68 @@
+"""Signs of life for streaming clients whose request waits: an SSE comment every now and then, which clients skip.
+
+One tick for the whole process, however many wait; a request that does not have to wait costs it no timer and no task.
+The first comment begins the response with status 200, so whoever is refused before it still gets a status of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+COMMENT = b": waiting\n\n"
+TICKS_PER_INTERVAL = 4
+
+Write = Callable[[bytes], Awaitable[None]]
+Answer = TypeVar("Answer")
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    write: Write
+    told_at: float
+    telling: asyncio.Task[None] | None = None
+
+
+class KeepAlive:
+    """Create inside a running event loop; `close` ends it."""
+
+    def __init__(self, interval_s: float) -> None:
+        self._interval_s = interval_s
+        self._waiting: dict[_Waiting, None] = {}
+        self._ticking = self._next_tick()
+
+    def close(self) -> None:
+        self._ticking.cancel()
+
+    async def during(self, question: Awaitable[Answer], write: Write | None) -> Answer:
+        """The answer; while it takes long, comments go out through `write`. Raises what either raises."""
+        if write is None:
+            return await question
+        waiting = _Waiting(write, time.monotonic())
+        self._waiting[waiting] = None
+        try:
+            return await question
+        finally:
+            del self._waiting[waiting]
+            if waiting.telling is not None:
+                # Nobody else may write before it is out.
+                await waiting.telling
+
+    def _next_tick(self) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(self._interval_s / TICKS_PER_INTERVAL, self._tick)
+
+    def _tick(self) -> None:
+        self._ticking = self._next_tick()
+        now = time.monotonic()
+        for waiting in self._waiting:
+            is_told = waiting.telling is None or waiting.telling.done()
+            if is_told and now - waiting.told_at >= self._interval_s:
+                waiting.told_at = now
+                waiting.telling = asyncio.create_task(_tell(waiting.write))
+
+
+async def _tell(write: Write) -> None:
+    await write(COMMENT)

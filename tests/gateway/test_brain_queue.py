@@ -1,0 +1,464 @@
+"""The brain's queue on a clock moved by hand: nobody is lost or served twice, engines are never sent too much."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+from hand_clock import Clock
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagemill_gateway.admission.drain_rate import UNKNOWN_WAIT_S
+from pagemill_gateway.brain.brain import LocalBrain
+from pagemill_gateway.brain.interface import NOBODY, Ask, Choice, Claim
+from pagemill_gateway.config import GatewayConfig
+from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint, QueueLimits
+from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.state import Digests, EngineLoad, StateFrame
+
+BLOCK = 16
+
+
+class Pod:
+    """An engine as the brain sees it, with what is really in it."""
+
+    def __init__(self, name: str, *, seats: int, blocks: int) -> None:
+        self.name, self.seats, self.blocks = name, seats, blocks
+        self.inside: dict[int, int] = {}
+        """Decision -> tokens it holds."""
+        self.sequence = 0
+
+    def frame(self, *, snapshot: bool = False, **fields: Any) -> StateFrame:
+        self.sequence += 1
+        active = min(self.blocks, sum(-(-tokens // BLOCK) for tokens in self.inside.values()))
+        load = EngineLoad(
+            num_blocks_total=self.blocks,
+            num_blocks_free=self.blocks - active,
+            num_blocks_active=active,
+            num_requests_running=len(self.inside),
+            num_tokens_running=sum(self.inside.values()),
+        )
+        known: dict[str, Any] = {
+            "sequence": self.sequence,
+            "snapshot": snapshot or self.sequence == 1,
+            "load": load,
+            "block_size": BLOCK,
+            "max_model_len": 4096,
+            "max_num_seqs": self.seats,
+            "digests": Digests(tokenizer_bundle="t"),
+        }
+        return StateFrame(**known | fields)
+
+
+class World:
+    """A brain in front of pods, and clients that wait for it."""
+
+    def __init__(self, *pods: Pod, queue: QueueLimits | None = None, **settings: Any) -> None:
+        self.clock = Clock()
+        self.pods = {pod.name: pod for pod in pods}
+        self.brain = LocalBrain(GatewayConfig(**settings), clock=self.clock, rng=random.Random(1))
+        self.endpoints = [Endpoint(id=each, data_url=f"http://{each}:1", control_url=f"http://{each}:2")
+                          for each in self.pods]  # fmt: skip
+        self.model = CatalogModel(deployment="d", name="m", endpoints=self.endpoints, queue=queue)
+        self.brain.apply_catalog(Catalog(models=[self.model]))
+        for pod in pods:
+            self.brain.observe(pod.name, pod.frame())
+        self.target = self.brain.resolve("m")
+
+    @property
+    def num_waiting(self) -> int:
+        return self.brain.queues.state("default/d").num_requests
+
+    def ask(self, prompt: int = 100, **fields: Any) -> asyncio.Task[Choice]:
+        claim = NOBODY._replace(**{"arrived_at": self.clock.now, "max_tokens": 20} | fields)
+        return spawn(self.brain.choose(self.target, frozenset(), Ask(prompt), claim=claim))
+
+    def arrive(self, choice: Choice, tokens: int) -> None:
+        """The request is at its engine, which has begun to answer."""
+        self.pods[choice.endpoint_id].inside[choice.decision] = tokens
+        self.brain.accepted(choice)
+        self.brain.started(choice)
+
+    def leave(self, choice: Choice, num_tokens: int | None = 20) -> None:
+        self.pods[choice.endpoint_id].inside.pop(choice.decision, None)
+        self.brain.finished(choice, num_tokens)
+
+    def report(self) -> None:
+        for pod in self.pods.values():
+            self.brain.observe(pod.name, pod.frame())
+
+    async def pass_time(self, seconds: float) -> None:
+        self.clock.now += seconds
+        self.brain.queues.tick()
+        await settle()
+
+
+def spawn(work: Coroutine[Any, Any, Choice]) -> asyncio.Task[Choice]:
+    return asyncio.ensure_future(work)
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def served(tasks: list[asyncio.Task[Choice]]) -> list[Choice]:
+    return [task.result() for task in tasks if task.done() and not task.cancelled() and task.exception() is None]
+
+
+def limits(max_requests: int = 1000, max_bytes: int = 10**9, timeout_s: float = 60.0) -> QueueLimits:
+    return QueueLimits(max_requests=max_requests, max_bytes=max_bytes, timeout_s=timeout_s)
+
+
+async def test_an_idle_deployment_is_passed_without_giving_up_the_turn() -> None:
+    world = World(Pod("a", seats=4, blocks=1000))
+    question = world.brain.choose(world.target, frozenset(), Ask(100))
+    with pytest.raises(StopIteration) as answer:
+        question.send(None)
+    assert answer.value.value.queued_s == 0
+    assert world.brain.queues._ticking is None
+
+
+async def test_a_hundred_requests_on_one_stale_state_overshoot_nothing() -> None:
+    pods = [Pod(name, seats=16, blocks=10_000) for name in "abc"]
+    world = World(*pods)
+    tasks = [world.ask() for _ in range(100)]
+    await settle()
+    assert Counter(choice.endpoint_id for choice in served(tasks)) == dict.fromkeys("abc", 16)
+    assert world.num_waiting == 100 - 48
+    done: set[int] = set()
+    while len(done) < 100:
+        for choice in served(tasks):
+            if choice.decision not in done:
+                done.add(choice.decision)
+                world.leave(choice)
+                break
+        await settle()
+        assert all(world.brain.registry.endpoints[name].in_flight <= 16 for name in "abc")
+    assert len({choice.decision for choice in served(tasks)}) == 100
+
+
+async def test_blocks_are_not_promised_twice_on_one_stale_state() -> None:
+    world = World(Pod("a", seats=1000, blocks=100))
+    need_blocks = -(-100 // BLOCK) + -(-20 // BLOCK)
+    tasks = [world.ask() for _ in range(100)]
+    await settle()
+    assert len(served(tasks)) == 100 // need_blocks
+    for task in tasks:
+        task.cancel()
+
+
+async def test_room_that_only_a_report_shows_is_used_when_it_comes() -> None:
+    pod = Pod("a", seats=8, blocks=100)
+    pod.inside[-1] = 100 * BLOCK  # somebody else's
+    world = World(pod)
+    task = world.ask()
+    await settle()
+    assert not task.done()
+    pod.inside.clear()
+    world.report()
+    assert (await task).queued_s == 0, "the clock stood"
+
+
+async def test_a_silent_pod_is_used_by_our_own_counts() -> None:
+    world = World(Pod("a", seats=8, blocks=1000))
+    world.clock.now += 100
+    tasks = [world.ask() for _ in range(20)]
+    await settle()
+    assert len(served(tasks)) == 8
+    for task in tasks:
+        task.cancel()
+
+
+async def test_who_leaves_the_queue_leaves_at_once_and_frees_its_place() -> None:
+    world = World(Pod("a", seats=1, blocks=1000), queue=limits(max_requests=1))
+    running = await world.ask()
+    waiting = world.ask()
+    await settle()
+    waiting.cancel()
+    await settle()
+    assert world.num_waiting == 0
+    assert world.brain.queues.outcomes["default/d", "left"] == 1
+    following = world.ask()
+    await settle()
+    world.leave(running)
+    assert (await following).endpoint_id == "a"
+
+
+async def test_a_seat_given_to_a_client_that_leaves_in_the_same_moment_is_given_back() -> None:
+    world = World(Pod("a", seats=1, blocks=1000))
+    running = await world.ask()
+    waiting, following = world.ask(), world.ask()
+    await settle()
+    world.leave(running)
+    waiting.cancel()  # it has its seat, and does not know yet
+    assert (await following).endpoint_id == "a"
+    await settle()
+    assert waiting.cancelled()
+    assert world.brain.registry.endpoints["a"].in_flight == 1
+
+
+async def test_the_one_over_the_bound_is_told_when_to_come_back() -> None:
+    world = World(Pod("a", seats=1, blocks=1000), queue=limits(max_requests=2))
+    await world.ask()
+    waiting = [world.ask(key="k"), world.ask(key="k")]
+    await settle()
+    with pytest.raises(PagemillError) as refusal:
+        await world.ask(key="k")
+    assert (refusal.value.status, refusal.value.code) == (429, "queue_full")
+    assert refusal.value.retry_after_s == UNKNOWN_WAIT_S
+    assert not any(task.done() for task in waiting)
+    urgent = world.ask(key="k", priority=-1)
+    await settle()
+    assert (waiting[0].done(), waiting[1].done(), urgent.done()) == (False, True, False)
+    with pytest.raises(PagemillError, match="requests wait already"):
+        await waiting[1]
+    assert world.brain.queues.outcomes["default/d", "shed"] == 1
+    for task in (*waiting, urgent):
+        task.cancel()
+
+
+async def test_a_queue_of_length_zero_lets_nobody_wait() -> None:
+    world = World(Pod("a", seats=1, blocks=1000), queue=limits(max_requests=0))
+    await world.ask()
+    with pytest.raises(PagemillError) as refusal:
+        await world.ask()
+    assert refusal.value.status == 429
+
+
+async def test_a_wait_that_is_too_long_ends_with_503_and_counts_all_waits() -> None:
+    world = World(Pod("a", seats=1, blocks=1000), queue=limits(timeout_s=10))
+    await world.ask()
+    first, again = world.ask(), world.ask(waited_s=8.0)
+    await settle()
+    await world.pass_time(3)
+    with pytest.raises(PagemillError) as refusal:
+        await again
+    assert (refusal.value.status, refusal.value.code) == (503, "server_is_overloaded")
+    assert refusal.value.retry_after_s is not None
+    assert 1 <= refusal.value.retry_after_s <= 120
+    assert not first.done()
+    await world.pass_time(8)
+    with pytest.raises(PagemillError):
+        await first
+    assert world.brain.queues.outcomes["default/d", "timeout"] == 2
+
+
+async def test_who_cannot_make_its_deadline_is_told_at_once_and_when_to_come_back() -> None:
+    world = World(Pod("a", seats=1, blocks=1000))
+    tasks = [world.ask() for _ in range(40)]
+    await settle()
+    for _ in range(10):  # one request a second
+        await world.pass_time(1)
+        world.leave(next(choice for choice in served(tasks) if choice.decision in world.brain._open))
+        await settle()
+    start = world.clock.now
+    with pytest.raises(PagemillError) as refusal:
+        await world.ask(deadline_at=start + 5)
+    assert (refusal.value.status, refusal.value.code) == (503, "deadline_unreachable")
+    assert refusal.value.retry_after_s is not None
+    assert 15 <= refusal.value.retry_after_s <= 60
+    patient, urgent = world.ask(deadline_at=start + 200), world.ask(deadline_at=start + 5, priority=-1)
+    await settle()
+    assert not patient.done()
+    assert not urgent.done(), "nobody is before it"
+    for task in (*tasks, patient, urgent):
+        task.cancel()
+
+
+async def test_a_deadline_that_passes_in_the_queue_is_a_504() -> None:
+    world = World(Pod("a", seats=1, blocks=1000))
+    await world.ask()
+    task = world.ask(deadline_at=world.clock.now + 2)
+    await settle()
+    await world.pass_time(2.5)
+    with pytest.raises(PagemillError) as refusal:
+        await task
+    assert refusal.value.status == 504
+
+
+async def test_after_two_reroutes_a_request_waits_although_others_say_that_they_have_room() -> None:
+    world = World(*[Pod(name, seats=8, blocks=1000) for name in "abcde"])
+    tried: frozenset[str] = frozenset()
+    for num_refusals in range(3):
+        claim = Claim(num_refusals=num_refusals, arrived_at=world.clock.now)
+        question = spawn(world.brain.choose(world.target, tried, Ask(100), claim=claim))
+        await settle()
+        choice = await question
+        assert choice.endpoint_id not in tried
+        tried |= {choice.endpoint_id}
+        world.brain.failed(choice, "refused")
+    claim = Claim(num_refusals=3, paid=True, arrived_at=world.clock.now)
+    waiting = spawn(world.brain.choose(world.target, tried, Ask(100), claim=claim))
+    await settle()
+    assert not waiting.done()
+    world.report()
+    assert (await waiting).endpoint_id not in tried
+
+
+async def test_pods_that_refused_are_asked_by_one_request_at_a_time_until_one_is_taken() -> None:
+    world = World(Pod("a", seats=0, blocks=0))
+    world.brain.failed(await world.ask(), "refused")
+    tasks = [world.ask() for _ in range(5)]
+    await settle()
+    assert not served(tasks)
+    await world.pass_time(1)
+    (probe,) = served(tasks)
+    world.brain.accepted(probe)
+    world.report()
+    await settle()
+    assert len(served(tasks)) == 5
+
+
+async def test_requests_wait_in_the_same_queue_while_the_only_pod_is_gone() -> None:
+    world = World(Pod("a", seats=8, blocks=1000), queue=limits(max_requests=3), outage_wait_s=30.0)
+    target = world.brain.resolve("m")
+    world.brain.unreachable("a")
+    finding = asyncio.ensure_future(world.brain.find("m", Claim(num_bytes=70, arrived_at=world.clock.now)))
+    placing = spawn(
+        world.brain.choose(target, frozenset(), Ask(10), claim=Claim(num_bytes=30, arrived_at=world.clock.now))
+    )
+    await settle()
+    world.clock.now += 4
+    assert world.brain.queues.state("default/d") == (2, 100, 4.0)
+    (load,) = world.brain.load()
+    assert (load.queued, load.queued_bytes, load.queued_oldest_s, load.ready) == (2, 100, 4.0, 0)
+    pod = world.pods["a"]
+    world.brain.observe("a", pod.frame(snapshot=True))
+    found = await finding
+    assert (found.bundle_digest, found.queued_s) == ("t", 4.0)
+    assert (await placing).queued_s == 4.0
+    assert world.num_waiting == 0
+
+
+async def test_an_outage_that_lasts_ends_the_wait_of_all() -> None:
+    world = World(Pod("a", seats=8, blocks=1000), outage_wait_s=5.0)
+    target = world.brain.resolve("m")
+    world.brain.unreachable("a")
+    waiting = [spawn(world.brain.choose(target, frozenset(), Ask(10))) for _ in range(3)]
+    await settle()
+    await world.pass_time(4)
+    assert not any(task.done() for task in waiting)
+    await world.pass_time(2)
+    for task in waiting:
+        with pytest.raises(PagemillError, match="went away"):
+            await task
+
+
+async def test_somebody_who_waits_where_nobody_did_is_news() -> None:
+    world = World(Pod("a", seats=1, blocks=1000))
+    news = world.brain.queues.first_waiter()
+    running = await world.ask()
+    assert not news.done()
+    waiting = world.ask()
+    await settle()
+    assert news.done()
+    world.leave(running)
+    await waiting
+
+
+async def test_longer_answers_than_expected_cost_their_key_its_next_turns() -> None:
+    world = World(Pod("a", seats=1, blocks=100_000))
+    running = await world.ask()
+    tasks = {key: [world.ask(key=key, max_tokens=4000) for _ in range(60)] for key in ("wordy", "frugal")}
+    await settle()
+    tokens: Counter[str] = Counter()
+    world.leave(running, None)
+    for _ in range(60):
+        await settle()
+        (key, choice), = [(key, choice) for key in tasks for choice in served(tasks[key])
+                          if choice.decision in world.brain._open]  # fmt: skip
+        length = 1500 if key == "wordy" else 100
+        tokens[key] += 100 + length
+        world.clock.now += 1
+        world.leave(choice, length)
+    assert tokens["wordy"] / tokens["frugal"] < 1.35
+    for task in (*tasks["wordy"], *tasks["frugal"]):
+        task.cancel()
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_whatever_happens_nobody_is_lost_and_nothing_stays_reserved(data: st.DataObject) -> None:
+    asyncio.run(live_through(data))
+
+
+async def live_through(data: st.DataObject) -> None:
+    pods = [Pod(name, seats=data.draw(st.integers(1, 3)), blocks=data.draw(st.integers(5, 40))) for name in "ab"]
+    world = World(*pods, queue=limits(max_requests=data.draw(st.integers(0, 5)), timeout_s=20), outage_wait_s=10.0)
+    brain, tasks = world.brain, list[asyncio.Task[Choice]]()
+    at_engines: dict[int, Choice] = {}
+    known: set[int] = set()
+
+    async def look() -> None:
+        await settle()
+        for choice in served(tasks):
+            if choice.decision not in known:
+                known.add(choice.decision)
+                at_engines[choice.decision] = choice
+        for pod in pods:
+            record = brain.registry.endpoints[pod.name]
+            there = [each for each in at_engines.values() if each.endpoint_id == pod.name]
+            assert record.in_flight == record.reserved.num_sequences == len(record.reserved) == len(there)
+            assert len(there) <= pod.seats
+        assert len(brain._open) == len(at_engines)
+        assert world.num_waiting == sum(not task.done() for task in tasks)
+        queue = brain.queues._queues.get("default/d")
+        assert queue is None or queue.waiting.find_faults() == []
+
+    actions = ["ask", "ask", "ask", "begin", "finish", "finish", "refuse", "break", "cancel", "report", "time", "lose"]
+    for _ in range(data.draw(st.integers(1, 40))):
+        action = data.draw(st.sampled_from(actions))
+        if action == "ask":
+            deadline_s = data.draw(st.sampled_from([1e9, 1e9, 5.0]))
+            tasks.append(
+                world.ask(
+                    data.draw(st.integers(1, 400)),
+                    key=data.draw(st.sampled_from(["x", "y"])),
+                    priority=data.draw(st.integers(0, 1)),
+                    deadline_at=world.clock.now + deadline_s,
+                    num_refusals=data.draw(st.sampled_from([0, 0, 0, 3])),
+                )
+            )
+        elif action in ("begin", "finish", "refuse", "break") and at_engines:
+            choice = at_engines[data.draw(st.sampled_from(sorted(at_engines)))]
+            if action == "begin":
+                world.arrive(choice, data.draw(st.integers(1, 400)))
+            else:
+                del at_engines[choice.decision]
+                world.pods[choice.endpoint_id].inside.pop(choice.decision, None)
+                if action == "finish":
+                    brain.finished(choice, data.draw(st.none() | st.integers(1, 500)))
+                else:
+                    brain.failed(choice, "refused" if action == "refuse" else "broken")
+        elif action == "cancel" and tasks:
+            data.draw(st.sampled_from(tasks)).cancel()
+        elif action == "report":
+            world.report()
+        elif action == "time":
+            world.clock.now += data.draw(st.sampled_from([0.1, 1.0, 6.0]))
+            brain.queues.tick()
+        elif action == "lose":
+            brain.unreachable(data.draw(st.sampled_from("ab")))
+        await look()
+
+    while at_engines or world.num_waiting:
+        for choice in list(at_engines.values()):
+            del at_engines[choice.decision]
+            world.leave(choice)
+        world.clock.now += 1.0
+        world.report()
+        brain.queues.tick()
+        await look()
+    assert all(task.done() for task in tasks)
+    outcomes = [task.cancelled() or task.exception() is None or isinstance(task.exception(), PagemillError)
+                for task in tasks]  # fmt: skip
+    assert all(outcomes)
+    for pod in pods:
+        record = brain.registry.endpoints[pod.name]
+        assert (record.in_flight, record.reserved.num_blocks, record.reserved.num_unseen_blocks) == (0, 0, 0)

@@ -1,0 +1,223 @@
+"""Clients of a deployment that has no room: they wait in turn, hear signs of life, or are told when to come back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import openai
+import pytest
+
+from pagemill_protocol.catalog import QueueLimits
+
+DEPLOYMENT = "default/d"
+BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+
+
+def limits(max_requests: int = 1000, max_bytes: int = 10**8, timeout_s: float = 60.0) -> QueueLimits:
+    return QueueLimits(max_requests=max_requests, max_bytes=max_bytes, timeout_s=timeout_s)
+
+
+def num_waiting(gateway: Any) -> int:
+    return gateway.gateway.brain.queues.state(DEPLOYMENT).num_requests
+
+
+async def busy(gateway: Any, engine: Any, fake: Any) -> tuple[asyncio.Task[Any], asyncio.Event]:
+    """One request that holds the engine's only seat until the event is set."""
+    release = asyncio.Event()
+    engine.behaviours.append(fake.says("first", gate=release))
+    task = asyncio.create_task(gateway.chat(stream=True))
+    await fake.until(lambda: gateway.record(engine).in_flight == 1)
+    return task, release
+
+
+async def one_seat(engines: Any, gateways: Any, **settings: Any) -> Any:
+    engines[0].max_num_seqs = 1
+    return await gateways(engines[0], **settings)
+
+
+async def test_a_hundred_clients_at_once_are_all_served_and_no_engine_gets_more_than_it_has_seats(
+    engines, gateways, fake
+) -> None:
+    for engine in engines:
+        engine.max_num_seqs = 8
+        engine.behaviour = fake.says("a", "b")
+    gateway = await gateways(*engines)
+    replies = await asyncio.gather(*(gateway.chat(stream=number % 2 == 0) for number in range(100)))
+    assert {reply.status for reply in replies} == {200}
+    assert sum(len(engine.requests) for engine in engines) == 100, "nothing is served twice"
+    assert max(engine.most_inside for engine in engines) <= 8
+    assert gateway.record(engines[0]).reserved.num_blocks == 0
+
+
+async def test_a_streaming_client_hears_comments_while_it_waits(engines, gateways, fake, caplog) -> None:
+    gateway = await one_seat(engines, gateways, keep_alive_interval_s=0.05)
+    first, release = await busy(gateway, engines[0], fake)
+    with caplog.at_level("INFO", logger="pagemill.gateway.access"):
+        async with gateway.session.post(gateway.url + "/v1/chat/completions", json=BODY | {"stream": True}) as response:
+            assert response.status == 200
+            for _ in range(2):
+                assert await response.content.readline() == b": waiting\n"
+                assert await response.content.readline() == b"\n"
+            release.set()
+            rest = await response.read()
+        await fake.until(lambda: '"queued_ms"' in caplog.text)
+    assert rest.endswith(b"data: [DONE]\n\n")
+    assert b"hello" in rest
+    assert (await first).streamed_text == "first"
+
+
+async def test_the_openai_client_reads_past_the_comments(engines, gateways, fake) -> None:
+    gateway = await one_seat(engines, gateways, keep_alive_interval_s=0.02)
+    _, release = await busy(gateway, engines[0], fake)
+    async with openai.AsyncOpenAI(base_url=gateway.url + "/v1", api_key="none", max_retries=0) as client:
+        stream = await client.chat.completions.create(**BODY, stream=True)
+        release.set()
+        assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "hello world"
+
+
+async def test_a_client_that_does_not_stream_waits_silently(engines, gateways, fake) -> None:
+    gateway = await one_seat(engines, gateways, keep_alive_interval_s=0.02)
+    _, release = await busy(gateway, engines[0], fake)
+    waiting = asyncio.create_task(gateway.chat())
+    await fake.until(lambda: num_waiting(gateway) == 1)
+    await asyncio.sleep(0.1)
+    release.set()
+    reply = await waiting
+    assert (reply.status, reply.text) == (200, "hello world")
+
+
+async def test_a_wait_that_ends_in_vain_is_an_error_event_once_comments_were_sent(engines, gateways, fake) -> None:
+    gateway = await one_seat(engines, gateways, keep_alive_interval_s=0.05, queue=limits(timeout_s=0.4))
+    _, release = await busy(gateway, engines[0], fake)
+    reply = await gateway.chat(stream=True)
+    assert reply.status == 200
+    comments, _, error = reply.raw.partition(b"data: ")
+    assert comments.startswith(b": waiting\n\n")
+    assert json.loads(error)["error"]["code"] == "server_is_overloaded"
+    release.set()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_before_the_first_comment_a_refusal_has_its_own_status(engines, gateways, fake, stream) -> None:
+    gateway = await one_seat(engines, gateways, queue=limits(max_requests=1, timeout_s=0.3))
+    _, release = await busy(gateway, engines[0], fake)
+    waiting = asyncio.create_task(gateway.chat(stream=stream))
+    await fake.until(lambda: num_waiting(gateway) == 1)
+    full = await gateway.chat(stream=stream)
+    assert (full.status, full.error["code"]) == (429, "queue_full")
+    late = await waiting
+    assert (late.status, late.error["code"]) == (503, "server_is_overloaded")
+    for reply in (full, late):
+        assert 1 <= int(reply.headers["retry-after"]) <= 120
+    release.set()
+
+
+async def test_the_bytes_that_wait_are_bounded_too(engines, gateways, fake) -> None:
+    gateway = await one_seat(engines, gateways, queue=limits(max_bytes=1000))
+    first, release = await busy(gateway, engines[0], fake)
+    long = {"messages": [{"role": "user", "content": "x" * 900}]}
+    assert (await gateway.chat(messages=[{"role": "user", "content": "x" * 1000}])).status == 429
+    waiting = asyncio.create_task(gateway.chat(**long))
+    await fake.until(lambda: num_waiting(gateway) == 1)
+    assert (await gateway.chat(**long)).status == 429
+    release.set()
+    assert (await waiting).status == 200
+    await first
+
+
+async def test_a_client_that_leaves_the_queue_is_forgotten_at_once(engines, gateways, fake) -> None:
+    gateway = await one_seat(engines, gateways, queue=limits(max_requests=1), keep_alive_interval_s=0.02)
+    first, release = await busy(gateway, engines[0], fake)
+    for stream in (False, True):
+        waiting = asyncio.create_task(gateway.chat(stream=stream))
+        await fake.until(lambda: num_waiting(gateway) == 1)
+        waiting.cancel()
+        await fake.until(lambda: num_waiting(gateway) == 0)
+    release.set()
+    await first
+    await fake.until(lambda: gateway.record(engines[0]).in_flight == 0)
+    assert len(engines[0].requests) == 1
+    assert gateway.record(engines[0]).reserved.num_blocks == 0
+
+
+async def test_the_deadline_header_holds_in_the_queue(engines, gateways, fake) -> None:
+    gateway = await one_seat(engines, gateways)
+    _, release = await busy(gateway, engines[0], fake)
+    reply = await gateway.chat(headers={"x-request-timeout-s": "0.3"})
+    assert (reply.status, reply.error["code"]) == (504, "deadline_exceeded")
+    assert len(engines[0].requests) == 1
+    release.set()
+
+
+async def test_an_urgent_request_overtakes_those_that_wait(engines, gateways, fake) -> None:
+    gateway = await one_seat(engines, gateways)
+    first, release = await busy(gateway, engines[0], fake)
+    noisy = [asyncio.create_task(gateway.chat(priority=1)) for _ in range(20)]
+    await fake.until(lambda: num_waiting(gateway) == 20)
+    urgent = asyncio.create_task(gateway.chat(priority=0))
+    await fake.until(lambda: num_waiting(gateway) == 21)
+    release.set()
+    await urgent
+    assert [request.priority for request in engines[0].requests].index(0, 1) == 1, "it was the first to get the seat"
+    assert {(await task).status for task in noisy} == {200}
+    await first
+
+
+async def test_a_refusal_that_only_one_engine_gives_is_not_seen_by_the_client(engines, gateways, fake) -> None:
+    gateway = await gateways(*engines)
+    for engine in engines:
+        engine.behaviours.extend([fake.refuses(503), fake.refuses(429)])
+    replies = await asyncio.gather(*(gateway.chat() for _ in range(4)))
+    assert {reply.status for reply in replies} == {200}
+
+
+async def test_who_streams_hears_comments_also_while_no_engine_is_there(engines, gateways, fake) -> None:
+    gateway = await gateways(
+        engines[0], reconnect_base_s=0.01, reconnect_max_s=0.05, outage_wait_s=30.0, keep_alive_interval_s=0.05
+    )
+    await engines[0].kill()
+    await fake.until(lambda: gateway.record(engines[0]).unreachable)
+    async with gateway.session.post(gateway.url + "/v1/chat/completions", json=BODY | {"stream": True}) as response:
+        assert await response.content.readline() == b": waiting\n"
+        assert num_waiting(gateway) == 1
+        await engines[0].start()
+        assert (await response.read()).endswith(b"data: [DONE]\n\n")
+    assert num_waiting(gateway) == 0
+
+
+async def test_the_operator_hears_of_a_queue_at_once_and_metrics_and_status_show_it(engines, gateways, fake) -> None:
+    gateway = await one_seat(engines, gateways, control_token="t0ken")
+    first, release = await busy(gateway, engines[0], fake)
+    headers = {"Authorization": "Bearer t0ken"}
+    async with gateway.session.get(gateway.control_url + "/internal/load", headers=headers) as response:
+        line = json.loads(await response.content.readline())["deployments"][0]
+        assert (line["queued"], line["queued_bytes"], line["queued_oldest_s"]) == (0, 0, None)
+        waiting = asyncio.create_task(gateway.chat())
+        while not line["queued"]:
+            line = json.loads(await response.content.readline())["deployments"][0]
+        assert line["queued_bytes"] > 0
+        assert line["queued_oldest_s"] >= 0
+    status = (await gateway.get("/status", control=True)).json["models"][0]
+    assert status["queue"]["num_requests"] == 1
+    text = (await gateway.get("/metrics", control=True)).raw.decode()
+    assert 'pagemill_gateway_queue_requests{model="tiny"} 1.0' in text
+    release.set()
+    assert (await waiting).status == 200
+    await first
+    text = (await gateway.get("/metrics", control=True)).raw.decode()
+    assert 'pagemill_gateway_queue_requests{model="tiny"} 0.0' in text
+    assert 'pagemill_gateway_queue_ended_total{model="tiny",outcome="served"} 1.0' in text
+    assert 'pagemill_gateway_queue_seconds_count{model="tiny"} 1.0' in text
+
+
+async def test_the_catalogue_says_how_long_the_queue_is(engines, gateways, fake) -> None:
+    catalog = fake.catalog_of(engines[0], queue=limits(max_requests=0))
+    gateway = await one_seat(engines, gateways, catalog=catalog)
+    _, release = await busy(gateway, engines[0], fake)
+    asked_at = time.monotonic()
+    assert (await gateway.chat()).status == 429
+    assert time.monotonic() - asked_at < 30, "at once, not after the wait"
+    release.set()
