@@ -19,6 +19,7 @@ class GatewayMetrics:
         self._metrics = specs.Metrics(specs.GATEWAY_METRICS)
         self._endpoints: set[tuple[str, str]] = set()
         self._models: set[str] = set()
+        self._queued_models: set[str] = set()
         self._ended: dict[tuple[str, str], int] = {}
 
     def prepared(self, record: RequestRecord) -> None:
@@ -108,15 +109,18 @@ class GatewayMetrics:
 
     def _render_queues(self, brain: LocalBrain) -> None:
         """Deployments that share a name share its series."""
-        waiting = {model: [QueueState()] for model in self._models}
+        waiting = {model: [QueueState()] for model in self._models | self._queued_models}
+        self._queued_models = set(self._models)
+        ended: dict[tuple[str, str], int] = {}
         for deployment in brain.registry.deployments.values():
             waiting[deployment.model.name].append(brain.queues.state(deployment.key))
             for outcome in OUTCOMES:
                 total = brain.queues.outcomes[deployment.key, outcome]
                 before = self._ended.get((deployment.key, outcome), 0)
-                self._ended[deployment.key, outcome] = total
+                ended[deployment.key, outcome] = total
                 labels = {"model": deployment.model.name, "outcome": outcome}
                 self._metrics.counter(specs.GATEWAY_QUEUE_ENDED, **labels).inc(max(0, total - before))
+        self._ended = ended
         for model, states in waiting.items():
             requests, sizes, ages = zip(*states, strict=True)
             self._metrics.gauge(specs.GATEWAY_QUEUE_REQUESTS, model=model).set(sum(requests))

@@ -10,6 +10,7 @@ Pure: no clock and no futures. Whether there is room for the one whose turn it i
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
@@ -186,15 +187,11 @@ class FairQueue(Generic[W]):
         for each, band in self._bands.items():
             if each > priority:
                 continue
-            for name, line in band.lines.items():
-                tokens = sum(waiter.cost_tokens for waiter in line.waiters)
-                if each < priority or name == key:
-                    total += tokens
-                else:
-                    own = band.lines.get(key)
-                    mine = cost_tokens + (sum(waiter.cost_tokens for waiter in own.waiters) if own else 0)
-                    total += min(tokens, mine)
-        return total
+            tokens = {name: sum(waiter.cost_tokens for waiter in line.waiters) for name, line in band.lines.items()}
+            own = tokens.get(key, 0)
+            most = math.inf if each < priority else own + cost_tokens
+            total += sum(own if name == key else min(line, most) for name, line in tokens.items())
+        return int(total)
 
     def _insert(self, waiter: W) -> None:
         self._bands.setdefault(waiter.priority, _Band()).add(waiter)

@@ -9,6 +9,7 @@ looks after what only time changes.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -19,7 +20,9 @@ from pagemill_gateway.admission.drain_rate import DrainRate
 from pagemill_gateway.admission.fair_queue import FairQueue, Waiter
 from pagemill_gateway.brain.interface import Claim
 from pagemill_protocol.catalog import QueueLimits
-from pagemill_protocol.errors import PagemillError, deadline_exceeded, unavailable
+from pagemill_protocol.errors import PagemillError, deadline_exceeded, internal_error, unavailable
+
+logger = logging.getLogger("pagemill.gateway.brain")
 
 TICK_S = 0.1
 Outcome = Literal["served", "shed", "full", "timeout", "deadline", "failed", "left"]
@@ -146,6 +149,11 @@ class Queues:
                 found = entry.wish()
             except PagemillError as error:
                 self._fail(deployment, queue, entry, error, "failed")
+                continue
+            except Exception:
+                # It is some other request, or a report, that made this one look: that must not suffer.
+                logger.exception("a request of %s cannot be placed", deployment)
+                self._fail(deployment, queue, entry, internal_error(), "failed")
                 continue
             if found is None:
                 blocked.add(entry.group)

@@ -7,10 +7,13 @@ The first comment begins the response with status 200, so whoever is refused bef
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
+
+logger = logging.getLogger("pagemill.gateway.relay")
 
 COMMENT = b": waiting\n\n"
 TICKS_PER_INTERVAL = 4
@@ -38,7 +41,7 @@ class KeepAlive:
         self._ticking.cancel()
 
     async def during(self, question: Awaitable[Answer], write: Write | None) -> Answer:
-        """The answer; while it takes long, comments go out through `write`. Raises what either raises."""
+        """The answer to `question`; while it takes long, comments go out through `write`."""
         if write is None:
             return await question
         waiting = _Waiting(write, time.monotonic())
@@ -48,8 +51,8 @@ class KeepAlive:
         finally:
             del self._waiting[waiting]
             if waiting.telling is not None:
-                # Nobody else may write before it is out.
-                await waiting.telling
+                # One that is not out yet waits for a slow reader; from now on others write.
+                waiting.telling.cancel()
 
     def _next_tick(self) -> asyncio.TimerHandle:
         return asyncio.get_running_loop().call_later(self._interval_s / TICKS_PER_INTERVAL, self._tick)
@@ -65,4 +68,8 @@ class KeepAlive:
 
 
 async def _tell(write: Write) -> None:
-    await write(COMMENT)
+    try:
+        await write(COMMENT)
+    except Exception:
+        # Whoever writes next meets the same, and can tell.
+        logger.debug("a comment could not be written", exc_info=True)

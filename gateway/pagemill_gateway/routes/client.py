@@ -31,12 +31,12 @@ class Client:
         self._send = send
         self._slow_timeout_s = slow_timeout_s
         self.started = False
+        self._starting = asyncio.Lock()
 
     async def write(self, data: bytes) -> None:
-        """Part of a stream of events. Raises `ClientTooSlow`."""
+        """Part of a stream of events, whole: comments may come in between. Raises `ClientTooSlow`."""
         if not self.started:
-            self.started = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
+            await self._start_stream()
         await self._send_within(data, True, self._slow_timeout_s)
 
     async def end(self) -> None:
@@ -59,6 +59,12 @@ class Client:
             {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
         )
         await self._send_within(bytes(response.body), False, FAREWELL_TIMEOUT_S)
+
+    async def _start_stream(self) -> None:
+        async with self._starting:
+            if not self.started:
+                await self._send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
+                self.started = True
 
     async def _send_within(self, data: bytes, more: bool, timeout_s: float) -> None:
         try:
