@@ -14,6 +14,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import msgspec
 
@@ -60,6 +61,13 @@ class RoutingReport(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self.ttft_ms) / len(self.ttft_ms)
 
 
+class _Arrival(NamedTuple):
+    conversation: Conversation
+    turn: int
+    token_ids: list[int]
+    arrival_s: float
+
+
 @dataclass(slots=True)
 class _Course:
     """One request under way."""
@@ -91,7 +99,8 @@ class ClusterSimulation:
         self._totals = [0, 0, 0]
         self._loop = asyncio.new_event_loop()
         """Only for those who wait for room on an engine; its own time never counts."""
-        self._num_choosing = 0
+        self._questions: list[tuple[asyncio.Task[Choice], _Arrival]] = []
+        """Requests that are not at an engine yet, in order of arrival."""
         config = GatewayConfig(routing_policy=policy, queue=PATIENCE)
         self.brain = LocalBrain(config, clock=lambda: self._now_s, rng=random.Random(seed))
         endpoints = [
@@ -107,12 +116,14 @@ class ClusterSimulation:
 
     def run(self) -> RoutingReport:
         """To the last token of the last turn."""
-        while self._num_open:
-            self._now_s, _, event = heapq.heappop(self._events)
-            event()
-            if self._num_choosing:
-                self._take_turns()
-        self._loop.close()
+        try:
+            while self._num_open:
+                self._now_s, _, event = heapq.heappop(self._events)
+                event()
+                if self._questions:
+                    self._take_turns()
+        finally:
+            self._loop.close()
         for pod in self._pods.values():
             pod.core.check_integrity()
         prompt, cached, exact = self._totals
@@ -131,19 +142,21 @@ class ClusterSimulation:
         ask = Ask(len(token_ids), granules, target.scheme.granule_tokens, key)
         claim = Claim(arrived_at=self._now_s, max_tokens=conversation.turns[turn].num_output_tokens)
         question = self._loop.create_task(self.brain.choose(target, frozenset(), ask, claim=claim))
-        question.add_done_callback(partial(self._chosen, conversation, turn, token_ids, self._now_s))
-        self._num_choosing += 1
+        self._questions.append((question, _Arrival(conversation, turn, token_ids, self._now_s)))
 
-    def _chosen(
-        self,
-        conversation: Conversation,
-        turn: int,
-        token_ids: list[int],
-        arrival_s: float,
-        question: asyncio.Task[Choice],
+    def _take_turns(self) -> None:
+        """Let everybody who has room by now go to their engine. Raises what the brain says to one that never will."""
+        for _ in range(TURNS):
+            self._loop.call_soon(self._loop.stop)
+            self._loop.run_forever()
+        answered = [each for each in self._questions if each[0].done()]
+        self._questions = [each for each in self._questions if not each[0].done()]
+        for question, arrival in answered:
+            self._send(question.result(), *arrival)
+
+    def _send(
+        self, choice: Choice, conversation: Conversation, turn: int, token_ids: list[int], arrival_s: float
     ) -> None:
-        self._num_choosing -= 1
-        choice = question.result()
         name = f"sim-{next(self._names)}"
         self._courses[name] = _Course(conversation, turn, token_ids, arrival_s, self._now_s, choice)
         request = GenerateRequest(
@@ -156,11 +169,6 @@ class ClusterSimulation:
         )
         self._at(self._now_s + NETWORK_S, partial(self._enter, self._pods[choice.endpoint_id], request))
         self._at(self._now_s + 2 * NETWORK_S, partial(self.brain.accepted, choice))
-
-    def _take_turns(self) -> None:
-        for _ in range(TURNS):
-            self._loop.call_soon(self._loop.stop)
-            self._loop.run_forever()
 
     def _enter(self, pod: SimulatedPod, request: GenerateRequest) -> None:
         pod.core.add(request)
