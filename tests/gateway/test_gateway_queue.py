@@ -41,15 +41,22 @@ async def one_seat(engines: Any, gateways: Any, **settings: Any) -> Any:
 async def test_a_hundred_clients_at_once_are_all_served_and_no_engine_gets_more_than_it_has_seats(
     engines, gateways, fake
 ) -> None:
+    async def takes_its_time(engine, request, response, http) -> None:
+        await response.prepare(http)
+        await asyncio.sleep(0.3)
+        for frame in fake.answer_frames(request, ("a", "b")):
+            await response.write(frame)
+        await response.write_eof()
+
     for engine in engines:
         engine.max_num_seqs = 8
-        engine.behaviour = fake.says("a", "b")
+        engine.behaviour = takes_its_time
     gateway = await gateways(*engines)
     replies = await asyncio.gather(*(gateway.chat(stream=number % 2 == 0) for number in range(100)))
     assert {reply.status for reply in replies} == {200}
     assert sum(len(engine.requests) for engine in engines) == 100, "nothing is served twice"
     assert max(engine.most_inside for engine in engines) <= 8
-    assert gateway.record(engines[0]).reserved.num_blocks == 0
+    await fake.until(lambda: not any(gateway.record(engine).reserved.num_blocks for engine in engines))
 
 
 async def test_a_streaming_client_hears_comments_while_it_waits(engines, gateways, fake, caplog) -> None:
