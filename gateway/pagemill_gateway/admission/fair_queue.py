@@ -183,7 +183,7 @@ class FairQueue(Generic[W]):
 
     def tokens_before(self, key: str, priority: int, cost_tokens: int) -> int:
         """What is served before a newcomer, by the rules of turns and with nobody coming after it."""
-        total = 0
+        total: float = 0
         for each, band in self._bands.items():
             if each > priority:
                 continue

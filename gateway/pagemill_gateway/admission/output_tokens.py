@@ -63,8 +63,8 @@ class _Histogram:
         for index, count in enumerate(self._bins):
             seen += count
             if seen >= wanted:
-                return math.ceil(2.0 ** (index / 2))
-        return math.ceil(2.0 ** ((NUM_BINS - 1) / 2))
+                return math.ceil(math.pow(2.0, index / 2))
+        return math.ceil(math.pow(2.0, (NUM_BINS - 1) / 2))
 
 
 def _limit_class(max_tokens: int | None) -> int:

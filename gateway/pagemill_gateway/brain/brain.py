@@ -204,7 +204,7 @@ class LocalBrain:
         key, num_prompt_tokens = target.deployment, ask.num_prompt_tokens
         num_output_tokens = self._num_output_tokens(target, num_prompt_tokens, claim)
         need = Need(num_prompt_tokens, num_prompt_tokens, num_output_tokens, claim.num_sequences, claim.max_tokens)
-        wish = partial(self._place, target, tried, ask, need, claim, Outage())
+        wish: Callable[[], Choice | None] = partial(self._place, target, tried, ask, need, claim, Outage())
         if claim.num_refusals <= MAX_REROUTES and self.queues.is_empty(key):
             choice = wish()
             if choice is not None:
@@ -216,7 +216,7 @@ class LocalBrain:
             wish,
             group=target.bundle_digest,
             cost_tokens=need.cost_tokens,
-            undo=self.finished,
+            undo=self._give_back,
         )
         return choice._replace(queued_s=queued_s)
 
@@ -304,6 +304,9 @@ class LocalBrain:
         if self._settled(model) or self._clock() >= until:
             return self.resolve(model)
         return None
+
+    def _give_back(self, choice: Choice) -> None:
+        self.finished(choice)
 
     def _place(
         self, target: Target, tried: frozenset[str], ask: Ask, need: Need, claim: Claim, outage: Outage

@@ -36,8 +36,9 @@ def has_room(record: EndpointRecord, need: Need, now: float) -> bool:
 
 def _num_blocks_left(load: EngineLoad, reserved: Reservations, block_size: int) -> int:
     growing = _num_tokens_to_come(load, reserved) + load.num_tokens_waiting
-    free = load.num_blocks_free + load.num_blocks_evictable
-    return free - reserved.num_unseen_blocks - -(-growing // block_size)
+    # A sequence's last block is seldom full, so each may need one more than its tokens say.
+    num_growing_blocks = -(-growing // block_size) + reserved.num_seen_sequences
+    return load.num_blocks_free + load.num_blocks_evictable - reserved.num_unseen_blocks - num_growing_blocks
 
 
 def _num_tokens_to_come(load: EngineLoad, reserved: Reservations) -> int:

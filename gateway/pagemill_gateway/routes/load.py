@@ -6,6 +6,7 @@ The leading operator reads it from every gateway. Nothing is measured while nobo
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -45,10 +46,12 @@ class LoadStream:
                 await send({"type": "http.response.body", "body": _line(load), "more_body": True})
                 told, told_at = load, loop.time()
             # Somebody who waits where nobody did is told at once: an engine may have to be started for them.
-            events = [asyncio.ensure_future(self._gateway.closing.wait()), self._gateway.brain.queues.first_waiter()]
-            await asyncio.wait([departure, *events], timeout=INTERVAL_S, return_when=asyncio.FIRST_COMPLETED)
-            for event in events:
-                event.cancel()
+            ending = asyncio.ensure_future(self._gateway.closing.wait())
+            waiter = self._gateway.brain.queues.first_waiter()
+            events: list[asyncio.Future[Any]] = [departure, ending, waiter]
+            await asyncio.wait(events, timeout=INTERVAL_S, return_when=asyncio.FIRST_COMPLETED)
+            ending.cancel()
+            waiter.cancel()
 
 
 def _line(load: list[DeploymentLoad]) -> bytes:
