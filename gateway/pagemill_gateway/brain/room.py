@@ -42,10 +42,10 @@ def _num_blocks_left(load: EngineLoad, reserved: Reservations, block_size: int) 
 
 
 def _num_tokens_to_come(load: EngineLoad, reserved: Reservations) -> int:
-    """Expected output of our answers that the reports show, less what of it is computed already."""
+    """Of our requests that reports show, with their expected output, what is neither computed nor due by the report."""
     if not reserved.num_seen_sequences:
         return 0
     num_rows = max(1, load.num_requests_running + load.num_requests_waiting)
     share = min(1.0, reserved.num_seen_sequences / num_rows)
-    num_generated = share * (load.num_tokens_running + load.num_tokens_waiting) - reserved.num_seen_prompt_tokens
-    return max(0, reserved.num_seen_output_tokens - max(0, int(num_generated)))
+    num_there = int(share * (load.num_tokens_running + load.num_tokens_waiting))
+    return max(0, reserved.num_seen_prompt_tokens + reserved.num_seen_output_tokens - num_there)
