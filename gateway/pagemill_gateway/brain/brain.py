@@ -209,7 +209,7 @@ class LocalBrain:
             choice = wish()
             if choice is not None:
                 return choice
-        choice, queued_s = await self.queues.wait(
+        placed, queued_s = await self.queues.wait(
             key,
             self._limits(key),
             claim,
@@ -218,7 +218,7 @@ class LocalBrain:
             cost_tokens=need.cost_tokens,
             undo=self._give_back,
         )
-        return choice._replace(queued_s=queued_s)
+        return placed._replace(queued_s=queued_s)
 
     def accepted(self, choice: Choice) -> None:
         sent = self._open.get(choice.decision)
