@@ -54,6 +54,7 @@ def control_app(gateway: Gateway) -> ASGIApp:
         routes=[
             Route("/catalog", control.put_catalog, methods=["PUT"]),
             Route("/status", control.status),
+            Route("/debug/decisions", control.decisions),
             Route("/internal/load", control.load),
             Route("/livez", health.livez),
             Route("/readyz", health.readyz),

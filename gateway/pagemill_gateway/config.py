@@ -14,6 +14,7 @@ from typing import Literal
 
 import msgspec
 
+from pagemill_gateway.routing.policies import PolicyName
 from pagemill_protocol.catalog import Catalog, QueueLimits
 from pagemill_protocol.secret_file import SecretFile
 
@@ -110,6 +111,19 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     handover_timeout_s: float = 4.0
     """An engine that drains while no other of its deployment can take over is kept in use this long at most."""
 
+    routing_policy: PolicyName = "Cost"
+    """
+    Of deployments whose `routing.policy` is `Auto`. `Cost`: where the request costs the fewest milliseconds. The others
+    are there to be compared with it: `LeastRequest`, `RoundRobin`, `PowerOfTwo`, `PrefixHash` (KubeAI's) and
+    `Weighted322` (llm-d's).
+    """
+    routing_session_ms: float = 50.0
+    """Most predicted milliseconds that a session (`routing.sessionHeader`) gives for staying on its endpoint."""
+    remembered_granules: int = 65536
+    """Pieces of prompts whose hashes are remembered, each of a block to 64 tokens or more; about 0.5 KB each."""
+    decision_log_size: int = 256
+    """Latest routing decisions that `/debug/decisions` can show."""
+
     state_stale_after_s: float = 3.0
     """No state frame for this long (engines send one a second): its load is ignored, own in-flight counts go on."""
     state_idle_timeout_s: float = 10.0
@@ -153,9 +167,12 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             if not 0 <= getattr(self, field) <= 65535:
                 value = getattr(self, field)
                 raise SettingsError(f"{field}: {value} is not a port. Use 1 to 65535, or 0 for a free one.")
-        for field in ("max_body_bytes", "max_header_bytes", "max_requests", "max_attempts"):
+        for field in ("max_body_bytes", "max_header_bytes", "max_requests", "max_attempts", "remembered_granules"):
             if getattr(self, field) < 1:
                 raise SettingsError(f"{field}: {getattr(self, field)} must be at least 1.")
+        for field in ("routing_session_ms", "decision_log_size"):
+            if not getattr(self, field) >= 0:
+                raise SettingsError(f"{field}: {getattr(self, field)} must be 0 or more.")
         if self.queue.max_requests < 0 or self.queue.max_bytes < 0 or self.queue.timeout_s < 0:
             raise SettingsError(
                 f"queue: max_requests ({self.queue.max_requests}), max_bytes ({self.queue.max_bytes}) and timeout_s "

@@ -54,7 +54,7 @@ class Gateway:
         )
         self.bundles = Bundles(self.session)
         self._keep_alive = KeepAlive(config.keep_alive_interval_s)
-        self.preparation = Preparation(self.brain, self.bundles, self._keep_alive)
+        self.preparation = Preparation(self.brain, self.bundles, self._keep_alive, config.remembered_granules)
         upstream = Upstream(self.session, config)
         self.relay = Relay(self.brain, upstream, self.metrics, self._keep_alive, config.max_attempts)
         self._streams = StateStreams(self.session, self.brain, self.bundles, config)

@@ -6,7 +6,7 @@ Counters and histograms move as things happen, gauges are brought up to date at 
 from __future__ import annotations
 
 from pagemill_gateway.brain.brain import LocalBrain
-from pagemill_gateway.brain.interface import FailureKind
+from pagemill_gateway.brain.interface import Choice, FailureKind
 from pagemill_gateway.brain.queues import OUTCOMES, QueueState
 from pagemill_gateway.relay.record import RequestRecord
 from pagemill_protocol import metrics as specs
@@ -46,8 +46,28 @@ class GatewayMetrics:
         ):
             self._metrics.counter(specs.GATEWAY_TOKENS, model=model, kind=kind).inc(tokens)
 
-    def routed(self, model: str, seconds: float) -> None:
+    def routed(self, model: str, choice: Choice, seconds: float) -> None:
         self._metrics.histogram(specs.GATEWAY_ROUTING_SECONDS, model=model).observe(seconds)
+        basis = "reported" if choice.believed else "own_counts"
+        self._metrics.counter(specs.GATEWAY_ROUTING_DECISIONS, model=model, policy=choice.policy, basis=basis).inc()
+
+    def first_token(self, model: str, choice: Choice, seconds: float) -> None:
+        """The first token of a stream is here, this long after it was sent to the engine."""
+        if choice.predicted_ttft_ms is not None and seconds > 0:
+            error = abs(choice.predicted_ttft_ms / 1000 - seconds) / seconds
+            self._metrics.histogram(specs.GATEWAY_TTFT_ERROR, model=model).observe(error)
+
+    def cached(self, model: str, choice: Choice, num_cached_tokens: int) -> None:
+        """How many cached tokens the engine really found."""
+        missed = num_cached_tokens - choice.predicted_cached_tokens
+        outcome = "under" if missed >= max(1, choice.granule_tokens) else "over" if missed < 0 else "exact"
+        self._metrics.counter(specs.GATEWAY_CACHED_PREDICTIONS, model=model, outcome=outcome).inc()
+        if outcome != "exact":
+            self._metrics.counter(specs.GATEWAY_CACHED_ERROR_TOKENS, model=model).inc(abs(missed))
+
+    def queued(self, model: str, seconds: float) -> None:
+        """A request waited and got its engine."""
+        self._metrics.histogram(specs.GATEWAY_QUEUE_SECONDS, model=model).observe(seconds)
 
     def queued(self, model: str, seconds: float) -> None:
         """A request waited and got its engine."""

@@ -44,6 +44,10 @@ class CatalogModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     engine_token: str = ""
     """Bearer token for `/internal/*` of its engines."""
     prefix_scope: str = "deployment"
+    routing_policy: str = "Auto"
+    """How requests are spread over the endpoints; `Auto`, and a name the gateway does not know: as it sees fit."""
+    session_header: str = ""
+    """Request header that names a session; empty: none."""
     chat_template: str | None = None
     """Overrides the bundle's template."""
     queue: QueueLimits | None = None

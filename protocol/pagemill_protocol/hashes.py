@@ -20,11 +20,13 @@ HASH_VERSION = 1
 """Changes whenever equal inputs would hash differently; engines of another version are not compared."""
 HASH_BYTES = 16
 GRANULE_TOKENS = 64
-"""Prefixes are reported to gateways in steps of at least this many tokens."""
+"""Prefixes of large caches are reported to gateways in steps of at least this many tokens."""
+MAX_FINE_BLOCKS = 8192
+"""Caches of up to this many blocks report every block: a gateway then knows every prefix to the block."""
 
 _BLOCK_PERSON = b"pagemill-block"
 _ROOT_PERSON = b"pagemill-root"
-_TOKEN_BYTES = 4
+TOKEN_BYTES = 4
 
 
 def root_hash(
@@ -47,7 +49,7 @@ def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
 
     Raises `OverflowError` for an id that does not fit int32.
     """
-    return _chain(parent, _token_bytes(token_ids))
+    return _chain(parent, token_bytes(token_ids))
 
 
 def block_hashes(root: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
@@ -65,9 +67,9 @@ def extend(hashes: list[bytes], root: bytes, token_ids: Sequence[int], block_siz
     num_full_tokens = len(token_ids) - len(token_ids) % block_size
     if num_full_tokens <= num_hashed_tokens:
         return hashes
-    data = memoryview(_token_bytes(token_ids[num_hashed_tokens:num_full_tokens]))
+    data = memoryview(token_bytes(token_ids[num_hashed_tokens:num_full_tokens]))
     parent = hashes[-1] if hashes else root
-    for block in _split(data, block_size * _TOKEN_BYTES):
+    for block in _split(data, block_size * TOKEN_BYTES):
         parent = _chain(parent, block)
         hashes.append(parent)
     return hashes
@@ -76,6 +78,18 @@ def extend(hashes: list[bytes], root: bytes, token_ids: Sequence[int], block_siz
 def blocks_per_granule(block_size: int) -> int:
     """The fewest blocks that hold `GRANULE_TOKENS` tokens."""
     return -(-GRANULE_TOKENS // block_size)
+
+
+def granule_blocks(block_size: int, num_blocks: int) -> int:
+    """Blocks of one granule of a cache of `num_blocks`: what keeps its reports short, and as exact as that allows."""
+    return 1 if num_blocks <= MAX_FINE_BLOCKS else blocks_per_granule(block_size)
+
+
+def granule_hash(parent: bytes, granule: bytes, block_size: int) -> bytes:
+    """Hash of the last block of one granule, given as `token_bytes`; `parent` is the hash of the granule before."""
+    for block in _split(memoryview(granule), block_size * TOKEN_BYTES):
+        parent = _chain(parent, block)
+    return parent
 
 
 def granule_hashes(hashes: Sequence[bytes], block_size: int) -> list[bytes]:
@@ -94,7 +108,8 @@ def _chain(parent: bytes, tokens: bytes | memoryview) -> bytes:
     return state.digest()
 
 
-def _token_bytes(token_ids: Sequence[int]) -> bytes:
+def token_bytes(token_ids: Sequence[int]) -> bytes:
+    """The ids as they are hashed: little-endian int32. Raises `OverflowError` for an id that does not fit."""
     ids = array("i", token_ids)
     if sys.byteorder == "big":
         ids.byteswap()

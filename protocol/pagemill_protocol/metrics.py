@@ -184,6 +184,33 @@ GATEWAY_PREPARE_SECONDS = _gateway(
 GATEWAY_ROUTING_SECONDS = _gateway(
     "histogram", "routing_seconds", "Choosing the endpoint of one request.", ("model",), _SHORT_S
 )
+GATEWAY_ROUTING_DECISIONS = _gateway(
+    "counter",
+    "routing_decisions",
+    "Decisions on where a request goes, by policy and by what was known of the chosen endpoint: its own fresh report, "
+    "or this gateway's counts alone.",
+    ("model", "policy", "basis"),
+)
+GATEWAY_TTFT_ERROR = _gateway(
+    "histogram",
+    "ttft_prediction_error_ratio",
+    "Predicted minus measured time to the first token, as share of the measured one, without its sign. Streams only.",
+    ("model",),
+    (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0),
+)
+GATEWAY_CACHED_PREDICTIONS = _gateway(
+    "counter",
+    "cached_token_predictions",
+    "Answers by whether the engine found as many cached prompt tokens as predicted (exact), fewer (over) or more "
+    "(under).",
+    ("model", "outcome"),
+)
+GATEWAY_CACHED_ERROR_TOKENS = _gateway(
+    "counter",
+    "cached_token_prediction_error_tokens",
+    "Cached prompt tokens by which predictions that were not exact were off.",
+    ("model",),
+)
 GATEWAY_QUEUE_REQUESTS = _gateway("gauge", "queue_requests", "Requests that wait for room on an engine.", ("model",))
 GATEWAY_QUEUE_BYTES = _gateway("gauge", "queue_bytes", "Bytes of the bodies of requests that wait.", ("model",))
 GATEWAY_QUEUE_OLDEST_SECONDS = _gateway(

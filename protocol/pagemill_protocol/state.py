@@ -36,6 +36,8 @@ class Digests(msgspec.Struct, frozen=True, omit_defaults=True):
     weights: str = ""
     tokenizer_bundle: str = ""
     hash_version: int = 1
+    kv_dtype: str = ""
+    """What the root of the block hashes mixes in besides the weights; empty: an engine that does not say."""
     protocol_version: int = PROTOCOL_VERSION
 
 
@@ -76,10 +78,12 @@ class StateFrame(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     max_model_len: int = 0
     max_num_batched_tokens: int = 0
     max_num_seqs: int = 0
-    """Sequences it runs at once; 0: it has not told."""
+    """Requests that may run at once; 0: not told."""
+    granule_blocks: int = 0
+    """Blocks of one granule (`pagemill_protocol.hashes`); 0: not told, the fewest that hold 64 tokens."""
     models: list[str] = []
     """Names this engine answers to: the model, its aliases and adapters."""
     draining: bool = False
     prefixes_added: list[bytes] = []
-    """Chained hashes of granules (at least 64 tokens each) now in the prefix cache."""
+    """Chained hashes of granules of `granule_blocks` blocks each, now in the prefix cache."""
     prefixes_removed: list[bytes] = []

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from pagemill_gateway.admission.drain_rate import UNKNOWN_WAIT_S
 from pagemill_gateway.brain.brain import LocalBrain
-from pagemill_gateway.brain.interface import NOBODY, Choice, Claim
+from pagemill_gateway.brain.interface import NOBODY, Ask, Choice, Claim
 from pagemill_gateway.config import GatewayConfig
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint, QueueLimits
 from pagemill_protocol.errors import PagemillError
@@ -76,7 +76,7 @@ class World:
 
     def ask(self, prompt: int = 100, **fields: Any) -> asyncio.Task[Choice]:
         claim = NOBODY._replace(**{"arrived_at": self.clock.now, "max_tokens": 20} | fields)
-        return spawn(self.brain.choose(self.target, frozenset(), prompt, claim=claim))
+        return spawn(self.brain.choose(self.target, frozenset(), Ask(prompt), claim=claim))
 
     def arrive(self, choice: Choice, tokens: int) -> None:
         """The request is at its engine, which has begun to answer."""
@@ -117,7 +117,7 @@ def limits(max_requests: int = 1000, max_bytes: int = 10**9, timeout_s: float = 
 
 async def test_an_idle_deployment_is_passed_without_giving_up_the_turn() -> None:
     world = World(Pod("a", seats=4, blocks=1000))
-    question = world.brain.choose(world.target, frozenset(), 100)
+    question = world.brain.choose(world.target, frozenset(), Ask(100))
     with pytest.raises(StopIteration) as answer:
         question.send(None)
     assert answer.value.value.queued_s == 0
@@ -287,14 +287,14 @@ async def test_after_two_reroutes_a_request_waits_although_others_say_that_they_
     tried: frozenset[str] = frozenset()
     for num_refusals in range(3):
         claim = Claim(num_refusals=num_refusals, arrived_at=world.clock.now)
-        question = spawn(world.brain.choose(world.target, tried, 100, claim=claim))
+        question = spawn(world.brain.choose(world.target, tried, Ask(100), claim=claim))
         await settle()
         choice = await question
         assert choice.endpoint_id not in tried
         tried |= {choice.endpoint_id}
         world.brain.failed(choice, "refused")
     claim = Claim(num_refusals=3, paid=True, arrived_at=world.clock.now)
-    waiting = spawn(world.brain.choose(world.target, tried, 100, claim=claim))
+    waiting = spawn(world.brain.choose(world.target, tried, Ask(100), claim=claim))
     await settle()
     assert not waiting.done()
     world.report()
@@ -320,7 +320,9 @@ async def test_requests_wait_in_the_same_queue_while_the_only_pod_is_gone() -> N
     target = world.brain.resolve("m")
     world.brain.unreachable("a")
     finding = asyncio.ensure_future(world.brain.find("m", Claim(num_bytes=70, arrived_at=world.clock.now)))
-    placing = spawn(world.brain.choose(target, frozenset(), 10, claim=Claim(num_bytes=30, arrived_at=world.clock.now)))
+    placing = spawn(
+        world.brain.choose(target, frozenset(), Ask(10), claim=Claim(num_bytes=30, arrived_at=world.clock.now))
+    )
     await settle()
     world.clock.now += 4
     assert world.brain.queues.state("default/d") == (2, 100, 4.0)
@@ -338,7 +340,7 @@ async def test_an_outage_that_lasts_ends_the_wait_of_all() -> None:
     world = World(Pod("a", seats=8, blocks=1000), outage_wait_s=5.0)
     target = world.brain.resolve("m")
     world.brain.unreachable("a")
-    waiting = [spawn(world.brain.choose(target, frozenset(), 10)) for _ in range(3)]
+    waiting = [spawn(world.brain.choose(target, frozenset(), Ask(10))) for _ in range(3)]
     await settle()
     await world.pass_time(4)
     assert not any(task.done() for task in waiting)

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from pagemill_gateway.brain.brain import LocalBrain
+from pagemill_gateway.brain.interface import Ask
 from pagemill_gateway.brain.news import News
 from pagemill_gateway.config import GatewayConfig
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
@@ -170,7 +171,7 @@ def cluster_brain(**fields: bool) -> LocalBrain:
 async def test_a_terminating_pod_is_the_last_resort_until_it_is_let_go() -> None:
     brain = cluster_brain(terminating=True)
     brain.observe("a", StateFrame(sequence=1, snapshot=True, max_model_len=100))
-    assert (await brain.choose(await brain.find("m"), frozenset(), 1)).endpoint_id == "a"
+    assert (await brain.choose(await brain.find("m"), frozenset(), Ask(1))).endpoint_id == "a"
     brain.let_go("a")
     with pytest.raises(PagemillError):
         await brain.find("m")
@@ -228,8 +229,8 @@ async def test_who_finds_nobody_listening_waits_for_the_next_report() -> None:
     brain.apply_catalog(Catalog(models=[CatalogModel(deployment="d", name="m", endpoints=endpoints)]))
     brain.observe("a", StateFrame(sequence=1, snapshot=True, max_model_len=100))
     target = await brain.find("m")
-    brain.failed(await brain.choose(target, frozenset(), 1), "unreachable")
-    again = asyncio.create_task(brain.choose(target, frozenset({"a"}), 1))
+    brain.failed(await brain.choose(target, frozenset(), Ask(1)), "unreachable")
+    again = asyncio.create_task(brain.choose(target, frozenset({"a"}), Ask(1)))
     await asyncio.sleep(0)
     assert not again.done()
     brain.observe("a", StateFrame(sequence=1, snapshot=True, max_model_len=100))

@@ -1,4 +1,4 @@
-"""Least in-flight, as a policy and as the brain applies it: balance, fairness, and who is never chosen."""
+"""Least requests, as a policy and as the brain applies it: balance, fairness, and who is never chosen."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagemill_gateway.brain.brain import LocalBrain
+from pagemill_gateway.brain.interface import Ask
 from pagemill_gateway.config import GatewayConfig
-from pagemill_gateway.routing.least_inflight import LeastInFlight
+from pagemill_gateway.routing.least_request import LeastRequest
 from pagemill_gateway.routing.policy import Candidate, RequestView
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.errors import PagemillError
@@ -40,7 +41,7 @@ candidates = st.lists(
 
 @given(candidates)
 def test_the_least_busy_endpoint_wins_and_ties_go_to_the_one_that_waited_longest(choices: list[Candidate]) -> None:
-    chosen = LeastInFlight().choose(RequestView(), choices)
+    chosen = LeastRequest().choose(RequestView(), choices).chosen
     least = min(each.in_flight + each.external for each in choices)
     tied = [each for each in choices if each.in_flight + each.external == least]
     assert chosen in tied
@@ -70,7 +71,7 @@ def test_in_flight_stays_balanced_and_a_leaving_endpoint_is_the_last_resort(
         records = brain.registry.endpoints
         if step is None:
             before = {name: records[name].in_flight for name in staying}
-            choice = asyncio.run(brain.choose(target, NOTHING, 10))
+            choice = asyncio.run(brain.choose(target, NOTHING, Ask(10)))
             assert choice.endpoint_id in staying
             assert before[choice.endpoint_id] == min(before.values())
             under_way.append(choice)
@@ -89,7 +90,7 @@ def test_no_endpoint_starves(num_endpoints: int, num_rounds: int) -> None:
     target = brain.resolve("m")
     chosen = []
     for _ in range(num_endpoints * num_rounds):
-        choice = asyncio.run(brain.choose(target, NOTHING, 10))
+        choice = asyncio.run(brain.choose(target, NOTHING, Ask(10)))
         chosen.append(choice.endpoint_id)
         brain.finished(choice)
     assert all(chosen.count(f"e{index}") == num_rounds for index in range(num_endpoints))
@@ -100,7 +101,7 @@ def test_decisions_of_one_instant_count_before_the_engines_report_them() -> None
     target = brain.resolve("m")
 
     async def arrive_together() -> list[str]:
-        choices = await asyncio.gather(*(brain.choose(target, NOTHING, 10) for _ in range(100)))
+        choices = await asyncio.gather(*(brain.choose(target, NOTHING, Ask(10)) for _ in range(100)))
         return [choice.endpoint_id for choice in choices]
 
     chosen = asyncio.run(arrive_together())

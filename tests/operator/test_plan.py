@@ -209,7 +209,6 @@ def test_the_queue_is_planned_in_bytes_and_seconds(deployment: Make) -> None:
 @pytest.mark.parametrize(
     ("changes", "field", "local_only"),
     [
-        ({"routing__policy": "Auto"}, "spec.routing.policy", True),
         ({"autoscaling": {"maxReplicas": 2}}, "spec.autoscaling", False),
         ({"autoscaling": {"mode": "Advisory", "maxReplicas": 2, "warm": 1}}, "spec.autoscaling", False),
         ({"autoscaling": {"mode": "External", "maxReplicas": 2}}, "spec.autoscaling", True),
@@ -225,8 +224,9 @@ def test_what_this_version_does_not_use_is_noted(
     assert [note.field for note in cluster.notes] == ([] if local_only else [field])
 
 
-def test_the_policy_that_the_gateway_has_and_none_are_not_noted(deployment: Make) -> None:
-    assert make_plan(deployment(routing__policy="LeastInFlight")).notes == ()
+def test_what_the_gateway_does_about_routing_is_planned_and_not_noted(deployment: Make) -> None:
+    plan = make_plan(deployment(routing__policy="PrefixHash", routing__sessionHeader="x-session-id"))
+    assert (plan.routing_policy, plan.session_header, plan.notes) == ("PrefixHash", "x-session-id", ())
     assert make_plan(deployment(routing__weight=5)).notes == ()
 
 

@@ -24,8 +24,15 @@ class Queue(Section):
 class RoutingSection(Section):
     """How the gateway spreads requests over replicas."""
 
-    policy: Literal["Auto", "LeastInFlight"] = "Auto"
-    """`Auto` takes the replica that should answer soonest; `LeastInFlight` the one with the fewest requests."""
+    policy: Literal[
+        "Auto", "LeastInFlight", "LeastRequest", "RoundRobin", "PowerOfTwo", "PrefixHash", "Weighted322"
+    ] = "Auto"
+    """
+    `Auto` takes the replica that should answer soonest at the least harm to others. The rest are there to be compared
+    with it: `LeastRequest` (also called `LeastInFlight`) takes the replica with the fewest requests, `RoundRobin` the
+    one whose turn it is, `PowerOfTwo` the less busy of two drawn at random; `PrefixHash` is KubeAI's consistent
+    hashing with bounded loads, `Weighted322` the default profile of llm-d.
+    """
     weight: Annotated[int, Field(ge=0, le=1000)] | None = None
     """
     Share of the requests when several deployments serve one model name (canary). Without it a second deployment of

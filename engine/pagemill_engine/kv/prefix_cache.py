@@ -1,8 +1,8 @@
 """The prefix cache: chained block hash -> block, and what of it the gateways should hear.
 
 Holds no reference to a block: a cached block whose count is zero lies in the pool's free list until it is found again
-or taken. Gateways are told in granules of at least 64 tokens: the hash of a granule's last block stands for the whole
-chain up to it (hashes are chained). Hashing itself is `pagemill_protocol.hashes`.
+or taken. Gateways are told in granules of whole blocks: the hash of a granule's last block stands for the whole chain
+up to it (hashes are chained). Hashing itself, and how large a granule is, are `pagemill_protocol.hashes`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from pagemill_protocol import hashes
 
 
 class PrefixCache:
-    def __init__(self, block_size: int) -> None:
-        self._granule_blocks = hashes.blocks_per_granule(block_size)
+    def __init__(self, block_size: int, granule_blocks: int | None = None) -> None:
+        """`granule_blocks`: default the fewest that hold 64 tokens."""
+        self._granule_blocks = granule_blocks or hashes.blocks_per_granule(block_size)
         self._blocks: dict[bytes, Block] = {}
         # Net change since the last drain: a granule added and removed in between is never reported.
         self._added: dict[bytes, None] = {}

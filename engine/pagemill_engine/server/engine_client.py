@@ -37,7 +37,6 @@ from pagemill_engine.server.metrics import RequestTiming, ServerMetrics
 from pagemill_engine.server.state_stream import StatePublisher
 from pagemill_protocol.errors import PagemillError, internal_error, invalid_field, unavailable
 from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.state import Digests
 
 logger = logging.getLogger(__name__)
 
@@ -218,13 +217,7 @@ class EngineClient:
         self.ready_info = ready
         self._admission = Admission(scheduler_limits(self._config, _runner_info(ready)))
         self._metrics.ready(ready)
-        self._publisher.describe(
-            digests=Digests(weights=ready.weights_digest, tokenizer_bundle=self._bundle_digest),
-            block_size=ready.block_size,
-            max_model_len=ready.max_model_len,
-            max_num_batched_tokens=ready.max_num_batched_tokens,
-            max_num_seqs=self._config.max_num_seqs,
-        )
+        self._publisher.describe(ready, self._bundle_digest)
         self._lifecycle.enter("ready", f"loaded in {ready.load_s:.1f} s")
 
     def _refuse_unless_serving(self) -> None:

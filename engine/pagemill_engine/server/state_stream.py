@@ -14,8 +14,9 @@ from collections.abc import AsyncIterator
 
 import msgspec
 
-from pagemill_engine.ipc.messages import PrefixEvents
+from pagemill_engine.ipc.messages import PrefixEvents, Ready
 from pagemill_protocol.frames import encode_state
+from pagemill_protocol.hashes import HASH_VERSION, granule_blocks
 from pagemill_protocol.state import Digests, EngineLoad, StateFrame, StepTimeParams
 
 MIN_INTERVAL_S = 0.05
@@ -38,16 +39,20 @@ class StatePublisher:
         self._subscriptions: set[Subscription] = set()
         self._closed = False
 
-    def describe(
-        self, *, digests: Digests, block_size: int, max_model_len: int, max_num_batched_tokens: int, max_num_seqs: int
-    ) -> None:
+    def describe(self, ready: Ready, bundle_digest: str) -> None:
         """What the loaded engine is; known once it is ready."""
         self._update(
-            digests=digests,
-            block_size=block_size,
-            max_model_len=max_model_len,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_num_seqs=max_num_seqs,
+            digests=Digests(
+                weights=ready.weights_digest,
+                tokenizer_bundle=bundle_digest,
+                hash_version=HASH_VERSION,
+                kv_dtype=ready.kv_dtype,
+            ),
+            block_size=ready.block_size,
+            max_model_len=ready.max_model_len,
+            max_num_batched_tokens=ready.max_num_batched_tokens,
+            max_num_seqs=ready.max_num_seqs,
+            granule_blocks=granule_blocks(ready.block_size, ready.num_blocks),
         )
 
     def report(self, load: EngineLoad, step_time: StepTimeParams | None, prefixes: PrefixEvents | None) -> None:

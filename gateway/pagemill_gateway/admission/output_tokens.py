@@ -13,6 +13,9 @@ QUANTILE = 0.8
 """Of the learned lengths. Many requests together need their mean; a few need more than that."""
 PRIOR_TOKENS = 256
 """The guess while nothing is learned, for answers that may be longer."""
+PRIOR_MEAN_TOKENS = 128.0
+MEAN_WEIGHT = 0.02
+"""Of the newest answer in the mean: a memory of about 50."""
 LEAST_SAMPLES = 8.0
 """Fewer tell nothing."""
 MAX_SAMPLES = 512.0
@@ -23,11 +26,14 @@ NUM_LIMITS = 24
 
 class OutputTokens:
     def __init__(self) -> None:
+        self.mean = PRIOR_MEAN_TOKENS
+        """Of recent answers: how long a seat is taken on average."""
         self._by_limit: dict[int, _Histogram] = {}
         self._all = _Histogram()
 
     def ended(self, num_tokens: float, max_tokens: int | None) -> None:
         """One answer came to its own end."""
+        self.mean += MEAN_WEIGHT * (num_tokens - self.mean)
         self._all.add(num_tokens)
         self._by_limit.setdefault(_limit_class(max_tokens), _Histogram()).add(num_tokens)
 

@@ -28,6 +28,10 @@ class Need(NamedTuple):
     def cost_tokens(self) -> int:
         return self.num_uncached_tokens + self.num_sequences * self.num_output_tokens
 
+    def with_cached(self, num_cached_tokens: int) -> Need:
+        """The same where so many of its prompt's tokens are cached."""
+        return self._replace(num_uncached_tokens=max(1, self.num_prompt_tokens - num_cached_tokens))
+
     def num_blocks(self, block_size: int) -> int:
         """Sequences share the prompt's blocks, each has its own of the output."""
         num_prompt_blocks = -(-self.num_uncached_tokens // block_size)

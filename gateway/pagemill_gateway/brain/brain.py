@@ -14,16 +14,17 @@ from functools import partial
 from typing import NamedTuple
 
 from pagemill_gateway.admission.reservations import Need
-from pagemill_gateway.brain.interface import MAX_REROUTES, NOBODY, NOT_READY, Choice, Claim, FailureKind, Target
+from pagemill_gateway.brain.interface import MAX_REROUTES, NOBODY, NOT_READY, Ask, Choice, Claim, FailureKind, Target
 from pagemill_gateway.brain.load import DeploymentLoad, measure_load
 from pagemill_gateway.brain.news import News
 from pagemill_gateway.brain.outage import Outage
+from pagemill_gateway.brain.placement import Placed, Placement
 from pagemill_gateway.brain.queues import Queues
 from pagemill_gateway.brain.registry import Deployment, EndpointRecord, Registry
 from pagemill_gateway.brain.room import has_room
+from pagemill_gateway.brain.schemes import common_scheme
 from pagemill_gateway.config import GatewayConfig
-from pagemill_gateway.routing.least_inflight import LeastInFlight
-from pagemill_gateway.routing.policy import Candidate, Policy, RequestView
+from pagemill_gateway.routing.policies import Policies
 from pagemill_protocol.catalog import Catalog, QueueLimits
 from pagemill_protocol.errors import PagemillError, model_not_found, unavailable
 from pagemill_protocol.state import StateFrame
@@ -47,13 +48,13 @@ class LocalBrain:
         self,
         config: GatewayConfig,
         *,
-        policy: Policy | None = None,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
-        self._policy = policy or LeastInFlight()
         self._clock = clock
         self._rng = rng or random.Random()
+        self._policies = Policies(config.routing_policy, config.routing_session_ms)
+        self.placement = Placement(self._rng, config.decision_log_size)
         self._num_decisions = 0
         self._open: dict[int, _Sent] = {}
         self._outage_wait_s = config.outage_wait_s
@@ -72,8 +73,11 @@ class LocalBrain:
     # What discovery feeds.
 
     def apply_catalog(self, catalog: Catalog) -> None:
-        before = set(self.registry.deployments)
+        known, before = self.registry.endpoints, set(self.registry.deployments)
         self.registry.apply(catalog, self._clock())
+        for endpoint_id, record in known.items():
+            if self.registry.endpoints.get(endpoint_id) is not record:
+                self.placement.forget(endpoint_id)
         self._announce()
         self.queues.forget(before - self.registry.deployments.keys())
 
@@ -86,6 +90,7 @@ class LocalBrain:
         was_connected, was_usable = record.reports.connected, record.usable
         record.reports.accept(frame, record.reserved.num_sequences, now)
         record.reserved.reported()
+        self.placement.observe(record, frame, now)
         record.unreachable = False
         if frame.snapshot and not frame.draining:
             record.let_go = record.acknowledged = False
@@ -174,6 +179,8 @@ class LocalBrain:
             max_model_len=min(lengths),
             chat_template=deployment.model.chat_template,
             prefix_scope=deployment.model.prefix_scope,
+            scheme=common_scheme(usable),
+            session_header=deployment.model.session_header.lower(),
         )
 
     async def find(self, model: str, claim: Claim = NOBODY) -> Target:
@@ -193,13 +200,11 @@ class LocalBrain:
         )
         return target._replace(queued_s=queued_s)
 
-    async def choose(
-        self, target: Target, tried: frozenset[str], num_prompt_tokens: int, *, claim: Claim = NOBODY
-    ) -> Choice:
-        key = target.deployment
+    async def choose(self, target: Target, tried: frozenset[str], ask: Ask, *, claim: Claim = NOBODY) -> Choice:
+        key, num_prompt_tokens = target.deployment, ask.num_prompt_tokens
         num_output_tokens = self._num_output_tokens(target, num_prompt_tokens, claim)
         need = Need(num_prompt_tokens, num_prompt_tokens, num_output_tokens, claim.num_sequences, claim.max_tokens)
-        wish: Callable[[], Choice | None] = partial(self._place, target, tried, need, claim, Outage())
+        wish: Callable[[], Choice | None] = partial(self._place, target, tried, ask, need, claim, Outage())
         if claim.num_refusals <= MAX_REROUTES and self.queues.is_empty(key):
             choice = wish()
             if choice is not None:
@@ -225,21 +230,22 @@ class LocalBrain:
         sent = self._open.get(choice.decision)
         if sent is not None:
             sent.record.ejection.succeeded()
+            self.placement.computed(choice.decision, sent.record, self._clock())
 
     def alive(self, choice: Choice) -> bool:
         sent = self._open.get(choice.decision)
         return sent is not None and sent.record.reports.fresh(self._clock())
 
-    def finished(self, choice: Choice, num_completion_tokens: int | None = None) -> None:
-        sent = self._release(choice)
+    def finished(self, choice: Choice, num_output_tokens: int | None = None) -> None:
+        sent = self._release(choice, failed=False)
         if sent is None:
             return
-        if num_completion_tokens is not None:
-            self._learn(sent, num_completion_tokens)
+        if num_output_tokens is not None:
+            self._learn(sent, num_output_tokens)
         self.queues.pump(sent.record.deployment)
 
     def failed(self, choice: Choice, kind: FailureKind) -> None:
-        sent = self._release(choice)
+        sent = self._release(choice, failed=kind != "request")
         if sent is None:
             return
         record, now = sent.record, self._clock()
@@ -302,7 +308,9 @@ class LocalBrain:
     def _give_back(self, choice: Choice) -> None:
         self.finished(choice)
 
-    def _place(self, target: Target, tried: frozenset[str], need: Need, claim: Claim, outage: Outage) -> Choice | None:
+    def _place(
+        self, target: Target, tried: frozenset[str], ask: Ask, need: Need, claim: Claim, outage: Outage
+    ) -> Choice | None:
         """Decide and account; None while there is no room, or no engine but one is expected."""
         now = self._clock()
         deployment, usable = self._usable_for(target)
@@ -313,34 +321,28 @@ class LocalBrain:
         if not usable:
             return None
         outage.ended()
-        records = {record.endpoint.id: record for record in _best_pool(usable, tried, now)}
-        candidates = [
-            Candidate(endpoint_id, record.in_flight, record.load_elsewhere(now), record.last_chosen)
-            for endpoint_id, record in records.items()
-        ]
-        request = RequestView(need.num_prompt_tokens)
-        chosen = self._policy.choose(request, candidates)
-        if not has_room(records[chosen.endpoint_id], need, now):
-            candidates = [each for each in candidates if has_room(records[each.endpoint_id], need, now)]
-            if not candidates:
-                return None
-            chosen = self._policy.choose(request, candidates)
-        return self._account(records[chosen.endpoint_id], deployment.model.engine_token, need, claim, now)
+
+        def fits(record: EndpointRecord, num_cached_tokens: int) -> bool:
+            return has_room(record, need.with_cached(num_cached_tokens), now)
+
+        number, policy = self._num_decisions + 1, self._policies.named(deployment.model.routing_policy)
+        placed = self.placement.place(number, ask, policy, deployment, _best_pool(usable, tried, now), fits, now)
+        return self._account(placed, deployment, ask, need, claim, now) if placed is not None else None
 
     def _num_output_tokens(self, target: Target, num_prompt_tokens: int, claim: Claim) -> int:
         """Of each sequence, as learned from the deployment's answers and within its context."""
         deployment = self.registry.deployments.get(target.deployment)
         if deployment is None:
             return 1
-        return max(1, min(deployment.outputs.expect(claim.max_tokens), target.max_model_len - num_prompt_tokens))
+        return max(1, min(deployment.output_tokens.expect(claim.max_tokens), target.max_model_len - num_prompt_tokens))
 
-    def _learn(self, sent: _Sent, num_completion_tokens: int) -> None:
+    def _learn(self, sent: _Sent, num_output_tokens: int) -> None:
         deployment = self.registry.deployments.get(sent.record.deployment)
         if deployment is None:
             return
         need = sent.need
-        deployment.outputs.ended(num_completion_tokens / need.num_sequences, need.max_tokens)
-        surplus = num_completion_tokens - need.num_sequences * need.num_output_tokens
+        deployment.output_tokens.ended(num_output_tokens / need.num_sequences, need.max_tokens)
+        surplus = num_output_tokens - need.num_sequences * need.num_output_tokens
         self.queues.settle(deployment.key, sent.key, sent.priority, surplus)
 
     def _limits(self, key: str) -> QueueLimits:
@@ -372,24 +374,37 @@ class LocalBrain:
             return 0.0
         return max(0.0, deployment.last_served_at + self._outage_wait_s - self._clock())
 
-    def _account(self, record: EndpointRecord, token: str, need: Need, claim: Claim, now: float) -> Choice:
-        self._num_decisions += 1
-        decision = self._num_decisions
-        record.fullness.chosen(record.in_flight, now)
-        record.in_flight += 1
-        record.last_chosen = decision
+    def _account(
+        self, placed: Placed, deployment: Deployment, ask: Ask, need: Need, claim: Claim, now: float
+    ) -> Choice:
+        self._num_decisions = decision = placed.number
+        record, candidate = placed.record, placed.candidate
+        need = need.with_cached(candidate.num_cached_tokens)
+        record.fullness.chosen(candidate.in_flight, now)
         record.ejection.chosen(decision, now)
         record.reserved.reserve(decision, need, record.block_size)
         self._open[decision] = _Sent(record, need, claim.key, claim.priority)
-        return Choice(decision, record.endpoint.id, record.endpoint.data_url, token)
+        return Choice(
+            decision=decision,
+            endpoint_id=record.endpoint.id,
+            data_url=record.endpoint.data_url,
+            token=deployment.model.engine_token,
+            policy=placed.policy,
+            believed=candidate.believed,
+            predicted_cached_tokens=candidate.num_cached_tokens,
+            granule_tokens=ask.granule_tokens,
+            predicted_ttft_ms=placed.predicted_ttft_ms,
+        )
 
-    def _release(self, choice: Choice) -> _Sent | None:
+    def _release(self, choice: Choice, *, failed: bool) -> _Sent | None:
         sent = self._open.pop(choice.decision, None)
         if sent is None:
             return None
-        sent.record.in_flight -= 1
-        sent.record.ejection.released(choice.decision)
-        sent.record.reserved.release(choice.decision)
+        record = sent.record
+        record.in_flight -= 1
+        record.ejection.released(choice.decision)
+        record.reserved.release(choice.decision)
+        self.placement.ended(choice.decision, record, self._clock(), failed=failed)
         return sent
 
     def _share(self, deployments: list[Deployment]) -> Deployment | None:

@@ -46,6 +46,32 @@ NOBODY = Claim()
 """Somebody without a key, who has just come."""
 
 
+class HashScheme(NamedTuple):
+    """What the block hashes of a deployment's engines depend on, besides token ids and salt."""
+
+    weights_digest: str
+    kv_dtype: str
+    block_size: int
+    granule_blocks: int
+
+    @property
+    def granule_tokens(self) -> int:
+        return self.block_size * self.granule_blocks
+
+
+class Ask(NamedTuple):
+    """What routing may know of one engine request. No text and no token of it."""
+
+    num_prompt_tokens: int
+    granules: tuple[bytes, ...] = ()
+    """Hashes of the prompt's full granules under the target's scheme and the caller's salt."""
+    granule_tokens: int = 0
+    prompt_key: bytes = b""
+    """Hash of the prompt's first characters."""
+    session: bytes = b""
+    """Hash of the session that the client named; empty: none."""
+
+
 class Target(NamedTuple):
     """The deployment a request was given to, with what is needed to prepare the request for its engines."""
 
@@ -58,6 +84,9 @@ class Target(NamedTuple):
     max_model_len: int
     chat_template: str | None
     prefix_scope: str
+    scheme: HashScheme
+    session_header: str = ""
+    """Lower case; empty: the deployment has none."""
     queued_s: float = 0.0
     """How long the question had to wait for an answer."""
 
@@ -69,6 +98,14 @@ class Choice(NamedTuple):
     endpoint_id: str
     data_url: str
     token: str
+    policy: str = ""
+    believed: bool = False
+    """The endpoint's own report was weighed, not just our counts."""
+    predicted_cached_tokens: int = 0
+    granule_tokens: int = 0
+    """What the engine finds beyond the prediction and below this much more, no report could have told."""
+    predicted_ttft_ms: float | None = None
+    """From the decision to the first token; `None`: the policy did not predict any."""
     queued_s: float = 0.0
     """How long the request waited for room; 0: it did not."""
 
@@ -85,9 +122,7 @@ class Brain(Protocol):
         """As `resolve`, but waits in the deployment's queue for an engine that is expected to come (back)."""
         ...
 
-    async def choose(
-        self, target: Target, tried: frozenset[str], num_prompt_tokens: int, *, claim: Claim = NOBODY
-    ) -> Choice:
+    async def choose(self, target: Target, tried: frozenset[str], ask: Ask, *, claim: Claim = NOBODY) -> Choice:
         """An endpoint with room, preferring those not in `tried`; waits in the deployment's queue until there is one.
 
         Raises `PagemillError`: 503 when there is no engine at all or the wait was too long, 429 when the queue is full.
@@ -106,10 +141,10 @@ class Brain(Protocol):
         """Whether the engine still reports its state: it is busy then, not gone, however long it says nothing."""
         ...
 
-    def finished(self, choice: Choice, num_completion_tokens: int | None = None) -> None:
+    def finished(self, choice: Choice, num_output_tokens: int | None = None) -> None:
         """The request left the endpoint, for whatever reason that is no fault of the endpoint's.
 
-        `num_completion_tokens`: of all its sequences, when the answer came to its own end.
+        `num_output_tokens`: of all sequences of an answer that came to its end.
         """
         ...
 

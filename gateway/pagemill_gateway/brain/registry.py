@@ -7,9 +7,12 @@ from dataclasses import dataclass, field
 from pagemill_gateway.admission.fullness import Fullness
 from pagemill_gateway.admission.output_tokens import OutputTokens
 from pagemill_gateway.admission.reservations import Reservations
+from pagemill_gateway.brain.dispatches import Dispatches
 from pagemill_gateway.brain.ejection import Ejection
 from pagemill_gateway.brain.reports import Reports
+from pagemill_gateway.routing.policy import PodReport
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
+from pagemill_protocol.state import StepTimeParams
 
 
 @dataclass(slots=True)
@@ -22,6 +25,11 @@ class EndpointRecord:
     ejection: Ejection
     in_flight: int = 0
     last_chosen: int = 0
+    dispatches: Dispatches = field(default_factory=Dispatches)
+    pod_report: PodReport | None = None
+    """Its latest frame as routing reads it; `None` before the first one."""
+    step_time_params: StepTimeParams | None = None
+    """Those that the report's model was made from."""
     reserved: Reservations = field(default_factory=Reservations)
     """What was sent there, in blocks and sequences."""
     fullness: Fullness = field(default_factory=Fullness)
@@ -90,6 +98,7 @@ class Deployment:
     outputs: OutputTokens = field(default_factory=OutputTokens)
     last_served_at: float | None = None
     """When an endpoint last reported and would take requests, or its platform began to call one ready."""
+    output_tokens: OutputTokens = field(default_factory=OutputTokens)
 
     @property
     def key(self) -> str:
@@ -120,7 +129,7 @@ class Registry:
             deployment = Deployment(model)
             before = known_deployments.get(deployment.key)
             if before is not None:
-                deployment.last_served_at, deployment.outputs = before.last_served_at, before.outputs
+                deployment.last_served_at, deployment.output_tokens = before.last_served_at, before.output_tokens
             self.deployments[deployment.key] = deployment
             for endpoint in model.endpoints:
                 if endpoint.probed_ready and not _was_probed_ready(known.get(endpoint.id)):

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from pagemill_gateway.brain.interface import Target
+from pagemill_gateway.brain.interface import Ask
+from pagemill_gateway.relay.preparation import Prepared
 from pagemill_gateway.relay.record import RequestRecord
 from pagemill_gateway.relay.relay import Relay
 from pagemill_gateway.relay.sinks import BodySink, Sink, StreamSink, Write
@@ -21,12 +22,11 @@ MAX_CONCURRENT_PROMPTS = 64
 """Of one client request; more wait for the first ones to finish."""
 
 
-async def stream(
-    relay: Relay, target: Target, requests: Sequence[GenerateRequest], write: Write, record: RequestRecord
-) -> None:
+async def stream(relay: Relay, prepared: Prepared, write: Write, record: RequestRecord) -> None:
     """Write the whole answer as SSE events. Raises as `Relay.run`."""
+    requests = prepared.requests
     if len(requests) == 1:
-        record.add_usage(await relay.run(target, requests[0], StreamSink(write), record))
+        record.add_usage(await relay.run(prepared.target, requests[0], prepared.asks[0], StreamSink(write), record))
         return
     turn = asyncio.Lock()
 
@@ -35,7 +35,7 @@ async def stream(
             await write(data)
 
     sinks = [StreamSink(write_in_turn, closes=False) for _ in requests]
-    await _run_all(relay, target, requests, sinks, record)
+    await _run_all(relay, prepared, sinks, record)
     closing = render.SSE_DONE
     if requests[0].include_usage:
         head = render.head(requests[0])
@@ -43,33 +43,28 @@ async def stream(
     await write(closing)
 
 
-async def collect(relay: Relay, target: Target, requests: Sequence[GenerateRequest], record: RequestRecord) -> bytes:
+async def collect(relay: Relay, prepared: Prepared, record: RequestRecord) -> bytes:
     """The whole answer as one JSON body. Raises `PagemillError`."""
-    sinks = [BodySink() for _ in requests]
-    if len(requests) == 1:
-        record.add_usage(await relay.run(target, requests[0], sinks[0], record))
+    sinks = [BodySink() for _ in prepared.requests]
+    if len(sinks) == 1:
+        record.add_usage(await relay.run(prepared.target, prepared.requests[0], prepared.asks[0], sinks[0], record))
         return sinks[0].body
-    await _run_all(relay, target, requests, sinks, record)
+    await _run_all(relay, prepared, sinks, record)
     return await asyncio.to_thread(render.merge_completion_bodies, [sink.body for sink in sinks])
 
 
-async def _run_all(
-    relay: Relay,
-    target: Target,
-    requests: Sequence[GenerateRequest],
-    sinks: Sequence[Sink],
-    record: RequestRecord,
-) -> None:
+async def _run_all(relay: Relay, prepared: Prepared, sinks: Sequence[Sink], record: RequestRecord) -> None:
     """All requests, or the first error; the others are aborted then."""
     places = asyncio.Semaphore(MAX_CONCURRENT_PROMPTS)
 
-    async def run_one(request: GenerateRequest, sink: Sink) -> Usage:
+    async def run_one(request: GenerateRequest, ask: Ask, sink: Sink) -> Usage:
         async with places:
-            return await relay.run(target, request, sink, record)
+            return await relay.run(prepared.target, request, ask, sink, record)
 
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(run_one(*pair)) for pair in zip(requests, sinks, strict=True)]
+            jobs = zip(prepared.requests, prepared.asks, sinks, strict=True)
+            tasks = [group.create_task(run_one(*job)) for job in jobs]
     except BaseExceptionGroup as errors:
         # The group holds what made it fail first and what the others met while they were being cancelled.
         raise errors.exceptions[0] from None

@@ -1,7 +1,8 @@
-"""From a client's body to engine requests: parsed, given to a deployment, rendered, tokenized.
+"""From a client's body to engine requests: parsed, given to a deployment, rendered, tokenized, hashed.
 
-Rendering waits for a template process and tokenizing a long prompt takes milliseconds, so both happen in threads; a
-short completion prompt is cheaper to tokenize than to hand over. The request id, the time and the seed are given here.
+Rendering waits for a template process, and tokenizing and hashing a long prompt take milliseconds, so all happen in
+threads; a short completion prompt is cheaper to tokenize than to hand over. The request id, the time and the seed are
+given here.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from typing import NamedTuple, TypeVar
 import msgspec
 from pydantic import BaseModel
 
-from pagemill_gateway.brain.interface import Brain, Claim, Target
+from pagemill_gateway.brain.interface import Ask, Brain, Claim, Target
 from pagemill_gateway.discovery.bundles import BundleError, Bundles
 from pagemill_gateway.limits.scope import cache_salt
+from pagemill_gateway.relay.asks import HeaderOf, make_ask, prompt_keys, session_key
 from pagemill_gateway.relay.keep_alive import KeepAlive, Write
+from pagemill_gateway.relay.prompt_hashes import PromptHashes
 from pagemill_protocol.errors import unavailable
 from pagemill_protocol.generate import Dialect, GenerateRequest
 from pagemill_protocol.openai.parse import parse_body
@@ -37,14 +40,17 @@ class Prepared(NamedTuple):
     target: Target
     requests: list[GenerateRequest]
     """One per prompt, all of the same client request."""
+    asks: list[Ask]
+    """What routing may know of each."""
     stream: bool
 
 
 class Preparation:
-    def __init__(self, brain: Brain, bundles: Bundles, keep_alive: KeepAlive) -> None:
+    def __init__(self, brain: Brain, bundles: Bundles, keep_alive: KeepAlive, max_granules: int) -> None:
         self._brain = brain
         self._keep_alive = keep_alive
         self._bundles = bundles
+        self.hashes = PromptHashes(max_granules)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="prepare")
 
     def close(self) -> None:
@@ -62,23 +68,27 @@ class Preparation:
         except BundleError as error:
             raise unavailable(f"The model's tokenizer cannot be used: {error}", code="model_not_ready") from error
 
-    async def prepare(self, raw: bytes, dialect: Dialect, key_hash: str | None, claim: Claim, write: Write) -> Prepared:
+    async def prepare(
+        self, raw: bytes, dialect: Dialect, key_hash: str | None, header_of: HeaderOf, claim: Claim, write: Write
+    ) -> Prepared:
         """Everything the engines need. Raises `PagemillError` for a body nobody can serve.
 
         `write`: for comments, when the client streams and has to wait for an engine.
         """
         if dialect == "chat":
             chat = await self.parse(raw, ChatCompletionRequest)
-            return await self._chat(chat, await self._find(chat, claim, write), key_hash)
+            return await self._chat(chat, await self._find(chat, claim, write), key_hash, header_of)
         body = await self.parse(raw, CompletionRequest)
-        return await self._completions(body, await self._find(body, claim, write), len(raw), key_hash)
+        return await self._completions(body, await self._find(body, claim, write), len(raw), key_hash, header_of)
 
     async def _find(self, body: ChatCompletionRequest | CompletionRequest, claim: Claim, write: Write) -> Target:
         question = self._brain.find(body.model, claim._replace(priority=body.priority))
         return await self._keep_alive.during(question, write if body.stream else None)
 
-    async def _chat(self, body: ChatCompletionRequest, target: Target, key_hash: str | None) -> Prepared:
-        job = partial(
+    async def _chat(
+        self, body: ChatCompletionRequest, target: Target, key_hash: str | None, header_of: HeaderOf
+    ) -> Prepared:
+        prepare = partial(
             prepare_chat,
             body,
             await self.tokenizer(target),
@@ -88,11 +98,17 @@ class Preparation:
             cache_salt=cache_salt(target.prefix_scope, target.deployment, key_hash),
             seed=_new_seed(),
         )
-        request = await asyncio.get_running_loop().run_in_executor(self._threads, job)
-        return Prepared(target, [request], body.stream)
+        keys, session = prompt_keys(body), session_key(target, key_hash, header_of)
 
-    async def _completions(self, body: CompletionRequest, target: Target, size: int, key_hash: str | None) -> Prepared:
-        job = partial(
+        def job() -> Prepared:
+            return self._prepared(target, [prepare()], keys, session)
+
+        return await asyncio.get_running_loop().run_in_executor(self._threads, job)
+
+    async def _completions(
+        self, body: CompletionRequest, target: Target, size: int, key_hash: str | None, header_of: HeaderOf
+    ) -> Prepared:
+        prepare = partial(
             prepare_completions,
             body,
             await self.tokenizer(target),
@@ -101,11 +117,20 @@ class Preparation:
             created_unix_s=int(time.time()),
             cache_salt=cache_salt(target.prefix_scope, target.deployment, key_hash),
         )
+        keys, session = prompt_keys(body), session_key(target, key_hash, header_of)
+
+        def job() -> Prepared:
+            return self._prepared(target, [_seeded(request) for request in prepare()], keys, session)
+
         if size <= INLINE_BODY_BYTES:
-            requests = job()
-        else:
-            requests = await asyncio.get_running_loop().run_in_executor(self._threads, job)
-        return Prepared(target, [_seeded(request) for request in requests], body.stream)
+            return job()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, job)
+
+    def _prepared(self, target: Target, requests: list[GenerateRequest], keys: list[bytes], session: bytes) -> Prepared:
+        asks = [
+            make_ask(request, target, self.hashes, key, session) for request, key in zip(requests, keys, strict=True)
+        ]
+        return Prepared(target, requests, asks, requests[0].stream)
 
 
 def _seeded(request: GenerateRequest) -> GenerateRequest:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pagemill_gateway.brain.interface import NOBODY, Claim, Target
+from pagemill_gateway.brain.interface import NOBODY, Choice, Claim, Target
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import FinishReason, FrameMeta, GenerateRequest, Usage
 
@@ -29,6 +29,8 @@ class RequestRecord:
     prompt_tokens: int = 0
     endpoints: list[str] = field(default_factory=list)
     """Asked, in order; several for several attempts or prompts."""
+    route_header: str = ""
+    """Where the latest attempt went and why, for the client's `x-pagemill-route`."""
     num_retries: int = 0
     queued_s: float = 0.0
     """Time in queues; of several prompts, of the one that waited longest."""
@@ -50,6 +52,10 @@ class RequestRecord:
         self.prepare_s = self.duration_s() - target.queued_s
         if len(requests) > 1:
             self.claim = self.claim._replace(num_bytes=self.claim.num_bytes // len(requests))
+
+    def chosen(self, choice: Choice) -> None:
+        self.endpoints.append(choice.endpoint_id)
+        self.route_header = f"{choice.policy}; {choice.endpoint_id}; cached={choice.predicted_cached_tokens}"
 
     def failed(self, error: PagemillError) -> None:
         self.error_code = error.code or error.type

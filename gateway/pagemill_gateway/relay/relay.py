@@ -15,7 +15,7 @@ from functools import partial
 import msgspec
 
 from pagemill_gateway.admission.attempts import Attempts
-from pagemill_gateway.brain.interface import NOT_READY, Brain, Choice, Target
+from pagemill_gateway.brain.interface import NOT_READY, Ask, Brain, Choice, Target
 from pagemill_gateway.metrics import GatewayMetrics
 from pagemill_gateway.relay.keep_alive import KeepAlive
 from pagemill_gateway.relay.record import RequestRecord
@@ -50,19 +50,19 @@ class Relay:
         self._keep_alive = keep_alive
         self._max_attempts = max_attempts
 
-    async def run(self, target: Target, request: GenerateRequest, sink: Sink, record: RequestRecord) -> Usage:
+    async def run(self, target: Target, request: GenerateRequest, ask: Ask, sink: Sink, record: RequestRecord) -> Usage:
         """The whole answer into `sink`; returns its usage.
 
         Raises `PagemillError` when the client has seen nothing of it, `AnswerBroken` when it has.
         """
         attempts = Attempts(self._max_attempts)
         while True:
-            choice = await self._choose(target, attempts, request, sink, record)
+            choice = await self._choose(target, attempts, request, ask, sink, record)
             try:
                 if pause_s := attempts.pause_s(choice.endpoint_id):
                     await asyncio.sleep(pause_s)
                 attempts.chose(choice.endpoint_id)
-                record.endpoints.append(choice.endpoint_id)
+                record.chosen(choice)
                 usage = await self._attempt(choice, attempts.count, request, sink, record)
             except UpstreamFailure as failure:
                 self._brain.failed(choice, failure.kind)
@@ -87,11 +87,12 @@ class Relay:
                 raise
             else:
                 self._brain.finished(choice, usage.completion_tokens)
+                self._metrics.cached(record.model, choice, usage.cached_tokens)
                 self._metrics.attempt(record.model, choice.endpoint_id, "served")
                 return usage
 
     async def _choose(
-        self, target: Target, attempts: Attempts, request: GenerateRequest, sink: Sink, record: RequestRecord
+        self, target: Target, attempts: Attempts, request: GenerateRequest, ask: Ask, sink: Sink, record: RequestRecord
     ) -> Choice:
         asked_at = time.perf_counter()
         claim = record.claim._replace(
@@ -102,12 +103,12 @@ class Relay:
             num_refusals=attempts.num_refusals,
             paid=attempts.count > 0,
         )
-        question = self._brain.choose(target, attempts.tried, len(request.prompt_token_ids), claim=claim)
+        question = self._brain.choose(target, attempts.tried, ask, claim=claim)
         try:
             choice = await self._keep_alive.during(question, sink.comment)
         except PagemillError as error:
             raise (attempts.verdict() if attempts.num_counted and error.code == NOT_READY else error) from error
-        self._metrics.routed(target.model, time.perf_counter() - asked_at - choice.queued_s)
+        self._metrics.routed(target.model, choice, time.perf_counter() - asked_at - choice.queued_s)
         if choice.queued_s:
             attempts.queued(choice.queued_s)
             self._metrics.queued(target.model, choice.queued_s)
@@ -118,10 +119,13 @@ class Relay:
         self, choice: Choice, attempt: int, request: GenerateRequest, sink: Sink, record: RequestRecord
     ) -> Usage:
         is_alive = partial(self._brain.alive, choice)
+        sent_at = time.perf_counter()
         async with self._upstream.generate(choice, _encode(request, attempt), record.request_id, is_alive) as stream:
             self._brain.accepted(choice)
             frames = await stream.read()
             self._brain.started(choice)
+            if request.stream:
+                self._metrics.first_token(record.model, choice, time.perf_counter() - sent_at)
             while frames:
                 usage = await _pass_on(frames, request, sink, record)
                 if usage is not None:

@@ -7,6 +7,7 @@ its request id, which the door has checked.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 
 import orjson
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -20,6 +21,8 @@ logger = logging.getLogger("pagemill.gateway.access")
 ROUTES = frozenset(
     {"/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize", "/version", "/metrics"}
 )
+ROUTE_HEADER = b"x-pagemill-route"
+"""On every answer that an engine was asked for: policy; endpoint; predicted cached tokens."""
 PROBES = frozenset({"/health", "/livez", "/readyz", "/metrics", "/version"})
 """Asked every few seconds by machines: logged only when they fail."""
 
@@ -47,8 +50,7 @@ class AccessLog:
         async def send_noted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                if self._gateway.draining:
-                    message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+                message = {**message, "headers": [*message.get("headers", ()), *self._added_headers(record)]}
             await send(message)
 
         try:
@@ -59,6 +61,12 @@ class AccessLog:
             self._gateway.metrics.finished(record)
             if record.route not in PROBES or record.status >= 400:
                 logger.info(_line(record, scope["method"]))
+
+    def _added_headers(self, record: RequestRecord) -> Iterator[tuple[bytes, bytes]]:
+        if record.route_header:
+            yield ROUTE_HEADER, record.route_header.encode("ascii", "replace")
+        if self._gateway.draining:
+            yield b"connection", b"close"
 
 
 def _route(path: str) -> str:

@@ -1,4 +1,6 @@
-"""The control port: `PUT /catalog` replaces what is served, `/status` and `/internal/load` show what is seen."""
+"""The control port: `PUT /catalog` replaces what is served; `/status`, `/internal/load` and `/debug/decisions` show
+what is seen and what was made of it.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,10 @@ from pagemill_gateway.brain.registry import Deployment, EndpointRecord
 from pagemill_gateway.core import Gateway
 from pagemill_gateway.discovery.catalog import decode_catalog
 from pagemill_gateway.routes.load import LoadStream
-from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.errors import PagemillError, invalid_field
 from pagemill_protocol.http.door import read_body, require_internal
+
+DEFAULT_DECISIONS = 20
 
 
 class ControlRoutes:
@@ -52,6 +56,13 @@ class ControlRoutes:
             }
         )
 
+    async def decisions(self, request: Request) -> Response:
+        """The latest routing decisions, newest first: who was in question, what each would cost, who was chosen."""
+        text = request.query_params.get("limit", str(DEFAULT_DECISIONS))
+        if not (text.isascii() and text.isdigit() and len(text) < 7):
+            raise invalid_field("limit", f"limit must be a whole number of decisions, got {text[:40]!r}.")
+        return JSONResponse({"decisions": self._gateway.brain.placement.decisions.latest(int(text))})
+
     def _model(self, deployment: Deployment) -> dict[str, Any]:
         model = deployment.model
         return {
@@ -78,6 +89,7 @@ class ControlRoutes:
             "state_age_s": round(age_s, 3) if age_s is not None else None,
             "state_gaps": record.reports.num_gaps,
             "in_flight": record.in_flight,
+            "unreported_requests": record.dispatches.num_unreported,
             "reserved_blocks": record.reserved.num_blocks,
             "in_flight_elsewhere": brain.load_elsewhere(record),
             "failures": record.ejection.num_failures,

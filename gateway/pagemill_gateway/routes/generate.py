@@ -10,12 +10,14 @@ from __future__ import annotations
 import logging
 import math
 import time
+from functools import partial
 
 from starlette.types import Receive, Scope, Send
 
 from pagemill_gateway.brain.interface import Claim
 from pagemill_gateway.core import Gateway
 from pagemill_gateway.relay import answers
+from pagemill_gateway.relay.asks import HeaderOf
 from pagemill_gateway.relay.record import RequestRecord
 from pagemill_gateway.relay.relay import AnswerBroken
 from pagemill_gateway.routes.access import record_of
@@ -45,20 +47,27 @@ class GenerateRoute:
         check_json_content_type(scope)
         with gateway.gate.enter() as place:
             raw = await read_counted(scope, receive, place, gateway.config.max_body_bytes)
+            header_of = partial(_header, scope)
             client = Client(send, gateway.config.slow_client_timeout_s)
-            stayed = await while_connected(self._serve(raw, key_hash, timeout_s, client, record), receive)
+            stayed = await while_connected(self._serve(raw, key_hash, header_of, timeout_s, client, record), receive)
         if not stayed:
             record.status = CLIENT_CLOSED
 
     async def _serve(
-        self, raw: bytes, key_hash: str | None, timeout_s: float | None, client: Client, record: RequestRecord
+        self,
+        raw: bytes,
+        key_hash: str | None,
+        header_of: HeaderOf,
+        timeout_s: float | None,
+        client: Client,
+        record: RequestRecord,
     ) -> None:
         """Answer, or tell the client why not. Raises nothing."""
         try:
             try:
                 record.claim = _claim(raw, key_hash, timeout_s, record)
                 async with self._gateway.running.limited(timeout_s):
-                    await self._answer(raw, key_hash, client, record)
+                    await self._answer(raw, key_hash, header_of, client, record)
             except AnswerBroken as broken:
                 record.failed(broken.error)
                 await (client.end() if broken.told else client.fail(broken.error))
@@ -73,17 +82,25 @@ class GenerateRoute:
             record.failed(internal_error())
             await client.fail(internal_error())
 
-    async def _answer(self, raw: bytes, key_hash: str | None, client: Client, record: RequestRecord) -> None:
+    async def _answer(
+        self, raw: bytes, key_hash: str | None, header_of: HeaderOf, client: Client, record: RequestRecord
+    ) -> None:
         gateway = self._gateway
-        prepared = await gateway.preparation.prepare(raw, self._dialect, key_hash, record.claim, client.write)
+        prepared = await gateway.preparation.prepare(
+            raw, self._dialect, key_hash, header_of, record.claim, client.write
+        )
         record.served_by(prepared.target, prepared.requests)
         gateway.metrics.prepared(record)
         if prepared.stream:
-            await answers.stream(gateway.relay, prepared.target, prepared.requests, client.write, record)
+            await answers.stream(gateway.relay, prepared, client.write, record)
             await client.end()
             return
-        body = await answers.collect(gateway.relay, prepared.target, prepared.requests, record)
+        body = await answers.collect(gateway.relay, prepared, record)
         await client.send_json(body)
+
+
+def _header(scope: Scope, name: str) -> str | None:
+    return header(scope, name.encode())
 
 
 def _claim(raw: bytes, key_hash: str | None, timeout_s: float | None, record: RequestRecord) -> Claim:

@@ -1,14 +1,39 @@
 """The seam of routing: what a policy sees and what it returns.
 
 A policy is a pure choice among candidates that the brain already found usable (not terminating, not draining, not
-ejected, not tried before). It keeps no state between calls: everything it may weigh is in the arguments, so a decision
-can be repeated from its record. It does not account for its choice; `pagemill_gateway.brain` does, at once.
+ejected, not tried before). It keeps nothing that a decision depends on: everything it may weigh is in the arguments,
+chance included, so a decision can be repeated from its record. It does not account for its choice;
+`pagemill_gateway.brain` does, at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
+
+from pagemill_gateway.routing.pace import Pace
+
+
+class PodReport(NamedTuple):
+    """What a pod last said of itself, as far as routing needs it."""
+
+    block_size: int
+    max_step_tokens: int
+    """Budget of one step; 0: not told."""
+    max_num_seqs: int
+    """Requests that may run at once; 0: not told."""
+    num_running: int
+    num_waiting: int
+    num_tokens_running: int
+    """Context tokens held by running requests."""
+    num_tokens_waiting: int
+    """Prompt tokens not yet computed."""
+    num_blocks_total: int
+    num_blocks_available: int
+    """Free, or evictable."""
+    num_blocks_active: int
+    pace: Pace | None
+    """`None`: it has not told how fast it is."""
 
 
 class Candidate(NamedTuple):
@@ -21,17 +46,58 @@ class Candidate(NamedTuple):
     """Requests on the endpoint that come from elsewhere, by its last report; 0 when the report is stale."""
     last_chosen: int
     """Number of the decision that chose it last; 0: never. Splits ties fairly."""
+    report: PodReport | None = None
+    """`None`: it has never said anything. Where it is not believed any more, the load in it is our own counts."""
+    believed: bool = False
+    """Its report is fresh."""
+    num_cached_tokens: int = 0
+    """Leading prompt tokens that its prefix cache has, or will have when it gets to this request."""
+    num_unreported: int = 0
+    """Our requests that its report does not count yet."""
+    num_unreported_tokens: int = 0
+    """Uncached prompt tokens of those."""
+    session: bool = False
+    """The request's session was here last."""
+
+    @property
+    def num_requests(self) -> int:
+        return self.in_flight + self.external
 
 
 class RequestView(NamedTuple):
     """What a policy may know of the request to place."""
 
     num_prompt_tokens: int = 0
+    num_output_tokens: float = 128.0
+    """Expected: the mean of the deployment's recent answers."""
+    prompt_key: bytes = b""
+    """Hash of the prompt's first characters, for policies that go by that."""
+    draw: float = 0.0
+    """A random number from [0, 1), new for every decision."""
+
+
+class Ruling(NamedTuple):
+    """A choice, and what it was made from: one row of terms a candidate, in order; the last column was compared."""
+
+    chosen: Candidate
+    why: str
+    columns: Sequence[str] = ()
+    rows: Sequence[Sequence[float]] = ()
+    largest_wins: bool = False
 
 
 class Policy(Protocol):
     name: str
 
-    def choose(self, request: RequestView, candidates: Sequence[Candidate]) -> Candidate:
+    def choose(self, request: RequestView, candidates: Sequence[Candidate]) -> Ruling:
         """The candidate to send `request` to. `candidates` is never empty."""
         ...
+
+
+def least_busy(candidates: Sequence[Candidate]) -> Candidate:
+    """The one with the fewest requests; ties go to the one that waited longest for its turn."""
+    return min(candidates, key=_busyness)
+
+
+def _busyness(candidate: Candidate) -> tuple[int, int]:
+    return candidate.in_flight + candidate.external, candidate.last_chosen

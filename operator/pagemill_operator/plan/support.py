@@ -144,12 +144,6 @@ def find_notes(spec: LLMDeploymentSpec, backend: Backend) -> Iterator[Problem]:
     """Fields without effect here."""
     if spec.engine.speculative:
         yield Problem("spec.engine.speculative", spec.engine.speculative.method, "not used in this version")
-    if spec.routing.session_header:
-        yield Problem("spec.routing.sessionHeader", spec.routing.session_header, "not used in this version")
-    # An API server writes the default into every object, so there `Auto` is nobody's wish.
-    if backend == "local" and spec.routing.policy != "LeastInFlight" and "policy" in spec.routing.model_fields_set:
-        message = "the gateway takes the replica with the fewest requests in this version, as LeastInFlight does"
-        yield Problem("spec.routing.policy", spec.routing.policy, message)
     if spec.autoscaling and spec.autoscaling.mode in UNUSED_AUTOSCALING:
         mode = spec.autoscaling.mode
         yield Problem("spec.autoscaling", mode, UNUSED_AUTOSCALING[mode])

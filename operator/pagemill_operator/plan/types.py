@@ -131,6 +131,8 @@ class Plan:
     queue: Queue | None = None
     """`None`: as gateways are set."""
     prefix_scope: str = "deployment"
+    routing_policy: str = "Auto"
+    session_header: str = ""
     chat_template: str | None = None
     cache: ModelCache | None = None
     credentials: SecretKey | None = None

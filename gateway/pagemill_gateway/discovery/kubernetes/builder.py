@@ -83,6 +83,8 @@ def _model(deployment: LLMDeployment, endpoints: list[Endpoint], keys: EngineKey
         aliases=spec.model.aliases,
         weight=DEFAULT_WEIGHT if spec.routing.weight is None else spec.routing.weight,
         engine_token=keys.sent(metadata.namespace, metadata.name) if keys is not None else "",
+        routing_policy=spec.routing.policy,
+        session_header=spec.routing.session_header or "",
         prefix_scope=spec.engine.prefix_caching.scope,
         chat_template=spec.model.chat_template,
         queue=_queue_limits(spec.routing.queue),

@@ -45,6 +45,8 @@ class Queue(Struct, frozen=True, kw_only=True):
 
 
 class Routing(Struct, frozen=True, kw_only=True):
+    policy: str = "Auto"
+    session_header: str | None = None
     weight: int | None = None
     queue: Queue | None = None
 

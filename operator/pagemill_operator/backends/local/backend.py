@@ -253,6 +253,8 @@ def _catalog_model(deployment: Deployment) -> CatalogModel:
         weight=100 if plan.weight is None else plan.weight,
         engine_token=deployment.token,
         prefix_scope=plan.prefix_scope,
+        routing_policy=plan.routing_policy,
+        session_header=plan.session_header,
         queue=QueueLimits(**asdict(plan.queue)) if plan.queue is not None else None,
         chat_template=plan.chat_template,
         endpoints=[endpoint for endpoint in endpoints if endpoint is not None],

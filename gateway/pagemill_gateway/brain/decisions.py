@@ -1,0 +1,83 @@
+"""The last decisions with everything they were made from, for people: why did this request go there?
+
+Kept as they were made and rendered only when somebody asks. No text and no token of any request is in here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from pagemill_gateway.routing.policy import Candidate, Ruling
+
+MAX_SHOWN_CANDIDATES = 16
+
+
+class Decision(NamedTuple):
+    number: int
+    unix_s: float
+    deployment: str
+    policy: str
+    num_prompt_tokens: int
+    candidates: Sequence[Candidate]
+    ruling: Ruling
+
+
+class DecisionLog:
+    def __init__(self, max_decisions: int) -> None:
+        self._decisions: deque[Decision] = deque(maxlen=max_decisions)
+
+    def note(
+        self,
+        number: int,
+        deployment: str,
+        policy: str,
+        num_prompt_tokens: int,
+        candidates: Sequence[Candidate],
+        ruling: Ruling,
+    ) -> None:
+        self._decisions.append(Decision(number, time.time(), deployment, policy, num_prompt_tokens, candidates, ruling))
+
+    def latest(self, limit: int) -> list[dict[str, Any]]:
+        """Newest first."""
+        chosen = list(self._decisions)[-limit:] if limit > 0 else []
+        return [_describe(decision) for decision in reversed(chosen)]
+
+
+def _describe(decision: Decision) -> dict[str, Any]:
+    ruling = decision.ruling
+    rows = [_describe_candidate(decision, index) for index in range(len(decision.candidates))]
+    rows.sort(key=lambda row: (not row["chosen"], -row["rank"]))
+    for row in rows:
+        del row["rank"]
+    return {
+        "decision": decision.number,
+        "unix_s": round(decision.unix_s, 3),
+        "deployment": decision.deployment,
+        "policy": decision.policy,
+        "prompt_tokens": decision.num_prompt_tokens,
+        "choice": ruling.chosen.endpoint_id,
+        "why": ruling.why,
+        "num_candidates": len(rows),
+        "candidates": rows[:MAX_SHOWN_CANDIDATES],
+    }
+
+
+def _describe_candidate(decision: Decision, index: int) -> dict[str, Any]:
+    candidate, ruling = decision.candidates[index], decision.ruling
+    terms = dict(zip(ruling.columns, ruling.rows[index], strict=True)) if ruling.rows else {}
+    # The last column is what is compared: of a cost the smallest is best, of a score the largest.
+    value = ruling.rows[index][-1] if ruling.rows else 0.0
+    return {
+        "endpoint": candidate.endpoint_id,
+        "chosen": candidate is ruling.chosen,
+        "state": "reported" if candidate.believed else "own_counts",
+        "in_flight": candidate.in_flight,
+        "elsewhere": candidate.external,
+        "cached_tokens": candidate.num_cached_tokens,
+        "session": candidate.session,
+        "terms": {name: round(term, 3) for name, term in terms.items()},
+        "rank": value if ruling.largest_wins else -value,
+    }

@@ -1,0 +1,70 @@
+"""What one pod has of our requests, and which of them its last report cannot know yet.
+
+A report names no request, so the count decides: when it speaks of fewer requests than are there (ours, and those from
+elsewhere), the newest of ours are the missing ones. A heartbeat of an engine in the middle of a long step repeats what
+was true before it, which no clock would tell.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import NamedTuple
+
+
+class Dispatch(NamedTuple):
+    """One request as it was sent to the pod."""
+
+    num_prompt_tokens: int
+    num_uncached_tokens: int
+
+
+class Dispatches:
+    def __init__(self) -> None:
+        self._open: dict[int, Dispatch] = {}
+        """By decision, oldest first."""
+        self._uncomputed: dict[int, Dispatch] = {}
+        """Those that have not shown a token yet."""
+        self._unreported: dict[int, Dispatch] = {}
+        self.num_unreported_tokens = 0
+        """Uncached prompt tokens of requests that the last report does not count."""
+        self.num_uncomputed_tokens = 0
+        """The same of all our requests that have not shown a token yet: what is known without any report."""
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    @property
+    def num_unreported(self) -> int:
+        return len(self._unreported)
+
+    @property
+    def num_uncomputed(self) -> int:
+        return len(self._uncomputed)
+
+    def sent(self, decision: int, dispatch: Dispatch) -> None:
+        self._open[decision] = self._uncomputed[decision] = self._unreported[decision] = dispatch
+        self.num_unreported_tokens += dispatch.num_uncached_tokens
+        self.num_uncomputed_tokens += dispatch.num_uncached_tokens
+
+    def computed(self, decision: int) -> None:
+        """Its first token is here: nothing of its prompt is left to do."""
+        dispatch = self._uncomputed.pop(decision, None)
+        if dispatch is not None:
+            self.num_uncomputed_tokens -= dispatch.num_uncached_tokens
+        self._leave_unreported(decision)
+
+    def ended(self, decision: int) -> None:
+        self.computed(decision)
+        self._open.pop(decision, None)
+
+    def reported(self, num_missing: int) -> None:
+        """A report that misses this many of the requests that are there."""
+        newest = islice(reversed(self._open.items()), max(0, num_missing))
+        self._unreported = {decision: each for decision, each in newest if decision in self._uncomputed}
+        self.num_unreported_tokens = sum(each.num_uncached_tokens for each in self._unreported.values())
+
+    def _leave_unreported(self, decision: int) -> None:
+        dispatch = self._unreported.pop(decision, None)
+        if dispatch is not None:
+            self.num_unreported_tokens -= dispatch.num_uncached_tokens

@@ -1,0 +1,174 @@
+"""Where a request goes among the endpoints in question, and what is known of them for that.
+
+It keeps the prefix index, the predictions, sessions and per-endpoint accounts up to date, shows the policy its
+candidates, accounts the choice at once and remembers why. Which endpoints may be asked at all is `brain.brain`'s.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from pagemill_gateway.brain.decisions import DecisionLog
+from pagemill_gateway.brain.dispatches import Dispatch
+from pagemill_gateway.brain.interface import Ask
+from pagemill_gateway.brain.pod_reports import read_report, with_own_counts
+from pagemill_gateway.brain.predictions import Predictions
+from pagemill_gateway.brain.prefix_index import PrefixIndex
+from pagemill_gateway.brain.registry import Deployment, EndpointRecord
+from pagemill_gateway.brain.sessions import Sessions
+from pagemill_gateway.routing.policy import Candidate, Policy, RequestView, Ruling
+from pagemill_protocol.state import StateFrame
+
+Fits = Callable[[EndpointRecord, int], bool]
+"""Whether an endpoint has room for a request of whose prompt it has so many tokens cached."""
+
+
+class Placed(NamedTuple):
+    number: int
+    """Of the decision."""
+    record: EndpointRecord
+    candidate: Candidate
+    policy: str
+    predicted_ttft_ms: float | None
+
+
+class Placement:
+    def __init__(self, rng: random.Random, max_decisions: int) -> None:
+        self._rng = rng
+        self._sessions = Sessions()
+        self.index = PrefixIndex()
+        self.predictions = Predictions()
+        self.decisions = DecisionLog(max_decisions)
+
+    def place(
+        self,
+        number: int,
+        ask: Ask,
+        policy: Policy,
+        deployment: Deployment,
+        records: Sequence[EndpointRecord],
+        fits: Fits,
+        now: float,
+    ) -> Placed | None:
+        """Choose one of `records` and account decision `number` there; None when the request fits nowhere."""
+        self.predictions.expire(now)
+        candidates = self._candidates(ask, deployment.key, records, now)
+        request = RequestView(ask.num_prompt_tokens, deployment.output_tokens.mean, ask.prompt_key, self._rng.random())
+        ruling = policy.choose(request, candidates)
+        index = _place_of(ruling.chosen, candidates)
+        if not fits(records[index], ruling.chosen.num_cached_tokens):
+            # Rarely are engines full, so only now all are looked at.
+            pairs = zip(records, candidates, strict=True)
+            roomy = [(record, each) for record, each in pairs if fits(record, each.num_cached_tokens)]
+            if not roomy:
+                return None
+            records, candidates = [record for record, _ in roomy], [each for _, each in roomy]
+            ruling = policy.choose(request, candidates)
+            index = _place_of(ruling.chosen, candidates)
+        chosen = ruling.chosen
+        self.decisions.note(number, deployment.key, policy.name, ask.num_prompt_tokens, candidates, ruling)
+        self._account(number, ask, records[index], chosen)
+        if ask.session:
+            self._sessions.chosen(deployment.key, ask.session, chosen.endpoint_id)
+        return Placed(number, records[index], chosen, policy.name, _predicted_ttft_ms(ruling, index))
+
+    def observe(self, record: EndpointRecord, frame: StateFrame, now: float) -> None:
+        """Take what an accepted frame says of prefixes and load."""
+        endpoint_id = record.endpoint.id
+        if frame.snapshot:
+            self.forget(endpoint_id)
+            self.index.snapshot(endpoint_id, frame.prefixes_added)
+        else:
+            self.index.remove(endpoint_id, frame.prefixes_removed)
+            self.index.add(endpoint_id, frame.prefixes_added)
+            bit = self.index.bit(endpoint_id)
+            self.predictions.reported(bit, frame.prefixes_added)
+            self.predictions.reported(bit, frame.prefixes_removed)
+        reported = frame.load.num_requests_running + frame.load.num_requests_waiting
+        record.dispatches.reported(record.in_flight + record.reports.external() - reported)
+        record.pod_report = read_report(frame, record.pod_report, record.step_time_params)
+        record.step_time_params = frame.step_time
+
+    def forget(self, endpoint_id: str) -> None:
+        """Nothing is known of what the endpoint has cached."""
+        self.predictions.forget(self.index.bit(endpoint_id))
+        self.index.forget(endpoint_id)
+
+    def computed(self, number: int, record: EndpointRecord, now: float) -> None:
+        """The first token of decision `number` is here."""
+        record.dispatches.computed(number)
+        self.predictions.computed(number, now)
+
+    def ended(self, number: int, record: EndpointRecord, now: float, *, failed: bool) -> None:
+        record.dispatches.ended(number)
+        if failed:
+            self.predictions.drop(number)
+        else:
+            self.predictions.computed(number, now)
+
+    def _candidates(self, ask: Ask, deployment: str, records: Sequence[EndpointRecord], now: float) -> list[Candidate]:
+        believed = [record.reports.fresh(now) for record in records]
+        bits = [
+            self.index.bit(record.endpoint.id) if fresh else 0 for record, fresh in zip(records, believed, strict=True)
+        ]
+        depths = self._depths(ask, bits)
+        session = self._sessions.endpoint(deployment, ask.session) if ask.session else None
+        return [
+            self._candidate(record, fresh, depths.get(bit, 0) * ask.granule_tokens, record.endpoint.id == session)
+            for record, fresh, bit in zip(records, believed, bits, strict=True)
+        ]
+
+    def _depths(self, ask: Ask, bits: Sequence[int]) -> dict[int, int]:
+        if not ask.granules:
+            return {}
+        # The last token is always computed anew, so a prompt is never found as a whole.
+        num_findable = (ask.num_prompt_tokens - 1) // ask.granule_tokens
+        return self.index.depths(ask.granules[:num_findable], sum(bits), self.predictions.pods)
+
+    def _candidate(self, record: EndpointRecord, believed: bool, num_cached_tokens: int, session: bool) -> Candidate:
+        dispatches, report = record.dispatches, record.pod_report
+        if believed:
+            return Candidate(
+                record.endpoint.id,
+                record.in_flight,
+                record.reports.external(),
+                record.last_chosen,
+                report,
+                True,
+                num_cached_tokens,
+                dispatches.num_unreported,
+                dispatches.num_unreported_tokens,
+                session,
+            )
+        return Candidate(
+            record.endpoint.id,
+            record.in_flight,
+            0,
+            record.last_chosen,
+            with_own_counts(report, record.in_flight - dispatches.num_uncomputed) if report is not None else None,
+            num_unreported=dispatches.num_uncomputed,
+            num_unreported_tokens=dispatches.num_uncomputed_tokens,
+            session=session,
+        )
+
+    def _account(self, number: int, ask: Ask, record: EndpointRecord, chosen: Candidate) -> None:
+        record.in_flight += 1
+        record.last_chosen = number
+        num_uncached = max(1, ask.num_prompt_tokens - chosen.num_cached_tokens)
+        record.dispatches.sent(number, Dispatch(ask.num_prompt_tokens, num_uncached))
+        bit = self.index.bit(record.endpoint.id)
+        if bit and ask.granules:
+            has = self.index.has
+            self.predictions.expect(number, bit, [each for each in ask.granules if not has(each, bit)])
+
+
+def _place_of(chosen: Candidate, candidates: Sequence[Candidate]) -> int:
+    return next(place for place, each in enumerate(candidates) if each is chosen)
+
+
+def _predicted_ttft_ms(ruling: Ruling, index: int) -> float | None:
+    if "ttft_ms" not in ruling.columns:
+        return None
+    return ruling.rows[index][ruling.columns.index("ttft_ms")]

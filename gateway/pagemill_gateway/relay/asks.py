@@ -1,0 +1,45 @@
+"""What routing is told of a request: hashes and numbers, made from its tokens, its text and its headers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from hashlib import blake2b
+
+from pagemill_gateway.brain.interface import Ask, Target
+from pagemill_gateway.relay.prompt_hashes import PromptHashes
+from pagemill_gateway.routing.prefix_hash import PREFIX_CHARS
+from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.openai.schemas import ChatCompletionRequest, CompletionRequest
+
+HeaderOf = Callable[[str], str | None]
+"""The client's header of that name (lower case)."""
+_KEY_BYTES = 16
+
+
+def make_ask(request: GenerateRequest, target: Target, hashes: PromptHashes, prompt_key: bytes, session: bytes) -> Ask:
+    return Ask(
+        num_prompt_tokens=len(request.prompt_token_ids),
+        granules=hashes.hashes(target.scheme, request.cache_salt, request.prompt_token_ids),
+        granule_tokens=target.scheme.granule_tokens,
+        prompt_key=prompt_key,
+        session=session,
+    )
+
+
+def session_key(target: Target, key_hash: str | None, header_of: HeaderOf) -> bytes:
+    """Of the session that the client names, apart for each key; empty when it names none."""
+    name = header_of(target.session_header) if target.session_header else None
+    if not name:
+        return b""
+    return _key(f"{key_hash or ''}\0{name}")
+
+
+def prompt_keys(body: ChatCompletionRequest | CompletionRequest) -> list[bytes]:
+    """One a prompt: of the beginning of the first user message, or of the prompt."""
+    if isinstance(body, ChatCompletionRequest):
+        return [_key(next((each.content for each in body.messages if each.role == "user"), "")[:PREFIX_CHARS])]
+    return [_key(each[:PREFIX_CHARS] if isinstance(each, str) else repr(each[:PREFIX_CHARS])) for each in body.prompt]
+
+
+def _key(text: str) -> bytes:
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=_KEY_BYTES).digest()

@@ -1,0 +1,48 @@
+"""The granule hashes of prompts, each granule hashed once: a conversation that grows costs only its new tokens.
+
+A granule is remembered by (hash of the granule before it, its token ids), so any prompt that begins as one did before,
+a shared system prompt or the turns of a chat so far, is looked up and not hashed. Bounded: granules not met for long
+are forgotten. Hashing itself is `pagemill_protocol.hashes`, the same as in the engines. Threads may share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from pagemill_gateway.brain.interface import HashScheme
+from pagemill_protocol.hashes import TOKEN_BYTES, granule_hash, root_hash, token_bytes
+
+MAX_ROOTS = 4096
+
+
+class PromptHashes:
+    def __init__(self, max_granules: int) -> None:
+        self._granule = lru_cache(maxsize=max_granules)(granule_hash)
+        self._root = lru_cache(maxsize=MAX_ROOTS)(_root)
+
+    @property
+    def num_hashed(self) -> int:
+        """Granules hashed so far; all others were remembered."""
+        return self._granule.cache_info().misses
+
+    def hashes(self, scheme: HashScheme, salt: str, token_ids: Sequence[int]) -> tuple[bytes, ...]:
+        """One hash for each full granule of the prompt; none where the engines' scheme is not known."""
+        granule_tokens = scheme.granule_tokens
+        if not granule_tokens:
+            return ()
+        num_granules = len(token_ids) // granule_tokens
+        data = token_bytes(token_ids[: num_granules * granule_tokens])
+        size, block_size, granule = granule_tokens * TOKEN_BYTES, scheme.block_size, self._granule
+        parent = self._root(scheme, salt)
+        hashes = []
+        for start in range(0, len(data), size):
+            parent = granule(parent, data[start : start + size], block_size)
+            hashes.append(parent)
+        return tuple(hashes)
+
+
+def _root(scheme: HashScheme, salt: str) -> bytes:
+    return root_hash(
+        weights_digest=scheme.weights_digest, kv_dtype=scheme.kv_dtype, block_size=scheme.block_size, salt=salt
+    )

@@ -1,0 +1,15 @@
+"""Least requests: the fewest wins, those from elsewhere included; ties go to the one whose turn was longest ago."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pagemill_gateway.routing.policy import Candidate, RequestView, Ruling, least_busy
+
+
+class LeastRequest:
+    name = "LeastRequest"
+
+    def choose(self, request: RequestView, candidates: Sequence[Candidate]) -> Ruling:
+        rows = [(float(each.num_requests),) for each in candidates]
+        return Ruling(least_busy(candidates), "fewest requests", ("requests",), rows)

@@ -1,0 +1,31 @@
+"""Power of two choices: two endpoints drawn at random, the one with fewer requests wins.
+
+As in Ray Serve and AIBrix (Mitzenmacher, IEEE TPDS 2001): nearly as even as looking at all, and many routers that do
+not know of each other do not all run to the same endpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pagemill_gateway.routing.policy import Candidate, RequestView, Ruling, least_busy
+
+
+class PowerOfTwo:
+    name = "PowerOfTwo"
+
+    def choose(self, request: RequestView, candidates: Sequence[Candidate]) -> Ruling:
+        first, second = drawn_pair(request.draw, len(candidates))
+        pair = [candidates[first], candidates[second]]
+        rows = [(float(each.num_requests),) for each in candidates]
+        why = f"fewer requests of the pair {pair[0].endpoint_id}, {pair[1].endpoint_id}"
+        return Ruling(least_busy(pair), why, ("requests",), rows)
+
+
+def drawn_pair(draw: float, count: int) -> tuple[int, int]:
+    """Two different indices below `count`, every ordered pair as likely; the same twice where there is only one."""
+    if count < 2:
+        return 0, 0
+    number = min(int(draw * count * (count - 1)), count * (count - 1) - 1)
+    first, second = divmod(number, count - 1)
+    return first, second + (second >= first)

@@ -1,0 +1,63 @@
+"""Prefix hash: consistent hashing with bounded loads over a hash of the prompt's first characters, as KubeAI does.
+
+Every endpoint stands 256 times on a ring. The request's key is looked up there, and the first endpoint from that point
+on whose requests, with this one, are at most 1.25 times the mean takes it; where none is, the first one does. Nothing
+is known of caches: equal beginnings just meet at the same place (Mirrokni et al., SODA 2018). KubeAI hashes with
+xxhash, we with blake2b: which endpoint a key falls to differs, how it falls does not.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from functools import lru_cache
+from hashlib import blake2b
+
+from pagemill_gateway.routing.policy import Candidate, RequestView, Ruling
+
+LOAD_FACTOR = 1.25
+REPLICAS = 256
+PREFIX_CHARS = 100
+"""Of the first user message, or of the prompt."""
+
+
+class PrefixHash:
+    name = "PrefixHash"
+
+    def choose(self, request: RequestView, candidates: Sequence[Candidate]) -> Ruling:
+        by_id = {each.endpoint_id: each for each in candidates}
+        points, owners = ring(tuple(sorted(by_id)))
+        start = bisect_left(points, ring_hash(request.prompt_key))
+        total = sum(each.in_flight for each in candidates)
+        rows = [(float(each.in_flight),) for each in candidates]
+        passed: dict[str, None] = {}
+        for step in range(len(owners)):
+            owner = owners[(start + step) % len(owners)]
+            if owner in passed:
+                continue
+            if has_room(by_id[owner].in_flight, total, len(candidates)):
+                why = f"first on the ring with room, {len(passed)} passed"
+                return Ruling(by_id[owner], why, ("requests",), rows)
+            passed[owner] = None
+        first = by_id[next(iter(passed))]
+        return Ruling(first, "first on the ring, none has room", ("requests",), rows)
+
+
+def has_room(load: int, total: int, count: int, factor: float = LOAD_FACTOR) -> bool:
+    """Whether one more request keeps the endpoint within `factor` of the mean; an idle service takes anything."""
+    return total == 0 or load + 1 <= (total + 1) / count * factor
+
+
+def ring_hash(key: bytes) -> int:
+    return int.from_bytes(blake2b(key, digest_size=8).digest(), "big")
+
+
+@lru_cache(maxsize=64)
+def ring(endpoint_ids: tuple[str, ...]) -> tuple[list[int], list[str]]:
+    """Sorted points and who stands there."""
+    stands = sorted(
+        (ring_hash(f"{endpoint_id}{replica}".encode()), endpoint_id)
+        for endpoint_id in endpoint_ids
+        for replica in range(REPLICAS)
+    )
+    return [point for point, _ in stands], [endpoint_id for _, endpoint_id in stands]

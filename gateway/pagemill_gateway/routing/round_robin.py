@@ -1,0 +1,19 @@
+"""Round robin: the endpoint whose turn was longest ago, whatever it has to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pagemill_gateway.routing.policy import Candidate, RequestView, Ruling
+
+
+class RoundRobin:
+    name = "RoundRobin"
+
+    def choose(self, request: RequestView, candidates: Sequence[Candidate]) -> Ruling:
+        chosen = min(candidates, key=_turn)
+        return Ruling(chosen, "its turn", ("last_chosen",), [(float(each.last_chosen),) for each in candidates])
+
+
+def _turn(candidate: Candidate) -> tuple[int, str]:
+    return candidate.last_chosen, candidate.endpoint_id

@@ -1,0 +1,245 @@
+"""Several engines behind the gateway's real brain on one virtual clock: what does a routing policy do to users?
+
+Real are the brain with its registry, index, accounts and policies, the prompt hashes, and in every pod the scheduler
+and KV manager. Simulated are time, the forward passes, and the network, which takes a millisecond each way. The same
+traffic and seed give the same report, bit for bit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import msgspec
+
+from pagemill_engine.config import EngineConfig
+from pagemill_engine.ipc.messages import StepOutputs
+from pagemill_gateway.brain.brain import LocalBrain
+from pagemill_gateway.brain.interface import Ask, Choice, Claim
+from pagemill_gateway.config import GatewayConfig
+from pagemill_gateway.relay.prompt_hashes import PromptHashes
+from pagemill_gateway.routing.policies import PolicyName
+from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint, QueueLimits
+from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.hashes import token_bytes
+from pagemill_protocol.sampling import SamplingParams
+from pagemill_simulator.conversations import Conversation
+from pagemill_simulator.pod import FRAME_INTERVAL_S, SimulatedPod
+
+NETWORK_S = 0.001
+KEY_TOKENS = 25
+"""About a hundred characters, which `PrefixHash` goes by."""
+MODEL = "sim"
+PATIENCE = QueueLimits(max_requests=10**9, max_bytes=10**18, timeout_s=1e9)
+"""Everybody is served in the end, else fast policies could be those that turn requests away."""
+TURNS = 3
+"""Of the event loop, until everybody who was given an engine knows it."""
+
+
+class RoutingReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one policy under one traffic."""
+
+    ttft_ms: list[float]
+    """From arrival at the gateway to the first token there, of every request."""
+    tpot_ms: list[float]
+    """Mean time between the tokens of each answer."""
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_exact: int
+    """Requests whose cached tokens were predicted as the engine found them, in whole granules."""
+    ttft_errors: list[float]
+    """Relative errors of the predicted time to the first token, where the policy predicts one."""
+
+    @property
+    def mean_ttft_ms(self) -> float:
+        return sum(self.ttft_ms) / len(self.ttft_ms)
+
+
+class _Arrival(NamedTuple):
+    conversation: Conversation
+    turn: int
+    token_ids: list[int]
+    arrival_s: float
+
+
+@dataclass(slots=True)
+class _Course:
+    """One request under way."""
+
+    conversation: Conversation
+    turn: int
+    token_ids: list[int]
+    arrival_s: float
+    sent_s: float
+    choice: Choice
+    output: list[int] = field(default_factory=list)
+    first_token_s: float = 0.0
+
+
+class ClusterSimulation:
+    def __init__(
+        self, traffic: Sequence[Conversation], engines: Sequence[EngineConfig], policy: PolicyName, *, seed: int = 0
+    ) -> None:
+        self._now_s = 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._courses: dict[str, _Course] = {}
+        self._pods = {f"pod-{number}": SimulatedPod(f"pod-{number}", each) for number, each in enumerate(engines)}
+        self._hashes = PromptHashes(1_000_000)
+        self._names = itertools.count()
+        self._report = RoutingReport(
+            ttft_ms=[], tpot_ms=[], num_prompt_tokens=0, num_cached_tokens=0, num_exact=0, ttft_errors=[]
+        )
+        self._totals = [0, 0, 0]
+        self._loop = asyncio.new_event_loop()
+        """Only for those who wait for room on an engine; its own time never counts."""
+        self._questions: list[tuple[asyncio.Task[Choice], _Arrival]] = []
+        """Requests that are not at an engine yet, in order of arrival."""
+        config = GatewayConfig(routing_policy=policy, queue=PATIENCE)
+        self.brain = LocalBrain(config, clock=lambda: self._now_s, rng=random.Random(seed))
+        endpoints = [
+            Endpoint(id=each, data_url=f"http://{each}:1", control_url=f"http://{each}:2") for each in self._pods
+        ]
+        self.brain.apply_catalog(Catalog(models=[CatalogModel(deployment=MODEL, name=MODEL, endpoints=endpoints)]))
+        for name, pod in self._pods.items():
+            self.brain.observe(name, pod.frame(snapshot=True))
+            self._at(1.0, partial(self._heartbeat, pod))
+        for conversation in traffic:
+            self._at(conversation.start_s, partial(self._arrive, conversation, 0, list(conversation.prefix)))
+        self._num_open = len(traffic)
+
+    def run(self) -> RoutingReport:
+        """To the last token of the last turn."""
+        try:
+            while self._num_open:
+                self._now_s, _, event = heapq.heappop(self._events)
+                event()
+                if self._questions:
+                    self._take_turns()
+        finally:
+            self._loop.close()
+        for pod in self._pods.values():
+            pod.core.check_integrity()
+        prompt, cached, exact = self._totals
+        return msgspec.structs.replace(
+            self._report, num_prompt_tokens=prompt, num_cached_tokens=cached, num_exact=exact
+        )
+
+    def _at(self, instant_s: float, event: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (instant_s, next(self._order), event))
+
+    def _arrive(self, conversation: Conversation, turn: int, history: list[int]) -> None:
+        token_ids = history + conversation.turns[turn].token_ids
+        target = self.brain.resolve(MODEL)
+        granules = self._hashes.hashes(target.scheme, "", token_ids)
+        key = token_bytes(conversation.user_token_ids[:KEY_TOKENS])
+        ask = Ask(len(token_ids), granules, target.scheme.granule_tokens, key)
+        claim = Claim(arrived_at=self._now_s, max_tokens=conversation.turns[turn].num_output_tokens)
+        question = self._loop.create_task(self.brain.choose(target, frozenset(), ask, claim=claim))
+        self._questions.append((question, _Arrival(conversation, turn, token_ids, self._now_s)))
+
+    def _take_turns(self) -> None:
+        """Let everybody who has room by now go to their engine. Raises what the brain says to one that never will."""
+        for _ in range(TURNS):
+            self._loop.call_soon(self._loop.stop)
+            self._loop.run_forever()
+        answered = [each for each in self._questions if each[0].done()]
+        self._questions = [each for each in self._questions if not each[0].done()]
+        for question, arrival in answered:
+            self._send(question.result(), *arrival)
+
+    def _send(
+        self, choice: Choice, conversation: Conversation, turn: int, token_ids: list[int], arrival_s: float
+    ) -> None:
+        name = f"sim-{next(self._names)}"
+        self._courses[name] = _Course(conversation, turn, token_ids, arrival_s, self._now_s, choice)
+        request = GenerateRequest(
+            request_id=name,
+            model=MODEL,
+            prompt_token_ids=token_ids,
+            sampling=SamplingParams(
+                max_tokens=conversation.turns[turn].num_output_tokens, ignore_eos=True, seed=len(self._courses)
+            ),
+        )
+        self._at(self._now_s + NETWORK_S, partial(self._enter, self._pods[choice.endpoint_id], request))
+        self._at(self._now_s + 2 * NETWORK_S, partial(self.brain.accepted, choice))
+
+    def _enter(self, pod: SimulatedPod, request: GenerateRequest) -> None:
+        pod.core.add(request)
+        if not pod.stepping:
+            self._step(pod)
+
+    def _step(self, pod: SimulatedPod) -> None:
+        pod.stepping = True
+        outputs, done_s = pod.step(self._now_s)
+        self._at(done_s, partial(self._stepped, pod, outputs))
+
+    def _stepped(self, pod: SimulatedPod, outputs: StepOutputs) -> None:
+        pod.note(outputs)
+        self._tell(pod)
+        self._at(self._now_s + NETWORK_S, partial(self._deliver, outputs))
+        pod.stepping = False
+        if pod.core.has_work:
+            self._step(pod)
+
+    def _tell(self, pod: SimulatedPod) -> None:
+        if pod.frame_due:
+            return
+        pod.frame_due = True
+        self._at(max(self._now_s, pod.next_frame_s), partial(self._publish, pod))
+
+    def _publish(self, pod: SimulatedPod) -> None:
+        pod.frame_due = False
+        pod.next_frame_s = self._now_s + FRAME_INTERVAL_S
+        self._at(self._now_s + NETWORK_S, partial(self.brain.observe, pod.name, pod.frame()))
+
+    def _heartbeat(self, pod: SimulatedPod) -> None:
+        self._tell(pod)
+        self._at(self._now_s + 1.0, partial(self._heartbeat, pod))
+
+    def _deliver(self, outputs: StepOutputs) -> None:
+        for output in outputs.outputs:
+            course = self._courses[output.request_id]
+            if not course.output:
+                self._first_token(course, output.num_cached_tokens)
+            course.output += output.token_ids
+            if output.finish_reason is not None:
+                self._finish(self._courses.pop(output.request_id))
+
+    def _first_token(self, course: _Course, num_cached_tokens: int) -> None:
+        course.first_token_s = self._now_s
+        self.brain.started(course.choice)
+        ttft_ms = (self._now_s - course.arrival_s) * 1000
+        self._report.ttft_ms.append(ttft_ms)
+        if course.choice.predicted_ttft_ms is not None:
+            since_sent_ms = (self._now_s - course.sent_s) * 1000
+            self._report.ttft_errors.append(abs(course.choice.predicted_ttft_ms - since_sent_ms) / since_sent_ms)
+        self._totals[0] += len(course.token_ids)
+        self._totals[1] += num_cached_tokens
+        missed = num_cached_tokens - course.choice.predicted_cached_tokens
+        self._totals[2] += 0 <= missed < course.choice.granule_tokens
+
+    def _finish(self, course: _Course) -> None:
+        self.brain.finished(course.choice, len(course.output))
+        if len(course.output) > 1:
+            self._report.tpot_ms.append((self._now_s - course.first_token_s) * 1000 / (len(course.output) - 1))
+        following = course.turn + 1
+        if following == len(course.conversation.turns):
+            self._num_open -= 1
+            return
+        pause_s = course.conversation.turns[following].pause_s
+        history = course.token_ids + course.output
+        self._at(self._now_s + pause_s, partial(self._arrive, course.conversation, following, history))
+
+
+def simulate_routing(
+    traffic: Sequence[Conversation], engines: Sequence[EngineConfig], policy: PolicyName, *, seed: int = 0
+) -> RoutingReport:
+    """Serve `traffic` on one pod for each of `engines`, routed by `policy`."""
+    return ClusterSimulation(traffic, engines, policy, seed=seed).run()

