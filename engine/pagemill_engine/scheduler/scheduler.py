@@ -26,6 +26,7 @@ from pagemill_engine.scheduler.choices import HeldChoices
 from pagemill_engine.scheduler.finish import finish_reason
 from pagemill_engine.scheduler.flights import Flight, Flights, may_follow
 from pagemill_engine.scheduler.limits import SchedulerLimits
+from pagemill_engine.scheduler.load import engine_load
 from pagemill_engine.scheduler.outputs import OutputBox
 from pagemill_engine.scheduler.policies import POLICIES
 from pagemill_engine.scheduler.request import Request, RowState
@@ -484,22 +485,6 @@ class Scheduler:
         return faults
 
     def load(self, step_ms: float = 0.0) -> EngineLoad:
-        pool = self.kv.pool
-        running_tokens = 0
-        due_tokens = self._num_queued_tokens + self._held.num_held
-        for row in (*self._running, *self._beams.between_steps()):
-            running_tokens += row.num_computed_tokens
-            if (due := len(row.token_ids) - row.num_computed_tokens) > 1:
-                due_tokens += due
-        return EngineLoad(
-            num_blocks_total=pool.num_blocks,
-            num_blocks_free=pool.num_free - pool.num_evictable,
-            num_blocks_evictable=pool.num_evictable,
-            num_blocks_active=pool.num_active,
-            num_requests_running=self.num_running,
-            num_requests_waiting=self.num_waiting,
-            num_tokens_running=running_tokens,
-            num_tokens_waiting=due_tokens,
-            step_ms=step_ms,
-            num_preemptions=self.num_preemptions,
-        )
+        running = (*self._running, *self._beams.between_steps())
+        queued_tokens = self._num_queued_tokens + self._held.num_held
+        return engine_load(self.kv.pool, running, self.num_waiting, queued_tokens, self.num_preemptions, step_ms)

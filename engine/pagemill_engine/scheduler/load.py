@@ -1,0 +1,37 @@
+"""How busy the scheduler is, as routers and autoscalers see it; told after every step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pagemill_engine.kv.block_pool import BlockPool
+from pagemill_engine.scheduler.request import Request
+from pagemill_protocol.state import EngineLoad
+
+
+def engine_load(
+    pool: BlockPool,
+    running: Sequence[Request],
+    num_waiting: int,
+    queued_tokens: int,
+    num_preemptions: int,
+    step_ms: float,
+) -> EngineLoad:
+    """`queued_tokens`: those that waiting rows still have to compute."""
+    running_tokens, due_tokens = 0, queued_tokens
+    for row in running:
+        running_tokens += row.num_computed_tokens
+        if (due := len(row.token_ids) - row.num_computed_tokens) > 1:
+            due_tokens += due
+    return EngineLoad(
+        num_blocks_total=pool.num_blocks,
+        num_blocks_free=pool.num_free - pool.num_evictable,
+        num_blocks_evictable=pool.num_evictable,
+        num_blocks_active=pool.num_active,
+        num_requests_running=len(running),
+        num_requests_waiting=num_waiting,
+        num_tokens_running=running_tokens,
+        num_tokens_waiting=due_tokens,
+        step_ms=step_ms,
+        num_preemptions=num_preemptions,
+    )
