@@ -69,10 +69,6 @@ class GatewayMetrics:
         """A request waited and got its engine."""
         self._metrics.histogram(specs.GATEWAY_QUEUE_SECONDS, model=model).observe(seconds)
 
-    def queued(self, model: str, seconds: float) -> None:
-        """A request waited and got its engine."""
-        self._metrics.histogram(specs.GATEWAY_QUEUE_SECONDS, model=model).observe(seconds)
-
     def attempt(self, model: str, endpoint_id: str, outcome: str) -> None:
         self._metrics.counter(specs.GATEWAY_UPSTREAM_ATTEMPTS, model=model, endpoint=endpoint_id, outcome=outcome).inc()
 

@@ -95,7 +95,6 @@ class EndpointRecord:
 class Deployment:
     model: CatalogModel
     records: list[EndpointRecord] = field(default_factory=list)
-    outputs: OutputTokens = field(default_factory=OutputTokens)
     last_served_at: float | None = None
     """When an endpoint last reported and would take requests, or its platform began to call one ready."""
     output_tokens: OutputTokens = field(default_factory=OutputTokens)
