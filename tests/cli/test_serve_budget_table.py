@@ -46,6 +46,7 @@ def _shown(memory: MemoryBudget) -> dict[str, int]:
         vocab_size=256,
         weights_digest="w",
         kv_dtype="float32",
+        compute="float32, native kernels",
         weight_bytes=memory.weight_bytes,
         kv_bytes_per_token=1024,
         load_s=0.1,
