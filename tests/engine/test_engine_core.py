@@ -259,7 +259,7 @@ def test_prefix_events_add_up_to_the_snapshot(checking_runner: Make) -> None:
             if prefixes is not None:
                 known = (known | set(prefixes.added)) - set(prefixes.removed)
             assert known == set(core.prefix_snapshot())
-    assert 1 <= len(known) < 6
+    assert 1 <= len(known) <= 40, "of six prompts of 17 full blocks, some were evicted"
 
 
 def test_step_times_are_learnt_and_sent_now_and_then() -> None:
