@@ -46,7 +46,7 @@ ROWS: dict[str, dict[str, Any]] = {
 """`bfloat16` runs by default only where the processor has arithmetic for it: without, it takes many minutes."""
 FILE_ROWS: dict[str, dict[str, Any]] = {
     "the file's own codes": {"dtype": "float32"},
-    "the file's own codes, activations of 8 bits": {"dtype": "auto"},
+    "the file's own codes, activations of 16 bits": {"dtype": "auto"},
 }
 
 

@@ -32,8 +32,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of float weights and of the KV cache. `auto`: bfloat16 where the CPU multiplies it (AVX512_BF16, AMX) and
     oneDNN does, else float32; float32 also with `quantization` or `deterministic`. The native kernels add up in float32
-    whatever it is, and keep matrices that are stored in bfloat16 so. With `auto` they round activations to 8 bits where
-    they meet 4-bit weights, two to four times faster; with `float32` they do not. float16 is torch's alone."""
+    whatever it is, and keep matrices that are stored in bfloat16 so. With `auto` they round activations to 16 bits
+    where they meet 4-bit weights, which is faster; with `float32` they do not. float16 is torch's alone."""
     quantization: Literal["none", "int8", "int4"] = "none"
     """Rounds float weights to codes of 8 or 4 bits while they are loaded (embedding and head always to 8), a scale for
     every 32 inputs. Files that are quantized already stay as they are."""

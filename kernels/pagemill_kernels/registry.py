@@ -115,7 +115,7 @@ def ops_for(
     rounds_activations: bool = False,
 ) -> Ops:
     """`batch_invariant`: a row's result has the same bits whatever else is computed; KeyError where it cannot.
-    `rounds_activations`: to 8 bits beside 4-bit codes, where that is faster.
+    `rounds_activations`: to 16 bits beside 4-bit codes, where that is faster.
     """
     pack_codes = _optional(_PACK_CODES_FOR_DOTS if rounds_activations else _PACK_CODES, backend)
     pack_blocks = _optional(_PACK_BLOCKS_FOR_DOTS if rounds_activations else _PACK_BLOCKS, backend)

@@ -46,7 +46,7 @@ def choose_compute(config: EngineConfig, spec: ModelSpec) -> Compute:
     rounds = backend == "cpu_native" and config.dtype == "auto" and _has_4_bits(config, spec) and library.has_dots()
     weight_dtype = None if dtype == activation_dtype else dtype
     ops = ops_for(backend, config.deterministic, weight_dtype, rounds_activations=rounds)
-    how += ", 4-bit weights times 8-bit activations" if rounds else ""
+    how += ", 4-bit weights times 16-bit activations" if rounds else ""
     return Compute(dtype, activation_dtype, kv_dtype, ops, how, attention_gathers=not native)
 
 

@@ -108,7 +108,7 @@ def pack_codes(weight: GroupCodes, bias: Tensor | None) -> NativeLinear:
 
 
 def pack_codes_for_dots(weight: GroupCodes, bias: Tensor | None) -> NativeLinear:
-    """As `pack_codes`, 4-bit codes for products in integers: activations are rounded to 8 bits in groups of 32.
+    """As `pack_codes`, 4-bit codes for products in integers: activations are rounded to 16 bits in groups of 32.
 
     Where the processor has no such products, the arithmetic stays float32.
     """

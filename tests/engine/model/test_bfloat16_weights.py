@@ -134,7 +134,7 @@ def test_codes_stay_codes_under_our_own_products(smollm2_path: Path, runner_load
     assert narrow.info.kv_dtype == "bfloat16"
 
 
-ROUNDED = ", 4-bit weights times 8-bit activations" if library.has_dots() else ""
+ROUNDED = ", 4-bit weights times 16-bit activations" if library.has_dots() else ""
 
 
 @pytest.mark.parametrize(

