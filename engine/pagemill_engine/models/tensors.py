@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -10,6 +11,8 @@ from torch import Tensor
 from pagemill_kernels.linear.groups import CodeBlocks, GroupCodes, stack, stack_blocks
 
 Shapes = dict[str, tuple[int, ...]]
+
+Part = TypeVar("Part")
 
 
 class TensorSource(Protocol):
@@ -50,21 +53,22 @@ def read_stacked(source: TensorSource, shapes: Shapes, dtype: torch.dtype) -> Te
 
 def codes_stacked(source: TensorSource, names: list[str]) -> GroupCodes | None:
     """The named tensors' codes one under another; `None` unless all are stored in codes."""
-    parts: list[GroupCodes] = []
-    for name in names:
-        codes = source.read_codes(name)
-        if codes is None:
-            return None
-        parts.append(codes)
-    return stack(parts)
+    parts = _read_all(source.read_codes, names)
+    return None if parts is None else stack(parts)
 
 
 def blocks_stacked(source: TensorSource, names: list[str]) -> CodeBlocks | None:
     """The named tensors' blocks one under another; `None` unless all are stored in blocks of one kind."""
-    parts: list[CodeBlocks] = []
+    parts = _read_all(source.read_blocks, names)
+    return None if parts is None else stack_blocks(parts)
+
+
+def _read_all(read: Callable[[str], Part | None], names: list[str]) -> list[Part] | None:
+    """`None` as soon as one of them is not there: what was read so far was for nothing."""
+    parts: list[Part] = []
     for name in names:
-        blocks = source.read_blocks(name)
-        if blocks is None:
+        part = read(name)
+        if part is None:
             return None
-        parts.append(blocks)
-    return stack_blocks(parts)
+        parts.append(part)
+    return parts

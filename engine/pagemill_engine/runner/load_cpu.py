@@ -68,6 +68,7 @@ def load_cpu_runner(
     kv_mib = num_blocks * config.block_size * kv_bytes / 1024**2
     blocks = f"{num_blocks} blocks of {config.block_size} tokens"
     progress("allocating", f"KV cache of {blocks} as {_name(kv_dtype)}, {kv_mib:.0f} MiB")
+    held_bytes = weight_bytes(model)
     info = RunnerInfo(
         num_blocks=num_blocks,
         block_size=config.block_size,
@@ -75,10 +76,10 @@ def load_cpu_runner(
         vocab_size=spec.vocab_size,
         weights_digest=weights.digest(),
         kv_dtype=_name(kv_dtype),
-        weight_bytes=weight_bytes(model),
+        weight_bytes=held_bytes,
         kv_bytes_per_token=kv_bytes,
         compute=f"{_name(dtype)}, {compute.how}",
-        memory=msgspec.structs.replace(budget, weight_bytes=weight_bytes(model)),
+        memory=msgspec.structs.replace(budget, weight_bytes=held_bytes),
     )
     kv_cache = KVCache(spec, num_blocks, config.block_size, kv_dtype)
     return CPURunner(model, ops, kv_cache, rope, info, config.max_num_seqs)

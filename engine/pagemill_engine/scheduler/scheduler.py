@@ -329,8 +329,7 @@ class Scheduler:
         rows = next(flight.rows(self._rows) for flight in dropped if flight.plan is plan)
         for row in self._rows.values():
             self._recall(row)
-        alone = len(plan.num_scheduled_tokens) == 1  # a row recalled since may be the guilty one, too
-        if alone and rows:
+        if rows and len(plan.num_scheduled_tokens) == 1:  # not where the guilty one was recalled since
             self.kv.distrust(rows[0])
             self._fail(rows[0], message)
             if len(dropped) == 1:

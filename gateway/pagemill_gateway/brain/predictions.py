@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from pagemill_gateway.brain.prefix_index import clear
+
 EXPIRY_S = 2.0
 """After the request's first token. By then its prompt was computed, and the pod has had its say many times."""
 
@@ -46,7 +48,7 @@ class Predictions:
     def reported(self, bit: int, granules: Iterable[bytes]) -> None:
         """The pod itself has spoken of these: there or gone, its word counts."""
         if self._pods:
-            self._clear(bit, granules)
+            clear(self._pods, bit, granules)
 
     def computed(self, decision: int, now: float) -> None:
         """The request's prompt is through: what the pod does not report soon, it does not have."""
@@ -56,7 +58,7 @@ class Predictions:
     def drop(self, decision: int) -> None:
         expected = self._decisions.pop(decision, None)
         if expected is not None:
-            self._clear(*expected)
+            clear(self._pods, *expected)
 
     def forget(self, bit: int) -> None:
         """The pod is gone, or says anew what it has; another one may get its bit."""
@@ -66,14 +68,3 @@ class Predictions:
     def expire(self, now: float) -> None:
         while self._expiring and self._expiring[0][0] <= now:
             self.drop(self._expiring.popleft()[1])
-
-    def _clear(self, bit: int, granules: Iterable[bytes]) -> None:
-        pods = self._pods
-        for granule in granules:
-            mask = pods.get(granule, 0)
-            if not mask & bit:
-                continue
-            if mask == bit:
-                del pods[granule]
-            else:
-                pods[granule] = mask ^ bit

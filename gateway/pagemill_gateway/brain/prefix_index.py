@@ -49,15 +49,7 @@ class PrefixIndex:
         self._sweep()
 
     def remove(self, endpoint_id: str, granules: Iterable[bytes]) -> None:
-        bit, pods = self._bits[endpoint_id], self._pods
-        for granule in granules:
-            mask = pods.get(granule, 0)
-            if not mask & bit:
-                continue
-            if mask == bit:
-                del pods[granule]
-            else:
-                pods[granule] = mask ^ bit
+        clear(self._pods, self._bits[endpoint_id], granules)
 
     def forget(self, endpoint_id: str) -> None:
         """The pod is gone, or says anew what it has."""
@@ -116,6 +108,18 @@ class PrefixIndex:
         if not self._unswept:
             self._free += _each(gone)
             self._sweeping = 0
+
+
+def clear(pods: dict[bytes, int], bit: int, granules: Iterable[bytes]) -> None:
+    """Take the pod's bit from the granules that have it; one that no pod has any more leaves the table."""
+    for granule in granules:
+        mask = pods.get(granule, 0)
+        if not mask & bit:
+            continue
+        if mask == bit:
+            del pods[granule]
+        else:
+            pods[granule] = mask ^ bit
 
 
 def _each(mask: int) -> list[int]:
