@@ -405,6 +405,7 @@ async def live_through(data: st.DataObject) -> None:
             record = brain.registry.endpoints[pod.name]
             there = [each for each in at_engines.values() if each.endpoint_id == pod.name]
             assert record.in_flight == record.reserved.num_sequences == len(record.reserved) == len(there)
+            assert record.dispatches.num_open == len(there)
             assert len(there) <= pod.seats
         assert len(brain._open) == len(at_engines)
         assert world.num_waiting == sum(not task.done() for task in tasks)

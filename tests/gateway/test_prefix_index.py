@@ -233,10 +233,10 @@ def test_predictions_are_tagged_leave_with_their_request_and_yield_to_the_engine
 def test_only_the_newest_requests_that_a_report_misses_count_on_top_of_it() -> None:
     dispatches = Dispatches()
     for number in range(1, 6):
-        dispatches.sent(number, Dispatch(100, 10**number))
+        dispatches.sent(number, Dispatch(10**number))
     dispatches.reported(2)
     assert (dispatches.num_unreported, dispatches.num_unreported_tokens) == (2, 110_000)
-    dispatches.sent(6, Dispatch(100, 7))
+    dispatches.sent(6, Dispatch(7))
     assert dispatches.num_unreported_tokens == 110_007
     dispatches.computed(5)
     dispatches.ended(1)

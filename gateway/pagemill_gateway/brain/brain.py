@@ -39,6 +39,21 @@ class _Sent(NamedTuple):
     need: Need
     key: str
     priority: int
+    charged_tokens: int
+    """For its turn; as much as it was thought to cost here where it had to wait for none."""
+
+
+class _Order(NamedTuple):
+    """A request that is to be placed."""
+
+    target: Target
+    tried: frozenset[str]
+    ask: Ask
+    claim: Claim
+    need: Need
+    """As if nothing of the prompt were cached."""
+    charged_tokens: int | None = None
+    """For its turn in the queue; None: it has not waited."""
 
 
 class LocalBrain:
@@ -204,18 +219,20 @@ class LocalBrain:
         key, num_prompt_tokens = target.deployment, ask.num_prompt_tokens
         num_output_tokens = self._num_output_tokens(target, num_prompt_tokens, claim)
         need = Need(num_prompt_tokens, num_prompt_tokens, num_output_tokens, claim.num_sequences, claim.max_tokens)
-        wish: Callable[[], Choice | None] = partial(self._place, target, tried, ask, need, claim, Outage())
+        order, outage = _Order(target, tried, ask, claim, need), Outage()
         if claim.num_refusals <= MAX_REROUTES and self.queues.is_empty(key):
-            choice = wish()
+            choice = self._place(order, outage)
             if choice is not None:
                 return choice
+        cost_tokens = self._cost_of_turn(order)
+        wish: Callable[[], Choice | None] = partial(self._place, order._replace(charged_tokens=cost_tokens), outage)
         placed, queued_s = await self.queues.wait(
             key,
             self._limits(key),
             claim,
             wish,
             group=target.bundle_digest,
-            cost_tokens=need.cost_tokens,
+            cost_tokens=cost_tokens,
             undo=self._give_back,
         )
         return placed._replace(queued_s=queued_s)
@@ -306,13 +323,14 @@ class LocalBrain:
         return None
 
     def _give_back(self, choice: Choice) -> None:
-        self.finished(choice)
+        """It was never sent, so nothing comes of it there."""
+        sent = self._release(choice, failed=True)
+        if sent is not None:
+            self.queues.pump(sent.record.deployment)
 
-    def _place(
-        self, target: Target, tried: frozenset[str], ask: Ask, need: Need, claim: Claim, outage: Outage
-    ) -> Choice | None:
+    def _place(self, order: _Order, outage: Outage) -> Choice | None:
         """Decide and account; None while there is no room, or no engine but one is expected."""
-        now = self._clock()
+        now, target, need = self._clock(), order.target, order.need
         deployment, usable = self._usable_for(target)
         if deployment is None or (not usable and outage.is_over(now, self._outage_left_s(deployment))):
             raise unavailable(
@@ -325,9 +343,21 @@ class LocalBrain:
         def fits(record: EndpointRecord, num_cached_tokens: int) -> bool:
             return has_room(record, need.with_cached(num_cached_tokens), now)
 
+        pool = _best_pool(usable, order.tried, now)
+        if order.charged_tokens is not None:
+            # Who waits looks again with every report, mostly in vain: engines that are full anyhow are not weighed.
+            pool = [record for record in pool if fits(record, need.num_prompt_tokens)]
+        if not pool:
+            return None
         number, policy = self._num_decisions + 1, self._policies.named(deployment.model.routing_policy)
-        placed = self.placement.place(number, ask, policy, deployment, _best_pool(usable, tried, now), fits, now)
-        return self._account(placed, deployment, ask, need, claim, now) if placed is not None else None
+        placed = self.placement.place(number, order.ask, need.num_sequences, policy, deployment, pool, fits, now)
+        return self._account(placed, deployment, order, now) if placed is not None else None
+
+    def _cost_of_turn(self, order: _Order) -> int:
+        """Before it is known where the turn leads: as on the engine that has most of the prompt."""
+        _, usable = self._usable_for(order.target)
+        num_cached_tokens = self.placement.most_cached_tokens(order.ask, usable, self._clock())
+        return order.need.with_cached(num_cached_tokens).cost_tokens
 
     def _num_output_tokens(self, target: Target, num_prompt_tokens: int, claim: Claim) -> int:
         """Of each sequence, as learned from the deployment's answers and within its context."""
@@ -342,7 +372,7 @@ class LocalBrain:
             return
         need = sent.need
         deployment.output_tokens.ended(num_output_tokens / need.num_sequences, need.max_tokens)
-        surplus = num_output_tokens - need.num_sequences * need.num_output_tokens
+        surplus = need.num_uncached_tokens + num_output_tokens - sent.charged_tokens
         self.queues.settle(deployment.key, sent.key, sent.priority, surplus)
 
     def _limits(self, key: str) -> QueueLimits:
@@ -374,16 +404,15 @@ class LocalBrain:
             return 0.0
         return max(0.0, deployment.last_served_at + self._outage_wait_s - self._clock())
 
-    def _account(
-        self, placed: Placed, deployment: Deployment, ask: Ask, need: Need, claim: Claim, now: float
-    ) -> Choice:
+    def _account(self, placed: Placed, deployment: Deployment, order: _Order, now: float) -> Choice:
         self._num_decisions = decision = placed.number
-        record, candidate = placed.record, placed.candidate
-        need = need.with_cached(candidate.num_cached_tokens)
+        record, candidate, claim = placed.record, placed.candidate, order.claim
+        need = order.need.with_cached(candidate.num_cached_tokens)
+        charged_tokens = need.cost_tokens if order.charged_tokens is None else order.charged_tokens
         record.fullness.chosen(candidate.in_flight, now)
         record.ejection.chosen(decision, now)
         record.reserved.reserve(decision, need, record.block_size)
-        self._open[decision] = _Sent(record, need, claim.key, claim.priority)
+        self._open[decision] = _Sent(record, need, claim.key, claim.priority, charged_tokens)
         return Choice(
             decision=decision,
             endpoint_id=record.endpoint.id,
@@ -392,7 +421,7 @@ class LocalBrain:
             policy=placed.policy,
             believed=candidate.believed,
             predicted_cached_tokens=candidate.num_cached_tokens,
-            granule_tokens=ask.granule_tokens,
+            granule_tokens=order.ask.granule_tokens,
             predicted_ttft_ms=placed.predicted_ttft_ms,
         )
 

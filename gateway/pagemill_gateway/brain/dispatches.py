@@ -1,21 +1,20 @@
 """What one pod has of our requests, and which of them its last report cannot know yet.
 
-A report names no request, so the count decides: when it speaks of fewer requests than are there (ours, and those from
+A report names no request, so the count decides: when it speaks of fewer sequences than are there (ours, and those from
 elsewhere), the newest of ours are the missing ones. A heartbeat of an engine in the middle of a long step repeats what
 was true before it, which no clock would tell.
 """
 
 from __future__ import annotations
 
-from itertools import islice
 from typing import NamedTuple
 
 
 class Dispatch(NamedTuple):
     """One request as it was sent to the pod."""
 
-    num_prompt_tokens: int
     num_uncached_tokens: int
+    num_sequences: int = 1
 
 
 class Dispatches:
@@ -59,9 +58,14 @@ class Dispatches:
         self._open.pop(decision, None)
 
     def reported(self, num_missing: int) -> None:
-        """A report that misses this many of the requests that are there."""
-        newest = islice(reversed(self._open.items()), max(0, num_missing))
-        self._unreported = {decision: each for decision, each in newest if decision in self._uncomputed}
+        """A report that misses this many of the sequences that are there."""
+        self._unreported = {}
+        for decision, each in reversed(self._open.items()):
+            if num_missing <= 0:
+                break
+            num_missing -= each.num_sequences
+            if decision in self._uncomputed:
+                self._unreported[decision] = each
         self.num_unreported_tokens = sum(each.num_uncached_tokens for each in self._unreported.values())
 
     def _leave_unreported(self, decision: int) -> None:

@@ -46,6 +46,7 @@ class Placement:
         self,
         number: int,
         ask: Ask,
+        num_sequences: int,
         policy: Policy,
         deployment: Deployment,
         records: Sequence[EndpointRecord],
@@ -69,10 +70,15 @@ class Placement:
             index = _place_of(ruling.chosen, candidates)
         chosen = ruling.chosen
         self.decisions.note(number, deployment.key, policy.name, ask.num_prompt_tokens, candidates, ruling)
-        self._account(number, ask, records[index], chosen)
+        self._account(number, ask, num_sequences, records[index], chosen)
         if ask.session:
             self._sessions.chosen(deployment.key, ask.session, chosen.endpoint_id)
         return Placed(number, records[index], chosen, policy.name, _predicted_ttft_ms(ruling, index))
+
+    def most_cached_tokens(self, ask: Ask, records: Sequence[EndpointRecord], now: float) -> int:
+        """Of the prompt, on the endpoint that has most of it."""
+        bits = [self.index.bit(record.endpoint.id) for record in records if record.reports.fresh(now)]
+        return max(self._depths(ask, bits).values(), default=0) * ask.granule_tokens
 
     def observe(self, record: EndpointRecord, frame: StateFrame, now: float) -> None:
         """Take what an accepted frame says of prefixes and load."""
@@ -87,7 +93,7 @@ class Placement:
             self.predictions.reported(bit, frame.prefixes_added)
             self.predictions.reported(bit, frame.prefixes_removed)
         reported = frame.load.num_requests_running + frame.load.num_requests_waiting
-        record.dispatches.reported(record.in_flight + record.reports.external() - reported)
+        record.dispatches.reported(record.reserved.num_sequences + record.reports.external() - reported)
         record.pod_report = read_report(frame, record.pod_report, record.step_time_params)
         record.step_time_params = frame.step_time
 
@@ -153,11 +159,11 @@ class Placement:
             session=session,
         )
 
-    def _account(self, number: int, ask: Ask, record: EndpointRecord, chosen: Candidate) -> None:
+    def _account(self, number: int, ask: Ask, num_sequences: int, record: EndpointRecord, chosen: Candidate) -> None:
         record.in_flight += 1
         record.last_chosen = number
         num_uncached = max(1, ask.num_prompt_tokens - chosen.num_cached_tokens)
-        record.dispatches.sent(number, Dispatch(ask.num_prompt_tokens, num_uncached))
+        record.dispatches.sent(number, Dispatch(num_uncached, num_sequences))
         bit = self.index.bit(record.endpoint.id)
         if bit and ask.granules:
             has = self.index.has
