@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
+from pagemill_gateway.limits.entries import fault_of
 from pagemill_gateway.routing.policies import PolicyName
 from pagemill_protocol.catalog import Catalog, QueueLimits
 from pagemill_protocol.secret_file import SecretFile
-
-_SHA256_HEX = re.compile(r"[0-9a-fA-F]{64}")
-HASH_EACH = "Hash each key first: printf %s KEY | sha256sum."
 
 
 class SettingsError(ValueError):
@@ -52,6 +49,25 @@ class KubernetesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """First and longest pause between attempts to reach the API server; each is drawn from the upper half."""
 
 
+class RedisConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What several gateways share, so that each limit holds for all of them together. Never needed to serve."""
+
+    url: str = ""
+    """`redis://`, `rediss://` (TLS; `?ssl_ca_certs=FILE` names the authority) or `unix://`."""
+    url_file: str | None = None
+    """File whose first line is the URL, in place of `url`; read at the start."""
+    password_file: str | None = None
+    """File whose first line is the password, read anew for every connection; wins over one in the URL."""
+    prefix: str = "pagemill"
+    """What all names in Redis begin with."""
+    keys: bool = False
+    """Accept the API keys in the hash `PREFIX:keys` too: SHA-256 of the key, and as its value the rest of the entry."""
+    timeout_ms: float = 100.0
+    """An answer that takes longer counts as none. After three in a row no request asks until Redis answers again."""
+    expected_gateways: int = 1
+    """Gateways that share the limits, for a start while Redis is away; later they count themselves."""
+
+
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     host: str = "127.0.0.1"
     port: int = 8080
@@ -61,12 +77,18 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     control_token: str = ""
     """Bearer token of `PUT /catalog`; empty: only allowed on a loopback bind."""
     api_keys: list[str] = []
-    """SHA-256 of each accepted API key, in hex."""
+    """
+    Accepted API keys: the SHA-256 in hex, and what the key may have:
+    `HASH tenant=NAME models=A,B requests_per_minute=N tokens_per_minute=N concurrency=N tokens_per_day=N
+    tokens_per_month=N priority=high|normal|low`, all of it optional.
+    """
     api_keys_file: str | None = None
     """
-    File of further such hashes, one a line, read again when it changes. Other lines are ignored with a warning.
-    An empty file lets nobody in; one without a single hash is refused at the start.
+    File of further such entries, one a line, read again when it changes. Other lines are ignored with a warning.
+    An empty file lets nobody in; one without a single entry is refused at the start.
     """
+    redis: RedisConfig | None = None
+    """Share the limits with other gateways; `None`: each gateway counts for itself."""
     allow_anonymous: bool = False
     """No key is asked on a bind that others can reach. Without keys, that must be said; never together with keys."""
     discovery: Literal["static", "kubernetes"] = "static"
@@ -142,12 +164,14 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def checked(self) -> GatewayConfig:
         """Return self, or raise `SettingsError` for the first setting that must not be used."""
-        check_key_hashes(self.api_keys, "api_keys")
-        has_keys = bool(self.api_keys) or self.api_keys_file is not None
+        check_entries(self.api_keys, "api_keys")
+        check_redis(self.redis)
+        shares_keys = self.redis is not None and self.redis.keys
+        has_keys = bool(self.api_keys) or self.api_keys_file is not None or shares_keys
         if has_keys and self.allow_anonymous:
             raise SettingsError(
-                "allow_anonymous: true contradicts api_keys and api_keys_file. Remove the keys to let everybody in, "
-                "or remove allow_anonymous."
+                "allow_anonymous: true contradicts api_keys, api_keys_file and redis.keys. Remove the keys to let "
+                "everybody in, or remove allow_anonymous."
             )
         if not has_keys and not self.allow_anonymous and not is_loopback(self.host):
             raise SettingsError(
@@ -211,30 +235,44 @@ def in_cluster_url() -> str:
 
 
 def open_keys_file(path: str | None) -> SecretFile | None:
-    """Raises `SettingsError` when the file cannot be read, or has lines of which none is a hash.
+    """Raises `SettingsError` when the file cannot be read, or has lines of which none is a key's entry.
 
     One bad line must not keep this gateway from starting while those that run already ignore it.
     """
     if path is None:
         return None
     try:
-        file = SecretFile(Path(path), is_wrong=lambda line: not is_key_hash(line))
+        file = SecretFile(Path(path), fault_of=fault_of)
     except OSError as error:
         raise SettingsError(f"api_keys_file: cannot read {path}: {error.strerror}. Mount the Secret there.") from error
-    if file.wrong_line_numbers and not file.lines():
-        raise SettingsError(f"api_keys_file: no line of {path} is a SHA-256 in hex (64 characters). {HASH_EACH}")
+    if file.faults and not file.lines():
+        number, fault = file.faults[0]
+        raise SettingsError(f"api_keys_file: no line of {path} is a key's entry; line {number} {fault}")
     return file
 
 
-def check_key_hashes(hashes: Iterable[str], where: str) -> None:
-    """Raises `SettingsError` for the first that is not a hash; a key itself must not be shown."""
-    for index, key in enumerate(hashes):
-        if not is_key_hash(key):
-            raise SettingsError(f"{where}[{index}]: is not a SHA-256 in hex (64 characters). {HASH_EACH}")
+def check_entries(entries: Iterable[str], where: str) -> None:
+    """Raises `SettingsError` for the first that is wrong; a key itself must not be shown."""
+    for index, entry in enumerate(entries):
+        fault = fault_of(entry)
+        if fault is not None:
+            raise SettingsError(f"{where}[{index}]: {fault}")
 
 
-def is_key_hash(text: str) -> bool:
-    return _SHA256_HEX.fullmatch(text) is not None
+def check_redis(redis: RedisConfig | None) -> None:
+    """Raises `SettingsError` for the first setting that must not be used; a URL may hold a password."""
+    if redis is None:
+        return
+    if bool(redis.url) == (redis.url_file is not None):
+        raise SettingsError("redis: exactly one of url and url_file says where Redis is. Set one, or leave redis out.")
+    if redis.url and not redis.url.startswith(("redis://", "rediss://", "unix://")):
+        raise SettingsError("redis.url: begins with none of redis://, rediss:// and unix://.")
+    if not 1 <= redis.timeout_ms <= 10_000:
+        raise SettingsError(f"redis.timeout_ms: {redis.timeout_ms} is not between 1 and 10000.")
+    if not redis.prefix or set(redis.prefix) & set("{} \n"):
+        raise SettingsError(f"redis.prefix: {redis.prefix!r} must have a character, and no blanks or braces.")
+    if redis.expected_gateways < 1:
+        raise SettingsError(f"redis.expected_gateways: {redis.expected_gateways} must be at least 1.")
 
 
 def is_loopback(host: str) -> bool:

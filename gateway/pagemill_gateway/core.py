@@ -15,13 +15,15 @@ from pagemill_gateway.discovery.bundles import Bundles
 from pagemill_gateway.discovery.kubernetes.credentials import Credentials, CredentialsError, load_credentials
 from pagemill_gateway.discovery.kubernetes.discovery import KubernetesDiscovery
 from pagemill_gateway.discovery.state_streams import StateStreams
+from pagemill_gateway.limits.keys import KeyRing
+from pagemill_gateway.limits.limiter import Limiter
+from pagemill_gateway.limits.sharing import Sharing, open_sharing
 from pagemill_gateway.metrics import GatewayMetrics
 from pagemill_gateway.relay.keep_alive import KeepAlive
 from pagemill_gateway.relay.preparation import Preparation
 from pagemill_gateway.relay.relay import Relay
 from pagemill_gateway.relay.upstream import Upstream
 from pagemill_protocol.catalog import Catalog
-from pagemill_protocol.http.auth import KeyRing
 
 SETTLE_TIMEOUT_S = 20.0
 """After the start, engines that do not answer delay the readiness no longer than this."""
@@ -41,10 +43,13 @@ class Gateway:
         self.closing = asyncio.Event()
         """The drain is over: what streams for ever ends now."""
         credentials = _credentials(config) if config.discovery == "kubernetes" else None
-        self.keys = KeyRing(config.api_keys, open_keys_file(config.api_keys_file))
+        shares_keys = config.redis is not None and config.redis.keys
+        self.keys = KeyRing(config.api_keys, open_keys_file(config.api_keys_file), shared=shares_keys)
         self.gate = Gate(config.max_requests, config.max_in_flight_body_bytes)
         self.running = Running()
         self.metrics = GatewayMetrics()
+        self.sharing: Sharing = open_sharing(config.redis, self.keys, self.metrics)
+        self.limiter = Limiter(self.sharing.store, self.metrics)
         self.brain = LocalBrain(config)
         self.session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=UPSTREAM_KEEPALIVE_S),
@@ -110,6 +115,7 @@ class Gateway:
         self._keep_alive.close()
         await self._streams.close()
         await self.session.close()
+        await self.sharing.close()
         self.preparation.close()
         await self.bundles.close()
 

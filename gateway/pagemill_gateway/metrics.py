@@ -75,8 +75,25 @@ class GatewayMetrics:
     def retry(self, model: str, reason: FailureKind) -> None:
         self._metrics.counter(specs.GATEWAY_UPSTREAM_RETRIES, model=model, reason=reason).inc()
 
+    def limited(self, reason: str) -> None:
+        self._metrics.counter(specs.GATEWAY_LIMITED, reason=reason).inc()
+
+    def reserved(self, seconds: float) -> None:
+        self._metrics.histogram(specs.GATEWAY_RESERVE_SECONDS).observe(seconds)
+
+    def decided_alone(self) -> None:
+        """Redis could not be asked."""
+        self._metrics.counter(specs.GATEWAY_LIMITS_ALONE).inc()
+
+    def tenant_used(self, tenant: str, prompt: int, completion: int) -> None:
+        for kind, tokens in (("prompt", prompt), ("completion", completion)):
+            self._metrics.counter(specs.GATEWAY_TENANT_TOKENS, tenant=tenant, kind=kind).inc(tokens)
+
     def stream_broke(self, model: str, reason: str) -> None:
         self._metrics.counter(specs.GATEWAY_BROKEN_STREAMS, model=model, reason=reason).inc()
+
+    def redis_up(self, up: bool) -> None:
+        self._metrics.gauge(specs.GATEWAY_REDIS_UP).set(int(up))
 
     def render(self, brain: LocalBrain, *, ready: bool, current: bool, body_bytes: int) -> bytes:
         """The text of a scrape, gauges brought up to date."""

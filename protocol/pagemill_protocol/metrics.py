@@ -246,6 +246,22 @@ GATEWAY_BROKEN_STREAMS = _gateway(
     "counter", "broken_streams", "Streams that ended with an error event after their first byte.", ("model", "reason")
 )
 GATEWAY_REJECTED = _gateway("counter", "requests_rejected", "Requests refused at the door, by error code.", ("code",))
+GATEWAY_LIMITED = _gateway(
+    "counter",
+    "limited",
+    "Requests refused by a limit of their key: requests, tokens, concurrency, budget_day, budget_month or model.",
+    ("reason",),
+)
+GATEWAY_RESERVE_SECONDS = _gateway(
+    "histogram", "limits_reserve_seconds", "Reserving room within the limits of one request's key.", buckets=_SHORT_S
+)
+GATEWAY_LIMITS_ALONE = _gateway(
+    "counter", "limits_decided_alone", "Reservations made with this gateway's own share, because Redis was away."
+)
+GATEWAY_REDIS_UP = _gateway("gauge", "redis_up", "1 while Redis answers, 0 while not; absent without Redis.")
+GATEWAY_TENANT_TOKENS = _gateway(
+    "counter", "tenant_tokens", "Tokens charged to each tenant, by kind: prompt or completion.", ("tenant", "kind")
+)
 GATEWAY_ENDPOINTS = _gateway(
     "gauge", "endpoints", "Engines known, by phase: ready, starting, stale, ejected or draining.", ("model", "phase")
 )

@@ -15,32 +15,38 @@ logger = logging.getLogger(__name__)
 
 CHECK_INTERVAL_S = 1.0
 MAX_FILE_BYTES = 4 * 1024 * 1024
-MAX_NUMBERS_TOLD = 10
+MAX_FAULTS_TOLD = 10
 _Signature = tuple[int, int, int, int]
 
 
 class SecretFile:
-    """The stripped lines that are neither empty nor comments (`#`), nor found wrong by `is_wrong`."""
+    """The stripped lines that are neither empty nor comments (`#`), nor found wrong by `fault_of`."""
 
     def __init__(
         self,
         path: Path,
         *,
-        is_wrong: Callable[[str], bool] = lambda _: False,
+        fault_of: Callable[[str], str | None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Wrong lines are ignored with a warning. Raises `OSError` when the file cannot be read now."""
+        """Lines for which `fault_of` says what is wrong are ignored with a warning.
+
+        What it says must not show what they hold: it may be a secret in the wrong form. Raises `OSError` when the file
+        cannot be read now.
+        """
         self._path = path
-        self._is_wrong = is_wrong
+        self._fault_of = fault_of
         self._clock = clock
         self._looked_at = clock()
         self._signature = _signature(path)
         self._lines: tuple[str, ...] = ()
-        self.wrong_line_numbers: tuple[int, ...] = ()
+        self.faults: tuple[tuple[int, str], ...] = ()
+        """Numbers of wrong lines, and what is wrong with each."""
         self._read()
         self._faulty = False
 
     def lines(self) -> tuple[str, ...]:
+        """The same tuple as before while the file did not change."""
         now = self._clock()
         if now - self._looked_at >= CHECK_INTERVAL_S:
             self._looked_at = now
@@ -61,15 +67,19 @@ class SecretFile:
         self._faulty = False
 
     def _read(self) -> None:
-        numbered = _read(self._path)
-        self.wrong_line_numbers = tuple(number for number, line in numbered if self._is_wrong(line))
-        wrong = set(self.wrong_line_numbers)
-        self._lines = tuple(line for number, line in numbered if number not in wrong)
-        if self.wrong_line_numbers:
-            # Never what they hold: it may be a secret in the wrong form.
-            told = ", ".join(map(str, self.wrong_line_numbers[:MAX_NUMBERS_TOLD]))
-            num_wrong = len(self.wrong_line_numbers)
-            logger.warning("%s: wrong lines are ignored (%d); their numbers: %s", self._path, num_wrong, told)
+        faults: list[tuple[int, str]] = []
+        lines: list[str] = []
+        for number, line in _read(self._path):
+            fault = self._fault_of(line)
+            if fault is None:
+                lines.append(line)
+            else:
+                faults.append((number, fault))
+        self._lines, self.faults = tuple(lines), tuple(faults)
+        for number, fault in faults[:MAX_FAULTS_TOLD]:
+            logger.warning("%s: line %d is ignored: it %s", self._path, number, fault)
+        if len(faults) > MAX_FAULTS_TOLD:
+            logger.warning("%s: %d more lines are ignored", self._path, len(faults) - MAX_FAULTS_TOLD)
 
 
 def _signature(path: Path) -> _Signature:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import hashlib
 
+from pagemill_gateway.limits.caller import Caller
 
-def cache_salt(prefix_scope: str, deployment: str, key_hash: str | None) -> str:
-    """The salt for a caller known by `key_hash`; a tenant is one key as long as keys have no groups."""
-    if prefix_scope == "deployment" or key_hash is None:
+
+def cache_salt(prefix_scope: str, deployment: str, caller: Caller) -> str:
+    """The salt for `caller`; a key that names no tenant is a tenant of its own."""
+    if prefix_scope == "deployment" or not caller.key_hash:
         return ""
-    return hashlib.blake2b(f"{deployment}\0{key_hash}".encode(), digest_size=16).hexdigest()
+    whose = f"tenant\0{caller.tenant}" if prefix_scope == "tenant" and caller.tenant else caller.key_hash
+    return hashlib.blake2b(f"{deployment}\0{whose}".encode(), digest_size=16).hexdigest()

@@ -19,11 +19,13 @@ from pydantic import BaseModel
 
 from pagemill_gateway.brain.interface import Ask, Brain, Claim, Target
 from pagemill_gateway.discovery.bundles import BundleError, Bundles
+from pagemill_gateway.limits.caller import Caller
+from pagemill_gateway.limits.refusals import check_model, told_to
 from pagemill_gateway.limits.scope import cache_salt
 from pagemill_gateway.relay.asks import HeaderOf, make_ask, prompt_keys, session_key
 from pagemill_gateway.relay.keep_alive import KeepAlive, Write
 from pagemill_gateway.relay.prompt_hashes import PromptHashes
-from pagemill_protocol.errors import unavailable
+from pagemill_protocol.errors import PagemillError, unavailable
 from pagemill_protocol.generate import Dialect, GenerateRequest
 from pagemill_protocol.openai.parse import parse_body
 from pagemill_protocol.openai.prepare import new_request_id, prepare_chat, prepare_completions
@@ -69,7 +71,7 @@ class Preparation:
             raise unavailable(f"The model's tokenizer cannot be used: {error}", code="model_not_ready") from error
 
     async def prepare(
-        self, raw: bytes, dialect: Dialect, key_hash: str | None, header_of: HeaderOf, claim: Claim, write: Write
+        self, raw: bytes, dialect: Dialect, caller: Caller, header_of: HeaderOf, claim: Claim, write: Write
     ) -> Prepared:
         """Everything the engines need. Raises `PagemillError` for a body nobody can serve.
 
@@ -77,17 +79,22 @@ class Preparation:
         """
         if dialect == "chat":
             chat = await self.parse(raw, ChatCompletionRequest)
-            return await self._chat(chat, await self._find(chat, claim, write), key_hash, header_of)
+            return await self._chat(chat, await self._find(chat, caller, claim, write), caller, header_of)
         body = await self.parse(raw, CompletionRequest)
-        return await self._completions(body, await self._find(body, claim, write), len(raw), key_hash, header_of)
+        return await self._completions(body, await self._find(body, caller, claim, write), len(raw), caller, header_of)
 
-    async def _find(self, body: ChatCompletionRequest | CompletionRequest, claim: Claim, write: Write) -> Target:
-        question = self._brain.find(body.model, claim._replace(priority=body.priority))
-        return await self._keep_alive.during(question, write if body.stream else None)
+    async def _find(
+        self, body: ChatCompletionRequest | CompletionRequest, caller: Caller, claim: Claim, write: Write
+    ) -> Target:
+        """The deployment, if `caller` may use it. Raises `PagemillError` as if it were not there otherwise."""
+        check_model(caller, body.model)
+        question = self._brain.find(body.model, claim._replace(priority=caller.priority(body.priority)))
+        try:
+            return await self._keep_alive.during(question, write if body.stream else None)
+        except PagemillError as error:
+            raise told_to(caller, error, body.model) from error
 
-    async def _chat(
-        self, body: ChatCompletionRequest, target: Target, key_hash: str | None, header_of: HeaderOf
-    ) -> Prepared:
+    async def _chat(self, body: ChatCompletionRequest, target: Target, caller: Caller, header_of: HeaderOf) -> Prepared:
         prepare = partial(
             prepare_chat,
             body,
@@ -95,18 +102,18 @@ class Preparation:
             max_model_len=target.max_model_len,
             request_id=new_request_id("chat"),
             created_unix_s=int(time.time()),
-            cache_salt=cache_salt(target.prefix_scope, target.deployment, key_hash),
+            cache_salt=cache_salt(target.prefix_scope, target.deployment, caller),
             seed=_new_seed(),
         )
-        keys, session = prompt_keys(body), session_key(target, key_hash, header_of)
+        keys, session = prompt_keys(body), session_key(target, caller, header_of)
 
         def job() -> Prepared:
-            return self._prepared(target, [prepare()], keys, session)
+            return self._prepared(target, [_prioritized(prepare(), caller)], keys, session)
 
         return await asyncio.get_running_loop().run_in_executor(self._threads, job)
 
     async def _completions(
-        self, body: CompletionRequest, target: Target, size: int, key_hash: str | None, header_of: HeaderOf
+        self, body: CompletionRequest, target: Target, size: int, caller: Caller, header_of: HeaderOf
     ) -> Prepared:
         prepare = partial(
             prepare_completions,
@@ -115,12 +122,14 @@ class Preparation:
             max_model_len=target.max_model_len,
             request_id=new_request_id("completions"),
             created_unix_s=int(time.time()),
-            cache_salt=cache_salt(target.prefix_scope, target.deployment, key_hash),
+            cache_salt=cache_salt(target.prefix_scope, target.deployment, caller),
         )
-        keys, session = prompt_keys(body), session_key(target, key_hash, header_of)
+        keys, session = prompt_keys(body), session_key(target, caller, header_of)
 
         def job() -> Prepared:
-            return self._prepared(target, [_seeded(request) for request in prepare()], keys, session)
+            return self._prepared(
+                target, [_prioritized(_seeded(request), caller) for request in prepare()], keys, session
+            )
 
         if size <= INLINE_BODY_BYTES:
             return job()
@@ -138,6 +147,12 @@ def _seeded(request: GenerateRequest) -> GenerateRequest:
     if request.sampling.seed is not None:
         return request
     return msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, seed=_new_seed()))
+
+
+def _prioritized(request: GenerateRequest, caller: Caller) -> GenerateRequest:
+    """A key's class decides; what its client asked for moves the request inside the class."""
+    priority = caller.priority(request.priority)
+    return request if priority == request.priority else msgspec.structs.replace(request, priority=priority)
 
 
 def _new_seed() -> int:

@@ -23,9 +23,12 @@ class RequestRecord:
     model: str = ""
     """The deployment's own name, never what the client wrote: metrics must not grow with what clients invent."""
     deployment: str = ""
+    tenant: str = ""
     response_id: str = ""
     stream: bool = False
     num_prompts: int = 0
+    num_choices: int = 1
+    """Of all prompts together."""
     prompt_tokens: int = 0
     endpoints: list[str] = field(default_factory=list)
     """Asked, in order; several for several attempts or prompts."""
@@ -36,6 +39,10 @@ class RequestRecord:
     """Time in queues; of several prompts, of the one that waited longest."""
     prepare_s: float | None = None
     first_frame_at: float | None = None
+    num_delivered: int = 0
+    """Tokens that engines have handed over so far."""
+    finished: bool = False
+    """Every engine request came to its own end; `usage` is complete."""
     finish_reasons: set[FinishReason] = field(default_factory=set)
     usage: Usage = field(default_factory=Usage)
     status: int = 0
@@ -47,6 +54,7 @@ class RequestRecord:
         self.response_id = requests[0].response_id or requests[0].request_id
         self.stream = requests[0].stream
         self.num_prompts = len(requests)
+        self.num_choices = sum(request.sampling.n for request in requests)
         self.prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
         self.queued_s = target.queued_s
         self.prepare_s = self.duration_s() - target.queued_s
@@ -70,6 +78,7 @@ class RequestRecord:
     def saw(self, meta: FrameMeta) -> None:
         if self.first_frame_at is None and meta.token_ids:
             self.first_frame_at = time.monotonic()
+        self.num_delivered += len(meta.token_ids)
         if meta.finish_reason is not None:
             self.finish_reasons.add(meta.finish_reason)
 

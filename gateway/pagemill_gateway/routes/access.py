@@ -86,6 +86,7 @@ def _line(record: RequestRecord, method: str) -> str:
         "duration_ms": round(record.duration_s() * 1000, 1),
         "model": record.model,
         "deployment": record.deployment,
+        "tenant": record.tenant,
         "response_id": record.response_id,
         "stream": record.stream,
         "endpoints": record.endpoints[:8],

@@ -6,6 +6,7 @@ Every write waits until the client has taken what came before (back-pressure), b
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 
 from starlette.types import Send
 
@@ -32,6 +33,11 @@ class Client:
         self._slow_timeout_s = slow_timeout_s
         self.started = False
         self._starting = asyncio.Lock()
+        self._more_headers: list[tuple[bytes, bytes]] = []
+
+    def add_headers(self, headers: Mapping[str, str]) -> None:
+        """Of whatever the answer will be; too late for one that waits already."""
+        self._more_headers += [(name.encode(), value.encode()) for name, value in headers.items()]
 
     async def write(self, data: bytes) -> None:
         """Part of a stream of events, whole: comments may come in between. Raises `ClientTooSlow`."""
@@ -43,9 +49,8 @@ class Client:
         await self._send_within(b"", False, self._slow_timeout_s)
 
     async def send_json(self, body: bytes) -> None:
-        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         self.started = True
-        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._start(200, [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))])
         await self._send_within(body, False, self._slow_timeout_s)
 
     async def fail(self, error: PagemillError) -> None:
@@ -55,16 +60,17 @@ class Client:
             return
         self.started = True
         response = error_response(error)
-        await self._send(
-            {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
-        )
+        await self._start(response.status_code, response.raw_headers)
         await self._send_within(bytes(response.body), False, FAREWELL_TIMEOUT_S)
 
     async def _start_stream(self) -> None:
         async with self._starting:
             if not self.started:
-                await self._send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
+                await self._start(200, SSE_HEADERS)
                 self.started = True
+
+    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *self._more_headers]})
 
     async def _send_within(self, data: bytes, more: bool, timeout_s: float) -> None:
         try:

@@ -1,12 +1,13 @@
 """`POST /v1/chat/completions` and `/v1/completions`: the hot routes, plain ASGI.
 
-From authentication to the last byte: who calls, is there room, what is asked (`relay.preparation`), the answer
-(`relay.answers`), and what the client is told when there is none. After the first byte a failure is an SSE error event,
-never a stream that just ends.
+From authentication to the last byte: who calls (`limits.keys`), is there room, what is asked (`relay.preparation`), may
+the caller have it (`limits.limiter`), the answer (`relay.answers`), and what the client is told when there is none.
+After the first byte a failure is an SSE error event, never a stream that just ends.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import time
@@ -16,8 +17,10 @@ from starlette.types import Receive, Scope, Send
 
 from pagemill_gateway.brain.interface import Claim
 from pagemill_gateway.core import Gateway
+from pagemill_gateway.limits.caller import Caller
 from pagemill_gateway.relay import answers
 from pagemill_gateway.relay.asks import HeaderOf
+from pagemill_gateway.relay.preparation import Prepared
 from pagemill_gateway.relay.record import RequestRecord
 from pagemill_gateway.relay.relay import AnswerBroken
 from pagemill_gateway.routes.access import record_of
@@ -42,21 +45,22 @@ class GenerateRoute:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gateway = self._gateway
         record = record_of(scope)
-        key_hash = gateway.keys.authenticate(scope)
+        caller = gateway.keys.authenticate(scope)
+        record.tenant = caller.tenant
         timeout_s = _timeout_s(scope, gateway.config.request_timeout_s)
         check_json_content_type(scope)
         with gateway.gate.enter() as place:
             raw = await read_counted(scope, receive, place, gateway.config.max_body_bytes)
             header_of = partial(_header, scope)
             client = Client(send, gateway.config.slow_client_timeout_s)
-            stayed = await while_connected(self._serve(raw, key_hash, header_of, timeout_s, client, record), receive)
+            stayed = await while_connected(self._serve(raw, caller, header_of, timeout_s, client, record), receive)
         if not stayed:
             record.status = CLIENT_CLOSED
 
     async def _serve(
         self,
         raw: bytes,
-        key_hash: str | None,
+        caller: Caller,
         header_of: HeaderOf,
         timeout_s: float | None,
         client: Client,
@@ -65,9 +69,9 @@ class GenerateRoute:
         """Answer, or tell the client why not. Raises nothing."""
         try:
             try:
-                record.claim = _claim(raw, key_hash, timeout_s, record)
+                record.claim = _claim(raw, caller, timeout_s, record)
                 async with self._gateway.running.limited(timeout_s):
-                    await self._answer(raw, key_hash, header_of, client, record)
+                    await self._answer(raw, caller, header_of, client, record)
             except AnswerBroken as broken:
                 record.failed(broken.error)
                 await (client.end() if broken.told else client.fail(broken.error))
@@ -83,19 +87,33 @@ class GenerateRoute:
             await client.fail(internal_error())
 
     async def _answer(
-        self, raw: bytes, key_hash: str | None, header_of: HeaderOf, client: Client, record: RequestRecord
+        self, raw: bytes, caller: Caller, header_of: HeaderOf, client: Client, record: RequestRecord
     ) -> None:
         gateway = self._gateway
-        prepared = await gateway.preparation.prepare(
-            raw, self._dialect, key_hash, header_of, record.claim, client.write
-        )
+        gateway.limiter.check(caller)
+        prepared = await gateway.preparation.prepare(raw, self._dialect, caller, header_of, record.claim, client.write)
         record.served_by(prepared.target, prepared.requests)
         gateway.metrics.prepared(record)
+        reservation = await gateway.limiter.reserve(caller, prepared.target.model, prepared.requests)
+        cut_off = False
+        try:
+            client.add_headers(reservation.headers)
+            await self._relay(prepared, client, record)
+        except (asyncio.CancelledError, ClientTooSlow):
+            cut_off = True
+            raise
+        finally:
+            reservation.settle(record, cut_off=cut_off)
+
+    async def _relay(self, prepared: Prepared, client: Client, record: RequestRecord) -> None:
+        gateway = self._gateway
         if prepared.stream:
             await answers.stream(gateway.relay, prepared, client.write, record)
+            record.finished = True
             await client.end()
             return
         body = await answers.collect(gateway.relay, prepared, record)
+        record.finished = True
         await client.send_json(body)
 
 
@@ -103,9 +121,9 @@ def _header(scope: Scope, name: str) -> str | None:
     return header(scope, name.encode())
 
 
-def _claim(raw: bytes, key_hash: str | None, timeout_s: float | None, record: RequestRecord) -> Claim:
+def _claim(raw: bytes, caller: Caller, timeout_s: float | None, record: RequestRecord) -> Claim:
     deadline_at = math.inf if timeout_s is None else time.monotonic() + timeout_s
-    return Claim(key=key_hash or "", num_bytes=len(raw), arrived_at=record.started_at, deadline_at=deadline_at)
+    return Claim(key=caller.account, num_bytes=len(raw), arrived_at=record.started_at, deadline_at=deadline_at)
 
 
 def _timeout_s(scope: Scope, default: float | None) -> float | None:

@@ -7,6 +7,7 @@ from starlette.responses import JSONResponse, Response
 
 from pagemill_gateway.core import Gateway
 from pagemill_gateway.version import VERSION
+from pagemill_protocol.errors import not_found
 from pagemill_protocol.metrics import CONTENT_TYPE
 
 
@@ -31,12 +32,15 @@ class HealthRoutes:
     async def metrics(self, request: Request) -> Response:
         gateway = self._gateway
         current = gateway.discovery is None or not gateway.discovery.detail
+        if gateway.sharing.up is not None:
+            gateway.metrics.redis_up(gateway.sharing.up)
         text = gateway.metrics.render(
             gateway.brain, ready=gateway.ready, current=current, body_bytes=gateway.gate.num_bytes
         )
         return Response(text, headers={"content-type": CONTENT_TYPE})
 
     async def guarded_metrics(self, request: Request) -> Response:
-        """On the data port, where clients are: only for those with a key."""
-        self._gateway.keys.authenticate(request.scope)
+        """On the data port, where clients are: only for those with a key, and one that nothing is kept from."""
+        if not self._gateway.keys.authenticate(request.scope).unrestricted:
+            raise not_found(request.url.path)
         return await self.metrics(request)

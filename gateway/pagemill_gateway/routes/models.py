@@ -1,4 +1,4 @@
-"""`GET /v1/models`: every name and alias that some deployment serves, ready or not."""
+"""`GET /v1/models`: every name and alias that some deployment serves, ready or not, and the key may use."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pagemill_gateway.core import Gateway
+from pagemill_gateway.limits.refusals import check_model
 from pagemill_protocol.errors import model_not_found
 from pagemill_protocol.openai import render
 
@@ -15,14 +16,15 @@ class ModelRoutes:
         self._gateway = gateway
 
     async def list(self, request: Request) -> Response:
-        self._gateway.keys.authenticate(request.scope)
-        cards = [self._card(name) for name in self._gateway.brain.registry.names()]
+        caller = self._gateway.keys.authenticate(request.scope)
+        cards = [self._card(name) for name in self._gateway.brain.registry.names() if caller.may_use(name)]
         return Response(render.models_body(cards), media_type="application/json")
 
     async def get(self, request: Request) -> Response:
-        self._gateway.keys.authenticate(request.scope)
+        caller = self._gateway.keys.authenticate(request.scope)
         name = request.path_params["model"]
-        names = self._gateway.brain.registry.names()
+        check_model(caller, name)
+        names = [each for each in self._gateway.brain.registry.names() if caller.may_use(each)]
         if name not in names:
             raise model_not_found(name, names)
         return Response(render.model_body(self._card(name)), media_type="application/json")

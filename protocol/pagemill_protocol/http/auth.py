@@ -1,6 +1,6 @@
 """Who may call: bearer tokens compared in constant time, and the loopback rule of unguarded control routes.
 
-Keys are known by their SHA-256 only. It decides nothing about budgets or models; the gateway's limits do.
+Keys are known by their SHA-256 only. Which API keys there are, and what each may have, is the gateway's (`limits`).
 """
 
 from __future__ import annotations
@@ -8,12 +8,11 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 from starlette.types import Scope
 
 from pagemill_protocol.errors import PagemillError, unauthorized
-from pagemill_protocol.secret_file import SecretFile
 
 MAX_KEY_CHARS = 512
 
@@ -44,40 +43,6 @@ def same_secret(given: str, expected: str) -> bool:
 def hash_key(key: str) -> str:
     """How an API key is stored: hex SHA-256."""
     return hashlib.sha256(key.encode("utf-8", "replace")).hexdigest()
-
-
-class KeyRing:
-    """The API keys a gateway accepts, by hash: fixed ones and those of a file. Without either it accepts everybody."""
-
-    def __init__(self, key_hashes: Iterable[str], file: SecretFile | None = None) -> None:
-        self._hashes = tuple(key_hash.lower() for key_hash in key_hashes)
-        self._file = file
-
-    @property
-    def open(self) -> bool:
-        return not self._hashes and self._file is None
-
-    def authenticate(self, scope: Scope) -> str | None:
-        """The hash of the caller's key, `None` when the ring is open. Raises `PagemillError` 401.
-
-        Every known hash is compared, so the time tells nothing about which one came close.
-        """
-        if self.open:
-            return None
-        token = bearer_token(scope)
-        given = hash_key(token) if token is not None else ""
-        found: str | None = None
-        for known in self._known():
-            if hmac.compare_digest(known.encode("ascii", "replace"), given.encode("ascii")):
-                found = known
-        if token is None or found is None:
-            raise unauthorized()
-        return found
-
-    def _known(self) -> tuple[str, ...]:
-        if self._file is None:
-            return self._hashes
-        return self._hashes + tuple(line.lower() for line in self._file.lines())
 
 
 def require_internal(scope: Scope, tokens: Collection[str] | None) -> None:

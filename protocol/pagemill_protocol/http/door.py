@@ -25,7 +25,6 @@ from pagemill_protocol.errors import (
     request_timeout,
 )
 from pagemill_protocol.http.auth import (
-    KeyRing,
     bearer_token,
     hash_key,
     header,
@@ -38,7 +37,6 @@ from pagemill_protocol.http.errors import error_response, install_error_handlers
 
 __all__ = [
     "Door",
-    "KeyRing",
     "bearer_token",
     "check_json_content_type",
     "error_response",

@@ -1,0 +1,70 @@
+"""Who calls and what it may have, as plain values: what a key's entry says, for all who limit or tell callers apart.
+
+Reading entries is `entries`'s, finding the caller of a request `keys`'s, counting the stores'.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, get_args
+
+PriorityClass = Literal["high", "normal", "low"]
+PRIORITY_CLASSES: tuple[PriorityClass, ...] = get_args(PriorityClass)
+_CLASS_OFFSET: dict[PriorityClass, int] = {"high": -10_000, "normal": 0, "low": 10_000}
+MAX_OWN_PRIORITY = 999
+"""How far a client's own `priority` moves its request inside the class of its key."""
+
+
+class Limits(NamedTuple):
+    """What may be used; `None`: without limit."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    concurrency: int | None = None
+    """Requests being served at once."""
+    tokens_per_day: int | None = None
+    tokens_per_month: int | None = None
+    """Calendar days and months in UTC."""
+
+    @property
+    def none(self) -> bool:
+        return self == NO_LIMITS
+
+
+NO_LIMITS = Limits()
+
+
+class Caller(NamedTuple):
+    """The sender of one request, as its key's entry describes it."""
+
+    key_hash: str = ""
+    """Never shown or logged; empty: a gateway that asks for no key."""
+    tenant: str = ""
+    """Empty: the key belongs to nobody in particular."""
+    models: frozenset[str] | None = None
+    """The names, as clients send them, that this key may use; `None`: all."""
+    limits: Limits = NO_LIMITS
+    priority_class: PriorityClass = "normal"
+
+    @property
+    def account(self) -> str:
+        """Whose use is counted together: all keys of one tenant, else the key alone."""
+        if self.tenant:
+            return f"tenant:{self.tenant}"
+        return f"key:{self.key_hash[:32]}" if self.key_hash else ""
+
+    @property
+    def unrestricted(self) -> bool:
+        """A bare key, or nobody's: the platform's own people. Numbers about other tenants are not for the rest."""
+        return not self.tenant and self.models is None and self.limits.none
+
+    def may_use(self, model: str) -> bool:
+        return self.models is None or model in self.models
+
+    def priority(self, asked: int) -> int:
+        """The priority of a request whose client asked for `asked`; smaller is served first."""
+        if not self.key_hash:
+            return asked
+        return _CLASS_OFFSET[self.priority_class] + max(-MAX_OWN_PRIORITY, min(asked, MAX_OWN_PRIORITY))
+
+
+ANONYMOUS = Caller()

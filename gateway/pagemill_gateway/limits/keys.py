@@ -1,0 +1,80 @@
+"""Who a request is from: the keys a gateway accepts, found by hash, whatever place they come from.
+
+The ring holds no key and no plain hash to compare with: it looks up an HMAC of the hash under a secret of this process,
+so the time of a look-up depends on nothing that a client can choose its way along; a last comparison is in constant
+time. Keys are in the settings, in a file that may change at any time, and in Redis (`redis.keys`).
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from collections.abc import Iterable
+
+from starlette.types import Scope
+
+from pagemill_gateway.limits.caller import ANONYMOUS, Caller
+from pagemill_gateway.limits.entries import parse_entry
+from pagemill_protocol.errors import PagemillError, unauthorized, unavailable
+from pagemill_protocol.http.auth import bearer_token, hash_key
+from pagemill_protocol.secret_file import SecretFile
+
+
+class KeyRing:
+    """The keys of settings, file and Redis. With none of the three it accepts everybody."""
+
+    def __init__(self, entries: Iterable[str], file: SecretFile | None = None, *, shared: bool = False) -> None:
+        """`shared`: more keys come through `replace_shared`; until then strangers are asked to come back.
+
+        Raises `EntryError` for a wrong one of `entries`.
+        """
+        self._fixed = tuple(parse_entry(each) for each in entries)
+        self._file = file
+        self._file_lines: tuple[str, ...] = ()
+        self._waits_for_shared = shared
+        self._has_shared = shared
+        self._shared: tuple[Caller, ...] = ()
+        self._secret = secrets.token_bytes(32)
+        self._callers: dict[bytes, Caller] = {}
+        self._nobody = secrets.token_bytes(32)
+        self._index()
+
+    @property
+    def open(self) -> bool:
+        return not self._fixed and self._file is None and not self._has_shared
+
+    def replace_shared(self, callers: Iterable[Caller]) -> None:
+        """These are the keys of the shared store from now on. Keys of settings and file win over them."""
+        self._shared = tuple(callers)
+        self._waits_for_shared = False
+        self._index()
+
+    def authenticate(self, scope: Scope) -> Caller:
+        """The caller by its bearer token. Raises `PagemillError` 401, or 503 while not all keys are known."""
+        if self.open:
+            return ANONYMOUS
+        token = bearer_token(scope)
+        if token is None:
+            raise unauthorized()
+        if self._file is not None and self._file.lines() is not self._file_lines:
+            self._index()
+        given = self._blind(hash_key(token))
+        caller = self._callers.get(given)
+        known = self._blind(caller.key_hash) if caller is not None else self._nobody
+        if not hmac.compare_digest(known, given) or caller is None:
+            raise self._stranger()
+        return caller
+
+    def _stranger(self) -> PagemillError:
+        if self._waits_for_shared:
+            return unavailable("The API keys are not loaded yet. Try again.", retry_after_s=1, code="keys_not_loaded")
+        return unauthorized()
+
+    def _index(self) -> None:
+        if self._file is not None:
+            self._file_lines = self._file.lines()
+        from_file = (parse_entry(line) for line in self._file_lines)
+        self._callers = {self._blind(each.key_hash): each for each in (*self._shared, *from_file, *self._fixed)}
+
+    def _blind(self, key_hash: str) -> bytes:
+        return hmac.digest(self._secret, key_hash.encode("ascii"), "sha256")

@@ -1,0 +1,115 @@
+"""Every request's way through its caller's limits: reserved before it is routed, settled when it is over.
+
+What is reserved is the prompt and a guess at the answer; what is charged in the end is what was really used, however
+the request ended. Who counts is a `Store`; callers without limits never reach it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import time
+from collections.abc import Callable, Sequence
+
+from pagemill_gateway.limits.caller import Caller
+from pagemill_gateway.limits.estimate import AnswerLengths
+from pagemill_gateway.limits.refusals import Headers, Limited, level_headers, refusal, too_large
+from pagemill_gateway.limits.store import Ask, Store
+from pagemill_gateway.metrics import GatewayMetrics
+from pagemill_gateway.relay.record import RequestRecord
+from pagemill_protocol.generate import GenerateRequest
+
+REMEMBER_REFUSAL_S = 1.0
+"""A caller out of requests is refused again without parsing its body or asking the store."""
+
+
+class Reservation:
+    """Room for one request, given back by `settle`."""
+
+    def __init__(self, settle: Callable[[RequestRecord, bool], object], headers: Headers) -> None:
+        self._settle = settle
+        self.headers = headers
+        """What is left, for the answer."""
+
+    def settle(self, record: RequestRecord, *, cut_off: bool) -> None:
+        """The request is over. `cut_off`: it was not the platform that ended it early."""
+        self._settle(record, cut_off)
+
+
+class Limiter:
+    def __init__(self, store: Store, metrics: GatewayMetrics, clock: Callable[[], float] = time.monotonic) -> None:
+        self._store = store
+        self._metrics = metrics
+        self._clock = clock
+        self._lengths = AnswerLengths()
+        self._process = secrets.token_hex(8)
+        self._numbers = itertools.count()
+        self._refused: dict[tuple[str, int | None], tuple[float, Limited]] = {}
+        """By account and its limit of requests: when the latest refusal was, and what was said."""
+
+    def check(self, caller: Caller) -> None:
+        """Refuse at once, before any work, who was refused for its number of requests a moment ago."""
+        if caller.limits.requests_per_minute is None:
+            return
+        refused_at, error = self._refused.get((caller.account, caller.limits.requests_per_minute), (0.0, None))
+        if error is None:
+            return
+        since_s = self._clock() - refused_at
+        if since_s < min(REMEMBER_REFUSAL_S, error.retry_after_s or 0.0):
+            self._metrics.limited("requests")
+            raise error
+        del self._refused[caller.account, caller.limits.requests_per_minute]
+
+    async def reserve(self, caller: Caller, model: str, requests: Sequence[GenerateRequest]) -> Reservation:
+        """Raises `PagemillError` 429."""
+        if caller.limits.none:
+            return Reservation(lambda record, cut_off: self._note(caller, record, cut_off), {})
+        num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
+        limit = caller.limits.tokens_per_minute
+        if limit is not None and num_prompt_tokens >= limit:
+            self._metrics.limited("tokens")
+            raise too_large(num_prompt_tokens, limit)
+        num_tokens = num_prompt_tokens + self._expected(caller, model, requests)
+        ask = Ask(caller.account, f"{self._process}-{next(self._numbers)}", num_tokens, caller.limits)
+        asked_at = time.perf_counter()
+        answer = await self._store.reserve(ask)
+        self._metrics.reserved(time.perf_counter() - asked_at)
+        if answer.refused is not None:
+            error = refusal(caller.limits, answer, num_tokens)
+            self._metrics.limited(answer.refused)
+            if answer.refused == "requests":
+                self._refused[caller.account, caller.limits.requests_per_minute] = (self._clock(), error)
+            raise error
+
+        def settle(record: RequestRecord, cut_off: bool) -> None:
+            self._store.settle(ask.lease, self._note(caller, record, cut_off))
+
+        return Reservation(settle, level_headers(answer))
+
+    def _expected(self, caller: Caller, model: str, requests: Sequence[GenerateRequest]) -> int:
+        return sum(
+            request.sampling.n * self._lengths.estimate(caller.account, model, request.sampling.max_tokens)
+            for request in requests
+        )
+
+    def _note(self, caller: Caller, record: RequestRecord, cut_off: bool) -> int:
+        """Tokens to charge, after they were counted for the tenant."""
+        prompt, completion = used_tokens(record, cut_off)
+        if caller.tenant:
+            self._metrics.tenant_used(caller.tenant, prompt, completion)
+        if completion and record.finished:
+            self._lengths.observe(caller.account, record.model, -(-completion // record.num_choices))
+        return prompt + completion
+
+
+def used_tokens(record: RequestRecord, cut_off: bool) -> tuple[int, int]:
+    """Tokens of prompt and answer.
+
+    An answer that ended early counts as far as it got. One that failed before its first token cost its caller nothing,
+    unless the caller went away itself: a prompt was computed for it.
+    """
+    if record.finished:
+        return record.usage.prompt_tokens, record.usage.completion_tokens
+    if record.num_delivered or (cut_off and record.endpoints):
+        return record.prompt_tokens, record.num_delivered
+    return 0, 0

@@ -1,0 +1,1 @@
+"""Limits shared by several gateways through Redis, and what each does while Redis is away."""

@@ -1,0 +1,200 @@
+"""The connection to Redis: scripts run within a deadline, or `Away` is raised at once. No retries, no waiting for it.
+
+What is counted is `store`'s, who may call is `shared_keys`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any, TypeVar
+
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.credentials import CredentialProvider
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import NoScriptError, RedisError, ResponseError
+
+from pagemill_gateway.config import RedisConfig, SettingsError
+from pagemill_gateway.limits.redis.breaker import Breaker
+from pagemill_protocol.secret_file import SecretFile
+
+logger = logging.getLogger("pagemill.gateway.limits")
+
+MAX_CONNECTIONS = 32
+CONNECT_TIMEOUT_S = 1.0
+"""Of probes, which no request waits for."""
+
+Result = TypeVar("Result")
+
+
+class Away(Exception):
+    """Redis did not answer. `in_doubt`: it may have done what it was asked."""
+
+    def __init__(self, *, in_doubt: bool) -> None:
+        super().__init__("Redis did not answer")
+        self.in_doubt = in_doubt
+
+
+class Script:
+    """A Lua script of this folder, run by its digest."""
+
+    def __init__(self, name: str) -> None:
+        self.text = resources.files(__package__).joinpath(f"{name}.lua").read_text()
+        self.digest = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
+
+
+class Link:
+    def __init__(self, config: RedisConfig) -> None:
+        """Connects to nobody yet. Raises `SettingsError`."""
+        self._timeout_s = config.timeout_ms / 1000
+        self.breaker = Breaker()
+        self.prefix = config.prefix
+        self._odd = ""
+        self._client = _client(config)
+
+    async def run(self, script: Script, keys: Sequence[str], arguments: Sequence[str | int]) -> Any:
+        """What the script returned. Raises `Away`."""
+
+        async def evaluate() -> Any:
+            try:
+                return await _reply(self._client.evalsha(script.digest, len(keys), *keys, *arguments))
+            except NoScriptError:
+                return await _reply(self._client.eval(script.text, len(keys), *keys, *arguments))
+
+        return await self._ask(evaluate)
+
+    async def run_all(self, script: Script, calls: Sequence[tuple[Sequence[str], Sequence[str | int]]]) -> list[Any]:
+        """What the script returned for each of `calls`, sent together. Raises `Away`."""
+
+        async def evaluate() -> list[Any]:
+            async with self._client.pipeline(transaction=False) as pipeline:
+                pipeline.script_load(script.text)
+                for keys, arguments in calls:
+                    pipeline.evalsha(script.digest, len(keys), *keys, *arguments)
+                results: list[Any] = await pipeline.execute(raise_on_error=False)
+                return [self._result(each) for each in results[1:]]
+
+        return await self._ask(evaluate)
+
+    async def add(self, amounts: dict[str, int], expire_s: int) -> None:
+        """Add to counters. Raises `Away`."""
+
+        async def add_all() -> None:
+            async with self._client.pipeline(transaction=True) as pipeline:
+                for key, amount in amounts.items():
+                    pipeline.incrby(key, amount)
+                    pipeline.expire(key, expire_s, nx=True)
+                await pipeline.execute()
+
+        await self._ask(add_all)
+
+    async def remove(self, key: str, members: Sequence[str]) -> None:
+        """Of a sorted set. Raises `Away`."""
+        await self._ask(lambda: _reply(self._client.zrem(key, *members)))
+
+    async def hash_of(self, key: str) -> dict[bytes, bytes]:
+        """Raises `Away`."""
+        return dict(await self._ask(lambda: _reply(self._client.hgetall(key))))
+
+    async def probe(self, script: Script, keys: Sequence[str], arguments: Sequence[str | int]) -> Any:
+        """As `run`, also while the breaker is open, and closes it. A connection may take longer than an answer."""
+        if not self.breaker.closed:
+            await self._within(lambda: _reply(self._client.ping()), CONNECT_TIMEOUT_S)
+        calls = lambda: _reply(self._client.eval(script.text, len(keys), *keys, *arguments))  # noqa: E731
+        return await self._within(calls, self._timeout_s)
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def _ask(self, call: Callable[[], Awaitable[Result]]) -> Result:
+        if not self.breaker.closed:
+            raise Away(in_doubt=False)
+        result = await self._within(call, self._timeout_s)
+        self.breaker.succeeded()
+        return result
+
+    def _result(self, result: Any) -> Any:
+        """One account whose counters somebody else wrote to must not keep the others from being told."""
+        if type(result) is ResponseError:
+            self._note_odd(result)
+            return None
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def _note_odd(self, error: ResponseError) -> None:
+        if (told := _told(error)) != self._odd:
+            self._odd = told
+            logger.warning(
+                "Redis refuses a script of the limits (%s); does somebody else write to `%s:*`?", told, self.prefix
+            )
+
+    async def _within(self, call: Callable[[], Awaitable[Result]], timeout_s: float) -> Result:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await call()
+        except ResponseError as error:
+            if type(error) is not ResponseError:  # read-only, out of memory: nobody is served there
+                self.breaker.failed(_told(error), certain=False)
+            else:
+                self._note_odd(error)
+            raise Away(in_doubt=False) from error
+        except (RedisError, OSError) as error:  # OSError includes the deadline's TimeoutError
+            refused = isinstance(error, RedisConnectionError) and not isinstance(error, TimeoutError)
+            self.breaker.failed(_told(error), certain=refused)
+            raise Away(in_doubt=True) from error
+
+
+async def _reply(call: Any) -> Any:
+    """redis-py declares the answers of both its clients as one; of this one they are awaited."""
+    return await call
+
+
+def _told(error: BaseException) -> str:
+    """The error without the URL or the user's name; servers do not repeat passwords."""
+    return "no answer in time" if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"[:200]
+
+
+class _PasswordFile(CredentialProvider):
+    """Read anew for every connection: passwords are turned while gateways run."""
+
+    def __init__(self, path: str, user: str | None) -> None:
+        self._file = SecretFile(Path(path))
+        self._user = user
+
+    def get_credentials(self) -> tuple[str] | tuple[str, str]:
+        password = next(iter(self._file.lines()), "")
+        return (self._user, password) if self._user else (password,)
+
+
+def _client(config: RedisConfig) -> Redis:
+    url = config.url
+    try:
+        if config.url_file is not None:
+            url = next(iter(SecretFile(Path(config.url_file)).lines()), "")
+        # A pool that waits: one request more than connections is no failure of Redis.
+        pool = BlockingConnectionPool.from_url(
+            url,
+            max_connections=MAX_CONNECTIONS,
+            timeout=None,
+            socket_connect_timeout=CONNECT_TIMEOUT_S,
+            retry=None,
+            client_name="pagemill-gateway",
+        )
+        if config.password_file is not None:
+            kwargs = pool.connection_kwargs
+            provider = _PasswordFile(config.password_file, kwargs.pop("username", None))
+            kwargs.pop("password", None)
+            kwargs["credential_provider"] = provider
+    except OSError as error:
+        raise SettingsError(
+            f"redis: cannot read {error.filename}: {error.strerror}. Mount the Secret there."
+        ) from error
+    except ValueError as error:
+        where = f"of the file {config.url_file}" if config.url_file else "in `url`"
+        raise SettingsError(f"redis: the URL {where} is none of redis://, rediss:// and unix://.") from error
+    return Redis(connection_pool=pool)

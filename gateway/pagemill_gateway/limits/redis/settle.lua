@@ -1,0 +1,25 @@
+-- End one reservation with what was really used. Said twice it counts once: only an open reservation is settled.
+-- KEYS: tokens of the minute, running leases, open reservations, tokens of the day and of the month of the reservation.
+-- ARGV: lease, differences of window, day and month to what was reserved, and the time ("" is the server's).
+local BUCKET_MS, WINDOW_BUCKETS = 1000, 61
+redis.call('ZREM', KEYS[2], ARGV[1])
+local bucket = tonumber(redis.call('HGET', KEYS[3], ARGV[1]))
+if not bucket then return 0 end
+redis.call('HDEL', KEYS[3], ARGV[1])
+
+local now_ms = tonumber(ARGV[5])
+if not now_ms then
+  local time = redis.call('TIME')
+  now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
+end
+local current, difference = math.floor(now_ms / BUCKET_MS), tonumber(ARGV[2])
+if difference > 0 then
+  redis.call('HINCRBY', KEYS[1], current, difference)
+  redis.call('PEXPIRE', KEYS[1], (WINDOW_BUCKETS + 1) * BUCKET_MS)
+elseif bucket > current - WINDOW_BUCKETS and redis.call('HEXISTS', KEYS[1], bucket) == 1 then
+  redis.call('HINCRBY', KEYS[1], bucket, difference)
+end
+for index = 4, 5 do
+  if redis.call('EXISTS', KEYS[index]) == 1 then redis.call('INCRBY', KEYS[index], ARGV[index - 1]) end
+end
+return 1

@@ -1,0 +1,65 @@
+"""API keys kept in Redis: read every few seconds into the gateway's ring, so that no request waits for Redis.
+
+The hash `PREFIX:keys` has the SHA-256 of each key as a field and the rest of its entry as the value. While Redis is
+away the keys that were known go on to count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from pagemill_gateway.limits.caller import Caller
+from pagemill_gateway.limits.entries import EntryError, parse_entry
+from pagemill_gateway.limits.keys import KeyRing
+from pagemill_gateway.limits.redis.link import Away, Link
+
+logger = logging.getLogger("pagemill.gateway.limits")
+
+READ_INTERVAL_S = 5.0
+RETRY_S = 0.25
+"""While nothing was read yet."""
+
+
+class SharedKeys:
+    def __init__(self, link: Link, ring: KeyRing) -> None:
+        self._link = link
+        self._ring = ring
+        self._known: dict[bytes, bytes] | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._read_for_ever())
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def read(self) -> None:
+        try:
+            entries = await self._link.hash_of(f"{self._link.prefix}:keys")
+        except Away:
+            return
+        if entries != self._known:
+            self._known = entries
+            self._ring.replace_shared(_callers(entries))
+
+    async def _read_for_ever(self) -> None:
+        while True:
+            await self.read()
+            await asyncio.sleep(RETRY_S if self._known is None else READ_INTERVAL_S)
+
+
+def _callers(entries: dict[bytes, bytes]) -> list[Caller]:
+    callers: list[Caller] = []
+    faults: list[str] = []
+    for name, value in entries.items():
+        try:
+            callers.append(parse_entry(f"{name.decode('utf-8', 'replace')} {value.decode('utf-8', 'replace')}"))
+        except EntryError as error:
+            faults.append(str(error))
+    if faults:
+        # Never which: a field that is no hash may be a key.
+        logger.warning("%d of the keys in Redis are ignored; one of them %s", len(faults), faults[0])
+    return callers

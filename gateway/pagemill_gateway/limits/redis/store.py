@@ -1,0 +1,267 @@
+"""The store of several gateways: Redis decides, atomically; without it each gateway goes on with its own share.
+
+Every reservation is also recorded in a memory store, so that a gateway that loses Redis knows what it has used itself.
+What ends while Redis is away is told later. A gateway that dies gives its places back when its leases run out. Budgets
+of requests that began without Redis are charged when it is back; a reply lost in that moment may charge them twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from pagemill_gateway.limits.memory import Amounts, MemoryStore, amounts_of
+from pagemill_gateway.limits.periods import Periods, periods_at
+from pagemill_gateway.limits.redis.link import Away, Link, Script
+from pagemill_gateway.limits.redis.shares import share_of, with_whole_limits
+from pagemill_gateway.limits.store import Answer, Ask, Level
+
+logger = logging.getLogger("pagemill.gateway.limits")
+
+LEASE_S = 30
+RENEW_S = 10.0
+BEAT_S = 2.0
+ALIVE_S = 15
+"""A gateway silent for this long has no share any more."""
+PROBE_S = 0.25
+"""Between probes while Redis is away."""
+MAX_BATCH = 128
+BUDGET_EXPIRE_S = 32 * 24 * 3600
+CLOSE_TIMEOUT_S = 1.0
+
+RESERVE, SETTLE, RENEW, BEAT = (Script(name) for name in ("reserve", "settle", "renew", "beat"))
+
+
+class _Open(NamedTuple):
+    account: str
+    amounts: Amounts
+    periods: Periods
+    known: bool
+    """Redis holds the reservation, or may hold it where `in_doubt`."""
+    in_doubt: bool = False
+
+
+class _Ended(NamedTuple):
+    lease: str
+    tokens: int
+    reservation: _Open
+
+
+class RedisStore:
+    """Create inside a running event loop; `start` before use."""
+
+    def __init__(
+        self,
+        link: Link,
+        *,
+        num_gateways: int = 1,
+        on_fallback: Callable[[], None] = lambda: None,
+        now: str = "",  # "" outside tests: the server's clock
+        now_unix_s: Callable[[], float] = time.time,
+    ) -> None:
+        """`num_gateways` counts until Redis tells how many there are."""
+        self._link = link
+        self._name = secrets.token_hex(8)
+        """This gateway's, for as long as it runs."""
+        self._on_fallback = on_fallback
+        self._now = now
+        self._now_unix_s = now_unix_s
+        self.num_gateways = max(1, num_gateways)
+        self.local = MemoryStore(now_unix_s=now_unix_s)
+        self._open: dict[str, _Open] = {}
+        self._ended: deque[_Ended] = deque()
+        self._owed: defaultdict[str, int] = defaultdict(int)
+        """Tokens by budget counter, of requests that Redis never knew."""
+        self._wake = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def up(self) -> bool:
+        return self._link.breaker.closed
+
+    @property
+    def num_open(self) -> int:
+        """Reservations not yet settled, and settled ones that Redis was not told yet."""
+        return len(self._open) + len(self._ended) + len(self._owed)
+
+    def start(self) -> None:
+        self._tasks = [
+            asyncio.create_task(each) for each in (self._beat_for_ever(), self._renew_for_ever(), self._tell())
+        ]
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self._tell_all()
+                await self._link.remove(self._key("gateways"), [self._name])
+        except (Away, TimeoutError):
+            logger.warning("the gateway stops without having told Redis of %d requests", len(self._ended))
+        await self._link.close()
+
+    # -- the store's two questions ------------------------------------------------------------------------------------
+
+    async def reserve(self, ask: Ask) -> Answer:
+        reservation = _Open(ask.account, amounts_of(ask), periods_at(self._now_unix_s()), known=True)
+        try:
+            raw = await self._link.run(RESERVE, self._keys(reservation), self._reserve_arguments(ask, reservation))
+        except Away as away:
+            return self._reserve_here(ask, reservation._replace(known=away.in_doubt, in_doubt=away.in_doubt))
+        except asyncio.CancelledError:
+            self._end(_Ended(ask.lease, 0, reservation))
+            raise
+        answer = _answer(ask, raw)
+        if answer.refused is None:
+            self._open[ask.lease] = reservation
+            self.local.record(ask)
+        return answer
+
+    def settle(self, lease: str, tokens: int) -> None:
+        reservation = self._open.pop(lease, None)
+        if reservation is None:
+            return
+        self.local.settle(lease, tokens)
+        if reservation.known:
+            self._end(_Ended(lease, tokens, reservation))
+        else:
+            self._owe(reservation, tokens)
+
+    # -- without Redis ------------------------------------------------------------------------------------------------
+
+    def _reserve_here(self, ask: Ask, reservation: _Open) -> Answer:
+        self._on_fallback()
+        share = share_of(ask.limits, self.num_gateways)
+        answer = with_whole_limits(self.local.decide(ask._replace(limits=share)), ask.limits)
+        if answer.refused is None:
+            self._open[ask.lease] = reservation
+        elif reservation.in_doubt:
+            self._end(_Ended(ask.lease, 0, reservation))
+        return answer
+
+    def _owe(self, reservation: _Open, tokens: int) -> None:
+        if tokens:
+            for key in self._keys(reservation)[4:]:
+                self._owed[key] += tokens
+            self._wake.set()
+
+    # -- what Redis is told -------------------------------------------------------------------------------------------
+
+    def _end(self, ended: _Ended) -> None:
+        self._ended.append(ended)
+        self._wake.set()
+
+    async def _tell(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            try:
+                await self._tell_all()
+            except Away:
+                continue  # the next beat that comes through wakes this task again
+
+    async def _tell_all(self) -> None:
+        """Raises `Away`; what was not told stays."""
+        while self._ended:
+            batch = [self._ended.popleft() for _ in range(min(MAX_BATCH, len(self._ended)))]
+            try:
+                settled = await self._link.run_all(SETTLE, [self._settlement(each) for each in batch])
+            except BaseException:
+                self._ended.extendleft(reversed(batch))
+                raise
+            for each, was_open in zip(batch, settled, strict=True):
+                if each.reservation.in_doubt and not was_open:
+                    self._owe(each.reservation, each.tokens)
+        if self._owed:
+            owed, self._owed = self._owed, defaultdict(int)
+            try:
+                await self._link.add(owed, BUDGET_EXPIRE_S)
+            except BaseException:
+                for key, tokens in owed.items():
+                    self._owed[key] += tokens
+                raise
+
+    def _settlement(self, ended: _Ended) -> tuple[list[str], list[str | int]]:
+        differences = [ended.tokens - each for each in ended.reservation.amounts]
+        return self._keys(ended.reservation)[1:], [ended.lease, *differences, self._now]
+
+    async def _renew_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(RENEW_S)
+            try:
+                await self._renew()
+            except Away:
+                continue
+
+    async def _renew(self) -> None:
+        """Also what Redis has never heard of: requests that began without it take places all the same."""
+        by_account: defaultdict[str, list[str]] = defaultdict(list)
+        for lease, reservation in self._open.items():
+            by_account[reservation.account].append(lease)
+        for account, leases in by_account.items():
+            keys = [self._account_key(account, name) for name in ("running", "open")]
+            await self._link.run(RENEW, keys, [LEASE_S * 1000, *leases])
+            gone = [lease for lease in leases if lease not in self._open]
+            if gone:  # they ended meanwhile, and may have been renewed after that
+                await self._link.remove(keys[0], gone)
+
+    async def _beat_for_ever(self) -> None:
+        while True:
+            await self._beat()
+            await asyncio.sleep(BEAT_S if self.up else PROBE_S)
+
+    async def _beat(self) -> None:
+        try:
+            alive = await self._link.probe(BEAT, [self._key("gateways")], [self._name, ALIVE_S * 1000])
+        except Away:
+            return
+        self.num_gateways = max(1, int(alive))
+        self._link.breaker.probed()
+        self._wake.set()
+
+    # -- names --------------------------------------------------------------------------------------------------------
+
+    def _keys(self, reservation: _Open) -> list[str]:
+        """All of one account lie in one slot of a Redis cluster: the braces."""
+        periods = reservation.periods
+        names = ("requests", "tokens", "running", "open", f"day:{periods.day}", f"month:{periods.month}")
+        return [self._account_key(reservation.account, name) for name in names]
+
+    def _account_key(self, account: str, name: str) -> str:
+        return f"{self._link.prefix}:{{{account}}}:{name}"
+
+    def _key(self, name: str) -> str:
+        return f"{self._link.prefix}:{name}"
+
+    def _reserve_arguments(self, ask: Ask, reservation: _Open) -> list[str | int]:
+        limits, periods = ask.limits, reservation.periods
+        bounds = (
+            limits.requests_per_minute,
+            limits.tokens_per_minute,
+            limits.concurrency,
+            limits.tokens_per_day,
+            limits.tokens_per_month,
+        )
+        lefts = (int(periods.day_left_s * 1000), int(periods.month_left_s * 1000))
+        numbers = ["" if each is None else each for each in bounds]
+        return [ask.lease, *reservation.amounts, *numbers, LEASE_S * 1000, *lefts, self._now]
+
+
+def _answer(ask: Ask, raw: list[bytes | int]) -> Answer:
+    refused, retry_ms, requests, requests_reset_ms, tokens, tokens_reset_ms = raw
+    return Answer(
+        refused.decode() or None,  # type: ignore[union-attr, arg-type]  # the script's first value, a Reason or empty
+        int(retry_ms) / 1000,
+        _level(ask.limits.requests_per_minute, int(requests), int(requests_reset_ms)),
+        _level(ask.limits.tokens_per_minute, int(tokens), int(tokens_reset_ms)),
+    )
+
+
+def _level(limit: int | None, used: int, reset_ms: int) -> Level | None:
+    return None if limit is None else Level(limit, max(0, limit - used), reset_ms / 1000)

@@ -1,0 +1,136 @@
+"""What clients are told of their limits, in the words and headers that OpenAI's own clients know."""
+
+from __future__ import annotations
+
+import math
+
+from pagemill_gateway.limits.caller import Caller, Limits
+from pagemill_gateway.limits.store import Answer, Level, Reason
+from pagemill_protocol.errors import PagemillError
+
+Headers = dict[str, str]
+_NAMES: dict[Reason, str] = {
+    "requests": "requests per minute",
+    "tokens": "tokens per minute",
+    "concurrency": "requests at once",
+    "budget_day": "tokens per day",
+    "budget_month": "tokens per month",
+}
+
+
+class Limited(PagemillError):
+    """429 with what is left of every limit, and whether asking again makes sense."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        type: str,
+        code: str = "rate_limit_exceeded",
+        retry_after_s: float | None = None,
+        should_retry: bool = True,
+        levels: Headers | None = None,
+    ) -> None:
+        super().__init__(message, status=429, type=type, code=code, retry_after_s=retry_after_s)
+        self._should_retry = should_retry
+        self._levels = levels or {}
+
+    def headers(self) -> dict[str, str]:
+        headers = dict(self._levels)
+        if self.retry_after_s is not None:
+            headers["Retry-After"] = str(max(1, math.ceil(self.retry_after_s)))
+            headers["retry-after-ms"] = str(max(1, math.ceil(self.retry_after_s * 1000)))
+        if not self._should_retry:
+            headers["x-should-retry"] = "false"
+        return headers
+
+
+def refusal(limits: Limits, answer: Answer, num_tokens: int) -> Limited:
+    """Of an answer that says no."""
+    reason = answer.refused
+    assert reason is not None
+    levels = level_headers(answer)
+    wait = f"Try again in {duration(answer.retry_after_s)}."
+    if reason in ("budget_day", "budget_month"):
+        limit = limits.tokens_per_day if reason == "budget_day" else limits.tokens_per_month
+        return Limited(
+            f"You exceeded your quota of {limit} {_NAMES[reason]}; this request needs about {num_tokens}. {wait}",
+            type="insufficient_quota",
+            code="insufficient_quota",
+            retry_after_s=answer.retry_after_s,
+            should_retry=False,
+            levels=levels,
+        )
+    if reason == "tokens":
+        used = f"Limit {limits.tokens_per_minute}, remaining {_remaining(answer.tokens)}, requested about {num_tokens}."
+        kind = "tokens"
+    elif reason == "requests":
+        used, kind = f"Limit {limits.requests_per_minute}.", "requests"
+    else:
+        used, kind = f"Limit {limits.concurrency}.", "requests"
+    return Limited(
+        f"Rate limit reached on {_NAMES[reason]}. {used} {wait}",
+        type=kind,
+        retry_after_s=answer.retry_after_s,
+        levels=levels,
+    )
+
+
+def too_large(num_prompt_tokens: int, limit: int) -> Limited:
+    """No waiting helps."""
+    return Limited(
+        f"Request too large on tokens per minute. Limit {limit}, the prompt alone has {num_prompt_tokens}. Shorten it.",
+        type="tokens",
+        should_retry=False,
+    )
+
+
+def check_model(caller: Caller, model: str) -> None:
+    """Raises `PagemillError` 404, in the words used for models that do not exist: what else is here is not told."""
+    if not caller.may_use(model):
+        raise no_such_model(model)
+
+
+def no_such_model(model: str) -> PagemillError:
+    return PagemillError(
+        f"The model `{model[:200]}` does not exist or you do not have access to it.",
+        status=404,
+        param="model",
+        code="model_not_found",
+    )
+
+
+def told_to(caller: Caller, error: PagemillError, model: str) -> PagemillError:
+    """`error` as `caller` may see it: who may not use everything is not told what there is."""
+    hidden = caller.models is not None and error.code == "model_not_found"
+    return no_such_model(model) if hidden else error
+
+
+def level_headers(answer: Answer) -> Headers:
+    return {**_level("requests", answer.requests), **_level("tokens", answer.tokens)}
+
+
+def _level(kind: str, level: Level | None) -> Headers:
+    if level is None:
+        return {}
+    return {
+        f"x-ratelimit-limit-{kind}": str(level.limit),
+        f"x-ratelimit-remaining-{kind}": str(level.remaining),
+        f"x-ratelimit-reset-{kind}": duration(level.reset_s),
+    }
+
+
+def _remaining(level: Level | None) -> int:
+    return level.remaining if level is not None else 0
+
+
+def duration(seconds: float) -> str:
+    """As OpenAI writes them: `20ms`, `1.5s`, `6m0s`, `3h2m1s`."""
+    ms = max(0, math.ceil(seconds * 1000))
+    if ms < 1000:
+        return f"{ms}ms" if ms else "0s"
+    if ms < 60_000:
+        return f"{ms / 1000:g}s"
+    minutes, rest = divmod(math.ceil(ms / 1000), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes}m{rest}s" if hours else f"{minutes}m{rest}s"
