@@ -35,6 +35,11 @@ SETTINGS = [
         "A gateway's settings file (`python -m pagemill_gateway --settings FILE`); `pagemill gateway` sets the same.",
     ),
     (
+        "pagemill_gateway.config",
+        "RedisConfig",
+        "The part `redis` of a gateway's settings: what several gateways share.",
+    ),
+    (
         "pagemill_operator.config",
         "OperatorConfig",
         "The operator's settings file (`python -m pagemill_operator --settings FILE --identity NAME`); the chart's "

@@ -249,7 +249,7 @@ GATEWAY_REJECTED = _gateway("counter", "requests_rejected", "Requests refused at
 GATEWAY_LIMITED = _gateway(
     "counter",
     "limited",
-    "Requests refused by a limit of their key: requests, tokens, concurrency, budget_day, budget_month or model.",
+    "Requests refused by a limit of their key: requests, tokens, concurrency, budget_day or budget_month.",
     ("reason",),
 )
 GATEWAY_RESERVE_SECONDS = _gateway(

@@ -41,7 +41,8 @@ class Rendered:
         return found
 
     def pod_specs(self) -> dict[str, Object]:
-        specs = {each["metadata"]["name"]: each["spec"]["template"]["spec"] for each in self.all("Deployment")}
+        sets = [*self.all("Deployment"), *self.all("StatefulSet")]
+        specs = {each["metadata"]["name"]: each["spec"]["template"]["spec"] for each in sets}
         return specs | {each["metadata"]["name"]: each["spec"] for each in self.all("Pod")}
 
 

@@ -9,6 +9,24 @@ Variant = Callable[[str], Any]
 ENGINE = {"matchLabels": {"app.kubernetes.io/name": "pagemill-engine"}}
 
 
+def test_only_gateways_reach_the_redis_of_the_chart(variant: Any) -> None:
+    rendered = variant("redis")
+    redis = rendered.component("NetworkPolicy", "redis")["spec"]
+    gateway = rendered.component("Deployment", "gateway")["spec"]["selector"]["matchLabels"]
+    assert redis["egress"] == []
+    assert redis["ingress"] == [
+        {"ports": [{"port": "redis", "protocol": "TCP"}], "from": [{"podSelector": {"matchLabels": gateway}}]}
+    ]
+    labels = rendered.one("StatefulSet")["spec"]["template"]["metadata"]["labels"]
+    assert redis["podSelector"]["matchLabels"].items() <= labels.items()
+    (allowed,) = [
+        rule
+        for rule in rendered.component("NetworkPolicy", "gateway")["spec"]["egress"]
+        if rule["ports"] == [{"port": 6379, "protocol": "TCP"}]
+    ]
+    assert allowed["to"] == [{"podSelector": redis["podSelector"]}]
+
+
 def ports(rule: dict[str, Any]) -> set[Any]:
     return {each["port"] for each in rule.get("ports", [])}
 

@@ -77,6 +77,27 @@ def test_keys_or_anonymous_access_never_both(variant: Variant) -> None:
     assert not guarded.allow_anonymous
 
 
+def test_the_gateway_finds_the_redis_that_the_values_name(variant: Variant) -> None:
+    assert gateway_of(variant("anonymous")).redis is None
+    bundled, external = variant("redis"), variant("everything")
+    redis = gateway_of(bundled).redis
+    assert redis is not None
+    name = bundled.one("StatefulSet")["metadata"]["name"]
+    service = bundled.component("Service", "redis")
+    assert redis.url == f"redis://{service['metadata']['name']}.pagemill-system.svc.cluster.local:6379/0"
+    assert service["metadata"]["name"] == name == bundled.one("StatefulSet")["spec"]["serviceName"]
+    assert redis.keys
+    assert redis.expected_gateways == 3
+    for rendered, path, key in ((bundled, redis.password_file, "password"), (external, "url", "address")):
+        pod = rendered.component("Deployment", "gateway")["spec"]["template"]["spec"]
+        (volume,) = [each for each in pod["volumes"] if each["name"] == "redis"]
+        (mount,) = [each for each in pod["containers"][0]["volumeMounts"] if each["name"] == "redis"]
+        (item,) = volume["secret"]["items"]
+        file = f"{mount['mountPath']}/{item['path']}"
+        assert item["key"] == key
+        assert file in (path, gateway_of(external).redis.url_file)  # type: ignore[union-attr]
+
+
 def test_values_reach_the_settings(variant: Variant) -> None:
     everything, guarded = variant("everything"), variant("api-keys")
     operator, gateway = operator_of(everything), gateway_of(everything)

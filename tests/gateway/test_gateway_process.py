@@ -79,6 +79,13 @@ async def end(process: asyncio.subprocess.Process) -> None:
         ({"host": "::", "control_token": "t"}, "api_keys"),
         ({"control_host": "0.0.0.0"}, "control_token"),
         ({"api_keys": ["sk-plain"]}, "SHA-256"),
+        ({"api_keys": [f"{'a' * 64} concurrency=0"]}, r"api_keys\[0\]: has concurrency='0'"),
+        ({"redis": {}}, "exactly one of url and url_file"),
+        ({"redis": {"url": "http://redis"}}, r"redis\.url"),
+        ({"redis": {"url": "redis://r", "timeout_ms": 0}}, r"redis\.timeout_ms: 0"),
+        ({"redis": {"url": "redis://r", "prefix": "a{b}"}}, r"redis\.prefix"),
+        ({"redis": {"url": "redis://r", "expected_gateways": 0}}, r"redis\.expected_gateways: 0"),
+        ({"redis": {"url": "redis://r", "keys": True}, "allow_anonymous": True}, "redis.keys"),
         ({"port": 70000}, "port"),
         ({"nonsense": 1}, "nonsense"),
         ({"max_requests": 0}, "max_requests"),
@@ -111,7 +118,7 @@ def test_a_bad_line_among_api_keys_does_not_keep_the_gateway_down(tmp_path: Path
     file = open_keys_file(str(path))
     assert file is not None
     assert file.lines() == ("a" * 64,)
-    assert "numbers: 3" in caplog.text
+    assert "line 3 is ignored" in caplog.text
     assert "my-own" not in caplog.text
 
 

@@ -63,13 +63,14 @@ def test_a_file_that_is_not_there_at_the_start_is_an_error(tmp_path: Path) -> No
 def test_wrong_lines_are_ignored_and_told_by_number_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     (path := tmp_path / "tokens").write_text("# comment\ngood\nsk-plain\n")
-    file = SecretFile(path, is_wrong=lambda line: not line.startswith("good"), clock=clock)
+    file = SecretFile(path, fault_of=lambda line: None if line.startswith("good") else "is not good", clock=clock)
     assert file.lines() == ("good",)
-    assert file.wrong_line_numbers == (3,)
-    assert "numbers: 3" in caplog.text
+    assert file.faults == ((3, "is not good"),)
+    assert "line 3 is ignored: it is not good" in caplog.text
     caplog.clear()
     path.write_text("sk-plain\n\ngood too\nsk-plain\n")
     clock.now += CHECK_INTERVAL_S
     assert file.lines() == ("good too",)
-    assert "numbers: 1, 4" in caplog.text
+    assert [number for number, _ in file.faults] == [1, 4]
+    assert "line 4 is ignored" in caplog.text
     assert "sk-plain" not in caplog.text

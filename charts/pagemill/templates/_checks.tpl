@@ -1,6 +1,16 @@
 {{/* What a schema cannot say: refused before anything is installed, with the remedies. */}}
 {{- define "pagemill.checks" -}}
-{{- if and (not .Values.gateway.auth.allowAnonymous) (not (include "pagemill.hasApiKeys" .)) }}
+{{- if and .Values.redis.keys (not (include "pagemill.hasRedis" .)) }}
+{{- fail "redis.keys: API keys are to be read from Redis, and no Redis is named. Set redis.existingSecret or redis.bundled.enabled." }}
+{{- end }}
+{{- if and .Values.redis.bundled.enabled .Values.redis.existingSecret }}
+{{- fail "redis: existingSecret and bundled.enabled are both set. Name your Redis, or run the chart's." }}
+{{- end }}
+{{- if and .Values.redis.bundled.enabled (not .Values.redis.bundled.passwordSecret) }}
+{{- fail (printf "redis.bundled.passwordSecret: it is empty, so anybody in the cluster could write the counters. Make one: kubectl --namespace %s create secret generic pagemill-redis --from-literal=password=\"$(openssl rand -hex 32)\"" .Release.Namespace) }}
+{{- end }}
+{{- $hasKeys := or (include "pagemill.hasApiKeys" .) .Values.redis.keys }}
+{{- if and (not .Values.gateway.auth.allowAnonymous) (not $hasKeys) }}
 {{- fail (printf `
 
 No API key is set, so the gateway would refuse every request. Choose one:
@@ -13,8 +23,8 @@ No API key is set, so the gateway would refuse every request. Choose one:
      helm ... --set gateway.auth.allowAnonymous=true
 ` .Release.Namespace) }}
 {{- end }}
-{{- if and .Values.gateway.auth.allowAnonymous (include "pagemill.hasApiKeys" .) }}
-{{- fail "gateway.auth.allowAnonymous: it is true, and gateway.apiKeys names keys. Set only one of them." }}
+{{- if and .Values.gateway.auth.allowAnonymous $hasKeys }}
+{{- fail "gateway.auth.allowAnonymous: it is true, and gateway.apiKeys names keys or redis.keys is set. Set only one of them." }}
 {{- end }}
 {{- if and .Values.gateway.apiKeys.existingSecret .Values.gateway.apiKeys.sha256 }}
 {{- fail "gateway.apiKeys: existingSecret and sha256 are both set. Put all hashes into the Secret, or name none." }}
@@ -23,6 +33,9 @@ No API key is set, so the gateway would refuse every request. Choose one:
 {{- if hasKey $.Values.gateway.settings $secret }}
 {{- fail (printf "gateway.settings.%s: settings stand in a ConfigMap, which many may read. Leave it out: the token of the control port comes from the operator's keys, and API keys from the Secret that gateway.apiKeys names." $secret) }}
 {{- end }}
+{{- end }}
+{{- if contains "@" (dig "redis" "url" "" .Values.gateway.settings) }}
+{{- fail "gateway.settings.redis.url: settings stand in a ConfigMap, which many may read. Put the URL with its password into a Secret and name it in redis.existingSecret." }}
 {{- end }}
 {{- $election := .Values.operator.leaderElection }}
 {{- if not (and (lt (int $election.retryPeriodSeconds) (int $election.renewDeadlineSeconds)) (lt (int $election.renewDeadlineSeconds) (int $election.leaseDurationSeconds))) }}

@@ -33,6 +33,10 @@ namespaces do not meet. A namespace has no dot in its name, so the first dot end
 {{- default (printf "%s-api-keys" (include "pagemill.fullname" .)) .Values.gateway.apiKeys.existingSecret -}}
 {{- end -}}
 
+{{- define "pagemill.redisName" -}}
+{{- include "pagemill.fullname" . }}-redis
+{{- end -}}
+
 {{/* Call with (dict "root" $ "component" "operator"). */}}
 {{- define "pagemill.serviceAccountName" -}}
 {{- $account := (index .root.Values .component).serviceAccount -}}

@@ -52,7 +52,28 @@ refuse unknown ones; `settings` of each component goes over everything.
   "drain_timeout_s" $values.drainTimeoutSeconds
 -}}
 {{- if include "pagemill.hasApiKeys" . }}{{ $_ := set $own "api_keys_file" "/etc/pagemill-keys/keys" }}{{ end -}}
+{{- with include "pagemill.redisSettings" . | fromJson }}{{ $_ := set $own "redis" . }}{{ end -}}
 {{- mustMergeOverwrite $own (deepCopy $values.settings) | toPrettyJson -}}
+{{- end -}}
+
+{{/* Where Redis is, as a map; empty: nowhere. */}}
+{{- define "pagemill.redisSettings" -}}
+{{- $redis := .Values.redis -}}
+{{- $scaling := .Values.gateway.autoscaling -}}
+{{- $gateways := ternary $scaling.minReplicas .Values.gateway.replicas $scaling.enabled -}}
+{{- $own := dict "keys" $redis.keys "expected_gateways" (max 1 (int $gateways)) -}}
+{{- if $redis.bundled.enabled -}}
+{{- $host := printf "%s.%s.svc.%s" (include "pagemill.redisName" .) .Release.Namespace .Values.clusterDomain -}}
+{{- merge $own (dict "url" (printf "redis://%s:6379/0" $host) "password_file" "/etc/pagemill-redis/password") | toJson -}}
+{{- else if $redis.existingSecret -}}
+{{- merge $own (dict "url_file" "/etc/pagemill-redis/url") | toJson -}}
+{{- else -}}
+{}
+{{- end -}}
+{{- end -}}
+
+{{- define "pagemill.hasRedis" -}}
+{{- if or .Values.redis.bundled.enabled .Values.redis.existingSecret }}true{{ end -}}
 {{- end -}}
 
 {{- define "pagemill.hasApiKeys" -}}

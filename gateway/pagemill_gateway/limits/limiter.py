@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 
 from pagemill_gateway.limits.caller import Caller
 from pagemill_gateway.limits.estimate import AnswerLengths
-from pagemill_gateway.limits.refusals import Headers, Limited, level_headers, refusal, too_large
-from pagemill_gateway.limits.store import Ask, Store
+from pagemill_gateway.limits.refusals import Headers, level_headers, refusal, too_large
+from pagemill_gateway.limits.store import Answer, Ask, Store
 from pagemill_gateway.metrics import GatewayMetrics
 from pagemill_gateway.relay.record import RequestRecord
 from pagemill_protocol.generate import GenerateRequest
@@ -44,21 +44,20 @@ class Limiter:
         self._lengths = AnswerLengths()
         self._process = secrets.token_hex(8)
         self._numbers = itertools.count()
-        self._refused: dict[tuple[str, int | None], tuple[float, Limited]] = {}
+        self._refused: dict[tuple[str, int], tuple[float, Answer]] = {}
         """By account and its limit of requests: when the latest refusal was, and what was said."""
 
     def check(self, caller: Caller) -> None:
         """Refuse at once, before any work, who was refused for its number of requests a moment ago."""
-        if caller.limits.requests_per_minute is None:
+        limit = caller.limits.requests_per_minute
+        if limit is None or (latest := self._refused.get((caller.account, limit))) is None:
             return
-        refused_at, error = self._refused.get((caller.account, caller.limits.requests_per_minute), (0.0, None))
-        if error is None:
-            return
+        refused_at, answer = latest
         since_s = self._clock() - refused_at
-        if since_s < min(REMEMBER_REFUSAL_S, error.retry_after_s or 0.0):
+        if since_s < min(REMEMBER_REFUSAL_S, answer.retry_after_s):
             self._metrics.limited("requests")
-            raise error
-        del self._refused[caller.account, caller.limits.requests_per_minute]
+            raise refusal(caller.limits, answer._replace(retry_after_s=answer.retry_after_s - since_s), 0)
+        del self._refused[caller.account, limit]
 
     async def reserve(self, caller: Caller, model: str, requests: Sequence[GenerateRequest]) -> Reservation:
         """Raises `PagemillError` 429."""
@@ -75,11 +74,10 @@ class Limiter:
         answer = await self._store.reserve(ask)
         self._metrics.reserved(time.perf_counter() - asked_at)
         if answer.refused is not None:
-            error = refusal(caller.limits, answer, num_tokens)
             self._metrics.limited(answer.refused)
-            if answer.refused == "requests":
-                self._refused[caller.account, caller.limits.requests_per_minute] = (self._clock(), error)
-            raise error
+            if answer.refused == "requests" and caller.limits.requests_per_minute is not None:
+                self._refused[caller.account, caller.limits.requests_per_minute] = (self._clock(), answer)
+            raise refusal(caller.limits, answer, num_tokens)
 
         def settle(record: RequestRecord, cut_off: bool) -> None:
             self._store.settle(ask.lease, self._note(caller, record, cut_off))

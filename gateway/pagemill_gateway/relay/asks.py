@@ -6,7 +6,6 @@ from collections.abc import Callable
 from hashlib import blake2b
 
 from pagemill_gateway.brain.interface import Ask, Target
-from pagemill_gateway.limits.caller import Caller
 from pagemill_gateway.relay.prompt_hashes import PromptHashes
 from pagemill_gateway.routing.prefix_hash import PREFIX_CHARS
 from pagemill_protocol.generate import GenerateRequest
@@ -27,12 +26,12 @@ def make_ask(request: GenerateRequest, target: Target, hashes: PromptHashes, pro
     )
 
 
-def session_key(target: Target, caller: Caller, header_of: HeaderOf) -> bytes:
+def session_key(target: Target, key_hash: str | None, header_of: HeaderOf) -> bytes:
     """Of the session that the client names, apart for each key; empty when it names none."""
     name = header_of(target.session_header) if target.session_header else None
     if not name:
         return b""
-    return _key(f"{caller.key_hash}\0{name}")
+    return _key(f"{key_hash or ''}\0{name}")
 
 
 def prompt_keys(body: ChatCompletionRequest | CompletionRequest) -> list[bytes]:

@@ -105,7 +105,7 @@ class Preparation:
             cache_salt=cache_salt(target.prefix_scope, target.deployment, caller),
             seed=_new_seed(),
         )
-        keys, session = prompt_keys(body), session_key(target, caller, header_of)
+        keys, session = prompt_keys(body), session_key(target, caller.key_hash, header_of)
 
         def job() -> Prepared:
             return self._prepared(target, [_prioritized(prepare(), caller)], keys, session)
@@ -124,7 +124,7 @@ class Preparation:
             created_unix_s=int(time.time()),
             cache_salt=cache_salt(target.prefix_scope, target.deployment, caller),
         )
-        keys, session = prompt_keys(body), session_key(target, caller, header_of)
+        keys, session = prompt_keys(body), session_key(target, caller.key_hash, header_of)
 
         def job() -> Prepared:
             return self._prepared(

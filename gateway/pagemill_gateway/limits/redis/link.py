@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +27,9 @@ logger = logging.getLogger("pagemill.gateway.limits")
 MAX_CONNECTIONS = 32
 CONNECT_TIMEOUT_S = 1.0
 """Of probes, which no request waits for."""
+
+SOCKET_TIMEOUT_S = 15.0
+"""A connection that says nothing for this long is given up; whoever asked has long stopped waiting."""
 
 Result = TypeVar("Result")
 
@@ -54,6 +57,8 @@ class Link:
         self.breaker = Breaker()
         self.prefix = config.prefix
         self._odd = ""
+        self._abandoned: set[asyncio.Task[Any]] = set()
+        """Calls that nobody waits for any more, until they are gone."""
         self._client = _client(config)
 
     async def run(self, script: Script, keys: Sequence[str], arguments: Sequence[str | int]) -> Any:
@@ -87,7 +92,7 @@ class Link:
             async with self._client.pipeline(transaction=True) as pipeline:
                 for key, amount in amounts.items():
                     pipeline.incrby(key, amount)
-                    pipeline.expire(key, expire_s, nx=True)
+                    pipeline.expire(key, expire_s)
                 await pipeline.execute()
 
         await self._ask(add_all)
@@ -104,13 +109,17 @@ class Link:
         """As `run`, also while the breaker is open, and closes it. A connection may take longer than an answer."""
         if not self.breaker.closed:
             await self._within(lambda: _reply(self._client.ping()), CONNECT_TIMEOUT_S)
-        calls = lambda: _reply(self._client.eval(script.text, len(keys), *keys, *arguments))  # noqa: E731
-        return await self._within(calls, self._timeout_s)
+        return await self._within(
+            lambda: _reply(self._client.eval(script.text, len(keys), *keys, *arguments)), self._timeout_s
+        )
 
     async def close(self) -> None:
         await self._client.aclose()
+        await self._client.connection_pool.aclose()  # a pool of its own is not the client's to close
+        if self._abandoned:
+            await asyncio.wait(set(self._abandoned), timeout=CONNECT_TIMEOUT_S)
 
-    async def _ask(self, call: Callable[[], Awaitable[Result]]) -> Result:
+    async def _ask(self, call: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
         if not self.breaker.closed:
             raise Away(in_doubt=False)
         result = await self._within(call, self._timeout_s)
@@ -133,20 +142,38 @@ class Link:
                 "Redis refuses a script of the limits (%s); does somebody else write to `%s:*`?", told, self.prefix
             )
 
-    async def _within(self, call: Callable[[], Awaitable[Result]], timeout_s: float) -> Result:
+    async def _within(self, call: Callable[[], Coroutine[Any, Any, Result]], timeout_s: float) -> Result:
+        """The deadline holds, and a cancellation gets through, whatever redis-py makes of being cancelled."""
+        task = asyncio.create_task(call())
         try:
-            async with asyncio.timeout(timeout_s):
-                return await call()
+            await asyncio.wait({task}, timeout=timeout_s)
+        finally:
+            if not task.done():
+                self._abandon(task)
+        if not task.done():
+            self.breaker.failed("no answer in time", certain=False)
+            raise Away(in_doubt=True)
+        try:
+            return task.result()
         except ResponseError as error:
-            if type(error) is not ResponseError:  # read-only, out of memory: nobody is served there
-                self.breaker.failed(_told(error), certain=False)
-            else:
+            if type(error) is ResponseError:
                 self._note_odd(error)
+            else:  # read-only, out of memory: nobody is served there
+                self.breaker.failed(_told(error), certain=False)
             raise Away(in_doubt=False) from error
-        except (RedisError, OSError) as error:  # OSError includes the deadline's TimeoutError
-            refused = isinstance(error, RedisConnectionError) and not isinstance(error, TimeoutError)
-            self.breaker.failed(_told(error), certain=refused)
+        except (RedisError, OSError) as error:
+            self.breaker.failed(_told(error), certain=isinstance(error, RedisConnectionError))
             raise Away(in_doubt=True) from error
+
+    def _abandon(self, task: asyncio.Task[Any]) -> None:
+        self._abandoned.add(task)
+        task.add_done_callback(self._forget)
+        task.cancel()
+
+    def _forget(self, task: asyncio.Task[Any]) -> None:
+        self._abandoned.discard(task)
+        if not task.cancelled():
+            task.exception()  # looked at: nobody waits for it
 
 
 async def _reply(call: Any) -> Any:
@@ -182,6 +209,7 @@ def _client(config: RedisConfig) -> Redis:
             max_connections=MAX_CONNECTIONS,
             timeout=None,
             socket_connect_timeout=CONNECT_TIMEOUT_S,
+            socket_timeout=SOCKET_TIMEOUT_S,
             retry=None,
             client_name="pagemill-gateway",
         )

@@ -52,6 +52,9 @@ local function reset_ms(window, added)
   return 0
 end
 
+if redis.call('HGET', KEYS[4], lease) == 'over' then
+  return {'concurrency', 0, 0, 0, 0, 0}  -- whoever asked is gone, and nobody reads this
+end
 local requests, tokens = window_of(KEYS[1]), window_of(KEYS[2])
 
 local function refusal()

@@ -1,17 +1,24 @@
 -- End one reservation with what was really used. Said twice it counts once: only an open reservation is settled.
 -- KEYS: tokens of the minute, running leases, open reservations, tokens of the day and of the month of the reservation.
--- ARGV: lease, differences of window, day and month to what was reserved, and the time ("" is the server's).
+-- ARGV: lease, differences of window, day and month to what was reserved, the time ("" is the server's), and 1 where
+--       the reservation may still be on its way on another connection: it must find that it is over when it arrives.
 local BUCKET_MS, WINDOW_BUCKETS = 1000, 61
-redis.call('ZREM', KEYS[2], ARGV[1])
-local bucket = tonumber(redis.call('HGET', KEYS[3], ARGV[1]))
-if not bucket then return 0 end
-redis.call('HDEL', KEYS[3], ARGV[1])
-
 local now_ms = tonumber(ARGV[5])
 if not now_ms then
   local time = redis.call('TIME')
   now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
 end
+redis.call('ZREM', KEYS[2], ARGV[1])
+local bucket = tonumber(redis.call('HGET', KEYS[3], ARGV[1]) or 'none')
+if not bucket then
+  if ARGV[6] == '1' then
+    redis.call('HSET', KEYS[3], ARGV[1], 'over')
+    redis.call('ZADD', KEYS[2], now_ms - 1, ARGV[1])
+  end
+  return 0
+end
+redis.call('HDEL', KEYS[3], ARGV[1])
+
 local current, difference = math.floor(now_ms / BUCKET_MS), tonumber(ARGV[2])
 if difference > 0 then
   redis.call('HINCRBY', KEYS[1], current, difference)

@@ -15,7 +15,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from pagemill_gateway.limits.memory import Amounts, MemoryStore, amounts_of
+from pagemill_gateway.limits.memory import Amounts, MemoryStore, amounts_of, monotonic_ms
 from pagemill_gateway.limits.periods import Periods, periods_at
 from pagemill_gateway.limits.redis.link import Away, Link, Script
 from pagemill_gateway.limits.redis.shares import share_of, with_whole_limits
@@ -61,7 +61,7 @@ class RedisStore:
         *,
         num_gateways: int = 1,
         on_fallback: Callable[[], None] = lambda: None,
-        now: str = "",  # "" outside tests: the server's clock
+        now_ms: Callable[[], int] | None = None,  # None outside tests: the server's clock
         now_unix_s: Callable[[], float] = time.time,
     ) -> None:
         """`num_gateways` counts until Redis tells how many there are."""
@@ -69,14 +69,15 @@ class RedisStore:
         self._name = secrets.token_hex(8)
         """This gateway's, for as long as it runs."""
         self._on_fallback = on_fallback
-        self._now = now
+        self._now_ms = now_ms
         self._now_unix_s = now_unix_s
         self.num_gateways = max(1, num_gateways)
-        self.local = MemoryStore(now_unix_s=now_unix_s)
+        self.local = MemoryStore(now_ms or monotonic_ms, now_unix_s)
         self._open: dict[str, _Open] = {}
         self._ended: deque[_Ended] = deque()
         self._owed: defaultdict[str, int] = defaultdict(int)
         """Tokens by budget counter, of requests that Redis never knew."""
+        self._num_telling = 0
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -85,9 +86,14 @@ class RedisStore:
         return self._link.breaker.closed
 
     @property
-    def num_open(self) -> int:
-        """Reservations not yet settled, and settled ones that Redis was not told yet."""
-        return len(self._open) + len(self._ended) + len(self._owed)
+    def num_openings(self) -> int:
+        """Of the breaker, so far."""
+        return self._link.breaker.num_openings
+
+    @property
+    def num_untold(self) -> int:
+        """What Redis does not know yet of requests that are over."""
+        return self._num_telling + len(self._ended) + len(self._owed)
 
     def start(self) -> None:
         self._tasks = [
@@ -100,7 +106,7 @@ class RedisStore:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await self._tell_all()
+                await self.flush()
                 await self._link.remove(self._key("gateways"), [self._name])
         except (Away, TimeoutError):
             logger.warning("the gateway stops without having told Redis of %d requests", len(self._ended))
@@ -115,7 +121,7 @@ class RedisStore:
         except Away as away:
             return self._reserve_here(ask, reservation._replace(known=away.in_doubt, in_doubt=away.in_doubt))
         except asyncio.CancelledError:
-            self._end(_Ended(ask.lease, 0, reservation))
+            self._end(_Ended(ask.lease, 0, reservation._replace(in_doubt=True)))
             raise
         answer = _answer(ask, raw)
         if answer.refused is None:
@@ -162,34 +168,45 @@ class RedisStore:
             await self._wake.wait()
             self._wake.clear()
             try:
-                await self._tell_all()
+                await self.flush()
             except Away:
                 continue  # the next beat that comes through wakes this task again
 
-    async def _tell_all(self) -> None:
-        """Raises `Away`; what was not told stays."""
-        while self._ended:
+    async def flush(self) -> None:
+        """Tell Redis what has ended. Raises `Away`; what was not told stays."""
+        while self._ended or self._owed:
             batch = [self._ended.popleft() for _ in range(min(MAX_BATCH, len(self._ended)))]
+            owed, self._owed = self._owed, defaultdict(int)
+            self._num_telling += len(batch) + len(owed)
             try:
-                settled = await self._link.run_all(SETTLE, [self._settlement(each) for each in batch])
-            except BaseException:
-                self._ended.extendleft(reversed(batch))
-                raise
-            for each, was_open in zip(batch, settled, strict=True):
+                await self._tell_of(batch, owed)
+            finally:
+                self._num_telling -= len(batch) + len(owed)
+
+    async def _tell_of(self, batch: list[_Ended], owed: dict[str, int]) -> None:
+        """What was not told is noted again."""
+        try:
+            settled = await self._link.run_all(SETTLE, [self._settlement(each) for each in batch]) if batch else []
+            batch, told = [], batch
+            for each, was_open in zip(told, settled, strict=True):
                 if each.reservation.in_doubt and not was_open:
                     self._owe(each.reservation, each.tokens)
-        if self._owed:
-            owed, self._owed = self._owed, defaultdict(int)
-            try:
+            if owed:
                 await self._link.add(owed, BUDGET_EXPIRE_S)
-            except BaseException:
-                for key, tokens in owed.items():
-                    self._owed[key] += tokens
-                raise
+        except BaseException:
+            self._ended.extendleft(reversed(batch))
+            for key, tokens in owed.items():
+                self._owed[key] += tokens
+            raise
 
     def _settlement(self, ended: _Ended) -> tuple[list[str], list[str | int]]:
         differences = [ended.tokens - each for each in ended.reservation.amounts]
-        return self._keys(ended.reservation)[1:], [ended.lease, *differences, self._now]
+        return self._keys(ended.reservation)[1:], [
+            ended.lease,
+            *differences,
+            self._now(),
+            int(ended.reservation.in_doubt),
+        ]
 
     async def _renew_for_ever(self) -> None:
         while True:
@@ -236,6 +253,9 @@ class RedisStore:
     def _account_key(self, account: str, name: str) -> str:
         return f"{self._link.prefix}:{{{account}}}:{name}"
 
+    def _now(self) -> str:
+        return "" if self._now_ms is None else str(self._now_ms())
+
     def _key(self, name: str) -> str:
         return f"{self._link.prefix}:{name}"
 
@@ -250,7 +270,7 @@ class RedisStore:
         )
         lefts = (int(periods.day_left_s * 1000), int(periods.month_left_s * 1000))
         numbers = ["" if each is None else each for each in bounds]
-        return [ask.lease, *reservation.amounts, *numbers, LEASE_S * 1000, *lefts, self._now]
+        return [ask.lease, *reservation.amounts, *numbers, LEASE_S * 1000, *lefts, self._now()]
 
 
 def _answer(ask: Ask, raw: list[bytes | int]) -> Answer:

@@ -1,0 +1,77 @@
+"""One line about one key: what it may say, and what is said about a wrong one."""
+
+from __future__ import annotations
+
+import pytest
+
+from pagemill_gateway.limits.caller import ANONYMOUS, Caller, Limits
+from pagemill_gateway.limits.entries import EntryError, fault_of, parse_entry
+
+HASH = "ab" * 32
+
+
+def test_a_bare_hash_is_a_key_without_limits() -> None:
+    assert parse_entry(HASH.upper()) == Caller(key_hash=HASH)
+    assert parse_entry(HASH).unrestricted
+
+
+def test_an_entry_says_whose_key_it_is_and_what_it_may_have() -> None:
+    line = (
+        f"{HASH}  tenant=team-a models=llama,gpt-4o requests_per_minute=60 tokens_per_minute=10000 concurrency=4 "
+        "tokens_per_day=200000 tokens_per_month=1000000000000 priority=high"
+    )
+    caller = parse_entry(line)
+    assert caller.tenant == "team-a"
+    assert caller.models == {"llama", "gpt-4o"}
+    assert caller.limits == Limits(60, 10_000, 4, 200_000, 10**12)
+    assert caller.priority_class == "high"
+    assert not caller.unrestricted
+    assert caller.may_use("llama")
+    assert not caller.may_use("other")
+
+
+@pytest.mark.parametrize(
+    ("rest", "named"),
+    [
+        ("tenant=", "tenant=''"),
+        ("tenant=a/b", "letters, digits"),
+        (f"tenant={'x' * 64}", "63"),
+        ("models=", "models"),
+        ("models=a,,b", "models"),
+        ("requests_per_minute=0", "requests_per_minute='0'"),
+        ("tokens_per_minute=-1", "whole number"),
+        ("tokens_per_minute=1.5", "whole number"),
+        ("tokens_per_day=1000000000001", "1000000000000"),
+        ("concurrency=²", "concurrency"),
+        ("priority=urgent", "high, normal, low"),
+        ("requests_per_minut=5", "`requests_per_minut`, which is none of"),
+        ("tenant", "`tenant`"),
+        ("tenant=a tenant=b", "twice"),
+    ],
+)
+def test_a_wrong_field_is_named_with_its_remedy(rest: str, named: str) -> None:
+    with pytest.raises(EntryError, match=named):
+        parse_entry(f"{HASH} {rest}")
+
+
+@pytest.mark.parametrize("line", ["", "sk-plain-key", f"{HASH}00", "sk-plain-key tenant=a", f"{HASH} sk-plain-key"])
+def test_what_may_be_a_key_is_never_shown(line: str) -> None:
+    fault = fault_of(line)
+    assert fault is not None
+    assert "sk-plain" not in fault
+    assert "sha256sum" in fault or "FIELD=VALUE" in fault
+
+
+def test_keys_of_one_tenant_are_counted_together_and_others_apart() -> None:
+    one, two = parse_entry(f"{HASH} tenant=a"), parse_entry(f"{'cd' * 32} tenant=a")
+    assert one.account == two.account
+    assert len({one.account, parse_entry(HASH).account, parse_entry("cd" * 32).account, ANONYMOUS.account}) == 4
+    assert HASH not in parse_entry(HASH).account
+
+
+def test_the_class_of_a_key_outranks_whatever_its_client_asks_for() -> None:
+    high, normal, low = (parse_entry(f"{HASH} priority={name}") for name in ("high", "normal", "low"))
+    assert high.priority(2**31 - 1) < normal.priority(-(2**31))
+    assert normal.priority(2**31 - 1) < low.priority(-(2**31))
+    assert normal.priority(-5) < normal.priority(0) < normal.priority(7)
+    assert ANONYMOUS.priority(123456) == 123456

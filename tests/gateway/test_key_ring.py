@@ -1,0 +1,101 @@
+"""Who may call: keys of the settings, of a file and of a shared store, known by their hash only."""
+
+from __future__ import annotations
+
+import hmac
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hand_clock import Clock
+
+from pagemill_gateway.limits import keys
+from pagemill_gateway.limits.caller import ANONYMOUS
+from pagemill_gateway.limits.entries import EntryError, fault_of, parse_entry
+from pagemill_gateway.limits.keys import KeyRing
+from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.http.auth import hash_key
+from pagemill_protocol.secret_file import CHECK_INTERVAL_S, SecretFile
+
+
+def scope_with(authorization: str | None = None) -> dict[str, Any]:
+    headers = [] if authorization is None else [(b"authorization", authorization.encode())]
+    return {"type": "http", "headers": headers}
+
+
+def refusal_of(ring: KeyRing, authorization: str | None) -> PagemillError:
+    with pytest.raises(PagemillError) as caught:
+        ring.authenticate(scope_with(authorization))
+    return caught.value
+
+
+def test_api_keys_are_known_by_their_hash() -> None:
+    ring = KeyRing([hash_key("one"), hash_key("two").upper()])
+    assert ring.authenticate(scope_with("Bearer one")).key_hash == hash_key("one")
+    assert ring.authenticate(scope_with("bearer two")).key_hash == hash_key("two")
+    for wrong in (None, "", "Bearer", "Bearer ", "Basic one", "Bearer three", "one", f"Bearer {'x' * 600}"):
+        error = refusal_of(ring, wrong)
+        assert (error.status, error.code) == (401, "invalid_api_key")
+
+
+def test_a_hash_is_no_key() -> None:
+    assert refusal_of(KeyRing([hash_key("one")]), f"Bearer {hash_key('one')}").status == 401
+
+
+def test_an_empty_ring_is_open() -> None:
+    assert KeyRing([]).authenticate(scope_with()) is ANONYMOUS
+
+
+def test_every_key_is_compared_in_constant_time_known_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[tuple[bytes, bytes]] = []
+    compare_digest = hmac.compare_digest
+
+    def compare(one: bytes, other: bytes) -> bool:
+        compared.append((one, other))
+        return compare_digest(one, other)
+
+    monkeypatch.setattr(keys.hmac, "compare_digest", compare)
+    ring = KeyRing([hash_key(f"key-{number}") for number in range(100)])
+    ring.authenticate(scope_with("Bearer key-99"))
+    refusal_of(ring, "Bearer stranger")
+    assert len(compared) == 2, "one comparison each, however many keys there are"
+    assert all(len(one) == len(other) == 32 for one, other in compared)
+
+
+def test_a_wrong_entry_in_the_settings_is_refused() -> None:
+    with pytest.raises(EntryError, match="concurrency"):
+        KeyRing([f"{hash_key('one')} concurrency=many"])
+
+
+def test_a_file_may_change_and_its_wrong_lines_let_nobody_in(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    (path := tmp_path / "keys").write_text(f"# team a\n{hash_key('one')} tenant=a\n{hash_key('two')} tenant=?\n")
+    ring = KeyRing([hash_key("fixed")], SecretFile(path, fault_of=fault_of, clock=clock))
+    assert ring.authenticate(scope_with("Bearer one")).tenant == "a"
+    assert refusal_of(ring, "Bearer two").status == 401, "a limit that cannot be read must not become no limit"
+    assert "line 3 is ignored: it has tenant='?'" in caplog.text
+    path.write_text(f"{hash_key('two')} tenant=b concurrency=2\n")
+    clock.now += CHECK_INTERVAL_S
+    assert ring.authenticate(scope_with("Bearer two")).limits.concurrency == 2
+    assert refusal_of(ring, "Bearer one").status == 401
+    assert ring.authenticate(scope_with("Bearer fixed")).unrestricted
+
+
+def test_until_the_shared_keys_are_known_strangers_are_asked_to_come_back() -> None:
+    ring = KeyRing([hash_key("fixed")], shared=True)
+    assert not ring.open
+    assert ring.authenticate(scope_with("Bearer fixed"))
+    error = refusal_of(ring, "Bearer shared")
+    assert (error.status, error.code, error.retry_after_s) == (503, "keys_not_loaded", 1)
+    assert refusal_of(ring, None).status == 401
+    ring.replace_shared([parse_entry(f"{hash_key('shared')} tenant=a")])
+    assert ring.authenticate(scope_with("Bearer shared")).tenant == "a"
+    ring.replace_shared([])
+    assert refusal_of(ring, "Bearer shared").status == 401
+    assert not ring.open, "no keys let nobody in"
+
+
+def test_no_key_is_kept_in_memory() -> None:
+    ring = KeyRing([hash_key("sk-very-secret")])
+    ring.authenticate(scope_with("Bearer sk-very-secret"))
+    assert "sk-very-secret" not in repr(vars(ring))

