@@ -34,11 +34,7 @@ SETTINGS = [
         "GatewayConfig",
         "A gateway's settings file (`python -m pagemill_gateway --settings FILE`); `pagemill gateway` sets the same.",
     ),
-    (
-        "pagemill_gateway.config",
-        "RedisConfig",
-        "The part `redis` of a gateway's settings: what several gateways share.",
-    ),
+    ("pagemill_gateway.config", "RedisConfig", "The `redis` part of a gateway's settings: what gateways share."),
     (
         "pagemill_operator.config",
         "OperatorConfig",

@@ -161,7 +161,9 @@ class Link:
             else:  # read-only, out of memory: nobody is served there
                 self.breaker.failed(_told(error), certain=False)
             raise Away(in_doubt=False) from error
-        except (RedisError, OSError) as error:
+        except Exception as error:  # whatever a client library comes up with, no request fails of it
+            if not isinstance(error, RedisError | OSError):
+                logger.exception("Redis's client failed")
             self.breaker.failed(_told(error), certain=isinstance(error, RedisConnectionError))
             raise Away(in_doubt=True) from error
 
