@@ -148,7 +148,7 @@ def test_a_digest_stands_behind_the_tag(variant: Callable[[str], Any]) -> None:
 
 def test_only_what_talks_to_the_api_server_gets_a_token(rendered: Any) -> None:
     mounted = {name: spec["automountServiceAccountToken"] for name, spec in rendered.pod_specs().items()}
-    assert all(mounts != name.endswith("-test") for name, mounts in mounted.items())
+    assert all(mounts != name.endswith(("-test", "-redis")) for name, mounts in mounted.items())
     assert all(each["automountServiceAccountToken"] is False for each in rendered.all("ServiceAccount"))
 
 

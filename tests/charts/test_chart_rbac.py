@@ -122,7 +122,7 @@ def test_bindings_bind_roles_to_accounts_that_pods_use(rendered: Any) -> None:
     accounts = {
         (spec["serviceAccountName"], "pagemill-system")
         for name, spec in rendered.pod_specs().items()
-        if not name.endswith("-test")
+        if not name.endswith(("-test", "-redis"))
     }
     for binding in [*rendered.all("RoleBinding"), *rendered.all("ClusterRoleBinding")]:
         role = binding["roleRef"]
