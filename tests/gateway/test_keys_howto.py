@@ -1,0 +1,75 @@
+"""Keys made as docs/how-to/keys-and-limits.md tells people to are read by gateways."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from redis_server import RedisServer, redis_cli, redis_server
+
+from pagemill_gateway.config import RedisConfig
+from pagemill_gateway.limits.caller import Limits
+from pagemill_gateway.limits.entries import parse_entry
+from pagemill_gateway.limits.keys import KeyRing
+from pagemill_gateway.limits.redis.link import Link
+from pagemill_gateway.limits.redis.shared_keys import SharedKeys
+from pagemill_gateway.limits.redis.store import RedisStore
+from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.http.auth import hash_key
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "keys-and-limits.md"
+KEY = "sk-a-key-of-this-test"
+
+
+def commands(*starts: str) -> list[str]:
+    steps = re.findall(r"^```bash\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    lines = "".join(steps).replace("\\\n", " ").splitlines()
+    return [line for line in lines if line.startswith(starts)]
+
+
+def test_the_file_of_keys_that_the_page_makes_can_be_read(tmp_path: Path) -> None:
+    script = "\n".join(["set -euo pipefail", *commands("KEY=", "printf"), 'printf %s "$KEY"'])
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
+    (line,) = (tmp_path / "keys").read_text().splitlines()
+    caller = parse_entry(line)
+    assert caller.key_hash == hash_key(done.stdout)
+    assert caller.tenant == "team-a"
+    assert caller.limits == Limits(requests_per_minute=600)
+
+
+@pytest.mark.parametrize("command", commands("redis-cli"))
+async def test_the_key_that_the_page_puts_into_redis_opens_the_gateway(command: str, tmp_path: Path) -> None:
+    with redis_server(tmp_path) as server:
+        await asyncio.to_thread(_type, command, server)
+        link = Link(RedisConfig(url=server.url, timeout_ms=10_000.0))
+        store, ring = RedisStore(link), KeyRing([], shared=True)
+        shared = SharedKeys(link, ring)
+        store.start()
+        shared.start()
+        try:
+            async with asyncio.timeout(60):
+                while (tenant := _tenant(ring)) is None:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+        finally:
+            await shared.close()
+            await store.close()
+        assert tenant == "team-a"
+
+
+def _type(command: str, server: RedisServer) -> None:
+    begin, shortened, rest = command.partition("5e88489...")
+    assert shortened, "the page no longer shows a shortened hash"
+    typed = f"{begin.replace('redis-cli', f'{redis_cli()} -p {server.port}')}{hash_key(KEY)}{rest}"
+    subprocess.run(["bash", "-c", typed], check=True, capture_output=True, timeout=60)
+
+
+def _tenant(ring: KeyRing) -> str | None:
+    """Of the key; `None` while the gateway does not know it."""
+    try:
+        caller = ring.authenticate({"type": "http", "headers": [(b"authorization", f"Bearer {KEY}".encode())]})
+    except PagemillError:
+        return None
+    return caller.tenant
