@@ -9,6 +9,7 @@
     ... base                               make the Debian image that the others start from
     ... load IMAGE                         put an image that buildah has into the node
     ... derive IMAGE TARGET                load IMAGE with one tiny layer more under the name TARGET
+    ... redis IMAGE                        make an image of Debian's Redis, and put it into the node
     ... fake-gpus N                        let the node offer N nvidia.com/gpu (accounting only, no device)
     ... hollow N                           N nodes of KWOK with 8 nvidia.com/gpu each; 0 removes them
     ... stop PART | start PART             kill -9 and restart etcd, kube-apiserver, kubelet, ...
@@ -72,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     verbs.add_parser("base")
     verbs.add_parser("images").add_argument("components", nargs="*", default=list(images.COMPONENTS))
     verbs.add_parser("load").add_argument("image")
+    verbs.add_parser("redis").add_argument("image")
     derive = verbs.add_parser("derive")
     derive.add_argument("image")
     derive.add_argument("target")
@@ -103,6 +105,8 @@ def _run(args: argparse.Namespace) -> None:
             loading.load(args.image)
         case "derive":
             images.derive(args.image, args.target)
+        case "redis":
+            images.make_redis(args.image)
         case "fake-gpus":
             one_node.fake_gpus(args.count)
         case "hollow":

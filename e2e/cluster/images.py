@@ -131,6 +131,20 @@ def derive(image: str, target: str) -> None:
     loading.load(target)
 
 
+def make_redis(target: str) -> None:
+    """What the chart's own Redis runs on the node: Debian's server and client, started by arguments alone."""
+    if not _exists(target):
+        make_base()
+        with _working_container(BASE) as container:
+            install = "apt-get update && apt-get install -y --no-install-recommends redis-server redis-tools"
+            volumes = [f"--volume={path}:{path}:ro" for path in HOST_SETTINGS if os.path.exists(path)]
+            _run("buildah", "run", "--isolation=chroot", "--network=host", *volumes, container, "sh", "-c", install)
+            _run("buildah", "config", "--entrypoint", "[]", "--cmd", '["redis-server"]', container)
+            _run("buildah", "commit", "--quiet", container, target)
+    if target not in containers.image_names():
+        loading.load(target)
+
+
 @contextmanager
 def _working_container(*source: str) -> Iterator[str]:
     """Gone at the end whatever happens: one that is left keeps its image from ever being dropped."""

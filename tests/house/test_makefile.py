@@ -6,6 +6,8 @@ import re
 import subprocess
 from pathlib import Path
 
+import pytest
+
 
 def targets(root: Path) -> list[str]:
     return re.findall(r"^\.PHONY: (\S+)$", (root / "Makefile").read_text(), re.MULTILINE)
@@ -35,6 +37,26 @@ def test_ci_runs_lint_test_and_the_cluster_smoke(root: Path) -> None:
     assert "set -euo pipefail" in script
     subprocess.run(["bash", "-n", str(root / ".ci/run")], check=True, timeout=30)
     assert (root / ".ci/run").stat().st_mode & 0o111
+
+
+@pytest.mark.parametrize(
+    ("phase", "status", "last_line"),
+    [
+        ("true", 0, r"ci: passed in \d+ s"),
+        ("false", 1, r"ci: FAILED in only \(exit code 1\) after \d+ s"),
+        ("bash -c 'kill -TERM $PPID'", 143, r"ci: FAILED in only \(exit code 143\) after \d+ s"),
+    ],
+)
+def test_ci_passes_only_when_its_last_phase_has_ended(
+    phase: str, status: int, last_line: str, root: Path, tmp_path: Path
+) -> None:
+    script = re.sub(r"^phase .*\n", "", (root / ".ci/run").read_text(), flags=re.MULTILINE)
+    before, end = script.rsplit("current=end", 1)
+    (tmp_path / ".ci").mkdir()
+    (tmp_path / ".ci" / "run").write_text(f"{before}phase only {phase}\ncurrent=end{end}")
+    done = subprocess.run(["bash", ".ci/run"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == status
+    assert re.fullmatch(last_line, done.stdout.splitlines()[-1])
 
 
 def test_uv_is_pinned_to_the_version_that_wrote_the_lock(root: Path) -> None:

@@ -1,0 +1,128 @@
+"""docs/how-to/keys-and-limits.md on a cluster: two gateways hold one limit together, through the chart's own Redis.
+
+The commands of the page are run by bash as they stand there; only the limit is made small enough to be used up, and
+`helm` is told which images the node holds.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+import yaml
+from support.clusters import OneNode, program
+from support.deployments import deploy
+from support.kubectl import Kubectl
+from support.load import Service
+from support.metrics import total
+from support.objects import llmdeployment
+from support.release import SHARED_NAME, SHARED_NAMESPACE, Release, Releases
+from support.waiting import until
+
+from pagemill_protocol.http.auth import hash_key
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "how-to" / "keys-and-limits.md"
+REDIS_IMAGE = "docker.io/library/redis:e2e"
+SECRET = "pagemill-api-keys"
+CONTROL_PORT = 8081
+UP = "pagemill_gateway_redis_up"
+LIMIT = 6
+BUDGETED = f"sk-{secrets.token_hex(16)}"
+"""A key whose requests ask Redis each time, and whose limit is far away."""
+
+
+@pytest.fixture
+def limited(releases: Releases, one_node: OneNode, tmp_path: Path) -> Iterator[tuple[Release, str]]:
+    """A release whose keys and Redis are made by the page's commands, and the plain key that they made."""
+    with releases.absent():
+        release = releases.new(SHARED_NAME, SHARED_NAMESPACE)
+        try:
+            release.prepare()
+            environment = _environment(one_node, tmp_path)
+            keys, bundled = _steps()
+            more = f"echo '{hash_key(BUDGETED)} tenant=team-b tokens_per_day=1000000' >> keys"
+            made = keys.replace("requests_per_minute=600", f"requests_per_minute={LIMIT}")
+            assert made != keys
+            *lines, create = made.splitlines()
+            key = _bash([*lines, more, create, 'printf "key=%s" "$KEY"'], environment, tmp_path).rpartition("key=")[2]
+            release.install(values={"gateway": {"apiKeys": {"existingSecret": SECRET}}})
+            _bash([f"ln -s {ROOT}/charts charts", *bundled.splitlines()], environment, tmp_path)
+            for each in ("statefulset/pagemill-redis", "deployment/pagemill-gateway"):
+                wait = ("rollout", "status", each, "--timeout=180s")
+                one_node.kubectl.within(SHARED_NAMESPACE).ok(*wait, timeout_s=200)
+            yield release, key
+        finally:
+            release.remove()
+
+
+def _steps() -> tuple[str, str]:
+    """The page's blocks for bash, for one's own key and for the chart's Redis."""
+    steps = re.findall(r"^```bash\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    keys, bundled = (step for step in steps if "sha256sum" in step or "redis.bundled" in step)
+    return keys, bundled
+
+
+def _bash(lines: list[str], environment: dict[str, str], folder: Path) -> str:
+    script = "\n".join(["set -euo pipefail", *lines])
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, f"{script}\n{done.stderr}"
+    return done.stdout
+
+
+def _environment(node: OneNode, folder: Path) -> dict[str, str]:
+    """The reader's PATH; `helm upgrade` names the image of Redis that the node holds."""
+    program("redis", REDIS_IMAGE)
+    repository, tag = REDIS_IMAGE.removeprefix("docker.io/").split(":")
+    image = {"repository": repository, "tag": tag, "pullPolicy": "IfNotPresent"}
+    values = folder / "node-values.yaml"
+    values.write_text(yaml.safe_dump({"image": {"redis": image}}))
+    wrapper = folder / "helm"
+    wrapper.write_text(f'#!/bin/sh\nexec {node.helm} "$@" --values {values}\n')
+    wrapper.chmod(0o755)
+    path = f"{folder}{os.pathsep}{Path(node.kubectl.binary).parent}{os.pathsep}{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "KUBECONFIG": node.kubectl.kubeconfig}
+
+
+def _doors(release: Release, key: str) -> list[Service]:
+    """Each gateway pod by itself, past the Service."""
+    pods = release.pods("gateway")
+    assert len(pods) == 2
+    return [Service(f"http://{pod['status']['podIP']}:8080/v1", key, "chat") for pod in pods]
+
+
+def test_two_gateways_hold_one_limit_and_lose_nothing_with_redis(
+    one_node: OneNode, limited: tuple[Release, str], space: Kubectl
+) -> None:
+    release, key = limited
+    chat = deploy(space, llmdeployment("chat"))
+    chat.wait_ready(1)
+    doors = _doors(release, key)
+    for door in _doors(release, BUDGETED):
+        until("the gateway serves the model", lambda door=door: door.ask(max_tokens=2), timeout_s=60)
+    for number in range(LIMIT):
+        doors[number % 2].ask(max_tokens=1)
+    for door in doors:
+        with pytest.raises(openai.RateLimitError) as refused:
+            door.ask(max_tokens=1)
+        assert refused.value.code == "rate_limit_exceeded"
+        assert 1 <= int(refused.value.response.headers["retry-after"]) <= 60
+    system = one_node.kubectl.within(SHARED_NAMESPACE)
+    system.ok("scale", "statefulset/pagemill-redis", "--replicas=0")
+    system.wait("pod/pagemill-redis-0", "delete", 60)
+    for door in _doors(release, BUDGETED) * 10:
+        door.ask(max_tokens=2)
+    system.ok("scale", "statefulset/pagemill-redis", "--replicas=1")
+    system.ok("rollout", "status", "statefulset/pagemill-redis", "--timeout=120s", timeout_s=150)
+    for pod in release.pods("gateway"):
+        until("it asks Redis again", lambda pod=pod: total(pod, CONTROL_PORT, UP) == 1, timeout_s=60)
+    for door in _doors(release, BUDGETED):
+        door.ask(max_tokens=2)
