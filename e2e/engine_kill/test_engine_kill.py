@@ -1,8 +1,6 @@
-"""Engines that die without a word, under load: nobody gets a silent cut."""
+"""Engines that die without a word, under load: nobody notices."""
 
 from __future__ import annotations
-
-import itertools
 
 import pytest
 from support.clusters import OneNode
@@ -14,29 +12,20 @@ from support.processes import kill_pod
 from support.release import Release
 from support.waiting import until
 
-MOST_KILLS = 6
+NUM_KILLS = 4
 
 
 @pytest.mark.smoke
-def test_killed_engines_cut_no_stream_silently_and_fail_no_other_request(
-    one_node: OneNode, release: Release, space: Kubectl
-) -> None:
-    """Until a stream was hit: whole answers are computed again elsewhere, begun streams end with an error event."""
+def test_killed_engines_fail_no_request_and_cut_no_stream(one_node: OneNode, release: Release, space: Kubectl) -> None:
+    """Another engine continues what a killed one had begun: every text is the golden one."""
     chat = deploy(space, llmdeployment("chat", replicas=2))
     chat.wait_ready(2)
     with running_load(release.service("chat"), workers=4, max_tokens=96) as load:
-        for number in itertools.count(1):
+        for number in range(NUM_KILLS):
             _kill_one(chat, number % 2)
             load.wait_for(8)
             chat.wait_ready(2)
-            if load.report().with_outcome("told") or number == MOST_KILLS:
-                break
-    report = load.report()
-    assert report.with_outcome("told", streamed=True), f"no kill hit a stream: {report.summary()}"
-    assert report.with_outcome("cut", "wrong", "refused", "unreachable") == [], report.summary()
-    assert report.with_outcome("told", streamed=False) == []
-    assert len(report.with_outcome("told")) <= 4 * MOST_KILLS
-    assert report.complete >= 20
+    load.report().assert_all_complete(at_least=20)
 
 
 def _kill_one(chat: Deployed, index: int) -> None:

@@ -119,8 +119,15 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Opening a connection to an engine."""
     accept_timeout_s: float = 30.0
     """An engine that neither accepts nor refuses a request within this time counts as failed."""
-    silence_timeout_s: float = 60.0
-    """Silence of an engine inside one request, while its state stream is silent too, before it counts as failed."""
+    silence_timeout_s: float = 10.0
+    """Silence of an engine inside one request, while its state stream is silent too, before it is left behind."""
+    stall_timeout_s: float = 45.0
+    """An engine whose state stream says for longer than this that it makes no step counts as silent."""
+    journal_tokens: int = 16 * 1024 * 1024
+    """
+    Tokens of answers under way that are kept (4 bytes each), so that another engine can continue what one has begun.
+    An answer that finds no room is served as ever; it cannot be continued.
+    """
     slow_client_timeout_s: float = 120.0
     """A client that reads nothing for this long loses its stream."""
 
@@ -156,6 +163,13 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ejection_base_s: float = 0.5
     ejection_max_s: float = 10.0
     """First and longest pause of an endpoint that failed; doubles with each failed probe."""
+    max_ejected_share: float = 0.3
+    """Of a deployment's endpoints that report as healthy, so many (at least one) may be out for failing or slowness."""
+    retry_share: float = 0.2
+    """
+    Tries beyond the first that may fail again, as share of the requests of the last 10 s; 10 are always allowed.
+    Continuing what a lost engine had under way, and asking elsewhere after a refusal, do not count.
+    """
 
     drain_delay_s: float = 0.0
     """After SIGTERM, time in which new requests are still taken while load balancers learn that `/readyz` fails."""
@@ -204,6 +218,11 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             )
         if self.keep_alive_interval_s <= 0:
             raise SettingsError(f"keep_alive_interval_s: {self.keep_alive_interval_s} must be above 0.")
+        for field in ("max_ejected_share", "retry_share"):
+            if not 0 <= getattr(self, field) <= 1:
+                raise SettingsError(f"{field}: {getattr(self, field)} is not a share. Use a number from 0 to 1.")
+        if self.journal_tokens < 0:
+            raise SettingsError(f"journal_tokens: {self.journal_tokens} must not be negative. 0 keeps none.")
         if self.max_in_flight_body_bytes < self.max_body_bytes:
             raise SettingsError(
                 f"max_in_flight_body_bytes: {self.max_in_flight_body_bytes} must be at least max_body_bytes "

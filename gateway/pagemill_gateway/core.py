@@ -61,7 +61,14 @@ class Gateway:
         self._keep_alive = KeepAlive(config.keep_alive_interval_s)
         self.preparation = Preparation(self.brain, self.bundles, self._keep_alive, config.remembered_granules)
         upstream = Upstream(self.session, config)
-        self.relay = Relay(self.brain, upstream, self.metrics, self._keep_alive, config.max_attempts)
+        self.relay = Relay(
+            self.brain,
+            upstream,
+            self.metrics,
+            self._keep_alive,
+            max_attempts=config.max_attempts,
+            journal_tokens=config.journal_tokens,
+        )
         self._streams = StateStreams(self.session, self.brain, self.bundles, config)
         self.discovery: KubernetesDiscovery | None = None
         if credentials is not None:

@@ -5,6 +5,8 @@ Counters and histograms move as things happen, gauges are brought up to date at 
 
 from __future__ import annotations
 
+from typing import get_args
+
 from pagemill_gateway.brain.brain import LocalBrain
 from pagemill_gateway.brain.interface import Choice, FailureKind
 from pagemill_gateway.brain.queues import OUTCOMES, QueueState
@@ -89,17 +91,22 @@ class GatewayMetrics:
         for kind, tokens in (("prompt", prompt), ("completion", completion)):
             self._metrics.counter(specs.GATEWAY_TENANT_TOKENS, tenant=tenant, kind=kind).inc(tokens)
 
+    def migrated(self, model: str, reason: FailureKind, num_tokens: int) -> None:
+        self._metrics.counter(specs.GATEWAY_MIGRATIONS, model=model, reason=reason).inc()
+        self._metrics.counter(specs.GATEWAY_MIGRATED_TOKENS, model=model).inc(num_tokens)
+
     def stream_broke(self, model: str, reason: str) -> None:
         self._metrics.counter(specs.GATEWAY_BROKEN_STREAMS, model=model, reason=reason).inc()
 
     def redis_up(self, up: bool) -> None:
         self._metrics.gauge(specs.GATEWAY_REDIS_UP).set(int(up))
 
-    def render(self, brain: LocalBrain, *, ready: bool, current: bool, body_bytes: int) -> bytes:
+    def render(self, brain: LocalBrain, *, ready: bool, current: bool, body_bytes: int, journal_tokens: int) -> bytes:
         """The text of a scrape, gauges brought up to date."""
         self._metrics.gauge(specs.GATEWAY_READY).set(int(ready))
         self._metrics.gauge(specs.GATEWAY_CATALOG_CURRENT).set(int(current))
         self._metrics.gauge(specs.GATEWAY_BODY_BYTES).set(body_bytes)
+        self._metrics.gauge(specs.GATEWAY_JOURNAL_TOKENS).set(journal_tokens)
         deployments = brain.registry.deployments.values()
         self._metrics.gauge(specs.GATEWAY_CATALOG_MODELS).set(len({each.model.name for each in deployments}))
         phases = dict.fromkeys(((model, phase) for model in self._models for phase in PHASES), 0)
@@ -152,7 +159,7 @@ class GatewayMetrics:
                 specs.GATEWAY_STATE_AGE_SECONDS,
             ):
                 self._metrics.forget(spec, model=model, endpoint=endpoint_id)
-            for outcome in ("served", "refused", "declined", "broken", "request"):
+            for outcome in ("served", *get_args(FailureKind)):
                 self._metrics.forget(
                     specs.GATEWAY_UPSTREAM_ATTEMPTS, model=model, endpoint=endpoint_id, outcome=outcome
                 )

@@ -10,6 +10,11 @@ from __future__ import annotations
 
 from typing import Any
 
+ENGINE_CRASHED = "engine_crashed"
+"""Code of an engine's last word: its own work brought it down, so one of its requests may be the cause."""
+ENGINE_FAILED = "engine_failed"
+"""Code of an engine's last word: it was killed, or its server failed; no request of it is under suspicion."""
+
 
 class PagemillError(Exception):
     """A refusal or failure with everything a client needs to act on it.
@@ -112,6 +117,16 @@ def internal_error(message: str = "The server failed to process this request.") 
 
 def bad_upstream(message: str) -> PagemillError:
     return PagemillError(message, status=502, type="server_error", code="bad_upstream", retry_after_s=1)
+
+
+def request_crashed_engine() -> PagemillError:
+    return PagemillError(
+        "Every engine that worked on this request crashed. It was tried alone and is not tried again. "
+        "Send it to somebody who can look into the engines' logs.",
+        status=500,
+        type="server_error",
+        code="request_crashed_engine",
+    )
 
 
 def unavailable(message: str, retry_after_s: float = 5, code: str = "server_is_overloaded") -> PagemillError:

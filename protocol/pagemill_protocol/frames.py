@@ -24,6 +24,9 @@ STATE_CONTENT_TYPE = "application/vnd.pagemill.state"
 MSGPACK_CONTENT_TYPE = "application/vnd.msgpack"
 """Of a `GenerateRequest` on its way to the engine."""
 
+WEIGHTS_HEADER = "x-pagemill-weights"
+"""On `/internal/generate` answers: digest of the weights that make them."""
+
 MAX_META_BYTES = 4 * 1024 * 1024
 MAX_PAYLOAD_BYTES = 256 * 1024 * 1024
 """A whole answer that is not streamed: 128 choices with log probabilities fit."""

@@ -2,8 +2,8 @@
 
 The gateway validates, renders and tokenizes; the engine gets ids and returns length-prefixed frames. Each frame is
 meta (what a gateway must know to account, resume or finish the request) and payload (bytes the client may get unparsed:
-complete SSE events when streaming, the whole JSON body in the last frame otherwise). The engine's own HTTP routes use
-the same request type. Encoding and splitting of frames: `pagemill_protocol.frames`.
+complete SSE events when streaming; otherwise the whole JSON body in the last frame, and before it metas without
+payload). The engine's own HTTP routes use the same request type. Encoding and splitting: `pagemill_protocol.frames`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class ChoiceResume(msgspec.Struct, frozen=True, omit_defaults=True):
 
     index: int
     token_ids: list[int]
-    """Tokens generated and already delivered."""
     num_text_chars: int
-    """Characters of text already delivered to the client."""
+    """Of its text, what the client has; 0 when the answer is not streamed."""
     finished: bool = False
+    finish_reason: FinishReason | None = None
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -54,6 +54,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     cache_salt: str = ""
     """Root salt of the prefix cache, derived by the front door from `prefixCaching.scope`; clients never send it."""
     resume: list[ChoiceResume] = []
+    weights_digest: str = ""
+    cached_tokens: int | None = None
+    """With `resume`: weights and cache hits of the first engine. Others than those weights refuse (409)."""
 
 
 class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -74,10 +77,11 @@ class FrameMeta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     position: int = 0
     """Sampler position: tokens of this choice generated so far."""
     finish_reason: FinishReason | None = None
+    cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache; on the first frame of the request's first choice."""
     usage: Usage | None = None
-    """On the request's last frame."""
     last: bool = False
-    """No frame follows."""
+    """No frame follows; `usage` is here."""
     error: str | None = None
     """The request failed; the payload is a complete error body (or SSE error event)."""
     error_status: int = 0

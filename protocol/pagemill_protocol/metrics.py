@@ -240,8 +240,15 @@ GATEWAY_UPSTREAM_ATTEMPTS = _gateway(
     "counter", "upstream_attempts", "Requests sent to engines, by outcome.", ("model", "endpoint", "outcome")
 )
 GATEWAY_UPSTREAM_RETRIES = _gateway(
-    "counter", "upstream_retries", "Requests sent to another engine before the first byte.", ("model", "reason")
+    "counter", "upstream_retries", "Requests begun anew at another engine.", ("model", "reason")
 )
+GATEWAY_MIGRATIONS = _gateway(
+    "counter", "migrations", "Answers that another engine continued, by what became of the first.", ("model", "reason")
+)
+GATEWAY_MIGRATED_TOKENS = _gateway(
+    "counter", "migrated_tokens", "Generated tokens that another engine computed again to continue.", ("model",)
+)
+GATEWAY_JOURNAL_TOKENS = _gateway("gauge", "journal_tokens", "Tokens kept so that answers can be continued elsewhere.")
 GATEWAY_BROKEN_STREAMS = _gateway(
     "counter", "broken_streams", "Streams that ended with an error event after their first byte.", ("model", "reason")
 )

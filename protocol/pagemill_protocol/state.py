@@ -84,6 +84,9 @@ class StateFrame(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     models: list[str] = []
     """Names this engine answers to: the model, its aliases and adapters."""
     draining: bool = False
+    silent_s: float = 0.0
+    """How long the engine process has said nothing to the process that sends this; 0 while it speaks every second. One
+    step of a large prompt may take long; when it grows without end the engine is stuck."""
     prefixes_added: list[bytes] = []
     """Chained hashes of granules of `granule_blocks` blocks each, now in the prefix cache."""
     prefixes_removed: list[bytes] = []

@@ -21,7 +21,7 @@ import msgspec
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.messages import StepOutputs
 from pagemill_gateway.brain.brain import LocalBrain
-from pagemill_gateway.brain.interface import Ask, Choice, Claim
+from pagemill_gateway.brain.interface import Ask, Choice, Claim, Served
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.relay.prompt_hashes import PromptHashes
 from pagemill_gateway.routing.policies import PolicyName
@@ -226,7 +226,7 @@ class ClusterSimulation:
         self._totals[2] += 0 <= missed < course.choice.granule_tokens
 
     def _finish(self, course: _Course) -> None:
-        self.brain.finished(course.choice, len(course.output))
+        self.brain.finished(course.choice, Served(len(course.output)))
         if len(course.output) > 1:
             self._report.tpot_ms.append((self._now_s - course.first_token_s) * 1000 / (len(course.output) - 1))
         following = course.turn + 1

@@ -25,7 +25,7 @@ from pagemill_gateway.core import Gateway
 from pagemill_gateway.server import bind, listening, url_of
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.engine_token import derive_token
-from pagemill_protocol.frames import FRAMES_CONTENT_TYPE, STATE_CONTENT_TYPE, encode_frame, encode_state
+from pagemill_protocol.frames import FRAMES_CONTENT_TYPE, STATE_CONTENT_TYPE, WEIGHTS_HEADER, encode_frame, encode_state
 from pagemill_protocol.generate import FrameMeta, GenerateRequest, Usage
 from pagemill_protocol.openai import render
 from pagemill_protocol.state import Digests, EngineLoad, StateFrame
@@ -59,7 +59,7 @@ BUNDLE = make_bundle()
 
 
 def answer_frames(request: GenerateRequest, pieces: tuple[str, ...]) -> list[bytes]:
-    """The frames with which an engine answers: every choice says `pieces`."""
+    """The frames with which an engine answers: every choice says `pieces`, from where a `resume` left it."""
     head = render.head(request)
     usage = Usage(len(request.prompt_token_ids), len(pieces) * request.sampling.n)
     frames: list[bytes] = []
@@ -68,10 +68,16 @@ def answer_frames(request: GenerateRequest, pieces: tuple[str, ...]) -> list[byt
         choices = [render.Choice(index, "".join(pieces), "stop") for index in indices]
         body = render.chat_body if request.dialect == "chat" else render.completion_body
         return [encode_frame(FrameMeta(last=True, usage=usage, finish_reason="stop"), body(head, choices, usage))]
+    delivered = {resume.index: len(resume.token_ids) for resume in request.resume}
     for number, piece in enumerate(pieces):
         finish = "stop" if number == len(pieces) - 1 else None
         for index in indices:
-            meta = FrameMeta(choice=index, token_ids=[1], position=number + 1, finish_reason=finish)
+            if number < delivered.get(index, 0):
+                continue
+            text_chars = sum(map(len, pieces[: number + 1]))
+            meta = FrameMeta(
+                choice=index, token_ids=[1], num_text_chars=text_chars, position=number + 1, finish_reason=finish
+            )
             frames.append(encode_frame(meta, render.sse(_chunk(request, head, index, piece, number == 0, finish))))
     closing = render.SSE_DONE
     if request.include_usage:
@@ -107,6 +113,8 @@ class FakeEngine:
         self.num_inside = 0
         """Requests that it answers now."""
         self.most_inside = 0
+        self.weights_digest = "weights"
+        self.silent_s = 0.0
         self.draining = False
         self.readyz: tuple[int, dict[str, str]] = (200, {"phase": "ready", "detail": ""})
         self._may_report = asyncio.Event()
@@ -166,7 +174,10 @@ class FakeEngine:
             sequence=self._sequence,
             snapshot=snapshot,
             load=self.load,
-            digests=Digests(tokenizer_bundle=self.bundle_digest if self.max_model_len else ""),
+            digests=Digests(
+                weights=self.weights_digest, tokenizer_bundle=self.bundle_digest if self.max_model_len else ""
+            ),
+            silent_s=self.silent_s,
             max_model_len=self.max_model_len,
             max_num_seqs=self.max_num_seqs,
             models=[MODEL],
@@ -180,7 +191,9 @@ class FakeEngine:
         self.requests.append(request)
         self.http_request_ids.append(http.headers.get("X-Request-Id"))
         behaviour = self.behaviours.popleft() if self.behaviours else self.behaviour
-        response = web.StreamResponse(headers={"Content-Type": FRAMES_CONTENT_TYPE})
+        response = web.StreamResponse(
+            headers={"Content-Type": FRAMES_CONTENT_TYPE, WEIGHTS_HEADER: self.weights_digest}
+        )
         self.num_inside += 1
         self.most_inside = max(self.most_inside, self.num_inside)
         try:
@@ -340,9 +353,10 @@ class Reply:
 
     @property
     def events(self) -> list[Any]:
-        """The payloads of a stream's events; `[DONE]` as that string."""
+        """The payloads of a stream's events, without comments; `[DONE]` as that string."""
         assert self.raw.endswith(b"\n\n")
-        datas = [event.removeprefix(b"data: ") for event in self.raw.split(b"\n\n")[:-1]]
+        events = [event for event in self.raw.split(b"\n\n")[:-1] if not event.startswith(b":")]
+        datas = [event.removeprefix(b"data: ") for event in events]
         return [data.decode() if data == b"[DONE]" else msgspec.json.decode(data) for data in datas]
 
     @property

@@ -6,13 +6,13 @@ import asyncio
 
 import pytest
 
-from pagemill_gateway.admission.attempts import Attempts
+from pagemill_gateway.admission.attempts import MOST_FAILURES, Attempts
 from pagemill_gateway.admission.gate import Gate
 from pagemill_gateway.admission.running import Running
 from pagemill_protocol.errors import PagemillError
 
 
-async def test_the_gate_lets_in_as_many_as_it_holds_and_refuses_the_next_with_503() -> None:
+def test_the_gate_lets_in_as_many_as_it_holds_and_refuses_the_next_with_503() -> None:
     gate = Gate(2, 100)
     with gate.enter(), gate.enter():
         with pytest.raises(PagemillError) as error, gate.enter():
@@ -58,6 +58,18 @@ async def test_bytes_that_find_no_room_are_refused_with_503_and_free_again_after
             third.expect(31)
         assert gate.num_bytes == 70
     assert gate.num_bytes == 0
+
+
+def test_progress_forgets_earlier_failures_but_not_without_end() -> None:
+    attempts = Attempts(2)
+    for number in range(MOST_FAILURES):
+        assert not attempts.exhausted
+        attempts.chose("a")
+        attempts.progressed()
+        attempts.broke("gone.")
+        assert (attempts.tried, attempts.num_counted) == (frozenset("a"), 1)
+        assert attempts.count == number + 1
+    assert attempts.exhausted
 
 
 def test_attempts_end_after_their_number() -> None:

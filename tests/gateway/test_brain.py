@@ -256,7 +256,7 @@ def test_an_endpoint_that_moved_is_a_stranger(brain: LocalBrain) -> None:
 def test_failures_of_requests_already_there_do_not_lengthen_the_pause() -> None:
     ejection = Ejection(base_s=1.0, max_s=8.0)
     for _ in range(10):
-        ejection.failed(now=0.0)
+        ejection.failed(0.0, 0)
     assert not ejection.allows(0.9)
     assert ejection.allows(1.0)
 
@@ -265,6 +265,6 @@ def test_the_pause_has_an_upper_bound() -> None:
     ejection = Ejection(base_s=1.0, max_s=8.0)
     now = 0.0
     for _ in range(50):
-        ejection.failed(now)
+        ejection.failed(now, 0)
         now += 8.0
         assert ejection.allows(now)

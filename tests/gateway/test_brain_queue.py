@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Coroutine
 from typing import Any
 
+import msgspec
 import pytest
 from hand_clock import Clock
 from hypothesis import given, settings
@@ -15,7 +16,8 @@ from hypothesis import strategies as st
 
 from pagemill_gateway.admission.drain_rate import UNKNOWN_WAIT_S
 from pagemill_gateway.brain.brain import LocalBrain
-from pagemill_gateway.brain.interface import NOBODY, Ask, Choice, Claim
+from pagemill_gateway.brain.interface import NOBODY, Again, Ask, Choice, Claim, Served
+from pagemill_gateway.brain.orders import Order, make_order
 from pagemill_gateway.config import GatewayConfig
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint, QueueLimits
 from pagemill_protocol.errors import PagemillError
@@ -27,8 +29,8 @@ BLOCK = 16
 class Pod:
     """An engine as the brain sees it, with what is really in it."""
 
-    def __init__(self, name: str, *, seats: int, blocks: int) -> None:
-        self.name, self.seats, self.blocks = name, seats, blocks
+    def __init__(self, name: str, *, seats: int, blocks: int, weights: str = "w") -> None:
+        self.name, self.seats, self.blocks, self.weights = name, seats, blocks, weights
         self.inside: dict[int, int] = {}
         """Decision -> tokens it holds."""
         self.sequence = 0
@@ -50,7 +52,7 @@ class Pod:
             "block_size": BLOCK,
             "max_model_len": 4096,
             "max_num_seqs": self.seats,
-            "digests": Digests(tokenizer_bundle="t"),
+            "digests": Digests(tokenizer_bundle="t", weights=self.weights),
         }
         return StateFrame(**known | fields)
 
@@ -86,7 +88,20 @@ class World:
 
     def leave(self, choice: Choice, num_tokens: int | None = 20) -> None:
         self.pods[choice.endpoint_id].inside.pop(choice.decision, None)
-        self.brain.finished(choice, num_tokens)
+        self.brain.finished(choice, Served(num_tokens) if num_tokens is not None else None)
+
+    def kill(self, choice: Choice, num_tokens: int) -> Again:
+        """Its engine is gone in mid-answer; what the relay says of it when it asks for another one."""
+        self.pods[choice.endpoint_id].inside.clear()
+        self.brain.failed(choice, "lost")
+        self.brain.unreachable(choice.endpoint_id)
+        return Again(choice.decision, choice.endpoint_id, "lost", self.pods[choice.endpoint_id].weights, num_tokens)
+
+    def ask_again(self, again: Again, prompt: int = 100, **fields: Any) -> asyncio.Task[Choice]:
+        claim = NOBODY._replace(**{"max_tokens": 20, "paid": True} | fields)
+        return spawn(
+            self.brain.choose(self.target, frozenset({again.endpoint_id}), Ask(prompt), claim=claim, again=again)
+        )
 
     def report(self) -> None:
         for pod in self.pods.values():
@@ -434,7 +449,7 @@ async def live_through(data: st.DataObject) -> None:
                 del at_engines[choice.decision]
                 world.pods[choice.endpoint_id].inside.pop(choice.decision, None)
                 if action == "finish":
-                    brain.finished(choice, data.draw(st.none() | st.integers(1, 500)))
+                    brain.finished(choice, data.draw(st.none() | st.builds(Served, st.integers(1, 500))))
                 else:
                     brain.failed(choice, "refused" if action == "refuse" else "broken")
         elif action == "cancel" and tasks:
@@ -463,3 +478,80 @@ async def live_through(data: st.DataObject) -> None:
     for pod in pods:
         record = brain.registry.endpoints[pod.name]
         assert (record.in_flight, record.reserved.num_blocks, record.reserved.num_unseen_blocks) == (0, 0, 0)
+
+
+# -- answers that are continued ----------------------------------------------------------------------------------------
+
+
+async def test_a_lost_answer_leaves_nothing_behind_and_is_reserved_once_more_elsewhere() -> None:
+    world = World(*(Pod(name, seats=8, blocks=1000) for name in "ab"))
+    choice = await world.ask(prompt=100)
+    world.arrive(choice, 100)
+    before = world.brain.registry.endpoints[choice.endpoint_id]
+    num_blocks = before.reserved.num_blocks
+    again = world.kill(choice, num_tokens=7)
+    assert (before.in_flight, len(before.reserved), before.reserved.num_blocks) == (0, 0, 0)
+    second = await world.ask_again(again)
+    after = world.brain.registry.endpoints[second.endpoint_id]
+    assert second.endpoint_id != choice.endpoint_id
+    assert after.reserved.num_blocks == num_blocks, "prompt and whole answer, as it was"
+    assert after.dispatches.num_unreported_tokens == 107, "all of it is computed before the next token"
+    world.arrive(second, 107)
+    world.leave(second)
+    for record in (before, after):
+        assert (record.in_flight, record.reserved.num_blocks, record.reserved.num_sequences) == (0, 0, 0)
+        assert record.dispatches.num_open == 0
+    assert world.brain._open == {}
+
+
+async def test_a_lost_answer_gets_the_next_seat_before_those_that_have_not_begun() -> None:
+    world = World(*(Pod(name, seats=1, blocks=1000) for name in "ab"))
+    running = [await world.ask(key="busy") for _ in range(2)]
+    for choice in running:
+        world.arrive(choice, 100)
+    crowd = [world.ask(key=key) for key in ("busy", "other") for _ in range(20)]
+    await settle()
+    lost, left = running
+    continued = world.ask_again(world.kill(lost, 5), key="busy")
+    await settle()
+    assert not continued.done()
+    world.leave(left)
+    assert (await continued).endpoint_id == left.endpoint_id
+    assert served(crowd) == []
+    for task in crowd:
+        task.cancel()
+
+
+async def test_what_waits_for_its_own_weights_holds_up_nobody() -> None:
+    world = World(Pod("a", seats=1, blocks=1000, weights="old"), Pod("b", seats=1, blocks=1000, weights="old"))
+    running = [await world.ask() for _ in range(2)]
+    world.pods["c"] = Pod("c", seats=1, blocks=1000, weights="new")
+    endpoints = [*world.endpoints, Endpoint(id="c", data_url="http://c:1", control_url="http://c:2")]
+    world.brain.apply_catalog(Catalog(models=[msgspec.structs.replace(world.model, endpoints=endpoints)]))
+    continued = world.ask_again(world.kill(running[0], 5))
+    await settle()
+    fresh = world.ask()
+    await settle()
+    assert not continued.done()
+    world.brain.observe("c", world.pods["c"].frame())
+    assert (await fresh).endpoint_id == "c"
+    world.leave(running[1])
+    assert (await continued).endpoint_id == running[1].endpoint_id
+
+
+async def test_continuing_costs_its_key_nothing_and_its_engine_all_that_is_there() -> None:
+    world = World(Pod("a", seats=1, blocks=1000))
+    deployment = world.brain.registry.deployments["default/d"]
+    claim = Claim(key="k", max_tokens=20)
+
+    def order(again: Again | None) -> Order:
+        return make_order(deployment, world.target, frozenset(), Ask(100), claim, again)
+
+    first, continued = order(None), order(Again(1, "a", "lost", "w", 10))
+    assert (first.work.num_prompt_tokens, continued.work.num_prompt_tokens) == (100, 110)
+    assert first.need == continued.need, "the answer is as long as before"
+    assert order(Again(1, "a", "lost", "w", 300)).need.num_output_tokens == 301, "longer than was thought"
+    assert (first.line, first.group) == ("k", "t")
+    assert continued.line != "k"
+    assert order(Again(1, "a", "crashed", alone=True)).group not in (first.group, continued.group)
+    assert order(Again(1, "a", "refused")).line == "k", "nothing is special about it"

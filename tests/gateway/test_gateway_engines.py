@@ -269,7 +269,7 @@ def test_work_spreads_over_both_engines(simulated: Cluster) -> None:
     assert all(counts), "both engines served some"
 
 
-def test_kill_minus_nine_of_one_engine_loses_no_whole_answer_and_cuts_no_stream_silently(simulated: Cluster) -> None:
+def test_kill_minus_nine_of_one_engine_loses_no_answer_and_cuts_no_stream(simulated: Cluster) -> None:
     """Runs last: it leaves one engine."""
     stop = threading.Event()
     wholes: list[str | None] = []
@@ -287,15 +287,11 @@ def test_kill_minus_nine_of_one_engine_loses_no_whole_answer_and_cuts_no_stream_
     def ask_stream(client: openai.OpenAI) -> None:
         while not stop.is_set():
             finished = False
-            try:
-                for chunk in client.chat.completions.create(
-                    model="smol", messages=QUESTION, max_tokens=60, stream=True, extra_body={"ignore_eos": True}
-                ):
-                    finished = finished or chunk.choices[0].finish_reason == "length"
-            except openai.APIError:
-                streams.append("error")
-            else:
-                streams.append("complete" if finished else "truncated")
+            for chunk in client.chat.completions.create(
+                model="smol", messages=QUESTION, max_tokens=60, stream=True, extra_body={"ignore_eos": True}
+            ):
+                finished = finished or chunk.choices[0].finish_reason == "length"
+            streams.append("complete" if finished else "truncated")
 
     with simulated.client() as client, ThreadPoolExecutor(12) as pool:
         workers = [pool.submit(ask, client) for ask in [ask_whole, ask_stream] * 6]
@@ -313,9 +309,7 @@ def test_kill_minus_nine_of_one_engine_loses_no_whole_answer_and_cuts_no_stream_
         for worker in workers:
             worker.result()
     assert set(wholes) == {"length"}
-    assert "truncated" not in streams
-    assert streams.count("error") <= 6, "only streams that ran on the dead engine may break"
-    assert "complete" in streams
+    assert set(streams) == {"complete"}
 
 
 def test_a_crowd_is_sent_only_as_far_as_the_kv_cache_holds_it(start_cluster: Callable[..., Cluster]) -> None:

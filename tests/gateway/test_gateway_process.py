@@ -89,6 +89,8 @@ async def end(process: asyncio.subprocess.Process) -> None:
         ({"port": 70000}, "port"),
         ({"nonsense": 1}, "nonsense"),
         ({"max_requests": 0}, "max_requests"),
+        ({"retry_share": 20}, "retry_share"),
+        ({"journal_tokens": -1}, "journal_tokens"),
         ({"max_in_flight_body_bytes": 1000}, "max_in_flight_body_bytes"),
         ({"catalog": {"models": [{"deployment": "d", "name": ""}]}}, "catalog"),
     ],

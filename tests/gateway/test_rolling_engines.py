@@ -273,9 +273,8 @@ async def test_replacing_every_engine_fails_no_request_and_cuts_no_stream(
 
 
 @pytest.mark.model
-async def test_an_engine_that_is_killed_cuts_no_stream_silently_and_fails_no_whole_answer(
-    cluster: Cluster, gateway_url: str
-) -> None:
+async def test_an_engine_that_is_killed_fails_no_answer_and_cuts_no_stream(cluster: Cluster, gateway_url: str) -> None:
+    """Another one continues them."""
     await asyncio.gather(*(cluster.new_pod().start() for _ in range(2)))
     async with Load(gateway_url, stream_tokens=200) as load:
         for pod in cluster.pods:
@@ -283,14 +282,13 @@ async def test_an_engine_that_is_killed_cuts_no_stream_silently_and_fails_no_who
             await pod.kill()
             await pod.run()  # the kubelet restarts the container in its pod
             await pod.wait_ready()
-    assert set(load.outcomes) <= {"whole complete", "stream complete", "stream told"}, load.faults
-    assert load.outcomes["stream told"] >= 1
+    assert set(load.outcomes) == {"whole complete", "stream complete"}, load.faults
     assert load.outcomes["whole complete"] > 5
 
 
 @pytest.mark.model
-async def test_the_only_engine_that_is_killed_fails_no_whole_answer(cluster: Cluster, gateway_url: str) -> None:
-    """Requests wait for the restart of the container."""
+async def test_the_only_engine_that_is_killed_fails_no_answer(cluster: Cluster, gateway_url: str) -> None:
+    """Requests wait for the restart of the container, streams go on there."""
     pod = cluster.new_pod()
     await pod.start()
     async with Load(gateway_url, stream_tokens=200) as load:
@@ -299,5 +297,4 @@ async def test_the_only_engine_that_is_killed_fails_no_whole_answer(cluster: Clu
         await pod.run()
         await pod.wait_ready()
         await load.until_streaming(4)
-    assert load.outcomes["stream told"] >= 1
-    assert set(load.outcomes) <= {"whole complete", "stream complete", "stream told"}, load.faults
+    assert set(load.outcomes) == {"whole complete", "stream complete"}, load.faults

@@ -34,6 +34,11 @@ class EngineDied(ConnectionError):
         super().__init__(_describe_exit(returncode))
         self.returncode = returncode
 
+    @property
+    def was_killed(self) -> bool:
+        """Somebody else ended it: the kernel for want of memory, or a person. All other deaths are its own doing."""
+        return self.returncode in (-signal.SIGKILL, -signal.SIGTERM)
+
 
 class EngineChannel:
     """One engine process. All methods belong to the event loop that called `start`."""

@@ -116,11 +116,6 @@ class ChoiceOutput:
 
     def _replay(self, resume: ChoiceResume) -> None:
         """Bring detokenizer and matcher to where the broken stream stood; text not yet delivered becomes backlog."""
-        if resume.finished:
-            self.num_tokens = len(resume.token_ids)
-            self.num_text_chars = resume.num_text_chars
-            self.finish_reason = "stop"
-            return
         text = ""
         num_tokens = len(resume.token_ids)
         for taken, token_id in enumerate(resume.token_ids, start=1):
@@ -128,6 +123,21 @@ class ChoiceOutput:
             text += self._take(token_id, is_stop_token)
             if self.stopped_by_text:
                 break
-        self.finish_reason = None
+        if resume.finished:
+            text += self._replay_end(resume.finish_reason or "stop")
+        else:
+            self.finish_reason = None
         self._backlog = text[resume.num_text_chars :]
         self.num_text_chars = min(resume.num_text_chars, len(text))
+
+    def _replay_end(self, finish_reason: FinishReason) -> str:
+        if not self.stopped_by_text:
+            return self._end(finish_reason)
+        self.stopped_by_text = False  # the engine that runs the others never heard of this choice
+        return ""
+
+    def take_backlog(self) -> str:
+        """Text of a finished choice that was generated before a resume and not delivered yet."""
+        backlog, self._backlog = self._backlog, ""
+        self.num_text_chars += len(backlog)
+        return backlog

@@ -3,7 +3,9 @@
 `ChoiceOutput` makes text of tokens, `pagemill_protocol.openai.render` makes JSON of text; this file decides which chunk
 is sent when. Streaming: a frame per output, whose payload is a complete SSE event (or nothing while text is held back),
 then a last frame with usage and `[DONE]` alone, so that a front door that merges several prompts can replace it. Not
-streaming: one last frame with the whole body. It runs in the HTTP process and knows neither sockets nor the engine.
+streaming: one last frame with the whole body, and before it frames that only tell a gateway the tokens so far. An
+answer that was begun elsewhere (`resume`) gives the very frames that its first engine would have given from there on.
+It runs in the HTTP process and knows neither sockets nor the engine.
 """
 
 from __future__ import annotations
@@ -14,10 +16,14 @@ from typing import NamedTuple
 from pagemill_engine.ipc.messages import LogprobsOut, TokensOut
 from pagemill_engine.output.best_of import MeanLogprob, best
 from pagemill_engine.output.choice import ChoiceDelta, ChoiceOutput
+from pagemill_protocol.continuing import can_be_continued
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import FrameMeta, GenerateRequest, Usage
 from pagemill_protocol.openai import logprobs, render
 from pagemill_protocol.text.tokenizer import Tokenizer
+
+PROGRESS_TOKENS = 16
+"""Of one choice that is not streamed: so many are told to the gateway at once, and lost at most with the engine."""
 
 
 class Frame(NamedTuple):
@@ -53,6 +59,8 @@ class _Choice:
     """Characters of the choice's text before `positions`."""
     likelihood: MeanLogprob = field(default_factory=MeanLogprob)
     """Kept when the client gets the best of several."""
+    untold: list[int] = field(default_factory=list)
+    """Tokens that no frame has told yet; only when not streaming."""
 
 
 class OutputProcessor:
@@ -67,7 +75,9 @@ class OutputProcessor:
         self._choices = {index: self._new_choice(index) for index in range(self._first, self._first + num_reported)}
         """By the engine's index, which is the client's too unless the client gets the best of several."""
         self._chooses = num_reported > request.sampling.n
-        self._num_cached_tokens = 0
+        self._tells_progress = can_be_continued(request) and not request.stream
+        self._num_cached_tokens = request.cached_tokens or 0
+        self._cached_is_known = request.cached_tokens is not None
 
     @property
     def usage(self) -> Usage:
@@ -79,6 +89,16 @@ class OutputProcessor:
         )
 
     @property
+    def num_new_tokens(self) -> int:
+        """Of the completion tokens in `usage`, those that were not generated before a resume."""
+        return self.usage.completion_tokens - sum(len(resume.token_ids) for resume in self.request.resume)
+
+    @property
+    def complete(self) -> bool:
+        """Every choice was finished before the resume: `last_frame` is all that is missing."""
+        return all(choice.output.finish_reason for choice in self._choices.values())
+
+    @property
     def finish_reasons(self) -> list[str]:
         return [choice.output.finish_reason or "abort" for choice in self._choices.values()]
 
@@ -87,7 +107,7 @@ class OutputProcessor:
         if out.error is not None:
             return Progress(error=_engine_error(out))
         choice = self._choices[out.choice]
-        if out.choice == self._first:
+        if out.choice == self._first and not self._cached_is_known:
             self._num_cached_tokens = max(self._num_cached_tokens, out.num_cached_tokens)
         was_running = choice.output.finish_reason is None
         delta = choice.output.push(out.token_ids, out.logprobs, out.finish_reason)
@@ -113,9 +133,11 @@ class OutputProcessor:
             choice.text.append(delta.text)
         if choice.output.stopped_by_text:
             progress.stopped_choices.append(choice.index)
-        if delta.finish_reason is not None and all(each.output.finish_reason for each in self._choices.values()):
+        if delta.finish_reason is not None and self.complete:
             progress.done = True
-            progress.frames.append(self._last_frame())
+            progress.frames.append(self.last_frame())
+        elif self._tells_progress:
+            progress.frames += self._progress_frames(choice, delta)
 
     def _chunk_frame(self, choice: _Choice, delta: ChoiceDelta) -> Frame:
         meta = FrameMeta(
@@ -124,10 +146,32 @@ class OutputProcessor:
             num_text_chars=choice.output.num_text_chars,
             position=choice.output.num_tokens,
             finish_reason=delta.finish_reason,
+            cached_tokens=self._tell_cached(choice),
         )
         if not (delta.text or choice.positions or delta.finish_reason):
             return Frame(meta, b"")
         return Frame(meta, render.sse(self._chunk(choice, delta)))
+
+    def _progress_frames(self, choice: _Choice, delta: ChoiceDelta) -> list[Frame]:
+        choice.untold += delta.token_ids
+        if len(choice.untold) < PROGRESS_TOKENS and delta.finish_reason is None:
+            return []
+        meta = FrameMeta(
+            choice=choice.index,
+            token_ids=choice.untold,
+            position=choice.output.num_tokens,
+            finish_reason=delta.finish_reason,
+            cached_tokens=self._tell_cached(choice),
+        )
+        choice.untold = []
+        return [Frame(meta, b"")]
+
+    def _tell_cached(self, choice: _Choice) -> int:
+        """What the prefix cache held, once."""
+        if self._cached_is_known or choice.index != self._first:
+            return 0
+        self._cached_is_known = True
+        return self.usage.cached_tokens
 
     def _chunk(self, choice: _Choice, delta: ChoiceDelta) -> bytes:
         first = not choice.started
@@ -152,7 +196,8 @@ class OutputProcessor:
             include_usage=self.request.include_usage,
         )
 
-    def _last_frame(self) -> Frame:
+    def last_frame(self) -> Frame:
+        """What ends an answer whose choices are all finished."""
         usage = self.usage
         only = next(iter(self._choices.values())).output
         meta = FrameMeta(
@@ -208,12 +253,17 @@ class OutputProcessor:
         request = self.request
         resume = next((each for each in request.resume if each.index == index), None)
         output = ChoiceOutput(self._tokenizer, request.prompt_token_ids, request.sampling, resume)
-        return _Choice(
-            output=output,
-            index=index,
-            started=resume is not None and bool(resume.num_text_chars or resume.finished),
-            logprob_chars=len(request.prompt_text or "") + output.num_text_chars,
-        )
+        choice = _Choice(output, index, started=False, logprob_chars=len(request.prompt_text or ""))
+        if resume is None:
+            return choice
+        if request.stream:
+            shows_tokens = request.sampling.logprobs is not None and bool(resume.token_ids)
+            choice.started = bool(resume.num_text_chars or resume.finished) or shows_tokens
+        elif resume.finished:
+            choice.text.append(output.take_backlog())
+        if request.sampling.logprobs is not None:
+            choice.logprob_chars += sum(len(self._tokenizer.token_text(token_id)) for token_id in resume.token_ids)
+        return choice
 
 
 def _engine_error(out: TokensOut) -> PagemillError:

@@ -106,6 +106,10 @@ class EngineClient:
         """
         self._refuse_unless_serving()
         assert self._admission is not None
+        self._refuse_other_weights(request)
+        if processor.complete:
+            answer.put([processor.last_frame()])
+            return
         if request.request_id in self._request_ids:
             raise invalid_field("request_id", f"A request with id {request.request_id[:80]!r} is already running.")
         num_waiting = max(0, self._num_sequences - self._num_sequences_running)
@@ -219,6 +223,18 @@ class EngineClient:
         self._metrics.ready(ready)
         self._publisher.describe(ready, self._bundle_digest)
         self._lifecycle.enter("ready", f"loaded in {ready.load_s:.1f} s")
+
+    def _refuse_other_weights(self, request: GenerateRequest) -> None:
+        assert self.ready_info is not None
+        mine = self.ready_info.weights_digest
+        if request.weights_digest and request.weights_digest != mine:
+            raise PagemillError(
+                f"This answer was begun with weights {request.weights_digest[:12]} and here are {mine[:12]}. "
+                "Send it to an engine of the same weights, or anew.",
+                status=409,
+                param="weights_digest",
+                code="other_weights",
+            )
 
     def _refuse_unless_serving(self) -> None:
         if self._lifecycle.takes_requests:

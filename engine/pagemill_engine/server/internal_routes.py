@@ -36,7 +36,8 @@ async def generate(request: Request) -> FramesResponse:
     context = _guarded(request)
     generate_request = _decode(await request.body())
     answer = submit(context, [generate_request])
-    return FramesResponse([generate_request], answer, lambda: abort(context, answer))
+    _, ready = context.ready_engine()
+    return FramesResponse([generate_request], answer, lambda: abort(context, answer), ready.weights_digest)
 
 
 async def state(request: Request) -> StateResponse:

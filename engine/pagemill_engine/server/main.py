@@ -21,7 +21,7 @@ import uvloop
 from starlette.types import ASGIApp
 
 from pagemill_engine.config import EngineConfig, ServerConfig
-from pagemill_engine.ipc.channels import EngineChannel
+from pagemill_engine.ipc.channels import EngineChannel, EngineDied
 from pagemill_engine.ipc.messages import Ready
 from pagemill_engine.ipc.process import EngineProcess
 from pagemill_engine.server.apps import control_app, data_app
@@ -36,7 +36,7 @@ from pagemill_engine.server.settings import Settings
 from pagemill_engine.server.sockets import bind, bound_port
 from pagemill_engine.server.state_stream import StatePublisher
 from pagemill_engine.server.tokens import InternalTokens
-from pagemill_protocol.errors import PagemillError, unavailable
+from pagemill_protocol.errors import ENGINE_CRASHED, ENGINE_FAILED, PagemillError, unavailable
 from pagemill_protocol.http.connection import bounded_protocol
 from pagemill_protocol.sources import SourceError, default_name, resolve_source
 from pagemill_protocol.text.bundle import TokenizerBundle, load_bundle
@@ -179,7 +179,7 @@ class Server:
         assert error is not None, "engine client and publisher only return by raising, until they are closed"
         self._context.lifecycle.enter("failed", str(error))
         if self._context.client is not None:
-            self._context.client.fail_all(unavailable(f"This server failed: {error}", 1, code="engine_failed"))
+            self._context.client.fail_all(unavailable(f"This server failed: {error}", 1, code=_failure_code(error)))
         if isinstance(error, StartupError):
             raise error
         logger.error("the server ends by a fault of its own", exc_info=error)
@@ -264,6 +264,14 @@ def _load_tokenizer(config: EngineConfig) -> tuple[TokenizerBundle, Tokenizer]:
         raise StartupError(error.reason, f"`{error.field}`: {error.message}", error.field) from error
     except PagemillError as error:
         raise StartupError("ModelUnreadable", f"`model` {config.model!r}: {error.message}", "model") from error
+
+
+def _failure_code(error: BaseException) -> str:
+    """Whether the engine's own work brought it down; a kill from outside says nothing about the requests."""
+    by_itself = isinstance(error, StartupError) and not (
+        isinstance(error.__cause__, EngineDied) and error.__cause__.was_killed
+    )
+    return ENGINE_CRASHED if by_itself else ENGINE_FAILED
 
 
 def _shutting_down() -> PagemillError:

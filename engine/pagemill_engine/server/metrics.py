@@ -134,7 +134,7 @@ class ServerMetrics:
         timing.last_delivery_s[output.choice] = timing.last_token_s = now_s
 
     def request_finished(self, timing: RequestTiming, processor: OutputProcessor) -> None:
-        metrics, num_tokens = self._metrics, processor.usage.completion_tokens
+        metrics, num_tokens = self._metrics, processor.num_new_tokens
         for reason in processor.finish_reasons:
             metrics.counter(names.REQUEST_SUCCESS, finished_reason=reason).inc()
         metrics.histogram(names.REQUEST_GENERATION_TOKENS).observe(num_tokens)

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from pagemill_engine.output.processor import Frame
 from pagemill_engine.server.answer import Answer
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.frames import FRAMES_CONTENT_TYPE, encode_frame
+from pagemill_protocol.frames import FRAMES_CONTENT_TYPE, WEIGHTS_HEADER, encode_frame
 from pagemill_protocol.generate import GenerateRequest, Usage
 from pagemill_protocol.openai import render
 
@@ -108,8 +108,14 @@ class BodyResponse(AnswerResponse):
 class FramesResponse(AnswerResponse):
     """Frames for a gateway. Status 200 means: the engine took the request; failures from here on are frames."""
 
+    def __init__(
+        self, requests: list[GenerateRequest], answer: Answer, on_leave: Callable[[], None], weights_digest: str
+    ) -> None:
+        super().__init__(requests, answer, on_leave)
+        self._weights_digest = weights_digest
+
     async def _respond(self, send: Send) -> None:
-        await _start(send, 200, FRAMES_CONTENT_TYPE, {})
+        await _start(send, 200, FRAMES_CONTENT_TYPE, {WEIGHTS_HEADER: self._weights_digest})
         while frames := await self.answer.take():
             await _send_bytes(send, b"".join(encode_frame(frame.meta, frame.payload) for frame in frames))
         await _send_bytes(send, b"", more=False)

@@ -9,6 +9,7 @@ gets a snapshot instead, so a stuck gateway costs the engine nothing.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncIterator
 
@@ -22,6 +23,8 @@ from pagemill_protocol.state import Digests, EngineLoad, StateFrame, StepTimePar
 MIN_INTERVAL_S = 0.05
 HEARTBEAT_S = 1.0
 MAX_BACKLOG_FRAMES = 64
+SPEAKS_EVERY_S = 3.0
+"""A shorter silence of the engine process is no news."""
 
 
 class StatePublisher:
@@ -38,6 +41,8 @@ class StatePublisher:
         self._changed = asyncio.Event()
         self._subscriptions: set[Subscription] = set()
         self._closed = False
+        self._reported_s: float | None = None
+        """When the engine process spoke last."""
 
     def describe(self, ready: Ready, bundle_digest: str) -> None:
         """What the loaded engine is; known once it is ready."""
@@ -56,7 +61,8 @@ class StatePublisher:
         )
 
     def report(self, load: EngineLoad, step_time: StepTimeParams | None, prefixes: PrefixEvents | None) -> None:
-        """One step's news."""
+        """One step's news; when idle too, every second."""
+        self._reported_s = time.monotonic()
         if prefixes is not None:
             self._pending.update(dict.fromkeys(prefixes.removed, False))
             self._pending.update(dict.fromkeys(prefixes.added, True))
@@ -114,9 +120,17 @@ class StatePublisher:
         self._next = self._frame = msgspec.structs.replace(self._next, sequence=self._frame.sequence + 1)
         if not self._subscriptions:
             return
-        encoded = encode_state(msgspec.structs.replace(self._frame, prefixes_added=added, prefixes_removed=removed))
+        encoded = encode_state(
+            msgspec.structs.replace(
+                self._frame, prefixes_added=added, prefixes_removed=removed, silent_s=self._silent_s()
+            )
+        )
         for subscription in self._subscriptions:
             subscription.offer(encoded)
+
+    def _silent_s(self) -> float:
+        silent_s = time.monotonic() - self._reported_s if self._reported_s is not None else 0.0
+        return round(silent_s, 1) if silent_s >= SPEAKS_EVERY_S else 0.0
 
 
 class Subscription:

@@ -2,8 +2,8 @@
 
 Failures are bounded; refusals by full engines are not, but after a few in a row the request waits in the queue first.
 
-Pure bookkeeping of one request. Whether a failure may be retried at all (nothing delivered yet) is the relay's
-knowledge; which endpoint is next is the brain's.
+Pure bookkeeping of one request. Whether a failure may be retried at all is the relay's knowledge, which endpoint is
+next the brain's.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import random
 from pagemill_protocol.errors import PagemillError, bad_upstream
 
 RETRY_PAUSE_BASE_S = 0.05
+MOST_FAILURES = 32
+"""Of one request, although it went on each time: no engine can keep it."""
 
 
 class Attempts:
@@ -24,6 +26,8 @@ class Attempts:
         """Endpoints that were full, since the request last waited in the queue."""
         self._chosen = ""
         self._num_declined = 0
+        self._num_failures = 0
+        """Ever; `_failed` begins anew with each progress."""
         self._last_message = ""
         self.count = 0
         """Of tries, full engines included."""
@@ -45,7 +49,7 @@ class Attempts:
 
     @property
     def exhausted(self) -> bool:
-        return self.num_counted >= self._max_attempts
+        return self.num_counted >= self._max_attempts or self._num_failures >= MOST_FAILURES
 
     def queued(self, seconds: float) -> None:
         """The request waited for room: engines that were full may be asked again."""
@@ -56,6 +60,12 @@ class Attempts:
         self._chosen = endpoint_id
         self.count += 1
 
+    def progressed(self) -> None:
+        """The engine chosen last brought the answer forward: what failed before it counts no more."""
+        self._failed.clear()
+        self._full.clear()
+        self._num_declined = 0
+
     def refused(self, message: str) -> None:
         """The engine chosen last is full (429 or 503): it works, but not for this request now."""
         self._full.append(self._chosen)
@@ -64,12 +74,14 @@ class Attempts:
     def declined(self, message: str) -> None:
         """The engine chosen last takes nothing any more, or not yet: asking it cost nothing and does not count."""
         self._failed.append(self._chosen)
+        self._num_failures += 1
         self._num_declined += 1
         self._last_message = message
 
     def broke(self, message: str) -> None:
         """The engine chosen last could not be reached, or failed."""
         self._failed.append(self._chosen)
+        self._num_failures += 1
         self._last_message = message
 
     def pause_s(self, next_endpoint_id: str) -> float:

@@ -8,52 +8,36 @@ from __future__ import annotations
 
 import random
 import time
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
-from pagemill_gateway.admission.reservations import Need
-from pagemill_gateway.brain.interface import MAX_REROUTES, NOBODY, NOT_READY, Ask, Choice, Claim, FailureKind, Target
+from pagemill_gateway.brain.eligible import Eligible
+from pagemill_gateway.brain.interface import (
+    MAX_REROUTES,
+    NOBODY,
+    NOT_READY,
+    Again,
+    Ask,
+    Choice,
+    Claim,
+    FailureKind,
+    Served,
+    Target,
+)
 from pagemill_gateway.brain.load import DeploymentLoad, measure_load
 from pagemill_gateway.brain.news import News
+from pagemill_gateway.brain.orders import Order, Sent, make_order
 from pagemill_gateway.brain.outage import Outage
 from pagemill_gateway.brain.placement import Placed, Placement
 from pagemill_gateway.brain.queues import Queues
+from pagemill_gateway.brain.recovery import Recovery
 from pagemill_gateway.brain.registry import Deployment, EndpointRecord, Registry
 from pagemill_gateway.brain.room import has_room
-from pagemill_gateway.brain.schemes import common_scheme
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.routing.policies import Policies
 from pagemill_protocol.catalog import Catalog, QueueLimits
-from pagemill_protocol.errors import PagemillError, model_not_found, unavailable
+from pagemill_protocol.errors import PagemillError, unavailable
 from pagemill_protocol.state import StateFrame
-
-LOADING_RETRY_AFTER_S = 5.0
-
-
-class _Sent(NamedTuple):
-    """A request that is at an engine."""
-
-    record: EndpointRecord
-    need: Need
-    key: str
-    priority: int
-    charged_tokens: int
-    """For its turn; as much as it was thought to cost here where it had to wait for none."""
-
-
-class _Order(NamedTuple):
-    """A request that is to be placed."""
-
-    target: Target
-    tried: frozenset[str]
-    ask: Ask
-    claim: Claim
-    need: Need
-    """As if nothing of the prompt were cached."""
-    charged_tokens: int | None = None
-    """For its turn in the queue; None: it has not waited."""
 
 
 class LocalBrain:
@@ -67,12 +51,13 @@ class LocalBrain:
         rng: random.Random | None = None,
     ) -> None:
         self._clock = clock
-        self._rng = rng or random.Random()
+        rng = rng or random.Random()
         self._policies = Policies(config.routing_policy, config.routing_session_ms)
-        self.placement = Placement(self._rng, config.decision_log_size)
+        self.placement = Placement(rng, config.decision_log_size)
         self._num_decisions = 0
-        self._open: dict[int, _Sent] = {}
+        self._open: dict[int, Sent] = {}
         self._outage_wait_s = config.outage_wait_s
+        self._stall_timeout_s = config.stall_timeout_s
         # A static catalogue says `terminating` when nothing may go there any more; a cluster says so at once, while
         # the replacement may not be known here yet.
         self._keeps_terminating = config.discovery == "kubernetes"
@@ -84,12 +69,15 @@ class LocalBrain:
             ejection_base_s=config.ejection_base_s,
             ejection_max_s=config.ejection_max_s,
         )
+        self._recovery = Recovery(max_ejected_share=config.max_ejected_share, retry_share=config.retry_share)
+        self._eligible = Eligible(self.registry, self._recovery, rng, keeps_terminating=self._keeps_terminating)
 
     # What discovery feeds.
 
     def apply_catalog(self, catalog: Catalog) -> None:
         known, before = self.registry.endpoints, set(self.registry.deployments)
         self.registry.apply(catalog, self._clock())
+        self._recovery.know(self.registry.deployments, self.registry.endpoints)
         for endpoint_id, record in known.items():
             if self.registry.endpoints.get(endpoint_id) is not record:
                 self.placement.forget(endpoint_id)
@@ -178,25 +166,7 @@ class LocalBrain:
     # What relays ask.
 
     def resolve(self, model: str) -> Target:
-        deployments = self.registry.named(model)
-        if not deployments:
-            raise model_not_found(model, self.registry.names())
-        deployment = self._share(deployments)
-        if deployment is None:
-            raise _nothing_ready(model, deployments)
-        usable = self._serving(deployment)
-        digest = self._rng.choice(usable).bundle_digest
-        lengths = [record.max_model_len for record in _with_bundle(usable, digest)]
-        return Target(
-            deployment=deployment.key,
-            model=deployment.model.name,
-            bundle_digest=digest,
-            max_model_len=min(lengths),
-            chat_template=deployment.model.chat_template,
-            prefix_scope=deployment.model.prefix_scope,
-            scheme=common_scheme(usable),
-            session_header=deployment.model.session_header.lower(),
-        )
+        return self._eligible.resolve(model)
 
     async def find(self, model: str, claim: Claim = NOBODY) -> Target:
         try:
@@ -215,11 +185,20 @@ class LocalBrain:
         )
         return target._replace(queued_s=queued_s)
 
-    async def choose(self, target: Target, tried: frozenset[str], ask: Ask, *, claim: Claim = NOBODY) -> Choice:
-        key, num_prompt_tokens = target.deployment, ask.num_prompt_tokens
-        num_output_tokens = self._num_output_tokens(target, num_prompt_tokens, claim)
-        need = Need(num_prompt_tokens, num_prompt_tokens, num_output_tokens, claim.num_sequences, claim.max_tokens)
-        order, outage = _Order(target, tried, ask, claim, need), Outage()
+    async def choose(
+        self,
+        target: Target,
+        tried: frozenset[str],
+        ask: Ask,
+        *,
+        claim: Claim = NOBODY,
+        again: Again | None = None,
+    ) -> Choice:
+        key = target.deployment
+        failed_at = self.registry.endpoints.get(again.endpoint_id) if again is not None else None
+        self._recovery.admit(key, again, failed_at, self._clock())
+        order = make_order(self.registry.deployments.get(key), target, tried, ask, claim, again)
+        outage = Outage()
         if claim.num_refusals <= MAX_REROUTES and self.queues.is_empty(key):
             choice = self._place(order, outage)
             if choice is not None:
@@ -229,9 +208,9 @@ class LocalBrain:
         placed, queued_s = await self.queues.wait(
             key,
             self._limits(key),
-            claim,
+            claim._replace(key=order.line),
             wish,
-            group=target.bundle_digest,
+            group=order.group,
             cost_tokens=cost_tokens,
             undo=self._give_back,
         )
@@ -245,20 +224,26 @@ class LocalBrain:
 
     def started(self, choice: Choice) -> None:
         sent = self._open.get(choice.decision)
-        if sent is not None:
-            sent.record.ejection.succeeded()
-            self.placement.computed(choice.decision, sent.record, self._clock())
+        if sent is None:
+            return
+        sent.record.ejection.answered(choice.decision)
+        self.placement.computed(choice.decision, sent.record, self._clock())
+        if self._recovery.cleared(choice.decision):
+            self.queues.pump(sent.record.deployment)
 
     def alive(self, choice: Choice) -> bool:
         sent = self._open.get(choice.decision)
-        return sent is not None and sent.record.reports.fresh(self._clock())
+        if sent is None or not sent.record.reports.fresh(self._clock()):
+            return False
+        report = sent.record.reports.latest
+        return report is not None and report.silent_s <= self._stall_timeout_s
 
-    def finished(self, choice: Choice, num_output_tokens: int | None = None) -> None:
+    def finished(self, choice: Choice, served: Served | None = None) -> None:
         sent = self._release(choice, failed=False)
         if sent is None:
             return
-        if num_output_tokens is not None:
-            self._learn(sent, num_output_tokens)
+        if served is not None:
+            self._learn(choice, sent, served)
         self.queues.pump(sent.record.deployment)
 
     def failed(self, choice: Choice, kind: FailureKind) -> None:
@@ -268,14 +253,11 @@ class LocalBrain:
         record, now = sent.record, self._clock()
         if kind == "unreachable":
             record.unreachable = True
-        if kind in ("broken", "unreachable"):
-            record.ejection.failed(now)
         elif kind == "declined":
             record.let_go = True
-        else:
-            record.ejection.succeeded()
-        if kind == "refused":
+        elif kind == "refused":
             record.fullness.refused(record.in_flight, now)
+        self._recovery.failed(record, choice.decision, kind, self._num_decisions, now)
         self.queues.pump(record.deployment)
 
     # What status and metrics read.
@@ -303,22 +285,9 @@ class LocalBrain:
             return "ejected"
         return "ready" if record.reports.fresh(now) else "stale"
 
-    def _serving(self, deployment: Deployment) -> list[EndpointRecord]:
-        """Who may get a request: those that stay; failing that, those that leave and still take some."""
-        return deployment.usable() or self._departing(deployment)
-
-    def _departing(self, deployment: Deployment) -> list[EndpointRecord]:
-        departing = deployment.departing()
-        return [each for each in departing if self._keeps_terminating or not each.endpoint.terminating]
-
-    def _settled(self, model: str) -> bool:
-        """Nothing is left to wait for: somebody serves the name, or nobody has it any more."""
-        deployments = self.registry.named(model)
-        return not deployments or self._share(deployments) is not None
-
     def _resolve_in_time(self, model: str, until: float) -> Target | None:
         """As `resolve`, but None while an engine may still come."""
-        if self._settled(model) or self._clock() >= until:
+        if self._eligible.settled(model) or self._clock() >= until:
             return self.resolve(model)
         return None
 
@@ -328,10 +297,10 @@ class LocalBrain:
         if sent is not None:
             self.queues.pump(sent.record.deployment)
 
-    def _place(self, order: _Order, outage: Outage) -> Choice | None:
+    def _place(self, order: Order, outage: Outage) -> Choice | None:
         """Decide and account; None while there is no room, or no engine but one is expected."""
         now, target, need = self._clock(), order.target, order.need
-        deployment, usable = self._usable_for(target)
+        deployment, usable = self._eligible.endpoints(target)
         if deployment is None or (not usable and outage.is_over(now, self._outage_left_s(deployment))):
             raise unavailable(
                 f"The engines of {target.deployment} went away. Try again.", retry_after_s=1, code=NOT_READY
@@ -343,36 +312,31 @@ class LocalBrain:
         def fits(record: EndpointRecord, num_cached_tokens: int) -> bool:
             return has_room(record, need.with_cached(num_cached_tokens), now)
 
-        pool = _best_pool(usable, order.tried, now)
+        pool = self._eligible.best(self._eligible.able(usable, order.again), order.tried, now)
         if order.charged_tokens is not None:
             # Who waits looks again with every report, mostly in vain: engines that are full anyhow are not weighed.
             pool = [record for record in pool if fits(record, need.num_prompt_tokens)]
         if not pool:
             return None
         number, policy = self._num_decisions + 1, self._policies.named(deployment.model.routing_policy)
-        placed = self.placement.place(number, order.ask, need.num_sequences, policy, deployment, pool, fits, now)
+        placed = self.placement.place(number, order.work, need.num_sequences, policy, deployment, pool, fits, now)
         return self._account(placed, deployment, order, now) if placed is not None else None
 
-    def _cost_of_turn(self, order: _Order) -> int:
+    def _cost_of_turn(self, order: Order) -> int:
         """Before it is known where the turn leads: as on the engine that has most of the prompt."""
-        _, usable = self._usable_for(order.target)
+        _, usable = self._eligible.endpoints(order.target)
         num_cached_tokens = self.placement.most_cached_tokens(order.ask, usable, self._clock())
         return order.need.with_cached(num_cached_tokens).cost_tokens
 
-    def _num_output_tokens(self, target: Target, num_prompt_tokens: int, claim: Claim) -> int:
-        """Of each sequence, as learned from the deployment's answers and within its context."""
-        deployment = self.registry.deployments.get(target.deployment)
-        if deployment is None:
-            return 1
-        return max(1, min(deployment.output_tokens.expect(claim.max_tokens), target.max_model_len - num_prompt_tokens))
-
-    def _learn(self, sent: _Sent, num_output_tokens: int) -> None:
-        deployment = self.registry.deployments.get(sent.record.deployment)
+    def _learn(self, choice: Choice, sent: Sent, served: Served) -> None:
+        record, need = sent.record, sent.need
+        deployment = self.registry.deployments.get(record.deployment)
         if deployment is None:
             return
-        need = sent.need
-        deployment.output_tokens.ended(num_output_tokens / need.num_sequences, need.max_tokens)
-        surplus = need.num_uncached_tokens + num_output_tokens - sent.charged_tokens
+        siblings = (each for each in deployment.records if each.usable)
+        self._recovery.served(record, choice.decision, served, siblings, self._num_decisions, self._clock())
+        deployment.output_tokens.ended(served.num_output_tokens / need.num_sequences, need.max_tokens)
+        surplus = need.num_uncached_tokens + served.num_output_tokens - sent.charged_tokens
         self.queues.settle(deployment.key, sent.key, sent.priority, surplus)
 
     def _limits(self, key: str) -> QueueLimits:
@@ -388,14 +352,6 @@ class LocalBrain:
         self.news.publish()
         self.queues.pump_all()
 
-    def _usable_for(self, target: Target) -> tuple[Deployment | None, list[EndpointRecord]]:
-        """The target's deployment, and the endpoints that understand its token ids."""
-        deployment = self.registry.deployments.get(target.deployment)
-        if deployment is None:
-            return None, []
-        usable = _with_bundle(deployment.usable(), target.bundle_digest)
-        return deployment, usable or _with_bundle(self._departing(deployment), target.bundle_digest)
-
     def _outage_left_s(self, deployment: Deployment) -> float:
         """How much longer requests may wait for an engine: one that was lost a moment ago, or is known to be ready."""
         if any(record.expected for record in deployment.records):
@@ -404,7 +360,7 @@ class LocalBrain:
             return 0.0
         return max(0.0, deployment.last_served_at + self._outage_wait_s - self._clock())
 
-    def _account(self, placed: Placed, deployment: Deployment, order: _Order, now: float) -> Choice:
+    def _account(self, placed: Placed, deployment: Deployment, order: Order, now: float) -> Choice:
         self._num_decisions = decision = placed.number
         record, candidate, claim = placed.record, placed.candidate, order.claim
         need = order.need.with_cached(candidate.num_cached_tokens)
@@ -412,7 +368,9 @@ class LocalBrain:
         record.fullness.chosen(candidate.in_flight, now)
         record.ejection.chosen(decision, now)
         record.reserved.reserve(decision, need, record.block_size)
-        self._open[decision] = _Sent(record, need, claim.key, claim.priority, charged_tokens)
+        self._open[decision] = Sent(record, need, claim.key, claim.priority, charged_tokens)
+        if order.again is not None and order.again.alone:
+            self._recovery.suspect(decision, record.endpoint.id)
         return Choice(
             decision=decision,
             endpoint_id=record.endpoint.id,
@@ -425,56 +383,18 @@ class LocalBrain:
             predicted_ttft_ms=placed.predicted_ttft_ms,
         )
 
-    def _release(self, choice: Choice, *, failed: bool) -> _Sent | None:
+    def _release(self, choice: Choice, *, failed: bool) -> Sent | None:
         sent = self._open.pop(choice.decision, None)
         if sent is None:
             return None
         record = sent.record
         record.in_flight -= 1
         record.ejection.released(choice.decision)
+        self._recovery.cleared(choice.decision)
         record.reserved.release(choice.decision)
         self.placement.ended(choice.decision, record, self._clock(), failed=failed)
         return sent
 
-    def _share(self, deployments: list[Deployment]) -> Deployment | None:
-        """One of the deployments that can serve, drawn by weight."""
-        wanted = [deployment for deployment in deployments if deployment.model.weight > 0]
-        ready = [deployment for deployment in wanted if deployment.usable()]
-        if not ready:
-            ready = [deployment for deployment in wanted if self._serving(deployment)]
-        if len(ready) <= 1:
-            return ready[0] if ready else None
-        return self._rng.choices(ready, weights=[deployment.model.weight for deployment in ready])[0]
-
 
 def _nothing(_: Target) -> None:
     """A target that came too late holds nothing."""
-
-
-def _with_bundle(records: list[EndpointRecord], digest: str) -> list[EndpointRecord]:
-    return [record for record in records if record.bundle_digest == digest]
-
-
-def _best_pool(usable: list[EndpointRecord], tried: frozenset[str], now: float) -> list[EndpointRecord]:
-    """Healthy endpoints not tried before; failing that untried ones; failing that all. Never empty."""
-    untried = [record for record in usable if record.endpoint.id not in tried]
-    healthy = [record for record in untried if record.ejection.allows(now)]
-    return healthy or untried or usable
-
-
-def _nothing_ready(model: str, deployments: list[Deployment]) -> PagemillError:
-    records = [record for deployment in deployments for record in deployment.records]
-    if not records:
-        reason = "it has no engine running"
-    elif all(record.leaving for record in records):
-        reason = "its engines are shutting down"
-    elif all(deployment.model.weight <= 0 for deployment in deployments):
-        reason = "its routing weight is 0"
-    else:
-        states = Counter(f"{record.phase}: {record.detail}".rstrip(": ") for record in records if not record.usable)
-        reason = "; ".join(f"{count} engine(s) {state}" for state, count in states.most_common(3))
-    return unavailable(
-        f"The model `{model[:200]}` is not ready yet ({reason}). Try again later.",
-        retry_after_s=LOADING_RETRY_AFTER_S,
-        code=NOT_READY,
-    )

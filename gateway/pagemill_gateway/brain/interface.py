@@ -9,13 +9,16 @@ from __future__ import annotations
 import math
 from typing import Literal, NamedTuple, Protocol
 
-FailureKind = Literal["refused", "declined", "unreachable", "broken", "request"]
+FailureKind = Literal["refused", "declined", "unreachable", "lost", "stalled", "crashed", "broken", "request"]
 """`refused`: the engine works but is full. `declined`: it is shutting down or starting and takes nothing.
-`unreachable`: nobody listens there. `broken`: it crashed, is silent, or sent garbage. `request`: the engine works but
-failed this one request."""
+`unreachable`: nobody listens there. `lost`: the connection ended without a word. `stalled`: it fell silent. `crashed`:
+it said that its own work brought it down. `broken`: it sent garbage, or fails whatever it is asked. `request`: the
+engine works but failed this one request."""
 
 NOT_READY = "model_not_ready"
 """Code of the refusal while a deployment has no engine that serves."""
+OTHER_WEIGHTS = "other_weights"
+"""Code of the error when engines are there, but none with the weights that an answer was begun with."""
 MAX_REROUTES = 2
 """After refusals in a row, before a request goes to the queue."""
 
@@ -44,6 +47,30 @@ class Claim(NamedTuple):
 
 NOBODY = Claim()
 """Somebody without a key, who has just come."""
+
+
+class Again(NamedTuple):
+    """Why a request is tried once more, and what its next engine must be like."""
+
+    decision: int
+    """The one that failed."""
+    endpoint_id: str
+    kind: FailureKind
+    weights_digest: str = ""
+    """Part of the answer exists: only these weights can continue it. Empty: any may begin it."""
+    num_tokens: int = 0
+    """Of that part, all sequences together: the next engine computes them along with the prompt."""
+    alone: bool = False
+    """It may be what brings engines down: no other such request may be where it goes."""
+
+
+class Served(NamedTuple):
+    """How a request was served to its end."""
+
+    num_output_tokens: int
+    """Of all sequences, whichever engines they came from."""
+    ms_per_token: float | None = None
+    """The last engine's own pace between its first and its last token; `None`: too few tokens to tell."""
 
 
 class HashScheme(NamedTuple):
@@ -122,10 +149,19 @@ class Brain(Protocol):
         """As `resolve`, but waits in the deployment's queue for an engine that is expected to come (back)."""
         ...
 
-    async def choose(self, target: Target, tried: frozenset[str], ask: Ask, *, claim: Claim = NOBODY) -> Choice:
+    async def choose(
+        self,
+        target: Target,
+        tried: frozenset[str],
+        ask: Ask,
+        *,
+        claim: Claim = NOBODY,
+        again: Again | None = None,
+    ) -> Choice:
         """An endpoint with room, preferring those not in `tried`; waits in the deployment's queue until there is one.
 
         Raises `PagemillError`: 503 when there is no engine at all or the wait was too long, 429 when the queue is full.
+        With `again` also when the retry budget is spent, or (`OTHER_WEIGHTS`) when none could continue the answer.
         """
         ...
 
@@ -138,14 +174,11 @@ class Brain(Protocol):
         ...
 
     def alive(self, choice: Choice) -> bool:
-        """Whether the engine still reports its state: it is busy then, not gone, however long it says nothing."""
+        """Whether the engine still reports its state and makes steps: it is busy then, not gone."""
         ...
 
-    def finished(self, choice: Choice, num_output_tokens: int | None = None) -> None:
-        """The request left the endpoint, for whatever reason that is no fault of the endpoint's.
-
-        `num_output_tokens`: of all sequences of an answer that came to its end.
-        """
+    def finished(self, choice: Choice, served: Served | None = None) -> None:
+        """The request left the endpoint: served, or for whatever reason that is no fault of the endpoint's."""
         ...
 
     def failed(self, choice: Choice, kind: FailureKind) -> None:

@@ -87,6 +87,11 @@ class EndpointRecord:
         state = self.reports.latest
         return state.digests.tokenizer_bundle if state is not None else ""
 
+    @property
+    def weights_digest(self) -> str:
+        state = self.reports.latest
+        return state.digests.weights if state is not None else ""
+
     def load_elsewhere(self, now: float) -> int:
         return self.reports.external() if self.reports.fresh(now) else 0
 

@@ -37,6 +37,10 @@ class RequestRecord:
     num_retries: int = 0
     queued_s: float = 0.0
     """Time in queues; of several prompts, of the one that waited longest."""
+    num_migrations: int = 0
+    """How often another engine continued what one had begun."""
+    num_migrated_tokens: int = 0
+    """Generated before, and computed again there as part of the prompt."""
     prepare_s: float | None = None
     first_frame_at: float | None = None
     num_delivered: int = 0
@@ -76,7 +80,7 @@ class RequestRecord:
         return time.monotonic() - self.started_at
 
     def saw(self, meta: FrameMeta) -> None:
-        if self.first_frame_at is None and meta.token_ids:
+        if self.stream and self.first_frame_at is None and meta.token_ids:
             self.first_frame_at = time.monotonic()
         self.num_delivered += len(meta.token_ids)
         if meta.finish_reason is not None:

@@ -1,8 +1,9 @@
-"""One engine request through as many attempts as it may have: choose, send, pass frames on, account, try elsewhere.
+"""One engine request through as many attempts as it may have: choose, send, pass frames on, account, go on elsewhere.
 
-The rule of retry: as long as the client has seen nothing of this answer, another engine may give it. Afterwards the
-answer ends with an error, which the caller must tell the client. The relay knows nothing of HTTP on the client's side
-(`routes` does) and makes no decision on where to go (`brain` does).
+What an engine has delivered stays delivered: when it is lost, drained or stuck, another one with the same weights
+continues from the journal, and the client sees one unbroken answer. What no engine can continue is begun anew while
+the client has seen nothing of it; else it ends with an error, which the caller must tell the client. The relay knows
+nothing of HTTP on the client's side (`routes` does) and makes no decision on where to go (`brain` does).
 """
 
 from __future__ import annotations
@@ -12,72 +13,82 @@ import logging
 import time
 from functools import partial
 
-import msgspec
-
 from pagemill_gateway.admission.attempts import Attempts
-from pagemill_gateway.brain.interface import NOT_READY, Ask, Brain, Choice, Target
+from pagemill_gateway.brain.interface import (
+    NOT_READY,
+    OTHER_WEIGHTS,
+    Again,
+    Ask,
+    Brain,
+    Choice,
+    FailureKind,
+    Served,
+    Target,
+)
 from pagemill_gateway.metrics import GatewayMetrics
+from pagemill_gateway.relay.delivery import Answer, AnswerBroken, pass_on
+from pagemill_gateway.relay.journal import Journal, JournalRoom
 from pagemill_gateway.relay.keep_alive import KeepAlive
 from pagemill_gateway.relay.record import RequestRecord
 from pagemill_gateway.relay.sinks import Sink
-from pagemill_gateway.relay.upstream import Frame, Upstream, UpstreamFailure, parse_error
-from pagemill_protocol.errors import PagemillError, bad_upstream, internal_error
-from pagemill_protocol.generate import FrameMeta, GenerateRequest, Usage
+from pagemill_gateway.relay.upstream import Frame, Upstream, UpstreamFailure
+from pagemill_protocol.errors import PagemillError, bad_upstream, request_crashed_engine
+from pagemill_protocol.generate import GenerateRequest, Usage
 
-_encoder = msgspec.msgpack.Encoder()
+LEAST_TIMED_TOKENS = 8
+"""Of an answer whose pace says something of its engine."""
 logger = logging.getLogger("pagemill.gateway.relay")
-
-
-class AnswerBroken(Exception):
-    """The answer ended early after the client had seen part of it.
-
-    `error` is what happened; `told` whether the client already got it as the engine's own error event.
-    """
-
-    def __init__(self, error: PagemillError, *, told: bool) -> None:
-        super().__init__(error.message)
-        self.error = error
-        self.told = told
 
 
 class Relay:
     def __init__(
-        self, brain: Brain, upstream: Upstream, metrics: GatewayMetrics, keep_alive: KeepAlive, max_attempts: int
+        self,
+        brain: Brain,
+        upstream: Upstream,
+        metrics: GatewayMetrics,
+        keep_alive: KeepAlive,
+        *,
+        max_attempts: int,
+        journal_tokens: int,
     ) -> None:
         self._brain = brain
         self._metrics = metrics
         self._upstream = upstream
         self._keep_alive = keep_alive
         self._max_attempts = max_attempts
+        self.journal_room = JournalRoom(journal_tokens)
 
     async def run(self, target: Target, request: GenerateRequest, ask: Ask, sink: Sink, record: RequestRecord) -> Usage:
         """The whole answer into `sink`; returns its usage.
 
         Raises `PagemillError` when the client has seen nothing of it, `AnswerBroken` when it has.
         """
-        attempts = Attempts(self._max_attempts)
+        journal = Journal(request, self.journal_room)
+        answer = Answer(target, request, ask, sink, record, journal, Attempts(self._max_attempts))
+        try:
+            return await self._serve(answer)
+        except PagemillError as error:
+            if not sink.delivered:
+                raise
+            self._metrics.stream_broke(record.model, answer.last_failure)
+            raise AnswerBroken(error, told=False) from error
+        finally:
+            journal.close()
+
+    async def _serve(self, answer: Answer) -> Usage:
+        record, again = answer.record, None
         while True:
-            choice = await self._choose(target, attempts, request, ask, sink, record)
+            choice = await self._choose(answer, again)
+            num_tokens = answer.journal.num_tokens
             try:
-                if pause_s := attempts.pause_s(choice.endpoint_id):
+                if pause_s := answer.attempts.pause_s(choice.endpoint_id):
                     await asyncio.sleep(pause_s)
-                attempts.chose(choice.endpoint_id)
-                record.chosen(choice)
-                usage = await self._attempt(choice, attempts.count, request, sink, record)
+                usage, served = await self._attempt(choice, answer)
             except UpstreamFailure as failure:
                 self._brain.failed(choice, failure.kind)
-                self._note(failure, choice, attempts, record)
-                if sink.delivered:
-                    self._metrics.stream_broke(record.model, failure.kind)
-                    raise AnswerBroken(
-                        bad_upstream(f"The answer broke off: {failure.message}"), told=False
-                    ) from failure
-                if attempts.exhausted:
-                    raise attempts.verdict() from failure
-                self._metrics.retry(record.model, failure.kind)
-                record.num_retries += 1
+                again = self._judge(failure, choice, answer, got_tokens=answer.journal.num_tokens > num_tokens)
             except AnswerBroken:
-                # The engine works and said so itself: this one request failed there.
+                # The engine works and said so itself: nobody could serve this one request.
                 self._brain.failed(choice, "request")
                 self._metrics.attempt(record.model, choice.endpoint_id, "request")
                 self._metrics.stream_broke(record.model, "request")
@@ -86,14 +97,28 @@ class Relay:
                 self._brain.finished(choice)
                 raise
             else:
-                self._brain.finished(choice, usage.completion_tokens)
-                self._metrics.cached(record.model, choice, usage.cached_tokens)
+                self._brain.finished(choice, served)
                 self._metrics.attempt(record.model, choice.endpoint_id, "served")
+                if not answer.continues:
+                    self._metrics.cached(record.model, choice, usage.cached_tokens)
                 return usage
 
-    async def _choose(
-        self, target: Target, attempts: Attempts, request: GenerateRequest, ask: Ask, sink: Sink, record: RequestRecord
-    ) -> Choice:
+    async def _choose(self, answer: Answer, again: Again | None) -> Choice:
+        attempts = answer.attempts
+        try:
+            choice = await self._ask_brain(answer, again)
+        except PagemillError as error:
+            if again is not None and error.code == OTHER_WEIGHTS and not answer.sink.delivered:
+                answer.begin_anew()
+                return await self._choose(answer, again._replace(weights_digest="", num_tokens=0))
+            nobody = error.code in (NOT_READY, OTHER_WEIGHTS)
+            raise (attempts.verdict() if attempts.num_counted and nobody else error) from error
+        if again is not None:
+            self._tried_again(answer, again.kind)
+        return choice
+
+    async def _ask_brain(self, answer: Answer, again: Again | None) -> Choice:
+        target, request, attempts, record = answer.target, answer.request, answer.attempts, answer.record
         asked_at = time.perf_counter()
         claim = record.claim._replace(
             priority=request.priority,
@@ -103,11 +128,8 @@ class Relay:
             num_refusals=attempts.num_refusals,
             paid=attempts.count > 0,
         )
-        question = self._brain.choose(target, attempts.tried, ask, claim=claim)
-        try:
-            choice = await self._keep_alive.during(question, sink.comment)
-        except PagemillError as error:
-            raise (attempts.verdict() if attempts.num_counted and error.code == NOT_READY else error) from error
+        question = self._brain.choose(target, attempts.tried, answer.ask, claim=claim, again=again)
+        choice = await self._keep_alive.during(question, answer.sink.comment)
         self._metrics.routed(target.model, choice, time.perf_counter() - asked_at - choice.queued_s)
         if choice.queued_s:
             attempts.queued(choice.queued_s)
@@ -115,26 +137,64 @@ class Relay:
             record.queued_s = max(record.queued_s, target.queued_s + attempts.queued_s)
         return choice
 
-    async def _attempt(
-        self, choice: Choice, attempt: int, request: GenerateRequest, sink: Sink, record: RequestRecord
-    ) -> Usage:
+    async def _attempt(self, choice: Choice, answer: Answer) -> tuple[Usage, Served]:
+        body = answer.begin(choice)
         is_alive = partial(self._brain.alive, choice)
         sent_at = time.perf_counter()
-        async with self._upstream.generate(choice, _encode(request, attempt), record.request_id, is_alive) as stream:
+        async with self._upstream.generate(choice, body, answer.record.request_id, is_alive) as stream:
             self._brain.accepted(choice)
             frames = await stream.read()
-            self._brain.started(choice)
-            if request.stream:
-                self._metrics.first_token(record.model, choice, time.perf_counter() - sent_at)
+            if frames[0][0].error is None:
+                self._brain.started(choice)
+                if answer.request.stream:
+                    self._metrics.first_token(answer.record.model, choice, time.perf_counter() - sent_at)
+            num_tokens, waited_s = answer.journal.num_tokens + _count_tokens(frames), stream.waited_s
             while frames:
-                usage = await _pass_on(frames, request, sink, record)
+                usage = await pass_on(frames, stream, answer)
                 if usage is not None:
+                    pace = _ms_per_token(answer.journal.num_tokens - num_tokens, stream.waited_s - waited_s)
                     await stream.finish()
-                    return usage
+                    return usage, Served(usage.completion_tokens, pace)
                 frames = await stream.read()
-        raise UpstreamFailure("broken", "The engine's answer ended before its last frame.")
+        raise UpstreamFailure("lost", "The engine's answer ended before its last frame.")
 
-    def _note(self, failure: UpstreamFailure, choice: Choice, attempts: Attempts, record: RequestRecord) -> None:
+    def _judge(self, failure: UpstreamFailure, choice: Choice, answer: Answer, *, got_tokens: bool) -> Again:
+        """What the next attempt must be like. Raises `PagemillError` when there may be none."""
+        journal, attempts, suspicion = answer.journal, answer.attempts, answer.suspicion
+        answer.last_failure = failure.kind
+        if got_tokens and journal.can_continue:
+            attempts.progressed()
+        self._note(failure, choice, answer)
+        suspicion.failed(failure.kind, progressed=got_tokens)
+        if suspicion.convicted:
+            raise request_crashed_engine() from failure
+        if answer.sink.delivered and not journal.can_continue:
+            raise bad_upstream(f"The answer broke off: {failure.message}") from failure
+        if attempts.exhausted:
+            raise attempts.verdict() from failure
+        if not journal.can_continue:
+            answer.begin_anew()
+        return Again(
+            choice.decision,
+            choice.endpoint_id,
+            failure.kind,
+            journal.weights_digest,
+            journal.num_kept,
+            suspicion.must_be_alone,
+        )
+
+    def _tried_again(self, answer: Answer, reason: FailureKind) -> None:
+        record, journal = answer.record, answer.journal
+        if not journal.can_continue:
+            self._metrics.retry(record.model, reason)
+            record.num_retries += 1
+            return
+        self._metrics.migrated(record.model, reason, journal.num_kept)
+        record.num_migrations += 1
+        record.num_migrated_tokens += journal.num_kept
+
+    def _note(self, failure: UpstreamFailure, choice: Choice, answer: Answer) -> None:
+        attempts, record = answer.attempts, answer.record
         self._metrics.attempt(record.model, choice.endpoint_id, failure.kind)
         if failure.kind == "refused":
             attempts.refused(failure.message)
@@ -143,58 +203,20 @@ class Relay:
         else:
             attempts.broke(failure.message)
         logger.info(
-            "request %s: attempt %d at %s failed (%s): %s",
+            "request %s: attempt %d at %s failed after %d tokens (%s): %s",
             record.request_id,
             attempts.count,
             choice.endpoint_id,
+            answer.journal.num_tokens,
             failure.kind,
             failure.message,
         )
 
 
-async def _pass_on(frames: list[Frame], request: GenerateRequest, sink: Sink, record: RequestRecord) -> Usage | None:
-    """Hand the payloads of one group of frames on; the usage once the last frame was among them."""
-    payloads: list[bytes] = []
-    closing: bytes | None = None
-    for meta, payload in frames:
-        if meta.error is not None:
-            await _pass_on_error(meta, payload, payloads, sink)
-        _check_choice(meta, request)
-        record.saw(meta)
-        if meta.last:
-            closing = payload
-        elif payload:
-            payloads.append(payload)
-    if payloads or closing is not None:
-        await sink.take(payloads, closing)
-    return (frames[-1][0].usage or Usage()) if closing is not None else None
+def _count_tokens(frames: list[Frame]) -> int:
+    return sum(len(meta.token_ids) for meta, _ in frames)
 
 
-async def _pass_on_error(meta: FrameMeta, payload: bytes, before: list[bytes], sink: Sink) -> None:
-    """The engine failed this request. Always raises: what, depends on whether the client has seen anything."""
-    status = meta.error_status or 500
-    message = meta.error or "The engine failed to process this request."
-    if not sink.delivered:
-        if status in (429, 503):
-            raise UpstreamFailure("refused", message)
-        if status >= 500:
-            raise UpstreamFailure("request", message)
-        raise parse_error(payload.removeprefix(b"data: "), status, message)
-    await sink.take([*before, payload] if payload else before, None)
-    error = internal_error(message) if status >= 500 else PagemillError(message, status=status)
-    raise AnswerBroken(error, told=bool(payload))
-
-
-def _encode(request: GenerateRequest, attempt: int) -> bytes:
-    """The body of one attempt. A retry has its own id: the engine may not know yet that the one before has ended."""
-    if attempt > 1:
-        response_id = request.response_id or request.request_id
-        request = msgspec.structs.replace(
-            request, request_id=f"{request.request_id}-try{attempt}", response_id=response_id
-        )
-    return _encoder.encode(request)
-
-
-def _check_choice(meta: FrameMeta, request: GenerateRequest) -> None:
-    if not 0 <= meta.choice < (request.prompt_index + 1) * request.sampling.n:
-        raise UpstreamFailure("broken", f"The engine sent choice {meta.choice}, which was not asked for.")
+def _ms_per_token(num_tokens: int, waited_s: float) -> float | None:
+    """The pace of what came after the first frames; the time that the client took to read is not in it."""
+    return waited_s * 1000 / num_tokens if num_tokens >= LEAST_TIMED_TOKENS else None

@@ -19,13 +19,22 @@ from pagemill_gateway.brain.interface import Choice, FailureKind
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.refused import is_refused
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.frames import FRAMES_CONTENT_TYPE, MSGPACK_CONTENT_TYPE, FrameDecoder, FrameError
+from pagemill_protocol.frames import (
+    FRAMES_CONTENT_TYPE,
+    MSGPACK_CONTENT_TYPE,
+    WEIGHTS_HEADER,
+    FrameDecoder,
+    FrameError,
+)
 from pagemill_protocol.generate import FrameMeta
 
 MAX_ERROR_BYTES = 64 * 1024
 MAX_BODY_AT_ONCE_BYTES = 512 * 1024
+MAX_DIGEST_CHARS = 256
 END_OF_BODY_TIMEOUT_S = 0.5
-REFUSALS = frozenset({429, 503})
+SILENCE_CHECKS = 4
+"""In one silence timeout: an engine that dies while it is busy is left that much sooner."""
+REFUSALS = frozenset({409, 429, 503})
 DECLINES = frozenset({"draining", "not_ready"})
 """Codes of refusals that hold for every request: the engine is shutting down, or was started anew and still loads."""
 CLIENT_FAULTS = frozenset({400, 413, 422})
@@ -49,6 +58,10 @@ class FrameStream:
     def __init__(
         self, response: aiohttp.ClientResponse, silence_timeout_s: float, is_alive: Callable[[], bool]
     ) -> None:
+        self.weights_digest = response.headers.get(WEIGHTS_HEADER, "")[:MAX_DIGEST_CHARS]
+        """Of what makes the answer; empty: the engine does not say."""
+        self.waited_s = 0.0
+        """In `read`, for the engine."""
         self._content = response.content
         self._silence_timeout_s = silence_timeout_s
         self._is_alive = is_alive
@@ -66,10 +79,12 @@ class FrameStream:
             self._decoder.close()
         except FrameError as error:
             raise UpstreamFailure("broken", f"The engine sent garbage: {error}") from error
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise UpstreamFailure("broken", _describe(error)) from error
+        except TimeoutError as error:
+            raise UpstreamFailure("stalled", _describe(error)) from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise UpstreamFailure("lost", _describe(error)) from error
         if not self._complete:
-            raise UpstreamFailure("broken", "The engine's answer ended before its last frame.")
+            raise UpstreamFailure("lost", "The engine's answer ended before its last frame.")
         return []
 
     async def finish(self) -> None:
@@ -79,13 +94,22 @@ class FrameStream:
                 await self._content.readany()
 
     async def _receive(self) -> bytes:
-        while True:
-            try:
-                async with asyncio.timeout(self._silence_timeout_s):
-                    return await self._content.readany()
-            except TimeoutError:
-                if not self._is_alive():
-                    raise
+        """The next bytes. Raises `TimeoutError` once the engine has been silent for too long in every way."""
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        silent_since = started
+        try:
+            while True:
+                try:
+                    async with asyncio.timeout(self._silence_timeout_s / SILENCE_CHECKS):
+                        return await self._content.readany()
+                except TimeoutError:
+                    if self._is_alive():
+                        silent_since = loop.time()
+                    elif loop.time() - silent_since >= self._silence_timeout_s:
+                        raise
+        finally:
+            self.waited_s += loop.time() - started
 
     def _check(self, frames: list[Frame]) -> None:
         for meta, _ in frames:
@@ -117,18 +141,46 @@ class Upstream:
         }
         url = f"{choice.data_url}/internal/generate"
         try:
-            async with asyncio.timeout(self._accept_timeout_s):
+            async with asyncio.timeout(self._accept_timeout_s) as limit, self._watched(limit, is_alive):
                 response = await self._session.post(
                     url, data=_payload(body), headers=headers, timeout=self._timeout, allow_redirects=False
                 )
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-            raise UpstreamFailure("unreachable" if is_refused(error) else "broken", _describe(error)) from error
+        except TimeoutError as error:
+            raise UpstreamFailure("stalled", _describe(error)) from error
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise UpstreamFailure(_kind_of(error), _describe(error)) from error
         try:
             await _check_accepted(response)
             yield FrameStream(response, self._silence_timeout_s, is_alive)
         finally:
             # Keeps the connection only when the answer was read to its end.
             response.release()
+
+    @asynccontextmanager
+    async def _watched(self, limit: asyncio.Timeout, is_alive: Callable[[], bool]) -> AsyncIterator[None]:
+        """End the wait for an engine's verdict early when the engine is silent in every other way too."""
+        loop = asyncio.get_running_loop()
+        timer: asyncio.TimerHandle
+
+        def look() -> None:
+            nonlocal timer
+            if is_alive():
+                timer = loop.call_later(self._silence_timeout_s, look)
+            elif not limit.expired():
+                limit.reschedule(loop.time())
+
+        timer = loop.call_later(self._silence_timeout_s, look)
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+
+def _kind_of(error: Exception) -> FailureKind:
+    """Of an attempt that the engine has not accepted: whether somebody was there at all."""
+    if is_refused(error):
+        return "unreachable"
+    return "stalled" if isinstance(error, aiohttp.ClientConnectorError) else "lost"
 
 
 def _payload(body: bytes) -> bytes | io.BytesIO:

@@ -23,6 +23,8 @@ ROUTES = frozenset(
 )
 ROUTE_HEADER = b"x-pagemill-route"
 """On every answer that an engine was asked for: policy; endpoint; predicted cached tokens."""
+MIGRATIONS_HEADER = b"x-pagemill-migrations"
+"""On an answer that another engine continued before its headers were sent."""
 PROBES = frozenset({"/health", "/livez", "/readyz", "/metrics", "/version"})
 """Asked every few seconds by machines: logged only when they fail."""
 
@@ -65,6 +67,8 @@ class AccessLog:
     def _added_headers(self, record: RequestRecord) -> Iterator[tuple[bytes, bytes]]:
         if record.route_header:
             yield ROUTE_HEADER, record.route_header.encode("ascii", "replace")
+        if record.num_migrations:
+            yield MIGRATIONS_HEADER, b"%d" % record.num_migrations
         if self._gateway.draining:
             yield b"connection", b"close"
 
@@ -92,6 +96,8 @@ def _line(record: RequestRecord, method: str) -> str:
         "endpoints": record.endpoints[:8],
         "retries": record.num_retries,
         "queued_ms": round(record.queued_s * 1000, 1),
+        "migrations": record.num_migrations,
+        "migrated_tokens": record.num_migrated_tokens,
         "ttft_ms": round(record.ttft_s * 1000, 1) if record.ttft_s is not None else None,
         "prompt_tokens": record.prompt_tokens,
         "cached_tokens": record.usage.cached_tokens,

@@ -20,9 +20,9 @@ from pagemill_gateway.core import Gateway
 from pagemill_gateway.limits.caller import Caller
 from pagemill_gateway.relay import answers
 from pagemill_gateway.relay.asks import HeaderOf
+from pagemill_gateway.relay.delivery import AnswerBroken
 from pagemill_gateway.relay.preparation import Prepared
 from pagemill_gateway.relay.record import RequestRecord
-from pagemill_gateway.relay.relay import AnswerBroken
 from pagemill_gateway.routes.access import record_of
 from pagemill_gateway.routes.body import read_counted
 from pagemill_gateway.routes.client import Client, ClientTooSlow

@@ -35,7 +35,11 @@ class HealthRoutes:
         if gateway.sharing.up is not None:
             gateway.metrics.redis_up(gateway.sharing.up)
         text = gateway.metrics.render(
-            gateway.brain, ready=gateway.ready, current=current, body_bytes=gateway.gate.num_bytes
+            gateway.brain,
+            ready=gateway.ready,
+            current=current,
+            body_bytes=gateway.gate.num_bytes,
+            journal_tokens=gateway.relay.journal_room.num_tokens,
         )
         return Response(text, headers={"content-type": CONTENT_TYPE})
 

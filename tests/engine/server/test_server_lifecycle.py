@@ -261,6 +261,16 @@ def test_a_dead_engine_process_fails_its_requests_and_ends_the_server(start_serv
     assert message["reason"] == "EngineDied"
 
 
+def test_an_engine_process_that_dies_by_itself_says_so_to_its_requests(start_server: Callable[..., Any]) -> None:
+    server = start_server(engine=SLOW_STEPS)
+    server.wait_for("ready")
+    stream = Streaming(server.url, max_tokens=3000)
+    os.kill(engine_pid(server), signal.SIGSEGV)
+    last_event = stream.join().strip().split("\n\n")[-1]
+    error = json.loads(last_event.removeprefix("data: "))["error"]
+    assert (error["code"], termination(server)["reason"]) == ("engine_crashed", "EngineDied")
+
+
 def test_drain_by_request_keeps_the_process_and_a_kill_leaves_nothing(start_server: Callable[..., Any]) -> None:
     server = start_server()
     server.wait_for("ready")

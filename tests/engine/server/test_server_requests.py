@@ -285,6 +285,35 @@ def test_a_stream_resumed_elsewhere_continues_exactly(
     assert (resumed.prompt_tokens, resumed.completion_tokens) == (expected.prompt_tokens, expected.completion_tokens)
 
 
+def test_an_answer_begun_with_other_weights_is_refused(client: httpx.Client, null_server: Any) -> None:
+    resume = [ChoiceResume(0, [5], 1)]
+    begun = post_generate(client, null_server.auth, generate_request("begun"))
+    other = generate_request("other", resume=resume, weights_digest="f" * 32)
+    refused = post_generate(client, null_server.auth, other)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "other_weights")
+    same = generate_request("same", resume=resume, weights_digest=begun.headers["x-pagemill-weights"])
+    assert frames_of(post_generate(client, null_server.auth, same))[-1][0].last
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_answer_of_which_only_the_end_was_lost_gets_its_end(
+    client: httpx.Client, null_server: Any, stream: bool
+) -> None:
+    fields: dict[str, Any] = {"stream": stream, "include_usage": stream, "created_unix_s": 7, "response_id": "x"}
+    whole = frames_of(post_generate(client, null_server.auth, generate_request("whole", **fields)))
+    tokens = [70, 71, 72, 73, 74]
+    if stream:
+        tokens = [token_id for meta, _ in whole for token_id in meta.token_ids]
+    resume = [ChoiceResume(0, tokens, whole[-1][0].num_text_chars if stream else 0, True, "length")]
+    request = generate_request("end", resume=resume, cached_tokens=whole[-1][0].usage.cached_tokens, **fields)
+    ((meta, payload),) = frames_of(post_generate(client, null_server.auth, request))
+    assert meta.usage == whole[-1][0].usage
+    if stream:
+        assert payload == whole[-1][1]
+    else:
+        assert json.loads(payload)["choices"][0]["finish_reason"] == "length"
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

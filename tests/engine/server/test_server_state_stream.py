@@ -100,3 +100,20 @@ async def test_draining_is_told_and_closing_ends_the_stream(publisher: StatePubl
     publisher.close()
     with pytest.raises(StopAsyncIteration):
         await reader.next()
+
+
+async def test_a_silent_engine_process_is_told_once_it_is_news(
+    publisher: StatePublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_stream, "SPEAKS_EVERY_S", 0.3)
+    reader = Reader(publisher)
+    await reader.next()
+    step(publisher, 1)
+    assert (await reader.next()).silent_s == 0.0
+    while not (frame := await reader.next()).silent_s:
+        pass
+    assert frame.silent_s >= 0.3
+    step(publisher, 2)
+    while (frame := await reader.next()).load.num_requests_running != 2:
+        pass
+    assert frame.silent_s == 0.0

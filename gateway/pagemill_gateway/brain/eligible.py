@@ -1,0 +1,128 @@
+"""Who may get a request at all: which deployment stands behind a name, and which of its endpoints may be asked.
+
+By what is known of deployments and endpoints; where a request then goes is `brain.placement`'s, whether there is room
+`brain.room`'s. It waits for nothing and accounts nothing.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+from pagemill_gateway.brain.interface import NOT_READY, OTHER_WEIGHTS, Again, Target
+from pagemill_gateway.brain.recovery import Recovery
+from pagemill_gateway.brain.registry import Deployment, EndpointRecord, Registry
+from pagemill_gateway.brain.schemes import common_scheme
+from pagemill_protocol.errors import PagemillError, model_not_found, unavailable
+
+LOADING_RETRY_AFTER_S = 5.0
+
+
+class Eligible:
+    def __init__(self, registry: Registry, recovery: Recovery, rng: random.Random, *, keeps_terminating: bool) -> None:
+        """`keeps_terminating`: what the catalogue calls terminating may be used while nothing else is there."""
+        self._registry = registry
+        self._recovery = recovery
+        self._rng = rng
+        self._keeps_terminating = keeps_terminating
+
+    def resolve(self, model: str) -> Target:
+        """Raises `PagemillError`: 404 for an unknown name, 503 with the reason when no engine is ready yet."""
+        deployments = self._registry.named(model)
+        if not deployments:
+            raise model_not_found(model, self._registry.names())
+        deployment = self._share(deployments)
+        if deployment is None:
+            raise _nothing_ready(model, deployments)
+        usable = self._serving(deployment)
+        digest = self._rng.choice(usable).bundle_digest
+        lengths = [record.max_model_len for record in _with_bundle(usable, digest)]
+        return Target(
+            deployment=deployment.key,
+            model=deployment.model.name,
+            bundle_digest=digest,
+            max_model_len=min(lengths),
+            chat_template=deployment.model.chat_template,
+            prefix_scope=deployment.model.prefix_scope,
+            scheme=common_scheme(usable),
+            session_header=deployment.model.session_header.lower(),
+        )
+
+    def settled(self, model: str) -> bool:
+        """Nothing is left to wait for: somebody serves the name, or nobody has it any more."""
+        deployments = self._registry.named(model)
+        return not deployments or self._share(deployments) is not None
+
+    def endpoints(self, target: Target) -> tuple[Deployment | None, list[EndpointRecord]]:
+        """The target's deployment, and the endpoints that understand its token ids."""
+        deployment = self._registry.deployments.get(target.deployment)
+        if deployment is None:
+            return None, []
+        usable = _with_bundle(deployment.usable(), target.bundle_digest)
+        return deployment, usable or _with_bundle(self._departing(deployment), target.bundle_digest)
+
+    def able(self, records: list[EndpointRecord], again: Again | None) -> list[EndpointRecord]:
+        """Those of `records` that may take what another one did not finish; none: not now.
+
+        Raises `PagemillError` (`OTHER_WEIGHTS`) when only others could continue it.
+        """
+        if again is None:
+            return records
+        if again.weights_digest:
+            records = [record for record in records if record.weights_digest == again.weights_digest]
+            if not records:
+                raise unavailable(
+                    "No engine has the weights that the answer was begun with. Try again.",
+                    retry_after_s=1,
+                    code=OTHER_WEIGHTS,
+                )
+        return self._recovery.without_suspects(records) if again.alone else records
+
+    def best(self, records: list[EndpointRecord], tried: frozenset[str], now: float) -> list[EndpointRecord]:
+        """Healthy endpoints not tried before; failing that untried ones; failing that all."""
+        out = self._recovery.out(records, now)
+        if not out and not tried:
+            return records
+        untried = [record for record in records if record.endpoint.id not in tried]
+        healthy = [record for record in untried if record.endpoint.id not in out]
+        return healthy or untried or records
+
+    def _serving(self, deployment: Deployment) -> list[EndpointRecord]:
+        """Who may get a request: those that stay; failing that, those that leave and still take some."""
+        return deployment.usable() or self._departing(deployment)
+
+    def _departing(self, deployment: Deployment) -> list[EndpointRecord]:
+        departing = deployment.departing()
+        return [each for each in departing if self._keeps_terminating or not each.endpoint.terminating]
+
+    def _share(self, deployments: list[Deployment]) -> Deployment | None:
+        """One of the deployments that can serve, drawn by weight."""
+        wanted = [deployment for deployment in deployments if deployment.model.weight > 0]
+        ready = [deployment for deployment in wanted if deployment.usable()]
+        if not ready:
+            ready = [deployment for deployment in wanted if self._serving(deployment)]
+        if len(ready) <= 1:
+            return ready[0] if ready else None
+        return self._rng.choices(ready, weights=[deployment.model.weight for deployment in ready])[0]
+
+
+def _with_bundle(records: list[EndpointRecord], digest: str) -> list[EndpointRecord]:
+    return [record for record in records if record.bundle_digest == digest]
+
+
+def _nothing_ready(model: str, deployments: list[Deployment]) -> PagemillError:
+    records = [record for deployment in deployments for record in deployment.records]
+    if not records:
+        reason = "it has no engine running"
+    elif all(record.leaving for record in records):
+        reason = "its engines are shutting down"
+    elif all(deployment.model.weight <= 0 for deployment in deployments):
+        reason = "its routing weight is 0"
+    else:
+        states = Counter(f"{record.phase}: {record.detail}".rstrip(": ") for record in records if not record.usable)
+        reason = "; ".join(f"{count} engine(s) {state}" for state, count in states.most_common(3))
+    return unavailable(
+        f"The model `{model[:200]}` is not ready yet ({reason}). Try again later.",
+        retry_after_s=LOADING_RETRY_AFTER_S,
+        code=NOT_READY,
+    )

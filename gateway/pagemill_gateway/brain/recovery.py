@@ -1,0 +1,120 @@
+"""After a failure: who stays out, who may try again, and who must do so alone.
+
+Between the brain, which decides where requests go, and the breakers (`brain.ejection`), the retry budget, slowness and
+suspects. Pure bookkeeping of decisions: it speaks to nobody and waits for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from pagemill_gateway.brain.interface import Again, FailureKind, Served
+from pagemill_gateway.brain.registry import EndpointRecord
+from pagemill_gateway.brain.retry_budget import RetryBudget
+from pagemill_gateway.brain.slowness import Slowness
+from pagemill_protocol.errors import unavailable
+
+SLOW_EJECTION_FACTOR = 20.0
+"""A slow endpoint stays out that many times longer than one that failed: it can be judged only by many requests."""
+EJECTING: frozenset[FailureKind] = frozenset({"unreachable", "broken", "lost", "stalled", "crashed"})
+BUDGETED: frozenset[FailureKind] = frozenset({"request", "broken"})
+"""Tries after these may repeat work that fails again. Others are free: a refusal costs an engine nothing, and what a
+dead engine was doing has to be done elsewhere."""
+
+
+class Recovery:
+    def __init__(self, *, max_ejected_share: float, retry_share: float) -> None:
+        self._max_ejected_share = max_ejected_share
+        self._retry_share = retry_share
+        self._budgets: dict[str, RetryBudget] = {}
+        self._suspects: dict[int, str] = {}
+        """Decision of a suspect that has not shown its innocence yet, and where it is."""
+        self._slowness = Slowness()
+
+    def know(self, deployments: Iterable[str], endpoint_ids: Iterable[str]) -> None:
+        """The catalogue changed: forget all others."""
+        known = set(deployments)
+        self._budgets = {key: budget for key, budget in self._budgets.items() if key in known}
+        self._slowness.keep_only(endpoint_ids)
+
+    # Who may try.
+
+    def admit(self, deployment: str, again: Again | None, failed_at: EndpointRecord | None, now: float) -> None:
+        """Count one try of a request. Raises `PagemillError` 503 when it is a retry that the budget does not hold."""
+        budget = self._budgets.setdefault(deployment, RetryBudget(self._retry_share))
+        if again is None:
+            budget.began(now)
+            return
+        same_incident = failed_at is not None and failed_at.ejection.covers(again.decision)
+        if again.kind not in BUDGETED or same_incident or budget.take(now):
+            return
+        raise unavailable(
+            f"Too many requests of {deployment} are being tried a second time. Try again shortly.",
+            retry_after_s=1,
+            code="retry_budget_exhausted",
+        )
+
+    # Who stays out.
+
+    def out(self, records: Sequence[EndpointRecord], now: float) -> set[str]:
+        """Endpoints of one deployment that should get nothing now.
+
+        Of those that report and look healthy, at most a share and at least one: if more seem to fail, the fault may be
+        elsewhere. One that is silent as well is no suspicion but a loss: while others report, no request probes it
+        before it does. If all are ejected, none is.
+        """
+        if not any(record.ejection.ejected for record in records):
+            return set()
+        fresh = {record.endpoint.id for record in records if record.reports.fresh(now)}
+        ejected = [
+            record
+            for record in records
+            if not record.ejection.allows(now)
+            or (record.ejection.ejected and fresh and record.endpoint.id not in fresh)
+        ]
+        if len(ejected) == len(records):
+            return set()
+        reporting = [record for record in ejected if record.endpoint.id in fresh]
+        reporting.sort(key=lambda record: -record.ejection.num_failures)
+        most = max(1, int(self._max_ejected_share * len(records)))
+        return {record.endpoint.id for record in ejected} - {record.endpoint.id for record in reporting[most:]}
+
+    def failed(self, record: EndpointRecord, decision: int, kind: FailureKind, newest: int, now: float) -> None:
+        """`decision` was not served there."""
+        if kind in EJECTING:
+            record.ejection.failed(now, newest)
+        elif kind in ("refused", "request"):
+            record.ejection.succeeded(decision)
+
+    def served(
+        self,
+        record: EndpointRecord,
+        decision: int,
+        served: Served,
+        siblings: Iterable[EndpointRecord],
+        newest: int,
+        now: float,
+    ) -> None:
+        """`decision` was served to its end; `siblings` are the endpoints of the deployment, looked at when needed."""
+        endpoint_id = record.endpoint.id
+        record.ejection.succeeded(decision)
+        if served.ms_per_token is None or record.ejection.covers(decision):
+            return
+        self._slowness.note(endpoint_id, served.ms_per_token, now)
+        if self._slowness.is_slow(endpoint_id, (each.endpoint.id for each in siblings), now):
+            self._slowness.forget(endpoint_id)
+            record.ejection.failed(now, newest, factor=SLOW_EJECTION_FACTOR)
+
+    # Who must be alone.
+
+    def suspect(self, decision: int, endpoint_id: str) -> None:
+        """A request that may crash engines goes to the endpoint; no other one of the kind until this one is cleared."""
+        self._suspects[decision] = endpoint_id
+
+    def cleared(self, decision: int) -> bool:
+        """Its engine survived the step in question, or it left. Whether somebody may be waiting for that."""
+        return self._suspects.pop(decision, None) is not None
+
+    def without_suspects(self, records: Sequence[EndpointRecord]) -> list[EndpointRecord]:
+        taken = set(self._suspects.values())
+        return [record for record in records if record.endpoint.id not in taken]

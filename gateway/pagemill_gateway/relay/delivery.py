@@ -1,0 +1,131 @@
+"""One answer under way, and handing on what comes of it: check the frames, give them to the client, note them.
+
+What was handed on and what the journal holds never disagree, so another engine can go on exactly there. Which engine,
+and whether at all, is `relay.relay`'s.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pagemill_gateway.admission.attempts import Attempts
+from pagemill_gateway.brain.interface import Ask, Choice, FailureKind, Target
+from pagemill_gateway.relay.journal import Journal, JournalGap
+from pagemill_gateway.relay.record import RequestRecord
+from pagemill_gateway.relay.sinks import Sink
+from pagemill_gateway.relay.suspicion import Suspicion
+from pagemill_gateway.relay.upstream import DECLINES, Frame, FrameStream, UpstreamFailure, parse_error
+from pagemill_protocol.errors import ENGINE_CRASHED, ENGINE_FAILED, PagemillError
+from pagemill_protocol.generate import FrameMeta, GenerateRequest, Usage
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+class AnswerBroken(Exception):
+    """The answer ended early after the client had seen part of it.
+
+    `error` is what happened; `told` whether the client already got it as the engine's own error event.
+    """
+
+    def __init__(self, error: PagemillError, *, told: bool) -> None:
+        super().__init__(error.message)
+        self.error = error
+        self.told = told
+
+
+class Answer:
+    """One engine request on its way through its attempts."""
+
+    def __init__(
+        self,
+        target: Target,
+        request: GenerateRequest,
+        ask: Ask,
+        sink: Sink,
+        record: RequestRecord,
+        journal: Journal,
+        attempts: Attempts,
+    ) -> None:
+        self.target = target
+        self.request = request
+        self.ask = ask
+        self.sink = sink
+        self.record = record
+        self.journal = journal
+        self.attempts = attempts
+        self.suspicion = Suspicion()
+        self.continues = False
+        """The latest attempt goes on where another one ended."""
+        self.last_failure: FailureKind = "broken"
+
+    def begin(self, choice: Choice) -> bytes:
+        """The body of one attempt. Each has its own id: the engine may not know yet that the one before has ended."""
+        self.attempts.chose(choice.endpoint_id)
+        self.record.chosen(choice)
+        request = self.journal.continuation()
+        self.continues = bool(request.resume)
+        if self.attempts.count > 1:
+            request_id = f"{request.request_id}-try{self.attempts.count}"
+            response_id = request.response_id or request.request_id
+            request = msgspec.structs.replace(request, request_id=request_id, response_id=response_id)
+        return _encoder.encode(request)
+
+    def begin_anew(self) -> None:
+        """Nobody will continue it, and the client has seen nothing of it: what was computed so far is nobody's use."""
+        self.record.num_delivered -= self.journal.num_tokens
+        self.journal.begin_anew()
+
+
+async def pass_on(frames: list[Frame], stream: FrameStream, answer: Answer) -> Usage | None:
+    """Hand the payloads of one group of frames on and note them; the usage once the last frame was among them."""
+    metas = [meta for meta, _ in frames]
+    failed = metas.pop() if metas[-1].error is not None else None
+    try:
+        answer.journal.check(metas)
+    except JournalGap as gap:
+        raise UpstreamFailure("broken", f"The engine's frames do not follow each other: {gap}.") from gap
+    payloads: list[bytes] = []
+    closing: bytes | None = None
+    for meta, payload in frames[: len(metas)]:
+        _check_choice(meta, answer.request)
+        if meta.last:
+            closing = payload
+        elif payload:
+            payloads.append(payload)
+    if payloads or closing is not None:
+        await answer.sink.take(payloads, closing)
+    for meta in metas:
+        answer.record.saw(meta)
+        answer.journal.note(meta, stream.weights_digest)
+    if failed is not None:
+        await _pass_on_error(failed, frames[-1][1], answer.sink)
+    return (metas[-1].usage or Usage()) if closing is not None else None
+
+
+async def _pass_on_error(meta: FrameMeta, payload: bytes, sink: Sink) -> None:
+    """The engine failed this request. Always raises: what, depends on whether another one may do better."""
+    status = meta.error_status or 500
+    error = parse_error(payload.removeprefix(b"data: "), status, meta.error or "The engine failed this request.")
+    if status in (429, 503):
+        raise UpstreamFailure(_kind_of(error), error.message)
+    if status >= 500:
+        raise UpstreamFailure("request", error.message)
+    if not sink.delivered:
+        raise error
+    if payload:
+        await sink.take([payload], None)
+    raise AnswerBroken(error, told=bool(payload))
+
+
+def _kind_of(error: PagemillError) -> FailureKind:
+    """What an engine's refusal in mid-answer says of the engine."""
+    if error.code == ENGINE_CRASHED:
+        return "crashed"
+    if error.code == ENGINE_FAILED:
+        return "lost"
+    return "declined" if error.code in DECLINES else "refused"
+
+
+def _check_choice(meta: FrameMeta, request: GenerateRequest) -> None:
+    if not 0 <= meta.choice < (request.prompt_index + 1) * request.sampling.n:
+        raise UpstreamFailure("broken", f"The engine sent choice {meta.choice}, which was not asked for.")

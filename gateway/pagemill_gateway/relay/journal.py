@@ -1,0 +1,143 @@
+"""What one answer has delivered so far, kept from the frames' metas: enough for another engine to continue it.
+
+Only counters and token ids, never text. The relay notes a frame once the client has been given it, so that the journal
+and the client's bytes never disagree. All journals share one bounded room; an answer that finds no place in it is
+served as ever and cannot be continued when its engine is lost. Where it is continued, and whether, is the relay's.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+import msgspec
+
+from pagemill_protocol.continuing import can_be_continued
+from pagemill_protocol.generate import ChoiceResume, FinishReason, FrameMeta, GenerateRequest
+
+LARGEST_TOKEN_ID = 2**31 - 1
+
+
+class JournalGap(Exception):
+    """The frames do not follow each other: a token is missing or doubled, so the engine cannot be believed."""
+
+
+class JournalRoom:
+    """Tokens that all journals of a gateway may hold together."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self._num_tokens = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self._num_tokens
+
+    def take(self, num_tokens: int) -> bool:
+        """Whether there is room; it is taken then."""
+        if self._num_tokens + num_tokens > self._max_tokens:
+            return False
+        self._num_tokens += num_tokens
+        return True
+
+    def give_back(self, num_tokens: int) -> None:
+        self._num_tokens -= num_tokens
+
+
+@dataclass(slots=True)
+class _Choice:
+    token_ids: array[int] = field(default_factory=lambda: array("I"))
+    num_text_chars: int = 0
+    finish_reason: FinishReason | None = None
+
+
+class Journal:
+    """Of one `GenerateRequest`. `close` it when the answer is over."""
+
+    def __init__(self, request: GenerateRequest, room: JournalRoom) -> None:
+        self._request = request
+        self._room = room
+        self._choices: dict[int, _Choice] = {}
+        self._first = request.prompt_index * request.sampling.n
+        self._cached_tokens: int | None = None
+        self._keeps = can_be_continued(request)
+        self.num_tokens = 0
+        """Delivered of all choices since the answer was begun, whether they are kept or not."""
+        self.weights_digest = ""
+        """Of the engine that gave the first tokens: only its like may continue."""
+
+    @property
+    def can_continue(self) -> bool:
+        """Whether an engine with the same weights could give exactly what is missing."""
+        return self._keeps and bool(self._choices) and bool(self.weights_digest)
+
+    @property
+    def num_kept(self) -> int:
+        return sum(len(choice.token_ids) for choice in self._choices.values())
+
+    def note(self, meta: FrameMeta, weights_digest: str) -> None:
+        """One frame that the client has been given. Raises `JournalGap`; the frame counts for nothing then."""
+        if meta.last or not (meta.token_ids or meta.finish_reason):
+            return
+        self.num_tokens += len(meta.token_ids)
+        if not self._keeps:
+            return
+        if not weights_digest or not self._room.take(len(meta.token_ids)):
+            self.close()
+            return
+        choice = self._choices.setdefault(meta.choice, _Choice())
+        choice.token_ids.extend(meta.token_ids)
+        choice.num_text_chars = meta.num_text_chars
+        choice.finish_reason = meta.finish_reason
+        self.weights_digest = weights_digest
+        if self._cached_tokens is None and meta.choice == self._first:
+            self._cached_tokens = meta.cached_tokens
+
+    def check(self, metas: list[FrameMeta]) -> None:
+        """Raise `JournalGap` unless these frames follow what was noted. Positions of 0 say nothing."""
+        positions: dict[int, int] = {}
+        for meta in metas:
+            if meta.last:
+                continue
+            if any(not 0 <= token_id <= LARGEST_TOKEN_ID for token_id in meta.token_ids):
+                raise JournalGap("a token id is out of range")
+            before = self._choices.get(meta.choice)
+            if before is not None and before.finish_reason is not None:
+                raise JournalGap(f"choice {meta.choice} goes on after its end")
+            known = positions.get(meta.choice, len(before.token_ids) if before is not None else 0)
+            positions[meta.choice] = known + len(meta.token_ids)
+            if self._keeps and meta.position and meta.position != positions[meta.choice]:
+                raise JournalGap(f"choice {meta.choice} is at {meta.position} after {positions[meta.choice]} tokens")
+
+    def continuation(self) -> GenerateRequest:
+        """The request for what is missing; the request itself while there is nothing to continue."""
+        if not self.can_continue:
+            return self._request
+        resume = [
+            ChoiceResume(
+                index,
+                choice.token_ids.tolist(),
+                choice.num_text_chars,
+                choice.finish_reason is not None,
+                choice.finish_reason,
+            )
+            for index, choice in sorted(self._choices.items())
+        ]
+        return msgspec.structs.replace(
+            self._request, resume=resume, weights_digest=self.weights_digest, cached_tokens=self._cached_tokens
+        )
+
+    def begin_anew(self) -> None:
+        """Nothing of it was seen, and no engine will continue it."""
+        self._forget()
+        self.num_tokens = 0
+
+    def close(self) -> None:
+        self._forget()
+        self._keeps = False
+
+    def _forget(self) -> None:
+        self._room.give_back(self.num_kept)
+        self._choices.clear()
+        self._cached_tokens = None
+        self.weights_digest = ""

