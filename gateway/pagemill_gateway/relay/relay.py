@@ -76,7 +76,8 @@ class Relay:
             journal.close()
 
     async def _serve(self, answer: Answer) -> Usage:
-        record, again = answer.record, None
+        record = answer.record
+        again: Again | None = None
         while True:
             choice = await self._choose(answer, again)
             num_tokens = answer.journal.num_tokens
