@@ -10,7 +10,7 @@ import msgspec
 from hand_clock import Clock
 
 from pagemill_gateway.brain.brain import LocalBrain
-from pagemill_gateway.brain.interface import Ask, Choice, Claim
+from pagemill_gateway.brain.interface import Ask, Choice, Claim, Served
 from pagemill_gateway.config import GatewayConfig
 from pagemill_protocol import hashes
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
@@ -111,11 +111,11 @@ async def test_a_decision_is_counted_once_by_every_ledger_and_leaves_all_of_them
         assert (record.reserved.num_sequences, record.dispatches.num_unreported_tokens) == (3, 640)
         assert len(predictions) == 10
         if end == "finished":
-            world.brain.finished(choice, 60)
+            world.brain.finished(choice, Served(60))
         else:
             world.brain.failed(choice, "broken")
             assert len(predictions) == 0
-        world.brain.finished(choice, 60)
+        world.brain.finished(choice, Served(60))
         assert (record.in_flight, len(record.reserved), record.dispatches.num_open) == (0, 0, 0)
         assert (record.reserved.num_blocks, record.dispatches.num_unreported_tokens) == (0, 0)
 
@@ -141,7 +141,7 @@ async def test_keys_pay_for_the_tokens_that_are_computed_for_them() -> None:
     await settle()
     turns, known = {"cached": 0, "cold": 0}, set[int]()
     for sequence in range(2, 52):
-        world.brain.finished(running, 20)
+        world.brain.finished(running, Served(20))
         # The engine has evicted what was not in use.
         world.brain.observe("a", frame(sequence, seats=1, prefixes_removed=list(asks["cold"].granules)))
         await settle()
