@@ -16,9 +16,8 @@ import aiohttp
 import msgspec
 import pytest
 from aiohttp import web
+from byte_bundle import byte_bundle
 from killable_server import cut_off, serve
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
 
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.core import Gateway
@@ -29,7 +28,6 @@ from pagemill_protocol.frames import FRAMES_CONTENT_TYPE, STATE_CONTENT_TYPE, WE
 from pagemill_protocol.generate import FrameMeta, GenerateRequest, Usage
 from pagemill_protocol.openai import render
 from pagemill_protocol.state import Digests, EngineLoad, StateFrame
-from pagemill_protocol.text.bundle import TokenizerBundle
 
 MODEL = "tiny"
 KEY = b"k" * 32
@@ -42,20 +40,7 @@ CHAT_TEMPLATE = (
 )
 
 Behaviour = Callable[["FakeEngine", GenerateRequest, web.StreamResponse, web.Request], Awaitable[None]]
-
-
-def make_bundle() -> TokenizerBundle:
-    """One token per byte: small enough to fetch in no time."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Backend(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    return TokenizerBundle(
-        tokenizer_json=backend.to_str(), chat_template=CHAT_TEMPLATE, eos_token_ids=[0], vocab_size=256
-    )
-
-
-BUNDLE = make_bundle()
+BUNDLE = byte_bundle(CHAT_TEMPLATE)
 
 
 def answer_frames(request: GenerateRequest, pieces: tuple[str, ...]) -> list[bytes]:

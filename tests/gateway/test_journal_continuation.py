@@ -17,10 +17,9 @@ from typing import Any, Literal, NamedTuple
 import aiohttp
 import msgspec
 import pytest
+from byte_bundle import byte_bundle
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
 
 from pagemill_engine.ipc.messages import LogprobsOut, TokensOut
 from pagemill_engine.output.processor import OutputProcessor
@@ -37,7 +36,6 @@ from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.frames import WEIGHTS_HEADER, encode_frame
 from pagemill_protocol.generate import ChoiceResume, FrameMeta, GenerateRequest, Usage
 from pagemill_protocol.sampling import SamplingParams
-from pagemill_protocol.text.bundle import TokenizerBundle
 from pagemill_protocol.text.tokenizer import Tokenizer
 
 TEXTS = st.lists(st.text(alphabet="abé€😀 \n", min_size=1, max_size=25), min_size=1, max_size=3)
@@ -48,12 +46,8 @@ End = Literal["reset", "eof", "garbage"]
 
 @pytest.fixture(scope="session")
 def byte_tokenizer() -> Tokenizer:
-    """One token per byte, so that any cut may fall inside a character."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Backend(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    return Tokenizer(TokenizerBundle(tokenizer_json=backend.to_str(), eos_token_ids=[0], vocab_size=256))
+    """Any cut may fall inside a character."""
+    return Tokenizer(byte_bundle())
 
 
 class Break(NamedTuple):
