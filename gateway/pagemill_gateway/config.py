@@ -68,6 +68,35 @@ class RedisConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Gateways that share the limits, for a start while Redis is away; later they count themselves."""
 
 
+class TracingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where OpenTelemetry traces of requests go, engines' work included."""
+
+    endpoint: str
+    """URL of an OTLP/HTTP receiver's traces, such as `http://collector:4318/v1/traces`."""
+    headers_file: str | None = None
+    """File of headers for the receiver, `NAME: VALUE` on each line, read at the start: a place for its credentials."""
+    sample_ratio: float = 1.0
+    """Share of requests that are traced, of those that come without a trace; with one, the client has decided."""
+
+    def headers(self) -> dict[str, str]:
+        """Raises `SettingsError`, which shows no value."""
+        if self.headers_file is None:
+            return {}
+        try:
+            lines = Path(self.headers_file).read_text().splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingsError(f"tracing.headers_file: cannot read {self.headers_file}. Mount the Secret.") from error
+        found: dict[str, str] = {}
+        for number, line in enumerate(lines, 1):
+            name, colon, value = line.partition(":")
+            if not line.strip() or line.startswith("#"):
+                continue
+            if not colon or not name.strip().isascii() or not value.strip():
+                raise SettingsError(f"tracing.headers_file: line {number} of {self.headers_file} is not NAME: VALUE.")
+            found[name.strip()] = value.strip()
+        return found
+
+
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     host: str = "127.0.0.1"
     port: int = 8080
@@ -89,6 +118,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """
     redis: RedisConfig | None = None
     """Share the limits with other gateways; `None`: each gateway counts for itself."""
+    tracing: TracingConfig | None = None
+    """Send OpenTelemetry traces; `None`: none are made."""
     allow_anonymous: bool = False
     """No key is asked on a bind that others can reach. Without keys, that must be said; never together with keys."""
     discovery: Literal["static", "kubernetes"] = "static"
@@ -180,6 +211,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         """Return self, or raise `SettingsError` for the first setting that must not be used."""
         check_entries(self.api_keys, "api_keys")
         check_redis(self.redis)
+        check_tracing(self.tracing)
         shares_keys = self.redis is not None and self.redis.keys
         has_keys = bool(self.api_keys) or self.api_keys_file is not None or shares_keys
         if has_keys and self.allow_anonymous:
@@ -292,6 +324,20 @@ def check_redis(redis: RedisConfig | None) -> None:
         raise SettingsError(f"redis.prefix: {redis.prefix!r} must have a character, and no blanks or braces.")
     if redis.expected_gateways < 1:
         raise SettingsError(f"redis.expected_gateways: {redis.expected_gateways} must be at least 1.")
+
+
+def check_tracing(tracing: TracingConfig | None) -> None:
+    """Raises `SettingsError` for the first setting that must not be used."""
+    if tracing is None:
+        return
+    if not tracing.endpoint.startswith(("http://", "https://")):
+        raise SettingsError(
+            f"tracing.endpoint: {tracing.endpoint!r} does not begin with http:// or https://. Name the OTLP/HTTP "
+            "receiver's traces, such as http://collector:4318/v1/traces."
+        )
+    if not 0 <= tracing.sample_ratio <= 1:
+        raise SettingsError(f"tracing.sample_ratio: {tracing.sample_ratio} is not between 0 and 1.")
+    tracing.headers()
 
 
 def is_loopback(host: str) -> bool:

@@ -80,6 +80,8 @@ class FrameMeta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     cached_tokens: int = 0
     """Prompt tokens found in the prefix cache; on the first frame of the request's first choice."""
     usage: Usage | None = None
+    queue_s: float = 0.0
+    """From the request's arrival in the engine to its first scheduling; on the last frame."""
     last: bool = False
     """No frame follows; `usage` is here."""
     error: str | None = None

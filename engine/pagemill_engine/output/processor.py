@@ -78,6 +78,7 @@ class OutputProcessor:
         self._tells_progress = can_be_continued(request) and not request.stream
         self._num_cached_tokens = request.cached_tokens or 0
         self._cached_is_known = request.cached_tokens is not None
+        self._queue_s = 0.0
 
     @property
     def usage(self) -> Usage:
@@ -109,6 +110,7 @@ class OutputProcessor:
         choice = self._choices[out.choice]
         if out.choice == self._first and not self._cached_is_known:
             self._num_cached_tokens = max(self._num_cached_tokens, out.num_cached_tokens)
+        self._queue_s = max(self._queue_s, out.queue_s)
         was_running = choice.output.finish_reason is None
         delta = choice.output.push(out.token_ids, out.logprobs, out.finish_reason)
         progress = Progress()
@@ -203,6 +205,7 @@ class OutputProcessor:
         meta = FrameMeta(
             last=True,
             usage=usage,
+            queue_s=self._queue_s,
             num_text_chars=only.num_text_chars,
             position=only.num_tokens,
             finish_reason=only.finish_reason if not self.request.stream else None,

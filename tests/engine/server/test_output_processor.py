@@ -38,7 +38,7 @@ def events(frames: list[Frame]) -> list[Any]:
 def test_a_streamed_chat_has_a_role_once_a_reason_once_and_a_lone_end(byte_tokenizer: Tokenizer) -> None:
     processor = OutputProcessor(make_request(include_usage=True), byte_tokenizer)
     progress = [
-        processor.push(out(byte_tokenizer, "Hel", num_cached_tokens=2)),
+        processor.push(out(byte_tokenizer, "Hel", num_cached_tokens=2, queue_s=0.25)),
         processor.push(out(byte_tokenizer, "lo", finish="length")),
     ]
     frames = [frame for each in progress for frame in each.frames]
@@ -58,6 +58,7 @@ def test_a_streamed_chat_has_a_role_once_a_reason_once_and_a_lone_end(byte_token
     assert [each.done for each in progress] == [False, True]
     assert [frame.meta.last for frame in frames] == [False, False, True]
     assert frames[-1].meta.usage == Usage(3, 5, 2)
+    assert [frame.meta.queue_s for frame in frames] == [0.0, 0.0, 0.25]
     assert (frames[0].meta.num_text_chars, frames[1].meta.num_text_chars, frames[1].meta.position) == (3, 5, 5)
 
 

@@ -1,0 +1,1 @@
+"""OpenTelemetry traces: what became of a request, told once it is over."""

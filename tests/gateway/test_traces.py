@@ -1,0 +1,207 @@
+"""Traces reach a real OTLP receiver: one tree per request, the engine's phases in it, none of its text."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from killable_server import cut_off, serve
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from pagemill_gateway.config import GatewayConfig, SettingsError, TracingConfig
+
+TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
+CLIENT_SPAN = "b7ad6b7169203331"
+SAMPLED = {"traceparent": f"00-{TRACE_ID}-{CLIENT_SPAN}-01"}
+UNSAMPLED = {"traceparent": f"00-{TRACE_ID}-{CLIENT_SPAN}-00"}
+
+
+class Receiver:
+    """Takes what OpenTelemetry's own exporter sends, and keeps it as plain values."""
+
+    def __init__(self) -> None:
+        self.spans: list[dict[str, Any]] = []
+        self.headers: list[str] = []
+        self.url = ""
+
+    async def take(self, http: web.Request) -> web.Response:
+        self.headers.append(http.headers.get("x-tenant", ""))
+        for group in ExportTraceServiceRequest.FromString(await http.read()).resource_spans:
+            service = _attributes(group.resource.attributes)["service.name"]
+            self.spans += [_span(span, service) for scope in group.scope_spans for span in scope.spans]
+        return web.Response()
+
+    def named(self, name: str, service: str = "pagemill-gateway") -> list[dict[str, Any]]:
+        return [span for span in self.spans if span["name"] == name and span["service"] == service]
+
+
+def _attributes(pairs: Any) -> dict[str, Any]:
+    return {pair.key: _value(pair.value) for pair in pairs}
+
+
+def _value(value: Any) -> Any:
+    kind = value.WhichOneof("value")
+    if kind == "array_value":
+        return [_value(each) for each in value.array_value.values]
+    return getattr(value, kind) if kind else []
+
+
+def _span(span: Any, service: str) -> dict[str, Any]:
+    return {
+        "service": service,
+        "name": span.name,
+        "kind": span.kind,
+        "trace": span.trace_id.hex(),
+        "id": span.span_id.hex(),
+        "parent": span.parent_span_id.hex(),
+        "start": span.start_time_unix_nano,
+        "end": span.end_time_unix_nano,
+        "failed": span.status.code == 2,
+        "attributes": _attributes(span.attributes),
+    }
+
+
+@pytest.fixture
+async def receiver() -> AsyncIterator[Receiver]:
+    found = Receiver()
+    app = web.Application()
+    app.router.add_post("/v1/traces", found.take)
+    runner, port = await serve(app, 0)
+    found.url = f"http://127.0.0.1:{port}/v1/traces"
+    yield found
+    await cut_off(runner)
+
+
+async def test_a_request_is_one_tree_within_the_clients_trace(engines, gateways, fake, receiver) -> None:
+    engines[0].behaviour = fake.says("hello", " world", queue_s=0.001)
+    gateway = await gateways(engines[0], tracing=TracingConfig(endpoint=receiver.url))
+    reply = await gateway.chat(stream=True, headers=SAMPLED, max_tokens=7, temperature=0.5, seed=3)
+    assert reply.status == 200
+    await fake.until(lambda: receiver.named("POST /v1/chat/completions"))
+    await fake.until(lambda: receiver.named("decode", "pagemill-engine"))
+    (root,) = receiver.named("POST /v1/chat/completions")
+    (attempt,) = receiver.named("chat tiny")
+    (prepare,) = receiver.named("prepare")
+    phases = [receiver.named(name, "pagemill-engine")[0] for name in ("queue", "prefill", "decode")]
+    assert {span["trace"] for span in receiver.spans} == {TRACE_ID}
+    assert root["parent"] == CLIENT_SPAN
+    assert {prepare["parent"], attempt["parent"]} == {root["id"]}
+    assert {phase["parent"] for phase in phases} == {attempt["id"]}
+    assert root["start"] <= prepare["start"] <= prepare["end"] <= attempt["start"]
+    assert attempt["start"] == phases[0]["start"]
+    assert [phase["end"] for phase in phases] == [phases[1]["start"], phases[2]["start"], attempt["end"]]
+    assert attempt["end"] <= root["end"]
+    assert root["attributes"].items() >= {
+        "http.request.method": "POST",
+        "http.route": "/v1/chat/completions",
+        "http.response.status_code": 200,
+        "gen_ai.operation.name": "chat",
+        "gen_ai.request.model": "tiny",
+        "gen_ai.request.max_tokens": 7,
+        "gen_ai.request.temperature": 0.5,
+        "gen_ai.request.seed": 3,
+        "gen_ai.response.finish_reasons": ["stop"],
+        "gen_ai.usage.output_tokens": 2,
+    }.items()
+    assert attempt["attributes"]["pagemill.endpoint"] == engines[0].name
+    assert "hello" not in json.dumps(receiver.spans)
+
+
+async def test_each_attempt_is_a_span_and_the_failed_ones_say_so(engines, gateways, fake, receiver) -> None:
+    gateway = await gateways(*engines, tracing=TracingConfig(endpoint=receiver.url))
+    for engine in engines:
+        engine.behaviours.append(fake.refuses(500))
+    reply = await gateway.complete()
+    await fake.until(lambda: receiver.named("POST /v1/completions"))
+    attempts = sorted(receiver.named("text_completion tiny"), key=lambda span: span["start"])
+    assert len(attempts) >= 2
+    assert attempts[0]["failed"]
+    assert attempts[-1]["failed"] == (reply.status != 200)
+    assert [each["id"] for each in attempts if each["id"] in {span["parent"] for span in receiver.spans}] == [
+        each["id"] for each in attempts if not each["failed"]
+    ]
+
+
+async def test_what_the_client_does_not_sample_is_not_told(engines, gateways, fake, receiver) -> None:
+    gateway = await gateways(engines[0], tracing=TracingConfig(endpoint=receiver.url))
+    assert (await gateway.chat(headers=UNSAMPLED)).status == 200
+    assert (await gateway.chat()).status == 200
+    await fake.until(lambda: receiver.named("POST /v1/chat/completions"))
+    assert TRACE_ID not in {span["trace"] for span in receiver.spans}
+
+
+async def test_of_requests_that_nobody_traces_the_ratio_is_told(engines, gateways, fake, receiver) -> None:
+    gateway = await gateways(engines[0], tracing=TracingConfig(endpoint=receiver.url, sample_ratio=0.0))
+    assert (await gateway.chat()).status == 200
+    assert (await gateway.chat(headers=SAMPLED)).status == 200
+    await fake.until(lambda: receiver.named("POST /v1/chat/completions"))
+    assert {span["trace"] for span in receiver.spans} == {TRACE_ID}
+
+
+@pytest.mark.parametrize("value", ["", "nonsense", "00-" + "0" * 32 + "-" + "0" * 16 + "-01", "a" * 5000])
+async def test_a_header_that_is_no_trace_begins_a_new_one(value: str, engines, gateways, fake, receiver) -> None:
+    gateway = await gateways(engines[0], tracing=TracingConfig(endpoint=receiver.url))
+    assert (await gateway.chat(headers={"traceparent": value})).status == 200
+    await fake.until(lambda: receiver.named("POST /v1/chat/completions"))
+    assert receiver.named("POST /v1/chat/completions")[0]["parent"] == ""
+
+
+async def test_the_log_line_names_the_trace(engines, gateways, fake, receiver, caplog) -> None:
+    gateway = await gateways(engines[0], tracing=TracingConfig(endpoint=receiver.url))
+    with caplog.at_level("INFO", logger="pagemill.gateway.access"):
+        await gateway.chat(headers=SAMPLED)
+        await fake.until(lambda: "trace_id" in caplog.text)
+    assert json.loads(caplog.messages[-1])["trace_id"] == TRACE_ID
+
+
+async def test_a_refused_request_is_told_with_its_error(engines, gateways, fake, receiver) -> None:
+    gateway = await gateways(engines[0], tracing=TracingConfig(endpoint=receiver.url))
+    assert (await gateway.chat(max_tokens=-1)).status == 400
+    await fake.until(lambda: receiver.named("POST /v1/chat/completions"))
+    (root,) = receiver.named("POST /v1/chat/completions")
+    assert root["attributes"]["http.response.status_code"] == 400
+    assert root["attributes"]["error.type"]
+
+
+async def test_headers_for_the_receiver_come_from_a_file(engines, gateways, fake, receiver, tmp_path: Path) -> None:
+    (tmp_path / "headers").write_text("# ours\nx-tenant: team-a\n")
+    tracing = TracingConfig(endpoint=receiver.url, headers_file=str(tmp_path / "headers"))
+    gateway = await gateways(engines[0], tracing=tracing)
+    await gateway.chat()
+    await fake.until(lambda: receiver.headers)
+    assert receiver.headers == ["team-a"]
+
+
+async def test_without_a_receiver_requests_are_answered_and_the_gateway_ends(engines, gateways) -> None:
+    gateway = await gateways(engines[0], tracing=TracingConfig(endpoint="http://127.0.0.1:9/v1/traces"))
+    assert (await gateway.chat()).status == 200
+    async with asyncio.timeout(60):
+        await gateway.gateway.tracing.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"endpoint": ""}, "tracing.endpoint: '' does not begin with http:// or https://"),
+        ({"endpoint": "collector:4317"}, "tracing.endpoint: 'collector:4317' does not begin"),
+        ({"endpoint": "http://c/v1/traces", "sample_ratio": 1.5}, "tracing.sample_ratio: 1.5 is not between 0 and 1"),
+        ({"endpoint": "http://c/v1/traces", "sample_ratio": float("nan")}, "tracing.sample_ratio: nan"),
+    ],
+)
+def test_settings_that_cannot_be_used_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingsError, match=message.replace("(", r"\(")):
+        GatewayConfig(tracing=TracingConfig(**fields)).checked()
+
+
+def test_a_file_of_headers_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    tracing = TracingConfig(endpoint="http://c/v1/traces", headers_file=str(tmp_path / "none"))
+    with pytest.raises(SettingsError, match="tracing.headers_file: cannot read"):
+        GatewayConfig(tracing=tracing).checked()
+    (tmp_path / "odd").write_text("Authorization\n")
+    with pytest.raises(SettingsError, match="tracing.headers_file: line 1 .* NAME: VALUE"):
+        GatewayConfig(tracing=TracingConfig(endpoint="http://c/v1/traces", headers_file=str(tmp_path / "odd"))).checked()
