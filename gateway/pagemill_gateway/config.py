@@ -337,7 +337,6 @@ def check_tracing(tracing: TracingConfig | None) -> None:
         )
     if not 0 <= tracing.sample_ratio <= 1:
         raise SettingsError(f"tracing.sample_ratio: {tracing.sample_ratio} is not between 0 and 1.")
-    tracing.headers()
 
 
 def is_loopback(host: str) -> bool:

@@ -98,6 +98,23 @@ def test_the_gateway_finds_the_redis_that_the_values_name(variant: Variant) -> N
         assert file in (path, gateway_of(external).redis.url_file)  # type: ignore[union-attr]
 
 
+def test_traces_go_where_the_values_say_with_the_headers_of_a_secret(variant: Variant) -> None:
+    assert gateway_of(variant("anonymous")).tracing is None
+    rendered = variant("everything")
+    tracing = gateway_of(rendered).tracing
+    assert tracing is not None
+    assert (tracing.endpoint, tracing.sample_ratio) == ("https://traces.example.com/v1/traces", 0.25)
+    pod = rendered.component("Deployment", "gateway")["spec"]["template"]["spec"]
+    (volume,) = [each for each in pod["volumes"] if each["name"] == "tracing"]
+    (mount,) = [each for each in pod["containers"][0]["volumeMounts"] if each["name"] == "tracing"]
+    assert volume["secret"]["secretName"] == "receiver"
+    (item,) = volume["secret"]["items"]
+    assert (item["key"], f"{mount['mountPath']}/{item['path']}") == ("otlp", tracing.headers_file)
+    egress = rendered.component("NetworkPolicy", "gateway")["spec"]["egress"]
+    receiver = {"to": [{"ipBlock": {"cidr": "10.3.0.0/16"}}], "ports": [{"port": 443, "protocol": "TCP"}]}
+    assert receiver in egress
+
+
 def test_values_reach_the_settings(variant: Variant) -> None:
     everything, guarded = variant("everything"), variant("api-keys")
     operator, gateway = operator_of(everything), gateway_of(everything)

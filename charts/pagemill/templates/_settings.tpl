@@ -53,6 +53,13 @@ refuse unknown ones; `settings` of each component goes over everything.
 -}}
 {{- if include "pagemill.hasApiKeys" . }}{{ $_ := set $own "api_keys_file" "/etc/pagemill-keys/keys" }}{{ end -}}
 {{- with include "pagemill.redisSettings" . | fromJson }}{{ $_ := set $own "redis" . }}{{ end -}}
+{{- with .Values.tracing -}}
+{{- if .endpoint -}}
+{{- $tracing := dict "endpoint" .endpoint "sample_ratio" .sampleRatio -}}
+{{- if .headersSecret }}{{ $_ := set $tracing "headers_file" "/etc/pagemill-tracing/headers" }}{{ end -}}
+{{- $_ := set $own "tracing" $tracing -}}
+{{- end -}}
+{{- end -}}
 {{- mustMergeOverwrite $own (deepCopy $values.settings) | toPrettyJson -}}
 {{- end -}}
 
