@@ -23,6 +23,7 @@ from pagemill_gateway.relay.keep_alive import KeepAlive
 from pagemill_gateway.relay.preparation import Preparation
 from pagemill_gateway.relay.relay import Relay
 from pagemill_gateway.relay.upstream import Upstream
+from pagemill_gateway.tracing.tracing import open_tracing
 from pagemill_protocol.catalog import Catalog
 
 SETTLE_TIMEOUT_S = 20.0
@@ -50,6 +51,7 @@ class Gateway:
         self.metrics = GatewayMetrics()
         self.sharing: Sharing = open_sharing(config.redis, self.keys, self.metrics)
         self.limiter = Limiter(self.sharing.store, self.metrics)
+        self.tracing = open_tracing(config.tracing)
         self.brain = LocalBrain(config)
         self.session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=UPSTREAM_KEEPALIVE_S),
@@ -123,6 +125,7 @@ class Gateway:
         await self._streams.close()
         await self.session.close()
         await self.sharing.close()
+        await self.tracing.close()
         self.preparation.close()
         await self.bundles.close()
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -67,7 +69,8 @@ def _span(span: Any, service: str) -> dict[str, Any]:
 
 
 @pytest.fixture
-async def receiver() -> AsyncIterator[Receiver]:
+async def receiver(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Receiver]:
+    monkeypatch.setattr("pagemill_gateway.tracing.exporting.BATCH_DELAY_MS", 20.0)
     found = Receiver()
     app = web.Application()
     app.router.add_post("/v1/traces", found.take)
@@ -96,18 +99,21 @@ async def test_a_request_is_one_tree_within_the_clients_trace(engines, gateways,
     assert attempt["start"] == phases[0]["start"]
     assert [phase["end"] for phase in phases] == [phases[1]["start"], phases[2]["start"], attempt["end"]]
     assert attempt["end"] <= root["end"]
-    assert root["attributes"].items() >= {
-        "http.request.method": "POST",
-        "http.route": "/v1/chat/completions",
-        "http.response.status_code": 200,
-        "gen_ai.operation.name": "chat",
-        "gen_ai.request.model": "tiny",
-        "gen_ai.request.max_tokens": 7,
-        "gen_ai.request.temperature": 0.5,
-        "gen_ai.request.seed": 3,
-        "gen_ai.response.finish_reasons": ["stop"],
-        "gen_ai.usage.output_tokens": 2,
-    }.items()
+    assert (
+        root["attributes"].items()
+        >= {
+            "http.request.method": "POST",
+            "http.route": "/v1/chat/completions",
+            "http.response.status_code": 200,
+            "gen_ai.operation.name": "chat",
+            "gen_ai.request.model": "tiny",
+            "gen_ai.request.max_tokens": 7,
+            "gen_ai.request.temperature": 0.5,
+            "gen_ai.request.seed": 3,
+            "gen_ai.response.finish_reasons": ["stop"],
+            "gen_ai.usage.output_tokens": 2,
+        }.items()
+    )
     assert attempt["attributes"]["pagemill.endpoint"] == engines[0].name
     assert "hello" not in json.dumps(receiver.spans)
 
@@ -184,6 +190,13 @@ async def test_without_a_receiver_requests_are_answered_and_the_gateway_ends(eng
         await gateway.gateway.tracing.close()
 
 
+def test_without_a_receiver_opentelemetry_is_not_even_imported() -> None:
+    look = (
+        "import sys, pagemill_gateway.server; assert not any(name.startswith('opentelemetry') for name in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", look], capture_output=True, text=True).stderr == ""
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -199,8 +212,8 @@ def test_settings_that_cannot_be_used_are_refused(fields: dict[str, Any], messag
 
 
 def test_a_file_of_headers_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="tracing.headers_file: cannot read"):
+    with pytest.raises(SettingsError, match=r"tracing\.headers_file: cannot read"):
         TracingConfig(endpoint="http://c/v1/traces", headers_file=str(tmp_path / "none")).headers()
     (tmp_path / "odd").write_text("Authorization\n")
-    with pytest.raises(SettingsError, match="tracing.headers_file: line 1 .* NAME: VALUE"):
+    with pytest.raises(SettingsError, match=r"tracing\.headers_file: line 1 .* NAME: VALUE"):
         TracingConfig(endpoint="http://c/v1/traces", headers_file=str(tmp_path / "odd")).headers()

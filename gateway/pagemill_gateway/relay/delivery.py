@@ -11,7 +11,7 @@ import msgspec
 from pagemill_gateway.admission.attempts import Attempts
 from pagemill_gateway.brain.interface import Ask, Choice, FailureKind, Target
 from pagemill_gateway.relay.journal import Journal, JournalGap
-from pagemill_gateway.relay.record import RequestRecord
+from pagemill_gateway.relay.record import AttemptRecord, RequestRecord
 from pagemill_gateway.relay.sinks import Sink
 from pagemill_gateway.relay.suspicion import Suspicion
 from pagemill_gateway.relay.upstream import DECLINES, Frame, FrameStream, UpstreamFailure, parse_error
@@ -54,6 +54,8 @@ class Answer:
         self.journal = journal
         self.attempts = attempts
         self.suspicion = Suspicion()
+        self.attempt: AttemptRecord
+        """The latest; there is one once it has begun."""
         self.continues = False
         """The latest attempt goes on where another one ended."""
         self.last_failure: FailureKind = "broken"
@@ -61,7 +63,7 @@ class Answer:
     def begin(self, choice: Choice) -> bytes:
         """The body of one attempt. Each has its own id: the engine may not know yet that the one before has ended."""
         self.attempts.chose(choice.endpoint_id)
-        self.record.chosen(choice)
+        self.attempt = self.record.chosen(choice)
         request = self.journal.continuation()
         self.continues = bool(request.resume)
         if self.attempts.count > 1:
@@ -95,7 +97,7 @@ async def pass_on(frames: list[Frame], stream: FrameStream, answer: Answer) -> U
     if payloads or closing is not None:
         await answer.sink.take(payloads, closing)
     for meta in metas:
-        answer.record.saw(meta)
+        answer.record.saw(meta, answer.attempt)
         answer.journal.note(meta, stream.weights_digest)
     if failed is not None:
         await _pass_on_error(failed, frames[-1][1], answer.sink)

@@ -1,14 +1,37 @@
-"""What one request was, for its access log line and its metrics. Never any text of it."""
+"""What one request was, for its access log line, metrics and traces. Never any text of it."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
-from pagemill_gateway.brain.interface import NOBODY, Choice, Claim, Target
+from pagemill_gateway.brain.interface import NOBODY, Choice, Claim, FailureKind, Target
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.generate import FinishReason, FrameMeta, GenerateRequest, Usage
+from pagemill_protocol.generate import Dialect, FinishReason, FrameMeta, GenerateRequest, Usage
+from pagemill_protocol.sampling import SamplingParams
+
+
+@dataclass(slots=True)
+class AttemptRecord:
+    """One engine asked once; times are of the monotonic clock."""
+
+    endpoint_id: str
+    policy: str
+    predicted_cached_tokens: int
+    queued_s: float
+    """In the deployment's queue, before it was chosen."""
+    started_at: float = field(default_factory=time.monotonic)
+    first_token_at: float | None = None
+    ended_at: float | None = None
+    engine_queue_s: float = 0.0
+    outcome: FailureKind | Literal["served", "abandoned"] = "abandoned"
+    """What failed; abandoned: the client left, or the deadline passed."""
+
+    def ended(self, outcome: FailureKind | Literal["served"]) -> None:
+        self.ended_at = time.monotonic()
+        self.outcome = outcome
 
 
 @dataclass(slots=True)
@@ -30,8 +53,11 @@ class RequestRecord:
     num_choices: int = 1
     """Of all prompts together."""
     prompt_tokens: int = 0
-    endpoints: list[str] = field(default_factory=list)
-    """Asked, in order; several for several attempts or prompts."""
+    dialect: Dialect = "chat"
+    sampling: SamplingParams | None = None
+    """Of the first prompt; `None` until the request is understood."""
+    attempts: list[AttemptRecord] = field(default_factory=list)
+    """Engines asked, in order; several for several attempts or prompts."""
     route_header: str = ""
     """Where the latest attempt went and why, for the client's `x-pagemill-route`."""
     num_retries: int = 0
@@ -57,6 +83,8 @@ class RequestRecord:
         self.deployment = target.deployment
         self.response_id = requests[0].response_id or requests[0].request_id
         self.stream = requests[0].stream
+        self.dialect = requests[0].dialect
+        self.sampling = requests[0].sampling
         self.num_prompts = len(requests)
         self.num_choices = sum(request.sampling.n for request in requests)
         self.prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
@@ -65,9 +93,17 @@ class RequestRecord:
         if len(requests) > 1:
             self.claim = self.claim._replace(num_bytes=self.claim.num_bytes // len(requests))
 
-    def chosen(self, choice: Choice) -> None:
-        self.endpoints.append(choice.endpoint_id)
-        self.route_header = f"{choice.policy}; {choice.endpoint_id}; cached={choice.predicted_cached_tokens}"
+    @property
+    def endpoints(self) -> list[str]:
+        return [attempt.endpoint_id for attempt in self.attempts]
+
+    def chosen(self, choice: Choice) -> AttemptRecord:
+        """The attempt at it begins."""
+        cached = choice.predicted_cached_tokens
+        attempt = AttemptRecord(choice.endpoint_id, choice.policy, cached, choice.queued_s)
+        self.attempts.append(attempt)
+        self.route_header = f"{choice.policy}; {choice.endpoint_id}; cached={cached}"
+        return attempt
 
     def failed(self, error: PagemillError) -> None:
         self.error_code = error.code or error.type
@@ -79,9 +115,12 @@ class RequestRecord:
     def duration_s(self) -> float:
         return time.monotonic() - self.started_at
 
-    def saw(self, meta: FrameMeta) -> None:
-        if self.stream and self.first_frame_at is None and meta.token_ids:
-            self.first_frame_at = time.monotonic()
+    def saw(self, meta: FrameMeta, attempt: AttemptRecord) -> None:
+        if attempt.first_token_at is None and meta.token_ids:
+            attempt.first_token_at = time.monotonic()
+            if self.stream and self.first_frame_at is None:
+                self.first_frame_at = attempt.first_token_at
+        attempt.engine_queue_s = meta.queue_s or attempt.engine_queue_s
         self.num_delivered += len(meta.token_ids)
         if meta.finish_reason is not None:
             self.finish_reasons.add(meta.finish_reason)

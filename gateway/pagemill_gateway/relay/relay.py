@@ -89,6 +89,7 @@ class Relay:
                 self._brain.failed(choice, failure.kind)
                 again = self._judge(failure, choice, answer, got_tokens=answer.journal.num_tokens > num_tokens)
             except AnswerBroken:
+                answer.attempt.ended("request")
                 # The engine works and said so itself: nobody could serve this one request.
                 self._brain.failed(choice, "request")
                 self._metrics.attempt(record.model, choice.endpoint_id, "request")
@@ -98,6 +99,7 @@ class Relay:
                 self._brain.finished(choice)
                 raise
             else:
+                answer.attempt.ended("served")
                 self._brain.finished(choice, served)
                 self._metrics.attempt(record.model, choice.endpoint_id, "served")
                 if not answer.continues:
@@ -197,6 +199,7 @@ class Relay:
 
     def _note(self, failure: UpstreamFailure, choice: Choice, answer: Answer) -> None:
         attempts, record = answer.attempts, answer.record
+        answer.attempt.ended(failure.kind)
         self._metrics.attempt(record.model, choice.endpoint_id, failure.kind)
         if failure.kind == "refused":
             attempts.refused(failure.message)

@@ -61,8 +61,9 @@ class AccessLog:
             record.request_id = state.get("request_id", "")
             record.status = record.status or 500
             self._gateway.metrics.finished(record)
+            trace_id = self._gateway.tracing.finished(record, scope)
             if record.route not in PROBES or record.status >= 400:
-                logger.info(_line(record, scope["method"]))
+                logger.info(_line(record, scope["method"], trace_id))
 
     def _added_headers(self, record: RequestRecord) -> Iterator[tuple[bytes, bytes]]:
         if record.route_header:
@@ -80,10 +81,11 @@ def _route(path: str) -> str:
     return "/v1/models" if path.startswith("/v1/models/") else "other"
 
 
-def _line(record: RequestRecord, method: str) -> str:
+def _line(record: RequestRecord, method: str, trace_id: str) -> str:
     fields = {
         "event": "request",
         "request_id": record.request_id,
+        "trace_id": trace_id,
         "method": method,
         "route": record.route,
         "status": record.status,

@@ -58,7 +58,7 @@ def tell(record: RequestRecord, scope: Scope, tracers: Tracers) -> str:
     )
     if root.is_recording():
         root.set_attributes(dict(_of_request(record, scope["method"])))
-        root.set_status(_status(record.error_code if record.status >= 500 or record.error_code else None))
+        root.set_status(_status(record.error_code))
         _tell_parts(record, set_span_in_context(root), tracers, clock)
     root.end(clock(time.monotonic()))
     context = root.get_span_context()
@@ -103,7 +103,7 @@ def _tell_attempt(
             start_time=clock(start),
         )
         phase.end(clock(end))
-    span.end(clock(attempt.ended_at))
+    span.end(clock(_end(attempt)))
 
 
 def _phases(attempt: AttemptRecord) -> Iterator[tuple[str, float, float]]:
@@ -113,7 +113,11 @@ def _phases(attempt: AttemptRecord) -> Iterator[tuple[str, float, float]]:
     scheduled_at = min(attempt.started_at + attempt.engine_queue_s, attempt.first_token_at)
     yield "queue", attempt.started_at, scheduled_at
     yield "prefill", scheduled_at, attempt.first_token_at
-    yield "decode", attempt.first_token_at, attempt.ended_at
+    yield "decode", attempt.first_token_at, _end(attempt)
+
+
+def _end(attempt: AttemptRecord) -> float:
+    return time.monotonic() if attempt.ended_at is None else attempt.ended_at
 
 
 def _status(error: str | None) -> Status:
@@ -138,6 +142,7 @@ def _of_request(record: RequestRecord, method: str) -> Iterator[tuple[str, Attri
     yield from _of_model(record)
     yield "pagemill.deployment", record.deployment
     yield "pagemill.num_retries", record.num_retries
+    yield "pagemill.num_migrations", record.num_migrations
     yield "pagemill.queued_ms", round(record.queued_s * 1000, 3)
     if record.ttft_s is not None:
         yield "pagemill.ttft_ms", round(record.ttft_s * 1000, 3)

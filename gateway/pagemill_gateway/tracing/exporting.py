@@ -28,7 +28,7 @@ MAX_WAITING_SPANS = 8192
 BATCH_DELAY_MS = 1000.0
 
 
-class Tracing:
+class ExportedTraces:
     """Both services' tracers over one exporter."""
 
     def __init__(self, config: TracingConfig) -> None:
@@ -40,11 +40,9 @@ class Tracing:
         self._tracers = spans.Tracers(*(self._tracer(name, sampler) for name in (GATEWAY, ENGINE)))
 
     def finished(self, record: RequestRecord, scope: Scope) -> str:
-        """Tell of a request that is over; its trace id in hex, empty where it is not sampled."""
         return spans.tell(record, scope, self._tracers)
 
     async def close(self) -> None:
-        """Send what waits, for as long as one export may take."""
         await asyncio.to_thread(self._processor.shutdown)
 
     def _tracer(self, service: str, sampler: ParentBased) -> Tracer:
