@@ -1,4 +1,4 @@
-"""What becomes of the record of a request that is over: traces, or nothing. OpenTelemetry is imported where it is used."""
+"""What becomes of the record of a request that is over: traces, or nothing. OpenTelemetry is imported only if used."""
 
 from __future__ import annotations
 
