@@ -43,7 +43,7 @@ Behaviour = Callable[["FakeEngine", GenerateRequest, web.StreamResponse, web.Req
 BUNDLE = byte_bundle(CHAT_TEMPLATE)
 
 
-def answer_frames(request: GenerateRequest, pieces: tuple[str, ...], queue_s: float = 0.0) -> list[bytes]:
+def answer_frames(request: GenerateRequest, pieces: tuple[str, ...]) -> list[bytes]:
     """The frames with which an engine answers: every choice says `pieces`, from where a `resume` left it."""
     head = render.head(request)
     usage = Usage(len(request.prompt_token_ids), len(pieces) * request.sampling.n)
@@ -67,7 +67,7 @@ def answer_frames(request: GenerateRequest, pieces: tuple[str, ...], queue_s: fl
     closing = render.SSE_DONE
     if request.include_usage:
         closing = render.sse(render.usage_chunk(head, request.dialect, usage)) + closing
-    return [*frames, encode_frame(FrameMeta(last=True, usage=usage, queue_s=queue_s), closing)]
+    return [*frames, encode_frame(FrameMeta(last=True, usage=usage), closing)]
 
 
 def _chunk(request: GenerateRequest, head: render.Head, index: int, piece: str, first: bool, finish: Any) -> bytes:
@@ -228,11 +228,11 @@ class Refused(Exception):
         self.response = response
 
 
-def says(*pieces: str, gate: asyncio.Event | None = None, queue_s: float = 0.0) -> Behaviour:
+def says(*pieces: str, gate: asyncio.Event | None = None) -> Behaviour:
     """Answers properly; with `gate`, only the first frame before it opens."""
 
     async def behave(_: FakeEngine, request: GenerateRequest, response: web.StreamResponse, http: web.Request) -> None:
-        frames = answer_frames(request, pieces, queue_s)
+        frames = answer_frames(request, pieces)
         await response.prepare(http)
         if gate is not None:
             await response.write(frames.pop(0))

@@ -16,6 +16,9 @@ from killable_server import cut_off, serve
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from pagemill_gateway.config import GatewayConfig, SettingsError, TracingConfig
+from pagemill_protocol.frames import encode_frame
+from pagemill_protocol.generate import FrameMeta, Usage
+from pagemill_protocol.openai.render import SSE_DONE
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 CLIENT_SPAN = "b7ad6b7169203331"
@@ -81,7 +84,14 @@ async def receiver(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Receiver]:
 
 
 async def test_a_request_is_one_tree_within_the_clients_trace(engines, gateways, fake, receiver) -> None:
-    engines[0].behaviour = fake.says("hello", " world", queue_s=0.001)
+    async def says_that_it_waited(engine: Any, request: Any, response: Any, http: Any) -> None:
+        await response.prepare(http)
+        for frame in fake.answer_frames(request, ("hello", " world"))[:-1]:
+            await response.write(frame)
+        await response.write(encode_frame(FrameMeta(last=True, usage=Usage(9, 2), queue_s=0.001), SSE_DONE))
+        await response.write_eof()
+
+    engines[0].behaviour = says_that_it_waited
     gateway = await gateways(engines[0], tracing=TracingConfig(endpoint=receiver.url))
     reply = await gateway.chat(stream=True, headers=SAMPLED, max_tokens=7, temperature=0.5, seed=3)
     assert reply.status == 200
