@@ -114,7 +114,6 @@ class Relay:
             if again is not None and error.code == OTHER_WEIGHTS and not answer.sink.delivered:
                 answer.begin_anew()
                 return await self._choose(answer, again._replace(weights_digest="", num_tokens=0))
-            # Whoever is left alone after a failure is told of that; refusals alone say less than the brain.
             is_left = error.code in (NOT_READY, OTHER_WEIGHTS) and (attempts.num_counted or answer.sink.delivered)
             raise (attempts.verdict() if is_left else error) from error
         if again is not None:
