@@ -29,11 +29,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Source URI or path: `package://dist/path`, `file:///path`, or a plain path to a folder or `.gguf` file."""
     served_names: list[str] = []
     """Names clients may use; empty: derived from the source."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`cuda`: the NVIDIA device that is visible, by Triton kernels (compute capability 8.0 and later), or, with
+    TRITON_INTERPRET=1, Triton's interpreter on the CPU; `auto`: `cuda` where there is such a device, else `cpu`."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of float weights and of the KV cache. `auto`: bfloat16 where the CPU multiplies it (AVX512_BF16, AMX) and
-    oneDNN does, else float32; float32 also with `quantization` or `deterministic`. The native kernels add up in float32
-    whatever it is, and keep matrices that are stored in bfloat16 so. With `auto` they round activations to 16 bits
-    where they meet 4-bit weights, which is faster; with `float32` they do not. float16 is torch's alone."""
+    """Type of float weights and of the KV cache. `auto` on a GPU: bfloat16; on a CPU: bfloat16 where it is multiplied
+    (AVX512_BF16, AMX) and oneDNN does so, else float32; float32 also with `quantization` or `deterministic`. The native
+    kernels add up in float32 whatever it is, and keep matrices that are stored in bfloat16 so. With `auto` they round
+    activations to 16 bits where they meet 4-bit weights, which is faster; with `float32` they do not. On a CPU float16
+    is torch's alone."""
     quantization: Literal["none", "int8", "int4"] = "none"
     """Rounds float weights to codes of 8 or 4 bits while they are loaded (embedding and head always to 8), a scale for
     every 32 inputs. Files that are quantized already stay as they are."""
@@ -46,13 +50,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int = 16
     """Tokens of one KV block."""
     kv_cache_memory_bytes: int | None = None
-    """Memory of the KV cache; `None`: 1 GiB or a quarter of the free memory, whichever is less."""
+    """Memory of the KV cache; `None`: 1 GiB or a quarter of the free memory, whichever is less; on a GPU what weights
+    and the largest step leave of nine tenths of its free memory."""
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
     """How keys and values are kept; `auto`: as `dtype`. bfloat16 halves and int8 (a scale for each token and head)
-    nearly quarters what float32 takes; a type other than `dtype` needs the native kernels."""
+    nearly quarters what float32 takes; on a CPU a type other than `dtype` needs the native kernels."""
     deterministic: bool = False
     """The same bits for a request whatever else runs, however its prompt is cut and whatever the prefix cache holds.
-    Needs the native kernels, float32 or bfloat16, and keeps to products of our own; costs attention some speed."""
+    Needs the CPU's native kernels, float32 or bfloat16, and keeps to our own products; costs attention some speed."""
     enable_prefix_caching: bool = True
     prefix_scope: PrefixScope = "deployment"
     policy: Literal["fcfs", "priority", "shortest-prefill-first"] = "fcfs"

@@ -16,9 +16,10 @@ from torch import Tensor
 from pagemill_kernels.decoder_layer.parts import FusedLayer, LayerParts
 from pagemill_kernels.linear.packed import PackedLinear
 
-Backend = Literal["reference", "cpu", "cpu_native", "cpu_onednn"]
+Backend = Literal["reference", "cpu", "cpu_native", "cpu_onednn", "triton"]
 """`cpu`: torch and oneDNN, any float type; `cpu_native`: our C++ (`pagemill_kernels.cpu`), float32 arithmetic over
-weights of any type; `cpu_onednn`: the same, but linear layers are oneDNN's bfloat16 products."""
+weights of any type; `cpu_onednn`: the same, but linear layers are oneDNN's bfloat16 products. `triton`:
+an NVIDIA device, any float type."""
 
 REFERENCE: Backend = "reference"
 NATIVE_BACKENDS: tuple[Backend, ...] = ("cpu_native", "cpu_onednn")
@@ -30,45 +31,65 @@ _IMPLEMENTATIONS: dict[str, dict[Backend, str]] = {
         "cpu": "norm.cpu:rms_norm",
         "cpu_native": "norm.native:rms_norm",
         "cpu_onednn": "norm.native:rms_norm_to_bfloat16",
+        "triton": "norm.triton_launch:rms_norm",
     },
     "rope_and_store": {
         "reference": "rope.reference:rope_and_store",
         "cpu": "rope.cpu:rope_and_store",
         "cpu_native": "rope.native:rope_and_store",
+        "triton": "rope.triton_launch:rope_and_store",
     },
     "silu_and_mul": {
         "reference": "activation.reference:silu_and_mul",
         "cpu": "activation.cpu:silu_and_mul",
         "cpu_native": "activation.native:silu_and_mul",
+        "triton": "activation.triton_launch:silu_and_mul",
     },
     "pack_linear": {
         "reference": "linear.reference:pack_linear",
         "cpu": "linear.cpu:pack_linear",
         "cpu_native": "linear.native:pack_linear",
         "cpu_onednn": "linear.onednn:pack_linear",
+        "triton": "linear.triton_launch:pack_linear",
+    },
+    "pack_rows": {
+        "reference": "linear.reference:pack_rows",
+        "triton": "linear.triton_launch:pack_rows",
+    },
+    "gather_rows": {
+        "reference": "gather.reference:gather_rows",
+        "triton": "gather.triton_launch:gather_rows",
     },
     "plan_slots": {
         "reference": "kv_store.reference:plan_slots",
         "cpu_native": "kv_store.native:plan_slots",
+        "triton": "kv_store.triton_launch:plan_slots",
     },
     "plan_attention": {
         "reference": "paged_attention.reference:plan_attention",
         "cpu": "paged_attention.plan:plan_attention",
         "cpu_native": "paged_attention.native:plan_attention",
+        "triton": "paged_attention.triton_launch:plan_attention",
     },
     "paged_attention": {
         "reference": "paged_attention.reference:paged_attention",
         "cpu": "paged_attention.cpu:paged_attention",
         "cpu_native": "paged_attention.native:paged_attention",
+        "triton": "paged_attention.triton_launch:paged_attention",
     },
 }
 _INHERITS: dict[Backend, Backend] = {"cpu_onednn": "cpu_native"}
 """What a backend does not have itself it takes from this one, and only then from the reference."""
-_PACK_CODES: dict[Backend, str] = {"cpu_native": "linear.native:pack_codes"}
+_PACK_CODES: dict[Backend, str] = {
+    "cpu_native": "linear.native:pack_codes",
+    "triton": "linear.triton_launch:pack_codes",
+}
 _PACK_CODES_FOR_DOTS: dict[Backend, str] = {"cpu_native": "linear.native:pack_codes_for_dots"}
 _PACK_BLOCKS: dict[Backend, str] = {"cpu_native": "linear.native:pack_blocks"}
 _PACK_BLOCKS_FOR_DOTS: dict[Backend, str] = {"cpu_native": "linear.native:pack_blocks_for_dots"}
 _FUSE_LAYER: dict[Backend, str] = {"cpu_native": "decoder_layer.native:fuse_layer"}
+_KEEP_BFLOAT16: tuple[Backend, ...] = ("cpu_native",)
+"""Backends that multiply float32 by bfloat16 weights."""
 _OPAQUE: tuple[Backend, ...] = ("cpu", "cpu_onednn")
 """Backends that cannot read a row out of a packed weight."""
 _BATCH_INVARIANT: dict[Backend, dict[str, str]] = {
@@ -84,6 +105,8 @@ class Ops(NamedTuple):
     rope_and_store: Callable[..., None]
     silu_and_mul: Callable[..., Tensor]
     pack_linear: Callable[[Tensor, Tensor | None], PackedLinear]
+    pack_rows: Callable[[Tensor], PackedLinear]
+    gather_rows: Callable[[Tensor, Tensor], Tensor]
     plan_slots: Callable[..., Tensor]
     plan_attention: Callable[..., Any]
     paged_attention: Callable[..., Tensor]
@@ -95,10 +118,14 @@ class Ops(NamedTuple):
     """Makes a loaded decoder layer one call; `None`: this backend computes it by the operations above."""
     weight_dtype: torch.dtype | None = None
     """Type of float matrices, whatever the model computes in; `None`: the type it computes in."""
-    keeps_stored: bool = False
-    """Matrices stored in codes or in bfloat16 stay so: the same values in less memory."""
+    keeps_codes: bool = False
+    """Matrices stored in codes stay so: the same values in less memory."""
+    keeps_bfloat16: bool = False
+    """So do matrices stored in bfloat16, whatever the model computes in."""
     gathers: bool = True
     """Packed weights give their rows back: a tied embedding takes no memory of its own."""
+    device: torch.device = torch.device("cpu")
+    """Where all tensors live."""
 
 
 def resolve(operation: str, backend: Backend) -> Callable[..., Any]:
@@ -126,8 +153,10 @@ def ops_for(
         pack_blocks=pack_blocks,
         fuse_layer=_optional(_FUSE_LAYER, backend),
         weight_dtype=weight_dtype,
-        keeps_stored=backend in _PACK_CODES,
+        keeps_codes=backend in _PACK_CODES,
+        keeps_bfloat16=backend in _KEEP_BFLOAT16,
         gathers=backend not in _OPAQUE,
+        device=_device(backend),
     )
     if not batch_invariant:
         return ops
@@ -154,6 +183,26 @@ def cpu_backend(
         return "cpu", f"torch (no native attention for heads of {head_dim} and blocks of {block_size})"
     unit = onednn.unit() if dtype == torch.bfloat16 and not batch_invariant else None
     return ("cpu_native", "native kernels") if unit is None else ("cpu_onednn", f"native kernels, oneDNN with {unit}")
+
+
+def gpu_problem(head_dim: int, block_size: int, heads_per_kv_head: int) -> str | None:
+    """Why such a model cannot run on the `triton` backend here; `None`: it can."""
+    from pagemill_kernels.gpu import launch
+
+    absent = launch.why_absent()
+    if absent is not None:
+        return absent
+    from pagemill_kernels.paged_attention import triton_launch
+
+    return triton_launch.supports(head_dim, block_size, heads_per_kv_head)
+
+
+def _device(backend: Backend) -> torch.device:
+    if backend != "triton":
+        return torch.device("cpu")
+    from pagemill_kernels.gpu import launch
+
+    return launch.device()
 
 
 def _optional(targets: dict[Backend, str], backend: Backend) -> Callable[..., Any] | None:

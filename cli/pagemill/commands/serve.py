@@ -46,6 +46,10 @@ def serve(
     kv_cache_memory: Annotated[
         str | None, typer.Option(help="Memory of the KV cache, such as 512Mi or 2Gi (default: chosen).")
     ] = None,
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"],
+        typer.Option(help="Where it computes (auto: a visible NVIDIA device, else CPU)."),
+    ] = "auto",
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         typer.Option(help="Type of float weights and of the KV cache."),
@@ -79,6 +83,7 @@ def serve(
         engine = EngineConfig(
             model=model,
             served_names=served_name or [],
+            device=device,
             dtype=dtype,
             quantization=quantization,
             kv_cache_dtype=kv_cache_dtype,

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from pagemill_engine.models.context import ForwardContext
 from pagemill_engine.models.tensors import Shapes, TensorSource, blocks_stacked, codes_stacked, read_stacked
 from pagemill_kernels.linear.packed import PackedLinear
-from pagemill_kernels.linear.reference import PlainLinear
 from pagemill_kernels.registry import Ops
 from pagemill_protocol.model_spec import ModelSpec
 
@@ -70,12 +69,14 @@ class RMSNorm(nn.Module):
         self.weight = torch.empty(size, dtype=dtype)
         self.eps = eps
         self._rms_norm = ops.rms_norm
+        self._device = ops.device
 
     def shapes(self, name: str) -> Shapes:
         return {f"{name}.weight": tuple(self.weight.shape)}
 
     def load(self, name: str, source: TensorSource) -> None:
         source.read_into(f"{name}.weight", self.weight)
+        self.weight = self.weight.to(self._device)
 
     def forward(self, x: Tensor) -> Tensor:
         return self._rms_norm(x, self.weight, self.eps)
@@ -97,7 +98,7 @@ class Embedding(nn.Module):
 
     def load(self, name: str, source: TensorSource) -> None:
         in_codes = _pack_codes(self._ops, source, list(self.shapes(name)), None)
-        self.rows = in_codes or PlainLinear(_read_matrix(self._ops, source, self.shapes(name), self.dtype), None)
+        self.rows = in_codes or self._ops.pack_rows(_read_matrix(self._ops, source, self.shapes(name), self.dtype))
 
     def tie(self, head: Linear) -> bool:
         """Read the loaded head's rows from now on; False where its layout cannot give them back."""
@@ -190,7 +191,7 @@ class CausalLM(nn.Module):
 
 def _read_matrix(ops: Ops, source: TensorSource, shapes: Shapes, dtype: torch.dtype) -> Tensor:
     """The named tensors stacked, in the type that this device holds such weights in."""
-    if ops.keeps_stored and all(source.is_bfloat16(name) for name in shapes):
+    if ops.keeps_bfloat16 and all(source.is_bfloat16(name) for name in shapes):
         return read_stacked(source, shapes, torch.bfloat16)
     return read_stacked(source, shapes, ops.weight_dtype or dtype)
 

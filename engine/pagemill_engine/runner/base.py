@@ -1,6 +1,7 @@
 """What the loop needs of a runner. The loop sees no device, no tensor and no model.
 
-Implementations: `runner.cpu` (torch), `runner.null` (waits the predicted time; for simulations and scheduler benches).
+Implementations: `runner.eager` (a model on one device), `runner.null` (waits the predicted time; for simulations and
+scheduler benches).
 """
 
 from __future__ import annotations

@@ -15,6 +15,8 @@ from pagemill_engine.runner.memory import MemoryState
 from pagemill_protocol.model_spec import ModelSpec
 
 DEFAULT_KV_BYTES = 1024**3
+GPU_SHARE = 0.9
+"""Of a GPU's free memory, what is planned with: libraries and fragments of its allocator take some as well."""
 SAMPLER_FLOATS = 16
 """Of float32, for every request and token of the vocabulary, when all candidates of a step must be sorted: logits, raw
 logits and log probabilities, and the sort with its indices, masks and sums."""
@@ -52,7 +54,7 @@ def plan_memory(config: EngineConfig, spec: ModelSpec, sizes: Sizes, state: Memo
     block_bytes = sizes.kv_bytes_per_token * config.block_size
     num_blocks = config.num_kv_blocks
     if num_blocks is None:
-        num_blocks = _num_blocks(config, block_bytes, state.available_bytes - sizes.weight_bytes)
+        num_blocks = _num_blocks(config, block_bytes, _default_kv_bytes(config, spec, sizes, state))
     budget = MemoryBudget(
         limit_bytes=state.limit_bytes,
         process_bytes=state.process_bytes,
@@ -82,10 +84,19 @@ def activation_bytes(config: EngineConfig, spec: ModelSpec, sizes: Sizes, cache_
     return max(forward, sampling) + rows
 
 
-def _num_blocks(config: EngineConfig, block_bytes: int, room_bytes: int) -> int:
+def _default_kv_bytes(config: EngineConfig, spec: ModelSpec, sizes: Sizes, state: MemoryState) -> int:
+    """A machine's memory is shared with others; a GPU's is the engine's: the cache takes what nothing else needs."""
+    room_bytes = state.available_bytes - sizes.weight_bytes
+    if not state.is_gpu:
+        return min(DEFAULT_KV_BYTES, room_bytes // 4)
+    largest_step = activation_bytes(config, spec, sizes, spec.max_position_embeddings)
+    return int(state.available_bytes * GPU_SHARE) - sizes.weight_bytes - largest_step
+
+
+def _num_blocks(config: EngineConfig, block_bytes: int, default_bytes: int) -> int:
     memory_bytes = config.kv_cache_memory_bytes
     if memory_bytes is None:
-        memory_bytes = min(DEFAULT_KV_BYTES, room_bytes // 4)
+        memory_bytes = default_bytes
     if memory_bytes < block_bytes:
         raise LoadError(
             "KVCacheTooSmall",

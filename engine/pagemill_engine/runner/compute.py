@@ -1,4 +1,5 @@
-"""Which type a CPU computes in, which kernels compute, how keys and values are kept: decided before anything loads."""
+"""Which device computes, in which type and with which kernels, how keys and values are kept: decided before anything
+loads."""
 
 from __future__ import annotations
 
@@ -9,9 +10,10 @@ import torch
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loading.errors import LoadError
 from pagemill_kernels.cpu import library
+from pagemill_kernels.gpu import launch
 from pagemill_kernels.kv_store.storage import TORCH_TYPES
 from pagemill_kernels.linear import onednn
-from pagemill_kernels.registry import NATIVE_BACKENDS, Backend, Ops, cpu_backend, ops_for
+from pagemill_kernels.registry import NATIVE_BACKENDS, Backend, Ops, cpu_backend, gpu_problem, ops_for
 from pagemill_protocol.model_spec import ModelSpec
 
 
@@ -32,8 +34,40 @@ class Compute(NamedTuple):
 def choose_compute(config: EngineConfig, spec: ModelSpec) -> Compute:
     """By the settings; where they leave it open, what is fastest here.
 
-    Raises `LoadError` where settings ask for what only the native kernels do and these cannot run.
+    Raises `LoadError` where settings ask for what the device, its kernels or this model's shape cannot do.
     """
+    return _on_gpu(config, spec) if _wants_gpu(config) else _on_cpu(config, spec)
+
+
+def _wants_gpu(config: EngineConfig) -> bool:
+    if config.device == "auto":
+        return torch.cuda.is_available() and launch.why_absent() is None
+    return config.device == "cuda"
+
+
+def _on_gpu(config: EngineConfig, spec: ModelSpec) -> Compute:
+    problem = gpu_problem(spec.head_dim, config.block_size, spec.num_heads // spec.num_kv_heads)
+    if problem is not None:
+        raise LoadError(
+            "SettingsUnsupported", f"`device` {config.device} cannot run this model: {problem}. Set device to cpu."
+        )
+    if config.deterministic:
+        raise LoadError(
+            "SettingsUnsupported",
+            f"`deterministic` true needs the CPU's kernels, `device` is {config.device}. "
+            "Turn deterministic off or set device to cpu.",
+        )
+    ops = ops_for("triton")
+    emulated = ops.device.type == "cpu"
+    dtype = torch.float32 if emulated else torch.bfloat16
+    if config.dtype != "auto":
+        dtype = TORCH_TYPES[config.dtype]
+    kv_dtype = dtype if config.kv_cache_dtype == "auto" else TORCH_TYPES[config.kv_cache_dtype]
+    how = "Triton's interpreter" if emulated else f"Triton kernels on {torch.cuda.get_device_name(ops.device)}"
+    return Compute(dtype, dtype, kv_dtype, ops, how, attention_gathers=False)
+
+
+def _on_cpu(config: EngineConfig, spec: ModelSpec) -> Compute:
     dtype = _dtype(config, spec)
     backend, how = _backend(dtype, config, spec)
     native = backend in NATIVE_BACKENDS

@@ -15,6 +15,7 @@ from pagemill_kernels.kv_store import storage
 from pagemill_protocol.model_spec import ModelSpec
 
 ALIGNMENT = 64
+CPU = torch.device("cpu")
 
 
 class KVCache:
@@ -25,24 +26,27 @@ class KVCache:
     machine does not give the memory.
     """
 
-    def __init__(self, spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device = CPU
+    ) -> None:
+        self.device = device
         self.num_blocks = num_blocks
         self.padding_block = num_blocks
         num_bytes = num_blocks * block_size * kv_bytes_per_token(spec, dtype)
-        if num_bytes > memory_limit():
+        if device.type == "cpu" and num_bytes > memory_limit():
             raise _too_large(num_blocks, block_size, num_bytes)
         shape = (num_blocks + 1, 2 * spec.num_kv_heads, block_size, storage.token_width(dtype, spec.head_dim))
         try:
-            self.layers = [_untouched_zeros(shape, dtype) for _ in range(spec.num_layers)]
-        except MemoryError as error:
+            self.layers = [_zeros(shape, dtype, device) for _ in range(spec.num_layers)]
+        except (MemoryError, torch.OutOfMemoryError) as error:
             raise _too_large(num_blocks, block_size, num_bytes) from error
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """(source, destination) pairs; every source is read before any destination is written."""
         if not copies:
             return
-        sources = torch.tensor([source for source, _ in copies])
-        destinations = torch.tensor([destination for _, destination in copies])
+        sources = torch.tensor([source for source, _ in copies], device=self.device)
+        destinations = torch.tensor([destination for _, destination in copies], device=self.device)
         for cache in self.layers:
             cache[destinations] = cache[sources]
 
@@ -63,8 +67,12 @@ def _too_large(num_blocks: int, block_size: int, num_bytes: int) -> LoadError:
     return LoadError(
         "KVCacheTooLarge",
         f"The KV cache of {num_blocks} blocks of {block_size} tokens takes {num_bytes / 1024**3:.1f} GiB, "
-        "more memory than this machine or container gives. Lower kvCacheMemory.",
+        "more memory than this machine, container or device gives. Lower kvCacheMemory.",
     )
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return _untouched_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
 
 
 def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

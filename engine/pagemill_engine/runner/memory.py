@@ -21,6 +21,8 @@ class MemoryState(NamedTuple):
     available_bytes: int
     process_bytes: int
     """What this process alone has written; what lies in files, such as code, can be read from there again."""
+    is_gpu: bool = False
+    """A device's own memory: what weights and steps leave of it is there for the KV cache."""
 
 
 def measure_memory(cgroup: Path = _CGROUP) -> MemoryState:

@@ -33,15 +33,16 @@ def sample(
 ) -> Sampled:
     """One token for each row of the batch.
 
-    logits: float32 [batch, vocab], overwritten. rows: [batch], indices into `sampling`. num_generated: [batch],
-    tokens that each row has generated before this one: the position in its random sequence.
+    logits: float32 [batch, vocab] on any device, overwritten. rows: [batch], indices into `sampling`. num_generated:
+    [batch], tokens that each row has generated before this one: the position in its random sequence.
     """
-    best, token_ids = logits.max(-1)
+    best, token_ids = (found.cpu() for found in logits.max(-1))
     # A NaN anywhere makes the maximum NaN; -inf can only come from a broken forward pass as well, but harms nobody.
     finite = best.isfinite().numpy()
     if bool(sampling.plain[rows].all()):
         return Sampled(token_ids.numpy(), finite, {})
 
+    logits = logits.cpu()
     wanting = np.flatnonzero((sampling.num_logprobs[rows] >= 0) & finite)
     raw_logits = logits[torch.from_numpy(wanting)] if len(wanting) else None
     changed = _process(logits, sampling, rows, num_generated)

@@ -15,6 +15,8 @@ from pagemill_protocol.model_spec import ModelSpec, load_model_spec
 
 RUNTIME_BYTES = 256 * 1024**2
 """Of both processes without a model, measured low."""
+NVIDIA_DRIVER = Path("/dev/nvidiactl")
+"""There, in containers too, where an NVIDIA device can be used."""
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 _LEAST_ITEM_BYTES = 2
 _CODE_BITS = {"int8": 8, "int4": 4}
@@ -23,6 +25,8 @@ _CODE_BITS = {"int8": 8, "int4": 4}
 def check_fits(config: EngineConfig, path: Path) -> None:
     """Raises `StartupError` for a model that needs more memory than there is, `SourceError` for an unusable one."""
     spec = load_model_spec(path)
+    if config.device == "cuda" or (config.device == "auto" and NVIDIA_DRIVER.exists()):
+        return  # Weights and cache go to the device's own memory, layer by layer.
     limit = memory_limit()
     weights, kv_cache = _weight_bytes(config, spec), _kv_cache_bytes(config, spec)
     if weights + RUNTIME_BYTES > limit:

@@ -29,3 +29,8 @@ class PlainLinear:
 def pack_linear(weight: Tensor, bias: Tensor | None) -> PlainLinear:
     """weight: [out, in]; bias: [out]. The weight is kept, not copied."""
     return PlainLinear(weight, bias)
+
+
+def pack_rows(table: Tensor) -> PlainLinear:
+    """A matrix [rows, size] that only gives rows; kept, not copied."""
+    return PlainLinear(table, None)

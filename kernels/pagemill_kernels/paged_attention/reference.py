@@ -1,7 +1,7 @@
 """The formula, one request at a time: softmax(q k^T * scale + mask) v over the request's gathered context.
 
 Token at position p sees the positions from max(0, p - sliding_window + 1) to p. Query head h reads key/value head
-h // (num_heads / num_kv_heads).
+h // (num_heads / num_kv_heads). A soft cap bends scores, ALiBi (arXiv 2108.12409) lowers them with distance.
 """
 
 from __future__ import annotations
@@ -26,8 +26,19 @@ def plan_attention(
     return ReferencePlan(batch, sliding_window)
 
 
-def paged_attention(query: Tensor, cache: Tensor, plan: ReferencePlan, scale: float) -> Tensor:
-    """query: [tokens, num_heads, head_dim]; cache: one layer's. Returns query's shape and type."""
+def paged_attention(
+    query: Tensor,
+    cache: Tensor,
+    plan: ReferencePlan,
+    scale: float,
+    soft_cap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+) -> Tensor:
+    """query: [tokens, num_heads, head_dim]; cache: one layer's. Returns query's shape and type.
+
+    `soft_cap`: scores become cap * tanh(score / cap). `alibi_slopes`: float32 [num_heads]; a key that lies n tokens
+    back loses slope * n.
+    """
     batch = plan.batch
     result = torch.empty_like(query)
     for i in range(batch.num_requests):
@@ -39,6 +50,11 @@ def paged_attention(query: Tensor, cache: Tensor, plan: ReferencePlan, scale: fl
         positions = torch.arange(seq_len - (stop - start), seq_len, device=query.device)
         visible = visible_positions(positions, seq_len, plan.sliding_window)
         scores = query[start:stop].transpose(0, 1).float() @ keys.float().transpose(1, 2) * scale
+        if soft_cap is not None:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
+        if alibi_slopes is not None:
+            distance = torch.arange(seq_len, device=query.device) - positions[:, None]
+            scores = scores + alibi_slopes.float()[:, None, None] * distance
         weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
         result[start:stop] = (weights @ values.float()).transpose(0, 1).to(query.dtype)
     return result

@@ -12,7 +12,7 @@ from tiny_llama import write_tiny_llama
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
-from pagemill_engine.runner.cpu import CPURunner
+from pagemill_engine.runner.eager import EagerRunner
 from pagemill_engine.runner.threaded import ThreadedRunner
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.sampling import SamplingParams
@@ -62,7 +62,7 @@ def test_both_loops_answer_alike_on_a_real_model(folder: Path, runner_loader: Ca
     answers = {}
     for overlap in (False, True):
         runner = runner_loader(folder, num_kv_blocks=20, block_size=4, max_model_len=64, overlap=overlap)
-        assert isinstance(runner, ThreadedRunner if overlap else CPURunner)
+        assert isinstance(runner, ThreadedRunner if overlap else EagerRunner)
         answers[overlap], core = serve(runner, overlap)
         assert core.scheduler.num_preemptions > 0
         runner.close()
@@ -76,13 +76,13 @@ def test_the_thread_computes_with_as_many_threads_as_it_was_given(
 ) -> None:
     """OpenMP's setting holds for one thread: without care, the new one would take all cores."""
     seen: list[int] = []
-    sound = CPURunner.launch
+    sound = EagerRunner.launch
 
-    def launch(self: CPURunner, plan: Any) -> Any:
+    def launch(self: EagerRunner, plan: Any) -> Any:
         seen.append(torch.get_num_threads())
         return sound(self, plan)
 
-    monkeypatch.setattr(CPURunner, "launch", launch)
+    monkeypatch.setattr(EagerRunner, "launch", launch)
     runner = runner_loader(folder, num_kv_blocks=32, block_size=4, max_model_len=64, overlap=True, num_threads=1)
     serve(runner, True)
     runner.close()

@@ -53,6 +53,14 @@ def test_a_cache_that_does_not_fit_beside_the_weights_is_another_reason(
     assert "kvCacheMemory" in error.termination.message
 
 
+def test_a_devices_own_memory_is_not_the_containers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The engine process, which sees the device, decides."""
+    assert verdict(monkeypatch, MIB, device="cuda") is None
+    monkeypatch.setattr(fit, "NVIDIA_DRIVER", tmp_path)
+    assert verdict(monkeypatch, MIB) is None
+    assert verdict(monkeypatch, MIB, device="cpu") is not None
+
+
 # -- what a container allows -------------------------------------------------------------------------------------------
 
 

@@ -1,8 +1,9 @@
-"""Runs steps on the CPU: applies a plan's differences, one forward pass over the flattened batch, one sampling pass.
+"""Runs steps on one device, CPU or GPU: applies a plan's differences, one forward pass over the flattened batch, one
+sampling pass.
 
 Synchronous: `launch` does the work and `wait` hands over its result; `runner.threaded` makes it overlap. Does not
 decide what runs (`scheduler`), nor how an operation is computed (`pagemill_kernels`), nor where weights come from
-(`runner.factory`).
+(`runner.load_eager`).
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from pagemill_engine.runner.kv_cache import KVCache
 from pagemill_engine.sampling.rows import SamplingRows
 from pagemill_engine.sampling.sampler import Sampled, sample
 from pagemill_engine.scheduler.step import StepPlan, StepResult
+from pagemill_kernels.gpu.launch import upload
 from pagemill_kernels.paged_attention.batch import AttentionBatch
 from pagemill_kernels.registry import Ops
 
 NON_FINITE = "The model produced values that are not finite for this request."
 
 
-class CPURunner:
+class EagerRunner:
     """One model, one KV cache, `max_num_seqs` rows."""
 
     def __init__(
@@ -45,7 +47,7 @@ class CPURunner:
         self.model = model
         self.kv_cache = kv_cache
         self._ops = ops
-        self._cos, self._sin = rope
+        self._cos, self._sin = (table.to(ops.device) for table in rope)
         self._spec = model.spec
         self._windows = {self._spec.layer_sliding_window(layer) for layer in range(self._spec.num_layers)}
         self._rows = RequestRows(max_num_seqs, info.max_model_len, info.block_size)
@@ -64,6 +66,26 @@ class CPURunner:
         result: StepResult = handle
         return result
 
+    def warm_up(self, num_requests: int, num_tokens: int) -> None:
+        """A forward pass of such a shape and its logits. Its keys and values go to the block that belongs to nobody."""
+        block, block_size = self.kv_cache.padding_block, self.info.block_size
+        positions = np.tile(np.arange(num_tokens), num_requests)
+        inputs = StepInputs(
+            request_ids=[],
+            rows=np.zeros(num_requests, dtype=np.int64),
+            token_ids=np.zeros(num_requests * num_tokens, dtype=np.int64),
+            positions=positions,
+            slot_mapping=block * block_size + positions % block_size,
+            query_start_loc=np.arange(num_requests + 1) * num_tokens,
+            seq_lens=np.full(num_requests, num_tokens),
+            block_tables=np.full((num_requests, -(-num_tokens // block_size)), block, dtype=np.int32),
+            sampling=np.arange(num_requests),
+        )
+        with torch.inference_mode():
+            self.model.compute_logits(self._forward(inputs))
+            for cache in self.kv_cache.layers:
+                cache[block].zero_()
+
     def close(self) -> None:
         self.kv_cache.layers.clear()
 
@@ -77,13 +99,12 @@ class CPURunner:
 
     def _forward(self, inputs: StepInputs) -> Tensor:
         """Normalised hidden states of the tokens that sample, [len(inputs.sampling), hidden]."""
-        hidden = self.model(torch.from_numpy(inputs.token_ids), self._context(inputs))
+        hidden = self.model(self._upload(inputs.token_ids), self._context(inputs))
         last_tokens = inputs.query_start_loc[1:][inputs.sampling] - 1
-        picked: Tensor = hidden[torch.from_numpy(last_tokens)]
-        return picked
+        return self._ops.gather_rows(hidden, self._upload(last_tokens))
 
     def _context(self, inputs: StepInputs) -> ForwardContext:
-        positions = torch.from_numpy(inputs.positions)
+        positions = self._upload(inputs.positions)
         batch = AttentionBatch(
             query_start_loc=inputs.query_start_loc,
             seq_lens=inputs.seq_lens,
@@ -93,9 +114,9 @@ class CPURunner:
             head_dim=self._spec.head_dim,
             padding_block=self.kv_cache.padding_block,
         )
-        device = self._cos.device
-        plans = {window: self._ops.plan_attention(batch, window, self.model.dtype, device) for window in self._windows}
-        slots = torch.from_numpy(inputs.slot_mapping)
+        plan_attention, device = self._ops.plan_attention, self._ops.device
+        plans = {window: plan_attention(batch, window, self.model.dtype, device) for window in self._windows}
+        slots = self._upload(inputs.slot_mapping)
         return ForwardContext(
             cos=self._cos[positions].unsqueeze(1),
             sin=self._sin[positions].unsqueeze(1),
@@ -122,5 +143,8 @@ class CPURunner:
         for i in np.flatnonzero(~sampled.finite).tolist():
             del result.token_ids[request_ids[i]]
             result.failed[request_ids[i]] = NON_FINITE
-            self.kv_cache.scrub(torch.from_numpy(self._rows.blocks(int(rows[i]))))
+            self.kv_cache.scrub(self._upload(self._rows.blocks(int(rows[i]))))
         return result
+
+    def _upload(self, array: NDArray[np.int64]) -> Tensor:
+        return upload(array, self._ops.device)

@@ -1,4 +1,4 @@
-"""Puts a CPU runner together: threads, types, weights, KV cache, and a first pass that proves that it computes."""
+"""Puts a runner together: device, threads, types, weights, KV cache, and every kernel compiled that steps will need."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ from pagemill_engine.models.rope import rope_tables
 from pagemill_engine.models.weights import load_weights, weight_bytes
 from pagemill_engine.runner.base import RunnerInfo
 from pagemill_engine.runner.budget import Sizes, plan_memory
+from pagemill_engine.runner.compiling import compile_kernels
 from pagemill_engine.runner.compute import Compute, choose_compute
-from pagemill_engine.runner.cpu import CPURunner
+from pagemill_engine.runner.device_memory import measure_device
+from pagemill_engine.runner.eager import EagerRunner
 from pagemill_engine.runner.kv_cache import KVCache, kv_bytes_per_token, max_model_len_for
-from pagemill_engine.runner.memory import measure_memory
 from pagemill_engine.runner.threaded import ThreadedRunner
 from pagemill_engine.runner.threads import available_threads
 from pagemill_kernels.registry import Ops
@@ -37,20 +38,22 @@ from pagemill_protocol.model_spec import ModelSpec
 logger = logging.getLogger(__name__)
 
 
-def load_cpu_runner(
+def load_runner(
     config: EngineConfig,
     path: Path,
     spec: ModelSpec,
     progress: Callable[[str, str], None],
     early_digest: EarlyDigest | None = None,
-) -> CPURunner:
+) -> EagerRunner:
     """Raises `LoadError`."""
     torch.set_num_threads(config.num_threads or available_threads())
     compute = choose_compute(config, spec)
     dtype, activation_dtype, kv_dtype, ops = compute.dtype, compute.activation_dtype, compute.kv_dtype, compute.ops
     try:
         weights = _weights(config, path, spec, early_digest)
-        num_blocks, budget = plan_memory(config, spec, _sizes(weights, spec, compute), measure_memory())
+        num_blocks, budget = plan_memory(
+            config, spec, _sizes(config, weights, spec, compute), measure_device(ops.device)
+        )
         parameters = f"{spec.num_parameters / 1e6:.0f} M parameters"
         progress("loading", f"{path.name}: {parameters} as {_name(dtype)}, {compute.how}")
         model = build_model(spec, ops, activation_dtype)
@@ -81,11 +84,15 @@ def load_cpu_runner(
         compute=f"{_name(dtype)}, {compute.how}",
         memory=msgspec.structs.replace(budget, weight_bytes=held_bytes),
     )
-    kv_cache = KVCache(spec, num_blocks, config.block_size, kv_dtype)
-    return CPURunner(model, ops, kv_cache, rope, info, config.max_num_seqs)
+    kv_cache = KVCache(spec, num_blocks, config.block_size, kv_dtype, ops.device)
+    runner = EagerRunner(model, ops, kv_cache, rope, info, config.max_num_seqs)
+    if ops.device.type == "cuda":
+        progress("warming", "compiling kernels")
+        compile_kernels(runner, config)
+    return runner
 
 
-def on_own_thread(runner: CPURunner) -> ThreadedRunner:
+def on_own_thread(runner: EagerRunner) -> ThreadedRunner:
     """So that steps can overlap. OpenMP keeps a team of threads for each thread that computes: from here on it is that
     one alone, and this thread's team sleeps."""
     return ThreadedRunner(runner, partial(torch.set_num_threads, torch.get_num_threads()))
@@ -117,18 +124,19 @@ def _weights(
     return QuantizedWeights(weights, config.quantization)
 
 
-def _sizes(weights: WeightSource, spec: ModelSpec, compute: Compute) -> Sizes:
+def _sizes(config: EngineConfig, weights: WeightSource, spec: ModelSpec, compute: Compute) -> Sizes:
     return Sizes(
-        weight_bytes=_weight_bytes(weights, spec, compute.dtype, compute.ops),
+        weight_bytes=_weight_bytes(weights, spec, compute.dtype, compute.ops, config.quantization != "none"),
         kv_bytes_per_token=kv_bytes_per_token(spec, compute.kv_dtype),
         item_bytes=compute.activation_dtype.itemsize,
         gathers=compute.attention_gathers,
     )
 
 
-def _weight_bytes(weights: WeightSource, spec: ModelSpec, dtype: torch.dtype, ops: Ops) -> int:
+def _weight_bytes(weights: WeightSource, spec: ModelSpec, dtype: torch.dtype, ops: Ops, rounded: bool) -> int:
     """What the weights will take; where a packed head cannot lend its rows, a tied embedding is a second copy."""
-    held = weights.num_bytes(dtype, keep_stored=ops.keeps_stored)
+    has_codes = rounded or spec.quantization is not None
+    held = weights.num_bytes(dtype, keep_stored=ops.keeps_bfloat16 or (ops.keeps_codes and has_codes))
     twice = spec.tie_word_embeddings and not ops.gathers
     return held + (spec.vocab_size * spec.hidden_size * dtype.itemsize if twice else 0)
 

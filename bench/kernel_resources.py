@@ -1,0 +1,246 @@
+"""Registers, spills and shared memory of every Triton kernel, compiled ahead of time: no GPU is needed.
+
+The launchers run on tensors without memory, as the models below would call them; what they would launch is compiled for
+each architecture instead, and the compiler's own figures are read from the binary. Fails where a hot kernel spills.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import ModuleType
+from typing import Any, NamedTuple
+from unittest import mock
+
+import numpy as np
+import report
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from pagemill_kernels.activation import triton_body as activation_body
+from pagemill_kernels.activation import triton_launch as activation
+from pagemill_kernels.gather import triton_body as gather_body
+from pagemill_kernels.gather import triton_launch as gather
+from pagemill_kernels.gpu import launch
+from pagemill_kernels.kv_store.storage import token_width
+from pagemill_kernels.linear import triton_body as linear_body
+from pagemill_kernels.linear import triton_launch as linear
+from pagemill_kernels.linear.groups import GroupCodes
+from pagemill_kernels.norm import triton_body as norm_body
+from pagemill_kernels.norm import triton_launch as norm
+from pagemill_kernels.paged_attention import triton_body as attention_body
+from pagemill_kernels.paged_attention import triton_launch as attention
+from pagemill_kernels.paged_attention.batch import AttentionBatch
+from pagemill_kernels.rope import triton_body as rope_body
+from pagemill_kernels.rope import triton_launch as rope
+
+ARCHITECTURES = (80, 90, 100)
+META = torch.device("meta")
+NUM_MULTIPROCESSORS = 132
+BODIES = (activation_body, attention_body, gather_body, linear_body, norm_body, rope_body)
+POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+
+
+class Case(NamedTuple):
+    name: str
+    run: Callable[[], object]
+    is_hot: bool
+
+
+class Launched(NamedTuple):
+    kernel: JITFunction[Any]
+    arguments: dict[str, Any]
+
+
+class Usage(NamedTuple):
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+
+
+def floats(*shape: int) -> Tensor:
+    return torch.empty(*shape, dtype=torch.bfloat16, device=META)
+
+
+def attend(
+    requests: int, tokens: int, head_dim: int, heads: tuple[int, int], *, int8: bool = False, window: int | None = None
+) -> Callable[[], object]:
+    """`requests` of `tokens` each."""
+    num_heads, num_kv_heads = heads
+    batch = AttentionBatch(
+        query_start_loc=np.arange(requests + 1) * tokens,
+        seq_lens=np.full(requests, 4096),
+        block_tables=np.zeros((requests, 256), dtype=np.int32),
+        block_size=16,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        padding_block=0,
+    )
+    dtype = torch.int8 if int8 else torch.bfloat16
+    cache = torch.empty(64, 2 * num_kv_heads, 16, token_width(dtype, head_dim), dtype=dtype, device=META)
+
+    def run() -> None:
+        plan = attention.plan_attention(batch, window, torch.bfloat16, META)
+        attention.paged_attention(floats(requests * tokens, num_heads, head_dim), cache, plan, head_dim**-0.5)
+
+    return run
+
+
+def multiply(rows: int, bits: Any) -> Callable[[], object]:
+    shape = (14336, 4096)
+    groups = (shape[0], shape[1] // 32)
+    codes = torch.empty(shape, dtype=torch.uint8 if bits == 4 else torch.int8, device=META)
+    scales = torch.empty(groups, dtype=torch.float32, device=META)
+    weight = GroupCodes(bits, codes, scales, scales if bits == 4 else None)
+    return lambda: linear.pack_codes(weight, None)(floats(rows, shape[1]))
+
+
+def rotate(head_dim: int) -> Callable[[], object]:
+    heads, table = floats(64, 48, head_dim), floats(64, 1, head_dim // 2)
+    slots = torch.empty(64, dtype=torch.int64, device=META)
+    return lambda: rope.rope_and_store(heads, 32, table, table, floats(64, 16, 16, head_dim), slots)
+
+
+def cases() -> list[Case]:
+    """The shapes of Llama-3.2-1B (heads of 64), Llama-3.1-8B and Qwen3-0.6B (128), and of Gemma's kind (256)."""
+    heads = {64: (32, 8), 128: (32, 8), 256: (16, 8)}
+    attention_cases = [
+        Case(f"attention {kind}, heads of {head_dim}", attend(requests, tokens, head_dim, heads[head_dim]), True)
+        for head_dim in heads
+        for kind, requests, tokens in (("decode", 128, 1), ("decode in parts", 1, 1), ("prefill", 4, 512))
+    ]
+    ids = torch.empty(64, dtype=torch.int64, device=META)
+    return [
+        *attention_cases,
+        Case("attention decode, group of 2", attend(128, 1, 128, (16, 8)), True),
+        Case("attention decode, window", attend(128, 1, 128, heads[128], window=1024), True),
+        Case("attention decode, int8 cache", attend(128, 1, 128, heads[128], int8=True), True),
+        Case("attention prefill, int8 cache", attend(4, 512, 128, heads[128], int8=True), True),
+        *(
+            Case(f"linear {bits} bits, {rows} rows", multiply(rows, bits), True)
+            for bits in (4, 8)
+            for rows in (1, 64, 512)
+        ),
+        *(Case(f"rotation and cache write, heads of {size}", rotate(size), True) for size in heads),
+        Case("RMS norm of 4096", lambda: norm.rms_norm(floats(64, 4096), floats(4096), 1e-5), True),
+        Case("RMS norm of 4096, residual", lambda: norm.rms_norm(*_norm_inputs(4096)), True),
+        Case("RMS norm of heads of 128", lambda: norm.rms_norm(floats(64, 48, 128)[:, :32], floats(128), 1e-5), True),
+        Case("layer norm of 4096", lambda: norm.layer_norm(floats(64, 4096), floats(4096), floats(4096), 1e-5), False),
+        Case("SiLU and product", lambda: activation.silu_and_mul(floats(64, 2 * 14336)), True),
+        Case("rows of an embedding", lambda: gather.gather_rows(floats(128256, 4096), ids), True),
+    ]
+
+
+def _norm_inputs(size: int) -> tuple[Tensor, Tensor, float, Tensor]:
+    return floats(64, size), floats(size), 1e-5, floats(64, size)
+
+
+class _Recorder:
+    """Stands in a kernel's place: notes what is launched."""
+
+    def __init__(self, kernel: JITFunction[Any], launched: list[Launched]) -> None:
+        self._kernel, self._launched = kernel, launched
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return lambda **arguments: self._launched.append(Launched(self._kernel, arguments))
+
+
+@contextmanager
+def recording() -> Iterator[list[Launched]]:
+    """Launchers called inside launch nothing and think they are on a device."""
+    launched: list[Launched] = []
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(launch, "device", return_value=META))
+        stack.enter_context(mock.patch.object(launch, "upload", _upload))
+        stack.enter_context(mock.patch.object(launch, "num_multiprocessors", return_value=NUM_MULTIPROCESSORS))
+        for module in BODIES:
+            for name, kernel in _kernels(module).items():
+                stack.enter_context(mock.patch.object(module, name, _Recorder(kernel, launched)))
+        yield launched
+
+
+def _upload(array: Any, to: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.empty(array.shape, dtype=dtype, device=META)
+
+
+def _kernels(module: ModuleType) -> dict[str, JITFunction[Any]]:
+    return {name: value for name, value in vars(module).items() if isinstance(value, JITFunction)}
+
+
+def compile_for(launched: Launched, architecture: int) -> Usage:
+    kernel, arguments = launched
+    signature, constants, attributes = {}, {}, {}
+    for index, parameter in enumerate(kernel.params):
+        value = arguments[parameter.name]
+        if parameter.is_constexpr:
+            signature[parameter.name], constants[parameter.name] = "constexpr", value
+            continue
+        signature[parameter.name] = _type_of(value)
+        if not parameter.do_not_specialize and (isinstance(value, Tensor) or value % 16 == 0):
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    options = {name: arguments[name] for name in ("num_warps", "num_stages", "enable_fp_fusion") if name in arguments}
+    source = ASTSource(kernel, signature, constants, attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    return _usage(compiled.asm["cubin"], compiled.metadata.shared)
+
+
+def _type_of(value: object) -> str:
+    if isinstance(value, Tensor):
+        return POINTERS[value.dtype]
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+def _usage(binary: bytes, shared_bytes: int) -> Usage:
+    """A Triton kernel has no stack of its own: what lies there was spilled."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        argv = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        text = subprocess.run(argv, check=True, capture_output=True, text=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    if found is None:
+        raise RuntimeError(f"cuobjdump says nothing of registers: {text}")
+    return Usage(int(found[1]), int(found[2]), shared_bytes)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--architectures", type=int, nargs="+", default=ARCHITECTURES, metavar="SM")
+    parser.add_argument("--only", nargs="+", default=[""], help="compile the cases whose name contains one of these")
+    options = parser.parse_args()
+    rows: list[list[Any]] = []
+    spilling: list[str] = []
+    for case in cases():
+        if not any(part in case.name for part in options.only):
+            continue
+        with recording() as launched:
+            case.run()
+        for kernel in launched:
+            usages = [compile_for(kernel, architecture) for architecture in options.architectures]
+            cells = [f"{use.registers} / {use.spilled_bytes} / {use.shared_bytes / 1024:.0f}" for use in usages]
+            rows.append([case.name, kernel.kernel.__name__, kernel.arguments["num_warps"], *cells])
+            if case.is_hot and any(use.spilled_bytes for use in usages):
+                spilling.append(f"{case.name}: {kernel.kernel.__name__}")
+    columns = ["case", "kernel", "warps", *(f"sm_{architecture}" for architecture in options.architectures)]
+    report.emit("registers / spilled bytes / KiB of shared memory", columns, rows, {"rows": rows, "spilling": spilling})
+    return 1 if spilling else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,36 @@
+"""Steps of every shape that a GPU's kernels know apart, run once before the first request: none is compiled later."""
+
+from __future__ import annotations
+
+import torch
+
+from pagemill_engine.config import EngineConfig
+from pagemill_engine.loading.errors import LoadError
+from pagemill_engine.runner.eager import EagerRunner
+
+
+def compile_kernels(runner: EagerRunner, config: EngineConfig) -> None:
+    """Raises `LoadError` where the memory does not suffice for the largest step."""
+    try:
+        for num_requests, num_tokens in step_shapes(config, runner.info.max_model_len):
+            runner.warm_up(num_requests, num_tokens)
+    except torch.OutOfMemoryError as error:
+        raise LoadError(
+            "StepTooLarge",
+            f"The device ran out of memory in a step of maxNumBatchedTokens {config.max_num_batched_tokens} and "
+            f"maxNumSeqs {config.max_num_seqs}. Lower one of them, or kvCacheMemory.",
+        ) from error
+
+
+def step_shapes(config: EngineConfig, max_model_len: int) -> list[tuple[int, int]]:
+    """(requests, tokens of each): decodes and prefills of all powers of two, and the largest of both.
+
+    Launchers choose tiles by powers of two, so every choice is among them.
+    """
+    decodes = _powers_to(min(config.max_num_seqs, config.max_num_batched_tokens))
+    prefills = _powers_to(min(config.max_num_batched_tokens, max_model_len))
+    return [(num_requests, 1) for num_requests in decodes] + [(1, num_tokens) for num_tokens in prefills]
+
+
+def _powers_to(largest: int) -> list[int]:
+    return sorted({largest, *(1 << exponent for exponent in range(largest.bit_length()))})

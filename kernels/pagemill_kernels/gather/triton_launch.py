@@ -1,0 +1,34 @@
+"""Rows of a matrix in one launch."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from pagemill_kernels.gather import triton_body
+
+BLOCK = 1024
+
+
+def gather_rows(table: Tensor, ids: Tensor) -> Tensor:
+    """table: [rows, size], neighbouring elements side by side; ids: int64 [n], each below rows. Returns [n, size]."""
+    if ids.dtype != torch.int64 or ids.dim() != 1 or table.stride(-1) != 1:
+        raise ValueError(
+            f"gather: ids are {ids.dtype} {list(ids.shape)} and rows have strides {list(table.stride())}; "
+            "int64 [n] and rows of neighbouring elements are needed"
+        )
+    size = table.shape[1]
+    out = torch.empty(len(ids), size, dtype=table.dtype, device=table.device)
+    if out.numel():
+        triton_body.gather_rows[(len(ids), triton.cdiv(size, BLOCK))](
+            table_ptr=table,
+            table_stride=table.stride(0),
+            ids_ptr=ids.contiguous(),
+            out_ptr=out,
+            SIZE=size,
+            BLOCK=BLOCK,
+            enable_fp_fusion=True,
+            num_warps=4,
+        )
+    return out

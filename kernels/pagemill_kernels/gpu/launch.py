@@ -1,0 +1,89 @@
+"""The device that Triton launches on, copies to it, and the checks that every launcher makes."""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+OLDEST_CAPABILITY = (8, 0)
+"""bfloat16 and asynchronous copies, which the kernels are made for, came with it."""
+INTERPRETED_MULTIPROCESSORS = 1
+"""The interpreter runs one program at a time."""
+FLOAT_TYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def interpreted() -> bool:
+    """Triton's interpreter takes the device's place: kernels run as Python on the CPU."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+def why_absent() -> str | None:
+    """Why no kernel can be launched here; `None`: they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if interpreted():
+        return None
+    if not torch.cuda.is_available():
+        return "no CUDA device is visible"
+    capability = torch.cuda.get_device_capability()
+    if capability < OLDEST_CAPABILITY:
+        name = torch.cuda.get_device_name()
+        return f"{name} has compute capability {capability[0]}.{capability[1]}, 8.0 is the oldest supported"
+    return None
+
+
+def device() -> torch.device:
+    """Where tensors of the Triton backend live."""
+    return torch.device("cpu") if interpreted() else torch.device("cuda", torch.cuda.current_device())
+
+
+@cache
+def num_multiprocessors() -> int:
+    if interpreted():
+        return INTERPRETED_MULTIPROCESSORS
+    count: int = torch.cuda.get_device_properties(device()).multi_processor_count
+    return count
+
+
+def to_device(x: Tensor) -> Tensor:
+    return x.to(device())
+
+
+def upload(array: NDArray[np.generic], to: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """A step's array on a device, copied behind what is queued there: the caller goes on at once.
+
+    The pinned copy is a new one each time, so no later step writes what this one is still reading.
+    """
+    host = torch.from_numpy(np.ascontiguousarray(array))
+    host = host if dtype is None else host.to(dtype)
+    return host if to.type == "cpu" else host.pin_memory().to(to, non_blocking=True)
+
+
+def check_floats(operation: str, **tensors: Tensor) -> None:
+    """Raises ValueError for a tensor that is no float, or lies elsewhere than the first."""
+    first = next(iter(tensors.values()))
+    for name, tensor in tensors.items():
+        if tensor.dtype not in FLOAT_TYPES:
+            raise ValueError(f"{operation}: {name} is {tensor.dtype}; bfloat16, float16 or float32 are computed")
+        if tensor.device != first.device:
+            raise ValueError(f"{operation}: {name} lies on {tensor.device}, the other tensors on {first.device}")
+
+
+def check_shape(operation: str, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{operation}: {name} is {list(tensor.shape)}, {list(shape)} is needed")
+
+
+def check_contiguous(operation: str, **tensors: Tensor) -> None:
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous():
+            raise ValueError(f"{operation}: {name} has strides {list(tensor.stride())}; it must be contiguous")

@@ -1,0 +1,116 @@
+"""Products with weights in codes: a tile of codes becomes floats where it is multiplied, and nowhere else.
+
+8-bit codes lie as [out, in] bytes. 4-bit codes lie as [out, in / 2] bytes: the 16 bytes of a group of 32 inputs hold
+its first 16 codes in their low halves and its last 16 in their high halves.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def spread(values, ROWS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr):
+    """[ROWS, GROUPS] -> [ROWS, GROUPS * SIZE]: each value for all inputs of its group."""
+    wide = tl.broadcast_to(tl.expand_dims(values, 2), (ROWS, GROUPS, SIZE))
+    return tl.reshape(wide, (ROWS, GROUPS * SIZE))
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def multiply_codes(
+    num_rows,
+    x_ptr,
+    x_stride,
+    codes_ptr,
+    scales_ptr,
+    offsets_ptr,
+    bias_ptr,
+    out_ptr,
+    OUT: tl.constexpr,
+    IN: tl.constexpr,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ACCUMULATES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """out (+)= x W^T + bias, where W[o, i] = codes[o, i] * scales[o, i // GROUP] + offsets[o, i // GROUP]."""
+    NUM_GROUPS: tl.constexpr = IN // GROUP
+    # Inputs of a group that one product takes: with 4 bits, the low halves and the high halves apart.
+    SIZE: tl.constexpr = GROUP // 2 if BITS == 4 else GROUP
+    ROW_BYTES: tl.constexpr = NUM_GROUPS * SIZE
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_row, is_column = row < num_rows, column < OUT
+    x_row = x_ptr + row.to(tl.int64)[:, None] * x_stride
+    code_row = codes_ptr + column.to(tl.int64)[:, None] * ROW_BYTES
+    byte = tl.arange(0, GROUPS * SIZE)
+    element = x_ptr.dtype.element_ty
+    result = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    for first in range(0, NUM_GROUPS, GROUPS):
+        group = first + tl.arange(0, GROUPS)
+        is_group = is_column[:, None] & (group < NUM_GROUPS)[None, :]
+        group_at = column.to(tl.int64)[:, None] * NUM_GROUPS + group[None, :]
+        scales = spread(tl.load(scales_ptr + group_at, mask=is_group, other=0.0), BLOCK_N, GROUPS, SIZE)
+        at = first * SIZE + byte
+        inside = at < ROW_BYTES
+        codes = tl.load(code_row + at[None, :], mask=is_column[:, None] & inside[None, :], other=0)
+        low = (codes & 15) if BITS == 4 else codes
+        weights = low.to(tl.float32) * scales
+        if HAS_OFFSETS:
+            offsets = spread(tl.load(offsets_ptr + group_at, mask=is_group, other=0.0), BLOCK_N, GROUPS, SIZE)
+            weights += offsets
+        inputs = at // SIZE * GROUP + at % SIZE
+        mask = is_row[:, None] & inside[None, :]
+        x = tl.load(x_row + inputs[None, :], mask=mask, other=0.0)
+        result = tl.dot(x, tl.trans(weights.to(element)), acc=result, input_precision=PRECISION)
+        if BITS == 4:
+            weights = (codes >> 4).to(tl.float32) * scales
+            if HAS_OFFSETS:
+                weights += offsets
+            x = tl.load(x_row + (inputs + SIZE)[None, :], mask=mask, other=0.0)
+            result = tl.dot(x, tl.trans(weights.to(element)), acc=result, input_precision=PRECISION)
+    if HAS_BIAS:
+        result += tl.load(bias_ptr + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    to = out_ptr + row.to(tl.int64)[:, None] * OUT + column[None, :]
+    is_out = is_row[:, None] & is_column[None, :]
+    if ACCUMULATES:
+        result += tl.load(to, mask=is_out, other=0.0).to(tl.float32)
+    tl.store(to, result.to(out_ptr.dtype.element_ty), mask=is_out)
+
+
+@triton.jit
+def gather_codes(
+    ids_ptr,
+    codes_ptr,
+    scales_ptr,
+    offsets_ptr,
+    out_ptr,
+    IN: tl.constexpr,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
+):
+    """out[i] = W[ids[i]] in floats, a piece at a time."""
+    i = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < IN
+    row = tl.load(ids_ptr + i)
+    if BITS == 4:
+        HALF: tl.constexpr = GROUP // 2
+        byte = column // GROUP * HALF + column % HALF
+        both = tl.load(codes_ptr + row * (IN // 2) + byte, mask=mask, other=0)
+        codes = tl.where(column % GROUP < HALF, both & 15, both >> 4)
+    else:
+        codes = tl.load(codes_ptr + row * IN + column, mask=mask, other=0)
+    group_at = row * (IN // GROUP) + column // GROUP
+    values = codes.to(tl.float32) * tl.load(scales_ptr + group_at, mask=mask, other=0.0)
+    if HAS_OFFSETS:
+        values += tl.load(offsets_ptr + group_at, mask=mask, other=0.0)
+    tl.store(out_ptr + i * IN + column, values, mask=mask)

@@ -1,0 +1,170 @@
+"""Linear layers on a GPU: floats by torch's products, codes of 4 and 8 bits by our own, which turn them into floats in
+the tile. Packing moves the weight to the device; the caller drops its own."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from pagemill_kernels.gather.triton_launch import gather_rows
+from pagemill_kernels.gpu import launch
+from pagemill_kernels.linear import triton_body
+from pagemill_kernels.linear.groups import GROUP_SIZE, GroupCodes
+
+GATHER_BLOCK = 1024
+
+
+class FloatLinear:
+    can_gather = True
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight, self._bias = weight, bias
+
+    @property
+    def num_bytes(self) -> int:
+        return self._weight.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self._weight, self._bias)
+
+    def add_to(self, out: Tensor, x: Tensor) -> None:
+        """The sum is part of the product: `out` is read and written once."""
+        out.addmm_(x, self._weight.t())
+        if self._bias is not None:
+            out.add_(self._bias)
+
+    def gather(self, ids: Tensor) -> Tensor:
+        return gather_rows(self._weight, ids.reshape(-1)).view(*ids.shape, -1)
+
+
+class Tiles(NamedTuple):
+    block_m: int
+    block_n: int
+    groups: int
+    num_warps: int
+    num_stages: int
+
+
+class CodesLinear:
+    """x: any float type [..., in] -> [..., out] of x's type; sums in float32."""
+
+    can_gather = True
+
+    def __init__(self, weight: GroupCodes, bias: Tensor | None) -> None:
+        self.out_features, self.in_features = weight.codes.shape
+        self._bits, self._group_size = weight.bits, weight.group_size
+        codes = pack_nibbles(weight.codes) if weight.bits == 4 else weight.codes
+        self._codes = launch.to_device(codes.contiguous())
+        self._scales = launch.to_device(weight.scales.contiguous())
+        self._offsets = None if weight.offsets is None else launch.to_device(weight.offsets.contiguous())
+        self._bias = None if bias is None else launch.to_device(bias)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._codes.nbytes + self._scales.nbytes + (0 if self._offsets is None else self._offsets.nbytes)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = torch.empty(*x.shape[:-1], self.out_features, dtype=x.dtype, device=x.device)
+        self._multiply(x, out, accumulates=False)
+        return out
+
+    def add_to(self, out: Tensor, x: Tensor) -> None:
+        """out += x W^T + bias, in place. out: contiguous [rows, out]."""
+        self._multiply(x, out, accumulates=True)
+
+    def gather(self, ids: Tensor) -> Tensor:
+        """Rows of the weight. ids: int64 [...], each below out_features. Returns float32 [..., in]."""
+        out = torch.empty(*ids.shape, self.in_features, dtype=torch.float32, device=self._codes.device)
+        if ids.numel():
+            triton_body.gather_codes[(ids.numel(), triton.cdiv(self.in_features, GATHER_BLOCK))](
+                ids_ptr=ids.contiguous(),
+                codes_ptr=self._codes,
+                scales_ptr=self._scales,
+                offsets_ptr=self._scales if self._offsets is None else self._offsets,
+                out_ptr=out,
+                IN=self.in_features,
+                GROUP=self._group_size,
+                BITS=self._bits,
+                BLOCK=GATHER_BLOCK,
+                HAS_OFFSETS=self._offsets is not None,
+                enable_fp_fusion=True,
+                num_warps=4,
+            )
+        return out
+
+    def _multiply(self, x: Tensor, out: Tensor, *, accumulates: bool) -> None:
+        launch.check_floats("linear", x=x, out=out)
+        launch.check_contiguous("linear", out=out)
+        if x.shape[-1] != self.in_features or x.stride(-1) != 1:
+            raise ValueError(f"linear: x is {list(x.shape)}, [rows, {self.in_features}] is needed")
+        x = x.reshape(-1, self.in_features)
+        if len(x) == 0:
+            return
+        tiles = choose_tiles(len(x), self._group_size)
+        grid = (triton.cdiv(len(x), tiles.block_m), triton.cdiv(self.out_features, tiles.block_n))
+        triton_body.multiply_codes[grid](
+            num_rows=len(x),
+            x_ptr=x,
+            x_stride=x.stride(0),
+            codes_ptr=self._codes,
+            scales_ptr=self._scales,
+            offsets_ptr=self._scales if self._offsets is None else self._offsets,
+            bias_ptr=self._scales if self._bias is None else self._bias,
+            out_ptr=out,
+            OUT=self.out_features,
+            IN=self.in_features,
+            GROUP=self._group_size,
+            BITS=self._bits,
+            BLOCK_M=tiles.block_m,
+            BLOCK_N=tiles.block_n,
+            GROUPS=tiles.groups,
+            HAS_OFFSETS=self._offsets is not None,
+            HAS_BIAS=self._bias is not None,
+            ACCUMULATES=accumulates,
+            PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+            enable_fp_fusion=True,
+            num_warps=tiles.num_warps,
+            num_stages=tiles.num_stages,
+        )
+
+
+def choose_tiles(num_rows: int, group_size: int) -> Tiles:
+    """Few rows: narrow tiles, so that the weight is read by many programs; many rows: tiles that read it seldom."""
+    groups = 2 * GROUP_SIZE // group_size
+    if num_rows <= 16:
+        return Tiles(16, 32, 2 * groups, 4, 3)
+    if num_rows <= 64:
+        return Tiles(64, 64, groups, 4, 3)
+    return Tiles(128, 64, groups, 8, 3)
+
+
+def pack_linear(weight: Tensor, bias: Tensor | None) -> FloatLinear:
+    """weight: [out, in]; bias: [out]."""
+    launch.check_floats("linear", weight=weight)
+    return FloatLinear(launch.to_device(weight), None if bias is None else launch.to_device(bias))
+
+
+def pack_rows(table: Tensor) -> FloatLinear:
+    """A matrix that only gives rows."""
+    return pack_linear(table, None)
+
+
+def pack_codes(weight: GroupCodes, bias: Tensor | None) -> CodesLinear:
+    """Keep the weight in its codes."""
+    in_features = weight.codes.shape[1]
+    if in_features % GROUP_SIZE or weight.group_size not in (16, 32) or (weight.bits, weight.group_size) == (4, 16):
+        raise ValueError(
+            f"linear: {weight.bits}-bit codes of {in_features} inputs in groups of {weight.group_size} are not packed; "
+            f"whole groups of {GROUP_SIZE} are, or of 16 for 8-bit codes"
+        )
+    return CodesLinear(weight, bias)
+
+
+def pack_nibbles(codes: Tensor) -> Tensor:
+    """uint8 [out, in] of 0 to 15 -> uint8 [out, in / 2], in the order that `triton_body` reads."""
+    halves = codes.view(len(codes), -1, 2, GROUP_SIZE // 2)
+    return (halves[:, :, 0] | halves[:, :, 1] << 4).view(len(codes), -1)

@@ -1,0 +1,218 @@
+"""Paged attention on a GPU: prefill chunks and decodes of a step in one launch, long decodes split over the device.
+
+Grids follow from the numbers of tokens and requests alone, and how many parts a context is cut into is decided on the
+device, so a recorded launch serves every step of the same shape.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+
+from pagemill_kernels.gpu import launch
+from pagemill_kernels.kv_store.storage import token_width
+from pagemill_kernels.paged_attention import triton_body
+from pagemill_kernels.paged_attention.batch import AttentionBatch
+
+MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
+MAX_GROUP = 64
+SPLIT_TOKENS = 256
+"""A part of a split context is at least this long: shorter ones cost more to join than they save."""
+SPLITS = (1, 4, 16)
+"""Parts that a context may be cut into; few values, because each is a kernel of its own."""
+DECODE_LIMIT = 8
+"""Tokens a request up to which a batch counts as decodes (1, or some more with speculation)."""
+PROGRAMS_PER_MULTIPROCESSOR = 4
+"""Programs of decode attention that one multiprocessor holds, about."""
+
+
+class Tiles(NamedTuple):
+    """One compiled kernel's sizes."""
+
+    block_m: int
+    """Rows of a Q block: tokens times the query heads of a group."""
+    tile: int
+    """Keys that are read at a time."""
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(slots=True, frozen=True)
+class TritonPlan:
+    """A step's batch on the device, and what is launched for it in every layer."""
+
+    query_start_loc: Tensor
+    """int32 [requests + 1]."""
+    seq_lens: Tensor
+    """int32 [requests]."""
+    block_tables: Tensor
+    """int32 [requests, blocks]."""
+    num_tokens: int
+    block_size: int
+    num_kv_heads: int
+    sliding_window: int | None
+    is_decode: bool
+
+
+def supports(head_dim: int, block_size: int, group: int) -> str | None:
+    """Why such a model cannot run; `None`: it can. group: query heads that share a key/value head."""
+    if head_dim % 16 or not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM:
+        return f"heads of {head_dim}; multiples of 16 up to {MAX_HEAD_DIM} are supported"
+    if block_size % 16:
+        return f"blocks of {block_size} tokens; multiples of 16 are supported"
+    if group > MAX_GROUP:
+        return f"{group} query heads for each key/value head; up to {MAX_GROUP} are supported"
+    return None
+
+
+def plan_attention(
+    batch: AttentionBatch, sliding_window: int | None, dtype: torch.dtype, device: torch.device
+) -> TritonPlan:
+    """Plan for all layers with this sliding window (`None`: full attention)."""
+    longest = int(np.diff(batch.query_start_loc).max(initial=0))
+    return TritonPlan(
+        query_start_loc=launch.upload(batch.query_start_loc, device, torch.int32),
+        seq_lens=launch.upload(batch.seq_lens, device, torch.int32),
+        block_tables=launch.upload(batch.block_tables, device, torch.int32),
+        num_tokens=int(batch.query_start_loc[-1]),
+        block_size=batch.block_size,
+        num_kv_heads=batch.num_kv_heads,
+        sliding_window=sliding_window,
+        is_decode=longest <= DECODE_LIMIT,
+    )
+
+
+def paged_attention(
+    query: Tensor,
+    cache: Tensor,
+    plan: TritonPlan,
+    scale: float,
+    soft_cap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+) -> Tensor:
+    """query: [tokens, num_heads, head_dim]; cache: one layer's. Returns [tokens, num_heads, head_dim].
+
+    `soft_cap`: scores become cap * tanh(score / cap). `alibi_slopes`: float32 [num_heads]; a key that lies n tokens
+    back loses slope * n.
+    """
+    num_tokens, num_heads, head_dim = query.shape
+    _check(query, cache, plan, alibi_slopes)
+    out = torch.empty(num_tokens, num_heads, head_dim, dtype=query.dtype, device=query.device)
+    if num_tokens == 0:
+        return out
+    if query.stride()[1:] != (head_dim, 1):
+        query = query.contiguous()
+    group = num_heads // plan.num_kv_heads
+    has_codes = cache.dtype == torch.int8
+    tiles = choose_tiles(head_dim, group, query.dtype, has_codes, plan.is_decode)
+    num_requests = len(plan.seq_lens)
+    q_blocks = num_tokens // (tiles.block_m // group) + num_requests
+    num_splits = choose_splits(q_blocks * plan.num_kv_heads) if plan.is_decode else 1
+    parts, maxima, sums = _split_buffers(out, num_splits)
+    triton_body.attend[(q_blocks, plan.num_kv_heads, num_splits)](
+        num_requests=num_requests,
+        window=plan.sliding_window or 0,
+        scale=scale,
+        soft_cap=soft_cap or 0.0,
+        query_ptr=query,
+        query_stride=query.stride(0),
+        cache_ptr=cache,
+        cache_scales_ptr=cache.flatten().view(torch.float32) if has_codes else cache,
+        table_ptr=plan.block_tables,
+        table_stride=plan.block_tables.stride(0),
+        query_start_ptr=plan.query_start_loc,
+        seq_lens_ptr=plan.seq_lens,
+        slopes_ptr=query if alibi_slopes is None else alibi_slopes,
+        out_ptr=parts,
+        maxima_ptr=maxima,
+        sums_ptr=sums,
+        NUM_KV_HEADS=plan.num_kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        PADDED_DIM=triton.next_power_of_2(head_dim),
+        BLOCK_SIZE=plan.block_size,
+        BLOCK_M=tiles.block_m,
+        TILE=tiles.tile,
+        NUM_SPLITS=num_splits,
+        SPLIT_TOKENS=SPLIT_TOKENS,
+        HAS_WINDOW=plan.sliding_window is not None,
+        HAS_SOFT_CAP=soft_cap is not None,
+        HAS_SLOPES=alibi_slopes is not None,
+        HAS_CODES=has_codes,
+        PRECISION=precision(query.dtype),
+        enable_fp_fusion=True,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+    if num_splits > 1:
+        triton_body.join_splits[(num_tokens * num_heads,)](
+            part_ptr=parts,
+            maxima_ptr=maxima,
+            sums_ptr=sums,
+            out_ptr=out,
+            HEAD_DIM=head_dim,
+            PADDED_DIM=triton.next_power_of_2(head_dim),
+            NUM_SPLITS=num_splits,
+            enable_fp_fusion=True,
+            num_warps=4,
+        )
+    return out
+
+
+def choose_tiles(head_dim: int, group: int, dtype: torch.dtype, has_codes: bool, is_decode: bool) -> Tiles:
+    """Decodes are bound by memory: the fewest rows that a product takes. Prefills: as many as registers hold.
+
+    Codes take registers of their own on their way to floats.
+    """
+    wide = head_dim > 128 or dtype == torch.float32
+    if is_decode:
+        return Tiles(max(16, triton.next_power_of_2(group)), 32 if wide or has_codes else 64, 4, 2)
+    if wide:
+        return Tiles(64, 32, 8, 2)
+    return Tiles(64, 32, 4, 2) if has_codes else Tiles(128, 64, 8, 2)
+
+
+def choose_splits(num_programs: int) -> int:
+    """Enough parts to occupy the device; from the launch's shape alone."""
+    wanted = PROGRAMS_PER_MULTIPROCESSOR * launch.num_multiprocessors() // max(num_programs, 1)
+    return max(splits for splits in SPLITS if splits == 1 or splits <= wanted)
+
+
+def precision(dtype: torch.dtype) -> str:
+    """float32 stays float32: tensor cores would round it to 10 bits."""
+    return "ieee" if dtype == torch.float32 else "tf32"
+
+
+def _split_buffers(out: Tensor, num_splits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Where the parts of the results go, their maxima and sums; without splits the first is `out`."""
+    if num_splits == 1:
+        return out, out, out
+    num_tokens, num_heads, head_dim = out.shape
+    sizes = torch.empty(2, num_tokens, num_heads, num_splits, dtype=torch.float32, device=out.device)
+    parts = torch.empty(num_tokens, num_heads, num_splits, head_dim, dtype=torch.float32, device=out.device)
+    return parts, sizes[0], sizes[1]
+
+
+def _check(query: Tensor, cache: Tensor, plan: TritonPlan, alibi_slopes: Tensor | None) -> None:
+    num_tokens, num_heads, head_dim = query.shape
+    launch.check_floats("paged attention", query=query)
+    launch.check_contiguous("paged attention", cache=cache)
+    if cache.dtype != torch.int8:
+        launch.check_floats("paged attention", query=query, cache=cache)
+    shape = (2 * plan.num_kv_heads, plan.block_size, token_width(cache.dtype, head_dim))
+    launch.check_shape("paged attention", "cache", cache, (len(cache), *shape))
+    if num_tokens != plan.num_tokens or num_heads % plan.num_kv_heads:
+        raise ValueError(
+            f"paged attention: query has {num_tokens} tokens and {num_heads} heads, the plan {plan.num_tokens} tokens "
+            f"and {plan.num_kv_heads} key/value heads"
+        )
+    problem = supports(head_dim, plan.block_size, num_heads // plan.num_kv_heads)
+    if problem is not None:
+        raise ValueError(f"paged attention: {problem}")
+    if alibi_slopes is not None:
+        launch.check_shape("paged attention", "alibi_slopes", alibi_slopes, (num_heads,))

@@ -1,0 +1,61 @@
+"""Rotation and the cache write in one launch; arithmetic in float32, rounded once."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from pagemill_kernels.gpu import launch
+from pagemill_kernels.kv_store.storage import token_width
+from pagemill_kernels.rope import triton_body
+
+PROGRAM_ELEMENTS = 1024
+"""Of one half of the heads that a program rotates."""
+
+
+def rope_and_store(heads: Tensor, num_heads: int, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor) -> None:
+    """heads: [tokens, num_heads + 2 * num_kv_heads, head_dim], contiguous, rotated in place; values are not.
+
+    cos, sin: [tokens, 1, head_dim / 2], contiguous. cache: one layer's, of a float type or int8. slots: int64 [tokens],
+    block id * block_size + offset.
+    """
+    num_tokens, width, head_dim = heads.shape
+    num_kv_heads = (width - num_heads) // 2
+    _check(heads, num_heads, cos, sin, cache, slots)
+    if num_tokens == 0:
+        return
+    has_codes = cache.dtype == torch.int8
+    padded_half = triton.next_power_of_2(head_dim // 2)
+    heads_per_program = min(triton.next_power_of_2(width), max(1, PROGRAM_ELEMENTS // padded_half))
+    triton_body.rope_and_store[(num_tokens, triton.cdiv(width, heads_per_program))](
+        heads_ptr=heads,
+        cos_ptr=cos,
+        sin_ptr=sin,
+        cache_ptr=cache,
+        cache_scales_ptr=cache.flatten().view(torch.float32) if has_codes else cache,
+        slots_ptr=slots,
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        PADDED_HALF=padded_half,
+        HEADS_PER_PROGRAM=heads_per_program,
+        BLOCK_SIZE=cache.shape[2],
+        HAS_CODES=has_codes,
+        enable_fp_fusion=True,
+        num_warps=4,
+    )
+
+
+def _check(heads: Tensor, num_heads: int, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor) -> None:
+    num_tokens, width, head_dim = heads.shape
+    floats = {} if cache.dtype == torch.int8 else {"cache": cache}
+    launch.check_floats("rope", heads=heads, cos=cos, sin=sin, **floats)
+    launch.check_contiguous("rope", heads=heads, cos=cos, sin=sin, cache=cache, slots=slots)
+    for name, table in (("cos", cos), ("sin", sin)):
+        launch.check_shape("rope", name, table, (num_tokens, 1, head_dim // 2))
+    launch.check_shape("rope", "slots", slots, (num_tokens,))
+    shape = (len(cache), width - num_heads, cache.shape[2], token_width(cache.dtype, head_dim))
+    launch.check_shape("rope", "cache", cache, shape)
+    if slots.dtype != torch.int64:
+        raise ValueError(f"rope: slots are {slots.dtype}; int64 is needed")

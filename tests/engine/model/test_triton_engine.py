@@ -1,0 +1,159 @@
+"""The whole engine on the Triton backend: tokens equal to the torch backend's, on the device or in the interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_llama import write_tiny_llama
+from triton_device import DEVICE, HAS_GPU
+
+from pagemill_engine.config import EngineConfig
+from pagemill_engine.loading.errors import LoadError
+from pagemill_engine.runner import budget
+from pagemill_engine.runner.compiling import compile_kernels, step_shapes
+from pagemill_engine.runner.memory import MemoryState
+from pagemill_kernels.linear import triton_launch as linear
+from pagemill_protocol.model_spec import load_model_spec
+from pagemill_protocol.sampling import SamplingParams
+
+NUM_TOKENS = 3
+PROMPTS = [[(7 * i + 3 * length) % 64 for i in range(length)] for length in (1, 16, 20)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("model"), head_dim=16, num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def triton_driver(folder: Path, runner_loader: Callable[..., Any], make_driver: Callable[[Any], Any]) -> Any:
+    return make_driver(runner_loader(folder, device="cuda", num_kv_blocks=64))
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path, runner_loader: Callable[..., Any], make_driver: Callable[[Any], Any]) -> list[list[int]]:
+    """By the torch backend on the CPU."""
+    results = make_driver(runner_loader(folder, backend="cpu")).greedy(PROMPTS, NUM_TOKENS)
+    return [result.token_ids for result in results]
+
+
+def test_it_says_what_computes(triton_driver: Any) -> None:
+    assert "Triton" in triton_driver.runner.info.compute
+    assert triton_driver.runner.kv_cache.layers[0].device.type == DEVICE.type
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 15}], ids=["batch", "chunks"])
+def test_tokens_equal_the_torch_backends(
+    triton_driver: Any, expected: list[list[int]], settings: dict[str, int]
+) -> None:
+    results = triton_driver.greedy(PROMPTS, NUM_TOKENS, **settings)
+    assert [result.token_ids for result in results] == expected
+
+
+def test_a_prefix_hit_changes_no_token(triton_driver: Any, expected: list[list[int]]) -> None:
+    results = triton_driver.greedy([PROMPTS[2]] * 2, NUM_TOKENS, waves=True)
+    assert [result.token_ids for result in results] == [expected[2]] * 2
+    assert results[1].num_cached_tokens == 16
+
+
+def test_a_request_that_starts_over_ends_the_same(triton_driver: Any, expected: list[list[int]]) -> None:
+    prompts = [PROMPTS[1]] * 2
+    results = triton_driver.greedy(prompts, NUM_TOKENS, num_blocks=3, enable_prefix_caching=False)
+    assert [result.token_ids for result in results] == [expected[1]] * 2
+    assert sum(result.num_preemptions for result in results) > 0
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_rounded_weights_answer_like_the_native_kernels_codes(
+    folder: Path, quantization: str, runner_loader: Callable[..., Any], make_driver: Callable[[Any], Any]
+) -> None:
+    answers = [
+        make_driver(runner_loader(folder, quantization=quantization, **where)).greedy(PROMPTS[:2], 2)
+        for where in ({"device": "cuda"}, {"backend": "cpu"})
+    ]
+    ours, theirs = ([result.token_ids for result in results] for results in answers)
+    assert ours == theirs
+
+
+def test_a_sampled_answer_is_the_seeds(folder: Path, triton_driver: Any, runner_loader: Any, make_driver: Any) -> None:
+    params = [SamplingParams(temperature=1.0, top_p=0.9, seed=3, max_tokens=2, ignore_eos=True)]
+    on_cpu = make_driver(runner_loader(folder, backend="cpu")).generate(PROMPTS[:1], params)
+    assert triton_driver.generate(PROMPTS[:1], params)[0].token_ids == on_cpu[0].token_ids
+
+
+def test_an_int8_cache_keeps_its_answers_close(
+    folder: Path, runner_loader: Callable[..., Any], make_driver: Callable[[Any], Any], expected: list[list[int]]
+) -> None:
+    runner = runner_loader(folder, device="cuda", kv_cache_dtype="int8")
+    assert runner.info.kv_dtype == "int8"
+    results = make_driver(runner).greedy(PROMPTS[1:2], 1)
+    assert results[0].token_ids[0] == expected[1][0]
+
+
+def test_steps_that_only_compile_leave_nothing_behind(triton_driver: Any, expected: list[list[int]]) -> None:
+    runner = triton_driver.runner
+    compile_kernels(runner, EngineConfig(model="test", max_num_seqs=2, max_num_batched_tokens=5))
+    assert not any(cache[runner.kv_cache.padding_block].any() for cache in runner.kv_cache.layers)
+    assert triton_driver.greedy(PROMPTS[:1], NUM_TOKENS)[0].token_ids == expected[0]
+
+
+def test_every_tile_size_is_compiled_before_the_first_request() -> None:
+    config = EngineConfig(model="test", max_num_seqs=100, max_num_batched_tokens=600)
+    shapes = step_shapes(config, max_model_len=512)
+    assert (100, 1) in shapes
+    assert (1, 512) in shapes
+    compiled = {linear.choose_tiles(requests * tokens, 32) for requests, tokens in shapes}
+    assert compiled == {linear.choose_tiles(num_rows, 32) for num_rows in range(1, 601)}
+
+
+def test_a_step_that_does_not_fit_into_the_device_names_its_settings(
+    triton_driver: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*shape: int) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(triton_driver.runner, "warm_up", full)
+    with pytest.raises(LoadError, match=r"maxNumBatchedTokens 512 .* kvCacheMemory"):
+        compile_kernels(triton_driver.runner, EngineConfig(model="test"))
+
+
+def test_settings_and_models_that_kernels_do_not_know_are_refused(
+    folder: Path, tmp_path: Path, runner_loader: Callable[..., Any]
+) -> None:
+    with pytest.raises(LoadError, match="deterministic"):
+        runner_loader(folder, device="cuda", deterministic=True)
+    with pytest.raises(LoadError, match=r"heads of 8; .* Set device to cpu"):
+        runner_loader(write_tiny_llama(tmp_path, num_hidden_layers=1), device="cuda")
+    with pytest.raises(LoadError, match="blocks of 24 tokens"):
+        runner_loader(folder, device="cuda", block_size=24)
+
+
+@pytest.mark.skipif(HAS_GPU, reason="there is a device")
+def test_without_a_device_it_is_refused_and_auto_takes_the_cpu(
+    folder: Path, runner_loader: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import triton
+
+    assert "Triton" not in runner_loader(folder).info.compute
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    with pytest.raises(LoadError, match="no CUDA device is visible"):
+        runner_loader(folder, device="cuda")
+
+
+def test_a_gpus_memory_is_the_caches_when_weights_and_the_largest_step_have_theirs(folder: Path) -> None:
+    sizes = budget.Sizes(weight_bytes=16 << 30, kv_bytes_per_token=131072, item_bytes=2, gathers=False)
+    state = MemoryState(limit_bytes=80 << 30, available_bytes=78 << 30, process_bytes=0, is_gpu=True)
+    plan = budget.plan_memory(EngineConfig(model="test"), load_model_spec(folder), sizes, state)
+    assert plan.budget.kv_bytes > 50 << 30
+    assert plan.budget.free_bytes >= int(7.5 * 2**30)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_narrow_types_on_a_device(folder: Path, dtype: str, runner_loader: Any, make_driver: Any) -> None:
+    results = make_driver(runner_loader(folder, device="cuda", dtype=dtype)).greedy(PROMPTS * 8, 32)
+    assert all(len(result.token_ids) == 32 and result.error is None for result in results)

@@ -1,0 +1,197 @@
+"""Triton's paged attention equals the reference: on the device, or in the interpreter where there is none."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from triton_device import DEVICE, NARROW_TYPES, close, random
+
+from pagemill_kernels.gpu import launch
+from pagemill_kernels.kv_store import storage
+from pagemill_kernels.paged_attention import reference, triton_launch
+from pagemill_kernels.paged_attention.batch import AttentionBatch
+
+NUM_BLOCKS = 40
+BATCHES = {
+    "one token": [(1, 1)],
+    "decodes of many lengths": [(1, 5), (1, 16), (1, 17), (1, 100)],
+    "whole prompts": [(5, 5), (33, 33)],
+    "chunks in the middle": [(7, 40), (2, 18), (16, 32)],
+    "mixed": [(1, 20), (9, 30), (1, 3), (4, 4), (1, 64)],
+    "requests without tokens": [(0, 0), (1, 20), (0, 12), (9, 9), (0, 1)],
+}
+"""(tokens of this step, sequence length) of each request."""
+
+
+def batch_of(
+    lengths: list[tuple[int, int]], num_kv_heads: int, head_dim: int, block_size: int = 16, num_blocks: int = NUM_BLOCKS
+) -> AttentionBatch:
+    """Tables are scattered over the pool, and requests share blocks."""
+    rng = np.random.default_rng(0)
+    width = max(1, -(-max(seq_len for _, seq_len in lengths) // block_size))
+    tables = np.stack([rng.choice(num_blocks, width, replace=width > num_blocks) for _ in lengths])
+    return AttentionBatch(
+        query_start_loc=np.concatenate(([0], np.cumsum([tokens for tokens, _ in lengths]))),
+        seq_lens=np.array([seq_len for _, seq_len in lengths], dtype=np.int64),
+        block_tables=tables.astype(np.int32),
+        block_size=block_size,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        padding_block=0,
+    )
+
+
+def assert_equals_reference(
+    batch: AttentionBatch,
+    num_heads: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    slopes: torch.Tensor | None = None,
+) -> None:
+    cache = random(NUM_BLOCKS, 2 * batch.num_kv_heads, batch.block_size, batch.head_dim, dtype=dtype)
+    num_tokens = int(batch.query_start_loc[-1])
+    # A slice of a fused projection, as in a model.
+    query = random(num_tokens, num_heads + 2, batch.head_dim, dtype=dtype, seed=1)[:, :num_heads]
+    results = [
+        module.paged_attention(query, cache, module.plan_attention(batch, window, dtype, DEVICE), 0.2, soft_cap, slopes)
+        for module in (triton_launch, reference)
+    ]
+    close(*results)
+
+
+@pytest.mark.parametrize(("heads", "window"), [((4, 4), None), ((6, 2), 12), ((9, 1), None)])
+@pytest.mark.parametrize("batch_name", BATCHES)
+def test_equals_the_reference(batch_name: str, heads: tuple[int, int], window: int | None) -> None:
+    num_heads, num_kv_heads = heads
+    assert_equals_reference(batch_of(BATCHES[batch_name], num_kv_heads, 16), num_heads, window=window)
+
+
+@pytest.mark.parametrize("dtype", NARROW_TYPES)
+@pytest.mark.parametrize("head_dim", [64, 80, 256])
+def test_head_sizes_and_narrow_types(head_dim: int, dtype: torch.dtype) -> None:
+    assert_equals_reference(batch_of([(1, 20), (9, 30)], 1, head_dim), 3, dtype=dtype)
+
+
+@pytest.mark.parametrize("block_size", [32, 48])
+def test_blocks_of_any_multiple_of_16(block_size: int) -> None:
+    assert_equals_reference(batch_of(BATCHES["mixed"], 2, 32, block_size), 4)
+
+
+@pytest.mark.parametrize(
+    ("soft_cap", "has_slopes", "window"), [(3.0, False, None), (None, True, None), (3.0, True, 20)]
+)
+def test_soft_cap_and_alibi(soft_cap: float | None, has_slopes: bool, window: int | None) -> None:
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625], device=DEVICE) if has_slopes else None
+    batch = batch_of([(1, 20), (9, 30)], 2, 32)
+    assert_equals_reference(batch, 4, soft_cap=soft_cap, slopes=slopes, window=window)
+
+
+LONG_DECODES = [(1, 540), (1, 1), (1, 257)]
+
+
+@pytest.mark.parametrize(("num_splits", "window"), [(4, None), (4, 300), (16, None)])
+def test_a_context_cut_into_parts_is_joined_again(
+    num_splits: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the requests some are long enough for several parts and some are not: each program finds out by itself."""
+    monkeypatch.setattr(triton_launch, "choose_splits", lambda num_programs: num_splits)
+    assert_equals_reference(batch_of(LONG_DECODES, 1, 16), 2, window=window)
+
+
+def test_few_programs_are_split_and_many_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "num_multiprocessors", lambda: 100)
+    assert triton_launch.choose_splits(1) == triton_launch.SPLITS[-1]
+    assert triton_launch.choose_splits(100_000) == 1
+
+
+def test_an_int8_cache_is_read_by_its_codes() -> None:
+    batch = batch_of(BATCHES["mixed"], 2, 32)
+    width = storage.token_width(torch.int8, 32)
+    cache = torch.zeros(NUM_BLOCKS, 4, 16, width, dtype=torch.int8)
+    codes, scales = storage.encode(random(NUM_BLOCKS, 4, 16, 32).cpu())
+    cache.flatten(2)[..., : 16 * 32] = codes.flatten(2)
+    storage.scales(cache)[:] = scales
+    query = random(int(batch.query_start_loc[-1]), 4, 32, seed=1)
+    plan = triton_launch.plan_attention(batch, None, torch.float32, DEVICE)
+    expected_plan = reference.plan_attention(batch, None, torch.float32, DEVICE)
+    expected = reference.paged_attention(query, storage.decode(cache).to(DEVICE), expected_plan, 0.2)
+    close(triton_launch.paged_attention(query, cache.to(DEVICE), plan, 0.2), expected)
+
+
+@pytest.mark.parametrize("window", [None, 10])
+def test_what_lies_beyond_a_sequence_or_before_its_window_is_never_read(window: int | None) -> None:
+    batch = batch_of([(1, 36), (3, 51)], 1, 16)
+    batch.block_tables[:] = np.arange(batch.block_tables.size).reshape(batch.block_tables.shape)
+    cache = random(NUM_BLOCKS, 2, 16, 16)
+    query = random(4, 2, 16, seed=1)
+    plan = triton_launch.plan_attention(batch, window, torch.float32, DEVICE)
+    before = triton_launch.paged_attention(query, cache, plan, 1.0)
+    cache[batch.block_tables.max() + 1 :] = float("nan")
+    for table, seq_len in zip(batch.block_tables, batch.seq_lens.tolist(), strict=True):
+        cache[table[seq_len // 16], :, seq_len % 16 :] = float("nan")
+        if window is not None:
+            cache[table[0]] = float("nan")
+    assert torch.equal(triton_launch.paged_attention(query, cache, plan, 1.0), before)
+
+
+def test_a_request_of_a_hundred_thousand_tokens() -> None:
+    """The window keeps the work small; positions, blocks and offsets are those of the long request."""
+    assert_equals_reference(batch_of([(3, 100_000), (1, 99_999)], 1, 16), 2, window=40)
+
+
+def test_no_tokens_are_no_launch() -> None:
+    batch = batch_of([(0, 5)], 1, 16)
+    plan = triton_launch.plan_attention(batch, None, torch.float32, DEVICE)
+    query, cache = random(0, 2, 16), random(NUM_BLOCKS, 2, 16, 16)
+    assert triton_launch.paged_attention(query, cache, plan, 1.0).shape == (0, 2, 16)
+
+
+def test_large_scores_do_not_overflow() -> None:
+    batch = batch_of([(3, 40)], 1, 64)
+    cache, query = random(NUM_BLOCKS, 2, 16, 64) * 40, random(3, 2, 64, seed=1) * 40
+    results = [
+        module.paged_attention(query, cache, module.plan_attention(batch, None, torch.float32, DEVICE), 1.0)
+        for module in (triton_launch, reference)
+    ]
+    torch.testing.assert_close(*results, rtol=1e-3, atol=1e-3)
+
+
+def test_unsupported_shapes_are_named() -> None:
+    assert triton_launch.supports(128, 16, 8) is None
+    assert "24" in str(triton_launch.supports(24, 16, 1))
+    assert "512" in str(triton_launch.supports(512, 16, 1))
+    assert "40 tokens" in str(triton_launch.supports(64, 40, 1))
+    batch = batch_of([(1, 5)], 1, 16)
+    plan = triton_launch.plan_attention(batch, None, torch.float32, DEVICE)
+    with pytest.raises(ValueError, match="cache is"):
+        triton_launch.paged_attention(random(1, 2, 16), random(4, 2, 16, 32), plan, 1.0)
+    with pytest.raises(ValueError, match="2 tokens"):
+        triton_launch.paged_attention(random(2, 2, 16), random(4, 2, 16, 16), plan, 1.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_batches_of_a_real_size(head_dim: int, dtype: torch.dtype) -> None:
+    lengths = [(1, 1 + 37 * i) for i in range(64)] + [(700, 700), (64, 2000)]
+    assert_equals_reference(batch_of(lengths, 8, head_dim), 32, dtype=dtype)
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_32_bits() -> None:
+    """The last blocks of a cache of 2^31 elements and more."""
+    num_blocks, shape = 70_000, (16, 16, 128)
+    cache = torch.zeros(num_blocks, *shape, dtype=torch.bfloat16, device=DEVICE)
+    assert cache.numel() > 2**31
+    batch = batch_of([(1, 64)], 8, 128)
+    batch.block_tables[:] = num_blocks - 1 - np.arange(4)
+    cache[-4:] = random(4, *shape, dtype=torch.bfloat16)
+    query = random(1, 32, 128, dtype=torch.bfloat16, seed=1)
+    results = [
+        module.paged_attention(query, cache, module.plan_attention(batch, None, torch.bfloat16, DEVICE), 0.1)
+        for module in (triton_launch, reference)
+    ]
+    close(*results)

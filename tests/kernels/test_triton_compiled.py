@@ -1,0 +1,40 @@
+"""Hot kernels are compiled for an H100 on a machine without one, and keep all they need in registers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "kernel_resources.py"
+
+
+CASES = ["decode in parts, heads of 128", "linear 4 bits, 1 rows"]
+
+
+def test_hot_kernels_spill_nothing(tmp_path: Path) -> None:
+    # Kernels of the interpreter cannot be compiled: a process of its own, which does not inherit the choice.
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    argv = [sys.executable, str(SCRIPT), "--architectures", "90", "--only", *CASES]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=240, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["spilling"] == []
+    assert [row[1] for row in result["rows"]] == ["attend", "join_splits", "multiply_codes"]
+
+
+def test_the_kernels_import_torch_numpy_and_triton_alone() -> None:
+    """They run on a machine that has nothing else installed."""
+    code = (
+        "import sys\n"
+        "from pagemill_kernels import registry\n"
+        "registry.ops_for('triton')\n"
+        "packages = {name.partition('.')[0] for name in sys.modules}\n"
+        "print(sorted(packages & {'msgspec', 'psutil', 'zmq', 'pydantic', 'transformers', 'pagemill_protocol'}))\n"
+    )
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,141 @@
+"""Triton's norms, gated activations and the rotation with its cache write equal their references."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from triton_device import DEVICE, close, random
+
+from pagemill_kernels.activation import reference as activation_reference
+from pagemill_kernels.activation import triton_launch as activation
+from pagemill_kernels.kv_store import reference as kv_reference
+from pagemill_kernels.kv_store import storage
+from pagemill_kernels.kv_store import triton_launch as kv_store
+from pagemill_kernels.norm import reference as norm_reference
+from pagemill_kernels.norm import triton_launch as norm
+from pagemill_kernels.rope import reference as rope_reference
+from pagemill_kernels.rope import triton_launch as rope
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+NUM_BLOCKS, BLOCK_SIZE = 12, 16
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 576), (7, 129), (9, 3, 48), (0, 64)])
+def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, weight = random(*shape, dtype=dtype), random(shape[-1], dtype=dtype, seed=1)
+    before = x.clone()
+    close(norm.rms_norm(x, weight, 1e-5), norm_reference.rms_norm(x, weight, 1e-5))
+    assert torch.equal(x, before)
+
+
+def test_rms_norm_reads_heads_inside_wider_rows() -> None:
+    wide, weight = random(11, 8, 32), random(32, seed=1)
+    close(norm.rms_norm(wide[:, 2:5], weight, 1e-5), norm_reference.rms_norm(wide[:, 2:5], weight, 1e-5))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_layer_norm(bias: bool) -> None:
+    x, weight, b = random(5, 100) + 3, random(100, seed=1), random(100, seed=2) if bias else None
+    close(norm.layer_norm(x, weight, b, 1e-5), norm_reference.layer_norm(x, weight, b, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_residual_is_added_and_kept(dtype: torch.dtype) -> None:
+    x, residual, weight = (
+        random(6, 72, dtype=dtype),
+        random(6, 72, dtype=dtype, seed=1),
+        random(72, dtype=dtype, seed=2),
+    )
+    total = x + residual
+    both = residual.clone()
+    close(norm.rms_norm(x, weight, 1e-5, residual), norm_reference.rms_norm(total, weight, 1e-5))
+    close(residual, total)
+    close(norm.layer_norm(x, weight, None, 1e-5, both), norm_reference.layer_norm(total, weight, None, 1e-5))
+
+
+def test_rows_of_a_norm_that_do_not_fit_are_named() -> None:
+    with pytest.raises(ValueError, match="weight is"):
+        norm.rms_norm(random(2, 8), random(7), 1e-5)
+    with pytest.raises(ValueError, match="neighbouring"):
+        norm.rms_norm(random(8, 2).t(), random(8), 1e-5)
+    with pytest.raises(ValueError, match="int32"):
+        norm.rms_norm(torch.ones(2, 8, dtype=torch.int32, device=DEVICE), random(8), 1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "size"), [(1, 1536), (5, 33), (0, 8)])
+def test_gated_activations(tokens: int, size: int, dtype: torch.dtype) -> None:
+    gate_up = random(tokens, 2 * size, dtype=dtype) * 4
+    close(activation.silu_and_mul(gate_up), activation_reference.silu_and_mul(gate_up.clone()))
+    close(activation.gelu_and_mul(gate_up), activation_reference.gelu_and_mul(gate_up.clone()))
+
+
+def rotated(tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Heads, cos, sin and slots that jump through the cache."""
+    angles = random(tokens, 1, head_dim // 2, seed=1)
+    order = torch.randperm(NUM_BLOCKS * BLOCK_SIZE, generator=torch.Generator().manual_seed(0))
+    slots = kv_store.plan_slots(order[:tokens].to(DEVICE), 2 * num_kv_heads, BLOCK_SIZE)
+    heads = random(tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
+    return [heads, angles.cos().to(dtype), angles.sin().to(dtype), slots]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "heads", "head_dim"), [(1, (4, 4), 64), (7, (6, 2), 80), (3, (32, 8), 128)])
+def test_rope_and_store(tokens: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -> None:
+    num_heads, num_kv_heads = heads
+    x, cos, sin, slots = rotated(tokens, num_heads, num_kv_heads, head_dim, dtype)
+    cache = random(NUM_BLOCKS, 2 * num_kv_heads, BLOCK_SIZE, head_dim, dtype=dtype, seed=2)
+    expected, expected_cache = x.clone(), cache.clone()
+    planned = kv_reference.plan_slots(slots, 2 * num_kv_heads, BLOCK_SIZE)
+    rope_reference.rope_and_store(expected, num_heads, cos, sin, expected_cache, planned)
+    rope.rope_and_store(x, num_heads, cos, sin, cache, slots)
+    close(x, expected)
+    close(cache, expected_cache)
+    assert int((cache != expected_cache).any(-1).sum()) <= tokens * 2 * num_kv_heads
+
+
+def test_a_narrow_cache_behind_wide_heads() -> None:
+    x, cos, sin, slots = rotated(3, 4, 2, 32, torch.float32)
+    cache = torch.zeros(NUM_BLOCKS, 4, BLOCK_SIZE, 32, dtype=torch.bfloat16, device=DEVICE)
+    rope.rope_and_store(x, 4, cos, sin, cache, slots)
+    for token, slot in enumerate(slots.tolist()):
+        close(cache[slot // BLOCK_SIZE, :, slot % BLOCK_SIZE], x[token, 4:].bfloat16())
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+def test_an_int8_cache_gets_codes_and_scales() -> None:
+    x, cos, sin, slots = rotated(4, 4, 2, 32, torch.float32)
+    x[1, 6] = 0.0
+    x[2, 7, 5] = float("nan")
+    x[3, 6, 1] = float("inf")
+    width = storage.token_width(torch.int8, 32)
+    cache = torch.zeros(NUM_BLOCKS, 4, BLOCK_SIZE, width, dtype=torch.int8, device=DEVICE)
+    rope.rope_and_store(x, 4, cos, sin, cache, slots)
+    codes, scales = storage.encode(x[:, 4:])
+    decoded, kept = storage.decode(cache), storage.scales(cache)
+    for token, slot in enumerate(slots.tolist()):
+        at = (slot // BLOCK_SIZE, slice(None), slot % BLOCK_SIZE)
+        torch.testing.assert_close(kept[at], scales[token], equal_nan=True)
+        step = scales[token, :, None].nan_to_num(0.0, 0.0)
+        error = (decoded[at] - codes[token] * scales[token, :, None]).nan_to_num(0.0).abs()
+        assert bool((error <= step * 1.01).all())
+    assert int((cache != 0).any(-1).any(-1).any(-1).sum()) == len({slot // BLOCK_SIZE for slot in slots.tolist()})
+
+
+def test_a_cache_of_another_shape_is_named() -> None:
+    x, cos, sin, slots = rotated(3, 4, 2, 32, torch.float32)
+    with pytest.raises(ValueError, match="cache is"):
+        rope.rope_and_store(x, 4, cos, sin, random(NUM_BLOCKS, 6, BLOCK_SIZE, 32), slots)
+    with pytest.raises(ValueError, match="int64"):
+        rope.rope_and_store(x, 4, cos, sin, random(NUM_BLOCKS, 4, BLOCK_SIZE, 32), slots.int())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_of_a_real_size(dtype: torch.dtype) -> None:
+    x, weight = random(4096, 8192, dtype=dtype), random(8192, dtype=dtype, seed=1)
+    close(norm.rms_norm(x, weight, 1e-5), norm_reference.rms_norm(x, weight, 1e-5))
+    gate_up = random(4096, 2 * 14336, dtype=dtype)
+    close(activation.silu_and_mul(gate_up), activation_reference.silu_and_mul(gate_up.clone()))

@@ -1,0 +1,107 @@
+"""Triton's products with weights in codes, and its gathers, equal the dequantized weight's."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pytest
+import torch
+import torch.nn.functional as F
+from triton_device import DEVICE, NARROW_TYPES, close, random
+
+from pagemill_kernels.gather import reference as gather_reference
+from pagemill_kernels.gather import triton_launch as gather
+from pagemill_kernels.linear import triton_launch
+from pagemill_kernels.linear.groups import GroupCodes
+from pagemill_kernels.linear.quantize import quantize
+
+
+def codes_of(bits: Literal[4, 8], out: int, size: int, *, group_size: int = 32, offsets: bool = True) -> GroupCodes:
+    generator = torch.Generator().manual_seed(2)
+    low, high = (0, 16) if bits == 4 else (-128, 128)
+    codes = torch.randint(low, high, (out, size), generator=generator).to(torch.uint8 if bits == 4 else torch.int8)
+    scales = torch.rand(out, size // group_size, generator=generator) / high
+    return GroupCodes(bits, codes, scales, torch.randn(scales.shape, generator=generator) / 8 if offsets else None)
+
+
+CODES = {
+    "4 bits": codes_of(4, 40, 96),
+    "4 bits without offsets": codes_of(4, 33, 64, offsets=False),
+    "8 bits": codes_of(8, 40, 160, offsets=False),
+    "8 bits with offsets": codes_of(8, 40, 96),
+    "8 bits in groups of 16": codes_of(8, 40, 96, group_size=16, offsets=False),
+    "one group": codes_of(4, 5, 32),
+}
+
+
+@pytest.mark.parametrize("rows", [1, 70])
+@pytest.mark.parametrize("kind", CODES)
+def test_products_equal_the_dequantized_weights(kind: str, rows: int) -> None:
+    weight = CODES[kind].dequantize().to(DEVICE)
+    bias = random(len(weight), seed=3)
+    linear = triton_launch.pack_codes(CODES[kind], bias)
+    x = random(rows, weight.shape[1], seed=4)
+    expected = F.linear(x, weight, bias)
+    torch.testing.assert_close(linear(x), expected, atol=1e-4, rtol=1e-4)
+    out = random(rows, len(weight), seed=5)
+    total = out + expected
+    linear.add_to(out, x)
+    torch.testing.assert_close(out, total, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", NARROW_TYPES)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_narrow_activations(bits: Literal[4, 8], dtype: torch.dtype) -> None:
+    codes = quantize(torch.randn(48, 64, generator=torch.Generator().manual_seed(0)), bits)
+    x = random(9, 64, dtype=dtype)
+    close(triton_launch.pack_codes(codes, None)(x), F.linear(x, codes.dequantize().to(DEVICE, dtype)))
+
+
+@pytest.mark.parametrize("kind", CODES)
+def test_rows_come_back_exactly(kind: str) -> None:
+    linear = triton_launch.pack_codes(CODES[kind], None)
+    ids = torch.tensor([[4, 0], [3, 4]], device=DEVICE)
+    torch.testing.assert_close(linear.gather(ids), CODES[kind].dequantize().to(DEVICE)[ids])
+    assert linear.gather(ids[:0]).shape == (0, 2, CODES[kind].codes.shape[1])
+
+
+def test_codes_take_their_own_memory() -> None:
+    weight = codes_of(4, 64, 320)
+    assert triton_launch.pack_codes(weight, None).num_bytes == 64 * 320 // 2 + 2 * 4 * 64 * 10
+
+
+def test_codes_that_are_not_packed_are_named() -> None:
+    with pytest.raises(ValueError, match="48 inputs"):
+        triton_launch.pack_codes(codes_of(8, 8, 48, group_size=16), None)
+    with pytest.raises(ValueError, match="groups of 16"):
+        triton_launch.pack_codes(codes_of(4, 8, 64, group_size=16), None)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_float_products(bias: bool) -> None:
+    weight, b = random(24, 40), random(24, seed=1) if bias else None
+    linear, x, out = triton_launch.pack_linear(weight, b), random(3, 40, seed=2), random(3, 24, seed=3)
+    expected = F.linear(x, weight, b)
+    close(linear(x), expected)
+    total = out + expected
+    linear.add_to(out, x)
+    close(out, total)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gather_rows(dtype: torch.dtype) -> None:
+    table = random(50, 1100, dtype=dtype)[:, :1030]
+    ids = torch.tensor([49, 0, 7, 7], device=DEVICE)
+    assert torch.equal(gather.gather_rows(table, ids), gather_reference.gather_rows(table, ids))
+    assert gather.gather_rows(table, ids[:0]).shape == (0, 1030)
+    with pytest.raises(ValueError, match="int64"):
+        gather.gather_rows(table, ids.int())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 16, 64, 300])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_layers_of_a_real_size(bits: Literal[4, 8], rows: int) -> None:
+    codes = codes_of(bits, 4096, 14336)
+    x = random(rows, 14336, dtype=torch.bfloat16) / 100
+    close(triton_launch.pack_codes(codes, None)(x), F.linear(x, codes.dequantize().to(DEVICE, torch.bfloat16)))
