@@ -146,7 +146,7 @@ class GatewayMetrics:
                 self._metrics.counter(specs.GATEWAY_QUEUE_ENDED, **labels).inc(max(0, total - before))
         self._ended = ended
         for model, states in waiting.items():
-            requests, sizes, ages = zip(*states, strict=True)
+            requests, sizes, _, ages = zip(*states, strict=True)
             self._metrics.gauge(specs.GATEWAY_QUEUE_REQUESTS, model=model).set(sum(requests))
             self._metrics.gauge(specs.GATEWAY_QUEUE_BYTES, model=model).set(sum(sizes))
             self._metrics.gauge(specs.GATEWAY_QUEUE_OLDEST_SECONDS, model=model).set(max(ages))

@@ -52,6 +52,8 @@ class CatalogModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Overrides the bundle's template."""
     queue: QueueLimits | None = None
     """`None`: the gateway's own."""
+    wakes: bool = False
+    """Somebody starts an engine when requests wait: then they do, also while there is none."""
     endpoints: list[Endpoint] = []
 
 

@@ -1,26 +1,31 @@
-"""Length-prefixed frames: the answer stream of `/internal/generate` and the engine's state stream.
+"""Length-prefixed frames: answers of `/internal/generate`, the engine's state stream, the gateway's load stream.
 
 An answer frame is `u32 meta length | u32 payload length | meta (msgpack of FrameMeta) | payload`, a state frame is
-`u32 length | msgpack of StateFrame`; integers are little-endian. The payload is opaque: bytes for the client that a
-gateway passes on unread. Unknown keys of a newer peer's meta are ignored, missing ones take their defaults.
+`u32 length | msgpack of StateFrame`, a load frame `u32 length | msgpack of LoadFrame`; integers are little-endian. The
+payload is opaque: bytes for the client that a gateway passes on unread. Unknown keys of a newer peer's meta are
+ignored, missing ones take their defaults.
 
 Decoders take bytes in any chunking. They refuse lengths above fixed bounds before buffering anything, so a peer that
-speaks something else fails at once instead of filling memory. What the fields mean: `generate` and `state`.
+speaks something else fails at once instead of filling memory. What the fields mean: `generate`, `state` and `load`.
 """
 
 from __future__ import annotations
 
 import struct
+from typing import Generic, TypeVar
 
 import msgspec
 
 from pagemill_protocol.generate import FrameMeta
+from pagemill_protocol.load import LoadFrame
 from pagemill_protocol.state import StateFrame
 
 FRAMES_CONTENT_TYPE = "application/vnd.pagemill.frames"
 """Of `/internal/generate` answers."""
 STATE_CONTENT_TYPE = "application/vnd.pagemill.state"
 """Of `/internal/state` streams."""
+LOAD_CONTENT_TYPE = "application/vnd.pagemill.load"
+"""Of `/internal/load` streams of a gateway."""
 MSGPACK_CONTENT_TYPE = "application/vnd.msgpack"
 """Of a `GenerateRequest` on its way to the engine."""
 
@@ -32,12 +37,17 @@ MAX_PAYLOAD_BYTES = 256 * 1024 * 1024
 """A whole answer that is not streamed: 128 choices with log probabilities fit."""
 MAX_STATE_BYTES = 64 * 1024 * 1024
 """A snapshot of three million prefix granules."""
+MAX_LOAD_BYTES = 16 * 1024 * 1024
+"""Thousands of deployments of one gateway."""
 
 _FRAME_HEADER = struct.Struct("<II")
-_STATE_HEADER = struct.Struct("<I")
+_MESSAGE_HEADER = struct.Struct("<I")
 _encoder = msgspec.msgpack.Encoder()
 _meta_decoder = msgspec.msgpack.Decoder(FrameMeta)
 _state_decoder = msgspec.msgpack.Decoder(StateFrame)
+_load_decoder = msgspec.msgpack.Decoder(LoadFrame)
+
+Message = TypeVar("Message")
 
 
 class FrameError(Exception):
@@ -54,9 +64,18 @@ def encode_frame(meta: FrameMeta, payload: bytes = b"") -> bytes:
 
 def encode_state(state: StateFrame) -> bytes:
     """One state frame. Raises `FrameError` when it exceeds `MAX_STATE_BYTES`."""
-    encoded = _encoder.encode(state)
-    _check_size("state", len(encoded), MAX_STATE_BYTES)
-    return _STATE_HEADER.pack(len(encoded)) + encoded
+    return _encode_message("state", state, MAX_STATE_BYTES)
+
+
+def encode_load(load: LoadFrame) -> bytes:
+    """One load frame. Raises `FrameError` when it exceeds `MAX_LOAD_BYTES`."""
+    return _encode_message("load", load, MAX_LOAD_BYTES)
+
+
+def _encode_message(what: str, message: object, limit: int) -> bytes:
+    encoded = _encoder.encode(message)
+    _check_size(what, len(encoded), limit)
+    return _MESSAGE_HEADER.pack(len(encoded)) + encoded
 
 
 class _Buffer:
@@ -131,40 +150,60 @@ class FrameDecoder:
         return meta, buffer.take(payload_bytes)
 
 
-class StateDecoder:
-    """Splits a state stream into `StateFrame`s; one per connection."""
+class _MessageDecoder(Generic[Message]):
+    """Splits a stream of `u32 length | msgpack` into messages; one per connection."""
 
-    def __init__(self) -> None:
+    def __init__(self, what: str, decoder: msgspec.msgpack.Decoder[Message], limit: int) -> None:
+        self._what = what
+        self._decoder = decoder
+        self._limit = limit
         self._buffer = _Buffer()
         self._failed = False
 
-    def feed(self, data: bytes) -> list[StateFrame]:
-        """The state frames that `data` completes. Raises `FrameError` on garbage, now and on every later call."""
+    def feed(self, data: bytes) -> list[Message]:
+        """The messages that `data` completes. Raises `FrameError` on garbage, now and on every later call."""
         _refuse_failed(self._failed)
         self._buffer.append(data)
-        states: list[StateFrame] = []
+        messages: list[Message] = []
         try:
-            while (state := self._next()) is not None:
-                states.append(state)
+            while (message := self._next()) is not None:
+                messages.append(message)
         except FrameError:
             self._failed = True
             raise
-        return states
+        return messages
 
     def close(self) -> None:
         """The stream ended. Raises `FrameError` when it ended inside a frame."""
         _check_empty(self._buffer)
 
-    def _next(self) -> StateFrame | None:
+    def _next(self) -> Message | None:
         buffer = self._buffer
-        if len(buffer) < _STATE_HEADER.size:
+        if len(buffer) < _MESSAGE_HEADER.size:
             return None
-        (size,) = buffer.header(_STATE_HEADER)
-        _check_size("state", size, MAX_STATE_BYTES)
-        if len(buffer) < _STATE_HEADER.size + size:
+        (size,) = buffer.header(_MESSAGE_HEADER)
+        _check_size(self._what, size, self._limit)
+        if len(buffer) < _MESSAGE_HEADER.size + size:
             return None
-        buffer.skip(_STATE_HEADER.size)
-        return _decode_state(buffer.take(size))
+        buffer.skip(_MESSAGE_HEADER.size)
+        try:
+            return self._decoder.decode(buffer.take(size))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise FrameError(f"A {self._what} frame is not a {self._what.title()}Frame: {error}") from error
+
+
+class StateDecoder(_MessageDecoder[StateFrame]):
+    """Splits a state stream into `StateFrame`s; one per connection."""
+
+    def __init__(self) -> None:
+        super().__init__("state", _state_decoder, MAX_STATE_BYTES)
+
+
+class LoadDecoder(_MessageDecoder[LoadFrame]):
+    """Splits a load stream into `LoadFrame`s; one per connection."""
+
+    def __init__(self) -> None:
+        super().__init__("load", _load_decoder, MAX_LOAD_BYTES)
 
 
 def _decode_meta(data: bytes) -> FrameMeta:
@@ -172,13 +211,6 @@ def _decode_meta(data: bytes) -> FrameMeta:
         return _meta_decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FrameError(f"A frame's meta is not a FrameMeta: {error}") from error
-
-
-def _decode_state(data: bytes) -> StateFrame:
-    try:
-        return _state_decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise FrameError(f"A state frame is not a StateFrame: {error}") from error
 
 
 def _check_size(what: str, size: int, limit: int) -> None:

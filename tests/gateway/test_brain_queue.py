@@ -340,9 +340,11 @@ async def test_requests_wait_in_the_same_queue_while_the_only_pod_is_gone() -> N
     )
     await settle()
     world.clock.now += 4
-    assert world.brain.queues.state("default/d") == (2, 100, 4.0)
+    state = world.brain.queues.state("default/d")
+    assert (state.num_requests, state.num_bytes, state.oldest_age_s) == (2, 100, 4.0)
     (load,) = world.brain.load()
-    assert (load.queued, load.queued_bytes, load.queued_oldest_s, load.ready) == (2, 100, 4.0, 0)
+    queue = load.queue
+    assert (queue.num_requests, queue.num_bytes, queue.oldest_s, load.pods.ready) == (2, 100, 4.0, 0)
     pod = world.pods["a"]
     world.brain.observe("a", pod.frame(snapshot=True))
     found = await finding

@@ -89,6 +89,14 @@ def test_the_queue_is_the_resources_in_bytes_and_seconds() -> None:
     assert model.queue == QueueLimits(max_requests=5, max_bytes=3 * 2**19, timeout_s=90.0)
 
 
+@pytest.mark.parametrize(
+    ("autoscaling", "wakes"), [(None, False), ({"mode": "Active"}, True), ({}, True), ({"mode": "External"}, False)]
+)
+def test_requests_wait_for_an_engine_where_somebody_starts_one(autoscaling: Any, wakes: bool) -> None:
+    (model,) = build_catalog([llmd("chat", autoscaling=autoscaling)], [], KEYS).models
+    assert model.wakes is wakes
+
+
 @pytest.mark.parametrize("queue", [None, {"maxBytes": "much"}, {"timeout": "soon"}, {"maxRequests": -1}])
 def test_a_queue_that_says_nothing_usable_is_the_gateways_own(queue: dict[str, Any] | None) -> None:
     (model,) = build_catalog([llmd("chat", routing={"queue": queue})], [], KEYS).models

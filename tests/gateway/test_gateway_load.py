@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import pytest
+from load_stream import load_frames
+
 from pagemill_gateway.brain.load import measure_load
 from pagemill_gateway.brain.queues import Queues
 from pagemill_gateway.brain.registry import Registry
-from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
-from pagemill_protocol.state import EngineLoad, StateFrame
-
-
-def nobody_waits() -> Queues:
-    return Queues(lambda: 0.0, lambda _: True)
+from pagemill_gateway.brain.traffic import Traffic
+from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint, QueueLimits
+from pagemill_protocol.load import DeploymentLoad
+from pagemill_protocol.state import EngineLoad, StateFrame, StepTimeParams
 
 
 def registry_with(*loads: EngineLoad | None) -> Registry:
@@ -28,26 +28,45 @@ def registry_with(*loads: EngineLoad | None) -> Registry:
     registry.apply(Catalog(models=[CatalogModel(namespace="ns", deployment="d", name="m", endpoints=endpoints)]), 0.0)
     for index, load in enumerate(loads):
         if load is not None:
-            frame = StateFrame(sequence=1, snapshot=True, max_model_len=10, load=load)
+            step_time = StepTimeParams(num_steps_observed=index)
+            frame = StateFrame(sequence=1, snapshot=True, max_model_len=10, load=load, step_time=step_time)
             registry.endpoints[str(index)].reports.accept(frame, 0, 100.0 + index)
     return registry
 
 
+def measured(registry: Registry, now: float) -> DeploymentLoad:
+    (load,) = measure_load(registry, Queues(lambda: 0.0, lambda _: True), Traffic(lambda: now), now)
+    return load
+
+
 def test_loads_of_all_engines_are_added_up() -> None:
     one = EngineLoad(num_blocks_total=100, num_blocks_active=50, num_requests_running=2, num_requests_waiting=1)
-    two = EngineLoad(num_blocks_total=300, num_blocks_active=50, num_requests_running=3)
-    (load,) = measure_load(registry_with(one, two, None), nobody_waits(), now=102.0)
-    assert (load.namespace, load.name, load.ready) == ("ns", "d", 2)
-    assert (load.kv_cache_usage, load.running, load.waiting) == (0.25, 5, 1)
-    assert load.age_s == 2.0
+    two = EngineLoad(num_blocks_total=300, num_blocks_active=50, num_requests_running=3, num_blocks_evictable=200)
+    load = measured(registry_with(one, two, None), now=102.0)
+    engines = load.engines
+    assert (load.key, load.pods.ready, load.pods.loading) == ("ns/d", 2, 1)
+    assert (engines.num_blocks_active, engines.num_blocks_total) == (100, 400), "cached blocks are not active"
+    assert (engines.num_requests_running, engines.num_requests_waiting) == (5, 1)
+    assert (engines.truth, engines.age_s, engines.num_reporting) == ("value", 2.0, 2)
+    assert engines.step_time.num_steps_observed == 1
 
 
-def test_old_reports_do_not_count() -> None:
-    one, two = EngineLoad(num_blocks_total=10, num_blocks_active=10), EngineLoad(num_blocks_total=10)
-    (load,) = measure_load(registry_with(one, two), nobody_waits(), now=103.5)
-    assert (load.kv_cache_usage, load.age_s) == (0.0, 2.5)
-    (load,) = measure_load(registry_with(one, two), nobody_waits(), now=200.0)
-    assert (load.kv_cache_usage, load.running, load.age_s) == (None, 0, None)
+@pytest.mark.parametrize(
+    ("now", "truth", "num_reporting"), [(101.5, "value", 2), (103.5, "stale", 1), (200, "stale", 0)]
+)
+def test_old_reports_do_not_count_and_are_no_zero(now: float, truth: str, num_reporting: int) -> None:
+    load = EngineLoad(num_blocks_total=10, num_blocks_active=10)
+    engines = measured(registry_with(load, load), now).engines
+    assert (engines.truth, engines.num_reporting, engines.num_blocks_total) == (
+        truth,
+        num_reporting,
+        10 * num_reporting,
+    )
+
+
+def test_an_engine_that_never_spoke_is_unknown_and_none_at_all_is_a_zero() -> None:
+    assert measured(registry_with(None), 100.0).engines.truth == "unknown"
+    assert measured(registry_with(), 100.0).engines.truth == "value"
 
 
 @asynccontextmanager
@@ -57,23 +76,71 @@ async def reading(gateway: Any, token: str) -> AsyncIterator[Any]:
         yield response
 
 
-async def line_of(response: Any) -> Any:
-    async with asyncio.timeout(5):
-        (entry,) = json.loads(await response.content.readline())["deployments"]
-        return entry
+async def ask(gateway: Any) -> Any:
+    """A stream that has begun."""
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "stream": True}
+    return await gateway.session.post(gateway.url + "/v1/chat/completions", json=body)
 
 
-async def test_changes_are_told_as_they_happen(engines, gateways) -> None:
+async def test_changes_are_told_as_they_happen(engines, gateways, fake) -> None:
     gateway = await gateways(*engines[:2], control_token="t0ken")
     async with reading(gateway, "t0ken") as response:
         assert response.status == 200
-        first = await line_of(response)
-        assert (first["namespace"], first["name"], first["ready"]) == ("default", "d", 2)
-        assert first["kv_cache_usage"] is None
-        load = EngineLoad(num_blocks_total=10, num_blocks_active=5, num_requests_running=4)
-        await engines[0].push_state(load=load)
-        second = await line_of(response)
-        assert (second["kv_cache_usage"], second["running"]) == (0.5, 4)
+        frames = load_frames(response)
+        first = await anext(frames)
+        (load,) = first.deployments
+        assert (load.key, load.pods.ready, load.engines.num_blocks_total) == ("default/d", 2, 0)
+        await engines[0].push_state(load=EngineLoad(num_blocks_total=10, num_blocks_active=5, num_requests_running=4))
+        number = first.sequence
+        while not load.engines.num_blocks_total:
+            frame = await anext(frames)
+            (load,) = frame.deployments
+            assert frame.sequence == number + 1
+            number = frame.sequence
+        assert (load.engines.num_blocks_active, load.engines.num_requests_running) == (5, 4)
+
+
+async def test_requests_are_told_with_their_rate_their_latency_and_their_lengths(engines, gateways, fake) -> None:
+    gateway = await gateways(engines[0], control_token="t0ken")
+    for stream in (True, True, False):
+        assert (await gateway.chat(stream=stream)).status == 200
+    async with reading(gateway, "t0ken") as response:
+        (load,) = (await anext(load_frames(response))).deployments
+    assert load.arrivals.requests_per_s * load.arrivals.window_s == pytest.approx(3, abs=0.1)
+    assert load.arrivals.tokens_per_s > 0
+    assert load.latencies.ttft_ms.total == 2, "of streams alone"
+    assert load.lengths.output.total == 3
+
+
+async def test_somebody_who_waits_for_an_engine_is_told_at_once_and_served_when_it_comes(
+    engines, gateways, fake
+) -> None:
+    await engines[0].kill()
+    queue = QueueLimits(max_requests=10, max_bytes=10**6, timeout_s=60.0)
+    nobody = fake.catalog_of(wakes=True, queue=queue)
+    gateway = await gateways(catalog=nobody, control_token="t0ken", keep_alive_interval_s=0.05)
+    async with reading(gateway, "t0ken") as response:
+        frames = load_frames(response)
+        (load,) = (await anext(frames)).deployments
+        assert (load.engines.truth, load.queue.num_requests) == ("value", 0)
+        waiting = asyncio.create_task(ask(gateway))
+        while not load.queue.needs_engine:
+            (load,) = (await anext(frames)).deployments
+        assert load.queue.num_requests == 1
+        assert load.queue.num_tokens > 0, "a third of its bytes"
+    answer = await waiting
+    assert await answer.content.readline() == b": waiting\n"
+    await engines[0].start()
+    gateway.gateway.apply_catalog(fake.catalog_of(engines[0], wakes=True, queue=queue))
+    assert (await answer.read()).endswith(b"data: [DONE]\n\n")
+
+
+async def test_nobody_waits_for_ever_for_an_engine_that_does_not_come(engines, gateways, fake) -> None:
+    queue = QueueLimits(max_requests=10, max_bytes=10**6, timeout_s=0.2)
+    gateway = await gateways(catalog=fake.catalog_of(wakes=True, queue=queue))
+    reply = await gateway.chat()
+    assert reply.status == 503
+    assert "retry-after" in reply.headers
 
 
 async def test_only_the_control_token_opens_it(engines, gateways) -> None:
@@ -85,8 +152,8 @@ async def test_only_the_control_token_opens_it(engines, gateways) -> None:
 async def test_the_stream_ends_with_the_gateway(engines, gateways) -> None:
     gateway = await gateways(engines[0], control_token="t0ken")
     async with reading(gateway, "t0ken") as response:
-        await line_of(response)
+        await response.content.readany()
         gateway.gateway.closing.set()
         async with asyncio.timeout(5):
-            while await response.content.readline():
+            while await response.content.readany():
                 pass

@@ -9,8 +9,10 @@ from typing import Any
 
 import openai
 import pytest
+from load_stream import load_frames
 
 from pagemill_protocol.catalog import QueueLimits
+from pagemill_protocol.load import QueueLoad
 
 DEPLOYMENT = "default/d"
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
@@ -200,13 +202,15 @@ async def test_the_operator_hears_of_a_queue_at_once_and_metrics_and_status_show
     first, release = await busy(gateway, engines[0], fake)
     headers = {"Authorization": "Bearer t0ken"}
     async with gateway.session.get(gateway.control_url + "/internal/load", headers=headers) as response:
-        line = json.loads(await response.content.readline())["deployments"][0]
-        assert (line["queued"], line["queued_bytes"], line["queued_oldest_s"]) == (0, 0, None)
+        frames = load_frames(response)
+        load = (await anext(frames)).deployments[0]
+        assert load.queue == QueueLoad()
         waiting = asyncio.create_task(gateway.chat())
-        while not line["queued"]:
-            line = json.loads(await response.content.readline())["deployments"][0]
-        assert line["queued_bytes"] > 0
-        assert line["queued_oldest_s"] >= 0
+        while not load.queue.num_requests:
+            load = (await anext(frames)).deployments[0]
+        assert load.queue.num_bytes > 0
+        assert load.queue.oldest_s >= 0
+        assert not load.queue.needs_engine
     status = (await gateway.get("/status", control=True)).json["models"][0]
     assert status["queue"]["num_requests"] == 1
     text = (await gateway.get("/metrics", control=True)).raw.decode()

@@ -112,3 +112,10 @@ async def test_what_is_remembered_is_bounded(recorder: EventRecorder) -> None:
     for number in range(MAX_KINDS + 10):
         await recorder.record(OWNER, "Warning", f"Reason{number}", "m")
     assert len(recorder._series) == MAX_KINDS
+
+
+async def test_every_decision_is_an_event_of_its_own(recorder: EventRecorder, api: FakeEvents) -> None:
+    for message in ("from 1 to 3 replicas", "from 3 to 5 replicas", "from 3 to 5 replicas"):
+        await recorder.record(OWNER, "Normal", "Scaled", message)
+    assert [event["message"] for event in api.events.values()] == ["from 1 to 3 replicas", "from 3 to 5 replicas"]
+    assert {event["reason"] for event in api.events.values()} == {"Scaled"}

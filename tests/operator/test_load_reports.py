@@ -1,15 +1,28 @@
-"""What several gateways report of one deployment becomes one load."""
+"""What several gateways tell of one deployment: shown as one load, and merged into the signals of the autoscaler."""
 
 from __future__ import annotations
 
+import math
 from datetime import UTC, datetime
+from typing import Any
 
-import msgspec
 import pytest
 from hand_clock import Clock
 
-from pagemill_operator.backends.kubernetes.snapshot import Load
-from pagemill_operator.controller.load_stream import DeploymentLoad, LoadBook, Report, display_wait_s
+from pagemill_operator.autoscaler.signals import Fleet, Signals, merge
+from pagemill_operator.controller.load_stream import display_wait_s
+from pagemill_operator.load.book import LoadBook, Summary
+from pagemill_protocol.histogram import histogram_of
+from pagemill_protocol.load import (
+    Arrivals,
+    DeploymentLoad,
+    EnginesLoad,
+    Latencies,
+    Lengths,
+    LoadFrame,
+    PodsSeen,
+    QueueLoad,
+)
 
 KEY = "default/chat"
 
@@ -24,64 +37,134 @@ def book(clock: Clock) -> LoadBook:
     return LoadBook(clock)
 
 
-def report(running: int, *, age_s: float | None = 0.0, ready: int = 1, usage: float | None = 0.5) -> Report:
-    load = DeploymentLoad("default", "chat", kv_cache_usage=usage, running=running, ready=ready, age_s=age_s)
-    return Report([load])
+def frame(running: int = 2, *, age_s: float = 0.0, ready: int = 1, queued: int = 0, **fields: Any) -> LoadFrame:
+    engines = EnginesLoad(
+        truth="value",
+        age_s=age_s,
+        num_reporting=ready,
+        num_blocks_total=100,
+        num_blocks_active=50,
+        num_requests_running=running,
+        num_requests_waiting=1,
+    )
+    known = {"engines": engines, "pods": PodsSeen(ready=ready), "queue": QueueLoad(num_requests=queued)}
+    return LoadFrame(sequence=1, deployments=[DeploymentLoad(namespace="default", name="chat", **(known | fields))])
+
+
+def signals(book: LoadBook, *, ready: int = 1, num_gateways: int = 1) -> Signals:
+    return merge(book.views(KEY), Fleet(wanted=1, ready=ready), num_gateways=num_gateways, at_s=0.0)
 
 
 def test_nobody_heard_is_not_zero(book: LoadBook) -> None:
-    assert book.load(KEY) is None
-    book.report("g1", Report([]))
-    assert book.load(KEY) is None
+    assert book.summary(KEY) is None
+    book.hear("g1", LoadFrame(sequence=0))
+    assert book.summary(KEY) is None
+    assert signals(book).engines.truth == "unknown"
+    assert not signals(book).is_whole
 
 
 def test_gateways_see_the_same_engines_so_the_freshest_counts(book: LoadBook, clock: Clock) -> None:
-    book.report("g1", report(7, age_s=0.1, ready=1))
-    book.report("g2", report(5, age_s=3.0, ready=2))
-    assert book.load(KEY) == Load(kv_cache_usage=0.5, running=7, waiting=0, ready=2)
+    book.hear("g1", frame(7, age_s=0.1))
+    book.hear("g2", frame(5, age_s=3.0))
+    assert book.summary(KEY) == Summary(kv_cache_usage=0.5, running=7, waiting=1, ready=1)
+    assert signals(book, num_gateways=2).engines.num_requests_running == 7
     clock.now += 4
-    book.report("g2", report(6, age_s=0.0))
-    load = book.load(KEY)
-    assert load is not None
-    assert load.running == 6
+    book.hear("g2", frame(6))
+    assert signals(book, num_gateways=2).engines.num_requests_running == 6
+    summary = book.summary(KEY)
+    assert summary is not None
+    assert summary.running == 6
 
 
-def test_requests_in_the_queues_of_gateways_add_up(book: LoadBook) -> None:
-    for gateway, queued in (("g1", 3), ("g2", 4)):
-        load = DeploymentLoad("default", "chat", running=2, waiting=1, ready=1, age_s=0.0, queued=queued)
-        assert book.report(gateway, Report([load])) == {KEY}
-    load = book.load(KEY)
-    assert load is not None
-    assert load.waiting == 1 + 3 + 4
+def test_who_hears_more_engines_is_believed_before_who_is_fresher(book: LoadBook) -> None:
+    book.hear("g1", frame(9, age_s=1.0, ready=2))
+    book.hear("g2", frame(4, age_s=0.0, ready=1))
+    assert signals(book, ready=2).engines.num_requests_running == 9
+
+
+def test_engines_that_are_ready_and_unheard_make_the_sums_stale(book: LoadBook) -> None:
+    book.hear("g1", frame(ready=2))
+    assert signals(book, ready=2).engines.truth == "value"
+    assert signals(book, ready=3).engines.truth == "stale"
+    book.hear("g1", frame(engines=EnginesLoad(truth="value"), ready=0))
+    assert signals(book, ready=0).engines.truth == "value"
+    assert signals(book, ready=1).engines.truth == "unknown"
+
+
+def test_what_is_each_gateways_own_adds_up(book: LoadBook) -> None:
+    for number, gateway in enumerate(("g1", "g2"), start=1):
+        fields = {
+            "queue": QueueLoad(num_requests=3, num_tokens=30, oldest_s=float(number)),
+            "arrivals": Arrivals(
+                truth="value", window_s=60.0 * number, requests_per_s=2.0, burst_requests_per_s=1.0, idle_s=9.0 * number
+            ),
+            "latencies": Latencies(truth="value", ttft_ms=histogram_of([10.0 * number])),
+            "lengths": Lengths(truth="value", prompt=histogram_of([100.0])),
+        }
+        assert book.hear(gateway, frame(**fields)) == {KEY}
+    seen = signals(book, num_gateways=2)
+    assert (seen.queue.num_requests, seen.queue.num_tokens, seen.queue.oldest_s) == (6, 60, 2.0)
+    assert (seen.arrivals.requests_per_s, seen.arrivals.idle_s, seen.arrivals.window_s) == (4.0, 9.0, 60.0)
+    assert (seen.latencies.ttft_ms.total, seen.lengths.prompt.total) == (2, 2)
+    assert (seen.num_waiting, seen.num_requests) == (1 + 6, 2 + 1 + 6)
+    summary = book.summary(KEY)
+    assert summary is not None
+    assert summary.waiting == 1 + 6
+    assert seen.is_whole
     book.lost("g2")
-    load = book.load(KEY)
-    assert load is not None
-    assert load.waiting == 1 + 3
+    assert not signals(book, num_gateways=2).is_whole
+    assert signals(book).queue.num_requests == 3
+
+
+@pytest.mark.parametrize(
+    "arrivals",
+    [
+        Arrivals(),
+        Arrivals(truth="value", requests_per_s=math.nan),
+        Arrivals(truth="value", idle_s=math.inf),
+        Arrivals(truth="value", burst_requests_per_s=-1.0),
+    ],
+)
+def test_a_rate_that_one_does_not_know_is_nobodys(book: LoadBook, arrivals: Arrivals) -> None:
+    book.hear("g1", frame(arrivals=Arrivals(truth="value", requests_per_s=1.0)))
+    book.hear("g2", frame(arrivals=arrivals))
+    assert signals(book).arrivals.truth == "unknown"
+
+
+@pytest.mark.parametrize("fields", [{"num_blocks_active": -1}, {"num_requests_running": -5}, {"age_s": math.nan}])
+def test_counts_that_cannot_be_are_unknown(book: LoadBook, fields: dict[str, Any]) -> None:
+    book.hear("g1", frame(engines=EnginesLoad(truth="value", num_reporting=1, **fields)))
+    assert signals(book).engines.truth in ("unknown", "value")
+    assert signals(book).num_requests >= 0
+    if "age_s" not in fields:
+        assert signals(book).engines.truth == "unknown"
 
 
 def test_a_gateway_that_is_lost_says_nothing_any_more(book: LoadBook) -> None:
-    book.report("g1", report(7))
+    book.hear("g1", frame(7))
     book.lost("g1")
-    assert book.load(KEY) is None
+    assert book.summary(KEY) is None
 
 
 def test_only_what_changed_is_told(book: LoadBook) -> None:
-    assert book.report("g1", report(7)) == {KEY}
-    assert book.report("g1", report(7, age_s=1.0)) == set()
-    assert book.report("g1", report(8)) == {KEY}
+    assert book.hear("g1", frame(7)) == {KEY}
+    assert book.hear("g1", frame(7, age_s=1.0)) == set()
+    assert book.hear("g1", frame(8)) == {KEY}
 
 
-@pytest.mark.parametrize(("reported", "shown"), [(1.5, 1.0), (-0.1, 0.0), (None, None)])
-def test_a_share_is_a_share(book: LoadBook, reported: float | None, shown: float | None) -> None:
-    book.report("g1", report(1, usage=reported))
-    load = book.load(KEY)
-    assert load is not None
-    assert load.kv_cache_usage == shown
+def test_who_needs_an_engine_is_known(book: LoadBook) -> None:
+    book.hear("g1", frame())
+    assert not book.needs_engine(KEY)
+    book.hear("g2", frame(queue=QueueLoad(num_requests=1, needs_engine=True)))
+    assert book.needs_engine(KEY)
 
 
-def test_fields_of_a_newer_gateway_are_ignored() -> None:
-    line = b'{"deployments":[{"namespace":"a","name":"b","kv_cache_usage":null,"running":1,"later":2}],"more":1}'
-    assert msgspec.json.decode(line, type=Report).deployments == [DeploymentLoad("a", "b", running=1)]
+@pytest.mark.parametrize(("active", "shown"), [(150, 1.0), (-10, 0.0), (50, 0.5)])
+def test_a_share_is_a_share(book: LoadBook, active: int, shown: float) -> None:
+    book.hear("g1", frame(engines=EnginesLoad(truth="value", num_blocks_total=100, num_blocks_active=active)))
+    summary = book.summary(KEY)
+    assert summary is not None
+    assert summary.kv_cache_usage == shown
 
 
 @pytest.mark.parametrize(

@@ -209,8 +209,6 @@ def test_the_queue_is_planned_in_bytes_and_seconds(deployment: Make) -> None:
 @pytest.mark.parametrize(
     ("changes", "field", "local_only"),
     [
-        ({"autoscaling": {"maxReplicas": 2}}, "spec.autoscaling", False),
-        ({"autoscaling": {"mode": "Advisory", "maxReplicas": 2, "warm": 1}}, "spec.autoscaling", False),
         ({"autoscaling": {"mode": "External", "maxReplicas": 2}}, "spec.autoscaling", True),
         ({"cost__gpuHour": 2.5}, "spec.cost.gpuHour", False),
     ],
@@ -263,7 +261,9 @@ def test_a_name_is_shared_when_both_set_a_weight(deployment: Make) -> None:
         (None, 3, 3),
         ({"maxReplicas": 2}, 3, 2),
         ({"maxReplicas": 9, "minReplicas": 4}, 1, 4),
-        ({"maxReplicas": 9, "minReplicas": 0}, 0, 1),
+        ({"maxReplicas": 9, "minReplicas": 0}, 0, 0),
+        ({"maxReplicas": 9, "minReplicas": 0}, 2, 2),
+        ({"maxReplicas": 9, "warm": 3}, 1, 3),
         ({"maxReplicas": 2, "mode": "Advisory"}, 3, 3),
         ({"maxReplicas": 2, "mode": "External"}, 0, 0),
     ],

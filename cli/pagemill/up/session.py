@@ -169,7 +169,8 @@ class Session:
 
     def _finding(self, plan: Plan, condition: str) -> Finding:
         observation = self._backend.observe(plan.key)
-        if plan.replicas == 0 and observation.gateway_ready:
+        wanted = observation.plan.replicas if observation.plan is not None else plan.replicas
+        if wanted == 0 and observation.gateway_ready:
             return Finding(condition, "True", "ScaledToZero", "no replica is wanted")
         return {finding.type: finding for finding in find_conditions(observation)}[condition]
 
@@ -275,10 +276,11 @@ class Session:
         return " | ".join([*parts, f"{tokens_per_s:.0f} tok/s"])
 
     def _replicas_text(self, plan: Plan) -> str:
-        ready = len(self._backend.observe(plan.key).ready())
+        observation = self._backend.observe(plan.key)
+        ready, wanted = len(observation.ready()), (observation.plan or plan).replicas
         finding = self._finding(plan, "Ready")
         why = "" if finding.status == "True" else f" ({finding.message})"
-        return f"{plan.name} {ready}/{plan.replicas} ready{why}"
+        return f"{plan.name} {ready}/{wanted} ready{why}"
 
 
 def _notes(loaded: Sequence[Loaded]) -> Iterator[str]:

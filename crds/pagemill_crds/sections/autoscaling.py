@@ -16,9 +16,9 @@ class Targets(Section):
     """Load per replica at which one more is added."""
 
     kv_cache_usage: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Share of the KV cache in use, such as 0.8."""
+    """Share of the KV cache that running and waiting requests take, such as 0.8."""
     queue_depth: Annotated[int, Field(ge=0, le=100_000)] | None = None
-    """Requests waiting per replica."""
+    """Requests waiting per replica, in engines and gateways together."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -63,7 +63,10 @@ class ScalingRules(Section):
     """Limits of one direction; the names and meaning of HorizontalPodAutoscaler."""
 
     stabilization_window_seconds: Annotated[int, Field(ge=0, le=3600)] | None = None
-    """Seconds over which the most cautious recommendation wins."""
+    """
+    Seconds over which the most cautious recommendation wins. Without it 0 upwards; 300 downwards, more where replicas
+    that were removed were soon needed again.
+    """
     select_policy: Literal["Max", "Min", "Disabled"] = "Max"
     """Which policy wins; `Disabled` forbids the direction."""
     policies: Annotated[list[ScalingPolicy], Field(max_length=8)] = Field(default_factory=list)
@@ -94,11 +97,11 @@ class AutoscalingSection(Section):
     warm: Annotated[int, Field(ge=0, le=MAX_REPLICAS)] = 0
     """Replicas kept ready beyond the demand."""
     targets: Targets | None = None
-    """Load per replica at which one more is added."""
+    """Load per replica at which one more is added; without targets and slo `kvCacheUsage` 0.8 and `queueDepth` 2."""
     slo: SLO | None = None
-    """Latency that requests should meet."""
+    """Latency that requests should meet: the fewest replicas that are predicted to."""
     scale_to_zero_after: Duration | None = None
-    """Time without any request after which the last replica goes."""
+    """Time without any request after which the last replica goes; 5 minutes when `minReplicas` is 0."""
     behavior: Behavior | None = None
     """How fast replicas are added and removed."""
 

@@ -20,11 +20,12 @@ from pagemill_gateway.brain.interface import (
     Ask,
     Choice,
     Claim,
+    Experience,
     FailureKind,
     Served,
     Target,
 )
-from pagemill_gateway.brain.load import DeploymentLoad, measure_load
+from pagemill_gateway.brain.load import measure_load
 from pagemill_gateway.brain.news import News
 from pagemill_gateway.brain.orders import Order, Sent, make_order
 from pagemill_gateway.brain.outage import Outage
@@ -33,10 +34,12 @@ from pagemill_gateway.brain.queues import Queues
 from pagemill_gateway.brain.recovery import Recovery
 from pagemill_gateway.brain.registry import Deployment, EndpointRecord, Registry
 from pagemill_gateway.brain.room import has_room
+from pagemill_gateway.brain.traffic import Traffic
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.routing.policies import Policies
 from pagemill_protocol.catalog import Catalog, QueueLimits
 from pagemill_protocol.errors import PagemillError, unavailable
+from pagemill_protocol.load import DeploymentLoad
 from pagemill_protocol.state import StateFrame
 
 
@@ -62,6 +65,7 @@ class LocalBrain:
         # the replacement may not be known here yet.
         self._keeps_terminating = config.discovery == "kubernetes"
         self.news = News()
+        self.traffic = Traffic(clock)
         self.queues = Queues(clock, self._is_serving)
         self._queue_limits = config.queue
         self.registry = Registry(
@@ -81,6 +85,7 @@ class LocalBrain:
         for endpoint_id, record in known.items():
             if self.registry.endpoints.get(endpoint_id) is not record:
                 self.placement.forget(endpoint_id)
+        self.traffic.keep(set(self.registry.deployments))
         self._announce()
         self.queues.forget(before - self.registry.deployments.keys())
 
@@ -199,6 +204,8 @@ class LocalBrain:
         self._recovery.admit(key, again, failed_at, self._clock())
         order = make_order(self.registry.deployments.get(key), target, tried, ask, claim, again)
         outage = Outage()
+        if again is None and not (claim.paid or claim.num_refusals or tried):
+            self.traffic.arrived(key, ask.num_prompt_tokens, claim.arrived_at)
         if claim.num_refusals <= MAX_REROUTES and self.queues.is_empty(key):
             choice = self._place(order, outage)
             if choice is not None:
@@ -260,6 +267,9 @@ class LocalBrain:
         self._recovery.failed(record, choice.decision, kind, self._num_decisions, now)
         self.queues.pump(record.deployment)
 
+    def experienced(self, experience: Experience) -> None:
+        self.traffic.experienced(experience)
+
     # What status and metrics read.
 
     def state_age_s(self, record: EndpointRecord) -> float | None:
@@ -271,8 +281,8 @@ class LocalBrain:
         return record.load_elsewhere(self._clock())
 
     def load(self) -> list[DeploymentLoad]:
-        """What all engines of each deployment say together."""
-        return measure_load(self.registry, self.queues, self._clock())
+        """What the operator is told of each deployment."""
+        return measure_load(self.registry, self.queues, self.traffic, self._clock())
 
     def phase(self, record: EndpointRecord) -> str:
         """One word: draining, starting, ejected, stale or ready; the first that is true."""
@@ -354,6 +364,8 @@ class LocalBrain:
 
     def _outage_left_s(self, deployment: Deployment) -> float:
         """How much longer requests may wait for an engine: one that was lost a moment ago, or is known to be ready."""
+        if deployment.model.wakes:
+            return self._limits(deployment.key).timeout_s
         if any(record.expected for record in deployment.records):
             return self._outage_wait_s
         if deployment.last_served_at is None:

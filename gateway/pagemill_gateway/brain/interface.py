@@ -137,6 +137,20 @@ class Choice(NamedTuple):
     """How long the request waited for room; 0: it did not."""
 
 
+class Experience(NamedTuple):
+    """How one client request fared that came to its own end, as its client saw it."""
+
+    deployment: str
+    """`namespace/deployment`."""
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    ttft_ms: float | None = None
+    """From its arrival, waits included; only of streams."""
+    tpot_ms: float | None = None
+    """Per token after the first; only of streams."""
+
+
 class Brain(Protocol):
     def resolve(self, model: str) -> Target:
         """The deployment that takes a request for the name or alias `model`.
@@ -183,4 +197,8 @@ class Brain(Protocol):
 
     def failed(self, choice: Choice, kind: FailureKind) -> None:
         """The endpoint did not serve the request."""
+        ...
+
+    def experienced(self, experience: Experience) -> None:
+        """A client request is over, with all its engine requests."""
         ...

@@ -1,4 +1,7 @@
-"""What all engines of a deployment say together: the operator's view, without the detail that routing needs. Pure."""
+"""What this gateway tells the operator of each deployment (`pagemill_protocol.load`). Pure.
+
+All engines together, without the detail that routing needs; this gateway's own queue, arrivals and latencies.
+"""
 
 from __future__ import annotations
 
@@ -6,60 +9,93 @@ import msgspec
 
 from pagemill_gateway.brain.queues import Queues, QueueState
 from pagemill_gateway.brain.registry import Deployment, EndpointRecord, Registry
+from pagemill_gateway.brain.traffic import Traffic
+from pagemill_protocol.load import Arrivals, DeploymentLoad, EnginesLoad, PodsSeen, QueueLoad
+from pagemill_protocol.state import StateFrame
 
-RESOLUTION = 1000
-"""Of the KV cache usage: smaller changes are no news."""
-
-
-class DeploymentLoad(msgspec.Struct, frozen=True):
-    namespace: str
-    name: str
-    kv_cache_usage: float | None
-    """Blocks of running requests, as share of all blocks; `None` while no engine reports."""
-    running: int
-    waiting: int
-    ready: int
-    """Engines that take requests."""
-    age_s: float | None
-    """Of the oldest report in here."""
-    queued: int = 0
-    """Requests that wait in this gateway; unlike the rest, other gateways know nothing of them."""
-    queued_bytes: int = 0
-    queued_oldest_s: float | None = None
-    """How long the one that waits longest has been here."""
-
-    def same_but_older(self, other: DeploymentLoad) -> bool:
-        return self._ageless() == other._ageless()
-
-    def _ageless(self) -> DeploymentLoad:
-        return msgspec.structs.replace(self, age_s=None, queued_oldest_s=None)
+BYTES_PER_TOKEN = 3
+"""Of request bodies that wait before anything is known of how they are tokenized."""
 
 
-def measure_load(registry: Registry, queues: Queues, now: float) -> list[DeploymentLoad]:
+def measure_load(registry: Registry, queues: Queues, traffic: Traffic, now: float) -> list[DeploymentLoad]:
     """One entry per deployment. Reports that are no longer believed do not count."""
-    deployments = registry.deployments.values()
-    return [_of_deployment(deployment, queues.state(deployment.key), now) for deployment in deployments]
+    return [
+        _of_deployment(deployment, queues.state(deployment.key), traffic, now)
+        for deployment in registry.deployments.values()
+    ]
 
 
-def _of_deployment(deployment: Deployment, queue: QueueState, now: float) -> DeploymentLoad:
-    reporting = [record for record in deployment.records if record.reports.fresh(now) and record.max_model_len > 0]
-    loads = [record.reports.latest.load for record in reporting if record.reports.latest is not None]
-    total = sum(load.num_blocks_total for load in loads)
-    active = sum(load.num_blocks_active for load in loads)
-    ages = [age for record in reporting if (age := record.reports.age_s(now)) is not None]
-    return DeploymentLoad(
-        namespace=deployment.model.namespace,
-        name=deployment.model.deployment,
-        kv_cache_usage=round(active / total * RESOLUTION) / RESOLUTION if total else None,
-        running=sum(load.num_requests_running for load in loads),
-        waiting=sum(load.num_requests_waiting for load in loads),
-        ready=sum(_takes_requests(record) for record in deployment.records),
-        age_s=round(max(ages), 3) if ages else None,
-        queued=queue.num_requests,
-        queued_bytes=queue.num_bytes,
-        queued_oldest_s=round(queue.oldest_age_s, 3) if queue.num_requests else None,
+def same_but_older(load: DeploymentLoad, told: DeploymentLoad) -> bool:
+    """Whether it would be no news: rates and ages change all the time."""
+    return _ageless(load) == _ageless(told)
+
+
+def _ageless(load: DeploymentLoad) -> DeploymentLoad:
+    return msgspec.structs.replace(
+        load,
+        engines=msgspec.structs.replace(load.engines, age_s=0.0),
+        queue=msgspec.structs.replace(load.queue, oldest_s=None),
+        arrivals=Arrivals(),
     )
 
 
-def _takes_requests(record: EndpointRecord) -> bool:
-    return record.usable and record.reports.connected
+def _of_deployment(deployment: Deployment, queue: QueueState, traffic: Traffic, now: float) -> DeploymentLoad:
+    pods = _pods(deployment.records)
+    return DeploymentLoad(
+        namespace=deployment.model.namespace,
+        name=deployment.model.deployment,
+        engines=_engines(deployment.records, now),
+        pods=pods,
+        queue=QueueLoad(
+            num_requests=queue.num_requests,
+            num_bytes=queue.num_bytes,
+            num_tokens=queue.num_tokens or queue.num_bytes // BYTES_PER_TOKEN,
+            oldest_s=round(queue.oldest_age_s, 3) if queue.num_requests else None,
+            needs_engine=queue.num_requests > 0 and pods.ready + pods.loading == 0,
+        ),
+        arrivals=traffic.arrivals(deployment.key, busy=queue.num_requests > 0 or _is_asked(deployment)),
+        latencies=traffic.latencies(deployment.key),
+        lengths=traffic.lengths(deployment.key),
+    )
+
+
+def _is_asked(deployment: Deployment) -> bool:
+    """By a request of ours: the engine's reports may not show it yet."""
+    return any(record.in_flight for record in deployment.records)
+
+
+def _engines(records: list[EndpointRecord], now: float) -> EnginesLoad:
+    told = [record for record in records if record.max_model_len > 0]
+    fresh = [record for record in told if record.reports.fresh(now)]
+    frames = [record.reports.latest for record in fresh if record.reports.latest is not None]
+    if not frames:
+        # Without any engine nothing runs: that is known. An engine that was never heard tells nothing.
+        return EnginesLoad(truth="stale" if told else "unknown" if records else "value")
+    ages = [age for record in fresh if (age := record.reports.age_s(now)) is not None]
+    loads = [frame.load for frame in frames]
+    is_whole = all(record.reports.fresh(now) for record in told if record.usable)
+    return EnginesLoad(
+        truth="value" if is_whole else "stale",
+        age_s=round(max(ages, default=0.0), 3),
+        num_reporting=len(frames),
+        num_blocks_total=sum(load.num_blocks_total for load in loads),
+        num_blocks_active=sum(load.num_blocks_active for load in loads),
+        num_requests_running=sum(load.num_requests_running for load in loads),
+        num_requests_waiting=sum(load.num_requests_waiting for load in loads),
+        num_tokens_running=sum(load.num_tokens_running for load in loads),
+        num_tokens_waiting=sum(load.num_tokens_waiting for load in loads),
+        block_size=min(frame.block_size for frame in frames),
+        max_num_seqs=min(frame.max_num_seqs for frame in frames),
+        max_step_tokens=min(frame.max_num_batched_tokens for frame in frames),
+        step_time=_most_experienced(frames).step_time,
+    )
+
+
+def _most_experienced(frames: list[StateFrame]) -> StateFrame:
+    return max(frames, key=lambda frame: frame.step_time.num_steps_observed)
+
+
+def _pods(records: list[EndpointRecord]) -> PodsSeen:
+    leaving = sum(record.leaving or record.let_go for record in records)
+    ready = sum(record.usable and record.reports.connected for record in records)
+    return PodsSeen(loading=max(0, len(records) - leaving - ready), ready=ready, leaving=leaving)

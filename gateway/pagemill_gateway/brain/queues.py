@@ -43,6 +43,8 @@ class _Entry(Waiter):
 class QueueState(NamedTuple):
     num_requests: int = 0
     num_bytes: int = 0
+    num_tokens: int = 0
+    """What their turns are thought to cost; 0 for those that cannot be tokenized yet."""
     oldest_age_s: float = 0.0
     """How long the one that waits longest has been at the gateway."""
 
@@ -67,7 +69,8 @@ class Queues:
         oldest = queue.waiting.oldest_arrival() if queue is not None else None
         if queue is None or oldest is None:
             return QueueState()
-        return QueueState(len(queue.waiting), queue.waiting.num_bytes, max(0.0, self._clock() - oldest))
+        waiting = queue.waiting
+        return QueueState(len(waiting), waiting.num_bytes, waiting.num_tokens, max(0.0, self._clock() - oldest))
 
     def first_waiter(self) -> asyncio.Future[None]:
         """Done when somebody waits for a deployment for which nobody did. Cancel it when it is of no use any more."""

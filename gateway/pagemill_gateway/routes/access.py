@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import orjson
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pagemill_gateway.brain.interface import Experience
 from pagemill_gateway.core import Gateway
 from pagemill_gateway.relay.record import RequestRecord
 from pagemill_protocol.http.door import request_id
@@ -61,6 +62,8 @@ class AccessLog:
             record.request_id = state.get("request_id", "")
             record.status = record.status or 500
             self._gateway.metrics.finished(record)
+            if record.finished:
+                self._gateway.brain.experienced(_experience(record))
             trace_id = self._gateway.tracing.finished(record, scope)
             if record.route not in PROBES or record.status >= 400:
                 logger.info(_line(record, scope["method"], trace_id))
@@ -72,6 +75,24 @@ class AccessLog:
             yield MIGRATIONS_HEADER, b"%d" % record.num_migrations
         if self._gateway.draining:
             yield b"connection", b"close"
+
+
+def _experience(record: RequestRecord) -> Experience:
+    """Per sequence, as far as several were asked for."""
+    usage, num_choices = record.usage, max(1, record.num_choices)
+    num_output_tokens = usage.completion_tokens // num_choices
+    ttft_s = record.ttft_s if record.stream else None
+    after_first_s = record.duration_s() - ttft_s if ttft_s is not None else None
+    return Experience(
+        deployment=record.deployment,
+        num_prompt_tokens=usage.prompt_tokens // max(1, record.num_prompts),
+        num_cached_tokens=usage.cached_tokens // max(1, record.num_prompts),
+        num_output_tokens=num_output_tokens,
+        ttft_ms=ttft_s * 1000 if ttft_s is not None else None,
+        tpot_ms=after_first_s * 1000 / (num_output_tokens - 1)
+        if after_first_s is not None and num_output_tokens > 1
+        else None,
+    )
 
 
 def _route(path: str) -> str:

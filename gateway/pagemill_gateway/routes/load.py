@@ -1,4 +1,4 @@
-"""`GET /internal/load`: the load of all deployments, a line of JSON on every change, until the reader leaves.
+"""`GET /internal/load`: the load of all deployments as frames of `pagemill_protocol.load`, until the reader leaves.
 
 The leading operator reads it from every gateway. Nothing is measured while nobody reads.
 """
@@ -8,18 +8,17 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import msgspec
 from starlette.types import Receive, Scope, Send
 
-from pagemill_gateway.brain.load import DeploymentLoad
+from pagemill_gateway.brain.load import same_but_older
 from pagemill_gateway.core import Gateway
+from pagemill_protocol.frames import LOAD_CONTENT_TYPE, encode_load
+from pagemill_protocol.load import DeploymentLoad, LoadFrame
 
 INTERVAL_S = 0.5
 """Between two looks; changes are told at the next one."""
-HEARTBEAT_S = 5.0
-"""Without a change, a line goes out at least this often: silence means trouble."""
-CONTENT_TYPE = b"application/x-ndjson"
-_encoder = msgspec.json.Encoder()
+HEARTBEAT_S = 2.0
+"""Without a change, a frame goes out at least this often, with new rates: silence means trouble."""
 
 
 class LoadStream:
@@ -28,8 +27,9 @@ class LoadStream:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         departure = asyncio.create_task(_departure(receive))
+        headers = [(b"content-type", LOAD_CONTENT_TYPE.encode())]
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", CONTENT_TYPE)]})
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
             await self._tell(send, departure)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
@@ -39,12 +39,13 @@ class LoadStream:
         """Until the reader leaves or the gateway ends."""
         loop = asyncio.get_running_loop()
         told: list[DeploymentLoad] = []
-        told_at = -HEARTBEAT_S
+        told_at, sequence = -HEARTBEAT_S, 0
         while not departure.done() and not self._gateway.closing.is_set():
             load = self._gateway.brain.load()
             if loop.time() - told_at >= HEARTBEAT_S or not _same(load, told):
-                await send({"type": "http.response.body", "body": _line(load), "more_body": True})
-                told, told_at = load, loop.time()
+                body = encode_load(LoadFrame(sequence=sequence, deployments=load))
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+                told, told_at, sequence = load, loop.time(), sequence + 1
             # Somebody who waits where nobody did is told at once: an engine may have to be started for them.
             ending = asyncio.ensure_future(self._gateway.closing.wait())
             waiter = self._gateway.brain.queues.first_waiter()
@@ -54,12 +55,8 @@ class LoadStream:
             waiter.cancel()
 
 
-def _line(load: list[DeploymentLoad]) -> bytes:
-    return _encoder.encode({"deployments": load}) + b"\n"
-
-
 def _same(load: list[DeploymentLoad], told: list[DeploymentLoad]) -> bool:
-    return len(load) == len(told) and all(map(DeploymentLoad.same_but_older, load, told))
+    return len(load) == len(told) and all(map(same_but_older, load, told))
 
 
 async def _departure(receive: Receive) -> None:

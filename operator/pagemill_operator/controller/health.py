@@ -1,4 +1,4 @@
-"""`/livez`, `/readyz` and `/metrics`. Alive is who makes progress, not who has an open port.
+"""`/livez`, `/readyz`, `/metrics` and `/debug/scaling`. Alive is who makes progress, not who has an open port.
 
 An API server that is away is no reason to be restarted: a watch that fails to connect makes progress, one that is
 silent does not.
@@ -68,8 +68,10 @@ class Health:
             yield f"the event loop has not turned for {age_s:.0f} s"
 
 
-async def serve(health: Health, metrics: OperatorMetrics, host: str, port: int) -> tuple[web.AppRunner, int]:
-    """Returns the runner, to be cleaned up, and the port."""
+async def serve(
+    health: Health, metrics: OperatorMetrics, host: str, port: int, *, decisions: Callable[[str], bytes]
+) -> tuple[web.AppRunner, int]:
+    """Returns the runner, to be cleaned up, and the port. `decisions`: the autoscaler's records of a key, or of all."""
 
     async def livez(_: web.Request) -> web.Response:
         return _answer(health.troubles())
@@ -80,8 +82,13 @@ async def serve(health: Health, metrics: OperatorMetrics, host: str, port: int) 
     async def show_metrics(_: web.Request) -> web.Response:
         return web.Response(body=metrics.text(), headers={"Content-Type": CONTENT_TYPE})
 
+    async def show_decisions(request: web.Request) -> web.Response:
+        body = decisions(request.query.get("deployment", ""))
+        return web.Response(body=body, content_type="application/x-ndjson")
+
     app = web.Application()
     app.add_routes([web.get("/livez", livez), web.get("/readyz", readyz), web.get("/metrics", show_metrics)])
+    app.add_routes([web.get("/debug/scaling", show_decisions)])
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     await web.TCPSite(runner, host, port).start()

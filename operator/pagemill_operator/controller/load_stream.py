@@ -1,8 +1,6 @@
-"""What gateways tell of the load: one endless stream per gateway pod, held by the leader.
+"""Keeps one load stream open to each ready gateway pod; the leader alone does.
 
-Every gateway hears every engine, so their reports of one deployment are views of the same thing: the freshest counts,
-sums would count twice. Only their queues are their own and add up. How much of it `status` shows, and how often, is
-decided in `status.load`.
+What is heard goes into the `load.book`. How much of it `status` shows, and how often, is decided in `status.load`.
 """
 
 from __future__ import annotations
@@ -10,92 +8,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import time
 from collections.abc import Callable
 from datetime import datetime
-from typing import NamedTuple
 
 import aiohttp
-import msgspec
 
-from pagemill_operator.backends.kubernetes.snapshot import Load, Manifest
+from pagemill_operator.backends.kubernetes.snapshot import Manifest
 from pagemill_operator.controller.cache import is_ready
+from pagemill_operator.load.book import LoadBook
+from pagemill_operator.load.reader import STREAM_FAULTS, follow_load
 from pagemill_operator.status.load import LEAST_SECONDS_BETWEEN_WRITES
+from pagemill_protocol.load import LoadFrame
 
 logger = logging.getLogger("pagemill.operator.load")
 
-SILENCE_TIMEOUT_S = 15.0
-"""Gateways say something every 5 s."""
-CONNECT_TIMEOUT_S = 5.0
-MAX_LINE_BYTES = 4 * 2**20
 RETRY_S = 2.0
 LOOK_INTERVAL_S = 5.0
 """Load changes all the time; a deployment is looked at for it this often at most."""
-
-
-class DeploymentLoad(msgspec.Struct, frozen=True):
-    """One deployment, as one gateway sees it."""
-
-    namespace: str
-    name: str
-    kv_cache_usage: float | None = None
-    running: int = 0
-    waiting: int = 0
-    ready: int = 0
-    age_s: float | None = None
-    queued: int = 0
-    """Requests that wait in this gateway alone."""
-    queued_bytes: int = 0
-    queued_oldest_s: float | None = None
-
-
-class Report(msgspec.Struct, frozen=True):
-    deployments: list[DeploymentLoad] = []
-
-
-class Seen(NamedTuple):
-    load: DeploymentLoad
-    at_s: float
-    """When its engines said so, on our clock."""
-
-    @property
-    def counts(self) -> tuple[float | None, int, int, int, int]:
-        load = self.load
-        return load.kv_cache_usage, load.running, load.waiting, load.ready, load.queued
-
-
-class LoadBook:
-    """The latest report of every gateway."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._reports: dict[str, dict[str, Seen]] = {}
-        """Gateway -> deployment's key -> what it said."""
-
-    def report(self, gateway: str, report: Report) -> set[str]:
-        """Keys about which the gateway says something else than before."""
-        now, before = self._clock(), self._reports.get(gateway, {})
-        self._reports[gateway] = after = {
-            f"{load.namespace}/{load.name}": Seen(load, now - (load.age_s or 0.0)) for load in report.deployments
-        }
-        return {key for key, seen in after.items() if key not in before or before[key].counts != seen.counts}
-
-    def lost(self, gateway: str) -> None:
-        self._reports.pop(gateway, None)
-
-    def load(self, key: str) -> Load | None:
-        """The freshest view; None while no gateway knows the deployment."""
-        views = [report[key] for report in self._reports.values() if key in report]
-        if not views:
-            return None
-        freshest = max(views, key=lambda seen: seen.at_s).load
-        usage = freshest.kv_cache_usage
-        return Load(
-            kv_cache_usage=None if usage is None else min(1.0, max(0.0, usage)),
-            running=max(0, freshest.running),
-            waiting=max(0, freshest.waiting) + sum(max(0, seen.load.queued) for seen in views),
-            ready=max(seen.load.ready for seen in views),
-        )
 
 
 def display_wait_s(status: Manifest, now: datetime) -> float:
@@ -106,8 +35,6 @@ def display_wait_s(status: Manifest, now: datetime) -> float:
 
 
 class LoadStreams:
-    """Keeps one stream open to each ready gateway."""
-
     def __init__(
         self,
         book: LoadBook,
@@ -129,7 +56,7 @@ class LoadStreams:
 
     async def run(self) -> None:
         """Until cancelled."""
-        async with aiohttp.ClientSession(trust_env=False, read_bufsize=MAX_LINE_BYTES) as session:
+        async with aiohttp.ClientSession(trust_env=False) as session:
             try:
                 while True:
                     self._adjust(session)
@@ -151,22 +78,19 @@ class LoadStreams:
         for uid in wanted.keys() - self._streams.keys() if token else ():
             address = wanted[uid]["status"]["podIP"]
             host = f"[{address}]" if ":" in address else address
-            url = f"http://{host}:{self._port}/internal/load"
+            url = f"http://{host}:{self._port}"
             self._streams[uid] = asyncio.create_task(self._follow(session, uid, url), name=f"load:{uid}")
 
     async def _follow(self, session: aiohttp.ClientSession, uid: str, url: str) -> None:
         """Until the stream ends; it is opened anew by `_adjust`."""
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=SILENCE_TIMEOUT_S)
-        headers = {"Authorization": f"Bearer {self._token()}"}
+
+        def heard(frame: LoadFrame) -> None:
+            self._unheard.discard(uid)
+            self._on_change(self._book.hear(uid, frame))
+
         try:
-            async with session.get(url, headers=headers, timeout=timeout, allow_redirects=False) as response:
-                if response.status != 200:
-                    raise ValueError(f"the answer is {response.status}")
-                async for line in response.content:
-                    if line.strip():
-                        self._unheard.discard(uid)
-                        self._on_change(self._book.report(uid, msgspec.json.decode(line, type=Report)))
-        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+            await follow_load(session, url, self._token() or "", heard)
+        except STREAM_FAULTS as error:
             logger.log(
                 logging.DEBUG if uid in self._unheard else logging.WARNING,
                 "the load of gateway %s is not heard: %s",
@@ -174,4 +98,7 @@ class LoadStreams:
                 error or type(error).__name__,
             )
             self._unheard.add(uid)
+        finally:
+            # What it said is not true for ever: until it is heard again it is missing.
+            self._book.lost(uid)
         await asyncio.sleep(random.uniform(0.5, 1.0))

@@ -57,6 +57,12 @@ WATCH_AGE_SECONDS = MetricSpec(
 LOOP_LAG_SECONDS = MetricSpec(
     "pagemill_operator_loop_lag_seconds", "gauge", "How late the event loop's latest turn was."
 )
+AUTOSCALER_REPLICAS = MetricSpec(
+    "pagemill_autoscaler_replicas",
+    "gauge",
+    "Replicas that the autoscaler has decided for, or advises.",
+    ("namespace", "deployment"),
+)
 
 OPERATOR_METRICS = [
     RECONCILES,
@@ -74,4 +80,5 @@ OPERATOR_METRICS = [
     READY_SECONDS,
     WATCH_AGE_SECONDS,
     LOOP_LAG_SECONDS,
+    AUTOSCALER_REPLICAS,
 ]

@@ -53,6 +53,16 @@ class OperatorMetrics:
     def wrote(self, kind: str, verb: str) -> None:
         self._metrics.counter(specs.WRITES, kind=kind, verb=verb).inc()
 
+    def scaled(self, key: str, replicas: int) -> None:
+        """The autoscaler has decided for so many, or advises them."""
+        namespace, _, deployment = key.partition("/")
+        self._metrics.gauge(specs.AUTOSCALER_REPLICAS, namespace=namespace, deployment=deployment).set(replicas)
+
+    def not_scaled(self, key: str) -> None:
+        """Nobody decides about it any more."""
+        namespace, _, deployment = key.partition("/")
+        self._metrics.forget(specs.AUTOSCALER_REPLICAS, namespace=namespace, deployment=deployment)
+
     def leads(self, leads: bool) -> None:
         self._metrics.gauge(specs.LEADS).set(int(leads))
 

@@ -18,10 +18,12 @@ from datetime import UTC, datetime
 import kopf
 from kubernetes.aio.client import Configuration
 
+from pagemill_operator.autoscaler.decision import encode_record
+from pagemill_operator.autoscaler.scaler import Scaler
 from pagemill_operator.backends.kubernetes.backend import KubernetesCluster
 from pagemill_operator.backends.kubernetes.client import ApiError, Client, Unreachable
 from pagemill_operator.backends.kubernetes.kinds import LLM_DEPLOYMENT, SECRET, WATCHED_KINDS, Kind
-from pagemill_operator.backends.kubernetes.snapshot import Manifest, Owner, RenderContext
+from pagemill_operator.backends.kubernetes.snapshot import Load, Manifest, Owner, RenderContext
 from pagemill_operator.config import OperatorConfig
 from pagemill_operator.controller import health
 from pagemill_operator.controller.cache import Cache
@@ -30,15 +32,17 @@ from pagemill_operator.controller.events import EventRecorder
 from pagemill_operator.controller.keys import KeyRing
 from pagemill_operator.controller.lease import LeaderElection, Leadership, LeaseSettings
 from pagemill_operator.controller.lease_store import KubernetesLease
-from pagemill_operator.controller.load_stream import LoadBook, LoadStreams, display_wait_s
+from pagemill_operator.controller.load_stream import LoadStreams, display_wait_s
 from pagemill_operator.controller.metrics import OperatorMetrics
 from pagemill_operator.controller.pod_monitors import PodMonitors
 from pagemill_operator.controller.queue import WorkQueue
 from pagemill_operator.controller.reconcile import Reconciler
+from pagemill_operator.controller.scaling import Autoscaling
 from pagemill_operator.controller.session import watch_session
 from pagemill_operator.controller.watches import Watches
 from pagemill_operator.controller.workers import Workers
 from pagemill_operator.handlers import build_registry, build_settings, watch
+from pagemill_operator.load.book import LoadBook
 from pagemill_protocol.engine_token import GATEWAY_CONTROL
 
 logger = logging.getLogger("pagemill.operator")
@@ -83,6 +87,7 @@ class Operator:
         )
         self.pod_monitors = PodMonitors(self.client, self.cache, self._namespaces, self._wake)
         self.book = LoadBook()
+        self.scaler = Scaler()
         self.streams = LoadStreams(
             self.book,
             gateways=self.cache.gateways,
@@ -91,10 +96,26 @@ class Operator:
             on_change=self._load_changed,
         )
         self.cluster = KubernetesCluster(
-            self.client, self.cache, self._render_context, load=self.book.load, on_write=self.metrics.wrote
+            self.client,
+            self.cache,
+            self._render_context,
+            load=self._load,
+            scaling=self.scaler.state,
+            on_write=self.metrics.wrote,
         )
         recorder = EventRecorder(self.client, identity)
-        reconciler = Reconciler(self.cache, self.cluster, self.client, recorder, self.metrics, url=config.gateway_url)
+        self.autoscaling = Autoscaling(
+            self.scaler, self.book, self.cache, self.cluster, recorder, self.metrics, wake=self._wake
+        )
+        reconciler = Reconciler(
+            self.cache,
+            self.cluster,
+            self.client,
+            recorder,
+            self.metrics,
+            url=config.gateway_url,
+            scaled=self.autoscaling.scaled,
+        )
         self.workers = Workers(self.queue, reconciler, self.metrics, count=config.workers, resync_s=config.resync_s)
         self.election = LeaderElection(
             LeaseSettings(identity, config.lease_duration_s, config.renew_deadline_s, config.retry_period_s),
@@ -117,7 +138,10 @@ class Operator:
 
     async def run(self) -> None:
         """Until SIGTERM or SIGINT. Raises what made a part of it fail."""
-        runner, self.port = await health.serve(self.health, self.metrics, self._config.host, self._config.metrics_port)
+        config = self._config
+        runner, self.port = await health.serve(
+            self.health, self.metrics, config.host, config.metrics_port, decisions=self._decisions
+        )
         try:
             await self._run_parts()
         finally:
@@ -220,6 +244,7 @@ class Operator:
         async with asyncio.TaskGroup() as group:
             group.create_task(self.workers.run(), name="workers")
             group.create_task(self.streams.run(), name="load streams")
+            group.create_task(self.autoscaling.run(), name="autoscaling")
             for name, chore in chores.items():
                 at_once = self.keys.lost if name == "keys" else None
                 group.create_task(repeat(name, chore, retry_s, due_s[name], at_once), name=name)
@@ -249,6 +274,7 @@ class Operator:
         self._wake(self.cache.listed(kind, namespace, identities))
 
     def _load_changed(self, keys: set[str]) -> None:
+        self.autoscaling.heard(keys)
         now = datetime.now(UTC)
         for key in keys:
             if owner := self.cache.owner(key):
@@ -268,6 +294,10 @@ class Operator:
 
     # What others ask
 
+    def _load(self, key: str) -> Load | None:
+        summary = self.book.summary(key)
+        return Load(*summary) if summary is not None else None
+
     @property
     def _namespaces(self) -> list[str]:
         """Watched namespaces, that of the release among them; empty: all."""
@@ -277,6 +307,10 @@ class Operator:
     def _login(self) -> kopf.AiohttpSession:
         session = watch_session(self._configuration, self.watches, self.metrics.responded)
         return kopf.AiohttpSession(server=self._configuration.host, aiohttp_session=session)
+
+    def _decisions(self, key: str) -> bytes:
+        records = self.scaler.records([key] if key else [])
+        return b"".join(encode_record(record) + b"\n" for record in records)
 
     def _gateway_token(self) -> str | None:
         return self.keys.keys.keys.sent(*GATEWAY_CONTROL) if self.keys.keys else None

@@ -40,15 +40,18 @@ class Reconciler:
         metrics: OperatorMetrics,
         *,
         url: str,
+        scaled: Callable[[Plan], Plan] = lambda plan: plan,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
+        """`scaled`: the plan with as many replicas as the autoscaler wants."""
         self._cache = cache
         self._cluster = cluster
         self._client = client
         self._recorder = recorder
         self._metrics = metrics
         self._url = url
+        self._scaled = scaled
         self._clock = clock
         self._now = now
         self._applied_at: dict[str, float] = {}
@@ -99,7 +102,9 @@ class Reconciler:
 
     async def _carry_out(self, key: str, owner: Manifest) -> bool:
         plan, problems = self._read(key, owner)
-        return await (self._cluster.refuse(key, problems) if plan is None else self._cluster.carry_out(plan))
+        if plan is None:
+            return await self._cluster.refuse(key, problems)
+        return await self._cluster.carry_out(self._scaled(plan))
 
     def _settling_s(self, key: str) -> float:
         now = self._clock()

@@ -12,6 +12,7 @@ from pagemill_crds.models import LLMDeployment
 from pagemill_crds.quantities import cpu_cores, duration_seconds, memory_bytes
 from pagemill_crds.sections import routing
 from pagemill_crds.sections.model import Cache, SecretRef
+from pagemill_operator.autoscaler.policy import policy_of
 from pagemill_operator.plan.engine import engine_settings, server_settings, source_with_revision
 from pagemill_operator.plan.extra_args import apply_extra_args
 from pagemill_operator.plan.support import Backend, find_notes, find_problems
@@ -45,6 +46,8 @@ def make_plan(deployment: LLMDeployment, backend: Backend = "local") -> Plan:
         names=tuple(deployment.names),
         source=source_with_revision(deployment),
         groups=(_engine_group(deployment, settings),),
+        autoscaling=policy_of(spec.autoscaling),
+        spec_replicas=desired_replicas(deployment),
         weight=spec.routing.weight,
         queue=_queue(spec.routing.queue),
         prefix_scope=spec.engine.prefix_caching.scope,
@@ -117,8 +120,7 @@ def desired_replicas(deployment: LLMDeployment) -> int:
     autoscaling = deployment.spec.autoscaling
     if autoscaling is None or autoscaling.mode != "Active":
         return deployment.spec.replicas
-    # Nothing wakes a model that has no replica in this version, so at least one runs.
-    lowest = max(1, autoscaling.min_replicas)
+    lowest = max(autoscaling.min_replicas, autoscaling.warm)
     return min(max(deployment.spec.replicas, lowest), autoscaling.max_replicas)
 
 

@@ -17,11 +17,6 @@ from pagemill_operator.plan.pod_template import template_notes, template_problem
 from pagemill_operator.plan.types import Problem
 
 Backend = Literal["local", "kubernetes"]
-UNUSED_AUTOSCALING = {
-    "Active": "nothing scales by itself in this version",
-    "Advisory": "no decision is made or published in this version",
-}
-"""Why a mode of autoscaling, and all targets with it, has no effect."""
 LOADED_QUANTIZATIONS = ("none", "int8", "int4")
 CLAIM_PATTERN = r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"
 ONE_PROCESS = "a replica is one process in this version; set it to 1"
@@ -144,9 +139,6 @@ def find_notes(spec: LLMDeploymentSpec, backend: Backend) -> Iterator[Problem]:
     """Fields without effect here."""
     if spec.engine.speculative:
         yield Problem("spec.engine.speculative", spec.engine.speculative.method, "not used in this version")
-    if spec.autoscaling and spec.autoscaling.mode in UNUSED_AUTOSCALING:
-        mode = spec.autoscaling.mode
-        yield Problem("spec.autoscaling", mode, UNUSED_AUTOSCALING[mode])
     if spec.cost and spec.cost.gpu_hour is not None:
         yield Problem("spec.cost.gpuHour", spec.cost.gpu_hour, "no cost is computed in this version")
     yield from _local_notes(spec) if backend == "local" else _cluster_notes(spec)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from pagemill_operator.autoscaler.policy import Policy
 
 DATA_PORT = 8000
 CONTROL_PORT = 8001
@@ -126,6 +128,10 @@ class Plan:
     """The model's name, then its aliases."""
     source: str
     groups: tuple[Group, ...]
+    autoscaling: Policy | None = None
+    """`None`: the number of replicas is the spec's."""
+    spec_replicas: int = 1
+    """What it starts with, and keeps where nobody decides."""
     weight: int | None = None
     """Share of the requests among deployments that claim the same name; `None`: the name is not shared."""
     queue: Queue | None = None
@@ -154,6 +160,12 @@ class Plan:
     @property
     def replicas(self) -> int:
         return sum(group.replicas for group in self.groups)
+
+    def with_replicas(self, replicas: int) -> Plan:
+        """The same with so many replicas of its one group."""
+        if replicas == self.replicas:
+            return self
+        return replace(self, groups=(replace(self.groups[0], replicas=replicas), *self.groups[1:]))
 
 
 def _share(value: int | str, replicas: int, rounding: Any) -> int:

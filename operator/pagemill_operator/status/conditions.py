@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from pagemill_crds.status import Condition
+from pagemill_operator.plan.types import Plan
 from pagemill_operator.status.observation import Fault, Observation, Phase, ReplicaObservation
 
 __all__ = ["Finding", "Observation", "Phase", "ReplicaObservation", "find_conditions", "merge_conditions"]
@@ -136,21 +137,26 @@ def _serving(seen: Observation) -> Finding:
     if seen.ready():
         return Finding("Serving", "True", "Serving", "ready replicas take requests")
     if seen.plan is not None and seen.plan.replicas == 0:
-        return Finding("Serving", "False", "ScaledToZero", "no replica is wanted: raise spec.replicas")
+        return Finding("Serving", "False", "ScaledToZero", _zero(seen.plan))
     return Finding("Serving", "False", "NoReadyReplica", "no replica takes requests")
 
 
 def _scaling_active(seen: Observation) -> Finding:
-    if seen.scaling is None:
+    scaling = seen.scaling
+    if scaling is None:
         return Finding("ScalingActive", "Unknown", "NotConfigured", "the number of replicas is fixed")
-    status: Truth = "True" if seen.scaling else "False"
-    return Finding("ScalingActive", status, "ScalingActive" if seen.scaling else "ScalingPaused", "")
+    if not scaling.active:
+        return Finding("ScalingActive", "False", "SignalsMissing", scaling.message)
+    return Finding("ScalingActive", "True", "AdvisoryOnly" if scaling.advisory else "ScalingActive", scaling.message)
 
 
 def _slo_met(seen: Observation) -> Finding:
-    if seen.slo_met is None:
+    scaling = seen.scaling
+    if scaling is None or scaling.slo_met is None:
         return Finding("SLOMet", "Unknown", "NotMeasured", "no SLO is measured")
-    return Finding("SLOMet", "True" if seen.slo_met else "False", "WithinSLO" if seen.slo_met else "OutsideSLO", "")
+    if scaling.slo_met:
+        return Finding("SLOMet", "True", "WithinSLO", "the requests of the last minute met the SLO")
+    return Finding("SLOMet", "False", "OutsideSLO" if scaling.slo_reachable else "UnreachableSLO", scaling.slo_message)
 
 
 def _ready(seen: Observation, findings: list[Finding]) -> Finding:
@@ -160,7 +166,7 @@ def _ready(seen: Observation, findings: list[Finding]) -> Finding:
     causes += [(fault.reason, fault.message) for fault in _faults(seen)]
     if not causes and seen.plan is not None:
         if seen.plan.replicas == 0:
-            return Finding("Ready", "False", "ScaledToZero", "no replica is wanted: raise spec.replicas")
+            return Finding("Ready", "False", "ScaledToZero", _zero(seen.plan))
         num_ready = len(seen.ready_current())
         message = f"{min(num_ready, seen.plan.replicas)} of {seen.plan.replicas} replicas are ready"
         if num_ready >= seen.plan.replicas:
@@ -170,6 +176,12 @@ def _ready(seen: Observation, findings: list[Finding]) -> Finding:
     reason, message = causes[0]
     older_serve = bool(seen.older()) and seen.conflict is None
     return Finding("Ready", "False", reason, f"{message}; {OLDER_SERVE}" if older_serve else message)
+
+
+def _zero(plan: Plan) -> str:
+    if plan.autoscaling is not None and plan.autoscaling.mode == "Active":
+        return "nobody asks for it: the next request starts a replica"
+    return "no replica is wanted: raise spec.replicas"
 
 
 def _faults(seen: Observation) -> Iterator[Fault]:

@@ -29,7 +29,10 @@ def events_between(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Wante
 def _scaled(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[WantedEvent]:
     before, after = old.get("desiredReplicas"), new.get("desiredReplicas")
     if None not in (before, after) and before != after:
-        yield WantedEvent("Normal", "Scaled", f"from {before} to {after} replicas")
+        why = (new.get("lastScaling") or {}).get("reason", "")
+        # Where a person has changed the spec, that is all there is to tell.
+        message = f"from {before} to {after} replicas" + (f": {why}" if why and not why.startswith("spec.") else "")
+        yield WantedEvent("Normal", "Scaled", message[:MAX_MESSAGE_CHARS])
 
 
 def _faults(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[WantedEvent]:

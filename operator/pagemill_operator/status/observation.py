@@ -50,6 +50,24 @@ class ReplicaObservation:
 
 
 @dataclass(frozen=True)
+class Scaling:
+    """What the autoscaler says of itself."""
+
+    active: bool
+    """False: it holds, because something is missing."""
+    advisory: bool
+    """It decides, and does not act."""
+    message: str
+    """Without anything that changes by itself."""
+    why: str = ""
+    """The latest change."""
+    slo_met: bool | None = None
+    slo_reachable: bool = True
+    """Within the bounds of the resource."""
+    slo_message: str = ""
+
+
+@dataclass(frozen=True)
 class Observation:
     """What is known about one deployment."""
 
@@ -66,8 +84,8 @@ class Observation:
     """What keeps replicas from existing at all."""
     loader: ReplicaObservation | None = None
     """What fills the model's volume, while engines wait for it."""
-    slo_met: bool | None = None
-    scaling: bool | None = None
+    scaling: Scaling | None = None
+    """None where the number of replicas is fixed, or nothing was decided yet."""
     look_again_s: float | None = None
     """When time alone may make this another observation; None: never."""
 

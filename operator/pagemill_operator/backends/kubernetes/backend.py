@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Protocol
 
@@ -30,7 +31,7 @@ from pagemill_operator.backends.kubernetes.render import render_children, render
 from pagemill_operator.backends.kubernetes.snapshot import ApplyError, Load, Manifest, Owner, RenderContext, Snapshot
 from pagemill_operator.backends.kubernetes.writes import KnownChildren, OnWrite, Writes
 from pagemill_operator.plan.types import Plan, Problem
-from pagemill_operator.status.observation import Observation
+from pagemill_operator.status.observation import Observation, Scaling
 
 logger = logging.getLogger("pagemill.operator.kubernetes")
 
@@ -66,13 +67,15 @@ class KubernetesCluster(Cluster):
         make_context: MakeContext,
         *,
         load: Callable[[str], Load | None] = lambda key: None,
+        scaling: Callable[[str], Scaling | None] = lambda key: None,
         on_write: OnWrite = lambda kind, verb: None,
     ) -> None:
-        """`load`: what gateways report of a key; `on_write` is told kind and verb."""
+        """`load`: what gateways report of a key; `scaling`: what the autoscaler says; `on_write`: told kind, verb."""
         self._client = client
         self._known = known
         self._make_context = make_context
         self._load = load
+        self._scaling = scaling
         self._on_write = on_write
         self._plans: dict[str, Plan | None] = {}
         self._invalid: dict[str, tuple[Problem, ...]] = {}
@@ -123,7 +126,12 @@ class KubernetesCluster(Cluster):
         )
 
     def observe(self, key: str) -> Observation:
-        return observe(self.snapshot(key), self._plans[key], datetime.now(UTC))
+        seen = observe(self.snapshot(key), self._plans[key], datetime.now(UTC))
+        return replace(seen, scaling=self._scaling(key))
+
+    def plan(self, key: str) -> Plan | None:
+        """As it was carried out last; None where there is none that can be."""
+        return self._plans.get(key)
 
     async def _turn(self, key: str, plan: Plan | None) -> bool:
         """Without a plan, what runs already goes on as it is: a mistake in an edit ends no service."""

@@ -9,17 +9,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 
 import aiohttp
 
+from pagemill_operator.autoscaler.decision import Record
 from pagemill_operator.backends.base import Cluster, Event
 from pagemill_operator.backends.local.cores import threads_per_engine
 from pagemill_operator.backends.local.gateway import Gateway
 from pagemill_operator.backends.local.load import Load, read_load
 from pagemill_operator.backends.local.ports import ensure_bindable, free_port
 from pagemill_operator.backends.local.replicas import Replica, engine_launcher, unused_name
+from pagemill_operator.backends.local.scaling import LocalScaling
 from pagemill_operator.backends.local.settings import LocalSettings
 from pagemill_operator.backends.local.state_dir import StateDir
 from pagemill_operator.backends.local.supervisor import Supervisor
@@ -75,6 +78,8 @@ class LocalBackend(Cluster):
         self._session: aiohttp.ClientSession
         self._reconciler: asyncio.Task[None] | None = None
         self.gateway: Gateway
+        self._scaling: LocalScaling
+        self._started_s = 0.0
 
     @property
     def base_url(self) -> str:
@@ -84,6 +89,7 @@ class LocalBackend(Cluster):
     async def start(self) -> None:
         """Start the gateway. Raises `PortInUse` or `BackendError` before anything runs."""
         settings = self._settings
+        self._started_s = time.monotonic()
         ensure_bindable(settings.host, settings.port)
         self._state_dir = StateDir(settings.runtime_folder)
         # Never through a proxy: everything is on this machine.
@@ -98,6 +104,13 @@ class LocalBackend(Cluster):
         )
         self.gateway.supervisor.start()
         self._reconciler = asyncio.create_task(self._keep_reconciling(), name="reconcile")
+        self._scaling = LocalScaling(
+            self._session,
+            control_url=lambda: self.gateway.control_url if self.gateway.ready else None,
+            token=self.gateway.token,
+            observed=lambda: {key: self.observe(key) for key, each in self._deployments.items() if each.wanted},
+            on_decision=self._decided,
+        )
 
     async def apply(self, plans: Sequence[Plan]) -> None:
         """Want these deployments as planned, new ones oldest first; others stay as they are."""
@@ -115,10 +128,11 @@ class LocalBackend(Cluster):
     def observe(self, key: str) -> Observation:
         deployment = self._deployments[key]
         return Observation(
-            plan=deployment.plan,
+            plan=self._plan(deployment),
             replicas=tuple(replica.observation for replica in deployment.replicas),
             gateway_ready=self.gateway.ready,
             conflict=deployment.conflict,
+            scaling=self._scaling.state(key) if deployment.plan.autoscaling else None,
         )
 
     def supervisors(self, key: str) -> list[Supervisor]:
@@ -137,6 +151,7 @@ class LocalBackend(Cluster):
         if self._stopped or self._reconciler is None:
             return
         self._stopped = True
+        await self._scaling.close()
         self._reconciler.cancel()
         await asyncio.gather(self._reconciler, return_exceptions=True)
         timeout_s = self._settings.stop_timeout_s
@@ -154,6 +169,18 @@ class LocalBackend(Cluster):
         for key, deployment in self._deployments.items():
             deployment.conflict = conflicts.get(key)
         self._reconcile()
+
+    def _plan(self, deployment: Deployment) -> Plan:
+        """With as many replicas as the autoscaler wants."""
+        return deployment.plan.with_replicas(self._scaling.wanted(deployment.plan))
+
+    def _decided(self, record: Record) -> None:
+        decision, is_active = record.decision, record.policy.mode == "Active"
+        if decision.changes:
+            words = "scaled to" if is_active else "would be scaled to"
+            message = f"{words} {decision.replicas} replicas from {decision.replicas_before}: {decision.message}"
+            self._on_event(Event(record.key.partition("/")[2], message, time.monotonic() - self._started_s))
+        self._changed()
 
     def _changed(self) -> None:
         self._wake.set()
@@ -183,7 +210,8 @@ class LocalBackend(Cluster):
 
     def _reconcile_deployment(self, deployment: Deployment) -> None:
         if deployment.carried_out:
-            actions = next_actions(deployment.group, [replica.observation for replica in deployment.replicas])
+            group = self._plan(deployment).groups[0]
+            actions = next_actions(group, [replica.observation for replica in deployment.replicas])
         else:
             actions = Actions(0, [replica.name for replica in deployment.replicas if replica.ending is None])
         num_starts, names = actions
@@ -235,11 +263,12 @@ class LocalBackend(Cluster):
         return [replica for deployment in self._deployments.values() for replica in deployment.replicas]
 
     def _threads_per_engine(self) -> int:
-        wanted = sum(d.plan.replicas for d in self._deployments.values() if d.carried_out)
+        wanted = sum(self._plan(each).replicas for each in self._deployments.values() if each.carried_out)
         return threads_per_engine(self._settings.cores, wanted)
 
     def _catalog(self) -> Catalog:
-        return Catalog([_catalog_model(deployment) for deployment in self._deployments.values() if deployment.replicas])
+        served = (each for each in self._deployments.values() if each.replicas or each.carried_out)
+        return Catalog([_catalog_model(deployment) for deployment in served])
 
 
 def _catalog_model(deployment: Deployment) -> CatalogModel:
@@ -255,6 +284,7 @@ def _catalog_model(deployment: Deployment) -> CatalogModel:
         prefix_scope=plan.prefix_scope,
         routing_policy=plan.routing_policy,
         session_header=plan.session_header,
+        wakes=deployment.carried_out and plan.autoscaling is not None and plan.autoscaling.mode == "Active",
         queue=QueueLimits(**asdict(plan.queue)) if plan.queue is not None else None,
         chat_template=plan.chat_template,
         endpoints=[endpoint for endpoint in endpoints if endpoint is not None],

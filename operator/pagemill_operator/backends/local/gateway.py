@@ -47,7 +47,8 @@ class Gateway:
         self._settings = settings
         self._state_dir = state_dir
         self._session = session
-        self._token = secrets.token_urlsafe(32)
+        self.token = secrets.token_urlsafe(32)
+        """Of its control port."""
         self._wanted = Catalog()
         self._told: tuple[int | None, Catalog] | None = None
         """The process that knows a catalogue, and that catalogue."""
@@ -104,7 +105,7 @@ class Gateway:
             "port": self._port,
             "control_host": LOOPBACK,
             "control_port": control_port,
-            "control_token": self._token,
+            "control_token": self.token,
             # Streams still open get their error event before this process is killed.
             "drain_timeout_s": self._settings.stop_timeout_s / 2,
             "api_keys": [hashlib.sha256(key.encode()).hexdigest() for key in self._settings.api_keys],
@@ -174,7 +175,7 @@ class Gateway:
             self.supervisor.warn(complaint)
 
     def _headers(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self._token}"}
+        return {"Authorization": f"Bearer {self.token}"}
 
 
 def _host_in_url(host: str) -> str:

@@ -33,7 +33,7 @@ def status_body(snapshot: Snapshot, observation: Observation, url: str, now: str
         "url": url,
         "plan": _plan_summary(snapshot, plan) if plan else _json(old.plan),
         "load": _json(next_load(old.load, _measured(snapshot, now))),
-        "lastScaling": _last_scaling(old, desired, now),
+        "lastScaling": _last_scaling(old, desired, now, _why(observation)),
         "conditions": [
             _json(condition)
             for condition in merge_conditions(old.conditions, find_conditions(observation), snapshot.generation, now)
@@ -82,12 +82,19 @@ def _measured(snapshot: Snapshot, now: str) -> LoadSummary | None:
     return summarize(load.kv_cache_usage, load.running, load.waiting, now)
 
 
-def _last_scaling(old: LLMDeploymentStatus, desired: int, now: str) -> dict[str, Any] | None:
+def _why(observation: Observation) -> str:
+    """What changed the number, as far as it is known here."""
+    plan, scaling = observation.plan, observation.scaling
+    if plan is None or plan.autoscaling is None or plan.autoscaling.mode != "Active" or scaling is None:
+        return "spec.replicas and spec.autoscaling"
+    return scaling.why or "spec.autoscaling"
+
+
+def _last_scaling(old: LLMDeploymentStatus, desired: int, now: str, reason: str) -> dict[str, Any] | None:
     # A status that was never written has no wish to differ from.
     if not old.conditions or old.desired_replicas == desired:
         unchanged: dict[str, Any] | None = _json(old.last_scaling)
         return unchanged
-    reason = "spec.replicas and spec.autoscaling"
     return {"time": now, "fromReplicas": old.desired_replicas, "toReplicas": desired, "reason": reason}
 
 

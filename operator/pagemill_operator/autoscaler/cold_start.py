@@ -1,0 +1,47 @@
+"""How long replicas take from the order to ready, learned from those that were seen starting."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from pagemill_operator.status.observation import ReplicaObservation
+
+REMEMBERED = 8
+CAREFUL = 0.75
+"""Quantile of the remembered starts."""
+
+
+class ColdStarts:
+    """Of one deployment."""
+
+    def __init__(self) -> None:
+        self._since: dict[str, float] = {}
+        self._known: set[str] = set()
+        self._durations: deque[float] = deque(maxlen=REMEMBERED)
+
+    @property
+    def learned_s(self) -> float | None:
+        """None: no start was seen from its beginning."""
+        durations = sorted(self._durations)
+        return durations[min(len(durations) - 1, int(CAREFUL * len(durations)))] if durations else None
+
+    def saw(self, replicas: Iterable[ReplicaObservation], now: float) -> None:
+        live = {replica.name: replica for replica in replicas if replica.live}
+        for name in self._since.keys() - live.keys():
+            del self._since[name]
+        self._known &= live.keys()
+        for name, replica in live.items():
+            if name in self._known:
+                continue
+            if replica.phase != "ready":
+                self._since.setdefault(name, now)
+                continue
+            self._known.add(name)
+            started_at = self._since.pop(name, None)
+            if started_at is not None:
+                self._durations.append(max(0.0, now - started_at))
+
+    def oldest_s(self, now: float) -> float:
+        """How long the one that starts longest has been at it."""
+        return max((now - since for since in self._since.values()), default=0.0)

@@ -1,0 +1,140 @@
+"""What latency a number of replicas would give: the engines' own step-time fit under the observed load.
+
+One replica gets an equal share of the arrivals. In the steady state every step takes `s` seconds, holds the requests
+that decode (arrivals x output tokens x s, by Little's law) and computes the prompt tokens that arrived meanwhile; `s`
+is the least fixed point of the step-time model. What the percentile adds is the Poisson spread of the requests that
+decode at once (time per output token), and the wait behind other prompts, as in a queue with one server (time to
+first token). Approximations, all on the careful side; ADR 28 says which.
+"""
+
+from __future__ import annotations
+
+import math
+from statistics import NormalDist
+
+import msgspec
+
+from pagemill_operator.autoscaler.memory import Shape
+from pagemill_protocol.step_time import StepTimeModel
+
+MAX_ROUNDS = 200
+CONVERGED = 1e-4
+FULLEST = 0.95
+"""Of KV cache, seats and a step's tokens: beyond that requests wait for each other."""
+
+
+class Demand(msgspec.Struct, frozen=True):
+    """What all replicas together are asked for."""
+
+    requests_per_s: float
+    prompt_tokens: float
+    """Of a request, mean, cached ones included: they are read as context."""
+    computed_tokens: float
+    """Of a prompt, mean, without what is cached."""
+    computed_tokens_high: float
+    """Of a prompt, at the percentile of the SLO."""
+    output_tokens: float
+    """Of a request, mean."""
+
+    def times(self, factor: float) -> Demand:
+        return msgspec.structs.replace(self, requests_per_s=self.requests_per_s * factor)
+
+
+class Prediction(msgspec.Struct, frozen=True):
+    """At the percentile. Infinite: so few replicas cannot keep up."""
+
+    ttft_ms: float
+    tpot_ms: float
+    limit: str = ""
+    """What is exhausted: steps, tokens, seats or blocks."""
+
+
+class Predictor:
+    """Of one kind of replica. Raises `ValueError` for a step-time fit that makes no sense."""
+
+    def __init__(self, shape: Shape, share: float) -> None:
+        self._shape = shape
+        self._model = StepTimeModel.from_params(shape.step_time)
+        self._share = share
+        self._spread = NormalDist().inv_cdf(share)
+        # The fit's own typical error, on the careful side.
+        error = shape.step_time.error_p50
+        self._margin = 1.0 + (min(0.5, error) if 0 < error < math.inf else 0.0)
+
+    @property
+    def known(self) -> bool:
+        return self._model.known
+
+    def predict(self, demand: Demand, replicas: int) -> Prediction:
+        if replicas <= 0:
+            return Prediction(math.inf, math.inf, "replicas")
+        rate = demand.requests_per_s / replicas
+        step_s = self._steady_step_s(demand, rate)
+        if step_s is None:
+            return Prediction(math.inf, math.inf, "steps")
+        decoding = rate * demand.output_tokens * step_s
+        prefill = rate * demand.computed_tokens * step_s
+        high = decoding + self._spread * math.sqrt(decoding)
+        if limit := self._exhausted(demand, high, prefill):
+            return Prediction(math.inf, math.inf, limit)
+        tpot_s = self._step_s(demand, max(1.0, high), prefill)
+        return Prediction(self._ttft_s(demand, rate, step_s, decoding) * 1000, tpot_s * 1000)
+
+    def _steady_step_s(self, demand: Demand, rate: float) -> float | None:
+        """The least fixed point: steps get longer with what arrives during them. None: without end."""
+        longest_s = self._longest_s(demand)
+        step_s = self._step_s(demand, 1.0, 0.0)
+        for _ in range(MAX_ROUNDS):
+            decoding, prefill = rate * demand.output_tokens * step_s, rate * demand.computed_tokens * step_s
+            following = self._step_s(demand, max(1.0, decoding), prefill)
+            if following <= step_s * (1 + CONVERGED):
+                return following
+            if following > longest_s:
+                return None
+            step_s = following
+        return None
+
+    def _longest_s(self, demand: Demand) -> float:
+        """A step with as much as one may hold."""
+        tokens = self._max_step_tokens
+        return self._step_s(demand, min(tokens, self._shape.max_num_seqs or tokens), tokens) + 1.0
+
+    @property
+    def _max_step_tokens(self) -> int:
+        return self._shape.max_step_tokens or 2048
+
+    def _step_s(self, demand: Demand, decoding: float, prefill: float) -> float:
+        context = demand.prompt_tokens + demand.output_tokens / 2
+        products = prefill * demand.prompt_tokens / 2
+        tokens = max(1, round(decoding + prefill))
+        return self._model.predict_ms(tokens, round(decoding * context), round(products)) * self._margin / 1000
+
+    def _exhausted(self, demand: Demand, decoding: float, prefill: float) -> str:
+        shape = self._shape
+        if decoding + prefill > FULLEST * self._max_step_tokens:
+            return "tokens"
+        if shape.max_num_seqs and decoding > FULLEST * max(2, shape.max_num_seqs):
+            return "seats"
+        per_request = demand.prompt_tokens + demand.output_tokens / 2 + shape.block_size / 2
+        return "blocks" if decoding * per_request > FULLEST * shape.num_tokens else ""
+
+    def _ttft_s(self, demand: Demand, rate: float, step_s: float, decoding: float) -> float:
+        """The rest of a step, the wait behind other prompts, its own prompt."""
+        own_s, mean_s = (
+            self._prefill_s(demand, tokens, decoding)
+            for tokens in (demand.computed_tokens_high, demand.computed_tokens)
+        )
+        busy = min(1.0, rate * mean_s)
+        if busy >= FULLEST:
+            return math.inf
+        # Pollaczek and Khinchine with the spread of an exponential service; its tail is exponential too.
+        wait_s = busy / (1 - busy) * mean_s
+        high_wait_s = wait_s / busy * max(0.0, math.log(busy / (1 - self._share))) if busy > 0 else 0.0
+        return step_s / 2 + max(own_s + wait_s, mean_s + high_wait_s)
+
+    def _prefill_s(self, demand: Demand, num_tokens: float, decoding: float) -> float:
+        """A prompt in chunks beside those that decode."""
+        room = max(1.0, self._max_step_tokens - decoding)
+        full, rest = divmod(max(1.0, num_tokens), room)
+        whole_s = full * self._step_s(demand, decoding, room) if full else 0.0
+        return whole_s + (self._step_s(demand, decoding, rest) if rest else 0.0)

@@ -1,0 +1,105 @@
+"""Autoscaling on this machine: follows the gateway's load stream and asks the scaler, as an operator does in a cluster.
+
+It starts and drains nothing: the backend asks `wanted` when it reconciles, and is woken when that has changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Mapping
+
+import aiohttp
+
+from pagemill_operator.autoscaler.decision import Record, log_line
+from pagemill_operator.autoscaler.scaler import Scaler
+from pagemill_operator.load.book import LoadBook
+from pagemill_operator.load.reader import STREAM_FAULTS, follow_load
+from pagemill_operator.plan.types import Plan
+from pagemill_operator.status.observation import Observation, Scaling
+from pagemill_protocol.load import LoadFrame
+
+logger = logging.getLogger("pagemill.operator.scaling")
+
+INTERVAL_S = 1.0
+RETRY_S = 0.2
+GATEWAY = "gateway"
+
+
+class LocalScaling:
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        *,
+        control_url: Callable[[], str | None],
+        token: str,
+        observed: Callable[[], Mapping[str, Observation]],
+        on_decision: Callable[[Record], None],
+    ) -> None:
+        """`observed`: what runs, by key; `on_decision` hears what changed, or has a new reason not to."""
+        self._session = session
+        self._control_url = control_url
+        self._token = token
+        self._observed = observed
+        self._on_decision = on_decision
+        self._scaler = Scaler()
+        self._book = LoadBook()
+        self._urgent = asyncio.Event()
+        self._tasks = [
+            asyncio.create_task(self._follow(), name="load stream"),
+            asyncio.create_task(self._keep_deciding(), name="autoscaling"),
+        ]
+
+    def wanted(self, plan: Plan) -> int:
+        return self._scaler.wanted(plan.key, plan.spec_replicas, plan.autoscaling)
+
+    def state(self, key: str) -> Scaling | None:
+        return self._scaler.state(key)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _follow(self) -> None:
+        while True:
+            if url := self._control_url():
+                try:
+                    await follow_load(self._session, url, self._token, self._hear)
+                except STREAM_FAULTS as error:
+                    logger.debug("the gateway's load is not heard: %s", error or type(error).__name__)
+                finally:
+                    self._book.lost(GATEWAY)
+            await asyncio.sleep(RETRY_S)
+
+    def _hear(self, frame: LoadFrame) -> None:
+        changed = self._book.hear(GATEWAY, frame)
+        if any(self._book.needs_engine(key) for key in changed):
+            self._urgent.set()
+
+    async def _keep_deciding(self) -> None:
+        while True:
+            try:
+                self._decide()
+            except Exception:
+                logger.exception("no decision could be made; the replicas stay as they are")
+            self._urgent.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(INTERVAL_S):
+                    await self._urgent.wait()
+
+    def _decide(self) -> None:
+        observed = self._observed()
+        self._scaler.keep(key for key, seen in observed.items() if seen.plan is not None and seen.plan.autoscaling)
+        for key, seen in observed.items():
+            plan = seen.plan
+            if plan is None or plan.autoscaling is None or not seen.carried_out:
+                continue
+            views = self._book.views(key)
+            record = self._scaler.decide(
+                key, plan.autoscaling, seen, views, start=plan.spec_replicas, num_gateways=int(seen.gateway_ready)
+            )
+            if record is not None:
+                logger.info("%s", log_line(record))
+                self._on_decision(record)

@@ -1,0 +1,116 @@
+"""The leader's autoscaling: asks the scaler about each deployment, by the clock and when somebody waits for an engine.
+
+It writes nothing: a changed number wakes the deployment's key, and the next reconcile carries it out like any plan.
+Neighbours: `load.book` has the signals, `autoscaler` decides, `reconcile` asks `scaled` for the plan to carry out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+from pagemill_operator.autoscaler.decision import Record, log_line
+from pagemill_operator.autoscaler.policy import Policy
+from pagemill_operator.autoscaler.scaler import Scaler
+from pagemill_operator.backends.kubernetes.backend import KubernetesCluster
+from pagemill_operator.backends.kubernetes.render.names import engine_name
+from pagemill_operator.controller.cache import Cache
+from pagemill_operator.controller.events import EventRecorder
+from pagemill_operator.controller.metrics import OperatorMetrics
+from pagemill_operator.load.book import LoadBook
+from pagemill_operator.plan.types import Plan
+
+logger = logging.getLogger("pagemill.operator.scaling")
+
+INTERVAL_S = 2.0
+
+
+class Autoscaling:
+    def __init__(
+        self,
+        scaler: Scaler,
+        book: LoadBook,
+        cache: Cache,
+        cluster: KubernetesCluster,
+        recorder: EventRecorder,
+        metrics: OperatorMetrics,
+        *,
+        wake: Callable[[set[str]], None],
+    ) -> None:
+        """`wake` is told the keys that have news."""
+        self._scaler = scaler
+        self._book = book
+        self._cache = cache
+        self._cluster = cluster
+        self._recorder = recorder
+        self._metrics = metrics
+        self._wake = wake
+        self._urgent = asyncio.Event()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            keys = [key for key in self._cache.keys() if self._policy(key)]  # noqa: SIM118
+            for gone in self._scaler.keep(keys):
+                self._metrics.not_scaled(gone)
+            for key in keys:
+                try:
+                    await self.look(key)
+                except Exception:
+                    # One deployment's surprise must not hold up the others; its replicas stay as they are.
+                    logger.exception("no decision could be made about %s", key)
+            self._urgent.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(INTERVAL_S):
+                    await self._urgent.wait()
+
+    def heard(self, keys: set[str]) -> None:
+        """The load of these has changed."""
+        if any(self._book.needs_engine(key) for key in keys):
+            self._urgent.set()
+
+    def scaled(self, plan: Plan) -> Plan:
+        """As it is to be carried out."""
+        return plan.with_replicas(self._scaler.wanted(plan.key, self._start(plan), plan.autoscaling))
+
+    async def look(self, key: str) -> None:
+        """Decide about one deployment, and tell whom it concerns."""
+        plan = self._cluster.plan(key)
+        if plan is None or plan.autoscaling is None or self._cache.owner(key) is None:
+            return
+        seen = self._cluster.observe(key)
+        if not seen.carried_out:
+            return
+        record = self._scaler.decide(
+            key,
+            plan.autoscaling,
+            seen,
+            self._book.views(key),
+            start=self._start(plan),
+            num_gateways=self._cache.num_gateways_ready(),
+        )
+        if record is not None:
+            await self._tell(record)
+
+    def _policy(self, key: str) -> Policy | None:
+        plan = self._cluster.plan(key)
+        return plan.autoscaling if plan is not None else None
+
+    async def _tell(self, record: Record) -> None:
+        decision = record.decision
+        logger.info("%s", log_line(record))
+        self._metrics.scaled(record.key, decision.replicas)
+        owner = self._cache.owner(record.key)
+        if owner is not None and decision.changes and record.policy.mode == "Advisory":
+            message = f"{decision.replicas} replicas in place of {decision.replicas_before}: {decision.message}"
+            await self._recorder.record(owner, "Normal", "ScalingAdvised", message)
+        self._wake({record.key})
+
+    def _start(self, plan: Plan) -> int:
+        """Replicas as they are ordered in the cluster, whoever led before; of a new deployment, as its spec says."""
+        if plan.autoscaling is None or plan.autoscaling.mode != "Active":
+            return plan.spec_replicas
+        deployment = self._cache.children(plan.key).get(("Deployment", engine_name(plan.name)))
+        return plan.spec_replicas if deployment is None else int(deployment["spec"].get("replicas", 1))

@@ -1,0 +1,34 @@
+"""One load stream, from the request to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import aiohttp
+
+from pagemill_protocol.frames import LOAD_CONTENT_TYPE, FrameError, LoadDecoder
+from pagemill_protocol.load import LoadFrame
+
+SILENCE_TIMEOUT_S = 8.0
+"""Gateways say something every 2 s."""
+CONNECT_TIMEOUT_S = 5.0
+STREAM_FAULTS = (aiohttp.ClientError, OSError, TimeoutError, FrameError)
+
+
+async def follow_load(
+    session: aiohttp.ClientSession, control_url: str, token: str, on_frame: Callable[[LoadFrame], None]
+) -> None:
+    """Until the stream ends. Raises one of `STREAM_FAULTS` for anything but an orderly end."""
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=SILENCE_TIMEOUT_S)
+    headers = {"Authorization": f"Bearer {token}"}
+    url = f"{control_url}/internal/load"
+    async with session.get(url, headers=headers, timeout=timeout, allow_redirects=False) as response:
+        if response.status != 200:
+            raise FrameError(f"the answer is {response.status}")
+        if response.content_type != LOAD_CONTENT_TYPE:
+            raise FrameError(f"the answer is {response.content_type}, not {LOAD_CONTENT_TYPE}: another version")
+        decoder = LoadDecoder()
+        while data := await response.content.readany():
+            for frame in decoder.feed(data):
+                on_frame(frame)
+        decoder.close()

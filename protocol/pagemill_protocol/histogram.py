@@ -1,0 +1,69 @@
+"""Distributions that are small, add up across processes, and keep quantiles within five percent."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+BINS_PER_DOUBLING = 8
+"""A value is known up to a factor of 2 ** (1/16), some four percent."""
+LARGEST_BIN = 40 * BINS_PER_DOUBLING
+
+
+class Histogram(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Counts of positive values in bins of equal ratio. Values of 1 and less share the lowest bin."""
+
+    counts: dict[int, float] = {}
+    """Bin -> how many; the value of bin `b` is 2 ** (b / 8)."""
+
+    @property
+    def total(self) -> float:
+        return sum(count for _, count in self._sound())
+
+    def quantile(self, share: float) -> float | None:
+        """The value that `share` of the values do not exceed; None while there are none."""
+        total, seen = self.total, 0.0
+        if total <= 0:
+            return None
+        wanted = share * total
+        for index, count in sorted(self._sound()):
+            seen += count
+            if seen >= wanted - 1e-9:
+                return value_of(index)
+        return value_of(max(self.counts))
+
+    def mean(self) -> float | None:
+        total = self.total
+        if total <= 0:
+            return None
+        return sum(value_of(index) * count for index, count in self._sound()) / total
+
+    def _sound(self) -> Iterator[tuple[int, float]]:
+        """What a count can be: a peer may send anything."""
+        return ((index, count) for index, count in self.counts.items() if 0 < count < math.inf)
+
+
+def bin_of(value: float) -> int:
+    """The bin of a value; what is no number counts as the lowest."""
+    if not value > 1:
+        return 0
+    return min(LARGEST_BIN, round(BINS_PER_DOUBLING * math.log2(value))) if value < math.inf else LARGEST_BIN
+
+
+def value_of(index: int) -> float:
+    return math.pow(2.0, max(0, min(LARGEST_BIN, index)) / BINS_PER_DOUBLING)
+
+
+def histogram_of(values: Iterable[float]) -> Histogram:
+    return Histogram(dict(Counter(bin_of(value) for value in values)))
+
+
+def merged(histograms: Iterable[Histogram]) -> Histogram:
+    """Of all their values together."""
+    counts: Counter[int] = Counter()
+    for histogram in histograms:
+        counts.update(histogram.counts)
+    return Histogram(dict(counts))

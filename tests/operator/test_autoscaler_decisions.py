@@ -1,0 +1,283 @@
+"""What the autoscaler decides, by table and by short stories."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import pytest
+from scaling_world import BLOCK_SIZE, BLOCKS, Scaled, arrivals, busy, engines, signals
+
+from pagemill_crds.sections.autoscaling import AutoscalingSection
+from pagemill_operator.autoscaler.decide import PANIC_S, STARTS_S, decide
+from pagemill_operator.autoscaler.memory import LONGEST_GAP_S, Memory
+from pagemill_operator.autoscaler.policy import Direction, Policy, Rule, policy_of
+from pagemill_operator.autoscaler.signals import Fleet
+from pagemill_protocol.load import Arrivals, EnginesLoad, QueueLoad
+
+KV = Policy("Active", 1, 10, kv_cache_usage=0.8, queue_depth=4)
+
+
+def policy(**changes: Any) -> Policy:
+    return msgspec.structs.replace(KV, **changes)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "load", "expected", "reason"),
+    [
+        (2, {"active": 1.5}, 2, "Steady"),
+        (2, {"active": 1.7}, 3, "ScaledUp"),
+        (1, {"active": 1.0, "queue": QueueLoad(num_requests=3, num_tokens=3 * BLOCKS * BLOCK_SIZE)}, 5, "ScaledUp"),
+        (1, {"active": 0.1, "queue": QueueLoad(num_requests=30, num_tokens=100)}, 8, "ScaledUp"),
+        (1, {"active": 0.1, "waiting": 9}, 3, "ScaledUp"),
+        (3, {"active": 0.1, "queue": QueueLoad(num_requests=400, num_tokens=10**7)}, 10, "ScaledUp"),
+        (10, {"active": 10.0, "waiting": 500}, 10, "Steady"),
+        (3, {"active": 0.2}, 3, "Stabilizing"),
+    ],
+    ids=str,
+)
+def test_a_load_and_the_replicas_it_gets(replicas: int, load: dict[str, Any], expected: int, reason: str) -> None:
+    decision = Scaled(KV, replicas=replicas).decide(**load)
+    assert (decision.replicas, decision.reason) == (expected, reason)
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({"num_heard": 0, "engines": EnginesLoad(), "arrivals": Arrivals()}, "0 of 1 gateways"),
+        ({"num_gateways": 2}, "1 of 2 gateways"),
+        ({"num_gateways": 0}, "1 of 0 gateways"),
+        ({"engines": engines(2, truth="stale")}, "reports are stale"),
+        ({"engines": EnginesLoad()}, "reports are unknown"),
+        ({"arrivals": Arrivals()}, "arrivals are unknown"),
+    ],
+    ids=str,
+)
+def test_what_is_missing_removes_nothing_and_is_said(fields: dict[str, Any], word: str) -> None:
+    scaled = Scaled(policy(min_replicas=0), replicas=3)
+    for _ in range(500):
+        decision = scaled.decide(**fields)
+        scaled.now += 10
+    assert (decision.replicas, decision.reason) == (3, "SignalsMissing")
+    assert word in decision.message
+
+
+def test_what_is_known_still_adds_while_something_is_missing() -> None:
+    queue = QueueLoad(num_requests=20, num_tokens=10)
+    decision = Scaled(KV, replicas=2).decide(num_gateways=2, queue=queue)
+    assert (decision.replicas, decision.reason) == (5, "ScaledUp")
+    assert decision.missing
+
+
+def test_load_that_falls_removes_after_the_window_as_much_as_the_window_allows() -> None:
+    scaled = Scaled(KV, replicas=6)
+    scaled.run(100, lambda at, ready: {"active": 3.5, "rate": 1.0})
+    scaled.run(290, lambda at, ready: {"active": 0.4, "rate": 1.0})
+    assert scaled.changes == [(6, 5)], "a window after the start, by the highest wish within it"
+    scaled.run(100, lambda at, ready: {"active": 0.4, "rate": 1.0})
+    assert scaled.wanted == 1
+
+
+def test_one_less_must_still_meet_the_target_with_some_load_added() -> None:
+    scaled = Scaled(KV, replicas=2)
+    scaled.run(2000, lambda at, ready: {"active": 0.75, "rate": 1.0})
+    assert scaled.wanted == 2
+    scaled.run(2000, lambda at, ready: {"active": 0.7, "rate": 1.0})
+    assert scaled.wanted == 1
+
+
+def test_seats_in_use_keep_replicas_that_the_queue_would_not() -> None:
+    scaled = Scaled(policy(kv_cache_usage=None, queue_depth=2), replicas=3)
+    scaled.run(2000, lambda at, ready: {"active": 0.1, "running": 150, "rate": 1.0})
+    assert scaled.wanted == 3
+
+
+def test_pods_on_their_way_are_credited() -> None:
+    scaled = Scaled(KV, replicas=1, cold_start_s=120)
+    queue = QueueLoad(num_requests=12, num_tokens=2 * BLOCKS * BLOCK_SIZE)
+    scaled.run(110, lambda at, ready: {"active": 1.0, "queue": queue})
+    assert scaled.changes == [(1, 4)], "the same queue is not answered twice"
+
+
+def test_nothing_is_removed_while_a_replica_starts_but_not_for_ever() -> None:
+    scaled = Scaled(KV, replicas=1, cold_start_s=10**6)
+    scaled.decide(active=1.0, waiting=10)
+    assert scaled.wanted == 3
+    scaled.cold_start_s = 5.0
+    decision = scaled.decide(fleet=Fleet(wanted=3, ready=1, pending=2, starting_s=400.0))
+    assert decision.reason == "ReplicasStarting"
+    fleet = Fleet(wanted=3, ready=1, pending=2, starting_s=STARTS_S + 1)
+    scaled.run(400, lambda at, ready: {"fleet": fleet, "engines": engines(1)})
+    assert scaled.decisions[-1].replicas < 3
+
+
+def test_a_burst_removes_nothing_for_a_minute() -> None:
+    scaled = Scaled(policy(down=Direction(0.0)), replicas=5)
+    scaled.decide(active=3.9, rate=1.0)
+    assert scaled.decide(active=0.5, rate=1.0, burst=20.0).reason == "Panic"
+    scaled.now += PANIC_S - 1
+    assert scaled.decide(active=0.5, rate=1.0).reason == "Panic"
+    scaled.now += 2
+    assert scaled.decide(active=0.5, rate=1.0).reason == "ScaledDown"
+
+
+def test_zero_after_nobody_asked_for_long_enough_and_back_at_once() -> None:
+    scaled = Scaled(policy(min_replicas=0, idle_s=120.0), replicas=1)
+    assert scaled.decide(arrivals=arrivals(0.0, idle_s=119.0)).replicas == 1
+    assert scaled.decide(arrivals=arrivals(0.0, idle_s=121.0), running=1).replicas == 1
+    decision = scaled.decide(arrivals=arrivals(0.0, idle_s=121.0))
+    assert (decision.replicas, decision.reason) == (0, "ScaledToZero")
+    nobody = EnginesLoad(truth="value")
+    assert scaled.decide(arrivals=arrivals(0.0, idle_s=200.0), engines=nobody).reason == "Steady"
+    queue = QueueLoad(num_requests=1, num_bytes=100, num_tokens=33, needs_engine=True)
+    decision = scaled.decide(arrivals=arrivals(0.0, idle_s=300.0), engines=nobody, queue=queue)
+    assert (decision.replicas, decision.reason) == (1, "Woken")
+
+
+def test_several_wake_at_once_when_many_wait() -> None:
+    scaled = Scaled(policy(min_replicas=0), replicas=1)
+    scaled.decide(active=0.5)
+    scaled._order(0)
+    queue = QueueLoad(num_requests=30, num_tokens=3 * BLOCKS * BLOCK_SIZE, needs_engine=True)
+    assert scaled.decide(engines=EnginesLoad(truth="value"), queue=queue).replicas == 8
+
+
+def test_a_starting_replica_is_not_ended_because_its_caller_gave_up() -> None:
+    scaled = Scaled(policy(min_replicas=0, idle_s=1.0), replicas=0, cold_start_s=60)
+    nobody = EnginesLoad(truth="value")
+    assert scaled.decide(engines=nobody, queue=QueueLoad(num_requests=1, needs_engine=True)).replicas == 1
+    scaled.now += 10
+    decision = scaled.decide(engines=nobody, arrivals=arrivals(0.0, idle_s=500.0))
+    assert (decision.replicas, decision.reason) == (1, "ReplicasStarting")
+
+
+def test_several_idle_replicas_go_by_the_window_and_the_last_by_its_own() -> None:
+    scaled = Scaled(policy(min_replicas=0, idle_s=30.0), replicas=4)
+    scaled.run(280, lambda at, ready: {"arrivals": arrivals(0.0, idle_s=1000 + at)})
+    assert scaled.wanted == 4
+    scaled.run(60, lambda at, ready: {"arrivals": arrivals(0.0, idle_s=2000 + at)})
+    assert scaled.changes == [(4, 1), (1, 0)]
+
+
+def test_warm_replicas_are_beyond_the_demand() -> None:
+    scaled = Scaled(policy(warm=2, min_replicas=0), replicas=2)
+    scaled.run(1000, lambda at, ready: {"arrivals": arrivals(0.0, idle_s=10_000)})
+    assert scaled.wanted == 2, "not even zero takes them"
+    assert scaled.decide(active=1.7).replicas == 3 + 2
+
+
+@pytest.mark.parametrize(
+    ("up", "expected"),
+    [
+        (Direction(), 9),
+        (Direction(rules=(Rule("Pods", 2, 60.0),)), 4),
+        (Direction(rules=(Rule("Percent", 100, 60.0),)), 4),
+        (Direction(rules=(Rule("Pods", 4, 60.0), Rule("Percent", 50, 60.0))), 6),
+        (Direction(select="Min", rules=(Rule("Pods", 4, 60.0), Rule("Percent", 50, 60.0))), 3),
+        (Direction(select="Disabled"), 2),
+        (Direction(30.0), 2),
+    ],
+    ids=str,
+)
+def test_growth_is_as_fast_as_the_behavior_allows(up: Direction, expected: int) -> None:
+    scaled = Scaled(policy(up=up), replicas=2)
+    load = {"active": 2.0, "queue": QueueLoad(num_requests=36, num_tokens=10)}
+    assert scaled.decide(**dict(load)).replicas == expected
+    if up.rules:
+        scaled.now += 30
+        assert scaled.decide(**dict(load)).reason == "RateLimited", "the period counts what was added within it"
+        scaled.now += 31
+        assert scaled.decide(**dict(load)).replicas > expected
+
+
+def test_a_window_of_growth_follows_the_lowest_wish_within_it() -> None:
+    scaled = Scaled(policy(up=Direction(60.0, is_own_window=True)), replicas=1)
+    for waiting in (12, 8, 20):
+        assert scaled.decide(waiting=waiting).reason == "Stabilizing"
+        scaled.now += 20
+    assert scaled.decide(waiting=20).replicas == 2
+
+
+@pytest.mark.parametrize(
+    ("down", "expected"),
+    [
+        (Direction(0.0, is_own_window=True), 1),
+        (Direction(0.0, rules=(Rule("Pods", 3, 60.0),)), 5),
+        (Direction(0.0, rules=(Rule("Percent", 50, 60.0),)), 4),
+        (Direction(0.0, select="Min", rules=(Rule("Pods", 3, 60.0), Rule("Percent", 50, 60.0))), 5),
+        (Direction(0.0, select="Disabled"), 8),
+    ],
+    ids=str,
+)
+def test_shrinking_is_as_fast_as_the_behavior_allows(down: Direction, expected: int) -> None:
+    scaled = Scaled(policy(down=down), replicas=8)
+    assert scaled.decide(active=0.1, rate=1.0).replicas == expected
+
+
+@pytest.mark.parametrize("jump_s", [3600.0, -3600.0, LONGEST_GAP_S + 1])
+def test_a_clock_that_jumps_removes_nothing_for_a_window(jump_s: float) -> None:
+    scaled = Scaled(KV, replicas=4)
+    scaled.run(200, lambda at, ready: {"active": 0.2, "rate": 1.0})
+    scaled.now += jump_s
+    scaled.run(290, lambda at, ready: {"active": 0.2, "rate": 1.0})
+    assert scaled.changes == []
+    scaled.run(20, lambda at, ready: {"active": 0.2, "rate": 1.0})
+    assert scaled.changes == [(4, 1)]
+
+
+def test_an_operator_that_just_began_removes_nothing_for_a_window() -> None:
+    decision, memory = decide(KV, signals(3), Memory())
+    assert (decision.replicas, decision.reason) == (3, "Stabilizing")
+    assert memory.since_s == 1000.0
+
+
+def test_bounds_that_move_are_followed_at_once() -> None:
+    assert Scaled(policy(max_replicas=3), replicas=6).decide(active=5.0).replicas == 3
+    assert Scaled(policy(min_replicas=4), replicas=1).decide(active=0.1).replicas == 4
+
+
+def test_a_removal_that_was_regretted_makes_the_next_one_wait_longer() -> None:
+    scaled = Scaled(KV, replicas=1, cold_start_s=5.0)
+    for _ in range(12):
+        scaled.run(100, lambda at, ready: busy(2.0, ready))
+        scaled.run(400, lambda at, ready: busy(0.5, ready))
+    ups = [change for change in scaled.changes if change[1] > change[0]]
+    assert len(ups) <= 4
+    own = Scaled(policy(down=Direction(300.0, is_own_window=True)), replicas=1, cold_start_s=5.0)
+    for _ in range(12):
+        own.run(100, lambda at, ready: busy(2.0, ready))
+        own.run(400, lambda at, ready: busy(0.5, ready))
+    assert len([change for change in own.changes if change[1] > change[0]]) >= 11, "an explicit window is kept"
+
+
+def test_a_sine_is_followed_without_flapping() -> None:
+    scaled = Scaled(KV, replicas=2, cold_start_s=20.0)
+    scaled.run(7200, lambda at, ready: busy(2.0 + math.sin(at * 2 * math.pi / 240), ready))
+    assert len([change for change in scaled.changes if change[1] < change[0]]) == 0
+    assert 4 <= scaled.wanted <= 5
+
+
+def test_the_resource_with_its_defaults() -> None:
+    found = policy_of(AutoscalingSection.model_validate({"maxReplicas": 4}))
+    assert found == Policy("Active", 1, 4, kv_cache_usage=0.8, queue_depth=2)
+    section = {
+        "mode": "Advisory",
+        "minReplicas": 0,
+        "maxReplicas": 4,
+        "slo": {"ttft": "500ms", "tpot": "50ms", "percentile": 90},
+        "scaleToZeroAfter": "10m",
+        "behavior": {
+            "scaleUp": {"policies": [{"type": "Pods", "value": 2, "periodSeconds": 60}]},
+            "scaleDown": {"stabilizationWindowSeconds": 0, "selectPolicy": "Disabled"},
+        },
+    }
+    found = policy_of(AutoscalingSection.model_validate(section))
+    assert found is not None
+    assert found.slo is not None
+    assert (found.slo.ttft_ms, found.slo.tpot_ms, found.slo.share, found.idle_s) == (500.0, 50.0, 0.9, 600.0)
+    assert (found.kv_cache_usage, found.queue_depth) == (None, None)
+    assert found.up == Direction(rules=(Rule("Pods", 2, 60.0),))
+    assert found.down == Direction(0.0, "Disabled", is_own_window=True)
+    assert policy_of(None) is None
+    assert policy_of(AutoscalingSection.model_validate({"maxReplicas": 4, "mode": "External"})) is None

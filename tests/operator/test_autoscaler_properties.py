@@ -1,0 +1,122 @@
+"""What holds of every decision, whatever comes in."""
+
+from __future__ import annotations
+
+import math
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scaling_world import LENGTHS, Scaled, arrivals, busy, engines, signals
+
+from pagemill_operator.autoscaler.decide import decide
+from pagemill_operator.autoscaler.memory import Memory
+from pagemill_operator.autoscaler.policy import Direction, Policy, Slo
+from pagemill_operator.autoscaler.signals import Fleet
+from pagemill_protocol.load import Arrivals, EnginesLoad, Lengths, QueueLoad
+
+counts = st.integers(0, 10**6)
+truths = st.sampled_from(["value", "unknown", "stale"])
+policies = st.builds(
+    lambda low, more, warm, kv, depth, slo, window: Policy(
+        "Active", low, low + more, min(warm, low + more), kv, depth, slo, down=Direction(window)
+    ),
+    st.integers(0, 5),
+    st.integers(1, 20),
+    st.integers(0, 3),
+    st.none() | st.floats(0.1, 1.0),
+    st.none() | st.integers(0, 50),
+    st.none() | st.just(Slo(500.0, 50.0)) | st.just(Slo(None, 5.0)),
+    st.sampled_from([0.0, 60.0, 300.0]),
+)
+
+
+@st.composite
+def instants(draw: st.DrawFn) -> dict[str, object]:
+    replicas = draw(st.integers(0, 5))
+    rate = draw(st.floats(0, 500))
+    return {
+        "engines": engines(
+            replicas,
+            active=draw(st.floats(0, 10)),
+            running=draw(counts),
+            waiting=draw(counts),
+            truth=draw(truths),
+        ),
+        "queue": QueueLoad(num_requests=draw(counts), num_tokens=draw(counts)),
+        "arrivals": arrivals(rate, burst=draw(st.floats(0, 900)), idle_s=draw(st.floats(0, 9000)))
+        if draw(st.booleans())
+        else Arrivals(),
+        "lengths": draw(st.sampled_from([LENGTHS, Lengths()])),
+        "num_gateways": draw(st.integers(0, 2)),
+        "num_heard": draw(st.integers(0, 2)),
+    }
+
+
+@settings(max_examples=100, deadline=None)
+@given(policies, st.lists(st.tuples(instants(), st.floats(0.1, 400)), min_size=1, max_size=12), st.integers(0, 30))
+def test_bounds_hold_reasons_are_given_and_every_record_replays(policy: Policy, story: list, replicas: int) -> None:
+    scaled = Scaled(policy, replicas=replicas)
+    for fields, pause_s in story:
+        decision = scaled.decide(**fields)
+        assert policy.lowest <= decision.replicas <= policy.max_replicas
+        assert decision.message
+        if decision.replicas < decision.replicas_before:
+            assert not decision.missing or decision.reason == "OutOfBounds"
+        scaled.now += pause_s
+
+
+@settings(max_examples=50, deadline=None)
+@given(instants(), st.integers(1, 20))
+def test_what_is_missing_never_removes(fields: dict[str, object], replicas: int) -> None:
+    policy = Policy("Active", 0, 20, kv_cache_usage=0.8, down=Direction(0.0), idle_s=0.0)
+    fields |= {"engines": EnginesLoad(truth="stale")}
+    decision, _ = decide(policy, signals(replicas, **fields), Memory())
+    assert decision.replicas >= replicas
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.integers(0, 2**32), st.floats(0.3, 6.0), st.floats(0.0, 0.25))
+def test_steady_load_with_noise_settles_and_removes_at_most_what_was_too_much(
+    seed: int, demand: float, noise: float
+) -> None:
+    rng = random.Random(seed)
+    policy = Policy("Active", 1, 20, kv_cache_usage=0.8, queue_depth=4)
+    scaled = Scaled(policy, replicas=math.ceil(demand / 0.8), cold_start_s=30.0)
+    scaled.run(5400, lambda at, ready: busy(max(0.0, demand * (1 + rng.uniform(-noise, noise))), ready), step_s=5.0)
+    downs = [change for change in scaled.changes if change[1] < change[0]]
+    assert len(downs) == 0 or len(scaled.changes) <= 2
+
+
+@settings(max_examples=5, deadline=None)
+@given(st.integers(0, 2**32), st.floats(1.0, 40.0))
+def test_poisson_arrivals_do_not_flap_under_an_slo(seed: int, rate: float) -> None:
+    rng = random.Random(seed)
+    seconds: list[int] = []
+
+    def told(at: float, ready: int) -> dict[str, object]:
+        while len(seconds) < at + 61:
+            seconds.append(_poisson(rng, rate))
+        end = int(at) + 60
+        window, burst = sum(seconds[end - 60 : end]) / 60, sum(seconds[end - 6 : end]) / 6
+        return {"arrivals": arrivals(window, burst=burst), "active": 0.2 * ready}
+
+    scaled = Scaled(Policy("Active", 1, 30, slo=Slo(500.0, 40.0)), replicas=1, cold_start_s=45.0)
+    scaled.run(2400, told, step_s=5.0)
+    downs = [change for change in scaled.changes if change[1] < change[0]]
+    assert len(downs) <= 1, scaled.changes
+
+
+def _poisson(rng: random.Random, mean: float) -> int:
+    count, left = 0, rng.expovariate(1.0)
+    while left < mean:
+        count, left = count + 1, left + rng.expovariate(1.0)
+    return count
+
+
+@settings(max_examples=50, deadline=None)
+@given(instants(), st.integers(0, 10))
+def test_the_same_input_gives_the_same_decision(fields: dict[str, object], replicas: int) -> None:
+    policy = Policy("Active", 0, 20, kv_cache_usage=0.8, queue_depth=2, slo=Slo(500.0, 50.0))
+    seen = signals(replicas, **fields, fleet=Fleet(wanted=replicas, ready=replicas))
+    assert decide(policy, seen, Memory()) == decide(policy, seen, Memory())

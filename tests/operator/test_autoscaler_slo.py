@@ -1,0 +1,127 @@
+"""The SLO mode: what is predicted, how many replicas that asks for, and what stands out of the noise."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scaling_world import BLOCK_SIZE, BLOCKS, SEATS, STEP_TIME, Scaled, arrivals, engines, signals
+
+from pagemill_operator.autoscaler.memory import Memory, Rate, Shape
+from pagemill_operator.autoscaler.policy import Policy, Slo
+from pagemill_operator.autoscaler.prediction import Demand, Predictor
+from pagemill_operator.autoscaler.signals import Fleet
+from pagemill_operator.autoscaler.slo import forecast, is_burst
+from pagemill_protocol.load import Lengths, QueueLoad
+from pagemill_protocol.state import StepTimeParams
+
+SHAPE = Shape(BLOCKS, BLOCK_SIZE, SEATS, 512, STEP_TIME)
+DEMAND = Demand(requests_per_s=4.0, prompt_tokens=500, computed_tokens=500, computed_tokens_high=900, output_tokens=200)
+SLO = Policy("Active", 1, 20, slo=Slo(ttft_ms=500.0, tpot_ms=40.0))
+
+
+def test_an_idle_replica_answers_as_fast_as_its_steps() -> None:
+    prediction = Predictor(SHAPE, 0.95).predict(msgspec.structs.replace(DEMAND, requests_per_s=1e-6), 1)
+    assert prediction.tpot_ms == pytest.approx(10.0, rel=0.05)
+    # 900 tokens are a full step of 511 and one of 389, and half a step until the first begins.
+    assert prediction.ttft_ms == pytest.approx(5 + 60 + 46, rel=0.1)
+
+
+def test_the_steady_state_is_that_of_littles_law() -> None:
+    """Without prefill a step of B requests takes 10 + 4 B / 63 ms, and B is 4 x 200 of them a second."""
+    demand = Demand(4.0, 1, 0, 1, 200)
+    step_ms = 10 / (1 - 4 / 63 * 0.8) * (1 - 4 / 63 / 10)
+    median = Predictor(SHAPE, 0.5).predict(demand, 1)
+    assert median.tpot_ms == pytest.approx(step_ms, rel=0.02)
+    assert Predictor(SHAPE, 0.99).predict(demand, 1).tpot_ms > median.tpot_ms
+
+
+rates = st.floats(0.01, 200.0)
+
+
+@settings(max_examples=60)
+@given(rates, st.integers(1, 50), st.floats(1, 4000), st.floats(1, 1000))
+def test_more_replicas_are_never_slower_and_more_load_never_faster(
+    rate: float, replicas: int, prompt: float, output: float
+) -> None:
+    predictor = Predictor(SHAPE, 0.95)
+    demand = Demand(rate, prompt, prompt, prompt * 1.5, output)
+    fewer, more = predictor.predict(demand, replicas), predictor.predict(demand, replicas + 1)
+    assert more.ttft_ms <= fewer.ttft_ms * 1.001
+    assert more.tpot_ms <= fewer.tpot_ms * 1.001
+    loaded = predictor.predict(demand.times(1.3), replicas)
+    assert loaded.ttft_ms >= fewer.ttft_ms * 0.999
+
+
+@pytest.mark.parametrize(
+    ("changes", "limit"),
+    [({"num_blocks": 20}, "blocks"), ({"max_num_seqs": 4}, "seats"), ({"max_step_tokens": 8}, "steps")],
+    ids=str,
+)
+def test_what_cannot_keep_up_has_no_latency_and_says_why(changes: dict[str, int], limit: str) -> None:
+    shape = msgspec.structs.replace(SHAPE, **changes)
+    prediction = Predictor(shape, 0.95).predict(DEMAND, 1)
+    assert math.isinf(prediction.tpot_ms)
+    assert prediction.limit in (limit, "tokens")
+
+
+def test_the_fewest_replicas_that_meet_it_are_chosen_with_what_was_weighed() -> None:
+    scaled = Scaled(SLO, replicas=1)
+    decision = scaled.decide(rate=30.0, active=1.0)
+    weighed = {candidate.replicas: candidate for candidate in decision.candidates}
+    assert decision.replicas > 2, "several steps at once"
+    assert weighed[decision.replicas].meets
+    assert not weighed[decision.replicas - 1].meets
+    scaled.run(3000, lambda at, ready: {"rate": 30.0, "active": 0.3 * ready})
+    assert scaled.changes == [(1, decision.replicas)], "and that is enough for as long as the load stays"
+    scaled.run(3000, lambda at, ready: {"rate": 3.0, "active": 0.3})
+    assert scaled.wanted < decision.replicas
+
+
+def test_a_slo_that_cannot_be_met_takes_what_there_is_and_names_the_best() -> None:
+    policy = msgspec.structs.replace(SLO, max_replicas=3, slo=Slo(ttft_ms=1.0, tpot_ms=1.0))
+    decision = Scaled(policy, replicas=1).decide(rate=1.0)
+    assert decision.replicas == 3
+    assert "3 replicas do not reach ttft 1 ms and tpot 1 ms: the best is ttft" in decision.unreachable
+
+
+def test_what_waits_is_worked_off_within_a_cold_start() -> None:
+    calm = Scaled(SLO, replicas=1).decide(rate=2.0)
+    loaded = Scaled(SLO, replicas=1).decide(rate=2.0, queue=QueueLoad(num_requests=600, num_tokens=10))
+    assert loaded.replicas > calm.replicas
+
+
+@pytest.mark.parametrize(
+    "fields", [{"lengths": Lengths()}, {"engines": engines(2, step_time=StepTimeParams())}], ids=["lengths", "steps"]
+)
+def test_without_a_prediction_the_load_is_kept_in_bounds_and_nothing_removed(fields: dict[str, Any]) -> None:
+    scaled = Scaled(SLO, replicas=2)
+    scaled.run(1000, lambda at, ready: {"rate": 2.0, **fields})
+    assert scaled.wanted == 2
+    assert scaled.decisions[-1].reason == "SignalsMissing"
+    full = scaled.decide(rate=2.0, **fields, queue=QueueLoad(num_requests=50, num_tokens=10))
+    assert full.replicas > 2
+
+
+def test_a_rise_is_carried_on_over_the_learned_cold_start() -> None:
+    rising = Memory(rates=(Rate(970.0, 2.0),))
+    fleet = Fleet(wanted=1, ready=1, cold_start_s=60.0)
+    now = signals(1, arrivals=arrivals(5.0), fleet=fleet)
+    assert forecast(now, rising) == pytest.approx(5.0 + 0.1 * (30 + 60))
+    assert forecast(now, Memory()) == 5.0
+    steep = Memory(rates=(Rate(970.0, 0.1),))
+    long = signals(1, arrivals=arrivals(5.0), fleet=Fleet(wanted=1, ready=1, cold_start_s=6000.0))
+    assert forecast(long, steep) == 15.0, "not for ever"
+    assert forecast(signals(1, arrivals=arrivals(5.0)), Memory(rates=(Rate(970.0, 4.5),))) == 5.0, "noise is no rise"
+
+
+@pytest.mark.parametrize(
+    ("rate", "burst", "expected"),
+    [(0.0, 1 / 6, False), (1.0, 1.9, False), (1.0, 20.0, True), (10.0, 14.0, False), (10.0, 100.0, True)],
+)
+def test_a_burst_is_twice_the_rate_and_no_chance(rate: float, burst: float, expected: bool) -> None:
+    assert is_burst(signals(1, arrivals=arrivals(rate, burst=burst))) is expected

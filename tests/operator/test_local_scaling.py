@@ -1,0 +1,91 @@
+"""Replicas on this machine follow the load: a real gateway and engine processes (whose device is simulated)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+import pytest
+
+Machine = Any
+
+
+async def ask(session: aiohttp.ClientSession, machine: Machine, max_tokens: int = 4) -> tuple[int, bytes]:
+    body = {"model": "chat", "messages": [{"role": "user", "content": "hi"}], "max_tokens": max_tokens, "stream": True}
+    async with session.post(f"{machine.backend.base_url}/v1/chat/completions", json=body) as response:
+        return response.status, await response.read()
+
+
+def wanted(machine: Machine, plan: Any) -> int:
+    return int(machine.backend.observe(plan.key).plan.replicas)
+
+
+async def test_from_zero_to_an_answer_and_back_to_zero_and_again(machine: Machine) -> None:
+    autoscaling = {"minReplicas": 0, "maxReplicas": 2, "scaleToZeroAfter": "2s"}
+    plan = machine.plan(replicas=0, autoscaling=autoscaling)
+    await machine.backend.apply([plan])
+    await machine.until(lambda: machine.backend.gateway.ready)
+    async with aiohttp.ClientSession() as session:
+        for _ in range(2):
+            assert machine.pids(plan) == []
+            status, body = await answered(session, machine)
+            assert (status, body.endswith(b"data: [DONE]\n\n")) == (200, True)
+            await machine.until(lambda: not machine.backend.supervisors(plan.key))
+            assert wanted(machine, plan) == 0
+    told = [event.message for event in machine.events if event.subject == "chat"]
+    assert [message.partition(":")[0] for message in told] == [
+        "scaled to 1 replicas from 0",
+        "scaled to 0 replicas from 1",
+    ] * 2
+
+
+async def answered(session: aiohttp.ClientSession, machine: Machine) -> tuple[int, bytes]:
+    """The gateway learns of the deployment a moment after it was applied; until then the name is unknown."""
+    async with asyncio.timeout(60):
+        while True:
+            status, body = await ask(session, machine)
+            if status != 404:
+                return status, body
+            await asyncio.sleep(0.05)
+
+
+async def test_requests_that_find_no_room_bring_more_engines_and_all_are_served(machine: Machine) -> None:
+    targets = {"queueDepth": 1}
+    plan = machine.plan(autoscaling={"maxReplicas": 2, "targets": targets}, engine__maxNumSeqs=1)
+    await machine.backend.apply([plan])
+    await machine.until_ready(plan)
+    async with aiohttp.ClientSession() as session:
+        await answered(session, machine)
+        asking = [asyncio.create_task(ask(session, machine, 400)) for _ in range(12)]
+        await machine.until(lambda: wanted(machine, plan) == 2)
+        await machine.until(lambda: len(machine.backend.observe(plan.key).ready()) == 2)
+        answers = await asyncio.gather(*asking)
+    assert [status for status, _ in answers] == [200] * 12
+    assert all(body.endswith(b"data: [DONE]\n\n") for _, body in answers)
+
+
+@pytest.mark.parametrize("mode", ["Advisory", "External"])
+async def test_who_does_not_act_leaves_the_number_alone(machine: Machine, mode: str) -> None:
+    plan = machine.plan(replicas=0, autoscaling={"mode": mode, "maxReplicas": 2, "minReplicas": 1})
+    await machine.backend.apply([plan])
+    await machine.until(lambda: machine.backend.gateway.ready)
+    if mode == "Advisory":
+        await machine.until(lambda: any("would be scaled to 1" in event.message for event in machine.events))
+    assert wanted(machine, plan) == 0
+
+
+async def test_a_plan_that_loses_its_autoscaling_goes_back_to_its_number(
+    make_machine: Callable[..., Machine],
+) -> None:
+    machine = make_machine()
+    await machine.backend.start()
+    try:
+        plan = machine.plan(replicas=0, autoscaling={"maxReplicas": 2, "minReplicas": 1})
+        await machine.backend.apply([plan])
+        await machine.until(lambda: len(machine.backend.supervisors(plan.key)) == 1)
+        await machine.backend.apply([machine.plan(replicas=0)])
+        await machine.until(lambda: not machine.backend.supervisors(plan.key))
+    finally:
+        await machine.backend.stop()

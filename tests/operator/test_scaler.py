@@ -1,0 +1,160 @@
+"""The scaler: what it remembers between decisions, what it tells, and what it learns of starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hand_clock import Clock
+from scaling_world import LENGTHS, arrivals, engines
+
+from pagemill_operator.autoscaler.cold_start import ColdStarts
+from pagemill_operator.autoscaler.decide import replay
+from pagemill_operator.autoscaler.decision import decode_record, encode_record
+from pagemill_operator.autoscaler.scaler import Scaler
+from pagemill_operator.autoscaler.signals import View
+from pagemill_operator.plan import make_plan
+from pagemill_operator.plan.types import Plan
+from pagemill_operator.status.conditions import find_conditions
+from pagemill_operator.status.observation import Observation, ReplicaObservation
+from pagemill_protocol.histogram import histogram_of
+from pagemill_protocol.load import DeploymentLoad, Latencies, QueueLoad
+
+KEY = "default/chat"
+MakePlan = Callable[..., Plan]
+
+
+@pytest.fixture
+def plan(deployment: Any) -> MakePlan:
+    def make(replicas: int = 1, **autoscaling: Any) -> Plan:
+        return make_plan(deployment(replicas=replicas, autoscaling={"maxReplicas": 5, **autoscaling}), "kubernetes")
+
+    return make
+
+
+class World:
+    def __init__(self, plan: Plan) -> None:
+        self.clock = Clock()
+        self.scaler = Scaler(self.clock)
+        self.plan = plan
+        self.phases = ["ready"] * plan.replicas
+
+    @property
+    def seen(self) -> Observation:
+        digest = self.plan.groups[0].digest
+        replicas = [ReplicaObservation(f"chat-{n}", phase, digest) for n, phase in enumerate(self.phases)]
+        return Observation(self.plan, tuple(replicas), gateway_ready=True, scaling=self.scaler.state(KEY))
+
+    def decide(self, *views: View, **load: Any) -> Any:
+        assert self.plan.autoscaling is not None
+        known = {"engines": engines(self.phases.count("ready")), "arrivals": arrivals(1.0), "lengths": LENGTHS}
+        told = [View(DeploymentLoad(namespace="default", name="chat", **(known | load)))] if load or not views else []
+        return self.scaler.decide(
+            KEY, self.plan.autoscaling, self.seen, told, start=self.plan.spec_replicas, num_gateways=1
+        )
+
+    def condition(self, type_: str) -> tuple[str, str, str]:
+        (found,) = [each for each in find_conditions(self.seen) if each.type == type_]
+        return found.status, found.reason, found.message
+
+
+def test_an_active_deployment_gets_what_was_decided_and_nothing_else_does(plan: MakePlan) -> None:
+    world = World(plan())
+    assert world.scaler.wanted(KEY, 2, world.plan.autoscaling) == 2, "nothing was decided yet"
+    record = world.decide(queue=QueueLoad(num_requests=6, num_tokens=10))
+    assert record.decision.reason == "ScaledUp"
+    assert world.scaler.wanted(KEY, 1, world.plan.autoscaling) == 3
+    assert world.scaler.wanted(KEY, 1, None) == 1
+    assert world.scaler.keep([]) == {KEY}
+    assert world.scaler.wanted(KEY, 1, world.plan.autoscaling) == 1
+
+
+def test_advice_is_told_and_not_followed(plan: MakePlan) -> None:
+    world = World(plan(mode="Advisory"))
+    record = world.decide(queue=QueueLoad(num_requests=6, num_tokens=10))
+    assert record.decision.replicas == 3
+    assert world.scaler.wanted(KEY, 1, world.plan.autoscaling) == 1
+    assert world.condition("ScalingActive") == ("True", "AdvisoryOnly", "3 replicas are advised; spec.replicas decides")
+    assert world.decide(queue=QueueLoad(num_requests=6, num_tokens=10)) is None, "the same advice is no news"
+
+
+def test_only_news_is_recorded_and_every_record_decides_the_same_again(plan: MakePlan) -> None:
+    world = World(plan())
+    for number in range(20):
+        world.clock.now += 2
+        world.decide(queue=QueueLoad(num_requests=6 if number > 9 else 0, num_tokens=10))
+    records = world.scaler.records([KEY])
+    assert [record.decision.reason for record in records] == ["Steady", "ScaledUp", "Steady"]
+    assert [record.decision for record in records] == [replay(decode_record(encode_record(each))) for each in records]
+    assert world.scaler.records(["default/other"]) == []
+
+
+def test_missing_numbers_are_a_condition(plan: MakePlan) -> None:
+    world = World(plan(replicas=2))
+    world.decide(engines=engines(1))
+    status, reason, message = world.condition("ScalingActive")
+    assert (status, reason) == ("False", "SignalsMissing")
+    assert "the engines' reports are stale" in message
+    world.decide()
+    assert world.condition("ScalingActive")[:2] == ("True", "ScalingActive")
+
+
+@pytest.mark.parametrize(
+    ("ttft_ms", "slo", "expected"),
+    [
+        (100.0, {"ttft": "500ms"}, ("True", "WithinSLO")),
+        (900.0, {"ttft": "500ms"}, ("False", "OutsideSLO")),
+        (None, {"ttft": "500ms"}, ("Unknown", "NotMeasured")),
+        (100.0, {"tpot": "1ms"}, ("False", "UnreachableSLO")),
+    ],
+    ids=str,
+)
+def test_what_clients_saw_is_a_condition(
+    plan: MakePlan, ttft_ms: float | None, slo: dict[str, str], expected: tuple[str, str]
+) -> None:
+    world = World(plan(slo=slo))
+    seen = histogram_of([ttft_ms] * 50) if ttft_ms is not None else histogram_of([])
+    world.decide(latencies=Latencies(truth="value", ttft_ms=seen, tpot_ms=histogram_of([0.5] * 50)))
+    assert world.condition("SLOMet")[:2] == expected
+
+
+def test_a_fixed_number_has_no_autoscaler(deployment: Any) -> None:
+    seen = Observation(make_plan(deployment()), gateway_ready=True)
+    conditions = {each.type: each.reason for each in find_conditions(seen)}
+    assert (conditions["ScalingActive"], conditions["SLOMet"]) == ("NotConfigured", "NotMeasured")
+
+
+def test_at_zero_people_are_told_how_it_comes_back(plan: MakePlan) -> None:
+    world = World(plan(replicas=0, minReplicas=0))
+    status, reason, message = world.condition("Ready")
+    assert (status, reason, message) == (
+        "False",
+        "ScaledToZero",
+        "nobody asks for it: the next request starts a replica",
+    )
+    fixed = replace(world.seen, plan=replace(world.plan, autoscaling=None))
+    (ready,) = [each for each in find_conditions(fixed) if each.type == "Ready"]
+    assert "raise spec.replicas" in ready.message
+
+
+def test_cold_starts_are_learned_from_those_that_were_seen_from_the_beginning() -> None:
+    starts = ColdStarts()
+
+    def saw(now: float, **phases: Any) -> None:
+        starts.saw([ReplicaObservation(name, phase) for name, phase in phases.items()], now)
+
+    saw(0.0, old="ready")
+    assert starts.learned_s is None
+    saw(10.0, old="ready", a="pending")
+    saw(30.0, old="ready", a="loading")
+    assert starts.oldest_s(35.0) == 25.0
+    saw(50.0, old="ready", a="ready")
+    assert starts.learned_s == 40.0
+    saw(60.0, old="ready", a="ready", gone="loading")
+    saw(70.0, old="loading", a="ready")
+    assert starts.oldest_s(70.0) == 0.0, "who was ready does not start anew"
+    saw(80.0, b="starting")
+    saw(90.0, b="ready")
+    assert starts.learned_s == 40.0, "the careful quantile of 10 and 40 s"

@@ -1,0 +1,134 @@
+"""A deployment under the autoscaler, on a clock moved by hand: engines of one size, a load that the test sets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from pagemill_operator.autoscaler.decide import decide, replay
+from pagemill_operator.autoscaler.decision import Decision, Record, decode_record, encode_record
+from pagemill_operator.autoscaler.memory import Memory
+from pagemill_operator.autoscaler.policy import Policy
+from pagemill_operator.autoscaler.signals import Fleet, Signals
+from pagemill_protocol.histogram import histogram_of
+from pagemill_protocol.load import Arrivals, EnginesLoad, Lengths, QueueLoad
+from pagemill_protocol.state import StepTimeParams
+
+BLOCKS, BLOCK_SIZE, SEATS = 1000, 16, 64
+STEP_TIME = StepTimeParams(knots_tokens=[1, 64, 512], knot_ms=[10.0, 14.0, 60.0], num_steps_observed=1000)
+"""About 7,000 prompt tokens a second."""
+LENGTHS = Lengths(
+    truth="value",
+    prompt=histogram_of([500.0] * 100),
+    computed=histogram_of([500.0] * 100),
+    output=histogram_of([200.0] * 100),
+)
+
+
+def engines(replicas: int, *, active: float = 0.0, running: int = 0, waiting: int = 0, **fields: Any) -> EnginesLoad:
+    """`active`: blocks of all together, in replicas' worth."""
+    known = {
+        "truth": "value",
+        "num_reporting": replicas,
+        "num_blocks_total": replicas * BLOCKS,
+        "num_blocks_active": min(replicas * BLOCKS, round(active * BLOCKS)),
+        "num_requests_running": running,
+        "num_requests_waiting": waiting,
+        "block_size": BLOCK_SIZE,
+        "max_num_seqs": SEATS,
+        "max_step_tokens": 512,
+        "step_time": STEP_TIME,
+    }
+    return EnginesLoad(**(known | fields))
+
+
+def arrivals(rate: float, *, burst: float | None = None, idle_s: float = 0.0) -> Arrivals:
+    return Arrivals(
+        truth="value",
+        window_s=60.0,
+        requests_per_s=rate,
+        burst_window_s=6.0,
+        burst_requests_per_s=rate if burst is None else burst,
+        idle_s=idle_s,
+    )
+
+
+def signals(replicas: int, *, at_s: float = 1000.0, **fields: Any) -> Signals:
+    known: dict[str, Any] = {
+        "num_heard": 1,
+        "engines": engines(replicas),
+        "arrivals": arrivals(0.0),
+        "lengths": LENGTHS,
+        "fleet": Fleet(wanted=replicas, ready=replicas),
+    }
+    return Signals(at_s=at_s, **(known | fields))
+
+
+class Scaled:
+    """Replicas that start when they are ordered and are ready after `cold_start_s`; decisions are replayed."""
+
+    def __init__(self, policy: Policy, *, replicas: int = 1, cold_start_s: float = 30.0) -> None:
+        self.policy = policy
+        self.now = 1000.0
+        self.memory = Memory()
+        self.wanted = replicas
+        self.cold_start_s = cold_start_s
+        self.ready_at = [-math.inf] * replicas
+        self.decisions: list[Decision] = []
+
+    @property
+    def ready(self) -> int:
+        return sum(at <= self.now for at in self.ready_at)
+
+    @property
+    def changes(self) -> list[tuple[int, int]]:
+        return [(each.replicas_before, each.replicas) for each in self.decisions if each.changes]
+
+    def decide(self, **load: Any) -> Decision:
+        """`load`: fields of the signals; `active`, `running`, `waiting` and `rate` for short."""
+        starting = len(self.ready_at) - self.ready
+        fleet = Fleet(
+            wanted=self.wanted,
+            ready=self.ready,
+            loading=starting,
+            starting_s=max((self.cold_start_s - (at - self.now) for at in self.ready_at if at > self.now), default=0.0),
+            cold_start_s=self.cold_start_s,
+        )
+        shown = {name: load.pop(name) for name in ("active", "running", "waiting") if name in load}
+        if "rate" in load:
+            load["arrivals"] = arrivals(load.pop("rate"), burst=load.pop("burst", None))
+        seen = signals(self.ready, at_s=self.now, **({"engines": engines(self.ready, **shown), "fleet": fleet} | load))
+        before = self.memory
+        decision, self.memory = decide(self.policy, seen, before)
+        if len(self.decisions) % 10 == 0:
+            self._replay(Record("ns/d", "", self.policy, seen, before, decision))
+        self.decisions.append(decision)
+        self._order(decision.replicas)
+        return decision
+
+    def run(self, seconds: float, load: Callable[[float, int], dict[str, Any]], *, step_s: float = 2.0) -> None:
+        """`load`: from the seconds since now and the ready replicas to the fields of the signals."""
+        start, end = self.now, self.now + seconds
+        while self.now < end:
+            self.decide(**load(self.now - start, self.ready))
+            self.now += step_s
+
+    def _replay(self, record: Record) -> None:
+        again = replay(decode_record(encode_record(record)))
+        assert msgspec.json.encode(again) == msgspec.json.encode(record.decision), "a record decides the same again"
+
+    def _order(self, replicas: int) -> None:
+        while len(self.ready_at) < replicas:
+            self.ready_at.append(self.now + self.cold_start_s)
+        self.ready_at = sorted(self.ready_at)[:replicas]
+        self.wanted = replicas
+
+
+def busy(demand: float, ready: int, *, running: int = 8) -> dict[str, Any]:
+    """Work for so many replicas: what does not fit waits in the gateway."""
+    waiting = max(0.0, demand - ready)
+    queue = QueueLoad(num_requests=math.ceil(waiting * 4), num_tokens=round(waiting * BLOCKS * BLOCK_SIZE))
+    return {"active": min(demand, ready), "running": running, "queue": queue, "rate": demand}
