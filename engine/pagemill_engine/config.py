@@ -29,7 +29,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Source URI or path: `package://dist/path`, `file:///path`, or a plain path to a folder or `.gguf` file."""
     served_names: list[str] = []
     """Names clients may use; empty: derived from the source."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "cpu"
     """`cuda`: the NVIDIA device that is visible, by Triton kernels (compute capability 8.0 and later), or, with
     TRITON_INTERPRET=1, Triton's interpreter on the CPU; `auto`: `cuda` where there is such a device, else `cpu`."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

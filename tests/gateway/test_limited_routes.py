@@ -15,7 +15,7 @@ from redis_server import RedisServer, redis_server
 from pagemill_gateway.limits.limiter import used_tokens
 from pagemill_gateway.limits.memory import MemoryStore
 from pagemill_gateway.limits.refusals import duration
-from pagemill_gateway.relay.record import RequestRecord
+from pagemill_gateway.relay.record import AttemptRecord, RequestRecord
 from pagemill_protocol.catalog import Catalog
 from pagemill_protocol.generate import Usage
 from pagemill_protocol.http.auth import hash_key
@@ -143,7 +143,7 @@ def test_what_an_early_end_costs() -> None:
     record = RequestRecord(route="r", prompt_tokens=10)
     assert used_tokens(record, cut_off=False) == (0, 0)
     assert used_tokens(record, cut_off=True) == (0, 0), "no engine was asked"
-    record.endpoints.append("e")
+    record.attempts.append(AttemptRecord("e", "Cost", 0, 0.0))
     assert used_tokens(record, cut_off=False) == (0, 0), "the platform failed before the first token"
     assert used_tokens(record, cut_off=True) == (10, 0), "the client left while its prompt was computed"
     record.num_delivered = 3

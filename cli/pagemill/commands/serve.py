@@ -49,7 +49,7 @@ def serve(
     device: Annotated[
         Literal["auto", "cpu", "cuda"],
         typer.Option(help="Where it computes (auto: a visible NVIDIA device, else CPU)."),
-    ] = "auto",
+    ] = "cpu",
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         typer.Option(help="Type of float weights and of the KV cache."),
