@@ -1,6 +1,6 @@
 """A real Kubernetes for tests, built from Go modules: without Docker, without downloads of binaries.
 
-    python3 e2e/cluster build              compile the programs (minutes, once)
+    python3 e2e/cluster build              compile the programs (minutes, once; kwok only when `hollow` asks for it)
     python3 e2e/cluster up                 start the one-node cluster and print what to export (root)
     python3 e2e/cluster images             build the project's images and load them; prints the tag
     python3 e2e/cluster down               end everything; loaded images stay for the next time
@@ -120,7 +120,7 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def _build(only_api: bool) -> None:
-    names = binaries.API_ONLY if only_api else tuple(binaries.PROGRAMS)
+    names = binaries.API_ONLY if only_api else binaries.USUAL
     for name in names:
         for built, seconds in binaries.build([name]).items():
             print(f"built {built} in {seconds:.0f} s", flush=True)
