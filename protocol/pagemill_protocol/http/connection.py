@@ -2,7 +2,9 @@
 
 `bounded_protocol(...)` makes the `http=` class of a `uvicorn.Config`: request heads above a size or time get 431 or 408
 and the connection closes, one that stays silent just closes; trailers are dropped; a malformed request gets a 400 in
-OpenAI's shape. Parsing stays httptools'. Import this module only where uvicorn is installed.
+OpenAI's shape, also when its body's framing breaks before the answer has begun. When a connection ends, the request
+that is being answered hears of it even if others were pipelined behind it. Parsing stays httptools'. Import this module
+only where uvicorn is installed.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ from __future__ import annotations
 import asyncio
 
 import orjson
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from pagemill_protocol.errors import PagemillError, headers_too_large, request_timeout
 
@@ -32,6 +35,8 @@ class _BoundedProtocol(HttpToolsProtocol):
     _head_open = False
     _unparsed_bytes = 0
     """Received since the parser last got anywhere: a head or trailer that grows, or chunk extensions."""
+    _current: RequestResponseCycle | None = None
+    """The request that is being answered; uvicorn's `cycle` is the last one received."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -39,13 +44,18 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_head_timer()
+        self._abandon()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         self._unparsed_bytes += len(data)
         super().data_received(data)
-        if self._unparsed_bytes > self.max_header_bytes and not self.transport.is_closing():
+        if self.transport.is_closing():
+            return
+        if self._unparsed_bytes > self.max_header_bytes:
             self._refuse(headers_too_large(self.max_header_bytes))
+        elif not self._answering:  # line breaks between requests ended the wait for the next one and begin none
+            self._start_head_timer()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -73,9 +83,26 @@ class _BoundedProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         self._refuse(PagemillError("The request is not valid HTTP.", code="invalid_http"))
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._current = cycle
+        super()._start_asgi_task(cycle, app)
+
     @property
     def _answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
+
+    @property
+    def _may_answer(self) -> bool:
+        """Whether the next bytes on the connection can be those of a refusal: nobody else's answer is due before."""
+        if not self._answering:
+            return True
+        return self.cycle is self._current and self.cycle.more_body and not self.cycle.response_started
+
+    def _abandon(self) -> None:
+        """Whatever is being answered has nobody to answer any more."""
+        if self._current is not None and not self._current.response_complete:
+            self._current.disconnected = True
+            self._current.message_event.set()
 
     def _start_head_timer(self) -> None:
         if self._head_timer is None:
@@ -98,8 +125,9 @@ class _BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _refuse(self, error: PagemillError) -> None:
-        """Answer and hang up. Only while no response is under way on this connection, else just hang up."""
-        if not self._answering:
+        """Answer and hang up; just hang up where the answer to another request would be taken for this one."""
+        if self._may_answer:
+            self._abandon()
             body = orjson.dumps(error.body())
             self.transport.write(
                 STATUS_LINE[error.status]
