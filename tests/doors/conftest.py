@@ -40,8 +40,24 @@ def gateway_door(engine_door: Door, tmp_path_factory: pytest.TempPathFactory) ->
     door.stop()
 
 
+@pytest.fixture(scope="session")
+def model_door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
+    """An engine that really computes."""
+    engine = {**ENGINE, "null_runner": False, "num_kv_blocks": 128, "max_model_len": 256, "num_threads": 1}
+    values = {"engine": engine, "server": {"port": 0, "control_port": 0, "internal_token": TOKEN}}
+    door = start_door("model", "pagemill_engine.server", tmp_path_factory.mktemp("model-door"), values)
+    yield door
+    door.stop()
+
+
 @pytest.fixture(params=["engine", "gateway"])
 def door(request: pytest.FixtureRequest) -> Door:
     """Each of the two."""
     found: Door = request.getfixturevalue(f"{request.param}_door")
     return found
+
+
+@pytest.fixture(scope="session")
+def doors(engine_door: Door, gateway_door: Door) -> list[Door]:
+    """Both, for tests that go through many examples."""
+    return [engine_door, gateway_door]

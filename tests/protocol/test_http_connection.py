@@ -11,7 +11,7 @@ import orjson
 import pytest
 import uvicorn
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pagemill_protocol.http.connection import bounded_protocol
 from pagemill_protocol.http.door import Door, read_body
@@ -23,8 +23,8 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 @contextlib.asynccontextmanager
-async def serving(header_timeout_s: float = 5.0) -> AsyncIterator[int]:
-    app = Door(echo, max_body_bytes=100_000, max_header_bytes=8192)
+async def serving(header_timeout_s: float = 5.0, inner: ASGIApp = echo) -> AsyncIterator[int]:
+    app = Door(inner, max_body_bytes=100_000, max_header_bytes=8192)
     config = uvicorn.Config(
         app,
         http=bounded_protocol(max_header_bytes=8192, header_timeout_s=header_timeout_s),
@@ -147,3 +147,55 @@ async def test_ordinary_requests_share_a_connection() -> None:
         request = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
         last = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
         assert (await exchange(port, request, request, last)).count(b"200 OK") == 3
+
+
+@pytest.mark.parametrize("chunks", [b"zz\r\n", b"1\r\nx\r\nzz\r\n", b"1\r\nxyz", b"-1\r\n"])
+async def test_a_body_whose_framing_breaks_gets_a_shaped_400(chunks: bytes) -> None:
+    """Its answer has not begun; whoever reads it hears that the client is gone."""
+    async with serving() as port:
+        head = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+        assert error_of(await exchange(port, head, chunks)) == (400, "invalid_http")
+
+
+async def test_garbage_behind_a_request_is_not_taken_for_its_answer() -> None:
+    """The first answer is still due: a refusal now would be read as that one."""
+    held = asyncio.Event()
+
+    async def wait(scope: Scope, receive: Receive, send: Send) -> None:
+        await held.wait()
+        await echo(scope, receive, send)
+
+    async with serving(inner=wait) as port:
+        answer = await exchange(port, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n", b"GARBAGE\r\n\r\n")
+        held.set()
+    assert b"400" not in answer
+
+
+async def test_a_request_hears_of_its_client_leaving_though_another_was_pipelined_behind_it() -> None:
+    begun, left = asyncio.Event(), asyncio.Event()
+
+    async def stream(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        begun.set()
+        hears = asyncio.create_task(receive())
+        while not hears.done():
+            await send({"type": "http.response.body", "body": b"x", "more_body": True})
+            await asyncio.sleep(0.01)
+        assert hears.result()["type"] == "http.disconnect"
+        left.set()
+
+    async with serving(inner=stream) as port:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" * 2)
+        await begun.wait()
+        writer.transport.abort()
+        async with asyncio.timeout(10):
+            await left.wait()
+
+
+async def test_line_breaks_do_not_keep_an_idle_connection_open() -> None:
+    async with serving(header_timeout_s=0.3) as port:
+        request = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+        answer = await exchange(port, request, b"\r\n")
+        assert answer.count(b"HTTP/1.1") == 1
