@@ -165,6 +165,15 @@ def read_answer(connection: socket.socket) -> Answer | None:
         response.close()
 
 
+def read_to_end(connection: socket.socket) -> bytes:
+    """All that the server sends until it hangs up."""
+    received = b""
+    with contextlib.suppress(ConnectionError):
+        while piece := connection.recv(65536):
+            received += piece
+    return received
+
+
 @contextmanager
 def staying_responsive(door: Door) -> Iterator[None]:
     """Fails when others had to wait for what happens in the block.
