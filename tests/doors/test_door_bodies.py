@@ -1,4 +1,4 @@
-"""Both doors against bodies nobody should send: served or refused by name, never a 5xx, nobody else kept waiting.
+"""Both doors against bodies nobody should send: served or refused by name, never a 5xx, never at much cost.
 
 Bodies are written as bytes, since what a JSON library writes is well-formed: keys twice, numbers of 5,000 digits, half
 surrogates, broken UTF-8.
@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 import pytest
-from front_doors import GOOD, MIB, MODEL, Door, examples, staying_responsive
+from front_doors import GOOD, MIB, MODEL, Door, costing_little, examples
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -70,7 +70,7 @@ def bodies(draw: st.DrawFn, path: str) -> bytes:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_any_body_is_served_or_refused_in_shape(doors: list[Door], path: str) -> None:
-    @examples(100)
+    @examples(50)
     @given(bodies(path))
     def every(raw: bytes) -> None:
         for door in doors:
@@ -82,7 +82,7 @@ def test_any_body_is_served_or_refused_in_shape(doors: list[Door], path: str) ->
         door.serves()
 
 
-@examples(50)
+@examples(30)
 @given(st.one_of(st.binary(max_size=200), JSON.map(lambda value: json.dumps(value).encode())), st.sampled_from(PATHS))
 def test_any_bytes_are_refused_in_shape(doors: list[Door], raw: bytes, path: str) -> None:
     for door in doors:
@@ -119,21 +119,21 @@ HEAVY = {
 
 
 @pytest.mark.parametrize("make", HEAVY.values(), ids=HEAVY.keys())
-def test_the_heaviest_bodies_are_refused_while_others_are_served(door: Door, make) -> None:
+def test_the_heaviest_bodies_are_refused_at_little_cost(door: Door, make) -> None:
     raw = make()
     assert len(raw) < 8 * MIB
     path = "/v1/chat/completions" if b'"messages"' in raw[:100] else "/v1/completions"
-    with staying_responsive(door):
+    with costing_little(door):
         answer = door.post(raw, path).check()
     assert answer.status == 400
     assert len(answer.body) < 4096, "a refusal does not send the body back"
     door.serves()
 
 
-def test_memory_is_flat_under_thousands_of_bad_requests(door: Door) -> None:
+def test_memory_is_flat_under_hundreds_of_bad_requests(door: Door) -> None:
     raws = [b'{"model":"tiny","prompt":"x","%b":%b}' % (n.encode(), v) for n in FIELDS for v in HOSTILE if len(v) < 99]
-    bad = [raw for index, raw in enumerate(raws) if index % 7 == 0]
-    unknown = [f"/v1/{number}" for number in range(500)]
+    bad = [raw for index, raw in enumerate(raws) if index % 16 == 0]
+    unknown = [f"/v1/{number}" for number in range(250)]
 
     def storm() -> None:
         for raw in bad:
@@ -143,9 +143,8 @@ def test_memory_is_flat_under_thousands_of_bad_requests(door: Door) -> None:
 
     storm()
     before = door.rss_bytes()
-    for _ in range(2):
-        storm()
-    assert 2 * (len(bad) + len(unknown)) > 2000
+    storm()
+    assert len(bad) + len(unknown) > 500
     assert door.rss_bytes() - before < 24 * MIB
     door.serves()
 

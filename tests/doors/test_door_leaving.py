@@ -13,9 +13,10 @@ from front_doors import ANSWER_TIMEOUT_S, MIB, MODEL, Door, examples, read_answe
 from hypothesis import given
 from hypothesis import strategies as st
 
-LONG = {"model": MODEL, "prompt": "hello", "max_tokens": 500, "ignore_eos": True}
-HUGE = {**LONG, "max_tokens": 480, "n": 32, "logprobs": 20, "stream": True}
-"""About 30 MB of events."""
+LONG = {"model": MODEL, "prompt": "hello", "max_tokens": 500, "n": 4, "ignore_eos": True}
+NUM_LONG_TOKENS = 2000
+HUGE = {**LONG, "n": 64, "logprobs": 20, "stream": True}
+"""Some 30 MB of events, from half of the seats."""
 SAFE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -49,7 +50,7 @@ def test_a_hundred_clients_that_vanish_leave_nothing_behind(
         until(lambda: engine_door.metric("vllm:generation_tokens_total") > before)
     frees_everything(engine_door, gateway_door)
     generated = engine_door.metric("vllm:generation_tokens_total") - before
-    assert generated < 100 * LONG["max_tokens"] / 2, "they were generated to their ends"
+    assert generated < 100 * NUM_LONG_TOKENS / 2, "they were generated to their ends"
     door.serves()
 
 
@@ -64,13 +65,13 @@ def test_a_client_that_leaves_with_a_second_request_behind_the_first_is_noticed(
             client.sendall(request({**LONG, "stream": stream}) + request({**LONG, "stream": stream}))
         until(lambda: engine_door.metric("vllm:generation_tokens_total") > before)
     frees_everything(engine_door, gateway_door)
-    assert engine_door.metric("vllm:generation_tokens_total") - before < 40 * LONG["max_tokens"]
+    assert engine_door.metric("vllm:generation_tokens_total") - before < 40 * NUM_LONG_TOKENS
     door.serves()
 
 
 def test_a_reader_that_is_slow_but_reads_gets_everything(door: Door) -> None:
     with contextlib.closing(door.connect(receive_buffer_bytes=4096)) as client:
-        client.sendall(request({**HUGE, "n": 4}, headers=[(b"Connection", b"close")]))
+        client.sendall(request({**HUGE, "n": 8}, headers=[(b"Connection", b"close")]))
         assert client.recv(1, socket.MSG_PEEK)
         door.serves()
         answer = read_answer(client)
@@ -84,13 +85,15 @@ def test_a_reader_that_stops_fills_nobodys_memory_and_loses_its_stream(
 ) -> None:
     """What the client does not take waits in the engine's process up to a limit, and nowhere else."""
     engine_before, gateway_before = engine_door.rss_bytes(), gateway_door.rss_bytes()
+    generated = engine_door.metric("vllm:generation_tokens_total")
     with contextlib.closing(door.connect(receive_buffer_bytes=4096)) as client:
         client.sendall(request(HUGE, headers=[(b"Connection", b"close")]))
-        until(lambda: not nobody_runs(engine_door))
+        until(lambda: engine_door.metric("vllm:generation_tokens_total") > generated)
         door.serves()
         until(lambda: nobody_runs(engine_door))
-        assert engine_door.rss_bytes() - engine_before < 64 * MIB
+        assert engine_door.rss_bytes() - engine_before < 128 * MIB
         assert gateway_door.rss_bytes() - gateway_before < 24 * MIB
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, MIB)
         answer = read_answer(client)
     assert answer is not None
     last = answer.body.removesuffix(b"\n\n").rpartition(b"data: ")[2]
@@ -100,7 +103,7 @@ def test_a_reader_that_stops_fills_nobodys_memory_and_loses_its_stream(
     door.serves()
 
 
-@examples(60)
+@examples(40)
 @given(
     st.one_of(
         st.from_regex(SAFE_ID, fullmatch=True),
@@ -127,7 +130,7 @@ def test_each_request_is_one_line_of_json_whatever_was_sent(gateway_door: Door) 
     """Whose id it is shows; what else the client wrote does not."""
     hostile = [
         request(headers=[(b"X-Request-Id", b'a"}\\n{"event":"forged"}')]),
-        request({**LONG, "max_tokens": 1, "user": "canary-user", "prompt": "canary-prompt"}),
+        request({**LONG, "max_tokens": 1, "n": 1, "user": "canary-user", "prompt": "canary-prompt"}),
         request({"model": "canary-model\n{}", "prompt": "x"}),
         request(b'{"canary-field\\u2028": 1}', headers=[(b"Authorization", b"Bearer canary-key")]),
         request(path="/canary-path/%0a%7b%22event%22:1%7d?canary=query"),

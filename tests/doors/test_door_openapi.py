@@ -52,13 +52,16 @@ def _make_small(body: dict[str, Any]) -> None:
     for name, most in (("n", 2), ("best_of", 2), ("beam_width", 2), ("max_tokens", 4), ("max_completion_tokens", 4)):
         if type(body.get(name)) is int and body[name] > 1:
             body[name] = min(body[name], most) if body[name] < 2**31 else body[name]
+    for name in ("max_tokens", "max_completion_tokens"):
+        if body.get(name) is None:
+            body[name] = 4
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=label)
 def test_what_the_document_allows_is_served_or_refused_by_name(doors: list[Door], operation: APIOperation) -> None:
     served = 0
 
-    @examples(25 if operation in TAKING else 5)
+    @examples(15 if operation in TAKING else 5)
     @given(case=operation.as_strategy(generation_mode=GenerationMode.POSITIVE))
     def every(case: Case) -> None:
         nonlocal served
@@ -74,7 +77,7 @@ def test_what_the_document_allows_is_served_or_refused_by_name(doors: list[Door]
 
 @pytest.mark.parametrize("operation", TAKING, ids=label)
 def test_what_the_document_forbids_is_refused_by_name(doors: list[Door], operation: APIOperation) -> None:
-    @examples(60)
+    @examples(30)
     @given(case=operation.as_strategy(generation_mode=GenerationMode.NEGATIVE))
     def every(case: Case) -> None:
         for door in doors:

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
-from front_doors import GOOD, MIB, MODEL, Door, examples, request, staying_responsive
+from front_doors import GOOD, MIB, MODEL, Door, costing_little, examples, request
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -77,7 +77,7 @@ def canary() -> Iterator[Canary]:
 
 @pytest.mark.parametrize("n", [129, 16384, 10**9, 2**63, 2**64, 10**400, 1e308, -1, 0, "128", [1], True])
 def test_huge_n_is_refused(door: Door, n: Any) -> None:
-    with staying_responsive(door):
+    with costing_little(door):
         for name in ("n", "best_of"):
             refused(door, chat(**{name: n}), name)
 
@@ -105,7 +105,7 @@ def test_template_arguments_cannot_be_overridden(door: Door, name: str) -> None:
 
 def test_templates_of_clients_are_refused(door: Door) -> None:
     loop = "{% for a in range(10**9) %}{% for b in range(10**9) %}x{% endfor %}{% endfor %}"
-    with staying_responsive(door):
+    with costing_little(door):
         for path in ("/v1/chat/completions", "/tokenize"):
             refused(door, chat(chat_template=loop), "chat_template", path)
 
@@ -141,7 +141,7 @@ def test_prompt_embeddings_are_refused(door: Door) -> None:
 @pytest.mark.parametrize("kind", ["image_url", "video_url", "input_audio", "image", "file"])
 def test_images_and_videos_inside_a_body_are_refused_unread(door: Door, kind: str) -> None:
     frames = "data:video/jpeg;base64," + ",".join(["A" * 1000] * 5000)
-    with staying_responsive(door):
+    with costing_little(door):
         refused(door, chat([{"type": kind, kind: {"url": frames}}]), "messages[0].content[0].type")
     assert door.post(chat([{"type": kind, kind: {"url": frames * 2}}]), "/v1/chat/completions").status == 413
 

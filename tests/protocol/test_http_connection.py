@@ -196,6 +196,32 @@ async def test_a_request_hears_of_its_client_leaving_though_another_was_pipeline
 
 async def test_line_breaks_do_not_keep_an_idle_connection_open() -> None:
     async with serving(header_timeout_s=0.3) as port:
-        request = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
-        answer = await exchange(port, request, b"\r\n")
-        assert answer.count(b"HTTP/1.1") == 1
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\nend")
+        async with asyncio.timeout(10):
+            await reader.readuntil(b"end")
+            writer.write(b"\r\n")
+            assert await reader.read() == b""
+        writer.close()
+
+
+@pytest.mark.parametrize("offer", [b"websocket", b"h2c", b"TLS/1.0, HTTP/2.0"])
+@pytest.mark.parametrize(
+    "body", [b"content-length: 3\r\n\r\nabc", b"transfer-encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n"]
+)
+async def test_an_offer_of_another_protocol_is_ignored_and_the_body_is_not(offer: bytes, body: bytes) -> None:
+    """Java's client offers h2c with each POST."""
+    head = b"POST /x HTTP/1.1\r\nhost: x\r\nconnection: Upgrade, HTTP2-Settings\r\nupgrade: " + offer + b"\r\n"
+    last = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+    async with serving() as port:
+        for pieces in ([head + body], [head, body], [*(bytes([byte]) for byte in head + body)]):
+            answer = await exchange(port, *pieces, *pieces, last)
+            assert answer.count(b"HTTP/1.1 200 OK") == 3
+            assert answer.count(b"abc") == 2
+
+
+async def test_thousands_of_offers_at_once_are_requests_like_others() -> None:
+    one = b"GET / HTTP/1.1\r\nconnection: upgrade\r\nupgrade: x\r\n\r\n"
+    last = b"GET / HTTP/1.1\r\nconnection: close\r\n\r\n"
+    async with serving() as port:
+        assert (await exchange(port, one * 3000 + last)).count(b"200 OK") == 3001

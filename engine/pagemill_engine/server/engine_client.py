@@ -151,6 +151,7 @@ class EngineClient:
                 raise StartupError("EngineDied", f"The engine process ended: {error}.") from error
             self.last_message_s = time.monotonic()
             self._handle(message)
+            await asyncio.sleep(0)  # messages that wait already are received without a pause: everybody else's turn
 
     async def close(self) -> None:
         """End the engine process and free what the channel holds."""

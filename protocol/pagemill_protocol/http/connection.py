@@ -3,14 +3,15 @@
 `bounded_protocol(...)` makes the `http=` class of a `uvicorn.Config`: request heads above a size or time get 431 or 408
 and the connection closes, one that stays silent just closes; trailers are dropped; a malformed request gets a 400 in
 OpenAI's shape, also when its body's framing breaks before the answer has begun. When a connection ends, the request
-that is being answered hears of it even if others were pipelined behind it. Parsing stays httptools'. Import this module
-only where uvicorn is installed.
+that is being answered hears of it even if others were pipelined behind it. Offers of other protocols (WebSocket, h2c)
+are ignored, as HTTP has it. Parsing stays httptools'. Import this module only where uvicorn is installed.
 """
 
 from __future__ import annotations
 
 import asyncio
 
+import httptools
 import orjson
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
@@ -49,7 +50,11 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._unparsed_bytes += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._parse(data)
+        except httptools.HttpParserError:
+            self._refuse(PagemillError("The request is not valid HTTP.", code="invalid_http"))
         if self.transport.is_closing():
             return
         if self._unparsed_bytes > self.max_header_bytes:
@@ -70,7 +75,8 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._stop_head_timer()
         self._head_open = False
         self._unparsed_bytes = 0
-        super().on_headers_complete()
+        if not self.parser.should_upgrade():
+            super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         self._unparsed_bytes = 0
@@ -78,14 +84,36 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._unparsed_bytes = 0
-        super().on_message_complete()
-
-    def send_400_response(self, msg: str) -> None:
-        self._refuse(PagemillError("The request is not valid HTTP.", code="invalid_http"))
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._current = cycle
         super()._start_asgi_task(cycle, app)
+
+    def _parse(self, data: bytes) -> None:
+        """A request that offers another protocol is parsed again without the offer.
+
+        httptools takes what follows such a head for that protocol: it would drop the body, or read it as a request.
+        """
+        rest: bytes | memoryview = data
+        while True:
+            try:
+                self.parser.feed_data(rest)
+                return
+            except httptools.HttpParserUpgrade as offer:
+                rest = memoryview(rest)[offer.args[0] :]
+                head = self._head_without_offer()
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+            self.parser.feed_data(head)
+
+    def _head_without_offer(self) -> bytes:
+        method = self.parser.get_method()
+        if method == b"CONNECT":
+            raise httptools.HttpParserError("a tunnel")
+        headers = b"".join(b"%b: %b\r\n" % header for header in self.headers if header[0] != b"upgrade")
+        return b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.url, self.parser.get_http_version().encode(), headers)
 
     @property
     def _answering(self) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
 import pytest
 
 from pagemill_engine.config import EngineConfig
+from pagemill_engine.ipc.channels import EngineDied
 from pagemill_engine.ipc.messages import Abort, AddRequest, Ready, StepOutputs, TokensOut
 from pagemill_engine.output.processor import OutputProcessor
 from pagemill_engine.scheduler.admission import Admission
@@ -137,3 +139,25 @@ async def test_only_a_stream_that_is_not_read_ends_when_too_much_of_it_waits(
     frames = await unread.take()
     assert frames[-1].meta.error_status == 408
     assert sum(len(frame.payload) for frame in frames) < 4000
+
+
+async def test_others_have_their_turn_while_messages_wait(inside: Inside) -> None:
+    """Else a server whose engine is ahead of it would answer no probe and hear of no client that leaves."""
+    num_received = 0
+
+    async def recv() -> StepOutputs:
+        nonlocal num_received
+        num_received += 1
+        if num_received > 1000:
+            raise EngineDied(1)
+        return StepOutputs(outputs=[])
+
+    async def start() -> None:
+        pass
+
+    inside.recv, inside.start = recv, start  # type: ignore[attr-defined]
+    running = asyncio.create_task(inside.client.run())
+    for _ in range(10):
+        await asyncio.sleep(0)
+    running.cancel()
+    assert 0 < num_received < 10
