@@ -80,16 +80,14 @@ def test_a_reader_that_is_slow_but_reads_gets_everything(door: Door) -> None:
     assert len(answer.body) > 2 * MIB
 
 
-def test_a_reader_that_stops_fills_nobodys_memory_and_loses_its_stream(
-    door: Door, engine_door: Door, gateway_door: Door
-) -> None:
+def test_a_reader_that_stops_fills_nobodys_memory_and_loses_its_stream(engine_door: Door, gateway_door: Door) -> None:
     """What the client does not take waits in the engine's process up to a limit, and nowhere else."""
     engine_before, gateway_before = engine_door.rss_bytes(), gateway_door.rss_bytes()
     generated = engine_door.metric("vllm:generation_tokens_total")
-    with contextlib.closing(door.connect(receive_buffer_bytes=4096)) as client:
+    with contextlib.closing(gateway_door.connect(receive_buffer_bytes=4096)) as client:
         client.sendall(request(HUGE, headers=[(b"Connection", b"close")]))
         until(lambda: engine_door.metric("vllm:generation_tokens_total") > generated)
-        door.serves()
+        gateway_door.serves()
         until(lambda: nobody_runs(engine_door))
         assert engine_door.rss_bytes() - engine_before < 128 * MIB
         assert gateway_door.rss_bytes() - gateway_before < 24 * MIB
@@ -100,7 +98,7 @@ def test_a_reader_that_stops_fills_nobodys_memory_and_loses_its_stream(
     assert json.loads(last)["error"]["code"] == "client_too_slow"
     assert b"[DONE]" not in answer.body
     frees_everything(engine_door, gateway_door)
-    door.serves()
+    gateway_door.serves()
 
 
 @examples(40)

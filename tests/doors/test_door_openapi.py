@@ -77,7 +77,7 @@ def test_what_the_document_allows_is_served_or_refused_by_name(doors: list[Door]
 
 @pytest.mark.parametrize("operation", TAKING, ids=label)
 def test_what_the_document_forbids_is_refused_by_name(doors: list[Door], operation: APIOperation) -> None:
-    @examples(30)
+    @examples(20)
     @given(case=operation.as_strategy(generation_mode=GenerationMode.NEGATIVE))
     def every(case: Case) -> None:
         for door in doors:

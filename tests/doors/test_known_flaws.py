@@ -158,7 +158,7 @@ PENALTY = st.sampled_from([-2.0, 0.0, 0.5, 2.0])
 def test_no_combination_of_sampling_parameters_harms_the_engine(model_door: Door) -> None:
     """On a real model: the simulated device samples nothing."""
 
-    @examples(40)
+    @examples(20)
     @given(
         st.fixed_dictionaries(
             {"presence_penalty": PENALTY, "frequency_penalty": PENALTY},
