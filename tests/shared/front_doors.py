@@ -179,14 +179,14 @@ def read_to_end(connection: socket.socket) -> bytes:
 
 @contextmanager
 def costing_little(door: Door) -> Iterator[None]:
-    """Fails when the door spends a second of CPU time on the block: so long others would have to wait at worst.
+    """Fails when the door spends two seconds of CPU time on the block, which bounds how long others wait for it.
 
-    Waits themselves say more of what else the machine does.
+    Waits themselves say more of what else the machine does; on shared cores CPU time at most doubles.
     """
     before = door.cpu_s()
     yield
     spent = door.cpu_s() - before
-    assert spent < 1.0, f"{spent:.2f} s of CPU time"
+    assert spent < 2.0, f"{spent:.2f} s of CPU time"
 
 
 def until(condition: Callable[[], bool], timeout_s: float = ANSWER_TIMEOUT_S) -> None:

@@ -157,7 +157,7 @@ def _in_path(name: str) -> Schema:
 
 
 def _request_schemas() -> Schema:
-    models = (*_REQUESTS, ChatMessage, StreamOptions)
+    models: tuple[type[RequestModel], ...] = (*_REQUESTS, ChatMessage, StreamOptions)
     _, generated = models_json_schema(
         [(model, "validation") for model in models], ref_template="#/components/schemas/{model}"
     )
