@@ -7,6 +7,7 @@ surrogates, broken UTF-8.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -119,7 +120,7 @@ HEAVY = {
 
 
 @pytest.mark.parametrize("make", HEAVY.values(), ids=HEAVY.keys())
-def test_the_heaviest_bodies_are_refused_at_little_cost(door: Door, make) -> None:
+def test_the_heaviest_bodies_are_refused_at_little_cost(door: Door, make: Callable[[], bytes]) -> None:
     raw = make()
     assert len(raw) < 8 * MIB
     path = "/v1/chat/completions" if b'"messages"' in raw[:100] else "/v1/completions"

@@ -31,7 +31,7 @@ ALWAYS = [
 
 
 def label(operation: APIOperation) -> str:
-    return operation.label
+    return str(operation.label)
 
 
 def tried(case: Case, door: Door, session: requests.Session) -> Answer:

@@ -178,7 +178,7 @@ async def test_a_request_hears_of_its_client_leaving_though_another_was_pipeline
         await receive()
         await send({"type": "http.response.start", "status": 200, "headers": []})
         begun.set()
-        hears = asyncio.create_task(receive())
+        hears = asyncio.ensure_future(receive())
         while not hears.done():
             await send({"type": "http.response.body", "body": b"x", "more_body": True})
             await asyncio.sleep(0.01)

@@ -32,7 +32,7 @@ Pieces = bytes | Iterable[bytes]
 
 def examples(number: int) -> settings:
     """That many of them; `--hypothesis-profile=thorough` multiplies."""
-    scaled = max(1, number * settings.default.max_examples // 100)
+    scaled = max(1, number * settings().max_examples // 100)
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
     return settings(max_examples=scaled, deadline=None, suppress_health_check=checks)
 
