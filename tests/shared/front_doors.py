@@ -209,7 +209,11 @@ def start_door(name: str, module: str, folder: Path, values: dict[str, Any]) -> 
         assert time.monotonic() < deadline, log.read_text()
         time.sleep(0.05)
     door = Door(name, process, _url(told, "url", "port"), _url(told, "control_url", "control_port"), log)
-    until(lambda: door.client.post("/v1/completions", json=GOOD).status_code == 200, START_TIMEOUT_S)
+    try:
+        until(lambda: door.client.post("/v1/completions", json=GOOD).status_code == 200, START_TIMEOUT_S)
+    except Exception as error:
+        door.stop()
+        raise RuntimeError(log.read_text()) from error
     return door
 
 
