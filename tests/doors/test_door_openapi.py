@@ -74,7 +74,8 @@ def test_what_the_document_allows_is_served_or_refused_by_name(doors: list[Door]
 
     with requests.Session() as session:
         every()
-    assert served or operation.label == "GET /v1/models/{model}", "every example was refused"
+    if operation not in TAKING and "{" not in operation.path:
+        assert served, "every example was refused"
     for door in doors:
         door.serves()
 
