@@ -14,6 +14,7 @@ from pagemill_gateway.routes.health import HealthRoutes
 from pagemill_gateway.routes.models import ModelRoutes
 from pagemill_gateway.routes.tokens import TokenRoutes
 from pagemill_protocol.http.door import Door, install_error_handlers
+from pagemill_protocol.openai.openapi import OPENAPI_PATH
 
 MAX_CATALOG_BYTES = 64 * 1024 * 1024
 
@@ -33,6 +34,7 @@ def data_app(gateway: Gateway) -> ASGIApp:
             Route("/livez", health.livez),
             Route("/readyz", health.readyz),
             Route("/version", health.version),
+            Route(OPENAPI_PATH, health.openapi),
             Route("/metrics", health.guarded_metrics),
         ]
     )

@@ -21,7 +21,12 @@ class JsonLines(logging.Formatter):
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
         stamp = {"time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S"), "level": record.levelname.lower()}
-        return orjson.dumps({**stamp, **fields}).decode()
+        # Halves of surrogate pairs, as undecodable file names have, would not be JSON.
+        clean = {
+            name: value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
+            for name, value in fields.items()
+        }
+        return orjson.dumps({**stamp, **clean}).decode()
 
 
 def configure(level: int = logging.INFO) -> None:

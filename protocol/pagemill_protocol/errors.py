@@ -87,6 +87,16 @@ def request_timeout() -> PagemillError:
     return PagemillError("The request body did not arrive in time.", status=408, type="timeout_error", code="timeout")
 
 
+def client_too_slow() -> PagemillError:
+    return PagemillError(
+        "The answer was not read as fast as it came and grew too large to keep. Read faster, or ask for less: fewer "
+        "choices, fewer log probabilities.",
+        status=408,
+        type="timeout_error",
+        code="client_too_slow",
+    )
+
+
 def body_too_large(limit_bytes: int) -> PagemillError:
     return PagemillError(
         f"The request body is larger than {limit_bytes} bytes. Send less text in one request.",

@@ -211,6 +211,11 @@ def test_a_hostile_or_broken_template_is_stopped_and_named(template, source, mes
     assert time.monotonic() - started < 10
 
 
+def test_what_a_template_says_tells_no_address_in_memory(template):
+    error = error_of(template("{{ raise_exception(lipsum) }}"))
+    assert error.message == "The chat template refuses these messages: <function generate_lorem_ipsum>"
+
+
 def test_a_stopped_template_does_not_stop_the_next_request(template):
     chat = template("{% if messages | length > 1 %}{{ 9 ** (9 ** messages | length ** 9) }}{% endif %}fine")
     for _ in range(2):

@@ -11,7 +11,7 @@ import orjson
 import pytest
 import uvicorn
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pagemill_protocol.http.connection import bounded_protocol
 from pagemill_protocol.http.door import Door, read_body
@@ -23,8 +23,8 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 @contextlib.asynccontextmanager
-async def serving(header_timeout_s: float = 5.0) -> AsyncIterator[int]:
-    app = Door(echo, max_body_bytes=100_000, max_header_bytes=8192)
+async def serving(header_timeout_s: float = 5.0, inner: ASGIApp = echo) -> AsyncIterator[int]:
+    app = Door(inner, max_body_bytes=100_000, max_header_bytes=8192)
     config = uvicorn.Config(
         app,
         http=bounded_protocol(max_header_bytes=8192, header_timeout_s=header_timeout_s),
@@ -147,3 +147,81 @@ async def test_ordinary_requests_share_a_connection() -> None:
         request = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
         last = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
         assert (await exchange(port, request, request, last)).count(b"200 OK") == 3
+
+
+@pytest.mark.parametrize("chunks", [b"zz\r\n", b"1\r\nx\r\nzz\r\n", b"1\r\nxyz", b"-1\r\n"])
+async def test_a_body_whose_framing_breaks_gets_a_shaped_400(chunks: bytes) -> None:
+    """Its answer has not begun; whoever reads it hears that the client is gone."""
+    async with serving() as port:
+        head = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+        assert error_of(await exchange(port, head, chunks)) == (400, "invalid_http")
+
+
+async def test_garbage_behind_a_request_is_not_taken_for_its_answer() -> None:
+    """The first answer is still due: a refusal now would be read as that one."""
+    held = asyncio.Event()
+
+    async def wait(scope: Scope, receive: Receive, send: Send) -> None:
+        await held.wait()
+        await echo(scope, receive, send)
+
+    async with serving(inner=wait) as port:
+        answer = await exchange(port, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n", b"GARBAGE\r\n\r\n")
+        held.set()
+    assert b"400" not in answer
+
+
+async def test_a_request_hears_of_its_client_leaving_though_another_was_pipelined_behind_it() -> None:
+    begun, left = asyncio.Event(), asyncio.Event()
+
+    async def stream(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        begun.set()
+        hears = asyncio.ensure_future(receive())
+        while not hears.done():
+            await send({"type": "http.response.body", "body": b"x", "more_body": True})
+            await asyncio.sleep(0.01)
+        assert hears.result()["type"] == "http.disconnect"
+        left.set()
+
+    async with serving(inner=stream) as port:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" * 2)
+        await begun.wait()
+        writer.transport.abort()
+        async with asyncio.timeout(10):
+            await left.wait()
+
+
+async def test_line_breaks_do_not_keep_an_idle_connection_open() -> None:
+    async with serving(header_timeout_s=0.3) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\nend")
+        async with asyncio.timeout(10):
+            await reader.readuntil(b"end")
+            writer.write(b"\r\n")
+            assert await reader.read() == b""
+        writer.close()
+
+
+@pytest.mark.parametrize("offer", [b"websocket", b"h2c", b"TLS/1.0, HTTP/2.0"])
+@pytest.mark.parametrize(
+    "body", [b"content-length: 3\r\n\r\nabc", b"transfer-encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n"]
+)
+async def test_an_offer_of_another_protocol_is_ignored_and_the_body_is_not(offer: bytes, body: bytes) -> None:
+    """Java's client offers h2c with each POST."""
+    head = b"POST /x HTTP/1.1\r\nhost: x\r\nconnection: Upgrade, HTTP2-Settings\r\nupgrade: " + offer + b"\r\n"
+    last = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+    async with serving() as port:
+        for pieces in ([head + body], [head, body], [*(bytes([byte]) for byte in head + body)]):
+            answer = await exchange(port, *pieces, *pieces, last)
+            assert answer.count(b"HTTP/1.1 200 OK") == 3
+            assert answer.count(b"abc") == 2
+
+
+async def test_thousands_of_offers_at_once_are_requests_like_others() -> None:
+    one = b"GET / HTTP/1.1\r\nconnection: upgrade\r\nupgrade: x\r\n\r\n"
+    last = b"GET / HTTP/1.1\r\nconnection: close\r\n\r\n"
+    async with serving() as port:
+        assert (await exchange(port, one * 3000 + last)).count(b"200 OK") == 3001

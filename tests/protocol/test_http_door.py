@@ -93,6 +93,14 @@ async def test_unknown_routes_and_methods(client: httpx2.AsyncClient) -> None:
     assert response.headers["allow"] == "POST"
 
 
+@pytest.mark.parametrize("host", ["[::1", "a b", "evil.example/x?", "a:99999999", ""])
+async def test_an_unknown_route_is_one_whatever_the_host_header_says(client: httpx2.AsyncClient, host: str) -> None:
+    for path in ("/nowhere", "/parse/", "/nowhere?x=%ff"):
+        response = await client.post(path, headers={"Host": host})
+        assert shaped(response, 404)["code"] == "not_found"
+        assert "location" not in response.headers
+
+
 async def test_bad_json_and_bad_utf8(client: httpx2.AsyncClient) -> None:
     assert shaped(await client.post("/parse", content=b"{"), 400)["code"] == "invalid_json"
     assert shaped(await client.post("/parse", content=b'{"prompt": "\xff"}'), 400)["param"] == "prompt"

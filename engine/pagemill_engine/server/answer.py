@@ -1,7 +1,8 @@
 """The answer to one HTTP request's prompts: frames from the engine client's loop to the task that sends them.
 
-Rendering is done by `output.processor` before frames get here, so the buffer holds finished bytes and is bounded by
-what the request may generate. Only the engine client puts; only the request's task takes.
+Rendering is done by `output.processor` before frames get here, so the buffer holds finished bytes. Its reader may be
+slow, and nothing holds the engine up: whoever puts looks at `too_far_behind` first, and ends a stream whose reader is.
+Only the engine client puts; only the request's task takes.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ import asyncio
 
 from pagemill_engine.output.processor import Frame
 from pagemill_protocol.errors import PagemillError
+
+MAX_UNREAD_BYTES = 16 * 1024 * 1024
+"""Of a stream whose reader does not keep up: minutes of an ordinary one, seconds of 128 choices with logprobs."""
 
 
 class Answer:
@@ -23,6 +27,7 @@ class Answer:
         self._num_unfinished = num_prompts
         self._closed = False
         self._frames: list[Frame] = []
+        self._num_unread_bytes = 0
         self._arrived = asyncio.Event()
 
     @property
@@ -30,10 +35,16 @@ class Answer:
         """Nothing more will be put."""
         return self._num_unfinished == 0 or self.error is not None or self._closed
 
+    @property
+    def too_far_behind(self) -> bool:
+        """More waits for the reader than a stream may hold."""
+        return self._num_unread_bytes > MAX_UNREAD_BYTES
+
     def put(self, frames: list[Frame]) -> None:
         if self.ended or not frames:
             return
         self._frames += frames
+        self._num_unread_bytes += sum(len(frame.payload) for frame in frames)
         self._num_unfinished -= sum(frame.meta.last for frame in frames)
         self._arrived.set()
 
@@ -59,4 +70,5 @@ class Answer:
             self._arrived.clear()
             await self._arrived.wait()
         frames, self._frames = self._frames, []
+        self._num_unread_bytes = 0
         return frames

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pagemill_engine.server import health, internal_routes, metrics, openai_routes
 from pagemill_engine.server.context import ServerContext
 from pagemill_protocol.http.door import Door, install_error_handlers
+from pagemill_protocol.openai.openapi import OPENAPI_PATH, document
 
 
 async def show_metrics(request: Request) -> Response:
@@ -25,6 +26,10 @@ async def show_version(request: Request) -> Response:
     return Response(orjson.dumps({"version": version("pagemill-engine")}), media_type="application/json")
 
 
+async def show_openapi(request: Request) -> Response:
+    return Response(document("Pagemill engine", version("pagemill-engine")), media_type="application/json")
+
+
 COMMON_ROUTES = [
     Route("/livez", health.livez),
     Route("/readyz", health.readyz),
@@ -34,6 +39,7 @@ COMMON_ROUTES = [
 DATA_ROUTES = [
     *COMMON_ROUTES,
     Route("/health", health.health),
+    Route(OPENAPI_PATH, show_openapi),
     Route("/v1/models", openai_routes.list_models),
     Route("/v1/models/{name:path}", openai_routes.get_model),
     Route("/v1/chat/completions", openai_routes.chat_completions, methods=["POST"]),

@@ -35,7 +35,7 @@ from pagemill_engine.server.failure import StartupError
 from pagemill_engine.server.lifecycle import Lifecycle
 from pagemill_engine.server.metrics import RequestTiming, ServerMetrics
 from pagemill_engine.server.state_stream import StatePublisher
-from pagemill_protocol.errors import PagemillError, internal_error, invalid_field, unavailable
+from pagemill_protocol.errors import PagemillError, client_too_slow, internal_error, invalid_field, unavailable
 from pagemill_protocol.generate import GenerateRequest
 
 logger = logging.getLogger(__name__)
@@ -151,6 +151,7 @@ class EngineClient:
                 raise StartupError("EngineDied", f"The engine process ended: {error}.") from error
             self.last_message_s = time.monotonic()
             self._handle(message)
+            await asyncio.sleep(0)  # messages that wait already are received without a pause: everybody else's turn
 
     async def close(self) -> None:
         """End the engine process and free what the channel holds."""
@@ -191,6 +192,10 @@ class EngineClient:
         self._metrics.tokens(running.timing, output, len(running.processor.request.prompt_token_ids))
         if progress.error is not None:
             self._fail(output.request_id, progress.error)
+            return
+        if running.processor.request.stream and running.answer.too_far_behind:
+            for engine_id in running.answer.engine_ids:
+                self._fail(engine_id, client_too_slow())
             return
         for choice in progress.stopped_choices:
             self._channel.send(Abort(output.request_id, choice))

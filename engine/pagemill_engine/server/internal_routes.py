@@ -23,7 +23,7 @@ from pagemill_engine.server.state_stream import StatePublisher
 from pagemill_protocol.errors import PagemillError, invalid_field
 from pagemill_protocol.frames import MSGPACK_CONTENT_TYPE, STATE_CONTENT_TYPE
 from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.http.door import header, require_internal
+from pagemill_protocol.http.door import header, read_body, require_internal
 from pagemill_protocol.state import GATEWAY_HEADER
 
 MAX_WAIT_S = 60.0
@@ -34,7 +34,7 @@ _decoder = msgspec.msgpack.Decoder(GenerateRequest)
 async def generate(request: Request) -> FramesResponse:
     """Take a prepared request, or refuse it with its status. From status 200 on, the engine owns it."""
     context = _guarded(request)
-    generate_request = _decode(await request.body())
+    generate_request = _decode(await read_body(request.receive))
     answer = submit(context, [generate_request])
     _, ready = context.ready_engine()
     return FramesResponse([generate_request], answer, lambda: abort(context, answer), ready.weights_digest)

@@ -18,6 +18,7 @@ from pagemill_engine.server.context import ServerContext
 from pagemill_engine.server.responses import JSON_CONTENT_TYPE, AnswerResponse, BodyResponse, StreamResponse
 from pagemill_protocol.errors import PagemillError, model_not_found
 from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.http.door import check_json_content_type, read_body
 from pagemill_protocol.openai import prepare, render
 from pagemill_protocol.openai.parse import parse_body
 from pagemill_protocol.openai.schemas import (
@@ -30,25 +31,25 @@ from pagemill_protocol.openai.schemas import (
 
 async def chat_completions(request: Request) -> AnswerResponse:
     context: ServerContext = request.app.state.context
-    raw = await request.body()
+    raw = await _read(request)
     return _answer(context, [await context.off_loop(lambda: _prepare_chat(context, raw))])
 
 
 async def completions(request: Request) -> AnswerResponse:
     context: ServerContext = request.app.state.context
-    raw = await request.body()
+    raw = await _read(request)
     return _answer(context, await context.off_loop(lambda: _prepare_completions(context, raw)))
 
 
 async def tokenize(request: Request) -> Response:
     context: ServerContext = request.app.state.context
-    raw = await request.body()
+    raw = await _read(request)
     return _json(await context.off_loop(lambda: _tokenize(context, raw)))
 
 
 async def detokenize(request: Request) -> Response:
     context: ServerContext = request.app.state.context
-    raw = await request.body()
+    raw = await _read(request)
     return _json(await context.off_loop(lambda: _detokenize(context, raw)))
 
 
@@ -85,6 +86,12 @@ def submit(context: ServerContext, requests: list[GenerateRequest]) -> Answer:
 def abort(context: ServerContext, answer: Answer) -> None:
     client, _ = context.ready_engine()
     client.abort(answer)
+
+
+async def _read(request: Request) -> bytes:
+    """The body, declared as JSON or as nothing: forms and plain text are what foreign web pages can send unasked."""
+    check_json_content_type(request.scope)
+    return await read_body(request.receive)
 
 
 def _answer(context: ServerContext, requests: list[GenerateRequest]) -> AnswerResponse:

@@ -1,4 +1,7 @@
-"""Probes, version and metrics, on both ports. Ready means: takes new requests; it says nothing about engines' load."""
+"""Probes, version and metrics, on both ports, and the data port's description of itself.
+
+Ready means: takes new requests; it says nothing about engines' load.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from pagemill_gateway.core import Gateway
 from pagemill_gateway.version import VERSION
 from pagemill_protocol.errors import not_found
 from pagemill_protocol.metrics import CONTENT_TYPE
+from pagemill_protocol.openai.openapi import document
 
 
 class HealthRoutes:
@@ -29,6 +33,9 @@ class HealthRoutes:
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": VERSION})
 
+    async def openapi(self, request: Request) -> Response:
+        return Response(document("Pagemill gateway", VERSION), media_type="application/json")
+
     async def metrics(self, request: Request) -> Response:
         gateway = self._gateway
         current = gateway.discovery is None or not gateway.discovery.detail
@@ -46,5 +53,5 @@ class HealthRoutes:
     async def guarded_metrics(self, request: Request) -> Response:
         """On the data port, where clients are: only for those with a key, and one that nothing is kept from."""
         if not self._gateway.keys.authenticate(request.scope).unrestricted:
-            raise not_found(request.url.path)
+            raise not_found(request.scope["path"])
         return await self.metrics(request)

@@ -2,15 +2,19 @@
 
 `bounded_protocol(...)` makes the `http=` class of a `uvicorn.Config`: request heads above a size or time get 431 or 408
 and the connection closes, one that stays silent just closes; trailers are dropped; a malformed request gets a 400 in
-OpenAI's shape. Parsing stays httptools'. Import this module only where uvicorn is installed.
+OpenAI's shape, also when its body's framing breaks before the answer has begun. When a connection ends, the request
+that is being answered hears of it even if others were pipelined behind it. Offers of other protocols (WebSocket, h2c)
+are ignored, as HTTP has it. Parsing stays httptools'. Import this module only where uvicorn is installed.
 """
 
 from __future__ import annotations
 
 import asyncio
 
+import httptools
 import orjson
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from pagemill_protocol.errors import PagemillError, headers_too_large, request_timeout
 
@@ -32,6 +36,8 @@ class _BoundedProtocol(HttpToolsProtocol):
     _head_open = False
     _unparsed_bytes = 0
     """Received since the parser last got anywhere: a head or trailer that grows, or chunk extensions."""
+    _current: RequestResponseCycle | None = None
+    """The request that is being answered; uvicorn's `cycle` is the last one received."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -39,13 +45,22 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_head_timer()
+        self._abandon()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         self._unparsed_bytes += len(data)
-        super().data_received(data)
-        if self._unparsed_bytes > self.max_header_bytes and not self.transport.is_closing():
+        self._unset_keepalive_if_required()
+        try:
+            self._parse(data)
+        except httptools.HttpParserError:
+            self._refuse(PagemillError("The request is not valid HTTP.", code="invalid_http"))
+        if self.transport.is_closing():
+            return
+        if self._unparsed_bytes > self.max_header_bytes:
             self._refuse(headers_too_large(self.max_header_bytes))
+        elif not self._answering:  # line breaks between requests ended the wait for the next one and begin none
+            self._start_head_timer()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -60,7 +75,8 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._stop_head_timer()
         self._head_open = False
         self._unparsed_bytes = 0
-        super().on_headers_complete()
+        if not self.parser.should_upgrade():
+            super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         self._unparsed_bytes = 0
@@ -68,14 +84,53 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._unparsed_bytes = 0
-        super().on_message_complete()
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
 
-    def send_400_response(self, msg: str) -> None:
-        self._refuse(PagemillError("The request is not valid HTTP.", code="invalid_http"))
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._current = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _parse(self, data: bytes) -> None:
+        """A request that offers another protocol is parsed again without the offer.
+
+        httptools takes what follows such a head for that protocol: it would drop the body, or read it as a request.
+        """
+        rest: bytes | memoryview = data
+        while True:
+            try:
+                self.parser.feed_data(rest)
+                return
+            except httptools.HttpParserUpgrade as offer:
+                rest = memoryview(rest)[offer.args[0] :]
+                head = self._head_without_offer()
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+            self.parser.feed_data(head)
+
+    def _head_without_offer(self) -> bytes:
+        method = self.parser.get_method()
+        if method == b"CONNECT":
+            raise httptools.HttpParserError("a tunnel")
+        headers = b"".join(b"%b: %b\r\n" % header for header in self.headers if header[0] != b"upgrade")
+        return b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.url, self.parser.get_http_version().encode(), headers)
 
     @property
     def _answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
+
+    @property
+    def _may_answer(self) -> bool:
+        """Whether the next bytes on the connection can be those of a refusal: nobody else's answer is due before."""
+        if not self._answering:
+            return True
+        return self.cycle is self._current and self.cycle.more_body and not self.cycle.response_started
+
+    def _abandon(self) -> None:
+        """Whatever is being answered has nobody to answer any more."""
+        if self._current is not None and not self._current.response_complete:
+            self._current.disconnected = True
+            self._current.message_event.set()
 
     def _start_head_timer(self) -> None:
         if self._head_timer is None:
@@ -98,8 +153,9 @@ class _BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _refuse(self, error: PagemillError) -> None:
-        """Answer and hang up. Only while no response is under way on this connection, else just hang up."""
-        if not self._answering:
+        """Answer and hang up; just hang up where the answer to another request would be taken for this one."""
+        if self._may_answer:
+            self._abandon()
             body = orjson.dumps(error.body())
             self.transport.write(
                 STATUS_LINE[error.status]

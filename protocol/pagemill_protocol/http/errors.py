@@ -37,7 +37,11 @@ def method_not_allowed(method: str, path: str) -> PagemillError:
 
 
 def install_error_handlers(app: Starlette) -> None:
-    """Register handlers for everything `app` can raise. Works for Starlette and FastAPI apps."""
+    """Register handlers for everything `app` can raise. Works for Starlette and FastAPI apps.
+
+    A path with a slash too many is unknown like any other: a redirect would lead where the Host header says.
+    """
+    app.router.redirect_slashes = False
     app.add_exception_handler(PagemillError, _on_pagemill_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(Exception, _on_bug)
@@ -53,7 +57,7 @@ async def _on_pagemill_error(request: Request, error: Exception) -> Response:
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    path = request.url.path
+    path = request.scope["path"]  # `request.url` is made with the Host header, which may be no host at all
     headers = dict(error.headers or {})
     if error.status_code == HTTPStatus.NOT_FOUND:
         return error_response(not_found(path), headers)

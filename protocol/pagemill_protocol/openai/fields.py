@@ -10,7 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainValidator, StringConstraints, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    PlainValidator,
+    StringConstraints,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from pagemill_protocol.openai.unsupported import Unsupported
@@ -188,10 +196,67 @@ def shorten(value: Any) -> str:
     return str(value)[:40]
 
 
-StopList = Annotated[list[str], BeforeValidator(_stop_list)]
-ContentText = Annotated[Text, BeforeValidator(_content_text)]
-Prompts = Annotated[list[str | list[int]], PlainValidator(_prompts)]
-TokenIds = Annotated[list[int], PlainValidator(_token_ids)]
-LogitBias = Annotated[dict[int, float], PlainValidator(_logit_bias)]
-EarlyStopping = Annotated[bool | Literal["never"], PlainValidator(_early_stopping)]
-TemplateKwargs = Annotated[dict[str, Any], PlainValidator(_template_kwargs)]
+_TOKEN_ID = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
+_PROMPT_TEXT = {"type": "string", "minLength": 1, "maxLength": MAX_TEXT_CHARS}
+_PROMPT_TOKENS = {"type": "array", "items": _TOKEN_ID, "minItems": 1, "maxItems": MAX_PROMPT_TOKENS}
+_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+_KWARG = {"type": ["string", "number", "boolean", "null"], "maxLength": MAX_TEMPLATE_KWARG_CHARS}
+
+# With each, what clients may send, for the OpenAPI document: a validator's own code says nothing of it.
+StopList = Annotated[list[str], BeforeValidator(_stop_list, json_schema_input_type=str | list[str])]
+ContentText = Annotated[
+    Text,
+    BeforeValidator(_content_text),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string", "maxLength": MAX_TEXT_CHARS},
+                {"type": "array", "items": _PART, "maxItems": MAX_CONTENT_PARTS},
+            ]
+        }
+    ),
+]
+Prompts = Annotated[
+    list[str | list[int]],
+    PlainValidator(_prompts),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                _PROMPT_TEXT,
+                _PROMPT_TOKENS,
+                {"type": "array", "items": {"anyOf": [_PROMPT_TEXT, _PROMPT_TOKENS]}, "minItems": 1}
+                | {"maxItems": MAX_PROMPTS},
+            ]
+        }
+    ),
+]
+TokenIds = Annotated[list[int], PlainValidator(_token_ids), WithJsonSchema(_PROMPT_TOKENS)]
+LogitBias = Annotated[
+    dict[int, float],
+    PlainValidator(_logit_bias),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+        }
+    ),
+]
+EarlyStopping = Annotated[
+    bool | Literal["never"], PlainValidator(_early_stopping), WithJsonSchema({"enum": [True, False, "never"]})
+]
+TemplateKwargs = Annotated[
+    dict[str, Any],
+    PlainValidator(_template_kwargs),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "properties": dict.fromkeys(sorted(TEMPLATE_KWARGS), _KWARG),
+            "additionalProperties": False,
+        }
+    ),
+]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import re
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -24,7 +23,6 @@ Model = TypeVar("Model", bound=BaseModel)
 
 _MAX_PARAM_CHARS = 200
 _MAX_SEARCHED_VALUES = 200_000
-_ESCAPED_NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
 _EXPECTATIONS: dict[str, str] = {
     "missing": "is required",
     "int_type": "must be an integer",
@@ -52,7 +50,7 @@ def parse_body(raw: bytes, schema: type[Model]) -> Model:
     data = parse_json(raw)
     if not isinstance(data, dict):
         raise _invalid(None, f"The request body must be a JSON object, got {shorten(data)}.", "invalid_json")
-    if _ESCAPED_NUL.search(raw):
+    if _has_escaped_nul(raw):
         path = _find(data, lambda value: isinstance(value, str) and "\x00" in value)
         raise _invalid(path, f"`{path or 'The body'}` contains the character U+0000. Remove it.", "invalid_value")
     try:
@@ -71,6 +69,12 @@ def parse_json(raw: bytes) -> Any:
         return orjson.loads(raw)
     except orjson.JSONDecodeError as error:
         raise _explain_bad_json(raw, error) from None
+
+
+def _has_escaped_nul(raw: bytes) -> bool:
+    """An escape, unless the backslash is escaped itself. A search by expression would stop all threads for its time."""
+    *before, _ = raw.split(b"\\u0000")
+    return any((len(piece) - len(piece.rstrip(b"\\"))) % 2 == 0 for piece in before)
 
 
 def _explain_bad_json(raw: bytes, error: orjson.JSONDecodeError) -> PagemillError:

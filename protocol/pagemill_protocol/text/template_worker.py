@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import re
 import resource
 import signal
 import sys
@@ -27,6 +28,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_MESSAGE_CHARS = 500
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+"""How Python shows where an object lies in memory, which is nobody's business."""
 
 
 class GenerationTag(Extension):
@@ -98,7 +101,7 @@ class Worker:
         try:
             return {"text": self._render(self._templates[request["template"]], request["variables"])}
         except TemplateRefusal as refusal:
-            return {"refusal": str(refusal)[:MAX_MESSAGE_CHARS]}
+            return {"refusal": _ADDRESS.sub("", str(refusal))[:MAX_MESSAGE_CHARS]}
         except OutputTooLong:
             return {"error": f"the prompt grows longer than {self._max_output_chars} characters"}
         except MemoryError:
@@ -127,7 +130,7 @@ class Worker:
 
 def _describe(error: BaseException) -> str:
     line = f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
-    return f"{type(error).__name__}: {error}{line}"[:MAX_MESSAGE_CHARS]
+    return _ADDRESS.sub("", f"{type(error).__name__}: {error}{line}")[:MAX_MESSAGE_CHARS]
 
 
 def _confine(memory_bytes: int) -> None:

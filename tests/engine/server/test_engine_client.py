@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 
 from pagemill_engine.config import EngineConfig
+from pagemill_engine.ipc.channels import EngineDied
 from pagemill_engine.ipc.messages import Abort, AddRequest, Ready, StepOutputs, TokensOut
 from pagemill_engine.output.processor import OutputProcessor
 from pagemill_engine.scheduler.admission import Admission
@@ -111,3 +114,50 @@ async def test_a_request_wider_than_the_queue_is_told_so_and_not_to_retry(inside
     with pytest.raises(PagemillError, match="12 answers") as caught:
         inside.client.check_room([request(n=4)] * 3)
     assert (caught.value.status, caught.value.param) == (400, "prompt")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_only_a_stream_that_is_not_read_ends_when_too_much_of_it_waits(
+    inside: Inside, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """A whole body is one piece, as large as it is."""
+    monkeypatch.setattr("pagemill_engine.server.answer.MAX_UNREAD_BYTES", 2000)
+    asked = msgspec.structs.replace(request("a", max_tokens=100, ignore_eos=True), stream=stream)
+    read, unread = inside.submit(msgspec.structs.replace(asked, request_id="b")), inside.submit(asked)
+    for _ in range(60):
+        outputs = [TokensOut(request_id=engine_id, token_ids=[65]) for engine_id in ("b#1", "a#2")]
+        inside.engine_says(*outputs)
+        if stream:
+            assert await read.take()
+    assert read.error is None
+    if not stream:
+        assert unread.error is None
+        return
+    assert unread.error is not None
+    assert unread.error.code == "client_too_slow"
+    assert Abort("a#2") in inside.sent
+    frames = await unread.take()
+    assert frames[-1].meta.error_status == 408
+    assert sum(len(frame.payload) for frame in frames) < 4000
+
+
+async def test_others_have_their_turn_while_messages_wait(inside: Inside) -> None:
+    """Else a server whose engine is ahead of it would answer no probe and hear of no client that leaves."""
+    num_received = 0
+
+    async def recv() -> StepOutputs:
+        nonlocal num_received
+        num_received += 1
+        if num_received > 1000:
+            raise EngineDied(1)
+        return StepOutputs(outputs=[])
+
+    async def start() -> None:
+        pass
+
+    inside.recv, inside.start = recv, start  # type: ignore[attr-defined]
+    running = asyncio.create_task(inside.client.run())
+    for _ in range(10):
+        await asyncio.sleep(0)
+    running.cancel()
+    assert 0 < num_received < 10

@@ -1,0 +1,201 @@
+"""The OpenAPI document of a data port: every public route, what it takes and how it answers.
+
+Made from the request schemas, so it cannot say anything else than what is checked; the ranges of sampling values, which
+`SamplingParams.validate` checks, are repeated here and held together by the tests that send what the document forbids.
+Engine and gateway serve the same document. The platform's own routes (`/internal/*`, the control port) are not in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import orjson
+from pydantic.json_schema import models_json_schema
+
+from pagemill_protocol.openai.fields import RequestModel
+from pagemill_protocol.openai.schemas import (
+    ChatCompletionRequest,
+    ChatMessage,
+    CompletionRequest,
+    DetokenizeRequest,
+    StreamOptions,
+    TokenizeRequest,
+)
+from pagemill_protocol.sampling import MAX_LOGIT_BIAS, MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS
+from pagemill_protocol.text.chat_messages import MAX_TEMPLATE_KWARGS
+
+OPENAPI_PATH = "/openapi.json"
+Schema = dict[str, Any]
+
+_REQUESTS: tuple[type[RequestModel], ...] = (
+    ChatCompletionRequest,
+    CompletionRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+)
+_CHECKED_LATER: Mapping[str, Schema] = {
+    "temperature": {"minimum": 0, "maximum": 2},
+    "top_k": {"minimum": -1, "maximum": 2**31 - 1},
+    "top_p": {"exclusiveMinimum": 0, "maximum": 1},
+    "min_p": {"minimum": 0, "maximum": 1},
+    "presence_penalty": {"minimum": -2, "maximum": 2},
+    "frequency_penalty": {"minimum": -2, "maximum": 2},
+    "repetition_penalty": {"exclusiveMinimum": 0, "maximum": 10},
+    "seed": {"minimum": -(2**63), "maximum": 2**63 - 1},
+    "min_tokens": {"minimum": 0, "maximum": 2**31 - 1},
+    "max_tokens": {"minimum": 1, "maximum": 2**31 - 1},
+    "max_completion_tokens": {"minimum": 1, "maximum": 2**31 - 1},
+    "logit_bias": {"maxProperties": MAX_LOGIT_BIAS},
+    "chat_template_kwargs": {"maxProperties": MAX_TEMPLATE_KWARGS},
+}
+"""By field, what is checked behind the schemas."""
+_ERROR: Schema = {
+    "type": "object",
+    "required": ["error"],
+    "additionalProperties": False,
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "additionalProperties": False,
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"], "description": "The field at fault, dotted."},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+_USAGE: Schema = {
+    "type": "object",
+    "required": ["prompt_tokens", "completion_tokens", "total_tokens", "prompt_tokens_details"],
+}
+
+
+@cache
+def document(title: str, version: str) -> bytes:
+    """The document as JSON."""
+    return orjson.dumps(
+        {
+            "openapi": "3.1.0",
+            "info": {"title": title, "version": version},
+            "paths": _paths(),
+            "components": {
+                "schemas": {**_request_schemas(), "Error": _ERROR},
+                "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            },
+        }
+    )
+
+
+def _paths() -> Schema:
+    return {
+        "/v1/chat/completions": {"post": _generates(ChatCompletionRequest, "chat.completion")},
+        "/v1/completions": {"post": _generates(CompletionRequest, "text_completion")},
+        "/v1/models": {"get": _answers(_object("object", "data"))},
+        "/v1/models/{model}": {"get": {**_answers(_object("id", "object")), "parameters": [_in_path("model")]}},
+        "/tokenize": {"post": _takes(TokenizeRequest, _answers(_object("count", "max_model_len", "tokens")))},
+        "/detokenize": {"post": _takes(DetokenizeRequest, _answers(_object("prompt")))},
+        "/health": {"get": _probe()},
+        "/livez": {"get": _public(_answers(_object(), unready=True))},
+        "/readyz": {"get": _public(_answers(_object(), unready=True))},
+        "/version": {"get": _public(_answers(_object("version")))},
+        OPENAPI_PATH: {"get": _public(_answers(_object("openapi")))},
+        "/metrics": {"get": _metrics()},
+    }
+
+
+def _generates(schema: type[RequestModel], kind: str) -> Schema:
+    body = _object("id", "object", "created", "model", "choices", "usage")
+    body["properties"] = {"object": {"const": kind}, "usage": _USAGE, "choices": {"type": "array"}}
+    operation = _takes(schema, _answers(body))
+    operation["responses"]["200"]["content"]["text/event-stream"] = {}
+    return operation
+
+
+def _takes(schema: type[RequestModel], operation: Schema) -> Schema:
+    reference = {"$ref": f"#/components/schemas/{schema.__name__}"}
+    return {**operation, "requestBody": {"required": True, "content": {"application/json": {"schema": reference}}}}
+
+
+def _answers(body: Schema, *, unready: bool = False) -> Schema:
+    responses: Schema = {
+        "200": {"description": "The answer.", "content": {"application/json": {"schema": body}}},
+        "default": {
+            "description": "A refusal or a failure.",
+            "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+        },
+    }
+    if unready:
+        responses["503"] = {"description": "Not now.", "content": {"application/json": {"schema": _object()}}}
+    return {"responses": responses, "security": [{"key": []}, {}]}
+
+
+def _public(operation: Schema) -> Schema:
+    return {**operation, "security": []}
+
+
+def _metrics() -> Schema:
+    operation = _answers(_object())
+    operation["responses"]["200"]["content"] = {"text/plain": {"schema": {"type": "string"}}}
+    return operation
+
+
+def _probe() -> Schema:
+    return {"responses": {"200": {"description": "Ready."}, "503": {"description": "Not now."}}, "security": []}
+
+
+def _object(*required: str) -> Schema:
+    return {"type": "object", "required": list(required)} if required else {"type": "object"}
+
+
+def _in_path(name: str) -> Schema:
+    return {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+
+
+def _request_schemas() -> Schema:
+    models: tuple[type[RequestModel], ...] = (*_REQUESTS, ChatMessage, StreamOptions)
+    _, generated = models_json_schema(
+        [(model, "validation") for model in models], ref_template="#/components/schemas/{model}"
+    )
+    schemas: Schema = generated["$defs"]
+    for model in models:
+        schemas[model.__name__]["properties"] = {**_refused(model), **_accepted(schemas[model.__name__])}
+    return schemas
+
+
+def _accepted(schema: Schema) -> Schema:
+    """The fields, each with what is checked later; null means the default of those that have one."""
+    fields: Schema = {}
+    for name, field in schema["properties"].items():
+        bounded = _with_bounds(name, field)
+        nullable = name not in schema.get("required", []) and not _takes_null(bounded)
+        fields[name] = {"anyOf": [bounded, {"type": "null"}]} if nullable else bounded
+    return fields
+
+
+def _with_bounds(name: str, field: Schema) -> Schema:
+    if name == "stop":
+        text = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_STRING_CHARS}
+        return {"anyOf": [text, {"type": "array", "items": text, "maxItems": MAX_STOP_STRINGS}]}
+    bounds = _CHECKED_LATER.get(name)
+    if bounds is None:
+        return field
+    if "anyOf" in field:
+        return {**field, "anyOf": [each if _takes_null(each) else {**each, **bounds} for each in field["anyOf"]]}
+    return {**field, **bounds}
+
+
+def _takes_null(schema: Schema) -> bool:
+    return schema.get("type") == "null" or any(_takes_null(each) for each in schema.get("anyOf", ()))
+
+
+def _refused(model: type[RequestModel]) -> Schema:
+    """Fields that other servers know: only the values that ask for nothing pass."""
+    return {
+        name: {"enum": [*rule.harmless, None], "description": f"Not supported. {rule.remedy}"}
+        for name, rule in model.UNSUPPORTED.items()
+    }

@@ -1,0 +1,163 @@
+"""Both doors against what is no honest HTTP: two lengths, broken chunks, odd bytes, heads and bodies that never end."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+from front_doors import GOOD, Door, error_of, examples, read_answer, read_to_end, request
+from hypothesis import given
+from hypothesis import strategies as st
+
+CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: door\r\nTransfer-Encoding: chunked\r\n\r\n"
+FORBIDDEN = {
+    "a length and chunks": b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "chunks and a length": b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n",
+    "two lengths": b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{} ",
+    "the same length twice": b"Content-Length: 2\r\nContent-Length: 2\r\n\r\n{}",
+    "a list of lengths": b"Content-Length: 2, 2\r\n\r\n{}",
+    "a negative length": b"Content-Length: -1\r\n\r\n{}",
+    "a signed length": b"Content-Length: +2\r\n\r\n{}",
+    "a hexadecimal length": b"Content-Length: 0x2\r\n\r\n{}",
+    "a length of 23 digits": b"Content-Length: 99999999999999999999999\r\n\r\n{}",
+    "an unknown coding": b"Transfer-Encoding: gzip\r\n\r\n{}",
+    "chunks inside another coding": b"Transfer-Encoding: chunked, identity\r\n\r\n0\r\n\r\n",
+    "almost chunked": b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
+    "a blank before the colon": b"Transfer-Encoding : chunked\r\n\r\n0\r\n\r\n",
+    "a folded header": b"X-A: b\r\n Transfer-Encoding: chunked\r\nContent-Length: 2\r\n\r\n{}",
+    "a bare carriage return": b"X-A: b\rTransfer-Encoding: chunked\r\nContent-Length: 2\r\n\r\n{}",
+    "bare line feeds": b"X-A: b\nContent-Length: 2\n\n{}",
+    "a NUL in a header": b"X-A: a\0b\r\nContent-Length: 2\r\n\r\n{}",
+    "a header without a name": b": b\r\nContent-Length: 2\r\n\r\n{}",
+    "a name with a blank": b"X A: b\r\nContent-Length: 2\r\n\r\n{}",
+    "a chunk size of letters": b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+    "a chunk size beyond 64 bits": b"Transfer-Encoding: chunked\r\n\r\nfffffffffffffffff\r\n{}",
+    "a negative chunk size": b"Transfer-Encoding: chunked\r\n\r\n-1\r\n{}",
+    "a chunk longer than its size": b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}}\r\n0\r\n\r\n",
+    "chunks with bare line feeds": b"Transfer-Encoding: chunked\r\n\r\n2\n{}\n0\n\n",
+}
+ODD_LINES = {
+    "an address of another server": b"GET http://169.254.169.254/latest/meta-data HTTP/1.1",
+    "no address": b"OPTIONS * HTTP/1.1",
+    "a tunnel": b"CONNECT 169.254.169.254:80 HTTP/1.1",
+    "a host in the path": b"GET //169.254.169.254/ HTTP/1.1",
+    "brackets in the path": b"GET //[ HTTP/1.1",
+    "escaped bytes": b"GET /v1/models/%ff%00%0d%0aX-Evil:%201 HTTP/1.1",
+    "raw bytes": b"GET /v1/models/\xff\xfe HTTP/1.1",
+    "raw bytes behind the question mark": b"GET /nowhere?\xff HTTP/1.1",
+    "way up": b"GET /v1/models/../../etc/passwd HTTP/1.1",
+    "a slash too many": b"GET /version/ HTTP/1.1",
+    "an unknown method": b"BREW /v1/models HTTP/1.1",
+    "the preface of HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM",
+}
+
+
+@pytest.mark.parametrize("framing", FORBIDDEN.values(), ids=FORBIDDEN.keys())
+def test_a_request_that_two_readers_could_cut_differently_is_refused_and_hung_up_on(door: Door, framing: bytes) -> None:
+    """Whatever follows it on the connection is never taken for a request."""
+    smuggled = b"GET /version HTTP/1.1\r\nHost: door\r\n\r\n"
+    with contextlib.closing(door.connect()) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: door\r\n" + framing + smuggled)
+        head, _, body = read_to_end(connection).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert b"connection: close" in head
+    error_of(body)  # which fails if anything follows
+    door.serves()
+
+
+@pytest.mark.parametrize("line", ODD_LINES.values(), ids=ODD_LINES.keys())
+def test_odd_request_lines_are_refused_in_shape(door: Door, line: bytes) -> None:
+    answer = door.exchange(line + b"\r\nHost: door\r\nConnection: close\r\n\r\n")
+    assert answer is not None
+    assert answer.status in (400, 404, 405), answer
+    answer.error()
+    assert b"evil" not in str(answer.headers).lower().encode()
+
+
+@pytest.mark.parametrize("host", [b"[::1", b"a b", b"evil.example/x?", b"a:99999999", b"\xff", b""])
+def test_whatever_the_host_header_says_an_unknown_path_is_a_404_without_a_redirect(door: Door, host: bytes) -> None:
+    for path in (b"/nowhere", b"/tokenize/", b"/nowhere?x=%ff"):
+        answer = door.exchange(b"POST " + path + b" HTTP/1.1\r\nHost: " + host + b"\r\nContent-Length: 0\r\n\r\n")
+        assert answer is not None
+        assert (answer.status, answer.error()["code"]) == (404, "not_found")
+        assert "location" not in answer.headers
+
+
+@pytest.mark.parametrize("upgrade", [b"websocket", b"h2c", b"TLS/1.0"])
+def test_a_client_that_offers_another_protocol_is_served_in_this_one(door: Door, upgrade: bytes) -> None:
+    answer = door.exchange(request(headers=[(b"Connection", b"Upgrade"), (b"Upgrade", upgrade)]))
+    assert answer is not None
+    assert answer.status == 200
+
+
+def test_chunk_extensions_that_never_end_are_cut(door: Door) -> None:
+    answer = door.exchange([CHUNKED, b"2;", *[b"a" * 8192] * 64, b"\r\n{}\r\n0\r\n\r\n"])
+    assert answer is None or answer.status == 431
+
+
+def test_a_body_in_tiny_chunks_is_served(door: Door) -> None:
+    body = b'{"model":"tiny","prompt":"hello","max_tokens":2,"ignore_eos":true}'
+    chunks = b"".join(b"1;x=y\r\n%c\r\n" % byte for byte in body)
+    answer = door.exchange([CHUNKED, chunks, b"0\r\nX-Trailer: 1\r\n\r\n"])
+    assert answer is not None
+    assert answer.status == 200
+
+
+def test_a_body_that_never_ends_gets_413(door: Door) -> None:
+    with contextlib.closing(door.connect()) as connection:
+        connection.sendall(CHUNKED)
+        with contextlib.suppress(ConnectionError):
+            for _ in range(80):
+                connection.sendall(b"100000\r\n" + b" " * 0x100000 + b"\r\n")
+        answer = read_answer(connection)
+    assert answer is None or (answer.status, answer.error()["code"]) == (413, "request_too_large")
+    door.serves()
+
+
+def test_hundreds_of_slow_senders_keep_nobody_else_waiting(door: Door) -> None:
+    """Half of a head, a head without its body, and nothing at all; others are served meanwhile."""
+    beginnings = [
+        b"",
+        b"\r\n\r\n",
+        b"GET /version HTTP/1.1\r\nHost: do",
+        b"POST /v1/completions HTTP/1.1\r\nHost: door\r\nContent-Length: 1000\r\n\r\n",
+        CHUNKED + b"1\r\n{\r\n",
+    ]
+    with contextlib.ExitStack() as stack:
+        slow = [stack.enter_context(contextlib.closing(door.connect())) for _ in range(300)]
+        for index, connection in enumerate(slow):
+            connection.sendall(beginnings[index % len(beginnings)])
+        for _ in range(5):
+            for index, connection in enumerate(slow):
+                if index % len(beginnings) in (2, 3):
+                    connection.sendall(b"o")
+            door.serves()
+    door.serves()
+
+
+NAMES = (
+    b"Authorization Content-Type X-Request-Id X-Request-Timeout-S Expect Host Accept-Encoding Content-Encoding Cookie "
+    b"Connection Keep-Alive Upgrade TE Transfer-Encoding Content-Length X-Forwarded-For Range X-Pagemill-Gateway"
+).split()
+VALUES = [b"", b"chunked", b"close", b"100-continue", b"gzip", b"identity", b"nan", b"inf", b"1e400", b"0", b"-1"]
+VALUES += [b"Bearer ", b"Bearer x", b"application/json", b"text/plain"]
+HEADER = st.tuples(
+    st.sampled_from(NAMES),
+    st.one_of(st.sampled_from(VALUES), st.binary(max_size=40).filter(lambda value: not set(value) & set(b"\r\n"))),
+)
+
+
+@examples(40)
+@given(st.lists(HEADER, max_size=6), st.sampled_from([GOOD, b"", b"{}", b"{", b"\x00\xff"]))
+def test_any_headers_are_served_or_refused_in_shape(
+    doors: list[Door], headers: list[tuple[bytes, bytes]], body: Any
+) -> None:
+    for door in doors:
+        answer = door.exchange(request(body, headers=[*headers, (b"Connection", b"close")]))
+        if answer is not None:  # else hung up on: what followed was no request any more
+            answer.check()
+        if {name for name, _ in headers} & {b"Transfer-Encoding", b"Content-Length"}:
+            assert answer is not None
+            assert answer.status == 400, "the helper adds a length of its own"
+        door.serves()

@@ -1,0 +1,152 @@
+"""Clients that read slowly or leave, the ids they give, and the line that is logged of each."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import socket
+
+import httpx2
+import pytest
+from front_doors import ANSWER_TIMEOUT_S, MIB, MODEL, Door, examples, read_answer, request, until
+from hypothesis import given
+from hypothesis import strategies as st
+
+LONG = {"model": MODEL, "prompt": "hello", "max_tokens": 500, "n": 4, "ignore_eos": True}
+NUM_LONG_TOKENS = 2000
+HUGE = {**LONG, "n": 64, "logprobs": 20, "stream": True}
+"""Some 30 MB of events, from half of the seats."""
+SAFE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+def nobody_runs(engine: Door) -> bool:
+    return engine.metric("vllm:num_requests_running") == 0 and engine.metric("vllm:num_requests_waiting") == 0
+
+
+def frees_everything(engine: Door, gateway: Door) -> None:
+    """Fails unless no sequence, no block and no reservation is left."""
+    until(lambda: nobody_runs(engine))
+    until(lambda: engine.metric("vllm:kv_cache_usage_perc") == 0)
+    until(lambda: gateway.metric("pagemill_gateway_in_flight_body_bytes") == 0)
+
+    def in_flight() -> int:
+        status = httpx2.get(gateway.control_url + "/status", timeout=ANSWER_TIMEOUT_S).json()
+        (endpoint,) = status["models"][0]["endpoints"]
+        return int(endpoint["in_flight"] + endpoint["reserved_blocks"] + status["num_requests"])
+
+    until(lambda: in_flight() == 0)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_hundred_clients_that_vanish_leave_nothing_behind(
+    door: Door, engine_door: Door, gateway_door: Door, stream: bool
+) -> None:
+    before = engine_door.metric("vllm:generation_tokens_total")
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(contextlib.closing(door.connect())) for _ in range(100)]
+        for client in clients:
+            client.sendall(request({**LONG, "stream": stream}))
+        until(lambda: engine_door.metric("vllm:generation_tokens_total") > before)
+    frees_everything(engine_door, gateway_door)
+    generated = engine_door.metric("vllm:generation_tokens_total") - before
+    assert generated < 100 * NUM_LONG_TOKENS / 2, "they were generated to their ends"
+    door.serves()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_with_a_second_request_behind_the_first_is_noticed(
+    door: Door, engine_door: Door, gateway_door: Door, stream: bool
+) -> None:
+    before = engine_door.metric("vllm:generation_tokens_total")
+    with contextlib.ExitStack() as stack:
+        for _ in range(40):
+            client = stack.enter_context(contextlib.closing(door.connect()))
+            client.sendall(request({**LONG, "stream": stream}) + request({**LONG, "stream": stream}))
+        until(lambda: engine_door.metric("vllm:generation_tokens_total") > before)
+    frees_everything(engine_door, gateway_door)
+    assert engine_door.metric("vllm:generation_tokens_total") - before < 40 * NUM_LONG_TOKENS
+    door.serves()
+
+
+def test_a_reader_that_is_slow_but_reads_gets_everything(door: Door) -> None:
+    with contextlib.closing(door.connect(receive_buffer_bytes=4096)) as client:
+        client.sendall(request({**HUGE, "n": 8}, headers=[(b"Connection", b"close")]))
+        assert client.recv(1, socket.MSG_PEEK)
+        door.serves()
+        answer = read_answer(client)
+    assert answer is not None
+    assert answer.body.endswith(b"data: [DONE]\n\n")
+    assert len(answer.body) > 2 * MIB
+
+
+def test_a_reader_that_stops_fills_nobodys_memory_and_loses_its_stream(engine_door: Door, gateway_door: Door) -> None:
+    """What the client does not take waits in the engine's process up to a limit, and nowhere else."""
+    engine_before, gateway_before = engine_door.rss_bytes(), gateway_door.rss_bytes()
+    generated = engine_door.metric("vllm:generation_tokens_total")
+    with contextlib.closing(gateway_door.connect(receive_buffer_bytes=4096)) as client:
+        client.sendall(request(HUGE, headers=[(b"Connection", b"close")]))
+        until(lambda: engine_door.metric("vllm:generation_tokens_total") > generated)
+        gateway_door.serves()
+        until(lambda: nobody_runs(engine_door))
+        assert engine_door.rss_bytes() - engine_before < 128 * MIB
+        assert gateway_door.rss_bytes() - gateway_before < 24 * MIB
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, MIB)
+        answer = read_answer(client)
+    assert answer is not None
+    last = answer.body.removesuffix(b"\n\n").rpartition(b"data: ")[2]
+    assert json.loads(last)["error"]["code"] == "client_too_slow"
+    assert b"[DONE]" not in answer.body
+    frees_everything(engine_door, gateway_door)
+    gateway_door.serves()
+
+
+@examples(40)
+@given(
+    st.one_of(
+        st.from_regex(SAFE_ID, fullmatch=True),
+        st.text(st.characters(min_codepoint=1, max_codepoint=255, exclude_characters="\r\n"), max_size=150),
+        st.sampled_from(["a" * 128, "a" * 129, '"}{"event":"forged"', "a\tb", "a b", "é", "../../x", "%0d%0aX: y"]),
+    )
+)
+def test_a_harmless_id_comes_back_and_any_other_is_replaced(doors: list[Door], given_id: str) -> None:
+    raw = given_id.encode("latin-1")
+    for door in doors:
+        answer = door.exchange(b"GET /version HTTP/1.1\r\nHost: door\r\nX-Request-Id: " + raw + b"\r\n\r\n")
+        assert answer is not None
+        if answer.status == 400:
+            assert set(raw) & set(bytes(range(32)) + b"\x7f"), "only control characters are no header's"
+            continue
+        told = answer.headers["x-request-id"]
+        if SAFE_ID.fullmatch(given_id):
+            assert told == given_id
+        else:
+            assert re.fullmatch(r"[0-9a-f]{32}", told) or told == given_id.strip(" \t")
+
+
+def test_each_request_is_one_line_of_json_whatever_was_sent(gateway_door: Door) -> None:
+    """Whose id it is shows; what else the client wrote does not."""
+    hostile = [
+        request(headers=[(b"X-Request-Id", b'a"}\\n{"event":"forged"}')]),
+        request({**LONG, "max_tokens": 1, "n": 1, "user": "canary-user", "prompt": "canary-prompt"}),
+        request({"model": "canary-model\n{}", "prompt": "x"}),
+        request(b'{"canary-field\\u2028": 1}', headers=[(b"Authorization", b"Bearer canary-key")]),
+        request(path="/canary-path/%0a%7b%22event%22:1%7d?canary=query"),
+        request(path="/v1/models/canary%0aname", method="GET"),
+        b"GARBAGE canary-garbage\r\n\r\n",
+    ]
+    for number, raw in enumerate(hostile):
+        gateway_door.exchange(raw)
+        marked = request({"model": "nope", "prompt": "x"}, headers=[(b"X-Request-Id", b"marker-%d" % number)])
+        gateway_door.exchange(marked)
+    until(lambda: f"marker-{len(hostile) - 1}" in gateway_door.log.read_text())
+    text = gateway_door.log.read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert all(isinstance(line, dict) and line["time"] and line["level"] for line in lines)
+    marked_lines = [line for line in lines if str(line.get("request_id", "")).startswith("marker-")]
+    assert len(marked_lines) == len(hostile)
+    assert {(line["event"], line["route"], line["status"]) for line in marked_lines} == {
+        ("request", "/v1/completions", 404)
+    }
+    assert not any(line["event"] == "forged" for line in lines)
+    assert "canary" not in text

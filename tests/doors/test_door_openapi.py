@@ -1,0 +1,117 @@
+"""Both doors against their own OpenAPI document: what it allows is served or refused by name, what it forbids refused.
+
+schemathesis makes the requests from the document and checks status, content type and shape of every answer.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import requests
+import schemathesis
+from front_doors import ANSWER_TIMEOUT_S, MODEL, Answer, Door, examples
+from hypothesis import given
+from schemathesis import APIOperation, Case, GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.core.result import Ok
+from schemathesis.specs.openapi import checks
+
+from pagemill_protocol.openai.openapi import document
+
+AnyOperation = APIOperation[Any, Any, Any, Any]
+DOCUMENT = json.loads(document("doors", "1"))
+OPERATIONS = [
+    found.ok() for found in schemathesis.openapi.from_dict(DOCUMENT).get_all_operations() if isinstance(found, Ok)
+]
+TAKING = [each for each in OPERATIONS if "requestBody" in DOCUMENT["paths"][each.path][each.method.lower()]]
+ALWAYS = [
+    not_a_server_error,
+    checks.status_code_conformance,
+    checks.content_type_conformance,
+    checks.response_schema_conformance,
+]
+
+
+def label(operation: AnyOperation) -> str:
+    return str(operation.label)
+
+
+def tried(case: Case[Any], door: Door, session: requests.Session) -> Answer:
+    """Sent with the name of a model that exists, and asking for no more than a few tokens."""
+    if isinstance(case.body, dict):
+        _make_small(case.body)
+    response = case.call(door.url, session, timeout=ANSWER_TIMEOUT_S)
+    extra = [checks.negative_data_rejection] if case.meta and case.meta.generation.mode.is_negative else []
+    case.validate_response(response, checks=[*ALWAYS, *extra])
+    answer = Answer(response.status_code, {k: v[0] for k, v in response.headers.items()}, response.content)
+    return answer if "HEAD" in case.method else answer.check()
+
+
+def _make_small(body: dict[str, Any]) -> None:
+    """Right values become other right values, so what was wrong with the body still is."""
+    if isinstance(body.get("model"), str) and 0 < len(body["model"]) <= 512:
+        body["model"] = MODEL
+    for name, most in (("n", 2), ("best_of", 2), ("beam_width", 2), ("max_tokens", 4), ("max_completion_tokens", 4)):
+        if type(body.get(name)) is int and body[name] > 1:
+            body[name] = min(body[name], most) if body[name] < 2**31 else body[name]
+    for name in ("max_tokens", "max_completion_tokens"):
+        if body.get(name) is None:
+            body[name] = 4
+
+
+@pytest.mark.parametrize("operation", OPERATIONS, ids=label)
+def test_what_the_document_allows_is_served_or_refused_by_name(doors: list[Door], operation: AnyOperation) -> None:
+    served = 0
+
+    @examples(15 if operation in TAKING else 5)
+    @given(case=operation.as_strategy(generation_mode=GenerationMode.POSITIVE))
+    def every(case: Case[Any]) -> None:
+        nonlocal served
+        for door in doors:
+            served += tried(case, door, session).status == 200
+
+    with requests.Session() as session:
+        every()
+    if operation not in TAKING and "{" not in operation.path:
+        assert served, "every example was refused"
+    for door in doors:
+        door.serves()
+
+
+@pytest.mark.parametrize("operation", TAKING, ids=label)
+def test_what_the_document_forbids_is_refused_by_name(doors: list[Door], operation: AnyOperation) -> None:
+    @examples(20)
+    @given(case=operation.as_strategy(generation_mode=GenerationMode.NEGATIVE))
+    def every(case: Case[Any]) -> None:
+        for door in doors:
+            tried(case, door, session)
+
+    with requests.Session() as session:
+        every()
+    for door in doors:
+        door.serves()
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "PROPFIND"])
+def test_methods_that_the_document_does_not_have_get_405(doors: list[Door], method: str) -> None:
+    for door in doors:
+        for path, methods in DOCUMENT["paths"].items():
+            if method.lower() not in methods:
+                answer = door.client.request(method, path.replace("{model}", MODEL))
+                assert (answer.status_code, answer.json()["error"]["code"]) == (405, "method_not_allowed"), path
+
+
+def test_each_door_serves_its_document_and_no_route_beside_it(doors: list[Door]) -> None:
+    for door in doors:
+        served = json.loads(door.get("/openapi.json").body)
+        assert served["paths"] == DOCUMENT["paths"]
+    platform = ["/catalog", "/status", "/debug/decisions", "/internal/load", "/internal/state", "/internal/bundle"]
+    platform += ["/internal/drain", "/internal/drained", "/docs", "/redoc", "/pause", "/sleep", "/update_weights"]
+    platform += ["/invocations", "/collective_rpc", "/v1/load_lora_adapter", "/reset_prefix_cache", "/server_info"]
+    for door in doors:
+        for path in platform:
+            for method in ("GET", "POST", "PUT"):
+                answer = door.client.request(method, path)
+                assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found"), path

@@ -1,0 +1,319 @@
+"""Flaws that other serving platforms published, tried on both doors. `docs/hostile-input.md` lists them by number.
+
+Where a flaw was in something that does not exist here, the test is that it still does not.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hmac
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from front_doors import GOOD, MIB, MODEL, Door, costing_little, examples, request
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagemill_engine.config import ServerConfig
+from pagemill_gateway.config import GatewayConfig
+from pagemill_gateway.limits import keys
+from pagemill_gateway.limits.caller import Caller
+from pagemill_gateway.limits.scope import cache_salt
+from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.hashes import block_hashes, root_hash
+from pagemill_protocol.http.auth import hash_key
+
+ROOT = Path(__file__).resolve().parents[2]
+TABLE = ROOT / "docs" / "hostile-input.md"
+PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+SCHEMAS: list[Any] = [
+    {"type": "object", "properties": {"a": {"pattern": "(((((a+)+)+)+)+)$"}}},
+    {"type": "string", "pattern": "[" * 5000},
+    {"$ref": "#"},
+    {"type": 7, "properties": []},
+    {"allOf": [{"$ref": "#/allOf/0"}]},
+]
+
+
+def chat(content: Any = "hi", **fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [{"role": "user", "content": content}], "max_tokens": 2, **fields}
+
+
+def refused(door: Door, body: Any, param: str, path: str = "/v1/chat/completions", status: int = 400) -> dict[str, Any]:
+    answer = door.post(body, path)
+    assert answer.status == status, answer
+    error = answer.error()
+    assert error["param"] == param, error
+    door.serves()
+    return error
+
+
+class Canary:
+    """An address that nobody must call."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}/canary"
+
+    def was_called(self) -> bool:
+        with contextlib.suppress(BlockingIOError):
+            self._listener.accept()[0].close()
+            return True
+        return False
+
+
+@pytest.fixture
+def canary() -> Iterator[Canary]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        yield Canary(listener)
+
+
+@pytest.mark.parametrize("n", [129, 16384, 10**9, 2**63, 2**64, 10**400, 1e308, -1, 0, "128", [1], True])
+def test_huge_n_is_refused(door: Door, n: Any) -> None:
+    with costing_little(door):
+        for name in ("n", "best_of"):
+            refused(door, chat(**{name: n}), name)
+
+
+def test_giant_headers_get_431_and_are_not_kept(door: Door) -> None:
+    door.serves()
+    before = door.rss_bytes()
+    for _ in range(40):
+        answer = door.exchange(request(headers=[(b"X-Giant", b"a" * 4 * MIB)]))
+        assert answer is None or (answer.status, answer.error()["code"]) == (431, "headers_too_large")
+        answer = door.exchange(request(headers=[(b"X-%d" % number, b"a" * 100) for number in range(700)]))
+        assert answer is not None
+        assert answer.status == 431
+    assert door.rss_bytes() - before < 16 * MIB
+    door.serves()
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenize", "messages", "chat_template", "add_generation_prompt", "padding", "a.b", ""]
+)
+def test_template_arguments_cannot_be_overridden(door: Door, name: str) -> None:
+    for path in ("/v1/chat/completions", "/tokenize"):
+        refused(door, chat(chat_template_kwargs={name: True}), "chat_template_kwargs", path)
+
+
+def test_templates_of_clients_are_refused(door: Door) -> None:
+    loop = "{% for a in range(10**9) %}{% for b in range(10**9) %}x{% endfor %}{% endfor %}"
+    with costing_little(door):
+        for path in ("/v1/chat/completions", "/tokenize"):
+            refused(door, chat(chat_template=loop), "chat_template", path)
+
+
+@pytest.mark.parametrize("parameters", SCHEMAS)
+def test_malformed_tools_are_refused(door: Door, parameters: Any) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    refused(door, chat(tools=[tool]), "tools")
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_malformed_schemas_and_expressions_are_refused(door: Door, schema: Any) -> None:
+    wrapped = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+    refused(door, chat(response_format=wrapped), "response_format")
+    refused(door, chat(guided_json=schema), "guided_json")
+    refused(door, chat(guided_regex="(a+)+$"), "guided_regex")
+    refused(door, chat(structured_outputs={"grammar": 'root ::= root "a"'}), "structured_outputs")
+
+
+def test_hundreds_of_different_schemas_leave_nothing_on_the_disk(door: Door) -> None:
+    before = {file.path for file in psutil.Process(door.process.pid).open_files()}
+    for number in range(200):
+        answer = door.post(chat(guided_json={"properties": {f"p{number}": {"const": number}}}), "/v1/chat/completions")
+        assert (answer.status, answer.error()["param"]) == (400, "guided_json")
+    assert {file.path for file in psutil.Process(door.process.pid).open_files()} <= before
+
+
+def test_prompt_embeddings_are_refused(door: Door) -> None:
+    tensor = base64.b64encode(b"PK\x03\x04archive/data.pkl").decode()
+    refused(door, {**GOOD, "prompt_embeds": tensor}, "prompt_embeds", "/v1/completions")
+
+
+@pytest.mark.parametrize("kind", ["image_url", "video_url", "input_audio", "image", "file"])
+def test_images_and_videos_inside_a_body_are_refused_unread(door: Door, kind: str) -> None:
+    frames = "data:video/jpeg;base64," + ",".join(["A" * 1000] * 5000)
+    with costing_little(door):
+        refused(door, chat([{"type": kind, kind: {"url": frames}}]), "messages[0].content[0].type")
+    assert door.post(chat([{"type": kind, kind: {"url": frames * 2}}]), "/v1/chat/completions").status == 413
+
+
+def test_a_tiny_image_harms_nobody(door: Door) -> None:
+    url = f"data:image/png;base64,{PIXEL}"
+    refused(door, chat([{"type": "image_url", "image_url": {"url": url}}]), "messages[0].content[0].type")
+
+
+PENALTY = st.sampled_from([-2.0, 0.0, 0.5, 2.0])
+
+
+@pytest.mark.model
+def test_no_combination_of_sampling_parameters_harms_the_engine(model_door: Door) -> None:
+    """On a real model: the simulated device samples nothing."""
+
+    @examples(20)
+    @given(
+        st.fixed_dictionaries(
+            {"presence_penalty": PENALTY, "frequency_penalty": PENALTY},
+            optional={
+                "repetition_penalty": st.sampled_from([1e-9, 0.5, 1.0, 10.0]),
+                "temperature": st.sampled_from([0, 1e-9, 0.7, 2.0]),
+                "top_k": st.sampled_from([-1, 0, 1, 2, 2**31 - 1]),
+                "top_p": st.sampled_from([1e-9, 0.5, 1.0]),
+                "min_p": st.sampled_from([0.0, 0.5, 1.0]),
+                "seed": st.sampled_from([-(2**63), 0, 2**63 - 1]),
+                "logit_bias": st.sampled_from([{}, {"0": -100}, {"5": 100}, {str(each): -100 for each in range(1000)}]),
+                "logprobs": st.sampled_from([0, 1, 20]),
+                "n": st.sampled_from([1, 3]),
+                "best_of": st.sampled_from([1, 3, 4]),
+                "use_beam_search": st.booleans(),
+                "length_penalty": st.sampled_from([-10.0, 0.0, 10.0]),
+                "min_tokens": st.sampled_from([0, 1, 4]),
+                "ignore_eos": st.booleans(),
+                "stop": st.sampled_from([[], ["e"], [" "] * 16]),
+                "stop_token_ids": st.sampled_from([[], [0, 1, 2]]),
+                "stream": st.booleans(),
+                "echo": st.booleans(),
+            },
+        )
+    )
+    def every(sampling: dict[str, Any]) -> None:
+        answer = model_door.post({"model": MODEL, "prompt": "one two three", "max_tokens": 4, **sampling}).check()
+        assert answer.status in (200, 400)
+
+    every()
+    model_door.serves()
+
+
+def test_errors_tell_no_address_path_or_trace(doors: list[Door]) -> None:
+    """Every refusal is a sentence made of the request and of constants."""
+    leak = re.compile(rb"0x[0-9a-f]{6,}|object at|Traceback|\.py\b|site-packages|File \"|127\.0\.0\.1|pydantic|orjson")
+    bodies = [b"{", b"\xff", b"[]", b'{"model":7}', b'{"model":"tiny","prompt":{"a":[]}}', b'{"tokens":[1e9]}']
+    bodies += [b'{"model":"tiny","messages":[%b]}' % each for each in (b"7", b"{}", b'{"role":"tool"}', b"[[]]")]
+    for door in doors:
+        for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize", "/nowhere", "/v1/models"):
+            for raw in bodies:
+                answer = door.post(raw, path)
+                assert answer.status >= 400
+                assert not leak.search(answer.body), answer.body
+        broken = door.exchange(b"BROKEN\r\n\r\n")
+        assert broken is not None
+        assert not leak.search(broken.body)
+    reply = doors[0].post(b"\x81\xa1a\x00", "/internal/generate", {"Authorization": "Bearer internal-secret"})
+    assert reply.status == 400
+    assert not leak.search(reply.body)
+
+
+@pytest.mark.parametrize("disguise", ["{}", "http://trusted.example\\@{}", "{}#@trusted.example", "data:,{}"])
+def test_no_address_in_a_request_is_ever_called(door: Door, canary: Canary, disguise: str) -> None:
+    url = disguise.format(canary.url)
+    for kind in ("image_url", "video_url", "audio_url", "input_file"):
+        refused(door, chat([{"type": kind, kind: {"url": url}}]), "messages[0].content[0].type")
+    refused(door, chat(documents=[{"url": url}]), "documents")
+    assert not canary.was_called()
+
+
+def test_images_that_text_links_to_are_not_fetched(door: Door, canary: Canary) -> None:
+    answer = door.post(chat(f"![image]({canary.url}) <img src='{canary.url}'>"), "/v1/chat/completions")
+    assert answer.status == 200
+    assert door.post({**GOOD, "prompt": canary.url}).status == 200
+    assert not canary.was_called()
+
+
+@pytest.mark.parametrize(
+    "name", ["{canary}", "file:///etc/passwd", "../../etc/passwd", "hf://evil/model", "sha256:../../x", "tiny/../x"]
+)
+def test_no_name_of_a_model_is_a_place_to_load_from(door: Door, canary: Canary, name: str) -> None:
+    name = name.format(canary=canary.url)
+    refused(door, {**GOOD, "model": name}, "model", "/v1/completions", 404)
+    answer = door.exchange(request(b"", method="GET", path=f"/v1/models/{name}"))
+    assert answer is not None
+    assert answer.status == 404
+    assert not canary.was_called()
+
+
+def test_keys_are_compared_by_digest_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[tuple[bytes, bytes]] = []
+    real = hmac.compare_digest
+
+    def compare(one: bytes, other: bytes) -> bool:
+        compared.append((one, other))
+        return real(one, other)
+
+    monkeypatch.setattr(hmac, "compare_digest", compare)
+    ring = keys.KeyRing([hash_key("sk-right")])
+    for token in ("sk-right", "sk-wrong", "s", "x" * 500):
+        with contextlib.suppress(PagemillError):
+            ring.authenticate({"headers": [(b"authorization", f"Bearer {token}".encode())]})
+    assert [len(one) + len(other) for one, other in compared] == [64] * 4
+    assert not any(b"sk-" in one + other for one, other in compared)
+
+
+def test_no_tenant_meets_the_cached_prompts_of_another() -> None:
+    """Where the deployment says so; and no prompt can be made that has the hash of another."""
+    callers = [Caller(key_hash="a" * 64, tenant="red"), Caller(key_hash="b" * 64, tenant="blue")]
+    salts = [cache_salt("tenant", "ns/d", caller) for caller in callers]
+    assert len(set(salts)) == 2
+    prompt = list(range(64))
+    hashes = [
+        block_hashes(root_hash(weights_digest="w", kv_dtype="kv", block_size=16, salt=salt), prompt, 16)
+        for salt in salts
+    ]
+    assert not set(hashes[0]) & set(hashes[1])
+    assert {len(each) for each in hashes[0]} == {16}
+
+
+@pytest.mark.parametrize("content_type", ["application/json", "application/octet-stream", "application/x-pickle"])
+def test_pickled_bodies_are_never_unpickled(door: Door, tmp_path: Path, content_type: str) -> None:
+    mark = tmp_path / "mark"
+    pickled = b"cposix\nsystem\n(Vtouch " + str(mark).encode() + b"\ntR."
+    for path in ("/v1/completions", "/tokenize", "/internal/generate"):
+        headers = {"Content-Type": content_type, "Authorization": "Bearer internal-secret"}
+        assert door.post(pickled, path, headers).status in (400, 404, 415)
+    door.serves()
+    assert not mark.exists()
+
+
+def test_nothing_listens_beyond_this_machine_or_beside_the_two_ports(door: Door) -> None:
+    """The engine's two processes talk over a Unix socket."""
+    assert (GatewayConfig().host, GatewayConfig().control_host) == ("127.0.0.1", "127.0.0.1")
+    assert (ServerConfig().host, ServerConfig().control_host) == ("127.0.0.1", "127.0.0.1")
+    process = psutil.Process(door.process.pid)
+    listening = [
+        connection.laddr
+        for each in [process, *process.children(recursive=True)]
+        for connection in each.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert {address.ip for address in listening} == {"127.0.0.1"}
+    assert {address.port for address in listening} == {
+        int(url.rpartition(":")[2]) for url in (door.url, door.control_url)
+    }
+
+
+@given(st.text(st.characters(min_codepoint=33, max_codepoint=255), min_size=1, max_size=80) | st.just("' OR 1=1 --"))
+def test_whatever_a_key_says_it_is_only_ever_looked_up_by_its_hash(token: str) -> None:
+    assert re.fullmatch(r"[0-9a-f]{64}", hash_key(token))
+    ring = keys.KeyRing([hash_key("sk-right")])
+    with pytest.raises(PagemillError) as refusal:
+        ring.authenticate({"headers": [(b"authorization", b"Bearer " + token.encode("latin-1"))]})
+    assert (refusal.value.status, refusal.value.code) == (401, "invalid_api_key")
+    assert (
+        token not in refusal.value.message or token in "Send a valid API key in the header `Authorization: Bearer KEY`."
+    )
+
+
+def test_the_published_list_names_tests_that_exist() -> None:
+    named = re.findall(r"`(tests/\S+?\.py)::(test_\w+)`", TABLE.read_text())
+    assert len(named) >= 24
+    missing = [f"{path}::{name}" for path, name in named if f"def {name}(" not in (ROOT / path).read_text()]
+    assert missing == []
+    mine = re.findall(r"^def (test_\w+)\(", Path(__file__).read_text(), re.MULTILINE)
+    assert set(mine) - {name for _, name in named} == {"test_the_published_list_names_tests_that_exist"}

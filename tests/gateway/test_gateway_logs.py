@@ -1,0 +1,40 @@
+"""Every line of the gateway's log is one line of JSON, whatever is in it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagemill_gateway.logs import JsonLines
+
+ANY_TEXT = st.text(st.characters(exclude_categories=())) | st.sampled_from(
+    ["\ud800", "a\nb", "\u2028", "\x00", '"}{"a":"']
+)
+
+
+@given(ANY_TEXT, st.booleans())
+def test_any_message_is_one_line_of_json(text: str, fails: bool) -> None:
+    fault = None
+    if fails:
+        try:
+            raise ValueError(text)
+        except ValueError:
+            fault = sys.exc_info()
+    record = logging.LogRecord("any", logging.INFO, __file__, 1, "%s", (text,), fault)
+    line = JsonLines().format(record)
+    assert not set(line) & {"\r", "\n"}
+    told = json.loads(line)
+    assert told["message"] == text.encode("utf-8", "replace").decode()
+    assert ("exception" in told) == fails
+
+
+def test_a_line_that_is_json_already_keeps_its_fields() -> None:
+    record = logging.LogRecord(
+        "pagemill.gateway.access", logging.INFO, __file__, 1, '{"event":"request","n":1}', (), None
+    )
+    told = json.loads(JsonLines().format(record))
+    assert (told["event"], told["n"], told["level"]) == ("request", 1, "info")

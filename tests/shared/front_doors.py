@@ -1,0 +1,229 @@
+"""Server processes as strangers see them: started, spoken to byte by byte, watched from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx2
+import psutil
+from hypothesis import HealthCheck, settings
+
+MODEL = "tiny"
+MAX_MODEL_LEN = 512
+START_TIMEOUT_S = 120.0
+ANSWER_TIMEOUT_S = 60.0
+"""Of a machine under load; what must be quick is measured in other ways."""
+MIB = 2**20
+GOOD = {"model": MODEL, "prompt": "hello", "max_tokens": 2, "ignore_eos": True}
+Pieces = bytes | Iterable[bytes]
+
+
+def examples(number: int) -> settings:
+    """That many of them; `--hypothesis-profile=thorough` multiplies."""
+    scaled = max(1, number * settings().max_examples // 100)
+    checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
+    return settings(max_examples=scaled, deadline=None, suppress_health_check=checks)
+
+
+@dataclass
+class Answer:
+    """One response as it came off the wire."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    def error(self) -> dict[str, Any]:
+        """What OpenAI's error shape says; fails when it is anything else."""
+        return error_of(self.body)
+
+    def check(self) -> Answer:
+        """Served or refused, and refused in shape: no 5xx whatever was asked."""
+        assert self.status < 500, self
+        if self.status >= 400:
+            self.error()
+        else:
+            assert b'"server_error"' not in self.body, self.body
+        return self
+
+
+def error_of(body: bytes) -> dict[str, Any]:
+    told = json.loads(body)
+    assert set(told) == {"error"}, told
+    error: dict[str, Any] = told["error"]
+    assert set(error) == {"message", "type", "param", "code"}, error
+    assert isinstance(error["message"], str)
+    assert error["message"]
+    assert isinstance(error["type"], str)
+    assert error["param"] is None or isinstance(error["param"], str)
+    assert error["code"] is None or isinstance(error["code"], str)
+    return error
+
+
+def request(
+    body: Any = GOOD,
+    *,
+    method: str = "POST",
+    path: str = "/v1/completions",
+    headers: Iterable[tuple[bytes, bytes]] = (),
+) -> bytes:
+    """A whole HTTP request. `body`: bytes as they are, anything else as JSON; `headers` come before its length."""
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    lines = [f"{method} {path} HTTP/1.1".encode(), b"Host: door", *(b": ".join(pair) for pair in headers)]
+    return b"\r\n".join([*lines, b"Content-Length: %d" % len(raw), b"", raw])
+
+
+@dataclass
+class Door:
+    """A server process and where it listens."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    url: str
+    control_url: str
+    log: Path
+    client: httpx2.Client = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.client = httpx2.Client(base_url=self.url, timeout=ANSWER_TIMEOUT_S)
+
+    def connect(self, *, receive_buffer_bytes: int | None = None) -> socket.socket:
+        parts = urlsplit(self.url)
+        connection = socket.socket()
+        connection.settimeout(ANSWER_TIMEOUT_S)
+        if receive_buffer_bytes is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_bytes)
+        connection.connect((parts.hostname, parts.port))
+        return connection
+
+    def exchange(self, pieces: Pieces) -> Answer | None:
+        """The answer to these bytes on a connection of their own; `None`: hung up on without one."""
+        with contextlib.closing(self.connect()) as connection:
+            with contextlib.suppress(ConnectionError):
+                for piece in [pieces] if isinstance(pieces, bytes) else pieces:
+                    connection.sendall(piece)
+            return read_answer(connection)
+
+    def post(self, body: Any, path: str = "/v1/completions", headers: dict[str, str] | None = None) -> Answer:
+        """Over a connection that is kept."""
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        response = self.client.post(path, content=raw, headers={"Content-Type": "application/json", **(headers or {})})
+        return Answer(response.status_code, dict(response.headers), response.content)
+
+    def get(self, path: str, headers: dict[str, str] | None = None) -> Answer:
+        response = self.client.get(path, headers=headers)
+        return Answer(response.status_code, dict(response.headers), response.content)
+
+    def serves(self) -> None:
+        """Fails unless a good request is answered well."""
+        answer = self.post(GOOD)
+        assert answer.status == 200, answer
+        assert json.loads(answer.body)["usage"]["completion_tokens"] == 2
+
+    def rss_bytes(self) -> int:
+        return int(psutil.Process(self.process.pid).memory_info().rss)
+
+    def cpu_s(self) -> float:
+        times = psutil.Process(self.process.pid).cpu_times()
+        return float(times.user + times.system)
+
+    def metric(self, name: str) -> float:
+        """The sum over all series of that name."""
+        text = httpx2.get(self.control_url + "/metrics", timeout=ANSWER_TIMEOUT_S).text
+        lines = [line for line in text.splitlines() if line.startswith((name + "{", name + " "))]
+        assert lines, f"{self.name} has no metric {name}"
+        return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+    def stop(self) -> None:
+        self.client.close()
+        self.process.terminate()
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+def read_answer(connection: socket.socket) -> Answer | None:
+    """The next response on it, whole; `None` when the server hangs up instead."""
+    response = http.client.HTTPResponse(connection)
+    try:
+        response.begin()
+        return Answer(response.status, {k.lower(): v for k, v in response.getheaders()}, response.read())
+    except (ConnectionError, http.client.BadStatusLine):
+        return None
+    finally:
+        response.close()
+
+
+def read_to_end(connection: socket.socket) -> bytes:
+    """All that the server sends until it hangs up."""
+    received = b""
+    with contextlib.suppress(ConnectionError):
+        while piece := connection.recv(65536):
+            received += piece
+    return received
+
+
+@contextmanager
+def costing_little(door: Door) -> Iterator[None]:
+    """Fails when the door spends two seconds of CPU time on the block, which bounds how long others wait for it.
+
+    Waits themselves say more of what else the machine does; on shared cores CPU time at most doubles.
+    """
+    before = door.cpu_s()
+    yield
+    spent = door.cpu_s() - before
+    assert spent < 2.0, f"{spent:.2f} s of CPU time"
+
+
+def until(condition: Callable[[], bool], timeout_s: float = ANSWER_TIMEOUT_S) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it does not come true"
+        time.sleep(0.02)
+
+
+def start_door(name: str, module: str, folder: Path, values: dict[str, Any]) -> Door:
+    """Run the module's server until it answers a good request."""
+    path, log = folder / "settings.json", folder / "log"
+    path.write_text(json.dumps(values))
+    with log.open("wb") as sink:
+        command = [sys.executable, "-m", module, "--settings", str(path)]
+        process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT)
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while (told := _listening(log)) is None:
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.05)
+    door = Door(name, process, _url(told, "url", "port"), _url(told, "control_url", "control_port"), log)
+    try:
+        until(lambda: door.client.post("/v1/completions", json=GOOD).status_code == 200, START_TIMEOUT_S)
+    except Exception as error:
+        door.stop()
+        raise RuntimeError(log.read_text()) from error
+    return door
+
+
+def _listening(log: Path) -> dict[str, Any] | None:
+    for line in log.read_text().splitlines(keepends=True):
+        if line.startswith("{") and line.endswith("\n") and (told := json.loads(line)).get("event") == "listening":
+            return dict(told)
+    return None
+
+
+def _url(told: dict[str, Any], url: str, port: str) -> str:
+    """The gateway tells its URLs, the engine its ports."""
+    return str(told.get(url) or f"http://127.0.0.1:{told[port]}")
