@@ -1,6 +1,7 @@
 """A real Kubernetes for tests, built from Go modules: without Docker, without downloads of binaries.
 
     python3 e2e/cluster build              compile the programs (minutes, once; kwok only when `hollow` asks for it)
+    python3 e2e/cluster prepare            the same, and the project's images beside it
     python3 e2e/cluster up                 start the one-node cluster and print what to export (root)
     python3 e2e/cluster images             build the project's images and load them; prints the tag
     python3 e2e/cluster down               end everything; loaded images stay for the next time
@@ -67,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     verbs.add_parser("build").add_argument("--api-only", action="store_true")
+    verbs.add_parser("prepare")
     for verb in ("up", "down"):
         verbs.add_parser(verb).add_argument("--api-only", "--state", type=Path, metavar="DIR")
     verbs.add_parser("with").add_argument("command", nargs=argparse.REMAINDER)
@@ -91,6 +93,8 @@ def _run(args: argparse.Namespace) -> None:
     match args.verb:
         case "build":
             _build(args.api_only)
+        case "prepare":
+            _show(session.prepare(images.tag_of_sources()))
         case "up":
             _up(args.api_only)
         case "down":
@@ -136,11 +140,15 @@ def _up(state: Path | None) -> None:
     print(f"export KUBECONFIG={kubeconfig} PATH={binaries.bin_dir()}:$PATH")
 
 
+def _show(durations: dict[str, float]) -> None:
+    for phase, seconds in durations.items():
+        print(f"{phase}: {seconds:.0f} s", flush=True)
+
+
 def _images(components: list[str]) -> None:
     tag = images.tag_of_sources()
     durations = images.build_all(tag, components) | images.load_all(tag, components)
-    for phase, seconds in durations.items():
-        print(f"{phase}: {seconds:.0f} s", flush=True)
+    _show(durations)
     for component, size in images.sizes(tag).items():
         print(f"pagemill/{component}: {size}")
     print(f"export PAGEMILL_TAG={tag}")

@@ -30,7 +30,7 @@ def run(command: Sequence[str]) -> int:
     tag = images.tag_of_sources()
     try:
         with _phase(durations, "programs and images"):
-            durations |= _build(tag)
+            durations |= prepare(tag)
         with _phase(durations, "start"):
             one_node.up()
         try:
@@ -48,8 +48,11 @@ def run(command: Sequence[str]) -> int:
             print(f"e2e: {name}: {seconds:.0f} s", flush=True)
 
 
-def _build(tag: str) -> dict[str, float]:
-    """Compiling programs takes processors, building images the network and the disk: both at once."""
+def prepare(tag: str) -> dict[str, float]:
+    """Build what is missing, without a cluster; seconds by phase.
+
+    Compiling programs takes processors, building images the network and the disk: both at once.
+    """
     with ThreadPoolExecutor(max_workers=2) as pool:
         built = pool.submit(images.build_all, tag)
         durations = {f"build {name}": seconds for name, seconds in binaries.build(binaries.USUAL).items()}

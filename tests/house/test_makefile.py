@@ -50,7 +50,7 @@ def test_ci_runs_lint_test_and_the_cluster_smoke(root: Path) -> None:
 def test_ci_passes_only_when_its_last_phase_has_ended(
     phase: str, status: int, last_line: str, root: Path, tmp_path: Path
 ) -> None:
-    script = re.sub(r"^(phase .*|start_programs)\n", "", (root / ".ci/run").read_text(), flags=re.MULTILINE)
+    script = re.sub(r"^(phase .*|start_preparing)\n", "", (root / ".ci/run").read_text(), flags=re.MULTILINE)
     before, end = script.rsplit("current=end", 1)
     (tmp_path / ".ci").mkdir()
     (tmp_path / ".ci" / "run").write_text(f"{before}phase only {phase}\ncurrent=end{end}")
