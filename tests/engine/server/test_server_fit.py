@@ -57,7 +57,7 @@ def test_a_devices_own_memory_is_not_the_containers(monkeypatch: pytest.MonkeyPa
     """The engine process, which sees the device, decides."""
     assert verdict(monkeypatch, MIB, device="cuda") is None
     monkeypatch.setattr(fit, "NVIDIA_DRIVER", tmp_path)
-    assert verdict(monkeypatch, MIB) is None
+    assert verdict(monkeypatch, MIB, device="auto") is None
     assert verdict(monkeypatch, MIB, device="cpu") is not None
 
 
