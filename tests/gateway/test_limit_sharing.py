@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from limit_histories import limits, step
 from redis_server import RedisServer, redis_server
 
 from pagemill_gateway.config import RedisConfig
@@ -77,26 +78,11 @@ def ask(limits: Limits, tokens: int = 1, account: str = "a") -> Ask:
 
 # -- the same rules ---------------------------------------------------------------------------------------------------
 
-limits_of_any_kind = st.builds(
-    Limits,
-    requests_per_minute=st.none() | st.integers(1, 6),
-    tokens_per_minute=st.none() | st.integers(1, 300),
-    concurrency=st.none() | st.integers(1, 4),
-    tokens_per_day=st.none() | st.integers(1, 900),
-    tokens_per_month=st.none() | st.integers(1, 900),
-)
-histories = st.lists(
-    st.one_of(
-        st.tuples(st.just("wait"), st.integers(1, 20_000)),
-        st.tuples(st.just("reserve"), st.integers(1, 200)),
-        st.tuples(st.just("settle"), st.integers(0, 250)),
-    ),
-    max_size=40,
-)
+histories = st.lists(step, max_size=40)
 
 
 @settings(max_examples=60, deadline=None)
-@given(limits=limits_of_any_kind, history=histories)
+@given(limits=limits, history=histories)
 def test_redis_decides_exactly_as_the_memory_of_one_gateway(
     server: RedisServer, limits: Limits, history: list[tuple[str, int]]
 ) -> None:

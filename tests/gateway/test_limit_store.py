@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from limit_histories import limits, step
 
 from pagemill_gateway.limits.caller import Limits
 from pagemill_gateway.limits.memory import MemoryStore
@@ -17,22 +18,7 @@ MINUTE_MS = 60_000
 LATE_ON_SATURDAY_S = 1_795_391_000.0
 """2026-11-22, some hours before midnight."""
 
-limits = st.builds(
-    Limits,
-    requests_per_minute=st.none() | st.integers(1, 6),
-    tokens_per_minute=st.none() | st.integers(1, 300),
-    concurrency=st.none() | st.integers(1, 4),
-    tokens_per_day=st.none() | st.integers(1, 900),
-    tokens_per_month=st.none() | st.integers(1, 900),
-)
-steps = st.lists(
-    st.one_of(
-        st.tuples(st.just("wait"), st.integers(1, 20_000)),
-        st.tuples(st.just("reserve"), st.integers(1, 200)),
-        st.tuples(st.just("settle"), st.integers(0, 250)),
-    ),
-    max_size=60,
-)
+steps = st.lists(step, max_size=60)
 
 
 @dataclass
