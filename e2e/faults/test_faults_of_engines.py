@@ -53,7 +53,8 @@ MOUNTED = {
     }
 }
 GREEDY = "held = bytearray(2**30)\nfor i in range(0, len(held), 4096): held[i] = 1"
-QUICK = {"periodSeconds": 1, "failureThreshold": 2}
+UNANSWERED = {"httpGet": {"path": "/none"}, "periodSeconds": 1, "failureThreshold": 2}
+"""For readiness too: between two restarts the engine would else be ready for as long as liveness takes to fail."""
 
 ROWS = [
     row(
@@ -101,7 +102,7 @@ ROWS = [
         "ProbeFailing",
         "ModelLoaded",
         "kubectl describe pod",
-        template=container(livenessProbe={"httpGet": {"path": "/none"}, **QUICK}),
+        template=container(livenessProbe=UNANSWERED, readinessProbe=UNANSWERED),
     ),
 ]
 
