@@ -10,6 +10,7 @@ from rich.console import Console
 
 from pagemill.commands.serve import budget_table
 from pagemill_engine.ipc.messages import MemoryBudget, Ready
+from pagemill_protocol.state import EngineLoad
 
 sizes = st.integers(0, 80 * 1024**3)
 
@@ -50,6 +51,7 @@ def _shown(memory: MemoryBudget) -> dict[str, int]:
         weight_bytes=memory.weight_bytes,
         kv_bytes_per_token=1024,
         load_s=0.1,
+        load=EngineLoad(),
         memory=memory,
     )
     console = Console(file=io.StringIO(), width=200, color_system=None)

@@ -75,6 +75,8 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     kv_bytes_per_token: int
     compute: str
     load_s: float
+    load: EngineLoad
+    """Told at once: of an engine whose cache they do not know, gateways believe that everything fits."""
     memory: MemoryBudget | None = None
     """`None`: a simulated device has no memory."""
 

@@ -198,6 +198,7 @@ def _ready(core: EngineCore, load_s: float) -> Ready:
         kv_bytes_per_token=info.kv_bytes_per_token,
         compute=info.compute,
         load_s=load_s,
+        load=core.load(),
         memory=info.memory,
     )
 

@@ -17,6 +17,7 @@ from pagemill_protocol import metrics as names
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.metrics import ENGINE_METRICS, Metrics
+from pagemill_protocol.state import EngineLoad
 
 CONTENT_TYPE = names.CONTENT_TYPE
 
@@ -74,9 +75,20 @@ class ServerMetrics:
             device="null" if self._config.null_runner else "cpu",
             compute=ready.compute,
         ).set(1)
+        self._load(ready.load)
 
     def step(self, step: StepOutputs) -> None:
-        load, metrics = step.load, self._metrics
+        self._load(step.load)
+        metrics = self._metrics
+        if step.num_step_tokens:
+            metrics.histogram(names.ITERATION_TOKENS).observe(step.num_step_tokens)
+            metrics.histogram(names.ENGINE_STEP_SECONDS).observe(step.load.step_ms / 1000)
+        if step.step_time is not None:
+            metrics.gauge(names.ENGINE_STEP_ERROR_P50).set(step.step_time.error_p50)
+            metrics.gauge(names.ENGINE_STEP_ERROR_P95).set(step.step_time.error_p95)
+
+    def _load(self, load: EngineLoad) -> None:
+        metrics = self._metrics
         metrics.gauge(names.NUM_REQUESTS_RUNNING).set(load.num_requests_running)
         metrics.gauge(names.NUM_REQUESTS_WAITING).set(load.num_requests_waiting)
         metrics.gauge(names.KV_CACHE_USAGE).set(load.kv_cache_usage)
@@ -87,12 +99,6 @@ class ServerMetrics:
         metrics.gauge(names.ENGINE_CONTEXT_TOKENS).set(load.num_tokens_running)
         metrics.counter(names.NUM_PREEMPTIONS).inc(max(0, load.num_preemptions - self._num_preemptions))
         self._num_preemptions = load.num_preemptions
-        if step.num_step_tokens:
-            metrics.histogram(names.ITERATION_TOKENS).observe(step.num_step_tokens)
-            metrics.histogram(names.ENGINE_STEP_SECONDS).observe(load.step_ms / 1000)
-        if step.step_time is not None:
-            metrics.gauge(names.ENGINE_STEP_ERROR_P50).set(step.step_time.error_p50)
-            metrics.gauge(names.ENGINE_STEP_ERROR_P95).set(step.step_time.error_p95)
 
     def state_streams(self, change: int) -> None:
         self._metrics.gauge(names.ENGINE_STATE_STREAMS).inc(change)

@@ -58,6 +58,7 @@ class StatePublisher:
             max_num_batched_tokens=ready.max_num_batched_tokens,
             max_num_seqs=ready.max_num_seqs,
             granule_blocks=granule_blocks(ready.block_size, ready.num_blocks),
+            load=ready.load,
         )
 
     def report(self, load: EngineLoad, step_time: StepTimeParams | None, prefixes: PrefixEvents | None) -> None:

@@ -21,6 +21,7 @@ from pagemill_engine.server.state_stream import StatePublisher
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.state import EngineLoad
 from pagemill_protocol.text.tokenizer import Tokenizer
 
 CONFIG = EngineConfig(model="m", max_num_waiting=8)
@@ -37,6 +38,7 @@ READY = Ready(
     kv_bytes_per_token=1,
     compute="float32, native kernels",
     load_s=0.1,
+    load=EngineLoad(num_blocks_total=64, num_blocks_free=64),
 )
 
 

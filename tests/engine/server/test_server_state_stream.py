@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from pagemill_engine.ipc.messages import PrefixEvents
+from pagemill_engine.ipc.messages import PrefixEvents, Ready
 from pagemill_engine.server import state_stream
 from pagemill_engine.server.state_stream import StatePublisher
 from pagemill_protocol.frames import StateDecoder
@@ -22,6 +22,23 @@ async def publisher(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[StatePubli
     yield publisher
     publisher.close()
     await asyncio.wait_for(task, 2)
+
+
+READY = Ready(
+    num_blocks=64,
+    block_size=16,
+    max_model_len=1024,
+    max_num_batched_tokens=512,
+    max_num_seqs=64,
+    vocab_size=256,
+    weights_digest="w",
+    kv_dtype="float32",
+    weight_bytes=0,
+    kv_bytes_per_token=1,
+    compute="float32, native kernels",
+    load_s=0.1,
+    load=EngineLoad(num_blocks_total=64, num_blocks_free=60, num_blocks_evictable=4),
+)
 
 
 class Reader:
@@ -48,6 +65,15 @@ async def test_the_first_frame_is_a_snapshot_of_everything(publisher: StatePubli
     assert late.prefixes_added == [b"a", b"b"]
     assert late.load.num_requests_running == 1
     assert late.models == ["tiny"]
+
+
+async def test_the_frame_that_says_what_the_engine_is_says_what_it_has_room_for(publisher: StatePublisher) -> None:
+    reader = Reader(publisher)
+    await reader.next()
+    publisher.describe(READY, "bundle")
+    described = await reader.next()
+    assert described.max_model_len == 1024
+    assert described.load == READY.load
 
 
 async def test_changes_are_coalesced_and_numbered_without_gaps(publisher: StatePublisher) -> None:
