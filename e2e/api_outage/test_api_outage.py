@@ -37,6 +37,7 @@ def _survive(outage: AbstractContextManager[None], release: Release, space: Kube
     chat = deploy(space, llmdeployment("chat", replicas=2))
     chat.wait_ready(2)
     steady, restarted = release.pods("gateway")
+    restarts = _restarts(release)
     with running_load(release.gateway_pod(steady, "chat")) as load:
         with outage:
             gone_s = time.monotonic()
@@ -50,6 +51,7 @@ def _survive(outage: AbstractContextManager[None], release: Release, space: Kube
         load.wait_for(5)
     load.report().assert_all_complete(at_least=30)
     second_load.report().assert_all_complete(at_least=5)
+    assert _restarts(release) == restarts, "an operator ended because the API was away"
 
 
 def _is_ready(address: str) -> bool:
@@ -63,3 +65,10 @@ def _is_ready(address: str) -> bool:
 def _engine_replicas(space: Kubectl) -> int:
     replicas: int = space.json("get", "deployment/chat-engine")["spec"]["replicas"]
     return replicas
+
+
+def _restarts(release: Release) -> dict[str, int]:
+    return {
+        pod["metadata"]["name"]: pod["status"]["containerStatuses"][0]["restartCount"]
+        for pod in release.pods("operator")
+    }

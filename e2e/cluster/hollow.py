@@ -11,6 +11,7 @@ import processes
 from layout import RUN
 
 CAPACITY = {"cpu": "128", "memory": "1Ti", "pods": "110", "nvidia.com/gpu": "8"}
+GPU_PRODUCT = "nvidia.com/gpu.product"
 TAINT = {"key": "kwok.x-k8s.io/node", "value": "fake", "effect": "NoSchedule"}
 
 
@@ -33,7 +34,11 @@ def node(number: int) -> dict[str, Any]:
         "kind": "Node",
         "metadata": {
             "name": f"hollow-{number}",
-            "labels": {"type": "kwok", "kubernetes.io/hostname": f"hollow-{number}"},
+            "labels": {
+                "type": "kwok",
+                "kubernetes.io/hostname": f"hollow-{number}",
+                GPU_PRODUCT: "NVIDIA-H100-80GB-HBM3",
+            },
             "annotations": {"kwok.x-k8s.io/node": "fake"},
         },
         "spec": {"taints": [TAINT]},

@@ -11,7 +11,7 @@ import pytest
 from support import processes
 from support.clusters import OneNode
 from support.deployments import Deployed, deploy
-from support.faults import assert_told, container, row
+from support.faults import assert_told, container, row, warnings
 from support.kubectl import Kubectl
 from support.objects import SHARED_CORES, llmdeployment
 from support.release import Release
@@ -126,6 +126,8 @@ def test_a_fault_that_lasts_is_written_once(matrix: dict[str, Deployed], release
     # Nothing is waited for: this is the time in which nothing may happen.
     time.sleep(QUIET_S)
     assert {name: deployed.status() for name, deployed in matrix.items()} == before
+    told = {name: warnings(deployed) for name, deployed in matrix.items()}
+    assert {reason: count for each in told.values() for reason, count in each.items() if count > 1} == {}
 
 
 def test_an_engine_that_stops_answering_is_told_until_it_answers_again(

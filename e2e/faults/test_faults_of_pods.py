@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from support.faults import assert_told, container, pod, row
 from support.kubectl import Kubectl
 from support.objects import SMOLLM2, llmdeployment
 from support.release import Release
+from support.waiting import until
 
 TIMEOUT_S = 60
 BESIDE = ({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "present"}, "data": {"a": "b"}},)
@@ -117,6 +119,28 @@ LIMITS = {
 def test_a_namespace_that_limits_is_told(release: Release, space: Kubectl, limit: Any, row: Any) -> None:
     space.apply(limit)
     assert_told(deploy(space, row.document), row, TIMEOUT_S)
+
+
+def test_a_spec_that_an_older_definition_let_in_is_told(release: Release, space: Kubectl) -> None:
+    cluster = release.cluster.kubectl
+    definition = "crd/llmdeployments.pagemill.dev"
+    engine = "/spec/versions/0/schema/openAPIV3Schema/properties/spec/properties/engine/properties"
+    bound = f"{engine}/maxNumSeqs/minimum"
+
+    def change(operation: str, **value: int) -> None:
+        patch = json.dumps([{"op": operation, "path": bound, **value}])
+        cluster.ok("patch", definition, "--type=json", "--patch", patch)
+
+    def is_let_in() -> bool:
+        return space.run("apply", "-f", "-", stdin=invalid.document).returncode == 0
+
+    invalid = row("elderly", "InvalidSpec", "Planned", "maxNumSeqs", engine={"maxNumSeqs": 0})
+    change("remove")
+    try:
+        until("the definition lets it in", is_let_in)
+    finally:
+        change("add", value=1)
+    assert_told(Deployed(space, "elderly"), invalid, TIMEOUT_S)
 
 
 def test_a_corrected_spec_heals(release: Release, space: Kubectl) -> None:

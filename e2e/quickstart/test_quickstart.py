@@ -36,7 +36,8 @@ def test_from_helm_install_to_an_answer_and_back_to_nothing(releases: Releases, 
     space.ok("apply", "-f", str(EXAMPLE))
     smollm2 = Deployed(space, "smollm2")
     smollm2.wait_ready(2)
-    release.helm("test", release.name)  # with one: it is really asked
+    asked = release.helm("test", release.name, "--logs")
+    assert "ok: smollm2 answered" in asked
 
     service = release.service("smollm2")
     assert [model.id for model in service.client().models.list()] == ["smollm2"]

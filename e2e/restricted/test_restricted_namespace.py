@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import yaml
+from support import hubs
 from support.audit import AuditLog
 from support.deployments import deploy
 from support.kubectl import Kubectl
@@ -67,8 +68,10 @@ def _renamed(manifest: str) -> str:
 
 def test_the_audit_log_knows_no_violation(audit: AuditLog, strict: Release, make_space: Callable[..., Kubectl]) -> None:
     """Since before the release was installed, but for the violation that shows that violations are noted at all."""
-    chat = deploy(make_space(STRICT), llmdeployment("chat"))
+    space = make_space(STRICT)
+    chat = deploy(space, hubs.cached("chat", hubs.start(space, strict.image_tag)))
     chat.wait_ready(1)
+    assert len(space.items("jobs", "--selector", chat.selector)) == 1, "the loader ran there too"
     strict.helm("test", strict.name)
     control = make_space({AUDIT: "restricted"})
     image = f"docker.io/pagemill/gateway:{strict.image_tag}"

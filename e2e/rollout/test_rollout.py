@@ -8,7 +8,7 @@ import pytest
 from support.clusters import OneNode, program
 from support.deployments import Deployed, deploy
 from support.kubectl import Kubectl
-from support.load import running_load
+from support.load import long_answers, running_load
 from support.objects import llmdeployment
 from support.release import Release
 from support.waiting import until
@@ -67,9 +67,11 @@ def test_three_changes_in_a_row_end_with_the_last_one(release: Release, assistan
 
 def _roll(release: Release, assistant: Deployed, change: dict[str, Any]) -> None:
     old = assistant.pods()
-    with running_load(release.service(ALIAS)) as load:
+    service = release.service(ALIAS)
+    with long_answers(service) as long, running_load(service) as load:
         assistant.patch(**change)
         assistant.wait_rolled_out(old)
         load.wait_for(10)
     load.report().assert_all_complete(at_least=20)
+    long.report().assert_all_complete(at_least=2)
     assert {pod["metadata"]["uid"] for pod in old}.isdisjoint(pod["metadata"]["uid"] for pod in assistant.pods())

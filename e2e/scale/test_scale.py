@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
+from support import hollow
 from support.audit import AuditLog, Call
-from support.clusters import OneNode, program
+from support.clusters import OneNode
 from support.deployments import wait_no_children
 from support.kubectl import Kubectl
 from support.measures import Measures
@@ -29,26 +30,21 @@ MOST_WRITES_PER_OBJECT = 12
 MOST_MEMORY_BYTES = 250 * 1024**2
 ALL_READY_TIMEOUT_S = 1200.0
 OPERATOR = "pagemill-operator"
-HOLLOW = {
-    "nodeSelector": {"type": "kwok"},
-    "tolerations": [{"key": "kwok.x-k8s.io/node", "operator": "Exists", "effect": "NoSchedule"}],
-}
 
 pytestmark = [pytest.mark.scale, pytest.mark.timeout(3600)]
 
 
 @pytest.fixture
 def hollow_nodes(one_node: OneNode) -> Iterator[None]:
-    program("hollow", str(NODES))
-    yield
-    program("hollow", "0")
+    with hollow.nodes(NODES):
+        yield
 
 
 @pytest.fixture
 def hollow_release(releases: Releases, hollow_nodes: None) -> Iterator[Release]:
     with releases.absent():
         release = releases.new(SHARED_NAME, SHARED_NAMESPACE)
-        release.install(values={"gateway": HOLLOW})
+        release.install(values={"gateway": hollow.PLACED})
         yield release
         release.remove()
 
@@ -96,9 +92,8 @@ def test_500_deployments_become_ready_with_few_writes_and_then_cost_nothing(
 
 
 def _deployments() -> list[Document]:
-    return [
-        llmdeployment(f"model-{number}", replicas=REPLICAS, template={"spec": HOLLOW}) for number in range(DEPLOYMENTS)
-    ]
+    template = {"spec": hollow.PLACED}
+    return [llmdeployment(f"model-{number}", replicas=REPLICAS, template=template) for number in range(DEPLOYMENTS)]
 
 
 def _listed(documents: list[Document]) -> Document:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,9 +48,10 @@ def assert_told(deployed: Deployed, row: Row, timeout_s: float) -> None:
     generation = found["metadata"]["generation"]
     assert {each["observedGeneration"] for each in conditions.values()} == {generation}
     assert found["status"]["observedGeneration"] == generation
-    until(f"an event tells {row.reason}", lambda: row.reason in _warnings(deployed), timeout_s=20)
+    until(f"an event tells {row.reason}", lambda: row.reason in warnings(deployed), timeout_s=20)
 
 
-def _warnings(deployed: Deployed) -> set[str]:
+def warnings(deployed: Deployed) -> Counter[str]:
+    """How many Event objects tell of each reason; repeats are counted inside one."""
     selector = f"involvedObject.kind=LLMDeployment,involvedObject.name={deployed.name},type=Warning"
-    return {event["reason"] for event in deployed.kubectl.items("events", f"--field-selector={selector}")}
+    return Counter(event["reason"] for event in deployed.kubectl.items("events", f"--field-selector={selector}"))

@@ -25,6 +25,7 @@ PROMPTS = (
     "Why is the sky blue?",
     "Write a short poem about rain.",
 )
+LONG_PROMPT = "Write a long story about a lighthouse keeper and his cat."
 REQUEST_TIMEOUT_S = 120.0
 
 
@@ -159,11 +160,24 @@ def _failure(error: Exception, *, begun: bool) -> Outcome:
 
 
 @contextmanager
+def long_answers(service: Service) -> Iterator[Load]:
+    """One client that is nearly always in the midst of a long answer: whatever pod leaves, it had to let one go on."""
+    with running_load(service, workers=1, max_tokens=200, warm_up=0, prompts=(LONG_PROMPT,)) as load:
+        yield load
+
+
+@contextmanager
 def running_load(
-    service: Service, *, workers: int = 3, max_tokens: int = 24, max_requests: int = 20_000, warm_up: int = 4
+    service: Service,
+    *,
+    workers: int = 3,
+    max_tokens: int = 24,
+    max_requests: int = 20_000,
+    warm_up: int = 4,
+    prompts: Sequence[str] = PROMPTS,
 ) -> Iterator[Load]:
     """Keep the service under load while the block runs; when it ends every request has ended."""
-    load = Load(service, workers, max_tokens, max_requests)
+    load = Load(service, workers, max_tokens, max_requests, prompts)
     load.golden.update({prompt: service.ask(prompt, max_tokens) for prompt in load.prompts})
     thread = threading.Thread(target=lambda: asyncio.run(load.run()), name="load", daemon=True)
     thread.start()

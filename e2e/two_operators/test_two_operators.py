@@ -12,6 +12,7 @@ from support.audit import AuditLog, Call
 from support.clusters import OneNode
 from support.deployments import deploy
 from support.kubectl import Kubectl
+from support.metrics import total
 from support.objects import llmdeployment
 from support.processes import kill_pod, of_pod
 from support.release import Release
@@ -20,6 +21,7 @@ from support.waiting import until
 TAKEOVER_S = 20.0
 """The Lease's duration and five seconds."""
 OPERATOR = "pagemill-operator"
+METRICS_PORT = 8080
 
 
 def test_after_the_leaders_death_work_goes_on_within_lease_and_five_seconds(
@@ -67,6 +69,26 @@ def test_a_paused_leader_that_wakes_up_writes_nothing(
     chat.wait_ready(1)
     assert len(audit.writes(user=OPERATOR, pod=name)) == before, "the old leader wrote after it woke up"
     assert _turns(audit.writes(user=OPERATOR)) == 2, "writes of two operators are mixed"
+
+
+def test_both_operators_export_what_dashboards_of_operators_know(
+    one_node: OneNode, release: Release, space: Kubectl
+) -> None:
+    chat = deploy(space, llmdeployment("spare", replicas=0))
+    chat.wait_reason("Ready", "ScaledToZero")
+    leader = release.leader()
+    labels = {"name": "llmdeployment"}
+    leading = {
+        pod["metadata"]["name"]: total(pod, METRICS_PORT, "leader_election_master_status", **labels)
+        for pod in release.pods("operator")
+    }
+    assert leading.pop(leader["metadata"]["name"]) == 1
+    assert set(leading.values()) == {0}
+    reconciled = {"controller": "llmdeployment", "result": "success"}
+    assert total(leader, METRICS_PORT, "controller_runtime_reconcile_total", **reconciled) > 0
+    assert total(leader, METRICS_PORT, "workqueue_adds_total", **labels) > 0
+    assert total(leader, METRICS_PORT, "rest_client_requests_total", code="200", method="GET") > 0
+    until("nothing is due", lambda: total(leader, METRICS_PORT, "workqueue_depth", **labels) == 0, timeout_s=30)
 
 
 def _turns(writes: Iterable[Call]) -> int:

@@ -1,0 +1,42 @@
+"""Engines that ask for GPUs find the nodes that have them, by count and by product. Only the nodes are hollow.
+
+What an engine does with a GPU is proven by the tests marked `gpu`; here it is where its pod goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from support import hollow
+from support.clusters import OneNode
+from support.deployments import deploy
+from support.kubectl import Kubectl
+from support.objects import llmdeployment
+from support.release import Release
+
+pytestmark = [pytest.mark.scale]
+
+
+@pytest.fixture
+def gpu_nodes(one_node: OneNode) -> Iterator[None]:
+    with hollow.nodes(2):
+        yield
+
+
+def test_engines_go_where_their_gpus_are_until_these_are_taken(
+    gpu_nodes: None, release: Release, space: Kubectl
+) -> None:
+    """Two nodes of eight GPUs: two engines of five each, and no place for a third."""
+    resources = {"gpus": 5, "gpuProduct": hollow.GPU_PRODUCT}
+    chat = deploy(space, llmdeployment("chat", replicas=2, resources=resources, template={"spec": hollow.PLACED}))
+    space.wait(chat.target, "condition=Scheduled", 60)
+    pods = chat.pods()
+    assert len({pod["spec"]["nodeName"] for pod in pods}) == 2
+    for pod in pods:
+        assert pod["spec"]["nodeName"].startswith("hollow-")
+        assert pod["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "5"
+        assert pod["spec"]["nodeSelector"]["nvidia.com/gpu.product"] == hollow.GPU_PRODUCT
+    chat.scale(3)
+    told = chat.wait_reason("Scheduled", "InsufficientGPU", 60)
+    assert told["status"] == "False"
