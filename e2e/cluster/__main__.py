@@ -10,6 +10,7 @@
     ... base                               make the Debian image that the others start from
     ... load IMAGE                         put an image that buildah has into the node
     ... derive IMAGE TARGET                load IMAGE with one tiny layer more under the name TARGET
+    ... platform FOLDER TAG                gateway and operator of the checkout in FOLDER, built and loaded under TAG
     ... redis IMAGE                        make an image of Debian's Redis, and put it into the node
     ... fake-gpus N                        let the node offer N nvidia.com/gpu (accounting only, no device)
     ... hollow N                           N nodes of KWOK with 8 nvidia.com/gpu each; 0 removes them
@@ -76,6 +77,9 @@ def _parser() -> argparse.ArgumentParser:
     verbs.add_parser("images").add_argument("components", nargs="*", default=list(images.COMPONENTS))
     verbs.add_parser("load").add_argument("image")
     verbs.add_parser("redis").add_argument("image")
+    platform = verbs.add_parser("platform")
+    platform.add_argument("folder", type=Path)
+    platform.add_argument("tag")
     derive = verbs.add_parser("derive")
     derive.add_argument("image")
     derive.add_argument("target")
@@ -109,6 +113,8 @@ def _run(args: argparse.Namespace) -> None:
             loading.load(args.image)
         case "derive":
             images.derive(args.image, args.target)
+        case "platform":
+            images.make_platform(args.folder.resolve(), args.tag)
         case "redis":
             images.make_redis(args.image)
         case "fake-gpus":

@@ -114,10 +114,19 @@ def make_base() -> None:
             _run("buildah", "commit", "--quiet", container, BASE)
 
 
-def build(component: str, tag: str) -> None:
-    argv = ["buildah", "build", "--layers", "--isolation=chroot", "--network=host", "--ignorefile=.dockerignore"]
+def build(component: str, tag: str, root: Path = ROOT) -> None:
+    argv = ["buildah", "build", "--layers", "--isolation=chroot", "--network=host"]
     argv += [f"--volume={path}:{path}:ro" for path in HOST_SETTINGS if os.path.exists(path)]
-    _run(*argv, f"--file={component}/Dockerfile", f"--tag={reference(component, tag)}", ".")
+    argv += [f"--ignorefile={root}/.dockerignore", f"--file={root}/{component}/Dockerfile"]
+    _run(*argv, f"--tag={reference(component, tag)}", str(root))
+
+
+def make_platform(root: Path, tag: str) -> None:
+    """Gateway and operator of another checkout, on the node: what an upgrade starts from."""
+    for component in ("gateway", "operator"):
+        if not _exists(reference(component, tag)):
+            build(component, tag, root)
+    load_all(tag, ("gateway", "operator"))
 
 
 def derive(image: str, target: str) -> None:

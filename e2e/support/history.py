@@ -1,10 +1,11 @@
-"""The chart as earlier commits had it, for upgrades from there."""
+"""The platform as earlier commits had it, for upgrades from there."""
 
 from __future__ import annotations
 
 import io
 import subprocess
 import tarfile
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -12,24 +13,41 @@ CHART = "charts/pagemill"
 MAX_COMMITS = 20
 
 
-def previous_chart(folder: Path, reference: str) -> Path:
-    """Unpack the chart of `reference` into `folder`.
+@dataclass(frozen=True)
+class Previous:
+    """One earlier commit."""
 
-    Where it is the same as today's, the newest commit with another one is taken: an upgrade must change something.
+    commit: str
+    root: Path
+    """Its files."""
+
+    @property
+    def chart(self) -> Path:
+        return self.root / CHART
+
+    @property
+    def image_tag(self) -> str:
+        return f"at-{self.commit[:12]}"
+
+
+def previous(folder: Path, reference: str) -> Previous:
+    """Unpack `reference` into `folder`.
+
+    Where its chart is the same as today's, the newest commit with another one is taken: an upgrade must change it.
     """
     today = _git("rev-parse", "--verify", f"HEAD:{CHART}").strip()
     older = _git("rev-list", f"--max-count={MAX_COMMITS}", reference, "--", CHART).split()
-    for commit in [reference, *older]:
+    for commit in [_git("rev-parse", "--verify", reference).strip(), *older]:
         if _git("rev-parse", "--verify", f"{commit}:{CHART}").strip() != today:
-            return _unpacked(commit, folder)
+            _unpack(commit, folder)
+            return Previous(commit, folder)
     raise AssertionError(f"no other chart than today's among {reference} and its ancestors")
 
 
-def _unpacked(commit: str, folder: Path) -> Path:
-    done = subprocess.run(["git", "archive", commit, CHART], cwd=ROOT, capture_output=True, check=True)
+def _unpack(commit: str, folder: Path) -> None:
+    done = subprocess.run(["git", "archive", commit], cwd=ROOT, capture_output=True, check=True)
     with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
         archive.extractall(folder, filter="data")
-    return folder / CHART
 
 
 def _git(*arguments: str) -> str:

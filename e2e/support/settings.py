@@ -5,7 +5,7 @@
 --image-tag TAG     tag of the images that the cluster's node holds
 --keep-release      leave the shared Helm release installed at the end (development)
 --artifacts DIR     where the logs of failed cases go
---previous REF      commit whose chart the upgrade test starts from
+--previous REF      commit that the upgrade test starts from
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption("--kubeconfig", default="", help="kubeconfig of a running one-node cluster, or of --context")
     group.addoption("--image-tag", default="", help="tag of pagemill/{engine,gateway,operator} on the nodes")
     group.addoption("--keep-release", action="store_true", help="leave the shared release installed at the end")
-    group.addoption("--previous", default="HEAD~1", help="commit whose chart is upgraded to today's")
+    group.addoption("--previous", default="HEAD~1", help="commit that is upgraded to today's")
     group.addoption("--artifacts", type=Path, default=DEFAULT_ARTIFACTS, help="folder for the logs of failed cases")
 
 
