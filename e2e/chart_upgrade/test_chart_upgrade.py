@@ -46,7 +46,9 @@ def _install(release: Release, previous: Previous) -> None:
     release.install(chart=previous.chart, values={"image": {"operator": older, "gateway": older}})
 
 
-def test_upgrade_and_rollback_interrupt_nobody(own: Release, space: Kubectl, previous: Previous) -> None:
+def test_upgrade_and_rollback_interrupt_nobody(
+    unbroken_path: None, own: Release, space: Kubectl, previous: Previous
+) -> None:
     _install(own, previous)
     chat = deploy(space, llmdeployment("chat", replicas=2))
     chat.wait_ready(2)
@@ -81,7 +83,9 @@ def _descriptions(schema: dict[str, Any]) -> Iterator[str]:
         yield each["description"]
 
 
-def test_a_release_of_helm_3_goes_on_under_helm_4(own: Release, cluster: Cluster, space: Kubectl) -> None:
+def test_a_release_of_helm_3_goes_on_under_helm_4(
+    unbroken_path: None, own: Release, cluster: Cluster, space: Kubectl
+) -> None:
     three = dataclasses.replace(own, cluster=dataclasses.replace(cluster, helm=find("helm3")))
     three.install()
     three.helm("test", three.name)
