@@ -1,9 +1,13 @@
-"""Every command of docs/how-to/install-with-helm.md, in its order, by bash, as a reader types it."""
+"""Every command of docs/how-to/install-with-helm.md and of the README's part on Kubernetes, by bash, as readers do.
+
+`REGISTRY` and `TAG` name the images that the nodes hold; `docker` is a script that writes down what it is asked for.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +19,12 @@ from support.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "how-to" / "install-with-helm.md"
+COMPONENTS = ("engine", "gateway", "operator")
 STEP_TIMEOUT_S = 600.0
+NAMES = "export REGISTRY="
+"""Beginning of the page's own choice of names, which the node's take the place of."""
+
+pytestmark = pytest.mark.timeout(STEP_TIMEOUT_S + 300)
 
 
 @pytest.fixture
@@ -38,22 +47,9 @@ def _where(cluster: Cluster) -> list[str]:
 
 
 def test_a_reader_gets_from_nothing_to_an_answer_and_back(empty: Cluster, image_tag: str, tmp_path: Path) -> None:
-    steps = re.findall(r"^```bash\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    assert len(steps) >= 7
-    script = "\n".join(["set -euo pipefail", "trap 'kill $(jobs -p) 2>/dev/null || true' EXIT", *map(_told, steps)])
-    log = tmp_path / "steps.log"
-    with log.open("w") as output:
-        done = subprocess.run(
-            ["bash", "-c", script],
-            cwd=ROOT,
-            env=_environment(empty, image_tag, tmp_path),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            timeout=STEP_TIMEOUT_S,
-        )
-    text = log.read_text()
-    assert done.returncode == 0, text[-4000:]
+    steps = _steps(PAGE.read_text())
+    assert len(steps) >= 8
+    text = _typed(steps, empty, image_tag, tmp_path)
     assert "ok: the gateway lists 0 models" in text
     assert '"completion_tokens":' in text
     left = "customresourcedefinitions,namespaces,clusterroles,clusterrolebindings,validatingadmissionpolicies"
@@ -64,24 +60,62 @@ def test_a_reader_gets_from_nothing_to_an_answer_and_back(empty: Cluster, image_
     )
 
 
+def test_the_readme_alone_leads_to_an_answer(empty: Cluster, image_tag: str, tmp_path: Path) -> None:
+    section = (ROOT / "README.md").read_text().split("\n## On Kubernetes\n")[1].split("\n## ")[0]
+    assert '"completion_tokens":' in _typed(_steps(section), empty, image_tag, tmp_path)
+
+
+def _steps(text: str) -> list[str]:
+    return re.findall(r"^```bash\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def _typed(steps: list[str], cluster: Cluster, image_tag: str, folder: Path) -> str:
+    """Type all but the names, and return what was printed; the images that the steps push must be the node's."""
+    told = [_told(step) for step in steps if not step.startswith(NAMES)]
+    assert len(told) == len(steps) - 1
+    log = folder / "steps.log"
+    with log.open("w") as output:
+        done = subprocess.run(
+            ["bash", "-c", "\n".join(["set -euo pipefail", "trap 'kill $(jobs -p) 2>/dev/null || true' EXIT", *told])],
+            cwd=ROOT,
+            env=_environment(cluster, folder) | {"REGISTRY": "docker.io", "TAG": image_tag},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            timeout=STEP_TIMEOUT_S,
+        )
+    text = log.read_text()
+    assert done.returncode == 0, text[-4000:]
+    asked = [shlex.split(line) for line in (folder / "docker.log").read_text().splitlines()]
+    names = {each: f"docker.io/pagemill/{each}:{image_tag}" for each in COMPONENTS}
+    assert [words for words in asked if words[0] == "build"] == [
+        ["build", "-f", f"{each}/Dockerfile", "-t", names[each], "."] for each in COMPONENTS
+    ]
+    assert [words for words in asked if words[0] == "push"] == [["push", names[each]] for each in COMPONENTS]
+    return text
+
+
 def _told(step: str) -> str:
     """The step, announced in the log, so that a failure names it."""
     first = step.splitlines()[0].replace("'", "")
     return f"echo '== {first}'\n{step}"
 
 
-def _environment(cluster: Cluster, image_tag: str, folder: Path) -> dict[str, str]:
-    """The reader's PATH; helm installs the images that the node holds, with requests that fit it."""
+def _environment(cluster: Cluster, folder: Path) -> dict[str, str]:
+    """The reader's PATH; helm asks for as little as fits the node, docker builds nothing: the images are there."""
     helm, kubectl = Path(cluster.helm), Path(cluster.kubectl.binary)
     values = folder / "node-values.yaml"
-    images = "".join(f"  {name}: {{tag: '{image_tag}'}}\n" for name in ("operator", "gateway", "engine"))
     small = "resources: {requests: {cpu: 20m, memory: 64Mi}, limits: {memory: 1Gi}}"
-    values.write_text(f"image:\n{images}operator: {{{small}}}\ngateway: {{{small}}}\n")
-    wrapper = folder / "helm"
-    wrapper.write_text(
-        f'#!/bin/sh\ncase $1 in install|upgrade) exec {helm} "$@" --values {values};; *) exec {helm} "$@";; esac\n'
+    values.write_text(f"operator: {{{small}}}\ngateway: {{{small}}}\n")
+    _script(
+        folder / "helm", f'case $1 in install|upgrade) exec {helm} "$@" --values {values};; *) exec {helm} "$@";; esac'
     )
-    wrapper.chmod(0o755)
+    _script(folder / "docker", f'echo "$@" >> {folder / "docker.log"}')
     path = f"{folder}{os.pathsep}{kubectl.parent}{os.pathsep}{os.environ['PATH']}"
     context = {"HELM_KUBECONTEXT": cluster.kubectl.context} if cluster.kubectl.context else {}
     return {**os.environ, "PATH": path, "KUBECONFIG": cluster.kubectl.kubeconfig, **context}
+
+
+def _script(path: Path, line: str) -> None:
+    path.write_text(f"#!/bin/sh\n{line}\n")
+    path.chmod(0o755)
