@@ -53,6 +53,15 @@ def test_compilers_and_uv_stay_behind(dockerfile: str) -> None:
     assert "COPY --from=tools" not in stage
 
 
+def test_a_release_can_pin_the_base(dockerfile: str) -> None:
+    """One build argument, before the first stage; every other stage stands on it."""
+    before = dockerfile.split("\nFROM ", 1)[0]
+    assert re.findall(r"^ARG (\w+)=", before, re.MULTILINE) == ["BASE"]
+    stages = re.findall(r"^FROM (\S+)(?: AS (\w+))?$", dockerfile, re.MULTILINE)
+    assert stages[0] == ("${BASE}", "python")
+    assert {base for base, _ in stages[1:]} <= {name for _, name in stages}
+
+
 def test_it_names_no_address(dockerfile: str) -> None:
     assert "://" not in dockerfile
 
