@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -175,10 +175,14 @@ def running_load(
     max_requests: int = 20_000,
     warm_up: int = 4,
     prompts: Sequence[str] = PROMPTS,
+    golden: Mapping[str, str] | None = None,
 ) -> Iterator[Load]:
-    """Keep the service under load while the block runs; when it ends every request has ended."""
+    """Keep the service under load while the block runs; when it ends every request has ended.
+
+    `golden`: answers that an earlier load with as many tokens has asked for; without them they are asked first.
+    """
     load = Load(service, workers, max_tokens, max_requests, prompts)
-    load.golden.update({prompt: service.ask(prompt, max_tokens) for prompt in load.prompts})
+    load.golden.update(golden or {prompt: service.ask(prompt, max_tokens) for prompt in load.prompts})
     thread = threading.Thread(target=lambda: asyncio.run(load.run()), name="load", daemon=True)
     thread.start()
     try:
