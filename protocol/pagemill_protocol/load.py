@@ -2,7 +2,7 @@
 
 Each `LoadFrame` is the whole picture of one gateway; frames come on change, at once when somebody begins to wait, and
 every few seconds otherwise, as length-prefixed msgpack (`pagemill_protocol.frames`). Every gateway hears every engine,
-so `engines` and `pods` of several gateways are views of the same thing; `queue`, `arrivals`, `latencies` and `lengths`
+so `engines`, `pods` and `held` of several gateways are views of the same thing; `queue`, `arrivals`, `latencies` and `lengths`
 are each gateway's own and add up.
 
 Missing is not zero: each group of numbers says whether it is a `value`, `unknown` (nobody has told yet) or `stale`
@@ -69,6 +69,16 @@ class QueueLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The wake event: somebody waits, and no engine is there or on its way."""
 
 
+class EngineHeld(msgspec.Struct, frozen=True, array_like=True):
+    """What one engine would have to finish or hand over if it were removed; source: its state stream."""
+
+    id: str
+    """Of the endpoint: in a cluster the uid of its pod."""
+    num_blocks_active: int = 0
+    num_requests: int = 0
+    """Running and waiting there, those included that were sent a moment ago."""
+
+
 class Arrivals(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How much comes in; source: the gateway. Zero is a value."""
 
@@ -108,6 +118,8 @@ class DeploymentLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     name: str
     engines: EnginesLoad = EnginesLoad()
     pods: PodsSeen = PodsSeen()
+    held: list[EngineHeld] = []
+    """By each engine that reports: the emptiest is removed first."""
     queue: QueueLoad = QueueLoad()
     arrivals: Arrivals = Arrivals()
     latencies: Latencies = Latencies()

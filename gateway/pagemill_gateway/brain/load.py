@@ -10,8 +10,8 @@ import msgspec
 from pagemill_gateway.brain.queues import Queues, QueueState
 from pagemill_gateway.brain.registry import Deployment, EndpointRecord, Registry
 from pagemill_gateway.brain.traffic import Traffic
-from pagemill_protocol.load import Arrivals, DeploymentLoad, EnginesLoad, PodsSeen, QueueLoad
-from pagemill_protocol.state import StateFrame
+from pagemill_protocol.load import Arrivals, DeploymentLoad, EngineHeld, EnginesLoad, PodsSeen, QueueLoad
+from pagemill_protocol.state import EngineLoad, StateFrame
 
 BYTES_PER_TOKEN = 3
 """Of request bodies that wait before anything is known of how they are tokenized."""
@@ -46,6 +46,7 @@ def _of_deployment(deployment: Deployment, queue: QueueState, traffic: Traffic, 
         name=deployment.model.deployment,
         engines=_engines(deployment.records, now),
         pods=pods,
+        held=[_held(record) for record in deployment.records if record.reports.fresh(now)],
         queue=QueueLoad(
             num_requests=queue.num_requests,
             num_bytes=queue.num_bytes,
@@ -69,8 +70,11 @@ def _engines(records: list[EndpointRecord], now: float) -> EnginesLoad:
     fresh = [record for record in told if record.reports.fresh(now)]
     frames = [record.reports.latest for record in fresh if record.reports.latest is not None]
     if not frames:
-        # Without any engine nothing runs: that is known. An engine that was never heard tells nothing.
-        return EnginesLoad(truth="stale" if told else "unknown" if records else "value")
+        # Without any engine nothing runs: that is known. So it is of one that was on its way out and is silent now;
+        # an engine that was never heard tells nothing.
+        expected = [record for record in records if not (record.leaving or record.let_go)]
+        silent = any(record.max_model_len > 0 for record in expected)
+        return EnginesLoad(truth="stale" if silent else "unknown" if expected else "value")
     ages = [age for record in fresh if (age := record.reports.age_s(now)) is not None]
     loads = [frame.load for frame in frames]
     is_whole = all(record.reports.fresh(now) for record in told if record.usable)
@@ -89,6 +93,12 @@ def _engines(records: list[EndpointRecord], now: float) -> EnginesLoad:
         max_step_tokens=min(frame.max_num_batched_tokens for frame in frames),
         step_time=_most_experienced(frames).step_time,
     )
+
+
+def _held(record: EndpointRecord) -> EngineHeld:
+    load = record.reports.latest.load if record.reports.latest is not None else EngineLoad()
+    num_told = load.num_requests_running + load.num_requests_waiting
+    return EngineHeld(record.endpoint.id, load.num_blocks_active, max(num_told, record.in_flight))
 
 
 def _most_experienced(frames: list[StateFrame]) -> StateFrame:

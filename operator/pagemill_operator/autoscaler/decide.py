@@ -54,7 +54,9 @@ def decide(policy: Policy, signals: Signals, memory: Memory) -> tuple[Decision, 
     if is_burst(signals):
         memory = msgspec.structs.replace(memory, panic_until_s=now + PANIC_S)
     wished = _wish(policy, signals, memory)
-    memory = memory.wished(now, wished.replicas, max(policy.up.window_s, memory.down_window_s(policy)))
+    # What is wished for without all numbers is a lower bound: a window of it proves nothing.
+    remembered = max(before, wished.replicas) if wished.missing else wished.replicas
+    memory = memory.wished(now, remembered, max(policy.up.window_s, memory.down_window_s(policy)))
     step = _step(policy, signals, memory, wished)
     decision = Decision(
         replicas_before=before,

@@ -23,6 +23,8 @@ from pagemill_protocol.histogram import Histogram
 
 REMEMBERED = 64
 """Records of a deployment: of changes, and of new reasons to change nothing."""
+PATIENCE_S = 5.0
+"""What is missing for less is not told: streams are opened anew, and a new leader has heard nobody at first."""
 LEAST_SAMPLES = 10
 """Of latencies: fewer tell nothing about an SLO."""
 
@@ -38,6 +40,12 @@ class _Scaled:
     policy: Policy | None = None
     signals: Signals | None = None
     decision: Decision | None = None
+    missing_since_s: float | None = None
+    """None: nothing is missing."""
+    silent: bool = False
+    """Something has been missing for so long that people are told."""
+    was_whole: bool = False
+    """Once nothing was missing."""
     changed: Decision | None = None
     """The latest one that changed the number."""
 
@@ -83,7 +91,9 @@ class Scaler:
         before = scaled.memory
         decision, scaled.memory = decide(policy, signals, before)
         record = Record(key, self._now().strftime("%Y-%m-%dT%H:%M:%SZ"), policy, signals, before, decision)
-        is_news = scaled.decision is None or _news(scaled.decision) != _news(decision)
+        was_silent = scaled.silent
+        _note_missing(scaled, decision, now)
+        is_news = scaled.decision is None or _news(scaled.decision) != _news(decision) or was_silent != scaled.silent
         scaled.policy, scaled.signals, scaled.decision = policy, signals, decision
         if policy.mode == "Active":
             scaled.wanted = decision.replicas
@@ -101,21 +111,32 @@ class Scaler:
         return sorted(records, key=lambda record: record.signals.at_s)
 
     def state(self, key: str) -> Scaling | None:
-        """For conditions; None while nothing was decided."""
+        """For conditions; None while nothing was decided, or too little is known for a decision yet."""
         scaled = self._scaled.get(key)
         if scaled is None or scaled.decision is None or scaled.policy is None:
+            return None
+        if not scaled.was_whole and not scaled.silent:
             return None
         decision, policy = scaled.decision, scaled.policy
         slo_met, slo_message = _slo_met(scaled)
         return Scaling(
-            active=not decision.missing,
+            active=not scaled.silent,
             advisory=policy.mode == "Advisory",
-            message=_condition_message(policy, decision),
+            message=_condition_message(policy, decision, silent=scaled.silent),
             why=scaled.changed.message if scaled.changed is not None else "",
             slo_met=slo_met,
             slo_reachable=not decision.unreachable,
             slo_message=slo_message,
         )
+
+
+def _note_missing(scaled: _Scaled, decision: Decision, now: float) -> None:
+    if not decision.missing:
+        scaled.missing_since_s, scaled.silent, scaled.was_whole = None, False, True
+        return
+    if scaled.missing_since_s is None:
+        scaled.missing_since_s = now
+    scaled.silent = scaled.silent or now - scaled.missing_since_s >= PATIENCE_S
 
 
 def _news(decision: Decision) -> tuple[object, ...]:
@@ -136,9 +157,9 @@ def _fleet(scaled: _Scaled, seen: Observation, now: float) -> Fleet:
     )
 
 
-def _condition_message(policy: Policy, decision: Decision) -> str:
+def _condition_message(policy: Policy, decision: Decision, *, silent: bool) -> str:
     """Without what changes by itself."""
-    if decision.missing:
+    if silent:
         return f"{'; '.join(decision.missing)}: nothing is removed until that is known"
     if policy.mode == "Advisory":
         return f"{decision.replicas} replicas are advised; spec.replicas decides"

@@ -6,11 +6,15 @@ rolling update: at most `replicas + surge` live, at least `replicas - unavailabl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from pagemill_operator.load.held import emptiest_first
 from pagemill_operator.plan.types import Group
 from pagemill_operator.status.conditions import ReplicaObservation
+from pagemill_protocol.load import EngineHeld
+
+NOTHING_KNOWN: Mapping[str, EngineHeld] = {}
 
 
 class Actions(NamedTuple):
@@ -20,12 +24,14 @@ class Actions(NamedTuple):
     """Names of replicas to drain."""
 
 
-def next_actions(group: Group, replicas: Sequence[ReplicaObservation]) -> Actions:
-    """`replicas` come oldest first; draining and gone ones are ignored."""
+def next_actions(
+    group: Group, replicas: Sequence[ReplicaObservation], held: Mapping[str, EngineHeld] = NOTHING_KNOWN
+) -> Actions:
+    """`replicas` come oldest first; draining and gone ones are ignored. `held`: what is known of them, by name."""
     live = [replica for replica in replicas if replica.phase not in ("draining", "gone")]
     current = [replica for replica in live if replica.digest == group.digest]
     old = [replica for replica in live if replica.digest != group.digest]
-    drain = _surplus(current, group.replicas)
+    drain = _surplus(current, group.replicas, held)
     drain += _replaceable(group, current, old)
     remaining = len(live) - len(drain)
     missing = max(0, group.replicas - len(current))
@@ -33,10 +39,11 @@ def next_actions(group: Group, replicas: Sequence[ReplicaObservation]) -> Action
     return Actions(max(0, min(missing, room)), drain)
 
 
-def _surplus(current: list[ReplicaObservation], wanted: int) -> list[str]:
-    """Replicas of the wanted digest beyond the wanted number: not ready ones first, then the youngest."""
-    by_worth = sorted(enumerate(current), key=lambda item: (item[1].phase == "ready", -item[0]))
-    return [replica.name for _, replica in by_worth[: max(0, len(current) - wanted)]]
+def _surplus(current: list[ReplicaObservation], wanted: int, held: Mapping[str, EngineHeld]) -> list[str]:
+    """Replicas of the wanted digest beyond the wanted number: those not ready first, then the emptiest and youngest."""
+    emptiest = emptiest_first(reversed(current), lambda replica: replica.name, held)
+    by_worth = sorted(emptiest, key=lambda replica: replica.phase == "ready")
+    return [replica.name for replica in by_worth[: max(0, len(current) - wanted)]]
 
 
 def _replaceable(group: Group, current: list[ReplicaObservation], old: list[ReplicaObservation]) -> list[str]:

@@ -56,7 +56,9 @@ class LoadStreams:
 
     async def run(self) -> None:
         """Until cancelled."""
-        async with aiohttp.ClientSession(trust_env=False) as session:
+        # Each stream holds a connection for ever.
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector, trust_env=False) as session:
             try:
                 while True:
                     self._adjust(session)

@@ -101,6 +101,7 @@ class Operator:
             self._render_context,
             load=self._load,
             scaling=self.scaler.state,
+            held=self.book.held,
             on_write=self.metrics.wrote,
         )
         recorder = EventRecorder(self.client, identity)

@@ -52,6 +52,7 @@ class Autoscaling:
     async def run(self) -> None:
         """Until cancelled."""
         while True:
+            self._urgent.clear()
             keys = [key for key in self._cache.keys() if self._policy(key)]  # noqa: SIM118
             for gone in self._scaler.keep(keys):
                 self._metrics.not_scaled(gone)
@@ -61,7 +62,6 @@ class Autoscaling:
                 except Exception:
                     # One deployment's surprise must not hold up the others; its replicas stay as they are.
                     logger.exception("no decision could be made about %s", key)
-            self._urgent.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(INTERVAL_S):
                     await self._urgent.wait()

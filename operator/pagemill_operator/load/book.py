@@ -13,7 +13,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from pagemill_operator.autoscaler.signals import View
-from pagemill_protocol.load import DeploymentLoad, LoadFrame
+from pagemill_operator.load.held import weight
+from pagemill_protocol.load import DeploymentLoad, EngineHeld, LoadFrame
 
 
 class Summary(NamedTuple):
@@ -59,6 +60,14 @@ class LoadBook:
         """What each gateway that knows the deployment said last."""
         now = self._clock()
         return [View(heard.load, now - heard.at_s) for heard in self._of(key)]
+
+    def held(self, key: str) -> dict[str, EngineHeld]:
+        """By engine, the most that any gateway says of it."""
+        held: dict[str, EngineHeld] = {}
+        for engine in (engine for heard in self._of(key) for engine in heard.load.held):
+            known = held.get(engine.id, engine)
+            held[engine.id] = max(known, engine, key=weight)
+        return held
 
     def needs_engine(self, key: str) -> bool:
         """Somebody waits where no engine is."""

@@ -23,6 +23,8 @@ PROGRESS = frozenset(
     {"Starting", "Loading", "Downloading", "NoReplicas", "NoReadyReplica", "ScaledToZero", "Progressing"}
 )
 """Reasons of a False that time alone, or the user's own wish, explains. Every other one is a fault."""
+NOT_DECIDED = "NotDecided"
+"""Nothing is known yet, above all by an operator that has just begun to lead: what was told before still stands."""
 OLDER_SERVE = "replicas of an earlier spec still serve"
 MAX_MESSAGE_CHARS = 4096
 
@@ -56,6 +58,9 @@ def merge_conditions(old: list[Condition], findings: list[Finding], generation: 
 def _merge(before: dict[str, Condition], findings: list[Finding], generation: int, now: str) -> Iterator[Condition]:
     for finding in findings:
         known = before.get(finding.type)
+        if finding.reason == NOT_DECIDED and known is not None and known.reason != "NotConfigured":
+            yield known.model_copy(update={"observed_generation": generation})
+            continue
         same = known is not None and known.status == finding.status
         message = finding.message[:MAX_MESSAGE_CHARS]
         if known and same and _says_the_same(known, finding, generation):
@@ -143,6 +148,8 @@ def _serving(seen: Observation) -> Finding:
 
 def _scaling_active(seen: Observation) -> Finding:
     scaling = seen.scaling
+    if scaling is None and _is_scaled(seen):
+        return Finding("ScalingActive", "Unknown", NOT_DECIDED, "nothing was decided yet")
     if scaling is None:
         return Finding("ScalingActive", "Unknown", "NotConfigured", "the number of replicas is fixed")
     if not scaling.active:
@@ -152,11 +159,17 @@ def _scaling_active(seen: Observation) -> Finding:
 
 def _slo_met(seen: Observation) -> Finding:
     scaling = seen.scaling
+    if scaling is None and _is_scaled(seen):
+        return Finding("SLOMet", "Unknown", NOT_DECIDED, "nothing was decided yet")
     if scaling is None or scaling.slo_met is None:
         return Finding("SLOMet", "Unknown", "NotMeasured", "no SLO is measured")
     if scaling.slo_met:
         return Finding("SLOMet", "True", "WithinSLO", "the requests of the last minute met the SLO")
     return Finding("SLOMet", "False", "OutsideSLO" if scaling.slo_reachable else "UnreachableSLO", scaling.slo_message)
+
+
+def _is_scaled(seen: Observation) -> bool:
+    return seen.carried_out and seen.plan is not None and seen.plan.autoscaling is not None
 
 
 def _ready(seen: Observation, findings: list[Finding]) -> Finding:

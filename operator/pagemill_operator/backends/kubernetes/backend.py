@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Protocol
 
 from pagemill_operator.backends.base import Cluster
 from pagemill_operator.backends.kubernetes.client import Client
+from pagemill_operator.backends.kubernetes.deletion_cost import costs_to_write
 from pagemill_operator.backends.kubernetes.differences import (
     Answers,
     rolled_out,
@@ -28,10 +29,12 @@ from pagemill_operator.backends.kubernetes.model_volume import is_loaded, outdat
 from pagemill_operator.backends.kubernetes.observe import observe
 from pagemill_operator.backends.kubernetes.ownership import Children, is_ending, own_children, own_pods, strangers
 from pagemill_operator.backends.kubernetes.render import render_children, render_tokens
+from pagemill_operator.backends.kubernetes.render.names import TEMPLATE_ANNOTATION, engine_name
 from pagemill_operator.backends.kubernetes.snapshot import ApplyError, Load, Manifest, Owner, RenderContext, Snapshot
 from pagemill_operator.backends.kubernetes.writes import KnownChildren, OnWrite, Writes
 from pagemill_operator.plan.types import Plan, Problem
 from pagemill_operator.status.observation import Observation, Scaling
+from pagemill_protocol.load import EngineHeld
 
 logger = logging.getLogger("pagemill.operator.kubernetes")
 
@@ -68,14 +71,18 @@ class KubernetesCluster(Cluster):
         *,
         load: Callable[[str], Load | None] = lambda key: None,
         scaling: Callable[[str], Scaling | None] = lambda key: None,
+        held: Callable[[str], Mapping[str, EngineHeld]] = lambda key: {},
         on_write: OnWrite = lambda kind, verb: None,
     ) -> None:
-        """`load`: what gateways report of a key; `scaling`: what the autoscaler says; `on_write`: told kind, verb."""
+        """`load`, `held`: what gateways report of a key, and of each of its pods by uid; `scaling`: what the autoscaler
+        says; `on_write`: told kind, verb.
+        """
         self._client = client
         self._known = known
         self._make_context = make_context
         self._load = load
         self._scaling = scaling
+        self._held = held
         self._on_write = on_write
         self._plans: dict[str, Plan | None] = {}
         self._invalid: dict[str, tuple[Problem, ...]] = {}
@@ -144,6 +151,8 @@ class KubernetesCluster(Cluster):
         wanted = self._render(plan, owner, live) if plan else self._kept(owner, live)
         await writes.delete(child for child in in_the_way.values() if not is_ending(child))
         if not any(_at(manifest) in in_the_way for manifest in wanted):
+            if plan:
+                await self._rank(plan, writes, live)
             await self._write(key, writes, wanted, live)
             if plan:
                 await self._adjust(plan, writes, wanted, live)
@@ -151,6 +160,16 @@ class KubernetesCluster(Cluster):
                 await writes.delete(self._unwanted(owner, wanted))
         self._note(key, writes)
         return writes.has_written
+
+    async def _rank(self, plan: Plan, writes: Writes, live: Children) -> None:
+        """Just before replicas are removed: the emptiest go first."""
+        deployment = live.get(("Deployment", engine_name(plan.name)))
+        if deployment is None or plan.replicas >= deployment["spec"].get("replicas", 1):
+            return
+        annotations = deployment["spec"]["template"]["metadata"].get("annotations", {})
+        template = annotations.get(TEMPLATE_ANNOTATION)
+        pods = self._known.pods(plan.key)
+        await writes.rank(costs_to_write(pods, self._held(plan.key), plan.replicas, template))
 
     async def _write(self, key: str, writes: Writes, wanted: list[Manifest], live: Children) -> None:
         """What limits pods and what they need first, what makes pods last."""

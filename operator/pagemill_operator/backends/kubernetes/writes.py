@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Protocol
 
 from pagemill_operator.backends.kubernetes.client import ApiError, Client, Unreachable
+from pagemill_operator.backends.kubernetes.deletion_cost import COST_ANNOTATION, Cost
 from pagemill_operator.backends.kubernetes.differences import Answers
-from pagemill_operator.backends.kubernetes.kinds import BY_NAME, Kind
+from pagemill_operator.backends.kubernetes.kinds import BY_NAME, POD, Kind
 from pagemill_operator.backends.kubernetes.ownership import Children, is_ending, is_own
 from pagemill_operator.backends.kubernetes.slim import slim
 from pagemill_operator.backends.kubernetes.snapshot import ApplyError, Manifest
+
+logger = logging.getLogger("pagemill.operator.kubernetes")
 
 OnWrite = Callable[[str, str], None]
 """Told kind and verb."""
@@ -58,6 +62,21 @@ class Writes:
     async def scale(self, deployment: Manifest, replicas: int) -> None:
         """The number of replicas alone, onto the version that it was decided on."""
         await self._noted(deployment, "scale", self._scaled(deployment, replicas))
+
+    async def rank(self, costs: Iterable[Cost]) -> None:
+        """Tell which pods shall go first. Only a hint: what it meets is no fault of the deployment."""
+        await asyncio.gather(*(self._ranked(cost) for cost in costs))
+
+    async def _ranked(self, cost: Cost) -> None:
+        metadata = cost.pod["metadata"]
+        self._on_write(POD.name, "rank")
+        patch = {"metadata": {"annotations": {COST_ANNOTATION: cost.value}}}
+        try:
+            answer = await self._client.merge(POD, metadata["namespace"], metadata["name"], patch)
+        except (ApiError, Unreachable) as error:
+            logger.info("pod %s keeps its deletion cost: %s", metadata["name"], error)
+            return
+        self._known.put(POD.name, answer)
 
     async def _apply(self, manifest: Manifest, live: Children) -> None:
         is_known = (manifest["kind"], manifest["metadata"]["name"]) in live

@@ -31,6 +31,7 @@ from pagemill_operator.plan.planner import name_conflicts
 from pagemill_operator.plan.types import Group, Plan, Problem
 from pagemill_operator.status.conditions import Observation
 from pagemill_protocol.catalog import Catalog, CatalogModel, QueueLimits
+from pagemill_protocol.load import EngineHeld
 
 logger = logging.getLogger("pagemill.operator.local")
 
@@ -211,7 +212,8 @@ class LocalBackend(Cluster):
     def _reconcile_deployment(self, deployment: Deployment) -> None:
         if deployment.carried_out:
             group = self._plan(deployment).groups[0]
-            actions = next_actions(group, [replica.observation for replica in deployment.replicas])
+            seen = [replica.observation for replica in deployment.replicas]
+            actions = next_actions(group, seen, self._held(deployment))
         else:
             actions = Actions(0, [replica.name for replica in deployment.replicas if replica.ending is None])
         num_starts, names = actions
@@ -219,6 +221,16 @@ class LocalBackend(Cluster):
             self._drain(deployment, replica)
         for _ in range(num_starts):
             self._start_replica(deployment)
+
+    def _held(self, deployment: Deployment) -> dict[str, EngineHeld]:
+        """By replica, as far as the gateway hears them."""
+        told = self._scaling.held(deployment.plan.key)
+        endpoints = {replica.name: replica.endpoint for replica in deployment.replicas}
+        return {
+            name: told[endpoint.id]
+            for name, endpoint in endpoints.items()
+            if endpoint is not None and endpoint.id in told
+        }
 
     def _start_replica(self, deployment: Deployment) -> None:
         group = deployment.group

@@ -18,7 +18,7 @@ from pagemill_operator.load.book import LoadBook
 from pagemill_operator.load.reader import STREAM_FAULTS, follow_load
 from pagemill_operator.plan.types import Plan
 from pagemill_operator.status.observation import Observation, Scaling
-from pagemill_protocol.load import LoadFrame
+from pagemill_protocol.load import EngineHeld, LoadFrame
 
 logger = logging.getLogger("pagemill.operator.scaling")
 
@@ -54,6 +54,10 @@ class LocalScaling:
     def wanted(self, plan: Plan) -> int:
         return self._scaler.wanted(plan.key, plan.spec_replicas, plan.autoscaling)
 
+    def held(self, key: str) -> dict[str, EngineHeld]:
+        """What each engine holds, by endpoint, as far as the gateway tells."""
+        return self._book.held(key)
+
     def state(self, key: str) -> Scaling | None:
         return self._scaler.state(key)
 
@@ -80,11 +84,11 @@ class LocalScaling:
 
     async def _keep_deciding(self) -> None:
         while True:
+            self._urgent.clear()
             try:
                 self._decide()
             except Exception:
                 logger.exception("no decision could be made; the replicas stay as they are")
-            self._urgent.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(INTERVAL_S):
                     await self._urgent.wait()
