@@ -2,8 +2,8 @@
 
 Each `LoadFrame` is the whole picture of one gateway; frames come on change, at once when somebody begins to wait, and
 every few seconds otherwise, as length-prefixed msgpack (`pagemill_protocol.frames`). Every gateway hears every engine,
-so `engines`, `pods` and `held` of several gateways are views of the same thing; `queue`, `arrivals`, `latencies` and `lengths`
-are each gateway's own and add up.
+so `engines`, `pods` and `held` of several gateways are views of the same thing; `queue`, `arrivals`, `latencies` and
+`lengths` are each gateway's own and add up.
 
 Missing is not zero: each group of numbers says whether it is a `value`, `unknown` (nobody has told yet) or `stale`
 (somebody told once and is silent now; the numbers are the last ones, without the silent).

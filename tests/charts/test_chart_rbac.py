@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 from cel import evaluate
 
 from pagemill_operator.backends.kubernetes.kinds import CHILD_KINDS, LLM_DEPLOYMENT, POD, POD_MONITOR, WATCHED_KINDS
@@ -14,6 +15,8 @@ Variant = Callable[[str], Any]
 Render = Callable[..., Any]
 Rights = dict[tuple[str, str], set[str]]
 """(group, resource) -> verbs, without what is bound to a name."""
+
+SECRETS, PODS = (f"pagemill-system.pagemill-operator-{kind}" for kind in ("secrets", "pods"))
 
 CHILD_VERBS = {"get", "list", "watch", "create", "patch", "delete"}
 READ = {"list", "watch"}
@@ -47,7 +50,7 @@ def test_the_operator_may_do_what_its_kinds_need(variant: Variant) -> None:
         (POD_MONITOR.group, POD_MONITOR.plural): CHILD_VERBS - {"watch"},
         (LLM_DEPLOYMENT.group, LLM_DEPLOYMENT.plural): READ,
         (LLM_DEPLOYMENT.group, f"{LLM_DEPLOYMENT.plural}/status"): {"patch"},
-        (POD.group, POD.plural): READ,
+        (POD.group, POD.plural): READ | {"patch"},
         ("", "events"): {"create", "patch"},
     }
     assert rights(rules_of(variant("anonymous"), "ClusterRole", "operator")) == wanted
@@ -114,7 +117,7 @@ def test_objects_of_the_cluster_never_meet_those_of_a_release_elsewhere(render: 
             render({**anonymous, "fullnameOverride": "c"}, namespace="a-b"),
         )
     ]
-    assert len(names[0]) == len(names[1]) == 8
+    assert len(names[0]) == len(names[1]) == 10
     assert names[0].isdisjoint(names[1])
 
 
@@ -156,18 +159,46 @@ def allowed(policy: dict[str, Any], secret: dict[str, Any]) -> bool:
 
 
 def test_the_operator_may_write_its_own_secrets_only(variant: Variant) -> None:
-    policy = variant("anonymous").one("ValidatingAdmissionPolicy")
+    policy = variant("anonymous").one("ValidatingAdmissionPolicy", SECRETS)
     own = {"app.kubernetes.io/managed-by": "pagemill-operator"}
     assert allowed(policy, {"namespace": "team-a", "name": "chat-engine-token", "labels": own})
     assert allowed(policy, {"namespace": "pagemill-system", "name": "pagemill-keys"})
     assert not allowed(policy, {"namespace": "team-a", "name": "pagemill-keys"})
     assert not allowed(policy, {"namespace": "team-a", "name": "database", "labels": own})
     assert not allowed(policy, {"namespace": "team-a", "name": "users-engine-token"})
-    binding = variant("anonymous").one("ValidatingAdmissionPolicyBinding")["spec"]
-    assert binding == {"policyName": policy["metadata"]["name"], "validationActions": ["Deny"]}
+
+
+def changed(policy: dict[str, Any], **fields: Any) -> bool:
+    """What the policy says of a change of an engine pod's fields."""
+    labels = fields.pop("old_labels", {"app.kubernetes.io/managed-by": "pagemill-operator"})
+    old = {"metadata": {"labels": labels}, "spec": {"image": "engine:1"}}
+    new = {"metadata": {"labels": labels} | fields.pop("metadata", {}), "spec": {"image": "engine:1"} | fields}
+    optional = "oldObject.metadata.?labels['app.kubernetes.io/managed-by'].orValue('')"
+    (variable,) = policy["spec"]["variables"]
+    expression = variable["expression"].replace(optional, f"'{labels.get('app.kubernetes.io/managed-by', '')}'")
+    variables = {variable["name"]: bool(evaluate(expression, {}))}
+    (validation,) = policy["spec"]["validations"]
+    return bool(evaluate(validation["expression"], {"variables": variables, "object": new, "oldObject": old}))
+
+
+def test_the_operator_may_change_the_annotations_of_engines_only(variant: Variant) -> None:
+    policy = variant("anonymous").one("ValidatingAdmissionPolicy", PODS)
+    assert changed(policy, metadata={"annotations": {"controller.kubernetes.io/pod-deletion-cost": "-1"}})
+    assert not changed(policy, image="miner:1")
+    assert not changed(policy, metadata={"labels": {"app.kubernetes.io/managed-by": "somebody"}})
+    assert not changed(policy, old_labels={"app": "database"}, metadata={"annotations": {"a": "b"}})
+    assert not changed(policy, old_labels={"app.kubernetes.io/managed-by": "Helm"})
+
+
+@pytest.mark.parametrize("name", [SECRETS, PODS])
+def test_policies_bind_the_operators_account_and_nobody_else(variant: Variant, name: str) -> None:
+    policy = variant("anonymous").one("ValidatingAdmissionPolicy", name)
+    binding = variant("anonymous").one("ValidatingAdmissionPolicyBinding", name)["spec"]
+    assert binding == {"policyName": name, "validationActions": ["Deny"]}
     account = variant("anonymous").component("ServiceAccount", "operator")["metadata"]["name"]
     (condition,) = policy["spec"]["matchConditions"]
     assert condition["expression"].endswith(f"'system:serviceaccount:pagemill-system:{account}'")
+    assert policy["spec"]["failurePolicy"] == "Fail"
 
 
 def test_accounts_and_roles_can_be_the_users_own(variant: Variant) -> None:

@@ -1,1 +1,1 @@
-"""The load stream as the operator hears it: `reader` follows one gateway, `book` keeps what all said, `held` compares."""
+"""The load stream as the operator hears it: `reader` follows a gateway, `book` keeps what they say, `held` compares."""
