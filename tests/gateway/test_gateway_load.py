@@ -15,7 +15,7 @@ from pagemill_gateway.brain.queues import Queues
 from pagemill_gateway.brain.registry import Registry
 from pagemill_gateway.brain.traffic import Traffic
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint, QueueLimits
-from pagemill_protocol.load import DeploymentLoad
+from pagemill_protocol.load import DeploymentLoad, EngineHeld
 from pagemill_protocol.state import EngineLoad, StateFrame, StepTimeParams
 
 
@@ -67,6 +67,22 @@ def test_old_reports_do_not_count_and_are_no_zero(now: float, truth: str, num_re
 def test_an_engine_that_never_spoke_is_unknown_and_none_at_all_is_a_zero() -> None:
     assert measured(registry_with(None), 100.0).engines.truth == "unknown"
     assert measured(registry_with(), 100.0).engines.truth == "value"
+
+
+def test_an_engine_that_left_and_is_silent_is_no_riddle() -> None:
+    registry = registry_with(EngineLoad(num_blocks_total=10), None)
+    for record in registry.endpoints.values():
+        record.let_go = True
+    assert measured(registry, 200.0).engines.truth == "value", "both were on their way out"
+
+
+def test_what_each_engine_holds_is_told_by_its_id() -> None:
+    one = EngineLoad(num_blocks_active=5, num_requests_running=2, num_requests_waiting=1)
+    registry = registry_with(one, EngineLoad(num_blocks_active=1), None)
+    registry.endpoints["1"].in_flight = 4
+    held = [EngineHeld("0", 5, 3), EngineHeld("1", 1, 4)]
+    assert measured(registry, 102.0).held == held, "what was sent a moment ago counts, who never spoke does not"
+    assert measured(registry, 103.5).held == held[1:]
 
 
 @asynccontextmanager

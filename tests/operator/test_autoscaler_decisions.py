@@ -70,6 +70,16 @@ def test_what_is_known_still_adds_while_something_is_missing() -> None:
     assert decision.missing
 
 
+def test_what_was_wished_for_without_all_numbers_counts_in_no_window() -> None:
+    scaled = Scaled(KV, replicas=6)
+    scaled.run(400, lambda at, ready: {"active": 4.5, "rate": 1.0})
+    scaled.run(400, lambda at, ready: {"num_heard": 0, "engines": EnginesLoad(), "arrivals": Arrivals()})
+    scaled.run(290, lambda at, ready: {"active": 0.4, "rate": 1.0})
+    assert scaled.wanted == 6, "who was deaf for a whole window has not seen that less would do"
+    scaled.run(20, lambda at, ready: {"active": 0.4, "rate": 1.0})
+    assert scaled.wanted == 1
+
+
 def test_load_that_falls_removes_after_the_window_as_much_as_the_window_allows() -> None:
     scaled = Scaled(KV, replicas=6)
     scaled.run(100, lambda at, ready: {"active": 3.5, "rate": 1.0})

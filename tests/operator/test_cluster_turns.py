@@ -12,10 +12,12 @@ import pytest
 from pagemill_crds.models import LLMDeployment
 from pagemill_operator.backends.kubernetes.backend import TRIES, KubernetesCluster
 from pagemill_operator.backends.kubernetes.client import ApiError
+from pagemill_operator.backends.kubernetes.deletion_cost import COST_ANNOTATION
 from pagemill_operator.backends.kubernetes.snapshot import RenderContext
 from pagemill_operator.controller.cache import Cache
 from pagemill_operator.plan import Plan, make_plan
 from pagemill_operator.plan.types import Problem
+from pagemill_protocol.load import EngineHeld
 
 Manifest = dict[str, Any]
 KEY = "default/chat"
@@ -44,6 +46,9 @@ class Api:
 
     async def merge(self, kind: Any, namespace: str, name: str, patch: Manifest) -> Manifest:
         known = self.objects[kind.name, name]
+        if kind.name == "Pod":
+            notes = {**known["metadata"].get("annotations", {}), **patch["metadata"]["annotations"]}
+            return self._take("merge", {**known, "metadata": {**known["metadata"], "annotations": notes}})
         assert patch["metadata"]["resourceVersion"] == known["metadata"]["resourceVersion"]
         return self._take("merge", {**known, "spec": {**known["spec"], **patch["spec"]}})
 
@@ -71,7 +76,8 @@ class World:
         self.tokens = ("one",)
         self.image = "engine:1"
         client: Any = self.api
-        self.cluster = KubernetesCluster(client, self.cache, self._context)
+        self.held: dict[str, EngineHeld] = {}
+        self.cluster = KubernetesCluster(client, self.cache, self._context, held=lambda key: self.held)
         self.own("uid-1")
 
     def _context(self, owner: Any, loader_done: bool) -> RenderContext:
@@ -105,6 +111,17 @@ class World:
     async def settle(self, plan: Plan) -> None:
         while await self.cluster.carry_out(plan):
             pass
+
+    def run_pods(self, **blocks: int) -> None:
+        """Ready pods of the Deployment, each with what it holds."""
+        template = self.get("Deployment")["spec"]["template"]["metadata"]
+        for name, count in blocks.items():
+            metadata = {"name": name, "namespace": "default", "uid": name, "resourceVersion": "5", **template}
+            status = {"conditions": [{"type": "Ready", "status": "True"}]}
+            pod = {"kind": "Pod", "metadata": metadata, "spec": {"containers": []}, "status": status}
+            self.api.objects["Pod", name] = pod
+            self.cache.put("Pod", pod)
+            self.held[name] = EngineHeld(name, count)
 
     def remove(self, kind: str) -> None:
         """Somebody deletes it; the watch tells."""
@@ -289,3 +306,24 @@ async def test_what_serves_follows_the_scale_while_another_model_is_loaded(world
     world.change("Job", status=COMPLETE)
     await world.settle(world.cached(replicas=3))
     assert "apply Deployment" in world.take()
+
+
+async def test_before_replicas_are_removed_the_emptiest_is_told_to_go(world: World) -> None:
+    await world.settle(world.plan(replicas=3))
+    world.run_pods(a=4, b=1, c=9)
+    world.take()
+    await world.settle(world.plan(replicas=2))
+    assert world.take() == ["merge Pod", "apply Deployment"]
+    assert world.api.objects["Pod", "b"]["metadata"]["annotations"][COST_ANNOTATION] == "-1"
+    await world.settle(world.plan(replicas=4))
+    assert world.take() == ["apply Deployment"], "who is added to is not ranked"
+
+
+async def test_a_note_that_cannot_be_written_holds_nothing_up(world: World) -> None:
+    await world.settle(world.plan(replicas=2))
+    world.run_pods(a=4, b=1)
+    world.api.refuse = lambda child: ApiError(403, "Forbidden", "no") if child["kind"] == "Pod" else None
+    world.take()
+    await world.settle(world.plan(replicas=1))
+    assert world.take()[:2] == ["merge Pod", "apply Deployment"]
+    assert world.cluster.observe(KEY).fault is None

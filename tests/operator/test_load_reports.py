@@ -16,6 +16,7 @@ from pagemill_protocol.histogram import histogram_of
 from pagemill_protocol.load import (
     Arrivals,
     DeploymentLoad,
+    EngineHeld,
     EnginesLoad,
     Latencies,
     Lengths,
@@ -89,6 +90,15 @@ def test_engines_that_are_ready_and_unheard_make_the_sums_stale(book: LoadBook) 
     book.hear("g1", frame(engines=EnginesLoad(truth="value"), ready=0))
     assert signals(book, ready=0).engines.truth == "value"
     assert signals(book, ready=1).engines.truth == "unknown"
+
+
+def test_of_what_an_engine_holds_the_most_that_any_gateway_says_counts(book: LoadBook) -> None:
+    book.hear("g1", frame(held=[EngineHeld("a", 4, 2), EngineHeld("b", 1, 1)]))
+    book.hear("g2", frame(held=[EngineHeld("a", 3, 9), EngineHeld("c", 0, 0)]))
+    assert book.held(KEY) == {"a": EngineHeld("a", 4, 2), "b": EngineHeld("b", 1, 1), "c": EngineHeld("c", 0, 0)}
+    book.lost("g1")
+    assert book.held(KEY).keys() == {"a", "c"}
+    assert book.held("default/other") == {}
 
 
 def test_what_is_each_gateways_own_adds_up(book: LoadBook) -> None:

@@ -41,12 +41,12 @@ async def test_from_zero_to_an_answer_and_back_to_zero_and_again(machine: Machin
     ] * 2
 
 
-async def answered(session: aiohttp.ClientSession, machine: Machine) -> tuple[int, bytes]:
+async def answered(session: aiohttp.ClientSession, machine: Machine, *not_yet: int) -> tuple[int, bytes]:
     """The gateway learns of the deployment a moment after it was applied; until then the name is unknown."""
     async with asyncio.timeout(60):
         while True:
             status, body = await ask(session, machine)
-            if status != 404:
+            if status not in (404, *not_yet):
                 return status, body
             await asyncio.sleep(0.05)
 
@@ -89,3 +89,43 @@ async def test_a_plan_that_loses_its_autoscaling_goes_back_to_its_number(
         await machine.until(lambda: not machine.backend.supervisors(plan.key))
     finally:
         await machine.backend.stop()
+
+
+def holding(machine: Machine, plan: Any) -> set[str]:
+    """Replicas that have a request, as the gateway tells."""
+    held = machine.backend._held(machine.backend._deployments[plan.key])
+    return {name for name, engine in held.items() if engine.num_requests}
+
+
+async def held_by(machine: Machine, plan: Any, num_replicas: int) -> set[str]:
+    """Once so many replicas have a request."""
+    async with asyncio.timeout(30):
+        while True:
+            names = holding(machine, plan)
+            if len(names) == num_replicas:
+                return names
+            await asyncio.sleep(0.02)
+
+
+async def test_of_two_replicas_the_one_that_serves_stays(machine: Machine) -> None:
+    def planned(replicas: int) -> Any:
+        return machine.plan(replicas=replicas, engine__maxNumSeqs=1, engine__maxModelLen=4096)
+
+    plan = planned(2)
+    await machine.backend.apply([plan])
+    await machine.until_ready(plan)
+    oldest, youngest = (each.name for each in machine.backend.supervisors(plan.key))
+    async with aiohttp.ClientSession() as session:
+        await answered(session, machine, 503)
+        await held_by(machine, plan, 0)
+        one = asyncio.create_task(ask(session, machine, 4000))
+        first = await held_by(machine, plan, 1)
+        two = asyncio.create_task(ask(session, machine, 4000))
+        await held_by(machine, plan, 2)
+        on_oldest, on_youngest = (one, two) if first == {oldest} else (two, one)
+        on_oldest.cancel()
+        assert await held_by(machine, plan, 1) == {youngest}
+        await machine.backend.apply([planned(1)])
+        await machine.until(lambda: len(machine.backend.supervisors(plan.key)) == 1)
+        assert [each.name for each in machine.backend.supervisors(plan.key)] == [youngest]
+        on_youngest.cancel()

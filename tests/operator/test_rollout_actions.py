@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from pagemill_operator.backends.rollout import next_actions
 from pagemill_operator.plan import Group, Process
 from pagemill_operator.status.conditions import Phase, ReplicaObservation
+from pagemill_protocol.load import EngineHeld
 
 PROCESS = Process("module", {})
 
@@ -52,6 +53,14 @@ def test_scaling_down_takes_the_unready_then_the_youngest() -> None:
     assert next_actions(group(2), running) == (0, ["b"])
     assert next_actions(group(1), running) == (0, ["b", "c"])
     assert set(next_actions(group(0), running).drain) == {"a", "b", "c"}
+
+
+def test_scaling_down_takes_the_emptiest_of_those_that_are_ready() -> None:
+    running = [replica("a"), replica("b"), replica("c"), replica("d", "loading")]
+    held = {"a": EngineHeld("a", 0, 0), "b": EngineHeld("b", 7, 2), "c": EngineHeld("c", 9, 1)}
+    assert next_actions(group(3), running, held) == (0, ["d"])
+    assert next_actions(group(1), running, held) == (0, ["d", "a", "b"])
+    assert next_actions(group(2), running[:3], {"a": held["a"]}) == (0, ["a"]), "the others are not heard"
 
 
 PHASES: list[Phase] = ["starting", "loading", "ready", "crashed", "draining"]

@@ -13,14 +13,14 @@ from scaling_world import LENGTHS, arrivals, engines
 from pagemill_operator.autoscaler.cold_start import ColdStarts
 from pagemill_operator.autoscaler.decide import replay
 from pagemill_operator.autoscaler.decision import decode_record, encode_record
-from pagemill_operator.autoscaler.scaler import Scaler
+from pagemill_operator.autoscaler.scaler import PATIENCE_S, Scaler
 from pagemill_operator.autoscaler.signals import View
 from pagemill_operator.plan import make_plan
 from pagemill_operator.plan.types import Plan
 from pagemill_operator.status.conditions import find_conditions
 from pagemill_operator.status.observation import Observation, ReplicaObservation
 from pagemill_protocol.histogram import histogram_of
-from pagemill_protocol.load import DeploymentLoad, Latencies, QueueLoad
+from pagemill_protocol.load import DeploymentLoad, EnginesLoad, Latencies, QueueLoad
 
 KEY = "default/chat"
 MakePlan = Callable[..., Plan]
@@ -93,12 +93,27 @@ def test_only_news_is_recorded_and_every_record_decides_the_same_again(plan: Mak
 
 def test_missing_numbers_are_a_condition(plan: MakePlan) -> None:
     world = World(plan(replicas=2))
-    world.decide(engines=engines(1))
+    world.decide(queue=QueueLoad())
+    assert world.decide(engines=engines(1)) is not None, "a record of why nothing is removed"
+    assert world.condition("ScalingActive")[:2] == ("True", "ScalingActive"), "a moment of silence is no news"
+    world.clock.now += PATIENCE_S
+    assert world.decide(engines=engines(1)) is not None, "people are to be told"
     status, reason, message = world.condition("ScalingActive")
     assert (status, reason) == ("False", "SignalsMissing")
     assert "the engines' reports are stale" in message
-    world.decide()
+    assert world.decide(engines=engines(1)) is None
+    assert world.decide(queue=QueueLoad()) is not None
     assert world.condition("ScalingActive")[:2] == ("True", "ScalingActive")
+
+
+def test_a_new_leader_says_nothing_until_it_has_heard_or_waited(plan: MakePlan) -> None:
+    world = World(plan())
+    assert world.condition("ScalingActive")[:2] == ("Unknown", "NotDecided")
+    world.decide(engines=EnginesLoad())
+    assert world.condition("ScalingActive")[:2] == ("Unknown", "NotDecided"), "no engine was heard yet"
+    world.clock.now += PATIENCE_S
+    world.decide(engines=EnginesLoad())
+    assert world.condition("ScalingActive")[:2] == ("False", "SignalsMissing")
 
 
 @pytest.mark.parametrize(
