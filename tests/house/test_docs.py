@@ -186,5 +186,9 @@ def test_examples_are_valid_and_can_be_planned(example: Path) -> None:
     from pagemill_crds.models import LLMDeployment
     from pagemill_operator.plan.planner import make_plan
 
-    for document in yaml.safe_load_all(example.read_text()):
+    found = list(yaml.safe_load_all(example.read_text()))
+    if example.parent.name == "external-scaling":
+        # What stands beside them is looked at in test_external_scaling.
+        found = [each for each in found if each.get("kind") == "LLMDeployment"]
+    for document in found:
         assert make_plan(LLMDeployment.model_validate(document)).key

