@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 
 import pytest
+from support.audit import AuditLog
 from support.clusters import OneNode
 from support.deployments import Deployed, deploy
 from support.kubectl import Kubectl
@@ -52,7 +53,7 @@ def scaled() -> Document:
 
 
 def test_replicas_follow_the_load_to_three_and_to_zero_and_back(
-    one_node: OneNode, release: Release, space: Kubectl, measures: Measures
+    one_node: OneNode, release: Release, space: Kubectl, audit: AuditLog, measures: Measures
 ) -> None:
     chat, service = deploy(space, scaled()), release.service("chat")
     chat.wait_ready(1, STARTED_S)
@@ -90,6 +91,8 @@ def test_replicas_follow_the_load_to_three_and_to_zero_and_back(
         light.wait_for(5)
         assert _ordered(chat) == 1, "one request at a time needs one replica, and keeps it"
     light.report().assert_all_complete(at_least=10)
+    noted = [call for call in audit.writes(user="pagemill-operator") if call.resource == "pods"]
+    assert 0 < len(noted) <= 2 * MOST, "the emptiest were told to go, and nothing else was written on pods"
 
     chat.wait_reason("Ready", "ScaledToZero", SETTLED_S)
     until("no pod is left", lambda: _num_pods(chat) == 0, timeout_s=90)
