@@ -14,13 +14,14 @@ from pagemill_operator.plan import Plan, make_plan
 from pagemill_operator.plan.planner import name_conflicts
 
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))
+EXAMPLES = [path for path in sorted((ROOT / "examples").rglob("*.yaml")) if "kind: LLMDeployment" in path.read_text()]
 WITHOUT_EFFECT = {"gpu.yaml": {"spec.resources.gpus"}, "hugging-face.yaml": {"spec.model.cache.accessMode"}}
 """Of which the example or its page tells readers; where this changes, what they say changes."""
 
 
 def plans_of(example: Path) -> list[Plan]:
-    documents = yaml.safe_load_all(example.read_text())
+    """Of its LLMDeployments; what else stands beside them is not ours to carry out."""
+    documents = [each for each in yaml.safe_load_all(example.read_text()) if each["kind"] == "LLMDeployment"]
     return [make_plan(LLMDeployment.model_validate(document), "kubernetes") for document in documents]
 
 
