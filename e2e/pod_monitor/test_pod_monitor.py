@@ -8,7 +8,7 @@ import pytest
 from support.deployments import deploy
 from support.kubectl import Kubectl
 from support.objects import Document, llmdeployment
-from support.release import Release, Releases
+from support.release import SHARED_NAME, SHARED_NAMESPACE, Release, Releases
 
 NAME = "podmonitors.monitoring.coreos.com"
 LOOSE = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
@@ -29,7 +29,7 @@ DEFINITION: Document = {
 def monitored(releases: Releases) -> Iterator[Release]:
     """A release whose operator finds the kind when it starts."""
     with releases.absent():
-        release = releases.new("monitored", "pagemill-monitored")
+        release = releases.new(SHARED_NAME, SHARED_NAMESPACE)
         cluster = release.cluster.kubectl
         if cluster.run("get", f"crd/{NAME}").returncode == 0:
             pytest.skip("this cluster has the real kind")
