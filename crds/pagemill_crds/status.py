@@ -79,6 +79,29 @@ class Scaling(Section):
     """Why."""
 
 
+class Start(Section):
+    """The latest start of a replica, by phase in milliseconds. Times of Kubernetes have whole seconds."""
+
+    time: Timestamp
+    """When it was ready."""
+    pod: str
+    """Its pod."""
+    schedule_ms: Count = 0
+    """Until it had a node."""
+    pull_ms: Count = 0
+    """Until its container ran: the image, and volumes."""
+    boot_ms: Count = 0
+    """Until the engine looked at the model, and until the kubelet saw that it was ready."""
+    load_ms: Count = 0
+    """Weights and KV cache."""
+    warm_ms: Count = 0
+    """Kernels, and the measuring of step times."""
+    first_token_ms: Count = 0
+    """The first token."""
+    total_ms: Count = 0
+    """All of it."""
+
+
 class LLMDeploymentStatus(Section):
     """What the operator observed."""
 
@@ -100,6 +123,8 @@ class LLMDeploymentStatus(Section):
     """Load in coarse steps."""
     last_scaling: Scaling | None = None
     """The latest change of the number of replicas."""
+    last_start: Start | None = None
+    """The latest start of a replica that was measured."""
     conditions: Annotated[
         list[Condition],
         Field(

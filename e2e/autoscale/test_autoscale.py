@@ -58,6 +58,9 @@ def test_replicas_follow_the_load_to_three_and_to_zero_and_back(
     chat, service = deploy(space, scaled()), release.service("chat")
     chat.wait_ready(1, STARTED_S)
     chat.wait_reason("ScalingActive", "ScalingActive")
+    start = until("the status tells how the start went", lambda: chat.status().get("lastStart"), timeout_s=90) or {}
+    assert min(start["loadMs"], start["warmMs"], start["firstTokenMs"]) > 0, start
+    measures.record("cold start by phase", **{name: value for name, value in start.items() if name.endswith("Ms")})
 
     with running_load(service, workers=HEAVY) as heavy:
         began_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""When a new engine pod passed from phase to phase, seen from outside: scheduled, started, loading, warming, ready.
+"""When a new engine pod passed from phase to phase, seen from outside: from scheduled and started to warming and ready.
 
 The pod's conditions have whole seconds only, so the pod and the engine's own `/readyz` are asked ten times a second.
 """
@@ -16,13 +16,14 @@ from support.deployments import Deployed
 from support.waiting import until
 
 CONTROL_PORT = 8001
-ENGINE_PHASES = ("loading", "warming")
+ENGINE_PHASES = ("loading", "first_token", "warming")
 DURATIONS = {
     "asked": "decide_s",
     "created": "schedule_s",
     "scheduled": "pull_s",
     "started": "import_s",
     "loading": "load_s",
+    "first_token": "first_token_s",
     "warming": "warm_s",
 }
 """What the time after each moment is spent with."""

@@ -2,8 +2,8 @@
 
 Each `LoadFrame` is the whole picture of one gateway; frames come on change, at once when somebody begins to wait, and
 every few seconds otherwise, as length-prefixed msgpack (`pagemill_protocol.frames`). Every gateway hears every engine,
-so `engines`, `pods` and `held` of several gateways are views of the same thing; `queue`, `arrivals`, `latencies` and
-`lengths` are each gateway's own and add up.
+so `engines`, `pods`, `held` and `starts` of several gateways are views of the same thing; `queue`, `arrivals`,
+`latencies` and `lengths` are each gateway's own and add up.
 
 Missing is not zero: each group of numbers says whether it is a `value`, `unknown` (nobody has told yet) or `stale`
 (somebody told once and is silent now; the numbers are the last ones, without the silent).
@@ -79,6 +79,15 @@ class EngineHeld(msgspec.Struct, frozen=True, array_like=True):
     """Running and waiting there, those included that were sent a moment ago."""
 
 
+class EngineStart(msgspec.Struct, frozen=True, array_like=True):
+    """How one engine's start went; source: its state stream."""
+
+    id: str
+    """Of the endpoint: in a cluster the uid of its pod."""
+    seconds: dict[str, float] = {}
+    """By phase: `load`, `warm`, `first_token`."""
+
+
 class Arrivals(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How much comes in; source: the gateway. Zero is a value."""
 
@@ -120,6 +129,8 @@ class DeploymentLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     pods: PodsSeen = PodsSeen()
     held: list[EngineHeld] = []
     """By each engine that reports: the emptiest is removed first."""
+    starts: list[EngineStart] = []
+    """Of each engine that reports and has told."""
     queue: QueueLoad = QueueLoad()
     arrivals: Arrivals = Arrivals()
     latencies: Latencies = Latencies()

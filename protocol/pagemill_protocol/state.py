@@ -81,6 +81,8 @@ class StateFrame(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Requests that may run at once; 0: not told."""
     granule_blocks: int = 0
     """Blocks of one granule (`pagemill_protocol.hashes`); 0: not told, the fewest that hold 64 tokens."""
+    start_s: dict[str, float] = {}
+    """Seconds that the phases of its start took: `load`, `warm`, `first_token`; empty: not told."""
     models: list[str] = []
     """Names this engine answers to: the model, its aliases and adapters."""
     draining: bool = False

@@ -102,7 +102,9 @@ async def test_the_engine_starts_answers_refuses_and_stops() -> None:
     async with started() as channel:
         ready, progress = await until_ready(channel)
         assert ready.num_blocks == 4096
-        assert [message.phase for message in progress] == ["warming", "warming"]
+        assert [message.phase for message in progress] == ["first_token", "warming"]
+        assert ready.start_s.keys() == {"load", "first_token", "warm"}
+        assert sum(ready.start_s.values()) == pytest.approx(ready.load_s, abs=0.1)
         channel.send(request("a", n=2))
         channel.send(request("long", 100_000))
         channel.send(request("wide", n=9))

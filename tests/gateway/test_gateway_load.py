@@ -15,7 +15,7 @@ from pagemill_gateway.brain.queues import Queues
 from pagemill_gateway.brain.registry import Registry
 from pagemill_gateway.brain.traffic import Traffic
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint, QueueLimits
-from pagemill_protocol.load import DeploymentLoad, EngineHeld
+from pagemill_protocol.load import DeploymentLoad, EngineHeld, EngineStart
 from pagemill_protocol.state import EngineLoad, StateFrame, StepTimeParams
 
 
@@ -83,6 +83,13 @@ def test_what_each_engine_holds_is_told_by_its_id() -> None:
     held = [EngineHeld("0", 5, 3), EngineHeld("1", 1, 4)]
     assert measured(registry, 102.0).held == held, "what was sent a moment ago counts, who never spoke does not"
     assert measured(registry, 103.5).held == held[1:]
+
+
+def test_how_each_engine_started_is_told_by_its_id() -> None:
+    registry = registry_with(EngineLoad(), EngineLoad())
+    frame = StateFrame(sequence=2, snapshot=True, max_model_len=10, start_s={"load": 2.5})
+    registry.endpoints["1"].reports.accept(frame, 0, 101.0)
+    assert measured(registry, 102.0).starts == [EngineStart("1", {"load": 2.5})], "the other one has not told"
 
 
 @asynccontextmanager

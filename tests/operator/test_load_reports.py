@@ -18,6 +18,7 @@ from pagemill_protocol.load import (
     DeploymentLoad,
     EngineHeld,
     EnginesLoad,
+    EngineStart,
     Latencies,
     Lengths,
     LoadFrame,
@@ -99,6 +100,12 @@ def test_of_what_an_engine_holds_the_most_that_any_gateway_says_counts(book: Loa
     book.lost("g1")
     assert book.held(KEY).keys() == {"a", "c"}
     assert book.held("default/other") == {}
+
+
+def test_who_told_how_an_engine_started_does_not_matter(book: LoadBook) -> None:
+    book.hear("g1", frame(starts=[EngineStart("a", {"load": 1.0})]))
+    book.hear("g2", frame(starts=[EngineStart("a", {"load": 1.0}), EngineStart("b", {"load": 2.0})]))
+    assert book.starts(KEY) == {"a": {"load": 1.0}, "b": {"load": 2.0}}
 
 
 def test_what_is_each_gateways_own_adds_up(book: LoadBook) -> None:

@@ -18,7 +18,7 @@ from pagemill_operator.backends.kubernetes.snapshot import Load, Snapshot
 from pagemill_operator.plan import Plan, make_plan
 from pagemill_operator.status.events import events_between
 from pagemill_operator.status.load import REQUEST_STEPS, coarse, next_load, summarize
-from pagemill_operator.status.observation import Fault, Observation, ReplicaObservation
+from pagemill_operator.status.observation import Fault, LastStart, Observation, ReplicaObservation
 
 Make = Callable[..., LLMDeployment]
 T0, T1, T2 = "2026-01-01T00:00:00Z", "2026-01-01T00:00:10Z", "2026-01-01T00:01:00Z"
@@ -204,3 +204,21 @@ def test_a_fault_of_the_whole_deployment_breaks_its_condition(deployment: Make, 
     broken = {condition["type"] for condition in status["conditions"] if condition["reason"] == "SomethingWrong"}
     assert broken == {stage, "Ready"}
     assert [event.reason for event in events_between({}, status)] == ["SomethingWrong"]
+
+
+def test_the_latest_start_is_shown_by_phase_and_stays(deployment: Make) -> None:
+    plan = make_plan(deployment(replicas=1), "kubernetes")
+    start = LastStart("chat-1", T0, {"schedule": 1.0, "load": 3.25, "first_token": 0.5, "total": 9.0})
+    body = status_body(snapshot(), replace(seen(plan, "ready"), last_start=start), URL, T0)
+    shown = LLMDeploymentStatus.model_validate(written(body)).last_start
+    assert shown is not None
+    assert (shown.pod, shown.schedule_ms, shown.load_ms, shown.first_token_ms, shown.total_ms) == (
+        "chat-1",
+        1000,
+        3250,
+        500,
+        9000,
+    )
+    assert body["lastStart"]["firstTokenMs"] == 500
+    later = status_body(snapshot(written(body)), seen(plan, "ready"), URL, T1)
+    assert later["lastStart"] == body["lastStart"], "a leader that has measured none keeps it"

@@ -143,8 +143,8 @@ class _Screen:
         self._ports = (port, control_port)
 
     def phase(self, phase: str, detail: str) -> None:
-        if phase in ("loading", "allocating", "warming"):
-            self._console.print(f"{phase}: {detail}", style="dim", markup=False)
+        if phase in ("loading", "allocating", "warming", "first_token"):
+            self._console.print(f"{phase.replace('_', ' ')}: {detail}", style="dim", markup=False)
         self._failed = self._failed or phase == "failed"
         if phase == "stopped" and not self._failed:
             self._console.print("Stopped.")

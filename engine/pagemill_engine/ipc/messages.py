@@ -34,7 +34,7 @@ class LoadProgress(msgspec.Struct, frozen=True, tag="progress"):
     """Why the engine is not ready yet."""
 
     phase: str
-    """`loading`, `allocating`, `warming`."""
+    """`loading`, `allocating`, `warming`, `first_token`."""
     detail: str
     elapsed_s: float
 
@@ -75,6 +75,9 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     kv_bytes_per_token: int
     compute: str
     load_s: float
+    """From the first look at the model until now."""
+    start_s: dict[str, float] = {}
+    """The same by phase: `load`, `warm`, `first_token`."""
     load: EngineLoad
     """Told at once: of an engine whose cache they do not know, gateways believe that everything fits."""
     memory: MemoryBudget | None = None

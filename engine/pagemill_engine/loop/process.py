@@ -31,6 +31,7 @@ from pagemill_engine.ipc.messages import (
 )
 from pagemill_engine.loading.early_digest import EarlyDigest
 from pagemill_engine.loop.core import EngineCore
+from pagemill_engine.loop.start_clock import StartClock
 from pagemill_engine.loop.warmup import SelfTestError, calibrate, self_test
 from pagemill_engine.runner import factory
 from pagemill_protocol.errors import PagemillError, internal_error
@@ -153,7 +154,7 @@ def start_core(
 ) -> EngineCore:
     """Load the model and prove that it works. Raises what the runner factory raises, or `SelfTestError`."""
     core = EngineCore(config, factory.create_runner(config, progress, early_digest))
-    progress("warming", "generating a first token")
+    progress("first_token", "generating a first token")
     self_test(core)
     progress("warming", "measuring step times")
     calibrate(core)
@@ -162,9 +163,10 @@ def start_core(
 
 def serve(config: EngineConfig, link: EngineLink, early_digest: EarlyDigest | None = None) -> None:
     """Load, report ready, loop. Returns after `Shutdown`."""
-    started_s = time.monotonic()
+    started_s, clock = time.monotonic(), StartClock()
 
     def progress(phase: str, detail: str) -> None:
+        clock.progress(phase)
         link.send(LoadProgress(phase, detail, time.monotonic() - started_s))
 
     # Imports and loading make little garbage and many objects that stay: walking them 450 times takes 0.3 s of 4.
@@ -176,14 +178,14 @@ def serve(config: EngineConfig, link: EngineLink, early_digest: EarlyDigest | No
         gc.freeze()
     finally:
         gc.enable()
-    link.send(_ready(core, time.monotonic() - started_s))
+    link.send(_ready(core, time.monotonic() - started_s, clock.seconds()))
     try:
         EngineLoop(core, link).run()
     finally:
         core.runner.close()
 
 
-def _ready(core: EngineCore, load_s: float) -> Ready:
+def _ready(core: EngineCore, load_s: float, start_s: dict[str, float]) -> Ready:
     info = core.runner.info
     return Ready(
         num_blocks=info.num_blocks,
@@ -198,6 +200,7 @@ def _ready(core: EngineCore, load_s: float) -> Ready:
         kv_bytes_per_token=info.kv_bytes_per_token,
         compute=info.compute,
         load_s=load_s,
+        start_s=start_s,
         load=core.load(),
         memory=info.memory,
     )

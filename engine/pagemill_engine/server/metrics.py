@@ -7,6 +7,7 @@ clock of this process, so a latency includes everything a client of this port wa
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from dataclasses import dataclass, field
 from importlib.metadata import version
 
@@ -40,6 +41,8 @@ class ServerMetrics:
         self._config = config
         self._metrics = Metrics(ENGINE_METRICS, model_name=model_name, engine="0")
         self._phase: tuple[str, float] | None = None
+        self._phase_s: defaultdict[str, float] = defaultdict(float)
+        """A phase may come again."""
         self._num_preemptions = 0
         for spec in (names.ENGINE_READY, names.ENGINE_DRAINING, names.NUM_REQUESTS_RUNNING, names.NUM_REQUESTS_WAITING):
             self._metrics.gauge(spec).set(0)
@@ -54,7 +57,9 @@ class ServerMetrics:
         """The server entered `phase`; the one before is over."""
         now_s = time.monotonic()
         if self._phase is not None and self._phase[0] not in ("ready", "draining"):
-            self._metrics.gauge(names.ENGINE_LOAD_SECONDS, phase=self._phase[0]).set(now_s - self._phase[1])
+            before, since_s = self._phase
+            self._phase_s[before] += now_s - since_s
+            self._metrics.gauge(names.ENGINE_LOAD_SECONDS, phase=before).set(self._phase_s[before])
         self._phase = (phase, now_s)
         self._metrics.gauge(names.ENGINE_READY).set(phase == "ready")
         self._metrics.gauge(names.ENGINE_DRAINING).set(phase == "draining")

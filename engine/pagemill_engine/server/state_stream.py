@@ -59,6 +59,7 @@ class StatePublisher:
             max_num_seqs=ready.max_num_seqs,
             granule_blocks=granule_blocks(ready.block_size, ready.num_blocks),
             load=ready.load,
+            start_s=ready.start_s,
         )
 
     def report(self, load: EngineLoad, step_time: StepTimeParams | None, prefixes: PrefixEvents | None) -> None:

@@ -5,12 +5,22 @@ All engines together, without the detail that routing needs; this gateway's own 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import msgspec
 
 from pagemill_gateway.brain.queues import Queues, QueueState
 from pagemill_gateway.brain.registry import Deployment, EndpointRecord, Registry
 from pagemill_gateway.brain.traffic import Traffic
-from pagemill_protocol.load import Arrivals, DeploymentLoad, EngineHeld, EnginesLoad, PodsSeen, QueueLoad
+from pagemill_protocol.load import (
+    Arrivals,
+    DeploymentLoad,
+    EngineHeld,
+    EnginesLoad,
+    EngineStart,
+    PodsSeen,
+    QueueLoad,
+)
 from pagemill_protocol.state import EngineLoad, StateFrame
 
 BYTES_PER_TOKEN = 3
@@ -47,6 +57,7 @@ def _of_deployment(deployment: Deployment, queue: QueueState, traffic: Traffic, 
         engines=_engines(deployment.records, now),
         pods=pods,
         held=[_held(record) for record in deployment.records if record.reports.fresh(now)],
+        starts=list(_starts(deployment.records, now)),
         queue=QueueLoad(
             num_requests=queue.num_requests,
             num_bytes=queue.num_bytes,
@@ -99,6 +110,12 @@ def _held(record: EndpointRecord) -> EngineHeld:
     load = record.reports.latest.load if record.reports.latest is not None else EngineLoad()
     num_told = load.num_requests_running + load.num_requests_waiting
     return EngineHeld(record.endpoint.id, load.num_blocks_active, max(num_told, record.in_flight))
+
+
+def _starts(records: list[EndpointRecord], now: float) -> Iterator[EngineStart]:
+    for record in records:
+        if record.reports.latest is not None and record.reports.latest.start_s and record.reports.fresh(now):
+            yield EngineStart(record.endpoint.id, record.reports.latest.start_s)
 
 
 def _most_experienced(frames: list[StateFrame]) -> StateFrame:

@@ -6,6 +6,7 @@ from pagemill_protocol.metrics import MetricSpec
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _READY_SECONDS = (1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
+_START_SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
 
 RECONCILES = MetricSpec(
     "controller_runtime_reconcile",
@@ -48,6 +49,14 @@ READY_SECONDS = MetricSpec(
     (),
     _READY_SECONDS,
 )
+COLD_START_SECONDS = MetricSpec(
+    "pagemill_cold_start_phase_seconds",
+    "histogram",
+    "Starts of engine pods by phase: schedule (until it has a node), pull (until its container runs), boot (until the "
+    "engine looks at the model, and until the kubelet sees it ready), load, warm, first_token; total is all of them.",
+    ("phase",),
+    _START_SECONDS,
+)
 WATCH_AGE_SECONDS = MetricSpec(
     "pagemill_operator_watch_age_seconds",
     "gauge",
@@ -78,6 +87,7 @@ OPERATOR_METRICS = [
     DEPLOYMENTS,
     WRITES,
     READY_SECONDS,
+    COLD_START_SECONDS,
     WATCH_AGE_SECONDS,
     LOOP_LAG_SECONDS,
     AUTOSCALER_REPLICAS,

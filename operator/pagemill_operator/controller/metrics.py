@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 from prometheus_client import ProcessCollector
@@ -68,6 +68,11 @@ class OperatorMetrics:
 
     def became_ready(self, seconds: float) -> None:
         self._metrics.histogram(specs.READY_SECONDS).observe(seconds)
+
+    def started(self, seconds: Mapping[str, float]) -> None:
+        """A pod has become ready; by phase."""
+        for phase, value in seconds.items():
+            self._metrics.histogram(specs.COLD_START_SECONDS, phase=phase).observe(value)
 
     def lagged(self, seconds: float) -> None:
         self._metrics.gauge(specs.LOOP_LAG_SECONDS).set(seconds)

@@ -28,6 +28,7 @@ from pagemill_operator.config import OperatorConfig
 from pagemill_operator.controller import health
 from pagemill_operator.controller.cache import Cache
 from pagemill_operator.controller.chores import insist, repeat
+from pagemill_operator.controller.cold_starts import ColdStarts
 from pagemill_operator.controller.events import EventRecorder
 from pagemill_operator.controller.keys import KeyRing
 from pagemill_operator.controller.lease import LeaderElection, Leadership, LeaseSettings
@@ -116,6 +117,7 @@ class Operator:
             self.metrics,
             url=config.gateway_url,
             scaled=self.autoscaling.scaled,
+            starts=ColdStarts(self.book.starts, self.metrics),
         )
         self.workers = Workers(self.queue, reconciler, self.metrics, count=config.workers, resync_s=config.resync_s)
         self.election = LeaderElection(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -17,6 +18,7 @@ from pagemill_operator.backends.kubernetes.kinds import LLM_DEPLOYMENT
 from pagemill_operator.backends.kubernetes.observe import load_wait_s, status_body
 from pagemill_operator.backends.kubernetes.snapshot import Manifest
 from pagemill_operator.controller.cache import Cache
+from pagemill_operator.controller.cold_starts import ColdStarts
 from pagemill_operator.controller.events import EventRecorder
 from pagemill_operator.controller.metrics import OperatorMetrics
 from pagemill_operator.controller.reading import read_plan
@@ -41,10 +43,11 @@ class Reconciler:
         *,
         url: str,
         scaled: Callable[[Plan], Plan] = lambda plan: plan,
+        starts: ColdStarts | None = None,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
-        """`scaled`: the plan with as many replicas as the autoscaler wants."""
+        """`scaled`: the plan with as many replicas as the autoscaler wants. `starts`: measures those of pods."""
         self._cache = cache
         self._cluster = cluster
         self._client = client
@@ -52,6 +55,7 @@ class Reconciler:
         self._metrics = metrics
         self._url = url
         self._scaled = scaled
+        self._starts = starts
         self._clock = clock
         self._now = now
         self._applied_at: dict[str, float] = {}
@@ -96,6 +100,8 @@ class Reconciler:
         if self._cache.owner(key) is not None:
             return False
         await self._cluster.forget([key])
+        if self._starts:
+            self._starts.forget(key)
         for book in (self._applied_at, self._untold_since, self._written_at, self._plans):
             book.pop(key, None)
         return True
@@ -125,7 +131,8 @@ class Reconciler:
             # Edited meanwhile: what was carried out is not what this generation wants.
             return 0.0
         old: dict[str, Any] = snapshot.owner.get("status") or {}
-        new = status_body(snapshot, self._cluster.observe(key), self._url, text)
+        start = self._starts.look(key, snapshot.pods) if self._starts else None
+        new = status_body(snapshot, replace(self._cluster.observe(key), last_start=start), self._url, text)
         if new == old:
             return load_wait_s(snapshot, text)
         pause_s = wait_s(old, new, self._clock() - self._written_at.get(key, -1e9))

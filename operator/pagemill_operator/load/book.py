@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from pagemill_operator.autoscaler.signals import View
@@ -68,6 +68,10 @@ class LoadBook:
             known = held.get(engine.id, engine)
             held[engine.id] = max(known, engine, key=weight)
         return held
+
+    def starts(self, key: str) -> dict[str, Mapping[str, float]]:
+        """By engine, the seconds of each phase of its start."""
+        return {start.id: start.seconds for heard in self._of(key) for start in heard.load.starts}
 
     def needs_engine(self, key: str) -> bool:
         """Somebody waits where no engine is."""

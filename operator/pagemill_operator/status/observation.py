@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -68,6 +69,17 @@ class Scaling:
 
 
 @dataclass(frozen=True)
+class LastStart:
+    """How the latest start of a replica went."""
+
+    name: str
+    time: str
+    """When it was ready; RFC 3339."""
+    seconds: Mapping[str, float]
+    """By phase, `total` among them."""
+
+
+@dataclass(frozen=True)
 class Observation:
     """What is known about one deployment."""
 
@@ -86,6 +98,8 @@ class Observation:
     """What fills the model's volume, while engines wait for it."""
     scaling: Scaling | None = None
     """None where the number of replicas is fixed, or nothing was decided yet."""
+    last_start: LastStart | None = None
+    """None: none was measured."""
     look_again_s: float | None = None
     """When time alone may make this another observation; None: never."""
 

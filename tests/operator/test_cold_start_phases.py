@@ -1,0 +1,100 @@
+"""Cold starts by phase: what a pod's conditions and its engine tell together, once for each pod."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from pagemill_operator.backends.kubernetes.observe.start import PHASES, start_of
+from pagemill_operator.controller.cold_starts import ColdStarts
+from pagemill_operator.controller.metrics import OperatorMetrics
+
+Manifest = dict[str, Any]
+KEY = "default/chat"
+ENGINE = {"load": 3.5, "first_token": 0.25, "warm": 1.25}
+
+
+def at(second: int) -> str:
+    return f"2026-01-01T00:00:{second:02}Z"
+
+
+def pod(uid: str = "a", *, created: int = 0, ready: int | None = 12, restarts: int = 0) -> Manifest:
+    conditions = [{"type": "PodScheduled", "status": "True", "lastTransitionTime": at(created + 1)}]
+    if ready is not None:
+        conditions.append({"type": "Ready", "status": "True", "lastTransitionTime": at(ready)})
+    container = {"name": "engine", "restartCount": restarts, "state": {"running": {"startedAt": at(created + 4)}}}
+    return {
+        "metadata": {"name": f"chat-{uid}", "uid": uid, "creationTimestamp": at(created)},
+        "status": {"conditions": conditions, "containerStatuses": [container]},
+    }
+
+
+def test_the_phases_are_the_whole_start() -> None:
+    start = start_of(pod(), "engine", ENGINE)
+    assert start is not None
+    assert (start.name, start.time) == ("chat-a", at(12))
+    assert start.seconds == {
+        "schedule": 1,
+        "pull": 3,
+        "boot": 3,
+        "load": 3.5,
+        "warm": 1.25,
+        "first_token": 0.25,
+        "total": 12,
+    }
+    assert tuple(start.seconds) == PHASES
+    assert sum(seconds for phase, seconds in start.seconds.items() if phase != "total") == start.seconds["total"]
+
+
+@pytest.mark.parametrize(
+    "started",
+    [pod(ready=None), pod(restarts=1), {**pod(), "status": {}}, {**pod(), "metadata": {"name": "x", "uid": "x"}}],
+    ids=["not ready", "started again", "nothing told", "without a time"],
+)
+def test_what_is_no_whole_start_is_none(started: Manifest) -> None:
+    assert start_of(started, "engine", ENGINE) is None
+
+
+def test_clocks_that_disagree_make_no_negative_phase() -> None:
+    start = start_of(pod(ready=3), "engine", ENGINE)
+    assert start is not None
+    assert (start.seconds["boot"], start.seconds["total"]) == (0, 3)
+
+
+class World:
+    def __init__(self) -> None:
+        self.metrics = OperatorMetrics()
+        self.told: dict[str, dict[str, float]] = {}
+        now = datetime(2026, 1, 1, 0, 0, 10, tzinfo=UTC)
+        self.starts = ColdStarts(lambda key: self.told, self.metrics, now=lambda: now)
+
+    def counts(self) -> dict[str, float]:
+        families = text_string_to_metric_families(self.metrics.text().decode())
+        samples = (sample for family in families for sample in family.samples)
+        return {
+            sample.labels["phase"]: sample.value
+            for sample in samples
+            if sample.name == "pagemill_cold_start_phase_seconds_count"
+        }
+
+
+def test_each_start_under_this_leader_counts_once_and_the_latest_is_shown() -> None:
+    world = World()
+    pods = [pod("old"), pod("a", created=20, ready=30), pod("b", created=20, ready=35)]
+    assert world.starts.look(KEY, pods) is None, "no engine has told yet"
+    world.told = {"old": ENGINE, "b": ENGINE}
+    for _ in range(2):
+        latest = world.starts.look(KEY, pods)
+        assert latest is not None
+        assert latest.name == "chat-b"
+    assert world.counts() == dict.fromkeys(PHASES, 1.0), "that which is older than our time is the earlier leader's"
+    world.told |= {"a": ENGINE}
+    latest = world.starts.look(KEY, pods)
+    assert latest is not None
+    assert latest.name == "chat-b", "the later one"
+    assert world.counts() == dict.fromkeys(PHASES, 2.0)
+    world.starts.forget(KEY)
+    assert world.starts.look(KEY, []) is None
