@@ -21,7 +21,8 @@ model, and what lies between the engine's readiness and the kubelet's next look;
 def start_of(pod: Manifest, main: str, engine: Mapping[str, float]) -> LastStart | None:
     """None while it has not come that far, and of a container that was started again: that is no cold start."""
     created, scheduled = _time(pod["metadata"].get("creationTimestamp")), _since(pod, "PodScheduled")
-    status = next((each for each in pod.get("status", {}).get("containerStatuses") or [] if each["name"] == main), {})
+    containers: list[dict[str, Any]] = pod.get("status", {}).get("containerStatuses") or []
+    status = next((each for each in containers if each["name"] == main), {})
     running = _time(status.get("state", {}).get("running", {}).get("startedAt"))
     ready = _since(pod, "Ready")
     if created is None or scheduled is None or running is None or ready is None or status.get("restartCount"):
