@@ -65,5 +65,5 @@ def merged(histograms: Iterable[Histogram]) -> Histogram:
     """Of all their values together."""
     counts: Counter[int] = Counter()
     for histogram in histograms:
-        counts.update(histogram.counts)
+        counts.update(dict(histogram._sound()))
     return Histogram(dict(counts))

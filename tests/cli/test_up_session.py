@@ -311,3 +311,28 @@ def _up_to(lines: Iterator[str], word: str) -> Iterator[str]:
         if word in line:
             return
     raise AssertionError(f"the command ended before it said {word!r}")
+
+
+def test_why_tells_what_a_running_up_decided_and_decides_it_again(
+    write: Write, simulated: Simulated, pagemill: Run, environment: dict[str, str]
+) -> None:
+    autoscaling = {"minReplicas": 0, "maxReplicas": 2, "scaleToZeroAfter": "1s"}
+    environment["KUBECONFIG"] = "/nonexistent"
+    file = write("sim.yaml", simulated(autoscaling=autoscaling))
+    command = [sys.executable, "-m", "pagemill", "up", "-f", str(file), "--port", "0", "--keep"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment, text=True
+    ) as process:
+        assert process.stdout
+        list(_up_to(iter(process.stdout.readline, ""), "scaled to 0 replicas from 1"))
+        result = pagemill("why", "sim", "--replay", "-o", "json")
+        assert result.returncode == 0, result.stderr
+        body = json.loads(result.stdout)
+        assert body["recordedBy"] == f"`pagemill up` (process {process.pid})"
+        assert body["records"][-1]["decision"]["reason"] == "ScaledToZero"
+        assert all(each["same"] for each in body["replays"])
+        assert "`pagemill up` on this machine has decided about default/sim" in pagemill("why", "other").stderr
+        process.send_signal(signal.SIGTERM)
+        process.stdout.read()
+        assert process.wait(30) == 0
+    assert_nothing_is_left(environment, set())

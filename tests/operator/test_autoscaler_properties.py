@@ -9,11 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scaling_world import LENGTHS, Scaled, arrivals, busy, engines, signals
 
-from pagemill_operator.autoscaler.decide import decide
+from pagemill_operator.autoscaler.decide import decide, replay
+from pagemill_operator.autoscaler.decision import Record, decode_record, encode_record
 from pagemill_operator.autoscaler.memory import Memory
 from pagemill_operator.autoscaler.policy import Direction, Policy, Slo
-from pagemill_operator.autoscaler.signals import Fleet
-from pagemill_protocol.load import Arrivals, EnginesLoad, Lengths, QueueLoad
+from pagemill_operator.autoscaler.signals import Fleet, View, merge
+from pagemill_protocol.histogram import Histogram
+from pagemill_protocol.load import Arrivals, DeploymentLoad, EnginesLoad, Latencies, Lengths, QueueLoad
+from pagemill_protocol.state import StepTimeParams
 
 counts = st.integers(0, 10**6)
 truths = st.sampled_from(["value", "unknown", "stale"])
@@ -120,3 +123,51 @@ def test_the_same_input_gives_the_same_decision(fields: dict[str, object], repli
     policy = Policy("Active", 0, 20, kv_cache_usage=0.8, queue_depth=2, slo=Slo(500.0, 50.0))
     seen = signals(replicas, **fields, fleet=Fleet(wanted=replicas, ready=replicas))
     assert decide(policy, seen, Memory()) == decide(policy, seen, Memory())
+
+
+numbers = st.sampled_from([math.nan, math.inf, -math.inf, -1.0, 0.0, 0.5, 3.0, 1e12])
+
+
+@st.composite
+def reports(draw: st.DrawFn) -> DeploymentLoad:
+    """Of a gateway that may say anything."""
+    histogram = st.builds(Histogram, st.dictionaries(st.integers(-5, 400), numbers, max_size=3))
+    step_time = StepTimeParams(
+        knots_tokens=[1, 64],
+        knot_ms=[draw(numbers), draw(numbers)],
+        decode_context_ms=draw(numbers),
+        chunk_context_ms=draw(numbers),
+        error_p50=draw(numbers),
+        error_p95=draw(numbers),
+    )
+    return DeploymentLoad(
+        namespace="ns",
+        name="d",
+        engines=engines(1, active=0.5, running=3, age_s=draw(numbers), step_time=step_time),
+        queue=QueueLoad(num_requests=2, num_tokens=10, oldest_s=draw(numbers)),
+        arrivals=Arrivals(
+            truth="value",
+            window_s=draw(numbers),
+            requests_per_s=draw(numbers),
+            tokens_per_s=draw(numbers),
+            burst_window_s=draw(numbers),
+            burst_requests_per_s=draw(numbers),
+            idle_s=draw(numbers),
+        ),
+        latencies=Latencies(truth="value", ttft_ms=draw(histogram), tpot_ms=draw(histogram)),
+        lengths=Lengths(truth="value", prompt=draw(histogram), computed=draw(histogram), output=draw(histogram)),
+    )
+
+
+@given(st.lists(reports(), max_size=2), st.booleans())
+def test_whatever_gateways_say_its_record_can_be_read_and_decides_the_same_again(
+    told: list[DeploymentLoad], has_slo: bool
+) -> None:
+    policy = Policy("Active", 0, 9, slo=Slo(500.0, 40.0) if has_slo else None, kv_cache_usage=0.8, queue_depth=2)
+    memory = Memory()
+    for turn in range(2):
+        seen = merge([View(load) for load in told], Fleet(wanted=1, ready=1), num_gateways=len(told), at_s=turn * 2.0)
+        before = memory
+        decision, memory = decide(policy, seen, before)
+        record = decode_record(encode_record(Record("ns/d", "", policy, seen, before, decision)))
+        assert replay(record) == decision

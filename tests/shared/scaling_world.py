@@ -78,6 +78,7 @@ class Scaled:
         self.cold_start_s = cold_start_s
         self.ready_at = [-math.inf] * replicas
         self.decisions: list[Decision] = []
+        self.records: list[Record] = []
 
     @property
     def ready(self) -> int:
@@ -103,8 +104,9 @@ class Scaled:
         seen = signals(self.ready, at_s=self.now, **({"engines": engines(self.ready, **shown), "fleet": fleet} | load))
         before = self.memory
         decision, self.memory = decide(self.policy, seen, before)
+        self.records.append(Record("ns/d", "2026-01-01T00:00:00Z", self.policy, seen, before, decision))
         if len(self.decisions) % 10 == 0:
-            self._replay(Record("ns/d", "", self.policy, seen, before, decision))
+            self._replay(self.records[-1])
         self.decisions.append(decision)
         self._order(decision.replicas)
         return decision

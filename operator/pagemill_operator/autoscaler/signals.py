@@ -13,6 +13,7 @@ import msgspec
 
 from pagemill_protocol.histogram import merged
 from pagemill_protocol.load import Arrivals, DeploymentLoad, EnginesLoad, Latencies, Lengths, QueueLoad
+from pagemill_protocol.state import StepTimeParams
 
 
 class Fleet(msgspec.Struct, frozen=True):
@@ -96,7 +97,10 @@ def _engines(views: Sequence[View], fleet: Fleet) -> EnginesLoad:
     best = max(
         views, key=lambda v: (order[v.load.engines.truth], v.load.engines.num_reporting, -v.age_s - _age(v.load))
     )
-    engines = msgspec.structs.replace(best.load.engines, age_s=round(best.age_s + _age(best.load), 3))
+    told = best.load.engines
+    engines = msgspec.structs.replace(
+        told, age_s=round(best.age_s + _age(best.load), 3), step_time=_readable(told.step_time)
+    )
     if not is_sound(engines):
         return EnginesLoad()
     # Engines that the platform calls ready and no gateway hears are not idle: nobody knows what they do.
@@ -118,13 +122,25 @@ def is_sound(engines: EnginesLoad) -> bool:
     return all(count >= 0 for count in counts) and math.isfinite(engines.age_s)
 
 
+def _readable(step_time: StepTimeParams) -> StepTimeParams:
+    """Unknown where a number is none: no record could hold it, as JSON has no word for it."""
+    numbers = (
+        *step_time.knot_ms,
+        step_time.decode_context_ms,
+        step_time.chunk_context_ms,
+        step_time.error_p50,
+        step_time.error_p95,
+    )
+    return step_time if all(map(math.isfinite, numbers)) else StepTimeParams()
+
+
 def _age(load: DeploymentLoad) -> float:
     age_s = load.engines.age_s
     return age_s if math.isfinite(age_s) else 0.0
 
 
 def _queue(queues: Sequence[QueueLoad]) -> QueueLoad:
-    oldest = [queue.oldest_s for queue in queues if queue.oldest_s is not None]
+    oldest = [queue.oldest_s for queue in queues if queue.oldest_s is not None and math.isfinite(queue.oldest_s)]
     return QueueLoad(
         num_requests=sum(max(0, queue.num_requests) for queue in queues),
         num_bytes=sum(max(0, queue.num_bytes) for queue in queues),
@@ -150,8 +166,9 @@ def _arrivals(arrivals: Sequence[Arrivals]) -> Arrivals:
 
 
 def _is_rate(arrivals: Arrivals) -> bool:
-    rates = (arrivals.requests_per_s, arrivals.tokens_per_s, arrivals.burst_requests_per_s, arrivals.idle_s)
-    return all(0 <= rate < math.inf for rate in rates)
+    rates = (arrivals.requests_per_s, arrivals.tokens_per_s, arrivals.burst_requests_per_s)
+    spans = (arrivals.window_s, arrivals.burst_window_s, arrivals.idle_s)
+    return all(0 <= number < math.inf for number in (*rates, *spans))
 
 
 def _latencies(latencies: Sequence[Latencies]) -> Latencies:

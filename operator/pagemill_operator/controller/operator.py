@@ -29,6 +29,7 @@ from pagemill_operator.controller import health
 from pagemill_operator.controller.cache import Cache
 from pagemill_operator.controller.chores import insist, repeat
 from pagemill_operator.controller.cold_starts import ColdStarts
+from pagemill_operator.controller.decision_records import DecisionRecords
 from pagemill_operator.controller.events import EventRecorder
 from pagemill_operator.controller.keys import KeyRing
 from pagemill_operator.controller.lease import LeaderElection, Leadership, LeaseSettings
@@ -106,8 +107,9 @@ class Operator:
             on_write=self.metrics.wrote,
         )
         recorder = EventRecorder(self.client, identity)
+        self.records = DecisionRecords(self.client, self.cache.owner, on_write=self.metrics.wrote)
         self.autoscaling = Autoscaling(
-            self.scaler, self.book, self.cache, self.cluster, recorder, self.metrics, wake=self._wake
+            self.scaler, self.book, self.cache, self.cluster, recorder, self.records, self.metrics, wake=self._wake
         )
         reconciler = Reconciler(
             self.cache,
@@ -248,6 +250,7 @@ class Operator:
             group.create_task(self.workers.run(), name="workers")
             group.create_task(self.streams.run(), name="load streams")
             group.create_task(self.autoscaling.run(), name="autoscaling")
+            group.create_task(self.records.run(), name="decision records")
             for name, chore in chores.items():
                 at_once = self.keys.lost if name == "keys" else None
                 group.create_task(repeat(name, chore, retry_s, due_s[name], at_once), name=name)

@@ -17,6 +17,7 @@ from pagemill_operator.autoscaler.scaler import Scaler
 from pagemill_operator.backends.kubernetes.backend import KubernetesCluster
 from pagemill_operator.backends.kubernetes.render.names import engine_name
 from pagemill_operator.controller.cache import Cache
+from pagemill_operator.controller.decision_records import DecisionRecords
 from pagemill_operator.controller.events import EventRecorder
 from pagemill_operator.controller.metrics import OperatorMetrics
 from pagemill_operator.load.book import LoadBook
@@ -35,6 +36,7 @@ class Autoscaling:
         cache: Cache,
         cluster: KubernetesCluster,
         recorder: EventRecorder,
+        records: DecisionRecords,
         metrics: OperatorMetrics,
         *,
         wake: Callable[[set[str]], None],
@@ -45,6 +47,7 @@ class Autoscaling:
         self._cache = cache
         self._cluster = cluster
         self._recorder = recorder
+        self._records = records
         self._metrics = metrics
         self._wake = wake
         self._urgent = asyncio.Event()
@@ -56,6 +59,7 @@ class Autoscaling:
             keys = [key for key in self._cache.keys() if self._policy(key)]  # noqa: SIM118
             for gone in self._scaler.keep(keys):
                 self._metrics.not_scaled(gone)
+                self._records.forget(gone)
             for key in keys:
                 try:
                     await self.look(key)
@@ -101,6 +105,7 @@ class Autoscaling:
     async def _tell(self, record: Record) -> None:
         decision = record.decision
         logger.info("%s", log_line(record))
+        self._records.note(record)
         self._metrics.scaled(record.key, decision.replicas)
         owner = self._cache.owner(record.key)
         if owner is not None and decision.changes and record.policy.mode == "Advisory":

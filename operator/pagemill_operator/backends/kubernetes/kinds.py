@@ -27,13 +27,14 @@ class Kind(NamedTuple):
 LLM_DEPLOYMENT = Kind("LLMDeployment", "pagemill.dev", "v1alpha1", "llmdeployments")
 POD = Kind("Pod", "", "v1", "pods")
 SECRET = Kind("Secret", "", "v1", "secrets")
+CONFIG_MAP = Kind("ConfigMap", "", "v1", "configmaps")
 EVENT = Kind("Event", "", "v1", "events")
 LEASE = Kind("Lease", "coordination.k8s.io", "v1", "leases")
 POD_MONITOR = Kind("PodMonitor", "monitoring.coreos.com", "v1", "podmonitors")
 
 CHILD_KINDS = (
     SECRET,
-    Kind("ConfigMap", "", "v1", "configmaps"),
+    CONFIG_MAP,
     Kind("Service", "", "v1", "services"),
     Kind("PersistentVolumeClaim", "", "v1", "persistentvolumeclaims"),
     Kind("NetworkPolicy", "networking.k8s.io", "v1", "networkpolicies"),

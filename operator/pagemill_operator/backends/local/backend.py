@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 
 import aiohttp
 
-from pagemill_operator.autoscaler.decision import Record
+from pagemill_operator.autoscaler.decision import Record, encode_record
 from pagemill_operator.backends.base import Cluster, Event
 from pagemill_operator.backends.local.cores import threads_per_engine
 from pagemill_operator.backends.local.gateway import Gateway
@@ -182,6 +182,10 @@ class LocalBackend(Cluster):
             message = f"{words} {decision.replicas} replicas from {decision.replicas_before}: {decision.message}"
             self._on_event(Event(record.key.partition("/")[2], message, time.monotonic() - self._started_s))
         self._changed()
+        try:
+            self._state_dir.write_records(map(encode_record, self._scaling.records()))
+        except OSError as error:
+            logger.warning("decisions are not kept for `pagemill why`: %s", error)
 
     def _changed(self) -> None:
         self._wake.set()

@@ -61,6 +61,10 @@ class LocalScaling:
     def state(self, key: str) -> Scaling | None:
         return self._scaler.state(key)
 
+    def records(self) -> list[Record]:
+        """The latest decisions about all deployments, oldest first."""
+        return self._scaler.records()
+
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()

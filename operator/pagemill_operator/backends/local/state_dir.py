@@ -1,4 +1,4 @@
-"""The private folder of one running backend: settings, tokens and logs; gone when the backend stops.
+"""The private folder of one running backend: settings, tokens, logs and decisions; gone when the backend stops.
 
 A backend that was killed cannot remove its folder; the next one does. A living one holds a lock on its `owner.json`
 (flock(2)), which the kernel frees however the backend ends.
@@ -6,18 +6,22 @@ A backend that was killed cannot remove its folder; the next one does. A living 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from pagemill_operator.backends.base import BackendError
 
 PREFIX = "pagemill-up-"
 OWNER_FILE = "owner.json"
+RECORDS_FILE = "scaling.jsonl"
+"""The autoscaler's latest decisions, as `autoscaler.decision` encodes them."""
 MAX_TEMPORARY_PATH = 70
 """Bytes. A Unix socket's path has at most 107, and engines put a folder of their own in between."""
 
@@ -41,11 +45,12 @@ class StateDir:
 
     def write_json(self, name: str, content: Any) -> Path:
         """Write a file that only this user can read; returns its path."""
-        path = self.path / name
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(content, file)
-        return path
+        return self._write(name, json.dumps(content).encode())
+
+    def write_records(self, lines: Iterable[bytes]) -> None:
+        """All at once: who reads meanwhile reads what was there before."""
+        path = self._write(f"{RECORDS_FILE}.new", b"".join(line + b"\n" for line in lines))
+        path.rename(self.path / RECORDS_FILE)
 
     def log_path(self, name: str) -> Path:
         return self.path / f"{name}.log"
@@ -53,6 +58,13 @@ class StateDir:
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
+
+    def _write(self, name: str, content: bytes) -> Path:
+        path = self.path / name
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        return path
 
     def _take_lock(self) -> BinaryIO:
         """`owner.json`, open and locked. It appears under its name only once it is locked."""
@@ -68,6 +80,24 @@ def remove_abandoned(parent: Path) -> None:
     for folder in parent.glob(f"{PREFIX}*"):
         if _own(folder) and _abandoned(folder):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+class Running(NamedTuple):
+    """A backend of this user that runs now, as others see it."""
+
+    pid: int
+    folder: Path
+
+
+def running(parent: Path) -> list[Running]:
+    """Those whose folders are below `parent`, in no order."""
+    found = []
+    for folder in parent.glob(f"{PREFIX}*"):
+        if _own(folder) and not _abandoned(folder):
+            # It may end, or not have begun, while we look.
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                found.append(Running(int(json.loads((folder / OWNER_FILE).read_bytes())["pid"]), folder))
+    return found
 
 
 def _own(folder: Path) -> bool:

