@@ -326,13 +326,14 @@ def test_why_tells_what_a_running_up_decided_and_decides_it_again(
         assert process.stdout
         list(_up_to(iter(process.stdout.readline, ""), "scaled to 0 replicas from 1"))
         result = pagemill("why", "sim", "--replay", "-o", "json")
-        assert result.returncode == 0, result.stderr
-        body = json.loads(result.stdout)
-        assert body["recordedBy"] == f"`pagemill up` (process {process.pid})"
-        assert body["records"][-1]["decision"]["reason"] == "ScaledToZero"
-        assert all(each["same"] for each in body["replays"])
-        assert "`pagemill up` on this machine has decided about default/sim" in pagemill("why", "other").stderr
+        other = pagemill("why", "other")
         process.send_signal(signal.SIGTERM)
         process.stdout.read()
         assert process.wait(30) == 0
+    assert result.returncode == 0, result.stderr
+    body = json.loads(result.stdout)
+    assert body["recordedBy"] == f"`pagemill up` (process {process.pid})"
+    assert "ScaledToZero" in [record["decision"]["reason"] for record in body["records"]]
+    assert all(each["same"] for each in body["replays"])
+    assert "`pagemill up` on this machine has decided about default/sim" in other.stderr
     assert_nothing_is_left(environment, set())
