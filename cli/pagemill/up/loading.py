@@ -19,6 +19,7 @@ from pagemill_crds.models import LLMDeployment
 from pagemill_crds.partial import broken_rules, read_partially
 from pagemill_operator.plan import Plan, Problem, make_plan
 from pagemill_operator.plan.planner import name_conflicts, partial_problems
+from pagemill_operator.plan.support import Backend
 from pagemill_protocol.model_spec import load_model_spec
 from pagemill_protocol.sources import SourceError, resolve_source
 
@@ -70,15 +71,18 @@ class LoadResult:
         return [item.plan for item in self.loaded]
 
 
-def load_files(paths: Sequence[Path], previous: Sequence[Loaded] = ()) -> LoadResult:
-    """Read, validate and plan every document of every file. `previous`: what runs now, for immutable fields."""
+def load_files(paths: Sequence[Path], previous: Sequence[Loaded] = (), *, backend: Backend = "local") -> LoadResult:
+    """Read, validate and plan every document of every file. `previous`: what runs now, for immutable fields.
+
+    Models are looked at for this machine only: what a cluster can read need not lie here.
+    """
     result = LoadResult()
     read: list[Read] = []
     for path in dict.fromkeys(paths):
         documents, findings = read_documents(path)
         result.findings += findings
         for document in documents:
-            read += _load_document(document, result)
+            read += _load_document(document, result, backend)
     result.findings += _twice(read)
     result.findings += _conflicts(read)
     result.findings += _forbidden_changes(read, previous)
@@ -86,7 +90,7 @@ def load_files(paths: Sequence[Path], previous: Sequence[Loaded] = ()) -> LoadRe
     return result
 
 
-def _load_document(document: Document, result: LoadResult) -> Iterator[Read]:
+def _load_document(document: Document, result: LoadResult, backend: Backend) -> Iterator[Read]:
     wrong_kind = _wrong_kind(document)
     if wrong_kind:
         result.findings.append(wrong_kind)
@@ -94,22 +98,23 @@ def _load_document(document: Document, result: LoadResult) -> Iterator[Read]:
     try:
         deployment = LLMDeployment.model_validate(document.value)
     except ValidationError as error:
-        deployment = _load_partially(document, error, result)
+        deployment = _load_partially(document, error, result, backend)
     else:
-        plan = make_plan(deployment, "local")
+        plan = make_plan(deployment, backend)
         result.findings += [_finding(document, problem) for problem in plan.problems]
         result.loaded.append(Loaded(document, deployment, plan))
-    result.findings += [_finding(document, problem) for problem in _model_problems(deployment)]
+    if backend == "local":
+        result.findings += [_finding(document, problem) for problem in _model_problems(deployment)]
     yield Read(document, deployment)
 
 
-def _load_partially(document: Document, error: ValidationError, result: LoadResult) -> LLMDeployment:
+def _load_partially(document: Document, error: ValidationError, result: LoadResult, backend: Backend) -> LLMDeployment:
     """Errors of fields, and those of rules and plan that do not depend on them."""
     errors = [each for each in error.errors(include_url=False) if each["type"] != RULES_ERROR]
     deployment = read_partially(LLMDeployment, document.value, [each["loc"] for each in errors])
     result.findings += findings_of(document, errors)
     result.findings += [finding_at(document, path, message) for path, message in broken_rules(deployment)]
-    result.findings += [_finding(document, problem) for problem in partial_problems(deployment, "local")]
+    result.findings += [_finding(document, problem) for problem in partial_problems(deployment, backend)]
     return deployment
 
 

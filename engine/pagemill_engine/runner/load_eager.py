@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,8 +14,7 @@ from pagemill_engine.config import EngineConfig
 from pagemill_engine.loading.early_digest import EarlyDigest
 from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.loading.gguf_weights import ROPE_FACTORS
-from pagemill_engine.loading.quantized import QuantizedWeights
-from pagemill_engine.loading.source import WeightSource, open_weights
+from pagemill_engine.loading.source import WeightSource
 from pagemill_engine.models.blocks import CausalLM
 from pagemill_engine.models.errors import UnsupportedModelError, WeightsError
 from pagemill_engine.models.fusing import fuse_layers
@@ -24,18 +22,16 @@ from pagemill_engine.models.registry import build_model
 from pagemill_engine.models.rope import rope_tables
 from pagemill_engine.models.weights import load_weights, weight_bytes
 from pagemill_engine.runner.base import RunnerInfo
-from pagemill_engine.runner.budget import Sizes, plan_memory
+from pagemill_engine.runner.budget import plan_memory
 from pagemill_engine.runner.compiling import compile_kernels
-from pagemill_engine.runner.compute import Compute, choose_compute
+from pagemill_engine.runner.compute import choose_compute
 from pagemill_engine.runner.device_memory import measure_device
 from pagemill_engine.runner.eager import EagerRunner
 from pagemill_engine.runner.kv_cache import KVCache, kv_bytes_per_token, max_model_len_for
+from pagemill_engine.runner.sizing import held_by, sizes_of, weights_of
 from pagemill_engine.runner.threaded import ThreadedRunner
 from pagemill_engine.runner.threads import available_threads
-from pagemill_kernels.registry import Ops
 from pagemill_protocol.model_spec import ModelSpec
-
-logger = logging.getLogger(__name__)
 
 
 def load_runner(
@@ -50,10 +46,9 @@ def load_runner(
     compute = choose_compute(config, spec)
     dtype, activation_dtype, kv_dtype, ops = compute.dtype, compute.activation_dtype, compute.kv_dtype, compute.ops
     try:
-        weights = _weights(config, path, spec, early_digest)
-        num_blocks, budget = plan_memory(
-            config, spec, _sizes(config, weights, spec, compute), measure_device(ops.device)
-        )
+        weights = weights_of(config, path, spec, early_digest)
+        sizes = sizes_of(config, weights, spec, held_by(compute))
+        num_blocks, budget = plan_memory(config, spec, sizes, measure_device(ops.device))
         parameters = f"{spec.num_parameters / 1e6:.0f} M parameters"
         progress("loading", f"{path.name}: {parameters} as {_name(dtype)}, {compute.how}")
         model = build_model(spec, ops, activation_dtype)
@@ -106,39 +101,6 @@ def _fill(model: CausalLM, weights: WeightSource) -> Tensor | None:
     divisors = torch.empty(weights.shapes[ROPE_FACTORS])
     weights.read_into(ROPE_FACTORS, divisors)
     return divisors
-
-
-def _weights(
-    config: EngineConfig, path: Path, spec: ModelSpec, early_digest: EarlyDigest | None = None
-) -> WeightSource:
-    """The stored weights, or their floats quantized while they are read."""
-    weights = open_weights(path, early_digest)
-    if config.quantization == "none":
-        return weights
-    if spec.quantization is not None:
-        logger.warning(
-            "quantization=%s changes nothing: `%s` is quantized already (%s) and stays as it is.",
-            config.quantization, path, spec.quantization,
-        )  # fmt: skip
-        return weights
-    return QuantizedWeights(weights, config.quantization)
-
-
-def _sizes(config: EngineConfig, weights: WeightSource, spec: ModelSpec, compute: Compute) -> Sizes:
-    return Sizes(
-        weight_bytes=_weight_bytes(weights, spec, compute.dtype, compute.ops, config.quantization != "none"),
-        kv_bytes_per_token=kv_bytes_per_token(spec, compute.kv_dtype),
-        item_bytes=compute.activation_dtype.itemsize,
-        gathers=compute.attention_gathers,
-    )
-
-
-def _weight_bytes(weights: WeightSource, spec: ModelSpec, dtype: torch.dtype, ops: Ops, rounded: bool) -> int:
-    """What the weights will take; where a packed head cannot lend its rows, a tied embedding is a second copy."""
-    has_codes = rounded or spec.quantization is not None
-    held = weights.num_bytes(dtype, keep_stored=ops.keeps_bfloat16 or (ops.keeps_codes and has_codes))
-    twice = spec.tie_word_embeddings and not ops.gathers
-    return held + (spec.vocab_size * spec.hidden_size * dtype.itemsize if twice else 0)
 
 
 def _name(dtype: torch.dtype) -> str:

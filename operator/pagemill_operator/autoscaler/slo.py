@@ -7,13 +7,12 @@ waits already must be worked off within about as long.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import msgspec
 
 from pagemill_operator.autoscaler.memory import Memory, Shape
 from pagemill_operator.autoscaler.policy import Policy, Slo
-from pagemill_operator.autoscaler.prediction import Demand, Prediction, Predictor
+from pagemill_operator.autoscaler.prediction import Demand, Predictor
 from pagemill_operator.autoscaler.signals import Signals
 from pagemill_operator.autoscaler.wishes import MARGIN, Goal
 
@@ -58,18 +57,14 @@ def outlook(policy: Policy, slo: Slo, signals: Signals, memory: Memory) -> Outlo
         return Outlook(Goal("slo", missing="the engines have told no step times yet"))
     weighed: dict[int, Candidate] = {}
 
-    def fewest(demand: Demand) -> int:
-        return _fewest(lambda n: _candidate(predictor.predict(demand, n), n, slo), policy.max_replicas, weighed)
-
-    needed = fewest(demand)
+    needed = fewest(predictor, demand, slo, policy.max_replicas, weighed)
     seen = tuple(weighed[number] for number in sorted(weighed))
     words = f"{rate:.2f} requests/s of {demand.computed_tokens:.0f} + {demand.output_tokens:.0f} tokens"
     if needed > policy.max_replicas:
         best = _best(weighed)
         goal = Goal("slo", policy.max_replicas, policy.max_replicas, words, unreachable=_unreachable(policy, slo, best))
         return Outlook(goal, seen)
-    weighed = {}
-    enough = min(policy.max_replicas, fewest(demand.times(MARGIN)))
+    enough = min(policy.max_replicas, fewest(predictor, demand.times(MARGIN), slo, policy.max_replicas, {}))
     return Outlook(Goal("slo", needed, max(needed, enough), f"{words} need {needed}"), seen)
 
 
@@ -130,12 +125,12 @@ def _predictor(shape: Shape | None, slo: Slo) -> Predictor | None:
     return predictor if predictor.known else None
 
 
-def _fewest(weigh: Callable[[int], Candidate], most: int, weighed: dict[int, Candidate]) -> int:
-    """The smallest number that meets it, at most `most` + 1: more replicas are never slower."""
+def fewest(predictor: Predictor, demand: Demand, slo: Slo, most: int, weighed: dict[int, Candidate]) -> int:
+    """The smallest number that meets it, at most `most` + 1: more replicas are never slower. `weighed` is filled."""
     low, high = 1, most + 1
     while low < high:
         middle = (low + high) // 2
-        weighed[middle] = candidate = weigh(middle)
+        weighed[middle] = candidate = weigh(predictor, demand, slo, middle)
         if candidate.meets:
             high = middle
         else:
@@ -143,7 +138,9 @@ def _fewest(weigh: Callable[[int], Candidate], most: int, weighed: dict[int, Can
     return low
 
 
-def _candidate(prediction: Prediction, replicas: int, slo: Slo) -> Candidate:
+def weigh(predictor: Predictor, demand: Demand, slo: Slo, replicas: int) -> Candidate:
+    """What so many replicas would give."""
+    prediction = predictor.predict(demand, replicas)
     ttft_ms, tpot_ms = prediction.ttft_ms, prediction.tpot_ms
     meets = ttft_ms <= (slo.ttft_ms or math.inf) and tpot_ms <= (slo.tpot_ms or math.inf)
     return Candidate(

@@ -1,0 +1,108 @@
+"""Accelerators by their makers' data sheets, and the step times that those allow at best.
+
+A step reads all weights once and does two operations for each weight and token; a decode reads its context's keys and
+values, a prompt does four operations for each of its tokens, each token of context and each channel of attention. What
+takes longer, memory or arithmetic, is the step (the roofline of Williams, Waterman and Patterson, CACM 2009). Kernels
+reach neither peak: `MEMORY_SHARE` and `COMPUTE_SHARE` are assumptions, and measured step times replace all of this.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pagemill_engine.runner.budget import Sizes
+from pagemill_protocol.model_spec import ModelSpec
+from pagemill_protocol.state import StepTimeParams
+
+MEMORY_SHARE = 0.7
+"""Of the peak bandwidth."""
+COMPUTE_SHARE = 0.5
+"""Of the dense bfloat16 peak."""
+STEP_OVERHEAD_MS = 1.0
+"""Of each step, whatever it computes: launches, sampling, scheduling."""
+GIB = 1024**3
+
+
+class Accelerator(NamedTuple):
+    name: str
+    products: tuple[str, ...]
+    """As nodes are labelled (`nvidia.com/gpu.product`) and `resources.gpuProduct` says."""
+    memory_bytes: int
+    bytes_per_s: float
+    operations_per_s: float
+    """Dense, in bfloat16."""
+    source: str
+
+
+ACCELERATORS = (
+    Accelerator(
+        "a100-80gb",
+        ("NVIDIA-A100-SXM4-80GB",),
+        80 * GIB,
+        2.039e12,
+        312e12,
+        "NVIDIA A100 Tensor Core GPU data sheet, A100 80GB SXM: 2,039 GB/s, 312 TFLOPS bfloat16",
+    ),
+    Accelerator(
+        "h100-80gb",
+        ("NVIDIA-H100-80GB-HBM3",),
+        80 * GIB,
+        3.35e12,
+        989.5e12,
+        "NVIDIA H100 Tensor Core GPU data sheet, H100 SXM: 3.35 TB/s, 1,979 TFLOPS bfloat16 with sparsity, half of it "
+        "without",
+    ),
+    Accelerator(
+        "h200",
+        ("NVIDIA-H200",),
+        141 * GIB,
+        4.8e12,
+        989.5e12,
+        "NVIDIA H200 Tensor Core GPU data sheet, H200 SXM: 141 GB, 4.8 TB/s, 1,979 TFLOPS bfloat16 with sparsity, half of it "
+        "without",
+    ),
+    Accelerator(
+        "l4",
+        ("NVIDIA-L4",),
+        24 * GIB,
+        300e9,
+        121e12,
+        "NVIDIA L4 Tensor Core GPU data sheet: 24 GB, 300 GB/s, 242 TFLOPS bfloat16 with sparsity, half without",
+    ),
+    Accelerator(
+        "l40s",
+        ("NVIDIA-L40S",),
+        48 * GIB,
+        864e9,
+        362e12,
+        "NVIDIA L40S GPU data sheet: 48 GB, 864 GB/s, 362 TFLOPS bfloat16 without sparsity",
+    ),
+)
+
+
+def find_accelerator(name: str) -> Accelerator | None:
+    """By its name or by the product that nodes are labelled with."""
+    return next((each for each in ACCELERATORS if name == each.name or name in each.products), None)
+
+
+def step_time(accelerator: Accelerator, spec: ModelSpec, sizes: Sizes, max_step_tokens: int) -> StepTimeParams:
+    """What the data sheet allows for this model."""
+    bytes_per_ms = accelerator.bytes_per_s * MEMORY_SHARE / 1000
+    operations_per_ms = accelerator.operations_per_s * COMPUTE_SHARE / 1000
+    read_ms = sizes.weight_bytes / bytes_per_ms
+    token_ms = 2 * _multiplied(spec) / operations_per_ms
+    # Up to here reading the weights takes longer than multiplying with them.
+    even = max(2, round(read_ms / token_ms))
+    knots = sorted({1, even, max(max_step_tokens, even + 1)})
+    return StepTimeParams(
+        knots_tokens=knots,
+        knot_ms=[STEP_OVERHEAD_MS + max(read_ms, token_ms * tokens) for tokens in knots],
+        decode_context_ms=sizes.kv_bytes_per_token / bytes_per_ms,
+        chunk_context_ms=4 * spec.num_layers * spec.num_heads * spec.head_dim / operations_per_ms,
+    )
+
+
+def _multiplied(spec: ModelSpec) -> int:
+    """Weights that each token is multiplied with: neither the embedding, nor the head, which few tokens meet."""
+    tables = 1 if spec.tie_word_embeddings else 2
+    return max(1, spec.num_parameters - tables * spec.vocab_size * spec.hidden_size)

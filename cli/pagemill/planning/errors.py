@@ -1,0 +1,7 @@
+"""What keeps a plan from being made."""
+
+from __future__ import annotations
+
+
+class PlanError(Exception):
+    """The message names the field or option, its value and the remedy."""

@@ -1,0 +1,135 @@
+"""How many replicas a load needs, what they give and what they cost: asked of the autoscaler's own prediction.
+
+The same functions decide on the operator once the deployment runs; there they see the load that really comes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from pagemill.planning.errors import PlanError
+from pagemill.planning.replica import Replica
+from pagemill_operator.autoscaler.policy import Slo
+from pagemill_operator.autoscaler.prediction import Demand, Predictor
+from pagemill_operator.autoscaler.slo import Candidate, fewest, weigh
+from pagemill_operator.autoscaler.wishes import MARGIN
+
+HOUR_S = 3600.0
+NEIGHBOURS = 1
+"""Numbers of replicas shown on each side of the chosen one."""
+ROUNDS = 40
+
+
+class Workload(NamedTuple):
+    requests_per_s: float
+    input_tokens: int
+    output_tokens: int
+    cached_tokens: int = 0
+    """Of each prompt, found in the prefix cache."""
+
+    @property
+    def demand(self) -> Demand:
+        computed = max(1, self.input_tokens - self.cached_tokens)
+        return Demand(self.requests_per_s, self.input_tokens, computed, computed, self.output_tokens)
+
+    def at(self, requests_per_s: float) -> Workload:
+        return self._replace(requests_per_s=requests_per_s)
+
+
+class Cost(NamedTuple):
+    per_hour: float
+    per_million_tokens: float
+    """Of prompts and answers together."""
+    per_million_output_tokens: float
+
+
+class Row(NamedTuple):
+    candidate: Candidate
+    cost: Cost | None
+
+
+class Forecast(NamedTuple):
+    needed: int | None
+    """The fewest replicas that meet the SLO; None: none up to `most` does."""
+    kept: int | None
+    """So many the autoscaler keeps under this load: a tenth more must still fit before one is removed."""
+    most: int
+    rows: list[Row]
+    """The chosen number and its neighbours; the most, where none will do."""
+    capacity: float
+    """Requests per second that one replica carries within the SLO."""
+    at_once: int
+    """Requests of this length that one replica holds."""
+    at_once_longest: int
+    """Of the longest that it takes."""
+
+
+def forecast(replica: Replica, workload: Workload, slo: Slo, most: int, price_per_hour: float | None) -> Forecast:
+    """`price_per_hour`: of one replica. Raises `PlanError` for a workload that no replica takes."""
+    _check_lengths(replica, workload)
+    predictor = _predictor(replica, slo)
+    demand = workload.demand
+    found = fewest(predictor, demand, slo, most, {})
+    needed = found if found <= most else None
+    kept = None
+    if needed is not None:
+        kept = max(needed, min(most, fewest(predictor, demand.times(MARGIN), slo, most, {})))
+    numbers = [most] if needed is None else range(max(1, needed - NEIGHBOURS), min(most, needed + NEIGHBOURS) + 1)
+    tokens = replica.shape.num_tokens
+    length = workload.input_tokens + workload.output_tokens
+    return Forecast(
+        needed=needed,
+        kept=kept,
+        most=most,
+        rows=[Row(weigh(predictor, demand, slo, n), _cost(n, workload, price_per_hour)) for n in numbers],
+        capacity=_capacity(predictor, workload, slo),
+        at_once=min(replica.shape.max_num_seqs, tokens // length),
+        at_once_longest=min(replica.shape.max_num_seqs, tokens // replica.max_model_len),
+    )
+
+
+def _check_lengths(replica: Replica, workload: Workload) -> None:
+    length = workload.input_tokens + workload.output_tokens
+    if length > replica.max_model_len:
+        raise PlanError(
+            f"--input {workload.input_tokens} and --output {workload.output_tokens} are {length} tokens, but a request "
+            f"may have {replica.max_model_len}: lower them, or raise spec.engine.maxModelLen or kvCacheMemory"
+        )
+
+
+def _predictor(replica: Replica, slo: Slo) -> Predictor:
+    predictor = Predictor(replica.shape, slo.share)
+    if not predictor.known:
+        raise PlanError("the engine told no step times: give more time with --measure-s, or step times with --fit")
+    return predictor
+
+
+def _capacity(predictor: Predictor, workload: Workload, slo: Slo) -> float:
+    """By halves, down to less than a thousandth."""
+
+    def meets(requests_per_s: float) -> bool:
+        return weigh(predictor, workload.at(requests_per_s).demand, slo, 1).meets
+
+    low, high = 0.0, 1.0
+    while meets(high) and high < 1e9:
+        low, high = high, 2 * high
+    for _ in range(ROUNDS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if meets(middle) else (low, middle)
+        if high - low < 1e-3 * high:
+            break
+    return low
+
+
+def _cost(replicas: int, workload: Workload, price_per_hour: float | None) -> Cost | None:
+    if price_per_hour is None:
+        return None
+    per_hour = replicas * price_per_hour
+    requests = workload.requests_per_s * HOUR_S
+    each = workload.input_tokens + workload.output_tokens
+    return Cost(per_hour, per_hour / (requests * each) * 1e6, per_hour / (requests * workload.output_tokens) * 1e6)
+
+
+def is_positive(number: float) -> bool:
+    return 0 < number < math.inf

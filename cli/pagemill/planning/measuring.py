@@ -1,0 +1,149 @@
+"""Measures one replica on this machine: the engine process itself, under requests of the planned length.
+
+First one request alone, then twice as many at once each time, until the time is up or a replica takes no more. The
+engine's own fit learns from these steps as it does in service; nothing is timed here that it does not time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from pagemill.planning.errors import PlanError
+from pagemill_engine.config import EngineConfig
+from pagemill_engine.ipc.channels import EngineChannel, EngineDied
+from pagemill_engine.ipc.messages import AddRequest, Fatal, FromEngine, LoadProgress, Ready, StepOutputs
+from pagemill_engine.ipc.process import EngineProcess
+from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.state import StepTimeParams
+
+OUTPUT_TOKENS = 32
+"""Of a measured request at most: enough steps to learn from."""
+PATIENCE = 10.0
+"""Times the asked time, after which one round is given up."""
+
+
+class Alone(NamedTuple):
+    """What one request without company took."""
+
+    ttft_ms: float
+    tpot_ms: float | None
+    """None: it had one token."""
+
+
+class Measured(NamedTuple):
+    ready: Ready
+    step_time: StepTimeParams
+    alone: Alone
+    most_at_once: int
+    """Requests of the largest round."""
+
+
+async def measure(
+    config: EngineConfig, input_tokens: int, output_tokens: int, limit_s: float, tell: Callable[[str], None]
+) -> Measured:
+    """Raises `PlanError`. `tell` hears what takes time."""
+    with EngineProcess.launch(config) as process:
+        channel = EngineChannel(config, process)
+        await channel.start()
+        ready = None
+        try:
+            ready = await _until_ready(channel, tell)
+            tell(f"measuring requests of {input_tokens} + {min(output_tokens, OUTPUT_TOKENS)} tokens")
+            return await _Rounds(channel, ready, input_tokens, output_tokens).run(limit_s)
+        except EngineDied as error:
+            raise PlanError(f"the engine process that was to be measured ended: {error}") from None
+        finally:
+            if ready is None:
+                channel.terminate()
+            await channel.close()
+
+
+async def _until_ready(channel: EngineChannel, tell: Callable[[str], None]) -> Ready:
+    while True:
+        message = await _next(channel)
+        if isinstance(message, LoadProgress):
+            tell(f"{message.phase}: {message.detail}")
+        if isinstance(message, Ready):
+            return message
+
+
+async def _next(channel: EngineChannel) -> FromEngine:
+    message = await channel.recv()
+    if isinstance(message, Fatal):
+        raise PlanError(f"the engine cannot serve this: {message.reason}: {message.message}")
+    return message
+
+
+class _Rounds:
+    def __init__(self, channel: EngineChannel, ready: Ready, input_tokens: int, output_tokens: int) -> None:
+        self._channel = channel
+        self._ready = ready
+        self._input_tokens = input_tokens
+        self._output_tokens = min(output_tokens, OUTPUT_TOKENS)
+        self._draw = random.Random(0)
+        self._num_requests = 0
+        self._step_time = StepTimeParams()
+
+    async def run(self, limit_s: float) -> Measured:
+        began_s = time.monotonic()
+        alone = await self._round(1, limit_s)
+        at_once, took_s = 1, time.monotonic() - began_s
+        while 2 * at_once <= self._most and time.monotonic() - began_s + 2 * took_s < limit_s:
+            round_began_s = time.monotonic()
+            at_once *= 2
+            await self._round(at_once, limit_s)
+            took_s = time.monotonic() - round_began_s
+        return Measured(self._ready, self._step_time, alone, at_once)
+
+    @property
+    def _most(self) -> int:
+        """That the KV cache and a step hold at once."""
+        room = self._ready.num_blocks * self._ready.block_size // (self._input_tokens + self._output_tokens)
+        return max(1, min(self._ready.max_num_seqs, room))
+
+    async def _round(self, at_once: int, limit_s: float) -> Alone:
+        """All at the same time, to the last token of the last one. Returns the times of the first one."""
+        sent_s = time.monotonic()
+        names = [self._send() for _ in range(at_once)]
+        running, first_s, last_s = set(names), 0.0, 0.0
+        try:
+            async with asyncio.timeout(PATIENCE * limit_s):
+                while running:
+                    step = await _next(self._channel)
+                    if not isinstance(step, StepOutputs):
+                        continue
+                    self._step_time = step.step_time or self._step_time
+                    for output in step.outputs:
+                        if output.error is not None:
+                            raise PlanError(f"the engine refused a request that was to be measured: {output.error}")
+                        if output.request_id == names[0]:
+                            last_s = time.monotonic()
+                            first_s = first_s or last_s
+                        if output.finish_reason is not None:
+                            running.discard(output.request_id)
+        except TimeoutError:
+            raise PlanError(
+                f"--measure-s {limit_s:g}: {at_once} requests of {self._input_tokens} + {self._output_tokens} tokens "
+                f"took more than {PATIENCE:g} times that; raise it, lower --input, or give step times with --fit"
+            ) from None
+        gaps = self._output_tokens - 1
+        return Alone((first_s - sent_s) * 1000, (last_s - first_s) * 1000 / gaps if gaps else None)
+
+    def _send(self) -> str:
+        self._num_requests += 1
+        name = f"plan-{self._num_requests}"
+        vocab_size = self._ready.vocab_size
+        request = GenerateRequest(
+            request_id=name,
+            model="",
+            # Drawn anew each time: nothing is found in the prefix cache.
+            prompt_token_ids=[self._draw.randrange(vocab_size) for _ in range(self._input_tokens)],
+            sampling=SamplingParams(temperature=0.0, max_tokens=self._output_tokens, ignore_eos=True),
+        )
+        self._channel.send(AddRequest(request))
+        return name

@@ -1,0 +1,184 @@
+"""One replica of a deployment, before it exists: bytes, concurrency and step times, each with where it comes from.
+
+Bytes are the engine's own: measured from the process, or from the same memory budget over the files' headers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from pagemill.planning.accelerators import Accelerator, step_time
+from pagemill.planning.errors import PlanError
+from pagemill.planning.fits import read_fit
+from pagemill.planning.measuring import Alone, measure
+from pagemill_engine.config import EngineConfig
+from pagemill_engine.ipc.messages import MemoryBudget
+from pagemill_engine.loading.errors import LoadError
+from pagemill_engine.runner.budget import MemoryPlan, Sizes, plan_memory
+from pagemill_engine.runner.memory import MemoryState, measure_memory
+from pagemill_engine.server.fit import RUNTIME_BYTES
+from pagemill_operator.autoscaler.memory import Shape
+from pagemill_operator.plan.types import Plan
+from pagemill_protocol.model_spec import ModelSpec, load_model_spec
+from pagemill_protocol.sources import SourceError, resolve_source
+from pagemill_protocol.state import StepTimeParams
+
+
+class Replica(NamedTuple):
+    shape: Shape
+    """As the autoscaler knows a replica."""
+    max_model_len: int
+    weight_bytes: int
+    kv_bytes_per_token: int
+    budget: MemoryBudget | None
+    """None: a simulated device has no memory."""
+    device: str
+    step_time_from: str
+    """In words."""
+    alone: Alone | None = None
+    """As measured here."""
+
+
+class Means(NamedTuple):
+    """What step times come from. Without fit and accelerator they are measured here."""
+
+    fit: Path | None
+    accelerator: Accelerator | None
+    model: Path | None
+    """Read in place of the deployment's source."""
+    measure_s: float
+    tell: Callable[[str], None]
+
+
+def replica_of(plan: Plan, means: Means, input_tokens: int, output_tokens: int) -> Replica:
+    """Raises `PlanError`."""
+    config = _config(plan, means)
+    if means.fit is None and means.accelerator is None:
+        return _measured(plan, config, means, input_tokens, output_tokens)
+    fit = None if means.fit is None else read_fit(means.fit)
+    path, spec = _read_model(config, "--model" if means.model else "spec.model.source")
+    with _engines_refusals():
+        if means.accelerator is not None:
+            return _on_accelerator(means.accelerator, config, path, spec, fit, f"from {means.fit}")
+        assert fit is not None
+        return _on_cpu(plan.groups[0].process.memory_bytes, config, path, spec, fit, f"from {means.fit}")
+
+
+def _config(plan: Plan, means: Means) -> EngineConfig:
+    config = msgspec.convert(plan.groups[0].process.settings["engine"], EngineConfig)
+    return config if means.model is None else msgspec.structs.replace(config, model=str(means.model))
+
+
+def _read_model(config: EngineConfig, field: str) -> tuple[Path, ModelSpec]:
+    if config.model.startswith("hf://"):
+        raise PlanError(
+            f"{field}: `{config.model}` would be downloaded whole; give --model the folder that holds its config.json "
+            "and safetensors files (their headers are enough), or a .gguf file"
+        )
+    try:
+        path = resolve_source(config.model, field)
+        return path, load_model_spec(path)
+    except SourceError as error:
+        raise PlanError(f"{error.field}: {error.message} (another copy can be named with --model)") from None
+
+
+def _on_accelerator(
+    accelerator: Accelerator,
+    config: EngineConfig,
+    path: Path,
+    spec: ModelSpec,
+    fit: StepTimeParams | None,
+    fit_from: str,
+) -> Replica:
+    from pagemill_engine.runner.sizing import sizes_on_gpu  # torch: seconds that a measured plan need not spend
+
+    sizes = sizes_on_gpu(config, path, spec)
+    free = MemoryState(accelerator.memory_bytes, accelerator.memory_bytes, process_bytes=0, is_gpu=True)
+    memory = plan_memory(config, spec, sizes, free)
+    if fit is None:
+        fit = step_time(accelerator, spec, sizes, config.max_num_batched_tokens)
+        fit_from = f"reckoned, not measured: {accelerator.source}"
+    return _replica(config, spec, sizes, memory, fit, accelerator.name, fit_from)
+
+
+def _on_cpu(
+    memory_bytes: int | None, config: EngineConfig, path: Path, spec: ModelSpec, fit: StepTimeParams, fit_from: str
+) -> Replica:
+    from pagemill_engine.runner.sizing import sizes_here
+
+    sizes = sizes_here(config, path, spec)
+    memory = plan_memory(config, spec, sizes, _pod_memory(memory_bytes) if memory_bytes else measure_memory())
+    device = "CPU with resources.memory" if memory_bytes else "CPU with the memory of this machine"
+    return _replica(config, spec, sizes, memory, fit, device, fit_from)
+
+
+def _replica(
+    config: EngineConfig,
+    spec: ModelSpec,
+    sizes: Sizes,
+    memory: MemoryPlan,
+    fit: StepTimeParams,
+    device: str,
+    fit_from: str,
+) -> Replica:
+    from pagemill_engine.runner.kv_cache import max_model_len_for
+
+    shape = Shape(memory.num_blocks, config.block_size, config.max_num_seqs, config.max_num_batched_tokens, fit)
+    return Replica(
+        shape=shape,
+        max_model_len=max_model_len_for(config, spec, memory.num_blocks),
+        weight_bytes=sizes.weight_bytes,
+        kv_bytes_per_token=sizes.kv_bytes_per_token,
+        budget=memory.budget,
+        device=device,
+        step_time_from=fit_from,
+    )
+
+
+def _measured(plan: Plan, config: EngineConfig, means: Means, input_tokens: int, output_tokens: int) -> Replica:
+    try:
+        path = resolve_source(config.model, "--model" if means.model else "spec.model.source")
+    except SourceError as error:
+        raise PlanError(
+            f"{error.field}: {error.message} (another copy can be named with --model, and an accelerator to reckon "
+            "with in place of this machine with --accelerator)"
+        ) from None
+    measured = asyncio.run(measure(config, input_tokens, output_tokens, means.measure_s, means.tell))
+    ready = measured.ready
+    num_blocks, budget = ready.num_blocks, ready.memory
+    memory_bytes = plan.groups[0].process.memory_bytes
+    if memory_bytes and budget is not None:
+        # The native kernels' activations; nothing else runs in the pod.
+        sizes = Sizes(ready.weight_bytes, ready.kv_bytes_per_token, item_bytes=4, gathers=False)
+        with _engines_refusals():
+            num_blocks, budget = plan_memory(config, load_model_spec(path), sizes, _pod_memory(memory_bytes))
+    return Replica(
+        shape=Shape(num_blocks, ready.block_size, ready.max_num_seqs, ready.max_num_batched_tokens, measured.step_time),
+        max_model_len=min(ready.max_model_len, num_blocks * ready.block_size),
+        weight_bytes=ready.weight_bytes,
+        kv_bytes_per_token=ready.kv_bytes_per_token,
+        budget=budget,
+        device=f"this machine: {ready.compute}",
+        step_time_from=f"measured here, with up to {measured.most_at_once} requests at once",
+        alone=measured.alone,
+    )
+
+
+def _pod_memory(memory_bytes: int) -> MemoryState:
+    used_bytes = min(memory_bytes, RUNTIME_BYTES)
+    return MemoryState(memory_bytes, memory_bytes - used_bytes, used_bytes)
+
+
+@contextlib.contextmanager
+def _engines_refusals() -> Iterator[None]:
+    """In the engine's own words."""
+    try:
+        yield
+    except LoadError as error:
+        raise PlanError(f"the engine would refuse this: {error.reason}: {error.message}") from None

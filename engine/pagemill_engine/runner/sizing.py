@@ -1,0 +1,110 @@
+"""What a model will take of a device's memory, as the kernels there hold it: from the headers of its files alone.
+
+`load_eager` asks for the device that computes; `pagemill plan` also for one that is not there. What the sizes mean for
+the KV cache, and whether they fit, is `budget`'s.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from pagemill_engine.config import EngineConfig
+from pagemill_engine.loading.early_digest import EarlyDigest
+from pagemill_engine.loading.quantized import QuantizedWeights
+from pagemill_engine.loading.source import WeightSource, open_weights
+from pagemill_engine.runner.budget import Sizes
+from pagemill_engine.runner.compute import Compute, choose_compute
+from pagemill_engine.runner.kv_cache import kv_bytes_per_token
+from pagemill_kernels.kv_store.storage import TORCH_TYPES
+from pagemill_protocol.model_spec import ModelSpec
+
+logger = logging.getLogger(__name__)
+
+
+class Holding(NamedTuple):
+    """How a backend's kernels keep weights, keys and values."""
+
+    dtype: torch.dtype
+    """Of float weights."""
+    activation_dtype: torch.dtype
+    kv_dtype: torch.dtype
+    keeps_codes: bool
+    keeps_bfloat16: bool
+    lends_rows: bool
+    """A tied embedding takes no memory of its own."""
+    attention_gathers: bool
+
+
+def held_by(compute: Compute) -> Holding:
+    ops = compute.ops
+    return Holding(
+        dtype=compute.dtype,
+        activation_dtype=compute.activation_dtype,
+        kv_dtype=compute.kv_dtype,
+        keeps_codes=ops.keeps_codes,
+        keeps_bfloat16=ops.keeps_bfloat16,
+        lends_rows=ops.gathers,
+        attention_gathers=compute.attention_gathers,
+    )
+
+
+def held_by_gpu(config: EngineConfig) -> Holding:
+    """By the Triton kernels of any NVIDIA device; `runner.compute` makes the same choices on one that is there."""
+    dtype = torch.bfloat16 if config.dtype == "auto" else TORCH_TYPES[config.dtype]
+    return Holding(
+        dtype=dtype,
+        activation_dtype=dtype,
+        kv_dtype=dtype if config.kv_cache_dtype == "auto" else TORCH_TYPES[config.kv_cache_dtype],
+        keeps_codes=True,
+        keeps_bfloat16=False,
+        lends_rows=True,
+        attention_gathers=False,
+    )
+
+
+def sizes_here(config: EngineConfig, path: Path, spec: ModelSpec) -> Sizes:
+    """On this machine, as `device` says. Raises `LoadError`."""
+    return sizes_of(config, weights_of(config, path, spec), spec, held_by(choose_compute(config, spec)))
+
+
+def sizes_on_gpu(config: EngineConfig, path: Path, spec: ModelSpec) -> Sizes:
+    """On an NVIDIA device, which need not be there. Raises `LoadError`."""
+    return sizes_of(config, weights_of(config, path, spec), spec, held_by_gpu(config))
+
+
+def sizes_of(config: EngineConfig, weights: WeightSource, spec: ModelSpec, holding: Holding) -> Sizes:
+    return Sizes(
+        weight_bytes=_weight_bytes(weights, spec, holding, config.quantization != "none"),
+        kv_bytes_per_token=kv_bytes_per_token(spec, holding.kv_dtype),
+        item_bytes=holding.activation_dtype.itemsize,
+        gathers=holding.attention_gathers,
+    )
+
+
+def weights_of(
+    config: EngineConfig, path: Path, spec: ModelSpec, early_digest: EarlyDigest | None = None
+) -> WeightSource:
+    """The stored weights, or their floats quantized while they are read. Raises `LoadError`."""
+    weights = open_weights(path, early_digest)
+    if config.quantization == "none":
+        return weights
+    if spec.quantization is not None:
+        logger.warning(
+            "quantization=%s changes nothing: `%s` is quantized already (%s) and stays as it is.",
+            config.quantization, path, spec.quantization,
+        )  # fmt: skip
+        return weights
+    return QuantizedWeights(weights, config.quantization)
+
+
+def _weight_bytes(weights: WeightSource, spec: ModelSpec, holding: Holding, rounded: bool) -> int:
+    """What the weights will take; where a packed head cannot lend its rows, a tied embedding is a second copy."""
+    has_codes = rounded or spec.quantization is not None
+    keep_stored = holding.keeps_bfloat16 or (holding.keeps_codes and has_codes)
+    held = weights.num_bytes(holding.dtype, keep_stored=keep_stored)
+    twice = spec.tie_word_embeddings and not holding.lends_rows
+    return held + (spec.vocab_size * spec.hidden_size * holding.dtype.itemsize if twice else 0)
