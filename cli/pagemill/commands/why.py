@@ -21,8 +21,8 @@ def why(
         str | None, typer.Option("--namespace", "-n", help="Its namespace (default: the context's, or the only one).")
     ] = None,
     last: Annotated[int, typer.Option(min=1, max=1000, help="Decisions to show.")] = 10,
-    output: Annotated[
-        Literal["table", "json"], typer.Option("--output", "-o", help="For people, or whole records.")
+    format: Annotated[
+        Literal["table", "json"], typer.Option("--format", "-o", help="For people, or whole records.")
     ] = "table",
     replay: Annotated[
         bool, typer.Option("--replay", help="Decide each again; exit code 1 where the result differs.")
@@ -46,7 +46,7 @@ def why(
         raise typer.Exit(2) from None
     records = found.records[-last:]
     replays = [decide_again(record) for record in records] if replay else None
-    typer.echo(as_json(found.where, records, replays) if output == "json" else as_table(found.where, records, replays))
+    typer.echo(as_json(found.where, records, replays) if format == "json" else as_table(found.where, records, replays))
     if replays and not all(each.is_same for each in replays):
         raise typer.Exit(1)
 

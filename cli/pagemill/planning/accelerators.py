@@ -49,8 +49,8 @@ ACCELERATORS = (
         80 * GIB,
         3.35e12,
         989.5e12,
-        "NVIDIA H100 Tensor Core GPU data sheet, H100 SXM: 3.35 TB/s, 1,979 TFLOPS bfloat16 with sparsity, half of it "
-        "without",
+        "NVIDIA H100 Tensor Core GPU data sheet, H100 SXM: 3.35 TB/s, 1,979 TFLOPS bfloat16 with sparsity, "
+        "half of it without",
     ),
     Accelerator(
         "h200",
@@ -58,8 +58,8 @@ ACCELERATORS = (
         141 * GIB,
         4.8e12,
         989.5e12,
-        "NVIDIA H200 Tensor Core GPU data sheet, H200 SXM: 141 GB, 4.8 TB/s, 1,979 TFLOPS bfloat16 with sparsity, half of it "
-        "without",
+        "NVIDIA H200 Tensor Core GPU data sheet, H200 SXM: 141 GB, 4.8 TB/s, 1,979 TFLOPS bfloat16 with sparsity, "
+        "half of it without",
     ),
     Accelerator(
         "l4",

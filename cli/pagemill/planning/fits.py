@@ -12,7 +12,10 @@ from pagemill.planning.errors import PlanError
 from pagemill_protocol.state import StepTimeParams
 from pagemill_protocol.step_time import StepTimeModel
 
-FORMS = "give what `pagemill why NAME -o json` or `pagemill plan -o json` printed, or an object with knots_tokens and knot_ms"
+FORMS = (
+    "give what `pagemill why NAME -o json` or `pagemill plan -o json` printed, or an object with knots_tokens and "
+    "knot_ms"
+)
 
 
 def read_fit(path: Path) -> StepTimeParams:

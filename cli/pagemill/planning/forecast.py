@@ -9,7 +9,7 @@ import math
 from typing import NamedTuple
 
 from pagemill.planning.errors import PlanError
-from pagemill.planning.replica import Replica
+from pagemill.planning.replica import Replica, check_length
 from pagemill_operator.autoscaler.policy import Slo
 from pagemill_operator.autoscaler.prediction import Demand, Predictor
 from pagemill_operator.autoscaler.slo import Candidate, fewest, weigh
@@ -67,7 +67,7 @@ class Forecast(NamedTuple):
 
 def forecast(replica: Replica, workload: Workload, slo: Slo, most: int, price_per_hour: float | None) -> Forecast:
     """`price_per_hour`: of one replica. Raises `PlanError` for a workload that no replica takes."""
-    _check_lengths(replica, workload)
+    check_length(workload.input_tokens, workload.output_tokens, replica.max_model_len)
     predictor = _predictor(replica, slo)
     demand = workload.demand
     found = fewest(predictor, demand, slo, most, {})
@@ -87,15 +87,6 @@ def forecast(replica: Replica, workload: Workload, slo: Slo, most: int, price_pe
         at_once=min(replica.shape.max_num_seqs, tokens // length),
         at_once_longest=min(replica.shape.max_num_seqs, tokens // replica.max_model_len),
     )
-
-
-def _check_lengths(replica: Replica, workload: Workload) -> None:
-    length = workload.input_tokens + workload.output_tokens
-    if length > replica.max_model_len:
-        raise PlanError(
-            f"--input {workload.input_tokens} and --output {workload.output_tokens} are {length} tokens, but a request "
-            f"may have {replica.max_model_len}: lower them, or raise spec.engine.maxModelLen or kvCacheMemory"
-        )
 
 
 def _predictor(replica: Replica, slo: Slo) -> Predictor:

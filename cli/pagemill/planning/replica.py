@@ -22,6 +22,7 @@ from pagemill_engine.ipc.messages import MemoryBudget
 from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.runner.budget import MemoryPlan, Sizes, plan_memory
 from pagemill_engine.runner.memory import MemoryState, measure_memory
+from pagemill_engine.runner.threads import available_threads
 from pagemill_engine.server.fit import RUNTIME_BYTES
 from pagemill_operator.autoscaler.memory import Shape
 from pagemill_operator.plan.types import Plan
@@ -59,6 +60,7 @@ class Means(NamedTuple):
 def replica_of(plan: Plan, means: Means, input_tokens: int, output_tokens: int) -> Replica:
     """Raises `PlanError`."""
     config = _config(plan, means)
+    check_length(input_tokens, output_tokens, config.max_model_len)
     if means.fit is None and means.accelerator is None:
         return _measured(plan, config, means, input_tokens, output_tokens)
     fit = None if means.fit is None else read_fit(means.fit)
@@ -68,6 +70,16 @@ def replica_of(plan: Plan, means: Means, input_tokens: int, output_tokens: int) 
             return _on_accelerator(means.accelerator, config, path, spec, fit, f"from {means.fit}")
         assert fit is not None
         return _on_cpu(plan.groups[0].process.memory_bytes, config, path, spec, fit, f"from {means.fit}")
+
+
+def check_length(input_tokens: int, output_tokens: int, max_model_len: int | None) -> None:
+    """Raises `PlanError` for requests that no replica takes. None: not known yet."""
+    length = input_tokens + output_tokens
+    if max_model_len is not None and length > max_model_len:
+        raise PlanError(
+            f"--input {input_tokens} and --output {output_tokens} are {length} tokens, but a request may have "
+            f"{max_model_len}: lower them, or raise spec.engine.maxModelLen or kvCacheMemory"
+        )
 
 
 def _config(plan: Plan, means: Means) -> EngineConfig:
@@ -164,10 +176,18 @@ def _measured(plan: Plan, config: EngineConfig, means: Means, input_tokens: int,
         weight_bytes=ready.weight_bytes,
         kv_bytes_per_token=ready.kv_bytes_per_token,
         budget=budget,
-        device=f"this machine: {ready.compute}",
+        device=_this_machine(config.num_threads, ready.compute),
         step_time_from=f"measured here, with up to {measured.most_at_once} requests at once",
         alone=measured.alone,
     )
+
+
+def _this_machine(num_threads: int | None, compute: str) -> str:
+    cores = available_threads()
+    shortage = (
+        f" with {cores} of the {num_threads} cores of resources.cpu" if num_threads and num_threads > cores else ""
+    )
+    return f"this machine{shortage}: {compute}"
 
 
 def _pod_memory(memory_bytes: int) -> MemoryState:

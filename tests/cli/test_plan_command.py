@@ -1,0 +1,359 @@
+"""`pagemill plan`: the autoscaler's own answer before anything runs; every refusal names option or field and remedy."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from click.testing import Result
+from scaling_world import BLOCK_SIZE, STEP_TIME, Scaled, arrivals, signals
+from typer.testing import CliRunner
+
+from pagemill.main import app
+from pagemill.planning.accelerators import (
+    ACCELERATORS,
+    COMPUTE_SHARE,
+    MEMORY_SHARE,
+    STEP_OVERHEAD_MS,
+    find_accelerator,
+    step_time,
+)
+from pagemill.planning.errors import PlanError
+from pagemill.planning.forecast import Workload, forecast
+from pagemill.planning.replica import Replica
+from pagemill_engine.runner.budget import Sizes
+from pagemill_operator.autoscaler.decision import encode_record
+from pagemill_operator.autoscaler.memory import Memory, Shape
+from pagemill_operator.autoscaler.policy import Policy, Slo
+from pagemill_operator.autoscaler.slo import outlook
+from pagemill_protocol.histogram import histogram_of
+from pagemill_protocol.load import Lengths
+from pagemill_protocol.model_spec import ModelSpec
+from pagemill_protocol.state import StepTimeParams
+from pagemill_protocol.step_time import StepTimeModel
+
+Write = Callable[..., Path]
+Simulated = Callable[..., dict[str, Any]]
+SLO = Slo(ttft_ms=500.0, tpot_ms=40.0)
+SHAPE = Shape(1000, BLOCK_SIZE, 64, 512, STEP_TIME)
+REPLICA = Replica(SHAPE, 4096, 10**8, 1024, None, "cpu", "given")
+WORKLOAD = Workload(30.0, 512, 256)
+
+
+def plan(file: Path, *arguments: Any, rps: float = 20, input: int = 200, output: int = 100) -> Result:
+    words = ["plan", "-f", file, "--rps", rps, "--input", input, "--output", output, *arguments]
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+@pytest.fixture
+def fit(tmp_path: Path) -> Path:
+    path = tmp_path / "fit.json"
+    path.write_bytes(msgspec.json.encode(STEP_TIME))
+    return path
+
+
+@pytest.fixture
+def file(write: Write, simulated: Simulated) -> Path:
+    """The embedded model, whose headers are read; nothing of it runs."""
+    return write("chat.yaml", simulated("chat", engine={"maxModelLen": 2048, "extraArgs": []}))
+
+
+# The answer
+
+
+@pytest.mark.parametrize("rate", [0.5, 7.0, 30.0, 90.0])
+def test_it_is_what_the_operator_decides_under_the_same_load(rate: float) -> None:
+    """Lengths are powers of two, which histograms hold exactly."""
+    lengths = Lengths(
+        truth="value", prompt=histogram_of([512.0]), computed=histogram_of([512.0]), output=histogram_of([256.0])
+    )
+    policy = Policy("Active", 1, 50, slo=SLO)
+    seen = signals(1, arrivals=arrivals(rate), lengths=lengths)
+    goal = outlook(policy, SLO, seen, Memory(shape=SHAPE)).goal
+    found = forecast(REPLICA, WORKLOAD.at(rate), SLO, 50, None)
+    assert (found.needed, found.kept) == (goal.needed, goal.enough)
+
+
+def test_one_replica_carries_its_capacity_and_no_more() -> None:
+    found = forecast(REPLICA, WORKLOAD, SLO, 50, None)
+    assert forecast(REPLICA, WORKLOAD.at(found.capacity), SLO, 50, None).needed == 1
+    assert forecast(REPLICA, WORKLOAD.at(found.capacity * 1.01), SLO, 50, None).needed == 2
+    assert found.needed == math.ceil(30.0 / found.capacity)
+
+
+def test_the_chosen_number_stands_between_its_neighbours() -> None:
+    found = forecast(REPLICA, WORKLOAD, SLO, 50, None)
+    assert found.needed is not None
+    assert [row.candidate.replicas for row in found.rows] == [found.needed - 1, found.needed, found.needed + 1]
+    assert [row.candidate.meets for row in found.rows] == [False, True, True]
+
+
+def test_what_no_number_meets_is_said_with_the_best_there_is() -> None:
+    found = forecast(REPLICA, WORKLOAD, Slo(ttft_ms=1.0), 50, None)
+    assert found.needed is None
+    assert found.kept is None
+    (row,) = found.rows
+    assert row.candidate.replicas == 50
+    assert row.candidate.ttft_ms is not None
+    assert found.capacity == 0
+
+
+def test_costs_are_those_of_the_replicas_over_the_tokens_that_come() -> None:
+    found = forecast(REPLICA, WORKLOAD, SLO, 50, 2.5)
+    for row in found.rows:
+        assert row.cost is not None
+        per_hour = 2.5 * row.candidate.replicas
+        assert row.cost.per_hour == per_hour
+        assert row.cost.per_million_tokens == pytest.approx(per_hour / (30 * 3600 * 768) * 1e6)
+        assert row.cost.per_million_output_tokens == pytest.approx(per_hour / (30 * 3600 * 256) * 1e6)
+
+
+def test_concurrency_is_bounded_by_blocks_and_by_seats() -> None:
+    found = forecast(REPLICA, WORKLOAD, SLO, 50, None)
+    assert (found.at_once, found.at_once_longest) == (16_000 // 768, 16_000 // 4096)
+    few = REPLICA._replace(shape=msgspec.structs.replace(SHAPE, max_num_seqs=5))
+    assert forecast(few, WORKLOAD, SLO, 50, None).at_once == 5
+
+
+def test_what_is_cached_need_not_be_computed() -> None:
+    plain = forecast(REPLICA, WORKLOAD, SLO, 50, None)
+    cached = forecast(REPLICA, WORKLOAD._replace(cached_tokens=500), SLO, 50, None)
+    assert cached.capacity > plain.capacity
+
+
+def test_a_request_that_is_too_long_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"--input 4000 and --output 300 are 4300 tokens, but a request may have 4096"):
+        forecast(REPLICA, Workload(1.0, 4000, 300), SLO, 50, None)
+
+
+# Where step times come from
+
+
+def test_a_file_of_step_times_needs_no_engine(file: Path, fit: Path) -> None:
+    result = plan(file, "--fit", fit, "--ttft", "500ms", "--tpot", "40ms", "--price-per-hour", 2, "-o", "json")
+    assert result.exit_code == 0, result.output
+    body = json.loads(result.stdout)
+    assert body["replica"]["kvBytesPerToken"] == 2 * 30 * 3 * 64 * 4
+    assert body["replica"]["maxModelLen"] == 2048
+    assert body["replica"]["memory"]["weight_bytes"] == body["replica"]["weightBytes"] > 80 * 1024**2
+    assert body["replicas"] > 1
+    assert {row["replicas"]: row["meets"] for row in body["candidates"]}[body["replicas"]]
+    assert body["stepTimeFrom"] == f"from {fit}"
+
+
+def test_its_own_json_is_such_a_file(file: Path, fit: Path, tmp_path: Path) -> None:
+    first = plan(file, "--fit", fit, "-o", "json")
+    kept = tmp_path / "plan.json"
+    kept.write_text(first.stdout)
+    again = json.loads(plan(file, "--fit", kept, "-o", "json").stdout)
+    assert again["candidates"] == json.loads(first.stdout)["candidates"]
+
+
+@pytest.mark.parametrize("where", ["signals", "memory"])
+def test_and_so_are_records_of_decisions(file: Path, fit: Path, tmp_path: Path, where: str) -> None:
+    scaled = Scaled(Policy("Active", 1, 20, slo=SLO))
+    scaled.decide(rate=1.0)
+    record = json.loads(encode_record(scaled.records[0]))
+    if where == "memory":
+        record["signals"]["engines"].pop("step_time")
+        record["memory"]["shape"] = msgspec.to_builtins(SHAPE)
+    kept = tmp_path / "why.json"
+    kept.write_text(json.dumps({"records": [record]}))
+    same = [json.loads(plan(file, "--fit", each, "-o", "json").stdout)["candidates"] for each in (fit, kept)]
+    assert same[0] == same[1]
+
+
+def test_without_any_the_engine_is_measured_under_such_requests(write: Write, simulated: Simulated) -> None:
+    """A real engine process, whose simulated device takes 6 ms for a token and a little more for each further one."""
+    file = write("sim.yaml", simulated(engine={"maxNumSeqs": 16}))
+    result = plan(file, "--measure-s", 2, "-o", "json", rps=5, input=100, output=20)
+    assert result.exit_code == 0, result.output
+    body = json.loads(result.stdout)
+    assert (body["replica"]["numBlocks"], body["replica"]["maxNumSeqs"]) == (256, 16)
+    assert body["replica"]["alone"]["tpot_ms"] >= 6
+    assert body["stepTimeFrom"].startswith("measured here, with up to ")
+    model = StepTimeModel.from_params(msgspec.convert(body["stepTime"], StepTimeParams))
+    assert model.predict_ms(1) >= 6
+    assert body["replicas"] == 1
+
+
+@pytest.mark.model
+def test_a_real_model_is_measured_and_its_memory_is_that_of_the_pod(write: Write, simulated: Simulated) -> None:
+    resources = {"memory": "1Gi"}
+    file = write("chat.yaml", simulated(engine={"maxModelLen": 1024, "extraArgs": []}, resources=resources))
+    result = plan(file, "--measure-s", 1, "-o", "json", rps=0.1, input=32, output=8)
+    assert result.exit_code == 0, result.output
+    replica = json.loads(result.stdout)["replica"]
+    assert replica["memory"]["limit_bytes"] == 1024**3
+    assert replica["kvBytesPerToken"] * replica["blockSize"] * replica["numBlocks"] == replica["memory"]["kv_bytes"]
+    assert replica["device"].startswith("this machine: ")
+
+
+def test_an_accelerator_is_its_data_sheet(file: Path) -> None:
+    result = plan(file, "--accelerator", "h200", rps=100)
+    assert result.exit_code == 0, result.output
+    assert "reckoned, not measured: NVIDIA H200 Tensor Core GPU data sheet" in result.stdout
+    assert "126.90 GiB" not in result.stdout
+    assert "141.00 GiB" in result.stdout
+
+
+def test_a_file_with_gpus_names_its_accelerator(write: Write, simulated: Simulated) -> None:
+    resources = {"gpus": 2, "gpuProduct": "NVIDIA-L4"}
+    spec = simulated(engine={"extraArgs": []}, resources=resources, cost={"gpuHour": 0.75})
+    result = plan(write("gpu.yaml", spec), "-o", "json")
+    assert result.exit_code == 0, result.output
+    body = json.loads(result.stdout)
+    assert body["replica"]["device"] == "l4"
+    assert body["candidates"][0]["cost"]["per_hour"] == 1.5 * body["candidates"][0]["replicas"]
+
+
+EIGHT_B = ModelSpec(
+    architecture="LlamaForCausalLM",
+    num_layers=32,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    vocab_size=128256,
+    max_position_embeddings=8192,
+    num_parameters=8_030_000_000,
+)
+
+
+@pytest.mark.parametrize("accelerator", ACCELERATORS, ids=lambda each: each.name)
+def test_a_step_reads_the_weights_or_multiplies_with_them_whichever_takes_longer(accelerator: Any) -> None:
+    sizes = Sizes(weight_bytes=16_060_000_000, kv_bytes_per_token=131_072, item_bytes=2, gathers=False)
+    model = StepTimeModel.from_params(step_time(accelerator, EIGHT_B, sizes, 8192))
+    read_ms = 16_060_000_000 / (accelerator.bytes_per_s * MEMORY_SHARE) * 1000
+    multiplied = 8_030_000_000 - 2 * 128_256 * 4096
+    token_ms = 2 * multiplied / (accelerator.operations_per_s * COMPUTE_SHARE) * 1000
+    for tokens in (1, 16, 64, 512, 2048, 8192, 20_000):
+        expected_ms = STEP_OVERHEAD_MS + max(read_ms, tokens * token_ms)
+        assert model.predict_ms(tokens) == pytest.approx(expected_ms, rel=0.01)
+    context_ms = 131_072 / (accelerator.bytes_per_s * MEMORY_SHARE) * 1000
+    assert model.predict_ms(1, 100_000) - model.predict_ms(1) == pytest.approx(100_000 * context_ms, rel=0.01)
+    assert "data sheet" in accelerator.source
+    assert all(find_accelerator(name) == accelerator for name in (accelerator.name, *accelerator.products))
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "plan-capacity.md"
+
+
+def documented() -> list[str]:
+    return re.findall(r"^\.venv/bin/pagemill (plan .*)$", PAGE.read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("line", documented())
+def test_what_the_page_says_to_type_works(line: str, fit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measuring has tests of its own."""
+    monkeypatch.chdir(PAGE.parents[2])
+    words = shlex.split(line)
+    result = CliRunner().invoke(app, words if "--accelerator" in words else [*words, "--fit", str(fit)])
+    assert result.exit_code == 0, result.output
+    assert "one replica carries up to" in result.stdout
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--rps", "nan"], "--rps nan: must be a number above 0"),
+        (["--rps", "-3"], "--rps -3: must be a number above 0"),
+        (["--price-per-hour", "0"], "--price-per-hour 0: must be a number above 0"),
+        (["--price-per-hour", "inf"], "--price-per-hour inf: must be a number above 0"),
+        (["--cached", "200"], "--cached 200: must be less than --input 200"),
+        (["--ttft", "fast"], "--ttft 'fast' is not a duration; write it like 300ms"),
+        (["--tpot", "0s"], "--tpot 0s: must be above 0; write it like 300ms"),
+        (["--name", "other"], "has no such LLMDeployment; it has chat"),
+        (["--accelerator", "tpu"], "--accelerator tpu: is not known here; name one with --accelerator: a100-80gb"),
+        (["--fit", "/nonexistent"], "--fit /nonexistent: cannot be read: No such file"),
+        (["--model", "/nonexistent"], "--model: `/nonexistent` does not exist"),
+        (["--input", "4000"], "a request may have 2048: lower them, or raise spec.engine.maxModelLen"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_an_option_that_cannot_be_is_named_with_its_value_and_the_remedy(
+    file: Path, fit: Path, arguments: list[str], words: str
+) -> None:
+    result = plan(file, *([] if "--fit" in arguments else ["--fit", fit]), *arguments)
+    assert result.exit_code == 2, result.output
+    assert words in result.stderr
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("[1, 2]", "Expected `object`"),
+        ("{", "is no JSON"),
+        ("{}", "holds no step times"),
+        ('{"knots_tokens": [1, 2], "knot_ms": [1.0]}', "both lists must have one entry a knot"),
+        ('{"knots_tokens": [2, 1], "knot_ms": [1.0, 1.0]}', "knots_tokens must rise"),
+        ('{"knots_tokens": "many"}', "Expected `array`"),
+        ('{"records": [{}]}', "holds no step times"),
+    ],
+)
+def test_a_file_that_is_no_fit_is_refused(file: Path, tmp_path: Path, content: str, words: str) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(content)
+    result = plan(file, "--fit", path)
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert "`pagemill why NAME -o json`" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ({"resources": {"gpus": 1}}, "spec.resources.gpus 1: name the accelerator with --accelerator"),
+        (
+            {"resources": {"gpus": 1, "gpuProduct": "NVIDIA-T4"}},
+            "spec.resources.gpuProduct NVIDIA-T4: is not known here",
+        ),
+        ({"resources": {"memory": "64Mi"}}, "the engine would refuse this: ModelTooLarge"),
+        ({"model": {"source": "hf://org/name"}}, "spec.model.source: `hf://org/name` would be downloaded whole"),
+        ({"model": {"source": "pvc://claim/model"}}, "spec.model.source: `pvc://claim/model`"),
+    ],
+    ids=["gpus", "product", "memory", "hub", "volume"],
+)
+def test_a_file_that_cannot_be_planned_says_why(
+    write: Write, simulated: Simulated, fit: Path, spec: dict[str, Any], words: str
+) -> None:
+    document = simulated(engine={"extraArgs": []})
+    document["spec"] |= spec
+    result = plan(write("f.yaml", document), "--fit", fit)
+    assert result.exit_code == 2, result.output
+    assert words in result.stderr
+
+
+def test_errors_of_the_file_are_told_with_their_lines(write: Write) -> None:
+    result = plan(write("f.yaml", "kind: Service\n"))
+    assert result.exit_code == 2
+    assert "f.yaml:1: kind" in result.stderr
+
+
+def test_a_load_that_no_number_carries_ends_with_exit_code_1(write: Write, simulated: Simulated, fit: Path) -> None:
+    autoscaling = {"maxReplicas": 2, "slo": {"ttft": "300ms"}}
+    document = simulated(engine={"extraArgs": []}, autoscaling=autoscaling)
+    result = plan(write("f.yaml", document), "--fit", fit, rps=500)
+    assert result.exit_code == 1
+    assert "No number up to 2 carries this load within TTFT 300 ms: raise the SLO or maxReplicas" in result.stdout
+
+
+def test_of_several_deployments_one_is_chosen_by_name(write: Write, simulated: Simulated, fit: Path) -> None:
+    file = write("f.yaml", simulated("a", engine={"extraArgs": []}), simulated("b", engine={"extraArgs": []}))
+    assert "choose one with --name: a, b" in plan(file, "--fit", fit).stderr
+    assert plan(file, "--fit", fit, "--name", "b").stdout.startswith(
+        "default/b under 20 requests/s of 200 + 100 tokens"
+    )

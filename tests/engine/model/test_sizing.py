@@ -1,0 +1,56 @@
+"""What is told of a model's size before it is loaded is what it then takes, here and on a device that is not there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_llama import write_tiny_llama
+
+from pagemill_engine.config import EngineConfig
+from pagemill_engine.runner.factory import create_runner
+from pagemill_engine.runner.sizing import held_by_gpu, sizes_here, sizes_on_gpu
+from pagemill_kernels.registry import ops_for
+from pagemill_protocol.model_spec import load_model_spec
+
+pytestmark = [pytest.mark.model]
+
+
+@pytest.mark.parametrize("settings", [{}, {"kv_cache_dtype": "int8"}, {"dtype": "float32"}], ids=str)
+def test_here_it_is_what_the_engine_then_has(smollm2_path: Path, settings: dict[str, Any]) -> None:
+    config = EngineConfig(model=str(smollm2_path), kv_cache_memory_bytes=8 * 1024**2, num_threads=1, **settings)
+    sizes = sizes_here(config, smollm2_path, load_model_spec(smollm2_path))
+    runner = create_runner(config, lambda phase, detail: None)
+    try:
+        assert runner.info.memory is not None
+        assert sizes.kv_bytes_per_token == runner.info.kv_bytes_per_token
+        # Packing rounds matrices up to whole tiles.
+        assert sizes.weight_bytes == pytest.approx(runner.info.weight_bytes, rel=0.05)
+    finally:
+        runner.close()
+
+
+def test_the_triton_kernels_hold_weights_as_is_assumed_without_them() -> None:
+    ops, holding = ops_for("triton"), held_by_gpu(EngineConfig(model="m"))
+    assert (holding.keeps_codes, holding.keeps_bfloat16, holding.lends_rows) == (
+        ops.keeps_codes,
+        ops.keeps_bfloat16,
+        ops.gathers,
+    )
+
+
+def test_on_a_gpu_floats_are_two_bytes_and_codes_stay_codes(tmp_path: Path, smollm2_path: Path) -> None:
+    write_tiny_llama(tmp_path)
+    spec = load_model_spec(tmp_path)
+    config = EngineConfig(model=str(tmp_path))
+    plain = sizes_on_gpu(config, tmp_path, spec)
+    assert plain.weight_bytes == 2 * spec.num_parameters
+    assert plain.kv_bytes_per_token == spec.kv_bytes_per_token(2)
+    assert plain.item_bytes == torch.bfloat16.itemsize
+    rounded = sizes_on_gpu(EngineConfig(model=str(tmp_path), quantization="int8"), tmp_path, spec)
+    assert rounded.weight_bytes < 0.7 * plain.weight_bytes
+    stored = load_model_spec(smollm2_path)
+    codes = sizes_on_gpu(EngineConfig(model=str(smollm2_path)), smollm2_path, stored)
+    assert codes.weight_bytes < 1.5 * stored.weight_bytes < 2 * stored.num_parameters
