@@ -103,6 +103,9 @@ def test_what_no_number_meets_is_said_with_the_best_there_is() -> None:
     assert row.candidate.replicas == 50
     assert row.candidate.ttft_ms is not None
     assert found.capacity == 0
+    assert not found.idle.meets
+    assert forecast(REPLICA, WORKLOAD, SLO, 2, None).needed is None
+    assert forecast(REPLICA, WORKLOAD, SLO, 2, None).idle.meets
 
 
 def test_costs_are_those_of_the_replicas_over_the_tokens_that_come() -> None:
@@ -349,6 +352,9 @@ def test_a_load_that_no_number_carries_ends_with_exit_code_1(write: Write, simul
     result = plan(write("f.yaml", document), "--fit", fit, rps=500)
     assert result.exit_code == 1
     assert "No number up to 2 carries this load within TTFT 300 ms: raise the SLO or maxReplicas" in result.stdout
+    alone = plan(write("f.yaml", document), "--fit", fit, "--tpot", "1ms")
+    assert alone.exit_code == 1
+    assert "No number of replicas will do within TTFT 300 ms and TPOT 1 ms: a request that has one" in alone.stdout
 
 
 def test_of_several_deployments_one_is_chosen_by_name(write: Write, simulated: Simulated, fit: Path) -> None:

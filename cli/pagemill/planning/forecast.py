@@ -16,6 +16,7 @@ from pagemill_operator.autoscaler.slo import Candidate, fewest, weigh
 from pagemill_operator.autoscaler.wishes import MARGIN
 
 HOUR_S = 3600.0
+IDLE_RPS = 1e-6
 NEIGHBOURS = 1
 """Numbers of replicas shown on each side of the chosen one."""
 ROUNDS = 40
@@ -55,6 +56,8 @@ class Forecast(NamedTuple):
     kept: int | None
     """So many the autoscaler keeps under this load: a tenth more must still fit before one is removed."""
     most: int
+    idle: Candidate
+    """One replica that a request has for itself: no number of them is faster."""
     rows: list[Row]
     """The chosen number and its neighbours; the most, where none will do."""
     capacity: float
@@ -82,6 +85,7 @@ def forecast(replica: Replica, workload: Workload, slo: Slo, most: int, price_pe
         needed=needed,
         kept=kept,
         most=most,
+        idle=weigh(predictor, workload.at(IDLE_RPS).demand, slo, 1),
         rows=[Row(weigh(predictor, demand, slo, n), _cost(n, workload, price_per_hour)) for n in numbers],
         capacity=_capacity(predictor, workload, slo),
         at_once=min(replica.shape.max_num_seqs, tokens // length),

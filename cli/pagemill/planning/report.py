@@ -38,6 +38,7 @@ def as_json(plan: Plan, replica: Replica, workload: Workload, slo: Slo, forecast
         },
         "replicas": forecast.needed,
         "replicasKept": forecast.kept,
+        "idle": msgspec.to_builtins(forecast.idle),
         "candidates": [_candidate(row) for row in forecast.rows],
         "stepTimeFrom": replica.step_time_from,
         "stepTime": msgspec.to_builtins(shape.step_time),
@@ -98,6 +99,12 @@ def _row(row: Row) -> list[str]:
 
 def _verdict(plan: Plan, slo: Slo, forecast: Forecast) -> list[str]:
     aim = f" within {_aims(slo)}" if _aims(slo) else ""
+    if forecast.needed is None and not forecast.idle.meets:
+        idle = f"{_ms(forecast.idle.ttft_ms)} to its first token and {_ms(forecast.idle.tpot_ms)} a token"
+        return [
+            f"No number of replicas will do{aim}: a request that has one for itself takes {idle}. Raise the SLO, "
+            "shorten the requests, or use a faster device or a smaller model."
+        ]
     if forecast.needed is None:
         return [
             f"No number up to {forecast.most} carries this load{aim}: raise the SLO or maxReplicas, shorten the "
