@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -23,6 +24,14 @@ from pagemill_protocol.state import StepTimeParams
 from pagemill_simulator.clock import VirtualClock
 from pagemill_simulator.report import Percentiles, SimulationReport
 from pagemill_simulator.traces import TraceRequest
+
+
+class Latency(NamedTuple):
+    """Of one finished request."""
+
+    ttft_ms: float
+    tpot_ms: float | None
+    """None: it had one token."""
 
 
 @dataclass(slots=True)
@@ -81,6 +90,15 @@ class EngineSimulation:
                 self._step()
         self.core.check_integrity()
         return self._report()
+
+    @property
+    def latencies(self) -> list[Latency]:
+        """Of all requests that have finished, in the order in which they came."""
+        return [
+            Latency(course.ttft_s * 1000, course.tpot_ms if course.num_output_tokens > 1 else None)
+            for course in self._courses.values()
+            if course.finished_s is not None
+        ]
 
     def _arrive(self, index: int, request: TraceRequest) -> None:
         name = f"sim-{index}"

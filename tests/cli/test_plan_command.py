@@ -27,6 +27,7 @@ from pagemill.planning.accelerators import (
 )
 from pagemill.planning.errors import PlanError
 from pagemill.planning.forecast import Workload, forecast
+from pagemill.planning.rehearsal import rehearse
 from pagemill.planning.replica import Replica
 from pagemill_engine.runner.budget import Sizes
 from pagemill_operator.autoscaler.decision import encode_record
@@ -134,6 +135,44 @@ def test_what_is_cached_need_not_be_computed() -> None:
 def test_a_request_that_is_too_long_is_refused() -> None:
     with pytest.raises(PlanError, match=r"--input 4000 and --output 300 are 4300 tokens, but a request may have 4096"):
         forecast(REPLICA, Workload(1.0, 4000, 300), SLO, 50, None)
+
+
+# What users would feel
+
+
+def test_a_request_alone_takes_its_own_steps() -> None:
+    """512 prompt tokens are one full step of 60 ms; then 10 ms for each token."""
+    felt = rehearse(SHAPE, 512, 100, 1e-3, 0.95)
+    assert felt.ttft_ms == pytest.approx(60.0, rel=0.02)
+    assert felt.tpot_ms == pytest.approx(10.0, rel=0.02)
+    assert rehearse(SHAPE, 512, 1, 1e-3, 0.95).tpot_ms is None
+
+
+def test_the_same_plan_is_rehearsed_the_same_and_more_load_is_felt() -> None:
+    low, high = (rehearse(SHAPE, 256, 64, rate, 0.95) for rate in (1.0, 12.0))
+    assert rehearse(SHAPE, 256, 64, 12.0, 0.95) == high
+    assert high.ttft_ms > low.ttft_ms
+    assert (high.tpot_ms or 0) > (low.tpot_ms or 0)
+
+
+@pytest.mark.parametrize("share_of_capacity", [0.3, 0.6, 0.9])
+def test_what_the_autoscaler_predicts_is_of_the_order_of_what_the_scheduler_does(share_of_capacity: float) -> None:
+    workload = Workload(1.0, 256, 128)
+    capacity = forecast(REPLICA, workload, SLO, 50, None).capacity
+    rate = share_of_capacity * capacity
+    predicted = forecast(REPLICA, workload.at(rate), SLO, 1, None).chosen
+    felt = rehearse(SHAPE, 256, 128, rate, 0.95)
+    assert predicted.ttft_ms is not None
+    assert predicted.tpot_ms is not None
+    assert felt.tpot_ms is not None
+    assert 0.5 < predicted.ttft_ms / felt.ttft_ms < 3.5
+    assert 0.6 < predicted.tpot_ms / felt.tpot_ms < 1.4
+
+
+def test_what_is_cached_in_part_is_not_simulated(file: Path, fit: Path) -> None:
+    plain, cached = (json.loads(plan(file, "--fit", fit, "--cached", n, "-o", "json").stdout) for n in (0, 100))
+    assert plain["simulated"]["num_requests"] > 100
+    assert cached["simulated"] is None
 
 
 # Where step times come from

@@ -55,6 +55,7 @@ def plan(
     """Tell what a deployment would need and cost under a load."""
     from pagemill.planning.errors import PlanError
     from pagemill.planning.forecast import Workload, forecast, is_positive
+    from pagemill.planning.rehearsal import rehearse
     from pagemill.planning.replica import Means, replica_of
     from pagemill.planning.report import as_json, as_table
     from pagemill.printable import printable
@@ -76,8 +77,12 @@ def plan(
     except PlanError as error:
         typer.echo(printable(f"error: {error}"), err=True)
         raise typer.Exit(2) from None
+    rehearsed = None
+    # What cannot keep up has no latency, and no prompt of the simulation is cached in part.
+    if result.chosen.ttft_ms is not None and not cached:
+        rehearsed = rehearse(replica.shape, input, output, rps / result.chosen.replicas, slo.share)
     show = as_json if format == "json" else as_table
-    typer.echo(show(found, replica, workload, slo, result))
+    typer.echo(show(found, replica, workload, slo, result, rehearsed))
     if result.needed is None:
         raise typer.Exit(1)
 

@@ -47,10 +47,13 @@ class Cost(NamedTuple):
 
 class Row(NamedTuple):
     candidate: Candidate
+    """As the autoscaler predicts it."""
     cost: Cost | None
 
 
 class Forecast(NamedTuple):
+    """Without any simulation: `rehearsal` plays the chosen number through."""
+
     needed: int | None
     """The fewest replicas that meet the SLO; None: none up to `most` does."""
     kept: int | None
@@ -66,6 +69,11 @@ class Forecast(NamedTuple):
     """Requests of this length that one replica holds."""
     at_once_longest: int
     """Of the longest that it takes."""
+
+    @property
+    def chosen(self) -> Candidate:
+        """The needed number, or the most."""
+        return next(row.candidate for row in self.rows if row.candidate.replicas == (self.needed or self.most))
 
 
 def forecast(replica: Replica, workload: Workload, slo: Slo, most: int, price_per_hour: float | None) -> Forecast:

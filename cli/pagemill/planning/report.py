@@ -9,13 +9,16 @@ import msgspec
 
 from pagemill.columns import columns
 from pagemill.planning.forecast import Forecast, Row, Workload
+from pagemill.planning.rehearsal import Rehearsed
 from pagemill.planning.replica import Replica
 from pagemill.printable import printable
 from pagemill_operator.autoscaler.policy import Slo
 from pagemill_operator.plan.types import Plan
 
 
-def as_json(plan: Plan, replica: Replica, workload: Workload, slo: Slo, forecast: Forecast) -> str:
+def as_json(
+    plan: Plan, replica: Replica, workload: Workload, slo: Slo, forecast: Forecast, rehearsed: Rehearsed | None
+) -> str:
     """`--fit` reads it again."""
     shape = replica.shape
     body: dict[str, Any] = {
@@ -39,6 +42,7 @@ def as_json(plan: Plan, replica: Replica, workload: Workload, slo: Slo, forecast
         "replicas": forecast.needed,
         "replicasKept": forecast.kept,
         "idle": msgspec.to_builtins(forecast.idle),
+        "simulated": None if rehearsed is None else rehearsed._asdict(),
         "candidates": [_candidate(row) for row in forecast.rows],
         "stepTimeFrom": replica.step_time_from,
         "stepTime": msgspec.to_builtins(shape.step_time),
@@ -51,13 +55,17 @@ def _candidate(row: Row) -> dict[str, Any]:
     return {**msgspec.to_builtins(row.candidate), "cost": cost}
 
 
-def as_table(plan: Plan, replica: Replica, workload: Workload, slo: Slo, forecast: Forecast) -> str:
+def as_table(
+    plan: Plan, replica: Replica, workload: Workload, slo: Slo, forecast: Forecast, rehearsed: Rehearsed | None
+) -> str:
     load = f"{workload.requests_per_s:g} requests/s of {workload.input_tokens} + {workload.output_tokens} tokens"
     cached = f", {workload.cached_tokens} of them cached" if workload.cached_tokens else ""
     lines = [f"{plan.key} under {load}{cached}", ""]
     lines += [f"  {line}" for line in columns(_about(replica, forecast))]
     lines += ["", *columns([_head(slo, forecast), *(_row(row) for row in forecast.rows)]), ""]
     lines += _verdict(plan, slo, forecast)
+    if rehearsed is not None:
+        lines.append(_felt(rehearsed, slo, forecast))
     return printable("\n".join(lines))
 
 
@@ -116,6 +124,12 @@ def _verdict(plan: Plan, slo: Slo, forecast: Forecast) -> list[str]:
     if plan.autoscaling is None and plan.spec_replicas != forecast.needed:
         lines.append(f"The file has replicas: {plan.spec_replicas}.")
     return lines
+
+
+def _felt(rehearsed: Rehearsed, slo: Slo, forecast: Forecast) -> str:
+    tpot = "" if rehearsed.tpot_ms is None else f", TPOT {_ms(rehearsed.tpot_ms)}"
+    felt = f"TTFT {_ms(rehearsed.ttft_ms)}{tpot} at P{slo.share * 100:.0f} of {rehearsed.num_requests} requests"
+    return f"Simulated with the engine's own scheduler, one of {forecast.chosen.replicas}: {felt}."
 
 
 def _aims(slo: Slo) -> str:

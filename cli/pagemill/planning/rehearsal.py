@@ -1,0 +1,79 @@
+"""One replica under its share of the load, played through: the engine's own scheduler and KV cache on a virtual clock.
+
+Nothing waits and nothing is computed; steps take what their step times say. Requests come independently of each other
+and are all of the same length. The same plan gives the same figures.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import NamedTuple
+
+from pagemill_engine.config import EngineConfig
+from pagemill_operator.autoscaler.memory import Shape
+from pagemill_simulator.engine import EngineSimulation
+from pagemill_simulator.traces import TraceRequest
+
+REQUESTS = 400
+FEWEST_REQUESTS = 60
+MOST_TOKENS = 60_000
+"""Of all answers together: some 15 us each."""
+WARM_UP = 0.2
+"""Of the requests: they find an emptier replica than the others."""
+SPARE_BLOCKS = 64
+
+
+class Rehearsed(NamedTuple):
+    """At the percentile."""
+
+    ttft_ms: float
+    tpot_ms: float | None
+    """None: answers have one token."""
+    num_requests: int
+
+
+def rehearse(
+    shape: Shape, input_tokens: int, output_tokens: int, requests_per_s: float, share: float, *, seed: int = 0
+) -> Rehearsed:
+    count = max(FEWEST_REQUESTS, min(REQUESTS, MOST_TOKENS // output_tokens))
+    simulation = EngineSimulation(
+        _arrivals(count, input_tokens, output_tokens, requests_per_s, seed),
+        _engine(shape, input_tokens + output_tokens),
+        shape.step_time,
+    )
+    simulation.run()
+    counted = simulation.latencies[int(WARM_UP * count) :]
+    tpots = [each.tpot_ms for each in counted if each.tpot_ms is not None]
+    return Rehearsed(
+        _percentile([each.ttft_ms for each in counted], share),
+        _percentile(tpots, share) if tpots else None,
+        len(counted),
+    )
+
+
+def _engine(shape: Shape, length: int) -> EngineConfig:
+    """No more blocks than the requests of all seats could hold: making them takes time."""
+    most_blocks = shape.max_num_seqs * (math.ceil(length / shape.block_size) + 1) + SPARE_BLOCKS
+    return EngineConfig(
+        model="plan",
+        num_kv_blocks=min(shape.num_blocks, most_blocks),
+        block_size=shape.block_size,
+        max_model_len=length,
+        max_num_seqs=shape.max_num_seqs,
+        max_num_batched_tokens=shape.max_step_tokens,
+        max_num_waiting=REQUESTS,
+    )
+
+
+def _arrivals(count: int, input_tokens: int, output_tokens: int, rate: float, seed: int) -> list[TraceRequest]:
+    draw, at_s, requests = random.Random(seed), 0.0, []
+    for _ in range(count):
+        requests.append(TraceRequest(at_s, input_tokens, output_tokens))
+        at_s += draw.expovariate(rate)
+    return requests
+
+
+def _percentile(values: list[float], share: float) -> float:
+    """Nearest rank."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
