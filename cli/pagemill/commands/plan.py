@@ -80,7 +80,8 @@ def plan(
     rehearsed = None
     # What cannot keep up has no latency, and no prompt of the simulation is cached in part.
     if result.chosen.ttft_ms is not None and not cached:
-        rehearsed = rehearse(replica.shape, input, output, rps / result.chosen.replicas, slo.share)
+        rate = rps / result.chosen.replicas
+        rehearsed = rehearse(replica.shape, input, output, rate, slo.share, overlaps=replica.overlaps)
     show = as_json if format == "json" else as_table
     typer.echo(show(found, replica, workload, slo, result, rehearsed))
     if result.needed is None:

@@ -34,12 +34,19 @@ class Rehearsed(NamedTuple):
 
 
 def rehearse(
-    shape: Shape, input_tokens: int, output_tokens: int, requests_per_s: float, share: float, *, seed: int = 0
+    shape: Shape,
+    input_tokens: int,
+    output_tokens: int,
+    requests_per_s: float,
+    share: float,
+    *,
+    overlaps: bool = False,
+    seed: int = 0,
 ) -> Rehearsed:
     count = max(FEWEST_REQUESTS, min(REQUESTS, MOST_TOKENS // output_tokens))
     simulation = EngineSimulation(
         _arrivals(count, input_tokens, output_tokens, requests_per_s, seed),
-        _engine(shape, input_tokens + output_tokens),
+        _engine(shape, input_tokens + output_tokens, overlaps),
         shape.step_time,
     )
     simulation.run()
@@ -52,7 +59,7 @@ def rehearse(
     )
 
 
-def _engine(shape: Shape, length: int) -> EngineConfig:
+def _engine(shape: Shape, length: int, overlaps: bool) -> EngineConfig:
     """No more blocks than the requests of all seats could hold: making them takes time."""
     most_blocks = shape.max_num_seqs * (math.ceil(length / shape.block_size) + 1) + SPARE_BLOCKS
     return EngineConfig(
@@ -63,6 +70,7 @@ def _engine(shape: Shape, length: int) -> EngineConfig:
         max_num_seqs=shape.max_num_seqs,
         max_num_batched_tokens=shape.max_step_tokens,
         max_num_waiting=REQUESTS,
+        overlap=overlaps,
     )
 
 

@@ -42,6 +42,8 @@ class Replica(NamedTuple):
     device: str
     step_time_from: str
     """In words."""
+    overlaps: bool = False
+    """The next step is launched before the tokens of the last one are read."""
     alone: Alone | None = None
     """As measured here."""
 
@@ -116,7 +118,8 @@ def _on_accelerator(
     if fit is None:
         fit = step_time(accelerator, spec, sizes, config.max_num_batched_tokens)
         fit_from = f"reckoned, not measured: {accelerator.source}"
-    return _replica(config, spec, sizes, memory, fit, accelerator.name, fit_from)
+    replica = _replica(config, spec, sizes, memory, fit, accelerator.name, fit_from)
+    return replica._replace(overlaps=config.overlap is not False)
 
 
 def _on_cpu(
@@ -150,6 +153,7 @@ def _replica(
         budget=memory.budget,
         device=device,
         step_time_from=fit_from,
+        overlaps=bool(config.overlap),
     )
 
 
@@ -178,6 +182,7 @@ def _measured(plan: Plan, config: EngineConfig, means: Means, input_tokens: int,
         budget=budget,
         device=_this_machine(config.num_threads, ready.compute),
         step_time_from=f"measured here, with up to {measured.most_at_once} requests at once",
+        overlaps=bool(config.overlap),
         alone=measured.alone,
     )
 

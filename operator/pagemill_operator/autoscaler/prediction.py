@@ -3,8 +3,8 @@
 One replica gets an equal share of the arrivals. In the steady state every step takes `s` seconds, holds the requests
 that decode (arrivals x output tokens x s, by Little's law) and computes the prompt tokens that arrived meanwhile; `s`
 is the least fixed point of the step-time model. What the percentile adds is the Poisson spread of the requests that
-decode at once (time per output token), and the wait behind other prompts, as in a queue with one server (time to
-first token). Approximations, all on the careful side; ADR 28 says which.
+decode at once and of those that come while one decodes, whose prompts fall into its steps (time per output token), and
+the wait behind other prompts, as in a queue with one server (time to first token). ADR 28 says how near that comes.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Predictor:
         high = decoding + self._spread * math.sqrt(decoding)
         if limit := self._exhausted(demand, high, prefill):
             return Prediction(math.inf, math.inf, limit)
-        tpot_s = self._step_s(demand, max(1.0, high), prefill)
+        tpot_s = self._tpot_s(demand, rate, high, prefill)
         return Prediction(self._ttft_s(demand, rate, step_s, decoding) * 1000, tpot_s * 1000)
 
     def _steady_step_s(self, demand: Demand, rate: float) -> float | None:
@@ -118,19 +118,37 @@ class Predictor:
         per_request = demand.prompt_tokens + demand.output_tokens / 2 + shape.block_size / 2
         return "blocks" if decoding * per_request > FULLEST * shape.num_tokens else ""
 
+    def _tpot_s(self, demand: Demand, rate: float, decoding: float, prefill: float) -> float:
+        """The least fixed point: who decodes longer meets more prompts on the way."""
+        room = max(0.0, self._max_step_tokens - decoding)
+        step_s = self._step_s(demand, max(1.0, decoding), prefill)
+        for _ in range(MAX_ROUNDS):
+            met = rate * demand.output_tokens * step_s
+            prompts = (met + self._spread * math.sqrt(met)) * demand.computed_tokens
+            following = self._step_s(
+                demand, max(1.0, decoding), min(room, max(prefill, prompts / demand.output_tokens))
+            )
+            if following <= step_s * (1 + CONVERGED):
+                return following
+            step_s = following
+        return step_s
+
     def _ttft_s(self, demand: Demand, rate: float, step_s: float, decoding: float) -> float:
         """The rest of a step, the wait behind other prompts, its own prompt."""
         own_s, mean_s = (
             self._prefill_s(demand, tokens, decoding)
             for tokens in (demand.computed_tokens_high, demand.computed_tokens)
         )
-        busy = min(1.0, rate * mean_s)
+        # Prompts that wait share their steps: to each other they are only as long as their part of a full one.
+        room = max(1.0, self._max_step_tokens - decoding)
+        service_s = demand.computed_tokens / room * self._step_s(demand, decoding, room)
+        busy = min(1.0, rate * service_s)
         if busy >= FULLEST:
             return math.inf
         # Pollaczek and Khinchine with the spread of an exponential service; its tail is exponential too.
-        wait_s = busy / (1 - busy) * mean_s
+        wait_s = busy / (1 - busy) * service_s
         high_wait_s = wait_s / busy * max(0.0, math.log(busy / (1 - self._share))) if busy > 0 else 0.0
-        return step_s / 2 + max(own_s + wait_s, mean_s + high_wait_s)
+        return self._share * step_s + max(own_s + wait_s, mean_s + high_wait_s)
 
     def _prefill_s(self, demand: Demand, num_tokens: float, decoding: float) -> float:
         """A prompt in chunks beside those that decode."""
