@@ -42,11 +42,14 @@ from pagemill_kernels.paged_attention import triton_launch as attention
 from pagemill_kernels.paged_attention.batch import AttentionBatch
 from pagemill_kernels.rope import triton_body as rope_body
 from pagemill_kernels.rope import triton_launch as rope
+from pagemill_kernels.sampling import triton_body as sampling_body
+from pagemill_kernels.sampling import triton_launch as sampling
+from pagemill_kernels.sampling.batch import Draws, Edits, Penalties, Reports
 
 ARCHITECTURES = (80, 90, 100)
 META = torch.device("meta")
 NUM_MULTIPROCESSORS = 132
-BODIES = (activation_body, attention_body, gather_body, linear_body, norm_body, rope_body)
+BODIES = (activation_body, attention_body, gather_body, linear_body, norm_body, rope_body, sampling_body)
 POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
@@ -117,6 +120,25 @@ def rotate(head_dim: int) -> Callable[[], object]:
     return lambda: rope.rope_and_store(heads, 32, table, table, floats(64, 16, 16, head_dim), slots)
 
 
+def sample() -> list[Case]:
+    """64 rows of Qwen3's vocabulary."""
+    num_rows, vocab_size = 64, 151_936
+    logits, raw = (torch.empty(num_rows, vocab_size, device=META) for _ in range(2))
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=META)
+    rows, ones = np.arange(num_rows), np.ones(num_rows, dtype=np.float32)
+    draws = Draws(ones, rows, ones, ones, rows.astype(np.uint64))
+    tables = (logits.bool(), logits.int())
+    penalties = Penalties(rows, ones, ones, ones, rows, *tables)
+    return [
+        Case("draw", lambda: sampling.draw(logits, logits, draws), True),
+        Case("draw after changes", lambda: sampling.draw(logits, raw, draws), True),
+        Case("penalties", lambda: sampling.apply_penalties(logits, penalties), True),
+        Case("counts of sampled tokens", lambda: sampling.count(penalties, tokens), False),
+        Case("logit bias", lambda: sampling.add_edits(logits, Edits(rows, rows, ones)), False),
+        Case("log probabilities", lambda: sampling.report(logits, tokens, Reports(rows, rows)), False),
+    ]
+
+
 def cases() -> list[Case]:
     """The shapes of Llama-3.2-1B (heads of 64), Llama-3.1-8B and Qwen3-0.6B (128), and of Gemma's kind (256)."""
     heads = {64: (32, 8), 128: (32, 8), 256: (16, 8)}
@@ -144,6 +166,7 @@ def cases() -> list[Case]:
         Case("layer norm of 4096", lambda: norm.layer_norm(floats(64, 4096), floats(4096), floats(4096), 1e-5), False),
         Case("SiLU and product", lambda: activation.silu_and_mul(floats(64, 2 * 14336)), True),
         Case("rows of an embedding", lambda: gather.gather_rows(floats(128256, 4096), ids), True),
+        *sample(),
     ]
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pagemill_kernels.decoder_layer.parts import FusedLayer, LayerParts
 from pagemill_kernels.linear.packed import PackedLinear
+from pagemill_kernels.sampling.batch import SampledTokens, SamplingBatch
 
 Backend = Literal["reference", "cpu", "cpu_native", "cpu_onednn", "triton"]
 """`cpu`: torch and oneDNN, any float type; `cpu_native`: our C++ (`pagemill_kernels.cpu`), float32 arithmetic over
@@ -77,6 +78,10 @@ _IMPLEMENTATIONS: dict[str, dict[Backend, str]] = {
         "cpu_native": "paged_attention.native:paged_attention",
         "triton": "paged_attention.triton_launch:paged_attention",
     },
+    "sample_tokens": {
+        "reference": "sampling.reference:sample_tokens",
+        "triton": "sampling.triton_launch:sample_tokens",
+    },
 }
 _INHERITS: dict[Backend, Backend] = {"cpu_onednn": "cpu_native"}
 """What a backend does not have itself it takes from this one, and only then from the reference."""
@@ -110,6 +115,7 @@ class Ops(NamedTuple):
     plan_slots: Callable[..., Tensor]
     plan_attention: Callable[..., Any]
     paged_attention: Callable[..., Tensor]
+    sample_tokens: Callable[[Tensor, SamplingBatch], SampledTokens]
     pack_codes: Callable[..., PackedLinear] | None
     """Packs `linear.groups.GroupCodes` without turning them into floats; `None`: this backend needs floats."""
     pack_blocks: Callable[..., PackedLinear] | None = None

@@ -51,7 +51,7 @@ class EagerRunner:
         self._spec = model.spec
         self._windows = {self._spec.layer_sliding_window(layer) for layer in range(self._spec.num_layers)}
         self._rows = RequestRows(max_num_seqs, info.max_model_len, info.block_size)
-        self._sampling = SamplingRows(max_num_seqs, info.vocab_size)
+        self._sampling = SamplingRows(max_num_seqs, info.vocab_size, ops.device)
 
     def launch(self, plan: StepPlan) -> StepResult:
         with torch.inference_mode():
@@ -131,9 +131,9 @@ class EagerRunner:
             return StepResult()
         rows = inputs.rows[inputs.sampling]
         num_generated = self._rows.num_tokens[rows] - self._rows.num_prompt_tokens[rows]
-        sampled = sample(self.model.compute_logits(hidden), self._sampling, rows, num_generated)
+        logits = self.model.compute_logits(hidden)
+        sampled = sample(logits, self._sampling, rows, num_generated, self._ops.sample_tokens)
         self._rows.advance(inputs, sampled.token_ids)
-        self._sampling.count(rows, sampled.token_ids)
         return self._result(inputs, rows, sampled)
 
     def _result(self, inputs: StepInputs, rows: NDArray[np.int64], sampled: Sampled) -> StepResult:

@@ -1,6 +1,5 @@
-"""Chooses tokens from logits, for a whole batch at once.
+"""What requests ask of the sampler, from admission to each step's tokens.
 
-`rows` keeps what each request asked for as arrays, `sampler` is the order of the steps, `processors` change logits,
-`filters` restrict the candidates, `randomness` specifies the noise, `logprobs` reports. When a choice ends is decided
-elsewhere.
+`rows` keeps it as arrays and picks a step's part, `sampler` hands that to the device and tells the tokens. How they are
+chosen is in `pagemill_kernels.sampling`; when a choice ends is decided elsewhere.
 """

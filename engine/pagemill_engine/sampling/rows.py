@@ -1,10 +1,12 @@
-"""What each running request asked of the sampler, as arrays indexed by the runner's rows.
+"""What each running request asked of the sampler, as arrays indexed by the runner's rows, and a step's part of it.
 
 Token counts for penalties take memory of rows x vocabulary, so they exist only from the first request that needs them.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,7 +15,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pagemill_engine.scheduler.step import AdmittedRow
+from pagemill_kernels.gpu.launch import upload
+from pagemill_kernels.sampling import randomness
+from pagemill_kernels.sampling.batch import Draws, Edits, Penalties, Reports, SamplingBatch
 
+CPU = torch.device("cpu")
 MIN_TEMPERATURE = 1e-5
 """Anything lower is greedy: dividing by it would leave float32's range."""
 
@@ -28,16 +34,17 @@ class TokenCounts:
     """int32 [rows, vocab]: occurrences."""
 
     @classmethod
-    def empty(cls, max_rows: int, vocab_size: int) -> TokenCounts:
+    def empty(cls, max_rows: int, vocab_size: int, device: torch.device) -> TokenCounts:
+        shape = (max_rows, vocab_size)
         return cls(
-            torch.zeros(max_rows, vocab_size, dtype=torch.bool), torch.zeros(max_rows, vocab_size, dtype=torch.int32)
+            torch.zeros(shape, dtype=torch.bool, device=device), torch.zeros(shape, dtype=torch.int32, device=device)
         )
 
     def reset(self, row: int, prompt: list[int], output: list[int]) -> None:
-        self.in_prompt[row] = False
-        self.in_prompt[row, prompt] = True
-        vocab_size = self.in_output.shape[1]
-        self.in_output[row] = torch.bincount(torch.tensor(output, dtype=torch.int64), minlength=vocab_size)
+        device, vocab_size = self.in_prompt.device, self.in_prompt.shape[1]
+        self.in_prompt[row].zero_().index_fill_(0, upload(np.array(prompt, dtype=np.int64), device), True)
+        counts = np.bincount(np.array(output, dtype=np.int64), minlength=vocab_size)
+        self.in_output[row].copy_(upload(counts, device, torch.int32))
 
 
 @dataclass(slots=True)
@@ -46,6 +53,8 @@ class SamplingRows:
 
     max_rows: int
     vocab_size: int
+    device: torch.device = CPU
+    """Where logits are sampled, and so where the counts lie."""
     temperature: NDArray[np.float32] = field(init=False)
     top_k: NDArray[np.int64] = field(init=False)
     """vocab_size where all tokens are kept."""
@@ -62,7 +71,8 @@ class SamplingRows:
     penalised: NDArray[np.bool_] = field(init=False)
     plain: NDArray[np.bool_] = field(init=False)
     """Greedy, without penalties, bias, minimum or logprobs: argmax is all there is to do."""
-    logit_bias: dict[int, tuple[list[int], list[float]]] = field(init=False, default_factory=dict)
+    logit_bias: dict[int, dict[int, float]] = field(init=False, default_factory=dict)
+    """By row: numbers added, by token id."""
     stop_ids: dict[int, list[int]] = field(init=False, default_factory=dict)
     """Tokens masked until `min_tokens`; only for rows that have such a minimum."""
     counts: TokenCounts | None = field(init=False, default=None)
@@ -101,18 +111,62 @@ class SamplingRows:
         self.logit_bias.pop(row, None)
         self.stop_ids.pop(row, None)
 
-    def count(self, rows: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
-        """Add newly generated tokens to the rows' counts."""
-        if self.counts is None:
-            return
-        chosen = self.penalised[rows]
-        self.counts.in_output[torch.from_numpy(rows[chosen]), torch.from_numpy(token_ids[chosen])] += 1
+    def batch(self, rows: NDArray[np.int64], num_generated: NDArray[np.int64]) -> SamplingBatch:
+        """What these rows ask of a step. num_generated: tokens that each has generated before this one."""
+        if bool(self.plain[rows].all()):
+            return SamplingBatch()
+        return SamplingBatch(
+            draws=self._draws(rows, num_generated),
+            edits=self._edits(rows, num_generated),
+            penalties=self._penalties(rows),
+            reports=self._reports(rows),
+        )
+
+    def _draws(self, rows: NDArray[np.int64], num_generated: NDArray[np.int64]) -> Draws | None:
+        """The position in a row's random sequence is the number of its generated tokens."""
+        if not (self.temperature[rows] > 0).any():
+            return None
+        keys = randomness.keys(self.seeds[rows], self.choices[rows], num_generated)
+        return Draws(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], keys)
+
+    def _edits(self, rows: NDArray[np.int64], num_generated: NDArray[np.int64]) -> Edits | None:
+        """Biases, and no end before `min_tokens` tokens were generated."""
+        found = [(i, *edit) for i, row in enumerate(rows.tolist()) for edit in self._row_edits(row, num_generated[i])]
+        if not found:
+            return None
+        indices, token_ids, biases = zip(*found, strict=True)
+        return Edits(np.array(indices), np.array(token_ids), np.array(biases, dtype=np.float32))
+
+    def _row_edits(self, row: int, num_generated: int) -> Iterable[tuple[int, float]]:
+        if row not in self.logit_bias and row not in self.stop_ids:
+            return ()
+        masked = self.stop_ids.get(row, []) if num_generated < self.min_tokens[row] else []
+        return {**self.logit_bias.get(row, {}), **dict.fromkeys(masked, -math.inf)}.items()
+
+    def _penalties(self, rows: NDArray[np.int64]) -> Penalties | None:
+        chosen = np.flatnonzero(self.penalised[rows])
+        if len(chosen) == 0 or self.counts is None:
+            return None
+        places = rows[chosen]
+        return Penalties(
+            rows=chosen,
+            repetition=self.repetition_penalty[places],
+            frequency=self.frequency_penalty[places],
+            presence=self.presence_penalty[places],
+            count_rows=places,
+            in_prompt=self.counts.in_prompt,
+            in_output=self.counts.in_output,
+        )
+
+    def _reports(self, rows: NDArray[np.int64]) -> Reports | None:
+        wanting = np.flatnonzero(self.num_logprobs[rows] >= 0)
+        return Reports(wanting, self.num_logprobs[rows[wanting]]) if len(wanting) else None
 
     def _admit_tokens(self, row: int, admitted: AdmittedRow) -> None:
         params = admitted.sampling
         self.release(row)
         if params.logit_bias:
-            self.logit_bias[row] = (list(params.logit_bias), list(params.logit_bias.values()))
+            self.logit_bias[row] = params.logit_bias
         stop_ids = sorted({*params.stop_token_ids, *admitted.eos_token_ids})
         self.min_tokens[row] = params.min_tokens if stop_ids else 0
         if self.min_tokens[row]:
@@ -122,6 +176,6 @@ class SamplingRows:
         if not self.penalised[row]:
             return
         if self.counts is None:
-            self.counts = TokenCounts.empty(self.max_rows, self.vocab_size)
+            self.counts = TokenCounts.empty(self.max_rows, self.vocab_size, self.device)
         prompt = admitted.token_ids[: admitted.num_prompt_tokens]
         self.counts.reset(row, prompt, admitted.token_ids[admitted.num_prompt_tokens :])

@@ -7,10 +7,10 @@ import math
 import numpy as np
 import torch
 
-from pagemill_engine.sampling import randomness
 from pagemill_engine.sampling.rows import SamplingRows
 from pagemill_engine.sampling.sampler import sample
 from pagemill_engine.scheduler.step import AdmittedRow
+from pagemill_kernels.sampling import arithmetic, randomness
 from pagemill_protocol.sampling import SamplingParams
 
 MASK64, MASK32 = 2**64 - 1, 2**32 - 1
@@ -87,7 +87,7 @@ def test_neighbouring_tokens_positions_seeds_and_choices_are_uncorrelated() -> N
 
 def test_noise_stays_within_reach() -> None:
     extremes = [-math.log(-math.log1p(-u)) for u in (0.5 * 2.0**-32, 1 - 2.0**-24)]
-    assert abs(extremes[0]) + abs(extremes[1]) < randomness.REACH
+    assert abs(extremes[0]) + abs(extremes[1]) < arithmetic.REACH
 
 
 def test_drawn_frequencies_are_the_softmax() -> None:

@@ -1,0 +1,89 @@
+"""What the rows of one step ask of the sampler: arrays, so that a device gets them in few copies."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+class Draws(NamedTuple):
+    """By row of the batch."""
+
+    temperature: NDArray[np.float32]
+    """0: the best token, and nothing below counts."""
+    top_k: NDArray[np.int64]
+    """The size of the vocabulary where all tokens are kept."""
+    top_p: NDArray[np.float32]
+    min_p: NDArray[np.float32]
+    keys: NDArray[np.uint64]
+    """Of `randomness.keys`."""
+
+    def at(self, rows: NDArray[np.int64]) -> Draws:
+        return Draws(*(values[rows] for values in self))
+
+
+class Edits(NamedTuple):
+    """Numbers that are added to single logits, -inf to forbid a token. No pair of row and token occurs twice."""
+
+    rows: NDArray[np.int64]
+    token_ids: NDArray[np.int64]
+    biases: NDArray[np.float32]
+
+
+class Penalties(NamedTuple):
+    """Of the rows that have some: repetition over prompt and output, then frequency and presence over the output."""
+
+    rows: NDArray[np.int64]
+    repetition: NDArray[np.float32]
+    frequency: NDArray[np.float32]
+    presence: NDArray[np.float32]
+    count_rows: NDArray[np.int64]
+    """Each row's place in the two tables below. No row occurs twice."""
+    in_prompt: Tensor
+    """bool [places, vocab]."""
+    in_output: Tensor
+    """int32 [places, vocab]: occurrences. The sampled tokens are added to them."""
+
+
+class Reports(NamedTuple):
+    """Rows whose log probabilities are wanted."""
+
+    rows: NDArray[np.int64]
+    num_top: NDArray[np.int64]
+    """How many of the most likely tokens beside the chosen one."""
+
+
+class SamplingBatch(NamedTuple):
+    draws: Draws | None = None
+    """`None`: every row takes its best token."""
+    edits: Edits | None = None
+    penalties: Penalties | None = None
+    reports: Reports | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        return all(part is None for part in self)
+
+
+class Logprobs(NamedTuple):
+    """Of the model itself: log-softmax of the logits before any change. Rows as in `Reports`."""
+
+    chosen: NDArray[np.float32]
+    """[rows]."""
+    ranks: NDArray[np.int64]
+    """[rows]: 1 and how many tokens are more likely than the chosen one."""
+    top: NDArray[np.float32]
+    """[rows, most of `num_top`], falling; what lies beyond a row's own number means nothing."""
+    top_ids: NDArray[np.int64]
+    """[rows, most of `num_top`]."""
+
+
+class SampledTokens(NamedTuple):
+    token_ids: NDArray[np.int64]
+    """[batch]; some token of the vocabulary where `finite` is false."""
+    finite: NDArray[np.bool_]
+    """False: the model's logits hold NaN or infinity."""
+    logprobs: Logprobs | None

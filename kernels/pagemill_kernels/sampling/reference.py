@@ -1,0 +1,103 @@
+"""The order of sampling, on the CPU: logits -> bias and forbidden tokens -> penalties -> greedy, or temperature ->
+filters -> Gumbel-max. One row's values never touch another row's."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pagemill_kernels.sampling import filters, randomness
+from pagemill_kernels.sampling.arithmetic import REACH
+from pagemill_kernels.sampling.batch import Draws, Edits, Logprobs, Penalties, Reports, SampledTokens, SamplingBatch
+
+
+def sample_tokens(logits: Tensor, batch: SamplingBatch) -> SampledTokens:
+    """One token for each row of logits, float32 [rows, vocab], which are overwritten."""
+    best, token_ids = (found.cpu() for found in logits.max(-1))
+    # A NaN anywhere makes the maximum NaN; -inf can only come from a broken forward pass as well, but harms nobody.
+    finite = best.isfinite().numpy()
+    if batch.is_plain:
+        return SampledTokens(token_ids.numpy(), finite, None)
+
+    logits = logits.cpu()
+    raw_logits = None if batch.reports is None else logits[torch.from_numpy(batch.reports.rows)]
+    chosen = _change(logits, batch) if batch.edits or batch.penalties else token_ids.numpy()
+    if batch.draws is not None:
+        drawn = np.flatnonzero((batch.draws.temperature > 0) & finite)
+        chosen[drawn] = draw(logits[torch.from_numpy(drawn)], batch.draws.at(drawn))
+    if batch.penalties is not None:
+        count(batch.penalties, chosen)
+    if batch.reports is None or raw_logits is None:
+        return SampledTokens(chosen, finite, None)
+    return SampledTokens(chosen, finite, report(raw_logits, chosen, batch.reports))
+
+
+def add_edits(logits: Tensor, edits: Edits) -> None:
+    logits[torch.from_numpy(edits.rows), torch.from_numpy(edits.token_ids)] += torch.from_numpy(edits.biases)
+
+
+def apply_penalties(logits: Tensor, penalties: Penalties) -> None:
+    """Repetition as in CTRL (arXiv 1909.05858): positive logits of seen tokens are divided, others multiplied."""
+    at, of = torch.from_numpy(penalties.rows), torch.from_numpy(penalties.count_rows)
+    picked = logits[at]
+    counts = penalties.in_output[of]
+    repetition = _column(penalties.repetition)
+    seen = penalties.in_prompt[of] | (counts > 0)
+    repeated = torch.where(picked > 0, picked / repetition, picked * repetition)
+    picked = torch.where(seen, repeated, picked)
+    picked -= _column(penalties.frequency) * counts
+    picked -= _column(penalties.presence) * (counts > 0)
+    logits[at] = picked
+
+
+def draw(logits: Tensor, draws: Draws) -> NDArray[np.int64]:
+    """A draw from softmax(logits / temperature) restricted by the rows' filters. logits is overwritten."""
+    num_rows = len(logits)
+    if num_rows == 0:
+        return np.zeros(0, dtype=np.int64)
+    logits.sub_(logits.max(-1, keepdim=True).values).div_(_column(draws.temperature))
+    filters.apply_min_p(logits, draws.min_p)
+    filters.apply_top_k_top_p(logits, draws.top_k, draws.top_p)
+    # The best token is at 0 now: only tokens within reach of it can win.
+    at, token_ids = (index.numpy() for index in (logits > -REACH).nonzero(as_tuple=True))
+    noisy = logits.numpy()[at, token_ids] + randomness.gumbel(draws.keys[at], token_ids)
+    return token_ids[_argmax_by_row(at, noisy, num_rows)]
+
+
+def count(penalties: Penalties, token_ids: NDArray[np.int64]) -> None:
+    of, tokens = torch.from_numpy(penalties.count_rows), torch.from_numpy(token_ids[penalties.rows])
+    penalties.in_output[of, tokens] += 1
+
+
+def report(raw_logits: Tensor, token_ids: NDArray[np.int64], reports: Reports) -> Logprobs:
+    """raw_logits: of the reports' rows; token_ids: of the whole batch."""
+    chosen = raw_logits.gather(1, torch.from_numpy(token_ids[reports.rows]).unsqueeze(1))
+    ranks = (raw_logits > chosen).sum(-1).add_(1)
+    top, top_ids = raw_logits.topk(int(reports.num_top.max()), dim=-1)
+    best = raw_logits.max(-1, keepdim=True).values
+    total = (raw_logits - best).exp_().sum(-1, keepdim=True).log_()
+    chosen, top = chosen - best - total, top - best - total
+    return Logprobs(chosen.squeeze(1).numpy(), ranks.numpy(), top.numpy(), top_ids.numpy())
+
+
+def _change(logits: Tensor, batch: SamplingBatch) -> NDArray[np.int64]:
+    """Apply what rows ask for; the best tokens after it."""
+    if batch.edits is not None:
+        add_edits(logits, batch.edits)
+    if batch.penalties is not None:
+        apply_penalties(logits, batch.penalties)
+    return logits.argmax(-1).numpy()
+
+
+def _column(values: NDArray[np.float32]) -> Tensor:
+    return torch.from_numpy(values).unsqueeze(1)
+
+
+def _argmax_by_row(at: NDArray[np.int64], values: NDArray[np.float32], num_rows: int) -> NDArray[np.int64]:
+    """For values grouped by the sorted row numbers `at`, the index of each row's first maximum."""
+    starts = np.searchsorted(at, np.arange(num_rows))
+    best = np.maximum.reduceat(values, starts)
+    winners = np.flatnonzero(values == best[at])
+    return winners[np.searchsorted(at[winners], np.arange(num_rows))]

@@ -1,0 +1,177 @@
+"""Samples on a GPU without a copy of the logits: one program a row; only tokens and log probabilities leave the device.
+
+A step's settings travel in one copy for each part of a batch that is there. Draws equal the reference's bit for bit,
+whatever the batch.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import triton
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pagemill_kernels.gpu import launch
+from pagemill_kernels.sampling import arithmetic, triton_body
+from pagemill_kernels.sampling.batch import Draws, Edits, Logprobs, Penalties, Reports, SampledTokens, SamplingBatch
+from pagemill_kernels.sampling.filters import log_min_p
+from pagemill_kernels.sampling.randomness import halves
+
+BLOCK = 1024
+NUM_WARPS = 8
+LIST_BLOCK = 128
+"""Of edits and counts, which are few."""
+MAX_VOCAB = 1 << 22
+"""The mass of so many tokens still fits into 64 bits."""
+
+
+def sample_tokens(logits: Tensor, batch: SamplingBatch) -> SampledTokens:
+    """One token for each row of logits, float32 [rows, vocab], contiguous. They stay as they are."""
+    _check(logits)
+    changed = _changed(logits, batch)
+    tokens = draw(changed, logits, batch.draws)
+    if batch.penalties is not None:
+        count(batch.penalties, tokens)
+    found = None if batch.reports is None else report(logits, tokens, batch.reports)
+    token_ids: NDArray[np.int64] = tokens.cpu().numpy()
+    finite = token_ids >= 0
+    return SampledTokens(np.where(finite, token_ids, 0), finite, None if found is None else _on_host(*found))
+
+
+def add_edits(logits: Tensor, edits: Edits) -> None:
+    """In place."""
+    num_edits = len(edits.rows)
+    triton_body.edit[(triton.cdiv(num_edits, LIST_BLOCK),)](
+        edits_ptr=_pack(logits.device, edits.rows, edits.token_ids, edits.biases),
+        num_edits=num_edits,
+        logits_ptr=logits,
+        VOCAB=logits.shape[1],
+        BLOCK=LIST_BLOCK,
+        enable_fp_fusion=False,
+        num_warps=4,
+    )
+
+
+def apply_penalties(logits: Tensor, penalties: Penalties) -> None:
+    """In place."""
+    vocab_size = logits.shape[1]
+    num_penalised = len(penalties.rows)
+    triton_body.penalise[(num_penalised, triton.cdiv(vocab_size, BLOCK))](
+        penalties_ptr=_pack_penalties(penalties, logits.device),
+        num_penalised=num_penalised,
+        logits_ptr=logits,
+        in_prompt_ptr=penalties.in_prompt.view(torch.uint8),
+        in_output_ptr=penalties.in_output,
+        VOCAB=vocab_size,
+        BLOCK=BLOCK,
+        enable_fp_fusion=False,
+        num_warps=4,
+    )
+
+
+def count(penalties: Penalties, tokens: Tensor) -> None:
+    """tokens: int64 [batch], -1 where there is none."""
+    num_penalised = len(penalties.rows)
+    triton_body.count_tokens[(triton.cdiv(num_penalised, LIST_BLOCK),)](
+        penalties_ptr=_pack_penalties(penalties, tokens.device),
+        num_penalised=num_penalised,
+        tokens_ptr=tokens,
+        in_output_ptr=penalties.in_output,
+        VOCAB=penalties.in_output.shape[1],
+        BLOCK=LIST_BLOCK,
+        enable_fp_fusion=False,
+        num_warps=4,
+    )
+
+
+def draw(logits: Tensor, raw_logits: Tensor, draws: Draws | None) -> Tensor:
+    """int64 [rows]: each row's token, -1 where the raw logits are not finite. `None`: the best tokens."""
+    num_rows, vocab_size = logits.shape
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    triton_body.draw[(num_rows,)](
+        settings_ptr=_pack(logits.device, *_settings(draws, num_rows, vocab_size)),
+        num_rows=num_rows,
+        logits_ptr=logits,
+        raw_ptr=raw_logits,
+        tokens_ptr=tokens,
+        VOCAB=vocab_size,
+        BLOCK=_block(vocab_size),
+        IS_CHANGED=logits is not raw_logits,
+        enable_fp_fusion=False,
+        num_warps=NUM_WARPS,
+    )
+    return tokens
+
+
+def report(raw_logits: Tensor, tokens: Tensor, reports: Reports) -> tuple[Tensor, Tensor]:
+    """float32 and int32 [reports, 1 + most top tokens]: log probabilities, the chosen token's first; its rank, ids."""
+    vocab_size = raw_logits.shape[1]
+    shape = (len(reports.rows), 1 + int(reports.num_top.max()))
+    values = torch.empty(shape, dtype=torch.float32, device=raw_logits.device)
+    ids = torch.empty(shape, dtype=torch.int32, device=raw_logits.device)
+    triton_body.report[(shape[0],)](
+        reports_ptr=_pack(raw_logits.device, reports.rows, reports.num_top),
+        num_reports=shape[0],
+        raw_ptr=raw_logits,
+        tokens_ptr=tokens,
+        values_ptr=values,
+        ids_ptr=ids,
+        width=shape[1],
+        VOCAB=vocab_size,
+        BLOCK=_block(vocab_size),
+        enable_fp_fusion=True,
+        num_warps=NUM_WARPS,
+    )
+    return values, ids
+
+
+def _changed(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """The logits after edits and penalties: a copy, because log probabilities are those of the raw ones."""
+    if batch.edits is None and batch.penalties is None:
+        return logits
+    changed = logits.clone()
+    if batch.edits is not None:
+        add_edits(changed, batch.edits)
+    if batch.penalties is not None:
+        apply_penalties(changed, batch.penalties)
+    return changed
+
+
+def _settings(draws: Draws | None, num_rows: int, vocab_size: int) -> list[NDArray[np.generic]]:
+    if draws is None:
+        return [np.zeros(num_rows, dtype=np.int32)] * 6
+    low, high = halves(draws.keys)
+    top_k = np.minimum(draws.top_k, vocab_size)
+    return [top_k, arithmetic.shares(draws.top_p), draws.temperature, log_min_p(draws.min_p), low, high]
+
+
+def _pack_penalties(penalties: Penalties, device: torch.device) -> Tensor:
+    each = (penalties.rows, penalties.count_rows, penalties.repetition, penalties.frequency, penalties.presence)
+    return _pack(device, *each)
+
+
+def _pack(device: torch.device, *arrays: NDArray[np.generic]) -> Tensor:
+    """int32 [arrays, n] on the device, in one copy: integers as such, floats by their bits."""
+    packed = np.empty((len(arrays), len(arrays[0])), dtype=np.int32)
+    for place, array in zip(packed, arrays, strict=True):
+        place[:] = array.view(np.int32) if array.dtype in (np.float32, np.uint32) else array
+    return launch.upload(packed, device, torch.int32)
+
+
+def _on_host(values: Tensor, ids: Tensor) -> Logprobs:
+    logprobs, tokens = values.cpu().numpy(), ids.cpu().numpy().astype(np.int64)
+    return Logprobs(logprobs[:, 0], tokens[:, 0], logprobs[:, 1:], tokens[:, 1:])
+
+
+def _block(vocab_size: int) -> int:
+    return min(BLOCK, int(triton.next_power_of_2(vocab_size)))
+
+
+def _check(logits: Tensor) -> None:
+    if logits.dtype != torch.float32 or logits.dim() != 2 or not 0 < logits.shape[1] <= MAX_VOCAB:
+        raise ValueError(
+            f"sampling: logits are {logits.dtype} {list(logits.shape)}; float32 [rows, vocab] with up to {MAX_VOCAB} "
+            "tokens are sampled"
+        )
+    launch.check_contiguous("sampling", logits=logits)

@@ -1,0 +1,206 @@
+"""Triton's sampler draws the reference's tokens: the same bits for any filters, penalties, ties and batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from triton_device import DEVICE, close
+
+from pagemill_kernels.sampling import arithmetic, randomness, reference, triton_body
+from pagemill_kernels.sampling import triton_launch as sampling
+from pagemill_kernels.sampling.batch import Draws, Edits, Penalties, Reports, SampledTokens, SamplingBatch
+
+
+def logits_of(num_rows: int, vocab_size: int, seed: int = 0, spread: float = 3.0) -> torch.Tensor:
+    return torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def draws_of(num_rows: int, position: int = 0, **values: Any) -> Draws:
+    """Row i has seed i. Values: one number for all rows, or one for each."""
+    filled = {"temperature": 1.0, "top_k": 1 << 30, "top_p": 1.0, "min_p": 0.0, **values}
+    types = {"temperature": np.float32, "top_k": np.int64, "top_p": np.float32, "min_p": np.float32}
+    arrays = {name: np.broadcast_to(np.array(filled[name], types[name]), num_rows).copy() for name in types}
+    zeros = np.zeros(num_rows, dtype=np.int64)
+    keys = randomness.keys(np.arange(num_rows, dtype=np.uint64), zeros, zeros + position)
+    return Draws(**arrays, keys=keys)
+
+
+def on_device(batch: SamplingBatch) -> SamplingBatch:
+    """With tables of its own."""
+    if batch.penalties is None:
+        return batch
+    tables = {name: getattr(batch.penalties, name).to(DEVICE, copy=True) for name in ("in_prompt", "in_output")}
+    return batch._replace(penalties=batch.penalties._replace(**tables))
+
+
+def both(logits: torch.Tensor, batch: SamplingBatch) -> tuple[SampledTokens, SampledTokens]:
+    """The kernels' and the reference's."""
+    ours = sampling.sample_tokens(logits.to(DEVICE), on_device(batch))
+    return ours, reference.sample_tokens(logits.clone(), batch)
+
+
+def check(logits: torch.Tensor, batch: SamplingBatch) -> None:
+    ours, theirs = both(logits, batch)
+    assert ours.token_ids.tolist() == theirs.token_ids.tolist()
+    assert ours.finite.tolist() == theirs.finite.tolist()
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "BLOCK", 64)
+
+
+FILTERS = {
+    "top_k": st.sampled_from([1, 2, 7, 30, 1 << 30]),
+    "top_p": st.sampled_from([1e-9, 0.3, 0.9, 0.999, 1.0]),
+    "min_p": st.sampled_from([0.0, 1e-4, 0.2, 1.0]),
+}
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    vocab_size=st.integers(1, 150),
+    temperature=st.sampled_from([0.0, 1e-5, 0.3, 1.0, 2.0]),
+    spread=st.sampled_from([0.0, 0.01, 3.0, 40.0]),
+    rounded=st.booleans(),
+    **FILTERS,
+)
+def test_tokens_are_the_references(seed: int, vocab_size: int, spread: float, rounded: bool, **values: float) -> None:
+    """Rounded logits have many ties, at the cut and elsewhere."""
+    logits = logits_of(3, vocab_size, seed, spread)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling, "BLOCK", 64)
+        check(logits.round() if rounded else logits, SamplingBatch(draws_of(3, seed, **values)))
+
+
+@pytest.mark.parametrize(("spread", "ties"), [(3.0, False), (0.05, False), (2.0, True)], ids=["peaked", "flat", "ties"])
+def test_a_real_vocabulary(spread: float, ties: bool) -> None:
+    logits = logits_of(4, 49_153, spread=spread)
+    values = {"top_k": [1 << 30, 50, 3000, 1 << 30], "top_p": [0.95, 1.0, 0.8, 1.0], "temperature": [0.7, 1, 1.5, 1]}
+    check((logits * 8).round() / 8 if ties else logits, SamplingBatch(draws_of(4, **values)))
+
+
+def test_rows_do_not_depend_on_their_batch(small_tiles: None) -> None:
+    values = {"top_p": [0.9, 1.0, 0.5, 0.9, 1.0], "top_k": [5, 9, 1 << 30, 3, 1 << 30], "temperature": 1.3}
+    logits, draws = logits_of(5, 97).to(DEVICE), draws_of(5, **values)
+    together = sampling.sample_tokens(logits, SamplingBatch(draws)).token_ids.tolist()
+    rows = [np.array([row]) for row in range(5)]
+    alone = [sampling.sample_tokens(logits[row], SamplingBatch(draws.at(row))).token_ids[0] for row in rows]
+    assert together == alone
+
+
+def penalties_of(num_rows: int, vocab_size: int, seed: int, **values: float) -> Penalties:
+    """Of every second row; the tables' places run backwards."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = np.arange(0, num_rows, 2)
+    filled = {"repetition": 1.0, "frequency": 0.0, "presence": 0.0, **values}
+    arrays = {name: np.full(len(rows), value, dtype=np.float32) for name, value in filled.items()}
+    return Penalties(
+        rows=rows,
+        **arrays,
+        count_rows=len(rows) - np.arange(len(rows)),
+        in_prompt=torch.rand(len(rows) + 1, vocab_size, generator=generator) < 0.3,
+        in_output=torch.randint(0, 3, (len(rows) + 1, vocab_size), generator=generator, dtype=torch.int32),
+    )
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    repetition=st.sampled_from([1.0, 0.5, 1.8]),
+    frequency=st.sampled_from([0.0, 0.7, -2.0]),
+    presence=st.sampled_from([0.0, -1.0, 1.5]),
+    temperature=st.sampled_from([0.0, 1.0]),
+)
+def test_edits_and_penalties_change_logits_alike(seed: int, temperature: float, **values: float) -> None:
+    logits = logits_of(5, 83, seed)
+    edits = Edits(np.array([0, 0, 3]), np.array([5, 82, 0]), np.array([4.0, -np.inf, -30.0], dtype=np.float32))
+    batch = SamplingBatch(draws_of(5, temperature=temperature), edits, penalties_of(5, 83, seed, **values))
+    changed = logits.to(DEVICE)
+    penalties = on_device(batch).penalties
+    assert penalties is not None
+    assert batch.penalties is not None
+    sampling.add_edits(changed, edits)
+    sampling.apply_penalties(changed, penalties)
+    expected = logits.clone()
+    reference.add_edits(expected, edits)
+    reference.apply_penalties(expected, batch.penalties)
+    assert torch.equal(changed.cpu(), expected)
+    check(logits, batch)
+
+
+def test_sampled_tokens_are_counted_where_penalties_are() -> None:
+    penalties = penalties_of(5, 83, 1, frequency=0.5)
+    before = penalties.in_output.clone()
+    table = on_device(SamplingBatch(penalties=penalties)).penalties
+    assert table is not None
+    found = sampling.sample_tokens(logits_of(5, 83).to(DEVICE), SamplingBatch(penalties=table))
+    more = table.in_output.cpu() - before
+    assert more.sum() == 3
+    assert more[torch.from_numpy(penalties.count_rows), torch.from_numpy(found.token_ids[penalties.rows])].all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_broken_row_is_named_and_the_others_go_on(bad: float, changed: bool) -> None:
+    logits = logits_of(3, 70)
+    clean = sampling.sample_tokens(logits.to(DEVICE), SamplingBatch(draws_of(3, top_p=0.9))).token_ids
+    logits[1, 7] = bad
+    edits = Edits(np.array([1]), np.array([7]), np.array([-np.inf], dtype=np.float32)) if changed else None
+    with np.errstate(invalid="ignore"):
+        found = sampling.sample_tokens(logits.to(DEVICE), SamplingBatch(draws_of(3, top_p=0.9), edits))
+    assert found.finite.tolist() == [True, False, True]
+    assert found.token_ids[[0, 2]].tolist() == clean[[0, 2]].tolist()
+
+
+def test_log_probabilities_are_of_the_logits_before_any_change(small_tiles: None) -> None:
+    logits = logits_of(4, 150)
+    edits = Edits(np.array([1]), np.array([int(logits[1].argmin())]), np.array([99.0], dtype=np.float32))
+    reports = Reports(np.array([1, 3]), np.array([0, 5]))
+    ours, theirs = both(logits, SamplingBatch(draws_of(4), edits, reports=reports))
+    assert ours.logprobs is not None
+    assert theirs.logprobs is not None
+    assert ours.logprobs.ranks.tolist() == theirs.logprobs.ranks.tolist()
+    assert ours.logprobs.ranks[0] == 150
+    assert ours.logprobs.top_ids[1].tolist() == theirs.logprobs.top_ids[1].tolist()
+    close(torch.from_numpy(ours.logprobs.chosen), torch.from_numpy(theirs.logprobs.chosen))
+    close(torch.from_numpy(ours.logprobs.top[1]), torch.from_numpy(theirs.logprobs.top[1]))
+
+
+def test_equal_logits_are_reported_by_rising_token_ids() -> None:
+    reports = Reports(np.array([0]), np.array([4]))
+    logits = torch.tensor([[1.0, 3.0, 2.0, 3.0, 2.0, 2.0]]).to(DEVICE)
+    found = sampling.sample_tokens(logits, SamplingBatch(reports=reports)).logprobs
+    assert found is not None
+    assert found.top_ids.tolist() == [[1, 3, 2, 4]]
+
+
+def test_the_arithmetic_is_close_to_the_real_one() -> None:
+    y = np.concatenate([np.float32(2.0) ** np.arange(-33, 5), np.linspace(0.01, 20, 5000)]).astype(np.float32)
+    np.testing.assert_allclose(arithmetic.log(y), np.log(y.astype(np.float64)), rtol=3e-7, atol=1e-7)
+    x = np.linspace(-25.9, 0, 5000, dtype=np.float32)
+    np.testing.assert_allclose(arithmetic.mass(x) / 2.0**40, np.exp(x.astype(np.float64)), rtol=2e-6, atol=2e-12)
+    assert arithmetic.mass(np.array([-26.0, -np.inf], dtype=np.float32)).tolist() == [0, 0]
+    last = np.nextafter(np.float32(arithmetic.REACH), np.float32(0)).view(np.int32)
+    assert int(last) == triton_body.LAST_KEY.value
+
+
+def test_logits_that_cannot_be_sampled_are_named() -> None:
+    with pytest.raises(ValueError, match="bfloat16"):
+        sampling.sample_tokens(torch.zeros(2, 8, dtype=torch.bfloat16, device=DEVICE), SamplingBatch())
+    with pytest.raises(ValueError, match="contiguous"):
+        sampling.sample_tokens(torch.zeros(8, 2, device=DEVICE).t(), SamplingBatch())
+
+
+@pytest.mark.gpu
+def test_a_batch_of_a_real_size() -> None:
+    num_rows = 256
+    logits = logits_of(num_rows, 151_936)
+    values = {"top_p": [0.9, 1.0] * 128, "top_k": [1 << 30, 50, 1 << 30, 5000] * 64, "temperature": 0.8}
+    check(logits, SamplingBatch(draws_of(num_rows, **values)))
