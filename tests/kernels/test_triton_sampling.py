@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from triton_device import DEVICE, close
+from triton_device import DEVICE, HAS_GPU, close
 
 from pagemill_kernels.sampling import arithmetic, randomness, reference, triton_body
 from pagemill_kernels.sampling import triton_launch as sampling
@@ -62,10 +62,10 @@ FILTERS = {
 }
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
-    vocab_size=st.integers(1, 150),
+    vocab_size=st.integers(1, 100),
     temperature=st.sampled_from([0.0, 1e-5, 0.3, 1.0, 2.0]),
     spread=st.sampled_from([0.0, 0.01, 3.0, 40.0]),
     rounded=st.booleans(),
@@ -73,14 +73,16 @@ FILTERS = {
 )
 def test_tokens_are_the_references(seed: int, vocab_size: int, spread: float, rounded: bool, **values: float) -> None:
     """Rounded logits have many ties, at the cut and elsewhere."""
-    logits = logits_of(3, vocab_size, seed, spread)
+    logits = logits_of(2, vocab_size, seed, spread)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampling, "BLOCK", 64)
-        check(logits.round() if rounded else logits, SamplingBatch(draws_of(3, seed, **values)))
+        check(logits.round() if rounded else logits, SamplingBatch(draws_of(2, seed, **values)))
 
 
 @pytest.mark.parametrize(("spread", "ties"), [(3.0, False), (0.05, False), (2.0, True)], ids=["peaked", "flat", "ties"])
-def test_a_real_vocabulary(spread: float, ties: bool) -> None:
+def test_a_real_vocabulary(spread: float, ties: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not HAS_GPU:  # one tile: the interpreter's time is that of its calls
+        monkeypatch.setattr(sampling, "BLOCK", 1 << 16)
     logits = logits_of(4, 49_153, spread=spread)
     values = {"top_k": [1 << 30, 50, 3000, 1 << 30], "top_p": [0.95, 1.0, 0.8, 1.0], "temperature": [0.7, 1, 1.5, 1]}
     check((logits * 8).round() / 8 if ties else logits, SamplingBatch(draws_of(4, **values)))
@@ -110,7 +112,7 @@ def penalties_of(num_rows: int, vocab_size: int, seed: int, **values: float) -> 
     )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     repetition=st.sampled_from([1.0, 0.5, 1.8]),
@@ -122,7 +124,7 @@ def test_edits_and_penalties_change_logits_alike(seed: int, temperature: float, 
     logits = logits_of(5, 83, seed)
     edits = Edits(np.array([0, 0, 3]), np.array([5, 82, 0]), np.array([4.0, -np.inf, -30.0], dtype=np.float32))
     batch = SamplingBatch(draws_of(5, temperature=temperature), edits, penalties_of(5, 83, seed, **values))
-    changed = logits.to(DEVICE)
+    changed = logits.to(DEVICE, copy=True)
     penalties = on_device(batch).penalties
     assert penalties is not None
     assert batch.penalties is not None
@@ -160,14 +162,14 @@ def test_a_broken_row_is_named_and_the_others_go_on(bad: float, changed: bool) -
 
 
 def test_log_probabilities_are_of_the_logits_before_any_change(small_tiles: None) -> None:
-    logits = logits_of(4, 150)
+    logits = logits_of(4, 100)
     edits = Edits(np.array([1]), np.array([int(logits[1].argmin())]), np.array([99.0], dtype=np.float32))
     reports = Reports(np.array([1, 3]), np.array([0, 5]))
     ours, theirs = both(logits, SamplingBatch(draws_of(4), edits, reports=reports))
     assert ours.logprobs is not None
     assert theirs.logprobs is not None
     assert ours.logprobs.ranks.tolist() == theirs.logprobs.ranks.tolist()
-    assert ours.logprobs.ranks[0] == 150
+    assert ours.logprobs.ranks[0] == 100
     assert ours.logprobs.top_ids[1].tolist() == theirs.logprobs.top_ids[1].tolist()
     close(torch.from_numpy(ours.logprobs.chosen), torch.from_numpy(theirs.logprobs.chosen))
     close(torch.from_numpy(ours.logprobs.top[1]), torch.from_numpy(theirs.logprobs.top[1]))

@@ -29,14 +29,18 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual, expected, **TOLERANCES[expected.dtype])
 
 
-call_anywhere = InterpretedFunction.__call__
+call_and_patch = InterpretedFunction.__call__
+patched_modules: set[str] = set()
 
 
 def _called_by_a_kernel(function: InterpretedFunction, *args: Any, **kwargs: Any) -> Any:
-    """The interpreter patches its language whenever one function calls another. Ours see the patch of the launch."""
-    if not function.fn.__module__.startswith("pagemill_kernels"):
-        return call_anywhere(function, *args, **kwargs)
-    return function.rewrite()(*args, **kwargs)
+    """The interpreter patches its language whenever one function calls another: needed once for each module, and for
+    ours the launch does it."""
+    module = function.fn.__module__
+    if module.startswith("pagemill_kernels") or module in patched_modules:
+        return function.rewrite()(*args, **kwargs)
+    patched_modules.add(module)
+    return call_and_patch(function, *args, **kwargs)
 
 
 InterpretedFunction.__call__ = _called_by_a_kernel

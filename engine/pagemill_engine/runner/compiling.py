@@ -14,6 +14,7 @@ def compile_kernels(runner: EagerRunner, config: EngineConfig) -> None:
     try:
         for num_requests, num_tokens in step_shapes(config, runner.info.max_model_len):
             runner.warm_up(num_requests, num_tokens)
+        runner.warm_up_sampling()
     except torch.OutOfMemoryError as error:
         raise LoadError(
             "StepTooLarge",

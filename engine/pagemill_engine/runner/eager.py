@@ -22,10 +22,11 @@ from pagemill_engine.runner.inputs import RequestRows, StepInputs
 from pagemill_engine.runner.kv_cache import KVCache
 from pagemill_engine.sampling.rows import SamplingRows
 from pagemill_engine.sampling.sampler import Sampled, sample
-from pagemill_engine.scheduler.step import StepPlan, StepResult
+from pagemill_engine.scheduler.step import AdmittedRow, StepPlan, StepResult
 from pagemill_kernels.gpu.launch import upload
 from pagemill_kernels.paged_attention.batch import AttentionBatch
 from pagemill_kernels.registry import Ops
+from pagemill_protocol.sampling import SamplingParams
 
 NON_FINITE = "The model produced values that are not finite for this request."
 
@@ -85,6 +86,16 @@ class EagerRunner:
             self.model.compute_logits(self._forward(inputs))
             for cache in self.kv_cache.layers:
                 cache[block].zero_()
+
+    def warm_up_sampling(self) -> None:
+        """One row that asks for everything, and one that takes its best token."""
+        asks = SamplingParams(temperature=1.0, top_p=0.5, presence_penalty=1.0, logit_bias={0: 1.0}, logprobs=1)
+        for params in (asks, SamplingParams(temperature=0.0)):
+            sampling = SamplingRows(1, self.info.vocab_size, self._ops.device)
+            sampling.admit(0, AdmittedRow("", [0], 1, 0, [], params, 0, 0))
+            logits = torch.zeros(1, self.info.vocab_size, device=self._ops.device)
+            first = np.zeros(1, dtype=np.int64)
+            sample(logits, sampling, first, first, self._ops.sample_tokens)
 
     def close(self) -> None:
         self.kv_cache.layers.clear()

@@ -17,6 +17,7 @@ from pagemill_engine.runner import budget
 from pagemill_engine.runner.compiling import compile_kernels, step_shapes
 from pagemill_engine.runner.memory import MemoryState
 from pagemill_kernels.linear import triton_launch as linear
+from pagemill_kernels.sampling import triton_launch as sampling
 from pagemill_protocol.model_spec import load_model_spec
 from pagemill_protocol.sampling import SamplingParams
 
@@ -79,10 +80,29 @@ def test_rounded_weights_answer_like_the_native_kernels_codes(
     assert ours == theirs
 
 
-def test_a_sampled_answer_is_the_seeds(folder: Path, triton_driver: Any, runner_loader: Any, make_driver: Any) -> None:
-    params = [SamplingParams(temperature=1.0, top_p=0.9, seed=3, max_tokens=2, ignore_eos=True)]
-    on_cpu = make_driver(runner_loader(folder, backend="cpu")).generate(PROMPTS[:1], params)
-    assert triton_driver.generate(PROMPTS[:1], params)[0].token_ids == on_cpu[0].token_ids
+SAMPLED = {
+    "filters": {"top_p": 0.9, "top_k": 20, "min_p": 0.01},
+    "penalties": {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.3},
+    "biases and log probabilities": {"logit_bias": {5: 3.0}, "min_tokens": 2, "stop_token_ids": [9], "logprobs": 3},
+}
+
+
+def test_sampled_answers_are_the_seeds(folder: Path, triton_driver: Any, runner_loader: Any, make_driver: Any) -> None:
+    params = [
+        SamplingParams(temperature=1.2, seed=seed, max_tokens=3, ignore_eos=True, **wishes)
+        for seed, wishes in enumerate(SAMPLED.values())
+    ]
+    on_cpu = make_driver(runner_loader(folder, backend="cpu")).generate(PROMPTS, params)
+    ours = triton_driver.generate(PROMPTS, params)
+    assert [result.token_ids for result in ours] == [result.token_ids for result in on_cpu]
+    assert ours[2].logprobs == pytest.approx(on_cpu[2].logprobs, abs=1e-4)
+
+
+def test_logits_are_sampled_where_they_lie(triton_driver: Any) -> None:
+    runner = triton_driver.runner
+    assert runner._ops.sample_tokens is sampling.sample_tokens
+    counts = runner._sampling.counts
+    assert counts is None or counts.in_output.device.type == DEVICE.type
 
 
 def test_an_int8_cache_keeps_its_answers_close(

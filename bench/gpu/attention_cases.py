@@ -1,0 +1,193 @@
+"""Attention over block tables: decodes, prefills and both, beside torch's own and, where importable, two libraries.
+
+torch's peers read keys and values that lie side by side, without a table: that is to their advantage.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from case import Case, Run
+from measuring import Device
+
+from pagemill_kernels.paged_attention import reference, triton_launch
+from pagemill_kernels.paged_attention.batch import AttentionBatch
+
+BLOCK_SIZE = 16
+
+
+class Shape(NamedTuple):
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+class Inputs(NamedTuple):
+    shape: Shape
+    lengths: list[tuple[int, int]]
+    """(tokens of this step, sequence length) of each request."""
+    query: torch.Tensor
+    cache: torch.Tensor
+    batch: AttentionBatch
+
+    @property
+    def scale(self) -> float:
+        return self.shape.head_dim**-0.5
+
+
+def cases(device: Device) -> list[Case]:
+    if device.tiny:
+        shape = Shape(4, 2, 16)
+        return [_case(device, "mixed", inputs(device, shape, [(1, 20), (5, 9)]))]
+    gqa8, gqa4, gqa2 = Shape(64, 8, 128), Shape(32, 8, 128), Shape(16, 8, 128)
+    decodes = {"GQA 8": gqa8, "GQA 4 (Llama-3.1-8B)": gqa4, "GQA 2 (Qwen3-0.6B)": gqa2}
+    found = [
+        *(_uniform(device, f"decode, 128 x 4k, {name}", shape, 128, 1, 4096) for name, shape in decodes.items()),
+        _uniform(device, "decode, 1 x 32k, GQA 4", gqa4, 1, 1, 32_768),
+        _uniform(device, "prefill, 1 x 8k, GQA 4", gqa4, 1, 8192, 8192),
+        _uniform(device, "prefill, 8 x 1k, GQA 4", gqa4, 8, 1024, 1024),
+    ]
+    mixed = [(1, 4096)] * 64
+    apart = [inputs(device, gqa4, mixed), inputs(device, gqa4, [(2048, 4096)])]
+    together = inputs(device, gqa4, [*mixed, (2048, 4096)])
+    both = [_ours(each) for each in apart]
+    case = _case(device, "64 decodes at 4k and a chunk of 2k in one launch", together)
+    case.peers["pagemill, two launches"] = lambda: torch.cat([run() for run in both])
+    # Other random numbers: only the time of the two counts.
+    return [*found, case]
+
+
+def inputs(device: Device, shape: Shape, lengths: list[tuple[int, int]]) -> Inputs:
+    """Requests' blocks lie scattered over a pool that holds just them."""
+    widths = [-(-seq_len // BLOCK_SIZE) for _, seq_len in lengths]
+    order = np.random.default_rng(0).permutation(sum(widths)).astype(np.int32)
+    tables = np.zeros((len(lengths), max(widths)), dtype=np.int32)
+    start = 0
+    for row, width in zip(tables, widths, strict=True):
+        row[:width] = order[start : start + width]
+        start += width
+    num_tokens = sum(tokens for tokens, _ in lengths)
+    return Inputs(
+        shape,
+        lengths,
+        query=device.random(num_tokens, shape.num_heads, shape.head_dim),
+        cache=device.random(start, 2 * shape.num_kv_heads, BLOCK_SIZE, shape.head_dim, seed=1),
+        batch=AttentionBatch(
+            query_start_loc=np.concatenate(([0], np.cumsum([tokens for tokens, _ in lengths]))),
+            seq_lens=np.array([seq_len for _, seq_len in lengths], dtype=np.int64),
+            block_tables=tables,
+            block_size=BLOCK_SIZE,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            padding_block=0,
+        ),
+    )
+
+
+def _uniform(device: Device, name: str, shape: Shape, requests: int, tokens: int, seq_len: int) -> Case:
+    """All requests alike: what torch's attention can compute in one call."""
+    given = inputs(device, shape, [(tokens, seq_len)] * requests)
+    case = _case(device, name, given)
+    queries = given.query.view(requests, tokens, shape.num_heads, shape.head_dim).transpose(1, 2).contiguous()
+    keys, values = _side_by_side(given)
+    causal = tokens > 1
+
+    def flat(run: Callable[[], torch.Tensor]) -> Run:
+        return lambda: run().transpose(1, 2).reshape(given.query.shape)
+
+    case.peers["torch SDPA"] = flat(
+        lambda: F.scaled_dot_product_attention(queries, keys, values, is_causal=causal, enable_gqa=True)
+    )
+    flex = _flex(queries, keys, values, causal)
+    case.peers["torch FlexAttention"] = flat(flex)
+    if importlib.util.find_spec("flash_attn") is not None:
+        case.peers["FlashAttention"] = _flash_attention(given, keys, values, causal)
+    if importlib.util.find_spec("flashinfer") is not None:
+        case.peers["FlashInfer"] = _flashinfer(given, tokens)
+    return case
+
+
+def _case(device: Device, name: str, given: Inputs) -> Case:
+    shape, cache = given.shape, given.cache
+    plan = reference.plan_attention(given.batch, None, device.dtype, device.device)
+    # A token at position p sees p + 1 keys; a product with keys and one with values, of two operations each.
+    seen = sum(tokens * seq_len - tokens * (tokens - 1) // 2 for tokens, seq_len in given.lengths)
+    return Case(
+        name,
+        _ours(given),
+        lambda: reference.paged_attention(given.query, cache, plan, given.scale),
+        num_bytes=2 * given.query.nbytes + cache.nbytes,
+        num_flops=4 * seen * shape.num_heads * shape.head_dim,
+    )
+
+
+def _ours(given: Inputs) -> Run:
+    plan = triton_launch.plan_attention(given.batch, None, given.query.dtype, given.query.device)
+    return lambda: triton_launch.paged_attention(given.query, given.cache, plan, given.scale)
+
+
+def _side_by_side(given: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values, each [requests, kv heads, sequence, head_dim]."""
+    seq_len = given.lengths[0][1]
+    tables = torch.from_numpy(given.batch.block_tables.astype(np.int64)).to(given.cache.device)
+    gathered = given.cache[tables].transpose(1, 2).flatten(2, 3)[:, :, :seq_len]
+    keys, values = gathered.chunk(2, dim=1)
+    return keys.contiguous(), values.contiguous()
+
+
+def _flex(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, causal: bool) -> Run:
+    """Compiled when it is first run: where that fails the row says so."""
+    compiled: list[Callable[[], torch.Tensor]] = []
+
+    def run() -> torch.Tensor:
+        if not compiled:
+            from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+            length, device = queries.shape[2], str(queries.device)
+            mask = create_block_mask(_is_causal, None, None, length, length, device=device) if causal else None
+            call: Any = torch.compile(flex_attention)
+            compiled.append(lambda: call(queries, keys, values, block_mask=mask, enable_gqa=True))
+        return compiled[0]()
+
+    return run
+
+
+def _is_causal(batch: Any, head: Any, query: Any, key: Any) -> Any:
+    return query >= key
+
+
+def _flash_attention(given: Inputs, keys: torch.Tensor, values: torch.Tensor, causal: bool) -> Run:
+    import flash_attn
+
+    requests, (tokens, _) = len(given.lengths), given.lengths[0]
+    query = given.query.view(requests, tokens, *given.query.shape[1:])
+    key, value = keys.transpose(1, 2).contiguous(), values.transpose(1, 2).contiguous()
+    return lambda: flash_attn.flash_attn_func(query, key, value, causal=causal)
+
+
+def _flashinfer(given: Inputs, tokens: int) -> Run:
+    """Over block tables like ours. Its cache: keys and values, each [blocks, kv heads, block, head_dim]."""
+    import flashinfer
+
+    device, shape = given.query.device, given.shape
+    keys, values = (part.contiguous() for part in given.cache.chunk(2, dim=1))
+    widths = np.array([-(-seq_len // BLOCK_SIZE) for _, seq_len in given.lengths])
+    indptr = torch.from_numpy(np.concatenate(([0], np.cumsum(widths))).astype(np.int32)).to(device)
+    tables = [row[:width] for row, width in zip(given.batch.block_tables, widths, strict=True)]
+    indices = torch.from_numpy(np.concatenate(tables)).to(device)
+    last = torch.tensor([(seq_len - 1) % BLOCK_SIZE + 1 for _, seq_len in given.lengths], dtype=torch.int32)
+    space = torch.empty(256 << 20, dtype=torch.uint8, device=device)
+    heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim, BLOCK_SIZE)
+    if tokens == 1:
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(space, "HND", use_tensor_cores=True)
+        wrapper.plan(indptr, indices, last.to(device), *heads, q_data_type=given.query.dtype)
+    else:
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(space, "HND")
+        starts = torch.from_numpy(given.batch.query_start_loc.astype(np.int32)).to(device)
+        wrapper.plan(starts, indptr, indices, last.to(device), *heads, causal=True, q_data_type=given.query.dtype)
+    return lambda: wrapper.run(given.query, (keys, values))

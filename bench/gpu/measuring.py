@@ -1,0 +1,72 @@
+"""The device, how long things take on it, and its measured limits: copy bandwidth and the bfloat16 product rate."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import cached_property
+
+import torch
+
+from pagemill_kernels.gpu import launch
+
+NUM_RUNS = 20
+FLUSH_BYTES = 256 << 20
+"""More than any level-2 cache holds: written before each run, so that inputs come from memory."""
+
+
+class Device:
+    """`tiny`: shapes that the interpreter does in a moment; its figures mean nothing."""
+
+    def __init__(self, tiny: bool) -> None:
+        absent = launch.why_absent()
+        if absent is not None:
+            raise SystemExit(f"bench/gpu: {absent}; TRITON_INTERPRET=1 with --sizes tiny runs it without a device")
+        self.tiny = tiny
+        self.device = launch.device()
+        self.on_gpu = self.device.type == "cuda"
+        self.name = torch.cuda.get_device_name(self.device) if self.on_gpu else "Triton's interpreter"
+        self.dtype = torch.bfloat16 if self.on_gpu else torch.float32
+        self._flush = torch.empty(FLUSH_BYTES if self.on_gpu else 1, dtype=torch.int8, device=self.device)
+
+    def random(self, *shape: int, dtype: torch.dtype | None = None, seed: int = 0) -> torch.Tensor:
+        generator = torch.Generator(self.device).manual_seed(seed)
+        return torch.randn(*shape, generator=generator, device=self.device).to(dtype or self.dtype)
+
+    def synchronize(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        """Median of several runs, compiled and warm, with cold caches."""
+        run()
+        times = sorted(self._once(run) for _ in range(1 if self.tiny else NUM_RUNS))
+        return times[len(times) // 2]
+
+    def _once(self, run: Callable[[], object]) -> float:
+        if not self.on_gpu:
+            begin_s = time.perf_counter()
+            run()
+            return max(time.perf_counter() - begin_s, 1e-9)
+        self._flush.zero_()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        elapsed_ms: float = begin.elapsed_time(end)
+        return elapsed_ms / 1000
+
+    @cached_property
+    def bytes_per_s(self) -> float:
+        """Of a large copy, read and written bytes together."""
+        source = torch.zeros(1024 if self.tiny else 2 << 30, dtype=torch.int8, device=self.device)
+        target = torch.empty_like(source)
+        return 2 * source.nbytes / self.seconds(lambda: target.copy_(source))
+
+    @cached_property
+    def flops(self) -> float:
+        """Of a large product of bfloat16 matrices, per second."""
+        size = 16 if self.tiny else 8192
+        a, b = self.random(size, size), self.random(size, size, seed=1)
+        return 2 * size**3 / self.seconds(lambda: a @ b)

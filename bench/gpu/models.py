@@ -1,0 +1,99 @@
+"""Models from their configuration alone: the shapes of three checkpoints, with random weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pagemill_engine.models.blocks import CausalLM, Embedding, Linear, RMSNorm
+from pagemill_engine.models.tensors import Shapes
+from pagemill_kernels.linear.groups import CodeBlocks, GroupCodes
+from pagemill_protocol.model_spec import ModelSpec
+
+SPECS = {
+    "qwen3-0.6b": ModelSpec(
+        architecture="Qwen3ForCausalLM",
+        num_layers=28,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_heads=16,
+        num_kv_heads=8,
+        head_dim=128,
+        vocab_size=151_936,
+        max_position_embeddings=40_960,
+        rope_theta=1_000_000.0,
+        tie_word_embeddings=True,
+        qk_norm=True,
+    ),
+    "llama-3.2-1b": ModelSpec(
+        architecture="LlamaForCausalLM",
+        num_layers=16,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=64,
+        vocab_size=128_256,
+        max_position_embeddings=131_072,
+        rope_theta=500_000.0,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+    ),
+    "llama-3.1-8b": ModelSpec(
+        architecture="LlamaForCausalLM",
+        num_layers=32,
+        hidden_size=4096,
+        intermediate_size=14_336,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        vocab_size=128_256,
+        max_position_embeddings=131_072,
+        rope_theta=500_000.0,
+        rms_norm_eps=1e-5,
+    ),
+}
+TINY = ModelSpec(
+    architecture="Qwen3ForCausalLM",
+    num_layers=1,
+    hidden_size=32,
+    intermediate_size=48,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=16,
+    vocab_size=64,
+    max_position_embeddings=64,
+    tie_word_embeddings=True,
+    qk_norm=True,
+)
+NUM_RANDOM = 1_000_003
+"""A prime: rows of a repeated sequence of this length are all different."""
+
+
+class RandomWeights:
+    """A `TensorSource`. A sequence of random numbers repeated: drawing 8 billion of them would take minutes."""
+
+    def __init__(self, model: CausalLM) -> None:
+        self._numbers = torch.randn(NUM_RANDOM, generator=torch.Generator().manual_seed(0)) * 0.02
+        self.shapes: Shapes = {}
+        for path, layer in model.named_modules():
+            if isinstance(layer, Linear | RMSNorm | Embedding):
+                self.shapes.update(layer.shapes(path))
+
+    def read_into(self, name: str, out: Tensor) -> None:
+        if out.dim() == 1:
+            out.fill_(1.0)
+            return
+        flat = out.view(-1)
+        for start in range(0, len(flat), NUM_RANDOM):
+            piece = flat[start : start + NUM_RANDOM]
+            piece.copy_(self._numbers[: len(piece)])
+
+    def read_codes(self, name: str) -> GroupCodes | None:
+        return None
+
+    def read_blocks(self, name: str) -> CodeBlocks | None:
+        return None
+
+    def is_bfloat16(self, name: str) -> bool:
+        return False

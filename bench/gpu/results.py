@@ -1,0 +1,72 @@
+"""What a section found: tables, as Markdown for people and as JSON for scripts."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import triton
+from measuring import Device
+
+
+@dataclass
+class Table:
+    title: str
+    columns: Sequence[str]
+    rows: list[list[Any]] = field(default_factory=list)
+
+    def add(self, *cells: Any) -> None:
+        self.rows.append(list(cells))
+
+    def markdown(self) -> str:
+        lines = [self.columns, ["---"] * len(self.columns), *([_show(cell) for cell in row] for row in self.rows)]
+        return f"### {self.title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+@dataclass
+class Section:
+    name: str
+    seconds: float = 0.0
+    error: str = ""
+    """Why it did not end; what was found before stays."""
+    tables: list[Table] = field(default_factory=list)
+
+    def table(self, title: str, *columns: str) -> Table:
+        self.tables.append(Table(title, columns))
+        return self.tables[-1]
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> Section:
+        tables = [Table(**table) for table in found["tables"]]
+        return cls(found["name"], found["seconds"], found["error"], tables)
+
+    def markdown(self) -> str:
+        head = f"## {self.name}, {self.seconds:.0f} s\n"
+        error = [f"**Failed**: {self.error}\n"] if self.error else []
+        return "\n".join([head, *error, *(table.markdown() for table in self.tables)])
+
+
+def about(device: Device) -> dict[str, str]:
+    """What a reader needs to place the figures."""
+    return {
+        "device": device.name,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "python": platform.python_version(),
+        "cuda": str(torch.version.cuda),
+    }
+
+
+def document(machine: dict[str, str], sections: Iterable[Section]) -> str:
+    told = ", ".join(f"{name} {value}" for name, value in machine.items())
+    return "\n".join([f"# GPU benchmarks\n\n{told}\n", *(section.markdown() for section in sections)])
+
+
+def _show(cell: Any) -> str:
+    return f"{cell:,.2f}" if isinstance(cell, float) else str(cell)

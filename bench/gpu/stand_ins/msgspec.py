@@ -1,0 +1,25 @@
+"""As much of msgspec as the engine's messages and settings need, for machines without it: structs with defaults.
+
+Only `bench/gpu` puts this on the path, behind everything that is installed. It encodes and validates nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+
+class Struct:
+    def __init_subclass__(cls, kw_only: bool = False, **encoding: Any) -> None:
+        for name in inspect.get_annotations(cls):
+            default = cls.__dict__.get(name)
+            if isinstance(default, list | dict):
+                setattr(cls, name, dataclasses.field(default_factory=partial(copy.copy, default)))
+        dataclasses.dataclass(kw_only=kw_only)(cls)
+
+
+structs = SimpleNamespace(replace=dataclasses.replace)
