@@ -59,6 +59,7 @@ lint: .venv/.installed ## Check style, types, import layers, house rules and gen
 	$(BIN)/mypy
 	$(BIN)/mypy bench/*.py bench/peers/*.py docs/*.py charts/pagemill/files/*.py
 	$(BIN)/mypy charts/*.py
+	$(BIN)/mypy bench/gpu/*.py
 	$(BIN)/lint-imports
 	$(BIN)/pytest -q tests/house/test_house_rules.py tests/house/test_generated_pages.py
 
@@ -74,6 +75,11 @@ bench: .venv/.installed ## Run every benchmark with its peers side by side (BENC
 .PHONY: bench-peers
 bench-peers: .venv/.installed | $(UV) ## Install other CPU engines and measure them beside ours (PEERS="--quick" passes options)
 	$(BIN)/python bench/side_by_side.py --uv $(UV) $(PEERS)
+
+# On a machine with an NVIDIA device: the Python that has torch and Triton, nothing of ours installed, no network.
+.PHONY: bench-gpu
+bench-gpu: ## Measure kernels and engine on an NVIDIA device (PYTHON has torch and Triton; SECTIONS="smoke kernels" picks)
+	$(PYTHON) bench/gpu $(if $(SECTIONS),--sections $(SECTIONS))
 
 # Where CI installs Go, for machines without one that is new enough.
 e2e e2e-full e2e-scale e2e-measure: export PATH := $(CURDIR)/.uv/bin:$(PATH)

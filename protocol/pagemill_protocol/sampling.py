@@ -1,7 +1,7 @@
 """Sampling parameters: one immutable value from the HTTP door to the sampler.
 
 Used by the offline API (`LLM.generate`), the dialects and the engine alike; `validate()` is the only place where their
-ranges are checked. It does not sample: `pagemill_engine.sampling` does.
+ranges are checked. It does not sample: `pagemill_engine.sampling` and the kernels below it do.
 """
 
 from __future__ import annotations

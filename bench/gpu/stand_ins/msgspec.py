@@ -19,7 +19,8 @@ class Struct:
             default = cls.__dict__.get(name)
             if isinstance(default, list | dict):
                 setattr(cls, name, dataclasses.field(default_factory=partial(copy.copy, default)))
-        dataclasses.dataclass(kw_only=kw_only)(cls)
+        # A default that is a struct itself must have a hash; none is ever asked for.
+        dataclasses.dataclass(kw_only=kw_only, unsafe_hash=True)(cls)
 
 
 structs = SimpleNamespace(replace=dataclasses.replace)

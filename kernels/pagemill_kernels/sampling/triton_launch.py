@@ -19,7 +19,7 @@ from pagemill_kernels.sampling.filters import log_min_p
 from pagemill_kernels.sampling.randomness import halves
 
 BLOCK = 1024
-NUM_WARPS = 8
+NUM_WARPS = 16
 LIST_BLOCK = 128
 """Of edits and counts, which are few."""
 MAX_VOCAB = 1 << 22
