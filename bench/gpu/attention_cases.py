@@ -6,6 +6,7 @@ torch's peers read keys and values that lie side by side, without a table: that 
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -37,7 +38,7 @@ class Inputs(NamedTuple):
 
     @property
     def scale(self) -> float:
-        return self.shape.head_dim**-0.5
+        return 1 / math.sqrt(self.shape.head_dim)
 
 
 def cases(device: Device) -> list[Case]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -49,7 +50,8 @@ class Device:
             run()
             return max(time.perf_counter() - begin_s, 1e-9)
         self._flush.zero_()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        new_event: Any = torch.cuda.Event
+        begin, end = (new_event(enable_timing=True) for _ in range(2))
         begin.record()
         run()
         end.record()

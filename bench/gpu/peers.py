@@ -29,7 +29,8 @@ def hugging_face(device: Device, spec: ModelSpec, jobs: list[Job]) -> tuple[floa
     import transformers
 
     with torch.device(device.device):
-        model: Any = transformers.AutoModelForCausalLM.from_config(_config(spec), dtype=device.dtype).eval()
+        build: Any = transformers.AutoModelForCausalLM.from_config
+        model = build(_config(spec), dtype=device.dtype).eval()
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     _static_batch(model, device, [Job(job.prompt_token_ids[:32], 4) for job in jobs[:STATIC_BATCH]])

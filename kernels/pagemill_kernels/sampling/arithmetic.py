@@ -77,7 +77,8 @@ def shares(top_p: Floats) -> NDArray[np.int64]:
 def share_of(masses: NDArray[np.int64], share: NDArray[np.int64]) -> NDArray[np.int64]:
     """masses * share / 2^24 rounded down, at least 1, without leaving 64 bits."""
     low = (masses & (2**SHARE_BITS - 1)) * share >> SHARE_BITS
-    return np.maximum((masses >> SHARE_BITS) * share + low, 1)
+    parts: NDArray[np.int64] = np.maximum((masses >> SHARE_BITS) * share + low, 1)
+    return parts
 
 
 def _horner(series: tuple[float, ...], x: Floats) -> Floats:

@@ -22,7 +22,7 @@ class Draws(NamedTuple):
     """Of `randomness.keys`."""
 
     def at(self, rows: NDArray[np.int64]) -> Draws:
-        return Draws(*(values[rows] for values in self))
+        return Draws(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], self.keys[rows])
 
 
 class Edits(NamedTuple):
