@@ -11,7 +11,7 @@ from pathlib import Path
 SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "kernel_resources.py"
 
 
-CASES = ["decode in parts, heads of 128", "linear 4 bits, 1 rows"]
+CASES = ["decode in parts, heads of 128", "linear 4 bits, 1 rows", "draw after changes"]
 
 
 def test_hot_kernels_spill_nothing(tmp_path: Path) -> None:
@@ -22,7 +22,7 @@ def test_hot_kernels_spill_nothing(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["spilling"] == []
-    assert [row[1] for row in result["rows"]] == ["attend", "join_splits", "multiply_codes"]
+    assert [row[1] for row in result["rows"]] == ["attend", "join_splits", "multiply_codes", "draw"]
 
 
 def test_the_kernels_import_torch_numpy_and_triton_alone() -> None:
