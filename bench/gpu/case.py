@@ -24,6 +24,7 @@ class Case:
     """Read and written."""
     num_flops: float = 0.0
     peers: dict[str, Run] = field(default_factory=dict)
+    tolerance: float = TOLERANCE
 
 
 def measure(device: Device, section: Section, title: str, cases: list[Case]) -> None:
@@ -40,7 +41,7 @@ def measure(device: Device, section: Section, title: str, cases: list[Case]) -> 
                     raise
                 table.add(case.name, who, *[""] * 5, f"{type(problem).__name__}: {str(problem)[:80]}")
                 continue
-            if who == "pagemill" and not error <= TOLERANCE:
+            if who == "pagemill" and not error <= case.tolerance:
                 raise AssertionError(f"{case.name}: differs from its reference by {error:.3g} of the largest value")
             table.add(case.name, who, *_figures(device, case, seconds), f"{error:.1e}")
 

@@ -149,4 +149,5 @@ def _draw(name: str, logits: torch.Tensor, draws: Draws | None) -> Case:
         ),
         num_bytes=logits.nbytes,
         peers=peers,
+        tolerance=0.0,
     )

@@ -26,6 +26,8 @@ RATES = (0.25, 0.5, 0.75)
 """Of the offline rate of the same requests."""
 ONLINE_S = 20
 """Seconds over which requests arrive, about."""
+TESTS_S = 440
+"""Less than a section's own limit: tests that hang must not outlive it."""
 WITH_PEERS = ("qwen3-0.6b", "llama-3.2-1b")
 """Models that transformers generates with in minutes."""
 
@@ -47,14 +49,18 @@ def limits(device: Device, section: Section) -> None:
 def tests(device: Device, section: Section) -> None:
     """The repository's tests of the Triton path on the device, where pytest and hypothesis are there."""
     table = section.table("tests of the Triton path", "result")
-    absent = [name for name in ("pytest", "hypothesis", "pytest_asyncio") if importlib.util.find_spec(name) is None]
+    absent = [
+        name
+        for name in ("pytest", "hypothesis", "pytest_asyncio", "pytest_timeout")
+        if importlib.util.find_spec(name) is None
+    ]
     if absent or device.tiny:
         table.add(f"not run: {', '.join(absent) or 'tiny sizes'}; `kernels` checks every kernel against its reference")
         return
     files = sorted(str(path) for path in (ROOT / "tests" / "kernels").glob("test_triton_*.py"))
     argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--override-ini", "timeout=400", *files]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TESTS_S)
     table.add(done.stdout.strip().splitlines()[-1] if done.stdout.strip() else done.stderr[-500:])
     if done.returncode:
         raise AssertionError(done.stdout[-2000:])

@@ -41,6 +41,8 @@ POWER_SERIES = (
 MASS_BITS = 40
 """The best token's mass is 2^40: a whole vocabulary's sum stays far below 2^63."""
 SHARE_BITS = 24
+PIECE = 8192
+"""Elements of a long row that are computed at a time: what lies between two operations stays in the cache."""
 
 Floats = NDArray[np.float32]
 
@@ -64,21 +66,24 @@ def mass(x: Floats) -> NDArray[np.int64]:
     power -= whole
     result = _horner(POWER_SERIES, power)
     result *= ((whole.astype(np.int32) + np.int32(127 + MASS_BITS)) << np.int32(23)).view(np.float32)
-    masses = result.astype(np.int64)
-    masses[x <= np.float32(-REACH)] = 0
-    return masses
+    result *= x > np.float32(-REACH)
+    return result.astype(np.int64)
 
 
-def shares(top_p: Floats) -> NDArray[np.int64]:
+def total_mass(x: Floats) -> np.int64:
+    """Of a whole row, x: [vocab]."""
+    return np.int64(sum(mass(x[at : at + PIECE]).sum() for at in range(0, len(x), PIECE)))
+
+
+def shares(top_p: Floats | np.float32) -> NDArray[np.int64]:
     """top_p in parts of 2^24, rounded down."""
     return (np.minimum(top_p, np.float32(1.0)) * np.float32(2**SHARE_BITS)).astype(np.int64)
 
 
-def share_of(masses: NDArray[np.int64], share: NDArray[np.int64]) -> NDArray[np.int64]:
+def share_of(masses: np.int64, share: NDArray[np.int64]) -> int:
     """masses * share / 2^24 rounded down, at least 1, without leaving 64 bits."""
     low = (masses & (2**SHARE_BITS - 1)) * share >> SHARE_BITS
-    parts: NDArray[np.int64] = np.maximum((masses >> SHARE_BITS) * share + low, 1)
-    return parts
+    return max(int((masses >> SHARE_BITS) * share + low), 1)
 
 
 def _horner(series: tuple[float, ...], x: Floats) -> Floats:

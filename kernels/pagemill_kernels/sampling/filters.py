@@ -66,8 +66,8 @@ def _kept(
     for row in with_p.tolist():
         masses = arithmetic.mass(values[row, : counts[row]])
         running = masses.cumsum()
-        total = running[-1:] if cut_by_k[row] else arithmetic.mass(x[row].numpy()).sum(keepdims=True)
-        limit = arithmetic.share_of(total, arithmetic.shares(top_p[row : row + 1]))
+        total = running[-1] if cut_by_k[row] else arithmetic.total_mass(x[row].numpy())
+        limit = arithmetic.share_of(total, arithmetic.shares(top_p[row]))
         counts[row] = np.count_nonzero(running - masses < limit)
     cut_by_p = np.zeros(len(x), dtype=np.bool_)
     cut_by_p[with_p] = counts[with_p] < width

@@ -27,9 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagemill_kernels.sampling import arithmetic
-
-PIECE = 8192
-"""Noise is made for so many pairs at a time: what lies between two operations stays in the processor's cache."""
+from pagemill_kernels.sampling.arithmetic import PIECE
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
