@@ -1,4 +1,5 @@
-"""Length-prefixed frames: answers of `/internal/generate`, the engine's state stream, the gateway's load stream.
+"""Length-prefixed frames: answers of `/internal/generate`, the engine's state stream, the gateway's load stream, and
+whatever else one process sends another as `u32 length | msgpack`.
 
 An answer frame is `u32 meta length | u32 payload length | meta (msgpack of FrameMeta) | payload`, a state frame is
 `u32 length | msgpack of StateFrame`, a load frame `u32 length | msgpack of LoadFrame`; integers are little-endian. The
@@ -64,15 +65,16 @@ def encode_frame(meta: FrameMeta, payload: bytes = b"") -> bytes:
 
 def encode_state(state: StateFrame) -> bytes:
     """One state frame. Raises `FrameError` when it exceeds `MAX_STATE_BYTES`."""
-    return _encode_message("state", state, MAX_STATE_BYTES)
+    return encode_message("state", state, MAX_STATE_BYTES)
 
 
 def encode_load(load: LoadFrame) -> bytes:
     """One load frame. Raises `FrameError` when it exceeds `MAX_LOAD_BYTES`."""
-    return _encode_message("load", load, MAX_LOAD_BYTES)
+    return encode_message("load", load, MAX_LOAD_BYTES)
 
 
-def _encode_message(what: str, message: object, limit: int) -> bytes:
+def encode_message(what: str, message: object, limit: int) -> bytes:
+    """`u32 length | msgpack`. Raises `FrameError` when it exceeds `limit` bytes."""
     encoded = _encoder.encode(message)
     _check_size(what, len(encoded), limit)
     return _MESSAGE_HEADER.pack(len(encoded)) + encoded
@@ -150,7 +152,7 @@ class FrameDecoder:
         return meta, buffer.take(payload_bytes)
 
 
-class _MessageDecoder(Generic[Message]):
+class MessageDecoder(Generic[Message]):
     """Splits a stream of `u32 length | msgpack` into messages; one per connection."""
 
     def __init__(self, what: str, decoder: msgspec.msgpack.Decoder[Message], limit: int) -> None:
@@ -189,17 +191,17 @@ class _MessageDecoder(Generic[Message]):
         try:
             return self._decoder.decode(buffer.take(size))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise FrameError(f"A {self._what} frame is not a {self._what.title()}Frame: {error}") from error
+            raise FrameError(f"A {self._what} frame cannot be read: {error}") from error
 
 
-class StateDecoder(_MessageDecoder[StateFrame]):
+class StateDecoder(MessageDecoder[StateFrame]):
     """Splits a state stream into `StateFrame`s; one per connection."""
 
     def __init__(self) -> None:
         super().__init__("state", _state_decoder, MAX_STATE_BYTES)
 
 
-class LoadDecoder(_MessageDecoder[LoadFrame]):
+class LoadDecoder(MessageDecoder[LoadFrame]):
     """Splits a load stream into `LoadFrame`s; one per connection."""
 
     def __init__(self) -> None:

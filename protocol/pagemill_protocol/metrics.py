@@ -20,6 +20,8 @@ from prometheus_client import (
     generate_latest,
 )
 from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -283,6 +285,22 @@ GATEWAY_CATALOG_CURRENT = _gateway(
     "gauge", "catalog_current", "1 while the catalogue follows the cluster's objects, 0 while it is the last known one."
 )
 GATEWAY_READY = _gateway("gauge", "ready", "1 when requests are accepted, else 0.")
+GATEWAY_WORKERS = _gateway("gauge", "workers", "Workers that serve clients (setting `workers`).")
+GATEWAY_WORKERS_LOST = _gateway("counter", "workers_lost", "Worker processes that ended before the gateway did.")
+GATEWAY_BRAIN_RESTARTS = _gateway("counter", "brain_restarts", "Times that the brain's process had to be replaced.")
+
+
+class Sample(NamedTuple):
+    """One value of one series."""
+
+    name: str
+    """As exported: of a histogram, with `_bucket`, `_sum` or `_count`."""
+    labels: tuple[tuple[str, str], ...]
+    value: float
+
+
+Samples = dict[str, list[Sample]]
+"""By `MetricSpec.name`."""
 
 
 class Metrics:
@@ -317,6 +335,13 @@ class Metrics:
         """The text of a scrape, of type `CONTENT_TYPE`."""
         return generate_latest(self.registry)
 
+    def samples(self) -> Samples:
+        """All values now, for whoever adds those of several processes up."""
+        return {
+            family.name: [Sample(each.name, tuple(each.labels.items()), each.value) for each in family.samples]
+            for family in self.registry.collect()
+        }
+
     def _child(self, spec: MetricSpec, labels: dict[str, str], kind: type[Wrapped]) -> Wrapped:
         key = (spec.name, tuple(sorted(labels.items())))
         child = self._children.get(key)
@@ -333,6 +358,37 @@ class Metrics:
         if unknown:
             raise ValueError(f"{spec.name} has no label {', '.join(sorted(unknown))}")
         return [labels[name] if name in labels else self._common[name] for name in spec.labels]
+
+
+def add_up(processes: Iterable[Samples]) -> Samples:
+    """The values of several processes together, series by series."""
+    totals: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
+    for samples in processes:
+        for family, series in samples.items():
+            total = totals.setdefault(family, {})
+            for name, labels, value in series:
+                total[name, labels] = total.get((name, labels), 0.0) + value
+    return {family: [Sample(*series, value) for series, value in total.items()] for family, total in totals.items()}
+
+
+def render_samples(specs: Iterable[MetricSpec], samples: Samples) -> bytes:
+    """As `Metrics.render`, of values that came from elsewhere."""
+    registry = CollectorRegistry()
+    registry.register(_Collected(list(specs), samples))
+    return generate_latest(registry)
+
+
+class _Collected(Collector):
+    def __init__(self, specs: list[MetricSpec], samples: Samples) -> None:
+        self._specs = specs
+        self._samples = samples
+
+    def collect(self) -> Iterable[Metric]:
+        for spec in self._specs:
+            family = Metric(spec.name, spec.help, spec.kind)
+            for name, labels, value in self._samples.get(spec.name, ()):
+                family.add_sample(name, dict(labels), value)
+            yield family
 
 
 def _make(spec: MetricSpec, registry: CollectorRegistry) -> MetricWrapperBase:

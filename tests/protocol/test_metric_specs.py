@@ -91,3 +91,18 @@ def test_misuse_is_told() -> None:
         made.counter(metrics.GATEWAY_READY)
     with pytest.raises(ValueError, match="no label color"):
         made.gauge(metrics.GATEWAY_IN_FLIGHT, color="red")
+
+
+def test_numbers_of_several_processes_are_added_up_series_by_series() -> None:
+    one, two = metrics.Metrics(metrics.GATEWAY_METRICS), metrics.Metrics(metrics.GATEWAY_METRICS)
+    for each, count in ((one, 3), (two, 4)):
+        each.counter(metrics.GATEWAY_LIMITED, reason="tokens").inc(count)
+        each.histogram(metrics.GATEWAY_TTFT_SECONDS, model="m").observe(count)
+    two.gauge(metrics.GATEWAY_IN_FLIGHT, model="other").set(2)
+    both = metrics.Metrics(metrics.GATEWAY_METRICS)
+    both.counter(metrics.GATEWAY_LIMITED, reason="tokens").inc(7)
+    for count in (3, 4):
+        both.histogram(metrics.GATEWAY_TTFT_SECONDS, model="m").observe(count)
+    both.gauge(metrics.GATEWAY_IN_FLIGHT, model="other").set(2)
+    together = metrics.add_up([one.samples(), two.samples()])
+    assert metrics.render_samples(metrics.GATEWAY_METRICS, together) == both.render()
