@@ -1,4 +1,4 @@
-"""`python -m pagemill_gateway --settings FILE.json`: one gateway process."""
+"""`python -m pagemill_gateway --settings FILE.json`: one gateway, in one process or in several (`workers`)."""
 
 from __future__ import annotations
 
@@ -32,12 +32,18 @@ def main() -> int:
 
 def run(config: GatewayConfig) -> int:
     """Serve until a signal. Raises `SettingsError`."""
-    import uvloop
-
     from pagemill_gateway import logs
-    from pagemill_gateway.server import serve
 
     logs.configure()
+    if config.workers > 1:
+        from pagemill_gateway.processes.supervisor import supervise
+
+        return asyncio.run(supervise(config))
+
+    import uvloop
+
+    from pagemill_gateway.server import serve
+
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(config))
     return 0

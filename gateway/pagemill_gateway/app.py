@@ -6,26 +6,28 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from pagemill_gateway.core import Gateway
+from pagemill_gateway.head import Head
 from pagemill_gateway.routes.access import AccessLog
 from pagemill_gateway.routes.control import ControlRoutes
 from pagemill_gateway.routes.generate import GenerateRoute
-from pagemill_gateway.routes.health import HealthRoutes
+from pagemill_gateway.routes.health import GuardedMetrics, HealthRoutes
 from pagemill_gateway.routes.models import ModelRoutes
 from pagemill_gateway.routes.tokens import TokenRoutes
+from pagemill_gateway.worker import Worker
 from pagemill_protocol.http.door import Door, install_error_handlers
 from pagemill_protocol.openai.openapi import OPENAPI_PATH
 
 MAX_CATALOG_BYTES = 64 * 1024 * 1024
 
 
-def data_app(gateway: Gateway) -> ASGIApp:
+def data_app(worker: Worker) -> ASGIApp:
     """What clients see."""
-    models, tokens, health = ModelRoutes(gateway), TokenRoutes(gateway), HealthRoutes(gateway)
+    models, tokens = ModelRoutes(worker), TokenRoutes(worker)
+    health = HealthRoutes(worker.head, lambda: worker.draining)
     app = Starlette(
         routes=[
-            Route("/v1/chat/completions", GenerateRoute(gateway, "chat"), methods=["POST"]),
-            Route("/v1/completions", GenerateRoute(gateway, "completions"), methods=["POST"]),
+            Route("/v1/chat/completions", GenerateRoute(worker, "chat"), methods=["POST"]),
+            Route("/v1/completions", GenerateRoute(worker, "completions"), methods=["POST"]),
             Route("/v1/models", models.list),
             Route("/v1/models/{model:path}", models.get),
             Route("/tokenize", tokens.tokenize, methods=["POST"]),
@@ -35,23 +37,23 @@ def data_app(gateway: Gateway) -> ASGIApp:
             Route("/readyz", health.readyz),
             Route("/version", health.version),
             Route(OPENAPI_PATH, health.openapi),
-            Route("/metrics", health.guarded_metrics),
+            Route("/metrics", GuardedMetrics(health, worker.keys).metrics),
         ]
     )
     install_error_handlers(app)
-    config = gateway.config
+    config = worker.config
     door = Door(
         app,
         max_body_bytes=config.max_body_bytes,
         max_header_bytes=config.max_header_bytes,
         body_timeout_s=config.body_timeout_s,
     )
-    return AccessLog(door, gateway)
+    return AccessLog(door, worker)
 
 
-def control_app(gateway: Gateway) -> ASGIApp:
+def control_app(head: Head) -> ASGIApp:
     """What the platform sees."""
-    control, health = ControlRoutes(gateway), HealthRoutes(gateway)
+    control, health = ControlRoutes(head), HealthRoutes(head, lambda: head.draining)
     app = Starlette(
         routes=[
             Route("/catalog", control.put_catalog, methods=["PUT"]),
@@ -65,7 +67,7 @@ def control_app(gateway: Gateway) -> ASGIApp:
         ]
     )
     install_error_handlers(app)
-    config = gateway.config
+    config = head.config
     return Door(
         app,
         max_body_bytes=MAX_CATALOG_BYTES,

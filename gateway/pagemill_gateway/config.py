@@ -9,7 +9,7 @@ import ipaddress
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -17,6 +17,8 @@ from pagemill_gateway.limits.entries import fault_of
 from pagemill_gateway.routing.policies import PolicyName
 from pagemill_protocol.catalog import Catalog, QueueLimits
 from pagemill_protocol.secret_file import SecretFile
+
+MAX_WORKERS = 64
 
 
 class SettingsError(ValueError):
@@ -97,10 +99,24 @@ class TracingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return found
 
 
+class Bounds(NamedTuple):
+    """Of what one worker may hold."""
+
+    max_requests: int
+    max_body_bytes: int
+    journal_tokens: int
+
+
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     host: str = "127.0.0.1"
     port: int = 8080
     """Data port: the OpenAI routes."""
+    workers: int = 1
+    """
+    Processes that serve the data port, for more than about one core of traffic. 1: all of the gateway is one process.
+    With more, one further process decides for all of them and serves the control port, and another one keeps all of
+    them running; each worker may hold its share of `max_requests`, `max_in_flight_body_bytes` and `journal_tokens`.
+    """
     control_host: str = "127.0.0.1"
     control_port: int = 8081
     control_token: str = ""
@@ -207,6 +223,14 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     drain_timeout_s: float = 30.0
     """After that, running requests get this long; then they end with an error event."""
 
+    def bounds_of_one_worker(self) -> Bounds:
+        """Its share, but never less than the largest body."""
+        return Bounds(
+            max_requests=-(-self.max_requests // self.workers),
+            max_body_bytes=max(self.max_body_bytes, self.max_in_flight_body_bytes // self.workers),
+            journal_tokens=self.journal_tokens // self.workers,
+        )
+
     def checked(self) -> GatewayConfig:
         """Return self, or raise `SettingsError` for the first setting that must not be used."""
         check_entries(self.api_keys, "api_keys")
@@ -240,6 +264,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         for field in ("max_body_bytes", "max_header_bytes", "max_requests", "max_attempts", "remembered_granules"):
             if getattr(self, field) < 1:
                 raise SettingsError(f"{field}: {getattr(self, field)} must be at least 1.")
+        if not 1 <= self.workers <= MAX_WORKERS:
+            raise SettingsError(f"workers: {self.workers} is not between 1 and {MAX_WORKERS}. Use one a core at most.")
         for field in ("routing_session_ms", "decision_log_size"):
             if not getattr(self, field) >= 0:
                 raise SettingsError(f"{field}: {getattr(self, field)} must be 0 or more.")

@@ -1,4 +1,4 @@
-"""Logging of the gateway process: one JSON object per line on standard error."""
+"""Logging of a gateway's processes: one JSON object per line on standard error, which all of them share."""
 
 from __future__ import annotations
 
@@ -6,11 +6,17 @@ import logging
 
 import orjson
 
-STRUCTURED = frozenset({"pagemill.gateway.access", "pagemill.gateway.event"})
+EVENTS = "pagemill.gateway.event"
+STRUCTURED = frozenset({"pagemill.gateway.access", EVENTS})
 
 
 class JsonLines(logging.Formatter):
     """Access lines and events are JSON objects already and get the time added; other messages become one."""
+
+    def __init__(self, process: str = "") -> None:
+        """`process`: which of several writes."""
+        super().__init__()
+        self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
         message = record.getMessage()
@@ -20,6 +26,8 @@ class JsonLines(logging.Formatter):
             fields = {"event": "log", "logger": record.name, "message": message}
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
+        if self._process:
+            fields["process"] = self._process
         stamp = {"time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S"), "level": record.levelname.lower()}
         # Halves of surrogate pairs, as undecodable file names have, would not be JSON.
         clean = {
@@ -29,8 +37,13 @@ class JsonLines(logging.Formatter):
         return orjson.dumps({**stamp, **clean}).decode()
 
 
-def configure(level: int = logging.INFO) -> None:
+def configure(level: int = logging.INFO, *, process: str = "") -> None:
     handler = logging.StreamHandler()
-    handler.setFormatter(JsonLines())
+    handler.setFormatter(JsonLines(process))
     logging.basicConfig(level=level, handlers=[handler], force=True)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
+
+
+def tell(event: str, **fields: str | int) -> None:
+    """One line that programs wait for."""
+    logging.getLogger(EVENTS).info(orjson.dumps({"event": event, **fields}).decode())

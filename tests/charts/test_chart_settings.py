@@ -77,6 +77,11 @@ def test_keys_or_anonymous_access_never_both(variant: Variant) -> None:
     assert not guarded.allow_anonymous
 
 
+def test_a_pod_of_the_gateway_has_the_workers_that_the_values_name(variant: Variant) -> None:
+    assert gateway_of(variant("anonymous")).workers == 1
+    assert gateway_of(variant("everything")).workers == 3
+
+
 def test_the_gateway_finds_the_redis_that_the_values_name(variant: Variant) -> None:
     assert gateway_of(variant("anonymous")).redis is None
     bundled, external = variant("redis"), variant("everything")

@@ -17,11 +17,13 @@ import msgspec
 import pytest
 from aiohttp import web
 from byte_bundle import byte_bundle
+from gateway_layouts import LAYOUTS
 from killable_server import cut_off, serve
 
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.core import Gateway
-from pagemill_gateway.server import bind, listening, url_of
+from pagemill_gateway.processes.sockets import bind, url_of
+from pagemill_gateway.server import listening
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.engine_token import derive_token
 from pagemill_protocol.frames import FRAMES_CONTENT_TYPE, STATE_CONTENT_TYPE, WEIGHTS_HEADER, encode_frame, encode_state
@@ -294,7 +296,7 @@ class GatewayUnderTest:
         self.session = aiohttp.ClientSession()
 
     def record(self, engine: FakeEngine) -> Any:
-        return self.gateway.brain.registry.endpoints[engine.name]
+        return self.gateway.head.brain.registry.endpoints[engine.name]
 
     async def know(self, *engines: FakeEngine) -> None:
         """Return when the gateway can route to all of `engines`."""
@@ -537,9 +539,15 @@ async def engines() -> AsyncIterator[list[FakeEngine]]:
         await engine.kill()
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "gateways" in metafunc.fixturenames and metafunc.definition.get_closest_marker("layouts") is not None:
+        metafunc.parametrize("gateways", list(LAYOUTS), indirect=True)
+
+
 @pytest.fixture
-async def gateways() -> AsyncIterator[Callable[..., Awaitable[GatewayUnderTest]]]:
+async def gateways(request: pytest.FixtureRequest) -> AsyncIterator[Callable[..., Awaitable[GatewayUnderTest]]]:
     """Starts gateways: `await gateways(*engines, **settings)`, knowing these engines when it returns."""
+    layout = LAYOUTS[getattr(request, "param", "one process")]
     async with contextlib.AsyncExitStack() as stack:
 
         async def start(*engines: FakeEngine, wait: bool = True, **settings: Any) -> GatewayUnderTest:
@@ -553,8 +561,7 @@ async def gateways() -> AsyncIterator[Callable[..., Awaitable[GatewayUnderTest]]
             }
             config = GatewayConfig(**{**defaults, **settings}).checked()
             data_socket, control_socket = bind("127.0.0.1", 0, "port"), bind("127.0.0.1", 0, "control_port")
-            gateway = Gateway(config)
-            stack.push_async_callback(gateway.close)
+            gateway = await stack.enter_async_context(layout(config))
             await stack.enter_async_context(listening(gateway, data_socket, control_socket))
             under_test = GatewayUnderTest(gateway, data_socket, control_socket)
             stack.push_async_callback(under_test.session.close)

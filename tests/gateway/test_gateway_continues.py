@@ -36,6 +36,7 @@ def one_frame_then(fake, *, end):
 
 
 @pytest.mark.parametrize("fault", ["reset", "garbage", "early end"])
+@pytest.mark.layouts
 async def test_a_stream_whose_engines_fail_goes_on_elsewhere(engines, gateways, fake, fault, caplog) -> None:
     gateway = await gateways(*engines)
     for engine in engines:
@@ -74,7 +75,7 @@ async def kill_in_mid_stream(gateway, engines, fake, stream):
     reply = asyncio.create_task(stream())
     await fake.until(lambda: sum(num_requests(engines)) == 1)
     begun = next(engine for engine in engines if engine.requests)
-    await fake.until(lambda: gateway.gateway.relay.journal_room.num_tokens == 1)
+    await fake.until(lambda: gateway.gateway.worker.relay.journal_room.num_tokens == 1)
     await begun.kill()
     return begun, reply
 
@@ -200,6 +201,7 @@ async def test_a_stream_survives_one_crash_and_dies_of_the_second(engines, gatew
     assert reply.events[-1]["error"]["code"] == "request_crashed_engine"
 
 
+@pytest.mark.layouts
 async def test_requests_beside_a_crash_are_tried_one_at_a_time(engines, gateways, fake) -> None:
     """Two engines are left for the three requests that were on the crashed one: the third waits."""
     crash, first = engines[0], asyncio.Event()
@@ -212,7 +214,7 @@ async def test_requests_beside_a_crash_are_tried_one_at_a_time(engines, gateways
     crash.behaviour = crashes_with_all
     clients = [asyncio.create_task(gateway.chat()) for _ in range(3)]
     await fake.until(lambda: len(crash.requests) == 3)
-    gateway.gateway.apply_catalog(fake.catalog_of(*engines))
+    gateway.gateway.head.apply_catalog(fake.catalog_of(*engines))
     await gateway.know(*engines)
     gates = {engine.name: asyncio.Event() for engine in engines}
 
@@ -251,7 +253,7 @@ async def test_an_engine_that_reports_and_makes_no_step_is_left_behind(engines, 
         engine.behaviours.append(fake.says("a", "b", gate=asyncio.Event()))
         engine.behaviour = fake.says("a", "b")
     task = asyncio.create_task(gateway.chat(stream=True))
-    await fake.until(lambda: gateway.gateway.relay.journal_room.num_tokens == 1)
+    await fake.until(lambda: gateway.gateway.worker.relay.journal_room.num_tokens == 1)
     stuck, other = sorted(engines[:2], key=lambda engine: not engine.requests)
     other.behaviours.clear()
     await stuck.push_state(silent_s=4.0)
@@ -279,9 +281,9 @@ async def remaining_tokens(gateway) -> int:
 
 def held(gateway, engines) -> list[int]:
     """Whatever requests hold while they are under way."""
-    brain, records = gateway.gateway.brain, [gateway.record(engine) for engine in engines]
+    brain, records = gateway.gateway.head.brain, [gateway.record(engine) for engine in engines]
     queue = brain.queues.state("default/d")
-    counts = [len(brain._open), gateway.gateway.relay.journal_room.num_tokens, queue.num_requests]
+    counts = [len(brain._open), gateway.gateway.worker.relay.journal_room.num_tokens, queue.num_requests]
     for record in records:
         counts += [record.in_flight, len(record.reserved), record.reserved.num_blocks, record.dispatches.num_open]
     return counts
@@ -296,6 +298,7 @@ async def tells_one_more(engine, request, response, http) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.layouts
 async def test_a_continued_answer_is_charged_once_and_holds_nothing_afterwards(
     engines, gateways, fake, stream, caplog
 ) -> None:
@@ -336,12 +339,12 @@ async def test_a_killed_stream_waits_for_room_elsewhere_and_goes_on(engines, gat
         engine.behaviours.append(fake.says("a", "b", "c", gate=gate))
         engine.behaviour = fake.says("a", "b", "c")
     streams = [asyncio.create_task(gateway.chat(stream=True)) for _ in range(2)]
-    await fake.until(lambda: gateway.gateway.relay.journal_room.num_tokens == 2)
+    await fake.until(lambda: gateway.gateway.worker.relay.journal_room.num_tokens == 2)
     waiting = [asyncio.create_task(gateway.chat(stream=True)) for _ in range(3)]
-    await fake.until(lambda: gateway.gateway.brain.queues.state("default/d").num_requests == 3)
+    await fake.until(lambda: gateway.gateway.head.brain.queues.state("default/d").num_requests == 3)
     with caplog.at_level("INFO", logger="pagemill.gateway.access"):
         await first.kill()
-        await fake.until(lambda: gateway.gateway.brain.queues.state("default/d").num_requests == 4)
+        await fake.until(lambda: gateway.gateway.head.brain.queues.state("default/d").num_requests == 4)
         await asyncio.sleep(0.2)
         gates[1].set()
         replies = await asyncio.gather(*streams, *waiting)

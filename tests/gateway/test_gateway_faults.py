@@ -188,6 +188,7 @@ async def test_an_engines_own_error_event_ends_a_stream_that_had_begun(engines, 
     assert "error" in reply.events[-1]
 
 
+@pytest.mark.layouts
 async def test_a_client_that_leaves_stops_the_engine_at_once(engines, gateways, fake, caplog) -> None:
     gateway = await gateways(engines[0])
     for stream in (False, True):
@@ -202,7 +203,7 @@ async def test_a_client_that_leaves_stops_the_engine_at_once(engines, gateways, 
             await fake.until(lambda: gateway.record(engines[0]).in_flight == 0)
             await fake.until(lambda stream=stream: caplog.text.count('"status":499') == 1 + stream)
         assert gateway.record(engines[0]).ejection.num_failures == 0
-    assert gateway.gateway.gate.num_inside == 0
+    assert gateway.gateway.worker.gate.num_inside == 0
 
 
 async def test_a_client_that_leaves_stops_all_its_prompts(engines, gateways, fake) -> None:
@@ -254,6 +255,7 @@ async def test_a_silent_engine_that_still_reports_is_waited_for(engines, gateway
     assert len(engines[0].requests) == 1
 
 
+@pytest.mark.layouts
 async def test_an_engine_that_never_answers_the_request_is_given_up(engines, gateways, fake) -> None:
     async def swallows(engine, request, response, http) -> None:
         await asyncio.Event().wait()
@@ -274,7 +276,7 @@ async def test_a_failed_engine_is_left_alone_then_probed_then_used_again(engines
         await gateway.chat()
     assert len(bad.requests) == 1
     bad.behaviour = fake.says("back")
-    await fake.until(lambda: gateway.gateway.brain.phase(gateway.record(bad)) == "ready")
+    await fake.until(lambda: gateway.gateway.head.brain.phase(gateway.record(bad)) == "ready")
     replies = [(await gateway.chat()).text for _ in range(10)]
     assert replies.count("back") == 5
 
@@ -305,7 +307,7 @@ async def test_a_slow_reader_stops_the_engine_from_sending_and_loses_its_stream_
         assert sent_bytes < 64 * 2**20
         assert (await gateway.chat(model="nope")).status == 404, "others are served meanwhile"
         await fake.until(lambda: engines[0].num_aborted == 1)
-        await fake.until(lambda: gateway.gateway.gate.num_inside == 0)
+        await fake.until(lambda: gateway.gateway.worker.gate.num_inside == 0)
         response.close()
 
 
@@ -338,7 +340,7 @@ async def test_bodies_beyond_the_gateways_memory_are_refused_while_others_are_se
     assert float(re.search(r"^pagemill_gateway_in_flight_body_bytes (\S+)$", metrics, re.MULTILINE).group(1)) > 90_000
     gate.set()
     assert (await first).status == 200
-    await fake.until(lambda: gateway.gateway.gate.num_bytes == 0)
+    await fake.until(lambda: gateway.gateway.worker.gate.num_bytes == 0)
     assert (await gateway.complete(padding="u" * 90_000)).status == 200
 
 
@@ -366,6 +368,7 @@ async def test_frames_are_whole_events_whatever_the_network_does_to_them(engines
     assert FRAMES_CONTENT_TYPE.startswith("application/")
 
 
+@pytest.mark.layouts
 async def test_a_hundred_clients_lose_nothing_when_an_engine_dies_and_comes_back(engines, gateways, fake) -> None:
     gateway = await gateways(*engines, ejection_base_s=0.05)
     num_done = 0
@@ -388,4 +391,4 @@ async def test_a_hundred_clients_lose_nothing_when_an_engine_dies_and_comes_back
     await engines[0].start()
     await clients
     assert num_done == 240
-    assert all(record.in_flight == 0 for record in gateway.gateway.brain.registry.endpoints.values())
+    assert all(record.in_flight == 0 for record in gateway.gateway.head.brain.registry.endpoints.values())

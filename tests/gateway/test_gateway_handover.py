@@ -37,7 +37,7 @@ async def test_the_engine_is_told_when_nothing_goes_there_any_more(engines, gate
 
 async def test_the_word_carries_the_token_of_now_not_that_of_the_stream(engines, gateways, fake) -> None:
     gateway = await gateways(*engines[:2], handover_timeout_s=30.0)
-    gateway.gateway.apply_catalog(fake.catalog_of(*engines[:2], engine_token="turned"))
+    gateway.gateway.head.apply_catalog(fake.catalog_of(*engines[:2], engine_token="turned"))
     await engines[0].push_state(draining=True, token="turned")
     await fake.until(lambda: engines[0].num_drained == 1)
     assert engines[0].num_unauthorized == 0
@@ -48,7 +48,7 @@ async def test_an_engine_that_refuses_the_token_has_not_heard(engines, gateways,
     await engines[0].push_state(draining=True, token="turned")
     await fake.until(lambda: engines[0].num_unauthorized == 1)
     assert not gateway.record(engines[0]).acknowledged
-    gateway.gateway.apply_catalog(fake.catalog_of(*engines[:2], engine_token="turned"))
+    gateway.gateway.head.apply_catalog(fake.catalog_of(*engines[:2], engine_token="turned"))
     await fake.until(lambda: engines[0].num_drained == 1)
     await fake.until(lambda: gateway.record(engines[0]).acknowledged)
 
@@ -59,7 +59,7 @@ async def test_the_last_engine_stays_in_use_until_another_one_can_take_over(engi
     await fake.until(lambda: gateway.record(engines[0]).leaving)
     assert (await gateway.chat()).status == 200
     assert engines[0].num_drained == 0
-    gateway.gateway.apply_catalog(fake.catalog_of(*engines[:2]))
+    gateway.gateway.head.apply_catalog(fake.catalog_of(*engines[:2]))
     await fake.until(lambda: engines[0].num_drained == 1)
     assert (await gateway.chat()).status == 200
     assert num_served(engines) == [1, 1, 0]
@@ -77,7 +77,7 @@ async def test_a_deployment_that_is_deleted_lets_its_engines_go(engines, gateway
     gateway = await gateways(engines[0], handover_timeout_s=30.0)
     await engines[0].push_state(draining=True)
     await fake.until(lambda: gateway.record(engines[0]).leaving)
-    gateway.gateway.apply_catalog(Catalog())
+    gateway.gateway.head.apply_catalog(Catalog())
     await fake.until(lambda: not engines[0]._streams)
 
 
@@ -85,7 +85,7 @@ async def test_what_a_static_catalogue_calls_terminating_is_let_go_at_once(engin
     gateway = await gateways(engines[0], handover_timeout_s=30.0)
     catalog = fake.catalog_of(engines[0])
     catalog.models[0].endpoints[0] = msgspec.structs.replace(engines[0].endpoint, terminating=True)
-    gateway.gateway.apply_catalog(catalog)
+    gateway.gateway.head.apply_catalog(catalog)
     assert (await gateway.chat()).status == 503
     await engines[0].push_state(draining=True)
     await fake.until(lambda: engines[0].num_drained == 1)
@@ -114,6 +114,7 @@ async def test_an_engine_that_starts_anew_is_used_again(engines, gateways, fake)
     assert (await reply).status == 200
 
 
+@pytest.mark.layouts
 async def test_requests_wait_for_the_only_engine_to_come_back(engines, gateways, fake) -> None:
     gateway = await gateways(engines[0], reconnect_base_s=0.01, reconnect_max_s=0.05, outage_wait_s=10.0)
     await engines[0].kill()
@@ -154,7 +155,7 @@ async def test_a_pod_found_ready_by_its_platform_is_asked_without_delay(engines,
     await engines[0].start()
     catalog = fake.catalog_of(engines[0])
     catalog.models[0].endpoints[0] = msgspec.structs.replace(engines[0].endpoint, probed_ready=True)
-    gateway.gateway.apply_catalog(catalog)
+    gateway.gateway.head.apply_catalog(catalog)
     await gateway.know(engines[0])
 
 

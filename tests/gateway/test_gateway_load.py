@@ -154,7 +154,7 @@ async def test_somebody_who_waits_for_an_engine_is_told_at_once_and_served_when_
     answer = await waiting
     assert await answer.content.readline() == b": waiting\n"
     await engines[0].start()
-    gateway.gateway.apply_catalog(fake.catalog_of(engines[0], wakes=True, queue=queue))
+    gateway.gateway.head.apply_catalog(fake.catalog_of(engines[0], wakes=True, queue=queue))
     assert (await answer.read()).endswith(b"data: [DONE]\n\n")
 
 
@@ -176,7 +176,7 @@ async def test_the_stream_ends_with_the_gateway(engines, gateways) -> None:
     gateway = await gateways(engines[0], control_token="t0ken")
     async with reading(gateway, "t0ken") as response:
         await response.content.readany()
-        gateway.gateway.closing.set()
+        gateway.gateway.head.closing.set()
         async with asyncio.timeout(5):
             while await response.content.readany():
                 pass

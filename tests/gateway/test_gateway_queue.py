@@ -23,7 +23,7 @@ def limits(max_requests: int = 1000, max_bytes: int = 10**8, timeout_s: float = 
 
 
 def num_waiting(gateway: Any) -> int:
-    return gateway.gateway.brain.queues.state(DEPLOYMENT).num_requests
+    return gateway.gateway.head.brain.queues.state(DEPLOYMENT).num_requests
 
 
 async def busy(gateway: Any, engine: Any, fake: Any) -> tuple[asyncio.Task[Any], asyncio.Event]:
@@ -40,6 +40,7 @@ async def one_seat(engines: Any, gateways: Any, **settings: Any) -> Any:
     return await gateways(engines[0], **settings)
 
 
+@pytest.mark.layouts
 async def test_a_hundred_clients_at_once_are_all_served_and_no_engine_gets_more_than_it_has_seats(
     engines, gateways, fake
 ) -> None:
@@ -61,6 +62,7 @@ async def test_a_hundred_clients_at_once_are_all_served_and_no_engine_gets_more_
     await fake.until(lambda: not any(gateway.record(engine).reserved.num_blocks for engine in engines))
 
 
+@pytest.mark.layouts
 async def test_a_streaming_client_hears_comments_while_it_waits(engines, gateways, fake, caplog) -> None:
     gateway = await one_seat(engines, gateways, keep_alive_interval_s=0.05)
     first, release = await busy(gateway, engines[0], fake)
@@ -137,6 +139,7 @@ async def test_the_bytes_that_wait_are_bounded_too(engines, gateways, fake) -> N
     await first
 
 
+@pytest.mark.layouts
 async def test_a_client_that_leaves_the_queue_is_forgotten_at_once(engines, gateways, fake) -> None:
     gateway = await one_seat(engines, gateways, queue=limits(max_requests=1), keep_alive_interval_s=0.02)
     first, release = await busy(gateway, engines[0], fake)
@@ -197,6 +200,7 @@ async def test_who_streams_hears_comments_also_while_no_engine_is_there(engines,
     assert num_waiting(gateway) == 0
 
 
+@pytest.mark.layouts
 async def test_the_operator_hears_of_a_queue_at_once_and_metrics_and_status_show_it(engines, gateways, fake) -> None:
     gateway = await one_seat(engines, gateways, control_token="t0ken")
     first, release = await busy(gateway, engines[0], fake)

@@ -12,6 +12,7 @@ import pytest
 from pagemill_protocol.catalog import Catalog
 
 
+@pytest.mark.layouts
 async def test_a_chat_is_answered_whole_and_streamed(engines, gateways) -> None:
     gateway = await gateways(*engines)
     reply = await gateway.chat()
@@ -79,6 +80,7 @@ async def test_more_prompts_than_go_at_once_all_get_answers(engines, gateways) -
     assert [choice["index"] for choice in reply.json["choices"]] == list(range(200))
 
 
+@pytest.mark.layouts
 async def test_models_and_aliases_are_listed_once(engines, gateways, fake) -> None:
     catalog = fake.catalog_of(engines[0], aliases=["org/tiny-model"])
     gateway = await gateways(engines[0], catalog=catalog)
@@ -90,6 +92,7 @@ async def test_models_and_aliases_are_listed_once(engines, gateways, fake) -> No
     assert (await gateway.chat(model="org/tiny-model")).json["model"] == "org/tiny-model"
 
 
+@pytest.mark.layouts
 async def test_text_becomes_tokens_and_text_again(engines, gateways) -> None:
     gateway = await gateways(*engines)
     tokens = (await gateway.post("/tokenize", {"prompt": "héllo", "return_token_strs": True})).json
@@ -121,6 +124,7 @@ async def test_a_long_prompt_is_tokenized_without_holding_up_the_loop(engines, g
     assert slowest_s < duration_s / 2, f"the loop stood still for {slowest_s} of {duration_s} s"
 
 
+@pytest.mark.layouts
 async def test_probes_version_and_metrics_answer_on_both_ports(engines, gateways) -> None:
     gateway = await gateways(*engines)
     await gateway.chat()
@@ -232,6 +236,7 @@ async def test_keys_share_cached_prompts_only_where_the_deployment_says_so(engin
     assert not any(secret in salt for salt in (first, other) for secret in keys)
 
 
+@pytest.mark.layouts
 async def test_the_catalogue_is_replaced_while_requests_run(engines, gateways, fake) -> None:
     gateway = await gateways(engines[0])
     gate = asyncio.Event()

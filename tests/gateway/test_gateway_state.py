@@ -45,10 +45,10 @@ async def test_stale_state_is_shown_and_traffic_goes_on_by_own_counts(engines, g
     engines[0].load = EngineLoad(num_requests_waiting=100)
     for _ in range(5):
         await engines[0].push_state()
-    await fake.until(lambda: gateway.gateway.brain.load_elsewhere(gateway.record(engines[0])) == 100)
+    await fake.until(lambda: gateway.gateway.head.brain.load_elsewhere(gateway.record(engines[0])) == 100)
     await asyncio.gather(*(gateway.chat() for _ in range(4)))
     assert ids_served(engines) == [1, 5, 0], "load from elsewhere counts while it is fresh"
-    brain = gateway.gateway.brain
+    brain = gateway.gateway.head.brain
     await fake.until(lambda: all(brain.phase(gateway.record(engine)) == "stale" for engine in engines[:2]))
     status = (await gateway.get("/status", control=True)).json
     assert [endpoint["phase"] for endpoint in status["models"][0]["endpoints"]] == ["stale", "stale"]
@@ -158,7 +158,7 @@ async def test_a_broken_chat_template_is_the_deployments_fault_not_the_clients(e
 
 async def test_an_engine_that_left_the_catalogue_is_followed_no_more(engines, gateways, fake) -> None:
     gateway = await gateways(*engines[:2])
-    gateway.gateway.apply_catalog(fake.catalog_of(engines[1]))
+    gateway.gateway.head.apply_catalog(fake.catalog_of(engines[1]))
     await fake.until(lambda: not engines[0]._streams)
     assert (await gateway.chat()).status == 200
     text = (await gateway.get("/metrics", control=True)).raw.decode()

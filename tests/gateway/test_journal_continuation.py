@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
@@ -24,14 +24,14 @@ from hypothesis import strategies as st
 from pagemill_engine.ipc.messages import LogprobsOut, TokensOut
 from pagemill_engine.output.processor import OutputProcessor
 from pagemill_gateway.brain.interface import NOBODY, Again, Ask, Choice, Claim, FailureKind, HashScheme, Served, Target
-from pagemill_gateway.metrics import GatewayMetrics
+from pagemill_gateway.metrics.worker import WorkerMetrics
 from pagemill_gateway.relay.delivery import AnswerBroken
 from pagemill_gateway.relay.journal import Journal, JournalGap, JournalRoom
 from pagemill_gateway.relay.keep_alive import KeepAlive
 from pagemill_gateway.relay.record import RequestRecord
 from pagemill_gateway.relay.relay import Relay
 from pagemill_gateway.relay.sinks import BodySink, StreamSink
-from pagemill_gateway.relay.upstream import FrameStream
+from pagemill_gateway.relay.upstream import FrameStream, IsAlive
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.frames import WEIGHTS_HEADER, encode_frame
 from pagemill_protocol.generate import ChoiceResume, FrameMeta, GenerateRequest, Usage
@@ -92,7 +92,7 @@ class Engines:
 
     def started(self, choice: Choice) -> None: ...
 
-    def alive(self, choice: Choice) -> bool:
+    async def alive(self, endpoint_id: str) -> bool:
         return True
 
     def finished(self, choice: Choice, served: Served | None = None) -> None: ...
@@ -103,7 +103,7 @@ class Engines:
 
     @asynccontextmanager
     async def generate(
-        self, choice: Choice, body: bytes, request_id: str, is_alive: Callable[[], bool]
+        self, choice: Choice, body: bytes, request_id: str, is_alive: IsAlive
     ) -> AsyncIterator[FrameStream]:
         request = msgspec.msgpack.decode(body, type=GenerateRequest)
         self.requests.append(request)
@@ -192,7 +192,7 @@ def serve(engines: Engines, request: GenerateRequest, room: int = 10_000, max_at
         relay = Relay(
             engines,
             engines,  # type: ignore[arg-type]
-            GatewayMetrics(),
+            WorkerMetrics(),
             keep_alive,
             max_attempts=max_attempts,
             journal_tokens=room,

@@ -46,7 +46,7 @@ async def test_the_key_that_the_page_puts_into_redis_opens_the_gateway(command: 
         await asyncio.to_thread(_type, command, server)
         link = Link(RedisConfig(url=server.url, timeout_ms=10_000.0))
         store, ring = RedisStore(link), KeyRing([], shared=True)
-        shared = SharedKeys(link, ring)
+        shared = SharedKeys(link, ring.replace_shared)
         store.start()
         shared.start()
         try:

@@ -17,8 +17,9 @@ import aiohttp
 import pytest
 
 from pagemill_gateway.config import GatewayConfig, KeysSecret, KubernetesConfig, SettingsError
-from pagemill_gateway.core import Gateway
+from pagemill_gateway.core import open_gateway
 from pagemill_gateway.discovery.kubernetes.credentials import CredentialsError, from_kubeconfig, in_cluster
+from pagemill_gateway.head import Head
 from pagemill_protocol.engine_token import GATEWAY_CONTROL, derive_token
 
 
@@ -28,7 +29,7 @@ class Started:
         self._folder = folder
         self._api = api
 
-    async def gateway(self, **settings: Any) -> Gateway:
+    async def gateway(self, **settings: Any) -> Head:
         kubeconfig = self._folder / "kubeconfig"
         kubeconfig.write_text(
             json.dumps(
@@ -46,13 +47,12 @@ class Started:
             keys_secret=KeysSecret(namespace="pagemill"),
             **{"backoff_base_s": 0.02, "backoff_max_s": 0.05, **settings},
         )
-        gateway = Gateway(
-            GatewayConfig(
-                discovery="kubernetes", kubernetes=config, outage_wait_s=0.0, handover_timeout_s=0.0
-            ).checked()
-        )
+        settings_ = GatewayConfig(
+            discovery="kubernetes", kubernetes=config, outage_wait_s=0.0, handover_timeout_s=0.0
+        ).checked()
+        gateway = await open_gateway(settings_)
         self._stack.push_async_callback(gateway.close)
-        return gateway
+        return gateway.head
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ async def start(api: Any, tmp_path: Path) -> AsyncIterator[Started]:
         yield Started(stack, api, tmp_path)
 
 
-def models(gateway: Gateway) -> list[str]:
+def models(gateway: Head) -> list[str]:
     return gateway.brain.registry.names()
 
 
@@ -383,7 +383,7 @@ def test_a_kubeconfig_that_makes_no_sense_is_named(tmp_path: Path, content: str)
 async def test_without_credentials_the_gateway_does_not_start(tmp_path: Path) -> None:
     config = KubernetesConfig(kubeconfig=str(tmp_path / "none"))
     with pytest.raises(SettingsError, match="none"):
-        Gateway(GatewayConfig(discovery="kubernetes", kubernetes=config))
+        Head(GatewayConfig(discovery="kubernetes", kubernetes=config))
 
 
 def _kubeconfig(users: list[Any]) -> dict[str, Any]:

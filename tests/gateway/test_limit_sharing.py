@@ -283,7 +283,7 @@ async def test_keys_in_redis_are_accepted_and_outlive_it(
     own_server.command("HSET", "p:keys", hash_key("one"), "tenant=a concurrency=2", "sk-plain-key", "tenant=b")
     ring = KeyRing([], shared=True)
     async with stores(own_server, 1, prefix="p") as (store,):
-        keys = SharedKeys(store._link, ring)
+        keys = SharedKeys(store._link, ring.replace_shared)
         keys.start()
         await until(lambda: knows(ring, "one"))
         assert not knows(ring, "sk-plain-key")

@@ -43,6 +43,7 @@ async def test_a_plain_key_has_no_limits_and_no_headers_about_them(engines, gate
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.layouts
 async def test_what_is_left_stands_on_every_answer(engines, gateways, stream) -> None:
     gateway = await gateways(engines[0], api_keys=[entry("requests_per_minute=2 tokens_per_minute=1000")])
     headers = (await gateway.chat(headers=KEY, stream=stream, max_tokens=10)).headers
@@ -81,7 +82,7 @@ async def test_refused_a_moment_ago_is_refused_again_before_any_work(engines, ga
     async def prepare(*_: object) -> None:
         raise AssertionError("a refused request was parsed")
 
-    monkeypatch.setattr(gateway.gateway.preparation, "prepare", prepare)
+    monkeypatch.setattr(gateway.gateway.worker.preparation, "prepare", prepare)
     assert (await gateway.chat(headers=KEY)).status == 429
 
 
@@ -117,9 +118,10 @@ async def test_a_budget_is_a_quota(engines, gateways) -> None:
     assert int(reply.headers["retry-after"]) > 0
 
 
+@pytest.mark.layouts
 async def test_places_come_back_however_a_request_ends(engines, gateways, fake) -> None:
     gateway = await gateways(engines[0], api_keys=[entry("concurrency=1")], max_attempts=1, ejection_base_s=0.01)
-    store = gateway.gateway.sharing.store
+    store = gateway.gateway.head.sharing.store
     assert isinstance(store, MemoryStore)
     engines[0].behaviours.extend([fake.says("a"), fake.refuses(400, code="bad"), fake.breaks_off(1)])
     assert (await gateway.chat(headers=KEY, stream=True)).status == 200
@@ -187,6 +189,7 @@ async def test_models_a_key_may_not_use_do_not_exist_for_it(engines, gateways, f
     assert (await gateway.post("/tokenize", {"prompt": "a"}, KEY)).status == 200, "the only one for this key"
 
 
+@pytest.mark.layouts
 async def test_numbers_of_all_are_not_for_tenants(engines, gateways) -> None:
     keys = [entry("tenant=a"), entry(key="sk-two")]
     gateway = await gateways(engines[0], api_keys=keys)
@@ -256,7 +259,7 @@ async def test_two_gateways_with_one_redis_share_a_limit_and_lose_no_request_wit
         "redis": {"url": server.url, "timeout_ms": 10_000.0},
     }
     one, two = [await start_shared(gateways, engines[0], settings) for _ in range(2)]
-    await fake.until(lambda: all(each.gateway.sharing.up for each in (one, two)), 30)
+    await fake.until(lambda: all(each.gateway.head.sharing.up for each in (one, two)), 30)
     replies = await asyncio.gather(*(each.chat(headers=KEY) for _ in range(15) for each in (one, two)))
     assert sorted(reply.status for reply in replies) == [200] * 20 + [429] * 10
     assert "pagemill_gateway_redis_up 1.0" in (await one.get("/metrics", control=True)).raw.decode()
@@ -268,7 +271,7 @@ async def test_redis_killed_under_load_and_back_is_no_error_to_anybody(engines, 
         "redis": {"url": server.url},
     }
     gateway = await start_shared(gateways, engines[0], settings)
-    await fake.until(lambda: gateway.gateway.sharing.up, 30)
+    await fake.until(lambda: gateway.gateway.head.sharing.up, 30)
     statuses: list[int] = []
     done = asyncio.Event()
 
@@ -279,18 +282,18 @@ async def test_redis_killed_under_load_and_back_is_no_error_to_anybody(engines, 
     clients = [asyncio.create_task(load()) for _ in range(4)]
     await fake.until(lambda: len(statuses) > 20, 30)
     await asyncio.to_thread(server.kill)
-    await fake.until(lambda: not gateway.gateway.sharing.up, 30)
+    await fake.until(lambda: not gateway.gateway.head.sharing.up, 30)
     so_far = len(statuses)
     await fake.until(lambda: len(statuses) > so_far + 20, 30)
     assert "pagemill_gateway_redis_up 0.0" in (await gateway.get("/metrics", control=True)).raw.decode()
     await asyncio.to_thread(server.start)
-    await fake.until(lambda: gateway.gateway.sharing.up, 30)
+    await fake.until(lambda: gateway.gateway.head.sharing.up, 30)
     so_far = len(statuses)
     await fake.until(lambda: len(statuses) > so_far + 20, 30)
     done.set()
     await asyncio.gather(*clients)
     assert set(statuses) == {200}
-    store = gateway.gateway.sharing.store
+    store = gateway.gateway.head.sharing.store
     await fake.until(lambda: store.num_untold == 0 and store.local.num_held == 0, 30)
     text = (await gateway.get("/metrics", control=True)).raw.decode()
     assert "pagemill_gateway_limits_decided_alone_total" in text

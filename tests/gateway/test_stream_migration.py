@@ -182,7 +182,7 @@ def metric(gateway: Any, name: str) -> Callable[[], Any]:
 
 
 async def until_ready(gateway: Any, fake: Any, engine: EngineProcess) -> None:
-    await fake.until(lambda: gateway.gateway.brain.phase(gateway.record(engine)) == "ready", 60)
+    await fake.until(lambda: gateway.gateway.head.brain.phase(gateway.record(engine)) == "ready", 60)
 
 
 SETTINGS = {"silence_timeout_s": 2.5, "state_stale_after_s": 2.0, "outage_wait_s": 60.0}

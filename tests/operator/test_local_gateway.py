@@ -13,6 +13,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from pagemill_gateway.config import load_config
 from pagemill_operator.backends.base import Event
 from pagemill_operator.backends.local import LocalSettings
 from pagemill_operator.backends.local import gateway as gateway_module
@@ -47,7 +48,7 @@ class Control:
 
 
 @asynccontextmanager
-async def telling(control: Control, folder: Path) -> AsyncIterator[Gateway]:
+async def telling(control: Control, folder: Path, **settings: int) -> AsyncIterator[Gateway]:
     app = web.Application()
     app.router.add_put("/catalog", control.put)
     runner = web.AppRunner(app)
@@ -59,7 +60,7 @@ async def telling(control: Control, folder: Path) -> AsyncIterator[Gateway]:
     async with aiohttp.ClientSession() as session:
         gateway = Gateway(
             1,
-            settings=LocalSettings(runtime_folder=folder),
+            settings=LocalSettings(runtime_folder=folder, **settings),
             state_dir=state_dir,
             session=session,
             on_change=lambda: None,
@@ -96,6 +97,12 @@ async def test_a_catalogue_that_is_refused_for_good_is_told_once_and_the_next_on
         gateway.want(catalog("b"))
         assert await gateway.told(10)
         assert control.num_asked == 2
+
+
+async def test_the_gateway_is_started_with_the_workers_that_were_asked_for(tmp_path: Path) -> None:
+    async with telling(Control(), tmp_path, gateway_workers=3) as gateway:
+        launch = gateway._prepare()
+        assert load_config(Path(launch.command[-1])).workers == 3
 
 
 @pytest.mark.parametrize("status", [500, 503, 429])

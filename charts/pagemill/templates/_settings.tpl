@@ -43,6 +43,7 @@ refuse unknown ones; `settings` of each component goes over everything.
 {{- $own := dict
   "host" "0.0.0.0"
   "port" 8080
+  "workers" $values.workers
   "control_host" "0.0.0.0"
   "control_port" 8081
   "discovery" "kubernetes"

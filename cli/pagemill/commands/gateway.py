@@ -29,6 +29,9 @@ def gateway(
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port for clients.")] = None,
     control_port: Annotated[int | None, typer.Option(help="Port for the platform: status, catalogue, metrics.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Processes that serve clients, for more than a core of traffic.")
+    ] = None,
     api_keys_file: Annotated[
         Path | None, typer.Option(help="File with one accepted API key per line; needed beyond this machine.")
     ] = None,
@@ -36,7 +39,12 @@ def gateway(
     """Run a gateway in front of engines."""
     try:
         config = load_config(settings) if settings is not None else GatewayConfig()
-        changes: dict[str, object] = {"host": host, "port": port, "control_port": control_port}
+        changes: dict[str, object] = {
+            "host": host,
+            "port": port,
+            "control_port": control_port,
+            "workers": workers,
+        }
         if engine:
             changes["catalog"] = _catalog(engine, model, engine_token)
         if api_keys_file is not None:

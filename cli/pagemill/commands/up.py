@@ -15,6 +15,9 @@ def up(
     api_keys: Annotated[
         Path | None, typer.Option(help="File with one API key a line; needed for addresses other machines can reach.")
     ] = None,
+    gateway_workers: Annotated[
+        int, typer.Option(min=1, max=64, help="Processes of the gateway, for more than a core of traffic.")
+    ] = 1,
     keep: Annotated[bool, typer.Option("--keep", help="Go on serving where no terminal is attached.")] = False,
 ) -> None:
     """Serve LLMDeployment files on this machine."""
@@ -36,7 +39,7 @@ def up(
     except ValueError as error:
         report_errors([str(error)])
         raise typer.Exit(2) from None
-    settings = LocalSettings(host=host, port=port, api_keys=keys)
+    settings = LocalSettings(host=host, port=port, api_keys=keys, gateway_workers=gateway_workers)
     request = UpRequest(files, keep, psutil.Process().create_time(), settings)
     raise typer.Exit(asyncio.run(run_up(request, result.loaded, make_screen())))
 

@@ -23,6 +23,7 @@ from pagemill_gateway.brain.interface import (
     Experience,
     FailureKind,
     Served,
+    ServedName,
     Target,
 )
 from pagemill_gateway.brain.load import measure_load
@@ -52,12 +53,13 @@ class LocalBrain:
         *,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
+        first_decision: int = 0,
     ) -> None:
         self._clock = clock
         rng = rng or random.Random()
         self._policies = Policies(config.routing_policy, config.routing_session_ms)
         self.placement = Placement(rng, config.decision_log_size)
-        self._num_decisions = 0
+        self._num_decisions = first_decision
         self._open: dict[int, Sent] = {}
         self._outage_wait_s = config.outage_wait_s
         self._stall_timeout_s = config.stall_timeout_s
@@ -171,7 +173,14 @@ class LocalBrain:
     # What relays ask.
 
     def resolve(self, model: str) -> Target:
+        """As `look_up`, at once."""
         return self._eligible.resolve(model)
+
+    async def look_up(self, model: str) -> Target:
+        return self.resolve(model)
+
+    async def names(self) -> list[ServedName]:
+        return [self._served_name(name) for name in self.registry.names()]
 
     async def find(self, model: str, claim: Claim = NOBODY) -> Target:
         try:
@@ -219,7 +228,7 @@ class LocalBrain:
             wish,
             group=order.group,
             cost_tokens=cost_tokens,
-            undo=self._give_back,
+            undo=self.given_back,
         )
         return placed._replace(queued_s=queued_s)
 
@@ -238,11 +247,11 @@ class LocalBrain:
         if self._recovery.cleared(choice.decision):
             self.queues.pump(sent.record.deployment)
 
-    def alive(self, choice: Choice) -> bool:
-        sent = self._open.get(choice.decision)
-        if sent is None or not sent.record.reports.fresh(self._clock()):
+    async def alive(self, endpoint_id: str) -> bool:
+        record = self.registry.endpoints.get(endpoint_id)
+        if record is None or not record.reports.fresh(self._clock()):
             return False
-        report = sent.record.reports.latest
+        report = record.reports.latest
         return report is not None and report.silent_s <= self._stall_timeout_s
 
     def finished(self, choice: Choice, served: Served | None = None) -> None:
@@ -266,6 +275,11 @@ class LocalBrain:
             record.fullness.refused(record.in_flight, now)
         self._recovery.failed(record, choice.decision, kind, self._num_decisions, now)
         self.queues.pump(record.deployment)
+
+    def given_back(self, choice: Choice) -> None:
+        sent = self._release(choice, failed=True)
+        if sent is not None:
+            self.queues.pump(sent.record.deployment)
 
     def experienced(self, experience: Experience) -> None:
         self.traffic.experienced(experience)
@@ -301,11 +315,11 @@ class LocalBrain:
             return self.resolve(model)
         return None
 
-    def _give_back(self, choice: Choice) -> None:
-        """It was never sent, so nothing comes of it there."""
-        sent = self._release(choice, failed=True)
-        if sent is not None:
-            self.queues.pump(sent.record.deployment)
+    def _served_name(self, name: str) -> ServedName:
+        """Deployments that share it serve what all of them can."""
+        deployments = self.registry.named(name)
+        lengths = [record.max_model_len for deployment in deployments for record in deployment.usable()]
+        return ServedName(name, deployments[0].model.name, min(lengths, default=None))
 
     def _place(self, order: Order, outage: Outage) -> Choice | None:
         """Decide and account; None while there is no room, or no engine but one is expected."""

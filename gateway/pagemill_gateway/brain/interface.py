@@ -1,7 +1,7 @@
 """What a relay may ask of the brain: a few calls and the values they pass.
 
-Kept narrow because relay and brain need not live in one process: `find` and `choose` are questions with an answer,
-the others are messages that nobody waits for.
+Relay and brain need not live in one process (`pagemill_gateway.ipc`), so everything here is a plain value: the
+coroutines are questions with an answer, the others messages that nobody waits for.
 """
 
 from __future__ import annotations
@@ -151,8 +151,22 @@ class Experience(NamedTuple):
     """Per token after the first; only of streams."""
 
 
+class ServedName(NamedTuple):
+    """A name or alias that clients may ask for."""
+
+    name: str
+    model: str
+    """The deployment's own name for it."""
+    max_model_len: int | None
+    """Of the engines that serve it now; `None`: none does."""
+
+
 class Brain(Protocol):
-    def resolve(self, model: str) -> Target:
+    async def names(self) -> list[ServedName]:
+        """All names and aliases, served at the moment or not."""
+        ...
+
+    async def look_up(self, model: str) -> Target:
         """The deployment that takes a request for the name or alias `model`.
 
         Raises `PagemillError`: 404 for an unknown name, 503 with the reason when no engine is ready yet.
@@ -160,7 +174,7 @@ class Brain(Protocol):
         ...
 
     async def find(self, model: str, claim: Claim = NOBODY) -> Target:
-        """As `resolve`, but waits in the deployment's queue for an engine that is expected to come (back)."""
+        """As `look_up`, but waits in the deployment's queue for an engine that is expected to come (back)."""
         ...
 
     async def choose(
@@ -187,7 +201,7 @@ class Brain(Protocol):
         """The first frame arrived."""
         ...
 
-    def alive(self, choice: Choice) -> bool:
+    async def alive(self, endpoint_id: str) -> bool:
         """Whether the engine still reports its state and makes steps: it is busy then, not gone."""
         ...
 
@@ -197,6 +211,10 @@ class Brain(Protocol):
 
     def failed(self, choice: Choice, kind: FailureKind) -> None:
         """The endpoint did not serve the request."""
+        ...
+
+    def given_back(self, choice: Choice) -> None:
+        """The request was never sent: whoever asked has left meanwhile."""
         ...
 
     def experienced(self, experience: Experience) -> None:

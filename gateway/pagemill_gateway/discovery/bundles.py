@@ -1,13 +1,15 @@
 """Tokenizers of the engines' models: bundles fetched from control ports by digest, built once, kept while in use.
 
 A bundle is checked against its digest before it counts, so a wrong or changed tokenizer cannot slip in. Building a
-tokenizer takes long for large vocabularies and happens off the event loop.
+tokenizer takes long for large vocabularies and happens off the event loop. Where brain and workers are processes of
+their own, the brain's fetches from engines and checks, and the workers get theirs from it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Awaitable, Callable, Set
 
 import aiohttp
 
@@ -20,14 +22,29 @@ from pagemill_protocol.text.tokenizer import Tokenizer
 FETCH_TIMEOUT_S = 30.0
 MAX_BUNDLE_BYTES = 128 * 1024 * 1024
 
+Source = Callable[[str], Awaitable[bytes]]
+"""The bundle of a digest, from wherever. Raises `PagemillError`."""
+
 
 class BundleError(Exception):
     """An engine gave no usable tokenizer bundle."""
 
 
 class Bundles:
-    def __init__(self, session: aiohttp.ClientSession) -> None:
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        *,
+        source: Source | None = None,
+        keeps_tokenizers: bool = True,
+        on_news: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`source`: where a bundle that is not known can be had. `keeps_tokenizers`: prompts are tokenized here.
+        `on_news`: one more is known."""
         self._session = session
+        self._source = source
+        self._keeps_tokenizers = keeps_tokenizers
+        self._on_news = on_news
         self._bundles: dict[str, TokenizerBundle] = {}
         self._tokenizers: dict[tuple[str, str | None], Tokenizer] = {}
         self._warm_ups: set[asyncio.Task[None]] = set()
@@ -36,36 +53,40 @@ class Bundles:
     def __contains__(self, digest: str) -> bool:
         return digest in self._bundles
 
+    @property
+    def digests(self) -> frozenset[str]:
+        return frozenset(self._bundles)
+
+    def data(self, digest: str) -> bytes:
+        """Of a known bundle. Raises `BundleError`."""
+        return self._known(digest).to_bytes()
+
     async def fetch(self, digest: str, control_url: str, token: str) -> None:
         """Make `digest` known; several callers at once fetch it once. Raises `BundleError` or `aiohttp.ClientError`."""
-        async with self._locks.setdefault(digest, asyncio.Lock()):
-            if digest in self._bundles:
-                return
-            data = await self._download(control_url, token)
-            bundle = await asyncio.to_thread(_checked, data, digest)
-            tokenizer = await asyncio.to_thread(_built, bundle, None)
-            self._tokenizers[digest, None] = tokenizer
-            self._bundles[digest] = bundle
-        self._warm_ups.add(warm_up := asyncio.create_task(asyncio.to_thread(_warm_up, tokenizer)))
-        warm_up.add_done_callback(self._warm_ups.discard)
+        await self._learn(digest, lambda: self._download(control_url, token))
+
+    async def load(self, digest: str) -> None:
+        """Make `digest` known from the source. Raises `BundleError` or `PagemillError`."""
+        source = self._source
+        if source is not None and digest not in self._bundles:
+            await self._learn(digest, lambda: source(digest))
 
     async def tokenizer(self, digest: str, chat_template: str | None) -> Tokenizer:
         """The tokenizer of a known bundle, with `chat_template` in place of the bundle's own unless None.
 
-        Raises `BundleError`.
+        Raises `BundleError` or `PagemillError`.
         """
         known = self._tokenizers.get((digest, chat_template))
         if known is not None:
             return known
-        bundle = self._bundles.get(digest)
-        if bundle is None:
-            raise BundleError(f"the tokenizer bundle {digest} is not known")
+        await self.load(digest)
+        bundle = self._known(digest)
         async with self._locks.setdefault(digest, asyncio.Lock()):
             if (digest, chat_template) not in self._tokenizers:
                 self._tokenizers[digest, chat_template] = await asyncio.to_thread(_built, bundle, chat_template)
             return self._tokenizers[digest, chat_template]
 
-    def forget_all_but(self, digests: set[str], templates: set[str | None]) -> None:
+    def forget_all_but(self, digests: Set[str], templates: Set[str]) -> None:
         """Drop what no endpoint and no deployment names any more.
 
         A request under way may hold such a tokenizer still: it closes itself when its last user lets go.
@@ -81,7 +102,29 @@ class Bundles:
         await asyncio.gather(*self._warm_ups)
         for tokenizer in self._tokenizers.values():
             tokenizer.close()
-        self.forget_all_but(set(), set())
+        self.forget_all_but(frozenset(), frozenset())
+
+    def _known(self, digest: str) -> TokenizerBundle:
+        bundle = self._bundles.get(digest)
+        if bundle is None:
+            raise BundleError(f"the tokenizer bundle {digest} is not known")
+        return bundle
+
+    async def _learn(self, digest: str, download: Callable[[], Awaitable[bytes]]) -> None:
+        async with self._locks.setdefault(digest, asyncio.Lock()):
+            if digest in self._bundles:
+                return
+            bundle = await asyncio.to_thread(_checked, await download(), digest)
+            tokenizer = await asyncio.to_thread(_built, bundle, None)
+            if self._keeps_tokenizers:
+                self._tokenizers[digest, None] = tokenizer
+            self._bundles[digest] = bundle
+            self._on_news()
+        if not self._keeps_tokenizers:
+            tokenizer.close()
+            return
+        self._warm_ups.add(warm_up := asyncio.create_task(asyncio.to_thread(_warm_up, tokenizer)))
+        warm_up.add_done_callback(self._warm_ups.discard)
 
     async def _download(self, control_url: str, token: str) -> bytes:
         async with self._session.get(

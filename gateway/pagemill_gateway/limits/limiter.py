@@ -15,7 +15,7 @@ from pagemill_gateway.limits.caller import Caller
 from pagemill_gateway.limits.estimate import AnswerLengths
 from pagemill_gateway.limits.refusals import Headers, level_headers, refusal, too_large
 from pagemill_gateway.limits.store import Answer, Ask, Store
-from pagemill_gateway.metrics import GatewayMetrics
+from pagemill_gateway.metrics.worker import WorkerMetrics
 from pagemill_gateway.relay.record import RequestRecord
 from pagemill_protocol.generate import GenerateRequest
 
@@ -37,7 +37,7 @@ class Reservation:
 
 
 class Limiter:
-    def __init__(self, store: Store, metrics: GatewayMetrics, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, store: Store, metrics: WorkerMetrics, clock: Callable[[], float] = time.monotonic) -> None:
         self._store = store
         self._metrics = metrics
         self._clock = clock

@@ -1,4 +1,4 @@
-"""The store of one process: counts in memory, exact, forgotten with the process.
+"""The store of one gateway: counts in memory, exact, forgotten with the process.
 
 All gateways together are `redis`'s, which falls back to this one.
 """
@@ -99,6 +99,9 @@ class MemoryStore:
         """Somebody else decided; count it here as well, whatever the limits."""
         account, now_ms, periods = self._enter(ask.account)
         self._take(account, ask, now_ms, periods)
+
+    def adopt(self, ask: Ask) -> None:
+        self.record(ask)
 
     def settle(self, lease: str, tokens: int) -> None:
         held = self._held.pop(lease, None)

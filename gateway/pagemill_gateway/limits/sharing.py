@@ -1,17 +1,17 @@
-"""Which store counts, opened from the settings: this process's memory, or Redis for all gateways together.
+"""What gateways share, opened from the settings: who counts, and which keys there are besides settings and file.
 
-Redis's client is imported only where it is used.
+Without Redis a gateway counts in memory. Redis's client is imported only where it is used.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from pagemill_gateway.config import RedisConfig
-from pagemill_gateway.limits.keys import KeyRing
+from pagemill_gateway.limits.caller import Caller
 from pagemill_gateway.limits.memory import MemoryStore
 from pagemill_gateway.limits.store import Store
-from pagemill_gateway.metrics import GatewayMetrics
 
 if TYPE_CHECKING:
     from pagemill_gateway.limits.redis.shared_keys import SharedKeys
@@ -37,8 +37,16 @@ class Sharing:
         await self.store.close()
 
 
-def open_sharing(config: RedisConfig | None, ring: KeyRing, metrics: GatewayMetrics) -> Sharing:
-    """Call inside a running event loop. Redis may be away. Raises `SettingsError`."""
+def open_sharing(
+    config: RedisConfig | None,
+    *,
+    on_fallback: Callable[[], None],
+    on_keys: Callable[[list[Caller]], None],
+) -> Sharing:
+    """Call inside a running event loop. Redis may be away. Raises `SettingsError`.
+
+    `on_fallback`: a reservation was decided without Redis. `on_keys`: these are the keys in Redis from now on.
+    """
     if config is None:
         return Sharing(MemoryStore())
     from pagemill_gateway.limits.redis.link import Link
@@ -46,9 +54,9 @@ def open_sharing(config: RedisConfig | None, ring: KeyRing, metrics: GatewayMetr
     from pagemill_gateway.limits.redis.store import RedisStore
 
     link = Link(config)
-    store = RedisStore(link, num_gateways=config.expected_gateways, on_fallback=metrics.decided_alone)
+    store = RedisStore(link, num_gateways=config.expected_gateways, on_fallback=on_fallback)
     store.start()
-    keys = SharedKeys(link, ring) if config.keys else None
+    keys = SharedKeys(link, on_keys) if config.keys else None
     if keys is not None:
         keys.start()
     return Sharing(store, store, keys)

@@ -1,7 +1,8 @@
-"""What the gateway asks whoever counts: one question and one message, in plain values.
+"""What the gateway asks whoever counts: one question and two messages, in plain values.
 
-`memory` counts for this process, `redis` for all gateways together. Kept narrow because who asks and who counts need
-not live in one process: `reserve` is a question with an answer, `settle` a message that nobody waits for.
+`memory` counts for this gateway, `redis` for all of them together. Kept narrow because who asks and who counts need not
+live in one process (`pagemill_gateway.ipc`): `reserve` is a question with an answer, the others are messages that
+nobody waits for.
 """
 
 from __future__ import annotations
@@ -54,6 +55,10 @@ class Store(Protocol):
 
     def settle(self, lease: str, tokens: int) -> None:
         """The request is over and used `tokens`. Unknown leases, refused ones for example, are nothing to settle."""
+        ...
+
+    def adopt(self, ask: Ask) -> None:
+        """A store of before, which is gone, reserved this: it counts here until it is settled, whatever the limits."""
         ...
 
     async def close(self) -> None:

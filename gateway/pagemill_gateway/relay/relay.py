@@ -25,7 +25,7 @@ from pagemill_gateway.brain.interface import (
     Served,
     Target,
 )
-from pagemill_gateway.metrics import GatewayMetrics
+from pagemill_gateway.metrics.worker import WorkerMetrics
 from pagemill_gateway.relay.delivery import Answer, AnswerBroken, pass_on
 from pagemill_gateway.relay.journal import Journal, JournalRoom
 from pagemill_gateway.relay.keep_alive import KeepAlive
@@ -45,7 +45,7 @@ class Relay:
         self,
         brain: Brain,
         upstream: Upstream,
-        metrics: GatewayMetrics,
+        metrics: WorkerMetrics,
         keep_alive: KeepAlive,
         *,
         max_attempts: int,
@@ -142,7 +142,7 @@ class Relay:
 
     async def _attempt(self, choice: Choice, answer: Answer) -> tuple[Usage, Served]:
         body = answer.begin(choice)
-        is_alive = partial(self._brain.alive, choice)
+        is_alive = partial(self._brain.alive, choice.endpoint_id)
         sent_at = time.perf_counter()
         async with self._upstream.generate(choice, body, answer.record.request_id, is_alive) as stream:
             self._brain.accepted(choice)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 
 import aiohttp
@@ -40,6 +40,8 @@ DECLINES = frozenset({"draining", "not_ready"})
 CLIENT_FAULTS = frozenset({400, 413, 422})
 
 Frame = tuple[FrameMeta, bytes]
+IsAlive = Callable[[], Awaitable[bool]]
+"""Whether the engine is known to be at work, although it says nothing here."""
 
 
 class UpstreamFailure(Exception):
@@ -55,9 +57,7 @@ class UpstreamFailure(Exception):
 class FrameStream:
     """The frames of one answer in the groups in which the network brought them."""
 
-    def __init__(
-        self, response: aiohttp.ClientResponse, silence_timeout_s: float, is_alive: Callable[[], bool]
-    ) -> None:
+    def __init__(self, response: aiohttp.ClientResponse, silence_timeout_s: float, is_alive: IsAlive) -> None:
         self.weights_digest = response.headers.get(WEIGHTS_HEADER, "")[:MAX_DIGEST_CHARS]
         """Of what makes the answer; empty: the engine does not say."""
         self.waited_s = 0.0
@@ -104,7 +104,7 @@ class FrameStream:
                     async with asyncio.timeout(self._silence_timeout_s / SILENCE_CHECKS):
                         return await self._content.readany()
                 except TimeoutError:
-                    if self._is_alive():
+                    if await self._is_alive():
                         silent_since = loop.time()
                     elif loop.time() - silent_since >= self._silence_timeout_s:
                         raise
@@ -127,7 +127,7 @@ class Upstream:
 
     @asynccontextmanager
     async def generate(
-        self, choice: Choice, body: bytes, request_id: str, is_alive: Callable[[], bool]
+        self, choice: Choice, body: bytes, request_id: str, is_alive: IsAlive
     ) -> AsyncIterator[FrameStream]:
         """Send an encoded `GenerateRequest`; the engine has accepted it once the block is entered.
 
@@ -157,23 +157,24 @@ class Upstream:
             response.release()
 
     @asynccontextmanager
-    async def _watched(self, limit: asyncio.Timeout, is_alive: Callable[[], bool]) -> AsyncIterator[None]:
+    async def _watched(self, limit: asyncio.Timeout, is_alive: IsAlive) -> AsyncIterator[None]:
         """End the wait for an engine's verdict early when the engine is silent in every other way too."""
         loop = asyncio.get_running_loop()
-        timer: asyncio.TimerHandle
+        watching: list[asyncio.Task[None]] = []
 
-        def look() -> None:
-            nonlocal timer
-            if is_alive():
-                timer = loop.call_later(self._silence_timeout_s, look)
-            elif not limit.expired():
+        async def watch() -> None:
+            while await is_alive():  # noqa: ASYNC110 (nobody tells when it is not)
+                await asyncio.sleep(self._silence_timeout_s)
+            if not limit.expired():
                 limit.reschedule(loop.time())
 
-        timer = loop.call_later(self._silence_timeout_s, look)
+        timer = loop.call_later(self._silence_timeout_s, lambda: watching.append(loop.create_task(watch())))
         try:
             yield
         finally:
             timer.cancel()
+            for task in watching:
+                task.cancel()
 
 
 def _kind_of(error: Exception) -> FailureKind:

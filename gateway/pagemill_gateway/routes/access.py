@@ -13,8 +13,8 @@ import orjson
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagemill_gateway.brain.interface import Experience
-from pagemill_gateway.core import Gateway
 from pagemill_gateway.relay.record import RequestRecord
+from pagemill_gateway.worker import Worker
 from pagemill_protocol.http.door import request_id
 
 logger = logging.getLogger("pagemill.gateway.access")
@@ -38,9 +38,9 @@ def record_of(scope: Scope) -> RequestRecord:
 
 
 class AccessLog:
-    def __init__(self, app: ASGIApp, gateway: Gateway) -> None:
+    def __init__(self, app: ASGIApp, worker: Worker) -> None:
         self._app = app
-        self._gateway = gateway
+        self._worker = worker
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -61,10 +61,10 @@ class AccessLog:
         finally:
             record.request_id = state.get("request_id", "")
             record.status = record.status or 500
-            self._gateway.metrics.finished(record)
+            self._worker.metrics.finished(record)
             if record.finished:
-                self._gateway.brain.experienced(_experience(record))
-            trace_id = self._gateway.tracing.finished(record, scope)
+                self._worker.brain.experienced(_experience(record))
+            trace_id = self._worker.tracing.finished(record, scope)
             if record.route not in PROBES or record.status >= 400:
                 logger.info(_line(record, scope["method"], trace_id))
 
@@ -73,7 +73,7 @@ class AccessLog:
             yield ROUTE_HEADER, record.route_header.encode("ascii", "replace")
         if record.num_migrations:
             yield MIGRATIONS_HEADER, b"%d" % record.num_migrations
-        if self._gateway.draining:
+        if self._worker.draining:
             yield b"connection", b"close"
 
 

@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from pagemill_gateway.brain.registry import Deployment, EndpointRecord
-from pagemill_gateway.core import Gateway
 from pagemill_gateway.discovery.catalog import decode_catalog
+from pagemill_gateway.head import Head
 from pagemill_gateway.routes.load import LoadStream
 from pagemill_protocol.errors import PagemillError, invalid_field
 from pagemill_protocol.http.door import read_body, require_internal
@@ -21,12 +21,12 @@ DEFAULT_DECISIONS = 20
 
 
 class ControlRoutes:
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
+    def __init__(self, head: Head) -> None:
+        self._head = head
 
     async def put_catalog(self, request: Request) -> Response:
-        require_internal(request.scope, self._gateway.control_tokens())
-        if self._gateway.discovery is not None:
+        require_internal(request.scope, self._head.control_tokens())
+        if self._head.discovery is not None:
             raise PagemillError(
                 "The catalogue comes from the cluster's objects here. Change the LLMDeployments, or set `discovery` to "
                 "`static`.",
@@ -34,24 +34,26 @@ class ControlRoutes:
                 code="catalog_is_discovered",
             )
         catalog = decode_catalog(await read_body(request.receive))
-        self._gateway.apply_catalog(catalog)
+        self._head.apply_catalog(catalog)
         return JSONResponse(
             {"models": len(catalog.models), "endpoints": sum(len(model.endpoints) for model in catalog.models)}
         )
 
     async def load(self, request: Request) -> LoadStream:
         """What the engines say together, for the operator: one line of JSON on change, for ever."""
-        require_internal(request.scope, self._gateway.control_tokens())
-        return LoadStream(self._gateway)
+        require_internal(request.scope, self._head.control_tokens())
+        return LoadStream(self._head)
 
     async def status(self, request: Request) -> Response:
-        deployments = self._gateway.brain.registry.deployments.values()
+        deployments = self._head.brain.registry.deployments.values()
+        measures = await self._head.measure()
         return JSONResponse(
             {
-                "ready": self._gateway.ready,
-                "draining": self._gateway.draining,
-                "detail": self._gateway.detail,
-                "num_requests": self._gateway.gate.num_inside,
+                "ready": self._head.ready,
+                "draining": self._head.draining,
+                "detail": self._head.detail,
+                "num_requests": sum(each.num_requests for each in measures),
+                "workers": len(measures),
                 "models": [self._model(deployment) for deployment in deployments],
             }
         )
@@ -61,7 +63,7 @@ class ControlRoutes:
         text = request.query_params.get("limit", str(DEFAULT_DECISIONS))
         if not (text.isascii() and text.isdigit() and len(text) < 7):
             raise invalid_field("limit", f"limit must be a whole number of decisions, got {text[:40]!r}.")
-        return JSONResponse({"decisions": self._gateway.brain.placement.decisions.latest(int(text))})
+        return JSONResponse({"decisions": self._head.brain.placement.decisions.latest(int(text))})
 
     def _model(self, deployment: Deployment) -> dict[str, Any]:
         model = deployment.model
@@ -71,12 +73,12 @@ class ControlRoutes:
             "name": model.name,
             "aliases": model.aliases,
             "weight": model.weight,
-            "queue": self._gateway.brain.queues.state(deployment.key)._asdict(),
+            "queue": self._head.brain.queues.state(deployment.key)._asdict(),
             "endpoints": [self._endpoint(record) for record in deployment.records],
         }
 
     def _endpoint(self, record: EndpointRecord) -> dict[str, Any]:
-        brain = self._gateway.brain
+        brain = self._head.brain
         state = record.reports.latest
         age_s = brain.state_age_s(record)
         return {

@@ -16,7 +16,6 @@ from functools import partial
 from starlette.types import Receive, Scope, Send
 
 from pagemill_gateway.brain.interface import Claim
-from pagemill_gateway.core import Gateway
 from pagemill_gateway.limits.caller import Caller
 from pagemill_gateway.relay import answers
 from pagemill_gateway.relay.asks import HeaderOf
@@ -27,6 +26,7 @@ from pagemill_gateway.routes.access import record_of
 from pagemill_gateway.routes.body import read_counted
 from pagemill_gateway.routes.client import Client, ClientTooSlow
 from pagemill_gateway.routes.connection import while_connected
+from pagemill_gateway.worker import Worker
 from pagemill_protocol.errors import PagemillError, internal_error, invalid_field
 from pagemill_protocol.generate import Dialect
 from pagemill_protocol.http.door import check_json_content_type, header
@@ -38,21 +38,21 @@ MAX_TIMEOUT_S = 24 * 3600.0
 
 
 class GenerateRoute:
-    def __init__(self, gateway: Gateway, dialect: Dialect) -> None:
-        self._gateway = gateway
+    def __init__(self, worker: Worker, dialect: Dialect) -> None:
+        self._worker = worker
         self._dialect: Dialect = dialect
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        gateway = self._gateway
+        worker = self._worker
         record = record_of(scope)
-        caller = gateway.keys.authenticate(scope)
+        caller = worker.keys.authenticate(scope)
         record.tenant = caller.tenant
-        timeout_s = _timeout_s(scope, gateway.config.request_timeout_s)
+        timeout_s = _timeout_s(scope, worker.config.request_timeout_s)
         check_json_content_type(scope)
-        with gateway.gate.enter() as place:
-            raw = await read_counted(scope, receive, place, gateway.config.max_body_bytes)
+        with worker.gate.enter() as place:
+            raw = await read_counted(scope, receive, place, worker.config.max_body_bytes)
             header_of = partial(_header, scope)
-            client = Client(send, gateway.config.slow_client_timeout_s)
+            client = Client(send, worker.config.slow_client_timeout_s)
             stayed = await while_connected(self._serve(raw, caller, header_of, timeout_s, client, record), receive)
         if not stayed:
             record.status = CLIENT_CLOSED
@@ -70,7 +70,7 @@ class GenerateRoute:
         try:
             try:
                 record.claim = _claim(raw, caller, timeout_s, record)
-                async with self._gateway.running.limited(timeout_s):
+                async with self._worker.running.limited(timeout_s):
                     await self._answer(raw, caller, header_of, client, record)
             except AnswerBroken as broken:
                 record.failed(broken.error)
@@ -89,12 +89,12 @@ class GenerateRoute:
     async def _answer(
         self, raw: bytes, caller: Caller, header_of: HeaderOf, client: Client, record: RequestRecord
     ) -> None:
-        gateway = self._gateway
-        gateway.limiter.check(caller)
-        prepared = await gateway.preparation.prepare(raw, self._dialect, caller, header_of, record.claim, client.write)
+        worker = self._worker
+        worker.limiter.check(caller)
+        prepared = await worker.preparation.prepare(raw, self._dialect, caller, header_of, record.claim, client.write)
         record.served_by(prepared.target, prepared.requests)
-        gateway.metrics.prepared(record)
-        reservation = await gateway.limiter.reserve(caller, prepared.target.model, prepared.requests)
+        worker.metrics.prepared(record)
+        reservation = await worker.limiter.reserve(caller, prepared.target.model, prepared.requests)
         cut_off = False
         try:
             client.add_headers(reservation.headers)
@@ -106,13 +106,13 @@ class GenerateRoute:
             reservation.settle(record, cut_off=cut_off)
 
     async def _relay(self, prepared: Prepared, client: Client, record: RequestRecord) -> None:
-        gateway = self._gateway
+        worker = self._worker
         if prepared.stream:
-            await answers.stream(gateway.relay, prepared, client.write, record)
+            await answers.stream(worker.relay, prepared, client.write, record)
             record.finished = True
             await client.end()
             return
-        body = await answers.collect(gateway.relay, prepared, record)
+        body = await answers.collect(worker.relay, prepared, record)
         record.finished = True
         await client.send_json(body)
 

@@ -1,14 +1,18 @@
 """Probes, version and metrics, on both ports, and the data port's description of itself.
 
-Ready means: takes new requests; it says nothing about engines' load.
+Ready means: takes new requests; it says nothing about engines' load. On the data port a worker answers for the whole
+gateway, so far as it is not itself on its way out.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from pagemill_gateway.core import Gateway
+from pagemill_gateway.desks import HeadDesk
+from pagemill_gateway.limits.keys import KeyRing
 from pagemill_gateway.version import VERSION
 from pagemill_protocol.errors import not_found
 from pagemill_protocol.metrics import CONTENT_TYPE
@@ -16,19 +20,21 @@ from pagemill_protocol.openai.openapi import document
 
 
 class HealthRoutes:
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
+    def __init__(self, head: HeadDesk, is_draining: Callable[[], bool]) -> None:
+        """`is_draining`: whether who answers here is on its way out."""
+        self._head = head
+        self._is_draining = is_draining
 
     async def livez(self, request: Request) -> Response:
         return JSONResponse({"live": True})
 
     async def readyz(self, request: Request) -> Response:
-        gateway = self._gateway
-        phase = "draining" if gateway.draining else "ready" if gateway.ready else "starting"
-        return JSONResponse(
-            {"ready": gateway.ready, "phase": phase, "detail": gateway.detail},
-            status_code=200 if gateway.ready else 503,
-        )
+        standing = await self._head.standing()
+        draining = standing.draining or self._is_draining()
+        ready = standing.ready and not draining
+        phase = "draining" if draining else "ready" if ready else "starting"
+        detail = standing.detail or ("the gateway is shutting down" if draining else "")
+        return JSONResponse({"ready": ready, "phase": phase, "detail": detail}, status_code=200 if ready else 503)
 
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": VERSION})
@@ -37,21 +43,17 @@ class HealthRoutes:
         return Response(document("Pagemill gateway", VERSION), media_type="application/json")
 
     async def metrics(self, request: Request) -> Response:
-        gateway = self._gateway
-        current = gateway.discovery is None or not gateway.discovery.detail
-        if gateway.sharing.up is not None:
-            gateway.metrics.redis_up(gateway.sharing.up)
-        text = gateway.metrics.render(
-            gateway.brain,
-            ready=gateway.ready,
-            current=current,
-            body_bytes=gateway.gate.num_bytes,
-            journal_tokens=gateway.relay.journal_room.num_tokens,
-        )
-        return Response(text, headers={"content-type": CONTENT_TYPE})
+        return Response(await self._head.metrics_text(), headers={"content-type": CONTENT_TYPE})
 
-    async def guarded_metrics(self, request: Request) -> Response:
-        """On the data port, where clients are: only for those with a key, and one that nothing is kept from."""
-        if not self._gateway.keys.authenticate(request.scope).unrestricted:
+
+class GuardedMetrics:
+    """On the data port, where clients are: only for those with a key, and one that nothing is kept from."""
+
+    def __init__(self, health: HealthRoutes, keys: KeyRing) -> None:
+        self._health = health
+        self._keys = keys
+
+    async def metrics(self, request: Request) -> Response:
+        if not self._keys.authenticate(request.scope).unrestricted:
             raise not_found(request.scope["path"])
-        return await self.metrics(request)
+        return await self._health.metrics(request)

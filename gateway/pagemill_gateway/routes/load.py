@@ -11,7 +11,7 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from pagemill_gateway.brain.load import same_but_older
-from pagemill_gateway.core import Gateway
+from pagemill_gateway.head import Head
 from pagemill_protocol.frames import LOAD_CONTENT_TYPE, encode_load
 from pagemill_protocol.load import DeploymentLoad, LoadFrame
 
@@ -22,8 +22,8 @@ HEARTBEAT_S = 2.0
 
 
 class LoadStream:
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
+    def __init__(self, head: Head) -> None:
+        self._head = head
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         departure = asyncio.create_task(_departure(receive))
@@ -40,15 +40,15 @@ class LoadStream:
         loop = asyncio.get_running_loop()
         told: list[DeploymentLoad] = []
         told_at, sequence = -HEARTBEAT_S, 0
-        while not departure.done() and not self._gateway.closing.is_set():
-            load = self._gateway.brain.load()
+        while not departure.done() and not self._head.closing.is_set():
+            load = self._head.brain.load()
             if loop.time() - told_at >= HEARTBEAT_S or not _same(load, told):
                 body = encode_load(LoadFrame(sequence=sequence, deployments=load))
                 await send({"type": "http.response.body", "body": body, "more_body": True})
                 told, told_at, sequence = load, loop.time(), sequence + 1
             # Somebody who waits where nobody did is told at once: an engine may have to be started for them.
-            ending = asyncio.ensure_future(self._gateway.closing.wait())
-            waiter = self._gateway.brain.queues.first_waiter()
+            ending = asyncio.ensure_future(self._head.closing.wait())
+            waiter = self._head.brain.queues.first_waiter()
             events: list[asyncio.Future[Any]] = [departure, ending, waiter]
             await asyncio.wait(events, timeout=INTERVAL_S, return_when=asyncio.FIRST_COMPLETED)
             ending.cancel()

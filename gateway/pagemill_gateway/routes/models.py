@@ -5,36 +5,42 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pagemill_gateway.core import Gateway
+from pagemill_gateway.brain.interface import ServedName
+from pagemill_gateway.limits.caller import Caller
 from pagemill_gateway.limits.refusals import check_model
+from pagemill_gateway.worker import Worker
 from pagemill_protocol.errors import model_not_found
 from pagemill_protocol.openai import render
 
 
 class ModelRoutes:
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
 
     async def list(self, request: Request) -> Response:
-        caller = self._gateway.keys.authenticate(request.scope)
-        cards = [self._card(name) for name in self._gateway.brain.registry.names() if caller.may_use(name)]
+        names = await self._names(self._worker.keys.authenticate(request.scope))
+        started_unix_s = await self._started_unix_s()
+        cards = [_card(each, started_unix_s) for each in names.values()]
         return Response(render.models_body(cards), media_type="application/json")
 
     async def get(self, request: Request) -> Response:
-        caller = self._gateway.keys.authenticate(request.scope)
+        caller = self._worker.keys.authenticate(request.scope)
         name = request.path_params["model"]
         check_model(caller, name)
-        names = [each for each in self._gateway.brain.registry.names() if caller.may_use(each)]
+        names = await self._names(caller)
         if name not in names:
-            raise model_not_found(name, names)
-        return Response(render.model_body(self._card(name)), media_type="application/json")
+            raise model_not_found(name, [*names])
+        card = _card(names[name], await self._started_unix_s())
+        return Response(render.model_body(card), media_type="application/json")
 
-    def _card(self, name: str) -> render.ModelCard:
-        deployments = self._gateway.brain.registry.named(name)
-        lengths = [record.max_model_len for deployment in deployments for record in deployment.usable()]
-        return render.ModelCard(
-            id=name,
-            created_unix_s=self._gateway.started_unix_s,
-            max_model_len=min(lengths, default=None),
-            root=deployments[0].model.name,
-        )
+    async def _names(self, caller: Caller) -> dict[str, ServedName]:
+        return {each.name: each for each in await self._worker.brain.names() if caller.may_use(each.name)}
+
+    async def _started_unix_s(self) -> int:
+        return (await self._worker.head.standing()).started_unix_s
+
+
+def _card(served: ServedName, started_unix_s: int) -> render.ModelCard:
+    return render.ModelCard(
+        id=served.name, created_unix_s=started_unix_s, max_model_len=served.max_model_len, root=served.model
+    )

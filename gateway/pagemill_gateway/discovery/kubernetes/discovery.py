@@ -20,9 +20,9 @@ from pagemill_gateway.discovery.kubernetes.api import ApiClient
 from pagemill_gateway.discovery.kubernetes.builder import build_catalog
 from pagemill_gateway.discovery.kubernetes.credentials import Credentials
 from pagemill_gateway.discovery.kubernetes.keys import KeysError, keys_of
-from pagemill_gateway.discovery.kubernetes.last_known import Known, read_last_known, write_last_known
 from pagemill_gateway.discovery.kubernetes.list_watch import ListWatch
 from pagemill_gateway.discovery.kubernetes.objects import EndpointSlice, LLMDeployment, Secret
+from pagemill_gateway.discovery.last_known import Known, read_last_known, write_last_known
 from pagemill_protocol.catalog import Catalog
 from pagemill_protocol.engine_token import GATEWAY_CONTROL, EngineKeys
 

@@ -1,4 +1,4 @@
-"""API keys kept in Redis: read every few seconds into the gateway's ring, so that no request waits for Redis.
+"""API keys kept in Redis: read every few seconds for the gateway's rings of keys, so that no request waits for Redis.
 
 The hash `PREFIX:keys` has the SHA-256 of each key as a field and the rest of its entry as the value. While Redis is
 away the keys that were known go on to count.
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 from pagemill_gateway.limits.caller import Caller
 from pagemill_gateway.limits.entries import EntryError, parse_entry
-from pagemill_gateway.limits.keys import KeyRing
 from pagemill_gateway.limits.redis.link import Away, Link
 
 logger = logging.getLogger("pagemill.gateway.limits")
@@ -22,9 +22,10 @@ RETRY_S = 0.25
 
 
 class SharedKeys:
-    def __init__(self, link: Link, ring: KeyRing) -> None:
+    def __init__(self, link: Link, publish: Callable[[list[Caller]], None]) -> None:
+        """`publish` takes all of them, at first and after every change."""
         self._link = link
-        self._ring = ring
+        self._publish = publish
         self._known: dict[bytes, bytes] | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -43,7 +44,7 @@ class SharedKeys:
             return
         if entries != self._known:
             self._known = entries
-            self._ring.replace_shared(_callers(entries))
+            self._publish(_callers(entries))
 
     async def _read_for_ever(self) -> None:
         while True:

@@ -112,7 +112,7 @@ class RedisStore:
             logger.warning("the gateway stops without having told Redis of %d requests", len(self._ended))
         await self._link.close()
 
-    # -- the store's two questions ------------------------------------------------------------------------------------
+    # -- what the store is asked ---------------------------------------------------------------------------------------
 
     async def reserve(self, ask: Ask) -> Answer:
         reservation = _Open(ask.account, amounts_of(ask), periods_at(self._now_unix_s()), known=True)
@@ -128,6 +128,10 @@ class RedisStore:
             self._open[ask.lease] = reservation
             self.local.record(ask)
         return answer
+
+    def adopt(self, ask: Ask) -> None:
+        self._open[ask.lease] = _Open(ask.account, amounts_of(ask), periods_at(self._now_unix_s()), known=True)
+        self.local.record(ask)
 
     def settle(self, lease: str, tokens: int) -> None:
         reservation = self._open.pop(lease, None)

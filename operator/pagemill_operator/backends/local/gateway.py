@@ -103,6 +103,7 @@ class Gateway:
         content = {
             "host": self._settings.host,
             "port": self._port,
+            "workers": self._settings.gateway_workers,
             "control_host": LOOPBACK,
             "control_port": control_port,
             "control_token": self.token,

@@ -36,6 +36,8 @@ class LocalSettings:
     cores: int = field(default_factory=usable_cores)
     """Cores shared by the engines that ask for no number of their own."""
     gateway_module: str = "pagemill_gateway"
+    gateway_workers: int = 1
+    """Processes of the gateway that serve its data port."""
     stop_timeout_s: float = 5.0
     """On stop, a process gets this long after SIGTERM, then SIGKILL."""
     readyz_interval_s: float = 0.1

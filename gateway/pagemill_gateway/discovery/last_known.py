@@ -1,4 +1,5 @@
-"""The latest catalogue on disk, so that a gateway which starts while the API server is down serves all the same.
+"""The latest catalogue on disk: for a gateway that starts while the API server is down, and for a brain that takes the
+place of one that died.
 
 It holds tokens, so only this user may read it, and it belongs on a volume in memory. What cannot be read is no file.
 """
@@ -16,7 +17,7 @@ from pagemill_gateway.discovery.catalog import check_catalog
 from pagemill_protocol.catalog import Catalog
 from pagemill_protocol.errors import PagemillError
 
-logger = logging.getLogger("pagemill.gateway.kubernetes")
+logger = logging.getLogger("pagemill.gateway.discovery")
 
 VERSION = 1
 

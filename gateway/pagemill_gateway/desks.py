@@ -1,0 +1,62 @@
+"""What a worker and the brain's process ask and tell each other, besides decisions and limits. Plain values only.
+
+A worker (`worker.Worker`) holds the connections of clients and engines, the head (`head.Head`) everything that there is
+once in a gateway. In a gateway of one process they call each other, else `ipc` stands between them. Decisions are
+`brain.interface`'s, limits `limits.store`'s.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from pagemill_gateway.limits.caller import Caller
+from pagemill_protocol.metrics import Samples
+
+
+class Standing(NamedTuple):
+    """How the gateway as a whole is."""
+
+    ready: bool
+    """It takes requests and knows whom to ask."""
+    draining: bool
+    detail: str
+    """What is out of order, for people."""
+    started_unix_s: int
+
+
+class Measures(NamedTuple):
+    """What one worker has measured since it was started."""
+
+    samples: Samples
+    num_requests: int
+    """Inside it now."""
+
+
+class HeadDesk(Protocol):
+    """What workers ask."""
+
+    async def standing(self) -> Standing: ...
+
+    async def metrics_text(self) -> bytes:
+        """The text of a scrape: of head and workers together."""
+        ...
+
+    async def bundle(self, digest: str) -> bytes:
+        """The tokenizer bundle of this digest. Raises `PagemillError` 503 when no engine has it any more."""
+        ...
+
+
+class WorkerDesk(Protocol):
+    """What the head asks and tells."""
+
+    async def measure(self, endpoint_ids: frozenset[str]) -> Measures:
+        """Only these endpoints are of interest any more. Never fails: who cannot be asked is as it was before."""
+        ...
+
+    def keep_bundles(self, digests: frozenset[str], templates: frozenset[str], *, whole: bool) -> None:
+        """These bundles are in use, and these chat templates in place of their own; no others, if that is `whole`."""
+        ...
+
+    def replace_shared_keys(self, callers: list[Caller]) -> None:
+        """These keys, and no others, are accepted besides those of settings and file."""
+        ...

@@ -1,0 +1,248 @@
+"""A worker's end of the line to the head: the brain, the limits' store and the desk of `Head`, as if they were here.
+
+When the head's process dies, answers under way go on, and what asks for a decision waits until another one has taken
+its place, as it would wait for an engine. The new brain learns from the engines' own reports what they serve:
+decisions of the old one, whose numbers it will never give, mean nothing to it. Limits that are reserved here are told
+to it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from pagemill_gateway.brain.interface import (
+    NOBODY,
+    Again,
+    Ask,
+    Choice,
+    Claim,
+    Experience,
+    FailureKind,
+    Served,
+    ServedName,
+    Target,
+)
+from pagemill_gateway.desks import Standing, WorkerDesk
+from pagemill_gateway.ipc import messages
+from pagemill_gateway.ipc.line import Line, LineLost
+from pagemill_gateway.limits import store
+from pagemill_protocol.errors import PagemillError, unavailable
+
+CONNECT_INTERVAL_S = 0.05
+AWAY_TIMEOUT_S = 30.0
+"""A question waits this long for the head to be there (again)."""
+AWAY = "the process that decides is being replaced"
+
+MAX_ASKED = 2
+"""Heads that one question is put to."""
+
+_Line = Line[messages.ToWorker]
+Value = TypeVar("Value")
+_to_worker = msgspec.msgpack.Decoder(messages.ToWorker)
+_names = msgspec.msgpack.Decoder(list[ServedName])
+_target = msgspec.msgpack.Decoder(Target)
+_choice = msgspec.msgpack.Decoder(Choice)
+_bool = msgspec.msgpack.Decoder(bool)
+_answer = msgspec.msgpack.Decoder(store.Answer)
+_standing = msgspec.msgpack.Decoder(Standing)
+_bytes = msgspec.msgpack.Decoder(bytes)
+
+
+class HeadLine:
+    """Create inside a running event loop, `start` with the worker, `close` at its end."""
+
+    def __init__(self, path: Path) -> None:
+        """`path`: of the head's socket."""
+        self._path = path
+        self._line: _Line | None = None
+        self._connected = asyncio.Event()
+        self._lost = asyncio.Event()
+        self._worker: WorkerDesk | None = None
+        self._reserved: dict[str, store.Ask] = {}
+        self._standing = Standing(False, False, AWAY, 0)
+        self._connecting: asyncio.Task[None] | None = None
+
+    def start(self, worker: WorkerDesk) -> None:
+        self._worker = worker
+        self._connecting = asyncio.create_task(self._stay_connected())
+
+    async def wait_connected(self) -> None:
+        await self._connected.wait()
+
+    async def close(self) -> None:
+        if self._connecting is not None:
+            self._connecting.cancel()
+            await asyncio.gather(self._connecting, return_exceptions=True)
+        if self._line is not None:
+            await self._line.close()
+
+    # `brain.interface.Brain`.
+
+    async def names(self) -> list[ServedName]:
+        return await self._ask(messages.Names(), _names)
+
+    async def look_up(self, model: str) -> Target:
+        return await self._ask(messages.LookUp(model), _target)
+
+    async def find(self, model: str, claim: Claim = NOBODY) -> Target:
+        return await self._ask(messages.Find(model, claim), _target)
+
+    async def choose(
+        self,
+        target: Target,
+        tried: frozenset[str],
+        ask: Ask,
+        *,
+        claim: Claim = NOBODY,
+        again: Again | None = None,
+    ) -> Choice:
+        return await self._ask(messages.Choose(target, tried, ask, claim, again), _choice, undo=_give_back)
+
+    def accepted(self, choice: Choice) -> None:
+        self._tell(messages.Accepted(choice.decision))
+
+    def started(self, choice: Choice) -> None:
+        self._tell(messages.Started(choice.decision))
+
+    async def alive(self, endpoint_id: str) -> bool:
+        """While the head is away nobody can say, and no answer is to suffer of that."""
+        if self._line is not None:
+            with suppress(LineLost):
+                return await self._line.ask(messages.Alive(endpoint_id), _bool)
+        return True
+
+    def finished(self, choice: Choice, served: Served | None = None) -> None:
+        self._tell(messages.Finished(choice.decision, served))
+
+    def failed(self, choice: Choice, kind: FailureKind) -> None:
+        self._tell(messages.Failed(choice.decision, kind))
+
+    def given_back(self, choice: Choice) -> None:
+        self._tell(messages.GivenBack(choice.decision))
+
+    def experienced(self, experience: Experience) -> None:
+        self._tell(messages.Experienced(experience))
+
+    # `limits.store.Store`; `close` is this one's as well.
+
+    async def reserve(self, ask: store.Ask) -> store.Answer:
+        try:
+            answer = await self._ask(messages.Reserve(ask), _answer)
+        except asyncio.CancelledError:
+            self._tell(messages.Settle(ask.lease, 0))
+            raise
+        if answer.refused is None:
+            self._reserved[ask.lease] = ask
+        return answer
+
+    def settle(self, lease: str, tokens: int) -> None:
+        self._reserved.pop(lease, None)
+        self._tell(messages.Settle(lease, tokens))
+
+    def adopt(self, ask: store.Ask) -> None:
+        self._reserved[ask.lease] = ask
+        self._tell(messages.Adopt(ask))
+
+    # `desks.HeadDesk`.
+
+    async def standing(self) -> Standing:
+        """The latest one while the head is away: probes must neither wait nor fail for that."""
+        if self._line is not None:
+            with suppress(LineLost):
+                self._standing = await self._line.ask(messages.GetStanding(), _standing)
+                return self._standing
+        return self._standing._replace(detail=AWAY)
+
+    async def metrics_text(self) -> bytes:
+        return await self._ask(messages.GetMetrics(), _bytes)
+
+    async def bundle(self, digest: str) -> bytes:
+        return await self._ask(messages.GetBundle(digest), _bytes)
+
+    # The line.
+
+    async def _ask(
+        self,
+        question: object,
+        decoder: msgspec.msgpack.Decoder[Value],
+        undo: Callable[[_Line, Value], None] | None = None,
+    ) -> Value:
+        """Asked anew when the head dies over it, but not for ever: the question may be the cause."""
+        for _ in range(MAX_ASKED):
+            line = await self._some_line()
+            with suppress(LineLost):
+                return await line.ask(question, decoder, partial(undo, line) if undo is not None else None)
+        raise _undecided()
+
+    async def _some_line(self) -> _Line:
+        try:
+            async with asyncio.timeout(AWAY_TIMEOUT_S):
+                while self._line is None:
+                    await self._connected.wait()
+        except TimeoutError:
+            raise _undecided() from None
+        return self._line
+
+    def _tell(self, note: messages.WorkerNote) -> None:
+        if self._line is not None:
+            self._line.tell(note)
+
+    async def _stay_connected(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            self._lost.clear()
+            with suppress(OSError):
+                await loop.create_unix_connection(self._new_line, str(self._path))
+                await self._lost.wait()
+            await asyncio.sleep(CONNECT_INTERVAL_S)
+
+    def _new_line(self) -> _Line:
+        line: _Line = Line(
+            _to_worker, on_question=self._answer, on_note=lambda note: self._note(line, note), on_lost=self._end
+        )
+        return line
+
+    def _begin(self, line: _Line) -> None:
+        """The head has said its first word. Before that it may be one that is dying, whose socket still takes us."""
+        self._line = line
+        for ask in self._reserved.values():
+            line.tell(messages.Adopt(ask))
+        self._connected.set()
+
+    def _end(self) -> None:
+        self._line = None
+        self._connected.clear()
+        self._lost.set()
+
+    async def _answer(self, question: Any) -> object:
+        assert self._worker is not None
+        match question:
+            case messages.Measure(endpoint_ids):
+                return await self._worker.measure(endpoint_ids)
+        raise ValueError(f"nobody asks a worker {type(question).__name__}")
+
+    def _note(self, line: _Line, note: messages.HeadNote) -> None:
+        assert self._worker is not None
+        if self._line is None:
+            self._begin(line)
+        match note:
+            case messages.KeepBundles(digests, templates, whole):
+                self._worker.keep_bundles(digests, templates, whole=whole)
+            case messages.SharedKeys(callers):
+                self._worker.replace_shared_keys(callers)
+
+
+def _give_back(line: _Line, choice: Choice) -> None:
+    """Nobody waits for it any more."""
+    line.tell(messages.GivenBack(choice.decision))
+
+
+def _undecided() -> PagemillError:
+    return unavailable("The gateway cannot decide now where requests go. Try again.", retry_after_s=5)

@@ -1,0 +1,169 @@
+"""What workers and the brain's process say to each other: tagged msgspec structs, msgpack on the wire.
+
+A question has a number and gets one answer or one refusal under it; all else is told and not answered. The values
+inside are those of `brain.interface`, `limits.store` and `desks`.
+"""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+import msgspec
+
+from pagemill_gateway.brain.interface import Again, Ask, Claim, Experience, FailureKind, Served, Target
+from pagemill_gateway.limits import store
+from pagemill_gateway.limits.caller import Caller
+
+Question = TypeVar("Question")
+
+
+class Call(msgspec.Struct, Generic[Question], frozen=True, array_like=True, tag="call"):
+    number: int
+    """Of this side's questions on this connection."""
+    question: Question
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
+    number: int
+    value: msgspec.Raw
+
+
+class Refusal(msgspec.Struct, frozen=True, array_like=True, tag="refusal"):
+    """A `PagemillError`."""
+
+    number: int
+    message: str
+    status: int
+    kind: str
+    """`PagemillError.type`."""
+    param: str | None
+    code: str | None
+    retry_after_s: float | None
+
+
+class GivenUp(msgspec.Struct, frozen=True, array_like=True, tag="given_up"):
+    """Nobody waits for the answer any more."""
+
+    number: int
+
+
+# What workers ask.
+
+
+class Names(msgspec.Struct, frozen=True, array_like=True, tag="names"):
+    """A list of `ServedName`."""
+
+
+class LookUp(msgspec.Struct, frozen=True, array_like=True, tag="look_up"):
+    """A `Target`."""
+
+    model: str
+
+
+class Find(msgspec.Struct, frozen=True, array_like=True, tag="find"):
+    """A `Target`."""
+
+    model: str
+    claim: Claim
+
+
+class Choose(msgspec.Struct, frozen=True, array_like=True, tag="choose"):
+    """A `Choice`."""
+
+    target: Target
+    tried: frozenset[str]
+    ask: Ask
+    claim: Claim
+    again: Again | None
+
+
+class Alive(msgspec.Struct, frozen=True, array_like=True, tag="alive"):
+    """A bool."""
+
+    endpoint_id: str
+
+
+class Reserve(msgspec.Struct, frozen=True, array_like=True, tag="reserve"):
+    """An `Answer` of `limits.store`."""
+
+    ask: store.Ask
+
+
+class GetStanding(msgspec.Struct, frozen=True, array_like=True, tag="standing"):
+    """A `Standing`."""
+
+
+class GetMetrics(msgspec.Struct, frozen=True, array_like=True, tag="metrics"):
+    """Bytes: the text of a scrape."""
+
+
+class GetBundle(msgspec.Struct, frozen=True, array_like=True, tag="bundle"):
+    """Bytes."""
+
+    digest: str
+
+
+# What workers tell. Decisions are named by their number.
+
+
+class Accepted(msgspec.Struct, frozen=True, array_like=True, tag="accepted"):
+    decision: int
+
+
+class Started(msgspec.Struct, frozen=True, array_like=True, tag="started"):
+    decision: int
+
+
+class Finished(msgspec.Struct, frozen=True, array_like=True, tag="finished"):
+    decision: int
+    served: Served | None
+
+
+class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
+    decision: int
+    kind: FailureKind
+
+
+class GivenBack(msgspec.Struct, frozen=True, array_like=True, tag="given_back"):
+    decision: int
+
+
+class Experienced(msgspec.Struct, frozen=True, array_like=True, tag="experienced"):
+    experience: Experience
+
+
+class Settle(msgspec.Struct, frozen=True, array_like=True, tag="settle"):
+    lease: str
+    tokens: int
+
+
+class Adopt(msgspec.Struct, frozen=True, array_like=True, tag="adopt"):
+    ask: store.Ask
+
+
+WorkerQuestion = Names | LookUp | Find | Choose | Alive | Reserve | GetStanding | GetMetrics | GetBundle
+WorkerNote = Accepted | Started | Finished | Failed | GivenBack | Experienced | Settle | Adopt
+ToBrain = Call[WorkerQuestion] | Answer | Refusal | GivenUp | WorkerNote
+
+
+# What the brain's process asks and tells.
+
+
+class Measure(msgspec.Struct, frozen=True, array_like=True, tag="measure"):
+    """`Measures`."""
+
+    endpoint_ids: frozenset[str]
+
+
+class KeepBundles(msgspec.Struct, frozen=True, array_like=True, tag="keep_bundles"):
+    digests: frozenset[str]
+    templates: frozenset[str]
+    whole: bool
+
+
+class SharedKeys(msgspec.Struct, frozen=True, array_like=True, tag="shared_keys"):
+    callers: list[Caller]
+
+
+HeadNote = KeepBundles | SharedKeys
+ToWorker = Call[Measure] | Answer | Refusal | GivenUp | HeadNote

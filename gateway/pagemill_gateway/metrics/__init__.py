@@ -1,0 +1,1 @@
+"""What a gateway measures, in the names of `pagemill_protocol.metrics`: by each worker, and once by the head."""

@@ -1,0 +1,38 @@
+"""`python -m pagemill_gateway.processes`: the brain's process or a worker's, as the supervisor says."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from pagemill_gateway.processes.child import Setup, end_at_once_when_asked, read_setup
+
+
+def main() -> int:
+    """Exit code 0 after an orderly stop, 1 when the settings do not allow a start."""
+    end_at_once_when_asked()
+    setup = read_setup()
+    from pagemill_gateway.config import SettingsError
+
+    try:
+        _run(setup)
+    except SettingsError as error:
+        sys.stderr.write(f"pagemill gateway: {error}\n")
+        return 1
+    return 0
+
+
+def _run(setup: Setup) -> None:
+    import uvloop
+
+    from pagemill_gateway import logs
+    from pagemill_gateway.processes.serving import serve_control, serve_data
+
+    logs.configure(process=setup.name)
+    serve = serve_control if setup.role == "brain" else serve_data
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(setup))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

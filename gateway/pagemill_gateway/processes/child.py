@@ -1,0 +1,87 @@
+"""What one process of a gateway is given by the one that keeps it running, and how it says that it is up: both ends.
+
+Settings and all else go through standard input, which stays open: when it ends, the supervisor is gone and so is the
+child. One line on standard output says that it serves. Logs go to standard error, which all of them share.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from pagemill_gateway.config import GatewayConfig
+
+Role = Literal["brain", "worker"]
+UP = b"up\n"
+SIZE_BYTES = 4
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True):
+    role: Role
+    name: str
+    """For its log lines."""
+    config: GatewayConfig
+    folder: str
+    """Private to the gateway: the brain's socket, and its catalogue for the one after it."""
+    listener: int
+    """Descriptor of its listening socket: control for the brain, data for a worker."""
+    restarts: int = 0
+    """How often it was replaced before."""
+
+    @property
+    def head_socket(self) -> Path:
+        return Path(self.folder, "head.sock")
+
+    @property
+    def catalog_file(self) -> Path:
+        return Path(self.folder, "catalog.json")
+
+    def listening_socket(self) -> socket.socket:
+        return socket.socket(fileno=self.listener)
+
+
+def encode_setup(setup: Setup) -> bytes:
+    data = msgspec.json.encode(setup)
+    return len(data).to_bytes(SIZE_BYTES, "big") + data
+
+
+def read_setup() -> Setup:
+    """From standard input, once; from then on this process ends with it."""
+    size = int.from_bytes(_read(SIZE_BYTES), "big")
+    setup = msgspec.json.decode(_read(size), type=Setup)
+    threading.Thread(target=_end_with_parent, args=(setup.folder,), name="parent", daemon=True).start()
+    return setup
+
+
+def say_up() -> None:
+    os.write(sys.stdout.fileno(), UP)
+
+
+def end_at_once_when_asked() -> None:
+    """Until something is served there is nothing to drain."""
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+
+
+def _read(size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        piece = os.read(sys.stdin.fileno(), size - len(data))
+        if not piece:
+            os._exit(1)
+        data += piece
+    return data
+
+
+def _end_with_parent(folder: str) -> None:
+    while os.read(sys.stdin.fileno(), 1024):
+        pass
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)

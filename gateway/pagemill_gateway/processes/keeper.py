@@ -1,0 +1,101 @@
+"""Keeps one process of a gateway running: starts it, replaces it when it ends, until its end is wanted."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import sys
+from collections.abc import Callable
+
+import msgspec
+
+from pagemill_gateway.processes.child import UP, Setup, encode_setup
+
+logger = logging.getLogger("pagemill.gateway.supervisor")
+
+PAUSE_FIRST_S = 0.05
+PAUSE_LONGEST_S = 5.0
+"""Before a process that ended is replaced; doubles each time it does not last."""
+LASTING_S = 10.0
+
+
+class Keeper:
+    def __init__(self, setup: Setup, on_up: Callable[[Keeper], None]) -> None:
+        self.name = setup.name
+        self.up = asyncio.Event()
+        """It serves."""
+        self.wanted = True
+        """It is replaced when it ends."""
+        self._setup = setup
+        self._on_up = on_up
+        self._was_up = False
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def run(self) -> bool:
+        """Until it ends and is wanted no more; False: it never came up at all."""
+        loop = asyncio.get_running_loop()
+        pause_s = PAUSE_FIRST_S
+        while self.wanted:
+            started_at = loop.time()
+            code = await self._run_once()
+            self._was_up = self._was_up or self.up.is_set()
+            self.up.clear()
+            if not self._was_up:
+                break
+            if loop.time() - started_at > LASTING_S:
+                pause_s = PAUSE_FIRST_S
+            if self.wanted:
+                logger.warning("%s ended (%s) and is replaced", self.name, _describe(code))
+                await asyncio.sleep(pause_s)
+            pause_s = min(PAUSE_LONGEST_S, pause_s * 2)
+            self._setup = msgspec.structs.replace(self._setup, restarts=self._setup.restarts + 1)
+        return self._was_up
+
+    def ask_to_stop(self) -> None:
+        """A stop signal. One that has not come up yet ends at once."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.wanted = False
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+
+    async def _run_once(self) -> int:
+        """Its exit code, negative for a signal."""
+        process = self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "pagemill_gateway.processes",
+            self.name,  # for people who look at processes
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            pass_fds=(self._setup.listener,),
+            start_new_session=True,  # a terminal's Ctrl-C is for the supervisor alone
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            with contextlib.suppress(ConnectionError):
+                process.stdin.write(encode_setup(self._setup))
+                await process.stdin.drain()
+            if await process.stdout.readline() == UP:
+                self.up.set()
+                self._on_up(self)
+            while await process.stdout.read(4096):
+                pass
+            return await process.wait()
+        finally:
+            self._process = None
+            process.stdin.close()
+
+
+def _describe(code: int) -> str:
+    with contextlib.suppress(ValueError):
+        if code < 0:
+            return f"killed by {signal.Signals(-code).name}"
+    return f"exit code {code}"

@@ -1,0 +1,56 @@
+"""What the two kinds of processes below the supervisor do between start and end.
+
+The brain's process serves the control port and its workers, and outlasts them: its first stop signal says that the
+gateway is on its way out, its second one that nobody is left to ask. A worker's are those of a gateway of one process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from pagemill_gateway.app import control_app, data_app
+from pagemill_gateway.head import Head
+from pagemill_gateway.ipc.head_line import HeadLine
+from pagemill_gateway.ipc.serving import serving_workers
+from pagemill_gateway.processes.child import Setup, say_up
+from pagemill_gateway.processes.stop import Stop
+from pagemill_gateway.server import drain, serving, stopped
+from pagemill_gateway.worker import Worker
+
+
+async def serve_control(setup: Setup) -> None:
+    """Raises `SettingsError` when it cannot start."""
+    head = Head(setup.config, keeps_tokenizers=False, catalog_file=setup.catalog_file, num_before=setup.restarts)
+    stop = Stop()
+    try:
+        with stop.on_signals():
+            async with (
+                serving_workers(head, setup.head_socket),
+                serving(control_app(head), setup.listening_socket(), setup.config) as control,
+            ):
+                say_up()
+                await stopped(stop, control)
+                head.draining = True
+                await stop.wait(2)
+                head.closing.set()
+    finally:
+        await head.close()
+
+
+async def serve_data(setup: Setup) -> None:
+    """Raises `SettingsError` when it cannot start."""
+    line = HeadLine(setup.head_socket)
+    worker = Worker(setup.config, line, line, line)
+    line.start(worker)
+    stop = Stop()
+    try:
+        with stop.on_signals():
+            async with serving(data_app(worker), setup.listening_socket(), setup.config) as data:
+                connected = asyncio.create_task(line.wait_connected())
+                connected.add_done_callback(lambda _: None if connected.cancelled() else say_up())
+                await stopped(stop, data)
+                connected.cancel()
+                await drain(worker, stop, data.refuse_connections)
+    finally:
+        await worker.close()
+        await line.close()

@@ -1,0 +1,49 @@
+"""The two listening sockets, bound before anything else starts, so that a port in use is told at once."""
+
+from __future__ import annotations
+
+import socket
+
+from pagemill_gateway.config import GatewayConfig, SettingsError
+from pagemill_gateway.discovery.catalog import check_catalog
+from pagemill_protocol.errors import PagemillError
+
+
+def open_ports(config: GatewayConfig) -> tuple[socket.socket, socket.socket]:
+    """Data and control. Raises `SettingsError`, also for a catalogue that nobody could serve."""
+    try:
+        check_catalog(config.catalog)
+    except PagemillError as error:
+        raise SettingsError(f"catalog: {error.message}") from error
+    data_socket = bind(config.host, config.port, "port")
+    try:
+        return data_socket, bind(config.control_host, config.control_port, "control_port")
+    except SettingsError:
+        data_socket.close()
+        raise
+
+
+def bind(host: str, port: int, field: str) -> socket.socket:
+    """A bound listening socket. Raises `SettingsError`, which names the setting `field`."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise SettingsError(f"{field.replace('port', 'host')}: {host!r} is no address of this machine.") from error
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise SettingsError(
+            f"{field}: cannot listen on {host}:{port}: {error.strerror}. Choose another port, or stop who uses it."
+        ) from error
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,118 @@
+"""Everything between a client's connection and an engine's, wired: one object that the routes of the data port share.
+
+Opened inside the event loop, closed after the drain. What there is once in a gateway is `head`'s, in this process or in
+another one: a worker asks through `brain.interface`, `limits.store` and `desks`, and shares nothing with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import aiohttp
+
+from pagemill_gateway.admission.gate import Gate
+from pagemill_gateway.admission.running import Running
+from pagemill_gateway.brain.interface import Brain
+from pagemill_gateway.config import GatewayConfig, open_keys_file
+from pagemill_gateway.desks import HeadDesk, Measures
+from pagemill_gateway.discovery.bundles import BundleError, Bundles
+from pagemill_gateway.limits.caller import Caller
+from pagemill_gateway.limits.keys import KeyRing
+from pagemill_gateway.limits.limiter import Limiter
+from pagemill_gateway.limits.store import Store
+from pagemill_gateway.metrics.worker import WorkerMetrics
+from pagemill_gateway.relay.keep_alive import KeepAlive
+from pagemill_gateway.relay.preparation import Preparation
+from pagemill_gateway.relay.relay import Relay
+from pagemill_gateway.relay.upstream import Upstream
+from pagemill_gateway.tracing.tracing import open_tracing
+from pagemill_protocol.errors import PagemillError
+
+logger = logging.getLogger("pagemill.gateway.worker")
+
+UPSTREAM_KEEPALIVE_S = 30.0
+"""Idle connections to engines are dropped before the engine's own server would: a request must not race the hang-up."""
+
+
+class Worker:
+    """Create and use inside a running event loop; `close` frees everything."""
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        brain: Brain,
+        store: Store,
+        head: HeadDesk,
+        bundles: Bundles | None = None,
+    ) -> None:
+        """`bundles`: those of the head, where it is in this process."""
+        self.config = config
+        self.brain = brain
+        self.head = head
+        self.draining = False
+        shares_keys = config.redis is not None and config.redis.keys
+        self.keys = KeyRing(config.api_keys, open_keys_file(config.api_keys_file), shared=shares_keys)
+        bounds = config.bounds_of_one_worker()
+        self.gate = Gate(bounds.max_requests, bounds.max_body_bytes)
+        self.running = Running()
+        self.metrics = WorkerMetrics()
+        self.limiter = Limiter(store, self.metrics)
+        self.tracing = open_tracing(config.tracing)
+        self.session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=UPSTREAM_KEEPALIVE_S),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+            trust_env=False,
+        )
+        self._owns_bundles = bundles is None
+        self.bundles = bundles if bundles is not None else Bundles(self.session, source=head.bundle)
+        self._loading: set[asyncio.Task[None]] = set()
+        self._keep_alive = KeepAlive(config.keep_alive_interval_s)
+        self.preparation = Preparation(brain, self.bundles, self._keep_alive, config.remembered_granules)
+        self.relay = Relay(
+            brain,
+            Upstream(self.session, config),
+            self.metrics,
+            self._keep_alive,
+            max_attempts=config.max_attempts,
+            journal_tokens=bounds.journal_tokens,
+        )
+
+    # What the head asks and tells.
+
+    async def measure(self, endpoint_ids: frozenset[str]) -> Measures:
+        samples = self.metrics.samples(
+            endpoint_ids, body_bytes=self.gate.num_bytes, journal_tokens=self.relay.journal_room.num_tokens
+        )
+        return Measures(samples, self.gate.num_inside)
+
+    def keep_bundles(self, digests: frozenset[str], templates: frozenset[str], *, whole: bool) -> None:
+        """New ones are made ready at once, so that the first client need not wait for it."""
+        if not self._owns_bundles:
+            return
+        if whole:
+            self.bundles.forget_all_but(digests, templates)
+        for digest in digests - self.bundles.digests:
+            self._loading.add(task := asyncio.create_task(self._load(digest)))
+            task.add_done_callback(self._loading.discard)
+
+    def replace_shared_keys(self, callers: list[Caller]) -> None:
+        self.keys.replace_shared(callers)
+
+    async def close(self) -> None:
+        for task in self._loading:
+            task.cancel()
+        await asyncio.gather(*self._loading, return_exceptions=True)
+        self._keep_alive.close()
+        await self.session.close()
+        await self.tracing.close()
+        self.preparation.close()
+        if self._owns_bundles:
+            await self.bundles.close()
+
+    async def _load(self, digest: str) -> None:
+        try:
+            await self.bundles.load(digest)
+        except (BundleError, PagemillError) as error:
+            logger.warning("a tokenizer cannot be made ready: %s", error)

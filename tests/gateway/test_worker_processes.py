@@ -1,0 +1,303 @@
+"""A gateway of several processes: one port, one set of numbers, and what becomes of the others when one is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import psutil
+import pytest
+
+from pagemill_gateway.config import GatewayConfig
+from pagemill_protocol.http.auth import hash_key
+
+KEY = {"authorization": "Bearer sk-one"}
+BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+PATIENCE_S = 60.0
+
+
+class Family:
+    """The supervisor and all below it."""
+
+    def __init__(self, process: asyncio.subprocess.Process, url: str, control_url: str) -> None:
+        self.process = process
+        self.url, self.control_url = url, control_url
+        self.session = aiohttp.ClientSession()
+
+    def pid(self, name: str) -> int:
+        """Of the process that is called so now."""
+        (pid,) = [each.pid for each in psutil.Process(self.process.pid).children() if _name(each) == name]
+        return pid
+
+    @property
+    def pids(self) -> set[int]:
+        return {each.pid for each in psutil.Process(self.process.pid).children(recursive=True)}
+
+    async def status(self) -> Any:
+        async with self.session.get(f"{self.control_url}/status") as response:
+            return await response.json()
+
+    async def in_flight(self) -> int:
+        (model,) = (await self.status())["models"]
+        return sum(each["in_flight"] for each in model["endpoints"])
+
+    async def metric(self, name: str) -> float:
+        async with self.session.get(f"{self.control_url}/metrics") as response:
+            lines = (await response.text()).splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+
+    async def chat(self) -> int:
+        """The status, over a connection of its own."""
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(self.url + CHAT, json=BODY, headers=KEY) as response,
+        ):
+            await response.read()
+            return response.status
+
+    async def refuses_connections(self) -> bool:
+        try:
+            async with aiohttp.ClientSession() as session, session.get(self.url + "/livez") as response:
+                return response.status != 200
+        except aiohttp.ClientConnectorError:
+            return True
+
+    async def is_ready(self) -> bool:
+        async with self.session.get(f"{self.control_url}/readyz") as response:
+            return response.status == 200
+
+    async def ready(self) -> None:
+        await until(lambda: self.chat(), lambda status: status == 200)
+
+
+class Stream:
+    """One that was begun, on a connection of its own."""
+
+    def __init__(self, family: Family) -> None:
+        self._family = family
+        self._session = aiohttp.ClientSession()
+
+    async def begin(self) -> Stream:
+        self._response = await self._session.post(self._family.url + CHAT, json={**BODY, "stream": True}, headers=KEY)
+        assert self._response.status == 200, await self._response.read()
+        self._read = await self._response.content.readuntil(b"\n\n")
+        return self
+
+    @property
+    def worker(self) -> str:
+        """Which process has the other end."""
+        transport = self._response.connection.transport  # type: ignore[union-attr]
+        port = transport.get_extra_info("sockname")[1]
+        for process in psutil.Process(self._family.process.pid).children():
+            if any(each.raddr and each.raddr.port == port for each in process.net_connections("tcp")):
+                return _name(process)
+        raise AssertionError(f"nobody has the connection from port {port}")
+
+    async def raw(self) -> bytes:
+        """All of it; raises `aiohttp.ClientError` when the connection broke."""
+        try:
+            return self._read + await self._response.read()
+        finally:
+            await self._session.close()
+
+    async def text(self) -> str:
+        """All that the model said; raises as `raw`."""
+        raw = await self.raw()
+        assert raw.endswith(b"data: [DONE]\n\n")
+        chunks = [json.loads(event[6:]) for event in raw.split(b"\n\n")[:-2]]
+        return "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks if chunk["choices"])
+
+
+CHAT = "/v1/chat/completions"
+
+
+def _name(process: psutil.Process) -> str:
+    return process.cmdline()[-1]
+
+
+async def until(ask: Callable[[], Any], holds: Callable[[Any], bool] = bool) -> None:
+    """Ask again until the answer is right."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            with contextlib.suppress(aiohttp.ClientError):
+                if holds(await ask()):
+                    return
+            await asyncio.sleep(0.02)
+
+
+@pytest.fixture
+async def start(tmp_path: Path) -> AsyncIterator[Callable]:
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def launch(**settings: Any) -> Family:
+            path = tmp_path / "gateway.json"
+            config = GatewayConfig(port=0, control_port=0, workers=2, **settings)
+            path.write_bytes(msgspec.json.encode(config))
+            log = stack.enter_context((tmp_path / "log").open("wb"))
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "pagemill_gateway", "--settings", str(path), stderr=log
+            )
+            stack.push_async_callback(end, process)
+            line = await asyncio.wait_for(listening(tmp_path / "log", process), PATIENCE_S)
+            family = Family(process, line["url"], line["control_url"])
+            stack.push_async_callback(family.session.close)
+            return family
+
+        yield launch
+
+
+async def listening(log: Path, process: asyncio.subprocess.Process) -> Any:
+    while (event := told(log)) is None:
+        assert process.returncode is None, f"see {log}"
+        await asyncio.sleep(0.02)
+    return event
+
+
+def told(log: Path) -> Any:
+    events = [json.loads(line) for line in log.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+    return next((event for event in events if event["event"] == "listening"), None)
+
+
+async def end(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+    await process.wait()
+
+
+async def streams_on_both(family: Family) -> dict[str, list[Stream]]:
+    """At least two for each worker."""
+    by_worker: dict[str, list[Stream]] = {"worker-0": [], "worker-1": []}
+    async with asyncio.timeout(PATIENCE_S):
+        while min(map(len, by_worker.values())) < 2:
+            for stream in await asyncio.gather(*(Stream(family).begin() for _ in range(8))):
+                by_worker[stream.worker].append(stream)
+    return by_worker
+
+
+async def test_two_workers_serve_one_port_count_together_and_both_finish_what_they_have(engines, fake, start) -> None:
+    family = await start(catalog=fake.catalog_of(*engines[:2]), drain_timeout_s=PATIENCE_S)
+    await family.ready()
+    gate = asyncio.Event()
+    for engine in engines:
+        engine.behaviour = fake.says("a", "b", gate=gate)
+    by_worker = await streams_on_both(family)
+    num_streams = sum(map(len, by_worker.values()))
+    status = await family.status()
+    assert (status["num_requests"], status["workers"]) == (num_streams, 2)
+    assert await family.in_flight() == num_streams
+    assert await family.metric("pagemill_gateway_in_flight_requests{") == num_streams
+    family.process.send_signal(signal.SIGTERM)
+    await until(family.is_ready, lambda ready: not ready)
+    await until(family.refuses_connections)
+    assert await family.metric("pagemill_gateway_requests_total{") >= 1, "who is left still counts for all"
+    gate.set()
+    texts = await asyncio.gather(*(stream.text() for streams in by_worker.values() for stream in streams))
+    assert set(texts) == {"ab"}
+    assert await asyncio.wait_for(family.process.wait(), PATIENCE_S) == 0
+
+
+async def test_a_worker_that_is_killed_takes_only_its_own_requests_with_it(engines, fake, start) -> None:
+    family = await start(catalog=fake.catalog_of(*engines[:2]))
+    await family.ready()
+    gate = asyncio.Event()
+    for engine in engines:
+        engine.behaviour = fake.says("a", "b", gate=gate)
+    by_worker = await streams_on_both(family)
+    lost, kept = by_worker["worker-0"], by_worker["worker-1"]
+    os.kill(family.pid("worker-0"), signal.SIGKILL)
+    for stream in lost:
+        with pytest.raises(aiohttp.ClientError):
+            await stream.text()
+    await until(family.in_flight, lambda count: count == len(kept))
+    await fake.until(lambda: sum(engine.num_inside for engine in engines) == len(kept), PATIENCE_S)
+    gate.set()
+    assert {await stream.text() for stream in kept} == {"ab"}
+    await until(family.in_flight, lambda count: count == 0)
+    assert await family.metric("pagemill_gateway_time_to_first_token_seconds_count") == len(kept)
+    assert await family.metric("pagemill_gateway_workers_lost_total") == 1
+    await until(family.status, lambda status: status["workers"] == 2)
+    assert await family.chat() == 200
+
+
+async def test_when_the_brain_is_killed_streams_go_on_and_requests_wait_for_the_next_one(engines, fake, start) -> None:
+    """It serves the catalogue that it was told, and knows which places keys hold."""
+    family = await start(api_keys=[f"{hash_key('sk-one')} concurrency=1"])
+    catalog = msgspec.json.encode(fake.catalog_of(engines[0]))
+    async with family.session.put(f"{family.control_url}/catalog", data=catalog) as response:
+        assert response.status == 200
+    await family.ready()
+    gate = asyncio.Event()
+    engines[0].behaviours.append(fake.says("a", "b", gate=gate))
+    stream = await Stream(family).begin()
+    old = family.pid("brain")
+    os.kill(old, signal.SIGKILL)
+    assert await family.chat() == 429, "the place is told to the new one before anything is asked"
+    assert family.pid("brain") != old
+    gate.set()
+    assert await stream.text() == "ab"
+    await family.ready()
+    assert await family.metric("pagemill_gateway_brain_restarts_total") == 1
+    assert await family.metric("pagemill_gateway_requests_total{") >= 4, "workers have not forgotten"
+    assert await family.in_flight() == 0
+
+
+async def test_a_second_signal_reaches_all_and_ends_streams_with_an_error(engines, fake, start) -> None:
+    family = await start(catalog=fake.catalog_of(*engines[:2]), drain_delay_s=PATIENCE_S, drain_timeout_s=PATIENCE_S)
+    await family.ready()
+    engines[0].behaviour = engines[1].behaviour = fake.says("a", "b", gate=asyncio.Event())
+    by_worker = await streams_on_both(family)
+    engines[0].behaviour = engines[1].behaviour = fake.says("a")
+    family.process.send_signal(signal.SIGTERM)
+    await until(family.is_ready, lambda ready: not ready)
+    assert await family.chat() == 200, "in the delay newcomers are served"
+    family.process.send_signal(signal.SIGTERM)
+    for stream in [each for streams in by_worker.values() for each in streams]:
+        raw = await stream.raw()
+        assert b"shutting down" in raw
+        assert b"[DONE]" not in raw
+    assert await asyncio.wait_for(family.process.wait(), PATIENCE_S) == 0
+
+
+async def test_nobody_outlives_the_supervisor(start) -> None:
+    family = await start()
+    pids = family.pids
+    assert len(pids) == 3
+    folders = {each for pid in pids for each in _folders(pid)}
+    family.process.kill()
+    await until_gone(pids)
+    assert folders
+    assert not any(folder.exists() for folder in folders)
+
+
+async def until_gone(pids: set[int]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while any(psutil.pid_exists(pid) for pid in pids):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+def _folders(pid: int) -> set[Path]:
+    """Of the Unix sockets that the process listens on."""
+    paths = {Path(each.laddr) for each in psutil.Process(pid).net_connections("unix") if each.laddr}
+    return {path.parent for path in paths if path.name == "head.sock"}
+
+
+async def test_a_process_that_cannot_start_is_told_by_name_and_ends_all(tmp_path: Path) -> None:
+    path = tmp_path / "gateway.json"
+    settings = {"workers": 2, "port": 0, "control_port": 0, "api_keys_file": str(tmp_path / "none")}
+    path.write_text(json.dumps(settings))
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "pagemill_gateway", "--settings", str(path), stderr=asyncio.subprocess.PIPE
+    )
+    _, stderr = await asyncio.wait_for(process.communicate(), PATIENCE_S)
+    assert process.returncode == 1
+    assert b"pagemill gateway: api_keys_file: cannot read" in stderr
+    assert b"Traceback" not in stderr

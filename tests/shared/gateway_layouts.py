@@ -1,0 +1,46 @@
+"""Gateways to be looked at: as one process has it, and with head and worker apart, as several processes have it."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from pagemill_gateway.config import GatewayConfig
+from pagemill_gateway.core import Gateway, open_gateway
+from pagemill_gateway.head import Head
+from pagemill_gateway.ipc.head_line import HeadLine
+from pagemill_gateway.ipc.serving import serving_workers
+from pagemill_gateway.worker import Worker
+
+
+@asynccontextmanager
+async def one_process(config: GatewayConfig) -> AsyncIterator[Gateway]:
+    gateway = await open_gateway(config)
+    try:
+        yield gateway
+    finally:
+        await gateway.close()
+
+
+@asynccontextmanager
+async def apart(config: GatewayConfig) -> AsyncIterator[Gateway]:
+    """Head and worker have nothing in common but a socket, although both are here to be looked at."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "head.sock")
+        head = Head(config, keeps_tokenizers=False)
+        line = HeadLine(path)
+        worker = Worker(config, line, line, line)
+        async with serving_workers(head, path):
+            line.start(worker)
+            await line.wait_connected()
+            try:
+                yield Gateway(head, worker)
+            finally:
+                await worker.close()
+                await line.close()
+                await head.close()
+
+
+LAYOUTS = {"one process": one_process, "apart": apart}
