@@ -19,24 +19,23 @@ pytestmark = [pytest.mark.scale]
 
 
 @pytest.fixture
-def gpu_nodes(one_node: OneNode) -> Iterator[None]:
-    with hollow.nodes(2):
+def gpu_node(one_node: OneNode) -> Iterator[None]:
+    with hollow.nodes(1):
         yield
 
 
 def test_engines_go_where_their_gpus_are_until_these_are_taken(
-    gpu_nodes: None, release: Release, space: Kubectl
+    gpu_node: None, release: Release, space: Kubectl
 ) -> None:
-    """Two nodes of eight GPUs: two engines of five each, and no place for a third."""
-    resources = {"gpus": 5, "gpuProduct": hollow.GPU_PRODUCT}
-    chat = deploy(space, llmdeployment("chat", replicas=2, resources=resources, template={"spec": hollow.PLACED}))
+    """One node of eight GPUs: eight engines, and no place for a ninth."""
+    resources = {"gpus": 1, "gpuProduct": hollow.GPU_PRODUCT}
+    chat = deploy(space, llmdeployment("chat", replicas=8, resources=resources, template={"spec": hollow.PLACED}))
     space.wait(chat.target, "condition=Scheduled", 60)
     pods = chat.pods()
-    assert len({pod["spec"]["nodeName"] for pod in pods}) == 2
+    assert [pod["spec"]["nodeName"] for pod in pods] == ["hollow-0"] * 8
     for pod in pods:
-        assert pod["spec"]["nodeName"].startswith("hollow-")
-        assert pod["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "5"
+        assert pod["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "1"
         assert pod["spec"]["nodeSelector"]["nvidia.com/gpu.product"] == hollow.GPU_PRODUCT
-    chat.scale(3)
+    chat.scale(9)
     told = chat.wait_reason("Scheduled", "InsufficientGPU", 60)
     assert told["status"] == "False"
