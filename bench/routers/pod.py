@@ -1,0 +1,213 @@
+"""One simulated pod: its streams, its prefix cache, and what it tells gateways of both. It knows no HTTP.
+
+A request's prefill takes no time, so that a client's time to the first token is the router's; then every stream
+of the pod gets a token in each step. State frames come as from an engine: on change, at most 20 a second, at least one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import NamedTuple
+
+from pagemill_protocol.frames import encode_state
+from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.hashes import HASH_VERSION, block_hashes, granule_blocks, root_hash
+from pagemill_protocol.state import Digests, EngineLoad, StateFrame, StepTimeParams
+from routers.answers import Answer
+
+BLOCK_SIZE = 16
+WEIGHTS = "simulated"
+KV_DTYPE = "null"
+MAX_MODEL_LEN = 8192
+STEP_TIME = StepTimeParams(knots_tokens=[1, 64, 512], knot_ms=[8.0, 10.0, 24.0], num_steps_observed=1000)
+FRAME_INTERVAL_S = 0.05
+HEARTBEAT_S = 1.0
+MAX_UNREAD_BYTES = 1 << 20
+"""Of a gateway that does not read its state stream; more is dropped, and the gap makes it ask anew."""
+
+
+class Kind(NamedTuple):
+    """What all pods of one run have in common."""
+
+    model: str
+    step_s: float
+    num_blocks: int
+    bundle_digest: str
+
+    @property
+    def granule_blocks(self) -> int:
+        return granule_blocks(BLOCK_SIZE, self.num_blocks)
+
+
+class Stream:
+    """One streamed answer under way."""
+
+    __slots__ = ("answer", "cached_tokens", "number", "request", "transport")
+
+    def __init__(self, transport: asyncio.Transport, answer: Answer, request: GenerateRequest | None) -> None:
+        self.transport = transport
+        self.answer = answer
+        self.request = request
+        """`None`: an OpenAI stream, else one of frames."""
+        self.number = 0
+        self.cached_tokens = 0
+
+    def step(self) -> bool:
+        """Write the next token; whether it was the last one."""
+        number, answer, request = self.number, self.answer, self.request
+        self.number += 1
+        done = self.number == answer.num_tokens
+        data = answer.stream[number] if request is None else answer.frame(number, request)
+        if done:
+            data += answer.stream_end if request is None else answer.frame_end(request, self.cached_tokens)
+        self.transport.write(data)
+        return done
+
+
+class Pod:
+    def __init__(self, kind: Kind, loop: asyncio.AbstractEventLoop) -> None:
+        self._kind = kind
+        self._loop = loop
+        self._streams: dict[Stream, None] = {}
+        self._num_tokens = 0
+        """Of prompts and answers under way."""
+        self._granules: dict[bytes, None] = {}
+        """The prefix cache, least recently used first."""
+        self._added: list[bytes] = []
+        self._removed: list[bytes] = []
+        self._sequence = 0
+        self._readers: dict[asyncio.Transport, Callable[[bytes], None]] = {}
+        self._changed = False
+        self._ticking = False
+        self._loop.call_later(HEARTBEAT_S, self._beat)
+
+    def begin(self, stream: Stream) -> None:
+        """The first token at once, the others in steps."""
+        if stream.request is not None:
+            stream.cached_tokens = self._remember(stream.request)
+            self._num_tokens += len(stream.request.prompt_token_ids)
+        if not stream.step():
+            self._streams[stream] = None
+            if not self._ticking:
+                self._ticking = True
+                self._loop.call_later(self._kind.step_s, self._tick)
+        self._touch()
+
+    def drop(self, stream: Stream) -> None:
+        """Its reader has left."""
+        if self._streams.pop(stream, False) is None:
+            self._ended(stream)
+
+    def subscribe(self, transport: asyncio.Transport, write: Callable[[bytes], None]) -> None:
+        """A gateway follows the state: everything now, then every change."""
+        frame = self._frame(snapshot=True, added=list(self._granules))
+        write(encode_state(frame))
+        self._readers[transport] = write
+
+    def unsubscribe(self, transport: asyncio.Transport) -> None:
+        self._readers.pop(transport, None)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._streams)
+
+    @property
+    def kv_usage(self) -> float:
+        return min(1.0, self._num_active_blocks() / self._kind.num_blocks)
+
+    def _tick(self) -> None:
+        self._num_tokens += len(self._streams)
+        for stream in list(self._streams):
+            if stream.step():
+                del self._streams[stream]
+                self._ended(stream)
+        self._touch()
+        self._ticking = bool(self._streams)
+        if self._ticking:
+            self._loop.call_later(self._kind.step_s, self._tick)
+
+    def _ended(self, stream: Stream) -> None:
+        prompt = len(stream.request.prompt_token_ids) if stream.request is not None else 0
+        self._num_tokens = max(0, self._num_tokens - prompt - stream.number + 1)
+        self._touch()
+
+    def _remember(self, request: GenerateRequest) -> int:
+        """Put the prompt's granules into the cache; returns how many of its tokens were there."""
+        root = root_hash(weights_digest=WEIGHTS, kv_dtype=KV_DTYPE, block_size=BLOCK_SIZE, salt=request.cache_salt)
+        step = self._kind.granule_blocks
+        granules = block_hashes(root, request.prompt_token_ids, BLOCK_SIZE)[step - 1 :: step]
+        num_known = next((n for n, each in enumerate(granules) if each not in self._granules), len(granules))
+        for granule in granules:
+            if granule in self._granules:
+                del self._granules[granule]
+            else:
+                self._added.append(granule)
+            self._granules[granule] = None
+        while len(self._granules) * step > self._kind.num_blocks:
+            oldest = next(iter(self._granules))
+            del self._granules[oldest]
+            self._removed.append(oldest)
+        return num_known * step * BLOCK_SIZE
+
+    def _touch(self) -> None:
+        if not self._changed:
+            self._changed = True
+            self._loop.call_later(FRAME_INTERVAL_S, self._publish)
+
+    def _beat(self) -> None:
+        self._publish()
+        self._loop.call_later(HEARTBEAT_S, self._beat)
+
+    def _publish(self) -> None:
+        self._changed = False
+        added, removed = self._added, self._removed
+        self._added, self._removed = [], []
+        self._sequence += 1
+        if not self._readers:
+            return
+        present = [granule for granule in dict.fromkeys(added) if granule in self._granules]
+        data = encode_state(
+            self._frame(added=present, removed=[each for each in removed if each not in self._granules])
+        )
+        for transport, write in self._readers.items():
+            if transport.get_write_buffer_size() < MAX_UNREAD_BYTES:
+                write(data)
+
+    def _frame(
+        self, *, snapshot: bool = False, added: list[bytes] | None = None, removed: list[bytes] | None = None
+    ) -> StateFrame:
+        kind = self._kind
+        return StateFrame(
+            sequence=self._sequence,
+            snapshot=snapshot,
+            load=self._load(),
+            step_time=STEP_TIME,
+            digests=Digests(
+                weights=WEIGHTS, tokenizer_bundle=kind.bundle_digest, hash_version=HASH_VERSION, kv_dtype=KV_DTYPE
+            ),
+            block_size=BLOCK_SIZE,
+            max_model_len=MAX_MODEL_LEN,
+            max_num_batched_tokens=512,
+            max_num_seqs=kind.num_blocks,
+            granule_blocks=kind.granule_blocks,
+            models=[kind.model],
+            prefixes_added=added or [],
+            prefixes_removed=removed or [],
+        )
+
+    def _load(self) -> EngineLoad:
+        total, active = self._kind.num_blocks, self._num_active_blocks()
+        evictable = min(total - active, len(self._granules) * self._kind.granule_blocks)
+        return EngineLoad(
+            num_blocks_total=total,
+            num_blocks_free=total - active - evictable,
+            num_blocks_evictable=evictable,
+            num_blocks_active=active,
+            num_requests_running=len(self._streams),
+            num_tokens_running=self._num_tokens,
+            step_ms=self._kind.step_s * 1000,
+        )
+
+    def _num_active_blocks(self) -> int:
+        return min(self._kind.num_blocks, self._num_tokens // BLOCK_SIZE + len(self._streams))

@@ -1,0 +1,185 @@
+"""Simulated pods in one process, each on a port of its own: the upstreams of every router that is measured.
+
+They speak our engine's protocol (`/internal/*`) and OpenAI's with the health, model and metrics routes that other
+routers look for. HTTP and nothing else; what a pod does is `pod`'s. Run as `python -m routers.pods --help`; the first
+line of stdout is JSON with the ports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+from pathlib import Path
+from typing import cast
+
+import httptools
+import msgspec
+import uvloop
+
+from pagemill_protocol.frames import FRAMES_CONTENT_TYPE, STATE_CONTENT_TYPE, WEIGHTS_HEADER
+from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.openai import render
+from pagemill_protocol.text.bundle import bundle_digest
+from routers.answers import Answer, http_chunk
+from routers.pod import WEIGHTS, Kind, Pod, Stream
+
+_STREAM_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: %b\r\n%bTransfer-Encoding: chunked\r\n\r\n"
+SSE_HEAD = _STREAM_HEAD % (render.SSE_CONTENT_TYPE.encode(), b"Cache-Control: no-cache\r\n")
+FRAMES_HEAD = _STREAM_HEAD % (FRAMES_CONTENT_TYPE.encode(), f"{WEIGHTS_HEADER}: {WEIGHTS}\r\n".encode())
+STATE_HEAD = _STREAM_HEAD % (STATE_CONTENT_TYPE.encode(), b"")
+METRICS = """\
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{{model_name="{model}"}} {running}
+# TYPE vllm:num_requests_waiting gauge
+vllm:num_requests_waiting{{model_name="{model}"}} 0
+# TYPE vllm:kv_cache_usage_perc gauge
+vllm:kv_cache_usage_perc{{model_name="{model}"}} {usage}
+"""
+
+
+class Model:
+    """What every pod serves."""
+
+    def __init__(self, kind: Kind, num_tokens: int, bundle: bytes) -> None:
+        self.name = kind.model
+        self.bundle = bundle
+        self.chat = Answer(kind.model, "chat", num_tokens)
+        self.completion = Answer(kind.model, "completions", num_tokens)
+        self.cards = render.models_body([render.ModelCard(kind.model, 1, 8192)])
+
+
+class _Asked(msgspec.Struct):
+    """All that a pod reads of an OpenAI body."""
+
+    stream: bool = False
+
+
+_asked = msgspec.json.Decoder(_Asked)
+_generate = msgspec.msgpack.Decoder(GenerateRequest)
+
+
+class Connection(asyncio.Protocol):
+    def __init__(self, pod: Pod, model: Model) -> None:
+        self._pod = pod
+        self._model = model
+        self._transport: asyncio.Transport
+        self._parser = httptools.HttpRequestParser(self)
+        self._url = b""
+        self._body: list[bytes] = []
+        self._stream: Stream | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError:
+            self._transport.close()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._pod.unsubscribe(self._transport)
+        if self._stream is not None:
+            self._pod.drop(self._stream)
+
+    def on_message_begin(self) -> None:
+        self._url = b""
+        self._body.clear()
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+
+    def on_body(self, body: bytes) -> None:
+        self._body.append(body)
+
+    def on_message_complete(self) -> None:
+        path, body, model = self._url.partition(b"?")[0], b"".join(self._body), self._model
+        if path == b"/internal/generate":
+            self._generate(body)
+        elif path == b"/v1/chat/completions":
+            self._answer(model.chat, body)
+        elif path == b"/v1/completions":
+            self._answer(model.completion, body)
+        elif path == b"/internal/state":
+            self._transport.write(STATE_HEAD)
+            self._pod.subscribe(self._transport, self._write_chunk)
+        else:
+            self._send(*self._page(path))
+
+    def _generate(self, body: bytes) -> None:
+        request = _generate.decode(body)
+        answer = self._model.chat if request.dialect == "chat" else self._model.completion
+        self._transport.write(FRAMES_HEAD)
+        self._begin(Stream(self._transport, answer, request))
+
+    def _answer(self, answer: Answer, body: bytes) -> None:
+        if not _asked.decode(body).stream:
+            self._send(200, b"application/json", answer.body())
+            return
+        self._transport.write(SSE_HEAD)
+        self._begin(Stream(self._transport, answer, None))
+
+    def _begin(self, stream: Stream) -> None:
+        self._stream = stream
+        self._pod.begin(stream)
+
+    def _page(self, path: bytes) -> tuple[int, bytes, bytes]:
+        if path in (b"/health", b"/health_generate", b"/ping"):
+            return 200, b"text/plain", b""
+        if path in (b"/readyz", b"/livez"):
+            return 200, b"application/json", b'{"phase":"ready","detail":""}'
+        if path == b"/v1/models":
+            return 200, b"application/json", self._model.cards
+        if path == b"/version":
+            return 200, b"application/json", b'{"version":"0.32.0"}'
+        if path == b"/metrics":
+            return 200, b"text/plain; version=0.0.4", self._metrics()
+        if path == b"/internal/bundle":
+            return 200, b"application/vnd.msgpack", self._model.bundle
+        if path == b"/internal/drained":
+            return 200, b"application/json", b"{}"
+        return 404, b"application/json", b'{"error":{"message":"There is no such route."}}'
+
+    def _metrics(self) -> bytes:
+        pod = self._pod
+        return METRICS.format(model=self._model.name, running=pod.num_running, usage=pod.kv_usage).encode()
+
+    def _send(self, status: int, kind: bytes, body: bytes) -> None:
+        head = b"HTTP/1.1 %d %b\r\nContent-Type: %b\r\nContent-Length: %d\r\n\r\n"
+        self._transport.write(head % (status, b"OK" if status == 200 else b"Not Found", kind, len(body)) + body)
+
+    def _write_chunk(self, data: bytes) -> None:
+        self._transport.write(http_chunk(data))
+
+
+async def serve(num_pods: int, kind: Kind, model: Model) -> None:
+    """Listen on `num_pods` free ports, tell them, and serve until the process is ended."""
+    loop = asyncio.get_running_loop()
+    ports = []
+    for _ in range(num_pods):
+        pod = Pod(kind, loop)
+        server = await loop.create_server(lambda pod=pod: Connection(pod, model), "127.0.0.1", 0, backlog=4096)
+        ports.append(server.sockets[0].getsockname()[1])
+    print(json.dumps({"ports": ports}), flush=True)
+    gc.freeze()
+    await asyncio.Event().wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pods", type=int, required=True)
+    parser.add_argument("--model", required=True, help="name that clients ask for")
+    parser.add_argument("--bundle", type=Path, required=True, help="file of an encoded tokenizer bundle")
+    parser.add_argument("--tokens", type=int, default=32, help="of every answer")
+    parser.add_argument("--step-ms", type=float, default=10.0, help="between two tokens of an answer")
+    parser.add_argument("--blocks", type=int, default=16_384, help="KV blocks of a pod")
+    args = parser.parse_args()
+    bundle = args.bundle.read_bytes()
+    kind = Kind(args.model, args.step_ms / 1000, args.blocks, bundle_digest(bundle))
+    uvloop.run(serve(args.pods, kind, Model(kind, args.tokens, bundle)))
+
+
+if __name__ == "__main__":
+    main()
