@@ -21,7 +21,8 @@ from peers.process import PeerFailed
 from peers.results import Problem, Results, Sample, load, merge
 from report import ROOT, machine
 from routers.catalogue import DIRECT, OURS, Router, routers
-from routers.ladder import FULL, SMOKE, Ladder, Size, cores, name_of
+from routers.ladder import FULL, SMOKE, Size, climb
+from routers.stage import cores, name_of
 from routers.table import figures, markdown
 
 SHOWN_RATES = (20.0, 100.0, 200.0, 500.0, 1000.0)
@@ -51,7 +52,7 @@ def measure(results: Results, contender: Router | None, number: int, size: Size)
     """One climb; what fails is told with its cause and measured no further."""
     name = name_of(contender)
     try:
-        for row, values in Ladder(size, cores()).climb(contender):
+        for row, values in climb(contender, size, cores()):
             results.samples.append(Sample(name, row, number, values))
             _tell(f"{name}, round {number}, {row}: {_summary(values)}")
     except PeerFailed as failure:
@@ -92,7 +93,13 @@ def _installed(results: Results, chosen: list[Router], uv: Path) -> list[Router]
 
 def _asked_size(args: argparse.Namespace) -> dict[str, Any]:
     rates = tuple(sorted(args.rates)) if args.rates else None
-    return {"num_pods": args.pods, "rates": rates, "seconds": args.seconds, "num_prompt_tokens": args.prompt_tokens}
+    return {
+        "num_pods": args.pods,
+        "rates": rates,
+        "seconds": args.seconds,
+        "num_prompt_tokens": args.prompt_tokens,
+        "climb_on": args.climb_on,
+    }
 
 
 def _summary(values: dict[str, Any]) -> str:
@@ -119,6 +126,7 @@ def _arguments(names: list[str]) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, help="of one run")
     parser.add_argument("--pods", type=int)
     parser.add_argument("--prompt-tokens", type=int)
+    parser.add_argument("--climb-on", action="store_true", help="measure every rate, also beyond one that is not held")
     parser.add_argument("--rounds", type=int, default=1, help="the median counts")
     parser.add_argument("--first-round", type=int, default=0)
     parser.add_argument("--json", type=Path, help="keep the samples in this file")

@@ -1,0 +1,96 @@
+"""Thousands of streams that hardly say anything, open at once in one gateway process: memory of each, none dropped.
+
+Every stream gets a token a second for as long as all of them need to begin and to stay a while together. Memory is the
+proportional set size of the gateway's processes, before and at its highest. `--routers` measures others, one by one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from peers.install import InstallFailed
+from peers.process import MemoryWatch, PeerFailed
+from processes import tree_memory
+from report import ROOT, machine, markdown_table
+from routers.catalogue import OURS, Router, routers
+from routers.stage import Scene, cores, stage, started
+
+NUM_PODS = 16
+STEP_MS = 1000.0
+
+
+def main() -> None:
+    known = routers()
+    args = _arguments(list(known))
+    seconds = args.streams / args.rate + args.together_s
+    scene = Scene(NUM_PODS, args.streams + 16, num_tokens=math.ceil(seconds), step_ms=STEP_MS)
+    found: dict[str, dict[str, Any]] = {}
+    for name in args.routers:
+        try:
+            known[name].install(args.uv)
+            found[name] = measure(known[name], scene, args.streams, args.rate)
+        except (InstallFailed, PeerFailed) as failure:
+            found[name] = {"failed": str(failure)}
+        sys.stderr.write(f"{time.strftime('%H:%M:%S')} {name}: {json.dumps(found[name])}\n")
+    report(found)
+
+
+def measure(router: Router, scene: Scene, num_streams: int, rate: float) -> dict[str, Any]:
+    with stage(scene, cores()) as around, started(router, around) as running:
+        assert running.process is not None
+        pid = running.process.pid
+        before_mib, cpu_s = tree_memory(pid).pss_mib, running.cpu_s()
+        with MemoryWatch(pid) as memory:
+            told = around.load(running.ports, rate, num_requests=num_streams)
+        used_s = running.cpu_s() - cpu_s
+        return {
+            "num_streams": told["num_sent"],
+            "num_dropped": told["num_sent"] - told["num_done"],
+            "causes": told["causes"],
+            "most_open": told["most_open"],
+            "kib_per_stream": (memory.peak_mib - before_mib) * 1024 / max(1, told["most_open"]),
+            "before_mib": before_mib,
+            "peak_mib": memory.peak_mib,
+            "cpu_us_per_event": used_s * 1e6 / (told["num_sent"] * scene.num_tokens),
+            "ttft_ms": told["ttft_ms"],
+        }
+
+
+def report(found: dict[str, dict[str, Any]]) -> None:
+    about = machine()
+    columns = ["router", "streams at once", "dropped", "KiB a stream", "MiB before", "MiB at most", "CPU us an event"]
+    keys = ("most_open", "num_dropped", "kib_per_stream", "before_mib", "peak_mib", "cpu_us_per_event")
+    rows = [[name, *(_shown(values, key) for key in keys)] for name, values in found.items()]
+    print(f"{about['cores']} cores of {about['cpu']}, {about['date']}, load {about['load_1min']}\n")
+    print(markdown_table(columns, rows) + "\n")
+    print(json.dumps({"bench": "gateway_streams", "routers": found, "machine": about}), flush=True)
+    ours = found.get(OURS, {})
+    if "failed" in ours or ours.get("num_dropped"):
+        raise SystemExit(f"{OURS}: {ours.get('failed') or ours['causes']}")
+
+
+def _shown(values: dict[str, Any], key: str) -> str:
+    if "failed" in values:
+        return "failed"
+    value = values[key]
+    return f"{value:.1f}" if isinstance(value, float) else str(value)
+
+
+def _arguments(names: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--routers", nargs="+", default=[OURS], choices=names)
+    parser.add_argument("--streams", type=int, default=5000)
+    parser.add_argument("--rate", type=float, default=200.0, help="of new streams, a second")
+    parser.add_argument("--together-s", type=float, default=20.0, help="after the last one has begun")
+    parser.add_argument("--uv", type=Path, default=ROOT / ".uv" / "bin" / "uv")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
