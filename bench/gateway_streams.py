@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import signal
 import sys
 import time
 from pathlib import Path
@@ -26,6 +27,7 @@ STEP_MS = 1000.0
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended
     known = routers()
     args = _arguments(list(known))
     seconds = args.streams / args.rate + args.together_s

@@ -27,6 +27,7 @@ from routers.catalogue import DIRECT, KEY, MODEL, Router, Site
 BENCH = ROOT / "bench"
 FOLDER = PEERS_FOLDER / "gateway"
 START_TIMEOUT_S = 120.0
+FIRST_ANSWER_TIMEOUT_S = 120.0
 ASK_MARGIN_S = 60.0
 POLL_S = 0.2
 
@@ -169,7 +170,7 @@ def _pinned(argv: list[str], usable: list[int]) -> list[str]:
 
 def _wait_answer(around: Stage, running: Running) -> None:
     """Until one request is answered in full."""
-    deadline = time.perf_counter() + START_TIMEOUT_S
+    deadline = time.perf_counter() + FIRST_ANSWER_TIMEOUT_S
     while True:
         report = around.load(running.ports, 1.0, num_requests=1)
         if report["num_done"]:
@@ -177,5 +178,5 @@ def _wait_answer(around: Stage, running: Running) -> None:
         if running.process is not None and running.process.ended:
             raise PeerFailed(running.process.why_ended())
         if time.perf_counter() > deadline:
-            raise PeerFailed(f"no answer after {START_TIMEOUT_S:.0f} s: {json.dumps(report['causes'])[:160]}")
+            raise PeerFailed(f"no answer after {FIRST_ANSWER_TIMEOUT_S:.0f} s: {json.dumps(report['causes'])[:160]}")
         time.sleep(POLL_S)

@@ -1,0 +1,159 @@
+"""SIGKILL for one of three local replicas again and again, under whole and streamed answers: nobody notices.
+
+`pagemill up` serves the embedded model in float32 with `deterministic`, so that every text can be compared with the one
+that came before anything was killed. The first kill measures how long a replica takes to be ready again, under the
+same load; from then on, for `--seconds`, the next replica in turn is killed every two such times. Exits with 1 when an
+answer failed, a stream was cut or a text is another one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import re
+import signal
+import sys
+import tempfile
+import time
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from exact_load import ExactLoad
+from local_replicas import Replica, Up, pagemill_up
+from report import emit, median
+from workload import MODEL
+
+NAME = "smollm2"
+NUM_REPLICAS = 3
+RESTART_TIMEOUT_S = 180.0
+POLL_S = 0.05
+DEPLOYMENT = """\
+apiVersion: pagemill.dev/v1alpha1
+kind: LLMDeployment
+metadata:
+  name: {name}
+spec:
+  model: {{source: "{model}", name: {name}}}
+  engine: {{maxModelLen: 512, maxNumSeqs: 8, kvCacheMemory: 64Mi, dtype: float32, deterministic: true}}
+  resources: {{gpus: 0}}
+  replicas: {replicas}
+"""
+
+
+@dataclass
+class Kills:
+    """Of replicas, in turn."""
+
+    up: Up
+    restarts_s: list[float] = field(default_factory=list)
+    """From a kill until the same replica is ready again."""
+    num: int = 0
+    num_missed: int = 0
+    """The one whose turn it was did not run yet again."""
+    _watchers: list[asyncio.Task[None]] = field(default_factory=list)
+
+    async def kill_next(self) -> None:
+        """Kill the replica whose turn it is, if it is ready; how long its restart takes is found out meanwhile."""
+        name = f"{NAME}-{(self.num + self.num_missed) % NUM_REPLICAS}"
+        replica = (await asyncio.to_thread(self.up.replicas)).get(name)
+        if replica is None or not await asyncio.to_thread(lambda: replica.ready):
+            self.num_missed += 1
+            return
+        replica.kill()
+        self.num += 1
+        _tell(f"killed {name}")
+        self._watchers.append(asyncio.create_task(self._watch(replica)))
+
+    async def restarted(self) -> None:
+        """Until all that were killed are ready again."""
+        await asyncio.gather(*self._watchers)
+
+    async def _watch(self, killed: Replica) -> None:
+        start = time.monotonic()
+        async with asyncio.timeout(RESTART_TIMEOUT_S):
+            while not await asyncio.to_thread(self._is_back, killed):  # noqa: ASYNC110
+                await asyncio.sleep(POLL_S)
+        self.restarts_s.append(time.monotonic() - start)
+        _tell(f"{killed.name} is ready again after {self.restarts_s[-1]:.1f} s")
+
+    def _is_back(self, killed: Replica) -> bool:
+        now = self.up.replicas().get(killed.name)
+        return now is not None and now.pid != killed.pid and now.ready
+
+
+async def play(up: Up, url: str, args: argparse.Namespace) -> tuple[ExactLoad, Kills]:
+    load = ExactLoad(url, NAME, args.workers, args.tokens)
+    kills = Kills(up)
+    try:
+        await load.learn()
+        _tell("expected answers are known")
+        running = asyncio.create_task(load.run())
+        await kills.kill_next()
+        await kills.restarted()
+        end = time.monotonic() + args.seconds
+        while time.monotonic() < end and not running.done():
+            await kills.kill_next()
+            await asyncio.sleep(args.every * kills.restarts_s[0])
+        load.stop()
+        await running
+        await kills.restarted()
+    finally:
+        await load.close()
+    return load, kills
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--every", type=float, default=2.0, help="in measured restarts: from one kill to the next")
+    parser.add_argument("--workers", type=int, default=6)
+    parser.add_argument("--tokens", type=int, default=64, help="of every answer")
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "deployment.yaml"
+        file.write_text(DEPLOYMENT.format(name=NAME, model=MODEL, replicas=NUM_REPLICAS))
+        with pagemill_up(file, Path(folder) / "log") as up:
+            up.wait_ready(NUM_REPLICAS)
+            assert up.url is not None
+            load, kills = asyncio.run(play(up, up.url, args))
+            continued = _continued(up)
+    report(load, kills, continued)
+
+
+def report(load: ExactLoad, kills: Kills, continued: dict[str, float]) -> None:
+    counts = load.counts()
+    ttfts_ms = sorted(each.ttft_s * 1000 for each in load.records if each.ttft_s is not None)
+    result: dict[str, Any] = {
+        "num_kills": kills.num,
+        "num_missed": kills.num_missed,
+        "restart_s": {"first": kills.restarts_s[0], "median": median(kills.restarts_s), "max": max(kills.restarts_s)},
+        "outcomes": counts,
+        "ttft_ms": {"p50": median(ttfts_ms), "max": ttfts_ms[-1]} if ttfts_ms else {},
+        "continued": continued,
+        "faults": [each._asdict() for each in load.faults[:5]],
+    }
+    emit("chaos", ["outcome", "answers"], sorted(counts.items()), result)
+    if load.faults:
+        raise SystemExit(f"{len(load.faults)} of {len(load.records)} answers are not as they were: {load.faults[0]}")
+
+
+def _continued(up: Up) -> dict[str, float]:
+    """The gateway's counters of answers that went on elsewhere."""
+    url = up.metrics_url
+    if url is None:
+        return {}
+    with urllib.request.urlopen(url, timeout=10) as response:
+        text = response.read().decode()
+    found = re.findall(r"^pagemill_gateway_(\w*(?:migrat|retr)\w*_total)(\{.*\})? (\S+)$", text, re.MULTILINE)
+    return {f"{name}{labels}": float(value) for name, labels, value in found}
+
+
+def _tell(line: str) -> None:
+    sys.stderr.write(f"{time.strftime('%H:%M:%S')} {line}\n")
+
+
+if __name__ == "__main__":
+    main()

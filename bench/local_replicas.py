@@ -1,0 +1,100 @@
+"""`pagemill up` as a process, its replicas found in its process tree: who is ready, and how one is killed.
+
+A replica is the engine's server and the process that it starts; SIGKILL takes both, as a container's death would.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+from processes import stop
+
+ENGINE = "pagemill_engine.server"
+START_TIMEOUT_S = 300.0
+POLL_S = 0.05
+
+
+class Replica(NamedTuple):
+    name: str
+    pid: int
+    """Of its server; another one after a restart."""
+    control_port: int
+
+    @property
+    def ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.control_port}/readyz", timeout=2) as response:
+                return bool(response.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def kill(self) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            server = psutil.Process(self.pid)
+            for pid in [*(child.pid for child in server.children(recursive=True)), self.pid]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+class Up(NamedTuple):
+    process: subprocess.Popen[str]
+    log: Path
+
+    @property
+    def url(self) -> str | None:
+        """The gateway's base URL, once it is told."""
+        found = re.search(r"^OpenAI base URL\s+(\S+)/v1", self.log.read_text(), re.MULTILINE)
+        return found[1] if found else None
+
+    @property
+    def metrics_url(self) -> str | None:
+        found = re.search(r"^Status, metrics\s.*?(\S+/metrics)", self.log.read_text(), re.MULTILINE)
+        return found[1] if found else None
+
+    def replicas(self) -> dict[str, Replica]:
+        """Those with a living process."""
+        found = {}
+        for child in psutil.Process(self.process.pid).children():
+            with contextlib.suppress(psutil.Error, OSError, ValueError):
+                words = child.cmdline()
+                if ENGINE in words:
+                    settings = Path(words[words.index("--settings") + 1])
+                    port = json.loads(settings.read_text())["server"]["control_port"]
+                    found[settings.stem] = Replica(settings.stem, child.pid, port)
+        return found
+
+    def wait_ready(self, num_replicas: int, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Until the URL is told and so many replicas are ready. Raises `TimeoutError`, `RuntimeError` when it ended."""
+        deadline = time.monotonic() + timeout_s
+        while self.url is None or sum(each.ready for each in self.replicas().values()) < num_replicas:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"`pagemill up` ended: {self.log.read_text()[-500:]}")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not {num_replicas} replicas ready after {timeout_s:.0f} s")
+            time.sleep(POLL_S)
+
+
+@contextmanager
+def pagemill_up(file: Path, log: Path) -> Iterator[Up]:
+    """Serve a file of LLMDeployments on a free port while the block runs."""
+    argv = [sys.executable, "-m", "pagemill", "up", "-f", str(file), "--port", "0", "--keep"]
+    with log.open("w") as output:
+        process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, text=True)
+    try:
+        yield Up(process, log)
+    finally:
+        stop(process)

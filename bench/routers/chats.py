@@ -1,0 +1,145 @@
+"""The simulator's traffic as real chats over HTTP: each conversation a client that waits for its answers.
+
+Tokens become words that the model's tokenizer turns into just one token each, wherever they stand. Times are the
+simulator's, times the slowdown of the engines; what is reported is divided by it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from pagemill_protocol.text.tokenizer import Tokenizer
+from pagemill_simulator.conversations import Conversation
+from routers.catalogue import KEY, MODEL
+from routers.prompts import bundle
+
+NUM_WORDS = 4096
+REQUEST_TIMEOUT_S = 300.0
+
+
+def words() -> list[str]:
+    """With a blank before each; any of them after any other is one token."""
+    tokenizer = Tokenizer(bundle())
+    try:
+        texts = (tokenizer.token_text(token_id) for token_id in range(tokenizer.vocab_size))
+        plain = [text for text in texts if text[:1] == " " and text[1:].isascii() and text[1:].islower()]
+        plain = [text for text in plain if text[1:].isalpha()][:NUM_WORDS]
+        whole = tokenizer.encode("".join(plain), add_special_tokens=False)
+    finally:
+        tokenizer.close()
+    if len(whole) != len(plain):
+        raise RuntimeError(f"{len(plain)} words became {len(whole)} tokens")
+    return plain
+
+
+@dataclass
+class Told:
+    """What came of all requests of one run; milliseconds of the engines' own time."""
+
+    ttft_ms: list[float] = field(default_factory=list)
+    tpot_ms: list[float] = field(default_factory=list)
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    faults: list[str] = field(default_factory=list)
+
+
+class Chats:
+    def __init__(self, url: str, vocabulary: Sequence[str], slowdown: float) -> None:
+        self._url = url
+        self._vocabulary = vocabulary
+        self._slowdown = slowdown
+
+    def run(self, traffic: Sequence[Conversation], seed: int) -> Told:
+        """Every conversation to its end. Other seeds say the same in other words."""
+        vocabulary = random.Random(seed).sample(self._vocabulary, len(self._vocabulary))
+        return asyncio.run(self._run(traffic, vocabulary))
+
+    async def _run(self, traffic: Sequence[Conversation], vocabulary: list[str]) -> Told:
+        told = Told()
+        timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
+        async with (
+            aiohttp.ClientSession(
+                timeout=timeout,
+                connector=aiohttp.TCPConnector(limit=0),
+                headers={"Authorization": f"Bearer {KEY}"},
+                read_bufsize=2**20,
+            ) as session,
+            asyncio.TaskGroup() as group,
+        ):
+            for conversation in traffic:
+                group.create_task(self._talk(session, conversation, vocabulary, told))
+        return told
+
+    async def _talk(
+        self, session: aiohttp.ClientSession, conversation: Conversation, vocabulary: list[str], told: Told
+    ) -> None:
+        def text(token_ids: Sequence[int]) -> str:
+            return "".join(vocabulary[token_id % len(vocabulary)] for token_id in token_ids)
+
+        await asyncio.sleep(conversation.start_s * self._slowdown)
+        messages: list[dict[str, str]] = []
+        if conversation.prefix and conversation.prefix_is_system:
+            messages.append({"role": "system", "content": text(conversation.prefix)})
+        for number, turn in enumerate(conversation.turns):
+            await asyncio.sleep(turn.pause_s * self._slowdown)
+            question = conversation.user_token_ids if number == 0 else turn.token_ids
+            messages.append({"role": "user", "content": text(question)})
+            try:
+                answer = await self._ask(session, messages, turn.num_output_tokens, told)
+            except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+                told.faults.append(f"{type(error).__name__}: {error}"[:200])
+                return
+            messages.append({"role": "assistant", "content": answer})
+
+    async def _ask(
+        self, session: aiohttp.ClientSession, messages: list[dict[str, str]], num_tokens: int, told: Told
+    ) -> str:
+        body = {
+            "model": MODEL,
+            "messages": messages,
+            "max_tokens": num_tokens,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        start = time.perf_counter()
+        first_s, pieces, usage = 0.0, [], None
+        async with session.post(f"{self._url}/v1/chat/completions", json=body) as response:
+            if response.status != 200:
+                raise ValueError(f"HTTP {response.status}: {(await response.text())[:120]}")
+            async for line in response.content:
+                event = _event(line)
+                if event is None:
+                    continue
+                if event.get("choices"):
+                    first_s = first_s or time.perf_counter()
+                    pieces.append(event["choices"][0]["delta"].get("content") or "")
+                usage = event.get("usage") or usage
+        if usage is None or usage["completion_tokens"] != num_tokens:
+            raise ValueError(f"an answer of {usage and usage['completion_tokens']} tokens, not {num_tokens}")
+        end_s = time.perf_counter()
+        told.ttft_ms.append((first_s - start) * 1000 / self._slowdown)
+        if num_tokens > 1:
+            told.tpot_ms.append((end_s - first_s) * 1000 / self._slowdown / (num_tokens - 1))
+        told.num_prompt_tokens += usage["prompt_tokens"]
+        told.num_cached_tokens += (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        return "".join(pieces)
+
+
+def _event(line: bytes) -> dict[str, Any] | None:
+    """The JSON of one `data:` line; `None` for other lines and the end mark. Raises `ValueError` for an error."""
+    data = line.removeprefix(b"data:").strip()
+    if not line.startswith(b"data:") or data == b"[DONE]":
+        return None
+    event: dict[str, Any] = json.loads(data)
+    if "error" in event:
+        raise ValueError(str(event["error"])[:120])
+    return event

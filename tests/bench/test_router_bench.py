@@ -1,0 +1,192 @@
+"""The comparison with other routers: what its pods and its load are, which runs count, and what is made of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peers.process import PeerFailed
+from peers.results import Problem, Results, Sample
+from processes import tree_cpu_s
+from routers import stage
+from routers.catalogue import DIRECT, OURS, Router, Site, Start, routers, start_pagemill
+from routers.ladder import Size, climb, judge
+from routers.stage import Cores, Scene
+from routers.table import added, best, cpu_ms, held, markdown
+
+ANSWER_S = 0.3
+SCENE = Scene(num_pods=3, max_streams=50, num_tokens=4, step_ms=5.0, num_prompt_tokens=60)
+
+
+@pytest.fixture
+def cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Cores:
+    monkeypatch.setattr(stage, "FOLDER", tmp_path)
+    return Cores(0, [0])
+
+
+def values(**changes: Any) -> dict[str, Any]:
+    """Of a run that held its rate."""
+    usual = {
+        "num_sent": 100,
+        "num_done": 100,
+        "sent_s": 5.0,
+        "whole_s": 5.3,
+        "ttft_ms": {"p50": 1.0, "p99": 4.0},
+        "lag_ms": {"p99": 1.0},
+        "load_share": 0.5,
+        "cpu_ms": 1.0,
+        "lagged": False,
+        "held": True,
+    }
+    return {**usual, **changes}
+
+
+def results(*samples: tuple[str, float, dict[str, Any]], problems: tuple[Problem, ...] = ()) -> Results:
+    rows = [Sample(name, f"{rate:g}", 0, each) for name, rate, each in samples]
+    return Results({"cpu": "a", "cores": 2}, False, rows, list(problems))
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict"),
+    [
+        ({}, (True, True)),
+        ({"lag_ms": {"p99": 9.0}}, (False, False)),
+        ({"load_share": 0.99}, (False, False)),
+        ({"num_done": 99}, (True, False)),
+        ({"num_done": 0, "ttft_ms": {}}, (True, False)),
+        ({"ttft_ms": {"p50": 1.0, "p99": 101.0}}, (True, False)),
+        ({"whole_s": 6.0}, (True, False)),
+    ],
+)
+def test_a_run_counts_when_the_load_kept_up_and_is_held_when_all_came_soon(
+    changes: dict[str, Any], verdict: tuple[bool, bool]
+) -> None:
+    assert judge(values(**changes), ANSWER_S) == verdict
+
+
+def test_the_time_added_is_counted_from_the_direct_way_at_the_same_rate() -> None:
+    slow = values(ttft_ms={"p50": 3.5, "p99": 9.0})
+    measured = results((DIRECT, 100, values()), (DIRECT, 200, values()), ("r", 100, slow))
+    assert added(measured, "r", 100) == {"p50": 2.5, "p99": 5.0}
+    assert added(measured, "r", 200) == {}
+
+
+def test_the_rate_held_says_whether_the_router_or_the_load_ended_the_ladder() -> None:
+    lost, lagged = values(held=False), values(held=False, lagged=True)
+    assert held(results(("r", 50, values()), ("r", 100, values()), ("r", 200, lost)), "r") == "100"
+    assert held(results(("r", 50, values()), ("r", 100, lagged)), "r") == "50+"
+    assert held(results(("r", 50, values())), "r") == "50+"
+    assert held(results(("r", 50, lost)), "r") == "none"
+
+
+def test_cpu_is_that_of_the_highest_rate_held() -> None:
+    measured = results(("r", 50, values(cpu_ms=3.0)), ("r", 100, values(cpu_ms=1.5)), ("r", 200, values(held=False)))
+    assert cpu_ms(measured, "r") == 1.5
+
+
+def test_of_several_rounds_the_median_counts() -> None:
+    rounds = [values(cpu_ms=cpu) for cpu in (9.0, 1.0, 2.0)]
+    measured = results(*(("r", 50, each) for each in rounds), ("r", 50, values(cpu_ms=0.1, held=False)))
+    assert best(measured, "r", 50)["cpu_ms"] == 2.0
+
+
+def test_the_table_has_a_row_for_each_router_and_the_cause_of_each_failure() -> None:
+    problem = Problem("gone", "install", "not installable")
+    measured = results((DIRECT, 100, values()), (OURS, 100, values(cpu_ms=0.8)), problems=(problem,))
+    text = markdown(measured, [DIRECT, OURS, "gone"], [100.0])
+    rows = {line.split(" | ")[0].strip("| *"): line for line in text.splitlines() if line.startswith("|")}
+    assert "| 0.8 |" in rows[OURS]
+    assert "0.00 / 0.00" in rows[OURS]
+    assert "gone" not in rows
+    assert "- gone: not installable" in text
+
+
+def test_cpu_is_counted_over_the_process_tree() -> None:
+    """A child that has worked for a while is in the sum, and its wait is not."""
+    work = "import time; start = time.process_time()\nwhile time.process_time() - start < 0.3: pass"
+    parent = (
+        f"import subprocess, sys; subprocess.run([sys.executable, '-c', {work!r}]); print('done', flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "done\n"
+        assert tree_cpu_s(process.pid) >= 0.3
+        process.communicate("\n")
+
+
+def test_every_router_is_told_every_pod(tmp_path: Path) -> None:
+    pods = [18001, 18002, 18003]
+    for router in routers().values():
+        start = router.start(Site(pods, tmp_path / router.name, 100))
+        written = "".join(path.read_text() for path in (tmp_path / router.name).glob("*"))
+        assert all(f"127.0.0.1:{pod}" in " ".join(start.argv) + written for pod in pods), router.name
+        assert start.port not in pods
+
+
+def test_a_gateway_for_more_streams_than_usual_lets_them_in(tmp_path: Path) -> None:
+    start_pagemill(Site([18001], tmp_path, 7000))
+    assert json.loads((tmp_path / "gateway.json").read_text())["max_requests"] == 7000
+
+
+@pytest.mark.model
+def test_the_pods_answer_directly_and_through_our_gateway(cores: Cores) -> None:
+    """Every answer is complete; the gateway knows what the pods' caches hold."""
+    with stage.stage(SCENE, cores) as around:
+        direct = around.load(around.ports, 200.0, num_requests=30)
+        assert (direct["num_done"], direct["causes"]) == (30, {})
+        with stage.started(routers()[OURS], around) as running:
+            told = around.load(running.ports, 100.0, num_requests=30)
+            assert (told["num_done"], told["causes"]) == (30, {})
+            assert 0 < told["ttft_ms"]["p50"] <= told["e2e_ms"]["p50"]
+            assert running.cpu_s() > 0
+    prompts = json.loads(around.bodies.read_text())
+    assert len(set(prompts)) == len(prompts)
+
+
+@contextmanager
+def canned(status: int, body: bytes) -> Iterator[Router]:
+    """A router that answers everything in the same way, in a thread of this process."""
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    process = Start([sys.executable, "-c", "input()"], server.server_port)
+    yield Router("canned", "", lambda _uv: None, lambda _site: process)
+    server.shutdown()
+    thread.join(10)
+    server.server_close()
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
+    ("status", "body", "cause"),
+    [(500, b"no pod", "HTTP 500: no pod"), (200, b"data: {}\n\ndata: [DONE]\n\n", "incomplete")],
+)
+def test_a_router_that_answers_wrongly_is_not_measured(
+    cores: Cores, monkeypatch: pytest.MonkeyPatch, status: int, body: bytes, cause: str
+) -> None:
+    monkeypatch.setattr(stage, "FIRST_ANSWER_TIMEOUT_S", 0.1)
+    size = Size(1, (20,), seconds=0.2, num_prompt_tokens=60)
+    with canned(status, body) as router, pytest.raises(PeerFailed, match=cause):
+        list(climb(router, size, cores))
