@@ -13,7 +13,7 @@ UV_FLAGS := --no-python-downloads --system-certs
 FILE ?= examples/llmdeployment.yaml
 BIN := .venv/bin
 # Where bench results go; each bench prints a table and a last line of JSON.
-BENCHES := offline_throughput quality kv_waste kv_sharing step_overhead routing startup up
+BENCHES := offline_throughput quality kv_waste kv_sharing step_overhead routing startup up gateway_streams chaos
 
 # A context of your kubeconfig, whose nodes hold the images tagged PAGEMILL_TAG; empty: a one-node cluster is built,
 # started, and gone at the end. CASES names files or folders below e2e/.
@@ -57,7 +57,7 @@ lint: .venv/.installed ## Check style, types, import layers, house rules and gen
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/mypy bench/*.py bench/peers/*.py docs/*.py charts/pagemill/files/*.py
+	$(BIN)/mypy bench/*.py bench/peers/*.py bench/routers/*.py docs/*.py charts/pagemill/files/*.py
 	$(BIN)/mypy charts/*.py
 	$(BIN)/mypy bench/gpu/*.py
 	$(BIN)/lint-imports
@@ -80,6 +80,14 @@ bench-peers: .venv/.installed | $(UV) ## Install other CPU engines and measure t
 .PHONY: bench-gpu
 bench-gpu: ## Measure kernels and engine on an NVIDIA device (PYTHON has torch and Triton; SECTIONS="smoke kernels" picks)
 	$(PYTHON) bench/gpu $(if $(SECTIONS),--sections $(SECTIONS))
+
+.PHONY: bench-gateway
+bench-gateway: .venv/.installed | $(UV) ## Install other routers and measure their cost beside ours (GATEWAY="--smoke" passes options)
+	$(BIN)/python bench/gateway_overhead.py --uv $(UV) $(GATEWAY)
+
+.PHONY: bench-routing
+bench-routing: .venv/.installed | $(UV) ## Compare which pods other routers choose with ours (ROUTING="--seeds 3" passes options)
+	$(BIN)/python bench/gateway_routing.py --uv $(UV) $(ROUTING)
 
 # Where CI installs Go, for machines without one that is new enough.
 e2e e2e-full e2e-scale e2e-measure: export PATH := $(CURDIR)/.uv/bin:$(PATH)

@@ -44,6 +44,8 @@ Figures = dict[str, dict[str, dict[str, Any]]]
 def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended
     args = _arguments()
+    if args.render:
+        return report(*_merged(args.render), args)
     vocabulary = words()
     found: Figures = {kind: {} for kind in args.traffic}
     problems: dict[str, str] = {}
@@ -56,6 +58,8 @@ def main() -> None:
         except (InstallFailed, PeerFailed) as failure:
             problems[name] = str(failure)
             _tell(f"{name}: {failure}")
+    if args.json is not None:
+        args.json.write_text(json.dumps([found, problems]))
     report(found, problems, args)
 
 
@@ -124,6 +128,18 @@ def against_rivals(found: Figures) -> dict[str, float]:
     return ratios
 
 
+def _merged(paths: list[Path]) -> tuple[Figures, dict[str, str]]:
+    """Of several commands with different contenders, by kinds of traffic."""
+    found: Figures = {}
+    problems: dict[str, str] = {}
+    for path in paths:
+        more_found, more_problems = json.loads(path.read_text())
+        for kind, by_name in more_found.items():
+            found.setdefault(kind, {}).update(by_name)
+        problems |= more_problems
+    return found, problems
+
+
 def _row(kind: str, name: str, values: dict[str, Any]) -> list[str]:
     times = [f"{values[f'ttft_{rank}_ms']:.1f}" for rank in ("mean", "p50", "p99")]
     return [kind, name, *times, f"{values['cached_share']:.0%}", str(values["num_failed"])]
@@ -174,6 +190,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--pods", type=int, default=4)
     parser.add_argument("--conversations", type=int, help="of each traffic, at most; all of them")
     parser.add_argument("--slowdown", type=float, default=4.0, help="of the simulated device, and of the arrivals")
+    parser.add_argument("--json", type=Path, help="keep the figures in this file")
+    parser.add_argument("--render", type=Path, nargs="+", metavar="FILE", help="only show what these files hold")
     parser.add_argument("--uv", type=Path, default=ROOT / ".uv" / "bin" / "uv")
     return parser.parse_args()
 
