@@ -130,7 +130,7 @@ class ExactLoad:
         answer.finished = body.choices[0].finish_reason == "length"
 
     async def _streamed(self, prompt: Prompt, answer: _Answer) -> None:
-        options = {"stream": True, "stream_options": {"include_usage": True}}
+        options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
         stream = await self._client.chat.completions.create(**prompt.fields(self._model), **options)
         answer.begun = True
         reason = None

@@ -10,7 +10,7 @@ import struct
 from typing import NamedTuple
 
 from pagemill_protocol.frames import encode_frame
-from pagemill_protocol.generate import Dialect, FrameMeta, GenerateRequest, Usage
+from pagemill_protocol.generate import Dialect, FinishReason, FrameMeta, GenerateRequest, Usage
 from pagemill_protocol.openai import render
 
 ID = "chatcmpl-simulated"
@@ -74,7 +74,7 @@ class Answer:
         return rendered(self._head, [choice], Usage(1, self.num_tokens))
 
     def _chunk(self, number: int) -> bytes:
-        finish = "length" if number == self.num_tokens - 1 else None
+        finish: FinishReason | None = "length" if number == self.num_tokens - 1 else None
         if self._dialect == "chat":
             return render.chat_chunk(self._head, 0, TEXT, role=number == 0, finish_reason=finish)
         return render.completion_chunk(self._head, 0, TEXT, finish_reason=finish)

@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import gc
 import json
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -160,7 +161,7 @@ async def serve(num_pods: int, kind: Kind, model: Model) -> None:
     ports = []
     for _ in range(num_pods):
         pod = Pod(kind, loop)
-        server = await loop.create_server(lambda pod=pod: Connection(pod, model), "127.0.0.1", 0, backlog=4096)
+        server = await loop.create_server(partial(Connection, pod, model), "127.0.0.1", 0, backlog=4096)
         ports.append(server.sockets[0].getsockname()[1])
     print(json.dumps({"ports": ports}), flush=True)
     gc.freeze()
