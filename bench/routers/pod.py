@@ -7,6 +7,7 @@ of the pod gets a token in each step. State frames come as from an engine: on ch
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -80,7 +81,8 @@ class Pod:
         self._readers: dict[asyncio.Transport, Callable[[bytes], None]] = {}
         self._changed = False
         self._ticking = False
-        self._loop.call_later(HEARTBEAT_S, self._beat)
+        # Not all pods at once: nothing keeps real ones in step.
+        self._loop.call_later(HEARTBEAT_S * random.random(), self._beat)
 
     def begin(self, stream: Stream) -> None:
         """The first token at once, the others in steps."""
