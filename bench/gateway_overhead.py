@@ -99,6 +99,7 @@ def _asked_size(args: argparse.Namespace) -> dict[str, Any]:
         "seconds": args.seconds,
         "num_prompt_tokens": args.prompt_tokens,
         "climb_on": args.climb_on,
+        "num_tries": args.tries,
     }
 
 
@@ -126,7 +127,10 @@ def _arguments(names: list[str]) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, help="of one run")
     parser.add_argument("--pods", type=int)
     parser.add_argument("--prompt-tokens", type=int)
-    parser.add_argument("--climb-on", action="store_true", help="measure every rate, also beyond one that is not held")
+    parser.add_argument(
+        "--climb-on", action="store_true", default=None, help="measure every rate, also beyond one that is not held"
+    )
+    parser.add_argument("--tries", type=int, help="of a run in which the load lagged")
     parser.add_argument("--rounds", type=int, default=1, help="the median counts")
     parser.add_argument("--first-round", type=int, default=0)
     parser.add_argument("--json", type=Path, help="keep the samples in this file")
