@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from pagemill_gateway.admission.attempts import MOST_FAILURES, Attempts
+from pagemill_gateway.admission.attempts import MOST_FAILURES, RETRY_PAUSE_MAX_S, Attempts
 from pagemill_gateway.admission.gate import Gate
 from pagemill_gateway.admission.running import Running
 from pagemill_protocol.errors import PagemillError
@@ -111,6 +111,9 @@ def test_another_endpoint_is_asked_at_once_the_same_one_after_a_pause() -> None:
     attempts.broke("gone.")
     assert 0 < first <= 0.1
     assert 0 < attempts.pause_s("a") <= 0.2
+    for _ in range(MOST_FAILURES):
+        attempts.declined("not yet.")
+    assert 0 < attempts.pause_s("a") <= RETRY_PAUSE_MAX_S, "and no longer, however often"
 
 
 async def test_a_deadline_becomes_a_504_and_the_end_of_the_drain_a_503() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 from types import SimpleNamespace
 
 import aiohttp
+import msgspec
 import pytest
 
 from pagemill_protocol.catalog import QueueLimits
@@ -122,6 +124,22 @@ async def test_at_most_three_engines_are_asked_and_none_twice(engines, gateways,
         assert sorted(num_requests(everybody)) == [0, 1, 1, 1]
     finally:
         await fourth.kill()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_engines_whose_death_nobody_has_noticed_cost_no_attempt(engines, gateways, fake, stream) -> None:
+    """They report as ever, and nobody listens where they take requests."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        nobody = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    catalog = fake.catalog_of(*engines, routing_policy="RoundRobin")
+    for index in (0, 1):
+        catalog.models[0].endpoints[index] = msgspec.structs.replace(engines[index].endpoint, data_url=nobody)
+    gateway = await gateways(*engines, catalog=catalog, max_attempts=1)
+    replies = [await gateway.chat(stream=stream) for _ in range(3)]
+    assert [reply.status for reply in replies] == [200] * 3
+    assert num_requests(engines) == [0, 0, 3]
+    metrics = (await gateway.get("/metrics", control=True)).raw.decode()
+    assert 'upstream_retries_total{model="tiny",reason="unreachable"} 2.0' in metrics
 
 
 async def test_a_single_engine_that_failed_is_asked_again(engines, gateways, fake) -> None:

@@ -13,6 +13,7 @@ import random
 from pagemill_protocol.errors import PagemillError, bad_upstream
 
 RETRY_PAUSE_BASE_S = 0.05
+RETRY_PAUSE_MAX_S = 2.0
 MOST_FAILURES = 32
 """Of one request, although it went on each time: no engine can keep it."""
 
@@ -72,14 +73,14 @@ class Attempts:
         self._last_message = message
 
     def declined(self, message: str) -> None:
-        """The engine chosen last takes nothing any more, or not yet: asking it cost nothing and does not count."""
+        """The engine chosen last takes nothing any more, or not yet, or nobody listens there: that does not count."""
         self._failed.append(self._chosen)
         self._num_failures += 1
         self._num_declined += 1
         self._last_message = message
 
     def broke(self, message: str) -> None:
-        """The engine chosen last could not be reached, or failed."""
+        """The engine chosen last failed, or was lost: it may have had the request."""
         self._failed.append(self._chosen)
         self._num_failures += 1
         self._last_message = message
@@ -88,7 +89,8 @@ class Attempts:
         """How long to wait before the next try: nothing for another endpoint, a growing jittered pause for the same."""
         if next_endpoint_id not in self._failed:
             return 0.0
-        return RETRY_PAUSE_BASE_S * 2.0 ** len(self._failed) * random.uniform(0.5, 1.0)
+        pause_s = min(RETRY_PAUSE_MAX_S, RETRY_PAUSE_BASE_S * 2.0 ** len(self._failed))
+        return pause_s * random.uniform(0.5, 1.0)
 
     def verdict(self) -> PagemillError:
         """The error for the client once no try is left."""

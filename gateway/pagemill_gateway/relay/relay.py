@@ -202,7 +202,8 @@ class Relay:
         self._metrics.attempt(record.model, choice.endpoint_id, failure.kind)
         if failure.kind == "refused":
             attempts.refused(failure.message)
-        elif failure.kind == "declined":
+        elif failure.kind in ("declined", "unreachable"):
+            # Several engines may be gone before anybody knows: whom they never heard must wait for the next, not fail.
             attempts.declined(failure.message)
         else:
             attempts.broke(failure.message)
