@@ -159,7 +159,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     no room gets 503. Parsed and tokenized, a body takes several times its size.
     """
     max_attempts: int = 3
-    """Engines asked for one request, the first one included."""
+    """Engines that may fail one request. Those that refuse it, or where nobody listens, do not count."""
     request_timeout_s: float | None = None
     """Deadline of requests that send no `x-request-timeout-s`; `None`: none."""
     connect_timeout_s: float = 2.0
