@@ -14,7 +14,7 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -49,21 +49,31 @@ def main() -> None:
     vocabulary = words()
     found: Figures = {kind: {} for kind in args.traffic}
     problems: dict[str, str] = {}
-    for name in args.contenders:
-        try:
-            start = _starter(name, args.uv)
-            for kind, told in measure(start, args, vocabulary):
-                found[kind][name] = figures(told)
-                _tell(f"{name}, {kind}: {json.dumps(found[kind][name])}")
-        except (InstallFailed, PeerFailed) as failure:
-            problems[name] = str(failure)
-            _tell(f"{name}: {failure}")
-    if args.json is not None:
-        args.json.write_text(json.dumps([found, problems]))
+    try:
+        for name in args.contenders:
+            compare(name, found, problems, args, vocabulary)
+    finally:
+        if args.json is not None:
+            args.json.write_text(json.dumps([found, problems]))
     report(found, problems, args)
 
 
-def measure(start: Callable[[Site], Start], args: argparse.Namespace, vocabulary: list[str]) -> Any:
+def compare(
+    name: str, found: Figures, problems: dict[str, str], args: argparse.Namespace, vocabulary: list[str]
+) -> None:
+    """One contender under all traffic; what fails is told with its cause."""
+    try:
+        for kind, told in measure(_starter(name, args.uv), args, vocabulary):
+            found[kind][name] = figures(told)
+            _tell(f"{name}, {kind}: {json.dumps(found[kind][name])}")
+    except (InstallFailed, PeerFailed) as failure:
+        problems[name] = str(failure)
+        _tell(f"{name}: {failure}")
+
+
+def measure(
+    start: Callable[[Site], Start], args: argparse.Namespace, vocabulary: list[str]
+) -> Iterator[tuple[str, Told]]:
     """Each kind of traffic with what came of it, all seeds together."""
     folder = FOLDER / "routing"
     with engines(args.pods, args.slowdown, folder) as ports:

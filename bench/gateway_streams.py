@@ -1,7 +1,8 @@
 """Thousands of streams that hardly say anything, open at once in one gateway process: memory of each, none dropped.
 
-Every stream gets a token a second for as long as all of them need to begin and to stay a while together. Memory is the
-proportional set size of the gateway's processes, before and at its highest. `--routers` measures others, one by one.
+Every stream gets a token every two seconds for as long as all of them need to begin and to stay a while together.
+Memory is the proportional set size of the gateway's processes, before and at its highest. `--routers` measures others,
+one by one.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from routers.catalogue import OURS, Router, routers
 from routers.stage import Scene, cores, stage, started
 
 NUM_PODS = 16
-STEP_MS = 1000.0
 
 
 def main() -> None:
@@ -31,7 +31,9 @@ def main() -> None:
     known = routers()
     args = _arguments(list(known))
     seconds = args.streams / args.rate + args.together_s
-    scene = Scene(NUM_PODS, args.streams + 16, num_tokens=math.ceil(seconds), step_ms=STEP_MS)
+    scene = Scene(
+        NUM_PODS, args.streams + 16, num_tokens=math.ceil(seconds / args.event_s), step_ms=1000 * args.event_s
+    )
     found: dict[str, dict[str, Any]] = {}
     for name in args.routers:
         try:
@@ -89,6 +91,7 @@ def _arguments(names: list[str]) -> argparse.Namespace:
     parser.add_argument("--routers", nargs="+", default=[OURS], choices=names)
     parser.add_argument("--streams", type=int, default=5000)
     parser.add_argument("--rate", type=float, default=200.0, help="of new streams, a second")
+    parser.add_argument("--event-s", type=float, default=2.0, help="between two tokens of a stream")
     parser.add_argument("--together-s", type=float, default=20.0, help="after the last one has begun")
     parser.add_argument("--uv", type=Path, default=ROOT / ".uv" / "bin" / "uv")
     return parser.parse_args()
