@@ -24,6 +24,8 @@ from routers.catalogue import OURS, Router, routers
 from routers.stage import Scene, cores, stage, started
 
 NUM_PODS = 16
+PATIENCE_S = 90.0
+"""A slow machine may begin late with what it does not drop."""
 
 
 def main() -> None:

@@ -24,8 +24,6 @@ import uvloop
 NONCE = b"00000000"
 """In each body, replaced by the request's number: no two prompts share their beginning."""
 MAX_CAUSE_CHARS = 160
-PATIENCE_S = 20.0
-"""For answers that are still open when the last request was sent, beyond what they take by themselves."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -45,8 +43,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """That each answer must have."""
     first: int = 0
     """Number of the first request."""
-    hold_s: float = 0.0
+    hold_s: float
     """What an answer takes by itself."""
+    patience_s: float
+    """For answers that are still open when the last request was sent, beyond what they take by themselves."""
 
 
 class Connection(asyncio.Protocol):
@@ -144,7 +144,7 @@ class Load:
             due_s += draw.expovariate(job.rate)
         sent_s = time.perf_counter() - start_s
         try:
-            async with asyncio.timeout(job.hold_s + PATIENCE_S):
+            async with asyncio.timeout(job.hold_s + job.patience_s):
                 while self._num_open:
                     self._ended.clear()
                     await self._ended.wait()

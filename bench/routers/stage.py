@@ -43,6 +43,8 @@ class Scene(NamedTuple):
     step_ms: float = 10.0
     """Between two of them."""
     num_prompt_tokens: int = 200
+    patience_s: float = 20.0
+    """For an answer, beyond what it takes by itself and after the last request."""
 
     @property
     def answer_s(self) -> float:
@@ -98,8 +100,10 @@ class Stage:
             "num_tokens": self.scene.num_tokens,
             "first": self.num_sent,
             "hold_s": self.scene.answer_s,
+            "patience_s": self.scene.patience_s,
         }
-        report = self.generator.ask(job, seconds + num_requests / rate + self.scene.answer_s + ASK_MARGIN_S)
+        limit_s = seconds + num_requests / rate + self.scene.answer_s + self.scene.patience_s
+        report = self.generator.ask(job, limit_s + ASK_MARGIN_S)
         self.num_sent += report["num_sent"]
         return report
 
