@@ -34,7 +34,11 @@ def main() -> None:
     args = _arguments(list(known))
     seconds = args.streams / args.rate + args.together_s
     scene = Scene(
-        NUM_PODS, args.streams + 16, num_tokens=math.ceil(seconds / args.event_s), step_ms=1000 * args.event_s
+        NUM_PODS,
+        args.streams + 16,
+        num_tokens=math.ceil(seconds / args.event_s),
+        step_ms=1000 * args.event_s,
+        patience_s=PATIENCE_S,
     )
     found: dict[str, dict[str, Any]] = {}
     for name in args.routers:
