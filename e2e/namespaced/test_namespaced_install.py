@@ -64,7 +64,7 @@ def test_it_serves_its_namespaces_and_leaves_the_others_alone(
     served.wait_ready(1)
     service = namespaced.service("served")
     assert "Paris" in service.ask("What is the capital of France?")
-    assert [model.id for model in service.client().models.list()] == ["served"]
+    assert service.models() == ["served"]
     namespaced.helm("test", namespaced.name)
     assert stranger.status() == {}, "the operator touched a namespace that it was not given"
     assert elsewhere.items("deployments") == []

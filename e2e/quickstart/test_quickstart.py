@@ -40,7 +40,7 @@ def test_from_helm_install_to_an_answer_and_back_to_nothing(releases: Releases, 
     assert "ok: smollm2 answered" in asked
 
     service = release.service("smollm2")
-    assert [model.id for model in service.client().models.list()] == ["smollm2"]
+    assert service.models() == ["smollm2"]
     assert "Paris" in service.ask("What is the capital of France?")
     header, row = space.ok("get", "llmd", "smollm2").splitlines()
     assert header.split() == ["NAME", "MODEL", "READY", "DESIRED", "KV%", "QUEUE", "REASON", "AGE"]
@@ -48,7 +48,7 @@ def test_from_helm_install_to_an_answer_and_back_to_nothing(releases: Releases, 
 
     smollm2.delete()
     wait_no_children(space)
-    assert list(service.client().models.list()) == []
+    assert service.models() == []
     release.uninstall()
     until("what belonged to pods is gone too", lambda: _left(release) <= LEFT_ON_PURPOSE | NOT_OURS, timeout_s=60)
     assert _left(release) - NOT_OURS == LEFT_ON_PURPOSE, "docs/how-to/install-with-helm.md says what stays"

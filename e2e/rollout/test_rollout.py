@@ -30,7 +30,7 @@ def test_a_new_model_name_interrupts_nobody(release: Release, assistant: Deploye
         assistant.patch(model={"name": "assistant-2"})
         assistant.wait_settled()
         load.wait_for(10)
-        names = [model.id for model in release.service(ALIAS).client().models.list()]
+        names = release.service(ALIAS).models()
     load.report().assert_all_complete(at_least=20)
     assert "assistant-2" in names
     assert "assistant-1" not in names

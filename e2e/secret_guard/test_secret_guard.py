@@ -8,7 +8,7 @@ import json
 
 from support.deployments import deploy
 from support.kubectl import Kubectl
-from support.objects import llmdeployment, secret
+from support.objects import Document, llmdeployment, probe_pod, secret
 from support.release import Release
 from support.waiting import until
 
@@ -37,20 +37,27 @@ def test_a_stolen_operator_account_changes_no_pod_but_for_annotations_of_engines
 ) -> None:
     chat = deploy(space, llmdeployment("chat"))
     chat.wait_ready(1)
-    operator = f"--as=system:serviceaccount:{release.namespace}:{release.name}-operator"
-    (engine,), (gateway, *_) = chat.pods(), release.pods("gateway")
-    images = [
-        {"spec": {"containers": [{"name": each["spec"]["containers"][0]["name"], "image": "docker.io/miner:1"}]}}
-        for each in (engine, gateway)
-    ]
+    idle = ["python", "-c", "import time; time.sleep(600)"]
+    space.apply(probe_pod("mine", f"docker.io/pagemill/gateway:{release.image_tag}", idle))
+    account = f"{release.namespace}:{release.name}-operator"
+    # kubectl reads what it patches, which the operator may not; nothing else is given.
+    space.ok("create", "role", "reader", "--verb=get", "--resource=pods")
+    space.ok("create", "rolebinding", "reader", "--role=reader", f"--serviceaccount={account}")
+    engine = f"pod/{chat.pods()[0]['metadata']['name']}"
     note = {"metadata": {"annotations": {COST: "-1"}}}
-    for pod, change in ((engine, images[0]), (gateway, images[1]), (gateway, note)):
-        metadata = pod["metadata"]
-        here = space.within(metadata["namespace"])
-        done = here.run("patch", f"pod/{metadata['name']}", "--patch", json.dumps(change), operator)
+
+    def patch(target: str, change: Document) -> list[str]:
+        return ["patch", target, "--patch", json.dumps(change), f"--as=system:serviceaccount:{account}"]
+
+    for target, change in ((engine, _image("engine")), ("pod/mine", _image("probe")), ("pod/mine", note)):
+        done = space.run(*patch(target, change))
         assert done.returncode != 0
         assert PODS_DENIED in done.stderr
-    space.ok("patch", f"pod/{engine['metadata']['name']}", "--patch", json.dumps(note), operator)
+    space.ok(*patch(engine, note))
+
+
+def _image(container: str) -> Document:
+    return {"spec": {"containers": [{"name": container, "image": "docker.io/miner:1"}]}}
 
 
 def test_a_secret_that_has_the_name_already_is_left_alone_and_told(release: Release, space: Kubectl) -> None:

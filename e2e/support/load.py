@@ -42,10 +42,16 @@ class Service:
 
     def ask(self, prompt: str = PROMPTS[0], max_tokens: int = 24) -> str:
         """One greedy answer."""
-        answer = self.client().chat.completions.create(
-            model=self.model, messages=[{"role": "user", "content": prompt}], max_tokens=max_tokens, temperature=0
-        )
+        with self.client() as client:
+            answer = client.chat.completions.create(
+                model=self.model, messages=[{"role": "user", "content": prompt}], max_tokens=max_tokens, temperature=0
+            )
         return answer.choices[0].message.content or ""
+
+    def models(self) -> list[str]:
+        """Names that clients are told."""
+        with self.client() as client:
+            return [model.id for model in client.models.list()]
 
 
 @dataclass

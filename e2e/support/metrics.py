@@ -15,7 +15,7 @@ def read(pod: dict[str, Any], port: int) -> str:
         return text
 
 
-def total(pod: dict[str, Any], port: int, name: str, **labels: str) -> float:
+def total(pod: dict[str, Any], port: int, name: str, /, **labels: str) -> float:
     """The sum over all series of that name with those labels; 0 where there is none."""
     wanted = [f'{label}="{value}"' for label, value in labels.items()]
     values = [

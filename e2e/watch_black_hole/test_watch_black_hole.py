@@ -51,4 +51,4 @@ def test_the_gateway_finds_a_silent_watch_and_fails_nothing(
 
 
 def _knows(release: Release, pod: dict[str, object], model: str) -> bool:
-    return model in {each.id for each in release.gateway_pod(pod, model).client().models.list()}
+    return model in release.gateway_pod(pod, model).models()
