@@ -223,7 +223,8 @@ def test_without_any_the_engine_is_measured_under_such_requests(write: Write, si
     assert result.exit_code == 0, result.output
     body = json.loads(result.stdout)
     assert (body["replica"]["numBlocks"], body["replica"]["maxNumSeqs"]) == (256, 16)
-    assert body["replica"]["alone"]["tpot_ms"] >= 6
+    # Fitted to clock readings, so not the device's 6 to the last digit.
+    assert body["replica"]["alone"]["tpot_ms"] >= 5.9
     assert body["stepTimeFrom"].startswith("measured here, with up to ")
     model = StepTimeModel.from_params(msgspec.convert(body["stepTime"], StepTimeParams))
     assert model.predict_ms(1) > 4

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import io
 
+from engine_ready import engine_ready
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
 from pagemill.commands.serve import budget_table
-from pagemill_engine.ipc.messages import MemoryBudget, Ready
-from pagemill_protocol.state import EngineLoad
+from pagemill_engine.ipc.messages import MemoryBudget
 
 sizes = st.integers(0, 80 * 1024**3)
 
@@ -38,22 +38,7 @@ def test_the_shown_parts_and_what_is_free_are_the_limit(
 
 
 def _shown(memory: MemoryBudget) -> dict[str, int]:
-    ready = Ready(
-        num_blocks=100,
-        block_size=16,
-        max_model_len=1600,
-        max_num_batched_tokens=512,
-        max_num_seqs=64,
-        vocab_size=256,
-        weights_digest="w",
-        kv_dtype="float32",
-        compute="float32, native kernels",
-        weight_bytes=memory.weight_bytes,
-        kv_bytes_per_token=1024,
-        load_s=0.1,
-        load=EngineLoad(),
-        memory=memory,
-    )
+    ready = engine_ready(weight_bytes=memory.weight_bytes, kv_bytes_per_token=1024, memory=memory)
     console = Console(file=io.StringIO(), width=200, color_system=None)
     console.print(budget_table(ready, memory))
     assert isinstance(console.file, io.StringIO)

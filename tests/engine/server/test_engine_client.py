@@ -7,10 +7,11 @@ from typing import Any
 
 import msgspec
 import pytest
+from engine_ready import engine_ready
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.channels import EngineDied
-from pagemill_engine.ipc.messages import Abort, AddRequest, Ready, StepOutputs, TokensOut
+from pagemill_engine.ipc.messages import Abort, AddRequest, StepOutputs, TokensOut
 from pagemill_engine.output.processor import OutputProcessor
 from pagemill_engine.scheduler.admission import Admission
 from pagemill_engine.server.answer import Answer
@@ -21,25 +22,9 @@ from pagemill_engine.server.state_stream import StatePublisher
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.sampling import SamplingParams
-from pagemill_protocol.state import EngineLoad
 from pagemill_protocol.text.tokenizer import Tokenizer
 
 CONFIG = EngineConfig(model="m", max_num_waiting=8)
-READY = Ready(
-    num_blocks=64,
-    block_size=16,
-    max_model_len=1024,
-    max_num_batched_tokens=512,
-    max_num_seqs=64,
-    vocab_size=256,
-    weights_digest="w",
-    kv_dtype="float32",
-    weight_bytes=0,
-    kv_bytes_per_token=1,
-    compute="float32, native kernels",
-    load_s=0.1,
-    load=EngineLoad(num_blocks_total=64, num_blocks_free=64),
-)
 
 
 class Inside:
@@ -50,7 +35,7 @@ class Inside:
         self._tokenizer = tokenizer
         lifecycle, metrics = Lifecycle(), ServerMetrics("m", CONFIG)
         self.client = EngineClient(CONFIG, self, lifecycle, StatePublisher(["m"]), metrics)  # type: ignore[arg-type]
-        self.client._handle(READY)
+        self.client._handle(engine_ready())
 
     def send(self, message: Any) -> None:
         self.sent.append(message)

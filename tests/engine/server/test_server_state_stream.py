@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
+from engine_ready import engine_ready
 
-from pagemill_engine.ipc.messages import PrefixEvents, Ready
+from pagemill_engine.ipc.messages import PrefixEvents
 from pagemill_engine.server import state_stream
 from pagemill_engine.server.state_stream import StatePublisher
 from pagemill_protocol.frames import StateDecoder
@@ -24,21 +25,7 @@ async def publisher(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[StatePubli
     await asyncio.wait_for(task, 2)
 
 
-READY = Ready(
-    num_blocks=64,
-    block_size=16,
-    max_model_len=1024,
-    max_num_batched_tokens=512,
-    max_num_seqs=64,
-    vocab_size=256,
-    weights_digest="w",
-    kv_dtype="float32",
-    weight_bytes=0,
-    kv_bytes_per_token=1,
-    compute="float32, native kernels",
-    load_s=0.1,
-    load=EngineLoad(num_blocks_total=64, num_blocks_free=60, num_blocks_evictable=4),
-)
+READY = engine_ready(load=EngineLoad(num_blocks_total=64, num_blocks_free=60, num_blocks_evictable=4))
 
 
 class Reader:

@@ -1,0 +1,29 @@
+"""What an engine process says when it is ready, with the parts that a test is about set by it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pagemill_engine.ipc.messages import Ready
+from pagemill_protocol.state import EngineLoad
+
+
+def engine_ready(**changes: Any) -> Ready:
+    return Ready(
+        **{
+            "num_blocks": 64,
+            "block_size": 16,
+            "max_model_len": 1024,
+            "max_num_batched_tokens": 512,
+            "max_num_seqs": 64,
+            "vocab_size": 256,
+            "weights_digest": "w",
+            "kv_dtype": "float32",
+            "weight_bytes": 0,
+            "kv_bytes_per_token": 1,
+            "compute": "float32, native kernels",
+            "load_s": 0.1,
+            "load": EngineLoad(num_blocks_total=64, num_blocks_free=64),
+            **changes,
+        }
+    )
