@@ -7,14 +7,13 @@ simulator's, times the slowdown of the engines; what is reported is divided by i
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import aiohttp
+from peers.http_load import LoadError, parse_event
 
 from pagemill_protocol.text.tokenizer import Tokenizer
 from pagemill_simulator.conversations import Conversation
@@ -94,7 +93,7 @@ class Chats:
             messages.append({"role": "user", "content": text(question)})
             try:
                 answer = await self._ask(session, messages, turn.num_output_tokens, told)
-            except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            except (aiohttp.ClientError, TimeoutError, OSError, LoadError, ValueError) as error:
                 told.faults.append(f"{type(error).__name__}: {error}"[:200])
                 return
             messages.append({"role": "assistant", "content": answer})
@@ -114,9 +113,9 @@ class Chats:
         first_s, pieces, usage = 0.0, [], None
         async with session.post(f"{self._url}/v1/chat/completions", json=body) as response:
             if response.status != 200:
-                raise ValueError(f"HTTP {response.status}: {(await response.text())[:120]}")
+                raise LoadError(f"HTTP {response.status}: {(await response.text())[:120]}")
             async for line in response.content:
-                event = _event(line)
+                event = parse_event(line)
                 if event is None:
                     continue
                 if event.get("choices"):
@@ -124,7 +123,7 @@ class Chats:
                     pieces.append(event["choices"][0]["delta"].get("content") or "")
                 usage = event.get("usage") or usage
         if usage is None or usage["completion_tokens"] != num_tokens:
-            raise ValueError(f"an answer of {usage and usage['completion_tokens']} tokens, not {num_tokens}")
+            raise LoadError(f"an answer of {usage and usage['completion_tokens']} tokens, not {num_tokens}")
         end_s = time.perf_counter()
         told.ttft_ms.append((first_s - start) * 1000 / self._slowdown)
         if num_tokens > 1:
@@ -133,14 +132,3 @@ class Chats:
         told.num_cached_tokens += (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         # The simulated device says anything, also what no door lets in again.
         return "".join(pieces).replace("\0", "")
-
-
-def _event(line: bytes) -> dict[str, Any] | None:
-    """The JSON of one `data:` line; `None` for other lines and the end mark. Raises `ValueError` for an error."""
-    data = line.removeprefix(b"data:").strip()
-    if not line.startswith(b"data:") or data == b"[DONE]":
-        return None
-    event: dict[str, Any] = json.loads(data)
-    if "error" in event:
-        raise ValueError(str(event["error"])[:120])
-    return event

@@ -13,7 +13,7 @@ from support.deployments import deploy
 from support.kubectl import Kubectl
 from support.load import running_load
 from support.objects import llmdeployment
-from support.processes import kill_pod
+from support.processes import kill_pod, restart_count
 from support.release import Release
 from support.waiting import until
 
@@ -68,7 +68,4 @@ def _engine_replicas(space: Kubectl) -> int:
 
 
 def _restarts(release: Release) -> dict[str, int]:
-    return {
-        pod["metadata"]["name"]: pod["status"]["containerStatuses"][0]["restartCount"]
-        for pod in release.pods("operator")
-    }
+    return {pod["metadata"]["name"]: restart_count(pod) for pod in release.pods("operator")}

@@ -8,7 +8,7 @@ from support.deployments import Deployed, deploy
 from support.kubectl import Kubectl
 from support.load import running_load
 from support.objects import llmdeployment
-from support.processes import kill_pod
+from support.processes import kill_pod, restart_count
 from support.release import Release
 from support.waiting import until
 
@@ -38,6 +38,4 @@ def _kill_one(chat: Deployed, index: int) -> None:
 
 
 def _restarts(chat: Deployed, name: str) -> int:
-    pod = chat.kubectl.json("get", f"pod/{name}")
-    count: int = pod["status"]["containerStatuses"][0]["restartCount"]
-    return count
+    return restart_count(chat.kubectl.json("get", f"pod/{name}"))

@@ -69,3 +69,9 @@ def _all_of(uid: str) -> list[Process]:
         except OSError:
             continue  # it ended meanwhile
     return sorted(found, key=lambda process: process.pid)
+
+
+def restart_count(pod: dict[str, Any]) -> int:
+    """How often the pod's only container was started again."""
+    count: int = pod["status"]["containerStatuses"][0]["restartCount"]
+    return count

@@ -6,7 +6,6 @@ import itertools
 import signal
 import time
 from collections.abc import Iterable
-from typing import Any
 
 from support.audit import AuditLog, Call
 from support.clusters import OneNode
@@ -14,7 +13,7 @@ from support.deployments import deploy
 from support.kubectl import Kubectl
 from support.metrics import total
 from support.objects import llmdeployment
-from support.processes import kill_pod, of_pod
+from support.processes import kill_pod, of_pod, restart_count
 from support.release import Release
 from support.waiting import until
 
@@ -64,7 +63,7 @@ def test_a_paused_leader_that_wakes_up_writes_nothing(
     finally:
         for process in processes:
             process.signal(signal.SIGCONT)
-    until("the old leader has ended", lambda: _restarts(space, release, name) > _count(old), timeout_s=60)
+    until("the old leader has ended", lambda: _restarts(space, release, name) > restart_count(old), timeout_s=60)
     chat.scale(1)  # whoever is awake sees this
     chat.wait_ready(1)
     assert len(audit.writes(user=OPERATOR, pod=name)) == before, "the old leader wrote after it woke up"
@@ -98,9 +97,4 @@ def _turns(writes: Iterable[Call]) -> int:
 
 
 def _restarts(space: Kubectl, release: Release, name: str) -> int:
-    return _count(space.within(release.namespace).json("get", f"pod/{name}"))
-
-
-def _count(pod: dict[str, Any]) -> int:
-    count: int = pod["status"]["containerStatuses"][0]["restartCount"]
-    return count
+    return restart_count(space.within(release.namespace).json("get", f"pod/{name}"))
