@@ -7,14 +7,11 @@ traffic and seed give the same report, bit for bit.
 
 from __future__ import annotations
 
-import asyncio
-import heapq
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 import msgspec
 
@@ -30,16 +27,14 @@ from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.hashes import token_bytes
 from pagemill_protocol.sampling import SamplingParams
 from pagemill_simulator.conversations import Conversation
-from pagemill_simulator.pod import FRAME_INTERVAL_S, SimulatedPod
+from pagemill_simulator.events import Events, EventsLoop
+from pagemill_simulator.pod import NETWORK_S, RunningPod, SimulatedPod
 
-NETWORK_S = 0.001
 KEY_TOKENS = 25
 """About a hundred characters, which `PrefixHash` goes by."""
 MODEL = "sim"
 PATIENCE = QueueLimits(max_requests=10**9, max_bytes=10**18, timeout_s=1e9)
 """Everybody is served in the end, else fast policies could be those that turn requests away."""
-TURNS = 3
-"""Of the event loop, until everybody who was given an engine knows it."""
 
 
 class RoutingReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,13 +56,6 @@ class RoutingReport(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self.ttft_ms) / len(self.ttft_ms)
 
 
-class _Arrival(NamedTuple):
-    conversation: Conversation
-    turn: int
-    token_ids: list[int]
-    arrival_s: float
-
-
 @dataclass(slots=True)
 class _Course:
     """One request under way."""
@@ -86,79 +74,65 @@ class ClusterSimulation:
     def __init__(
         self, traffic: Sequence[Conversation], engines: Sequence[EngineConfig], policy: PolicyName, *, seed: int = 0
     ) -> None:
-        self._now_s = 0.0
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._order = itertools.count()
+        self._events = Events()
+        self._loop = EventsLoop(self._events)
         self._courses: dict[str, _Course] = {}
-        self._pods = {f"pod-{number}": SimulatedPod(f"pod-{number}", each) for number, each in enumerate(engines)}
         self._hashes = PromptHashes(1_000_000)
         self._names = itertools.count()
         self._report = RoutingReport(
             ttft_ms=[], tpot_ms=[], num_prompt_tokens=0, num_cached_tokens=0, num_exact=0, ttft_errors=[]
         )
         self._totals = [0, 0, 0]
-        self._loop = asyncio.new_event_loop()
-        """Only for those who wait for room on an engine; its own time never counts."""
-        self._questions: list[tuple[asyncio.Task[Choice], _Arrival]] = []
-        """Requests that are not at an engine yet, in order of arrival."""
         config = GatewayConfig(routing_policy=policy, queue=PATIENCE)
-        self.brain = LocalBrain(config, clock=lambda: self._now_s, rng=random.Random(seed))
+        self.brain = LocalBrain(config, clock=self._events.now, rng=random.Random(seed))
+        self._pods = {f"pod-{number}": self._pod(f"pod-{number}", each) for number, each in enumerate(engines)}
         endpoints = [
             Endpoint(id=each, data_url=f"http://{each}:1", control_url=f"http://{each}:2") for each in self._pods
         ]
         self.brain.apply_catalog(Catalog(models=[CatalogModel(deployment=MODEL, name=MODEL, endpoints=endpoints)]))
-        for name, pod in self._pods.items():
-            self.brain.observe(name, pod.frame(snapshot=True))
-            self._at(1.0, partial(self._heartbeat, pod))
+        for name, running in self._pods.items():
+            self.brain.observe(name, running.pod.frame(snapshot=True))
         for conversation in traffic:
-            self._at(conversation.start_s, partial(self._arrive, conversation, 0, list(conversation.prefix)))
+            self._events.at(conversation.start_s, partial(self._arrive, conversation, 0, list(conversation.prefix)))
         self._num_open = len(traffic)
 
     def run(self) -> RoutingReport:
         """To the last token of the last turn."""
         try:
             while self._num_open:
-                self._now_s, _, event = heapq.heappop(self._events)
-                event()
-                if self._questions:
-                    self._take_turns()
+                self._events.step()
+                self._loop.run_ready()
         finally:
             self._loop.close()
-        for pod in self._pods.values():
-            pod.core.check_integrity()
+        for running in self._pods.values():
+            running.pod.core.check_integrity()
         prompt, cached, exact = self._totals
         return msgspec.structs.replace(
             self._report, num_prompt_tokens=prompt, num_cached_tokens=cached, num_exact=exact
         )
 
-    def _at(self, instant_s: float, event: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (instant_s, next(self._order), event))
+    def _pod(self, name: str, config: EngineConfig) -> RunningPod:
+        observe = partial(self.brain.observe, name)
+        return RunningPod(SimulatedPod(name, config), self._events, observe=observe, deliver=self._deliver)
 
     def _arrive(self, conversation: Conversation, turn: int, history: list[int]) -> None:
-        token_ids = history + conversation.turns[turn].token_ids
+        self._loop.spawn(self._route(conversation, turn, history + conversation.turns[turn].token_ids))
+
+    async def _route(self, conversation: Conversation, turn: int, token_ids: list[int]) -> None:
+        arrival_s = self._events.now_s
         target = self.brain.resolve(MODEL)
         granules = self._hashes.hashes(target.scheme, "", token_ids)
         key = token_bytes(conversation.user_token_ids[:KEY_TOKENS])
         ask = Ask(len(token_ids), granules, target.scheme.granule_tokens, key)
-        claim = Claim(arrived_at=self._now_s, max_tokens=conversation.turns[turn].num_output_tokens)
-        question = self._loop.create_task(self.brain.choose(target, frozenset(), ask, claim=claim))
-        self._questions.append((question, _Arrival(conversation, turn, token_ids, self._now_s)))
-
-    def _take_turns(self) -> None:
-        """Let everybody who has room by now go to their engine. Raises what the brain says to one that never will."""
-        for _ in range(TURNS):
-            self._loop.call_soon(self._loop.stop)
-            self._loop.run_forever()
-        answered = [each for each in self._questions if each[0].done()]
-        self._questions = [each for each in self._questions if not each[0].done()]
-        for question, arrival in answered:
-            self._send(question.result(), *arrival)
+        claim = Claim(arrived_at=arrival_s, max_tokens=conversation.turns[turn].num_output_tokens)
+        choice = await self.brain.choose(target, frozenset(), ask, claim=claim)
+        self._send(choice, conversation, turn, token_ids, arrival_s)
 
     def _send(
         self, choice: Choice, conversation: Conversation, turn: int, token_ids: list[int], arrival_s: float
     ) -> None:
         name = f"sim-{next(self._names)}"
-        self._courses[name] = _Course(conversation, turn, token_ids, arrival_s, self._now_s, choice)
+        self._courses[name] = _Course(conversation, turn, token_ids, arrival_s, self._events.now_s, choice)
         request = GenerateRequest(
             request_id=name,
             model=MODEL,
@@ -167,41 +141,8 @@ class ClusterSimulation:
                 max_tokens=conversation.turns[turn].num_output_tokens, ignore_eos=True, seed=len(self._courses)
             ),
         )
-        self._at(self._now_s + NETWORK_S, partial(self._enter, self._pods[choice.endpoint_id], request))
-        self._at(self._now_s + 2 * NETWORK_S, partial(self.brain.accepted, choice))
-
-    def _enter(self, pod: SimulatedPod, request: GenerateRequest) -> None:
-        pod.core.add(request)
-        if not pod.stepping:
-            self._step(pod)
-
-    def _step(self, pod: SimulatedPod) -> None:
-        pod.stepping = True
-        outputs, done_s = pod.step(self._now_s)
-        self._at(done_s, partial(self._stepped, pod, outputs))
-
-    def _stepped(self, pod: SimulatedPod, outputs: StepOutputs) -> None:
-        pod.note(outputs)
-        self._tell(pod)
-        self._at(self._now_s + NETWORK_S, partial(self._deliver, outputs))
-        pod.stepping = False
-        if pod.core.has_work:
-            self._step(pod)
-
-    def _tell(self, pod: SimulatedPod) -> None:
-        if pod.frame_due:
-            return
-        pod.frame_due = True
-        self._at(max(self._now_s, pod.next_frame_s), partial(self._publish, pod))
-
-    def _publish(self, pod: SimulatedPod) -> None:
-        pod.frame_due = False
-        pod.next_frame_s = self._now_s + FRAME_INTERVAL_S
-        self._at(self._now_s + NETWORK_S, partial(self.brain.observe, pod.name, pod.frame()))
-
-    def _heartbeat(self, pod: SimulatedPod) -> None:
-        self._tell(pod)
-        self._at(self._now_s + 1.0, partial(self._heartbeat, pod))
+        self._events.after(NETWORK_S, partial(self._pods[choice.endpoint_id].enter, request))
+        self._events.after(2 * NETWORK_S, partial(self.brain.accepted, choice))
 
     def _deliver(self, outputs: StepOutputs) -> None:
         for output in outputs.outputs:
@@ -213,12 +154,12 @@ class ClusterSimulation:
                 self._finish(self._courses.pop(output.request_id))
 
     def _first_token(self, course: _Course, num_cached_tokens: int) -> None:
-        course.first_token_s = self._now_s
+        course.first_token_s = self._events.now_s
         self.brain.started(course.choice)
-        ttft_ms = (self._now_s - course.arrival_s) * 1000
+        ttft_ms = (self._events.now_s - course.arrival_s) * 1000
         self._report.ttft_ms.append(ttft_ms)
         if course.choice.predicted_ttft_ms is not None:
-            since_sent_ms = (self._now_s - course.sent_s) * 1000
+            since_sent_ms = (self._events.now_s - course.sent_s) * 1000
             self._report.ttft_errors.append(abs(course.choice.predicted_ttft_ms - since_sent_ms) / since_sent_ms)
         self._totals[0] += len(course.token_ids)
         self._totals[1] += num_cached_tokens
@@ -228,14 +169,14 @@ class ClusterSimulation:
     def _finish(self, course: _Course) -> None:
         self.brain.finished(course.choice, Served(len(course.output)))
         if len(course.output) > 1:
-            self._report.tpot_ms.append((self._now_s - course.first_token_s) * 1000 / (len(course.output) - 1))
+            self._report.tpot_ms.append((self._events.now_s - course.first_token_s) * 1000 / (len(course.output) - 1))
         following = course.turn + 1
         if following == len(course.conversation.turns):
             self._num_open -= 1
             return
         pause_s = course.conversation.turns[following].pause_s
         history = course.token_ids + course.output
-        self._at(self._now_s + pause_s, partial(self._arrive, course.conversation, following, history))
+        self._events.after(pause_s, partial(self._arrive, course.conversation, following, history))
 
 
 def simulate_routing(

@@ -22,8 +22,8 @@ from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.sampling import SamplingParams
 from pagemill_protocol.state import StepTimeParams
 from pagemill_simulator.clock import VirtualClock
-from pagemill_simulator.report import Percentiles, SimulationReport
-from pagemill_simulator.traces import TraceRequest
+from pagemill_simulator.engine_report import Percentiles, SimulationReport
+from pagemill_simulator.workloads.request import SimRequest
 
 
 class Latency(NamedTuple):
@@ -38,7 +38,7 @@ class Latency(NamedTuple):
 class _Course:
     """What happened to one request, in virtual seconds."""
 
-    request: TraceRequest
+    request: SimRequest
     first_token_s: float | None = None
     finished_s: float | None = None
     num_output_tokens: int = 0
@@ -61,9 +61,7 @@ class _Course:
 class EngineSimulation:
     """Runs one trace through one engine."""
 
-    def __init__(
-        self, trace: Sequence[TraceRequest], config: EngineConfig, params: StepTimeParams | None = None
-    ) -> None:
+    def __init__(self, trace: Sequence[SimRequest], config: EngineConfig, params: StepTimeParams | None = None) -> None:
         self.clock = VirtualClock()
         settings = msgspec.structs.replace(
             config, null_runner=True, step_time=params or config.step_time, seed=config.seed or 0
@@ -100,7 +98,7 @@ class EngineSimulation:
             if course.finished_s is not None
         ]
 
-    def _arrive(self, index: int, request: TraceRequest) -> None:
+    def _arrive(self, index: int, request: SimRequest) -> None:
         name = f"sim-{index}"
         vocab_size = self.core.runner.info.vocab_size
         # Two leading tokens number the request, so that no two prompts share a prefix by accident.
@@ -166,7 +164,7 @@ class EngineSimulation:
 
 
 def simulate(
-    trace: Sequence[TraceRequest], config: EngineConfig, params: StepTimeParams | None = None
+    trace: Sequence[SimRequest], config: EngineConfig, params: StepTimeParams | None = None
 ) -> SimulationReport:
     """Serve `trace` on one engine of `config` whose steps take what `params` say (default: the null runner's own)."""
     return EngineSimulation(trace, config, params).run()

@@ -1,36 +1,51 @@
 """One engine of a simulated cluster: the real scheduler and KV manager, and the frames that tell its gateway of them.
 
 Frames say what the real server's do (`pagemill_engine.server.state_stream`): the load after the latest step and the
-prefix changes since the frame before, at most 20 a second.
+prefix changes since the frame before, at most 20 a second and at least one.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.messages import StepOutputs
 from pagemill_engine.loop.core import EngineCore
-from pagemill_engine.runner.null import NullRunner
+from pagemill_engine.runner.null import DEFAULT_STEP_TIME, NullRunner
+from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.hashes import granule_blocks
 from pagemill_protocol.state import Digests, EngineLoad, StateFrame
+from pagemill_protocol.step_time import StepTimeModel
 from pagemill_simulator.clock import VirtualClock
+from pagemill_simulator.events import Events
 
+NETWORK_S = 0.001
+"""Each way between gateway and engine."""
 FRAME_INTERVAL_S = 0.05
+HEARTBEAT_S = 1.0
+
+
+class SettledStepTime(StepTimeModel):
+    """Of an engine that was calibrated and takes just what its steps were found to take: nothing is left to learn."""
+
+    def observe(self, num_tokens: int, decode_context_tokens: int, chunk_context_products: int, ms: float) -> None:
+        self._num_observed += 1
 
 
 class SimulatedPod:
-    def __init__(self, name: str, config: EngineConfig) -> None:
+    def __init__(self, name: str, config: EngineConfig, *, is_calibrated: bool = False) -> None:
+        """`is_calibrated`: it knows its step times from the start; else it learns them."""
         self.name = name
         self.clock = VirtualClock()
         """Ahead of the cluster's while a step runs."""
         settings = msgspec.structs.replace(config, null_runner=True, seed=config.seed or 0)
         runner = NullRunner.from_config(settings, clock=self.clock.now, sleep=self.clock.advance)
         self.core = EngineCore(settings, runner, clock=self.clock.now)
-        self.stepping = False
-        self.next_frame_s = 0.0
-        """Earliest time of the next frame."""
-        self.frame_due = False
+        if is_calibrated:
+            self.core.step_time = SettledStepTime.from_params(settings.step_time or DEFAULT_STEP_TIME)
         info, self._sequence = runner.info, 0
         self._prefixes: dict[bytes, bool] = {}
         self._frame = StateFrame(
@@ -44,6 +59,15 @@ class SimulatedPod:
             granule_blocks=granule_blocks(info.block_size, info.num_blocks),
             load=EngineLoad(num_blocks_total=info.num_blocks, num_blocks_free=info.num_blocks),
         )
+
+    @property
+    def load(self) -> EngineLoad:
+        """After the latest step."""
+        return self._frame.load
+
+    @property
+    def weights_digest(self) -> str:
+        return self._frame.digests.weights
 
     def step(self, now_s: float) -> tuple[StepOutputs, float]:
         """Run one step from `now_s` on; what came of it, and when."""
@@ -59,6 +83,10 @@ class SimulatedPod:
         step_time = self._frame.step_time if outputs.step_time is None else outputs.step_time
         self._frame = msgspec.structs.replace(self._frame, load=outputs.load, step_time=step_time)
 
+    def drain(self) -> None:
+        """From the next frame on it says that it wants to go."""
+        self._frame = msgspec.structs.replace(self._frame, draining=True)
+
     def frame(self, *, snapshot: bool = False) -> StateFrame:
         self._sequence += 1
         changes, self._prefixes = self._prefixes, {}
@@ -69,3 +97,76 @@ class SimulatedPod:
             prefixes_added=[granule for granule, there in changes.items() if there],
             prefixes_removed=[granule for granule, there in changes.items() if not there],
         )
+
+
+class RunningPod:
+    """A pod at work in a simulation: step after step while there is something to do, and its frames."""
+
+    def __init__(
+        self,
+        pod: SimulatedPod,
+        events: Events,
+        *,
+        observe: Callable[[StateFrame], None],
+        deliver: Callable[[StepOutputs], None],
+    ) -> None:
+        """`observe` and `deliver` are called when a frame, or what came of a step, is at the gateway."""
+        self.pod = pod
+        self._events = events
+        self._observe = observe
+        self._deliver = deliver
+        self._is_stepping = False
+        self._is_up = True
+        self._is_frame_due = False
+        self._next_frame_s = 0.0
+        """Earliest time of the next frame."""
+        events.after(HEARTBEAT_S, self._heartbeat)
+
+    @property
+    def is_up(self) -> bool:
+        return self._is_up
+
+    def enter(self, request: GenerateRequest) -> None:
+        """Raises `PagemillError`: the engine refuses it."""
+        self.pod.core.add(request)
+        if not self._is_stepping:
+            self._step()
+
+    def tell(self) -> None:
+        """Its state has changed."""
+        if not self._is_frame_due:
+            self._is_frame_due = True
+            self._events.at(self._next_frame_s, self._publish)
+
+    def stop(self) -> None:
+        """From now on nothing comes of it; what is on its way arrives."""
+        self._is_up = False
+
+    def _step(self) -> None:
+        self._is_stepping = True
+        outputs, done_s = self.pod.step(self._events.now_s)
+        self._events.at(done_s, partial(self._stepped, outputs))
+
+    def _stepped(self, outputs: StepOutputs) -> None:
+        if not self._is_up:
+            return
+        self.pod.note(outputs)
+        self.tell()
+        if outputs.outputs:
+            self._events.after(NETWORK_S, partial(self._deliver, outputs))
+        self._is_stepping = False
+        if self.pod.core.has_work:
+            self._step()
+
+    def _publish(self) -> None:
+        if not self._is_up:
+            return
+        self._is_frame_due = False
+        self._next_frame_s = self._events.now_s + FRAME_INTERVAL_S
+        self._events.after(NETWORK_S, partial(self._observe, self.pod.frame()))
+
+    def _heartbeat(self) -> None:
+        if not self._is_up:
+            return
+        self.tell()
+        self._events.after(HEARTBEAT_S, self._heartbeat)

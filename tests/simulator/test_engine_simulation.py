@@ -10,8 +10,9 @@ import pytest
 from pagemill_engine.config import EngineConfig
 from pagemill_protocol.state import StepTimeParams
 from pagemill_simulator.engine import EngineSimulation, simulate
-from pagemill_simulator.report import Percentiles
-from pagemill_simulator.traces import TraceRequest, synthetic_trace
+from pagemill_simulator.engine_report import Percentiles
+from pagemill_simulator.workloads.request import SimRequest
+from pagemill_simulator.workloads.shapes import Steady
 
 PARAMS = StepTimeParams(knots_tokens=[1, 512, 2048], knot_ms=[6.0, 22.0, 80.0], decode_context_ms=1e-5)
 
@@ -28,8 +29,13 @@ def config(**settings: Any) -> EngineConfig:
     return EngineConfig(**{**defaults, **settings})
 
 
+def drawn(count: int, *, rate_per_s: float, seed: int) -> list[SimRequest]:
+    """As long as Azure's conversations."""
+    return Steady(rate=rate_per_s, duration_s=3 * count / rate_per_s).requests(seed)[:count]
+
+
 def test_every_request_ends_once_and_all_tokens_are_made() -> None:
-    trace = synthetic_trace(150, rate_per_s=4, seed=1)
+    trace = drawn(150, rate_per_s=4, seed=1)
     report = simulate(trace, config(), PARAMS)
     assert (report.num_finished, report.num_refused) == (150, 0)
     assert report.num_output_tokens == sum(request.num_output_tokens for request in trace)
@@ -37,13 +43,13 @@ def test_every_request_ends_once_and_all_tokens_are_made() -> None:
 
 
 def test_the_same_trace_gives_the_same_report() -> None:
-    trace = synthetic_trace(80, rate_per_s=8, seed=2)
+    trace = drawn(80, rate_per_s=8, seed=2)
     assert simulate(trace, config(), PARAMS) == simulate(trace, config(), PARAMS)
-    assert simulate(synthetic_trace(80, rate_per_s=8, seed=3), config(), PARAMS) != simulate(trace, config(), PARAMS)
+    assert simulate(drawn(80, rate_per_s=8, seed=3), config(), PARAMS) != simulate(trace, config(), PARAMS)
 
 
 def test_a_lone_request_takes_what_its_steps_take() -> None:
-    report = simulate([TraceRequest(3.0, 512, 11)], config(), PARAMS)
+    report = simulate([SimRequest(3.0, 512, 11)], config(), PARAMS)
     assert report.ttft_s.p50 == pytest.approx(0.022)
     assert report.tpot_ms.p50 == pytest.approx(6.0, rel=0.01)
     assert report.num_steps == 11
@@ -53,7 +59,7 @@ def test_a_lone_request_takes_what_its_steps_take() -> None:
 
 def test_memory_pressure_preempts_and_loses_nobody() -> None:
     # Many long answers to short prompts: admission cannot foresee the growth.
-    trace = [TraceRequest(0.0, 30, 400) for _ in range(40)]
+    trace = [SimRequest(0.0, 30, 400) for _ in range(40)]
     simulation = EngineSimulation(trace, config(num_kv_blocks=400), PARAMS)
     report = simulation.run()
     assert report.num_preemptions > 0
@@ -63,14 +69,14 @@ def test_memory_pressure_preempts_and_loses_nobody() -> None:
 
 
 def test_more_load_waits_longer() -> None:
-    calm, busy = (simulate(synthetic_trace(150, rate_per_s=rate, seed=4), config(), PARAMS) for rate in (1, 40))
+    calm, busy = (simulate(drawn(150, rate_per_s=rate, seed=4), config(), PARAMS) for rate in (1, 40))
     assert busy.ttft_s.p90 > calm.ttft_s.p90
     assert busy.tpot_ms.p50 > calm.tpot_ms.p50
     assert busy.busy_share > calm.busy_share
 
 
 def test_what_can_never_fit_is_refused_and_counted() -> None:
-    trace = [TraceRequest(0.0, 20_000, 5), TraceRequest(0.0, 10, 5)]
+    trace = [SimRequest(0.0, 20_000, 5), SimRequest(0.0, 10, 5)]
     report = simulate(trace, config(), PARAMS)
     assert (report.num_finished, report.num_refused) == (1, 1)
     assert report.refusals == {"context_length_exceeded": 1}
@@ -78,13 +84,13 @@ def test_what_can_never_fit_is_refused_and_counted() -> None:
 
 def test_virtual_time_is_cheap() -> None:
     started_s = time.process_time()
-    report = simulate([TraceRequest(3600.0 * index, 100, 20) for index in range(24)], config(), PARAMS)
+    report = simulate([SimRequest(3600.0 * index, 100, 20) for index in range(24)], config(), PARAMS)
     assert report.duration_s > 23 * 3600
     assert time.process_time() - started_s < 5
 
 
 def test_kv_waste_of_a_mixed_workload_is_below_four_percent() -> None:
-    report = simulate(synthetic_trace(200, rate_per_s=20, seed=5), config(block_size=16), PARAMS)
+    report = simulate(drawn(200, rate_per_s=20, seed=5), config(block_size=16), PARAMS)
     assert 0 < report.kv_waste_mean < 0.04
 
 

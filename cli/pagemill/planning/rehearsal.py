@@ -13,7 +13,7 @@ from typing import NamedTuple
 from pagemill_engine.config import EngineConfig
 from pagemill_operator.autoscaler.memory import Shape
 from pagemill_simulator.engine import EngineSimulation
-from pagemill_simulator.traces import TraceRequest
+from pagemill_simulator.workloads.request import SimRequest
 
 REQUESTS = 400
 FEWEST_REQUESTS = 60
@@ -74,10 +74,10 @@ def _engine(shape: Shape, length: int, overlaps: bool) -> EngineConfig:
     )
 
 
-def _arrivals(count: int, input_tokens: int, output_tokens: int, rate: float, seed: int) -> list[TraceRequest]:
+def _arrivals(count: int, input_tokens: int, output_tokens: int, rate: float, seed: int) -> list[SimRequest]:
     draw, at_s, requests = random.Random(seed), 0.0, []
     for _ in range(count):
-        requests.append(TraceRequest(at_s, input_tokens, output_tokens))
+        requests.append(SimRequest(at_s, input_tokens, output_tokens))
         at_s += draw.expovariate(rate)
     return requests
 

@@ -61,7 +61,7 @@ class Means(NamedTuple):
 
 def replica_of(plan: Plan, means: Means, input_tokens: int, output_tokens: int) -> Replica:
     """Raises `PlanError`."""
-    config = _config(plan, means)
+    config = engine_config(plan, means)
     check_length(input_tokens, output_tokens, config.max_model_len)
     if means.fit is None and means.accelerator is None:
         return _measured(plan, config, means, input_tokens, output_tokens)
@@ -84,7 +84,7 @@ def check_length(input_tokens: int, output_tokens: int, max_model_len: int | Non
         )
 
 
-def _config(plan: Plan, means: Means) -> EngineConfig:
+def engine_config(plan: Plan, means: Means) -> EngineConfig:
     config = msgspec.convert(plan.groups[0].process.settings["engine"], EngineConfig)
     return config if means.model is None else msgspec.structs.replace(config, model=str(means.model))
 

@@ -1,0 +1,154 @@
+"""Scaling policies side by side on simulated fleets: what users feel, what it costs, for ours and for every rival.
+
+The same requests and the same cluster for each: a ramp, a burst, a day, steady load, and an hour of Azure's trace where
+`--trace` names it. Rivals that go by requests in a replica are told how many one holds within the SLO, which their
+users would have to find out; all else is their documents' default. Figures are simulated: they depend on no machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+from report import emit, markdown_table
+
+from pagemill_engine.config import EngineConfig
+from pagemill_operator.autoscaler.memory import Shape
+from pagemill_operator.autoscaler.policy import Policy, Slo
+from pagemill_operator.autoscaler.prediction import Demand, Predictor
+from pagemill_protocol.state import StepTimeParams
+from pagemill_simulator.fleet.exact import simulate_fleet
+from pagemill_simulator.fleet.fast import simulate_fleet_fast
+from pagemill_simulator.fleet.figures import Figures, figures_of
+from pagemill_simulator.fleet.settings import ColdStart, FleetSettings
+from pagemill_simulator.scaling.clairvoyant import Clairvoyant
+from pagemill_simulator.scaling.pagemill import PagemillPolicy
+from pagemill_simulator.scaling.policy import Bounds, ScalingPolicy
+from pagemill_simulator.scaling.rivals import make_rival
+from pagemill_simulator.workloads.request import Workload
+from pagemill_simulator.workloads.shapes import Burst, Diurnal, Ramp, Steady
+from pagemill_simulator.workloads.traces import read_trace
+
+STEP_TIME = StepTimeParams(
+    knots_tokens=[1, 64, 512, 2048], knot_ms=[24.0, 30.0, 90.0, 330.0], decode_context_ms=2e-5, chunk_context_ms=4e-7
+)
+"""Of the order of an 8B model on a small data-centre GPU, or of a 70B model on several large ones."""
+ENGINE = EngineConfig(model="sim", num_kv_blocks=4096, max_model_len=16384, max_num_seqs=64, step_time=STEP_TIME)
+SLO = Slo(ttft_ms=2000.0, tpot_ms=100.0)
+BOUNDS = Bounds(1, 16)
+COLD_START = ColdStart(schedule_s=1.0, pull_s=4.0, load_s=45.0, warm_s=10.0)
+COLUMNS = [
+    "policy",
+    "TTFT p50 s",
+    "p95 s",
+    "p99 s",
+    "TPOT p95 ms",
+    "SLO met %",
+    "pod-s",
+    "ups",
+    "downs",
+    "flaps",
+    "refused",
+    "lost",
+]
+
+
+def workloads(seed: int, trace: Path | None) -> dict[str, Workload]:
+    drawn = {
+        "ramp 2 to 10 requests/s": Ramp().workload(seed),
+        "burst of ten times": Burst().workload(seed),
+        "a day in two hours": Diurnal(compress=12.0).workload(seed),
+        "steady": Steady(rate=6.0, duration_s=1800.0).workload(seed),
+    }
+    return drawn if trace is None else {**drawn, "an hour of Azure's conversations": read_trace(trace)}
+
+
+def shape() -> Shape:
+    return Shape(
+        num_blocks=ENGINE.num_kv_blocks or 0,
+        block_size=ENGINE.block_size,
+        max_num_seqs=ENGINE.max_num_seqs,
+        max_step_tokens=ENGINE.max_num_batched_tokens,
+        step_time=STEP_TIME,
+    )
+
+
+def held_within_slo(workload: Workload) -> float:
+    """Requests that one replica holds at the highest rate that meets the SLO, by Little's law."""
+    requests = workload.requests
+    prompts = sorted(each.num_prompt_tokens for each in requests)
+    mean_prompt, mean_output = (
+        sum(prompts) / len(requests),
+        sum(each.num_output_tokens for each in requests) / len(requests),
+    )
+    high = prompts[int(SLO.share * (len(prompts) - 1))]
+    predictor, held, rate = Predictor(shape(), SLO.share), 1.0, 0.1
+    while True:
+        found = predictor.predict(Demand(rate, mean_prompt, mean_prompt, high, mean_output), 1)
+        if found.ttft_ms > (SLO.ttft_ms or 0) or found.tpot_ms > (SLO.tpot_ms or 0):
+            return held
+        held = max(held, rate * mean_output * found.tpot_ms / 1000)
+        rate += 0.1
+
+
+def policies(workload: Workload) -> dict[str, Callable[[], ScalingPolicy]]:
+    held = f"{held_within_slo(workload):.0f}"
+    told = {
+        "kubeai": {"target_requests": held},
+        "hpa": {},
+        "keda-epp": {"target_running": held},
+        "wva": {},
+        "wva-hpa": {},
+        "knative": {"target_concurrency": held},
+        "dynamo": {"ttft_ms": str(SLO.ttft_ms), "itl_ms": str(SLO.tpot_ms)},
+    }
+    own = Policy("Active", *BOUNDS, slo=SLO)
+    rivals = {name: _rival(name, parameters) for name, parameters in told.items()}
+    return {
+        "pagemill": lambda: PagemillPolicy(own),
+        **rivals,
+        "clairvoyant": lambda: Clairvoyant(BOUNDS, workload, cold_start_s=COLD_START.total_s, shape=shape(), slo=SLO),
+    }
+
+
+def _rival(name: str, parameters: dict[str, str]) -> Callable[[], ScalingPolicy]:
+    return lambda: make_rival(name, BOUNDS, parameters)
+
+
+def row(figures: Figures) -> list[str]:
+    ttft, tpot = figures.ttft_ms, figures.tpot_ms
+    return [
+        figures.policy,
+        *(f"{(value or 0.0) / 1000:.2f}" for value in (ttft.p50, ttft.p95, ttft.p99)),
+        f"{tpot.p95 or 0.0:.0f}",
+        f"{100 * (figures.slo_attained or 0.0):.1f}",
+        f"{figures.pod_seconds:.0f}",
+        *map(str, (figures.num_scale_ups, figures.num_scale_downs, figures.num_flaps)),
+        *map(str, (figures.num_refused, figures.num_lost)),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", type=Path, help="CSV file of Azure's LLM inference traces")
+    parser.add_argument(
+        "--exact", action="store_true", help="every step by the real scheduler, in place of fast-forward"
+    )
+    parser.add_argument("--markdown", action="store_true", help="tables for the documentation as well")
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    simulate = simulate_fleet if args.exact else simulate_fleet_fast
+    settings = FleetSettings(engine=ENGINE, bounds=BOUNDS, cold_start=COLD_START, seed=args.seed)
+    for name, workload in workloads(args.seed, args.trace).items():
+        outcomes = [simulate(workload, settings, make()) for make in policies(workload).values()]
+        found = [figures_of(each, slo_ttft_ms=SLO.ttft_ms, slo_tpot_ms=SLO.tpot_ms) for each in outcomes]
+        rows = [row(each) for each in found]
+        emit("scaling", COLUMNS, rows, {"workload": name, "figures": msgspec.to_builtins(found)})
+        if args.markdown:
+            print(markdown_table(COLUMNS, rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""`pagemill simulate`: a deployment's fleet under traffic on a virtual clock, moved by its autoscaler or by others.
+
+Parsing and checking of options only; the parts are `pagemill.simulation`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pagemill.planning.options import Accelerator, Fit, Format, MeasureS, Model, Tpot, Ttft
+
+
+def simulate(
+    file: Annotated[Path, typer.Option("--file", "-f", help="YAML file with the LLMDeployment.")],
+    name: Annotated[str | None, typer.Option(help="Which LLMDeployment of the file, if it has several.")] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Recorded traffic: a trace of Azure or BurstGPT, or the JSON lines of a gateway's log."),
+    ] = None,
+    workload: Annotated[
+        str | None,
+        typer.Option(
+            help="Generated traffic: steady, ramp, step, burst, sine, diurnal or agentic, with parameters as "
+            "ramp:from_rate=2,to_rate=10."
+        ),
+    ] = None,
+    rps: Annotated[float | None, typer.Option(help="Requests per second of a workload that has one rate.")] = None,
+    duration: Annotated[
+        str | None, typer.Option(help="How long a workload lasts that has one duration, such as 15m.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Requests of a trace to take; the first ones.")] = None,
+    speedup: Annotated[
+        float | None, typer.Option(help="Divide the gaps of a trace: 2 makes twice the rate of it.")
+    ] = None,
+    skip_broken: Annotated[
+        bool, typer.Option("--skip-broken", help="Leave out broken lines of a trace, and count them.")
+    ] = False,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Who scales: pagemill, kubeai, hpa, keda-epp, wva, wva-hpa, knative, dynamo, fixed or clairvoyant, "
+            "with parameters as fixed:replicas=4; again for several (default: pagemill)."
+        ),
+    ] = None,
+    min_replicas: Annotated[int | None, typer.Option(min=0, help="In place of autoscaling.minReplicas.")] = None,
+    max_replicas: Annotated[int | None, typer.Option(min=1, help="In place of autoscaling.maxReplicas.")] = None,
+    start_replicas: Annotated[
+        int | None, typer.Option(min=0, help="Ready when traffic begins (default: as few as may be).")
+    ] = None,
+    ttft: Ttft = None,
+    tpot: Tpot = None,
+    cold_start: Annotated[
+        str | None,
+        typer.Option(help="What a start takes: 45s, or schedule=1s,pull=4s,load=30s,warm=5s (the default)."),
+    ] = None,
+    crash_mean: Annotated[
+        str | None, typer.Option(help="Mean time until a pod crashes, such as 6h (default: none does).")
+    ] = None,
+    accelerator: Accelerator = None,
+    fit: Fit = None,
+    model: Model = None,
+    measure_s: MeasureS = 10.0,
+    fast: Annotated[
+        bool,
+        typer.Option(
+            "--fast", help="Fast-forward between decisions: an hour of a hundred pods in minutes, within 3 %."
+        ),
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Of traffic, starts and crashes: the same one gives the same figures.")] = 0,
+    report: Annotated[
+        Path | None, typer.Option(help="Folder for a page with plots, and the plots as PNG where matplotlib is there.")
+    ] = None,
+    format: Format = "table",
+) -> None:
+    """Play a deployment's scaling through under traffic, on a virtual clock."""
+    from pagemill.planning.choosing import accelerator_of, load_one, slo_of, tell
+    from pagemill.planning.errors import PlanError
+    from pagemill.planning.replica import Means, engine_config, replica_of
+    from pagemill.printable import printable
+    from pagemill.simulation.fleet import Asked, bounds_of, fleet_of
+    from pagemill.simulation.policies import own_slo, policies_of
+    from pagemill.simulation.running import run
+    from pagemill.simulation.table import as_json, as_table
+    from pagemill.simulation.traffic import Traffic, usual_lengths, workload_of
+    from pagemill_simulator.fleet.figures import figures_of
+
+    try:
+        loaded = load_one(file, name)
+        found, section = loaded.plan, loaded.deployment.spec.autoscaling
+        asked = Asked(min_replicas, max_replicas, start_replicas, cold_start, crash_mean)
+        bounds = bounds_of(loaded, asked)
+        slo = slo_of(own_slo(section), ttft, tpot, None)
+        traffic = workload_of(Traffic(trace, workload, rps, duration, limit, speedup, skip_broken), seed)
+        means = Means(fit, accelerator_of(loaded, accelerator), model, measure_s, tell)
+        config = engine_config(found, means)
+        replica = replica_of(found, means, *usual_lengths(traffic, config.max_model_len))
+        settings = fleet_of(found, config, replica, bounds, slo, asked, seed)
+        policies = policies_of(policy or [], section, settings, slo, traffic, replica.shape)
+        outcomes = run(traffic, settings, policies, report, fast=fast)
+    except PlanError as error:
+        typer.echo(printable(f"error: {error}"), err=True)
+        raise typer.Exit(2) from None
+    figures = [figures_of(each, slo_ttft_ms=slo.ttft_ms, slo_tpot_ms=slo.tpot_ms) for each in outcomes]
+    show = as_json if format == "json" else as_table
+    typer.echo(show(found, replica, traffic, settings, slo, figures))

@@ -1,0 +1,115 @@
+"""The fleet that a deployment would be: its engine, bounds, queue and drain, and how its pods start."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, get_args
+
+import msgspec
+
+from pagemill.planning.choosing import seconds
+from pagemill.planning.errors import PlanError
+from pagemill.planning.replica import Replica
+from pagemill.up.loading import Loaded
+from pagemill_engine.config import EngineConfig
+from pagemill_gateway.routing.policies import PolicyName
+from pagemill_operator.autoscaler.policy import Slo
+from pagemill_operator.plan.types import Plan
+from pagemill_protocol.catalog import QueueLimits
+from pagemill_simulator.fleet.settings import ColdStart, FleetSettings, SettingsError
+from pagemill_simulator.scaling.policy import Bounds
+
+PHASES = {"schedule": "schedule_s", "pull": "pull_s", "load": "load_s", "warm": "warm_s"}
+FORM = "write the whole, such as 45s, or its phases, such as schedule=1s,pull=4s,load=30s,warm=5s"
+
+
+class Asked(NamedTuple):
+    """In place of the file's; None: not said."""
+
+    min_replicas: int | None
+    max_replicas: int | None
+    start_replicas: int | None
+    cold_start: str | None
+    crash_mean: str | None
+
+
+def bounds_of(loaded: Loaded, asked: Asked) -> Bounds:
+    """Without autoscaling the file's replicas are both. Raises `PlanError`."""
+    section = loaded.deployment.spec.autoscaling
+    replicas = loaded.plan.spec_replicas
+    low, high = (section.min_replicas, section.max_replicas) if section is not None else (replicas, replicas)
+    low = low if asked.min_replicas is None else asked.min_replicas
+    high = high if asked.max_replicas is None else asked.max_replicas
+    if low > high:
+        raise PlanError(f"--min-replicas {low} is above --max-replicas {high}: swap them, or give both")
+    return Bounds(low, high)
+
+
+def fleet_of(
+    plan: Plan, engine: EngineConfig, replica: Replica, bounds: Bounds, slo: Slo, asked: Asked, seed: int
+) -> FleetSettings:
+    """Raises `PlanError`."""
+    defaults = FleetSettings(engine=_engine(engine, replica), bounds=bounds)
+    settings = msgspec.structs.replace(
+        defaults,
+        start_replicas=asked.start_replicas,
+        routing_policy=_routing(plan.routing_policy, defaults.routing_policy),
+        slo_ttft_ms=slo.ttft_ms,
+        slo_tpot_ms=slo.tpot_ms,
+        cold_start=cold_start_of(asked.cold_start),
+        drain_timeout_s=plan.groups[0].process.drain_timeout_s,
+        crash_mean_s=0.0 if asked.crash_mean is None else seconds("--crash-mean", asked.crash_mean),
+        queue=_queue(plan) or defaults.queue,
+        seed=seed,
+    )
+    try:
+        return settings.checked()
+    except SettingsError as error:
+        raise PlanError(str(error)) from None
+
+
+def cold_start_of(text: str | None) -> ColdStart:
+    """The whole is shared among the phases as they usually share it. Raises `PlanError`."""
+    usual = ColdStart()
+    if text is None:
+        return usual
+    if "=" not in text:
+        share = seconds("--cold-start", text) / usual.total_s
+        return _replaced(usual, {name: getattr(usual, name) * share for name in PHASES.values()})
+    given = {}
+    for pair in text.split(","):
+        phase, _, duration = (part.strip() for part in pair.partition("="))
+        if phase not in PHASES:
+            raise PlanError(f"--cold-start {text}: there is no phase {phase!r}; {FORM}")
+        given[PHASES[phase]] = seconds(f"--cold-start {phase}", duration)
+    return _replaced(usual, given)
+
+
+def _replaced(usual: ColdStart, given: dict[str, float]) -> ColdStart:
+    return msgspec.structs.replace(usual, **given)
+
+
+def _engine(config: EngineConfig, replica: Replica) -> EngineConfig:
+    """As it would run there, without a model."""
+    shape = replica.shape
+    return msgspec.structs.replace(
+        config,
+        num_kv_blocks=shape.num_blocks,
+        block_size=shape.block_size,
+        max_model_len=replica.max_model_len,
+        max_num_seqs=shape.max_num_seqs,
+        max_num_batched_tokens=shape.max_step_tokens,
+        step_time=shape.step_time,
+        overlap=replica.overlaps,
+    )
+
+
+def _queue(plan: Plan) -> QueueLimits | None:
+    queue = plan.queue
+    if queue is None:
+        return None
+    return QueueLimits(max_requests=queue.max_requests, max_bytes=queue.max_bytes, timeout_s=queue.timeout_s)
+
+
+def _routing(name: str, default: PolicyName) -> PolicyName:
+    """`Auto`, and what the gateway does not know, is the gateway's own."""
+    return next((each for each in get_args(PolicyName) if each == name), default)

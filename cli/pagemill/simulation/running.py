@@ -1,0 +1,59 @@
+"""Runs the simulations one after the other, and writes the report of them all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import typer
+
+from pagemill.planning.errors import PlanError
+from pagemill.printable import printable
+from pagemill.simulation.progress import progress_of
+from pagemill_simulator.fleet.exact import simulate_fleet
+from pagemill_simulator.fleet.fast import simulate_fleet_fast
+from pagemill_simulator.fleet.outcome import Outcome
+from pagemill_simulator.fleet.settings import FleetSettings
+from pagemill_simulator.report import png
+from pagemill_simulator.report.write import write_report
+from pagemill_simulator.scaling.policy import ScalingPolicy
+from pagemill_simulator.workloads.request import Workload
+
+
+def run(
+    workload: Workload,
+    settings: FleetSettings,
+    policies: Sequence[ScalingPolicy],
+    report: Path | None,
+    *,
+    fast: bool = False,
+) -> list[Outcome]:
+    """One outcome for each policy. Raises `PlanError` where the report cannot be written, before anything runs."""
+    if report is not None:
+        _make(report)
+    simulate = simulate_fleet_fast if fast else simulate_fleet
+    outcomes = []
+    for policy in policies:
+        with progress_of(policy.name) as progress:
+            outcomes.append(simulate(workload, settings, policy, progress=progress))
+    if report is not None:
+        _report(outcomes, report, settings)
+    return outcomes
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PlanError(f"--report {folder}: cannot be made: {error.strerror}; name another folder") from None
+
+
+def _report(outcomes: Sequence[Outcome], folder: Path, settings: FleetSettings) -> None:
+    """Where it is, is said beside the figures, never among them."""
+    try:
+        page = write_report(outcomes, folder, slo_ttft_ms=settings.slo_ttft_ms, slo_tpot_ms=settings.slo_tpot_ms)
+    except OSError as error:
+        raise PlanError(f"--report {folder}: cannot be written: {error.strerror}; name another folder") from None
+    typer.echo(printable(f"report: {page}"), err=True)
+    if not png.can_draw():
+        typer.echo(png.REMEDY, err=True)

@@ -1,0 +1,72 @@
+"""Keeps what becomes of requests and pods while a fleet is simulated, and makes the outcome of it."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+
+from pagemill_simulator.fleet.outcome import FleetPoint, Outcome, Served
+from pagemill_simulator.workloads.request import Workload
+
+FLAP_S = 300.0
+"""A change that is reversed within this time was none."""
+
+
+class Chronicle:
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+        self._served: list[Served | None] = [None] * len(workload.requests)
+        self._timeline: list[FleetPoint] = []
+        self._changes: list[tuple[float, int]] = []
+        self._pod_seconds = 0.0
+        self._began_s = time.perf_counter()
+        self.num_open = len(workload.requests)
+        """Requests that have not ended, those included that have still to come."""
+        self.num_crashes = 0
+
+    def ended(self, index: int, served: Served) -> None:
+        """The workload's `index`-th request has come to its end. Raises `RuntimeError` if it had before."""
+        if self._served[index] is not None:
+            raise RuntimeError(f"request {index} ended twice: {self._served[index]}, then {served}")
+        self._served[index] = served
+        self.num_open -= 1
+
+    def changed(self, at_s: float, before: int, after: int) -> None:
+        """Other replicas are wanted."""
+        self._changes.append((at_s, after - before))
+
+    def note(self, point: FleetPoint) -> None:
+        """The latest of one instant counts."""
+        if self._timeline and self._timeline[-1].at_s == point.at_s:
+            self._timeline.pop()
+        self._timeline.append(point)
+
+    def paid(self, pod_seconds: float) -> None:
+        self._pod_seconds += pod_seconds
+
+    def crashed(self) -> None:
+        self.num_crashes += 1
+
+    def outcome(self, policy: str, duration_s: float, *, is_exact: bool) -> Outcome:
+        """Raises `RuntimeError` for a request that never ended."""
+        served = [each for each in self._served if each is not None]
+        if len(served) != len(self._served):
+            raise RuntimeError(f"{len(self._served) - len(served)} requests never ended")
+        return Outcome(
+            policy=policy,
+            workload=self._workload.name,
+            requests=sorted(served, key=lambda each: each.arrival_s),
+            timeline=self._timeline,
+            pod_seconds=self._pod_seconds,
+            duration_s=duration_s,
+            wall_s=time.perf_counter() - self._began_s,
+            num_scale_ups=sum(delta > 0 for _, delta in self._changes),
+            num_scale_downs=sum(delta < 0 for _, delta in self._changes),
+            num_flaps=count_flaps(self._changes),
+            is_exact=is_exact,
+        )
+
+
+def count_flaps(changes: list[tuple[float, int]]) -> int:
+    """Changes (when, and by how many replicas) that the next one took back too soon."""
+    return sum(delta * then < 0 and later_s - at_s <= FLAP_S for (at_s, delta), (later_s, then) in pairwise(changes))

@@ -1,0 +1,264 @@
+"""A fleet in which every step of every engine is scheduled by the real scheduler.
+
+Real are the gateway's brain (registry, prefix index, room, queue, routing, load frames) with the relay's attempts, in
+every pod the scheduler and the KV manager, and the autoscaler's signals and learned cold starts. Simulated are time,
+the forward passes, the network, and the cluster (`platform`). The same workload, settings and policy give the same
+outcome, bit for bit, but for the time that it took.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import msgspec
+
+from pagemill_gateway.brain.brain import LocalBrain
+from pagemill_gateway.brain.interface import FailureKind
+from pagemill_gateway.config import GatewayConfig
+from pagemill_gateway.relay.prompt_hashes import PromptHashes
+from pagemill_operator.autoscaler.signals import View, merge
+from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
+from pagemill_protocol.load import DeploymentLoad, EngineHeld
+from pagemill_protocol.state import StateFrame
+from pagemill_simulator.events import Events, EventsLoop
+from pagemill_simulator.fleet.chronicle import Chronicle
+from pagemill_simulator.fleet.controller import Controller
+from pagemill_simulator.fleet.conversations import Conversations
+from pagemill_simulator.fleet.outcome import Outcome
+from pagemill_simulator.fleet.platform import Platform, Pod
+from pagemill_simulator.fleet.progress import tell_progress
+from pagemill_simulator.fleet.relay import MODEL, Relay, Site
+from pagemill_simulator.fleet.settings import FleetSettings
+from pagemill_simulator.pod import NETWORK_S, RunningPod, SimulatedPod
+from pagemill_simulator.scaling.policy import PodSeen, ScalingPolicy, Seen
+from pagemill_simulator.workloads.request import Workload
+
+VOCAB_SIZE = 32000
+
+
+def simulate_fleet(
+    workload: Workload,
+    settings: FleetSettings,
+    policy: ScalingPolicy,
+    *,
+    progress: Callable[[float], None] | None = None,
+) -> Outcome:
+    """Serve `workload` by as many pods as `policy` orders. `progress` is told the share that is done.
+
+    Raises `SettingsError`; `RuntimeError` where a request ended twice or never.
+    """
+    return _ExactFleet(workload, settings.checked(), policy, progress).run()
+
+
+class _ExactFleet:
+    """Implements `platform.Engines`."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        settings: FleetSettings,
+        policy: ScalingPolicy,
+        progress: Callable[[float], None] | None,
+    ) -> None:
+        self._workload = workload
+        self._settings = settings
+        self._policy = policy
+        self._progress = progress
+        self._engine = msgspec.structs.replace(settings.engine, vocab_size=settings.engine.vocab_size or VOCAB_SIZE)
+        self._events = events = Events()
+        self._loop = EventsLoop(events)
+        self._chronicle = Chronicle(workload)
+        # In a cluster, endpoints that go are named at once, and used while nobody else is there.
+        config = GatewayConfig(routing_policy=settings.routing_policy, discovery="kubernetes")
+        self._handover_timeout_s = config.handover_timeout_s
+        self._brain = LocalBrain(config, clock=events.now, rng=random.Random(f"{settings.seed} gateway"))
+        self._sites: dict[str, Site] = {}
+        """What runs in each pod."""
+        self._relay = Relay(
+            self._brain,
+            events,
+            self._loop,
+            self._sites,
+            PromptHashes(config.remembered_granules),
+            max_attempts=settings.max_attempts,
+            seed=settings.seed,
+            on_empty=self._look_whether_empty,
+        )
+        self._conversations = Conversations(workload.requests, self._engine.vocab_size or VOCAB_SIZE)
+        self._platform = Platform(events, settings, self, self._chronicle)
+        self._controller = Controller(events, self._platform, policy, settings.bounds, self._see)
+        self._num_arrived = self._num_ended = self._num_prompt_tokens = 0
+
+    def run(self) -> Outcome:
+        """To the end of the traffic and the last token."""
+        events, loop, chronicle = self._events, self._loop, self._chronicle
+        self._apply_catalog()
+        self._platform.begin()
+        self._controller.begin()
+        self._schedule_arrival(0)
+        duration_s = self._workload.duration_s
+        tell_progress(events, duration_s, self._progress)
+        try:
+            while chronicle.num_open or events.now_s < duration_s:
+                events.step()
+                loop.run_ready()
+        finally:
+            loop.close()
+        self._platform.end()
+        for site in self._sites.values():
+            site.running.pod.core.check_integrity()
+        return chronicle.outcome(self._policy.name, events.now_s, is_exact=True)
+
+    # What the platform asks and tells.
+
+    def listed(self) -> None:
+        self._events.after(NETWORK_S, self._apply_catalog)
+
+    def ready(self, pod: Pod) -> None:
+        simulated = SimulatedPod(pod.name, self._engine, is_calibrated=True)
+        site = Site(pod.name)
+        observe, deliver = partial(self._observe, site), partial(self._relay.deliver, site)
+        site.running = RunningPod(simulated, self._events, observe=observe, deliver=deliver)
+        self._sites[pod.name] = site
+        self.listed()
+        self._events.after(NETWORK_S, partial(observe, simulated.frame(snapshot=True)))
+
+    def crashed(self, pod: Pod) -> None:
+        self._end(pod, "lost")
+        self.listed()
+
+    def drains(self, pod: Pod) -> None:
+        site = self._sites[pod.name]
+        site.running.pod.drain()
+        site.running.tell()
+        self._loop.spawn(self._hand_over(site))
+
+    def gone(self, pod: Pod) -> None:
+        self._end(pod, "declined")
+
+    def held(self) -> Mapping[str, EngineHeld]:
+        return {each.id: each for each in self._load().held}
+
+    def num_in_system(self) -> int:
+        return self._num_arrived - self._num_ended
+
+    def _end(self, pod: Pod, kind: FailureKind) -> None:
+        site = self._sites.pop(pod.name, None)
+        if site is not None:
+            site.running.stop()
+            self._events.after(NETWORK_S, partial(self._cut, site, kind))
+
+    # What reaches the gateway.
+
+    def _apply_catalog(self) -> None:
+        pods = [pod for pod in self._platform.pods.values() if pod.has_address]
+        model = CatalogModel(
+            deployment=MODEL,
+            name=MODEL,
+            queue=self._settings.queue,
+            wakes=True,
+            endpoints=[_endpoint(pod) for pod in pods],
+        )
+        self._brain.apply_catalog(Catalog(models=[model]))
+
+    def _observe(self, site: Site, frame: StateFrame) -> None:
+        if site.running.is_up:
+            self._brain.observe(site.pod_name, frame)
+
+    def _cut(self, site: Site, kind: FailureKind) -> None:
+        self._brain.stream_lost(site.pod_name)
+        if site.pod_name not in self._sites:
+            self._brain.unreachable(site.pod_name)
+        self._relay.cut(site, kind)
+
+    async def _hand_over(self, site: Site) -> None:
+        """As `discovery.handover`: nothing more goes there, once another one can take over."""
+        brain, name = self._brain, site.pod_name
+        await asyncio.sleep(2 * NETWORK_S)
+        await brain.news.wait_until(lambda: brain.replaceable(name), self._handover_timeout_s)
+        brain.let_go(name)
+        # What was sent before is there by then.
+        await asyncio.sleep(2 * NETWORK_S)
+        brain.acknowledged(name)
+        site.takes_more = False
+        self._look_whether_empty(site)
+
+    def _look_whether_empty(self, site: Site) -> None:
+        pod = self._platform.pods.get(site.pod_name)
+        if pod is not None and not site.takes_more and not site.courses:
+            self._platform.emptied(pod)
+
+    # Requests.
+
+    def _schedule_arrival(self, index: int) -> None:
+        if index < len(self._workload.requests):
+            self._events.at(self._workload.requests[index].arrival_s, partial(self._arrive, index))
+
+    def _arrive(self, index: int) -> None:
+        self._schedule_arrival(index + 1)
+        if self._conversations.arrives(index):
+            self._loop.spawn(self._serve(index))
+
+    async def _serve(self, index: int) -> None:
+        """It, and the turns that wait for it."""
+        following: int | None = index
+        while following is not None:
+            index, request = following, self._workload.requests[following]
+            prompt = self._conversations.prompt(index)
+            self._num_arrived += 1
+            self._num_prompt_tokens += len(prompt)
+            if not self._platform.wanted:
+                self._events.after(0.0, self._wake)
+            served, answer = await self._relay.serve(index, prompt, request.num_output_tokens)
+            self._num_ended += 1
+            self._chronicle.ended(index, served)
+            following = self._conversations.ended(index, prompt, answer)
+
+    def _wake(self) -> None:
+        """Unless a pod on its way out has taken the request."""
+        if not self._platform.wanted and self._load().queue.needs_engine:
+            self._controller.wake()
+
+    # What the policy sees.
+
+    def _load(self) -> DeploymentLoad:
+        return self._brain.load()[0]
+
+    def _see(self) -> Seen:
+        load, now = self._load(), self._events.now_s
+        pods = self._platform.pods.values()
+        return Seen(
+            at_s=now,
+            wanted=self._platform.wanted,
+            pods=tuple(self._pod_seen(pod) for pod in pods if pod.live),
+            num_on_leaving=sum(len(site.courses) for name, site in self._sites.items() if not self._is_live(name)),
+            num_held=load.queue.num_requests,
+            num_arrived=self._num_arrived,
+            num_prompt_tokens_arrived=self._num_prompt_tokens,
+            num_output_tokens_made=self._relay.num_output_tokens,
+            signals=merge([View(load)], self._platform.fleet(), num_gateways=1, at_s=now),
+        )
+
+    def _pod_seen(self, pod: Pod) -> PodSeen:
+        site = self._sites.get(pod.name)
+        if site is None:
+            return PodSeen(pod.name, is_ready=False)
+        load = site.running.pod.load
+        return PodSeen(pod.name, True, load.num_requests_running, load.num_requests_waiting, load.kv_cache_usage)
+
+    def _is_live(self, name: str) -> bool:
+        pod = self._platform.pods.get(name)
+        return pod is not None and pod.live
+
+
+def _endpoint(pod: Pod) -> Endpoint:
+    return Endpoint(
+        id=pod.name,
+        data_url=f"http://{pod.name}:8000",
+        control_url=f"http://{pod.name}:8001",
+        terminating=pod.phase == "draining",
+        probed_ready=pod.phase == "ready",
+    )

@@ -1,0 +1,474 @@
+"""One engine in fast-forward: the decisions of `pagemill_engine.scheduler`, taken only where they could change.
+
+A step that computes prompt tokens, or at which somebody may start, is decided like the scheduler decides it, on
+counters in the place of tokens and blocks. Between two such steps the same rows decode, and all steps up to the next
+end of a row, arrival or shortage of blocks are one formula (`fast_steps`).
+
+The pod works ahead of the clock only as far as the real loop does, which launches a step before the one before was
+read (`pagemill_engine.loop.core`): an arrival takes part in the first step that is launched after it. So a pod is
+brought up to an instant when somebody wants to know or something arrives, and tells when it will next have news.
+
+Not in here: choices, beams, stop tokens, failures of a step. Which pod gets a request is `fast_gateway`'s.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections import deque
+from heapq import heapify, heappop, heappush
+from typing import NamedTuple
+
+from pagemill_engine.scheduler.limits import SchedulerLimits
+from pagemill_engine.scheduler.policies import POLICIES
+from pagemill_simulator.fleet.fast_kv import KVCounts
+from pagemill_simulator.fleet.fast_row import Place, Row
+from pagemill_simulator.fleet.fast_steps import Run, StepTimes
+
+
+class PodLoad(NamedTuple):
+    """As `pagemill_protocol.state.EngineLoad` has it."""
+
+    num_running: int
+    num_waiting: int
+    num_tokens_running: int
+    num_tokens_waiting: int
+    num_blocks_available: int
+    num_blocks_active: int
+
+    def plus(self, num_waiting: int, num_tokens_waiting: int) -> PodLoad:
+        """With so many requests more that wait."""
+        return PodLoad(
+            self.num_running,
+            self.num_waiting + num_waiting,
+            self.num_tokens_running,
+            self.num_tokens_waiting + num_tokens_waiting,
+            self.num_blocks_available,
+            self.num_blocks_active,
+        )
+
+
+class FastPod:
+    def __init__(self, limits: SchedulerLimits, steps: StepTimes, *, overlaps: bool = True) -> None:
+        """`overlaps`: a step is launched before the one before it was read."""
+        self.limits = limits
+        self.kv = KVCounts(limits.num_blocks, limits.block_size, caches=limits.enable_prefix_caching)
+        self.num_preemptions = 0
+        self.num_steps = 0
+        self.num_sampled_tokens = 0
+        self.busy_s = 0.0
+        self.ended: deque[Row] = deque()
+        """Rows whose last step was launched, in the order of its end; whoever reads them takes them out."""
+        self._steps = steps
+        self._overlaps = overlaps
+        self._rank = POLICIES[limits.policy]
+        self._budget = limits.max_num_batched_tokens
+        self._num_arrivals = 0
+        self._launch_s = 0.0
+        """When the next step is launched: the one before the last was read then."""
+        self._end_s: float | None = None
+        """Of the step in flight; None: there is none."""
+        self._waiting: list[tuple[tuple[int, ...], Row]] = []
+        """A heap."""
+        self._num_waiting_tokens = 0
+        self._prefilling: list[tuple[tuple[int, ...], Row]] = []
+        """By rank."""
+        self._decoding: list[tuple[int, int, Row]] = []
+        """A heap by the step after the last one, then by arrival."""
+        self._num_decode_tokens = 0
+        """That decoding rows have computed."""
+        self._leaving: deque[Row] = deque()
+        self._untold: list[Row] = []
+        """Decoding rows whose next step samples their first token."""
+        self._is_stuck = False
+        """Nobody of those who wait can start before a row ends."""
+        self._told: PodLoad | None = None
+        """None: nothing was decided since."""
+        self._known_run: tuple[Run, int] | None = None
+        """None: a step was launched, or blocks were freed, since it was worked out."""
+        self._is_starting = False
+        self._num_new = self._num_new_tokens = 0
+        """Requests, and tokens of their prompts, that came since a step was launched last."""
+
+    # -- requests come -------------------------------------------------------------------------------------------
+
+    def add(self, row: Row, now_s: float) -> None:
+        """`row` arrives; the pod must have been brought up to `now_s` before."""
+        if not self.has_work:
+            self._launch_s = max(self._launch_s, now_s)
+        self._num_arrivals += 1
+        row.arrival = self._num_arrivals
+        row.num_tokens, row.num_left = row.num_prompt_tokens, row.num_output_tokens
+        row.owner = row.session
+        self._num_new, self._num_new_tokens = self._num_new + 1, self._num_new_tokens + row.num_tokens
+        self._queue(row)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._decoding or self._prefilling or self._waiting or self._leaving) or self._end_s is not None
+
+    @property
+    def num_running(self) -> int:
+        return len(self._decoding) + len(self._prefilling) + len(self._leaving)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def load(self) -> PodLoad:
+        due = self._num_waiting_tokens
+        num_tokens = self._num_decode_tokens
+        for _, row in self._prefilling:
+            num_tokens += row.num_computed_tokens
+            due += row.num_due_tokens
+        for row in self._leaving:
+            num_tokens += row.num_computed_tokens
+        kv = self.kv
+        return PodLoad(self.num_running, len(self._waiting), num_tokens, due, kv.num_free, kv.num_active)
+
+    def report(self) -> PodLoad:
+        """As it was told last: after the step that was read last, before another one was launched."""
+        return self._told or self.load().plus(-self._num_new, -self._num_new_tokens)
+
+    @property
+    def is_starting(self) -> bool:
+        """It was idle, and no step was read since."""
+        return self._is_starting
+
+    @property
+    def has_more_to_report(self) -> bool:
+        """Its next report will differ from this one, whoever arrives; at times by how many blocks are left."""
+        is_tight = 2 * self.kv.num_active > self.limits.num_blocks
+        return self.has_work and (self._told is not None or is_tight)
+
+    def cut(self, now_s: float) -> list[tuple[Row, int]]:
+        """The pod is gone, having been brought up to `now_s`: all rows that have not ended, and what they have made."""
+        found = [row for _, row in self._waiting] + [row for _, row in self._prefilling]
+        for _, _, row in self._decoding:
+            self._settle(row)
+            found.append(row)
+        found += [row for row in self.ended if row.end_s > now_s]
+        num_unread = (self._launch_s > now_s) + (self._end_s is not None and self._end_s > now_s)
+        return [(row, _num_made(row, num_unread, now_s)) for row in sorted(found, key=lambda row: row.arrival)]
+
+    # -- time passes ---------------------------------------------------------------------------------------------
+
+    def advance(self, until_s: float) -> None:
+        """Launch all steps whose launch comes before that."""
+        while self._launch_s < until_s:
+            self._release(self._launch_s)
+            if not self.has_work:
+                break
+            if self._is_calm() and self._leap(until_s):
+                self._told, self._is_starting = None, False
+            else:
+                # What came while the step ran was not there when its report was made.
+                self._told = None
+                self._told = self.report()
+                self._is_starting = self._end_s is None and self._overlaps
+                self._num_new = self._num_new_tokens = 0
+                self._iterate()
+        self._release(until_s)
+
+    def next_news_s(self) -> float:
+        """When the next row ends, the next step is to be decided or the first one after a pause is read, if nobody else
+        arrives; infinite: never."""
+        if self.ended:
+            return self.ended[0].end_s
+        if not self.has_work:
+            return math.inf
+        if self._is_starting or not self._is_calm():
+            return self._launch_s
+        run, num_steps = self._run()
+        return run.end_s(num_steps) if num_steps else self._launch_s
+
+    def _is_calm(self) -> bool:
+        """All that the next steps do is decode the same rows."""
+        if self._prefilling or not self._decoding or (self._overlaps and self._end_s is None):
+            return False
+        return not self._waiting or (self._is_stuck and not self._leaving)
+
+    def _run(self) -> tuple[Run, int]:
+        """The steps that decode just these rows."""
+        if self._known_run is not None:
+            return self._known_run
+        num_rows = len(self._decoding)
+        begin_s = self._launch_s if self._end_s is None else self._end_s
+        run = self._steps.run_of(num_rows, self._num_decode_tokens + num_rows, begin_s)
+        left = self._decoding[0][0] - self.num_steps
+        self._known_run = run, self.kv.steps_until_full(self.num_steps, num_rows, left)
+        return self._known_run
+
+    def _leap(self, until_s: float) -> bool:
+        """Launch those of the run that are launched in time. False: the next one does not find its blocks free."""
+        run, most = self._run()
+        if not most:
+            return False
+        num_steps = 1
+        if not self._overlaps:
+            num_steps += run.num_ended_before(until_s, most - 1)
+        elif most > 1 and run.begin_s < until_s:
+            # Each is launched when the one before the last ends: the second when the one in flight does.
+            num_steps += 1 + run.num_ended_before(until_s, most - 2)
+        if self._untold:
+            self._tell_first(run.end_s(1))
+        kv, num_rows = self.kv, len(self._decoding)
+        kv.take(kv.needed_by(self.num_steps, num_steps, num_rows))
+        end_s = run.end_s(num_steps)
+        self._launch_s, self._end_s = (run.end_s(num_steps - 1), end_s) if self._overlaps else (end_s, None)
+        self._stepped(num_steps, run.begin_s, end_s)
+        return True
+
+    def _iterate(self) -> None:
+        """One turn of the loop: launch a step, with overlap one more behind it, and read the first."""
+        if self._end_s is None:
+            self._end_s = self._launch(self._launch_s)
+            if self._end_s is None:
+                if self._waiting:
+                    raise RuntimeError("a fast pod has stopped: a request waits and nothing runs")
+                return
+        following = self._launch(self._end_s) if self._overlaps else None
+        self._launch_s, self._end_s = self._end_s, following
+
+    # -- one step ------------------------------------------------------------------------------------------------
+
+    def _launch(self, begin_s: float) -> float | None:
+        """Decide one step that the device begins then; when it ends. None: nothing can run before another is read."""
+        num_preemptions = self.num_preemptions
+        kv = self.kv
+        while kv.needed_at(self.num_steps) > kv.num_free:
+            self._preempt(self._newest())
+        num_decodes = len(self._decoding)
+        kv.take(kv.needed_at(self.num_steps))
+        step = _Step(self._budget - num_decodes, self._num_decode_tokens + num_decodes)
+        self._schedule_prefills(step, num_preemptions)
+        num_tokens = self._budget - step.budget
+        if not num_tokens:
+            return None
+        end_s = begin_s + self._steps.step_s(num_tokens, step.num_context_tokens, step.products)
+        if self._untold:
+            self._tell_first(end_s)
+        self._stepped(1, begin_s, end_s)
+        for row, num_chunk_tokens in step.chunks:
+            self._computed(row, num_chunk_tokens, end_s)
+        return end_s
+
+    def _schedule_prefills(self, step: _Step, num_preemptions: int) -> None:
+        """As `Scheduler._schedule_prefills`."""
+        kv, limits = self.kv, self.limits
+        step.num_reserved_blocks = sum(kv.blocks_for(row.num_tokens) - row.num_blocks for _, row in self._prefilling)
+        running = deque(self._prefilling)
+        fits = True
+        while True:
+            has_seat = self.num_running < limits.max_num_seqs
+            may_start = fits and has_seat and bool(self._waiting) and self.num_preemptions == num_preemptions
+            if step.budget <= 0:
+                self._is_stuck = False
+                return
+            if may_start and (not running or self._waiting[0][0] < running[0][0]):
+                fits = self._start(self._waiting[0][1], step)
+            elif running:
+                row = running.popleft()[1]
+                if row.place is Place.PREFILLING:
+                    self._continue(row, step)
+            else:
+                self._is_stuck = self.num_preemptions == num_preemptions
+                return
+
+    def _start(self, row: Row, step: _Step) -> bool:
+        """As `Scheduler._start`."""
+        kv = self.kv
+        num_hits = 0
+        if row.owner is not None:
+            num_hits = min(kv.num_cached_of(row.owner), (row.num_tokens - 1) // kv.block_size)
+        num_cached_tokens = num_hits * kv.block_size
+        num_tokens = min(row.num_tokens - num_cached_tokens, step.budget)
+        num_running = self.num_running
+        wanted_tokens = row.num_tokens if num_running else num_cached_tokens + num_tokens
+        spare = step.num_reserved_blocks + max(self.limits.watermark_blocks, num_running) if num_running else 0
+        if kv.blocks_for(wanted_tokens) + spare > kv.num_free:
+            return False
+        heappop(self._waiting)
+        self._num_waiting_tokens -= row.num_due_tokens
+        if num_hits:
+            assert row.owner is not None
+            kv.revive(row.owner, num_hits)
+        row.num_computed_tokens, row.num_blocks = num_cached_tokens, num_hits
+        if not row.started:
+            row.started, row.num_cached_tokens = True, num_cached_tokens
+        row.place = Place.PREFILLING
+        insort(self._prefilling, (self._rank_of(row), row))
+        self._place(row, num_tokens, step)
+        step.num_reserved_blocks += kv.blocks_for(row.num_tokens) - row.num_blocks
+        return True
+
+    def _continue(self, row: Row, step: _Step) -> None:
+        """As `Scheduler._continue`: others are preempted until it fits, or it is the one to go."""
+        kv = self.kv
+        num_tokens = min(row.num_due_tokens, step.budget)
+        num_new = kv.blocks_for(row.num_computed_tokens + num_tokens) - row.num_blocks
+        while num_new > kv.num_free:
+            victim = self._newest()
+            self._withdraw(victim, step)
+            self._preempt(victim)
+            if victim is row:
+                return
+        self._place(row, num_tokens, step)
+        step.num_reserved_blocks -= num_new
+
+    def _place(self, row: Row, num_tokens: int, step: _Step) -> None:
+        num_blocks = self.kv.blocks_for(row.num_computed_tokens + num_tokens)
+        self.kv.take(num_blocks - row.num_blocks)
+        row.num_blocks = num_blocks
+        step.chunks.append((row, num_tokens))
+        step.count(row, num_tokens, 1)
+
+    def _withdraw(self, victim: Row, step: _Step) -> None:
+        """What the step has of a row that is preempted in favour of another one."""
+        if victim.place is Place.DECODING:
+            num_computed_tokens = victim.num_computed_tokens + self.num_steps - victim.as_of_step
+            step.budget += 1
+            step.num_context_tokens -= num_computed_tokens + 1
+            if num_computed_tokens % self.kv.block_size == 0:
+                self.kv.take(-1)
+            return
+        for row, num_tokens in step.chunks:
+            if row is victim:
+                step.count(row, num_tokens, -1)
+        step.chunks = [each for each in step.chunks if each[0] is not victim]
+
+    # -- what a launched step brings -----------------------------------------------------------------------------
+
+    def _stepped(self, num_steps: int, begin_s: float, end_s: float) -> None:
+        """All decoding rows have gone on by so many steps."""
+        self._known_run = None
+        self.busy_s += end_s - begin_s
+        self.num_steps += num_steps
+        self.num_sampled_tokens += num_steps * len(self._decoding)
+        self._num_decode_tokens += num_steps * len(self._decoding)
+        while self._decoding and self._decoding[0][0] == self.num_steps:
+            row = heappop(self._decoding)[2]
+            self._settle(row)
+            self._leave(row, end_s)
+
+    def _computed(self, row: Row, num_tokens: int, end_s: float) -> None:
+        row.num_computed_tokens += num_tokens
+        row.num_unread_tokens = num_tokens
+        if row.num_due_tokens == 0:
+            row.first_token_s = min(row.first_token_s, end_s)
+            row.num_tokens += 1
+            row.num_left -= 1
+            self.num_sampled_tokens += 1
+        if row.num_left and row.num_due_tokens > 1:
+            return
+        self._prefilling.remove((self._rank_of(row), row))
+        if not row.num_left:
+            self._leave(row, end_s)
+            return
+        row.place, row.as_of_step = Place.DECODING, self.num_steps
+        self._num_decode_tokens += row.num_computed_tokens
+        self.kv.watch(self.num_steps, row.num_computed_tokens)
+        heappush(self._decoding, (self.num_steps + row.num_left, row.arrival, row))
+        if row.first_token_s == math.inf:
+            self._untold.append(row)
+
+    def _tell_first(self, end_s: float) -> None:
+        for row in self._untold:
+            row.first_token_s = min(row.first_token_s, end_s)
+        self._untold.clear()
+
+    def _leave(self, row: Row, end_s: float) -> None:
+        row.place, row.end_s = Place.LEAVING, end_s
+        self._leaving.append(row)
+        self.ended.append(row)
+
+    def _release(self, now_s: float) -> None:
+        """What ended with a step that was read by now is free."""
+        leaving = self._leaving
+        while leaving and leaving[0].end_s <= now_s:
+            row = leaving.popleft()
+            row.place = Place.GONE
+            self.kv.give_back(row.num_blocks, row.num_computed_tokens, row.session)
+            self._is_stuck, self._told, self._known_run = False, None, None
+
+    # -- rows move -----------------------------------------------------------------------------------------------
+
+    def _rank_of(self, row: Row) -> tuple[int, ...]:
+        return self._rank(row)  # type: ignore[arg-type]  # it has all that ranks look at
+
+    def _queue(self, row: Row) -> None:
+        row.place = Place.WAITING
+        heappush(self._waiting, (self._rank_of(row), row))
+        self._num_waiting_tokens += row.num_due_tokens
+        self._is_stuck = False
+
+    def _newest(self) -> Row:
+        """Whoever is preempted first: of all that run, the latest to arrive."""
+        rows = [row for _, _, row in self._decoding]
+        rows += [row for _, row in self._prefilling]
+        rows += self._leaving
+        return max(rows, key=lambda row: row.arrival)
+
+    def _settle(self, row: Row) -> None:
+        """A decoding row, taken out of the heap by the caller, has its own counters again."""
+        num_steps = self.num_steps - row.as_of_step
+        self._num_decode_tokens -= row.num_computed_tokens + num_steps
+        self.kv.watch(row.as_of_step, row.num_computed_tokens, -1)
+        row.num_computed_tokens += num_steps
+        row.num_unread_tokens = 1 if num_steps else row.num_unread_tokens
+        row.num_tokens += num_steps
+        row.num_left -= num_steps
+        row.num_blocks = self.kv.blocks_for(row.num_computed_tokens)
+
+    def _preempt(self, row: Row) -> None:
+        self.num_preemptions += 1
+        if row.place is Place.LEAVING:  # it ends all the same: only its blocks go
+            self._leaving.remove(row)
+            self.kv.give_back(row.num_blocks, row.num_computed_tokens, row.session)
+            row.place = Place.GONE
+            return
+        if row.place is Place.DECODING:
+            self._decoding = [each for each in self._decoding if each[2] is not row]
+            heapify(self._decoding)
+            self._settle(row)
+            self._untold = [each for each in self._untold if each is not row]
+        else:
+            self._prefilling.remove((self._rank_of(row), row))
+        row.num_preemptions += 1
+        row.owner = row.owner if row.owner is not None else self.kv.new_owner()
+        # What a step in flight writes is not found by anybody.
+        num_unread_tokens = row.num_unread_tokens if self._end_s is not None else 0
+        self.kv.give_back(row.num_blocks, row.num_computed_tokens - num_unread_tokens, row.owner)
+        row.num_computed_tokens = row.num_blocks = 0
+        self._queue(row)
+
+
+def _num_made(row: Row, num_unread: int, now_s: float) -> int:
+    """Tokens that were read by then; the last ones were sampled by steps that were not."""
+    if row.first_token_s > now_s:
+        return 0
+    return max(1, row.num_output_tokens - row.num_left - num_unread)
+
+
+class _Step:
+    """One step while it is decided."""
+
+    __slots__ = ("budget", "chunks", "num_context_tokens", "num_reserved_blocks", "products")
+
+    def __init__(self, budget: int, num_context_tokens: int) -> None:
+        self.budget = budget
+        self.num_context_tokens = num_context_tokens
+        """Of decodes, summed."""
+        self.products = 0
+        """Of chunks with their contexts."""
+        self.num_reserved_blocks = 0
+        self.chunks: list[tuple[Row, int]] = []
+
+    def count(self, row: Row, num_tokens: int, sign: int) -> None:
+        """A chunk of a prompt comes in, or goes out again; one token that is due is a decode's."""
+        num_context_tokens = row.num_computed_tokens + num_tokens
+        self.budget -= sign * num_tokens
+        if row.num_due_tokens == 1:
+            self.num_context_tokens += sign * num_context_tokens
+        else:
+            self.products += sign * num_tokens * num_context_tokens

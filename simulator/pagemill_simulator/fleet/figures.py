@@ -1,0 +1,81 @@
+"""An outcome in a few numbers: how fast, how much of it within the SLO, at what cost, with how much moving."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import msgspec
+
+from pagemill_simulator.fleet.outcome import Outcome, Served
+
+
+class Quantiles(msgspec.Struct, frozen=True):
+    p50: float | None = None
+    p95: float | None = None
+    p99: float | None = None
+    """None: there was no value."""
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Quantiles:
+        """Nearest rank."""
+        ordered = sorted(values)
+        if not ordered:
+            return cls()
+        return cls(*(ordered[max(0, -(-len(ordered) * percent // 100) - 1)] for percent in (50, 95, 99)))
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    policy: str
+    num_requests: int
+    num_served: int
+    num_refused: int
+    num_lost: int
+    ttft_ms: Quantiles
+    """Of those that had a first token."""
+    tpot_ms: Quantiles
+    slo_attained: float | None
+    """Share of all requests that were served within the SLO; None: there is no SLO, or no request."""
+    pod_seconds: float
+    duration_s: float
+    most_replicas: int
+    """Ready at once."""
+    num_scale_ups: int
+    num_scale_downs: int
+    num_flaps: int
+    is_exact: bool
+    wall_s: float
+
+
+def figures_of(outcome: Outcome, *, slo_ttft_ms: float | None = None, slo_tpot_ms: float | None = None) -> Figures:
+    requests = outcome.requests
+    endings = Counter(each.ending for each in requests)
+    attained = None
+    if requests and (slo_ttft_ms is not None or slo_tpot_ms is not None):
+        attained = sum(_is_within(each, slo_ttft_ms, slo_tpot_ms) for each in requests) / len(requests)
+    return Figures(
+        policy=outcome.policy,
+        num_requests=len(requests),
+        num_served=endings["served"],
+        num_refused=endings["refused"],
+        num_lost=endings["lost"],
+        ttft_ms=Quantiles.of(each.ttft_ms for each in requests if each.ttft_ms is not None),
+        tpot_ms=Quantiles.of(each.tpot_ms for each in requests if each.tpot_ms is not None),
+        slo_attained=attained,
+        pod_seconds=outcome.pod_seconds,
+        duration_s=outcome.duration_s,
+        most_replicas=max((point.ready for point in outcome.timeline), default=0),
+        num_scale_ups=outcome.num_scale_ups,
+        num_scale_downs=outcome.num_scale_downs,
+        num_flaps=outcome.num_flaps,
+        is_exact=outcome.is_exact,
+        wall_s=outcome.wall_s,
+    )
+
+
+def _is_within(served: Served, ttft_ms: float | None, tpot_ms: float | None) -> bool:
+    if served.ending != "served" or served.ttft_ms is None:
+        return False
+    is_prompt = ttft_ms is None or served.ttft_ms <= ttft_ms
+    is_steady = tpot_ms is None or served.tpot_ms is None or served.tpot_ms <= tpot_ms
+    return is_prompt and is_steady

@@ -1,0 +1,235 @@
+"""The simulated cluster: makes pods of orders, brings them up, chooses who goes, and lets them crash.
+
+It stands for Kubernetes and the operator's orders to it, and knows nothing of requests: what runs in the pods is asked
+and told through `Engines`. Neighbours: `controller` gives the orders, a fleet has the engines.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from pagemill_operator.autoscaler.cold_start import ColdStarts
+from pagemill_operator.autoscaler.signals import Fleet
+from pagemill_operator.load.held import emptiest_first
+from pagemill_operator.status.observation import Phase, ReplicaObservation
+from pagemill_protocol.load import EngineHeld
+from pagemill_simulator.events import Events
+from pagemill_simulator.fleet.chronicle import Chronicle
+from pagemill_simulator.fleet.outcome import FleetPoint
+from pagemill_simulator.fleet.settings import FleetSettings, Start
+
+
+@dataclass(slots=True, eq=False)
+class Pod:
+    name: str
+    number: int
+    """In the order in which they were made."""
+    phase: Phase = "pending"
+    placed_s: float | None = None
+    """Since then it costs; None: it has no place yet."""
+    num_starts: int = 0
+    """Of its container, the first one included."""
+
+    @property
+    def live(self) -> bool:
+        return self.phase not in ("draining", "gone")
+
+    @property
+    def has_address(self) -> bool:
+        """Gateways know of it."""
+        return self.phase in ("loading", "ready", "draining")
+
+
+class Engines(Protocol):
+    """What runs in the pods. `platform.pods` is up to date when one of these is called."""
+
+    def listed(self) -> None:
+        """A pod has an address now, or has none any more."""
+        ...
+
+    def ready(self, pod: Pod) -> None:
+        """It may be asked from now on."""
+        ...
+
+    def crashed(self, pod: Pod) -> None:
+        """What ran there is lost; it is ready again later."""
+        ...
+
+    def drains(self, pod: Pod) -> None:
+        """It shall go: call `platform.emptied` when it runs nothing any more."""
+        ...
+
+    def gone(self, pod: Pod) -> None:
+        """What still ran there is cut off."""
+        ...
+
+    def held(self) -> Mapping[str, EngineHeld]:
+        """By name, of those that are heard."""
+        ...
+
+    def num_in_system(self) -> int:
+        """Requests."""
+        ...
+
+
+class Platform:
+    def __init__(self, events: Events, settings: FleetSettings, engines: Engines, chronicle: Chronicle) -> None:
+        self._events = events
+        self._settings = settings
+        self._engines = engines
+        self._chronicle = chronicle
+        self._cold_starts = ColdStarts()
+        self._num_made = 0
+        self.wanted = 0
+        self.pods: dict[str, Pod] = {}
+        """By name, in the order in which they were made; draining ones too."""
+
+    def begin(self) -> None:
+        """With the first replicas ready, as if they had always been there."""
+        self.wanted = self._settings.first_replicas
+        pods = [self._make() for _ in range(self.wanted)]
+        for pod in pods:
+            pod.placed_s, pod.num_starts, pod.phase = self._events.now_s, 1, "loading"
+        self._engines.listed()
+        for pod in pods:
+            self._ready(pod)
+        self.note()
+
+    def order(self, replicas: int) -> None:
+        """So many from now on."""
+        if replicas == self.wanted:
+            return
+        self._chronicle.changed(self._events.now_s, self.wanted, replicas)
+        self.wanted = replicas
+        live = [pod for pod in self.pods.values() if pod.live]
+        for _ in range(replicas - len(live)):
+            self._start(self._make())
+        if len(live) > replicas:
+            for pod in self._first_to_go(live)[: len(live) - replicas]:
+                self._remove(pod)
+        self.note()
+
+    def emptied(self, pod: Pod) -> None:
+        """It runs nothing any more."""
+        if pod.phase == "draining":
+            self._gone(pod)
+
+    def end(self) -> None:
+        """Nobody pays from now on."""
+        for pod in self.pods.values():
+            self._pay(pod)
+        self.note()
+
+    def fleet(self) -> Fleet:
+        """As the autoscaler is told, what starts take learned from those that were seen."""
+        now = self._events.now_s
+        seen = [ReplicaObservation(pod.name, pod.phase) for pod in self.pods.values() if pod.live]
+        self._cold_starts.saw(seen, now)
+        phases = [pod.phase for pod in seen]
+        return Fleet(
+            wanted=self.wanted,
+            ready=phases.count("ready"),
+            loading=phases.count("starting") + phases.count("loading"),
+            pending=phases.count("pending"),
+            starting_s=self._cold_starts.oldest_s(now),
+            cold_start_s=self._cold_starts.learned_s,
+        )
+
+    def note(self) -> None:
+        """A point of the timeline."""
+        phases = [pod.phase for pod in self.pods.values()]
+        ready, draining = phases.count("ready"), phases.count("draining")
+        point = FleetPoint(
+            at_s=self._events.now_s,
+            wanted=self.wanted,
+            starting=len(phases) - ready - draining,
+            ready=ready,
+            draining=draining,
+            num_in_system=self._engines.num_in_system(),
+        )
+        self._chronicle.note(point)
+
+    def _make(self) -> Pod:
+        pod = Pod(f"pod-{self._num_made}", self._num_made)
+        self._num_made += 1
+        self.pods[pod.name] = pod
+        return pod
+
+    def _start(self, pod: Pod) -> None:
+        start = self._settings.cold_start.draw(self._settings.seed, pod.number)
+        pod.num_starts = 1
+        self._events.after(start.schedule_s, partial(self._place, pod, start))
+
+    def _place(self, pod: Pod, start: Start) -> None:
+        if pod.phase != "pending":
+            return
+        pod.phase, pod.placed_s = "starting", self._events.now_s
+        self._events.after(start.pull_s, partial(self._load, pod, start))
+
+    def _load(self, pod: Pod, start: Start) -> None:
+        if pod.phase != "starting":
+            return
+        pod.phase = "loading"
+        self._engines.listed()
+        self._events.after(start.restart_s, partial(self._loaded, pod, pod.num_starts))
+
+    def _loaded(self, pod: Pod, start: int) -> None:
+        if pod.phase == "loading" and pod.num_starts == start:
+            self._ready(pod)
+            self.note()
+
+    def _ready(self, pod: Pod) -> None:
+        pod.phase = "ready"
+        self._engines.ready(pod)
+        if self._settings.crash_mean_s:
+            rng = random.Random(f"{self._settings.seed} crash {pod.num_starts} of pod {pod.number}")
+            lifetime_s = rng.expovariate(1 / self._settings.crash_mean_s)
+            self._events.after(lifetime_s, partial(self._crash, pod, pod.num_starts))
+
+    def _crash(self, pod: Pod, start: int) -> None:
+        if pod.num_starts != start or pod.phase not in ("ready", "draining"):
+            return
+        self._chronicle.crashed()
+        if pod.phase == "draining":
+            self._gone(pod)
+            return
+        pod.phase = "loading"
+        self._engines.crashed(pod)
+        again = self._settings.cold_start.draw(self._settings.seed, pod.number, pod.num_starts)
+        pod.num_starts += 1
+        self._events.after(again.restart_s, partial(self._loaded, pod, pod.num_starts))
+        self.note()
+
+    def _first_to_go(self, live: list[Pod]) -> list[Pod]:
+        """As Kubernetes with the operator's deletion costs: those that are not ready first, then the emptiest."""
+        youngest_first = live[::-1]
+        unready = [pod for phase in ("pending", "starting", "loading") for pod in youngest_first if pod.phase == phase]
+        ready = [pod for pod in youngest_first if pod.phase == "ready"]
+        return unready + emptiest_first(ready, lambda pod: pod.name, self._engines.held())
+
+    def _remove(self, pod: Pod) -> None:
+        if pod.phase != "ready":
+            self._gone(pod)
+            return
+        pod.phase = "draining"
+        self._events.after(self._settings.drain_timeout_s, partial(self.emptied, pod))
+        self._engines.listed()
+        self._engines.drains(pod)
+
+    def _gone(self, pod: Pod) -> None:
+        self._pay(pod)
+        was_listed = pod.has_address
+        pod.phase = "gone"
+        del self.pods[pod.name]
+        self._engines.gone(pod)
+        if was_listed:
+            self._engines.listed()
+        self.note()
+
+    def _pay(self, pod: Pod) -> None:
+        if pod.placed_s is not None:
+            self._chronicle.paid(self._events.now_s - pod.placed_s)

@@ -1,0 +1,286 @@
+"""One simulated request through as many attempts as it may have, as the gateway's relay takes a real one through.
+
+The brain, the bookkeeping of attempts and of engines' ends are the gateway's own; frames, sockets and clients are left
+out: what an engine has computed is here a millisecond later. Neighbours: `exact` makes the sites and tells when they
+end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+from pagemill_engine.ipc.messages import StepOutputs
+from pagemill_gateway.admission.attempts import Attempts
+from pagemill_gateway.brain.brain import LocalBrain
+from pagemill_gateway.brain.interface import Again, Ask, Choice, Claim, Experience, FailureKind, Target
+from pagemill_gateway.brain.interface import Served as ServedThere
+from pagemill_gateway.relay.ends import Ends
+from pagemill_gateway.relay.prompt_hashes import PromptHashes
+from pagemill_gateway.relay.relay import LEAST_TIMED_TOKENS
+from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.generate import ChoiceResume, GenerateRequest
+from pagemill_protocol.hashes import token_bytes
+from pagemill_protocol.sampling import SamplingParams
+from pagemill_simulator.events import Events, EventsLoop
+from pagemill_simulator.fleet.outcome import Ending, Served
+from pagemill_simulator.pod import NETWORK_S, RunningPod
+
+MODEL = "sim"
+KEY_TOKENS = 25
+"""About a hundred characters, which `PrefixHash` goes by."""
+BYTES_PER_TOKEN = 4
+"""Of a request's body."""
+
+
+@dataclass(slots=True, eq=False)
+class Site:
+    """One start of a pod, as far as requests are concerned."""
+
+    pod_name: str
+    running: RunningPod = field(init=False)
+    courses: dict[str, Course] = field(default_factory=dict)
+    """Accepted and not ended, by the engine's name for them."""
+    takes_more: bool = True
+
+
+@dataclass(slots=True, eq=False)
+class Course:
+    """One request under way."""
+
+    index: int
+    """In the workload."""
+    prompt: list[int]
+    max_tokens: int
+    arrival_s: float
+    attempts: Attempts
+    ends: Ends
+    output: list[int] = field(default_factory=list)
+    first_token_s: float | None = None
+    last_token_s: float = 0.0
+    num_cached_tokens: int = 0
+    """By the engine that began the answer."""
+    weights_digest: str = ""
+    was_accepted: bool = False
+    """An engine has had it."""
+    choice: Choice | None = None
+    """Of the latest attempt."""
+    ended: asyncio.Future[FailureKind | PagemillError | None] | None = None
+    """How the latest attempt has: None is well."""
+    attempt_first_s: float | None = None
+    num_tokens_before: int = 0
+    """The latest attempt."""
+
+    def served(self, ending: Ending) -> Served:
+        ttft_ms = None if self.first_token_s is None else (self.first_token_s - self.arrival_s) * 1000
+        tpot_ms = None
+        if self.first_token_s is not None and len(self.output) > 1:
+            tpot_ms = (self.last_token_s - self.first_token_s) * 1000 / (len(self.output) - 1)
+        return Served(self.arrival_s, len(self.prompt), len(self.output), ending, ttft_ms, tpot_ms)
+
+
+class Relay:
+    def __init__(
+        self,
+        brain: LocalBrain,
+        events: Events,
+        loop: EventsLoop,
+        sites: Mapping[str, Site],
+        hashes: PromptHashes,
+        *,
+        max_attempts: int,
+        seed: int,
+        on_empty: Callable[[Site], None],
+    ) -> None:
+        """`sites`: what runs now, by endpoint; `on_empty` is told when the last request has left a site."""
+        self._brain = brain
+        self._events = events
+        self._loop = loop
+        self._sites = sites
+        self._hashes = hashes
+        self._max_attempts = max_attempts
+        self._rng = random.Random(f"{seed} pauses")
+        self._on_empty = on_empty
+        self.num_output_tokens = 0
+        """Delivered, of all requests."""
+
+    async def serve(self, index: int, prompt: list[int], num_output_tokens: int) -> tuple[Served, list[int]]:
+        """What became of it, and its answer."""
+        attempts = Attempts(self._max_attempts, uniform=self._rng.uniform)
+        ends = Ends(self._rng.uniform)
+        course = Course(index, prompt, max(1, num_output_tokens), self._events.now_s, attempts, ends)
+        try:
+            is_served = await self._serve(course)
+        except PagemillError:
+            is_served = False
+        if is_served:
+            return course.served("served"), course.output
+        return course.served("lost" if course.was_accepted else "refused"), course.output
+
+    def deliver(self, site: Site, outputs: StepOutputs) -> None:
+        """What a step of an engine has computed is here."""
+        now, courses = self._events.now_s, site.courses
+        for output in outputs.outputs:
+            course = courses.get(output.request_id)
+            if course is None:
+                continue
+            if output.error is not None:
+                raise RuntimeError(f"a simulated engine failed request {course.index}: {output.error}")
+            if course.attempt_first_s is None and output.token_ids:
+                self._started(course, output.num_cached_tokens)
+            course.output += output.token_ids
+            course.last_token_s = now
+            self.num_output_tokens += len(output.token_ids)
+            if output.finish_reason is not None:
+                del courses[output.request_id]
+                self._end(course, None)
+        if not courses:
+            self._on_empty(site)
+
+    def cut(self, site: Site, kind: FailureKind) -> None:
+        """The connections to a site have ended."""
+        courses, site.courses = site.courses, {}
+        for course in courses.values():
+            self._end(course, kind)
+
+    async def _serve(self, course: Course) -> bool:
+        """Whether it was answered to its end. Raises `PagemillError` when it is turned away."""
+        claim = Claim(
+            num_bytes=len(course.prompt) * BYTES_PER_TOKEN, arrived_at=course.arrival_s, max_tokens=course.max_tokens
+        )
+        target = await self._brain.find(MODEL, claim)
+        room = target.max_model_len - len(course.prompt)
+        if room < 1:
+            return False
+        course.max_tokens = min(course.max_tokens, room)
+        ask = self._ask(course, target)
+        again: Again | None = None
+        while True:
+            choice = await self._choose(course, target, ask, claim, again)
+            failure = await self._attempt(course, choice)
+            if failure is None:
+                self._finished(course, choice, target)
+                return True
+            if isinstance(failure, PagemillError):
+                self._brain.failed(choice, "request")
+                raise failure
+            self._brain.failed(choice, failure)
+            if self._is_over(course, choice, failure):
+                return False
+            if pause_s := course.ends.take_pause_s():
+                await asyncio.sleep(pause_s)
+            ends, num_tokens = course.ends.told, len(course.output)
+            again = Again(choice.decision, choice.endpoint_id, failure, course.weights_digest, num_tokens, ends)
+
+    def _ask(self, course: Course, target: Target) -> Ask:
+        granules = self._hashes.hashes(target.scheme, "", course.prompt)
+        return Ask(len(course.prompt), granules, target.scheme.granule_tokens, token_bytes(course.prompt[:KEY_TOKENS]))
+
+    async def _choose(self, course: Course, target: Target, ask: Ask, claim: Claim, again: Again | None) -> Choice:
+        attempts = course.attempts
+        claim = claim._replace(
+            max_tokens=course.max_tokens,
+            waited_s=target.queued_s + attempts.queued_s,
+            num_refusals=attempts.num_refusals,
+            paid=attempts.count > 0,
+        )
+        choice = await self._brain.choose(target, attempts.tried, ask, claim=claim, again=again)
+        if choice.queued_s:
+            attempts.queued(choice.queued_s)
+        if pause_s := attempts.pause_s(choice.endpoint_id):
+            await asyncio.sleep(pause_s)
+        attempts.chose(choice.endpoint_id)
+        return choice
+
+    async def _attempt(self, course: Course, choice: Choice) -> FailureKind | PagemillError | None:
+        course.choice, course.attempt_first_s, course.num_tokens_before = choice, None, len(course.output)
+        course.ended = self._loop.create_future()
+        self._events.after(NETWORK_S, partial(self._enter, course, choice))
+        return await course.ended
+
+    def _enter(self, course: Course, choice: Choice) -> None:
+        """The request is at the pod."""
+        site = self._sites.get(choice.endpoint_id)
+        if site is None or not site.takes_more:
+            kind: FailureKind = "unreachable" if site is None else "declined"
+            self._events.after(NETWORK_S, partial(self._end, course, kind))
+            return
+        name = f"{course.index}-{course.attempts.count}"
+        try:
+            site.running.enter(_request(name, course))
+        except PagemillError as error:
+            is_full = error.status in (429, 503)
+            self._events.after(NETWORK_S, partial(self._end, course, "refused" if is_full else error))
+            return
+        site.courses[name] = course
+        course.was_accepted = True
+        course.weights_digest = course.weights_digest or site.running.pod.weights_digest
+        self._events.after(NETWORK_S, partial(self._brain.accepted, choice))
+
+    def _started(self, course: Course, num_cached_tokens: int) -> None:
+        assert course.choice is not None
+        self._brain.started(course.choice)
+        course.attempt_first_s = self._events.now_s
+        if course.first_token_s is None:
+            course.first_token_s, course.num_cached_tokens = self._events.now_s, num_cached_tokens
+
+    def _end(self, course: Course, how: FailureKind | PagemillError | None) -> None:
+        """Of its latest attempt."""
+        assert course.ended is not None
+        course.ended.set_result(how)
+
+    def _finished(self, course: Course, choice: Choice, target: Target) -> None:
+        num_tokens = len(course.output)
+        self._brain.finished(choice, ServedThere(num_tokens, _pace_ms(course)))
+        served = course.served("served")
+        self._brain.experienced(
+            Experience(
+                target.deployment,
+                len(course.prompt),
+                course.num_cached_tokens,
+                num_tokens,
+                served.ttft_ms,
+                served.tpot_ms,
+            )
+        )
+
+    def _is_over(self, course: Course, choice: Choice, kind: FailureKind) -> bool:
+        """Whether it may not be tried again."""
+        attempts = course.attempts
+        progressed = len(course.output) > course.num_tokens_before
+        if not course.output:
+            course.weights_digest = ""
+        if progressed:
+            attempts.progressed()
+        if kind == "refused":
+            attempts.refused("full")
+        elif kind in ("declined", "unreachable"):
+            attempts.declined("gone")
+        else:
+            attempts.ended("lost", crashed=kind == "crashed")
+        course.ends.failed(choice, kind, progressed=progressed)
+        return attempts.exhausted
+
+
+def _request(name: str, course: Course) -> GenerateRequest:
+    """What is missing of the answer."""
+    return GenerateRequest(
+        request_id=name,
+        model=MODEL,
+        prompt_token_ids=course.prompt,
+        sampling=SamplingParams(max_tokens=course.max_tokens, ignore_eos=True, seed=course.index),
+        resume=[ChoiceResume(0, list(course.output), 0)] if course.output else [],
+        weights_digest=course.weights_digest if course.output else "",
+        cached_tokens=course.num_cached_tokens if course.output else None,
+    )
+
+
+def _pace_ms(course: Course) -> float | None:
+    """Of the latest attempt, what came after its first token."""
+    num_tokens = len(course.output) - course.num_tokens_before - 1
+    if course.attempt_first_s is None or num_tokens < LEAST_TIMED_TOKENS:
+        return None
+    return (course.last_token_s - course.attempt_first_s) * 1000 / num_tokens

@@ -1,0 +1,113 @@
+"""What a simulated fleet is made of and how it fails, whichever fleet simulates it.
+
+Traffic is a `workloads.request.Workload`, scaling a `scaling.policy.ScalingPolicy`; both come beside these settings, so
+that one fleet meets several of them.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import NamedTuple
+
+import msgspec
+
+from pagemill_engine.config import EngineConfig
+from pagemill_gateway.config import GatewayConfig
+from pagemill_gateway.routing.policies import PolicyName
+from pagemill_protocol.catalog import QueueLimits
+from pagemill_simulator.scaling.policy import Bounds
+
+MAX_REPLICAS = 10_000
+
+
+class SettingsError(ValueError):
+    """The message names the field, its value and the remedy."""
+
+
+class Start(NamedTuple):
+    """How long the phases of one pod's start take."""
+
+    schedule_s: float
+    pull_s: float
+    load_s: float
+    warm_s: float
+
+    @property
+    def restart_s(self) -> float:
+        """Of its container: place and image are there."""
+        return self.load_s + self.warm_s
+
+
+class ColdStart(msgspec.Struct, frozen=True, kw_only=True):
+    """What the phases of a start take at the median."""
+
+    schedule_s: float = 1.0
+    """Until the pod has its place; it costs nothing before."""
+    pull_s: float = 4.0
+    """Image and container."""
+    load_s: float = 30.0
+    """Weights."""
+    warm_s: float = 5.0
+    """Calibration and the first token."""
+    spread: float = 0.1
+    """Standard deviation of a phase's logarithm: 0.1 puts two of three within a tenth of the median."""
+
+    @property
+    def total_s(self) -> float:
+        return self.schedule_s + self.pull_s + self.load_s + self.warm_s
+
+    def draw(self, seed: int, pod: int, start: int = 0) -> Start:
+        """Of the `pod`-th pod's `start`-th start: the same whenever it is, and whatever else is drawn."""
+        rng = random.Random(f"{seed} start {start} of pod {pod}")
+        medians = (self.schedule_s, self.pull_s, self.load_s, self.warm_s)
+        return Start(*(median_s * math.exp(rng.gauss(0.0, self.spread)) for median_s in medians))
+
+
+class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
+    engine: EngineConfig
+    """Of every pod. `step_time` is what its steps take, `num_kv_blocks` its KV cache."""
+    bounds: Bounds
+    """What a policy answers outside of them is brought to the nearer one."""
+    start_replicas: int | None = None
+    """Ready when traffic begins; None: as few as the bounds allow."""
+    routing_policy: PolicyName = "Cost"
+    slo_ttft_ms: float | None = None
+    slo_tpot_ms: float | None = None
+    """For reports; a scaling policy has its own."""
+    cold_start: ColdStart = ColdStart()
+    drain_timeout_s: float = 60.0
+    """A pod that is removed has this long for what it runs; the rest goes on elsewhere."""
+    crash_mean_s: float = 0.0
+    """Mean time from a pod's readiness to its crash, exponentially distributed; 0: none crashes."""
+    queue: QueueLimits = GatewayConfig().queue
+    """Requests that wait in the gateway."""
+    max_attempts: int = GatewayConfig().max_attempts
+    """Pods that may fail one request."""
+    seed: int = 0
+    """Of starts, crashes and the gateway's draws; traffic has its own."""
+
+    @property
+    def first_replicas(self) -> int:
+        return self.bounds.min_replicas if self.start_replicas is None else self.start_replicas
+
+    def checked(self) -> FleetSettings:
+        """Return self, or raise `SettingsError` for the first setting that makes no sense."""
+        low, high = self.bounds
+        if not 0 <= low <= high or not 1 <= high <= MAX_REPLICAS:
+            raise SettingsError(f"bounds: {low} to {high} replicas: use 0 <= minimum <= maximum <= {MAX_REPLICAS}")
+        if not low <= self.first_replicas <= high:
+            raise SettingsError(f"start_replicas: {self.first_replicas} is not between {low} and {high}")
+        start = self.cold_start
+        for name in ("schedule_s", "pull_s", "load_s", "warm_s", "spread"):
+            _check("cold_start." + name, getattr(start, name))
+        for name in ("drain_timeout_s", "crash_mean_s"):
+            _check(name, getattr(self, name))
+        if self.max_attempts < 1:
+            raise SettingsError(f"max_attempts: {self.max_attempts} must be at least 1")
+        return self
+
+
+def _check(name: str, value: float) -> None:
+    if not 0 <= value < math.inf:
+        raise SettingsError(f"{name}: {value} must be a number of 0 or more")

@@ -1,0 +1,103 @@
+"""The floor: a policy that knows every request and the cold start ahead, and orders each replica just in time.
+
+The load that will come is given to the same prediction as Pagemill's own autoscaler uses; what this policy has ahead of
+it is the knowledge of the load. Nothing is measured, so nothing that goes wrong is corrected. A replica that is needed
+again before a new one could be ready stays.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import accumulate
+
+from pagemill_operator.autoscaler.memory import Shape
+from pagemill_operator.autoscaler.policy import Slo
+from pagemill_operator.autoscaler.prediction import Demand, Predictor
+from pagemill_operator.autoscaler.slo import fewest
+from pagemill_simulator.scaling.measured import within
+from pagemill_simulator.scaling.policy import Bounds, Seen
+from pagemill_simulator.workloads.request import SimRequest, Workload
+
+GRID_S = 5.0
+WINDOW_S = 30.0
+"""That rates are taken over; a multiple of the grid."""
+DIGITS = 3
+"""To which rates and lengths are rounded before replicas are predicted for them."""
+
+
+class Clairvoyant:
+    name = "clairvoyant"
+    interval_s = GRID_S
+    wakes_at_once = False
+
+    def __init__(self, bounds: Bounds, workload: Workload, *, cold_start_s: float, shape: Shape, slo: Slo) -> None:
+        """`cold_start_s`: from the order to ready. Raises `ValueError` for step times that tell nothing."""
+        self._bounds = bounds
+        self._cold_start_s = cold_start_s
+        self._needs = _needs(workload, bounds.max_replicas, shape, slo)
+
+    def decide(self, seen: Seen) -> int:
+        """The most that will be needed until what is ordered at the next decision would be ready."""
+        first = max(0, math.floor(seen.at_s / GRID_S))
+        last = math.ceil((seen.at_s + self._cold_start_s + self.interval_s) / GRID_S)
+        needed = max(self._needs[first : last + 1], default=0)
+        return within(self._bounds, max(needed, seen.concurrency > 0))
+
+
+def _needs(workload: Workload, most: int, shape: Shape, slo: Slo) -> list[int]:
+    """Replicas from each point of the grid to the next: for what comes right then, before or after."""
+    predictor = Predictor(shape, slo.share)
+    if not predictor.known:
+        raise ValueError("the step times of the engines tell nothing: give them with the fleet's settings")
+    ahead = _needs_ahead(workload, predictor, most, slo)
+    back = round(WINDOW_S / GRID_S)
+    return [max(need, ahead[point - back] if point >= back else 0) for point, need in enumerate(ahead)]
+
+
+def _needs_ahead(workload: Workload, predictor: Predictor, most: int, slo: Slo) -> list[int]:
+    """For the window that begins at each point, until there is nothing to the end of the last window."""
+    requests = workload.requests
+    computed = _computed_tokens(requests)
+    high = sorted(computed)[max(0, math.ceil(slo.share * len(computed)) - 1)] if computed else 0
+    times = [request.arrival_s for request in requests]
+    sums = [
+        [0, *accumulate(values)]
+        for values in (
+            [request.num_prompt_tokens for request in requests],
+            computed,
+            [request.num_output_tokens for request in requests],
+        )
+    ]
+    known: dict[Demand, int] = {}
+    needs = []
+    for point in range(math.ceil((workload.duration_s + WINDOW_S) / GRID_S) + 1):
+        begin, end = (bisect_left(times, point * GRID_S + offset_s) for offset_s in (0.0, WINDOW_S))
+        if begin == end:
+            needs.append(0)
+            continue
+        prompt, fresh, output = (_rounded((each[end] - each[begin]) / (end - begin)) for each in sums)
+        demand = Demand(_rounded((end - begin) / WINDOW_S), prompt, min(prompt, fresh), high, output)
+        if demand not in known:
+            known[demand] = min(most, fewest(predictor, demand, slo, most, {}))
+        needs.append(known[demand])
+    return needs
+
+
+def _computed_tokens(requests: Sequence[SimRequest]) -> list[int]:
+    """Of each prompt, without what an earlier turn of its session has left in the cache."""
+    said: dict[int, int] = defaultdict(int)
+    computed = []
+    for request in requests:
+        if request.session is None:
+            computed.append(request.num_prompt_tokens)
+            continue
+        computed.append(max(1, request.num_prompt_tokens - said[request.session]))
+        said[request.session] = request.num_prompt_tokens + request.num_output_tokens
+    return computed
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{DIGITS}g}")

@@ -1,0 +1,27 @@
+"""The policies of other platforms, by name: each with the parameters and defaults of its own documents."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pagemill_simulator.parameters import ParameterError, read_parameters
+from pagemill_simulator.scaling.dynamo import Dynamo
+from pagemill_simulator.scaling.fixed import Fixed
+from pagemill_simulator.scaling.hpa import Hpa, KedaEpp
+from pagemill_simulator.scaling.knative import Knative
+from pagemill_simulator.scaling.kubeai import KubeAi
+from pagemill_simulator.scaling.policy import Bounds, ScalingPolicy
+from pagemill_simulator.scaling.wva import Wva, WvaHpa
+
+Rival = type[KubeAi] | type[Hpa] | type[KedaEpp] | type[Wva] | type[WvaHpa] | type[Knative] | type[Dynamo] | type[Fixed]
+
+RIVALS: dict[str, Rival] = {kind.name: kind for kind in (KubeAi, Hpa, KedaEpp, Wva, WvaHpa, Knative, Dynamo, Fixed)}
+"""Those that know nothing but what they see; `clairvoyant` is made from the workload."""
+
+
+def make_rival(name: str, bounds: Bounds, parameters: Mapping[str, str] | None = None) -> ScalingPolicy:
+    """By its name and texts of its parameters. Raises `ParameterError`."""
+    kind = RIVALS.get(name)
+    if kind is None:
+        raise ParameterError(f"there is no policy {name!r}; there are {', '.join(RIVALS)}")
+    return read_parameters(kind, parameters or {}, name).policy(bounds)

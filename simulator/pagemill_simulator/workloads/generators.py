@@ -1,0 +1,23 @@
+"""Workloads that are drawn rather than recorded, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pagemill_simulator.parameters import ParameterError, read_parameters
+from pagemill_simulator.workloads.agentic import Agentic
+from pagemill_simulator.workloads.generator import Generator
+from pagemill_simulator.workloads.request import Workload
+from pagemill_simulator.workloads.shapes import Burst, Diurnal, Ramp, Sine, Steady, Step
+
+GENERATORS: dict[str, type[Generator]] = {
+    kind.name: kind for kind in (Steady, Ramp, Step, Burst, Sine, Diurnal, Agentic)
+}
+
+
+def make_workload(name: str, parameters: Mapping[str, str] | None = None, *, seed: int = 0) -> Workload:
+    """By the generator's name and texts of its parameters. Raises `ParameterError`."""
+    kind = GENERATORS.get(name)
+    if kind is None:
+        raise ParameterError(f"there is no workload {name!r}; there are {', '.join(GENERATORS)}, and files of traces")
+    return read_parameters(kind, parameters or {}, name).workload(seed)

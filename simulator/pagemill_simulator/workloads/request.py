@@ -1,0 +1,28 @@
+"""What arrives at a simulated fleet: lengths and times, no text. Readers and generators make it, fleets serve it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+
+class SimRequest(NamedTuple):
+    arrival_s: float
+    """Since the workload's beginning."""
+    num_prompt_tokens: int
+    num_output_tokens: int
+    session: int | None = None
+    """Requests of one session are turns of one conversation: each prompt begins with the prompt and the answer before
+    it, as far as both are that long, and none is sent before that answer has ended."""
+
+
+class Workload(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    source: str
+    """For the report: the file, or the generator with its parameters and seed."""
+    requests: Sequence[SimRequest]
+    """By arrival."""
+    duration_s: float
+    """How long traffic is offered; requests still open then are served to their end."""

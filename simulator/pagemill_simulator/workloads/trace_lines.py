@@ -1,0 +1,162 @@
+"""The lines of each kind of trace: what one says of a request, or what was expected in its place.
+
+Which kind a file is tells its first line. Lengths and times only: no trace holds text.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import NamedTuple
+
+MOST_TOKENS = 100_000_000
+"""Of a request; more is no length."""
+GENERATION_ROUTES = frozenset({"/v1/chat/completions", "/v1/completions"})
+
+
+class Row(NamedTuple):
+    """One request. No answer: it failed when it was recorded."""
+
+    at_s: float
+    """Of any clock."""
+    num_prompt_tokens: int
+    num_output_tokens: int
+    session: str | None = None
+
+
+class Broken(ValueError):
+    """A line that is none of its kind: what was expected."""
+
+
+class TraceKind(NamedTuple):
+    name: str
+    parse: Callable[[str], Row | None]
+    """None: the line tells of something else. Raises `Broken`."""
+    has_header: bool
+    is_in_order: bool
+    """Of arrival, so that the first lines are the first requests."""
+
+
+def recognize(first: str) -> TraceKind | None:
+    """By the first line that is not empty."""
+    return _azure(first) or _burstgpt(first) or _recording(first)
+
+
+KNOWN = (
+    "a CSV with the columns TIMESTAMP, ContextTokens, GeneratedTokens (Azure) or Timestamp, Request tokens, "
+    "Response tokens (BurstGPT), or the JSON lines of a gateway's log"
+)
+
+
+def _azure(first: str) -> TraceKind | None:
+    """Azure's public traces of LLM inference, of 2023 (Splitwise) and since (with the time's offset from UTC)."""
+    columns = _columns(first, ("TIMESTAMP", "ContextTokens", "GeneratedTokens"))
+    if columns is None:
+        return None
+
+    def parse(line: str) -> Row:
+        moment, prompt, output = _fields(line, columns)
+        return Row(_moment_s(moment), _tokens("ContextTokens", prompt), _tokens("GeneratedTokens", output))
+
+    return TraceKind("Azure LLM inference trace", parse, has_header=True, is_in_order=True)
+
+
+def _burstgpt(first: str) -> TraceKind | None:
+    """BurstGPT (Wang et al., arXiv 2401.17644); since release 2.0 with a column for the session."""
+    columns = _columns(first, ("Timestamp", "Request tokens", "Response tokens"))
+    if columns is None:
+        return None
+    session_column = _columns(first, ("Session ID",))
+
+    def parse(line: str) -> Row:
+        moment, prompt, output = _fields(line, columns)
+        session = _fields(line, session_column)[0].strip() if session_column else ""
+        at_s = _seconds("Timestamp", moment)
+        return Row(at_s, _tokens("Request tokens", prompt), _tokens("Response tokens", output), session or None)
+
+    return TraceKind("BurstGPT trace", parse, has_header=True, is_in_order=True)
+
+
+def _recording(first: str) -> TraceKind | None:
+    """What a gateway logs of each request, whatever `kubectl logs` puts before it. A line is written when it ends."""
+    try:
+        is_one = "event" in _object(first)
+    except Broken:
+        return None
+    return TraceKind("gateway's log", _logged, has_header=False, is_in_order=False) if is_one else None
+
+
+def _logged(line: str) -> Row | None:
+    told = _object(line)
+    if told.get("event") != "request" or told.get("route") not in GENERATION_ROUTES:
+        return None
+    # Numbers that are zero are left out of the line.
+    prompt, output = (_tokens(name, told.get(name, 0)) for name in ("prompt_tokens", "completion_tokens"))
+    return Row(_seconds("arrived_at", told.get("arrived_at")), prompt, output)
+
+
+def _object(line: str) -> dict[str, object]:
+    try:
+        told = json.loads(line[max(0, line.find("{")) :])
+    except (ValueError, RecursionError):
+        raise Broken("expected a JSON object") from None
+    if not isinstance(told, dict):
+        raise Broken("expected a JSON object")
+    return told
+
+
+def _columns(header: str, wanted: Sequence[str]) -> list[int] | None:
+    """Where they stand; None: the header lacks one."""
+    try:
+        names = [name.strip() for name in next(csv.reader([header]))]
+    except (csv.Error, StopIteration):
+        return None
+    return [names.index(name) for name in wanted] if set(wanted) <= set(names) else None
+
+
+def _fields(line: str, columns: Sequence[int]) -> list[str]:
+    try:
+        fields = next(csv.reader([line], strict=True))
+    except (csv.Error, StopIteration):
+        raise Broken("expected comma-separated fields") from None
+    if len(fields) <= max(columns):
+        raise Broken(f"expected at least {max(columns) + 1} fields, got {len(fields)}")
+    return [fields[column] for column in columns]
+
+
+def _moment_s(text: str) -> float:
+    """Times without an offset are taken as UTC."""
+    try:
+        moment = datetime.fromisoformat(text.strip())
+        return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+    except (ValueError, OverflowError):
+        raise Broken(f"expected TIMESTAMP as in 2023-11-16 18:15:46.68, got {_shown(text)}") from None
+
+
+def _seconds(name: str, value: object) -> float:
+    try:
+        seconds = float(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else math.nan
+    except (ValueError, OverflowError):
+        seconds = math.nan
+    if not 0 <= seconds < 1e12:
+        raise Broken(f"expected {name} in seconds, got {_shown(value)}")
+    return seconds
+
+
+def _tokens(name: str, value: object) -> int:
+    """Whole numbers only, also as text."""
+    text = value.strip() if isinstance(value, str) else ""
+    number = value if isinstance(value, int) and not isinstance(value, bool) else -1
+    if text.isascii() and text.isdigit() and len(text) <= len(str(MOST_TOKENS)):
+        number = int(text)
+    if not 0 <= number <= MOST_TOKENS:
+        raise Broken(f"expected {name} as a whole number of 0 to {MOST_TOKENS:,}, got {_shown(value)}")
+    return number
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

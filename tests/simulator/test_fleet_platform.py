@@ -1,0 +1,194 @@
+"""The simulated cluster: starts take their phases, pods are paid for from their place on, the right ones go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from pagemill_engine.config import EngineConfig
+from pagemill_protocol.load import EngineHeld
+from pagemill_simulator.events import Events
+from pagemill_simulator.fleet.chronicle import Chronicle, count_flaps
+from pagemill_simulator.fleet.outcome import Outcome, Served
+from pagemill_simulator.fleet.platform import Platform, Pod
+from pagemill_simulator.fleet.settings import ColdStart, FleetSettings, SettingsError
+from pagemill_simulator.scaling.policy import Bounds
+from pagemill_simulator.workloads.request import SimRequest, Workload
+
+COLD_START = ColdStart(schedule_s=1.0, pull_s=2.0, load_s=10.0, warm_s=3.0, spread=0.0)
+ENGINE = EngineConfig(model="sim")
+
+
+class Engines:
+    """Tells what it was told, and holds what a test says."""
+
+    def __init__(self, events: Events) -> None:
+        self.events = events
+        self.told: list[tuple[float, str, str]] = []
+        self.holding: dict[str, int] = {}
+
+    def listed(self) -> None:
+        pass
+
+    def ready(self, pod: Pod) -> None:
+        self.told.append((self.events.now_s, "ready", pod.name))
+
+    def crashed(self, pod: Pod) -> None:
+        self.told.append((self.events.now_s, "crashed", pod.name))
+
+    def drains(self, pod: Pod) -> None:
+        self.told.append((self.events.now_s, "drains", pod.name))
+
+    def gone(self, pod: Pod) -> None:
+        self.told.append((self.events.now_s, "gone", pod.name))
+
+    def held(self) -> Mapping[str, EngineHeld]:
+        return {name: EngineHeld(name, blocks, 1) for name, blocks in self.holding.items()}
+
+    def num_in_system(self) -> int:
+        return 0
+
+
+class Cluster:
+    def __init__(self, **settings: object) -> None:
+        self.events = Events()
+        self.engines = Engines(self.events)
+        self.chronicle = Chronicle(Workload(name="one", source="test", requests=[SimRequest(0, 1, 1)], duration_s=1))
+        chosen = {"bounds": Bounds(0, 10), "cold_start": COLD_START, **settings}
+        self.platform = Platform(
+            self.events, FleetSettings(engine=ENGINE, **chosen).checked(), self.engines, self.chronicle
+        )
+        self.platform.begin()
+
+    def until(self, instant_s: float) -> None:
+        done: list[bool] = []
+        self.events.at(instant_s, lambda: done.append(True))
+        while not done:
+            self.events.step()
+
+    def outcome(self) -> Outcome:
+        self.platform.end()
+        self.chronicle.ended(0, Served(0.0, 1, 1, "served", 1.0, None))
+        return self.chronicle.outcome("test", self.events.now_s, is_exact=True)
+
+
+def phases(cluster: Cluster) -> list[str]:
+    return [pod.phase for pod in cluster.platform.pods.values()]
+
+
+def test_a_start_goes_through_its_phases_and_costs_from_its_place_on() -> None:
+    cluster = Cluster()
+    cluster.platform.order(1)
+    seen = []
+    for instant_s in (0.5, 1.5, 3.5, 15.5, 16.5):
+        cluster.until(instant_s)
+        seen += phases(cluster)
+    assert seen == ["pending", "starting", "loading", "loading", "ready"]
+    assert cluster.engines.told == [(16.0, "ready", "pod-0")]
+    cluster.until(21.0)
+    assert cluster.outcome().pod_seconds == pytest.approx(20.0)
+
+
+def test_the_first_replicas_are_there_from_the_beginning() -> None:
+    cluster = Cluster(start_replicas=3)
+    assert phases(cluster) == ["ready"] * 3
+    cluster.until(10.0)
+    outcome = cluster.outcome()
+    assert outcome.pod_seconds == pytest.approx(30.0)
+    assert outcome.num_scale_ups == 0
+
+
+def test_what_is_not_ready_goes_first_and_at_once() -> None:
+    cluster = Cluster(start_replicas=1)
+    cluster.platform.order(3)
+    cluster.until(5.0)
+    cluster.platform.order(1)
+    assert list(cluster.platform.pods) == ["pod-0"]
+    cluster.until(100.0)
+    assert phases(cluster) == ["ready"]
+    assert cluster.outcome().pod_seconds == pytest.approx(100.0 + 2 * 4.0)
+
+
+def test_of_the_ready_the_emptiest_goes_and_stays_until_it_is_empty() -> None:
+    cluster = Cluster(start_replicas=3)
+    cluster.engines.holding = {"pod-0": 5, "pod-1": 2, "pod-2": 9}
+    cluster.platform.order(2)
+    assert phases(cluster) == ["ready", "draining", "ready"]
+    cluster.until(7.0)
+    cluster.platform.emptied(cluster.platform.pods["pod-1"])
+    assert list(cluster.platform.pods) == ["pod-0", "pod-2"]
+    assert ("drains", "pod-1") in {each[1:] for each in cluster.engines.told}
+    assert cluster.outcome().pod_seconds == pytest.approx(3 * 7.0)
+
+
+def test_a_drain_ends_after_its_time() -> None:
+    cluster = Cluster(start_replicas=2, drain_timeout_s=30.0)
+    cluster.platform.order(1)
+    cluster.until(29.0)
+    assert sorted(phases(cluster)) == ["draining", "ready"]
+    cluster.until(31.0)
+    assert phases(cluster) == ["ready"]
+    assert cluster.engines.told[-1][:2] == (30.0, "gone")
+
+
+def test_a_crashed_pod_keeps_its_place_and_is_back_after_loading() -> None:
+    cluster = Cluster(start_replicas=1, crash_mean_s=1000.0, seed=3)
+    while not any(event == "crashed" for _, event, _ in cluster.engines.told):
+        cluster.events.step()
+    crashed_s = cluster.events.now_s
+    assert phases(cluster) == ["loading"]
+    cluster.until(crashed_s + 13.5)
+    assert cluster.engines.told[-1] == (pytest.approx(crashed_s + 13.0), "ready", "pod-0")
+    assert cluster.outcome().pod_seconds == pytest.approx(crashed_s + 13.5)
+
+
+def test_starts_are_learned_as_the_operator_learns_them() -> None:
+    cluster = Cluster()
+    assert cluster.platform.fleet().cold_start_s is None
+    cluster.platform.order(2)
+    for instant_s in range(20):
+        cluster.until(float(instant_s))
+        fleet = cluster.platform.fleet()
+    assert fleet.cold_start_s == pytest.approx(16.0, abs=1.0)
+    assert (fleet.wanted, fleet.ready, fleet.starting) == (2, 2, 0)
+
+
+def test_draws_depend_on_the_seed_and_the_pod_alone() -> None:
+    spread = ColdStart(spread=0.3)
+    assert spread.draw(1, 5) == spread.draw(1, 5)
+    assert len({spread.draw(1, 5), spread.draw(2, 5), spread.draw(1, 6), spread.draw(1, 5, start=1)}) == 4
+
+
+def test_changes_that_are_taken_back_soon_are_flaps() -> None:
+    assert count_flaps([(0.0, 1), (100.0, -1), (200.0, 1)]) == 2
+    assert count_flaps([(0.0, 1), (100.0, 2), (401.0, -1)]) == 0
+    assert count_flaps([]) == 0
+
+
+def test_a_request_ends_exactly_once() -> None:
+    chronicle = Chronicle(Workload(name="two", source="", requests=[SimRequest(0, 1, 1)] * 2, duration_s=1))
+    served = Served(0.0, 1, 1, "served", 1.0, None)
+    chronicle.ended(1, served)
+    with pytest.raises(RuntimeError, match="request 1 ended twice"):
+        chronicle.ended(1, served)
+    with pytest.raises(RuntimeError, match="1 requests never ended"):
+        chronicle.outcome("test", 1.0, is_exact=True)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"bounds": Bounds(3, 2)}, "bounds: 3 to 2 replicas"),
+        ({"bounds": Bounds(0, 0)}, "bounds: 0 to 0 replicas"),
+        ({"start_replicas": 11}, "start_replicas: 11 is not between 0 and 10"),
+        ({"crash_mean_s": float("nan")}, "crash_mean_s: nan"),
+        ({"drain_timeout_s": -1.0}, "drain_timeout_s: -1.0"),
+        ({"cold_start": ColdStart(load_s=float("inf"))}, "cold_start.load_s: inf"),
+        ({"max_attempts": 0}, "max_attempts: 0"),
+    ],
+)
+def test_settings_that_make_no_sense_are_named(wrong: dict[str, object], words: str) -> None:
+    settings = FleetSettings(engine=ENGINE, **{"bounds": Bounds(0, 10), **wrong})
+    with pytest.raises(SettingsError, match=words):
+        settings.checked()
