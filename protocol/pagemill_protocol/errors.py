@@ -131,8 +131,8 @@ def bad_upstream(message: str) -> PagemillError:
 
 def request_crashed_engine() -> PagemillError:
     return PagemillError(
-        "Every engine that worked on this request crashed. It was tried alone and is not tried again. "
-        "Send it to somebody who can look into the engines' logs.",
+        "Engines went down whenever they computed this request, at last when it was tried alone. Nothing else can be "
+        "the cause. It is not tried again. Show it to somebody who can look into the engines' logs.",
         status=500,
         type="server_error",
         code="request_crashed_engine",

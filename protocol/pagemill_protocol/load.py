@@ -54,6 +54,8 @@ class PodsSeen(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ready: int = 0
     """They take requests."""
     leaving: int = 0
+    asleep: int = 0
+    """They have loaded, and take requests once somebody wakes them."""
 
 
 class QueueLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -85,7 +87,9 @@ class EngineStart(msgspec.Struct, frozen=True, array_like=True):
     id: str
     """Of the endpoint: in a cluster the uid of its pod."""
     seconds: dict[str, float] = {}
-    """By phase: `load`, `warm`, `first_token`."""
+    """By phase: `load`, `warm`, `first_token`; `wake`, once it has slept."""
+    num_wakes: int = 0
+    """Since its start."""
 
 
 class Arrivals(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -131,6 +135,8 @@ class DeploymentLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """By each engine that reports: the emptiest is removed first."""
     starts: list[EngineStart] = []
     """Of each engine that reports and has told."""
+    asleep: list[str] = []
+    """Ids of the engines that say that they sleep."""
     queue: QueueLoad = QueueLoad()
     arrivals: Arrivals = Arrivals()
     latencies: Latencies = Latencies()

@@ -155,6 +155,10 @@ ENGINE_INFO = _engine(
 )
 ENGINE_READY = _engine("gauge", "ready", "1 when requests are accepted, else 0.")
 ENGINE_DRAINING = _engine("gauge", "draining", "1 when no new request is accepted and running ones finish.")
+ENGINE_SLEEPING = _engine("gauge", "sleeping", "1 when it sleeps: weights in memory, the KV cache given back.")
+ENGINE_WAKE_SECONDS = _engine(
+    "histogram", "wake_seconds", "From the call to wake up to a first token.", buckets=_SHORT_S
+)
 ENGINE_LOAD_SECONDS = _engine("gauge", "load_seconds", "Time that each phase of starting took.", ("phase",))
 ENGINE_KV_BLOCKS = _engine("gauge", "kv_blocks", "KV blocks by state: active, evictable (cached) or free.", ("state",))
 ENGINE_WAITING_TOKENS = _engine("gauge", "waiting_tokens", "Prompt tokens not yet computed.")
@@ -254,6 +258,13 @@ GATEWAY_JOURNAL_TOKENS = _gateway("gauge", "journal_tokens", "Tokens kept so tha
 GATEWAY_BROKEN_STREAMS = _gateway(
     "counter", "broken_streams", "Streams that ended with an error event after their first byte.", ("model", "reason")
 )
+GATEWAY_TRIALS = _gateway(
+    "counter",
+    "suspect_trials",
+    "Requests tried apart because engines ended with them, by outcome: acquitted (a token came), ended (the engine did "
+    "too), left (neither) or convicted (never tried again).",
+    ("model", "outcome"),
+)
 GATEWAY_REJECTED = _gateway("counter", "requests_rejected", "Requests refused at the door, by error code.", ("code",))
 GATEWAY_LIMITED = _gateway(
     "counter",
@@ -272,7 +283,10 @@ GATEWAY_TENANT_TOKENS = _gateway(
     "counter", "tenant_tokens", "Tokens charged to each tenant, by kind: prompt or completion.", ("tenant", "kind")
 )
 GATEWAY_ENDPOINTS = _gateway(
-    "gauge", "endpoints", "Engines known, by phase: ready, starting, stale, ejected or draining.", ("model", "phase")
+    "gauge",
+    "endpoints",
+    "Engines known, by phase: ready, starting, stale, ejected, sleeping or draining.",
+    ("model", "phase"),
 )
 GATEWAY_ENDPOINT_IN_FLIGHT = _gateway(
     "gauge", "endpoint_in_flight_requests", "Requests this gateway has at one engine.", ("model", "endpoint")
@@ -313,6 +327,8 @@ class Metrics:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # they double the series and say nothing
         self.registry = registry if registry is not None else CollectorRegistry()
         self._common = common
+        self.num_updates = 0
+        """Times that somebody took an object to change its value."""
         self._parents: dict[str, MetricWrapperBase] = {spec.name: _make(spec, self.registry) for spec in specs}
         self._children: dict[tuple[str, tuple[tuple[str, str], ...]], MetricWrapperBase] = {}
 
@@ -343,6 +359,7 @@ class Metrics:
         }
 
     def _child(self, spec: MetricSpec, labels: dict[str, str], kind: type[Wrapped]) -> Wrapped:
+        self.num_updates += 1
         key = (spec.name, tuple(sorted(labels.items())))
         child = self._children.get(key)
         if child is None:

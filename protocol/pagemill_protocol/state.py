@@ -14,6 +14,9 @@ from pagemill_protocol.generate import PROTOCOL_VERSION
 GATEWAY_HEADER = b"x-pagemill-gateway"
 """On the request for the stream and on the acknowledgement of a drain: which gateway it is, the same on both."""
 
+WAKE = "wake"
+"""In `StateFrame.start_s`."""
+
 
 class StepTimeParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """Coefficients of the step-time model (`pagemill_protocol.step_time`), in milliseconds."""
@@ -82,10 +85,14 @@ class StateFrame(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     granule_blocks: int = 0
     """Blocks of one granule (`pagemill_protocol.hashes`); 0: not told, the fewest that hold 64 tokens."""
     start_s: dict[str, float] = {}
-    """Seconds that the phases of its start took: `load`, `warm`, `first_token`; empty: not told."""
+    """Seconds that its start took by phase, `load`, `warm`, `first_token`, and its latest `wake`; empty: not told."""
     models: list[str] = []
     """Names this engine answers to: the model, its aliases and adapters."""
     draining: bool = False
+    sleeping: bool = False
+    """It takes no requests until somebody wakes it up: its weights are loaded, a KV cache it has none."""
+    num_wakes: int = 0
+    """Since its start."""
     silent_s: float = 0.0
     """How long the engine process has said nothing to the process that sends this; 0 while it speaks every second. One
     step of a large prompt may take long; when it grows without end the engine is stuck."""

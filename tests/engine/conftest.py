@@ -43,10 +43,12 @@ class CheckingRunner:
         self.plans: list[StepPlan] = []
         self.trace: list[tuple[str, int]] = []
         self.unread: list[Handle] = []
+        self.sleeps = False
         self.raise_on: Callable[[StepPlan], bool] = lambda plan: False
         self.fail_rows: Callable[[StepPlan], dict[str, str]] = lambda plan: {}
 
     def launch(self, plan: StepPlan) -> Handle:
+        assert not self.sleeps, "a step is launched on a device that sleeps"
         self.plans.append(plan)
         self.trace.append(("launch", plan.step))
         handle = Handle(plan)
@@ -97,6 +99,18 @@ class CheckingRunner:
                 self._append(row, tokens[name])
         token_ids = {name: token for name, token in tokens.items() if name not in failed}
         return StepResult(token_ids, logprobs=logprobs, failed=failed)
+
+    def sleep(self) -> int:
+        assert not self.sleeps
+        assert not self.unread
+        self.sleeps = True
+        num_slots = len(self.slots)
+        self.slots.clear()
+        return num_slots
+
+    def wake(self) -> None:
+        assert self.sleeps
+        self.sleeps = False
 
     def close(self) -> None:
         self.rows.clear()

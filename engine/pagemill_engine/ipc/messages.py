@@ -1,7 +1,8 @@
 """Messages between the HTTP process and the engine process: tagged msgspec structs, msgpack on the wire.
 
-To the engine: `AddRequest`, `Abort`, `Shutdown`. From the engine: `LoadProgress` while starting, then
-`Ready`, then `StepOutputs` after every step that has something to say; `Fatal` before it dies of a fault of its own.
+To the engine: `AddRequest`, `Abort`, `Sleep`, `Wake`, `Shutdown`. From the engine: `LoadProgress` while starting, then
+`Ready`, then `StepOutputs` after every step that has something to say, `Slept` and `Awake` when it does as told;
+`Fatal` before it dies of a fault of its own.
 """
 
 from __future__ import annotations
@@ -23,11 +24,19 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     choice: int | None = None
 
 
+class Sleep(msgspec.Struct, frozen=True, tag="sleep"):
+    """As soon as nothing runs, give the memory of the KV cache back and keep the weights. Answered by `Slept`."""
+
+
+class Wake(msgspec.Struct, frozen=True, tag="wake"):
+    """Be as after the start again; a `Sleep` that was not carried out yet never is. Answered by `Awake`."""
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Stop now."""
 
 
-ToEngine = AddRequest | Abort | Shutdown
+ToEngine = AddRequest | Abort | Sleep | Wake | Shutdown
 
 
 class LoadProgress(msgspec.Struct, frozen=True, tag="progress"):
@@ -74,6 +83,8 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     weight_bytes: int
     kv_bytes_per_token: int
     compute: str
+    device: str
+    """`cpu`, `cuda` or `null`."""
     load_s: float
     """From the first look at the model until now."""
     start_s: dict[str, float] = {}
@@ -126,6 +137,21 @@ class StepOutputs(msgspec.Struct, frozen=True, kw_only=True, tag="step", omit_de
     num_step_tokens: int = 0
 
 
+class Slept(msgspec.Struct, frozen=True, tag="slept"):
+    """It sleeps; or, with a `fault`, it could not and goes on as before."""
+
+    released_bytes: int = 0
+    """Of the device's memory."""
+    fault: str = ""
+
+
+class Awake(msgspec.Struct, frozen=True, tag="awake"):
+    """It generated a token again; requests may come."""
+
+    wake_s: float = 0.0
+    """Since it was told to; 0 where it did not sleep."""
+
+
 class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
     """The engine process cannot start or go on. `reason` is CamelCase, `message` names the remedy."""
 
@@ -133,4 +159,4 @@ class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
     message: str
 
 
-FromEngine = LoadProgress | Ready | StepOutputs | Fatal
+FromEngine = LoadProgress | Ready | StepOutputs | Slept | Awake | Fatal

@@ -21,20 +21,26 @@ from pagemill_engine.ipc.link import EngineLink
 from pagemill_engine.ipc.messages import (
     Abort,
     AddRequest,
+    Awake,
     Fatal,
     LoadProgress,
     Ready,
     Shutdown,
+    Sleep,
+    Slept,
     StepOutputs,
     ToEngine,
     TokensOut,
+    Wake,
 )
 from pagemill_engine.loading.early_digest import EarlyDigest
 from pagemill_engine.loop.core import EngineCore
+from pagemill_engine.loop.sleep import fall_asleep, wake_up
 from pagemill_engine.loop.start_clock import StartClock
 from pagemill_engine.loop.warmup import SelfTestError, calibrate, self_test
 from pagemill_engine.runner import factory
-from pagemill_protocol.errors import PagemillError, internal_error
+from pagemill_engine.runner.sleep import SleepError
+from pagemill_protocol.errors import PagemillError, internal_error, unavailable
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.sources import resolve_source
 
@@ -62,6 +68,9 @@ class EngineLoop:
         self._refused: list[TokensOut] = []
         self._stopped = False
         self._idle_checked = True
+        self._is_tired = False
+        """To sleep as soon as nothing runs."""
+        self._sleeps = False
 
     def run(self) -> None:
         while not self._stopped:
@@ -73,6 +82,8 @@ class EngineLoop:
                 self._link.send(self._core.step())
                 self._idle_checked = False
                 self._check_device()
+            if self._is_tired and not self._core.has_work:
+                self._sleep()
 
     def _take_messages(self) -> None:
         """Everything that has arrived; waits only when there is nothing else to do."""
@@ -89,11 +100,17 @@ class EngineLoop:
                 self._add(request)
             case Abort(request_id, choice):
                 self._abort(request_id, choice)
+            case Sleep():
+                self._is_tired = True
+            case Wake():
+                self._wake()
             case Shutdown():
                 self._stopped = True
 
     def _add(self, request: GenerateRequest) -> None:
         try:
+            if self._sleeps:
+                raise unavailable("The engine sleeps: wake it first.", retry_after_s=1, code="not_ready")
             self._core.add(request)
         except PagemillError as error:
             self._refused += _refusals(request, error)
@@ -109,6 +126,33 @@ class EngineLoop:
         except Exception:
             logger.exception("request %s could not be aborted", request_id)
             self._core.check_integrity()
+
+    def _sleep(self) -> None:
+        self._is_tired = False
+        if self._sleeps:
+            self._link.send(Slept())
+            return
+        try:
+            released_bytes, news = fall_asleep(self._core)
+        except SleepError as error:
+            self._link.send(Slept(fault=str(error)))
+            return
+        self._sleeps = True
+        self._link.send(news)
+        self._link.send(Slept(released_bytes))
+
+    def _wake(self) -> None:
+        self._is_tired = False
+        if not self._sleeps:
+            self._link.send(Awake())
+            return
+        started_s = time.monotonic()
+        try:
+            wake_up(self._core)
+        except Exception as error:
+            raise EngineFault("WakeFailed", f"The engine cannot wake up, a new one is needed: {error}") from error
+        self._sleeps = False
+        self._link.send(Awake(time.monotonic() - started_s))
 
     def _idle(self) -> None:
         if not self._idle_checked:
@@ -199,6 +243,7 @@ def _ready(core: EngineCore, load_s: float, start_s: dict[str, float]) -> Ready:
         weight_bytes=info.weight_bytes,
         kv_bytes_per_token=info.kv_bytes_per_token,
         compute=info.compute,
+        device=info.device,
         load_s=load_s,
         start_s=start_s,
         load=core.load(),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from torch import Tensor
+
 from pagemill_engine.models.blocks import CausalLM, Embedding, Linear, RMSNorm
 from pagemill_engine.models.errors import WeightsError
 from pagemill_engine.models.tensors import Shapes, TensorSource
@@ -48,6 +50,16 @@ def weight_bytes(model: CausalLM) -> int:
         held = layer.packed if isinstance(layer, Linear) else layer.rows
         packed[id(held)] = held.num_bytes
     return sum(packed.values())
+
+
+def weight_tensors(model: CausalLM) -> Iterator[Tensor]:
+    """All tensors that its layers hold; those that layers share come more than once."""
+    for _, layer in _layers(model):
+        if isinstance(layer, RMSNorm):
+            yield layer.weight
+            continue
+        held = layer.packed if isinstance(layer, Linear) else layer.rows
+        yield from (value for value in vars(held).values() if isinstance(value, Tensor))
 
 
 def _layers(model: CausalLM) -> Iterator[tuple[str, Layer]]:

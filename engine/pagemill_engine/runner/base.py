@@ -1,7 +1,6 @@
 """What the loop needs of a runner. The loop sees no device, no tensor and no model.
 
-Implementations: `runner.eager` (a model on one device), `runner.null` (waits the predicted time; for simulations and
-scheduler benches).
+Implementations: `runner.eager` (a model on one device), `runner.null` (waits the predicted time).
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple, Protocol
 
 from pagemill_engine.ipc.messages import MemoryBudget
+from pagemill_engine.runner.sleep import Sleeps
 from pagemill_engine.scheduler.step import StepPlan, StepResult
 
 
@@ -25,12 +25,13 @@ class RunnerInfo(NamedTuple):
     kv_bytes_per_token: int
     compute: str
     """Type of float weights and which kernels run, for people."""
+    device: str = "cpu"
     overlaps: bool = False
     """`launch` returns before the step has run, and using that time pays: the loop overlaps unless told otherwise."""
     memory: MemoryBudget | None = None
 
 
-class Runner(Protocol):
+class Runner(Sleeps, Protocol):
     """`launch` starts a step and returns at once where the device allows it; `wait` gives its tokens.
 
     Steps run in the order of their launch; one more may be launched before the last one was waited for. They are waited

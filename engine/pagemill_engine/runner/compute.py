@@ -46,6 +46,9 @@ def _wants_gpu(config: EngineConfig) -> bool:
 
 
 def _on_gpu(config: EngineConfig, spec: ModelSpec) -> Compute:
+    absent = launch.why_absent()
+    if absent is not None:
+        raise LoadError("DeviceUnavailable", f"`device` {config.device} needs an NVIDIA GPU: {absent}.")
     problem = gpu_problem(spec.head_dim, config.block_size, spec.num_heads // spec.num_kv_heads)
     if problem is not None:
         raise LoadError(

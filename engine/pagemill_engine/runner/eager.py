@@ -17,9 +17,12 @@ from torch import Tensor
 
 from pagemill_engine.models.blocks import CausalLM
 from pagemill_engine.models.context import ForwardContext
+from pagemill_engine.models.weights import weight_tensors
 from pagemill_engine.runner.base import RunnerInfo
+from pagemill_engine.runner.host_weights import HostWeights
 from pagemill_engine.runner.inputs import RequestRows, StepInputs
 from pagemill_engine.runner.kv_cache import KVCache
+from pagemill_engine.runner.memory import give_back
 from pagemill_engine.sampling.rows import SamplingRows
 from pagemill_engine.sampling.sampler import Sampled, sample
 from pagemill_engine.scheduler.step import AdmittedRow, StepPlan, StepResult
@@ -53,6 +56,8 @@ class EagerRunner:
         self._windows = {self._spec.layer_sliding_window(layer) for layer in range(self._spec.num_layers)}
         self._rows = RequestRows(max_num_seqs, info.max_model_len, info.block_size)
         self._sampling = SamplingRows(max_num_seqs, info.vocab_size, ops.device)
+        self._weights: HostWeights | None = None
+        """While it sleeps, of a device with a memory of its own."""
 
     def launch(self, plan: StepPlan) -> StepResult:
         with torch.inference_mode():
@@ -96,6 +101,21 @@ class EagerRunner:
             logits = torch.zeros(1, self.info.vocab_size, device=self._ops.device)
             first = np.zeros(1, dtype=np.int64)
             sample(logits, sampling, first, first, self._ops.sample_tokens)
+
+    def sleep(self) -> int:
+        if self._ops.device.type == "cuda":
+            weights = HostWeights.of(weight_tensors(self.model))
+            weights.offload()
+            self._weights = weights
+        self.kv_cache.release()
+        give_back()
+        return self.kv_cache.num_bytes + (self._weights.num_bytes if self._weights is not None else 0)
+
+    def wake(self) -> None:
+        if self._weights is not None:
+            self._weights.restore()
+            self._weights = None
+        self.kv_cache.allocate()
 
     def close(self) -> None:
         self.kv_cache.layers.clear()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import mmap
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -14,13 +16,12 @@ from pagemill_engine.runner.memory import memory_limit
 from pagemill_kernels.kv_store import storage
 from pagemill_protocol.model_spec import ModelSpec
 
-ALIGNMENT = 64
 CPU = torch.device("cpu")
 
 
 class KVCache:
     """`layers[i]`: [num_blocks + 1, 2 * num_kv_heads, block_size, head_dim]; layout in `pagemill_kernels.kv_store`,
-    of int8 in its `storage`.
+    of int8 in its `storage`. Empty between `release` and `allocate`.
 
     The block after the last one belongs to nobody and stays zero: padding reads it. Raises `LoadError` when the
     machine does not give the memory.
@@ -32,14 +33,29 @@ class KVCache:
         self.device = device
         self.num_blocks = num_blocks
         self.padding_block = num_blocks
-        num_bytes = num_blocks * block_size * kv_bytes_per_token(spec, dtype)
-        if device.type == "cpu" and num_bytes > memory_limit():
-            raise _too_large(num_blocks, block_size, num_bytes)
-        shape = (num_blocks + 1, 2 * spec.num_kv_heads, block_size, storage.token_width(dtype, spec.head_dim))
+        self._block_size = block_size
+        self._dtype = dtype
+        self._shape = (num_blocks + 1, 2 * spec.num_kv_heads, block_size, storage.token_width(dtype, spec.head_dim))
+        self._num_layers = spec.num_layers
+        self.num_bytes = num_blocks * block_size * kv_bytes_per_token(spec, dtype)
+        self.layers: list[Tensor] = []
+        self.allocate()
+
+    def allocate(self) -> None:
+        """All zeros. Raises `LoadError`."""
+        if self.device.type == "cpu" and self.num_bytes > memory_limit():
+            raise _too_large(self.num_blocks, self._block_size, self.num_bytes)
         try:
-            self.layers = [_zeros(shape, dtype, device) for _ in range(spec.num_layers)]
+            self.layers += [_zeros(self._shape, self._dtype, self.device) for _ in range(self._num_layers)]
         except (MemoryError, torch.OutOfMemoryError) as error:
-            raise _too_large(num_blocks, block_size, num_bytes) from error
+            self.release()
+            raise _too_large(self.num_blocks, self._block_size, self.num_bytes) from error
+
+    def release(self) -> None:
+        """Give all of its memory back, to the machine or to the device."""
+        self.layers.clear()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """(source, destination) pairs; every source is read before any destination is written."""
@@ -76,11 +92,16 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros that cost memory only once they are written, aligned to cache lines (`torch.zeros` writes them all)."""
+    """Zeros that cost memory only once they are written, in pages of their own: with the tensor the memory is gone."""
     num_bytes = math.prod(shape) * dtype.itemsize
-    raw = torch.from_numpy(np.zeros(num_bytes + ALIGNMENT, dtype=np.uint8))
-    start = -raw.data_ptr() % ALIGNMENT
-    return raw[start : start + num_bytes].view(dtype).view(shape)
+    try:
+        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"{num_bytes} bytes of memory are not given: {error.strerror}") from error
+    with suppress(OSError, AttributeError):
+        # A hint, as for all large arrays of numpy: not every kernel has them.
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.from_numpy(np.frombuffer(pages, dtype=np.uint8)).view(dtype).view(shape)
 
 
 def max_model_len_for(config: EngineConfig, spec: ModelSpec, num_blocks: int) -> int:

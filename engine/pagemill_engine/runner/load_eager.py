@@ -77,6 +77,7 @@ def load_runner(
         weight_bytes=held_bytes,
         kv_bytes_per_token=kv_bytes,
         compute=f"{_name(dtype)}, {compute.how}",
+        device=ops.device.type,
         memory=msgspec.structs.replace(budget, weight_bytes=held_bytes),
     )
     kv_cache = KVCache(spec, num_blocks, config.block_size, kv_dtype, ops.device)

@@ -69,7 +69,10 @@ class NullRunner:
         self._clock = clock
         self._sleep = sleep
         self._rows: dict[str, _Row] = {}
+        self._telling: set[str] = set()
+        """Those that want log probabilities."""
         self._busy_until_s = float("-inf")
+        self._sleeps = False
 
     @classmethod
     def from_config(
@@ -90,6 +93,7 @@ class NullRunner:
             weight_bytes=0,
             kv_bytes_per_token=0,
             compute="simulated",
+            device="null",
             overlaps=True,
         )
         return cls(info, config.step_time or DEFAULT_STEP_TIME, clock=clock, sleep=sleep)
@@ -99,13 +103,16 @@ class NullRunner:
         return self._info
 
     def launch(self, plan: StepPlan) -> NullHandle:
+        if self._sleeps:
+            raise PlanError(f"step {plan.step} was launched while the device sleeps")
         self._apply(plan)
+        token_ids = self._compute(plan)
         predicted_ms = self._step_time.predict_ms(
             plan.num_tokens, plan.decode_context_tokens, plan.chunk_context_products
         )
         self._busy_until_s = max(self._clock(), self._busy_until_s) + predicted_ms / 1000
-        token_ids = {name: self._sample(self._rows[name]) for name in plan.samples}
-        return NullHandle(token_ids, dict(self._logprobs(token_ids)), self._busy_until_s)
+        logprobs = dict(self._logprobs(token_ids)) if self._telling else {}
+        return NullHandle(token_ids, logprobs, self._busy_until_s)
 
     def wait(self, handle: NullHandle) -> StepResult:
         left_s = handle.done_at_s - self._clock()
@@ -113,20 +120,27 @@ class NullRunner:
             self._sleep(left_s)
         return StepResult(token_ids=handle.token_ids, logprobs=handle.logprobs)
 
+    def sleep(self) -> int:
+        self._sleeps = True
+        return 0
+
+    def wake(self) -> None:
+        self._sleeps = False
+
     def close(self) -> None:
         self._rows.clear()
+        self._telling.clear()
 
     def _apply(self, plan: StepPlan) -> None:
         for name in plan.released:
             self._rows.pop(name, None)
+            self._telling.discard(name)
         for admitted in plan.admitted:
             self._admit(admitted)
         for name, block_ids in plan.new_block_ids.items():
             self._known(name).block_ids += block_ids
         for name, index, block_id in plan.replaced_blocks:
             self._known(name).block_ids[index] = block_id
-        for name, num_tokens in plan.num_scheduled_tokens.items():
-            self._advance(name, num_tokens, name in plan.samples)
 
     def _admit(self, admitted: AdmittedRow) -> None:
         if admitted.request_id in self._rows:
@@ -139,25 +153,33 @@ class NullRunner:
             counter_key=_mix((admitted.seed & _MASK) ^ _mix(admitted.choice)),
             num_logprobs=admitted.sampling.logprobs,
         )
+        if admitted.sampling.logprobs is not None:
+            self._telling.add(admitted.request_id)
 
-    def _advance(self, name: str, num_tokens: int, samples: bool) -> None:
-        row = self._known(name)
-        row.num_computed_tokens += num_tokens
-        if row.num_computed_tokens > len(row.block_ids) * self._info.block_size:
-            raise PlanError(f"{name} has too few blocks for {row.num_computed_tokens} tokens")
-        if row.num_computed_tokens > row.num_tokens or samples != (row.num_computed_tokens == row.num_tokens):
-            raise PlanError(f"{name} computes {row.num_computed_tokens} of {row.num_tokens} tokens, samples={samples}")
+    def _compute(self, plan: StepPlan) -> dict[str, int]:
+        """Tokens of the rows that sample. One loop without calls: simulations spend much of their time here."""
+        rows, samples, block_size, vocab_size = self._rows, plan.samples, self._info.block_size, self._info.vocab_size
+        token_ids = {}
+        for name, num_tokens in plan.num_scheduled_tokens.items():
+            row = rows.get(name)
+            if row is None:
+                raise PlanError(f"{name} is scheduled and was never admitted")
+            row.num_computed_tokens = num_computed_tokens = row.num_computed_tokens + num_tokens
+            if num_computed_tokens > len(row.block_ids) * block_size:
+                raise PlanError(f"{name} has too few blocks for {num_computed_tokens} tokens")
+            num_known, is_sampled = row.num_tokens, name in samples
+            if num_computed_tokens > num_known or is_sampled != (num_computed_tokens == num_known):
+                raise PlanError(f"{name} computes {num_computed_tokens} of {num_known} tokens, samples={is_sampled}")
+            if is_sampled:
+                token_ids[name] = _mix(row.counter_key + num_known - row.num_prompt_tokens) % vocab_size
+                row.num_tokens = num_known + 1
+        return token_ids
 
     def _known(self, name: str) -> _Row:
         row = self._rows.get(name)
         if row is None:
             raise PlanError(f"{name} is scheduled and was never admitted")
         return row
-
-    def _sample(self, row: _Row) -> int:
-        position = row.num_tokens - row.num_prompt_tokens
-        row.num_tokens += 1
-        return _mix(row.counter_key + position) % self._info.vocab_size
 
     def _logprobs(self, token_ids: dict[str, int]) -> Iterator[tuple[str, TokenLogprobs]]:
         """For rows that want them: the token is the most likely one, the ids after it follow at half the odds each."""

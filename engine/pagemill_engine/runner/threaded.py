@@ -38,6 +38,12 @@ class ThreadedRunner:
             if self._unread is future:
                 self._unread = None
 
+    def sleep(self) -> int:
+        return self._thread.submit(self._inner.sleep).result()
+
+    def wake(self) -> None:
+        self._thread.submit(self._inner.wake).result()
+
     def close(self) -> None:
         """Waits for the step that runs."""
         self._thread.shutdown(cancel_futures=True)

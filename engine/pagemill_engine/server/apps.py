@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pagemill_engine.server import health, internal_routes, metrics, openai_routes
+from pagemill_engine.server import health, internal_routes, metrics, openai_routes, sleep_routes
 from pagemill_engine.server.context import ServerContext
 from pagemill_protocol.http.door import Door, install_error_handlers
 from pagemill_protocol.openai.openapi import OPENAPI_PATH, document
@@ -54,6 +54,9 @@ CONTROL_ROUTES = [
     Route("/internal/bundle", internal_routes.bundle),
     Route("/internal/drain", internal_routes.drain, methods=["POST"]),
     Route("/internal/drained", internal_routes.drained, methods=["POST"]),
+    Route("/sleep", sleep_routes.sleep, methods=["POST"]),
+    Route("/wake_up", sleep_routes.wake_up, methods=["POST"]),
+    Route("/is_sleeping", sleep_routes.is_sleeping),
 ]
 
 

@@ -14,6 +14,7 @@ from pagemill_engine.server.engine_client import EngineClient
 from pagemill_engine.server.lifecycle import Lifecycle
 from pagemill_engine.server.metrics import ServerMetrics
 from pagemill_engine.server.settings import Settings
+from pagemill_engine.server.sleeping import Sleeping
 from pagemill_engine.server.state_stream import StatePublisher
 from pagemill_engine.server.tokens import InternalTokens
 from pagemill_protocol.errors import PagemillError, model_not_found, unavailable
@@ -35,6 +36,7 @@ class ServerContext:
     tokens: InternalTokens
     """Who may call `/internal/*`."""
     draining: Draining
+    sleeping: Sleeping
     client: EngineClient | None = None
     """Set when the tokenizer is loaded and the engine process starts."""
     tokenizer: Tokenizer | None = None

@@ -19,11 +19,14 @@ from pagemill_engine.ipc.channels import EngineChannel, EngineDied
 from pagemill_engine.ipc.messages import (
     Abort,
     AddRequest,
+    Awake,
     Fatal,
     FromEngine,
     LoadProgress,
     Ready,
+    Slept,
     StepOutputs,
+    ToEngine,
     TokensOut,
 )
 from pagemill_engine.loop.limits import scheduler_limits
@@ -34,6 +37,7 @@ from pagemill_engine.server.answer import Answer
 from pagemill_engine.server.failure import StartupError
 from pagemill_engine.server.lifecycle import Lifecycle
 from pagemill_engine.server.metrics import RequestTiming, ServerMetrics
+from pagemill_engine.server.sleeping import Sleeping
 from pagemill_engine.server.state_stream import StatePublisher
 from pagemill_protocol.errors import PagemillError, client_too_slow, internal_error, invalid_field, unavailable
 from pagemill_protocol.generate import GenerateRequest
@@ -59,6 +63,7 @@ class EngineClient:
         lifecycle: Lifecycle,
         publisher: StatePublisher,
         metrics: ServerMetrics,
+        sleeping: Sleeping,
         bundle_digest: str = "",
     ) -> None:
         self.ready_info: Ready | None = None
@@ -71,6 +76,7 @@ class EngineClient:
         self._lifecycle = lifecycle
         self._publisher = publisher
         self._metrics = metrics
+        self._sleeping = sleeping
         self._bundle_digest = bundle_digest
         self._running: dict[str, _Running] = {}
         """By the request's name inside the engine, which is never used twice: late words about a request that was
@@ -140,6 +146,10 @@ class EngineClient:
         """Return when no request is inside the engine."""
         await self._idle.wait()
 
+    def tell(self, message: ToEngine) -> None:
+        """To the engine process, behind all that was sent before."""
+        self._channel.send(message)
+
     async def run(self) -> None:
         """Read the engine process until it ends. Raises `StartupError` with the reason when it died by itself."""
         self._starting = asyncio.ensure_future(self._channel.start())
@@ -169,6 +179,10 @@ class EngineClient:
                 self._lifecycle.enter(message.phase, message.detail)
             case Ready():
                 self._handle_ready(message)
+            case Slept():
+                self._sleeping.slept(message)
+            case Awake():
+                self._sleeping.woke(message)
             case Fatal():
                 raise StartupError(message.reason, message.message)
 
@@ -260,4 +274,5 @@ def _runner_info(ready: Ready) -> RunnerInfo:
         weight_bytes=ready.weight_bytes,
         kv_bytes_per_token=ready.kv_bytes_per_token,
         compute=ready.compute,
+        device=ready.device,
     )

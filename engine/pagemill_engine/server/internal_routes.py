@@ -33,7 +33,7 @@ _decoder = msgspec.msgpack.Decoder(GenerateRequest)
 
 async def generate(request: Request) -> FramesResponse:
     """Take a prepared request, or refuse it with its status. From status 200 on, the engine owns it."""
-    context = _guarded(request)
+    context = guarded(request)
     generate_request = _decode(await read_body(request.receive))
     answer = submit(context, [generate_request])
     _, ready = context.ready_engine()
@@ -41,12 +41,12 @@ async def generate(request: Request) -> FramesResponse:
 
 
 async def state(request: Request) -> StateResponse:
-    context = _guarded(request)
+    context = guarded(request)
     return StateResponse(context)
 
 
 async def bundle(request: Request) -> Response:
-    context = _guarded(request)
+    context = guarded(request)
     tokenizer_bundle = context.loaded_tokenizer().bundle
     headers = {BUNDLE_DIGEST_HEADER: tokenizer_bundle.digest}
     return Response(tokenizer_bundle.to_bytes(), media_type=MSGPACK_CONTENT_TYPE, headers=headers)
@@ -57,8 +57,8 @@ async def drain(request: Request) -> Response:
 
     What runs goes on; the answer tells how much is left.
     """
-    context = _guarded(request)
-    wait_s = _seconds(request.query_params.get("wait_s", "0"), "wait_s")
+    context = guarded(request)
+    wait_s = seconds(request.query_params.get("wait_s", "0"), "wait_s")
     context.drain()
     await context.draining.settle(wait_s)
     gateways = context.draining.gateways
@@ -68,7 +68,7 @@ async def drain(request: Request) -> Response:
 
 async def drained(request: Request) -> Response:
     """A gateway tells that it sends nothing more here."""
-    context = _guarded(request)
+    context = guarded(request)
     context.draining.acknowledge(_gateway_of(request.scope))
     return Response(status_code=204)
 
@@ -99,7 +99,8 @@ class StateResponse:
             self._context.metrics.state_streams(-1)
 
 
-def _guarded(request: Request) -> ServerContext:
+def guarded(request: Request) -> ServerContext:
+    """The context, for who may ask. Raises `PagemillError` otherwise."""
     context: ServerContext = request.app.state.context
     require_internal(request.scope, context.tokens.accepted())
     return context
@@ -111,7 +112,8 @@ def _gateway_of(scope: Scope) -> str:
     return name[:256] if name else f"address {(scope.get('client') or ('local', 0))[0]}"
 
 
-def _seconds(text: str, name: str) -> float:
+def seconds(text: str, name: str) -> float:
+    """A query parameter. Raises `PagemillError` 400."""
     try:
         seconds = float(text)
     except ValueError:

@@ -14,7 +14,10 @@ Observer = Callable[[str, str], None]
 
 
 class Lifecycle:
-    """One server's phase. `ready` is reached once; after `draining`, `failed` or `stopped` there is no way back."""
+    """One server's phase. From `ready` it may go to sleep and come back.
+
+    After `draining`, `failed` or `stopped` there is no way back.
+    """
 
     def __init__(self, observer: Observer | None = None) -> None:
         self.phase = "starting"

@@ -33,6 +33,7 @@ from pagemill_engine.server.fit import check_fits
 from pagemill_engine.server.lifecycle import Lifecycle
 from pagemill_engine.server.metrics import ServerMetrics
 from pagemill_engine.server.settings import Settings
+from pagemill_engine.server.sleeping import Sleeping
 from pagemill_engine.server.sockets import bind, bound_port
 from pagemill_engine.server.state_stream import StatePublisher
 from pagemill_engine.server.tokens import InternalTokens
@@ -80,16 +81,19 @@ class Server:
         names = settings.engine.served_names or [default_name(settings.engine.model)]
         lifecycle = Lifecycle(self._on_phase)
         publisher = StatePublisher(names)
+        metrics = ServerMetrics(names[0], settings.engine)
         self._context = ServerContext(
             settings=settings,
             names=names,
             created_unix_s=int(time.time()),
             lifecycle=lifecycle,
             publisher=publisher,
-            metrics=ServerMetrics(names[0], settings.engine),
+            metrics=metrics,
             tokens=InternalTokens(settings.server),
             draining=Draining(lifecycle, publisher),
+            sleeping=Sleeping(lifecycle, publisher, metrics),
         )
+        self._was_ready = False
         self._num_signals = 0
         self._signalled = asyncio.Event()
         self._hurried = asyncio.Event()
@@ -131,7 +135,13 @@ class Server:
         )
         channel = EngineChannel(config, self._process)
         context.client = EngineClient(
-            config, channel, context.lifecycle, context.publisher, context.metrics, bundle.digest
+            config,
+            channel,
+            context.lifecycle,
+            context.publisher,
+            context.metrics,
+            context.sleeping,
+            bundle.digest,
         )
         context.lifecycle.enter("loading", "importing what the engine needs")
         await context.client.run()
@@ -195,6 +205,7 @@ class Server:
         """Streams end, connections get their last bytes, the engine process goes; all at the same time."""
         context = self._context
         engine.cancel()
+        await context.sleeping.close()
         context.publisher.close()
         for server in servers:
             server.should_exit = True
@@ -208,8 +219,11 @@ class Server:
     def _on_phase(self, phase: str, detail: str) -> None:
         self._context.metrics.phase(phase)
         self._events.on_phase(phase, detail)
-        if phase == "ready" and self._context.client is not None and self._context.client.ready_info is not None:
-            self._events.on_ready(self._context.client.ready_info)
+        client = self._context.client
+        if phase == "ready" and not self._was_ready and client is not None and client.ready_info is not None:
+            # After a sleep it is no news.
+            self._was_ready = True
+            self._events.on_ready(client.ready_info)
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:

@@ -21,6 +21,7 @@ from pagemill_protocol.metrics import ENGINE_METRICS, Metrics
 from pagemill_protocol.state import EngineLoad
 
 CONTENT_TYPE = names.CONTENT_TYPE
+NO_PART_OF_THE_START = ("ready", "draining", "sleeping", "waking")
 
 
 @dataclass(slots=True)
@@ -44,7 +45,13 @@ class ServerMetrics:
         self._phase_s: defaultdict[str, float] = defaultdict(float)
         """A phase may come again."""
         self._num_preemptions = 0
-        for spec in (names.ENGINE_READY, names.ENGINE_DRAINING, names.NUM_REQUESTS_RUNNING, names.NUM_REQUESTS_WAITING):
+        for spec in (
+            names.ENGINE_READY,
+            names.ENGINE_DRAINING,
+            names.ENGINE_SLEEPING,
+            names.NUM_REQUESTS_RUNNING,
+            names.NUM_REQUESTS_WAITING,
+        ):
             self._metrics.gauge(spec).set(0)
 
     def render(self) -> bytes:
@@ -56,13 +63,19 @@ class ServerMetrics:
     def phase(self, phase: str) -> None:
         """The server entered `phase`; the one before is over."""
         now_s = time.monotonic()
-        if self._phase is not None and self._phase[0] not in ("ready", "draining"):
+        if self._phase is not None and self._phase[0] not in NO_PART_OF_THE_START:
             before, since_s = self._phase
             self._phase_s[before] += now_s - since_s
             self._metrics.gauge(names.ENGINE_LOAD_SECONDS, phase=before).set(self._phase_s[before])
         self._phase = (phase, now_s)
         self._metrics.gauge(names.ENGINE_READY).set(phase == "ready")
         self._metrics.gauge(names.ENGINE_DRAINING).set(phase == "draining")
+
+    def sleeping(self, sleeps: bool) -> None:
+        self._metrics.gauge(names.ENGINE_SLEEPING).set(sleeps)
+
+    def woke(self, wake_s: float) -> None:
+        self._metrics.histogram(names.ENGINE_WAKE_SECONDS).observe(wake_s)
 
     def ready(self, ready: Ready) -> None:
         self._metrics.gauge(
@@ -77,7 +90,7 @@ class ServerMetrics:
             version=version("pagemill-engine"),
             weights_digest=ready.weights_digest,
             kv_dtype=ready.kv_dtype,
-            device="null" if self._config.null_runner else "cpu",
+            device=ready.device,
             compute=ready.compute,
         ).set(1)
         self._load(ready.load)

@@ -18,7 +18,7 @@ import msgspec
 from pagemill_engine.ipc.messages import PrefixEvents, Ready
 from pagemill_protocol.frames import encode_state
 from pagemill_protocol.hashes import HASH_VERSION, granule_blocks
-from pagemill_protocol.state import Digests, EngineLoad, StateFrame, StepTimeParams
+from pagemill_protocol.state import WAKE, Digests, EngineLoad, StateFrame, StepTimeParams
 
 MIN_INTERVAL_S = 0.05
 HEARTBEAT_S = 1.0
@@ -72,6 +72,14 @@ class StatePublisher:
 
     def set_draining(self) -> None:
         self._update(draining=True)
+
+    def set_sleeping(self, sleeping: bool) -> None:
+        """It takes no requests until it wakes up, or does again."""
+        self._update(sleeping=sleeping)
+
+    def woke(self, wake_s: float) -> None:
+        """How long it took, beside the phases of the start."""
+        self._update(start_s=self._next.start_s | {WAKE: round(wake_s, 3)}, num_wakes=self._next.num_wakes + 1)
 
     def close(self) -> None:
         """End all streams."""

@@ -18,6 +18,7 @@ from pagemill_engine.server.answer import Answer
 from pagemill_engine.server.engine_client import EngineClient
 from pagemill_engine.server.lifecycle import Lifecycle
 from pagemill_engine.server.metrics import ServerMetrics
+from pagemill_engine.server.sleeping import Sleeping
 from pagemill_engine.server.state_stream import StatePublisher
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import GenerateRequest
@@ -34,7 +35,9 @@ class Inside:
         self.sent: list[Any] = []
         self._tokenizer = tokenizer
         lifecycle, metrics = Lifecycle(), ServerMetrics("m", CONFIG)
-        self.client = EngineClient(CONFIG, self, lifecycle, StatePublisher(["m"]), metrics)  # type: ignore[arg-type]
+        publisher = StatePublisher(["m"])
+        sleeping = Sleeping(lifecycle, publisher, metrics)
+        self.client = EngineClient(CONFIG, self, lifecycle, publisher, metrics, sleeping)  # type: ignore[arg-type]
         self.client._handle(engine_ready())
 
     def send(self, message: Any) -> None:

@@ -1,0 +1,68 @@
+"""Weights of a device in the host's memory while the engine sleeps.
+
+Tensors stay the objects they are, so nobody who holds one need know: only what lies under them goes and comes back, at
+another address. Where the weights are anyhow in the host's memory there is nothing to move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from pagemill_engine.runner.sleep import SleepError
+
+
+class HostWeights:
+    """Of some storages, each with its copy."""
+
+    def __init__(self, storages: list[UntypedStorage]) -> None:
+        self._storages = storages
+        self._sizes = [storage.nbytes() for storage in storages]
+        self._copies: list[Tensor] = []
+
+    @classmethod
+    def of(cls, tensors: Iterable[Tensor]) -> HostWeights:
+        """What the tensors lie in; views of one storage count once."""
+        storages = (tensor.untyped_storage() for tensor in tensors)
+        return cls(list({storage.data_ptr(): storage for storage in storages if storage.nbytes()}.values()))
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self._sizes)
+
+    def offload(self) -> None:
+        """Raises `SleepError` where the host has no room for them; then they lie where they did."""
+        try:
+            self._copies = [_copy(storage) for storage in self._storages]
+        except (RuntimeError, MemoryError) as error:
+            self._copies = []
+            raise SleepError(
+                f"The host has no room for {self.num_bytes / 1024**3:.1f} GiB of weights ({error}). Raise "
+                "resources.memory, or do not let the engine sleep."
+            ) from error
+        for storage in self._storages:
+            storage.resize_(0)
+        if any(storage.device.type == "cuda" for storage in self._storages):
+            torch.cuda.empty_cache()
+
+    def restore(self) -> None:
+        """Raises what allocating on the device raises."""
+        for storage, size, copy in zip(self._storages, self._sizes, self._copies, strict=True):
+            storage.resize_(size)
+            _bytes(storage).copy_(copy, non_blocking=True)
+        if any(storage.device.type == "cuda" for storage in self._storages):
+            # The copies may go only once they have been read.
+            torch.cuda.synchronize()
+        self._copies = []
+
+
+def _copy(storage: UntypedStorage) -> Tensor:
+    """Pinned where that makes the way back faster."""
+    copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
+    return copy.copy_(_bytes(storage))
+
+
+def _bytes(storage: UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -1,0 +1,111 @@
+"""Sleep and waking of a loaded engine: when it takes requests, and what the engine process is told.
+
+Going to sleep begins at once and ends when the last request that runs is done; until then, and while it sleeps, nothing
+new is taken. Whoever sends requests learns it from the state stream, and one that was sent before is declined and goes
+elsewhere. Waking takes back a sleep that has not come yet. Neighbours: `sleep_routes` asks, `engine_client` brings the
+engine process's answers, `lifecycle` and `state_stream` tell.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Literal, Protocol
+
+from pagemill_engine.ipc.messages import Awake, Sleep, Slept, ToEngine, Wake
+from pagemill_engine.server.lifecycle import Lifecycle
+from pagemill_engine.server.metrics import ServerMetrics
+from pagemill_engine.server.state_stream import StatePublisher
+
+State = Literal["awake", "falling_asleep", "asleep", "waking"]
+
+
+class Sleeper(Protocol):
+    """The engine client."""
+
+    @property
+    def num_requests(self) -> int: ...
+    async def wait_idle(self) -> None: ...
+    def tell(self, message: ToEngine) -> None: ...
+
+
+class Sleeping:
+    def __init__(self, lifecycle: Lifecycle, publisher: StatePublisher, metrics: ServerMetrics) -> None:
+        self._lifecycle = lifecycle
+        self._publisher = publisher
+        self._metrics = metrics
+        self.state: State = "awake"
+        self.released_bytes = 0
+        """By the latest sleep."""
+        self.fault = ""
+        """Why the latest sleep did not come."""
+        self._changed = asyncio.Event()
+        self._falling: asyncio.Task[None] | None = None
+
+    async def sleep(self, client: Sleeper, wait_s: float) -> State:
+        """Sleep as soon as nothing runs. Returns when it does, cannot, or after `wait_s`; the wish stays."""
+        await self._while("waking", wait_s)
+        if self.state == "awake" and self._lifecycle.ready:
+            self.fault = ""
+            self._enter("falling_asleep", f"{client.num_requests} requests are still running; no new one is taken")
+            self._falling = asyncio.create_task(self._fall_asleep(client), name="sleep")
+        await self._while("falling_asleep", wait_s)
+        return self.state
+
+    async def wake(self, client: Sleeper, wait_s: float) -> State:
+        """Take requests again. Returns when it does, or after `wait_s`."""
+        if self.state in ("falling_asleep", "asleep"):
+            self._end_falling()
+            self._enter("waking", "the KV cache is allocated again")
+            client.tell(Wake())
+        await self._while("waking", wait_s)
+        return self.state
+
+    def slept(self, message: Slept) -> None:
+        """The engine process sleeps, or cannot."""
+        if self.state != "falling_asleep":
+            return  # It was woken meanwhile, and will say so.
+        if message.fault:
+            self.fault = message.fault
+            self._enter("awake", "could not sleep")
+            return
+        self.released_bytes = message.released_bytes
+        self._enter("asleep", "the weights stay in memory, that of the KV cache is given back")
+
+    def woke(self, message: Awake) -> None:
+        """The engine process generates again."""
+        if self.state != "waking":
+            return
+        if message.wake_s > 0:
+            self._metrics.woke(message.wake_s)
+            self._publisher.woke(message.wake_s)
+        self._enter("awake", f"awake after {message.wake_s:.2f} s")
+
+    async def close(self) -> None:
+        self._end_falling()
+
+    async def _fall_asleep(self, client: Sleeper) -> None:
+        await client.wait_idle()
+        client.tell(Sleep())
+
+    def _end_falling(self) -> None:
+        if self._falling is not None:
+            self._falling.cancel()
+            self._falling = None
+
+    def _enter(self, state: State, detail: str) -> None:
+        self.state = state
+        phases = {"awake": "ready", "waking": "waking"}
+        # First the streams: what is ready takes requests.
+        self._publisher.set_sleeping(state != "awake")
+        self._metrics.sleeping(state == "asleep")
+        self._lifecycle.enter(phases.get(state, "sleeping"), detail)
+        self._changed.set()
+
+    async def _while(self, state: State, wait_s: float) -> None:
+        try:
+            async with asyncio.timeout(wait_s):
+                while self.state == state:
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            pass

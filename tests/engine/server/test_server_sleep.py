@@ -1,0 +1,210 @@
+"""Sleep through HTTP, on real processes: nothing is cut off, memory goes back, and what is answered stays the same."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx2 as httpx
+import psutil
+import pytest
+
+from pagemill_protocol.frames import StateDecoder
+from pagemill_protocol.state import StateFrame
+
+MODEL = "SmolLM2-135M-Instruct"
+SHORT = {"model": MODEL, "prompt": "hi", "max_tokens": 2}
+LONG_PROMPT = {"model": MODEL, "prompt": list(range(100, 400)), "max_tokens": 2}
+SLOW = {"step_time": {"knots_tokens": [1, 512], "knot_ms": [20.0, 20.0]}}
+
+
+class Frames:
+    """A reader of the state stream."""
+
+    def __init__(self, server: Any) -> None:
+        self._news = threading.Condition()
+        self._frames: list[StateFrame] = []
+        self.prefixes: set[bytes] = set()
+        self._closed = False
+        self._server = server
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def wait_for(self, accepts: Callable[[StateFrame], bool]) -> StateFrame:
+        with self._news:
+            assert self._news.wait_for(lambda: any(map(accepts, self._frames)), 30)
+            return next(filter(accepts, reversed(self._frames)))
+
+    def close(self) -> None:
+        self._closed = True
+        self._thread.join(10)
+
+    def _run(self) -> None:
+        decoder = StateDecoder()
+        url = f"{self._server.control_url}/internal/state"
+        with httpx.stream("GET", url, headers=self._server.auth, timeout=10) as response:
+            for data in response.iter_bytes():
+                for frame in decoder.feed(data):
+                    with self._news:
+                        self.prefixes = (set() if frame.snapshot else self.prefixes) | set(frame.prefixes_added)
+                        self.prefixes -= set(frame.prefixes_removed)
+                        self._frames.append(frame)
+                        self._news.notify_all()
+                if self._closed:  # the stream says something every second
+                    return
+
+
+@contextmanager
+def following(server: Any) -> Iterator[Frames]:
+    frames = Frames(server)
+    try:
+        yield frames
+    finally:
+        frames.close()
+
+
+def control(server: Any, path: str, **query: Any) -> Any:
+    return httpx.post(f"{server.control_url}/{path}", headers=server.auth, params=query, timeout=60)
+
+
+def readyz(server: Any) -> tuple[int, str]:
+    answer = httpx.get(f"{server.control_url}/readyz")
+    return answer.status_code, answer.json()["phase"]
+
+
+def complete(server: Any, body: dict[str, Any]) -> Any:
+    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+
+
+def text(server: Any, body: dict[str, Any]) -> str:
+    answer = complete(server, body)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["text"])
+
+
+def metric(server: Any, name: str) -> float:
+    lines = httpx.get(f"{server.control_url}/metrics").text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + "{"))
+
+
+def test_an_idle_engine_sleeps_refuses_and_answers_again_after_waking(start_server: Callable[..., Any]) -> None:
+    server = start_server(engine={"seed": 5})
+    server.wait_for("ready")
+    with following(server) as frames:
+        before = text(server, LONG_PROMPT)
+        frames.wait_for(lambda frame: bool(frame.prefixes_added))
+        slept = control(server, "sleep", level=1)
+        assert (slept.status_code, slept.json()["state"]) == (200, "asleep")
+        assert frames.wait_for(lambda frame: frame.sleeping).max_model_len > 0
+        frames.wait_for(lambda frame: bool(frame.prefixes_removed))
+        assert not frames.prefixes
+        assert readyz(server) == (503, "sleeping")
+        assert httpx.get(f"{server.control_url}/livez").status_code == 200
+        refused = complete(server, SHORT)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_ready")
+        assert control(server, "sleep").json()["state"] == "asleep", "asked twice is no fault"
+        assert metric(server, "pagemill_engine_sleeping") == 1
+        assert metric(server, "pagemill_engine_ready") == 0
+
+        woken = control(server, "wake_up")
+        assert (woken.status_code, woken.json()["state"]) == (200, "awake")
+        assert readyz(server) == (200, "ready")
+        told = frames.wait_for(lambda frame: not frame.sleeping and frame.num_wakes == 1)
+        assert told.start_s["wake"] > 0
+        assert told.start_s.keys() >= {"load", "warm", "first_token"}, "the start stays known"
+        assert text(server, LONG_PROMPT) == before
+        assert control(server, "wake_up").json()["state"] == "awake", "nothing is done to who is awake"
+        assert metric(server, "pagemill_engine_wake_seconds_count") == 1
+        assert metric(server, "pagemill_engine_sleeping") == 0
+        phases = httpx.get(f"{server.control_url}/metrics").text
+        assert 'phase="sleeping"' not in phases, "sleep is no part of the start"
+
+
+def test_what_runs_is_finished_before_the_engine_sleeps(start_server: Callable[..., Any]) -> None:
+    server = start_server(engine=SLOW)
+    server.wait_for("ready")
+    body = {**SHORT, "max_tokens": 60, "stream": True, "ignore_eos": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        falling = control(server, "sleep", wait_s=0)
+        assert (falling.status_code, falling.json()["state"]) == (202, "falling_asleep")
+        assert readyz(server) == (503, "sleeping")
+        assert complete(server, SHORT).status_code == 503
+        rest = list(lines)
+    assert rest[-1] in ("data: [DONE]", "")
+    assert not any("error" in line for line in rest)
+    assert control(server, "sleep").json()["state"] == "asleep"
+    assert control(server, "wake_up").json()["state"] == "awake"
+    assert complete(server, SHORT).status_code == 200
+
+
+def test_waking_takes_back_a_sleep_that_has_not_come(start_server: Callable[..., Any]) -> None:
+    server = start_server(engine=SLOW)
+    server.wait_for("ready")
+    body = {**SHORT, "max_tokens": 500, "stream": True, "ignore_eos": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        falling = control(server, "sleep", wait_s=0)
+        assert (falling.status_code, falling.json()["num_requests"]) == (202, 1)
+        assert control(server, "wake_up").json()["state"] == "awake"
+        assert complete(server, SHORT).status_code == 200
+        next(lines)
+    assert metric(server, "pagemill_engine_wake_seconds_count") == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "query", "param"),
+    [
+        ("sleep", {"level": 2}, "level"),
+        ("sleep", {"wait_s": "soon"}, "wait_s"),
+        ("wake_up", {"wait_s": -1}, "wait_s"),
+    ],
+)
+def test_bad_questions_name_the_field(null_server: Any, path: str, query: dict[str, Any], param: str) -> None:
+    answer = control(null_server, path, **query)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert readyz(null_server)[0] == 200
+
+
+def test_only_the_internal_token_opens_it(null_server: Any) -> None:
+    for method, path in (("POST", "sleep"), ("POST", "wake_up"), ("GET", "is_sleeping")):
+        assert httpx.request(method, f"{null_server.control_url}/{path}").status_code in (401, 403)
+        assert httpx.request(method, f"{null_server.url}/{path}", headers=null_server.auth).status_code == 404
+    answer = httpx.get(f"{null_server.control_url}/is_sleeping", headers=null_server.auth)
+    assert answer.json()["is_sleeping"] is False
+
+
+def test_a_sleeping_engine_ends_when_it_is_told_to(start_server: Callable[..., Any]) -> None:
+    server = start_server()
+    server.wait_for("ready")
+    assert control(server, "sleep").status_code == 200
+    server.process.terminate()
+    assert server.wait_exit() == 0
+
+
+def test_the_memory_of_the_kv_cache_goes_back_and_answers_stay_the_same(start_server: Callable[..., Any]) -> None:
+    num_tokens, bytes_per_token = 800, 2 * 30 * 3 * 64 * 4
+    engine = {"null_runner": False, "num_kv_blocks": 256, "max_model_len": 1024, "dtype": "float32", "num_threads": 1}
+    server = start_server(engine=engine)
+    server.wait_for("ready")
+    (child,) = psutil.Process(server.process.pid).children()
+    question = {"model": MODEL, "prompt": "The capital of France is", "max_tokens": 8, "temperature": 0.0}
+    filling = {"model": MODEL, "prompt": [100 + index % 900 for index in range(num_tokens - 8)], "max_tokens": 4}
+    text(server, filling)
+    before, rss_before = text(server, question), child.memory_info().rss
+
+    slept = control(server, "sleep").json()
+    assert slept["released_bytes"] == 256 * 16 * bytes_per_token
+    rss_asleep = child.memory_info().rss
+    control(server, "wake_up")
+    rss_awake = child.memory_info().rss
+    after = text(server, question)
+
+    filled = num_tokens * bytes_per_token
+    assert rss_before - rss_asleep > 0.8 * filled, (rss_before, rss_asleep, filled)
+    assert rss_asleep <= rss_awake < rss_before, "memory is taken as it is used, in pages of up to 2 MiB a layer"
+    assert after == before
