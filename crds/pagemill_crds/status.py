@@ -113,6 +113,8 @@ class LLMDeploymentStatus(Section):
     """Replicas that are wanted now."""
     ready_replicas: Count = 0
     """Replicas that take requests."""
+    standby_replicas: Count = 0
+    """Replicas that are loaded and sleep."""
     selector: str = ""
     """Label selector of the pods; read by the scale subresource."""
     url: str = ""

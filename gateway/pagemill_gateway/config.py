@@ -117,6 +117,11 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     With more, one further process decides for all of them and serves the control port, and another one keeps all of
     them running; each worker may hold its share of `max_requests`, `max_in_flight_body_bytes` and `journal_tokens`.
     """
+    hang_timeout_s: float = 30.0
+    """
+    With more than one worker: a process of the gateway that stands still for this long is killed and replaced, as one
+    that died. Below 5 a machine that is merely busy may look like that.
+    """
     control_host: str = "127.0.0.1"
     control_port: int = 8081
     control_token: str = ""
@@ -159,7 +164,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     no room gets 503. Parsed and tokenized, a body takes several times its size.
     """
     max_attempts: int = 3
-    """Engines that may fail one request. Those that refuse it, or where nobody listens, do not count."""
+    """Engines that may fail one request. Those that refuse it, that end or where nobody listens do not count."""
     request_timeout_s: float | None = None
     """Deadline of requests that send no `x-request-timeout-s`; `None`: none."""
     connect_timeout_s: float = 2.0
@@ -183,7 +188,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     keep_alive_interval_s: float = 10.0
     """A streaming client that waits gets an SSE comment this often, so that nobody on the way takes it for dead."""
     outage_wait_s: float = 30.0
-    """Requests for a deployment wait this long after it lost its last engine for one to come back; then 503."""
+    """
+    Requests for a deployment wait this long after it lost its last engine for one to come back, or twice as long as its
+    engines need for that, where that is longer and the queue's timeout allows it; then 503. 0: they do not wait.
+    """
     handover_timeout_s: float = 4.0
     """An engine that drains while no other of its deployment can take over is kept in use this long at most."""
 
@@ -274,6 +282,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 f"queue: max_requests ({self.queue.max_requests}), max_bytes ({self.queue.max_bytes}) and timeout_s "
                 f"({self.queue.timeout_s}) must be 0 or more. max_requests 0 lets nobody wait."
             )
+        if not self.hang_timeout_s >= 1:
+            raise SettingsError(f"hang_timeout_s: {self.hang_timeout_s} must be at least 1.")
         if self.keep_alive_interval_s <= 0:
             raise SettingsError(f"keep_alive_interval_s: {self.keep_alive_interval_s} must be above 0.")
         for field in ("max_ejected_share", "retry_share"):

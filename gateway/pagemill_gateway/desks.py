@@ -60,3 +60,16 @@ class WorkerDesk(Protocol):
     def replace_shared_keys(self, callers: list[Caller]) -> None:
         """These keys, and no others, are accepted besides those of settings and file."""
         ...
+
+
+class LocalWorker(WorkerDesk, Protocol):
+    """A worker in its own process."""
+
+    @property
+    def num_measured(self) -> int:
+        """Grows with whatever is measured."""
+        ...
+
+    def measures(self) -> Measures:
+        """What `measure` would say."""
+        ...

@@ -82,8 +82,16 @@ class Worker:
     # What the head asks and tells.
 
     async def measure(self, endpoint_ids: frozenset[str]) -> Measures:
+        self.metrics.forget_all_but(endpoint_ids)
+        return self.measures()
+
+    @property
+    def num_measured(self) -> int:
+        return self.metrics.num_updates
+
+    def measures(self) -> Measures:
         samples = self.metrics.samples(
-            endpoint_ids, body_bytes=self.gate.num_bytes, journal_tokens=self.relay.journal_room.num_tokens
+            body_bytes=self.gate.num_bytes, journal_tokens=self.relay.journal_room.num_tokens
         )
         return Measures(samples, self.gate.num_inside)
 

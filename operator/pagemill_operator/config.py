@@ -32,10 +32,15 @@ class OperatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         default_factory=lambda: {"app.kubernetes.io/name": "pagemill", "app.kubernetes.io/component": "gateway"}
     )
     """Labels of gateway pods in `namespace`. Must hold `app.kubernetes.io/name`: pods are watched by it."""
+    operator_selector: dict[str, str] = msgspec.field(
+        default_factory=lambda: {"app.kubernetes.io/name": "pagemill", "app.kubernetes.io/component": "operator"}
+    )
+    """Labels of the operator's own pods there: engines let them put them to sleep and wake them."""
     prometheus_namespace_selector: dict[str, str] = {}
     """Labels of the namespace that Prometheus runs in."""
     prometheus_pod_selector: dict[str, str] = {}
-    """Labels of Prometheus' pods. Besides gateways they alone reach engines; nobody does where both are empty."""
+    """Labels of Prometheus' pods. Besides gateways and the operator they alone reach engines; nobody does where both
+    are empty."""
     keys_secret: str = "pagemill-keys"
     """Secret in `namespace` that engine tokens are derived from; made where it is missing."""
     lease_name: str = "pagemill-operator"
@@ -58,6 +63,8 @@ class OperatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Serves `/metrics`, `/livez` and `/readyz`; 0 takes a free one."""
     gateway_control_port: int = 8081
     """Where gateways tell their load."""
+    engine_control_port: int = 8001
+    """Where engines are told to sleep and to wake up."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Least severe lines that are written; `DEBUG` includes kopf's."""
 

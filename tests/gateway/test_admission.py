@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from pagemill_gateway.admission.attempts import MOST_FAILURES, RETRY_PAUSE_MAX_S, Attempts
+from pagemill_gateway.admission.attempts import MOST_CRASHES, MOST_ENDS, MOST_FAILURES, RETRY_PAUSE_MAX_S, Attempts
 from pagemill_gateway.admission.gate import Gate
 from pagemill_gateway.admission.running import Running
 from pagemill_protocol.errors import PagemillError
@@ -81,6 +81,21 @@ def test_attempts_end_after_their_number() -> None:
     assert attempts.exhausted
     assert attempts.tried == frozenset("abc")
     assert attempts.verdict().status == 502
+
+
+def test_engines_that_ended_cost_no_attempt_but_have_bounds_of_their_own() -> None:
+    attempts = Attempts(1)
+    for number in range(MOST_ENDS):
+        assert not attempts.exhausted
+        attempts.chose(f"e{number}")
+        attempts.ended("gone.", crashed=False)
+    assert (attempts.exhausted, attempts.num_counted, len(attempts.tried)) == (True, 0, MOST_ENDS)
+    attempts.progressed()
+    for _ in range(MOST_CRASHES):
+        assert not attempts.exhausted
+        attempts.progressed()
+        attempts.ended("broken.", crashed=True)
+    assert attempts.exhausted
 
 
 def test_full_engines_cost_no_attempt_and_are_avoided_until_the_request_has_waited() -> None:

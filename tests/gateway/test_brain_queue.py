@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from pagemill_gateway.admission.drain_rate import UNKNOWN_WAIT_S
 from pagemill_gateway.brain.brain import LocalBrain
-from pagemill_gateway.brain.interface import NOBODY, Again, Ask, Choice, Claim, Served
+from pagemill_gateway.brain.interface import NOBODY, Again, Ask, Choice, Claim, Served, Trial
 from pagemill_gateway.brain.orders import Order, make_order
 from pagemill_gateway.config import GatewayConfig
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint, QueueLimits
@@ -367,6 +367,20 @@ async def test_an_outage_that_lasts_ends_the_wait_of_all() -> None:
             await task
 
 
+async def test_an_outage_may_last_twice_as_long_as_engines_usually_need() -> None:
+    world = World(Pod("a", seats=8, blocks=1000), queue=limits(timeout_s=60.0), outage_wait_s=5.0)
+    for took_s, longest_s in ((4.0, 5.0), (4.9, 8.0), (7.0, 8.9), (7.0, 9.8)):
+        world.brain.unreachable("a")
+        lost_at = world.clock.now
+        waiting = spawn(world.brain.choose(world.target, frozenset(), Ask(10)))
+        await settle()
+        assert world.brain._outage_left_s(world.brain.registry.deployments["default/d"]) == pytest.approx(longest_s)
+        await world.pass_time(took_s)
+        world.brain.observe("a", world.pods["a"].frame(snapshot=True))
+        world.leave(await waiting)
+        assert world.clock.now == lost_at + took_s
+
+
 async def test_somebody_who_waits_where_nobody_did_is_news() -> None:
     world = World(Pod("a", seats=1, blocks=1000))
     news = world.brain.queues.first_waiter()
@@ -546,8 +560,8 @@ async def test_continuing_costs_its_key_nothing_and_its_engine_all_that_is_there
     deployment = world.brain.registry.deployments["default/d"]
     claim = Claim(key="k", max_tokens=20)
 
-    def order(again: Again | None) -> Order:
-        return make_order(deployment, world.target, frozenset(), Ask(100), claim, again)
+    def order(again: Again | None, trial: Trial = "none") -> Order:
+        return make_order(deployment, world.target, frozenset(), Ask(100), claim, again, trial)
 
     first, continued = order(None), order(Again(1, "a", "lost", "w", 10))
     assert (first.work.num_prompt_tokens, continued.work.num_prompt_tokens) == (100, 110)
@@ -555,5 +569,5 @@ async def test_continuing_costs_its_key_nothing_and_its_engine_all_that_is_there
     assert order(Again(1, "a", "lost", "w", 300)).need.num_output_tokens == 301, "longer than was thought"
     assert (first.line, first.group) == ("k", "t")
     assert continued.line != "k"
-    assert order(Again(1, "a", "crashed", alone=True)).group not in (first.group, continued.group)
+    assert order(Again(1, "a", "crashed"), "shared").group not in (first.group, continued.group)
     assert order(Again(1, "a", "refused")).line == "k", "nothing is special about it"

@@ -90,7 +90,14 @@ def test_the_queue_is_the_resources_in_bytes_and_seconds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("autoscaling", "wakes"), [(None, False), ({"mode": "Active"}, True), ({}, True), ({"mode": "External"}, False)]
+    ("autoscaling", "wakes"),
+    [
+        (None, False),
+        ({}, True),
+        ({"mode": "Active"}, True),
+        ({"mode": "External"}, True),
+        ({"mode": "Advisory"}, False),
+    ],
 )
 def test_requests_wait_for_an_engine_where_somebody_starts_one(autoscaling: Any, wakes: bool) -> None:
     (model,) = build_catalog([llmd("chat", autoscaling=autoscaling)], [], KEYS).models

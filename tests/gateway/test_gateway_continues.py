@@ -167,14 +167,14 @@ async def test_an_engine_at_the_end_of_its_patience_hands_its_streams_over(engin
     assert [len(engine.requests) for engine in engines[:2]] == [1, 1], "they were asked once and then let go"
 
 
-def crashes(fake, *, after: int):
-    """The engine's own work brings it down: its server says so, then nobody listens."""
+def crashes(fake, *, after: int, code: str = "engine_crashed"):
+    """The engine's own work brings it down, or somebody else does: its server says so, then nobody listens."""
 
     async def behave(engine, request, response, http) -> None:
         await response.prepare(http)
         for frame in fake.answer_frames(request, ("a", "b", "c", "d"))[:after]:
             await response.write(frame)
-        error = unavailable("This server failed", code="engine_crashed")
+        error = unavailable("This server failed", code=code)
         meta = FrameMeta(last=True, error=error.message, error_status=503)
         await response.write(encode_frame(meta, render.sse_error(error)))
         await response.write_eof()
@@ -189,16 +189,31 @@ async def test_a_request_that_crashes_two_engines_is_not_tried_on_a_third(engine
     reply = await gateway.chat(stream=True)
     assert (reply.status, reply.error["code"]) == (500, "request_crashed_engine")
     assert sorted(num_requests(engines)) == [0, 1, 1]
+    scrape = (await gateway.get("/metrics", control=True)).raw.decode()
+    assert 'suspect_trials_total{model="tiny",outcome="ended"} 1.0' in scrape
+    assert 'suspect_trials_total{model="tiny",outcome="convicted"} 1.0' in scrape
 
 
-async def test_a_stream_survives_one_crash_and_dies_of_the_second(engines, gateways, fake) -> None:
+async def test_a_request_whose_engines_were_all_killed_is_no_suspect(engines, gateways, fake) -> None:
+    gateway = await gateways(*engines, outage_wait_s=5.0)
+    for engine in engines:
+        engine.behaviours.append(crashes(fake, after=0, code="engine_failed"))
+        engine.behaviour = fake.says("a", "b")
+    reply = await gateway.chat(stream=True)
+    assert (reply.streamed_text, sum(num_requests(engines))) == ("ab", len(engines) + 1)
+    scrape = (await gateway.get("/metrics", control=True)).raw.decode()
+    assert 'upstream_retries_total{model="tiny",reason="killed"} 3.0' in scrape
+    assert 'suspect_trials_total{model="tiny",outcome="acquitted"} 0.0' in scrape
+
+
+async def test_a_stream_that_gets_on_survives_crashes(engines, gateways, fake) -> None:
     gateway = await gateways(*engines, outage_wait_s=5.0)
     for engine in engines:
         engine.behaviours.append(crashes(fake, after=1))
         engine.behaviour = fake.says("a", "b", "c", "d")
     reply = await gateway.chat(stream=True)
-    assert reply.streamed_text == "ab"
-    assert reply.events[-1]["error"]["code"] == "request_crashed_engine"
+    assert (reply.streamed_text, reply.events[-1]) == ("abcd", "[DONE]")
+    assert sum(num_requests(engines)) == len(engines) + 1
 
 
 @pytest.mark.layouts

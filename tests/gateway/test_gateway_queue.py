@@ -70,7 +70,7 @@ async def test_a_streaming_client_hears_comments_while_it_waits(engines, gateway
         async with gateway.session.post(gateway.url + "/v1/chat/completions", json=BODY | {"stream": True}) as response:
             assert response.status == 200
             for _ in range(2):
-                assert await response.content.readline() == b": waiting\n"
+                assert (await response.content.readline()).startswith(b": waiting")
                 assert await response.content.readline() == b"\n"
             release.set()
             rest = await response.read()
@@ -106,7 +106,7 @@ async def test_a_wait_that_ends_in_vain_is_an_error_event_once_comments_were_sen
     reply = await gateway.chat(stream=True)
     assert reply.status == 200
     comments, _, error = reply.raw.partition(b"data: ")
-    assert comments.startswith(b": waiting\n\n")
+    assert comments.startswith(b": waiting")
     assert json.loads(error)["error"]["code"] == "server_is_overloaded"
     release.set()
 
@@ -193,7 +193,7 @@ async def test_who_streams_hears_comments_also_while_no_engine_is_there(engines,
     await engines[0].kill()
     await fake.until(lambda: gateway.record(engines[0]).unreachable)
     async with gateway.session.post(gateway.url + "/v1/chat/completions", json=BODY | {"stream": True}) as response:
-        assert await response.content.readline() == b": waiting\n"
+        assert (await response.content.readline()).startswith(b": waiting")
         assert num_waiting(gateway) == 1
         await engines[0].start()
         assert (await response.read()).endswith(b"data: [DONE]\n\n")

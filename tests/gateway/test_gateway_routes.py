@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 
 import msgspec
 import openai
 import pytest
 
 from pagemill_protocol.catalog import Catalog
+from pagemill_simulator.workloads.traces import read_trace
 
 
 @pytest.mark.layouts
@@ -308,3 +310,24 @@ async def test_the_access_log_tells_all_but_the_text(engines, gateways, caplog) 
     assert len(served["endpoints"]) == 1
     assert refused["error"] == "model_not_found"
     assert "secret" not in caplog.text
+
+
+async def test_the_access_log_is_a_recording_that_simulations_replay(engines, gateways, fake, caplog, tmp_path) -> None:
+    gateway = await gateways(*engines)
+    began_s = time.time()
+    with caplog.at_level("INFO", logger="pagemill.gateway.access"):
+        await gateway.chat(messages=[{"role": "user", "content": "hello"}])
+        await gateway.chat(model="nope")
+        await gateway.chat(messages=[{"role": "user", "content": "hello again"}])
+        await fake.until(lambda: caplog.text.count('"arrived_at"') == 3)
+    lines = [record.message for record in caplog.records if record.name.endswith("access")]
+    told = [msgspec.json.decode(line) for line in lines]
+    assert all(began_s - 1 <= line["arrived_at"] <= time.time() + 1 for line in told)
+    recording = tmp_path / "gateway.jsonl"
+    recording.write_text("\n".join(lines))
+    workload = read_trace(recording)
+    assert [request[1:3] for request in workload.requests] == [
+        (line["prompt_tokens"], line["completion_tokens"]) for line in told if line["status"] == 200
+    ]
+    assert len(workload.requests) == 2
+    assert "1 without an answer left out" in workload.source

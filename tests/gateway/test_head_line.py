@@ -33,6 +33,7 @@ from pagemill_gateway.head import Head
 from pagemill_gateway.ipc import messages
 from pagemill_gateway.ipc.head_line import HeadLine
 from pagemill_gateway.ipc.serving import serving_workers
+from pagemill_gateway.ipc.worker_line import WorkerLine
 from pagemill_gateway.limits import store
 from pagemill_gateway.limits.caller import Caller, Limits
 from pagemill_gateway.limits.memory import MemoryStore
@@ -90,13 +91,17 @@ class WorkerStub:
     """As the head sees a worker."""
 
     def __init__(self) -> None:
-        self.measures = Measures({}, 0)
+        self.latest = Measures({}, 0)
+        self.num_measured = 0
         self.digests: frozenset[str] | None = None
         self.whole = False
         self.callers: list[Caller] = []
 
     async def measure(self, endpoint_ids: frozenset[str]) -> Measures:
-        return self.measures
+        return self.latest
+
+    def measures(self) -> Measures:
+        return self.latest
 
     def keep_bundles(self, digests: frozenset[str], templates: frozenset[str], *, whole: bool) -> None:
         self.digests = digests
@@ -212,7 +217,11 @@ async def test_what_was_given_up_holds_nothing(place: Place, fake: SimpleNamespa
         await fake.until(lambda: in_flight(head) == 0)
 
 
-async def test_a_worker_that_is_gone_holds_nothing_and_its_counters_stay(place: Place, fake: SimpleNamespace) -> None:
+@pytest.mark.parametrize("asked", [True, False])
+async def test_a_worker_that_is_gone_holds_nothing_and_its_counters_stay(
+    place: Place, fake: SimpleNamespace, asked: bool
+) -> None:
+    """Whether there was a scrape, or it told unasked."""
     async with place.head() as head, place.worker() as other:
         counted = head.sharing.store
         assert isinstance(counted, MemoryStore)
@@ -220,16 +229,22 @@ async def test_a_worker_that_is_gone_holds_nothing_and_its_counters_stay(place: 
             stub = line._worker
             assert isinstance(stub, WorkerStub)
             labels = (("model", "m"), ("route", "r"), ("status", "200"))
-            stub.measures = Measures(
+            stub.latest = Measures(
                 {
                     GATEWAY_REQUESTS.name: [Sample(GATEWAY_REQUESTS.exported_name, labels, 3.0)],
                     GATEWAY_IN_FLIGHT.name: [Sample(GATEWAY_IN_FLIGHT.name, (("model", "m"),), 1.0)],
                 },
                 1,
             )
+            stub.num_measured += 1
             await line.choose(TARGET, frozenset(), ASK)
             assert (await line.reserve(ENTRY)).refused is None
-            await line.metrics_text()
+            if asked:
+                await line.metrics_text()
+            else:
+                told = head._workers[-1]
+                assert isinstance(told, WorkerLine)
+                await fake.until(lambda: told._latest().num_requests == 1)
         waiting = asyncio.create_task(other.choose(TARGET, frozenset(), ASK, claim=Claim(priority=1)))
         assert (await waiting).endpoint_id == "a", "who waited gets the seat"
         assert counted.num_held == 0

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 
 from pagemill_engine.ipc.messages import LogprobsOut, TokensOut
 from pagemill_engine.output.processor import OutputProcessor
+from pagemill_gateway.admission.attempts import MOST_ENDS
 from pagemill_gateway.brain.interface import NOBODY, Again, Ask, Choice, Claim, FailureKind, HashScheme, Served, Target
 from pagemill_gateway.metrics.worker import WorkerMetrics
 from pagemill_gateway.relay.delivery import AnswerBroken
@@ -59,9 +60,8 @@ class Break(NamedTuple):
 
 
 BREAKS = st.lists(
-    st.builds(Break, st.floats(0, 1), st.integers(1, 400), st.sampled_from(["reset", "eof", "garbage"])), max_size=2
+    st.builds(Break, st.floats(0, 1), st.integers(1, 400), st.sampled_from(["reset", "eof", "garbage"])), max_size=4
 )
-"""A third loss without a token between would convict the request."""
 
 
 class Engines:
@@ -94,6 +94,9 @@ class Engines:
 
     async def alive(self, endpoint_id: str) -> bool:
         return True
+
+    async def expected_s(self, model: str, claim: Claim) -> float | None:
+        return None
 
     def finished(self, choice: Choice, served: Served | None = None) -> None: ...
 
@@ -266,7 +269,7 @@ def test_the_next_engine_computes_only_what_is_missing(byte_tokenizer: Tokenizer
     assert (second.request_id, second.response_id) == ("r-try2", "r")
     again = engines.agains[1]
     assert again is not None
-    assert (again.decision, again.kind, again.weights_digest, again.alone) == (1, "lost", "w", False)
+    assert (again.decision, again.kind, again.weights_digest) == (1, "lost", "w")
 
 
 @pytest.mark.parametrize("fields", [{"logprobs": 1}, {"use_beam_search": True, "best_of": 1}])
@@ -313,14 +316,17 @@ def test_a_stream_that_goes_on_may_be_lost_more_often_than_a_request_may_be_trie
     assert len(engines.requests) == 9
 
 
-def test_a_request_that_is_lost_without_a_token_runs_alone_in_the_end_and_is_convicted(
-    byte_tokenizer: Tokenizer,
-) -> None:
-    engines = Engines(byte_tokenizer, ["x"], [Break(0.0, 50, "reset") for _ in range(9)])
-    with pytest.raises(PagemillError) as crashed:
-        serve(engines, make_request(["x"], stream=True))
-    assert (crashed.value.status, crashed.value.code) == (500, "request_crashed_engine")
-    assert [again.alone for again in engines.agains if again is not None] == [False, True]
+def test_the_brain_hears_of_every_engine_that_ended_and_they_are_bounded(byte_tokenizer: Tokenizer) -> None:
+    breaks = [Break(0.5, 50, "reset"), *[Break(0.0, 50, "reset") for _ in range(20)]]
+    engines = Engines(byte_tokenizer, ["x" * 100], breaks)
+    with pytest.raises(PagemillError) as error:
+        serve(engines, make_request(["x" * 100], stream=False))
+    assert error.value.code == "bad_upstream"
+    assert len(engines.requests) == MOST_ENDS, "one with tokens begins a new row"
+    ends = engines.agains[-1].ends  # type: ignore[union-attr]
+    assert [end.decision for end in ends] == list(range(1, MOST_ENDS))
+    assert [end.progressed for end in ends] == [True] + [False] * (MOST_ENDS - 2)
+    assert {end.kind for end in ends} == {"lost"}
 
 
 # -- the journal itself ------------------------------------------------------------------------------------------------

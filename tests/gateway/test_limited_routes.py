@@ -123,7 +123,7 @@ async def test_places_come_back_however_a_request_ends(engines, gateways, fake) 
     gateway = await gateways(engines[0], api_keys=[entry("concurrency=1")], max_attempts=1, ejection_base_s=0.01)
     store = gateway.gateway.head.sharing.store
     assert isinstance(store, MemoryStore)
-    engines[0].behaviours.extend([fake.says("a"), fake.refuses(400, code="bad"), fake.breaks_off(1)])
+    engines[0].behaviours.extend([fake.says("a"), fake.refuses(400, code="bad"), fake.refuses(500, code="bug")])
     assert (await gateway.chat(headers=KEY, stream=True)).status == 200
     assert (await gateway.chat(headers=KEY)).status == 400
     assert b"error" in (await gateway.chat(headers=KEY, stream=True)).raw

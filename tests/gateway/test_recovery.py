@@ -9,11 +9,10 @@ import pytest
 from hand_clock import Clock
 
 from pagemill_gateway.brain.brain import LocalBrain
-from pagemill_gateway.brain.interface import OTHER_WEIGHTS, Again, Ask, Choice, FailureKind, Served
+from pagemill_gateway.brain.interface import OTHER_WEIGHTS, Again, Ask, Choice, End, FailureKind, Served
 from pagemill_gateway.brain.retry_budget import FREE_RETRIES, RetryBudget
 from pagemill_gateway.brain.slowness import LEAST_SAMPLES, Slowness
 from pagemill_gateway.config import GatewayConfig
-from pagemill_gateway.relay.suspicion import Suspicion
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.state import Digests, StateFrame
@@ -196,49 +195,141 @@ async def test_only_engines_of_the_same_weights_continue_an_answer(brain: LocalB
     assert error.value.code == OTHER_WEIGHTS
 
 
-# -- who must be alone -------------------------------------------------------------------------------------------------
+# -- who is tried apart ------------------------------------------------------------------------------------------------
 
 
-async def test_a_suspect_waits_until_another_one_is_cleared(brain: LocalBrain) -> None:
+def ended(*choices: Choice, kind: FailureKind = "lost", progressed: bool = False) -> dict[str, tuple[End, ...]]:
+    return {"ends": tuple(End(each.decision, kind, each.trial, progressed) for each in choices)}
+
+
+async def end_all(brain: LocalBrain, name: str, choices: list[Choice], kind: FailureKind) -> None:
+    """The engine ended with all of them, and everybody knows."""
+    for choice in choices:
+        brain.failed(choice, kind)
+    brain.stream_lost(name)
+    brain.unreachable(name)
+
+
+async def test_a_suspect_waits_until_another_one_is_acquitted(brain: LocalBrain) -> None:
     know(brain, "abc")
     crashed = [await place_at(brain, "a", "abc") for _ in range(3)]
-    for choice in crashed:
-        brain.failed(choice, "crashed")
-    brain.unreachable("a")
-    first, second = [await place(brain, "a", again=after(each, "crashed", alone=True)) for each in crashed[:2]]
+    await end_all(brain, "a", crashed, "crashed")
+    agains = [after(each, "crashed", **ended(each, kind="crashed")) for each in crashed]
+    first, second = [await place(brain, "a", again=each) for each in agains[:2]]
     assert {first.endpoint_id, second.endpoint_id} == {"b", "c"}
-    third = asyncio.create_task(place(brain, "a", again=after(crashed[2], "crashed", alone=True)))
+    assert first.trial == "shared"
+    third = asyncio.create_task(place(brain, "a", again=agains[2]))
     await asyncio.sleep(0.05)
     assert not third.done()
     innocent = await place(brain)
     assert innocent.endpoint_id in "bc", "others need not wait"
     brain.started(second)
     assert (await third).endpoint_id == second.endpoint_id
-    fourth = asyncio.create_task(place(brain, "a", again=after(crashed[2], "crashed", alone=True)))
+    fourth = asyncio.create_task(place(brain, "a", again=agains[2]))
     brain.failed(first, "request")
     assert (await fourth).endpoint_id == first.endpoint_id
 
 
-def test_a_crash_makes_suspect_and_a_second_convicts() -> None:
-    suspicion = Suspicion()
-    assert not suspicion.must_be_alone
-    suspicion.failed("crashed", progressed=True)
-    assert (suspicion.must_be_alone, suspicion.convicted) == (True, False)
-    suspicion.failed("crashed", progressed=True)
-    assert suspicion.convicted
+async def test_who_crashes_an_engine_on_which_nobody_else_began_is_convicted(brain: LocalBrain) -> None:
+    know(brain, "abc")
+    beside = await place_at(brain, "b", "abc")
+    brain.started(beside)
+    first = await place_at(brain, "a", "abc")
+    await end_all(brain, "a", [first], "crashed")
+    second = await place(brain, *"ac", again=after(first, "crashed", **ended(first, kind="crashed")))
+    assert second.endpoint_id == beside.endpoint_id == "b"
+    await end_all(brain, "b", [second, beside], "crashed")
+    with pytest.raises(PagemillError) as convicted:
+        await place(brain, again=after(second, "crashed", **ended(first, second, kind="crashed")))
+    assert (convicted.value.status, convicted.value.code) == (500, "request_crashed_engine")
+    other = after(beside, "crashed", **ended(beside, kind="crashed", progressed=True))
+    assert (await place(brain, again=other)).trial == "shared"
 
 
-def test_lost_engines_make_suspect_only_when_no_token_comes_between() -> None:
-    suspicion = Suspicion()
-    for _ in range(20):
-        suspicion.failed("lost", progressed=True)
-    assert not suspicion.must_be_alone
-    suspicion.failed("lost", progressed=False)
-    assert not suspicion.must_be_alone
-    suspicion.failed("lost", progressed=False)
-    assert (suspicion.must_be_alone, suspicion.convicted) == (True, False)
-    suspicion.failed("lost", progressed=False)
-    assert suspicion.convicted
+async def test_who_crashed_an_engine_beside_newcomers_is_tried_alone_and_nobody_follows(brain: LocalBrain) -> None:
+    know(brain, "abc")
+    first = await place_at(brain, "a", "abc")
+    await end_all(brain, "a", [first], "crashed")
+    second = await place(brain, *"ac", again=after(first, "crashed", **ended(first, kind="crashed")))
+    newcomer = await place_at(brain, "b", "abc")
+    assert newcomer.endpoint_id == second.endpoint_id
+    await end_all(brain, "b", [newcomer, second], "crashed")
+    waiting = await place(brain)
+    again = after(second, "crashed", **ended(first, second, kind="crashed"))
+    third = asyncio.create_task(place(brain, again=again))
+    await asyncio.sleep(0)
+    assert not third.done(), "one that has no token yet is there"
+    late = asyncio.create_task(place(brain))
+    await asyncio.sleep(0)
+    brain.started(waiting)
+    alone = await third
+    assert (alone.endpoint_id, alone.trial) == ("c", "alone")
+    assert not late.done()
+    brain.started(alone)
+    assert (await late).endpoint_id == "c"
+
+
+async def test_engines_that_were_killed_from_outside_make_no_suspect(brain: LocalBrain) -> None:
+    know(brain, "abc")
+    killed: list[Choice] = []
+    for name in "abc":
+        killed.append(await place_at(brain, name, "abc"))
+        brain.failed(killed[-1], "killed")
+    again = after(killed[-1], "killed", **ended(*killed, kind="killed"))
+    assert (await place(brain, again=again)).trial == "none"
+
+
+async def test_losses_make_a_suspect_only_when_no_token_comes_between(brain: LocalBrain) -> None:
+    know(brain, "abcd")
+    lost = []
+    for name in "abc":
+        lost.append(await place_at(brain, name, "abcd"))
+        brain.failed(lost[-1], "lost")
+    first, second, third = (ended(each)["ends"][0] for each in lost)
+
+    async def trial(*ends: End) -> str:
+        choice = await place(brain, *"abc", again=after(lost[2], "lost", ends=ends))
+        brain.given_back(choice)
+        return choice.trial
+
+    assert await trial(first) == "none"
+    assert await trial(first, second) == "shared"
+    assert await trial(first, second._replace(progressed=True), third) == "none"
+    assert await trial(first, second, third._replace(trial="shared")) == "alone"
+
+
+async def test_who_was_sent_to_an_engine_that_was_gone_already_is_no_suspect(brain: LocalBrain) -> None:
+    know(brain, "ab")
+    there, late = await place_at(brain, "a", "ab"), []
+    brain.failed(there, "lost")
+    for _ in range(3):
+        late.append(await place_at(brain, "a", "ab"))
+        brain.failed(late[-1], "lost")
+    assert (await place(brain, "a", again=after(late[-1], "lost", **ended(*late)))).trial == "none"
+
+
+async def test_chance_is_what_ends_engines_without_the_request_as_well(brain: LocalBrain, clock: Clock) -> None:
+    names = "abcdef"
+    know(brain, names)
+
+    async def lose(trial: str, name: str) -> End:
+        choice = await place_at(brain, name, names)
+        await end_all(brain, name, [choice], "lost")
+        clock.now += 1.0
+        return End(choice.decision, "lost", "shared" if trial == "shared" else "alone" if trial else "none")
+
+    ends = [await lose("", "a"), await lose("", "b"), await lose("shared", "c")]
+    await end_all(brain, "d", [], "lost")
+    ends.append(await lose("alone", "e"))
+    latest = Choice(ends[-1].decision, "e", "", "")
+    choice = await place(brain, again=after(latest, "lost", ends=tuple(ends)))
+    assert choice.trial == "alone", "nobody was on the fourth one"
+    clock.now += 60.0
+    for each in names:
+        report(brain, each)
+    ends = [await lose("", "a"), await lose("", "b"), await lose("shared", "c"), await lose("alone", "e")]
+    with pytest.raises(PagemillError, match="alone"):
+        await place(brain, again=after(latest, "lost", ends=tuple(ends)))
 
 
 # -- silence -----------------------------------------------------------------------------------------------------------

@@ -83,6 +83,13 @@ class Pod:
                 await asyncio.sleep(0.1)
         await self._show(ready=True)
 
+    async def tell(self, call: str) -> str:
+        """To sleep or to wake up, as the operator does; what it is then."""
+        headers = {"Authorization": f"Bearer {self._cluster.fake.TOKEN}"}
+        url = f"http://127.0.0.1:{self.control_port}/{call}"
+        async with aiohttp.ClientSession() as session, session.post(url, headers=headers) as response:
+            return str((await response.json())["state"])
+
     async def delete(self) -> None:
         """The kubelet does not wait for the news to spread."""
         spread = asyncio.create_task(self._spread_the_news())
@@ -299,3 +306,17 @@ async def test_the_only_engine_that_is_killed_fails_no_answer(cluster: Cluster, 
         await pod.wait_ready()
         await load.until_streaming(4)
     assert set(load.outcomes) == {"whole complete", "stream complete"}, load.faults
+
+
+@pytest.mark.model
+async def test_engines_that_go_to_sleep_and_wake_up_under_load_fail_nothing(cluster: Cluster, gateway_url: str) -> None:
+    """Both in turn, each in the middle of its requests, which it finishes before it sleeps."""
+    await asyncio.gather(*(cluster.new_pod().start() for _ in range(2)))
+    async with Load(gateway_url) as load:
+        for pod in cluster.pods:
+            await load.until_streaming(2)
+            assert await pod.tell("sleep") == "asleep"
+            await load.until_streaming(2)
+            assert await pod.tell("wake_up") == "awake"
+    assert load.faults == []
+    assert set(load.outcomes) == {"whole complete", "stream complete"}

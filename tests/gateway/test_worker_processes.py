@@ -23,6 +23,8 @@ from pagemill_protocol.http.auth import hash_key
 KEY = {"authorization": "Bearer sk-one"}
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 PATIENCE_S = 60.0
+HANG_TIMEOUT_S = 8.0
+"""No machine that runs tests is so busy that a process of the gateway does nothing for so long."""
 
 
 class Family:
@@ -226,6 +228,39 @@ async def test_a_worker_that_is_killed_takes_only_its_own_requests_with_it(engin
     assert await family.metric("pagemill_gateway_workers_lost_total") == 1
     await until(family.status, lambda status: status["workers"] == 2)
     assert await family.chat() == 200
+
+
+async def test_a_worker_that_hangs_is_replaced_and_takes_only_its_own_requests_with_it(engines, fake, start) -> None:
+    family = await start(catalog=fake.catalog_of(*engines[:2]), hang_timeout_s=HANG_TIMEOUT_S)
+    await family.ready()
+    gate = asyncio.Event()
+    for engine in engines:
+        engine.behaviour = fake.says("a", "b", gate=gate)
+    by_worker = await streams_on_both(family)
+    hung = family.pid("worker-0")
+    os.kill(hung, signal.SIGSTOP)
+    for stream in by_worker["worker-0"]:
+        with pytest.raises(aiohttp.ClientError):
+            await stream.text()
+    await fake.until(lambda: not psutil.pid_exists(hung))
+    gate.set()
+    assert {await stream.text() for stream in by_worker["worker-1"]} == {"ab"}
+    await until(family.status, lambda status: status["workers"] == 2)
+    assert await family.chat() == 200
+    assert await family.metric("pagemill_gateway_workers_lost_total") == 1
+
+
+async def test_a_brain_that_hangs_is_replaced_and_streams_go_on(engines, fake, start) -> None:
+    family = await start(catalog=fake.catalog_of(engines[0]), hang_timeout_s=HANG_TIMEOUT_S)
+    await family.ready()
+    gate = asyncio.Event()
+    engines[0].behaviours.append(fake.says("a", "b", gate=gate))
+    stream = await Stream(family).begin()
+    os.kill(family.pid("brain"), signal.SIGSTOP)
+    assert await family.chat() == 200, "it waits for the next one"
+    gate.set()
+    assert await stream.text() == "ab"
+    assert await family.metric("pagemill_gateway_brain_restarts_total") == 1
 
 
 async def test_when_the_brain_is_killed_streams_go_on_and_requests_wait_for_the_next_one(engines, fake, start) -> None:

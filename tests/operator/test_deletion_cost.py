@@ -37,6 +37,14 @@ def written(pods: list[Manifest], known: dict[str, EngineHeld], replicas: int) -
     return {each["metadata"]["name"]: value for each, value in costs_to_write(pods, known, replicas, TEMPLATE)}
 
 
+def test_a_pod_that_sleeps_goes_before_one_that_starts() -> None:
+    pods = [pod("a"), pod("b", ready=False), pod("c", ready=False)]
+    costs = costs_to_write(pods, held(a=1, b=0), 2, TEMPLATE, {"b"})
+    assert [(cost.pod["metadata"]["name"], cost.value) for cost in costs] == [("b", "-1")]
+    assert not list(costs_to_write(pods[:2], held(a=1, b=0), 1, TEMPLATE, {"b"})), "Kubernetes takes it by itself"
+    assert not list(costs_to_write(pods, held(a=1, b=0), 3, TEMPLATE, {"b"})), "nobody goes"
+
+
 THREE = [pod("a"), pod("b"), pod("c")]
 
 

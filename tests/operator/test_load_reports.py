@@ -105,7 +105,16 @@ def test_of_what_an_engine_holds_the_most_that_any_gateway_says_counts(book: Loa
 def test_who_told_how_an_engine_started_does_not_matter(book: LoadBook) -> None:
     book.hear("g1", frame(starts=[EngineStart("a", {"load": 1.0})]))
     book.hear("g2", frame(starts=[EngineStart("a", {"load": 1.0}), EngineStart("b", {"load": 2.0})]))
-    assert book.starts(KEY) == {"a": {"load": 1.0}, "b": {"load": 2.0}}
+    assert book.starts(KEY) == {"a": EngineStart("a", {"load": 1.0}), "b": EngineStart("b", {"load": 2.0})}
+
+
+def test_an_engine_that_says_to_any_gateway_that_it_sleeps_is_not_awake(book: LoadBook) -> None:
+    book.hear("g1", frame(asleep=["a"]))
+    book.hear("g2", frame(asleep=["b"]))
+    assert book.asleep(KEY) == {"a", "b"}
+    book.hear("g1", frame())
+    assert book.asleep(KEY) == {"b"}
+    assert book.asleep("default/other") == frozenset()
 
 
 def test_what_is_each_gateways_own_adds_up(book: LoadBook) -> None:

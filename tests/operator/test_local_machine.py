@@ -13,6 +13,7 @@ import pytest
 from pagemill_operator.backends.base import BackendError
 from pagemill_operator.backends.local.child import Child
 from pagemill_operator.backends.local.cores import threads_per_engine, usable_cores
+from pagemill_operator.backends.local.gpus import least_used, visible_gpus
 from pagemill_operator.backends.local.ports import PortInUse, ensure_bindable, free_port
 from pagemill_operator.backends.local.readyz import describe
 from pagemill_operator.backends.local.state_dir import OWNER_FILE, PREFIX, StateDir, remove_abandoned
@@ -48,6 +49,22 @@ def test_cores_obey_the_cgroups_quota(tmp_path: Path, quota: str, most: int) -> 
 @pytest.mark.parametrize(("cores", "engines", "threads"), [(2, 2, 1), (8, 3, 2), (1, 4, 1), (4, 0, 4)])
 def test_engines_share_the_cores(cores: int, engines: int, threads: int) -> None:
     assert threads_per_engine(cores, engines) == threads
+
+
+def test_gpus_are_those_of_the_driver_unless_the_environment_leaves_fewer(tmp_path: Path) -> None:
+    assert visible_gpus({}, tmp_path) == ()
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "null"):
+        (tmp_path / name).touch()
+    assert visible_gpus({}, tmp_path) == ("0", "1")
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "3, GPU-a1"}, tmp_path) == ("3", "GPU-a1")
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == ()
+
+
+def test_replicas_take_the_gpus_in_turn() -> None:
+    assert least_used(("0", "1"), []) == "0"
+    assert least_used(("0", "1"), ["0", None]) == "1"
+    assert least_used(("0", "1"), ["0", "1", "1"]) == "0"
+    assert least_used((), ["0"]) is None
 
 
 def test_state_is_private_and_removed(tmp_path: Path) -> None:

@@ -124,3 +124,17 @@ async def test_of_two_replicas_the_one_that_serves_stays(machine: Machine) -> No
         await machine.until(lambda: len(machine.backend.supervisors(plan.key)) == 1)
         assert machine.backend.supervisors(plan.key) == [youngest], "of equals it would have been the one to go"
         asking.cancel()
+
+
+async def test_an_engine_that_is_ready_here_refuses_nobody_because_the_gateway_has_not_heard_it_yet(
+    machine: Machine,
+) -> None:
+    plan = machine.plan(replicas=1)
+    await machine.backend.apply([plan])
+    await machine.until_ready(plan)
+    (endpoint,) = (each.endpoint for each in machine.backend._deployments[plan.key].replicas)
+    assert endpoint is not None
+    assert endpoint.probed_ready
+    async with aiohttp.ClientSession() as session:
+        status, body = await answered(session, machine)
+    assert (status, body.endswith(b"data: [DONE]\n\n")) == (200, True)

@@ -144,7 +144,8 @@ def test_an_extra_argument_that_is_wrong_is_named(deployment: Make, argument: st
     [
         ({"engine__quantization": "fp8"}, "spec.engine.quantization"),
         ({"engine__tensorParallel": 2}, "spec.engine.tensorParallel"),
-        ({"resources__gpus": 1}, "spec.resources.gpus"),
+        ({"resources__gpus": 2, "engine__tensorParallel": 2}, "spec.resources.gpus"),
+        ({"resources__gpus": 1, "engine__deterministic": True}, "spec.engine.deterministic"),
         ({"model__adapters": [{"name": "a", "source": "hf://a/b"}]}, "spec.model.adapters"),
         ({"model__generationDefaults": {"temperature": 0.5}}, "spec.model.generationDefaults"),
         (
@@ -263,7 +264,7 @@ def test_a_name_is_shared_when_both_set_a_weight(deployment: Make) -> None:
         ({"maxReplicas": 9, "minReplicas": 4}, 1, 4),
         ({"maxReplicas": 9, "minReplicas": 0}, 0, 0),
         ({"maxReplicas": 9, "minReplicas": 0}, 2, 2),
-        ({"maxReplicas": 9, "warm": 3}, 1, 3),
+        ({"maxReplicas": 9, "warm": 3}, 1, 1),
         ({"maxReplicas": 2, "mode": "Advisory"}, 3, 3),
         ({"maxReplicas": 2, "mode": "External"}, 0, 0),
     ],

@@ -74,6 +74,27 @@ def test_more_than_one_replica_is_protected_from_disruptions(deployment: Make) -
     assert "PodDisruptionBudget" not in kinds(render(deployment(replicas=1)))
 
 
+def test_standby_replicas_are_pods_beyond_those_that_serve(deployment: Make) -> None:
+    manifests = render(deployment(replicas=2, autoscaling={"maxReplicas": 4, "warm": 1}))
+    assert one(manifests, "Deployment")["spec"]["replicas"] == 3
+    assert one(manifests, "Deployment")["metadata"]["annotations"]["pagemill.dev/awake"] == "2"
+    assert one(manifests, "PodDisruptionBudget")["spec"]["maxUnavailable"] == 2, "who sleeps is never ready"
+    full = render(deployment(replicas=4, autoscaling={"maxReplicas": 4, "warm": 1}))
+    assert one(full, "Deployment")["spec"]["replicas"] == 4
+    assert one(full, "PodDisruptionBudget")["spec"]["maxUnavailable"] == 1
+
+
+def test_the_operator_reaches_the_control_port_where_replicas_stand_by(deployment: Make) -> None:
+    context = replace(CONTEXT, operator_selector={"app.kubernetes.io/component": "operator"})
+    assert len(one(render(deployment(), context), "NetworkPolicy")["spec"]["ingress"]) == 2, "nobody stands by"
+    standing_by = deployment(autoscaling={"maxReplicas": 2, "warm": 1})
+    _, operator, _ = one(render(standing_by, context), "NetworkPolicy")["spec"]["ingress"]
+    (peer,) = operator["from"]
+    assert peer["podSelector"] == {"matchLabels": {"app.kubernetes.io/component": "operator"}}
+    assert peer["namespaceSelector"] == {"matchLabels": {"kubernetes.io/metadata.name": "pagemill-system"}}
+    assert [port["port"] for port in operator["ports"]] == [8001]
+
+
 def test_a_pod_monitor_only_where_that_kind_exists(deployment: Make) -> None:
     monitored = render(deployment(), replace(CONTEXT, has_pod_monitors=True))
     assert one(monitored, "PodMonitor")["spec"]["podMetricsEndpoints"] == [{"port": "control", "path": "/metrics"}]

@@ -15,6 +15,7 @@ from pagemill_operator.backends.kubernetes.render.overrides import merge
 from pagemill_operator.backends.kubernetes.render.pod import engine_template
 from pagemill_operator.backends.kubernetes.snapshot import RenderContext
 from pagemill_operator.plan import make_plan
+from pagemill_operator.plan.support import Backend
 
 Make = Callable[..., LLMDeployment]
 CONTEXT = RenderContext(namespace="pagemill-system", engine_image="pagemill/engine:1")
@@ -244,10 +245,12 @@ def test_credentials_without_a_loader_are_refused(deployment: Make) -> None:
     assert make_plan(deployment(**changes, model__cache={"size": "1Gi"}), "kubernetes").problems == ()
 
 
-def test_gpus_are_planned_in_a_cluster_and_noted(deployment: Make) -> None:
-    plan = make_plan(deployment(resources={"gpus": 1}), "kubernetes")
-    assert plan.problems == ()
-    assert [note.field for note in plan.notes] == ["spec.resources.gpus"]
+@pytest.mark.parametrize("backend", ["kubernetes", "local"])
+def test_an_engine_with_a_gpu_computes_on_it(deployment: Make, backend: Backend) -> None:
+    plan = make_plan(deployment(resources={"gpus": 1}, engine={"dtype": "float16", "kvCacheDtype": "int8"}), backend)
+    assert (plan.problems, plan.notes) == ((), ())
+    assert plan.groups[0].process.settings["engine"]["device"] == "cuda"
+    assert "device" not in make_plan(deployment(), backend).groups[0].process.settings["engine"]
 
 
 def test_a_volume_for_one_node_and_several_pods_is_noted(deployment: Make) -> None:

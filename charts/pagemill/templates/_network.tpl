@@ -1,3 +1,20 @@
+{{/* Pods of engines, wherever LLMDeployments are watched. */}}
+{{- define "pagemill.enginePeer" -}}
+{{- $namespaces := include "pagemill.watchNamespaces" . | fromJsonArray -}}
+- podSelector:
+    matchLabels:
+      app.kubernetes.io/name: pagemill-engine
+  {{- if $namespaces }}
+  namespaceSelector:
+    matchExpressions:
+      - key: kubernetes.io/metadata.name
+        operator: In
+        values: {{ toJson $namespaces }}
+  {{- else }}
+  namespaceSelector: {}
+  {{- end }}
+{{- end -}}
+
 {{/* Egress that operator and gateway share: the cluster's DNS and the API server. */}}
 {{- define "pagemill.clusterEgress" -}}
 - ports:

@@ -16,6 +16,7 @@ refuse unknown ones; `settings` of each component goes over everything.
   "image_pull_secrets" $pullSecrets
   "gateway_url" (include "pagemill.gatewayUrl" .)
   "gateway_selector" (include "pagemill.selector" (dict "root" . "component" "gateway") | fromYaml)
+  "operator_selector" (include "pagemill.selector" (dict "root" . "component" "operator") | fromYaml)
   "prometheus_namespace_selector" .Values.prometheus.namespaceLabels
   "prometheus_pod_selector" (include "pagemill.prometheusPods" . | fromJson)
   "keys_secret" (include "pagemill.keysName" .)

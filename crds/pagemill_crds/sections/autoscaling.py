@@ -91,11 +91,14 @@ class AutoscalingSection(Section):
     `spec.replicas` through the scale subresource.
     """
     min_replicas: Annotated[int, Field(ge=0, le=MAX_REPLICAS)] = 1
-    """Fewest replicas; 0 allows scaling to zero."""
+    """Fewest replicas that serve; 0 allows scaling to zero."""
     max_replicas: Annotated[int, Field(ge=1, le=MAX_REPLICAS)]
-    """Most replicas."""
+    """Most replicas, those of `warm` included."""
     warm: Annotated[int, Field(ge=0, le=MAX_REPLICAS)] = 0
-    """Replicas kept ready beyond the demand."""
+    """
+    Standby replicas beyond the demand, as far as `maxReplicas` allows: started, loaded and asleep. They give the memory
+    of the KV cache back, take no requests, and are woken before any other replica is started.
+    """
     targets: Targets | None = None
     """Load per replica at which one more is added; without targets and slo `kvCacheUsage` 0.8 and `queueDepth` 2."""
     slo: SLO | None = None

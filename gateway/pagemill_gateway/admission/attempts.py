@@ -1,6 +1,7 @@
 """Bounded retry: how often one request may be tried, where not to go again, and what to say when it is over.
 
 Failures are bounded; refusals by full engines are not, but after a few in a row the request waits in the queue first.
+An engine that ended is no failed try, since somebody has to do what it was doing; that is bounded on its own.
 
 Pure bookkeeping of one request. Whether a failure may be retried at all is the relay's knowledge, which endpoint is
 next the brain's.
@@ -9,6 +10,7 @@ next the brain's.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 from pagemill_protocol.errors import PagemillError, bad_upstream
 
@@ -16,17 +18,27 @@ RETRY_PAUSE_BASE_S = 0.05
 RETRY_PAUSE_MAX_S = 2.0
 MOST_FAILURES = 32
 """Of one request, although it went on each time: no engine can keep it."""
+MOST_ENDS = 8
+"""Engines in a row that ended before the request got a token of them, whatever ended them."""
+MOST_CRASHES = 5
+"""Engines whose own work failed while they had the request, also with tokens between."""
 
 
 class Attempts:
-    def __init__(self, max_attempts: int) -> None:
+    def __init__(self, max_attempts: int, *, uniform: Callable[[float, float], float] = random.uniform) -> None:
+        """`uniform` draws a number between two, for the pauses."""
         self._max_attempts = max_attempts
+        self._uniform = uniform
         self._failed: list[str] = []
         """Endpoints that failed or take nothing, in order."""
         self._full: list[str] = []
         """Endpoints that were full, since the request last waited in the queue."""
         self._chosen = ""
-        self._num_declined = 0
+        self._num_free = 0
+        """Of `_failed`: those that cost no try."""
+        self._num_ends = 0
+        """Since the last token."""
+        self._num_crashes = 0
         self._num_failures = 0
         """Ever; `_failed` begins anew with each progress."""
         self._last_message = ""
@@ -40,8 +52,8 @@ class Attempts:
 
     @property
     def num_counted(self) -> int:
-        """Those that may have cost an engine something: it was not full, and took requests."""
-        return len(self._failed) - self._num_declined
+        """Those whose engine took requests, was not full and did not serve it, although it went on."""
+        return len(self._failed) - self._num_free
 
     @property
     def num_refusals(self) -> int:
@@ -50,6 +62,8 @@ class Attempts:
 
     @property
     def exhausted(self) -> bool:
+        if self._num_ends >= MOST_ENDS or self._num_crashes >= MOST_CRASHES:
+            return True
         return self.num_counted >= self._max_attempts or self._num_failures >= MOST_FAILURES
 
     def queued(self, seconds: float) -> None:
@@ -65,7 +79,7 @@ class Attempts:
         """The engine chosen last brought the answer forward: what failed before it counts no more."""
         self._failed.clear()
         self._full.clear()
-        self._num_declined = 0
+        self._num_free = self._num_ends = 0
 
     def refused(self, message: str) -> None:
         """The engine chosen last is full (429 or 503): it works, but not for this request now."""
@@ -76,11 +90,20 @@ class Attempts:
         """The engine chosen last takes nothing any more, or not yet, or nobody listens there: that does not count."""
         self._failed.append(self._chosen)
         self._num_failures += 1
-        self._num_declined += 1
+        self._num_free += 1
+        self._last_message = message
+
+    def ended(self, message: str, *, crashed: bool) -> None:
+        """The engine chosen last is gone, and what it did for the request with it; `crashed`: by its own doing."""
+        self._failed.append(self._chosen)
+        self._num_failures += 1
+        self._num_free += 1
+        self._num_ends += 1
+        self._num_crashes += crashed
         self._last_message = message
 
     def broke(self, message: str) -> None:
-        """The engine chosen last failed, or was lost: it may have had the request."""
+        """The engine chosen last failed or fell silent: it may have had the request."""
         self._failed.append(self._chosen)
         self._num_failures += 1
         self._last_message = message
@@ -90,7 +113,7 @@ class Attempts:
         if next_endpoint_id not in self._failed:
             return 0.0
         pause_s = min(RETRY_PAUSE_MAX_S, RETRY_PAUSE_BASE_S * 2.0 ** len(self._failed))
-        return pause_s * random.uniform(0.5, 1.0)
+        return pause_s * self._uniform(0.5, 1.0)
 
     def verdict(self) -> PagemillError:
         """The error for the client once no try is left."""

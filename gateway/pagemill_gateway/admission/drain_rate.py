@@ -44,7 +44,9 @@ class DrainRate:
         rate = self.tokens_per_s
         return num_tokens / rate if rate is not None else None
 
-    def retry_after_s(self, num_tokens: int) -> float:
-        """When it is worth coming back to a queue of so many tokens."""
+    def retry_after_s(self, num_tokens: int, start_s: float | None = None) -> float:
+        """When it is worth coming back to a queue of so many tokens, whose engine is to start first in `start_s`."""
         wait_s = self.wait_s(num_tokens)
-        return UNKNOWN_WAIT_S if wait_s is None else min(MAX_WAIT_S, max(1.0, wait_s))
+        if wait_s is None and start_s is None:
+            return UNKNOWN_WAIT_S
+        return min(MAX_WAIT_S, max(1.0, (wait_s or 0.0) + (start_s or 0.0)))

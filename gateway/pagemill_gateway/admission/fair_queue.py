@@ -10,7 +10,6 @@ Pure: no clock and no futures. Whether there is room for the one whose turn it i
 
 from __future__ import annotations
 
-import math
 from bisect import insort
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
@@ -183,15 +182,34 @@ class FairQueue(Generic[W]):
 
     def tokens_before(self, key: str, priority: int, cost_tokens: int) -> int:
         """What is served before a newcomer, by the rules of turns and with nobody coming after it."""
-        total: float = 0
+        band = self._bands.get(priority)
+        line = band.lines.get(key) if band is not None else None
+        own = sum(waiter.cost_tokens for waiter in line.waiters) if line is not None else 0
+        return own + self._before(key, priority, own + cost_tokens)
+
+    def tokens_until(self, arrived_at: float) -> int:
+        """What is served until the turn of whoever arrived then is over, with nobody coming after; 0: nobody did."""
+        for priority, band in self._bands.items():
+            for key, line in band.lines.items():
+                places = [place for place, waiter in enumerate(line.waiters) if waiter.arrived_at == arrived_at]
+                if places:
+                    own = sum(waiter.cost_tokens for waiter in line.waiters[: places[0] + 1])
+                    return self._before(key, priority, own) + own
+        return 0
+
+    def _before(self, key: str, priority: int, own: int) -> int:
+        """Tokens of others, and of what is more urgent, that are served before `own` ones of this key."""
+        total = 0
         for each, band in self._bands.items():
             if each > priority:
                 continue
-            tokens = {name: sum(waiter.cost_tokens for waiter in line.waiters) for name, line in band.lines.items()}
-            own = tokens.get(key, 0)
-            most = math.inf if each < priority else own + cost_tokens
-            total += sum(own if name == key else min(line, most) for name, line in tokens.items())
-        return int(total)
+            for name, line in band.lines.items():
+                tokens = sum(waiter.cost_tokens for waiter in line.waiters)
+                if each < priority:
+                    total += tokens
+                elif name != key:
+                    total += min(tokens, own)
+        return total
 
     def _insert(self, waiter: W) -> None:
         self._bands.setdefault(waiter.priority, _Band()).add(waiter)

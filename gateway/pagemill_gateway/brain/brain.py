@@ -35,6 +35,7 @@ from pagemill_gateway.brain.queues import Queues
 from pagemill_gateway.brain.recovery import Recovery
 from pagemill_gateway.brain.registry import Deployment, EndpointRecord, Registry
 from pagemill_gateway.brain.room import has_room
+from pagemill_gateway.brain.suspects import Suspects
 from pagemill_gateway.brain.traffic import Traffic
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.routing.policies import Policies
@@ -42,6 +43,9 @@ from pagemill_protocol.catalog import Catalog, QueueLimits
 from pagemill_protocol.errors import PagemillError, unavailable
 from pagemill_protocol.load import DeploymentLoad
 from pagemill_protocol.state import StateFrame
+
+PATIENCE = 2.0
+"""An engine that comes back may take so many times as long as it usually does."""
 
 
 class LocalBrain:
@@ -68,7 +72,7 @@ class LocalBrain:
         self._keeps_terminating = config.discovery == "kubernetes"
         self.news = News()
         self.traffic = Traffic(clock)
-        self.queues = Queues(clock, self._is_serving)
+        self.queues = Queues(clock, self._is_serving, self._start_left_s)
         self._queue_limits = config.queue
         self.registry = Registry(
             stale_after_s=config.state_stale_after_s,
@@ -76,7 +80,10 @@ class LocalBrain:
             ejection_max_s=config.ejection_max_s,
         )
         self._recovery = Recovery(max_ejected_share=config.max_ejected_share, retry_share=config.retry_share)
-        self._eligible = Eligible(self.registry, self._recovery, rng, keeps_terminating=self._keeps_terminating)
+        self.suspects = Suspects()
+        self._eligible = Eligible(
+            self.registry, self._recovery, self.suspects, rng, clock, keeps_terminating=self._keeps_terminating
+        )
 
     # What discovery feeds.
 
@@ -88,6 +95,7 @@ class LocalBrain:
             if self.registry.endpoints.get(endpoint_id) is not record:
                 self.placement.forget(endpoint_id)
         self.traffic.keep(set(self.registry.deployments))
+        self.suspects.keep(set(self.registry.deployments))
         self._announce()
         self.queues.forget(before - self.registry.deployments.keys())
 
@@ -97,19 +105,24 @@ class LocalBrain:
         if record is None:
             return
         now = self._clock()
-        was_connected, was_usable = record.reports.connected, record.usable
+        was_connected, was_usable, slept = record.reports.connected, record.usable, record.sleeping
         record.reports.accept(frame, record.reserved.num_sequences, now)
         record.reserved.reported()
         self.placement.observe(record, frame, now)
         record.unreachable = False
-        if frame.snapshot and not frame.draining:
+        if (frame.snapshot or slept) and not (frame.draining or frame.sleeping):
             record.let_go = record.acknowledged = False
+            record.let_in_at = self._num_decisions
         if not was_connected:
             record.ejection.probe_now()
         if frame.max_model_len > 0:
-            record.phase, record.detail = "ready", ""
+            record.phase, record.detail = "sleeping" if frame.sleeping else "ready", ""
+        deployment = self.registry.deployments[record.deployment]
+        if frame.snapshot:
+            deployment.starts.told(frame.start_s)
         if record.serving:
-            self.registry.deployments[record.deployment].last_served_at = now
+            deployment.last_served_at = now
+            deployment.starts.served(now)
         if record.usable != was_usable:
             self._announce()
         else:
@@ -118,8 +131,11 @@ class LocalBrain:
     def stream_lost(self, endpoint_id: str) -> None:
         """The state stream of an endpoint is down."""
         record = self.registry.endpoints.get(endpoint_id)
-        if record is not None:
-            record.reports.disconnected()
+        if record is None:
+            return
+        if record.reports.connected and not (record.leaving or record.let_go):
+            self.suspects.vanished(record, self._clock())
+        record.reports.disconnected()
 
     def unreachable(self, endpoint_id: str) -> None:
         """Nobody listens at the endpoint's address: it must not get requests until it reports again."""
@@ -189,6 +205,7 @@ class LocalBrain:
             if error.code != NOT_READY:
                 raise
         wanted = [each for each in self.registry.named(model) if each.model.weight > 0]
+        self._wish_for(wanted)
         left_s = {each.key: self._outage_left_s(each) for each in wanted}
         if max(left_s.values(), default=0.0) <= 0:
             return self.resolve(model)
@@ -211,7 +228,8 @@ class LocalBrain:
         key = target.deployment
         failed_at = self.registry.endpoints.get(again.endpoint_id) if again is not None else None
         self._recovery.admit(key, again, failed_at, self._clock())
-        order = make_order(self.registry.deployments.get(key), target, tried, ask, claim, again)
+        trial = self.suspects.trial_of(key, again.ends) if again is not None else "none"
+        order = make_order(self.registry.deployments.get(key), target, tried, ask, claim, again, trial)
         outage = Outage()
         if again is None and not (claim.paid or claim.num_refusals or tried):
             self.traffic.arrived(key, ask.num_prompt_tokens, claim.arrived_at)
@@ -244,7 +262,7 @@ class LocalBrain:
             return
         sent.record.ejection.answered(choice.decision)
         self.placement.computed(choice.decision, sent.record, self._clock())
-        if self._recovery.cleared(choice.decision):
+        if self.suspects.acquitted(choice.decision):
             self.queues.pump(sent.record.deployment)
 
     async def alive(self, endpoint_id: str) -> bool:
@@ -253,6 +271,10 @@ class LocalBrain:
             return False
         report = record.reports.latest
         return report is not None and report.silent_s <= self._stall_timeout_s
+
+    async def expected_s(self, model: str, claim: Claim) -> float | None:
+        waits_s = [self.queues.left_s(each.key, claim) for each in self.registry.named(model)]
+        return min((wait_s for wait_s in waits_s if wait_s is not None), default=None)
 
     def finished(self, choice: Choice, served: Served | None = None) -> None:
         sent = self._release(choice, failed=False)
@@ -263,14 +285,18 @@ class LocalBrain:
         self.queues.pump(sent.record.deployment)
 
     def failed(self, choice: Choice, kind: FailureKind) -> None:
-        sent = self._release(choice, failed=kind != "request")
+        sent = self._open.get(choice.decision)
         if sent is None:
             return
         record, now = sent.record, self._clock()
+        match kind:
+            case "lost" | "killed" | "crashed":
+                self.suspects.ended(choice.decision, record, kind, now)
+        self._release(choice, failed=kind != "request")
         if kind == "unreachable":
             record.unreachable = True
         elif kind == "declined":
-            record.let_go = True
+            record.let_go = record.let_go or choice.decision > record.let_in_at
         elif kind == "refused":
             record.fullness.refused(record.in_flight, now)
         self._recovery.failed(record, choice.decision, kind, self._num_decisions, now)
@@ -299,10 +325,12 @@ class LocalBrain:
         return measure_load(self.registry, self.queues, self.traffic, self._clock())
 
     def phase(self, record: EndpointRecord) -> str:
-        """One word: draining, starting, ejected, stale or ready; the first that is true."""
+        """One word: draining, sleeping, starting, ejected, stale or ready; the first that is true."""
         now = self._clock()
         if record.leaving:
             return "draining"
+        if record.sleeping:
+            return "sleeping"
         if not record.usable:
             return "starting"
         if not record.ejection.allows(now):
@@ -313,7 +341,13 @@ class LocalBrain:
         """As `resolve`, but None while an engine may still come."""
         if self._eligible.settled(model) or self._clock() >= until:
             return self.resolve(model)
+        self._wish_for(self.registry.named(model))
         return None
+
+    def _wish_for(self, deployments: list[Deployment]) -> None:
+        """None of them has an engine, and somebody waits for one."""
+        for each in deployments:
+            each.starts.wished(self._clock(), anew=not each.records)
 
     def _served_name(self, name: str) -> ServedName:
         """Deployments that share it serve what all of them can."""
@@ -327,16 +361,19 @@ class LocalBrain:
         deployment, usable = self._eligible.endpoints(target)
         if deployment is None or (not usable and outage.is_over(now, self._outage_left_s(deployment))):
             raise unavailable(
-                f"The engines of {target.deployment} went away. Try again.", retry_after_s=1, code=NOT_READY
+                f"The engines of {target.deployment} went away. Try again.",
+                retry_after_s=self._start_left_s(target.deployment) or 1,
+                code=NOT_READY,
             )
         if not usable:
+            self._wish_for([deployment])
             return None
         outage.ended()
 
         def fits(record: EndpointRecord, num_cached_tokens: int) -> bool:
             return has_room(record, need.with_cached(num_cached_tokens), now)
 
-        pool = self._eligible.best(self._eligible.able(usable, order.again), order.tried, now)
+        pool = self._eligible.best(self._eligible.able(usable, order, now), order.tried, now)
         if order.charged_tokens is not None:
             # Who waits looks again with every report, mostly in vain: engines that are full anyhow are not weighed.
             pool = [record for record in pool if fits(record, need.num_prompt_tokens)]
@@ -369,7 +406,12 @@ class LocalBrain:
 
     def _is_serving(self, key: str) -> bool:
         deployment = self.registry.deployments.get(key)
-        return deployment is not None and any(record.serving for record in deployment.records)
+        return deployment is not None and deployment.serving
+
+    def _start_left_s(self, key: str) -> float | None:
+        """Until the deployment has an engine again; `None` also while it has one."""
+        deployment = self.registry.deployments.get(key)
+        return deployment.starts.left_s(self._clock()) if deployment is not None and not deployment.serving else None
 
     def _announce(self) -> None:
         """Who may get requests has changed: everybody who waits looks again."""
@@ -380,11 +422,14 @@ class LocalBrain:
         """How much longer requests may wait for an engine: one that was lost a moment ago, or is known to be ready."""
         if deployment.model.wakes:
             return self._limits(deployment.key).timeout_s
+        wait_s = self._outage_wait_s
+        if wait_s > 0 and (usual_s := deployment.starts.usual_s(anew=False)) is not None:
+            wait_s = max(wait_s, min(PATIENCE * usual_s, self._limits(deployment.key).timeout_s))
         if any(record.expected for record in deployment.records):
-            return self._outage_wait_s
+            return wait_s
         if deployment.last_served_at is None:
             return 0.0
-        return max(0.0, deployment.last_served_at + self._outage_wait_s - self._clock())
+        return max(0.0, deployment.last_served_at + wait_s - self._clock())
 
     def _account(self, placed: Placed, deployment: Deployment, order: Order, now: float) -> Choice:
         self._num_decisions = decision = placed.number
@@ -395,8 +440,7 @@ class LocalBrain:
         record.ejection.chosen(decision, now)
         record.reserved.reserve(decision, need, record.block_size)
         self._open[decision] = Sent(record, need, claim.key, claim.priority, charged_tokens)
-        if order.again is not None and order.again.alone:
-            self._recovery.suspect(decision, record.endpoint.id)
+        self.suspects.began(decision, record, order.trial, now)
         return Choice(
             decision=decision,
             endpoint_id=record.endpoint.id,
@@ -407,6 +451,7 @@ class LocalBrain:
             predicted_cached_tokens=candidate.num_cached_tokens,
             granule_tokens=order.ask.granule_tokens,
             predicted_ttft_ms=placed.predicted_ttft_ms,
+            trial=order.trial,
         )
 
     def _release(self, choice: Choice, *, failed: bool) -> Sent | None:
@@ -416,7 +461,7 @@ class LocalBrain:
         record = sent.record
         record.in_flight -= 1
         record.ejection.released(choice.decision)
-        self._recovery.cleared(choice.decision)
+        self.suspects.released(choice.decision)
         record.reserved.release(choice.decision)
         self.placement.ended(choice.decision, record, self._clock(), failed=failed)
         return sent

@@ -34,6 +34,15 @@ class Dispatches:
         return len(self._open)
 
     @property
+    def decisions(self) -> frozenset[int]:
+        return frozenset(self._open)
+
+    @property
+    def uncomputed(self) -> frozenset[int]:
+        """Decisions of those that have not shown a token yet."""
+        return frozenset(self._uncomputed)
+
+    @property
     def num_unreported(self) -> int:
         return len(self._unreported)
 

@@ -8,22 +8,37 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 
-from pagemill_gateway.brain.interface import NOT_READY, OTHER_WEIGHTS, Again, Target
+from pagemill_gateway.brain.interface import NOT_READY, OTHER_WEIGHTS, Target
+from pagemill_gateway.brain.orders import Order
 from pagemill_gateway.brain.recovery import Recovery
 from pagemill_gateway.brain.registry import Deployment, EndpointRecord, Registry
 from pagemill_gateway.brain.schemes import common_scheme
+from pagemill_gateway.brain.suspects import Suspects
 from pagemill_protocol.errors import PagemillError, model_not_found, unavailable
 
 LOADING_RETRY_AFTER_S = 5.0
+"""Where nothing is known of how long engines take to start."""
 
 
 class Eligible:
-    def __init__(self, registry: Registry, recovery: Recovery, rng: random.Random, *, keeps_terminating: bool) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        recovery: Recovery,
+        suspects: Suspects,
+        rng: random.Random,
+        clock: Callable[[], float],
+        *,
+        keeps_terminating: bool,
+    ) -> None:
         """`keeps_terminating`: what the catalogue calls terminating may be used while nothing else is there."""
         self._registry = registry
         self._recovery = recovery
+        self._suspects = suspects
         self._rng = rng
+        self._clock = clock
         self._keeps_terminating = keeps_terminating
 
     def resolve(self, model: str) -> Target:
@@ -33,7 +48,7 @@ class Eligible:
             raise model_not_found(model, self._registry.names())
         deployment = self._share(deployments)
         if deployment is None:
-            raise _nothing_ready(model, deployments)
+            raise _nothing_ready(model, deployments, self._clock())
         usable = self._serving(deployment)
         digest = self._rng.choice(usable).bundle_digest
         lengths = [record.max_model_len for record in _with_bundle(usable, digest)]
@@ -61,22 +76,21 @@ class Eligible:
         usable = _with_bundle(deployment.usable(), target.bundle_digest)
         return deployment, usable or _with_bundle(self._departing(deployment), target.bundle_digest)
 
-    def able(self, records: list[EndpointRecord], again: Again | None) -> list[EndpointRecord]:
-        """Those of `records` that may take what another one did not finish; none: not now.
+    def able(self, records: list[EndpointRecord], order: Order, now: float) -> list[EndpointRecord]:
+        """Those of `records` that may take it, whether it is new or what another one did not finish; none: not now.
 
         Raises `PagemillError` (`OTHER_WEIGHTS`) when only others could continue it.
         """
-        if again is None:
-            return records
-        if again.weights_digest:
-            records = [record for record in records if record.weights_digest == again.weights_digest]
+        if order.again is not None and order.again.weights_digest:
+            digest = order.again.weights_digest
+            records = [record for record in records if record.weights_digest == digest]
             if not records:
                 raise unavailable(
                     "No engine has the weights that the answer was begun with. Try again.",
                     retry_after_s=1,
                     code=OTHER_WEIGHTS,
                 )
-        return self._recovery.without_suspects(records) if again.alone else records
+        return self._suspects.places(records, order.trial, now)
 
     def best(self, records: list[EndpointRecord], tried: frozenset[str], now: float) -> list[EndpointRecord]:
         """Healthy endpoints not tried before; failing that untried ones; failing that all."""
@@ -110,7 +124,7 @@ def _with_bundle(records: list[EndpointRecord], digest: str) -> list[EndpointRec
     return [record for record in records if record.bundle_digest == digest]
 
 
-def _nothing_ready(model: str, deployments: list[Deployment]) -> PagemillError:
+def _nothing_ready(model: str, deployments: list[Deployment], now: float) -> PagemillError:
     records = [record for deployment in deployments for record in deployment.records]
     if not records:
         reason = "it has no engine running"
@@ -121,8 +135,9 @@ def _nothing_ready(model: str, deployments: list[Deployment]) -> PagemillError:
     else:
         states = Counter(f"{record.phase}: {record.detail}".rstrip(": ") for record in records if not record.usable)
         reason = "; ".join(f"{count} engine(s) {state}" for state, count in states.most_common(3))
+    lefts_s = [left_s for each in deployments if (left_s := each.starts.left_s(now)) is not None]
     return unavailable(
         f"The model `{model[:200]}` is not ready yet ({reason}). Try again later.",
-        retry_after_s=LOADING_RETRY_AFTER_S,
+        retry_after_s=min(lefts_s, default=LOADING_RETRY_AFTER_S),
         code=NOT_READY,
     )

@@ -9,11 +9,15 @@ from __future__ import annotations
 import math
 from typing import Literal, NamedTuple, Protocol
 
-FailureKind = Literal["refused", "declined", "unreachable", "lost", "stalled", "crashed", "broken", "request"]
+EndKind = Literal["lost", "killed", "crashed"]
+FailureKind = Literal["refused", "declined", "unreachable", "lost", "killed", "stalled", "crashed", "broken", "request"]
 """`refused`: the engine works but is full. `declined`: it is shutting down or starting and takes nothing.
-`unreachable`: nobody listens there. `lost`: the connection ended without a word. `stalled`: it fell silent. `crashed`:
-it said that its own work brought it down. `broken`: it sent garbage, or fails whatever it is asked. `request`: the
-engine works but failed this one request."""
+`unreachable`: nobody listens there. `lost`: the connection ended without a word. `killed`: it said that it was ended
+from outside. `stalled`: it fell silent. `crashed`: it said that its own work brought it down. `broken`: it sent
+garbage, or fails whatever it is asked. `request`: the engine works but failed this one request."""
+
+Trial = Literal["none", "shared", "alone"]
+"""Of a request that may be what brings engines down: not thought so; beside others that are not; nobody else starts."""
 
 NOT_READY = "model_not_ready"
 """Code of the refusal while a deployment has no engine that serves."""
@@ -49,6 +53,17 @@ NOBODY = Claim()
 """Somebody without a key, who has just come."""
 
 
+class End(NamedTuple):
+    """An engine that ended with a request."""
+
+    decision: int
+    kind: EndKind
+    trial: Trial = "none"
+    """What the request was there for."""
+    progressed: bool = False
+    """It had got a token there: its trial, if it was one, was over."""
+
+
 class Again(NamedTuple):
     """Why a request is tried once more, and what its next engine must be like."""
 
@@ -60,8 +75,8 @@ class Again(NamedTuple):
     """Part of the answer exists: only these weights can continue it. Empty: any may begin it."""
     num_tokens: int = 0
     """Of that part, all sequences together: the next engine computes them along with the prompt."""
-    alone: bool = False
-    """It may be what brings engines down: no other such request may be where it goes."""
+    ends: tuple[End, ...] = ()
+    """Engines that ended with it so far, one after the other."""
 
 
 class Served(NamedTuple):
@@ -135,6 +150,7 @@ class Choice(NamedTuple):
     """From the decision to the first token; `None`: the policy did not predict any."""
     queued_s: float = 0.0
     """How long the request waited for room; 0: it did not."""
+    trial: Trial = "none"
 
 
 class Experience(NamedTuple):
@@ -189,7 +205,8 @@ class Brain(Protocol):
         """An endpoint with room, preferring those not in `tried`; waits in the deployment's queue until there is one.
 
         Raises `PagemillError`: 503 when there is no engine at all or the wait was too long, 429 when the queue is full.
-        With `again` also when the retry budget is spent, or (`OTHER_WEIGHTS`) when none could continue the answer.
+        With `again` also when the retry budget is spent, or (`OTHER_WEIGHTS`) when none could continue the answer; 500
+        when it is what brings engines down.
         """
         ...
 
@@ -203,6 +220,10 @@ class Brain(Protocol):
 
     async def alive(self, endpoint_id: str) -> bool:
         """Whether the engine still reports its state and makes steps: it is busy then, not gone."""
+        ...
+
+    async def expected_s(self, model: str, claim: Claim) -> float | None:
+        """How much longer the request of `claim`, which waits, will wait for an engine; `None`: nobody knows."""
         ...
 
     def finished(self, choice: Choice, served: Served | None = None) -> None:

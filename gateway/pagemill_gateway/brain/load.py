@@ -58,6 +58,7 @@ def _of_deployment(deployment: Deployment, queue: QueueState, traffic: Traffic, 
         pods=pods,
         held=[_held(record) for record in deployment.records if record.reports.fresh(now)],
         starts=list(_starts(deployment.records, now)),
+        asleep=[record.endpoint.id for record in deployment.records if _is_asleep(record)],
         queue=QueueLoad(
             num_requests=queue.num_requests,
             num_bytes=queue.num_bytes,
@@ -77,13 +78,13 @@ def _is_asked(deployment: Deployment) -> bool:
 
 
 def _engines(records: list[EndpointRecord], now: float) -> EnginesLoad:
-    told = [record for record in records if record.max_model_len > 0]
+    told = [record for record in records if record.max_model_len > 0 and not _rests(record)]
     fresh = [record for record in told if record.reports.fresh(now)]
     frames = [record.reports.latest for record in fresh if record.reports.latest is not None]
     if not frames:
         # Without any engine nothing runs: that is known. So it is of one that was on its way out and is silent now;
         # an engine that was never heard tells nothing.
-        expected = [record for record in records if not (record.leaving or record.let_go)]
+        expected = [record for record in records if not (record.leaving or record.let_go or record.sleeping)]
         silent = any(record.max_model_len > 0 for record in expected)
         return EnginesLoad(truth="stale" if silent else "unknown" if expected else "value")
     ages = [age for record in fresh if (age := record.reports.age_s(now)) is not None]
@@ -115,7 +116,8 @@ def _held(record: EndpointRecord) -> EngineHeld:
 def _starts(records: list[EndpointRecord], now: float) -> Iterator[EngineStart]:
     for record in records:
         if record.reports.latest is not None and record.reports.latest.start_s and record.reports.fresh(now):
-            yield EngineStart(record.endpoint.id, record.reports.latest.start_s)
+            frame = record.reports.latest
+            yield EngineStart(record.endpoint.id, frame.start_s, frame.num_wakes)
 
 
 def _most_experienced(frames: list[StateFrame]) -> StateFrame:
@@ -123,6 +125,19 @@ def _most_experienced(frames: list[StateFrame]) -> StateFrame:
 
 
 def _pods(records: list[EndpointRecord]) -> PodsSeen:
-    leaving = sum(record.leaving or record.let_go for record in records)
+    leaving = sum(record.leaving or (record.let_go and not record.sleeping) for record in records)
     ready = sum(record.usable and record.reports.connected for record in records)
-    return PodsSeen(loading=max(0, len(records) - leaving - ready), ready=ready, leaving=leaving)
+    asleep = sum(_is_asleep(record) for record in records)
+    loading = max(0, len(records) - leaving - ready - asleep)
+    return PodsSeen(loading=loading, ready=ready, leaving=leaving, asleep=asleep)
+
+
+def _is_asleep(record: EndpointRecord) -> bool:
+    """Or on its way there: to nobody who asks now it is of use."""
+    return record.sleeping and record.reports.connected and not record.leaving
+
+
+def _rests(record: EndpointRecord) -> bool:
+    """Nothing runs there and nothing will: it is no capacity. What still runs before it sleeps counts as load."""
+    state = record.reports.latest
+    return record.sleeping and (state is None or not state.load.num_requests_running + state.load.num_requests_waiting)

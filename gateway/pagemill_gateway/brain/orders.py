@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from pagemill_gateway.admission.reservations import Need
-from pagemill_gateway.brain.interface import Again, Ask, Claim, Target
+from pagemill_gateway.brain.interface import Again, Ask, Claim, Target, Trial
 from pagemill_gateway.brain.registry import Deployment, EndpointRecord
 
 
@@ -19,6 +19,7 @@ class Order(NamedTuple):
     again: Again | None
     need: Need
     """As if nothing of the prompt were cached."""
+    trial: Trial = "none"
     charged_tokens: int | None = None
     """For its turn in the queue; None: it has not waited."""
 
@@ -45,9 +46,9 @@ class Order(NamedTuple):
 
     @property
     def _wants(self) -> str:
-        if self.again is None or not (self.again.alone or self.again.weights_digest):
+        if self.again is None or not (self.trial != "none" or self.again.weights_digest):
             return ""
-        return f"{'alone' if self.again.alone else 'among others'} {self.again.weights_digest}"
+        return f"{self.trial} {self.again.weights_digest}"
 
 
 class Sent(NamedTuple):
@@ -62,7 +63,13 @@ class Sent(NamedTuple):
 
 
 def make_order(
-    deployment: Deployment | None, target: Target, tried: frozenset[str], ask: Ask, claim: Claim, again: Again | None
+    deployment: Deployment | None,
+    target: Target,
+    tried: frozenset[str],
+    ask: Ask,
+    claim: Claim,
+    again: Again | None,
+    trial: Trial = "none",
 ) -> Order:
     """Output as learned from the deployment's answers and within its context; what is there already is part of it."""
     num_output_tokens = 1
@@ -71,4 +78,4 @@ def make_order(
         expected = max(deployment.output_tokens.expect(claim.max_tokens), num_there + 1)
         num_output_tokens = max(1, min(expected, target.max_model_len - ask.num_prompt_tokens))
     need = Need(ask.num_prompt_tokens, ask.num_prompt_tokens, num_output_tokens, claim.num_sequences, claim.max_tokens)
-    return Order(target, tried, ask, claim, again, need)
+    return Order(target, tried, ask, claim, again, need, trial)

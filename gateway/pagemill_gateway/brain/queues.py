@@ -14,6 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from pagemill_gateway.admission.drain_rate import DrainRate
@@ -50,10 +51,18 @@ class QueueState(NamedTuple):
 
 
 class Queues:
-    def __init__(self, clock: Callable[[], float], is_serving: Callable[[str], bool]) -> None:
-        """`is_serving`: whether a deployment has an engine that serves; only then its speed can be learned."""
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        is_serving: Callable[[str], bool],
+        start_left_s: Callable[[str], float | None] = lambda _: None,
+    ) -> None:
+        """`is_serving`: whether a deployment has an engine that serves; only then its speed can be learned.
+        `start_left_s`: until it has one again, if it has none and that is known.
+        """
         self._clock = clock
         self._is_serving = is_serving
+        self._start_left_s = start_left_s
         self._queues: dict[str, _Queue] = {}
         self._ticking: asyncio.TimerHandle | None = None
         self.outcomes: Counter[tuple[str, Outcome]] = Counter()
@@ -71,6 +80,15 @@ class Queues:
             return QueueState()
         waiting = queue.waiting
         return QueueState(len(waiting), waiting.num_bytes, waiting.num_tokens, max(0.0, self._clock() - oldest))
+
+    def left_s(self, deployment: str, claim: Claim) -> float | None:
+        """How much longer the request of `claim` will wait here, an engine's start included; `None`: nobody knows."""
+        queue = self._queues.get(deployment)
+        start_left_s = self._start_left_s(deployment)
+        if queue is None or (start_left_s is None and not self._is_serving(deployment)):
+            return None
+        turn_s = queue.drain.wait_s(queue.waiting.tokens_until(claim.arrived_at))
+        return start_left_s if turn_s is None else (start_left_s or 0.0) + turn_s
 
     def first_waiter(self) -> asyncio.Future[None]:
         """Done when somebody waits for a deployment for which nobody did. Cancel it when it is of no use any more."""
@@ -102,7 +120,7 @@ class Queues:
         """
         queue = self._queues.get(deployment)
         if queue is None:
-            queue = self._queues[deployment] = _Queue(limits)
+            queue = self._queues[deployment] = _Queue(limits, partial(self._start_left_s, deployment))
         queue.set_limits(limits)
         now = self._clock()
         entry = _Entry(
@@ -235,7 +253,8 @@ class Queues:
 class _Queue:
     """One deployment's."""
 
-    def __init__(self, limits: QueueLimits) -> None:
+    def __init__(self, limits: QueueLimits, start_left_s: Callable[[], float | None]) -> None:
+        self._start_left_s = start_left_s
         self.waiting: FairQueue[_Entry] = FairQueue(limits.max_requests, limits.max_bytes)
         self.drain = DrainRate()
 
@@ -251,7 +270,7 @@ class _Queue:
         return wait_s if wait_s is not None and entry.entered_at + wait_s > entry.deadline_at else None
 
     def retry_after_s(self) -> float:
-        return self.drain.retry_after_s(self.waiting.num_tokens)
+        return self.drain.retry_after_s(self.waiting.num_tokens, self._start_left_s())
 
     def full(self) -> PagemillError:
         """429: the queue's bounds."""

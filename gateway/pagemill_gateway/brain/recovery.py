@@ -1,7 +1,8 @@
-"""After a failure: who stays out, who may try again, and who must do so alone.
+"""After a failure: which endpoints stay out, and who may try again.
 
-Between the brain, which decides where requests go, and the breakers (`brain.ejection`), the retry budget, slowness and
-suspects. Pure bookkeeping of decisions: it speaks to nobody and waits for nothing.
+Between the brain, which decides where requests go, and the breakers (`brain.ejection`), the retry budget and slowness.
+Pure bookkeeping of decisions: it speaks to nobody and waits for nothing. Whether a request is the cause is
+`brain.suspects`'.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pagemill_protocol.errors import unavailable
 
 SLOW_EJECTION_FACTOR = 20.0
 """A slow endpoint stays out that many times longer than one that failed: it can be judged only by many requests."""
-EJECTING: frozenset[FailureKind] = frozenset({"unreachable", "broken", "lost", "stalled", "crashed"})
+EJECTING: frozenset[FailureKind] = frozenset({"unreachable", "broken", "lost", "killed", "stalled", "crashed"})
 BUDGETED: frozenset[FailureKind] = frozenset({"request", "broken"})
 """Tries after these may repeat work that fails again. Others are free: a refusal costs an engine nothing, and what a
 dead engine was doing has to be done elsewhere."""
@@ -27,8 +28,6 @@ class Recovery:
         self._max_ejected_share = max_ejected_share
         self._retry_share = retry_share
         self._budgets: dict[str, RetryBudget] = {}
-        self._suspects: dict[int, str] = {}
-        """Decision of a suspect that has not shown its innocence yet, and where it is."""
         self._slowness = Slowness()
 
     def know(self, deployments: Iterable[str], endpoint_ids: Iterable[str]) -> None:
@@ -104,17 +103,3 @@ class Recovery:
         if self._slowness.is_slow(endpoint_id, (each.endpoint.id for each in siblings), now):
             self._slowness.forget(endpoint_id)
             record.ejection.failed(now, newest, factor=SLOW_EJECTION_FACTOR)
-
-    # Who must be alone.
-
-    def suspect(self, decision: int, endpoint_id: str) -> None:
-        """A request that may crash engines goes to the endpoint; no other one of the kind until this one is cleared."""
-        self._suspects[decision] = endpoint_id
-
-    def cleared(self, decision: int) -> bool:
-        """Its engine survived the step in question, or it left. Whether somebody may be waiting for that."""
-        return self._suspects.pop(decision, None) is not None
-
-    def without_suspects(self, records: Sequence[EndpointRecord]) -> list[EndpointRecord]:
-        taken = set(self._suspects.values())
-        return [record for record in records if record.endpoint.id not in taken]

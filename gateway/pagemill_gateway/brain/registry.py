@@ -10,6 +10,7 @@ from pagemill_gateway.admission.reservations import Reservations
 from pagemill_gateway.brain.dispatches import Dispatches
 from pagemill_gateway.brain.ejection import Ejection
 from pagemill_gateway.brain.reports import Reports
+from pagemill_gateway.brain.starts import Starts
 from pagemill_gateway.routing.policy import PodReport
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.state import StepTimeParams
@@ -38,7 +39,9 @@ class EndpointRecord:
     detail: str = ""
 
     let_go: bool = False
-    """It takes no requests, or was promised none; until it starts anew."""
+    """It takes no requests, or was promised none; until it starts anew, or wakes up."""
+    let_in_at: int = 0
+    """The latest decision when it did: who was declined before says nothing of it."""
     acknowledged: bool = False
     """It was told so."""
     unreachable: bool = False
@@ -52,7 +55,7 @@ class EndpointRecord:
     @property
     def serving(self) -> bool:
         """It would take a request, although it may be on its way out."""
-        return self.max_model_len > 0 and not self.let_go and not self.unreachable
+        return self.max_model_len > 0 and not self.let_go and not self.unreachable and not self.sleeping
 
     @property
     def expected(self) -> bool:
@@ -69,6 +72,12 @@ class EndpointRecord:
         """By its own word."""
         state = self.reports.latest
         return state is not None and state.draining
+
+    @property
+    def sleeping(self) -> bool:
+        """By its own word: it takes nothing until it is woken."""
+        state = self.reports.latest
+        return state is not None and state.sleeping
 
     @property
     def max_model_len(self) -> int:
@@ -103,10 +112,15 @@ class Deployment:
     last_served_at: float | None = None
     """When an endpoint last reported and would take requests, or its platform began to call one ready."""
     output_tokens: OutputTokens = field(default_factory=OutputTokens)
+    starts: Starts = field(default_factory=Starts)
 
     @property
     def key(self) -> str:
         return deployment_key(self.model)
+
+    @property
+    def serving(self) -> bool:
+        return any(record.serving for record in self.records)
 
     def usable(self) -> list[EndpointRecord]:
         return [record for record in self.records if record.usable]
@@ -134,6 +148,7 @@ class Registry:
             before = known_deployments.get(deployment.key)
             if before is not None:
                 deployment.last_served_at, deployment.output_tokens = before.last_served_at, before.output_tokens
+                deployment.starts = before.starts
             self.deployments[deployment.key] = deployment
             for endpoint in model.endpoints:
                 if endpoint.probed_ready and not _was_probed_ready(known.get(endpoint.id)):

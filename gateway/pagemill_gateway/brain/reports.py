@@ -27,6 +27,8 @@ class Reports:
         self._external: deque[int] = deque(maxlen=EXTERNAL_WINDOW)
         self.latest: StateFrame | None = None
         """Kept over reconnects: digests and limits stay true while the stream is down."""
+        self.connected_at = 0.0
+        """When the latest stream's snapshot arrived."""
         self.num_gaps = 0
 
     @property
@@ -40,6 +42,8 @@ class Reports:
             self.disconnected()
             self.num_gaps += 1
             raise StateGap(f"state frame {frame.sequence} does not follow")
+        if frame.snapshot:
+            self.connected_at = now
         self._connected = True
         self._received_at = now
         self.latest = frame

@@ -29,7 +29,7 @@ from pagemill_gateway.brain.interface import (
     ServedName,
     Target,
 )
-from pagemill_gateway.desks import Standing, WorkerDesk
+from pagemill_gateway.desks import LocalWorker, Standing
 from pagemill_gateway.ipc import messages
 from pagemill_gateway.ipc.line import Line, LineLost
 from pagemill_gateway.limits import store
@@ -40,6 +40,8 @@ AWAY_TIMEOUT_S = 30.0
 """A question waits this long for the head to be there (again)."""
 AWAY = "the process that decides is being replaced"
 
+MEASURES_INTERVAL_S = 1.0
+"""What a worker has measured for longer is not lost with it."""
 MAX_ASKED = 2
 """Heads that one question is put to."""
 
@@ -50,9 +52,11 @@ _names = msgspec.msgpack.Decoder(list[ServedName])
 _target = msgspec.msgpack.Decoder(Target)
 _choice = msgspec.msgpack.Decoder(Choice)
 _bool = msgspec.msgpack.Decoder(bool)
+_seconds: msgspec.msgpack.Decoder[float | None] = msgspec.msgpack.Decoder(float | None)
 _answer = msgspec.msgpack.Decoder(store.Answer)
 _standing = msgspec.msgpack.Decoder(Standing)
 _bytes = msgspec.msgpack.Decoder(bytes)
+_encoder = msgspec.msgpack.Encoder()
 
 
 class HeadLine:
@@ -64,22 +68,24 @@ class HeadLine:
         self._line: _Line | None = None
         self._connected = asyncio.Event()
         self._lost = asyncio.Event()
-        self._worker: WorkerDesk | None = None
+        self._worker: LocalWorker | None = None
+        self._num_told = -1
+        """Of what the worker has measured, when this head was last told."""
         self._reserved: dict[str, store.Ask] = {}
         self._standing = Standing(False, False, AWAY, 0)
-        self._connecting: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
-    def start(self, worker: WorkerDesk) -> None:
+    def start(self, worker: LocalWorker) -> None:
         self._worker = worker
-        self._connecting = asyncio.create_task(self._stay_connected())
+        self._tasks = [asyncio.create_task(self._stay_connected()), asyncio.create_task(self._tell_measures(worker))]
 
     async def wait_connected(self) -> None:
         await self._connected.wait()
 
     async def close(self) -> None:
-        if self._connecting is not None:
-            self._connecting.cancel()
-            await asyncio.gather(self._connecting, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._line is not None:
             await self._line.close()
 
@@ -117,6 +123,13 @@ class HeadLine:
             with suppress(LineLost):
                 return await self._line.ask(messages.Alive(endpoint_id), _bool)
         return True
+
+    async def expected_s(self, model: str, claim: Claim) -> float | None:
+        """Nobody knows while the head is away."""
+        if self._line is not None:
+            with suppress(LineLost):
+                return await self._line.ask(messages.Expected(model, claim), _seconds)
+        return None
 
     def finished(self, choice: Choice, served: Served | None = None) -> None:
         self._tell(messages.Finished(choice.decision, served))
@@ -194,6 +207,14 @@ class HeadLine:
         if self._line is not None:
             self._line.tell(note)
 
+    async def _tell_measures(self, worker: LocalWorker) -> None:
+        """Once a second, while anything is measured."""
+        while True:
+            await asyncio.sleep(MEASURES_INTERVAL_S)
+            if self._line is not None and worker.num_measured != self._num_told:
+                self._num_told = worker.num_measured
+                self._tell(messages.Measured(msgspec.Raw(_encoder.encode(worker.measures()))))
+
     async def _stay_connected(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
@@ -212,6 +233,7 @@ class HeadLine:
     def _begin(self, line: _Line) -> None:
         """The head has said its first word. Before that it may be one that is dying, whose socket still takes us."""
         self._line = line
+        self._num_told = -1
         for ask in self._reserved.values():
             line.tell(messages.Adopt(ask))
         self._connected.set()

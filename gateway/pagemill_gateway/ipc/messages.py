@@ -83,6 +83,13 @@ class Alive(msgspec.Struct, frozen=True, array_like=True, tag="alive"):
     endpoint_id: str
 
 
+class Expected(msgspec.Struct, frozen=True, array_like=True, tag="expected"):
+    """A float, or nothing."""
+
+    model: str
+    claim: Claim
+
+
 class Reserve(msgspec.Struct, frozen=True, array_like=True, tag="reserve"):
     """An `Answer` of `limits.store`."""
 
@@ -132,6 +139,13 @@ class Experienced(msgspec.Struct, frozen=True, array_like=True, tag="experienced
     experience: Experience
 
 
+class Measured(msgspec.Struct, frozen=True, array_like=True, tag="measured"):
+    """Unasked, so that little is lost with a worker that dies."""
+
+    measures: msgspec.Raw
+    """`Measures`; read by nobody while the worker lives."""
+
+
 class Settle(msgspec.Struct, frozen=True, array_like=True, tag="settle"):
     lease: str
     tokens: int
@@ -141,8 +155,8 @@ class Adopt(msgspec.Struct, frozen=True, array_like=True, tag="adopt"):
     ask: store.Ask
 
 
-WorkerQuestion = Names | LookUp | Find | Choose | Alive | Reserve | GetStanding | GetMetrics | GetBundle
-WorkerNote = Accepted | Started | Finished | Failed | GivenBack | Experienced | Settle | Adopt
+WorkerQuestion = Names | LookUp | Find | Choose | Alive | Expected | Reserve | GetStanding | GetMetrics | GetBundle
+WorkerNote = Accepted | Started | Finished | Failed | GivenBack | Experienced | Measured | Settle | Adopt
 ToBrain = Call[WorkerQuestion] | Answer | Refusal | GivenUp | WorkerNote
 
 

@@ -35,7 +35,8 @@ class WorkerLine:
         self._held: dict[int, Choice] = {}
         """Decisions under way."""
         self._leases: set[str] = set()
-        self._last = Measures({}, 0)
+        self._last: Measures | msgspec.Raw = Measures({}, 0)
+        """What it measured, as it told last: asked for, or unasked and not read yet."""
         self.line: Line[messages.ToBrain] = Line(
             _to_brain,
             on_question=self._answer,
@@ -49,12 +50,13 @@ class WorkerLine:
     async def measure(self, endpoint_ids: frozenset[str]) -> Measures:
         try:
             async with asyncio.timeout(MEASURE_TIMEOUT_S):
-                self._last = await self.line.ask(messages.Measure(endpoint_ids), _measures)
+                self._last = measures = await self.line.ask(messages.Measure(endpoint_ids), _measures)
+                return measures
         except TimeoutError:
             logger.warning("a worker does not answer")
         except LineLost:
             return Measures({}, 0)  # what it has counted is the head's by now
-        return self._last
+        return self._latest()
 
     def keep_bundles(self, digests: frozenset[str], templates: frozenset[str], *, whole: bool) -> None:
         self.line.tell(messages.KeepBundles(digests, templates, whole))
@@ -80,6 +82,8 @@ class WorkerLine:
                 return await self._brain.names()
             case messages.Alive(endpoint_id):
                 return await self._brain.alive(endpoint_id)
+            case messages.Expected(model, claim):
+                return await self._brain.expected_s(model, claim)
             case messages.GetStanding():
                 return await self._head.standing()
             case messages.GetMetrics():
@@ -101,6 +105,8 @@ class WorkerLine:
                 self._brain.given_back(self._held.pop(decision))
             case messages.Experienced(experience):
                 self._brain.experienced(experience)
+            case messages.Measured(measures):
+                self._last = measures.copy()
             case messages.Settle(lease, tokens):
                 self._leases.discard(lease)
                 self._store.settle(lease, tokens)
@@ -114,6 +120,11 @@ class WorkerLine:
             self._leases.add(ask.lease)
         return answer
 
+    def _latest(self) -> Measures:
+        if isinstance(self._last, msgspec.Raw):
+            self._last = _measures.decode(self._last)
+        return self._last
+
     def _lost(self) -> None:
         if self._held or self._leases:
             logger.warning("a worker is gone that served %d requests at engines", len(self._held))
@@ -123,4 +134,4 @@ class WorkerLine:
         for lease in self._leases:
             self._store.settle(lease, 0)
         self._leases.clear()
-        self._head.detach(self, self._last)
+        self._head.detach(self, self._latest())

@@ -1,17 +1,18 @@
 """What there is once in a gateway, brought up to date at the scrape, and what workers have measured, added up.
 
-A worker's counters outlive it as far as the last scrape saw them, so that totals do not fall when one is replaced.
+A worker's counters outlive it up to its last second, so that totals do not fall when one is replaced.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from pagemill_gateway.brain import queues, suspects
 from pagemill_gateway.brain.brain import LocalBrain
-from pagemill_gateway.brain.queues import OUTCOMES, QueueState
+from pagemill_gateway.brain.queues import QueueState
 from pagemill_protocol import metrics as specs
 
-PHASES = ("ready", "starting", "stale", "ejected", "draining")
+PHASES = ("ready", "starting", "stale", "ejected", "sleeping", "draining")
 
 
 class HeadMetrics:
@@ -20,7 +21,8 @@ class HeadMetrics:
         self._endpoints: set[tuple[str, str]] = set()
         self._models: set[str] = set()
         self._queued_models: set[str] = set()
-        self._ended: dict[tuple[str, str], int] = {}
+        self._counted: dict[tuple[str, str, str], int] = {}
+        """By metric, deployment and outcome: what the brain said at the latest scrape."""
         self._departed: specs.Samples = {}
 
     def decided_alone(self) -> None:
@@ -56,6 +58,7 @@ class HeadMetrics:
         self._models = {deployment.model.name for deployment in deployments}
         phases.update(dict.fromkeys(((model, phase) for model in self._models for phase in PHASES), 0))
         self._set_queues(brain)
+        self._count(brain)
         endpoints: set[tuple[str, str]] = set()
         for deployment in deployments:
             model = deployment.model.name
@@ -77,21 +80,27 @@ class HeadMetrics:
         """Deployments that share a name share its series."""
         waiting = {model: [QueueState()] for model in self._models | self._queued_models}
         self._queued_models = set(self._models)
-        ended: dict[tuple[str, str], int] = {}
         for deployment in brain.registry.deployments.values():
             waiting[deployment.model.name].append(brain.queues.state(deployment.key))
-            for outcome in OUTCOMES:
-                total = brain.queues.outcomes[deployment.key, outcome]
-                before = self._ended.get((deployment.key, outcome), 0)
-                ended[deployment.key, outcome] = total
-                labels = {"model": deployment.model.name, "outcome": outcome}
-                self._metrics.counter(specs.GATEWAY_QUEUE_ENDED, **labels).inc(max(0, total - before))
-        self._ended = ended
         for model, states in waiting.items():
             requests, sizes, _, ages = zip(*states, strict=True)
             self._metrics.gauge(specs.GATEWAY_QUEUE_REQUESTS, model=model).set(sum(requests))
             self._metrics.gauge(specs.GATEWAY_QUEUE_BYTES, model=model).set(sum(sizes))
             self._metrics.gauge(specs.GATEWAY_QUEUE_OLDEST_SECONDS, model=model).set(max(ages))
+
+    def _count(self, brain: LocalBrain) -> None:
+        """What the brain has counted since the latest scrape."""
+        counted: dict[tuple[str, str, str], int] = {}
+        for deployment in brain.registry.deployments.values():
+            key = deployment.key
+            ended = [(specs.GATEWAY_QUEUE_ENDED, each, brain.queues.outcomes[key, each]) for each in queues.OUTCOMES]
+            tried = [(specs.GATEWAY_TRIALS, each, brain.suspects.outcomes[key, each]) for each in suspects.OUTCOMES]
+            for spec, outcome, total in [*ended, *tried]:
+                before = self._counted.get((spec.name, key, outcome), 0)
+                counted[spec.name, key, outcome] = total
+                labels = {"model": deployment.model.name, "outcome": outcome}
+                self._metrics.counter(spec, **labels).inc(max(0, total - before))
+        self._counted = counted
 
     def _forget(self, gone: set[tuple[str, str]]) -> None:
         for model, endpoint_id in gone:

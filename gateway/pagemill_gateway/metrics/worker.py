@@ -92,13 +92,23 @@ class WorkerMetrics:
     def stream_broke(self, model: str, reason: str) -> None:
         self._metrics.counter(specs.GATEWAY_BROKEN_STREAMS, model=model, reason=reason).inc()
 
-    def samples(self, endpoint_ids: frozenset[str], *, body_bytes: int, journal_tokens: int) -> specs.Samples:
-        """All values now; of endpoints that are none of `endpoint_ids`, nothing is kept."""
-        self._metrics.gauge(specs.GATEWAY_BODY_BYTES).set(body_bytes)
-        self._metrics.gauge(specs.GATEWAY_JOURNAL_TOKENS).set(journal_tokens)
+    @property
+    def num_updates(self) -> int:
+        """Grows with whatever is measured."""
+        return self._metrics.num_updates
+
+    def forget_all_but(self, endpoint_ids: frozenset[str]) -> None:
+        """Other endpoints are gone: nothing of them is kept."""
         for model, endpoint_id in {each for each in self._attempted if each[1] not in endpoint_ids}:
             self._attempted.discard((model, endpoint_id))
             for outcome in OUTCOMES:
                 labels = {"model": model, "endpoint": endpoint_id, "outcome": outcome}
                 self._metrics.forget(specs.GATEWAY_UPSTREAM_ATTEMPTS, **labels)
+
+    def samples(self, *, body_bytes: int, journal_tokens: int) -> specs.Samples:
+        """All values now."""
+        num_updates = self._metrics.num_updates
+        self._metrics.gauge(specs.GATEWAY_BODY_BYTES).set(body_bytes)
+        self._metrics.gauge(specs.GATEWAY_JOURNAL_TOKENS).set(journal_tokens)
+        self._metrics.num_updates = num_updates  # to look is to change nothing
         return self._metrics.samples()

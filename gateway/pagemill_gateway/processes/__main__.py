@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from pagemill_gateway.processes.child import Setup, end_at_once_when_asked, read_setup
+from pagemill_gateway.processes.child import Setup, beat, end_at_once_when_asked, read_setup
 
 
 def main() -> int:
@@ -30,8 +30,16 @@ def _run(setup: Setup) -> None:
 
     logs.configure(process=setup.name)
     serve = serve_control if setup.role == "brain" else serve_data
+
+    async def run() -> None:
+        beating = asyncio.create_task(beat())
+        try:
+            await serve(setup)
+        finally:
+            beating.cancel()
+
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(setup))
+        runner.run(run())
 
 
 if __name__ == "__main__":

@@ -1,17 +1,20 @@
 """What one process of a gateway is given by the one that keeps it running, and how it says that it is up: both ends.
 
 Settings and all else go through standard input, which stays open: when it ends, the supervisor is gone and so is the
-child. One line on standard output says that it serves. Logs go to standard error, which all of them share.
+child. One line on standard output says that it serves, and short ones that its event loop turns: who says nothing for
+long hangs, and is replaced. Logs go to standard error, which all of them share.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import signal
 import socket
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -21,6 +24,8 @@ from pagemill_gateway.config import GatewayConfig
 
 Role = Literal["brain", "worker"]
 UP = b"up\n"
+BEAT = b"\n"
+BEAT_INTERVAL_S = 0.5
 SIZE_BYTES = 4
 
 
@@ -63,6 +68,15 @@ def read_setup() -> Setup:
 
 def say_up() -> None:
     os.write(sys.stdout.fileno(), UP)
+
+
+async def beat() -> None:
+    """Say that this event loop turns, for as long as it does."""
+    os.set_blocking(sys.stdout.fileno(), False)
+    while True:
+        with suppress(BlockingIOError):  # nobody has listened for an hour: that is the supervisor's trouble
+            os.write(sys.stdout.fileno(), BEAT)
+        await asyncio.sleep(BEAT_INTERVAL_S)
 
 
 def end_at_once_when_asked() -> None:

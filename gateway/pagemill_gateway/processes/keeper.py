@@ -1,17 +1,22 @@
-"""Keeps one process of a gateway running: starts it, replaces it when it ends, until its end is wanted."""
+"""Keeps one process of a gateway running: starts it, replaces it when it ends or hangs, until its end is wanted.
+
+It hangs when its event loop has said nothing for `hang_timeout_s`: deadlocked, stopped, in an endless loop. Only time
+in which this process itself ran counts, since a machine that was frozen stood still for both.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+import math
 import signal
 import sys
 from collections.abc import Callable
 
 import msgspec
 
-from pagemill_gateway.processes.child import UP, Setup, encode_setup
+from pagemill_gateway.processes.child import BEAT_INTERVAL_S, UP, Setup, encode_setup
 
 logger = logging.getLogger("pagemill.gateway.supervisor")
 
@@ -19,6 +24,8 @@ PAUSE_FIRST_S = 0.05
 PAUSE_LONGEST_S = 5.0
 """Before a process that ended is replaced; doubles each time it does not last."""
 LASTING_S = 10.0
+START_TIMEOUT_S = 120.0
+"""Imports and settings may take so long before the event loop turns."""
 
 
 class Keeper:
@@ -83,15 +90,32 @@ class Keeper:
             with contextlib.suppress(ConnectionError):
                 process.stdin.write(encode_setup(self._setup))
                 await process.stdin.drain()
-            if await process.stdout.readline() == UP:
-                self.up.set()
-                self._on_up(self)
-            while await process.stdout.read(4096):
-                pass
+            await self._listen(process.stdout, process)
             return await process.wait()
         finally:
             self._process = None
             process.stdin.close()
+
+    async def _listen(self, output: asyncio.StreamReader, process: asyncio.subprocess.Process) -> None:
+        """Until it ends, or has been silent for too long and is killed."""
+        silent_s, patience_s = 0.0, max(START_TIMEOUT_S, self._setup.config.hang_timeout_s)
+        while True:
+            try:
+                async with asyncio.timeout(BEAT_INTERVAL_S):
+                    line = await output.readline()
+            except TimeoutError:
+                silent_s += BEAT_INTERVAL_S
+                if silent_s >= patience_s:
+                    logger.error("%s has said nothing for %.0f s and is killed", self.name, silent_s)
+                    process.kill()
+                    patience_s = math.inf
+                continue
+            if not line:
+                return
+            silent_s, patience_s = 0.0, self._setup.config.hang_timeout_s
+            if line == UP:
+                self.up.set()
+                self._on_up(self)
 
 
 def _describe(code: int) -> str:

@@ -10,10 +10,10 @@ import msgspec
 
 from pagemill_gateway.admission.attempts import Attempts
 from pagemill_gateway.brain.interface import Ask, Choice, FailureKind, Target
+from pagemill_gateway.relay.ends import Ends
 from pagemill_gateway.relay.journal import Journal, JournalGap
 from pagemill_gateway.relay.record import AttemptRecord, RequestRecord
 from pagemill_gateway.relay.sinks import Sink
-from pagemill_gateway.relay.suspicion import Suspicion
 from pagemill_gateway.relay.upstream import DECLINES, Frame, FrameStream, UpstreamFailure, parse_error
 from pagemill_protocol.errors import ENGINE_CRASHED, ENGINE_FAILED, PagemillError
 from pagemill_protocol.generate import FrameMeta, GenerateRequest, Usage
@@ -53,7 +53,7 @@ class Answer:
         self.record = record
         self.journal = journal
         self.attempts = attempts
-        self.suspicion = Suspicion()
+        self.ends = Ends()
         self.attempt: AttemptRecord
         """The latest; there is one once it has begun."""
         self.continues = False
@@ -124,7 +124,7 @@ def _kind_of(error: PagemillError) -> FailureKind:
     if error.code == ENGINE_CRASHED:
         return "crashed"
     if error.code == ENGINE_FAILED:
-        return "lost"
+        return "killed"
     return "declined" if error.code in DECLINES else "refused"
 
 

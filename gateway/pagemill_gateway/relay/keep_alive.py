@@ -1,5 +1,7 @@
 """Signs of life for streaming clients whose request waits: an SSE comment every now and then, which clients skip.
 
+It says how much longer that may take, where somebody knows: `: waiting, about 34 s`.
+
 One tick for the whole process, however many wait; a request that does not have to wait costs it no timer and no task.
 The first comment begins the response with status 200, so whoever is refused before it still gets a status of its own.
 """
@@ -15,18 +17,26 @@ from typing import TypeVar
 
 logger = logging.getLogger("pagemill.gateway.relay")
 
-COMMENT = b": waiting\n\n"
 TICKS_PER_INTERVAL = 4
+EXPECTED_TIMEOUT_S = 1.0
+"""Whoever knows how long it may take has this long to say so."""
 
 Write = Callable[[bytes], Awaitable[None]]
+Expected = Callable[[], Awaitable[float | None]]
+"""Seconds that are left; `None`: nobody knows."""
 Answer = TypeVar("Answer")
 
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
     write: Write
+    expected: Expected
     told_at: float
     telling: asyncio.Task[None] | None = None
+
+
+async def _unknown() -> float | None:
+    return None
 
 
 class KeepAlive:
@@ -40,11 +50,11 @@ class KeepAlive:
     def close(self) -> None:
         self._ticking.cancel()
 
-    async def during(self, question: Awaitable[Answer], write: Write | None) -> Answer:
+    async def during(self, question: Awaitable[Answer], write: Write | None, expected: Expected = _unknown) -> Answer:
         """The answer to `question`; while it takes long, comments go out through `write`."""
         if write is None:
             return await question
-        waiting = _Waiting(write, time.monotonic())
+        waiting = _Waiting(write, expected, time.monotonic())
         self._waiting[waiting] = None
         try:
             return await question
@@ -64,12 +74,21 @@ class KeepAlive:
             is_told = waiting.telling is None or waiting.telling.done()
             if is_told and now - waiting.told_at >= self._interval_s:
                 waiting.told_at = now
-                waiting.telling = asyncio.create_task(_tell(waiting.write))
+                waiting.telling = asyncio.create_task(_tell(waiting.write, waiting.expected))
 
 
-async def _tell(write: Write) -> None:
+async def _tell(write: Write, expected: Expected) -> None:
     try:
-        await write(COMMENT)
+        await write(await _comment(expected))
     except Exception:
         # Whoever writes next meets the same, and can tell.
         logger.debug("a comment could not be written", exc_info=True)
+
+
+async def _comment(expected: Expected) -> bytes:
+    try:
+        async with asyncio.timeout(EXPECTED_TIMEOUT_S):
+            left_s = await expected()
+    except TimeoutError:
+        left_s = None
+    return b": waiting\n\n" if left_s is None else b": waiting, about %d s\n\n" % max(1, round(left_s))

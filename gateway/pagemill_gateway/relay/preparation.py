@@ -88,9 +88,11 @@ class Preparation:
     ) -> Target:
         """The deployment, if `caller` may use it. Raises `PagemillError` as if it were not there otherwise."""
         check_model(caller, body.model)
-        question = self._brain.find(body.model, claim._replace(priority=caller.priority(body.priority)))
+        claim = claim._replace(priority=caller.priority(body.priority))
+        expected = partial(self._brain.expected_s, body.model, claim)
         try:
-            return await self._keep_alive.during(question, write if body.stream else None)
+            question = self._brain.find(body.model, claim)
+            return await self._keep_alive.during(question, write if body.stream else None, expected)
         except PagemillError as error:
             raise told_to(caller, error, body.model) from error
 

@@ -32,7 +32,7 @@ from pagemill_gateway.relay.keep_alive import KeepAlive
 from pagemill_gateway.relay.record import RequestRecord
 from pagemill_gateway.relay.sinks import Sink
 from pagemill_gateway.relay.upstream import Frame, Upstream, UpstreamFailure
-from pagemill_protocol.errors import PagemillError, bad_upstream, request_crashed_engine
+from pagemill_protocol.errors import PagemillError, bad_upstream
 from pagemill_protocol.generate import GenerateRequest, Usage
 
 LEAST_TIMED_TOKENS = 8
@@ -108,6 +108,8 @@ class Relay:
 
     async def _choose(self, answer: Answer, again: Again | None) -> Choice:
         attempts = answer.attempts
+        if pause_s := answer.ends.take_pause_s():
+            await self._keep_alive.during(asyncio.sleep(pause_s), answer.sink.comment)
         try:
             choice = await self._ask_brain(answer, again)
         except PagemillError as error:
@@ -132,7 +134,8 @@ class Relay:
             paid=attempts.count > 0,
         )
         question = self._brain.choose(target, attempts.tried, answer.ask, claim=claim, again=again)
-        choice = await self._keep_alive.during(question, answer.sink.comment)
+        expected = partial(self._brain.expected_s, target.model, claim)
+        choice = await self._keep_alive.during(question, answer.sink.comment, expected)
         self._metrics.routed(target.model, choice, time.perf_counter() - asked_at - choice.queued_s)
         if choice.queued_s:
             attempts.queued(choice.queued_s)
@@ -163,14 +166,12 @@ class Relay:
 
     def _judge(self, failure: UpstreamFailure, choice: Choice, answer: Answer, *, got_tokens: bool) -> Again:
         """What the next attempt must be like. Raises `PagemillError` when there may be none."""
-        journal, attempts, suspicion = answer.journal, answer.attempts, answer.suspicion
+        journal, attempts = answer.journal, answer.attempts
         answer.last_failure = failure.kind
         if got_tokens and journal.can_continue:
             attempts.progressed()
         self._note(failure, choice, answer)
-        suspicion.failed(failure.kind, progressed=got_tokens)
-        if suspicion.convicted:
-            raise request_crashed_engine() from failure
+        answer.ends.failed(choice, failure.kind, progressed=got_tokens)
         if answer.sink.delivered and not journal.can_continue:
             raise bad_upstream(f"The answer broke off: {failure.message}") from failure
         if attempts.exhausted:
@@ -183,7 +184,7 @@ class Relay:
             failure.kind,
             journal.weights_digest,
             journal.num_kept,
-            suspicion.must_be_alone,
+            answer.ends.told,
         )
 
     def _tried_again(self, answer: Answer, reason: FailureKind) -> None:
@@ -205,6 +206,8 @@ class Relay:
         elif failure.kind in ("declined", "unreachable"):
             # Several engines may be gone before anybody knows: whom they never heard must wait for the next, not fail.
             attempts.declined(failure.message)
+        elif failure.kind in ("lost", "killed", "crashed"):
+            attempts.ended(failure.message, crashed=failure.kind == "crashed")
         else:
             attempts.broke(failure.message)
         logger.info(

@@ -7,6 +7,7 @@ its request id, which the door has checked.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 
 import orjson
@@ -110,6 +111,7 @@ def _line(record: RequestRecord, method: str, trace_id: str) -> str:
         "method": method,
         "route": record.route,
         "status": record.status,
+        "arrived_at": round(time.time() - record.duration_s(), 3),
         "duration_ms": round(record.duration_s() * 1000, 1),
         "model": record.model,
         "deployment": record.deployment,

@@ -34,7 +34,7 @@ class ColdStarts:
         for name, replica in live.items():
             if name in self._known:
                 continue
-            if replica.phase != "ready":
+            if not replica.loaded:
                 self._since.setdefault(name, now)
                 continue
             self._known.add(name)

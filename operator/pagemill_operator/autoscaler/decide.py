@@ -86,7 +86,7 @@ def _wish(policy: Policy, signals: Signals, memory: Memory) -> _Wished:
     aims = with_default_targets(policy) if view.goal.missing else policy
     judged = [*goals(aims, signals, memory.shape), view.goal]
     leading = max(judged, key=lambda goal: (goal.needed, goal.enough))
-    needed, enough = (max(getattr(goal, name) for goal in judged) + policy.warm for name in ("needed", "enough"))
+    needed, enough = (max(getattr(goal, name) for goal in judged) for name in ("needed", "enough"))
     wanted = signals.fleet.wanted
     replicas = needed if wanted < needed else min(wanted, max(needed, enough))
     return _Wished(policy.clamp(replicas), leading, tuple(judged), view.candidates)
@@ -95,7 +95,7 @@ def _wish(policy: Policy, signals: Signals, memory: Memory) -> _Wished:
 def _step(policy: Policy, signals: Signals, memory: Memory, wished: _Wished) -> _Step:
     wanted, wish, now = signals.fleet.wanted, wished.replicas, signals.at_s
     if not policy.lowest <= wanted <= policy.max_replicas:
-        bounds = f"minReplicas {policy.min_replicas}, warm {policy.warm} and maxReplicas {policy.max_replicas}"
+        bounds = f"minReplicas {policy.min_replicas} and maxReplicas {policy.max_replicas}"
         return _Step(policy.clamp(wanted), "OutOfBounds", f"{wanted} replicas are out of bounds: {bounds}")
     if wish > wanted:
         return _up(policy, signals, memory, wished)
@@ -133,6 +133,8 @@ def _allowed(policy: Policy, signals: Signals, memory: Memory, wished: _Wished, 
     if replicas == wanted:
         return _Step(wanted, "RateLimited", f"{wish} are wished for; spec.autoscaling.behavior does not allow it yet")
     words = wished.leading.reason or "the least that is allowed"
+    if num_woken := max(0, min(replicas - wanted, signals.fleet.asleep)):
+        words += f"; {num_woken} of {replicas - wanted} only wake up"
     if replicas == 0:
         return _Step(0, "ScaledToZero", words)
     if wanted == 0:

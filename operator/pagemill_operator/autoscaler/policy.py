@@ -46,6 +46,7 @@ class Policy(msgspec.Struct, frozen=True):
     min_replicas: int
     max_replicas: int
     warm: int = 0
+    """Replicas beyond those that are loaded and asleep, as far as `max_replicas` lets them be."""
     kv_cache_usage: float | None = None
     queue_depth: int | None = None
     slo: Slo | None = None
@@ -56,7 +57,13 @@ class Policy(msgspec.Struct, frozen=True):
     @property
     def lowest(self) -> int:
         """Fewest replicas, whatever the load."""
-        return min(self.max_replicas, max(self.min_replicas, self.warm))
+        return min(self.max_replicas, self.min_replicas)
+
+    def standby(self, replicas: int) -> int:
+        """How many sleep beside so many that are awake. Where the operator only advises, none."""
+        if self.mode != "Active":
+            return 0
+        return max(0, min(self.warm, self.max_replicas - replicas))
 
     def clamp(self, replicas: int) -> int:
         return max(self.lowest, min(self.max_replicas, replicas))

@@ -150,8 +150,9 @@ def _fleet(scaled: _Scaled, seen: Observation, now: float) -> Fleet:
     return Fleet(
         wanted=scaled.wanted,
         ready=phases.count("ready"),
-        loading=phases.count("starting") + phases.count("loading") + phases.count("crashed"),
+        loading=sum(phases.count(phase) for phase in ("starting", "loading", "waking", "crashed")),
         pending=phases.count("pending"),
+        asleep=phases.count("asleep"),
         starting_s=scaled.cold_starts.oldest_s(now),
         cold_start_s=scaled.cold_starts.learned_s,
     )

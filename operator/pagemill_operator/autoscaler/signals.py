@@ -26,6 +26,8 @@ class Fleet(msgspec.Struct, frozen=True):
     """They run and are not ready."""
     pending: int = 0
     """They have no place yet."""
+    asleep: int = 0
+    """They are loaded and sleep: no capacity, and awake before any other could be started."""
     starting_s: float = 0.0
     """How long the one that starts longest has been at it."""
     cold_start_s: float | None = None

@@ -53,7 +53,8 @@ COLD_START_SECONDS = MetricSpec(
     "pagemill_cold_start_phase_seconds",
     "histogram",
     "Starts of engine pods by phase: schedule (until it has a node), pull (until its container runs), boot (until the "
-    "engine looks at the model, and until the kubelet sees it ready), load, warm, first_token; total is all of them.",
+    "engine looks at the model, and until the kubelet sees it ready), load, warm, first_token; total is all of "
+    "them. And of pods that slept: wake, from the call until a token was generated again.",
     ("phase",),
     _START_SECONDS,
 )

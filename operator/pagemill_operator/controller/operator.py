@@ -41,6 +41,7 @@ from pagemill_operator.controller.queue import WorkQueue
 from pagemill_operator.controller.reconcile import Reconciler
 from pagemill_operator.controller.scaling import Autoscaling
 from pagemill_operator.controller.session import watch_session
+from pagemill_operator.controller.standby import Standby
 from pagemill_operator.controller.watches import Watches
 from pagemill_operator.controller.workers import Workers
 from pagemill_operator.handlers import build_registry, build_settings, watch
@@ -104,12 +105,29 @@ class Operator:
             load=self._load,
             scaling=self.scaler.state,
             held=self.book.held,
+            asleep=self.book.asleep,
             on_write=self.metrics.wrote,
         )
         recorder = EventRecorder(self.client, identity)
         self.records = DecisionRecords(self.client, self.cache.owner, on_write=self.metrics.wrote)
+        self.standby = Standby(
+            self.client,
+            self.cache,
+            self.book,
+            token=self._engine_token,
+            port=config.engine_control_port,
+            on_write=self.metrics.wrote,
+        )
         self.autoscaling = Autoscaling(
-            self.scaler, self.book, self.cache, self.cluster, recorder, self.records, self.metrics, wake=self._wake
+            self.scaler,
+            self.book,
+            self.cache,
+            self.cluster,
+            recorder,
+            self.records,
+            self.metrics,
+            self.standby,
+            wake=self._wake,
         )
         reconciler = Reconciler(
             self.cache,
@@ -251,6 +269,7 @@ class Operator:
             group.create_task(self.streams.run(), name="load streams")
             group.create_task(self.autoscaling.run(), name="autoscaling")
             group.create_task(self.records.run(), name="decision records")
+            group.create_task(self.standby.run(), name="standby")
             for name, chore in chores.items():
                 at_once = self.keys.lost if name == "keys" else None
                 group.create_task(repeat(name, chore, retry_s, due_s[name], at_once), name=name)
@@ -321,6 +340,9 @@ class Operator:
     def _gateway_token(self) -> str | None:
         return self.keys.keys.keys.sent(*GATEWAY_CONTROL) if self.keys.keys else None
 
+    def _engine_token(self, namespace: str, name: str) -> str | None:
+        return self.keys.keys.keys.sent(namespace, name) if self.keys.keys else None
+
     def _render_context(self, owner: Owner, loader_done: bool) -> RenderContext:
         if self.keys.keys is None:
             raise Unreachable("the keys for engine tokens are not known yet")
@@ -331,6 +353,7 @@ class Operator:
             image_pull_policy=config.image_pull_policy,
             image_pull_secrets=tuple(config.image_pull_secrets),
             gateway_selector=config.gateway_selector,
+            operator_selector=config.operator_selector,
             prometheus_namespace_selector=config.prometheus_namespace_selector,
             prometheus_pod_selector=config.prometheus_pod_selector,
             tokens=self.keys.keys.keys.accepted(owner.namespace, owner.name),

@@ -1,7 +1,8 @@
 """The leader's autoscaling: asks the scaler about each deployment, by the clock and when somebody waits for an engine.
 
 It writes nothing: a changed number wakes the deployment's key, and the next reconcile carries it out like any plan.
-Neighbours: `load.book` has the signals, `autoscaler` decides, `reconcile` asks `scaled` for the plan to carry out.
+Neighbours: `load.book` has the signals, `autoscaler` decides, `reconcile` asks `scaled` for the plan to carry out, and
+`standby` wakes what sleeps.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from pagemill_operator.autoscaler.decision import Record, log_line
 from pagemill_operator.autoscaler.policy import Policy
 from pagemill_operator.autoscaler.scaler import Scaler
 from pagemill_operator.backends.kubernetes.backend import KubernetesCluster
-from pagemill_operator.backends.kubernetes.render.names import engine_name
+from pagemill_operator.backends.kubernetes.render.names import AWAKE_ANNOTATION, engine_name
 from pagemill_operator.controller.cache import Cache
 from pagemill_operator.controller.decision_records import DecisionRecords
 from pagemill_operator.controller.events import EventRecorder
 from pagemill_operator.controller.metrics import OperatorMetrics
+from pagemill_operator.controller.standby import Standby
 from pagemill_operator.load.book import LoadBook
 from pagemill_operator.plan.types import Plan
 
@@ -38,6 +40,7 @@ class Autoscaling:
         recorder: EventRecorder,
         records: DecisionRecords,
         metrics: OperatorMetrics,
+        standby: Standby,
         *,
         wake: Callable[[set[str]], None],
     ) -> None:
@@ -49,6 +52,7 @@ class Autoscaling:
         self._recorder = recorder
         self._records = records
         self._metrics = metrics
+        self._standby = standby
         self._wake = wake
         self._urgent = asyncio.Event()
 
@@ -95,6 +99,8 @@ class Autoscaling:
             start=self._start(plan),
             num_gateways=self._cache.num_gateways_ready(),
         )
+        # Before anything is written: somebody may be waiting for a replica that sleeps.
+        self._standby.look(key, self.scaled(plan), seen)
         if record is not None:
             await self._tell(record)
 
@@ -118,4 +124,7 @@ class Autoscaling:
         if plan.autoscaling is None or plan.autoscaling.mode != "Active":
             return plan.spec_replicas
         deployment = self._cache.children(plan.key).get(("Deployment", engine_name(plan.name)))
-        return plan.spec_replicas if deployment is None else int(deployment["spec"].get("replicas", 1))
+        if deployment is None:
+            return plan.spec_replicas
+        awake = (deployment["metadata"].get("annotations") or {}).get(AWAKE_ANNOTATION, "")
+        return int(awake) if awake.isdecimal() else int(deployment["spec"].get("replicas", 1))

@@ -14,7 +14,7 @@ Status = Mapping[str, Any]
 
 CALM_INTERVAL_S = 5.0
 """Between two writes that only bring messages and counts up to date."""
-_CALM_FIELDS = frozenset({"readyReplicas", "load", "lastStart"})
+_CALM_FIELDS = frozenset({"readyReplicas", "standbyReplicas", "load", "lastStart"})
 
 
 def wait_s(old: Status, new: Status, since_write_s: float) -> float:

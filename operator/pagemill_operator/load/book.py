@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple
 
 from pagemill_operator.autoscaler.signals import View
 from pagemill_operator.load.held import weight
-from pagemill_protocol.load import DeploymentLoad, EngineHeld, LoadFrame
+from pagemill_protocol.load import DeploymentLoad, EngineHeld, EngineStart, LoadFrame
 
 
 class Summary(NamedTuple):
@@ -69,9 +69,13 @@ class LoadBook:
             held[engine.id] = max(known, engine, key=weight)
         return held
 
-    def starts(self, key: str) -> dict[str, Mapping[str, float]]:
-        """By engine, the seconds of each phase of its start."""
-        return {start.id: start.seconds for heard in self._of(key) for start in heard.load.starts}
+    def starts(self, key: str) -> dict[str, EngineStart]:
+        """By engine, how its start went, and its latest wake."""
+        return {start.id: start for heard in self._of(key) for start in heard.load.starts}
+
+    def asleep(self, key: str) -> frozenset[str]:
+        """Engines that say so to any gateway: none is taken for awake too early."""
+        return frozenset(engine for heard in self._of(key) for engine in heard.load.asleep)
 
     def needs_engine(self, key: str) -> bool:
         """Somebody waits where no engine is."""

@@ -26,6 +26,7 @@ def engine_settings(deployment: LLMDeployment) -> dict[str, Any]:
         "prefix_scope": engine.prefix_caching.scope,
     }
     optional = {
+        "device": "cuda" if deployment.spec.resources.gpus else None,
         "kv_cache_dtype": None if engine.kv_cache_dtype == "auto" else engine.kv_cache_dtype,
         "deterministic": engine.deterministic or None,
         "quantization": None if engine.quantization == "none" else engine.quantization,

@@ -120,8 +120,7 @@ def desired_replicas(deployment: LLMDeployment) -> int:
     autoscaling = deployment.spec.autoscaling
     if autoscaling is None or autoscaling.mode != "Active":
         return deployment.spec.replicas
-    lowest = max(autoscaling.min_replicas, autoscaling.warm)
-    return min(max(deployment.spec.replicas, lowest), autoscaling.max_replicas)
+    return min(max(deployment.spec.replicas, autoscaling.min_replicas), autoscaling.max_replicas)
 
 
 def _engine_group(deployment: LLMDeployment, settings: dict[str, Any]) -> Group:

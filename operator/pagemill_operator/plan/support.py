@@ -20,14 +20,15 @@ Backend = Literal["local", "kubernetes"]
 LOADED_QUANTIZATIONS = ("none", "int8", "int4")
 CLAIM_PATTERN = r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"
 ONE_PROCESS = "a replica is one process in this version; set it to 1"
+CPU_ONLY = "only the CPU's kernels do that in this version; turn it off, or set spec.resources.gpus to 0"
 
 
 def find_problems(spec: LLMDeploymentSpec, backend: Backend) -> Iterator[Problem]:
     """Fields that cannot be honoured; also of a spec that was read partially, as far as it is valid."""
     checks = [_quantization_problems, _float16_problems, _tensor_parallel_problems, _pipeline_parallel_problems]
-    checks += [_adapter_problems, _default_problems]
+    checks += [_gpu_problems, _adapter_problems, _default_problems]
     if backend == "local":
-        checks += [_device_problems, _env_problems, _credentials_problems]
+        checks += [_env_problems, _credentials_problems]
     else:
         checks += [_source_problems, _loader_problems, template_problems]
     return each_on_its_own(partial(check, spec) for check in checks)
@@ -61,10 +62,11 @@ def _loader_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
         )
 
 
-def _device_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
-    gpus = spec.resources.gpus
-    if gpus:
-        yield Problem("spec.resources.gpus", gpus, "the engine runs on CPU in this version; set gpus to 0")
+def _gpu_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
+    if spec.resources.gpus > 1:
+        yield Problem("spec.resources.gpus", spec.resources.gpus, ONE_PROCESS)
+    if spec.resources.gpus and spec.engine.deterministic:
+        yield Problem("spec.engine.deterministic", True, CPU_ONLY)
 
 
 def _quantization_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
@@ -79,9 +81,9 @@ def _quantization_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
 
 
 def _float16_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
-    """What only the native kernels do, which know no float16 in this version."""
+    """What only the CPU's own kernels do, which know no float16 in this version."""
     engine = spec.engine
-    if engine.dtype != "float16":
+    if engine.dtype != "float16" or spec.resources.gpus:
         return
     message = "works with dtype auto, float32 or bfloat16 only in this version, not with float16; change either"
     if engine.deterministic:
@@ -145,9 +147,6 @@ def find_notes(spec: LLMDeploymentSpec, backend: Backend) -> Iterator[Problem]:
 
 
 def _cluster_notes(spec: LLMDeploymentSpec) -> Iterator[Problem]:
-    if spec.resources.gpus:
-        message = "the pods get their GPUs, but the engine computes on the CPU in this version"
-        yield Problem("spec.resources.gpus", spec.resources.gpus, message)
     if _meets_on_one_node(spec):
         message = (
             "ReadWriteOnce: the volume keeps all pods on one node, during a rollout also the new ones beside the old; "

@@ -159,7 +159,18 @@ class Plan:
 
     @property
     def replicas(self) -> int:
+        """That serve."""
         return sum(group.replicas for group in self.groups)
+
+    @property
+    def standby(self) -> int:
+        """Further ones, loaded and asleep."""
+        return self.autoscaling.standby(self.replicas) if self.autoscaling is not None else 0
+
+    @property
+    def all_replicas(self) -> int:
+        """That exist, awake or asleep."""
+        return self.replicas + self.standby
 
     def with_replicas(self, replicas: int) -> Plan:
         """The same with so many replicas of its one group."""

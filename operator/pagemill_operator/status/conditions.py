@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from pagemill_crds.status import Condition
-from pagemill_operator.plan.types import Plan
 from pagemill_operator.status.observation import Fault, Observation, Phase, ReplicaObservation
 
 __all__ = ["Finding", "Observation", "Phase", "ReplicaObservation", "find_conditions", "merge_conditions"]
@@ -120,6 +119,8 @@ def _scheduled(seen: Observation) -> Finding:
 def _model_loaded(seen: Observation) -> Finding:
     if seen.ready_current():
         return Finding("ModelLoaded", "True", "Loaded", "the model is loaded and has generated a token")
+    if any(replica.loaded for replica in seen.current()):
+        return Finding("ModelLoaded", "True", "Loaded", "the model is loaded; its replicas sleep")
     if not seen.carried_out and seen.ready():
         message = "nothing new is started" if seen.conflict else f"nothing new is started; {OLDER_SERVE}"
         return Finding("ModelLoaded", "Unknown", "NotPlanned", message)
@@ -142,7 +143,7 @@ def _serving(seen: Observation) -> Finding:
     if seen.ready():
         return Finding("Serving", "True", "Serving", "ready replicas take requests")
     if seen.plan is not None and seen.plan.replicas == 0:
-        return Finding("Serving", "False", "ScaledToZero", _zero(seen.plan))
+        return Finding("Serving", "False", "ScaledToZero", _zero(seen))
     return Finding("Serving", "False", "NoReadyReplica", "no replica takes requests")
 
 
@@ -179,7 +180,7 @@ def _ready(seen: Observation, findings: list[Finding]) -> Finding:
     causes += [(fault.reason, fault.message) for fault in _faults(seen)]
     if not causes and seen.plan is not None:
         if seen.plan.replicas == 0:
-            return Finding("Ready", "False", "ScaledToZero", _zero(seen.plan))
+            return Finding("Ready", "False", "ScaledToZero", _zero(seen))
         num_ready = len(seen.ready_current())
         message = f"{min(num_ready, seen.plan.replicas)} of {seen.plan.replicas} replicas are ready"
         if num_ready >= seen.plan.replicas:
@@ -191,9 +192,10 @@ def _ready(seen: Observation, findings: list[Finding]) -> Finding:
     return Finding("Ready", "False", reason, f"{message}; {OLDER_SERVE}" if older_serve else message)
 
 
-def _zero(plan: Plan) -> str:
-    if plan.autoscaling is not None and plan.autoscaling.mode == "Active":
-        return "nobody asks for it: the next request starts a replica"
+def _zero(seen: Observation) -> str:
+    if seen.plan is not None and seen.plan.autoscaling is not None and seen.plan.autoscaling.mode == "Active":
+        verb = "wakes" if seen.asleep() else "starts"
+        return f"nobody asks for it: the next request {verb} a replica"
     return "no replica is wanted: raise spec.replicas"
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from pagemill_operator.plan.types import Plan, Problem
 
-Phase = Literal["pending", "starting", "loading", "ready", "crashed", "draining", "gone"]
+Phase = Literal["pending", "starting", "loading", "ready", "asleep", "waking", "crashed", "draining", "gone"]
 Stage = Literal["Planned", "Scheduled", "ModelLoaded"]
 
 
@@ -36,7 +36,12 @@ class ReplicaObservation:
 
     @property
     def running(self) -> bool:
-        return self.phase in ("starting", "loading", "ready")
+        return self.phase in ("starting", "loading") or self.loaded
+
+    @property
+    def loaded(self) -> bool:
+        """It has generated a token: it serves, or could after being woken."""
+        return self.phase in ("ready", "asleep", "waking")
 
     @property
     def live(self) -> bool:
@@ -45,7 +50,7 @@ class ReplicaObservation:
     @property
     def fault(self) -> Fault | None:
         """What keeps it from becoming ready, if that is more than time."""
-        if not self.reason or not self.live or self.phase == "ready":
+        if not self.reason or not self.live or self.loaded:
             return None
         return Fault("Scheduled" if self.phase == "pending" else "ModelLoaded", self.reason, self.message)
 
@@ -122,6 +127,9 @@ class Observation:
 
     def ready_current(self) -> list[ReplicaObservation]:
         return [replica for replica in self.current() if replica.phase == "ready"]
+
+    def asleep(self) -> list[ReplicaObservation]:
+        return [replica for replica in self.replicas if replica.phase == "asleep"]
 
     def older(self) -> list[ReplicaObservation]:
         """Ready replicas of an earlier plan."""

@@ -19,6 +19,8 @@ from pagemill_protocol.engine_token import EngineKeys
 DEPLOYMENT_LABEL = "pagemill.dev/deployment"
 DATA_PORT, CONTROL_PORT = "data", "control"
 DEFAULT_WEIGHT = 100
+SCALED_BY_SOMEBODY = ("Active", "External")
+"""Modes of autoscaling in which requests that wait bring an engine: by the operator, or by who sees the queue."""
 _ADDRESS_PREFERENCE = {"IPv4": 0, "IPv6": 1}
 
 
@@ -88,7 +90,7 @@ def _model(deployment: LLMDeployment, endpoints: list[Endpoint], keys: EngineKey
         prefix_scope=spec.engine.prefix_caching.scope,
         chat_template=spec.model.chat_template,
         queue=_queue_limits(spec.routing.queue),
-        wakes=spec.autoscaling is not None and spec.autoscaling.mode == "Active",
+        wakes=spec.autoscaling is not None and spec.autoscaling.mode in SCALED_BY_SOMEBODY,
         endpoints=endpoints,
     )
 

@@ -29,7 +29,7 @@ from pagemill_operator.backends.kubernetes.model_volume import is_loaded, outdat
 from pagemill_operator.backends.kubernetes.observe import observe
 from pagemill_operator.backends.kubernetes.ownership import Children, is_ending, own_children, own_pods, strangers
 from pagemill_operator.backends.kubernetes.render import render_children, render_tokens
-from pagemill_operator.backends.kubernetes.render.names import TEMPLATE_ANNOTATION, engine_name
+from pagemill_operator.backends.kubernetes.render.names import TEMPLATE_ANNOTATION, awake_note, engine_name
 from pagemill_operator.backends.kubernetes.snapshot import ApplyError, Load, Manifest, Owner, RenderContext, Snapshot
 from pagemill_operator.backends.kubernetes.writes import KnownChildren, OnWrite, Writes
 from pagemill_operator.plan.types import Plan, Problem
@@ -72,10 +72,11 @@ class KubernetesCluster(Cluster):
         load: Callable[[str], Load | None] = lambda key: None,
         scaling: Callable[[str], Scaling | None] = lambda key: None,
         held: Callable[[str], Mapping[str, EngineHeld]] = lambda key: {},
+        asleep: Callable[[str], frozenset[str]] = lambda key: frozenset(),
         on_write: OnWrite = lambda kind, verb: None,
     ) -> None:
-        """`load`, `held`: what gateways report of a key, and of each of its pods by uid; `scaling`: what the autoscaler
-        says; `on_write`: told kind, verb.
+        """`load`, `held`, `asleep`: what gateways report of a key, of each of its pods by uid, and which of them sleep;
+        `scaling`: what the autoscaler says; `on_write`: told kind, verb.
         """
         self._client = client
         self._known = known
@@ -83,6 +84,7 @@ class KubernetesCluster(Cluster):
         self._load = load
         self._scaling = scaling
         self._held = held
+        self._asleep = asleep
         self._on_write = on_write
         self._plans: dict[str, Plan | None] = {}
         self._invalid: dict[str, tuple[Problem, ...]] = {}
@@ -130,6 +132,7 @@ class KubernetesCluster(Cluster):
             invalid=self._invalid[key],
             apply_errors=self._apply_errors.get(key, ()),
             load=self._load(key),
+            asleep=self._asleep(key),
         )
 
     def observe(self, key: str) -> Observation:
@@ -164,12 +167,13 @@ class KubernetesCluster(Cluster):
     async def _rank(self, plan: Plan, writes: Writes, live: Children) -> None:
         """Just before replicas are removed: the emptiest go first."""
         deployment = live.get(("Deployment", engine_name(plan.name)))
-        if deployment is None or plan.replicas >= deployment["spec"].get("replicas", 1):
+        if deployment is None or plan.all_replicas >= deployment["spec"].get("replicas", 1):
             return
         annotations = deployment["spec"]["template"]["metadata"].get("annotations", {})
         template = annotations.get(TEMPLATE_ANNOTATION)
         pods = self._known.pods(plan.key)
-        await writes.rank(costs_to_write(pods, self._held(plan.key), plan.replicas, template))
+        held, asleep = self._held(plan.key), self._asleep(plan.key)
+        await writes.rank(costs_to_write(pods, held, plan.all_replicas, template, asleep))
 
     async def _write(self, key: str, writes: Writes, wanted: list[Manifest], live: Children) -> None:
         """What limits pods and what they need first, what makes pods last."""
@@ -184,8 +188,8 @@ class KubernetesCluster(Cluster):
         # While the model of a new spec is loaded, what serves the earlier one is not rendered, but follows the scale.
         rendered = {_at(manifest) for manifest in wanted}
         for at, child in live.items():
-            if at[0] == "Deployment" and at not in rendered and child["spec"].get("replicas", 1) != plan.replicas:
-                await writes.scale(child, plan.replicas)
+            if at[0] == "Deployment" and at not in rendered and child["spec"].get("replicas", 1) != plan.all_replicas:
+                await writes.scale(child, plan.all_replicas, awake_note(plan))
 
     def _note(self, key: str, writes: Writes) -> None:
         """What the turn met. Raises what may pass."""

@@ -1,6 +1,7 @@
 """Which pods go when replicas are removed: the emptiest, as `controller.kubernetes.io/pod-deletion-cost` tells. Pure.
 
-Kubernetes removes pods that are not ready first, then those of the lowest cost; ours are 0 but for those that shall go.
+Kubernetes removes pods that are not ready first, those that sleep among them, then those of the lowest cost; ours are 0
+but for those that shall go: a pod that sleeps before one that starts.
 The cost is written when replicas are about to be removed and at no other time: its writes are few. It is a hint, and
 what nobody knows is left to Kubernetes. Neighbour: `backend`, which writes.
 """
@@ -28,14 +29,21 @@ class Cost(NamedTuple):
 
 
 def costs_to_write(
-    pods: Collection[Manifest], held: Mapping[str, EngineHeld], replicas: int, template: str | None
+    pods: Collection[Manifest],
+    held: Mapping[str, EngineHeld],
+    replicas: int,
+    template: str | None,
+    asleep: Collection[str] = (),
 ) -> Iterator[Cost]:
     """What must be written so that the emptiest go when so many `replicas` are left.
 
-    `held`: by uid. `template`: pods of another one are replaced in any case.
+    `held`: by uid. `template`: pods of another one are replaced in any case. `asleep`: uids of those that sleep.
     """
     live = [pod for pod in pods if _is_live(pod) and _annotations(pod).get(TEMPLATE_ANNOTATION) == template]
-    ready = [pod for pod in live if _is_ready(pod)]
+    ready = [pod for pod in live if _is_ready(pod) and _uid(pod) not in asleep]
+    resting = [pod for pod in live if _uid(pod) in asleep]
+    if len(live) > replicas and len(ready) + len(resting) < len(live):
+        yield from (Cost(pod, GOES) for pod in resting if COST_ANNOTATION not in _annotations(pod))
     num_going = len(ready) - replicas
     # Where all go, or only such as serve nobody, nothing is left to choose.
     if not held or replicas <= 0 or num_going <= 0:

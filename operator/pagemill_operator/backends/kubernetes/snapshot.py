@@ -55,6 +55,8 @@ class RenderContext:
     image_pull_secrets: tuple[str, ...] = ()
     gateway_selector: Mapping[str, str] = field(default_factory=dict)
     """Labels of gateway pods in `namespace`."""
+    operator_selector: Mapping[str, str] = field(default_factory=dict)
+    """Labels of the operator's own pods there, which put engines to sleep and wake them."""
     prometheus_namespace_selector: Mapping[str, str] = field(default_factory=dict)
     """Labels of the namespace that Prometheus runs in; empty with an empty pod selector: nobody else gets in."""
     prometheus_pod_selector: Mapping[str, str] = field(default_factory=dict)
@@ -114,6 +116,8 @@ class Snapshot:
     """What the last try to apply the children met; empty when all stand."""
     load: Load | None = None
     """None while no gateway is heard."""
+    asleep: frozenset[str] = frozenset()
+    """Uids of the pods whose engines say that they sleep, as gateways hear them."""
 
     @property
     def namespace(self) -> str:

@@ -12,6 +12,7 @@ from pagemill_operator.backends.kubernetes.deletion_cost import COST_ANNOTATION,
 from pagemill_operator.backends.kubernetes.differences import Answers
 from pagemill_operator.backends.kubernetes.kinds import BY_NAME, POD, Kind
 from pagemill_operator.backends.kubernetes.ownership import Children, is_ending, is_own
+from pagemill_operator.backends.kubernetes.render.names import AWAKE_ANNOTATION
 from pagemill_operator.backends.kubernetes.slim import slim
 from pagemill_operator.backends.kubernetes.snapshot import ApplyError, Manifest
 
@@ -59,9 +60,9 @@ class Writes:
         for manifest in manifests:
             await self._noted(manifest, "delete", self._deleted(manifest))
 
-    async def scale(self, deployment: Manifest, replicas: int) -> None:
-        """The number of replicas alone, onto the version that it was decided on."""
-        await self._noted(deployment, "scale", self._scaled(deployment, replicas))
+    async def scale(self, deployment: Manifest, replicas: int, awake: str | None) -> None:
+        """The number of replicas alone, and the note of those that serve, onto the version that it was decided on."""
+        await self._noted(deployment, "scale", self._scaled(deployment, replicas, awake))
 
     async def rank(self, costs: Iterable[Cost]) -> None:
         """Tell which pods shall go first. Only a hint: what it meets is no fault of the deployment."""
@@ -133,8 +134,9 @@ class Writes:
         await self._client.delete(kind, manifest)
         self._known.remove(kind.name, metadata["namespace"], metadata["name"], metadata["uid"])
 
-    async def _scaled(self, deployment: Manifest, replicas: int) -> None:
+    async def _scaled(self, deployment: Manifest, replicas: int, awake: str | None) -> None:
         kind, metadata = BY_NAME[deployment["kind"]], deployment["metadata"]
-        patch = {"metadata": {"resourceVersion": metadata["resourceVersion"]}, "spec": {"replicas": replicas}}
+        notes = {"resourceVersion": metadata["resourceVersion"], "annotations": {AWAKE_ANNOTATION: awake}}
+        patch = {"metadata": notes, "spec": {"replicas": replicas}}
         answer = await self._client.merge(kind, metadata["namespace"], metadata["name"], patch)
         self._known.put(kind.name, answer)

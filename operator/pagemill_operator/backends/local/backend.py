@@ -19,14 +19,17 @@ from pagemill_operator.autoscaler.decision import Record, encode_record
 from pagemill_operator.backends.base import Cluster, Event
 from pagemill_operator.backends.local.cores import threads_per_engine
 from pagemill_operator.backends.local.gateway import Gateway
+from pagemill_operator.backends.local.gpus import least_used
 from pagemill_operator.backends.local.load import Load, read_load
 from pagemill_operator.backends.local.ports import ensure_bindable, free_port
 from pagemill_operator.backends.local.replicas import Replica, engine_launcher, unused_name
+from pagemill_operator.backends.local.resting import Resting
 from pagemill_operator.backends.local.scaling import LocalScaling
 from pagemill_operator.backends.local.settings import LocalSettings
 from pagemill_operator.backends.local.state_dir import StateDir
 from pagemill_operator.backends.local.supervisor import Supervisor
 from pagemill_operator.backends.rollout import Actions, next_actions
+from pagemill_operator.backends.standby import next_orders
 from pagemill_operator.plan.planner import name_conflicts
 from pagemill_operator.plan.types import Group, Plan, Problem
 from pagemill_operator.status.conditions import Observation
@@ -80,6 +83,7 @@ class LocalBackend(Cluster):
         self._reconciler: asyncio.Task[None] | None = None
         self.gateway: Gateway
         self._scaling: LocalScaling
+        self._resting: Resting
         self._started_s = 0.0
 
     @property
@@ -103,6 +107,7 @@ class LocalBackend(Cluster):
             on_change=self._changed,
             on_event=self._on_event,
         )
+        self._resting = Resting(self._session, self._changed)
         self.gateway.supervisor.start()
         self._reconciler = asyncio.create_task(self._keep_reconciling(), name="reconcile")
         self._scaling = LocalScaling(
@@ -153,6 +158,7 @@ class LocalBackend(Cluster):
             return
         self._stopped = True
         await self._scaling.close()
+        await self._resting.close()
         self._reconciler.cancel()
         await asyncio.gather(self._reconciler, return_exceptions=True)
         timeout_s = self._settings.stop_timeout_s
@@ -215,9 +221,11 @@ class LocalBackend(Cluster):
 
     def _reconcile_deployment(self, deployment: Deployment) -> None:
         if deployment.carried_out:
-            group = self._plan(deployment).groups[0]
+            plan, held = self._plan(deployment), self._held(deployment)
             seen = [replica.observation for replica in deployment.replicas]
-            actions = next_actions(group, seen, self._held(deployment))
+            actions = next_actions(plan.groups[0], seen, held, plan.standby)
+            staying = [replica for replica in seen if replica.name not in actions.drain]
+            self._resting.carry_out(next_orders(plan, staying, held), deployment.replicas, deployment.token)
         else:
             actions = Actions(0, [replica.name for replica in deployment.replicas if replica.ending is None])
         num_starts, names = actions
@@ -239,8 +247,9 @@ class LocalBackend(Cluster):
     def _start_replica(self, deployment: Deployment) -> None:
         group = deployment.group
         name = unused_name(group.name, {replica.name for replica in self._all_replicas()})
+        gpu = self._free_gpu() if group.process.gpus else None
         prepare = engine_launcher(
-            name, group.process, deployment.token, self._threads_per_engine, self._settings, self._state_dir
+            name, group.process, deployment.token, self._threads_per_engine, self._settings, self._state_dir, gpu
         )
         supervisor = Supervisor(
             name,
@@ -253,7 +262,7 @@ class LocalBackend(Cluster):
             on_change=self._changed,
             on_event=self._on_event,
         )
-        deployment.replicas.append(Replica(supervisor, group.digest, group.process.drain_timeout_s))
+        deployment.replicas.append(Replica(supervisor, group.digest, group.process.drain_timeout_s, gpu))
         supervisor.start()
 
     def _drain(self, deployment: Deployment, replica: Replica) -> None:
@@ -277,6 +286,9 @@ class LocalBackend(Cluster):
 
     def _all_replicas(self) -> list[Replica]:
         return [replica for deployment in self._deployments.values() for replica in deployment.replicas]
+
+    def _free_gpu(self) -> str | None:
+        return least_used(self._settings.gpus, [replica.gpu for replica in self._all_replicas()])
 
     def _threads_per_engine(self) -> int:
         wanted = sum(self._plan(each).replicas for each in self._deployments.values() if each.carried_out)

@@ -16,6 +16,8 @@ class Answer:
     ready: bool
     words: str
     """Why not, for people: phase and detail."""
+    phase: str = ""
+    """Where it stands, by its own word."""
 
 
 async def ask_readyz(session: aiohttp.ClientSession, control_url: str) -> Answer | None:
@@ -23,7 +25,7 @@ async def ask_readyz(session: aiohttp.ClientSession, control_url: str) -> Answer
     try:
         async with session.get(f"{control_url}/readyz", timeout=TIMEOUT) as response:
             body = await response.content.read(MAX_BYTES)
-            return Answer(response.status == 200, describe(body))
+            return Answer(response.status == 200, describe(body), phase_of(body))
     except (aiohttp.ClientError, TimeoutError, OSError):
         return None
 
@@ -35,6 +37,13 @@ async def ask_alive(session: aiohttp.ClientSession, url: str) -> bool:
             return response.status == 200
     except (aiohttp.ClientError, TimeoutError, OSError):
         return False
+
+
+def phase_of(body: bytes) -> str:
+    try:
+        return str(json.loads(body).get("phase", ""))
+    except (ValueError, AttributeError):
+        return ""
 
 
 def describe(body: bytes) -> str:

@@ -6,8 +6,9 @@ import asyncio
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
+from pagemill_operator.backends.local.gpus import VISIBLE
 from pagemill_operator.backends.local.ports import free_port
 from pagemill_operator.backends.local.settings import LocalSettings
 from pagemill_operator.backends.local.state_dir import StateDir
@@ -26,8 +27,12 @@ class Replica:
     supervisor: Supervisor
     digest: str
     drain_timeout_s: float
+    gpu: str | None = None
+    """The device that it computes on."""
     ending: asyncio.Task[None] | None = field(default=None)
     """Set once it is being drained."""
+    ordered: Literal["asleep", "waking"] | None = None
+    """What it was told to be, while it is being told."""
 
     @property
     def name(self) -> str:
@@ -35,8 +40,10 @@ class Replica:
 
     @property
     def observation(self) -> ReplicaObservation:
-        seen = self.supervisor
-        return ReplicaObservation(seen.name, seen.phase, self.digest, seen.reason, seen.message)
+        seen, phase = self.supervisor, self.supervisor.phase
+        if (phase, self.ordered) in (("asleep", "waking"), ("ready", "asleep")):
+            phase = self.ordered or phase
+        return ReplicaObservation(seen.name, phase, self.digest, seen.reason, seen.message)
 
     @property
     def endpoint(self) -> Endpoint | None:
@@ -49,6 +56,7 @@ class Replica:
             data_url=launch.data_url,
             control_url=launch.control_url,
             terminating=self.supervisor.phase == "draining",
+            probed_ready=self.supervisor.phase == "ready",
         )
 
 
@@ -59,8 +67,9 @@ def engine_launcher(
     num_threads: Callable[[], int],
     settings: LocalSettings,
     state_dir: StateDir,
+    gpu: str | None,
 ) -> Callable[[], Launch]:
-    """How to start the replica `name`, with new ports each time."""
+    """How to start the replica `name`, with new ports each time. `gpu`: the only device that it sees."""
 
     def prepare() -> Launch:
         data_port, control_port = free_port(LOOPBACK), free_port(LOOPBACK)
@@ -68,9 +77,10 @@ def engine_launcher(
         path = state_dir.write_json(f"{name}.json", content)
         # What a killed engine leaves in the temporary folder goes with the state folder.
         temporary = {"TMPDIR": str(state_dir.temporary)} if state_dir.temporary else {}
+        device = {} if gpu is None else {VISIBLE: gpu}
         return Launch(
             command=(settings.python, "-m", process.module, "--settings", str(path)),
-            environment={**settings.environment, **temporary, **process.environment},
+            environment={**settings.environment, **temporary, **device, **process.environment},
             data_url=f"http://{LOOPBACK}:{data_port}",
             control_url=f"http://{LOOPBACK}:{control_port}",
         )

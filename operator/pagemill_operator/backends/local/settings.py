@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pagemill_operator.backends.local.cores import usable_cores
+from pagemill_operator.backends.local.gpus import visible_gpus
 
 
 def _runtime_folder() -> Path:
@@ -35,6 +36,8 @@ class LocalSettings:
     """Environment that the processes start from."""
     cores: int = field(default_factory=usable_cores)
     """Cores shared by the engines that ask for no number of their own."""
+    gpus: tuple[str, ...] = field(default_factory=lambda: visible_gpus(os.environ))
+    """NVIDIA devices for engines that ask for one; where all are taken, the next engine shares one."""
     gateway_module: str = "pagemill_gateway"
     gateway_workers: int = 1
     """Processes of the gateway that serve its data port."""

@@ -9,18 +9,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import aiohttp
 
 from pagemill_operator.backends.base import Event
 from pagemill_operator.backends.local.child import Child
-from pagemill_operator.backends.local.readyz import ask_alive, ask_readyz
+from pagemill_operator.backends.local.readyz import Answer, ask_alive, ask_readyz
 from pagemill_operator.backends.local.settings import LocalSettings
 from pagemill_operator.backends.local.state_dir import StateDir
 from pagemill_operator.plan.types import Probe
 from pagemill_operator.status.conditions import Phase
+
+_UNREADY: Mapping[str, Phase] = {"sleeping": "asleep", "waking": "waking"}
+"""What a process says of itself that is neither ready nor on its way there for the first time."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,8 @@ class Supervisor:
         self._on_event = on_event
         self._child: Child | None = None
         self._ending = asyncio.Event()
+        self._asking = asyncio.Lock()
+        """Answers are noted in the order of the questions."""
         self._task: asyncio.Task[None] | None = None
         self._started_s = self._ready_s = time.monotonic()
 
@@ -81,6 +86,11 @@ class Supervisor:
     def warn(self, message: str) -> None:
         """Tell people something about this process."""
         self._on_event(Event(self.name, message, time.monotonic() - self._started_s, warning=True))
+
+    async def look(self) -> None:
+        """Ask it now how it is: somebody has just told it to be otherwise."""
+        if self.launch is not None:
+            await self._ask(self.launch)
 
     def announce_end(self) -> None:
         """From here on no crash is repaired and nothing new is sent to it."""
@@ -152,16 +162,21 @@ class Supervisor:
         while True:
             if self._child:
                 self._child.bound_log()
-            answer = await ask_readyz(self._session, launch.control_url)
+            answer = await self._ask(launch)
             num_silent = 0 if answer else num_silent + 1
-            if answer and not self._ending.is_set():
-                self.launch = launch
-                self._note(answer.ready, answer.words)
             if self.phase == "ready" and self._readiness and num_silent >= self._readiness.failure_threshold:
                 self._set("loading", "Unresponsive", "does not answer")
                 self.warn("does not answer")
-            ready = self.phase == "ready"
-            await asyncio.sleep(self._settings.watch_interval_s if ready else self._settings.readyz_interval_s)
+            is_calm = self.phase in ("ready", "asleep")
+            await asyncio.sleep(self._settings.watch_interval_s if is_calm else self._settings.readyz_interval_s)
+
+    async def _ask(self, launch: Launch) -> Answer | None:
+        async with self._asking:
+            answer = await ask_readyz(self._session, launch.control_url)
+            if answer and not self._ending.is_set():
+                self.launch = launch
+                self._note(answer)
+            return answer
 
     async def _end_when_silent(self, launch: Launch, child: Child) -> None:
         """Once it was ready, a process that leaves the liveness question unanswered too often is ended."""
@@ -179,17 +194,18 @@ class Supervisor:
         self._silence = f"did not answer {probe.path} {num_silent} times, {probe.period_s:g} s apart"
         await child.end(self._settings.stop_timeout_s)
 
-    def _note(self, ready: bool, words: str) -> None:
-        if ready:
+    def _note(self, answer: Answer) -> None:
+        if answer.ready:
             if self.phase != "ready":
                 self._ready_s = time.monotonic()
                 self.was_ready = True
                 self._set("ready", "Ready", "ready")
                 self._tell("ready")
             return
-        if (self.phase, self.message) != ("loading", words):
-            self._set("loading", "Loading", words)
-            self._tell(words)
+        phase = _UNREADY.get(answer.phase, "loading")
+        if (self.phase, self.message) != (phase, answer.words):
+            self._set(phase, phase.capitalize(), answer.words)
+            self._tell(answer.words)
 
     def _set(self, phase: Phase, reason: str, message: str) -> None:
         self.phase, self.reason, self.message = phase, reason, message

@@ -30,6 +30,7 @@ def status_body(snapshot: Snapshot, observation: Observation, url: str, now: str
         "replicas": num_live,
         "desiredReplicas": desired,
         "readyReplicas": len(observation.ready()),
+        "standbyReplicas": len(observation.asleep()),
         "selector": selector_text(snapshot.name),
         "url": url,
         "plan": _plan_summary(snapshot, plan) if plan else _json(old.plan),

@@ -27,6 +27,7 @@ _BY_KUBELET = (0, 137, 143)
 """How containers end that the kubelet ends: by themselves after SIGTERM, or by signals 9 and 15."""
 _CANNOT_START = (126, 127, 128)
 _REMEDIES = {
+    "DeviceUnavailable": "See that the node's driver, container toolkit and device plugin are installed and recent.",
     "InvalidChatTemplate": "It is spec.model.chatTemplate.",
     "KVCacheTooLarge": "It is a field of spec.engine; or raise spec.resources.memory.",
     "KVCacheTooSmall": "It is a field of spec.engine.",

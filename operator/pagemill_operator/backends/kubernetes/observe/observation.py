@@ -56,7 +56,9 @@ def _replicas(snapshot: Snapshot, plan: Plan | None, now: datetime | None) -> li
     for pod in snapshot.component_pods(ENGINE):
         is_current = current is not None and _annotations(pod).get(TEMPLATE_ANNOTATION) == current
         digest = plan.groups[0].digest if plan and is_current else OLDER
-        observed.append(_with_claim(snapshot, observe_pod(pod, ENGINE, digest, process), now))
+        sleeps = pod["metadata"].get("uid") in snapshot.asleep
+        seen = observe_pod(pod, ENGINE, digest, process, sleeps=sleeps)
+        observed.append(_with_claim(snapshot, seen, now))
     return observed
 
 

@@ -13,6 +13,7 @@ from pagemill_operator.backends.kubernetes.observe.container import (
     unready_cause,
     waiting_cause,
 )
+from pagemill_operator.backends.kubernetes.observe.rest import told_rest
 from pagemill_operator.backends.kubernetes.observe.scheduling import unschedulable
 from pagemill_operator.backends.kubernetes.snapshot import Manifest
 from pagemill_operator.plan.types import Process
@@ -22,14 +23,19 @@ CLOCK_STEP = timedelta(seconds=1)
 """Times of a status have whole seconds."""
 
 
-def observe_pod(pod: Manifest, main: str, digest: str, process: Process | None) -> ReplicaObservation:
-    """`main`: the container that the pod is for. `process`: what it was planned with, where that is known."""
-    phase, cause = _phase(pod, main, process)
+def observe_pod(
+    pod: Manifest, main: str, digest: str, process: Process | None, *, sleeps: bool = False
+) -> ReplicaObservation:
+    """`main`: the container that the pod is for. `process`: what it was planned with, where that is known.
+
+    `sleeps`: its engine says so.
+    """
+    phase, cause = _phase(pod, main, process, sleeps)
     name = str(pod["metadata"]["name"])
     return ReplicaObservation(name, phase, digest, *(cause or ("", "")))
 
 
-def _phase(pod: Manifest, main: str, process: Process | None) -> tuple[Phase, Cause | None]:
+def _phase(pod: Manifest, main: str, process: Process | None, sleeps: bool) -> tuple[Phase, Cause | None]:
     status = pod.get("status", {})
     if pod["metadata"].get("deletionTimestamp"):
         return "draining", None
@@ -38,8 +44,9 @@ def _phase(pod: Manifest, main: str, process: Process | None) -> tuple[Phase, Ca
     if not pod.get("spec", {}).get("nodeName"):
         return "pending", _why_pending(pod, process)
     if _condition(pod, "Ready").get("status") == "True":
-        return "ready", None
-    return _on_node(pod, main)
+        # The kubelet looks once a second, and believes it the third time.
+        return "asleep" if sleeps else "ready", None
+    return _on_node(pod, main, sleeps)
 
 
 def _why_pending(pod: Manifest, process: Process | None) -> Cause | None:
@@ -51,7 +58,7 @@ def _why_pending(pod: Manifest, process: Process | None) -> Cause | None:
     return unschedulable(str(scheduled.get("message", "")), process)
 
 
-def _on_node(pod: Manifest, main: str) -> tuple[Phase, Cause | None]:
+def _on_node(pod: Manifest, main: str, sleeps: bool) -> tuple[Phase, Cause | None]:
     """A pod that has its node and is not ready."""
     if _node_is_lost(pod):
         return "loading", lost_node_cause(pod["spec"]["nodeName"])
@@ -67,7 +74,12 @@ def _on_node(pod: Manifest, main: str) -> tuple[Phase, Cause | None]:
         return "starting", None
     if not status.get("started"):
         return "starting", None
-    return "loading", unready_cause() if _was_ready(pod, status) else None
+    if sleeps:
+        return "asleep", None
+    if not _was_ready(pod, status):
+        return "loading", None
+    rest = told_rest(pod)
+    return (rest, None) if rest is not None else ("loading", unready_cause())
 
 
 def _node_is_lost(pod: Manifest) -> bool:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from pagemill_operator.backends.kubernetes.render.names import GENERATION_ANNOTATION, child, engine_name, selector
+from pagemill_operator.backends.kubernetes.render.names import (
+    AWAKE_ANNOTATION,
+    GENERATION_ANNOTATION,
+    awake_note,
+    child,
+    engine_name,
+    selector,
+)
 from pagemill_operator.backends.kubernetes.render.pod import engine_template
 from pagemill_operator.backends.kubernetes.snapshot import Manifest, Owner, RenderContext
 from pagemill_operator.plan.types import Plan
@@ -17,7 +24,7 @@ REVISION_HISTORY = 2
 def render_deployment(plan: Plan, owner: Owner, context: RenderContext) -> Manifest:
     group = plan.groups[0]
     spec = {
-        "replicas": plan.replicas,
+        "replicas": plan.all_replicas,
         "selector": {"matchLabels": selector(plan.name)},
         "strategy": {
             "type": "RollingUpdate",
@@ -29,14 +36,16 @@ def render_deployment(plan: Plan, owner: Owner, context: RenderContext) -> Manif
         "template": engine_template(plan, context),
     }
     deployment = child("apps/v1", "Deployment", engine_name(plan.name), owner, spec=spec)
-    deployment["metadata"]["annotations"] = {GENERATION_ANNOTATION: str(plan.generation)}
+    notes = {GENERATION_ANNOTATION: str(plan.generation), AWAKE_ANNOTATION: awake_note(plan)}
+    deployment["metadata"]["annotations"] = {name: note for name, note in notes.items() if note is not None}
     return deployment
 
 
 def render_disruption_budget(plan: Plan, owner: Owner) -> Manifest:
-    """One pod at a time; a pod that is not ready may always go, else a broken one would block a node's drain."""
+    """One pod at a time, beside those that sleep, which are never ready; a pod that is not ready may always go, else a
+    broken one would block a node's drain."""
     spec = {
-        "maxUnavailable": 1,
+        "maxUnavailable": 1 + plan.standby,
         "selector": {"matchLabels": selector(plan.name)},
         "unhealthyPodEvictionPolicy": "AlwaysAllow",
     }

@@ -14,12 +14,22 @@ from pagemill_operator.backends.kubernetes.snapshot import (
     Manifest,
     Owner,
 )
+from pagemill_operator.plan.types import Plan
 
 ENGINE, LOADER = "engine", "loader"
 GENERATION_ANNOTATION = "pagemill.dev/generation"
 """On the Deployment: generation of the resource that it was rendered from."""
+AWAKE_ANNOTATION = "pagemill.dev/awake"
+"""On the Deployment: how many of its replicas shall serve; the others are loaded and sleep."""
+REST_ANNOTATION = "pagemill.dev/rest"
+"""On pods: `asleep` where they were told to sleep, `waking` where they were woken and were not seen ready since."""
 TEMPLATE_ANNOTATION = "pagemill.dev/template"
 """On pods: digest of the pod template that they were made from; tells new pods from old ones."""
+
+
+def awake_note(plan: Plan) -> str | None:
+    """Of the Deployment; none where nobody ever sleeps."""
+    return str(plan.replicas) if plan.autoscaling is not None and plan.autoscaling.warm else None
 
 
 def engine_name(name: str) -> str:

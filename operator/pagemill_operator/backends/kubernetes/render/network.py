@@ -22,12 +22,16 @@ def render_service(plan: Plan, owner: Owner) -> Manifest:
 
 
 def render_network_policy(plan: Plan, owner: Owner, context: RenderContext) -> Manifest:
-    """Gateways reach both ports, Prometheus the control port, nobody anything else; also of the loader's pods."""
+    """Gateways reach both ports, Prometheus the control port, nobody anything else; also of the loader's pods. Where
+    replicas stand by, the operator reaches the control port, too: it wakes them."""
     ports = plan.groups[0].process.ports
     ingress = []
     if context.gateway_selector:
         gateways = _peer({NAMESPACE_LABEL: context.namespace}, context.gateway_selector)
         ingress.append({"from": [gateways], "ports": [_port(ports["data"]), _port(ports["control"])]})
+    if context.operator_selector and plan.autoscaling is not None and plan.autoscaling.warm:
+        operators = _peer({NAMESPACE_LABEL: context.namespace}, context.operator_selector)
+        ingress.append({"from": [operators], "ports": [_port(ports["control"])]})
     if context.prometheus_namespace_selector or context.prometheus_pod_selector:
         prometheus = _peer(context.prometheus_namespace_selector, context.prometheus_pod_selector)
         ingress.append({"from": [prometheus], "ports": [_port(ports["control"])]})

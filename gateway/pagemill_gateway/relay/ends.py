@@ -1,0 +1,47 @@
+"""Engines that ended with one request, as far as they may say something of it. Pure; one per request.
+
+What they say is the brain's to know, which hears of them with the next try (`brain.suspects`): it is kept here, so that
+it outlives a brain. Here is only how long a request waits before it is tried where nobody else may be.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from pagemill_gateway.brain.interface import Choice, End, FailureKind
+
+TRIAL_PAUSE_BASE_S = 0.5
+TRIAL_PAUSE_MAX_S = 8.0
+"""Before a trial that follows another one; doubles each time. What ends engines by chance is over then, or known."""
+
+
+class Ends:
+    def __init__(self, uniform: Callable[[float, float], float] = random.uniform) -> None:
+        """`uniform`: chance, which simulations replay."""
+        self._uniform = uniform
+        self._ends: list[End] = []
+        self._num_trials = 0
+        """In a row whose engines ended."""
+        self._owes_pause = False
+
+    @property
+    def told(self) -> tuple[End, ...]:
+        return tuple(self._ends)
+
+    def failed(self, choice: Choice, kind: FailureKind, *, progressed: bool) -> None:
+        """One try ended; `progressed`: it brought tokens, which no engine gets from a request that brings it down."""
+        if progressed:
+            self._num_trials = 0
+        match kind:
+            case "crashed" | "lost" | "killed":
+                self._ends.append(End(choice.decision, kind, choice.trial, progressed))
+                self._num_trials += choice.trial != "none" and not progressed
+                self._owes_pause = self._num_trials > 0
+
+    def take_pause_s(self) -> float:
+        """How long to wait before the next try; once for each trial whose engine ended."""
+        if not self._owes_pause:
+            return 0.0
+        self._owes_pause = False
+        return min(TRIAL_PAUSE_MAX_S, TRIAL_PAUSE_BASE_S * 2.0 ** (self._num_trials - 1)) * self._uniform(0.5, 1.0)

@@ -1,0 +1,238 @@
+"""How much longer who waits has to wait: learned from starts that were seen and from how fast the queue moves."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+from hand_clock import Clock
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagemill_gateway.admission.fair_queue import FairQueue, Waiter
+from pagemill_gateway.brain.brain import LocalBrain
+from pagemill_gateway.brain.interface import Ask, Choice, Claim, Served
+from pagemill_gateway.brain.starts import LAPSE_S, Starts
+from pagemill_gateway.config import GatewayConfig
+from pagemill_gateway.relay.keep_alive import KeepAlive
+from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint, QueueLimits
+from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.state import Digests, StateFrame
+
+# -- starts ------------------------------------------------------------------------------------------------------------
+
+
+def start(starts: Starts, at: float, took_s: float, *, anew: bool = True) -> None:
+    starts.wished(at, anew=anew)
+    starts.wished(at + took_s, anew=anew)
+    starts.served(at + took_s)
+
+
+def test_the_next_start_takes_what_the_latest_ones_took() -> None:
+    starts = Starts()
+    assert starts.left_s(0.0) is None
+    for number, took_s in enumerate((10.0, 30.0, 50.0, 60.0, 250.0, 45.0)):
+        start(starts, number * 1e6, took_s)
+    starts.wished(1e9, anew=True)
+    assert starts.left_s(1e9) == 50.0
+    assert starts.left_s(1e9 + 20) == 30.0
+    assert starts.left_s(1e9 + 49.9) == 1.0, "any moment now"
+    assert starts.left_s(1e9 + 80) == 30.0, "as late again as it is already"
+
+
+def test_coming_back_is_learned_apart_from_coming_from_nothing() -> None:
+    starts = Starts()
+    start(starts, 0.0, 90.0)
+    start(starts, 1e6, 5.0, anew=False)
+    starts.wished(2e6, anew=True)
+    assert starts.left_s(2e6) == 90.0
+    starts.served(2e6)
+    starts.wished(3e6, anew=False)
+    assert starts.left_s(3e6) == 5.0
+
+
+def test_what_engines_tell_of_their_starts_has_to_do_until_one_was_seen() -> None:
+    starts = Starts()
+    starts.told({})
+    assert starts.left_s(0.0) is None
+    starts.told({"load": 8.0, "warm": 3.0, "first_token": 1.0})
+    assert starts.left_s(0.0) == 12.0
+    start(starts, 0.0, 70.0)
+    starts.wished(1e6, anew=True)
+    assert starts.left_s(1e6) == 70.0
+
+
+def test_a_wish_that_nobody_repeats_is_forgotten() -> None:
+    starts = Starts()
+    starts.wished(0.0, anew=True)
+    starts.served(LAPSE_S * 2)
+    assert starts.left_s(LAPSE_S * 2) is None, "nobody knows when it was ordered"
+    starts.wished(1e6, anew=True)
+    starts.wished(1e6 + LAPSE_S * 2, anew=True)
+    starts.served(1e6 + LAPSE_S * 2 + 7.0)
+    assert starts.left_s(2e6) == 7.0
+
+
+# -- turns -------------------------------------------------------------------------------------------------------------
+
+WAITERS = st.lists(st.tuples(st.sampled_from("abc"), st.integers(-1, 1), st.integers(0, 100)), min_size=1, max_size=12)
+
+
+@given(WAITERS)
+def test_what_is_served_until_ones_turn_is_over_is_what_was_told_when_it_came(
+    kinds: list[tuple[str, int, int]],
+) -> None:
+    queue: FairQueue[Waiter] = FairQueue(100, 10**9)
+    for at, (key, priority, cost) in enumerate(kinds):
+        before = queue.tokens_before(key, priority, cost)
+        queue.add(Waiter(key, priority, cost, 1, float(at), 1e9, ""))
+        assert queue.tokens_until(float(at)) == before + cost
+    assert queue.tokens_until(-1.0) == 0
+
+
+@given(st.lists(st.integers(0, 100), min_size=1, max_size=12))
+def test_within_one_key_it_is_the_sum_of_those_before(costs: list[int]) -> None:
+    queue: FairQueue[Waiter] = FairQueue(100, 10**9)
+    for at, cost in enumerate(costs):
+        queue.add(Waiter("k", 0, cost, 1, float(at), 1e9, ""))
+    for at in range(len(costs)):
+        assert queue.tokens_until(float(at)) == sum(costs[: at + 1])
+
+
+# -- the brain ---------------------------------------------------------------------------------------------------------
+
+
+class Fleet:
+    """A brain before engines of one seat each, which come and go."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.arrivals: list[float] = []
+        queue = QueueLimits(max_requests=50, max_bytes=10**9, timeout_s=500.0)
+        config = GatewayConfig(state_stale_after_s=1e9, queue=queue)
+        self.brain = LocalBrain(config, clock=self.clock, rng=random.Random(1))
+        self.catalog("")
+
+    def catalog(self, names: str) -> None:
+        endpoints = [Endpoint(id=each, data_url=f"http://{each}:1", control_url=f"http://{each}:2") for each in names]
+        model = CatalogModel(deployment="d", name="m", endpoints=endpoints, wakes=True)
+        self.brain.apply_catalog(Catalog(models=[model]))
+
+    def come(self, name: str, **fields: Any) -> None:
+        self.catalog(name)
+        digests = Digests(tokenizer_bundle="t", weights="w")
+        frame = StateFrame(sequence=1, snapshot=True, max_model_len=100, max_num_seqs=1, digests=digests, **fields)
+        self.brain.observe(name, frame)
+
+    def ask(self) -> asyncio.Task[Choice]:
+        self.clock.now += 0.001
+        self.arrivals.append(self.clock.now)
+        claim = Claim(arrived_at=self.clock.now, max_tokens=10)
+
+        async def work() -> Choice:
+            target = await self.brain.find("m", claim)
+            return await self.brain.choose(target, frozenset(), Ask(10), claim=claim)
+
+        return asyncio.ensure_future(work())
+
+    async def expected_s(self, arrived_at: float | None = None) -> float | None:
+        return await self.brain.expected_s("m", Claim(arrived_at=arrived_at or self.clock.now))
+
+
+async def settle() -> None:
+    for _ in range(8):
+        await asyncio.sleep(0)
+
+
+async def test_who_waits_for_an_engine_from_zero_is_told_what_the_last_start_took() -> None:
+    fleet = Fleet()
+    first = fleet.ask()
+    await settle()
+    assert await fleet.expected_s() is None, "nothing is learned yet"
+    fleet.clock.now += 40.0
+    fleet.come("a")
+    fleet.brain.finished(await first)
+    fleet.clock.now += 1000.0
+    fleet.catalog("")
+    second = fleet.ask()
+    await settle()
+    assert await fleet.expected_s() == pytest.approx(40.0, abs=0.1)
+    fleet.clock.now += 15.0
+    late = fleet.ask()
+    await settle()
+    assert await fleet.expected_s() == pytest.approx(25.0, abs=0.1)
+    for each in (second, late):
+        each.cancel()
+
+
+async def test_refusals_without_an_engine_say_when_it_is_worth_coming_back() -> None:
+    fleet = Fleet()
+    first = fleet.ask()
+    await settle()
+    fleet.clock.now += 40.0
+    fleet.come("a")
+    fleet.brain.finished(await first)
+    fleet.catalog("")
+    waiting = [fleet.ask() for _ in range(50)]
+    await settle()
+    fleet.clock.now += 10.0
+    with pytest.raises(PagemillError) as full:
+        await fleet.ask()
+    assert full.value.status == 429
+    assert full.value.retry_after_s == pytest.approx(30.0, abs=0.5)
+    for _ in range(50):
+        fleet.clock.now += 10.0
+        fleet.brain.queues.tick()
+        await settle()
+    with pytest.raises(PagemillError) as late:
+        await waiting[0]
+    assert (late.value.status, late.value.retry_after_s) == (503, 120), "and never later"
+    for each in waiting:
+        each.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def test_who_waits_for_a_seat_is_told_by_how_fast_the_queue_moves() -> None:
+    fleet = Fleet()
+    fleet.come("a")
+    tasks = [fleet.ask() for _ in range(30)]
+    await settle()
+    for number in range(10):  # one a second
+        fleet.clock.now += 1.0
+        fleet.brain.finished(tasks[number].result(), Served(10))
+        await settle()
+    left_s = [await fleet.expected_s(at) for at in fleet.arrivals]
+    waiting_s = [each for each in left_s[11:] if each is not None]
+    assert len(waiting_s) == 19
+    assert waiting_s == sorted(waiting_s)
+    assert 0.5 <= waiting_s[0] <= 2.0
+    assert 10.0 <= waiting_s[-1] <= 30.0
+    for each in tasks:
+        each.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_nobody_knows_of_a_name_that_is_not_served() -> None:
+    assert await Fleet().brain.expected_s("other", Claim()) is None
+
+
+# -- the comment -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("left_s", "comment"),
+    [(33.6, b": waiting, about 34 s\n\n"), (0.0, b": waiting, about 1 s\n\n"), (None, b": waiting\n\n")],
+)
+async def test_comments_say_how_long_it_may_take(left_s: float | None, comment: bytes) -> None:
+    told: asyncio.Queue[bytes] = asyncio.Queue()
+    keep_alive = KeepAlive(0.02)
+
+    async def expected() -> float | None:
+        return left_s
+
+    async with asyncio.timeout(10):
+        heard = asyncio.create_task(told.get())
+        assert await keep_alive.during(heard, told.put, expected) == comment
+    keep_alive.close()

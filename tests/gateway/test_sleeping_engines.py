@@ -1,0 +1,143 @@
+"""Engines that sleep: nothing is sent there, they are no capacity, and what waits says that somebody is needed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+from hand_clock import Clock
+
+from pagemill_gateway.brain.brain import LocalBrain
+from pagemill_gateway.brain.interface import NOBODY, Ask, Choice
+from pagemill_gateway.config import GatewayConfig
+from pagemill_gateway.metrics.head import HeadMetrics
+from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
+from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.load import DeploymentLoad, EngineStart, PodsSeen
+from pagemill_protocol.state import Digests, EngineLoad, StateFrame
+
+NOTHING = frozenset[str]()
+
+
+class Front:
+    """A brain and the streams of its engines."""
+
+    def __init__(self, *names: str, wakes: bool = True) -> None:
+        self.brain = LocalBrain(GatewayConfig(), clock=Clock(), rng=random.Random(1))
+        endpoints = [Endpoint(id=each, data_url=f"http://{each}:1", control_url=f"http://{each}:2") for each in names]
+        self.brain.apply_catalog(
+            Catalog(models=[CatalogModel(deployment="m", name="m", endpoints=endpoints, wakes=wakes)])
+        )
+        self._sequence = dict.fromkeys(names, 0)
+        for name in names:
+            self.says(name)
+
+    def says(self, name: str, *, running: int = 0, **fields: Any) -> None:
+        self._sequence[name] += 1
+        load = EngineLoad(num_blocks_total=100, num_blocks_free=100, num_requests_running=running)
+        frame = StateFrame(
+            sequence=self._sequence[name],
+            snapshot=self._sequence[name] == 1,
+            max_model_len=100,
+            digests=Digests(tokenizer_bundle="t"),
+            load=load,
+            **fields,
+        )
+        self.brain.observe(name, frame)
+
+    def ask(self) -> asyncio.Task[Choice]:
+        async def choose() -> Choice:
+            return await self.brain.choose(await self.brain.find("m"), NOTHING, Ask(1), claim=NOBODY)
+
+        return asyncio.ensure_future(choose())
+
+    async def served(self) -> str:
+        """Where a request went that is over."""
+        choice = await asyncio.wait_for(self.ask(), 10)
+        self.brain.finished(choice)
+        return choice.endpoint_id
+
+    @property
+    def load(self) -> DeploymentLoad:
+        (load,) = self.brain.load()
+        return load
+
+
+async def test_nothing_is_sent_to_an_engine_that_sleeps() -> None:
+    front = Front("a", "b")
+    front.says("a", sleeping=True)
+    assert {await front.served() for _ in range(20)} == {"b"}
+    front.says("a", num_wakes=1)
+    assert {await front.served() for _ in range(20)} == {"a", "b"}
+
+
+async def test_who_waits_for_sleeping_engines_asks_for_one_and_goes_on_with_its_first_word() -> None:
+    front = Front("a")
+    front.says("a", sleeping=True)
+    assert not front.load.queue.needs_engine
+    waiting = front.ask()
+    await asyncio.sleep(0)
+    assert front.load.queue.needs_engine
+    front.says("a")
+    assert (await asyncio.wait_for(waiting, 10)).endpoint_id == "a"
+
+
+def test_where_nobody_wakes_engines_the_refusal_says_that_they_sleep() -> None:
+    front = Front("a", wakes=False)
+    front.says("a", sleeping=True)
+    with pytest.raises(PagemillError, match=r"1 engine\(s\) sleeping"):
+        front.brain.resolve("m")
+
+
+def test_an_engine_that_sleeps_is_no_capacity_and_none_that_loads() -> None:
+    front = Front("a", "b", "c")
+    front.says("b", sleeping=True)
+    assert front.load.pods == PodsSeen(ready=2, asleep=1)
+    assert front.load.asleep == ["b"]
+    assert (front.load.engines.num_reporting, front.load.engines.num_blocks_total) == (2, 200)
+    front.says("a", sleeping=True)
+    front.says("c", sleeping=True)
+    assert (front.load.engines.truth, front.load.engines.num_reporting) == ("value", 0), "that nothing runs is known"
+
+
+def test_what_still_runs_before_it_sleeps_is_load() -> None:
+    front = Front("a", "b")
+    front.says("b", sleeping=True, running=3)
+    assert front.load.engines.num_requests_running == 3
+    assert front.load.asleep == ["b"]
+
+
+async def test_one_that_declined_on_its_way_to_sleep_is_trusted_again_when_it_wakes_up() -> None:
+    front = Front("a")
+    choice = await front.ask()
+    front.says("a", sleeping=True)
+    front.brain.failed(choice, "declined")
+    assert front.load.pods == PodsSeen(asleep=1), "it does not leave"
+    front.says("a")
+    assert (await asyncio.wait_for(front.ask(), 10)).endpoint_id == "a"
+
+
+async def test_a_refusal_from_before_the_sleep_that_comes_late_says_nothing_of_who_is_awake() -> None:
+    front = Front("a")
+    choice = await front.ask()
+    front.says("a", sleeping=True)
+    front.says("a")
+    front.brain.failed(choice, "declined")
+    assert (await asyncio.wait_for(front.ask(), 10)).endpoint_id == "a"
+
+
+def test_its_wakes_are_told_with_its_start() -> None:
+    front = Front("a")
+    front.says("a", start_s={"load": 2.0, "wake": 0.1}, num_wakes=3)
+    assert front.load.starts == [EngineStart("a", {"load": 2.0, "wake": 0.1}, 3)]
+
+
+def test_metrics_count_it_under_its_own_phase() -> None:
+    front = Front("a", "b")
+    front.says("a", sleeping=True)
+    text = HeadMetrics().render(front.brain, [], ready=True, current=True).decode()
+    lines = {line for line in text.splitlines() if line.startswith("pagemill_gateway_endpoints{")}
+    assert any('phase="sleeping"' in line and line.endswith(" 1.0") for line in lines)
+    assert any('phase="starting"' in line and line.endswith(" 0.0") for line in lines)

@@ -1,0 +1,75 @@
+"""Standby replicas on this machine: a real gateway and engine processes (whose device is simulated) that sleep."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import aiohttp
+
+Machine = Any
+
+
+async def ask(session: aiohttp.ClientSession, base_url: str, max_tokens: int = 4) -> tuple[int, bytes]:
+    """Until the gateway knows the name, which it does a moment after it was applied."""
+    body = {"model": "chat", "messages": [{"role": "user", "content": "hi"}], "max_tokens": max_tokens, "stream": True}
+    async with asyncio.timeout(60):
+        while True:
+            async with session.post(f"{base_url}/v1/chat/completions", json=body) as response:
+                if response.status != 404:
+                    return response.status, await response.read()
+            await asyncio.sleep(0.05)
+
+
+def phases(machine: Machine, plan: Any) -> list[str]:
+    return sorted(replica.phase for replica in machine.backend.observe(plan.key).replicas if replica.live)
+
+
+async def test_at_zero_one_sleeps_and_the_same_process_answers_the_next_request(machine: Machine) -> None:
+    autoscaling = {"minReplicas": 0, "maxReplicas": 1, "warm": 1, "scaleToZeroAfter": "2s"}
+    plan = machine.plan(replicas=0, autoscaling=autoscaling)
+    await machine.backend.apply([plan])
+    await machine.until(lambda: phases(machine, plan) == ["asleep"])
+    pids = machine.pids(plan)
+    async with aiohttp.ClientSession() as session:
+        for _ in range(2):
+            status, body = await ask(session, machine.backend.base_url)
+            assert (status, body.endswith(b"data: [DONE]\n\n")) == (200, True)
+            await machine.until(lambda: phases(machine, plan) == ["asleep"])
+    assert machine.pids(plan) == pids, "it was never started anew"
+    findings = {finding.type: finding for finding in machine.findings(plan)}
+    assert (findings["Ready"].reason, findings["ModelLoaded"].status) == ("ScaledToZero", "True")
+    assert findings["Ready"].message == "nobody asks for it: the next request wakes a replica"
+
+
+async def test_behind_one_that_is_woken_another_one_stands_by(machine: Machine) -> None:
+    autoscaling = {"minReplicas": 1, "maxReplicas": 3, "warm": 1, "targets": {"queueDepth": 1}}
+    plan = machine.plan(autoscaling=autoscaling, engine__maxNumSeqs=1)
+    await machine.backend.apply([plan])
+    await machine.until(lambda: phases(machine, plan) == ["asleep", "ready"])
+    first = set(machine.pids(plan))
+    async with aiohttp.ClientSession() as session:
+        await ask(session, machine.backend.base_url)
+        answers = await machine.during(
+            lambda: phases(machine, plan).count("ready") >= 2,
+            *(ask(session, machine.backend.base_url, 400) for _ in range(12)),
+        )
+    assert [status for status, _ in answers] == [200] * 12
+    assert all(body.endswith(b"data: [DONE]\n\n") for _, body in answers)
+    assert first <= set(machine.pids(plan)), "the one that slept serves, none was removed"
+    wanted = machine.backend.observe(plan.key).plan.replicas
+    assert 2 <= wanted <= 3
+    await machine.until(lambda: phases(machine, plan) == ["asleep"] * min(1, 3 - wanted) + ["ready"] * wanted)
+
+
+async def test_an_engine_that_crashes_is_stood_in_for_by_the_one_that_sleeps(machine: Machine) -> None:
+    plan = machine.plan(autoscaling={"minReplicas": 1, "maxReplicas": 2, "warm": 1})
+    await machine.backend.apply([plan])
+    await machine.until(lambda: phases(machine, plan) == ["asleep", "ready"])
+    before = {replica.name: replica.phase for replica in machine.backend.observe(plan.key).replicas}
+    (serving,) = (each for each in machine.backend.supervisors(plan.key) if before[each.name] == "ready")
+    (sleeping,) = (each for each in machine.backend.supervisors(plan.key) if before[each.name] == "asleep")
+    machine.kill(serving)
+    await machine.until(lambda: sleeping.phase == "ready")
+    await machine.until(lambda: phases(machine, plan) == ["asleep", "ready"])
+    assert sleeping.phase == "ready", "it goes on; the one that was started anew stands by"

@@ -1,0 +1,75 @@
+"""Pods that sleep, as the operator sees them: by their engine's word, else by what they were told; never as a fault."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from observed_world import READY, World
+
+from pagemill_crds.models import LLMDeployment
+from pagemill_operator.backends.kubernetes.observe import observe, status_body
+from pagemill_operator.status.conditions import find_conditions
+
+Make = Callable[..., LLMDeployment]
+UNREADY = ({"type": "Ready", "status": "False", "lastTransitionTime": "2026-01-01T00:01:00Z"},)
+RUNNING = {"started": True, "state": {"running": {"startedAt": "2026-01-01T00:00:00Z"}}}
+RESTARTED = {"started": True, "state": {"running": {"startedAt": "2026-01-01T00:05:00Z"}}}
+
+
+def phase(deployment: Make, *, heard: bool, told: str | None, ready: bool, container: dict[str, Any] = RUNNING) -> str:
+    world = World(deployment()).apply()
+    world.pod({**container, "ready": ready}, conditions=READY if ready else UNREADY, uid="u")
+    pod = world.pods[0]
+    if told is not None:
+        pod["metadata"]["annotations"] = {**pod["metadata"]["annotations"], "pagemill.dev/rest": told}
+    snapshot = replace(world.snapshot, asleep=frozenset({"u"} if heard else set()))
+    (replica,) = observe(snapshot, world.plan).replicas
+    return f"{replica.phase} {replica.reason}".strip()
+
+
+@pytest.mark.parametrize(
+    ("heard", "told", "ready", "expected"),
+    [
+        (True, "asleep", False, "asleep"),
+        (True, None, False, "asleep"),
+        (True, "asleep", True, "asleep"),
+        (False, "asleep", False, "asleep"),
+        (False, "waking", False, "waking"),
+        (True, "waking", False, "asleep"),
+        (False, "asleep", True, "ready"),
+        (False, None, True, "ready"),
+        (False, None, False, "loading ProbeFailing"),
+        (False, "nonsense", False, "loading ProbeFailing"),
+    ],
+)
+def test_what_a_pod_does(deployment: Make, heard: bool, told: str | None, ready: bool, expected: str) -> None:
+    assert phase(deployment, heard=heard, told=told, ready=ready) == expected
+
+
+def test_a_container_that_was_started_again_loads_whatever_its_pod_was_told(deployment: Make) -> None:
+    assert phase(deployment, heard=False, told="asleep", ready=False, container=RESTARTED) == "loading"
+
+
+def test_at_zero_with_one_asleep_the_status_says_what_a_request_does(deployment: Make) -> None:
+    world = World(deployment(replicas=0, autoscaling={"minReplicas": 0, "maxReplicas": 2, "warm": 1})).apply()
+    world.pod({**RUNNING, "ready": False}, conditions=UNREADY, uid="u")
+    snapshot = replace(world.snapshot, asleep=frozenset({"u"}))
+    seen = observe(snapshot, world.plan)
+    found = {finding.type: finding for finding in find_conditions(seen)}
+    assert found["Ready"].message == "nobody asks for it: the next request wakes a replica"
+    assert (found["ModelLoaded"].status, found["Scheduled"].status) == ("True", "True")
+    assert not any(finding.is_fault for finding in found.values())
+    body = status_body(snapshot, seen, "", "2026-01-01T00:00:00Z")
+    assert (body["replicas"], body["desiredReplicas"], body["readyReplicas"], body["standbyReplicas"]) == (1, 0, 0, 1)
+
+
+def test_one_that_serves_is_enough_beside_one_that_sleeps(deployment: Make) -> None:
+    world = World(deployment(autoscaling={"maxReplicas": 2, "warm": 1})).apply()
+    world.pod({**RUNNING, "ready": True}, conditions=READY, uid="a")
+    world.pod({**RUNNING, "ready": False}, conditions=UNREADY, uid="b")
+    seen = observe(replace(world.snapshot, asleep=frozenset({"b"})), world.plan)
+    found = {finding.type: finding for finding in find_conditions(seen)}
+    assert (found["Ready"].status, found["Ready"].message) == ("True", "1 of 1 replicas are ready")

@@ -1,0 +1,215 @@
+"""Who is woken and who is put to sleep: capacity first, starts untouched, and never to and fro."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scaling_world import arrivals, engines, signals
+
+from pagemill_crds.sections.autoscaling import AutoscalingSection
+from pagemill_operator.autoscaler.decide import decide
+from pagemill_operator.autoscaler.memory import Memory
+from pagemill_operator.autoscaler.policy import Policy, policy_of
+from pagemill_operator.autoscaler.signals import Fleet
+from pagemill_operator.backends.rollout import next_actions
+from pagemill_operator.backends.standby import next_orders
+from pagemill_operator.plan import Group, Plan, Process
+from pagemill_operator.status.conditions import Phase, ReplicaObservation
+from pagemill_protocol.load import EngineHeld, QueueLoad
+
+PROCESS = Process("module", {})
+WAKING: Phase = "waking"
+ASLEEP: Phase = "asleep"
+
+
+def plan(replicas: int, warm: int = 1, most: int = 10, **changes: Any) -> Plan:
+    policy = Policy("Active", 0, most, warm, 0.8, 2)
+    group = Group("g", replicas, PROCESS, digest="new")
+    return Plan("default", "g", 1, ("g",), "m", (group,), msgspec.structs.replace(policy, **changes))
+
+
+def replicas(**phases: Phase) -> list[ReplicaObservation]:
+    return [ReplicaObservation(name, phase, "new") for name, phase in phases.items()]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "warm", "most", "standby"),
+    [(0, 1, 1, 1), (1, 1, 1, 0), (1, 1, 2, 1), (1, 3, 2, 1), (2, 0, 9, 0), (0, 2, 9, 2), (9, 2, 9, 0)],
+)
+def test_standby_replicas_fit_below_the_most(wanted: int, warm: int, most: int, standby: int) -> None:
+    assert plan(wanted, warm, most).standby == standby
+    assert plan(wanted, warm, most).all_replicas == wanted + standby
+
+
+@pytest.mark.parametrize("mode", ["Advisory", "External"])
+def test_nothing_stands_by_where_the_operator_does_not_act(mode: str) -> None:
+    section: dict[str, Any] = {"mode": mode, "maxReplicas": 3}
+    policy = policy_of(AutoscalingSection.model_validate({**section, **({"warm": 1} if mode == "Advisory" else {})}))
+    assert policy is None or policy.standby(1) == 0
+
+
+def test_who_sleeps_is_woken_before_anything_else_could_serve() -> None:
+    seen = replicas(a="ready", b="asleep", c="asleep", d="loading")
+    assert next_orders(plan(2, warm=2), seen) == (["b"], [])
+    assert next_orders(plan(9, warm=2), seen) == (["b", "c"], [])
+    assert next_orders(plan(0), replicas(a="asleep")) == ([], [])
+    assert next_orders(plan(1), replicas(a="asleep")) == (["a"], [])
+
+
+def test_one_that_wakes_up_counts_so_no_second_one_is_woken_for_it() -> None:
+    assert next_orders(plan(1, warm=2), replicas(a="waking", b="asleep")) == ([], [])
+
+
+def test_the_emptiest_beyond_the_wanted_number_sleeps() -> None:
+    held = {"a": EngineHeld("a", 0, 0), "b": EngineHeld("b", 9, 1), "c": EngineHeld("c", 3, 1)}
+    assert next_orders(plan(2), replicas(a="ready", b="ready", c="ready"), held) == ([], ["a"])
+    assert next_orders(plan(1), replicas(b="ready", c="ready"), held) == ([], ["c"])
+    assert next_orders(plan(0), replicas(b="ready")) == ([], ["b"])
+
+
+def test_a_replica_that_wakes_up_is_no_reason_to_put_a_ready_one_to_sleep() -> None:
+    assert next_orders(plan(1), replicas(a="ready", b="waking")) == ([], [])
+
+
+def test_no_more_sleep_than_shall_stand_by() -> None:
+    assert next_orders(plan(1, warm=0), replicas(a="ready", b="ready")) == ([], [])
+    assert next_orders(plan(1), replicas(a="ready", b="ready", c="asleep")) == ([], [])
+
+
+def test_while_replicas_are_replaced_nobody_is_put_to_sleep_but_somebody_may_be_woken() -> None:
+    seen = [*replicas(a="ready", b="ready"), ReplicaObservation("old", "asleep", "old")]
+    assert next_orders(plan(1), seen) == ([], [])
+    assert next_orders(plan(3), seen) == (["old"], [])
+
+
+def test_who_sleeps_where_nobody_scales_was_told_to_by_a_person() -> None:
+    fixed = Plan("default", "g", 1, ("g",), "m", (Group("g", 1, PROCESS, digest="new"),))
+    assert next_orders(fixed, replicas(a="asleep")) == ([], [])
+
+
+def test_of_replicas_that_are_too_many_sleepers_go_before_starts_and_both_before_those_that_serve() -> None:
+    group = Group("g", 1, PROCESS, digest="new")
+    seen = replicas(a="ready", b="asleep", c="loading", d="crashed")
+    assert next_actions(group, seen, standby=2) == (0, ["d"])
+    assert next_actions(group, seen, standby=1) == (0, ["d", "b"])
+    assert next_actions(group, seen) == (0, ["d", "b", "c"])
+
+
+def test_old_sleepers_are_replaced_as_carefully_as_those_that_serve() -> None:
+    group = Group("g", 0, PROCESS, digest="new", max_surge=1)
+    old = [ReplicaObservation("old", "asleep", "old")]
+    assert next_actions(group, old, standby=1) == (1, []), "it could still be woken"
+    assert next_actions(group, [*old, *replicas(a="loading")], standby=1) == (0, [])
+    assert next_actions(group, [*old, *replicas(a="ready")], standby=1) == (0, ["old"])
+
+
+class World:
+    """Replicas that do as they are told, a little later."""
+
+    def __init__(self, warm: int, most: int) -> None:
+        self.warm, self.most = warm, most
+        self.seen: dict[str, Phase] = {}
+        self.served: dict[str, int] = {}
+        """What each holds: the more the longer it has served."""
+        self._count = 0
+
+    def act(self, wanted: int) -> tuple[list[str], list[str]]:
+        """One turn of the operator; who was woken and put to sleep."""
+        target = plan(wanted, self.warm, self.most)
+        seen = [ReplicaObservation(name, phase, "new") for name, phase in self.seen.items()]
+        held = {name: EngineHeld(name, self.served.get(name, 0), 1) for name in self.seen}
+        actions = next_actions(target.groups[0], seen, held, target.standby)
+        self.check_removed(actions.drain)
+        staying = [replica for replica in seen if replica.name not in actions.drain]
+        orders = next_orders(target, staying, held)
+        self.check(target, {replica.name: replica.phase for replica in staying}, orders.wake, orders.sleep)
+        for name in actions.drain:
+            del self.seen[name]
+        for _ in range(actions.start):
+            self._count += 1
+            self.seen[f"r{self._count}"] = "starting"
+        for names, phase in ((orders.wake, WAKING), (orders.sleep, ASLEEP)):
+            self.seen |= dict.fromkeys(names, phase)
+        # Somebody waits for those that are woken.
+        self.served |= dict.fromkeys(orders.wake, 1)
+        return orders.wake, orders.sleep
+
+    def pass_time(self, lucky: list[bool]) -> None:
+        following: dict[Phase, Phase] = {"starting": "loading", "loading": "ready", "waking": "ready"}
+        for name, moves in zip(list(self.seen), lucky, strict=False):
+            if moves:
+                self.seen[name] = following.get(self.seen[name], self.seen[name])
+        self.served = {
+            name: self.served.get(name, 0) + 1 for name, phase in self.seen.items() if phase in ("ready", "waking")
+        }
+
+    def check(self, target: Plan, phases: dict[str, Phase], wake: list[str], sleep: list[str]) -> None:
+        assert not (wake and sleep)
+        assert all(phases[name] == "asleep" for name in wake)
+        assert all(phases[name] == "ready" for name in sleep), "nothing that starts is touched"
+        ready = sum(phase == "ready" for phase in phases.values())
+        waking = sum(phase == "waking" for phase in phases.values())
+        assert not sleep or ready - len(sleep) >= target.replicas, "capacity is never put to sleep"
+        assert ready + waking + len(wake) >= min(target.replicas, ready + waking + self._asleep(phases))
+        assert len(sleep) == 0 or self._asleep(phases) + len(sleep) <= target.standby
+
+    def check_removed(self, names: list[str]) -> None:
+        left = {name: phase for name, phase in self.seen.items() if name not in names}
+        if any(self.seen[name] in ("starting", "loading") for name in names):
+            assert not self._asleep(left), "a start is not thrown away while somebody sleeps"
+
+    def _asleep(self, phases: dict[str, Phase]) -> int:
+        return sum(phase == "asleep" for phase in phases.values())
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    warm=st.integers(0, 3),
+    most=st.integers(1, 6),
+    turns=st.lists(st.tuples(st.integers(0, 6), st.lists(st.booleans(), max_size=10)), max_size=12),
+    last=st.integers(0, 6),
+)
+def test_whatever_was_wanted_before_it_settles_and_stays(
+    warm: int, most: int, turns: list[tuple[int, list[bool]]], last: int
+) -> None:
+    warm = min(warm, most)
+    world = World(warm, most)
+    for wanted, lucky in turns:
+        world.act(min(wanted, most))
+        world.pass_time(lucky)
+    last = min(last, most)
+    woken: set[str] = set()
+    for _ in range(12):
+        wake, sleep = world.act(last)
+        assert not woken & set(sleep), "what was woken for a number is not put to sleep again for the same"
+        woken |= set(wake)
+        world.pass_time([True] * 20)
+    phases = sorted(world.seen.values())
+    assert phases == ["asleep"] * plan(last, warm, most).standby + ["ready"] * last
+    assert world.act(last) == ([], [])
+    assert sorted(world.seen.values()) == phases
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 5), st.floats(0, 8), st.integers(0, 60), st.integers(1, 4))
+def test_who_sleeps_is_no_capacity_for_any_decision(ready: int, active: float, waiting: int, asleep: int) -> None:
+    policy = Policy("Active", 0, 10, 3, 0.8, 2)
+    queue = QueueLoad(num_requests=waiting, num_tokens=100 * waiting)
+    awake = signals(ready, engines=engines(ready, active=active), queue=queue, arrivals=arrivals(1.0))
+    dozing = msgspec.structs.replace(awake, fleet=msgspec.structs.replace(awake.fleet, asleep=asleep))
+    without, memory = decide(policy, awake, Memory())
+    beside, same_memory = decide(policy, dozing, Memory())
+    assert (without.replicas, without.reason, without.wish) == (beside.replicas, beside.reason, beside.wish)
+    assert memory == same_memory
+
+
+def test_a_decision_says_how_many_only_wake_up() -> None:
+    policy = Policy("Active", 0, 10, 2, 0.8, 2)
+    fleet = Fleet(wanted=1, ready=1, asleep=2)
+    decision, _ = decide(policy, signals(1, fleet=fleet, engines=engines(1, active=1.0, waiting=8)), Memory())
+    assert decision.replicas == 4
+    assert decision.message.endswith("; 2 of 3 only wake up")
