@@ -11,6 +11,7 @@ from support.deployments import Deployed, deploy, wait_no_children
 from support.kubectl import Kubectl
 from support.objects import RESTRICTED, Document, namespace
 from support.release import Releases
+from support.story import Story, watched
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,14 @@ def matrix_space(request: pytest.FixtureRequest, cluster: Cluster, releases: Rel
 
 
 @pytest.fixture(scope="module")
-def matrix(request: pytest.FixtureRequest, matrix_space: Kubectl) -> dict[str, Deployed]:
+def story(matrix_space: Kubectl) -> Iterator[Story]:
+    """When each row's fault showed, and when it was told."""
+    with watched(matrix_space) as story:
+        yield story
+
+
+@pytest.fixture(scope="module")
+def matrix(request: pytest.FixtureRequest, matrix_space: Kubectl, story: Story) -> dict[str, Deployed]:
     """Every row of the module, applied; by name."""
     documents: list[Document] = [row.document for row in request.module.ROWS]
     return {document["metadata"]["name"]: deploy(matrix_space, document) for document in documents}

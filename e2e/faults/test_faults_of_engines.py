@@ -11,10 +11,11 @@ import pytest
 from support import processes
 from support.clusters import OneNode
 from support.deployments import Deployed, deploy
-from support.faults import assert_told, container, row, warnings
+from support.faults import assert_prompt, assert_told, container, row, warnings
 from support.kubectl import Kubectl
 from support.objects import SHARED_CORES, llmdeployment
 from support.release import Release
+from support.story import Story
 
 TIMEOUT_S = 240
 """All rows start at once on two cores."""
@@ -53,6 +54,8 @@ MOUNTED = {
     }
 }
 GREEDY = "held = bytearray(2**30)\nfor i in range(0, len(held), 4096): held[i] = 1"
+NO_GPU = {name: {**amounts, "nvidia.com/gpu": "0"} for name, amounts in SHARED_CORES.items()}
+"""The pod gets none, and its engine expects one: as behind a broken driver."""
 UNANSWERED = {"httpGet": {"path": "/none"}, "periodSeconds": 1, "failureThreshold": 2}
 """For readiness too: between two restarts the engine would else be ready for as long as liveness takes to fail."""
 
@@ -71,6 +74,14 @@ ROWS = [
         "spec.model.source",
         model={"source": "file:///mamba"},
         template=MOUNTED,
+    ),
+    row(
+        "device",
+        "DeviceUnavailable",
+        "ModelLoaded",
+        "device plugin",
+        resources={"gpus": 1},
+        template=container(resources=NO_GPU),
     ),
     row("too-large", "ModelTooLarge", "ModelLoaded", "spec.resources.memory", resources={"memory": "300Mi"}),
     row(
@@ -112,6 +123,14 @@ def test_a_fault_of_an_engine_is_told_with_its_reason_and_remedy(
     matrix: dict[str, Deployed], release: Release, row: Any
 ) -> None:
     assert_told(matrix[row.name], row, TIMEOUT_S)
+
+
+def test_faults_of_engines_are_told_within_one_reconcile(
+    matrix: dict[str, Deployed], release: Release, story: Story
+) -> None:
+    for each in ROWS:
+        matrix[each.name].wait_reason("Ready", each.reason, TIMEOUT_S)
+    assert_prompt(story, ROWS, {})
 
 
 def test_reasons_of_engines_are_distinct() -> None:

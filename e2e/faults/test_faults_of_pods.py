@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 from support.deployments import Deployed, deploy
-from support.faults import assert_told, container, pod, row
+from support.faults import assert_prompt, assert_told, container, pod, row
 from support.kubectl import Kubectl
 from support.objects import SMOLLM2, llmdeployment
 from support.release import Release
+from support.story import Story, watched
 from support.waiting import until
 
 TIMEOUT_S = 60
+PATIENCE_S = {"no-class": 30.0}
+"""A volume may be in the making: only after so long it is called a fault."""
 BESIDE = ({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "present"}, "data": {"a": "b"}},)
 MANY_GPUS = {"requests": {"nvidia.com/gpu": "64"}, "limits": {"nvidia.com/gpu": "64"}}
 NOBODY = {"name": "A", "valueFrom": {"secretKeyRef": {"name": "nobody", "key": "k"}}}
@@ -94,6 +97,12 @@ def test_reasons_are_distinct_and_shown_in_the_list(
         assert each.reason in shown[each.name], shown[each.name]
 
 
+def test_faults_are_told_within_one_reconcile(matrix: dict[str, Deployed], release: Release, story: Story) -> None:
+    for each in ROWS:
+        matrix[each.name].wait_reason("Ready", each.reason, TIMEOUT_S)
+    assert_prompt(story, ROWS, PATIENCE_S)
+
+
 QUOTA = {
     "apiVersion": "v1",
     "kind": "ResourceQuota",
@@ -118,7 +127,9 @@ LIMITS = {
 )
 def test_a_namespace_that_limits_is_told(release: Release, space: Kubectl, limit: Any, row: Any) -> None:
     space.apply(limit)
-    assert_told(deploy(space, row.document), row, TIMEOUT_S)
+    with watched(space) as story:
+        assert_told(deploy(space, row.document), row, TIMEOUT_S)
+    assert_prompt(story, [row], {})
 
 
 def test_a_spec_that_an_older_definition_let_in_is_told(release: Release, space: Kubectl) -> None:

@@ -6,6 +6,7 @@ scale and its selector, its bounds move the replicas at once, and what it writes
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,25 @@ def test_an_hpa_moves_the_replicas_through_the_scale_subresource(release: Releas
     load.report().assert_all_complete(at_least=20)
     assert chat.condition("ScalingActive")["reason"] == "NotConfigured", "the operator decides nothing"
     space.delete("hpa/chat")
+
+
+def test_kubectl_scale_is_carried_out_where_replicas_are_external(release: Release, space: Kubectl) -> None:
+    autoscaling = {"mode": "External", "minReplicas": 1, "maxReplicas": 3}
+    chat = deploy(space, llmdeployment("chat", autoscaling=autoscaling))
+    chat.wait_ready(1)
+    with running_load(release.service("chat"), workers=2) as load:
+        chat.scale(2)
+        chat.wait_ready(2)
+        load.wait_for(10)
+        assert _wanted(chat) == 2, "nobody takes it back"
+        chat.scale(1)
+        chat.wait_ready(1)
+        until("one pod is left", lambda: len(space.items("pods", "--selector", chat.pod_selector)) == 1, timeout_s=90)
+        load.wait_for(5)
+    load.report().assert_all_complete(at_least=15)
+    path = f"/apis/pagemill.dev/v1alpha1/namespaces/{space.namespace}/llmdeployments/chat/scale"
+    scale = json.loads(space.ok("get", "--raw", path))
+    assert (scale["spec"]["replicas"], scale["status"]["replicas"]) == (1, 1)
 
 
 def _autoscaler(*, lowest: int, highest: int) -> Document:

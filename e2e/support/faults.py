@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from support.deployments import Deployed
 from support.objects import SHARED_CORES, Document, llmdeployment
+from support.story import Story
 from support.waiting import until
+
+ONE_RECONCILE_S = 10.0
+"""From the news to the status, with all rows at once on two cores; news of children settle for 1 to 3 s of it."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,13 @@ def assert_told(deployed: Deployed, row: Row, timeout_s: float) -> None:
     assert {each["observedGeneration"] for each in conditions.values()} == {generation}
     assert found["status"]["observedGeneration"] == generation
     until(f"an event tells {row.reason}", lambda: row.reason in warnings(deployed), timeout_s=20)
+
+
+def assert_prompt(story: Story, rows: Iterable[Row], patience_s: Mapping[str, float]) -> None:
+    """Every row was told one reconcile after it showed; those in `patience_s` by name, one after that long."""
+    lags = {row.name: story.lag_s(row.name, row.reason, is_own_fault=row.stage == "Planned") for row in rows}
+    late = {name: lag for name, lag in lags.items() if lag > ONE_RECONCILE_S + patience_s.get(name, 0.0)}
+    assert not late, f"told late, in seconds: {late}; all: {lags}"
 
 
 def warnings(deployed: Deployed) -> Counter[str]:

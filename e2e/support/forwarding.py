@@ -1,9 +1,11 @@
-"""A Service of a foreign cluster as a local port: `kubectl port-forward`, kept until the tests end."""
+"""A Service of a foreign cluster as a local port: `kubectl port-forward`, kept as long as the pod behind it answers."""
 
 from __future__ import annotations
 
 import atexit
 import subprocess
+import urllib.error
+import urllib.request
 
 from support.kubectl import Kubectl
 
@@ -14,8 +16,10 @@ def forwarded(kubectl: Kubectl, target: str) -> str:
     """The URL of `target`'s port 80 on this machine."""
     key = (kubectl.namespace, target)
     known = _open.get(key)
-    if known is not None and known[0].poll() is None:
+    if known is not None and known[0].poll() is None and _answers(known[1]):
         return known[1]
+    if known is not None:
+        known[0].kill()
     argv = kubectl.argv("port-forward", "--address=127.0.0.1", target, ":80")
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     atexit.register(process.kill)
@@ -25,3 +29,14 @@ def forwarded(kubectl: Kubectl, target: str) -> str:
     url = f"http://{line.split()[2]}"
     _open[key] = (process, url)
     return url
+
+
+def _answers(url: str) -> bool:
+    """Whatever it says. A forwarded port outlives the pod that it leads to, such as that of an earlier release."""
+    try:
+        with urllib.request.urlopen(url, timeout=5):
+            return True
+    except urllib.error.HTTPError:
+        return True
+    except OSError:
+        return False
