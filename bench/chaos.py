@@ -2,8 +2,8 @@
 
 `pagemill up` serves the embedded model in float32 with `deterministic`, so that every text can be compared with the one
 that came before anything was killed. The first kill measures how long a replica takes to be ready again, under the
-same load; from then on, for `--seconds`, the next replica in turn is killed every two such times. Exits with 1 when an
-answer failed, a stream was cut or a text is another one.
+same load; from then on, for `--seconds`, the next replica in turn is killed every two such times, or several at once.
+Exits with 1 when an answer failed, a stream was cut or a text is another one.
 """
 
 from __future__ import annotations
@@ -54,10 +54,15 @@ class Kills:
     """The one whose turn it was did not run yet again."""
     _watchers: list[asyncio.Task[None]] = field(default_factory=list)
 
-    async def kill_next(self) -> None:
+    async def kill(self, num_at_once: int) -> None:
+        replicas = await asyncio.to_thread(self.up.replicas)
+        for _ in range(num_at_once):
+            await self._kill_next(replicas)
+
+    async def _kill_next(self, replicas: dict[str, Replica]) -> None:
         """Kill the replica whose turn it is, if it is ready; how long its restart takes is found out meanwhile."""
         name = f"{NAME}-{(self.num + self.num_missed) % NUM_REPLICAS}"
-        replica = (await asyncio.to_thread(self.up.replicas)).get(name)
+        replica = replicas.get(name)
         if replica is None or not await asyncio.to_thread(lambda: replica.ready):
             self.num_missed += 1
             return
@@ -90,11 +95,11 @@ async def play(up: Up, url: str, args: argparse.Namespace) -> tuple[ExactLoad, K
         await load.learn()
         _tell("expected answers are known")
         running = asyncio.create_task(load.run())
-        await kills.kill_next()
+        await kills.kill(args.at_once)
         await kills.restarted()
         end = time.monotonic() + args.seconds
         while time.monotonic() < end and not running.done():
-            await kills.kill_next()
+            await kills.kill(args.at_once)
             await asyncio.sleep(args.every * kills.restarts_s[0])
         load.stop()
         await running
@@ -108,6 +113,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--every", type=float, default=2.0, help="in measured restarts: from one kill to the next")
+    parser.add_argument("--at-once", type=int, default=1, choices=range(1, NUM_REPLICAS + 1), help="replicas to kill")
     parser.add_argument("--workers", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=64, help="of every answer")
     args = parser.parse_args()

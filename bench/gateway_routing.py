@@ -29,7 +29,7 @@ from routers.stage import FOLDER
 
 from pagemill_gateway.routing.policies import PolicyName
 from pagemill_simulator.conversations import TRAFFIC
-from pagemill_simulator.report import Percentiles
+from pagemill_simulator.engine_report import Percentiles
 
 RIVALS = ("vllm-router", "smg")
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)

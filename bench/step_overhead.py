@@ -78,6 +78,12 @@ class InputRunner:
     def _note_null(self, start: Spent) -> None:
         self.null = self.null.minus(start.minus(Spent.now()))
 
+    def sleep(self) -> int:
+        return self._null.sleep()
+
+    def wake(self) -> None:
+        self._null.wake()
+
     def close(self) -> None:
         self._null.close()
 

@@ -1,8 +1,9 @@
 """Writes the reference pages that come from the code: `python docs/generate.py [--check]`.
 
 `docs/reference/configuration.md` from the settings classes, `metrics.md` from the one list of metrics, `cli.md` from
-the command line itself. `llmdeployment.md` has its own generator (`pagemill_crds.generate`). With `--check` nothing is
-written and the exit code is 1 when a page differs from the code.
+the command line itself, `simulator.md` from the workloads and scaling policies of simulations. `llmdeployment.md` has
+its own generator (`pagemill_crds.generate`). With `--check` nothing is written and the exit code is 1 when a page
+differs from the code.
 """
 
 from __future__ import annotations
@@ -184,6 +185,93 @@ def metrics_page() -> str:
     return "\n".join(parts)
 
 
+BOUNDS = {
+    "Positive": "above 0",
+    "NotNegative": "0 or more",
+    "Share": "0 to 1",
+    "Sigma": "0 to 4",
+    "Factor": "1 or more",
+    "Count": "whole, 1 or more",
+    "Count | None": "whole, 1 or more",
+}
+"""What the types of parameters say."""
+
+
+TRACES = """## Traces
+
+What `--trace` reads; the first line tells which. Requests that were not answered are left out and counted. A line that
+is broken ends the reading with its number and what was expected there; `--skip-broken` leaves such lines out.
+
+- [Azure LLM inference traces](https://github.com/Azure/AzurePublicDataset) of 2023 and since: `TIMESTAMP`, with
+  or without an offset from UTC, `ContextTokens`, `GeneratedTokens`.
+- [BurstGPT](https://github.com/HPMLL/BurstGPT): `Timestamp` in seconds, `Request tokens`, `Response tokens`, and
+  `Session ID` where it is there.
+- A gateway's log: `arrived_at`, `prompt_tokens` and `completion_tokens` of the JSON lines of generation requests.
+
+A recording of production is the log of all gateways, which holds no text of any request:
+
+```bash
+kubectl logs --namespace pagemill-system --selector app.kubernetes.io/component=gateway --tail=-1 > recording.jsonl
+```
+"""
+
+
+def simulator_page() -> str:
+    from pagemill_simulator.scaling.rivals import RIVALS
+    from pagemill_simulator.workloads.generator import Shaped
+    from pagemill_simulator.workloads.generators import GENERATORS
+
+    about = (
+        "What `pagemill simulate` can be asked for with `--workload` and `--policy`, each as "
+        "`NAME:PARAMETER=VALUE,PARAMETER=VALUE`, and the files that `--trace` reads. Times are in seconds, rates in "
+        "requests per second."
+    )
+    parts = [f"# Workloads and scaling policies of simulations\n\n{NOTE}\n\n{about}\n", "## Workloads\n"]
+    parts.append(f"All but `agentic` have the lengths of requests as well:\n\n{_parameters(Shaped)}")
+    for name, kind in GENERATORS.items():
+        parts.append(f"### {name}\n\n{_prose(kind.__doc__)}\n\n{_parameters(kind)}")
+    parts += [TRACES, "## Scaling policies of other platforms\n"]
+    modules: dict[str, dict[str, type]] = {}
+    for name, policy in RIVALS.items():
+        modules.setdefault(policy.__module__, {})[name] = policy
+    parts += [_policies(module, kinds) for module, kinds in modules.items()]
+    return "\n".join(parts)
+
+
+def _policies(module: str, kinds: dict[str, type]) -> str:
+    tables = "\n".join(f"`{name}`:\n\n{_parameters(kind)}" for name, kind in kinds.items())
+    return f"### {', '.join(kinds)}\n\n{_prose(importlib.import_module(module).__doc__)}\n\n{tables}"
+
+
+def _parameters(kind: type) -> str:
+    """Those that its module declares, of the classes before it too."""
+    module = kind.__module__
+    constants = vars(importlib.import_module(module))
+    rows = [
+        f"| `{each.name}` | {BOUNDS[each.type]} | {_default(each.default, constants)} | {cell(each.meaning)} |"
+        for base in reversed(kind.__mro__)
+        if base.__module__ == module
+        for each in settings_of(module, base.__name__)
+        if each.type in BOUNDS
+    ]
+    return "\n".join(["| Parameter | Values | Default | Meaning |", "|---|---|---|---|", *rows, ""])
+
+
+def _default(told: str, constants: dict[str, Any]) -> str:
+    """Names of constants as what they stand for."""
+    first, *rest = told.strip("`").split(".")
+    if first not in constants:
+        return "" if told == "`None`" else told
+    value = constants[first]
+    for name in rest:
+        value = getattr(value, name)
+    return f"`{value:g}`"
+
+
+def _prose(text: str | None) -> str:
+    return "\n\n".join(" ".join(part.split()) for part in (text or "").split("\n\n"))
+
+
 def _words(labels: tuple[str, ...]) -> str:
     return " ".join(f"`{label}`" for label in labels)
 
@@ -197,6 +285,7 @@ def pages() -> dict[Path, str]:
         REFERENCE / "configuration.md": configuration_page(),
         REFERENCE / "metrics.md": metrics_page(),
         REFERENCE / "cli.md": cli_page(),
+        REFERENCE / "simulator.md": simulator_page(),
     }
 
 

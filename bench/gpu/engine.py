@@ -71,6 +71,7 @@ class Engine:
             weight_bytes=self.weight_bytes,
             kv_bytes_per_token=self.kv_bytes_per_token,
             compute=device.name,
+            device="cuda",
             memory=plan.budget,
         )
         cache = KVCache(spec, plan.num_blocks, config.block_size, device.dtype, ops.device)

@@ -75,11 +75,17 @@ def test_the_gateway_reaches_engines_where_they_may_be(variant: Variant) -> None
     assert expression["values"] == ["pagemill-system", "team-a"]
 
 
-def test_the_operator_reaches_gateways_and_no_engine(variant: Variant) -> None:
+def test_the_operator_reaches_gateways_and_engines_on_their_control_ports_alone(variant: Variant) -> None:
     egress = policy(variant("anonymous"), "operator")["egress"]
     (gateway,) = rule_for(egress, "control")["to"]
     assert gateway["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "gateway"
+    (engines,) = rule_for(egress, 8001)["to"]
+    assert (engines["podSelector"], engines["namespaceSelector"]) == (ENGINE, {})
     assert not any(8000 in ports(rule) for rule in egress)
+    (expression,) = rule_for(policy(variant("namespaced"), "operator")["egress"], 8001)["to"][0]["namespaceSelector"][
+        "matchExpressions"
+    ]
+    assert expression["values"] == ["pagemill-system", "team-a"]
 
 
 def test_the_api_server_can_be_narrowed_down(variant: Variant) -> None:

@@ -69,6 +69,11 @@ def test_the_operator_finds_the_gateways_by_labels_of_their_pods(rendered: Any) 
     assert operator_of(rendered).gateway_selector.items() <= labels.items()
 
 
+def test_engines_know_the_operator_by_labels_of_its_pods(rendered: Any) -> None:
+    labels = rendered.component("Deployment", "operator")["spec"]["template"]["metadata"]["labels"]
+    assert operator_of(rendered).operator_selector.items() <= labels.items()
+
+
 def test_keys_or_anonymous_access_never_both(variant: Variant) -> None:
     assert gateway_of(variant("anonymous")).allow_anonymous
     assert gateway_of(variant("anonymous")).api_keys_file is None

@@ -32,6 +32,7 @@ COVERED = {
     ".venv/bin/pagemill up": "tests/cli",
     ".venv/bin/pagemill explain": "test_explain_commands_run",
     ".venv/bin/pagemill plan": "tests/cli/test_plan_command",
+    ".venv/bin/pagemill simulate": "tests/cli/test_simulate_command",
     "helm": "e2e/helm_howto, e2e/limits",
     "kubectl": "e2e/helm_howto, e2e/limits, e2e/cached_model",
     "export API_KEY": "e2e/helm_howto",

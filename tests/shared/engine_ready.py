@@ -22,6 +22,7 @@ def engine_ready(**changes: Any) -> Ready:
             "weight_bytes": 0,
             "kv_bytes_per_token": 1,
             "compute": "float32, native kernels",
+            "device": "cpu",
             "load_s": 0.1,
             "load": EngineLoad(num_blocks_total=64, num_blocks_free=64),
             **changes,

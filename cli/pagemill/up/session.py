@@ -31,6 +31,7 @@ MAX_FIRST_CRASHES = 3
 """A process that never was ready and crashed this often is given up."""
 LASTING_REASONS = frozenset(
     {
+        "DeviceUnavailable",
         "ModelNotFound",
         "ModelUnreadable",
         "UnsupportedArchitecture",

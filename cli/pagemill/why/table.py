@@ -58,9 +58,10 @@ def _details(record: Record) -> list[str]:
     signals, policy = record.signals, record.policy
     fleet, queue = signals.fleet, signals.queue
     start = "no start was seen yet" if fleet.cold_start_s is None else f"a start takes {fleet.cold_start_s:.0f} s"
+    asleep = f", {fleet.asleep} asleep" if fleet.asleep else ""
     rows = [
         ("bounds", f"{policy.lowest} to {policy.max_replicas} replicas, mode {policy.mode}"),
-        ("replicas", f"{fleet.wanted} ordered: {fleet.ready} ready, {fleet.starting} starting; {start}"),
+        ("replicas", f"{fleet.wanted} ordered: {fleet.ready} ready, {fleet.starting} starting{asleep}; {start}"),
         (
             "gateways",
             f"{signals.num_heard} of {signals.num_gateways} heard; in them wait {queue.num_requests} requests",
