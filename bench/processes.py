@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 from pathlib import Path
 from typing import NamedTuple
@@ -48,13 +47,6 @@ def _rollup(pid: int, key: str) -> int:
     except (FileNotFoundError, ProcessLookupError):
         return 0
     return sum(int(line.split()[1]) for line in lines if line.startswith(key))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def stop(process: subprocess.Popen[str]) -> float:

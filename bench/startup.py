@@ -17,11 +17,12 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from processes import free_port, stop, tree_memory
+from processes import stop, tree_memory
 from report import emit, median
 from workload import MODEL
 
 from pagemill.client import Client
+from pagemill_operator.backends.local.ports import free_port
 
 READY_TIMEOUT_S = 180.0
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from processes import free_port
-
+from pagemill_operator.backends.local.ports import free_port
 from peers.catalogue import THREADS, Peer, Precision, Server
 from peers.install import environment, install, interpreter, run
 

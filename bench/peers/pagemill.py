@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from processes import free_port
-
+from pagemill_operator.backends.local.ports import free_port
 from peers.catalogue import OURS, THREADS, Peer, Precision, Server, Worker
 from peers.install import FOLDER
 from peers.wire import Generate, Jobs, Tokens, serve

@@ -11,8 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from processes import free_port
-
+from pagemill_operator.backends.local.ports import free_port
 from peers.catalogue import THREADS, Peer, Server, Worker
 from peers.install import environment, install, interpreter
 from peers.wire import Generate, Jobs, Tokens, serve

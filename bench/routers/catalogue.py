@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from peers.install import environment, install
-from processes import free_port
+
+from pagemill_operator.backends.local.ports import free_port
 
 KEY = "sk-bench"
 MODEL = "smollm2"

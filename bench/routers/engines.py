@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from peers.process import PeerFailed, PeerProcess
-from processes import free_port
 from workload import MODEL as SOURCE
 
+from pagemill_operator.backends.local.ports import free_port
 from routers.catalogue import MODEL
 
 START_TIMEOUT_S = 180.0

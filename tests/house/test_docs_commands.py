@@ -10,7 +10,6 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from pagemill_operator.backends.local.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -41,9 +42,7 @@ def commands(start: str) -> list[str]:
 def server() -> Iterator[str]:
     """`pagemill serve` as the pages start it, on free ports and under the names that the pages use."""
     (documented,) = commands(".venv/bin/pagemill serve")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     words = shlex.split(documented.replace("--port 8000", f"--port {port}"))[1:]
     argv = [sys.executable, "-m", "pagemill", *words, "--control-port", "0", "--max-model-len", "1024"]
     argv += [word for name in NAMES for word in ("--served-name", name)]

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from pagemill_operator.backends.local.ports import free_port
+
 START_TIMEOUT_S = 30.0
 
 
@@ -26,9 +28,7 @@ class RedisServer:
         self._program = program
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port: int = probe.getsockname()[1]
+        self.port = free_port()
 
     @property
     def url(self) -> str:

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import errno
+import itertools
+import random
 import socket
 
 from pagemill_operator.backends.base import BackendError
+
+# Below the ports that Linux and macOS give to outgoing connections: one of those could take the port between this
+# choice and the server's start, or while the server is restarted.
+_CANDIDATES = range(20_000, 30_000)
+_in_turn = itertools.cycle(random.sample(_CANDIDATES, len(_CANDIDATES)))
 
 
 class PortInUse(BackendError):
@@ -30,9 +37,16 @@ def ensure_bindable(host: str, port: int) -> None:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that was free a moment ago."""
-    with _bind(host, 0) as listener:
-        return int(listener.getsockname()[1])
+    """A port that was free a moment ago, which no outgoing connection is given; asked again, another one."""
+    for port in itertools.islice(_in_turn, len(_CANDIDATES)):
+        try:
+            _bind(host, port).close()
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+        else:
+            return port
+    raise PortInUse(f"all ports of {host} from {_CANDIDATES[0]} to {_CANDIDATES[-1]} are in use; stop their processes")
 
 
 def _bind(host: str, port: int) -> socket.socket:
