@@ -32,6 +32,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     device: Literal["auto", "cpu", "cuda"] = "cpu"
     """`cuda`: the NVIDIA device that is visible, by Triton kernels (compute capability 8.0 and later), or, with
     TRITON_INTERPRET=1, Triton's interpreter on the CPU; `auto`: `cuda` where there is such a device, else `cpu`."""
+    kernel_cache_dir: str | None = None
+    """Folder where a GPU's compiled kernels are kept from one start to the next, for all that share it; `None`: where
+    Triton keeps them, in the home of the process."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of float weights and of the KV cache. `auto` on a GPU: bfloat16; on a CPU: bfloat16 where it is multiplied
     (AVX512_BF16, AMX) and oneDNN does so, else float32; float32 also with `quantization` or `deterministic`. The native

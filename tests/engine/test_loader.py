@@ -137,6 +137,13 @@ def test_a_model_that_is_there_costs_no_question(server: Any, target: Path) -> N
     assert server.asked == []
 
 
+def test_the_folder_for_compiled_kernels_is_made_also_beside_a_model_that_is_there(server: Any, target: Path) -> None:
+    run(f"hf://{REPOSITORY}", target)
+    kernels = target.with_name("kernels")
+    load(LoaderSettings(f"hf://{REPOSITORY}", target, kernels=kernels), lambda **_: None)
+    assert kernels.is_dir()
+
+
 def test_a_load_that_was_cut_off_goes_on_where_it_was(server: Any, target: Path) -> None:
     staging = target.with_name(f".{target.name}.loading")
     staging.mkdir(parents=True)

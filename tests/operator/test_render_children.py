@@ -295,6 +295,31 @@ def test_a_cached_model_is_loaded_before_engines_start(deployment: Make) -> None
     assert pod_of(done)["volumes"][2]["persistentVolumeClaim"] == {"claimName": "chat-model", "readOnly": True}
 
 
+def test_compiled_kernels_of_a_gpu_outlive_their_pods_on_the_models_volume(deployment: Make) -> None:
+    asked = deployment(**CACHED, resources={"gpus": 1})
+    loader = pod_of(render(asked), "Job")["containers"][0]
+    assert loader["args"][-2:] == ["--kernels", "/models/kernels"], "made by the loader: the kubelet's would be root's"
+    assert loader_name(make_plan(asked, "kubernetes")) != loader_name(make_plan(deployment(**CACHED), "kubernetes"))
+    done = render(asked, replace(CONTEXT, loader_done=True))
+    content = json.loads(one(done, "ConfigMap")["data"]["settings.json"])
+    assert pod_of(done)["volumes"][2]["persistentVolumeClaim"] == {"claimName": "chat-model"}
+    model, kernels = [mount for mount in engine_of(done)["volumeMounts"] if mount["name"] == "model"]
+    assert (model["mountPath"], model["readOnly"]) == ("/models", True)
+    assert kernels["mountPath"] == content["engine"]["kernel_cache_dir"]
+    assert (kernels["subPath"], "readOnly" in kernels) == ("kernels", False)
+
+
+@pytest.mark.parametrize(
+    "changes", [CACHED, {"resources": {"gpus": 1}}, {"model__source": "pvc://w/m", "resources": {"gpus": 1}}], ids=str
+)
+def test_nothing_is_kept_without_a_gpu_or_without_a_volume_that_we_fill(
+    deployment: Make, changes: dict[str, Any]
+) -> None:
+    done = render(deployment(**changes), replace(CONTEXT, loader_done=True))
+    assert "kernel_cache_dir" not in json.loads(one(done, "ConfigMap")["data"]["settings.json"])["engine"]
+    assert all("subPath" not in mount for mount in engine_of(done)["volumeMounts"])
+
+
 def test_an_existing_claim_is_used_and_none_made(deployment: Make) -> None:
     manifests = render(deployment(**HF, model__cache={"claimName": "shared"}))
     assert "PersistentVolumeClaim" not in kinds(manifests)

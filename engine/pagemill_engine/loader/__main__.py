@@ -29,9 +29,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m pagemill_engine.loader", description="Load one model.")
     parser.add_argument("--source", required=True, help="hf://ORG/NAME[@REVISION][/FILE.gguf]")
     parser.add_argument("--target", type=Path, required=True, help="folder that will hold it")
+    parser.add_argument("--kernels", type=Path, help="folder for compiled kernels, made beside the model")
     parser.add_argument("--termination-log", type=Path, default=KUBERNETES_LOG, help="written where it exists")
     arguments = parser.parse_args(argv)
-    settings = LoaderSettings(arguments.source, arguments.target, arguments.termination_log)
+    settings = LoaderSettings(arguments.source, arguments.target, arguments.termination_log, arguments.kernels)
     tune_library()
     from pagemill_engine.loader.load import load
 

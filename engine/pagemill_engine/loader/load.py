@@ -31,6 +31,8 @@ def load(settings: LoaderSettings, tell: Tell, on_fault: OnFault = lambda _: Non
     model = _model(settings.source)
     folder = ModelFolder(settings.target)
     try:
+        if settings.kernels is not None:
+            settings.kernels.mkdir(parents=True, exist_ok=True)
         if folder.complete:
             tell(event="complete", source=settings.source)
             return

@@ -27,6 +27,8 @@ class LoaderSettings(NamedTuple):
     """The folder that will hold the model; it appears when everything is there."""
     termination_log: Path = KUBERNETES_LOG
     """Written where it exists."""
+    kernels: Path | None = None
+    """A folder for compiled kernels, made where engines will find it."""
     num_downloads: int = 4
     """Files at once."""
 

@@ -31,6 +31,7 @@ from pagemill_engine.runner.kv_cache import KVCache, kv_bytes_per_token, max_mod
 from pagemill_engine.runner.sizing import held_by, sizes_of, weights_of
 from pagemill_engine.runner.threaded import ThreadedRunner
 from pagemill_engine.runner.threads import available_threads
+from pagemill_kernels.gpu.kept import keep_compiled
 from pagemill_protocol.model_spec import ModelSpec
 
 
@@ -83,7 +84,7 @@ def load_runner(
     kv_cache = KVCache(spec, num_blocks, config.block_size, kv_dtype, ops.device)
     runner = EagerRunner(model, ops, kv_cache, rope, info, config.max_num_seqs)
     if ops.device.type == "cuda":
-        progress("warming", "compiling kernels")
+        progress("warming", _keep_kernels(config.kernel_cache_dir))
         compile_kernels(runner, config)
     return runner
 
@@ -92,6 +93,14 @@ def on_own_thread(runner: EagerRunner) -> ThreadedRunner:
     """So that steps can overlap. OpenMP keeps a team of threads for each thread that computes: from here on it is that
     one alone, and this thread's team sleeps."""
     return ThreadedRunner(runner, partial(torch.set_num_threads, torch.get_num_threads()))
+
+
+def _keep_kernels(folder: str | None) -> str:
+    """What to say while they are compiled. Where they cannot be kept the engine serves all the same."""
+    if folder is None:
+        return "compiling kernels"
+    error = keep_compiled(Path(folder))
+    return f"compiling kernels, kept in {folder}" if error is None else f"compiling kernels, not kept: {error}"
 
 
 def _fill(model: CausalLM, weights: WeightSource) -> Tensor | None:

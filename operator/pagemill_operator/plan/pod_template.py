@@ -19,6 +19,8 @@ GRACE_MARGIN_S = 15
 OWN_PREFIX = "pagemill.dev/"
 OWN_LABELS = tuple(f"app.kubernetes.io/{name}" for name in ("name", "instance", "component", "part-of", "managed-by"))
 SETTINGS_PATH, TOKEN_PATH, MODEL_PATH = "/etc/pagemill", "/var/run/secrets/pagemill", "/models"
+KERNELS_PATH, KERNELS_VOLUME = "/var/cache/pagemill/kernels", "kernels"
+"""Where the engine finds compiled kernels, and the folder of the model's volume that holds them."""
 OWN_VOLUMES = {"settings": SETTINGS_PATH, "token": TOKEN_PATH, "model": MODEL_PATH}
 """Volume -> where it is mounted."""
 OWN_PORTS = ("data", "control")

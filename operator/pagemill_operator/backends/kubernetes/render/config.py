@@ -10,10 +10,10 @@ import base64
 import copy
 import json
 
-from pagemill_operator.backends.kubernetes.render.model import model_source
+from pagemill_operator.backends.kubernetes.render.model import keeps_kernels, model_source
 from pagemill_operator.backends.kubernetes.render.names import child, config_name, token_name
 from pagemill_operator.backends.kubernetes.snapshot import Manifest, Owner
-from pagemill_operator.plan.pod_template import SETTINGS_PATH, TOKEN_PATH
+from pagemill_operator.plan.pod_template import KERNELS_PATH, SETTINGS_PATH, TOKEN_PATH
 from pagemill_operator.plan.types import Plan
 
 SETTINGS_FILE = "settings.json"
@@ -29,6 +29,8 @@ def settings_text(plan: Plan) -> str:
     """The planned settings with a pod's addresses, its token file and where its model lies."""
     content = copy.deepcopy(plan.groups[0].process.settings)
     content["engine"]["model"] = model_source(plan)
+    if keeps_kernels(plan):
+        content["engine"]["kernel_cache_dir"] = KERNELS_PATH
     content["server"] |= {
         "host": "0.0.0.0",
         "control_host": "0.0.0.0",

@@ -6,10 +6,10 @@ import re
 from typing import Any
 
 from pagemill_operator.backends.kubernetes.render.config import settings_path
-from pagemill_operator.backends.kubernetes.render.model import model_claim
+from pagemill_operator.backends.kubernetes.render.model import keeps_kernels, model_claim
 from pagemill_operator.backends.kubernetes.render.security import container_security
 from pagemill_operator.backends.kubernetes.snapshot import RenderContext
-from pagemill_operator.plan.pod_template import CONTAINER, OWN_VOLUMES
+from pagemill_operator.plan.pod_template import CONTAINER, KERNELS_PATH, KERNELS_VOLUME, OWN_VOLUMES
 from pagemill_operator.plan.types import Group, Plan, Probe, Process
 
 GPU = "nvidia.com/gpu"
@@ -97,4 +97,6 @@ def _mounts(plan: Plan) -> list[dict[str, Any]]:
     mounts: list[dict[str, Any]] = [
         {"name": name, "mountPath": OWN_VOLUMES[name], "readOnly": True} for name in volumes
     ]
+    if keeps_kernels(plan):
+        mounts.append({"name": "model", "mountPath": KERNELS_PATH, "subPath": KERNELS_VOLUME})
     return [*mounts, {"name": "tmp", "mountPath": "/tmp"}]

@@ -6,7 +6,7 @@ from typing import Any
 
 from pagemill_operator.backends.kubernetes.render.config import TERMINATION_LOG
 from pagemill_operator.backends.kubernetes.render.container import engine_image, environment
-from pagemill_operator.backends.kubernetes.render.model import model_claim, model_folder
+from pagemill_operator.backends.kubernetes.render.model import keeps_kernels, kernels_folder, model_claim, model_folder
 from pagemill_operator.backends.kubernetes.render.names import LOADER, child, claim_name, digest, labels
 from pagemill_operator.backends.kubernetes.render.overrides import merge
 from pagemill_operator.backends.kubernetes.render.pod import common_spec, placement, same_node
@@ -43,6 +43,8 @@ def loader_name(plan: Plan) -> str | None:
     process = plan.groups[0].process
     credentials = plan.credentials and (plan.credentials.name, plan.credentials.key)
     parts = [plan.source, credentials, model_claim(plan), process.environment, process.environment_from]
+    if keeps_kernels(plan):
+        parts.append(kernels_folder())
     return f"{plan.name}-load-{digest(parts, 8)}"
 
 
@@ -83,7 +85,7 @@ def _container(plan: Plan, context: RenderContext) -> dict[str, Any]:
         "image": engine_image(group, context),
         "imagePullPolicy": context.image_pull_policy,
         "command": ["python", "-m", MODULE],
-        "args": ["--source", plan.source, "--target", model_folder(plan)],
+        "args": _arguments(plan),
         "env": _environment(plan),
         "resources": RESOURCES,
         "securityContext": container_security(),
@@ -91,6 +93,11 @@ def _container(plan: Plan, context: RenderContext) -> dict[str, Any]:
         "terminationMessagePolicy": "File",
         "volumeMounts": [{"name": "model", "mountPath": MODEL_PATH}, {"name": "tmp", "mountPath": "/tmp"}],
     }
+
+
+def _arguments(plan: Plan) -> list[str]:
+    arguments = ["--source", plan.source, "--target", model_folder(plan)]
+    return [*arguments, "--kernels", kernels_folder()] if keeps_kernels(plan) else arguments
 
 
 def _environment(plan: Plan) -> list[dict[str, Any]]:

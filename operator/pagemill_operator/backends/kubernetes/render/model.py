@@ -5,7 +5,7 @@ from __future__ import annotations
 from urllib.parse import quote
 
 from pagemill_operator.backends.kubernetes.render.names import claim_name, digest
-from pagemill_operator.plan.pod_template import MODEL_PATH
+from pagemill_operator.plan.pod_template import KERNELS_VOLUME, MODEL_PATH
 from pagemill_operator.plan.types import Plan
 
 
@@ -20,6 +20,16 @@ def model_claim(plan: Plan) -> str | None:
 def model_folder(plan: Plan) -> str:
     """Folder of a cache's volume that the loader fills with this source; another source never shares it."""
     return f"{MODEL_PATH}/{digest(plan.source, 8)}"
+
+
+def keeps_kernels(plan: Plan) -> bool:
+    """A GPU's compiled kernels outlive their pods, on the volume that the loader fills."""
+    return plan.cache is not None and plan.groups[0].process.gpus > 0
+
+
+def kernels_folder() -> str:
+    """As the loader sees it, which makes it: one that the kubelet made would belong to root."""
+    return f"{MODEL_PATH}/{KERNELS_VOLUME}"
 
 
 def model_source(plan: Plan) -> str:

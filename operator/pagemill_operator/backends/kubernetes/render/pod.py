@@ -7,7 +7,7 @@ from typing import Any
 
 from pagemill_operator.backends.kubernetes.render.config import settings_text
 from pagemill_operator.backends.kubernetes.render.container import GPU, engine_container
-from pagemill_operator.backends.kubernetes.render.model import model_claim
+from pagemill_operator.backends.kubernetes.render.model import keeps_kernels, model_claim
 from pagemill_operator.backends.kubernetes.render.names import (
     TEMPLATE_ANNOTATION,
     config_name,
@@ -94,5 +94,6 @@ def _volumes(plan: Plan) -> list[dict[str, Any]]:
         {"name": "token", "secret": {"secretName": token_name(plan.name), "defaultMode": 0o440}},
     ]
     if claim := model_claim(plan):
-        volumes.append({"name": "model", "persistentVolumeClaim": {"claimName": claim, "readOnly": True}})
+        source = {"claimName": claim} if keeps_kernels(plan) else {"claimName": claim, "readOnly": True}
+        volumes.append({"name": "model", "persistentVolumeClaim": source})
     return [*volumes, {"name": "tmp", "emptyDir": {}}]
