@@ -21,7 +21,7 @@ from pagemill_operator.autoscaler.prediction import Demand, Predictor
 from pagemill_protocol.state import StepTimeParams
 from pagemill_simulator.fleet.exact import simulate_fleet
 from pagemill_simulator.fleet.fast import simulate_fleet_fast
-from pagemill_simulator.fleet.figures import Figures, figures_of
+from pagemill_simulator.fleet.figures import Figures, Span, figures_of
 from pagemill_simulator.fleet.settings import ColdStart, FleetSettings
 from pagemill_simulator.scaling.clairvoyant import Clairvoyant
 from pagemill_simulator.scaling.pagemill import PagemillPolicy
@@ -46,6 +46,7 @@ COLUMNS = [
     "p99 s",
     "TPOT p95 ms",
     "SLO met %",
+    "apart %",
     "pod-s",
     "ups",
     "downs",
@@ -63,6 +64,12 @@ def workloads(seed: int, trace: Path | None) -> dict[str, Workload]:
         "steady": Steady(rate=6.0, duration_s=1800.0).workload(seed),
     }
     return drawn if trace is None else {**drawn, "an hour of Azure's conversations": read_trace(trace)}
+
+
+def steps_of(name: str) -> list[Span]:
+    """One cold start after the traffic begins, and after it jumps: nobody who learns of it then has a pod for it."""
+    jumps_s = [0.0, Burst().at_s] if name.startswith("burst") else [0.0]
+    return [(at_s, at_s + COLD_START.total_s) for at_s in jumps_s]
 
 
 def shape() -> Shape:
@@ -124,6 +131,7 @@ def row(figures: Figures) -> list[str]:
         *(f"{(value or 0.0) / 1000:.2f}" for value in (ttft.p50, ttft.p95, ttft.p99)),
         f"{tpot.p95 or 0.0:.0f}",
         f"{100 * (figures.slo_attained or 0.0):.1f}",
+        f"{100 * (figures.slo_attained_apart or 0.0):.1f}",
         f"{figures.pod_seconds:.0f}",
         *map(str, (figures.num_scale_ups, figures.num_scale_downs, figures.num_flaps)),
         *map(str, (figures.num_refused, figures.num_lost)),
@@ -143,7 +151,8 @@ def main() -> None:
     settings = FleetSettings(engine=ENGINE, bounds=BOUNDS, cold_start=COLD_START, seed=args.seed)
     for name, workload in workloads(args.seed, args.trace).items():
         outcomes = [simulate(workload, settings, make()) for make in policies(workload).values()]
-        found = [figures_of(each, slo_ttft_ms=SLO.ttft_ms, slo_tpot_ms=SLO.tpot_ms) for each in outcomes]
+        slo = {"slo_ttft_ms": SLO.ttft_ms, "slo_tpot_ms": SLO.tpot_ms}
+        found = [figures_of(each, **slo, apart_s=steps_of(name)) for each in outcomes]
         rows = [row(each) for each in found]
         emit("scaling", COLUMNS, rows, {"workload": name, "figures": msgspec.to_builtins(found)})
         if args.markdown:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -117,6 +118,29 @@ def test_a_rise_is_carried_on_over_the_learned_cold_start() -> None:
     long = signals(1, arrivals=arrivals(5.0), fleet=Fleet(wanted=1, ready=1, cold_start_s=6000.0))
     assert forecast(long, steep) == 15.0, "not for ever"
     assert forecast(signals(1, arrivals=arrivals(5.0)), Memory(rates=(Rate(970.0, 4.5),))) == 5.0, "noise is no rise"
+
+
+def test_a_gentle_rise_shows_over_minutes() -> None:
+    fleet = Fleet(wanted=1, ready=1, cold_start_s=60.0)
+    now = signals(1, arrivals=arrivals(5.0), fleet=fleet)
+    half_a_minute = Rate(970.0, 4.8)
+    assert forecast(now, Memory(rates=(Rate(850.0, 4.6), half_a_minute))) == 5.0, "may be chance"
+    assert forecast(now, Memory(rates=(Rate(700.0, 2.0), Rate(850.0, 4.6), half_a_minute))) == pytest.approx(5.9)
+    steep = (Rate(700.0, 4.0), Rate(970.0, 2.0))
+    assert forecast(now, Memory(rates=steep)) == pytest.approx(14.0), "the latest rise that shows is the one"
+
+
+def test_rates_of_the_past_minutes_are_kept_a_few_of_them() -> None:
+    memory = Memory()
+    for second in range(0, 1000, 2):
+        now = msgspec.structs.replace(signals(1, arrivals=arrivals(5.0)), at_s=float(second))
+        memory = memory.heard(now)
+    ages = [998.0 - rate.at_s for rate in memory.rates]
+    assert ages == sorted(ages, reverse=True)
+    assert 285 <= ages[0] <= 300
+    assert [age for age in ages if age <= 30] == list(range(30, -2, -2))
+    older = [age for age in ages if age > 30]
+    assert all(15 <= before - after <= 17 for before, after in itertools.pairwise(older))
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,10 @@ CALM_WINDOWS = 4.0
 """Down windows without a regret after which one is forgiven."""
 MAX_REGRETS = 3
 MAX_WISHES = 2048
-TREND_S = 30.0
-"""Between the two rates that a trend is read from."""
+TREND_S, LONGEST_TREND_S = 30.0, 300.0
+"""Between the two rates that a trend is read from: a steep rise shows at once, a gentle one only after a while."""
+TREND_STEP_S = 15.0
+"""Between two rates that are kept for longer."""
 
 
 class Shape(msgspec.Struct, frozen=True):
@@ -58,7 +60,7 @@ class Memory(msgspec.Struct, frozen=True):
     wishes: tuple[Wish, ...] = ()
     changes: tuple[Change, ...] = ()
     rates: tuple[Rate, ...] = ()
-    """Of arrivals over the last minute, as they were told in the past half minute."""
+    """Of arrivals over the last minute: all that were told in the past half minute, and some of the past minutes."""
     shape: Shape | None = None
     panic_until_s: float | None = None
     regrets: int = 0
@@ -76,7 +78,11 @@ class Memory(msgspec.Struct, frozen=True):
         arrivals, now = signals.arrivals, signals.at_s
         if arrivals.truth != "value":
             return msgspec.structs.replace(self, rates=())
-        kept = [rate for rate in self.rates if now - rate.at_s <= TREND_S]
+        kept: list[Rate] = []
+        for rate in self.rates:
+            age_s = now - rate.at_s
+            if age_s <= TREND_S or (age_s <= LONGEST_TREND_S and _is_next(kept, rate)):
+                kept.append(rate)
         return msgspec.structs.replace(self, rates=(*kept, Rate(now, arrivals.requests_per_s)))
 
     def learned(self, signals: Signals) -> Memory:
@@ -126,3 +132,7 @@ class Memory(msgspec.Struct, frozen=True):
         if now - self.regretted_at_s < CALM_WINDOWS * self.down_window_s(policy):
             return self
         return msgspec.structs.replace(self, regrets=self.regrets - 1, regretted_at_s=now)
+
+
+def _is_next(kept: list[Rate], rate: Rate) -> bool:
+    return not kept or rate.at_s - kept[-1].at_s >= TREND_STEP_S

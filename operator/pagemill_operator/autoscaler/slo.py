@@ -10,11 +10,12 @@ import math
 
 import msgspec
 
-from pagemill_operator.autoscaler.memory import Memory, Shape
+from pagemill_operator.autoscaler.memory import TREND_S, Memory, Rate, Shape
 from pagemill_operator.autoscaler.policy import Policy, Slo
 from pagemill_operator.autoscaler.prediction import Demand, Predictor
 from pagemill_operator.autoscaler.signals import Signals
 from pagemill_operator.autoscaler.wishes import MARGIN, Goal
+from pagemill_protocol.load import Arrivals
 
 UNLEARNED_COLD_START_S = 60.0
 LEAST_DRAIN_S = 10.0
@@ -93,16 +94,25 @@ def is_burst(signals: Signals) -> bool:
 
 
 def _slope(signals: Signals, memory: Memory) -> float:
-    """Requests per second more with each second, as far as the rise stands out of the noise; never negative."""
-    arrivals = signals.arrivals
-    if not memory.rates or arrivals.window_s <= 0:
+    """Requests per second more with each second, as far as a rise stands out of the noise; never negative.
+
+    The latest rise that does: over half a minute, else over the shortest of the past minutes that shows one.
+    """
+    arrivals, now = signals.arrivals, signals.at_s
+    recent = [rate for rate in memory.rates if LEAST_TREND_S <= now - rate.at_s <= TREND_S]
+    older = [rate for rate in reversed(memory.rates) if now - rate.at_s > TREND_S]
+    rises = (_rise(arrivals, before, now - before.at_s) for before in (*recent[:1], *older))
+    return next((slope for slope in rises if slope > 0), 0.0)
+
+
+def _rise(arrivals: Arrivals, before: Rate, apart_s: float) -> float:
+    """Since that rate, for each second; 0 where chance may have made it."""
+    if arrivals.window_s <= 0:
         return 0.0
-    before = memory.rates[0]
-    apart_s, rise = signals.at_s - before.at_s, arrivals.requests_per_s - before.requests_per_s
-    if apart_s < LEAST_TREND_S:
-        return 0.0
-    # The two windows overlap: only what entered and what left them differs.
-    spread = math.sqrt((arrivals.requests_per_s + before.requests_per_s) * apart_s) / arrivals.window_s
+    rise = arrivals.requests_per_s - before.requests_per_s
+    # Where the two windows overlap, only what entered and what left them differs.
+    differs_s = min(apart_s, arrivals.window_s)
+    spread = math.sqrt((arrivals.requests_per_s + before.requests_per_s) * differs_s) / arrivals.window_s
     return rise / apart_s if rise > TREND_SPREADS * spread else 0.0
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from pagemill_simulator.fleet.outcome import Outcome, Served
+
+Span = tuple[float, float]
+"""From, to: seconds since the first request could arrive."""
 
 
 class Quantiles(msgspec.Struct, frozen=True):
@@ -36,6 +39,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     tpot_ms: Quantiles
     slo_attained: float | None
     """Share of all requests that were served within the SLO; None: there is no SLO, or no request."""
+    slo_attained_apart: float | None = None
+    """The same without those that arrived in the spans that were set apart."""
     pod_seconds: float
     duration_s: float
     most_replicas: int
@@ -47,12 +52,17 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     wall_s: float
 
 
-def figures_of(outcome: Outcome, *, slo_ttft_ms: float | None = None, slo_tpot_ms: float | None = None) -> Figures:
+def figures_of(
+    outcome: Outcome,
+    *,
+    slo_ttft_ms: float | None = None,
+    slo_tpot_ms: float | None = None,
+    apart_s: Sequence[Span] = (),
+) -> Figures:
+    """`apart_s`: spans of arrivals that no policy can serve in time, since no pod could be there yet."""
     requests = outcome.requests
     endings = Counter(each.ending for each in requests)
-    attained = None
-    if requests and (slo_ttft_ms is not None or slo_tpot_ms is not None):
-        attained = sum(_is_within(each, slo_ttft_ms, slo_tpot_ms) for each in requests) / len(requests)
+    calm = [each for each in requests if not any(start <= each.arrival_s < end for start, end in apart_s)]
     return Figures(
         policy=outcome.policy,
         num_requests=len(requests),
@@ -61,7 +71,8 @@ def figures_of(outcome: Outcome, *, slo_ttft_ms: float | None = None, slo_tpot_m
         num_lost=endings["lost"],
         ttft_ms=Quantiles.of(each.ttft_ms for each in requests if each.ttft_ms is not None),
         tpot_ms=Quantiles.of(each.tpot_ms for each in requests if each.tpot_ms is not None),
-        slo_attained=attained,
+        slo_attained=_attained(requests, slo_ttft_ms, slo_tpot_ms),
+        slo_attained_apart=_attained(calm, slo_ttft_ms, slo_tpot_ms),
         pod_seconds=outcome.pod_seconds,
         duration_s=outcome.duration_s,
         most_replicas=max((point.ready for point in outcome.timeline), default=0),
@@ -71,6 +82,12 @@ def figures_of(outcome: Outcome, *, slo_ttft_ms: float | None = None, slo_tpot_m
         is_exact=outcome.is_exact,
         wall_s=outcome.wall_s,
     )
+
+
+def _attained(requests: Sequence[Served], ttft_ms: float | None, tpot_ms: float | None) -> float | None:
+    if not requests or (ttft_ms is None and tpot_ms is None):
+        return None
+    return sum(_is_within(each, ttft_ms, tpot_ms) for each in requests) / len(requests)
 
 
 def _is_within(served: Served, ttft_ms: float | None, tpot_ms: float | None) -> bool:

@@ -16,7 +16,7 @@ from pagemill_kernels import registry
 from pagemill_kernels.cpu import launch, library
 from pagemill_kernels.decoder_layer.native import NativeLayer
 from pagemill_kernels.decoder_layer.parts import LayerParts
-from pagemill_kernels.linear import native, reference
+from pagemill_kernels.linear import native, onednn, reference
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.why_absent()}")
 
@@ -67,6 +67,12 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def prompts() -> list[list[int]]:
     generator = torch.Generator().manual_seed(6)
     return [torch.randint(0, 128, (length,), generator=generator).tolist() for length in (1, 5, 16, 33, 61)]
+
+
+@pytest.fixture(autouse=True)
+def no_bfloat16_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the processor has one, bfloat16 layers are oneDNN's and not fused."""
+    monkeypatch.setattr(onednn, "unit", lambda: None)
 
 
 def operation_by_operation(runner: Any) -> Any:
