@@ -57,6 +57,13 @@ class Record(NamedTuple):
     seconds: float
     ttft_s: float | None
     detail: str
+    sent_s: float
+    """On the monotonic clock."""
+
+    @property
+    def first_s(self) -> float:
+        """From sending to the first token; to the whole answer where it was not streamed."""
+        return self.ttft_s if self.ttft_s is not None else self.seconds
 
 
 class ExactLoad:
@@ -77,6 +84,16 @@ class ExactLoad:
             answer = _Answer()
             await self._whole(prompt, answer)
             self._expected[prompt] = answer.text
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        return self._prompts
+
+    async def ask(self, prompt: Prompt, *, streamed: bool) -> Record:
+        """One request, now. It is among `records` as well."""
+        record = await self._ask(prompt, streamed=streamed)
+        self.records.append(record)
+        return record
 
     async def run(self) -> None:
         """Until `stop`; every request that was begun then is finished."""
@@ -104,7 +121,7 @@ class ExactLoad:
             prompt = self._prompts[turn % len(self._prompts)]
             # The form changes with every round over the prompts, so that each prompt is asked for in both.
             streamed = (turn + turn // len(self._prompts)) % 2 == 0
-            self.records.append(await self._ask(prompt, streamed=streamed))
+            await self.ask(prompt, streamed=streamed)
             turn += self._num_workers + 1
 
     async def _ask(self, prompt: Prompt, *, streamed: bool) -> Record:
@@ -122,7 +139,7 @@ class ExactLoad:
         if outcome == "complete" and answer.text != self._expected[prompt]:
             outcome, detail = "wrong", f"{answer.text!r} in place of {self._expected[prompt]!r}"
         ttft_s = answer.first_s - start if answer.first_s is not None else None
-        return Record(outcome, streamed, time.monotonic() - start, ttft_s, detail)
+        return Record(outcome, streamed, time.monotonic() - start, ttft_s, detail, start)
 
     async def _whole(self, prompt: Prompt, answer: _Answer) -> None:
         body = await self._client.chat.completions.create(**prompt.fields(self._model))

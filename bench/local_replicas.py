@@ -42,6 +42,19 @@ class Replica(NamedTuple):
         except (urllib.error.URLError, OSError):
             return False
 
+    def ready_since_s(self) -> float | None:
+        """When it became ready, by its own clock (`phase_s` of `/readyz`), on ours; `None`: it is not.
+
+        The answer is half way between the question and its arrival: it is known to half of what asking took.
+        """
+        asked_s = time.monotonic()
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.control_port}/readyz", timeout=5) as response:
+                told = json.loads(response.read())
+        except (urllib.error.URLError, OSError, ValueError):
+            return None
+        return (asked_s + time.monotonic()) / 2 - float(told["phase_s"])
+
     def kill(self) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             server = psutil.Process(self.pid)
@@ -64,6 +77,11 @@ class Up(NamedTuple):
     def metrics_url(self) -> str | None:
         found = re.search(r"^Status, metrics\s.*?(\S+/metrics)", self.log.read_text(), re.MULTILINE)
         return found[1] if found else None
+
+    def scalings(self, name: str) -> list[tuple[int, int]]:
+        """What the autoscaler has ordered so far: replicas before and after."""
+        told = re.findall(rf"^{name}: scaled to (\d+) replicas from (\d+):", self.log.read_text(), re.MULTILINE)
+        return [(int(before), int(after)) for after, before in told]
 
     def replicas(self) -> dict[str, Replica]:
         """Those with a living process."""

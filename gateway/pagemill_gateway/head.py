@@ -152,9 +152,8 @@ class Head:
             self._keep(catalog, self._catalog_file)
         self.brain.apply_catalog(catalog)
         self._streams.sync()
-        digests = {record.bundle_digest for record in self.brain.registry.endpoints.values()}
         self._templates = frozenset(each.chat_template for each in catalog.models if each.chat_template is not None)
-        self.bundles.forget_all_but(digests, self._templates)
+        self.bundles.forget_all_but(self.brain.registry.bundle_digests, self._templates)
         self._publish_bundles()
 
     def control_tokens(self) -> tuple[str, ...] | None:

@@ -110,6 +110,9 @@ class FakeEngine:
         self.behaviour: Behaviour = says("hello", " world")
         self.bundle_bytes = BUNDLE.to_bytes()
         self.bundle_digest = BUNDLE.digest
+        self.announces_bundle = True
+        """While it is not ready."""
+        self.num_bundles_asked = 0
         self.port = 0
         self._sequence = 0
         self._streams: set[web.StreamResponse] = set()
@@ -161,15 +164,19 @@ class FakeEngine:
             sequence=self._sequence,
             snapshot=snapshot,
             load=self.load,
-            digests=Digests(
-                weights=self.weights_digest, tokenizer_bundle=self.bundle_digest if self.max_model_len else ""
-            ),
+            digests=self._digests(),
             silent_s=self.silent_s,
             max_model_len=self.max_model_len,
             max_num_seqs=self.max_num_seqs,
             models=[MODEL],
             draining=self.draining,
         )
+
+    def _digests(self) -> Digests:
+        """The tokenizer is known before the engine is ready, unless it is one of before."""
+        if self.max_model_len:
+            return Digests(weights=self.weights_digest, tokenizer_bundle=self.bundle_digest)
+        return Digests(tokenizer_bundle=self.bundle_digest if self.announces_bundle else "")
 
     async def _generate(self, http: web.Request) -> web.StreamResponse:
         if http.headers.get("Authorization") != f"Bearer {TOKEN}":
@@ -218,6 +225,7 @@ class FakeEngine:
         return web.Response(status=204)
 
     async def _bundle(self, http: web.Request) -> web.Response:
+        self.num_bundles_asked += 1
         return web.Response(body=self.bundle_bytes, headers={"x-pagemill-digest": self.bundle_digest})
 
     async def _readyz(self, http: web.Request) -> web.Response:

@@ -7,6 +7,7 @@ import asyncio
 import msgspec
 import pytest
 
+from pagemill_protocol.catalog import Catalog
 from pagemill_protocol.state import EngineLoad
 
 
@@ -80,6 +81,45 @@ async def test_while_the_model_loads_the_refusal_says_so_and_when_to_come_back(e
     await engine.push_state(max_model_len=fake.MAX_MODEL_LEN)
     await gateway.know(engine)
     assert (await gateway.chat()).status == 200
+
+
+async def test_the_tokenizer_is_there_before_the_engine_is_ready(engines, gateways, fake) -> None:
+    engine = engines[0]
+    engine.max_model_len = 0
+    gateway = await gateways(engine, wait=False)
+    await fake.until(lambda: engine.bundle_digest in gateway.gateway.head.bundles)
+    assert not gateway.record(engine).usable
+    engine.bundle_bytes = b"asked for too late"
+    await engine.push_state(max_model_len=fake.MAX_MODEL_LEN)
+    await gateway.know(engine)
+    assert (await gateway.chat()).status == 200
+    assert engine.num_bundles_asked == 1
+
+
+async def test_an_engine_that_names_its_tokenizer_late_is_asked_for_it_then(engines, gateways, fake) -> None:
+    engine = engines[0]
+    engine.max_model_len, engine.announces_bundle = 0, False
+    gateway = await gateways(engine, wait=False)
+    await fake.until(lambda: engine.num_state_streams == 1)
+    await engine.push_state(max_model_len=fake.MAX_MODEL_LEN)
+    await gateway.know(engine)
+    assert (await gateway.chat()).status == 200
+
+
+async def test_the_tokenizer_of_a_deployment_at_zero_is_kept_until_the_deployment_is_gone(
+    engines, gateways, fake
+) -> None:
+    engine, digest = engines[0], engines[0].bundle_digest
+    gateway = await gateways(engine)
+    head = gateway.gateway.head
+    head.apply_catalog(fake.catalog_of())
+    assert digest in head.bundles
+    head.apply_catalog(fake.catalog_of(engine))
+    await gateway.know(engine)
+    assert (await gateway.chat()).status == 200
+    assert engine.num_bundles_asked == 1
+    head.apply_catalog(Catalog())
+    assert digest not in head.bundles
 
 
 async def test_an_engine_that_is_not_up_yet_is_found_when_it_comes(engines, gateways, fake) -> None:

@@ -64,7 +64,6 @@ class EngineClient:
         publisher: StatePublisher,
         metrics: ServerMetrics,
         sleeping: Sleeping,
-        bundle_digest: str = "",
     ) -> None:
         self.ready_info: Ready | None = None
         """What the engine loaded; set once it is ready."""
@@ -77,7 +76,6 @@ class EngineClient:
         self._publisher = publisher
         self._metrics = metrics
         self._sleeping = sleeping
-        self._bundle_digest = bundle_digest
         self._running: dict[str, _Running] = {}
         """By the request's name inside the engine, which is never used twice: late words about a request that was
         aborted cannot reach the next one of the same id."""
@@ -240,7 +238,7 @@ class EngineClient:
         self.ready_info = ready
         self._admission = Admission(scheduler_limits(self._config, _runner_info(ready)))
         self._metrics.ready(ready)
-        self._publisher.describe(ready, self._bundle_digest)
+        self._publisher.describe(ready)
         self._lifecycle.enter("ready", f"loaded in {ready.load_s:.1f} s")
 
     def _refuse_other_weights(self, request: GenerateRequest) -> None:

@@ -128,6 +128,7 @@ class Server:
         context.lifecycle.enter("loading", f"looking at {config.model}")
         bundle, tokenizer = await context.off_loop(lambda: _load_tokenizer(config))
         context.tokenizer = tokenizer
+        context.publisher.announce_bundle(bundle.digest)
         config = msgspec.structs.replace(
             config,
             eos_token_ids=config.eos_token_ids or list(bundle.eos_token_ids),
@@ -141,7 +142,6 @@ class Server:
             context.publisher,
             context.metrics,
             context.sleeping,
-            bundle.digest,
         )
         context.lifecycle.enter("loading", "importing what the engine needs")
         await context.client.run()

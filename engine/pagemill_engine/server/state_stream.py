@@ -44,14 +44,15 @@ class StatePublisher:
         self._reported_s: float | None = None
         """When the engine process spoke last."""
 
-    def describe(self, ready: Ready, bundle_digest: str) -> None:
+    def announce_bundle(self, digest: str) -> None:
+        """The tokenizer, which is known long before the engine is ready: gateways fetch it meanwhile."""
+        self._update(digests=Digests(tokenizer_bundle=digest, hash_version=HASH_VERSION))
+
+    def describe(self, ready: Ready) -> None:
         """What the loaded engine is; known once it is ready."""
         self._update(
-            digests=Digests(
-                weights=ready.weights_digest,
-                tokenizer_bundle=bundle_digest,
-                hash_version=HASH_VERSION,
-                kv_dtype=ready.kv_dtype,
+            digests=msgspec.structs.replace(
+                self._next.digests, weights=ready.weights_digest, kv_dtype=ready.kv_dtype
             ),
             block_size=ready.block_size,
             max_model_len=ready.max_model_len,

@@ -118,6 +118,7 @@ class LocalBrain:
         if frame.max_model_len > 0:
             record.phase, record.detail = "sleeping" if frame.sleeping else "ready", ""
         deployment = self.registry.deployments[record.deployment]
+        deployment.bundle_digest = record.bundle_digest or deployment.bundle_digest
         if frame.snapshot:
             deployment.starts.told(frame.start_s)
         if record.serving:

@@ -112,6 +112,8 @@ class Deployment:
     last_served_at: float | None = None
     """When an endpoint last reported and would take requests, or its platform began to call one ready."""
     output_tokens: OutputTokens = field(default_factory=OutputTokens)
+    bundle_digest: str = ""
+    """Of the tokenizer that one of its endpoints named last: those that come after it will most likely have the same."""
     starts: Starts = field(default_factory=Starts)
 
     @property
@@ -148,7 +150,7 @@ class Registry:
             before = known_deployments.get(deployment.key)
             if before is not None:
                 deployment.last_served_at, deployment.output_tokens = before.last_served_at, before.output_tokens
-                deployment.starts = before.starts
+                deployment.starts, deployment.bundle_digest = before.starts, before.bundle_digest
             self.deployments[deployment.key] = deployment
             for endpoint in model.endpoints:
                 if endpoint.probed_ready and not _was_probed_ready(known.get(endpoint.id)):
@@ -158,6 +160,12 @@ class Registry:
                 deployment.records.append(record)
             for name in dict.fromkeys([model.name, *model.aliases]):
                 self._by_name.setdefault(name, []).append(deployment)
+
+    @property
+    def bundle_digests(self) -> set[str]:
+        """Of the tokenizers in use; that of a deployment without endpoints as well, which may have some soon."""
+        digests = {record.bundle_digest for record in self.endpoints.values()}
+        return digests | {deployment.bundle_digest for deployment in self.deployments.values()}
 
     def named(self, name: str) -> list[Deployment]:
         return self._by_name.get(name, [])

@@ -57,10 +57,21 @@ async def test_the_first_frame_is_a_snapshot_of_everything(publisher: StatePubli
 async def test_the_frame_that_says_what_the_engine_is_says_what_it_has_room_for(publisher: StatePublisher) -> None:
     reader = Reader(publisher)
     await reader.next()
-    publisher.describe(READY, "bundle")
+    publisher.describe(READY)
     described = await reader.next()
     assert described.max_model_len == 1024
     assert described.load == READY.load
+
+
+async def test_the_tokenizer_is_announced_before_the_engine_is_ready_and_stays(publisher: StatePublisher) -> None:
+    reader = Reader(publisher)
+    await reader.next()
+    publisher.announce_bundle("bundle")
+    early = await reader.next()
+    assert (early.digests.tokenizer_bundle, early.max_model_len) == ("bundle", 0)
+    publisher.describe(READY)
+    described = await reader.next()
+    assert (described.digests.tokenizer_bundle, described.digests.weights) == ("bundle", READY.weights_digest)
 
 
 async def test_changes_are_coalesced_and_numbered_without_gaps(publisher: StatePublisher) -> None:

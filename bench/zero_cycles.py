@@ -1,0 +1,234 @@
+"""To zero and back, again and again: requests that find no replica are all answered, and soon after one is ready.
+
+`pagemill up` serves the embedded model with `minReplicas: 0` and a short `scaleToZeroAfter`. Requests come at random: when
+no process is left, while the last one goes, at the instant at which it is ordered to go; one or several at once, one
+more during the start; streamed and whole. Every text is compared with the one of an undisturbed engine. With
+`--simulated N` so many cycles pass in the simulator instead (`zero_simulated`).
+
+Overhead over ready: from the instant at which the engine says of itself that it is ready (its `/readyz` tells for how
+long it has been; no probe, no process in between) to the first token of a request that was held, or to the whole answer
+where it was not streamed, less what the same requests, sent at once again, then take on the ready idle engine (median
+of several times). Exits with 1 when an answer failed, was cut or is another one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from exact_load import ExactLoad, Prompt, Record
+from local_replicas import Up, pagemill_up
+from report import emit, markdown_table, median
+from workload import MODEL
+from zero_simulated import simulate_cycles
+
+NAME = "smollm2"
+IDLE_S = 2.0
+"""`scaleToZeroAfter`."""
+NUM_TOKENS = 8
+NUM_AGAIN = 3
+POLL_S = 0.02
+GOES_TIMEOUT_S = 120.0
+Moment = Literal["gone", "leaving", "falling"]
+MOMENTS: tuple[Moment, ...] = ("gone", "leaving", "falling")
+"""No process is left; the order to go was given; `IDLE_S` after the latest answer, give or take a second."""
+DEPLOYMENT = """\
+apiVersion: pagemill.dev/v1alpha1
+kind: LLMDeployment
+metadata:
+  name: {name}
+spec:
+  model: {{source: "{model}", name: {name}}}
+  engine: {{maxModelLen: 512, maxNumSeqs: 8, kvCacheMemory: 64Mi, deterministic: true, prefixCaching: {{enabled: false}}}}
+  resources: {{gpus: 0}}
+  autoscaling: {{minReplicas: 0, maxReplicas: 1, scaleToZeroAfter: {idle_s:g}s}}
+  routing: {{queue: {{timeout: 120s}}}}
+"""
+COLUMNS = ["cycles", "requests", "failed", "cold start p50 s", "p95 s", "overhead over ready p50 ms", "p95 ms", "max ms"]
+
+
+class Arrival(NamedTuple):
+    """The requests of one cycle, by what is drawn for it."""
+
+    moment: Moment
+    delay_s: float
+    """After the moment; before `falling` where it is negative."""
+    requests: tuple[tuple[Prompt, bool], ...]
+    """At once; whether streamed."""
+    late_s: float | None
+    """One more, so long after them."""
+
+
+class Cycle(NamedTuple):
+    moment: Moment
+    cold_start_s: float | None
+    """From the first request until the replica was ready; None: one was still there and took it."""
+    overheads_s: tuple[float, ...]
+    """Of each request that was held."""
+
+
+def draw_arrival(source: random.Random, prompts: Sequence[Prompt]) -> Arrival:
+    moment = source.choice(MOMENTS)
+    delay_s = {
+        "gone": source.uniform(0.0, 3.0),
+        "leaving": source.uniform(0.0, 0.5),
+        "falling": source.uniform(-0.5, 1.5),
+    }[moment]
+    count = source.choice((1, 1, 2, 3))
+    requests = tuple((source.choice(prompts), source.random() < 0.7) for _ in range(count))
+    return Arrival(moment, delay_s, requests, source.uniform(0.2, 3.0) if source.random() < 0.3 else None)
+
+
+def overheads_s(ready_s: float, held: Sequence[Record], again: Sequence[Sequence[Record]]) -> tuple[float, ...]:
+    """Of each held request; `again`: the same ones in the same order on the idle engine, several times."""
+    usual_s = [median([each.first_s for each in times]) for times in zip(*again, strict=True)]
+    return tuple(
+        record.sent_s + record.first_s - ready_s - usual for record, usual in zip(held, usual_s, strict=True)
+    )
+
+
+class Cycles:
+    def __init__(self, up: Up, load: ExactLoad) -> None:
+        self._up = up
+        self._load = load
+        self.done: list[Cycle] = []
+
+    async def run(self, arrival: Arrival) -> Cycle:
+        """From an idle replica to the next one."""
+        await self._until(arrival)
+        asked = [*arrival.requests, *((arrival.requests[0],) if arrival.late_s is not None else ())]
+        delays_s = [0.0] * len(arrival.requests) + [arrival.late_s or 0.0]
+        records = await asyncio.gather(
+            *(self._ask(each, delay_s) for each, delay_s in zip(asked, delays_s, strict=False))
+        )
+        ready_s = await asyncio.to_thread(self._ready_since_s)
+        held = [(each, record) for each, record in zip(asked, records, strict=True) if record.sent_s < ready_s]
+        overheads = await self._overheads_s(ready_s, held) if held else ()
+        cycle = Cycle(arrival.moment, ready_s - records[0].sent_s if held else None, overheads)
+        self.done.append(cycle)
+        return cycle
+
+    async def _overheads_s(self, ready_s: float, held: list[tuple[tuple[Prompt, bool], Record]]) -> tuple[float, ...]:
+        again = [await asyncio.gather(*(self._ask(each) for each, _ in held)) for _ in range(NUM_AGAIN)]
+        if any(record.outcome != "complete" for record in [*(r for _, r in held), *(r for g in again for r in g)]):
+            return ()
+        return overheads_s(ready_s, [record for _, record in held], again)
+
+    async def _ask(self, request: tuple[Prompt, bool], delay_s: float = 0.0) -> Record:
+        await asyncio.sleep(delay_s)
+        prompt, streamed = request
+        return await self._load.ask(prompt, streamed=streamed)
+
+    async def _until(self, arrival: Arrival) -> None:
+        if arrival.moment == "falling":
+            await asyncio.sleep(IDLE_S + arrival.delay_s)
+            return
+        async with asyncio.timeout(GOES_TIMEOUT_S):
+            while not await asyncio.to_thread(self._has_come, arrival.moment):  # noqa: ASYNC110
+                await asyncio.sleep(POLL_S)
+        await asyncio.sleep(arrival.delay_s)
+
+    def _has_come(self, moment: Moment) -> bool:
+        ordered = self._up.scalings(NAME)
+        is_ordered = bool(ordered) and ordered[-1][1] == 0
+        return is_ordered and (moment == "leaving" or not self._up.replicas())
+
+    def _ready_since_s(self) -> float:
+        """Of the replica that was ready last."""
+        since = [each.ready_since_s() for each in self._up.replicas().values()]
+        return max((at_s for at_s in since if at_s is not None), default=float("nan"))
+
+
+
+async def play(up: Up, url: str, args: argparse.Namespace) -> tuple[ExactLoad, list[Cycle]]:
+    load = ExactLoad(url, NAME, 1, NUM_TOKENS)
+    cycles, source = Cycles(up, load), random.Random(args.seed)
+    try:
+        await load.learn()
+        while _num_cold(cycles.done) < args.cycles and not load.faults:
+            cycle = await cycles.run(draw_arrival(source, load.prompts))
+            _tell(f"{_num_cold(cycles.done)} of {args.cycles}: {_words(cycle)}")
+    finally:
+        await load.close()
+    return load, cycles.done
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cycles", type=int, default=60, help="of real processes")
+    parser.add_argument("--simulated", type=int, metavar="N", help="so many cycles in the simulator instead")
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    if args.simulated:
+        simulate_cycles(args.simulated, args.seed)
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "deployment.yaml"
+        file.write_text(DEPLOYMENT.format(name=NAME, model=MODEL, idle_s=IDLE_S))
+        with pagemill_up(file, Path(folder) / "log") as up:
+            up.wait_ready(1)
+            assert up.url is not None
+            load, done = asyncio.run(play(up, up.url, args))
+            ordered = Counter(up.scalings(NAME))
+    report(load, done, ordered)
+
+
+def report(load: ExactLoad, done: Sequence[Cycle], ordered: Counter[tuple[int, int]]) -> None:
+    colds_s = sorted(each.cold_start_s for each in done if each.cold_start_s is not None)
+    overheads_ms = sorted(1000 * each for cycle in done for each in cycle.overheads_s)
+    result: dict[str, Any] = {
+        "num_cycles": len(colds_s),
+        "num_met_awake": len(done) - len(colds_s),
+        "moments": Counter(each.moment for each in done if each.cold_start_s is not None),
+        "ordered": {f"{before} to {after}": count for (before, after), count in ordered.items()},
+        "outcomes": load.counts(),
+        "cold_starts_s": [round(each, 3) for each in colds_s],
+        "overheads_ms": [round(each, 1) for each in overheads_ms],
+        "faults": [each._asdict() for each in load.faults[:5]],
+    }
+    row = table_row(colds_s, overheads_ms, len(load.records), len(load.faults))
+    emit("zero_cycles", COLUMNS, [row], result)
+    print(markdown_table(COLUMNS, [row]))
+    if load.faults:
+        raise SystemExit(f"{len(load.faults)} of {len(load.records)} answers are not as they were: {load.faults[0]}")
+
+
+def table_row(colds_s: Sequence[float], overheads_ms: Sequence[float], num_requests: int, num_failed: int) -> list[str]:
+    """Of sorted values."""
+    colds = [f"{percentile(colds_s, percent):.2f}" for percent in (50, 95)]
+    overheads = [f"{percentile(overheads_ms, percent):.0f}" for percent in (50, 95, 100)]
+    return [str(len(colds_s)), str(num_requests), str(num_failed), *colds, *overheads]
+
+
+def percentile(ordered: Sequence[float], percent: int) -> float:
+    """Nearest rank; NaN of nothing."""
+    return ordered[max(0, -(-len(ordered) * percent // 100) - 1)] if ordered else float("nan")
+
+
+def _num_cold(done: Sequence[Cycle]) -> int:
+    return sum(each.cold_start_s is not None for each in done)
+
+
+def _words(cycle: Cycle) -> str:
+    if cycle.cold_start_s is None:
+        return f"{cycle.moment}, still awake"
+    overheads = " ".join(f"{1000 * each:.0f}" for each in cycle.overheads_s)
+    return f"{cycle.moment}, ready after {cycle.cold_start_s:.2f} s, overhead {overheads} ms"
+
+
+def _tell(line: str) -> None:
+    sys.stderr.write(f"{time.strftime('%H:%M:%S')} {line}\n")
+
+
+if __name__ == "__main__":
+    main()
