@@ -1,0 +1,203 @@
+"""Load that rises until real engines are three, and ends: `pagemill up` scales 1 to 3 to 1, and no request fails.
+
+One client asks, streamed and whole in turn; then there is one more every `--step` seconds, up to `NUM_CLIENTS`, which are
+more than two replicas run at once; some time after three are ready all but one leave. Reports when replicas were
+ordered, ready and gone, and the time to the first token by phase. Every text is compared with the one of an undisturbed
+engine. Exits with 1 when an answer failed, or three replicas, or one again, were not there in time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from exact_load import ExactLoad, Record
+from local_replicas import Up, pagemill_up
+from report import emit, markdown_table
+from workload import MODEL
+from zero_cycles import percentile
+
+NAME = "smollm2"
+MOST_REPLICAS = 3
+NUM_CLIENTS = 16
+NUM_TOKENS = 24
+POLL_S = 0.25
+DEPLOYMENT = """\
+apiVersion: pagemill.dev/v1alpha1
+kind: LLMDeployment
+metadata:
+  name: {name}
+spec:
+  model: {{source: "{model}", name: {name}}}
+  engine: {{maxModelLen: 512, maxNumSeqs: 4, kvCacheMemory: 64Mi, deterministic: true}}
+  resources: {{gpus: 0}}
+  autoscaling:
+    minReplicas: 1
+    maxReplicas: {most}
+    targets: {{queueDepth: 2}}
+    behavior: {{scaleDown: {{stabilizationWindowSeconds: {window_s}}}}}
+  routing: {{queue: {{timeout: 120s}}}}
+"""
+COLUMNS = ["phase", "seconds", "answers", "failed", "TTFT p50 ms", "p95 ms", "max ms"]
+
+
+class Event(NamedTuple):
+    at_s: float
+    """Since the load began."""
+    words: str
+
+
+class Phase(NamedTuple):
+    name: str
+    begin_s: float
+    """On the monotonic clock."""
+
+
+@dataclass
+class Watch:
+    """What is ordered and what is ready, as it changes."""
+
+    up: Up
+    begun_s: float = field(default_factory=time.monotonic)
+    events: list[Event] = field(default_factory=list)
+    ready: int = 1
+    running: int = 1
+    _num_ordered: int = 0
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.to_thread(self._look)
+            await asyncio.sleep(POLL_S)
+
+    def _look(self) -> None:
+        ordered = self.up.scalings(NAME)
+        for before, after in ordered[self._num_ordered :]:
+            self._note(f"{before} to {after} ordered")
+        self._num_ordered = len(ordered)
+        replicas = list(self.up.replicas().values())
+        ready = sum(each.ready for each in replicas)
+        if ready != self.ready:
+            self._note(f"{ready} ready")
+        if len(replicas) < self.running:
+            self._note(f"{len(replicas)} running")
+        self.ready, self.running = ready, len(replicas)
+
+    def _note(self, words: str) -> None:
+        self.events.append(Event(time.monotonic() - self.begun_s, words))
+        sys.stderr.write(f"{self.events[-1].at_s:6.1f} s  {words}\n")
+
+
+class Clients:
+    """As many as are wanted, each with one request at a time."""
+
+    def __init__(self, load: ExactLoad) -> None:
+        self._load = load
+        self._wanted = 0
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def want(self, count: int) -> None:
+        self._wanted = count
+        self._tasks += [asyncio.create_task(self._ask_on(number)) for number in range(len(self._tasks), count)]
+
+    async def end(self) -> None:
+        """Every request that was begun is finished."""
+        self._wanted = 0
+        await asyncio.gather(*self._tasks)
+
+    async def _ask_on(self, number: int) -> None:
+        turn, prompts = number, self._load.prompts
+        while number < self._wanted:
+            await self._load.ask(prompts[turn % len(prompts)], streamed=(turn + turn // len(prompts)) % 2 == 0)
+            turn += NUM_CLIENTS + 1
+
+
+async def play(up: Up, url: str, args: argparse.Namespace) -> tuple[ExactLoad, list[Phase], Watch]:
+    load = ExactLoad(url, NAME, 1, NUM_TOKENS)
+    try:
+        await load.learn()
+        watch, clients, phases = Watch(up), Clients(load), list[Phase]()
+        watching = asyncio.create_task(watch.run())
+        try:
+            async with asyncio.timeout(args.limit):
+                phases.append(Phase("one client", time.monotonic()))
+                clients.want(1)
+                await asyncio.sleep(args.hold)
+                phases.append(Phase(f"rising to {NUM_CLIENTS}", time.monotonic()))
+                await _rise(clients, watch, args.step)
+                phases.append(Phase(f"{NUM_CLIENTS} clients, {MOST_REPLICAS} ready", time.monotonic()))
+                await asyncio.sleep(args.hold)
+                phases.append(Phase("one client again", time.monotonic()))
+                clients.want(1)
+                while watch.running > 1:
+                    await asyncio.sleep(POLL_S)
+        finally:
+            phases.append(Phase("end", time.monotonic()))
+            await clients.end()
+            watching.cancel()
+    finally:
+        await load.close()
+    return load, phases, watch
+
+
+async def _rise(clients: Clients, watch: Watch, step_s: float) -> None:
+    for count in range(2, NUM_CLIENTS + 1):
+        clients.want(count)
+        await asyncio.sleep(step_s)
+    while watch.ready < MOST_REPLICAS:
+        await asyncio.sleep(POLL_S)
+
+
+def table_rows(records: Sequence[Record], phases: Sequence[Phase]) -> list[list[str]]:
+    """By when a request was sent; the last of `phases` is the end."""
+    rows = []
+    for phase, following in zip(phases, phases[1:], strict=False):
+        sent = [each for each in records if phase.begin_s <= each.sent_s < following.begin_s]
+        failed = sum(each.outcome != "complete" for each in sent)
+        ttfts_ms = sorted(1000 * each.ttft_s for each in sent if each.ttft_s is not None)
+        shares = [f"{percentile(ttfts_ms, percent):.0f}" for percent in (50, 95, 100)]
+        rows.append([phase.name, f"{following.begin_s - phase.begin_s:.0f}", str(len(sent)), str(failed), *shares])
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--step", type=float, default=2.0, help="seconds from one more client to the next")
+    parser.add_argument("--hold", type=float, default=30.0, help="seconds of one client, and of all with three replicas")
+    parser.add_argument("--window", type=int, default=20, help="seconds that fewer replicas must do before they go")
+    parser.add_argument("--limit", type=float, default=360.0, help="seconds for all of it")
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "deployment.yaml"
+        file.write_text(DEPLOYMENT.format(name=NAME, model=MODEL, most=MOST_REPLICAS, window_s=args.window))
+        with pagemill_up(file, Path(folder) / "log") as up:
+            up.wait_ready(1)
+            assert up.url is not None
+            load, phases, watch = asyncio.run(play(up, up.url, args))
+    report(load, phases, watch)
+
+
+def report(load: ExactLoad, phases: Sequence[Phase], watch: Watch) -> None:
+    rows = table_rows(load.records, phases)
+    result: dict[str, Any] = {
+        "events": [[round(event.at_s, 1), event.words] for event in watch.events],
+        "outcomes": load.counts(),
+        "faults": [each._asdict() for each in load.faults[:5]],
+    }
+    emit("local_ramp", COLUMNS, rows, result)
+    print(markdown_table(COLUMNS, rows))
+    print(markdown_table(["at s", "replicas"], [[f"{event.at_s:.1f}", event.words] for event in watch.events]))
+    if load.faults:
+        raise SystemExit(f"{len(load.faults)} of {len(load.records)} answers are not as they were: {load.faults[0]}")
+
+
+if __name__ == "__main__":
+    main()

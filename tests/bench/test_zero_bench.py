@@ -1,0 +1,125 @@
+"""The benches of zero and of the ramp: what is drawn, counted and subtracted, and what is read from the command."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from exact_load import Record, prompts
+from local_ramp import Phase, table_rows
+from local_replicas import Replica, Up
+from zero_cycles import IDLE_S, MOMENTS, draw_arrival, overheads_s, percentile, table_row
+from zero_simulated import Totals, count_cycles, simulate_visits, visits
+
+
+def record(sent_s: float, seconds: float, ttft_s: float | None = None, outcome: str = "complete") -> Record:
+    return Record(cast(Any, outcome), ttft_s is not None, seconds, ttft_s, "", sent_s)
+
+
+def test_the_same_seed_draws_the_same_arrivals_and_all_kinds_come() -> None:
+    asked = prompts(8)
+    drawn = [[draw_arrival(source, asked) for _ in range(200)] for source in (random.Random(3), random.Random(3))]
+    assert drawn[0] == drawn[1]
+    arrivals = drawn[0]
+    assert {each.moment for each in arrivals} == set(MOMENTS)
+    assert {len(each.requests) for each in arrivals} == {1, 2, 3}
+    assert {streamed for each in arrivals for _, streamed in each.requests} == {True, False}
+    assert any(each.late_s is not None for each in arrivals)
+    falling = [each.delay_s for each in arrivals if each.moment == "falling"]
+    assert min(falling) < 0 < max(falling)
+    assert -IDLE_S < min(falling)
+
+
+def test_overhead_is_what_comes_after_ready_less_what_the_same_request_takes_on_an_idle_engine() -> None:
+    held = [record(100.0, 9.0, ttft_s=5.3), record(101.0, 5.0)]
+    again = [
+        [record(200.0, 2.0, ttft_s=0.2), record(200.0, 0.8)],
+        [record(210.0, 2.0, ttft_s=0.9), record(210.0, 0.1)],
+        [record(220.0, 2.0, ttft_s=0.25), record(220.0, 0.9)],
+    ]
+    streamed, whole = overheads_s(105.0, held, again)
+    assert streamed == pytest.approx(100.0 + 5.3 - 105.0 - 0.25)
+    assert whole == pytest.approx(101.0 + 5.0 - 105.0 - 0.8)
+
+
+def test_percentiles_are_nearest_ranks() -> None:
+    values = [float(number) for number in range(1, 21)]
+    assert [percentile(values, percent) for percent in (5, 50, 95, 100)] == [1.0, 10.0, 19.0, 20.0]
+    assert percentile([7.0], 50) == 7.0
+    assert table_row([1.0, 2.0], [-3.0, 40.0], 9, 1) == ["2", "9", "1", "1.00", "2.00", "-3", "40", "40"]
+    assert table_row([], [], 0, 0)[3:] == ["nan"] * 5
+
+
+def test_a_ramps_answers_are_counted_by_the_phase_in_which_they_were_sent() -> None:
+    records = [record(1.0, 3.0, 0.1), record(2.5, 1.0, 0.3), record(2.9, 1.0), record(3.0, 1.0, 0.2, "failed")]
+    rows = table_rows(records, [Phase("one", 0.0), Phase("two", 2.0), Phase("end", 3.5)])
+    assert rows == [["one", "2", "1", "0", "100", "100", "100"], ["two", "2", "3", "1", "200", "300", "300"]]
+
+
+def test_simulated_cycles_are_counted_and_nobody_is_left_out() -> None:
+    workload = visits(30, 5)
+    assert workload == visits(30, 5)
+    assert workload.requests != visits(30, 6).requests
+    arrivals = [each.arrival_s for each in workload.requests]
+    assert arrivals == sorted(arrivals)
+    assert arrivals[-1] < workload.duration_s
+    outcome = simulate_visits(30, 5)
+    assert 10 <= count_cycles(outcome) <= 30
+    totals = Totals().plus(outcome).plus(outcome)
+    assert totals.num_cycles == 2 * count_cycles(outcome)
+    assert (len(totals.ttfts_s), totals.num_lost, totals.num_refused) == (2 * len(workload.requests), 0, 0)
+
+
+def test_what_the_autoscaler_ordered_is_read_from_what_the_command_says(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text(
+        "m-0: ready (4.2 s)\n"
+        "m: scaled to 0 replicas from 1: no request for 2 s (9.0 s)\n"
+        "other: scaled to 7 replicas from 1: (9.1 s)\n"
+        "m: scaled to 3 replicas from 0: 9 requests wait (11.0 s)\n"
+    )
+    up = Up(cast("subprocess.Popen[str]", None), log)
+    assert up.scalings("m") == [(1, 0), (0, 3)]
+
+
+class _Readyz(BaseHTTPRequestHandler):
+    status = 200
+
+    def do_GET(self) -> None:
+        self.send_response(self.status)
+        self.end_headers()
+        self.wfile.write(json.dumps({"phase": "ready", "phase_s": 12.5}).encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def readyz() -> Iterator[type[_Readyz]]:
+    handler = type("Handler", (_Readyz,), {})
+    server = HTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    handler.port = server.server_port  # type: ignore[attr-defined]
+    yield handler
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_replica_tells_since_when_it_is_ready_and_one_that_is_not_tells_nothing(readyz: Any) -> None:
+    replica = Replica("m-0", 1, readyz.port)
+    before_s = time.monotonic()
+    since_s = replica.ready_since_s()
+    assert since_s is not None
+    assert before_s - 12.5 <= since_s <= time.monotonic() - 12.5
+    readyz.status = 503
+    assert replica.ready_since_s() is None
