@@ -1,9 +1,9 @@
 """Load that rises until real engines are three, and ends: `pagemill up` scales 1 to 3 to 1, and no request fails.
 
-One client asks, streamed and whole in turn; then there is one more every `--step` seconds, up to `NUM_CLIENTS`, which are
-more than two replicas run at once; some time after three are ready all but one leave. Reports when replicas were
-ordered, ready and gone, and the time to the first token by phase. Every text is compared with the one of an undisturbed
-engine. Exits with 1 when an answer failed, or three replicas, or one again, were not there in time.
+One client asks, streamed and whole in turn; then there is one more every `--step` seconds, up to `NUM_CLIENTS`, more
+than two replicas run at once; some time after three are ready all but one leave. Reports when replicas were ordered,
+ready and gone, and the time to the first token by phase. Every text is compared with the one of an undisturbed engine.
+Exits with 1 when an answer failed, or three replicas, or one again, were not there in time.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,11 +72,18 @@ class Watch:
     ready: int = 1
     running: int = 1
     _num_ordered: int = 0
+    _looked: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     async def run(self) -> None:
         while True:
             await asyncio.to_thread(self._look)
+            async with self._looked:
+                self._looked.notify_all()
             await asyncio.sleep(POLL_S)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with self._looked:
+            await self._looked.wait_for(condition)
 
     def _look(self) -> None:
         ordered = self.up.scalings(NAME)
@@ -136,8 +144,7 @@ async def play(up: Up, url: str, args: argparse.Namespace) -> tuple[ExactLoad, l
                 await asyncio.sleep(args.hold)
                 phases.append(Phase("one client again", time.monotonic()))
                 clients.want(1)
-                while watch.running > 1:
-                    await asyncio.sleep(POLL_S)
+                await watch.until(lambda: watch.running == 1)
         finally:
             phases.append(Phase("end", time.monotonic()))
             await clients.end()
@@ -151,14 +158,13 @@ async def _rise(clients: Clients, watch: Watch, step_s: float) -> None:
     for count in range(2, NUM_CLIENTS + 1):
         clients.want(count)
         await asyncio.sleep(step_s)
-    while watch.ready < MOST_REPLICAS:
-        await asyncio.sleep(POLL_S)
+    await watch.until(lambda: watch.ready == MOST_REPLICAS)
 
 
 def table_rows(records: Sequence[Record], phases: Sequence[Phase]) -> list[list[str]]:
     """By when a request was sent; the last of `phases` is the end."""
     rows = []
-    for phase, following in zip(phases, phases[1:], strict=False):
+    for phase, following in pairwise(phases):
         sent = [each for each in records if phase.begin_s <= each.sent_s < following.begin_s]
         failed = sum(each.outcome != "complete" for each in sent)
         ttfts_ms = sorted(1000 * each.ttft_s for each in sent if each.ttft_s is not None)
@@ -170,7 +176,7 @@ def table_rows(records: Sequence[Record], phases: Sequence[Phase]) -> list[list[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--step", type=float, default=2.0, help="seconds from one more client to the next")
-    parser.add_argument("--hold", type=float, default=30.0, help="seconds of one client, and of all with three replicas")
+    parser.add_argument("--hold", type=float, default=30.0, help="seconds of one client; of all with three replicas")
     parser.add_argument("--window", type=int, default=20, help="seconds that fewer replicas must do before they go")
     parser.add_argument("--limit", type=float, default=360.0, help="seconds for all of it")
     args = parser.parse_args()

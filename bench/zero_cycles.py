@@ -1,8 +1,8 @@
 """To zero and back, again and again: requests that find no replica are all answered, and soon after one is ready.
 
-`pagemill up` serves the embedded model with `minReplicas: 0` and a short `scaleToZeroAfter`. Requests come at random: when
-no process is left, while the last one goes, at the instant at which it is ordered to go; one or several at once, one
-more during the start; streamed and whole. Every text is compared with the one of an undisturbed engine. With
+`pagemill up` serves the embedded model with `minReplicas: 0` and a short `scaleToZeroAfter`. Requests come at random:
+when no process is left, while the last one goes, at the instant at which it is ordered to go; one or several at once,
+one more during the start; streamed and whole. Every text is compared with the one of an undisturbed engine. With
 `--simulated N` so many cycles pass in the simulator instead (`zero_simulated`).
 
 Overhead over ready: from the instant at which the engine says of itself that it is ready (its `/readyz` tells for how
@@ -48,12 +48,13 @@ metadata:
   name: {name}
 spec:
   model: {{source: "{model}", name: {name}}}
-  engine: {{maxModelLen: 512, maxNumSeqs: 8, kvCacheMemory: 64Mi, deterministic: true, prefixCaching: {{enabled: false}}}}
+  engine:
+    {{maxModelLen: 512, maxNumSeqs: 8, kvCacheMemory: 64Mi, deterministic: true, prefixCaching: {{enabled: false}}}}
   resources: {{gpus: 0}}
   autoscaling: {{minReplicas: 0, maxReplicas: 1, scaleToZeroAfter: {idle_s:g}s}}
   routing: {{queue: {{timeout: 120s}}}}
 """
-COLUMNS = ["cycles", "requests", "failed", "cold start p50 s", "p95 s", "overhead over ready p50 ms", "p95 ms", "max ms"]
+COLUMNS = ["cycles", "requests", "failed", "cold start p50 s", "p95 s", "over ready p50 ms", "p95 ms", "max ms"]
 
 
 class Arrival(NamedTuple):
@@ -91,9 +92,7 @@ def draw_arrival(source: random.Random, prompts: Sequence[Prompt]) -> Arrival:
 def overheads_s(ready_s: float, held: Sequence[Record], again: Sequence[Sequence[Record]]) -> tuple[float, ...]:
     """Of each held request; `again`: the same ones in the same order on the idle engine, several times."""
     usual_s = [median([each.first_s for each in times]) for times in zip(*again, strict=True)]
-    return tuple(
-        record.sent_s + record.first_s - ready_s - usual for record, usual in zip(held, usual_s, strict=True)
-    )
+    return tuple(record.sent_s + record.first_s - ready_s - usual for record, usual in zip(held, usual_s, strict=True))
 
 
 class Cycles:
@@ -146,7 +145,6 @@ class Cycles:
         """Of the replica that was ready last."""
         since = [each.ready_since_s() for each in self._up.replicas().values()]
         return max((at_s for at_s in since if at_s is not None), default=float("nan"))
-
 
 
 async def play(up: Up, url: str, args: argparse.Namespace) -> tuple[ExactLoad, list[Cycle]]:

@@ -67,9 +67,7 @@ def visits(num_visits: int, seed: int) -> Workload:
 
 
 def simulate_visits(num_visits: int, seed: int) -> Outcome:
-    settings = FleetSettings(
-        engine=ENGINE, bounds=Bounds(0, 1), cold_start=COLD_START, drain_timeout_s=10.0, seed=seed
-    )
+    settings = FleetSettings(engine=ENGINE, bounds=Bounds(0, 1), cold_start=COLD_START, drain_timeout_s=10.0, seed=seed)
     return simulate_fleet(visits(num_visits, seed), settings, PagemillPolicy(Policy("Active", 0, 1, idle_s=IDLE_S)))
 
 

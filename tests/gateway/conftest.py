@@ -110,8 +110,6 @@ class FakeEngine:
         self.behaviour: Behaviour = says("hello", " world")
         self.bundle_bytes = BUNDLE.to_bytes()
         self.bundle_digest = BUNDLE.digest
-        self.announces_bundle = True
-        """While it is not ready."""
         self.num_bundles_asked = 0
         self.port = 0
         self._sequence = 0
@@ -164,19 +162,13 @@ class FakeEngine:
             sequence=self._sequence,
             snapshot=snapshot,
             load=self.load,
-            digests=self._digests(),
+            digests=Digests(weights=self.weights_digest, tokenizer_bundle=self.bundle_digest),
             silent_s=self.silent_s,
             max_model_len=self.max_model_len,
             max_num_seqs=self.max_num_seqs,
             models=[MODEL],
             draining=self.draining,
         )
-
-    def _digests(self) -> Digests:
-        """The tokenizer is known before the engine is ready, unless it is one of before."""
-        if self.max_model_len:
-            return Digests(weights=self.weights_digest, tokenizer_bundle=self.bundle_digest)
-        return Digests(tokenizer_bundle=self.bundle_digest if self.announces_bundle else "")
 
     async def _generate(self, http: web.Request) -> web.StreamResponse:
         if http.headers.get("Authorization") != f"Bearer {TOKEN}":

@@ -97,11 +97,11 @@ async def test_the_tokenizer_is_there_before_the_engine_is_ready(engines, gatewa
 
 
 async def test_an_engine_that_names_its_tokenizer_late_is_asked_for_it_then(engines, gateways, fake) -> None:
-    engine = engines[0]
-    engine.max_model_len, engine.announces_bundle = 0, False
+    engine, digest = engines[0], engines[0].bundle_digest
+    engine.max_model_len, engine.bundle_digest = 0, ""
     gateway = await gateways(engine, wait=False)
     await fake.until(lambda: engine.num_state_streams == 1)
-    await engine.push_state(max_model_len=fake.MAX_MODEL_LEN)
+    await engine.push_state(max_model_len=fake.MAX_MODEL_LEN, bundle_digest=digest)
     await gateway.know(engine)
     assert (await gateway.chat()).status == 200
 

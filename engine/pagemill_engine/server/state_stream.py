@@ -51,9 +51,7 @@ class StatePublisher:
     def describe(self, ready: Ready) -> None:
         """What the loaded engine is; known once it is ready."""
         self._update(
-            digests=msgspec.structs.replace(
-                self._next.digests, weights=ready.weights_digest, kv_dtype=ready.kv_dtype
-            ),
+            digests=msgspec.structs.replace(self._next.digests, weights=ready.weights_digest, kv_dtype=ready.kv_dtype),
             block_size=ready.block_size,
             max_model_len=ready.max_model_len,
             max_num_batched_tokens=ready.max_num_batched_tokens,

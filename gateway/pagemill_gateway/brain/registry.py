@@ -113,7 +113,7 @@ class Deployment:
     """When an endpoint last reported and would take requests, or its platform began to call one ready."""
     output_tokens: OutputTokens = field(default_factory=OutputTokens)
     bundle_digest: str = ""
-    """Of the tokenizer that one of its endpoints named last: those that come after it will most likely have the same."""
+    """Of the tokenizer that one of its endpoints named last: who comes after it will most likely have the same."""
     starts: Starts = field(default_factory=Starts)
 
     @property
