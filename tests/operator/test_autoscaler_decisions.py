@@ -132,6 +132,16 @@ def test_a_burst_removes_nothing_for_a_minute() -> None:
     assert scaled.decide(active=0.5, rate=1.0).reason == "ScaledDown"
 
 
+def test_the_last_replica_goes_by_its_own_window_also_after_a_burst() -> None:
+    scaled = Scaled(policy(min_replicas=0, idle_s=20.0), replicas=1)
+    assert scaled.decide(active=0.5, rate=1.0, burst=20.0).panic
+    scaled.now += 19
+    assert scaled.decide(arrivals=arrivals(0.3, idle_s=19.0)).replicas == 1
+    scaled.now += 2
+    decision = scaled.decide(arrivals=arrivals(0.3, idle_s=21.0))
+    assert (decision.replicas, decision.reason, decision.panic) == (0, "ScaledToZero", True)
+
+
 def test_zero_after_nobody_asked_for_long_enough_and_back_at_once() -> None:
     scaled = Scaled(policy(min_replicas=0, idle_s=120.0), replicas=1)
     assert scaled.decide(arrivals=arrivals(0.0, idle_s=119.0)).replicas == 1

@@ -1,7 +1,8 @@
 """`decide`: from policy, signals and memory to a decision and the next memory. Pure.
 
 The order is that of caution: what the goals wish for; nothing less while a number is missing; the windows; no start is
-cut short; the policies. Zero has a window of its own (`scaleToZeroAfter`), which the goal of the requests goes by.
+cut short; the policies. Zero has a window of its own (`scaleToZeroAfter`), which the goal of the requests goes by and
+no burst before it makes longer.
 """
 
 from __future__ import annotations
@@ -103,12 +104,13 @@ def _step(policy: Policy, signals: Signals, memory: Memory, wished: _Wished) -> 
         return _Step(wanted, "SignalsMissing", f"holding {wanted} replicas: {'; '.join(wished.missing)}")
     if wish == wanted:
         return _Step(wanted, "Steady", wished.leading.reason)
-    if _panics(memory, now):
+    is_last_idle = wish == 0 and wanted == 1 and is_idle(policy, signals)
+    if _panics(memory, now) and not is_last_idle:
         return _Step(wanted, "Panic", "nothing is removed within a minute of a burst")
     if (starts_s := _longest_start_s(signals)) and signals.fleet.starting and signals.fleet.starting_s < starts_s:
         message = f"{signals.fleet.starting} replicas start; none is removed meanwhile, for at most {starts_s:.0f} s"
         return _Step(wanted, "ReplicasStarting", message)
-    if wish == 0 and wanted == 1 and is_idle(policy, signals):
+    if is_last_idle:
         return _allowed(policy, signals, memory, wished, 0)
     calm = stabilized(wanted, wish, memory, policy, now)
     if calm == wanted:
