@@ -114,6 +114,11 @@ class PeerProcess:
     def resume(self) -> None:
         os.killpg(self.pid, signal.SIGCONT)
 
+    def kill(self) -> None:
+        """As a crash would; whatever it started goes too."""
+        os.killpg(self.pid, signal.SIGKILL)
+        self.stop()
+
     def stop(self) -> None:
         if self._process.poll() is None:
             self.resume()

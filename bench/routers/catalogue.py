@@ -46,6 +46,8 @@ class Start(NamedTuple):
     argv: list[str]
     port: int
     environment: Mapping[str, str] = {}
+    control_port: int = 0
+    """Ours."""
 
 
 class Router(NamedTuple):
@@ -74,7 +76,8 @@ def routers() -> dict[str, Router]:
     return {router.name: router for router in known}
 
 
-def start_pagemill(site: Site, policy: str = "Auto") -> Start:
+def start_pagemill(site: Site, policy: str = "Auto", changes: Mapping[str, object] = {}) -> Start:
+    """`changes`: of the settings."""
     port, control_port = free_port(), free_port()
     endpoints = [
         {
@@ -92,8 +95,9 @@ def start_pagemill(site: Site, policy: str = "Auto") -> Start:
         "max_requests": max(4096, site.max_streams),
         "catalog": {"models": [{**model, "engine_token": site.token} if site.token else model]},
     }
-    path = _write(site, "gateway.json", json.dumps(settings))
-    return Start([sys.executable, "-m", "pagemill_gateway", "--settings", str(path)], port)
+    path = _write(site, "gateway.json", json.dumps({**settings, **changes}))
+    argv = [sys.executable, "-m", "pagemill_gateway", "--settings", str(path)]
+    return Start(argv, port, control_port=control_port)
 
 
 def start_nginx(site: Site) -> Start:

@@ -75,11 +75,17 @@ class Pod:
         """Of prompts and answers under way."""
         self._granules: dict[bytes, None] = {}
         """The prefix cache, least recently used first."""
+        self._num_played = 0
+        """Requests that nobody has sent."""
+        self._step_time = STEP_TIME
         self._added: list[bytes] = []
         self._removed: list[bytes] = []
         self._sequence = 0
         self._readers: dict[asyncio.Transport, Callable[[bytes], None]] = {}
-        self._changed = False
+        self.num_frames = 0
+        """Sent to gateways."""
+        self._publishing: asyncio.TimerHandle | None = None
+        self._published_at = -HEARTBEAT_S
         self._ticking = False
         # Not all pods at once: nothing keeps real ones in step.
         self._loop.call_later(HEARTBEAT_S * random.random(), self._beat)
@@ -101,6 +107,22 @@ class Pod:
         if self._streams.pop(stream, False) is None:
             self._ended(stream)
 
+    def play(self, num_requests: int, num_tokens: int, step_time: StepTimeParams) -> None:
+        """Report so many more requests with so many tokens in all, and what steps take by now."""
+        self._num_tokens += num_tokens
+        self._num_played += num_requests
+        self._step_time = step_time
+        self._touch()
+
+    def exchange(self, added: list[bytes], removed: list[bytes]) -> None:
+        """Granules come into the prefix cache and leave it without a request."""
+        self._granules.update(dict.fromkeys(added))
+        self._added += added
+        for granule in removed:
+            self._granules.pop(granule, None)
+        self._removed += removed
+        self._touch()
+
     def subscribe(self, transport: asyncio.Transport, write: Callable[[bytes], None]) -> None:
         """A gateway follows the state: everything now, then every change."""
         frame = self._frame(snapshot=True, added=list(self._granules))
@@ -112,7 +134,7 @@ class Pod:
 
     @property
     def num_running(self) -> int:
-        return len(self._streams)
+        return len(self._streams) + self._num_played
 
     @property
     def kv_usage(self) -> float:
@@ -153,16 +175,21 @@ class Pod:
         return num_known * step * BLOCK_SIZE
 
     def _touch(self) -> None:
-        if not self._changed:
-            self._changed = True
-            self._loop.call_later(FRAME_INTERVAL_S, self._publish)
+        """A change goes out at once, or when the latest frame is old enough."""
+        if self._publishing is None:
+            due_at = max(self._loop.time(), self._published_at + FRAME_INTERVAL_S)
+            self._publishing = self._loop.call_at(due_at, self._publish)
 
     def _beat(self) -> None:
-        self._publish()
-        self._loop.call_later(HEARTBEAT_S, self._beat)
+        if self._loop.time() - self._published_at >= HEARTBEAT_S:
+            self._publish()
+        self._loop.call_at(self._published_at + HEARTBEAT_S, self._beat)
 
     def _publish(self) -> None:
-        self._changed = False
+        if self._publishing is not None:
+            self._publishing.cancel()
+            self._publishing = None
+        self._published_at = self._loop.time()
         added, removed = self._added, self._removed
         self._added, self._removed = [], []
         self._sequence += 1
@@ -175,6 +202,7 @@ class Pod:
         for transport, write in self._readers.items():
             if transport.get_write_buffer_size() < MAX_UNREAD_BYTES:
                 write(data)
+                self.num_frames += 1
 
     def _frame(
         self, *, snapshot: bool = False, added: list[bytes] | None = None, removed: list[bytes] | None = None
@@ -184,7 +212,7 @@ class Pod:
             sequence=self._sequence,
             snapshot=snapshot,
             load=self._load(),
-            step_time=STEP_TIME,
+            step_time=self._step_time,
             digests=Digests(
                 weights=WEIGHTS, tokenizer_bundle=kind.bundle_digest, hash_version=HASH_VERSION, kv_dtype=KV_DTYPE
             ),
@@ -206,10 +234,10 @@ class Pod:
             num_blocks_free=total - active - evictable,
             num_blocks_evictable=evictable,
             num_blocks_active=active,
-            num_requests_running=len(self._streams),
+            num_requests_running=self.num_running,
             num_tokens_running=self._num_tokens,
             step_ms=self._kind.step_s * 1000,
         )
 
     def _num_active_blocks(self) -> int:
-        return min(self._kind.num_blocks, self._num_tokens // BLOCK_SIZE + len(self._streams))
+        return min(self._kind.num_blocks, self._num_tokens // BLOCK_SIZE + self.num_running)

@@ -2,7 +2,7 @@
 
 They speak our engine's protocol (`/internal/*`) and OpenAI's with the health, model and metrics routes that other
 routers look for. HTTP and nothing else; what a pod does is `pod`'s. Run as `python -m routers.pods --help`; the first
-line of stdout is JSON with the ports.
+line of stdout is JSON with the ports, and each SIGUSR1 brings one with the state frames sent so far.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import gc
 import json
+import signal
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -24,6 +25,7 @@ from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.openai import render
 from pagemill_protocol.text.bundle import bundle_digest
 from routers.answers import Answer, http_chunk
+from routers.busy import Busy, Habit
 from routers.pod import WEIGHTS, Kind, Pod, Stream
 
 _STREAM_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: %b\r\n%bTransfer-Encoding: chunked\r\n\r\n"
@@ -155,17 +157,24 @@ class Connection(asyncio.Protocol):
         self._transport.write(http_chunk(data))
 
 
-async def serve(num_pods: int, kind: Kind, model: Model) -> None:
+async def serve(num_pods: int, kind: Kind, model: Model, habit: Habit) -> None:
     """Listen on `num_pods` free ports, tell them, and serve until the process is ended."""
     loop = asyncio.get_running_loop()
-    ports = []
+    ports, pods = [], []
     for _ in range(num_pods):
         pod = Pod(kind, loop)
+        Busy(pod, habit, loop).begin()
+        pods.append(pod)
         server = await loop.create_server(partial(Connection, pod, model), "127.0.0.1", 0, backlog=4096)
         ports.append(server.sockets[0].getsockname()[1])
     print(json.dumps({"ports": ports}), flush=True)
+    loop.add_signal_handler(signal.SIGUSR1, _tell_frames, pods)
     gc.freeze()
     await asyncio.Event().wait()
+
+
+def _tell_frames(pods: list[Pod]) -> None:
+    print(json.dumps({"num_frames": sum(pod.num_frames for pod in pods)}), flush=True)
 
 
 def main() -> None:
@@ -176,10 +185,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32, help="of every answer")
     parser.add_argument("--step-ms", type=float, default=10.0, help="between two tokens of an answer")
     parser.add_argument("--blocks", type=int, default=16_384, help="KV blocks of a pod")
+    parser.add_argument("--granules", type=int, default=0, help="in each pod's prefix cache from the start")
+    parser.add_argument("--shared-granules", type=int, default=0, help="of these, the same in all pods")
+    parser.add_argument("--steps-per-s", type=float, default=0.0, help="of requests that nobody sends; 0: none")
+    parser.add_argument("--churn", type=int, default=0, help="granules that each such step adds, and evicts")
     args = parser.parse_args()
+    habit = Habit(args.granules, args.shared_granules, args.steps_per_s, args.churn)
     bundle = args.bundle.read_bytes()
     kind = Kind(args.model, args.step_ms / 1000, args.blocks, bundle_digest(bundle))
-    uvloop.run(serve(args.pods, kind, Model(kind, args.tokens, bundle)))
+    uvloop.run(serve(args.pods, kind, Model(kind, args.tokens, bundle), habit))
 
 
 if __name__ == "__main__":

@@ -45,6 +45,8 @@ class Scene(NamedTuple):
     num_prompt_tokens: int = 200
     patience_s: float = 20.0
     """For an answer, beyond what it takes by itself and after the last request."""
+    pod_options: tuple[str, ...] = ()
+    """Further ones of `routers.pods`."""
 
     @property
     def answer_s(self) -> float:
@@ -117,10 +119,11 @@ def stage(scene: Scene, where: Cores) -> Iterator[Stage]:
     bundle, bodies = _files(scene)
     argv = [sys.executable, "-m", "routers.pods", "--pods", str(scene.num_pods), "--model", MODEL]
     argv += ["--bundle", str(bundle), "--tokens", str(scene.num_tokens), "--step-ms", str(scene.step_ms)]
+    argv += scene.pod_options
     environment = {"PYTHONPATH": os.pathsep.join([str(BENCH), *filter(None, [os.environ.get("PYTHONPATH")])])}
-    pods = PeerProcess(_pinned(argv, where.load), environment, FOLDER / "pods.log")
+    pods = PeerProcess(pinned(argv, where.load), environment, FOLDER / "pods.log")
     argv = [sys.executable, "-m", "routers.generator"]
-    generator = PeerProcess(_pinned(argv, where.load), environment, FOLDER / "generator.log")
+    generator = PeerProcess(pinned(argv, where.load), environment, FOLDER / "generator.log")
     try:
         ports = pods.answer(START_TIMEOUT_S)["ports"]
         yield Stage(scene, where, pods, generator, ports, bodies)
@@ -137,7 +140,7 @@ def started(router: Router | None, around: Stage) -> Iterator[Running]:
         return
     folder = FOLDER / router.name
     start = router.start(Site(around.ports, folder, around.scene.max_streams))
-    process = PeerProcess(_pinned(start.argv, [around.where.router]), start.environment, folder / "log")
+    process = PeerProcess(pinned(start.argv, [around.where.router]), start.environment, folder / "log")
     running = Running(process, [start.port])
     try:
         _wait_answer(around, running)
@@ -168,7 +171,7 @@ def _files(scene: Scene) -> tuple[Path, Path]:
     return bundle, bodies
 
 
-def _pinned(argv: list[str], usable: list[int]) -> list[str]:
+def pinned(argv: list[str], usable: list[int]) -> list[str]:
     return ["taskset", "--cpu-list", ",".join(map(str, usable)), *argv]
 
 

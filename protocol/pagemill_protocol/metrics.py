@@ -294,6 +294,9 @@ GATEWAY_ENDPOINT_IN_FLIGHT = _gateway(
 GATEWAY_STATE_AGE_SECONDS = _gateway(
     "gauge", "endpoint_state_age_seconds", "Age of the last state frame of one engine.", ("model", "endpoint")
 )
+GATEWAY_PREFIX_GRANULES = _gateway(
+    "gauge", "prefix_granules", "Pieces of prompts that engines have told to be in their prefix caches, each once."
+)
 GATEWAY_CATALOG_MODELS = _gateway("gauge", "catalog_models", "Model names served, aliases not counted.")
 GATEWAY_CATALOG_CURRENT = _gateway(
     "gauge", "catalog_current", "1 while the catalogue follows the cluster's objects, 0 while it is the last known one."

@@ -46,6 +46,7 @@ class HeadMetrics:
         self._metrics.gauge(specs.GATEWAY_READY).set(int(ready))
         self._metrics.gauge(specs.GATEWAY_CATALOG_CURRENT).set(int(current))
         self._metrics.gauge(specs.GATEWAY_WORKERS).set(len(workers))
+        self._metrics.gauge(specs.GATEWAY_PREFIX_GRANULES).set(len(brain.placement.index))
         self._set_deployments(brain)
         departed = _of_endpoints(self._departed, brain.registry.endpoints)
         together = specs.add_up([self._metrics.samples(), departed, *workers])
