@@ -2,7 +2,8 @@
 
 Four pods with the real scheduler, KV cache and server on a simulated device, in processes of their own; the traffic is
 `bench/routing.py`'s, as chats in words. The routers are the real ones with their cache-aware policies. Each contender
-starts with fresh pods and takes all kinds of traffic; times are those of the simulated device. The machine takes part:
+starts with fresh pods and takes all kinds of traffic; times are those of the simulated device. `--gateways 1 3` puts
+one and then three in front of the pods, `--kill` kills one of them under load. The machine takes part:
 a busy one blurs small differences (`bench/routing.py` compares our own policies on a virtual clock). Exits with 1 when
 a request through our gateway failed.
 """
@@ -15,16 +16,17 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from peers.install import InstallFailed
 from peers.process import PeerFailed, PeerProcess
 from report import ROOT, machine, markdown_table
 from routers.catalogue import OURS, Site, Start, routers, start_pagemill
 from routers.chats import Chats, Told, words
-from routers.engines import TOKEN, engines
+from routers.engines import TOKEN, Engines, engines
 from routers.stage import FOLDER
 
 from pagemill_gateway.routing.policies import PolicyName
@@ -36,6 +38,10 @@ POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 DEFAULT = (f"{OURS} Cost", f"{OURS} LeastRequest", *RIVALS, "nginx")
 START_TIMEOUT_S = 120.0
 SETTLE_S = 2.0
+RANKS = ("mean", "p50", "p99")
+KILL_SEED = 99
+KILLED = "one gateway killed"
+"""As a kind of traffic: the first one that was asked for, once more."""
 
 Figures = dict[str, dict[str, dict[str, Any]]]
 """By traffic and contender."""
@@ -61,40 +67,75 @@ def main() -> None:
 def compare(
     name: str, found: Figures, problems: dict[str, str], args: argparse.Namespace, vocabulary: list[str]
 ) -> None:
-    """One contender under all traffic; what fails is told with its cause."""
-    try:
-        for kind, told in measure(_starter(name, args.uv), args, vocabulary):
-            found[kind][name] = figures(told)
-            _tell(f"{name}, {kind}: {json.dumps(found[kind][name])}")
-    except (InstallFailed, PeerFailed) as failure:
-        problems[name] = str(failure)
-        _tell(f"{name}: {failure}")
+    """One contender under all traffic, behind each number of gateways; what fails is told with its cause."""
+    for num_gateways in args.gateways:
+        label = labelled(name, num_gateways)
+        try:
+            for kind, values in measure(_starter(name, args.uv), num_gateways, args, vocabulary):
+                found.setdefault(kind, {})[label] = values
+                _tell(f"{label}, {kind}: {json.dumps(values)}")
+        except (InstallFailed, PeerFailed) as failure:
+            problems[label] = str(failure)
+            _tell(f"{label}: {failure}")
 
 
 def measure(
-    start: Callable[[Site], Start], args: argparse.Namespace, vocabulary: list[str]
-) -> Iterator[tuple[str, Told]]:
-    """Each kind of traffic with what came of it, all seeds together."""
+    start: Callable[[Site], Start], num_gateways: int, args: argparse.Namespace, vocabulary: list[str]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each kind of traffic with what came of it, all seeds together; then, if wished, one gateway is killed."""
     folder = FOLDER / "routing"
-    with engines(args.pods, args.slowdown, folder) as ports:
-        how = start(Site(ports.data_ports, folder, 4096, ports.control_ports, TOKEN))
-        router = PeerProcess(how.argv, how.environment, folder / "router.log")
-        url = f"http://127.0.0.1:{how.port}"
-        try:
-            _wait(router, url, vocabulary)
-            for kind in args.traffic:
-                told = Told()
-                for seed in range(1, args.seeds + 1):
-                    traffic = TRAFFIC[kind](seed)[: args.conversations]
-                    _add(
-                        told,
-                        Chats(url, vocabulary, args.slowdown).run(
-                            traffic, seed=list(TRAFFIC).index(kind) * 1000 + seed
-                        ),
-                    )
-                yield kind, told
-        finally:
-            router.stop()
+    with engines(args.pods, args.slowdown, folder) as ports, _gateways(start, ports, num_gateways, folder) as gateways:
+        for gateway in gateways:
+            _wait(gateway, vocabulary)
+        time.sleep(SETTLE_S)
+        chats = Chats([each.url for each in gateways], vocabulary, args.slowdown)
+        for kind in args.traffic:
+            told = Told()
+            for seed in range(1, args.seeds + 1):
+                traffic = TRAFFIC[kind](seed)[: args.conversations]
+                _add(told, chats.run(traffic, seed=list(TRAFFIC).index(kind) * 1000 + seed))
+            yield kind, figures(told)
+        if args.kill:
+            killed = gateways[0]
+            traffic = TRAFFIC[args.traffic[0]](KILL_SEED)[: args.conversations]
+            told = chats.run(traffic, seed=KILL_SEED, midway=killed.process.kill)
+            yield KILLED, survivors(told, killed.url)
+
+
+class Gateway(NamedTuple):
+    process: PeerProcess
+    url: str
+
+
+@contextmanager
+def _gateways(
+    start: Callable[[Site], Start], ports: Engines, num_gateways: int, folder: Path
+) -> Iterator[list[Gateway]]:
+    """So many routers of one kind, each with all engines behind it; none knows of the others."""
+    gateways: list[Gateway] = []
+    try:
+        for number in range(num_gateways):
+            own = folder / f"gateway-{number}"
+            how = start(Site(ports.data_ports, own, 4096, ports.control_ports, TOKEN))
+            process = PeerProcess(how.argv, how.environment, own / "router.log")
+            gateways.append(Gateway(process, f"http://127.0.0.1:{how.port}"))
+        yield gateways
+    finally:
+        for gateway in gateways:
+            gateway.process.stop()
+
+
+def labelled(name: str, num_gateways: int) -> str:
+    return name if num_gateways == 1 else f"{name} x{num_gateways}"
+
+
+def survivors(told: Told, killed_url: str) -> dict[str, Any]:
+    """Of a run in which the gateway of `killed_url` was killed: only what the others' clients met counts as failed."""
+    rest = Told(**{**told.__dict__, "faults": []})
+    for fault, url in zip(told.faults, told.faulty_urls, strict=True):
+        if url != killed_url:
+            rest.faults.append(fault)
+    return {**figures(rest), "num_cut_with_the_gateway": len(told.faults) - len(rest.faults)}
 
 
 def figures(told: Told) -> dict[str, Any]:
@@ -111,6 +152,20 @@ def figures(told: Told) -> dict[str, Any]:
     }
 
 
+def against_one(found: Figures) -> dict[str, dict[str, dict[str, float]]]:
+    """By traffic and contender: times behind several gateways over those behind one; 1 is as good."""
+    ratios: dict[str, dict[str, dict[str, float]]] = {}
+    for kind, by_name in found.items():
+        for label, values in by_name.items():
+            name, x, _ = label.rpartition(" x")
+            if x and name in by_name:
+                times = {
+                    rank: values[f"ttft_{rank}_ms"] / max(1e-9, by_name[name][f"ttft_{rank}_ms"]) for rank in RANKS
+                }
+                ratios.setdefault(kind, {})[label] = {rank: round(ratio, 3) for rank, ratio in times.items()}
+    return ratios
+
+
 def report(found: Figures, problems: dict[str, str], args: argparse.Namespace) -> None:
     about = machine()
     print(f"{about['cores']} cores of {about['cpu']}, {about['date']}, load {about['load_1min']}\n")
@@ -120,6 +175,7 @@ def report(found: Figures, problems: dict[str, str], args: argparse.Namespace) -
         print(f"- {name}: {cause}")
     line: dict[str, Any] = {"bench": "gateway_routing", "pods": args.pods, "slowdown": args.slowdown}
     line |= {"seeds": args.seeds, "p99_against_best_rival": against_rivals(found), "figures": found}
+    line |= {"against_one_gateway": against_one(found)}
     print(json.dumps({**line, "problems": problems, "machine": about}), flush=True)
     failed = [name for kind in found.values() for name, each in kind.items() if each["num_failed"]]
     ours = [name for name in [*failed, *problems] if name.startswith(OURS)]
@@ -151,7 +207,7 @@ def _merged(paths: list[Path]) -> tuple[Figures, dict[str, str]]:
 
 
 def _row(kind: str, name: str, values: dict[str, Any]) -> list[str]:
-    times = [f"{values[f'ttft_{rank}_ms']:.1f}" for rank in ("mean", "p50", "p99")]
+    times = [f"{values[f'ttft_{rank}_ms']:.1f}" for rank in RANKS]
     return [kind, name, *times, f"{values['cached_share']:.0%}", str(values["num_failed"])]
 
 
@@ -165,18 +221,17 @@ def _starter(name: str, uv: Path) -> Callable[[Site], Start]:
     return known.start
 
 
-def _wait(router: PeerProcess, url: str, vocabulary: list[str]) -> None:
+def _wait(gateway: Gateway, vocabulary: list[str]) -> None:
     """Until a short chat is answered in full."""
     [first, *_] = TRAFFIC["long and short"](0)
     short = first._replace(start_s=0.0, turns=[first.turns[0]._replace(token_ids=[1, 2, 3], num_output_tokens=2)])
     deadline = time.monotonic() + START_TIMEOUT_S
-    while faults := Chats(url, vocabulary, 1.0).run([short], seed=0).faults:
-        if router.ended:
-            raise PeerFailed(router.why_ended())
+    while faults := Chats([gateway.url], vocabulary, 1.0).run([short], seed=0).faults:
+        if gateway.process.ended:
+            raise PeerFailed(gateway.process.why_ended())
         if time.monotonic() > deadline:
             raise PeerFailed(f"no answer after {START_TIMEOUT_S:.0f} s: {faults[0]}")
         time.sleep(0.2)
-    time.sleep(SETTLE_S)
 
 
 def _add(total: Told, more: Told) -> None:
@@ -198,12 +253,19 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--traffic", nargs="+", choices=list(TRAFFIC), default=list(TRAFFIC))
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--pods", type=int, default=4)
+    parser.add_argument(
+        "--gateways", type=int, nargs="+", default=[1], metavar="N", help="in front of them, clients spread over them"
+    )
+    parser.add_argument("--kill", action="store_true", help="one of several gateways in a run of its own at the end")
     parser.add_argument("--conversations", type=int, help="of each traffic, at most; all of them")
     parser.add_argument("--slowdown", type=float, default=4.0, help="of the simulated device, and of the arrivals")
     parser.add_argument("--json", type=Path, help="keep the figures in this file")
     parser.add_argument("--render", type=Path, nargs="+", metavar="FILE", help="only show what these files hold")
     parser.add_argument("--uv", type=Path, default=ROOT / ".uv" / "bin" / "uv")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.kill and min(args.gateways) < 2:
+        parser.error("--kill needs two or more --gateways")
+    return args
 
 
 if __name__ == "__main__":

