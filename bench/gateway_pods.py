@@ -32,6 +32,8 @@ GOALS = {"idle": 0.1, "busy": 0.3}
 WHOLE_GOAL_S = 3.0
 MAX_PODS_SHARE = 0.9
 """Of their core: pods that have no more send fewer frames than they should."""
+BLOCKS_OF_ROWS = 8192
+"""More than the requests that a busy pod reports as running hold."""
 SETTLE_S = 3.0
 START_TIMEOUT_S = 60.0
 ANSWER_TIMEOUT_S = 30.0
@@ -107,7 +109,7 @@ def busy_options(size: Size) -> tuple[str, ...]:
         "shared-granules": size.num_shared,
         "steps-per-s": size.steps_per_s,
         "churn": size.churn,
-        "blocks": 8 * size.num_granules,
+        "blocks": BLOCKS_OF_ROWS + 4 * size.num_granules,
     }
     return tuple(word for name, value in options.items() for word in (f"--{name}", str(value)))
 

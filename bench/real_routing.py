@@ -17,16 +17,21 @@ import time
 from pathlib import Path
 from typing import Any, get_args
 
-from gateway_routing import POLICIES, figures
+from gateway_routing import figures
 from local_replicas import pagemill_up
 from report import emit
 from routers.catalogue import MODEL
 from routers.chats import Chats, words
 from workload import MODEL as SOURCE
 
-from pagemill_gateway.routing.policies import PolicyName
+from pagemill_crds.sections.routing import RoutingSection
 from pagemill_simulator.conversations import Conversation, Turn
 
+POLICIES = tuple(
+    name
+    for name in get_args(RoutingSection.model_fields["policy"].annotation)
+    if name != "LeastInFlight"  # another name of LeastRequest
+)
 NUM_REPLICAS = 3
 SYSTEM_TOKENS = 64
 QUESTION_TOKENS = (16, 48)
@@ -115,7 +120,7 @@ def report(rounds: dict[str, list[dict[str, Any]]]) -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=get_args(PolicyName))
+    parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES)
     parser.add_argument("--conversations", type=int, default=6)
     parser.add_argument("--turns", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=16, help="of every answer")
