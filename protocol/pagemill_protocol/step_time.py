@@ -73,6 +73,7 @@ class StepTimeModel:
         self._knots = list(knots_tokens) if knots_tokens is not None else default_knots(max_num_tokens)
         _check_knots(self._knots)
         self._knot_ms = [0.0] * len(self._knots)
+        self._pieces = _pieces(self._knots, self._knot_ms)
         self._decode_context_ms = 0.0
         self._chunk_context_ms = 0.0
         self._error_p50 = 0.0
@@ -136,8 +137,10 @@ class StepTimeModel:
         """Milliseconds of a step with `num_tokens` in all; 0 for an empty step. Never negative."""
         if not num_tokens > 0:
             return 0.0
+        low, low_ms, slope_ms = self._pieces[bisect_right(self._knots, num_tokens, 0, len(self._knots) - 1)]
         ms = (
-            self._base_ms(num_tokens)
+            low_ms
+            + slope_ms * (num_tokens - low)
             + self._decode_context_ms * decode_context_tokens
             + self._chunk_context_ms * chunk_context_products
         )
@@ -177,15 +180,6 @@ class StepTimeModel:
             error_p50=self._error_p50,
             error_p95=self._error_p95,
         )
-
-    def _base_ms(self, num_tokens: int) -> float:
-        """The piecewise part; beyond the last knot it goes on with the last slope."""
-        knots, knot_ms = self._knots, self._knot_ms
-        if num_tokens <= knots[0] or len(knots) == 1:
-            return knot_ms[0]
-        piece = min(bisect_right(knots, num_tokens), len(knots) - 1)
-        low, high = knots[piece - 1], knots[piece]
-        return knot_ms[piece - 1] + (knot_ms[piece] - knot_ms[piece - 1]) * (num_tokens - low) / (high - low)
 
     def _row(self, sample: StepSample) -> Vector:
         """The features of one step: 1, how far it climbs each piece, and its scaled context terms."""
@@ -241,8 +235,17 @@ class StepTimeModel:
 
     def _publish(self) -> None:
         self._knot_ms = [float(ms) for ms in np.cumsum(self._weights[:-2])]
+        self._pieces = _pieces(self._knots, self._knot_ms)
         self._decode_context_ms = float(self._weights[-2]) / _CONTEXT_SCALE
         self._chunk_context_ms = float(self._weights[-1]) / _PRODUCT_SCALE
+
+
+def _pieces(knots: Sequence[int], knot_ms: Sequence[float]) -> list[tuple[int, float, float]]:
+    """Start, its time and the slope: before the first knot, then from each but the last; the last goes on for ever."""
+    pieces = [(knots[0], knot_ms[0], 0.0)]
+    for (low, high), (low_ms, high_ms) in zip(itertools.pairwise(knots), itertools.pairwise(knot_ms), strict=True):
+        pieces.append((low, low_ms, (high_ms - low_ms) / (high - low)))
+    return pieces
 
 
 def _nonnegative(normal: Vector, target: Vector, start: Vector) -> Vector:

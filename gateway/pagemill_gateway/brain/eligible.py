@@ -18,6 +18,9 @@ from pagemill_gateway.brain.schemes import common_scheme
 from pagemill_gateway.brain.suspects import Suspects
 from pagemill_protocol.errors import PagemillError, model_not_found, unavailable
 
+_Share = tuple[Deployment, list[EndpointRecord]]
+"""A deployment and who of it may get a request."""
+
 LOADING_RETRY_AFTER_S = 5.0
 """Where nothing is known of how long engines take to start."""
 
@@ -46,12 +49,13 @@ class Eligible:
         deployments = self._registry.named(model)
         if not deployments:
             raise model_not_found(model, self._registry.names())
-        deployment = self._share(deployments)
-        if deployment is None:
+        shared = self._share(deployments)
+        if shared is None:
             raise _nothing_ready(model, deployments, self._clock())
-        usable = self._serving(deployment)
+        deployment, usable = shared
         digest = self._rng.choice(usable).bundle_digest
-        lengths = [record.max_model_len for record in _with_bundle(usable, digest)]
+        frames = [record.reports.latest for record in usable]
+        lengths = [each.max_model_len for each in frames if each and each.digests.tokenizer_bundle == digest]
         return Target(
             deployment=deployment.key,
             model=deployment.model.name,
@@ -59,7 +63,7 @@ class Eligible:
             max_model_len=min(lengths),
             chat_template=deployment.model.chat_template,
             prefix_scope=deployment.model.prefix_scope,
-            scheme=common_scheme(usable),
+            scheme=common_scheme(record.reports.scheme for record in usable),
             session_header=deployment.model.session_header.lower(),
         )
 
@@ -101,27 +105,24 @@ class Eligible:
         healthy = [record for record in untried if record.endpoint.id not in out]
         return healthy or untried or records
 
-    def _serving(self, deployment: Deployment) -> list[EndpointRecord]:
-        """Who may get a request: those that stay; failing that, those that leave and still take some."""
-        return deployment.usable() or self._departing(deployment)
-
     def _departing(self, deployment: Deployment) -> list[EndpointRecord]:
         departing = deployment.departing()
         return [each for each in departing if self._keeps_terminating or not each.endpoint.terminating]
 
-    def _share(self, deployments: list[Deployment]) -> Deployment | None:
-        """One of the deployments that can serve, drawn by weight."""
+    def _share(self, deployments: list[Deployment]) -> _Share | None:
+        """One of the deployments that can serve, drawn by weight: by those that stay; failing that, that leave."""
         wanted = [deployment for deployment in deployments if deployment.model.weight > 0]
-        ready = [deployment for deployment in wanted if deployment.usable()]
+        ready = [(each, usable) for each in wanted if (usable := each.usable())]
         if not ready:
-            ready = [deployment for deployment in wanted if self._serving(deployment)]
+            ready = [(each, departing) for each in wanted if (departing := self._departing(each))]
         if len(ready) <= 1:
             return ready[0] if ready else None
-        return self._rng.choices(ready, weights=[deployment.model.weight for deployment in ready])[0]
+        return self._rng.choices(ready, weights=[deployment.model.weight for deployment, _ in ready])[0]
 
 
 def _with_bundle(records: list[EndpointRecord], digest: str) -> list[EndpointRecord]:
-    return [record for record in records if record.bundle_digest == digest]
+    # Every decision asks that of every endpoint, so without its properties.
+    return [each for each in records if (state := each.reports.latest) and state.digests.tokenizer_bundle == digest]
 
 
 def _nothing_ready(model: str, deployments: list[Deployment], now: float) -> PagemillError:

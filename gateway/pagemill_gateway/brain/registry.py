@@ -49,8 +49,14 @@ class EndpointRecord:
 
     @property
     def usable(self) -> bool:
-        """It may take new requests: it has said what it serves, and neither side wants it gone."""
-        return self.serving and not self.leaving
+        """It may take new requests: it has said what it serves, and neither side wants it gone.
+
+        `serving and not leaving` in one go: every decision asks that of every endpoint.
+        """
+        state = self.reports.latest
+        if state is None or state.max_model_len <= 0 or state.sleeping or state.draining:
+            return False
+        return not (self.let_go or self.unreachable or self.endpoint.terminating)
 
     @property
     def serving(self) -> bool:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from pagemill_protocol.state import StateFrame
+from pagemill_gateway.brain.schemes import NO_SCHEME, scheme_of
+from pagemill_protocol.state import Digests, StateFrame
 
 EXTERNAL_WINDOW = 4
 """Reports whose minimum counts as load from elsewhere: one that was overtaken by our own finish must not."""
@@ -27,6 +28,8 @@ class Reports:
         self._external: deque[int] = deque(maxlen=EXTERNAL_WINDOW)
         self.latest: StateFrame | None = None
         """Kept over reconnects: digests and limits stay true while the stream is down."""
+        self.scheme = NO_SCHEME
+        """How it hashes its blocks."""
         self.connected_at = 0.0
         """When the latest stream's snapshot arrived."""
         self.num_gaps = 0
@@ -44,6 +47,8 @@ class Reports:
             raise StateGap(f"state frame {frame.sequence} does not follow")
         if frame.snapshot:
             self.connected_at = now
+        if self.latest is None or _hashing(frame) != _hashing(self.latest):
+            self.scheme = scheme_of(frame)
         self._connected = True
         self._received_at = now
         self.latest = frame
@@ -67,3 +72,7 @@ class Reports:
 
     def _follows(self, frame: StateFrame) -> bool:
         return self._connected and self.latest is not None and frame.sequence == self.latest.sequence + 1
+
+
+def _hashing(frame: StateFrame) -> tuple[Digests, int, int]:
+    return frame.digests, frame.block_size, frame.granule_blocks
