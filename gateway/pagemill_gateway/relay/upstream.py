@@ -17,6 +17,7 @@ import msgspec
 from pagemill_gateway.bounded import TooLarge, read_bounded
 from pagemill_gateway.brain.interface import Choice, FailureKind
 from pagemill_gateway.config import GatewayConfig
+from pagemill_gateway.patience import Patience
 from pagemill_gateway.refused import is_refused
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.frames import (
@@ -65,6 +66,7 @@ class FrameStream:
         self._content = response.content
         self._silence_timeout_s = silence_timeout_s
         self._is_alive = is_alive
+        self._patience = Patience(silence_timeout_s / SILENCE_CHECKS)
         self._decoder = FrameDecoder()
         self._complete = False
 
@@ -87,6 +89,9 @@ class FrameStream:
             raise UpstreamFailure("lost", "The engine's answer ended before its last frame.")
         return []
 
+    def close(self) -> None:
+        self._patience.close()
+
     async def finish(self) -> None:
         """After the last frame: take the end of the body, so that the connection can be used again."""
         with suppress(aiohttp.ClientError, TimeoutError, OSError):
@@ -101,8 +106,7 @@ class FrameStream:
         try:
             while True:
                 try:
-                    async with asyncio.timeout(self._silence_timeout_s / SILENCE_CHECKS):
-                        return await self._content.readany()
+                    return await self._patience.wait(self._content.readany())
                 except TimeoutError:
                     if await self._is_alive():
                         silent_since = loop.time()
@@ -151,7 +155,11 @@ class Upstream:
             raise UpstreamFailure(_kind_of(error), _describe(error)) from error
         try:
             await _check_accepted(response)
-            yield FrameStream(response, self._silence_timeout_s, is_alive)
+            stream = FrameStream(response, self._silence_timeout_s, is_alive)
+            try:
+                yield stream
+            finally:
+                stream.close()
         finally:
             # Keeps the connection only when the answer was read to its end.
             response.release()

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from starlette.types import Send
 
+from pagemill_gateway.patience import Patience
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.http.door import error_response
 from pagemill_protocol.openai.render import SSE_CONTENT_TYPE, sse_error
@@ -30,10 +31,14 @@ class ClientTooSlow(Exception):
 class Client:
     def __init__(self, send: Send, slow_timeout_s: float) -> None:
         self._send = send
-        self._slow_timeout_s = slow_timeout_s
+        self._patience = Patience(slow_timeout_s)
         self.started = False
         self._starting = asyncio.Lock()
         self._more_headers: list[tuple[bytes, bytes]] = []
+
+    def close(self) -> None:
+        """Nothing more is written."""
+        self._patience.close()
 
     def add_headers(self, headers: Mapping[str, str]) -> None:
         """Of whatever the answer will be; too late for one that waits already."""
@@ -43,25 +48,25 @@ class Client:
         """Part of a stream of events, whole: comments may come in between. Raises `ClientTooSlow`."""
         if not self.started:
             await self._start_stream()
-        await self._send_within(data, True, self._slow_timeout_s)
+        await self._send_patiently(data, more=True)
 
     async def end(self) -> None:
-        await self._send_within(b"", False, self._slow_timeout_s)
+        await self._send_patiently(b"", more=False)
 
     async def send_json(self, body: bytes) -> None:
         self.started = True
         await self._start(200, [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))])
-        await self._send_within(body, False, self._slow_timeout_s)
+        await self._send_patiently(body, more=False)
 
     async def fail(self, error: PagemillError) -> None:
         """Tell the client: as the response while there is none, else as the event that ends the stream."""
         if self.started:
-            await self._send_within(sse_error(error), False, FAREWELL_TIMEOUT_S)
+            await self._bid_farewell(sse_error(error))
             return
         self.started = True
         response = error_response(error)
         await self._start(response.status_code, response.raw_headers)
-        await self._send_within(bytes(response.body), False, FAREWELL_TIMEOUT_S)
+        await self._bid_farewell(bytes(response.body))
 
     async def _start_stream(self) -> None:
         async with self._starting:
@@ -72,9 +77,15 @@ class Client:
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *self._more_headers]})
 
-    async def _send_within(self, data: bytes, more: bool, timeout_s: float) -> None:
+    async def _send_patiently(self, data: bytes, *, more: bool) -> None:
         try:
-            async with asyncio.timeout(timeout_s):
-                await self._send({"type": "http.response.body", "body": data, "more_body": more})
+            await self._patience.wait(self._send({"type": "http.response.body", "body": data, "more_body": more}))
+        except TimeoutError:
+            raise ClientTooSlow from None
+
+    async def _bid_farewell(self, data: bytes) -> None:
+        try:
+            async with asyncio.timeout(FAREWELL_TIMEOUT_S):
+                await self._send({"type": "http.response.body", "body": data, "more_body": False})
         except TimeoutError:
             raise ClientTooSlow from None

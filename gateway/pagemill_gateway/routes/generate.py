@@ -53,7 +53,10 @@ class GenerateRoute:
             raw = await read_counted(scope, receive, place, worker.config.max_body_bytes)
             header_of = partial(_header, scope)
             client = Client(send, worker.config.slow_client_timeout_s)
-            stayed = await while_connected(self._serve(raw, caller, header_of, timeout_s, client, record), receive)
+            try:
+                stayed = await while_connected(self._serve(raw, caller, header_of, timeout_s, client, record), receive)
+            finally:
+                client.close()
         if not stayed:
             record.status = CLIENT_CLOSED
 

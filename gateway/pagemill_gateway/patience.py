@@ -1,0 +1,61 @@
+"""A limit for each of many short waits: one timer for all of them, where `asyncio.timeout` sets one for each.
+
+Streams wait for every chunk, twice, and hardly ever for long; setting and taking back a timer costs more than passing
+the chunk on. The timer here is set once and looks, when it is due, how long the wait of that moment has lasted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any, TypeVar
+
+Answer = TypeVar("Answer")
+
+
+class Patience:
+    """Create inside a running event loop; `close` when nobody will wait any more."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._task: asyncio.Task[Any] | None = None
+        """Who waits."""
+        self._due_at = 0.0
+        self._is_over = False
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    async def wait(self, awaitable: Awaitable[Answer]) -> Answer:
+        """Raises `TimeoutError` when it takes longer than the limit; it is cancelled then."""
+        task = asyncio.current_task()
+        if self._task is not None or task is None:  # one at a time; whoever comes second has a timer of its own
+            async with asyncio.timeout(self._limit_s):
+                return await awaitable
+        num_cancels = task.cancelling()
+        self._task, self._due_at = task, self._loop.time() + self._limit_s
+        if self._timer is None:
+            self._timer = self._loop.call_at(self._due_at, self._look)
+        try:
+            return await awaitable
+        except BaseException as error:
+            # As `asyncio.timeout` does: a cancellation by anybody else goes on.
+            if self._is_over and task.uncancel() <= num_cancels and isinstance(error, asyncio.CancelledError):
+                raise TimeoutError from error
+            raise
+        finally:
+            self._task, self._is_over = None, False
+
+    def _look(self) -> None:
+        self._timer = None
+        if self._task is None:
+            return  # the next wait sets it again
+        if self._loop.time() < self._due_at:
+            self._timer = self._loop.call_at(self._due_at, self._look)
+            return
+        self._is_over = True
+        self._task.cancel()

@@ -1,0 +1,101 @@
+"""Many short waits of one task under one limit: too long is too long, and a cancellation by others stays one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from pagemill_gateway.patience import Patience
+
+LIMIT_S = 0.05
+
+
+async def never() -> None:
+    await asyncio.get_running_loop().create_future()
+
+
+async def turns(count: int) -> int:
+    """Ends after so many turns of the loop."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+    return count
+
+
+def run(scenario: Callable[[Patience], Awaitable[None]]) -> None:
+    async def main() -> None:
+        patience = Patience(LIMIT_S)
+        try:
+            async with asyncio.timeout(10):
+                await scenario(patience)
+        finally:
+            patience.close()
+
+    asyncio.run(main())
+
+
+def test_an_answer_in_time_is_handed_on_and_an_error_too() -> None:
+    async def scenario(patience: Patience) -> None:
+        assert await patience.wait(turns(0)) == 0
+        assert await patience.wait(turns(3)) == 3
+        with pytest.raises(KeyError):
+            await patience.wait(failing())
+
+    async def failing() -> None:
+        raise KeyError
+
+    run(scenario)
+
+
+def test_each_wait_has_the_whole_limit_and_ends_with_it() -> None:
+    """However often the waits before it came to an end in time."""
+
+    async def scenario(patience: Patience) -> None:
+        loop = asyncio.get_running_loop()
+        for _ in range(2):
+            end = loop.time() + 1.5 * LIMIT_S
+            while loop.time() < end:
+                await patience.wait(turns(1))
+            began_at = loop.time()
+            with pytest.raises(TimeoutError):
+                await patience.wait(never())
+            assert loop.time() - began_at >= LIMIT_S * 0.99
+            task = asyncio.current_task()
+            assert task is not None
+            assert task.cancelling() == 0
+
+    run(scenario)
+
+
+def test_a_cancellation_by_somebody_else_is_no_timeout() -> None:
+    async def scenario(patience: Patience) -> None:
+        waiting = asyncio.create_task(patience.wait(never()))
+        await turns(2)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert await patience.wait(turns(2)) == 2
+
+    run(scenario)
+
+
+def test_an_outer_limit_that_comes_first_ends_the_wait() -> None:
+    async def scenario(_: Patience) -> None:
+        patience = Patience(60.0)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(LIMIT_S):
+                await patience.wait(never())
+        assert await patience.wait(turns(2)) == 2
+        patience.close()
+
+    run(scenario)
+
+
+def test_two_that_wait_at_once_have_a_limit_each() -> None:
+    async def scenario(patience: Patience) -> None:
+        first, second = (asyncio.create_task(patience.wait(never())) for _ in range(2))
+        done, _ = await asyncio.wait([first, second])
+        assert {type(each.exception()) for each in done} == {TimeoutError}
+
+    run(scenario)
