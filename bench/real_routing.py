@@ -43,7 +43,7 @@ metadata:
   name: {name}
 spec:
   model: {{source: "{source}", name: {name}}}
-  engine: {{maxModelLen: 4096, maxNumSeqs: 8, kvCacheMemory: {cache}}}
+  engine: {{maxModelLen: 1408, maxNumSeqs: 8, kvCacheMemory: {cache}}}
   resources: {{gpus: 0}}
   replicas: {replicas}
   routing: {{policy: {policy}}}
@@ -124,7 +124,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--conversations", type=int, default=6)
     parser.add_argument("--turns", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=16, help="of every answer")
-    parser.add_argument("--cache", default="128Mi", help="KV cache of a replica, as in `engine.kvCacheMemory`")
+    parser.add_argument("--cache", default="64Mi", help="KV cache of a replica, as in `engine.kvCacheMemory`")
     parser.add_argument("--rounds", type=int, default=1, help="over all policies; the median counts")
     return parser.parse_args()
 
