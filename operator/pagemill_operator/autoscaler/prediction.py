@@ -86,7 +86,7 @@ class Predictor:
         step_s = self._step_s(demand, 1.0, 0.0)
         for _ in range(MAX_ROUNDS):
             decoding, prefill = rate * demand.output_tokens * step_s, rate * demand.computed_tokens * step_s
-            following = self._step_s(demand, max(1.0, decoding), prefill)
+            following = self._mean_step_s(demand, max(1.0, decoding), prefill)
             if following <= step_s * (1 + CONVERGED):
                 return following
             if following > longest_s:
@@ -109,6 +109,14 @@ class Predictor:
         tokens = max(1, round(decoding + prefill))
         return self._model.predict_ms(tokens, round(decoding * context), round(products)) * self._margin / 1000
 
+    def _mean_step_s(self, demand: Demand, decoding: float, prefill: float) -> float:
+        """Of steps that compute so many prompt tokens each on average: a prompt comes whole into one of them, where all
+        that decode wait for it, and is not spread thin over many, where it might be free."""
+        room = max(1.0, self._max_step_tokens - decoding)
+        together = min(room, max(1.0, demand.computed_tokens, prefill))
+        without_s = self._step_s(demand, decoding, 0.0)
+        return without_s + (self._step_s(demand, decoding, together) - without_s) * prefill / together
+
     def _exhausted(self, demand: Demand, decoding: float, prefill: float) -> str:
         shape = self._shape
         if decoding + prefill > FULLEST * self._max_step_tokens:
@@ -121,13 +129,12 @@ class Predictor:
     def _tpot_s(self, demand: Demand, rate: float, decoding: float, prefill: float) -> float:
         """The least fixed point: who decodes longer meets more prompts on the way."""
         room = max(0.0, self._max_step_tokens - decoding)
-        step_s = self._step_s(demand, max(1.0, decoding), prefill)
+        step_s = self._mean_step_s(demand, max(1.0, decoding), prefill)
         for _ in range(MAX_ROUNDS):
             met = rate * demand.output_tokens * step_s
             prompts = (met + self._spread * math.sqrt(met)) * demand.computed_tokens
-            following = self._step_s(
-                demand, max(1.0, decoding), min(room, max(prefill, prompts / demand.output_tokens))
-            )
+            met_tokens = min(room, max(prefill, prompts / demand.output_tokens))
+            following = self._mean_step_s(demand, max(1.0, decoding), met_tokens)
             if following <= step_s * (1 + CONVERGED):
                 return following
             step_s = following
