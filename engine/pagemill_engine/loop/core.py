@@ -64,6 +64,8 @@ class EngineCore:
         """The step that runs while its predecessor's tokens are booked; None in the plain loop."""
         self._step_ms = 0.0
         self._last_read_s = float("-inf")
+        self._goes_on = False
+        """The step read last left work behind: the next one begins where it ended."""
         self._step_time_sent_s = float("-inf")
 
     def add(self, request: GenerateRequest) -> None:
@@ -161,6 +163,7 @@ class EngineCore:
             self.num_failed_steps_in_a_row += 1
             self.scheduler.step_failed(plan, f"The engine failed on this request: {type(error).__name__}.")
             self._wait_out()
+            self._last_read_s = self._clock()
             return
         except BaseException:
             self._interrupted(plan)
@@ -197,17 +200,19 @@ class EngineCore:
             raise error
 
     def _note_time(self, step: Launched) -> None:
-        """A step that waited for its predecessor has run since that one was read."""
+        """While there is work, from one reading to the next: what is done between two steps takes time as well."""
         now_s = self._clock()
-        self._step_ms = (now_s - max(step.started_s, self._last_read_s)) * 1000
+        self._step_ms = (now_s - (self._last_read_s if self._goes_on else step.started_s)) * 1000
         self._last_read_s = now_s
         plan = step.plan
         self.step_time.observe(plan.num_tokens, plan.decode_context_tokens, plan.chunk_context_products, self._step_ms)
 
     def _report(self, step: Launched | None) -> StepOutputs:
         added, removed = self.scheduler.kv.prefix_cache.drain_events()
+        outputs = self.scheduler.take_outputs()
+        self._goes_on = step is not None and self.has_work
         return StepOutputs(
-            outputs=self.scheduler.take_outputs(),
+            outputs=outputs,
             load=self.load(),
             step_time=self._step_time_due(),
             prefixes=PrefixEvents(added, removed) if added or removed else None,

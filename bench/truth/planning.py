@@ -1,0 +1,89 @@
+"""`pagemill plan` beside the real engine: the same requests per second of one length, predicted, simulated and served.
+
+The plan measures an engine of its own, as it does for a user; nothing of what the replayed engine has learned is told
+to it. What a replica holds is the plan's `requestsPerSecond` beside a crowd that is sent at once.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from peers.process import PeerFailed
+from workload import MODEL as SOURCE
+
+from pagemill_simulator.workloads.request import SimRequest
+from pagemill_simulator.workloads.shapes import Steady
+from truth.compare import PERCENTS, Comparison, Latencies
+from truth.generator import Answer
+from truth.site import MAX_MODEL_LEN, THREADS
+
+PROMPT_TOKENS, OUTPUT_TOKENS = 160, 48
+CROWD = 48
+MEASURE_S = 20
+TIMEOUT_S = 180.0
+DEPLOYMENT = f"""\
+apiVersion: pagemill.dev/v1alpha1
+kind: LLMDeployment
+metadata:
+  name: measured
+spec:
+  model: {{source: "{SOURCE}"}}
+  engine: {{maxModelLen: {MAX_MODEL_LEN}}}
+  resources: {{gpus: 0, cpu: {THREADS}}}
+  replicas: 1
+"""
+
+Replay = Callable[[list[SimRequest]], list[Answer]]
+
+
+def compare_plan(
+    folder: Path, replay: Replay, share: float, seconds: float, seed: int
+) -> tuple[float, list[Comparison]]:
+    """The load, requests per second, and what was predicted of it and of a crowd."""
+    (folder / "plan.yaml").write_text(DEPLOYMENT)
+    first = _plan(folder, 1.0, 50)
+    (folder / "fit.json").write_text(json.dumps(first))
+    held = first["replica"]["requestsPerSecond"]
+    rate = round(share * held, 2)
+    plans = [_plan(folder, rate, percent, "--fit", str(folder / "fit.json")) for percent in PERCENTS]
+    found = _served(replay(_steady(rate, seconds, seed)))
+    crowd = replay([SimRequest(0.0, PROMPT_TOKENS, OUTPUT_TOKENS)] * CROWD)
+    measured_held = CROWD / max(each.end_s for each in crowd)
+    return rate, [*_latencies(plans, found), Comparison("held, requests/s", [measured_held], held)]
+
+
+def _latencies(plans: list[dict[str, Any]], found: Latencies) -> list[Comparison]:
+    rows = []
+    measured = found.quantiles()
+    for percent, plan in zip(PERCENTS, plans, strict=True):
+        chosen = next(each for each in plan["candidates"] if each["replicas"] == 1)
+        for name, key in (("TTFT", "ttft_ms"), ("TPOT", "tpot_ms")):
+            there = [measured[f"{name} p{percent}"]]
+            rows.append(Comparison(f"{name} p{percent}, simulated", there, plan["simulated"][key]))
+            rows.append(Comparison(f"{name} p{percent}, predicted", there, chosen[key]))
+    return rows
+
+
+def _plan(folder: Path, rate: float, percent: int, *options: str) -> dict[str, Any]:
+    argv = [sys.executable, "-m", "pagemill", "plan", "-f", str(folder / "plan.yaml"), "-o", "json"]
+    argv += ["--rps", str(rate), "--input", str(PROMPT_TOKENS), "--output", str(OUTPUT_TOKENS)]
+    argv += ["--percentile", str(percent), "--measure-s", str(MEASURE_S), *options]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=TIMEOUT_S)
+    if done.returncode:
+        raise PeerFailed(f"`pagemill plan` ended with {done.returncode}: {done.stderr[-300:]}")
+    plan: dict[str, Any] = json.loads(done.stdout)
+    return plan
+
+
+def _steady(rate: float, seconds: float, seed: int) -> list[SimRequest]:
+    lengths = {"prompt_tokens": float(PROMPT_TOKENS), "output_tokens": float(OUTPUT_TOKENS)}
+    return Steady(rate=rate, duration_s=seconds, prompt_sigma=0.0, output_sigma=0.0, **lengths).requests(seed)
+
+
+def _served(answers: list[Answer]) -> Latencies:
+    return Latencies([each.ttft_ms for each in answers], [each.tpot_ms for each in answers if each.tpot_ms is not None])
