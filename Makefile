@@ -57,7 +57,7 @@ lint: .venv/.installed ## Check style, types, import layers, house rules and gen
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/mypy bench/*.py bench/peers/*.py bench/routers/*.py docs/*.py charts/pagemill/files/*.py
+	$(BIN)/mypy bench/*.py bench/peers/*.py bench/routers/*.py bench/truth/*.py docs/*.py charts/pagemill/files/*.py
 	$(BIN)/mypy charts/*.py
 	$(BIN)/mypy bench/gpu/*.py
 	$(BIN)/lint-imports

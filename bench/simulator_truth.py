@@ -14,15 +14,16 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from peers.process import PeerFailed
 from report import emit, markdown_table
-from truth.compare import COLUMNS, Band, Comparison, Latencies, plan_rows, rows
-from truth.generator import Answer, Request
-from truth.planning import compare_plan
+from truth.compare import COLUMNS, Band, Latencies, plan_rows, rows
+from truth.generator import Answer, Request, latencies
+from truth.planning import Planned, compare_plan
 from truth.site import RealSite, engine_of, real_site
 from workload import ORDINARY_TOKENS
 
@@ -52,6 +53,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder, real_site(Path(folder)) as site:
             engine = calibrate(site, args.calibration_s, args.seed)
             bands = [measure(site, engine, name, share, args) for name, share in LOADS.items() if name in args.loads]
+            plan = None if args.no_plan else plan_beside(site, Path(folder), args)
     except PeerFailed as failure:
         raise SystemExit(f"the real engine failed: {failure}") from None
     table = rows(bands) + (plan_rows(*plan) if plan else [])
@@ -64,7 +66,7 @@ def main() -> None:
 def calibrate(site: RealSite, seconds: float, seed: int) -> EngineConfig:
     """From a quiet start to nearly all that it holds, and quiet again."""
     rate = capacity(engine_of(site.state()), TRACES)
-    ends = {"from_rate": 0.1 * rate, "to_rate": 0.8 * rate}
+    ends: dict[str, Any] = {"from_rate": 0.1 * rate, "to_rate": 0.8 * rate}
     ramp = Ramp(before_s=0.0, over_s=seconds / 2, after_s=0.0, **ends, **_lengths(CALIBRATION))
     up, down = ramp.requests(seed + 100), ramp.requests(seed + 101)
     requests = up + [each._replace(arrival_s=seconds - each.arrival_s) for each in reversed(down)]
@@ -82,12 +84,12 @@ def measure(site: RealSite, engine: EngineConfig, name: str, share: float, args:
     measured = []
     for repeat in range(args.repeats):
         answers = site.replay(real(workload.requests, 1000 * args.seed + repeat))
-        measured.append(Latencies([a.ttft_ms for a in answers], [a.tpot_ms for a in answers if a.tpot_ms is not None]))
+        measured.append(latencies(answers))
         _tell(f"{name}, {rate:.2f} requests/s, {len(answers)} requests, repeat {repeat}: {_summary(answers)}")
     return Band(name, rate, len(workload.requests), measured, simulated)
 
 
-def plan_beside(site: RealSite, folder: Path, args: argparse.Namespace) -> tuple[float, list[Comparison]]:
+def plan_beside(site: RealSite, folder: Path, args: argparse.Namespace) -> Planned:
     def replay(requests: list[SimRequest]) -> list[Answer]:
         answers = site.replay(real(requests, 1000 * args.seed + 500))
         _tell(f"plan, {len(answers)} requests: {_summary(answers)}")
@@ -112,7 +114,7 @@ def capacity(engine: EngineConfig, lengths: dict[str, Any]) -> float:
     return report.num_finished / report.duration_s
 
 
-def real(requests: list[SimRequest], seed: int) -> list[Request]:
+def real(requests: Sequence[SimRequest], seed: int) -> list[Request]:
     """Prompts of ordinary tokens; no two have a prefix in common."""
     draw = random.Random(seed)
     return [
@@ -126,7 +128,7 @@ def _lengths(means: dict[str, Any]) -> dict[str, Any]:
 
 
 def _summary(answers: list[Answer]) -> str:
-    found = Latencies([a.ttft_ms for a in answers], [a.tpot_ms for a in answers if a.tpot_ms is not None])
+    found = latencies(answers)
     lag_ms, end_s = max(each.lag_ms for each in answers), max(each.end_s for each in answers)
     return f"{json.dumps(found.quantiles())}, at most {lag_ms:.0f} ms late, ended after {end_s:.1f} s"
 
@@ -138,7 +140,7 @@ def _tell(line: str) -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--no-plan", action="store_true", help="leave out `pagemill plan`")
-    parser.add_argument("--seconds", type=float, default=45.0, help="of a replayed trace")
+    parser.add_argument("--seconds", type=float, default=50.0, help="of a replayed trace")
     parser.add_argument("--calibration-s", type=float, default=60.0)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--loads", nargs="+", default=list(LOADS), choices=list(LOADS))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 PERCENTS = (50, 95)
-COLUMNS = ["load", "figure", "measured ms", "repeats ms", "spread %", "simulated ms", "error %"]
+COLUMNS = ["load", "figure", "measured", "repeats", "spread %", "simulated", "error %"]
 
 
 class Latencies(NamedTuple):
@@ -16,7 +16,7 @@ class Latencies(NamedTuple):
     tpots_ms: list[float]
 
     def quantiles(self) -> dict[str, float]:
-        found = {}
+        found: dict[str, float] = {}
         for name, values in (("TTFT", self.ttfts_ms), ("TPOT", self.tpots_ms)):
             found |= {f"{name} p{percent}": round(quantile(values, percent), 2) for percent in PERCENTS}
         return found
@@ -72,6 +72,7 @@ def rows(bands: Sequence[Band]) -> list[list[str]]:
 
 
 def plan_rows(rate: float, found: Sequence[Comparison]) -> list[list[str]]:
+    """Of one length at one load."""
     return [[f"plan: {rate:.2f}/s", *_cells(each)] for each in found]
 
 
@@ -81,5 +82,5 @@ def _title(band: Band) -> str:
 
 def _cells(each: Comparison) -> list[str]:
     repeats = ", ".join(f"{value:.1f}" for value in each.repeats)
-    shares = (f"{100 * each.spread:.0f}", f"{100 * each.error:+.0f}")
-    return [each.figure, f"{each.measured:.1f}", repeats, shares[0], f"{each.simulated:.1f}", shares[1]]
+    spread = f"{100 * each.spread:.0f}" if len(each.repeats) > 1 else "-"
+    return [each.figure, f"{each.measured:.1f}", repeats, spread, f"{each.simulated:.1f}", f"{100 * each.error:+.0f}"]

@@ -11,6 +11,7 @@ import gc
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ import aiohttp
 import msgspec
 import uvloop
 from peers.http_load import LoadError, parse_event
+
+from truth.compare import Latencies
 
 ANSWER_TIMEOUT_S = 300.0
 
@@ -45,6 +48,10 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """None: it has one token."""
     end_s: float
     """Since the job's beginning."""
+
+
+def latencies(answers: Sequence[Answer]) -> Latencies:
+    return Latencies([each.ttft_ms for each in answers], [each.tpot_ms for each in answers if each.tpot_ms is not None])
 
 
 async def play(session: aiohttp.ClientSession, job: Job, requests: list[Request]) -> list[Answer]:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from peers.process import PeerFailed
 from workload import MODEL as SOURCE
@@ -19,7 +19,7 @@ from workload import MODEL as SOURCE
 from pagemill_simulator.workloads.request import SimRequest
 from pagemill_simulator.workloads.shapes import Steady
 from truth.compare import PERCENTS, Comparison, Latencies
-from truth.generator import Answer
+from truth.generator import Answer, latencies
 from truth.site import MAX_MODEL_LEN, THREADS
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 160, 48
@@ -41,20 +41,24 @@ spec:
 Replay = Callable[[list[SimRequest]], list[Answer]]
 
 
-def compare_plan(
-    folder: Path, replay: Replay, share: float, seconds: float, seed: int
-) -> tuple[float, list[Comparison]]:
-    """The load, requests per second, and what was predicted of it and of a crowd."""
+class Planned(NamedTuple):
+    rate: float
+    """Requests per second."""
+    found: list[Comparison]
+
+
+def compare_plan(folder: Path, replay: Replay, share: float, seconds: float, seed: int) -> Planned:
+    """`share`: of the load that the plan says is held."""
     (folder / "plan.yaml").write_text(DEPLOYMENT)
     first = _plan(folder, 1.0, 50)
     (folder / "fit.json").write_text(json.dumps(first))
-    held = first["replica"]["requestsPerSecond"]
+    held: float = first["replica"]["requestsPerSecond"]
     rate = round(share * held, 2)
     plans = [_plan(folder, rate, percent, "--fit", str(folder / "fit.json")) for percent in PERCENTS]
-    found = _served(replay(_steady(rate, seconds, seed)))
+    found = latencies(replay(_steady(rate, seconds, seed)))
     crowd = replay([SimRequest(0.0, PROMPT_TOKENS, OUTPUT_TOKENS)] * CROWD)
     measured_held = CROWD / max(each.end_s for each in crowd)
-    return rate, [*_latencies(plans, found), Comparison("held, requests/s", [measured_held], held)]
+    return Planned(rate, [*_latencies(plans, found), Comparison("held, requests/s", [measured_held], held)])
 
 
 def _latencies(plans: list[dict[str, Any]], found: Latencies) -> list[Comparison]:
@@ -81,9 +85,5 @@ def _plan(folder: Path, rate: float, percent: int, *options: str) -> dict[str, A
 
 
 def _steady(rate: float, seconds: float, seed: int) -> list[SimRequest]:
-    lengths = {"prompt_tokens": float(PROMPT_TOKENS), "output_tokens": float(OUTPUT_TOKENS)}
+    lengths: dict[str, Any] = {"prompt_tokens": PROMPT_TOKENS, "output_tokens": OUTPUT_TOKENS}
     return Steady(rate=rate, duration_s=seconds, prompt_sigma=0.0, output_sigma=0.0, **lengths).requests(seed)
-
-
-def _served(answers: list[Answer]) -> Latencies:
-    return Latencies([each.ttft_ms for each in answers], [each.tpot_ms for each in answers if each.tpot_ms is not None])

@@ -145,7 +145,7 @@ def pin(server: int, others: Sequence[int]) -> None:
     computing = {child.pid for child in psutil.Process(server).children()}
     for pid in computing:
         _pin_threads(pid, cores[-1:])
-    for pid in (server, *others, os.getpid()):
+    for pid in (server, *others):
         _pin_threads(pid, cores[:-1])
 
 
