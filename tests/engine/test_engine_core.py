@@ -283,6 +283,28 @@ def test_step_times_are_learnt_and_sent_now_and_then() -> None:
     assert core.step_time.predict_ms(1, 600) == pytest.approx(6.0, rel=0.05)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_step_takes_from_one_reading_to_the_next_while_there_is_work(overlap: bool) -> None:
+    now_s = 0.0
+
+    def pass_by(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+
+    config = EngineConfig(model="m", null_runner=True, seed=1, overlap=overlap)
+    core = EngineCore(config, NullRunner.from_config(config, clock=lambda: now_s, sleep=pass_by), clock=lambda: now_s)
+    for number in (1, 2):
+        core.add(request(f"r{number}", [number] * 40, max_tokens=5))
+        took_ms = []
+        while core.has_work:
+            took_ms.append(core.step().load.step_ms)
+            pass_by(0.002)
+        pass_by(60.0)
+        alone_ms = 6.0 if overlap else 8.0
+        assert took_ms[0] == pytest.approx(7.2, abs=0.1), "neither the minute without work nor what came before counts"
+        assert took_ms[1:] == pytest.approx([alone_ms] * 4, abs=0.1)
+
+
 @pytest.mark.parametrize("budget", [1, 8, 64, 500])
 def test_warm_up_generates_a_token_measures_steps_and_leaves_no_trace(checking_runner: Make, budget: int) -> None:
     core = make_core(checking_runner, max_num_batched_tokens=budget)
