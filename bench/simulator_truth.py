@@ -86,7 +86,7 @@ def measure(site: RealSite, engine: EngineConfig, name: str, share: float, args:
         answers = site.replay(real(workload.requests, 1000 * args.seed + repeat))
         measured.append(latencies(answers))
         _tell(f"{name}, {rate:.2f} requests/s, {len(answers)} requests, repeat {repeat}: {_summary(answers)}")
-    return Band(name, rate, len(workload.requests), measured, simulated)
+    return Band(name, rate, len(workload.requests), measured, simulated, site.state().step_time)
 
 
 def plan_beside(site: RealSite, folder: Path, args: argparse.Namespace) -> Planned:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from pagemill_protocol.state import StepTimeParams
+
 PERCENTS = (50, 95)
 COLUMNS = ["load", "figure", "measured", "repeats", "spread %", "simulated", "error %"]
 
@@ -30,6 +32,8 @@ class Band(NamedTuple):
     num_requests: int
     measured: list[Latencies]
     simulated: Latencies
+    step_time_after: StepTimeParams = StepTimeParams()
+    """As the engine tells it when the last repeat is over: how far the machine has drifted since the calibration."""
 
 
 class Comparison(NamedTuple):
