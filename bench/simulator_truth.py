@@ -70,7 +70,7 @@ def calibrate(site: RealSite, seconds: float, seed: int) -> EngineConfig:
     ramp = Ramp(before_s=0.0, over_s=seconds / 2, after_s=0.0, **ends, **_lengths(CALIBRATION))
     up, down = ramp.requests(seed + 100), ramp.requests(seed + 101)
     requests = up + [each._replace(arrival_s=seconds - each.arrival_s) for each in reversed(down)]
-    answers = site.replay(real(requests, seed + 100))
+    answers = site.replay(real(requests, f"{seed} calibration"))
     engine = engine_of(site.state())
     assert engine.step_time is not None
     _tell(f"calibrated by {len(answers)} requests: {msgspec.to_builtins(engine.step_time)}")
@@ -83,16 +83,16 @@ def measure(site: RealSite, engine: EngineConfig, name: str, share: float, args:
     simulated = simulate(workload, engine)
     measured = []
     for repeat in range(args.repeats):
-        answers = site.replay(real(workload.requests, 1000 * args.seed + repeat))
+        answers = site.replay(real(workload.requests, f"{args.seed} {name} {repeat}"))
         measured.append(latencies(answers))
         _tell(f"{name}, {rate:.2f} requests/s, {len(answers)} requests, repeat {repeat}: {_summary(answers)}")
     return Band(name, rate, len(workload.requests), measured, simulated, site.state().step_time)
 
 
 def plan_beside(site: RealSite, folder: Path, args: argparse.Namespace) -> Planned:
-    def replay(requests: list[SimRequest]) -> list[Answer]:
-        answers = site.replay(real(requests, 1000 * args.seed + 500))
-        _tell(f"plan, {len(answers)} requests: {_summary(answers)}")
+    def replay(name: str, requests: list[SimRequest]) -> list[Answer]:
+        answers = site.replay(real(requests, f"{args.seed} plan {name}"))
+        _tell(f"plan, {name}, {len(answers)} requests: {_summary(answers)}")
         return answers
 
     return compare_plan(folder, replay, LOADS["middle"], args.seconds, args.seed)
@@ -114,8 +114,8 @@ def capacity(engine: EngineConfig, lengths: dict[str, Any]) -> float:
     return report.num_finished / report.duration_s
 
 
-def real(requests: Sequence[SimRequest], seed: int) -> list[Request]:
-    """Prompts of ordinary tokens; no two have a prefix in common."""
+def real(requests: Sequence[SimRequest], seed: str) -> list[Request]:
+    """Prompts of ordinary tokens; no two have a prefix in common, also of two replays if their seeds differ."""
     draw = random.Random(seed)
     return [
         Request(at_s=at_s, prompt=draw.choices(ORDINARY_TOKENS, k=prompt), num_tokens=output)

@@ -62,11 +62,11 @@ def test_one_repeat_has_no_spread() -> None:
 
 def test_the_same_lengths_and_times_are_replayed_with_prompts_that_share_nothing() -> None:
     requests = [SimRequest(0.0, 20, 4), SimRequest(1.5, 30, 8)]
-    first, second = simulator_truth.real(requests, seed=1)
+    first, second = simulator_truth.real(requests, "low 0")
     assert [(first.at_s, len(first.prompt), first.num_tokens)] == [(0.0, 20, 4)]
     assert [(second.at_s, len(second.prompt), second.num_tokens)] == [(1.5, 30, 8)]
     assert first.prompt[:4] != second.prompt[:4]
-    assert simulator_truth.real(requests, seed=2)[0].prompt != first.prompt
+    assert simulator_truth.real(requests, "high 0")[0].prompt[:4] != first.prompt[:4]
 
 
 def test_a_lone_request_is_simulated_by_the_step_times_that_the_engine_told() -> None:
