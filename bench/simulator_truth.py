@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from truth.site import RealSite, engine_of, real_site
 from workload import ORDINARY_TOKENS
 
 from pagemill_engine.config import EngineConfig
+from pagemill_protocol.state import StepTimeParams
 from pagemill_simulator.engine import EngineSimulation
 from pagemill_simulator.fleet.exact import simulate_fleet
 from pagemill_simulator.fleet.settings import FleetSettings
@@ -46,21 +48,41 @@ CROWD = 96
 """Requests at once, by whose simulation that is known."""
 
 
+@dataclass
+class Found:
+    step_time: StepTimeParams | None = None
+    bands: list[Band] = field(default_factory=list)
+    plan: Planned | None = None
+
+
 def main() -> None:
     args = _arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that processes are ended and what is done is shown
+    found = Found()
     try:
         with tempfile.TemporaryDirectory() as folder, real_site(Path(folder)) as site:
-            engine = calibrate(site, args.calibration_s, args.seed)
-            bands = [measure(site, engine, name, share, args) for name, share in LOADS.items() if name in args.loads]
-            plan = None if args.no_plan else plan_beside(site, Path(folder), args)
+            fill(found, site, Path(folder), args)
     except PeerFailed as failure:
         raise SystemExit(f"the real engine failed: {failure}") from None
-    table = rows(bands) + (plan_rows(*plan) if plan else [])
-    result = {"step_time": engine.step_time, "bands": bands, "plan": plan}
-    emit("simulator_truth", COLUMNS, table, msgspec.to_builtins(result))
-    if args.markdown:
+    finally:
+        show(found, markdown=args.markdown)
+
+
+def fill(found: Found, site: RealSite, folder: Path, args: argparse.Namespace) -> None:
+    engine = calibrate(site, args.calibration_s, args.seed)
+    found.step_time = engine.step_time
+    for name, share in LOADS.items():
+        if name in args.loads:
+            found.bands.append(measure(site, engine, name, share, args))
+    if not args.no_plan:
+        found.plan = plan_beside(site, folder, args)
+
+
+def show(found: Found, *, markdown: bool) -> None:
+    table = rows(found.bands) + (plan_rows(*found.plan) if found.plan else [])
+    if markdown:
         print(markdown_table(COLUMNS, table))
+    emit("simulator_truth", COLUMNS, table, msgspec.to_builtins(found))
 
 
 def calibrate(site: RealSite, seconds: float, seed: int) -> EngineConfig:
