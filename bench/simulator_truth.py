@@ -162,7 +162,7 @@ def _tell(line: str) -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--no-plan", action="store_true", help="leave out `pagemill plan`")
-    parser.add_argument("--seconds", type=float, default=50.0, help="of a replayed trace")
+    parser.add_argument("--seconds", type=float, default=45.0, help="of a replayed trace")
     parser.add_argument("--calibration-s", type=float, default=60.0)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--loads", nargs="+", default=list(LOADS), choices=list(LOADS))
