@@ -62,6 +62,14 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Prompt tokens not yet computed, of waiting and running requests."""
     step_ms: float = 0.0
     """Duration of the latest step."""
+    num_requests_prefilling: int = 0
+    """Running ones that have prompt tokens left, those of the step in flight not counted."""
+    num_tokens_prefilling: int = 0
+    """Of `num_tokens_waiting`, those of running requests."""
+    num_tokens_prefilled: int = 0
+    """Of `num_tokens_running`, those of running requests that have prompt tokens left."""
+    step_in_flight_ms: float = 0.0
+    """How long the step takes that began when this was told; 0: none did, its loop decides one after the other."""
     num_preemptions: int = 0
     """Since start."""
 
@@ -75,6 +83,8 @@ class StateFrame(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     snapshot: bool = False
     """`prefixes_added` holds everything; forget what was known before."""
     load: EngineLoad = EngineLoad()
+    load_age_ms: float = 0.0
+    """How long before this was sent the engine told `load`: nothing about its clock needs to be known."""
     step_time: StepTimeParams = StepTimeParams()
     digests: Digests = Digests()
     block_size: int = 16

@@ -155,11 +155,11 @@ class ClusterSimulation:
 
     def _first_token(self, course: _Course, num_cached_tokens: int) -> None:
         course.first_token_s = self._events.now_s
-        self.brain.started(course.choice)
+        since_sent_ms = (self._events.now_s - course.sent_s) * 1000
+        self.brain.started(course.choice, since_sent_ms)
         ttft_ms = (self._events.now_s - course.arrival_s) * 1000
         self._report.ttft_ms.append(ttft_ms)
         if course.choice.predicted_ttft_ms is not None:
-            since_sent_ms = (self._events.now_s - course.sent_s) * 1000
             self._report.ttft_errors.append(abs(course.choice.predicted_ttft_ms - since_sent_ms) / since_sent_ms)
         self._totals[0] += len(course.token_ids)
         self._totals[1] += num_cached_tokens

@@ -47,6 +47,7 @@ class SimulatedPod:
         if is_calibrated:
             self.core.step_time = SettledStepTime.from_params(settings.step_time or DEFAULT_STEP_TIME)
         info, self._sequence = runner.info, 0
+        self._told_s = 0.0
         self._prefixes: dict[bytes, bool] = {}
         self._frame = StateFrame(
             sequence=0,
@@ -80,6 +81,7 @@ class SimulatedPod:
         if changes is not None:
             self._prefixes.update(dict.fromkeys(changes.removed, False))
             self._prefixes.update(dict.fromkeys(changes.added, True))
+        self._told_s = self.clock.now()
         step_time = self._frame.step_time if outputs.step_time is None else outputs.step_time
         self._frame = msgspec.structs.replace(self._frame, load=outputs.load, step_time=step_time)
 
@@ -87,13 +89,14 @@ class SimulatedPod:
         """From the next frame on it says that it wants to go."""
         self._frame = msgspec.structs.replace(self._frame, draining=True)
 
-    def frame(self, *, snapshot: bool = False) -> StateFrame:
+    def frame(self, now_s: float = 0.0, *, snapshot: bool = False) -> StateFrame:
         self._sequence += 1
         changes, self._prefixes = self._prefixes, {}
         return msgspec.structs.replace(
             self._frame,
             sequence=self._sequence,
             snapshot=snapshot,
+            load_age_ms=max(0.0, now_s - self._told_s) * 1000,
             prefixes_added=[granule for granule, there in changes.items() if there],
             prefixes_removed=[granule for granule, there in changes.items() if not there],
         )
@@ -163,7 +166,7 @@ class RunningPod:
             return
         self._is_frame_due = False
         self._next_frame_s = self._events.now_s + FRAME_INTERVAL_S
-        self._events.after(NETWORK_S, partial(self._observe, self.pod.frame()))
+        self._events.after(NETWORK_S, partial(self._observe, self.pod.frame(self._events.now_s)))
 
     def _heartbeat(self) -> None:
         if not self._is_up:

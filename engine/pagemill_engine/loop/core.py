@@ -81,7 +81,8 @@ class EngineCore:
         return self.scheduler.has_work or self._in_flight is not None
 
     def load(self) -> EngineLoad:
-        return self.scheduler.load(self._step_ms)
+        step = self._in_flight
+        return self.scheduler.load(self._step_ms, self._predict_ms(step.plan) if step is not None else 0.0)
 
     def step(self) -> StepOutputs:
         """Run one step to its end; returns at once when there is nothing to run.
@@ -206,6 +207,9 @@ class EngineCore:
         self._last_read_s = now_s
         plan = step.plan
         self.step_time.observe(plan.num_tokens, plan.decode_context_tokens, plan.chunk_context_products, self._step_ms)
+
+    def _predict_ms(self, plan: StepPlan) -> float:
+        return self.step_time.predict_ms(plan.num_tokens, plan.decode_context_tokens, plan.chunk_context_products)
 
     def _report(self, step: Launched | None) -> StepOutputs:
         added, removed = self.scheduler.kv.prefix_cache.drain_events()

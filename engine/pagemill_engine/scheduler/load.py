@@ -16,13 +16,16 @@ def engine_load(
     queued_tokens: int,
     num_preemptions: int,
     step_ms: float,
+    step_in_flight_ms: float,
 ) -> EngineLoad:
     """`queued_tokens`: those that waiting rows still have to compute."""
-    running_tokens, due_tokens = 0, queued_tokens
+    running_tokens, prefilling_tokens, prefilled_tokens, num_prefilling = 0, 0, 0, 0
     for row in running:
         running_tokens += row.num_computed_tokens
         if (due := len(row.token_ids) - row.num_computed_tokens) > 1:
-            due_tokens += due
+            prefilling_tokens += due
+            prefilled_tokens += row.num_computed_tokens
+            num_prefilling += 1
     return EngineLoad(
         num_blocks_total=pool.num_blocks,
         num_blocks_free=pool.num_free - pool.num_evictable,
@@ -31,7 +34,11 @@ def engine_load(
         num_requests_running=len(running),
         num_requests_waiting=num_waiting,
         num_tokens_running=running_tokens,
-        num_tokens_waiting=due_tokens,
+        num_tokens_waiting=queued_tokens + prefilling_tokens,
         step_ms=step_ms,
+        num_requests_prefilling=num_prefilling,
+        num_tokens_prefilling=prefilling_tokens,
+        num_tokens_prefilled=prefilled_tokens,
+        step_in_flight_ms=step_in_flight_ms,
         num_preemptions=num_preemptions,
     )

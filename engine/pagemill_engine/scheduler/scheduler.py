@@ -483,7 +483,15 @@ class Scheduler:
             faults.append(f"waiting rows are due {due} tokens, {self._num_queued_tokens} are counted")
         return faults
 
-    def load(self, step_ms: float = 0.0) -> EngineLoad:
+    def load(self, step_ms: float = 0.0, step_in_flight_ms: float = 0.0) -> EngineLoad:
         running = (*self._running, *self._beams.between_steps())
         queued_tokens = self._num_queued_tokens + self._held.num_held
-        return engine_load(self.kv.pool, running, self.num_waiting, queued_tokens, self.num_preemptions, step_ms)
+        return engine_load(
+            self.kv.pool,
+            running,
+            self.num_waiting,
+            queued_tokens,
+            self.num_preemptions,
+            step_ms,
+            step_in_flight_ms,
+        )

@@ -110,7 +110,9 @@ class StatePublisher:
 
     def snapshot(self) -> bytes:
         """Everything published so far, as a frame that the next published one continues."""
-        frame = msgspec.structs.replace(self._frame, snapshot=True, prefixes_added=list(self._prefixes))
+        frame = msgspec.structs.replace(
+            self._frame, snapshot=True, prefixes_added=list(self._prefixes), load_age_ms=self._load_age_ms()
+        )
         return encode_state(frame)
 
     def _update(self, **changes: object) -> None:
@@ -131,11 +133,18 @@ class StatePublisher:
             return
         encoded = encode_state(
             msgspec.structs.replace(
-                self._frame, prefixes_added=added, prefixes_removed=removed, silent_s=self._silent_s()
+                self._frame,
+                prefixes_added=added,
+                prefixes_removed=removed,
+                silent_s=self._silent_s(),
+                load_age_ms=self._load_age_ms(),
             )
         )
         for subscription in self._subscriptions:
             subscription.offer(encoded)
+
+    def _load_age_ms(self) -> float:
+        return round(1000 * (time.monotonic() - self._reported_s), 2) if self._reported_s is not None else 0.0
 
     def _silent_s(self) -> float:
         silent_s = time.monotonic() - self._reported_s if self._reported_s is not None else 0.0

@@ -256,13 +256,14 @@ class LocalBrain:
         if sent is not None:
             sent.record.fullness.accepted()
             sent.record.reserved.accepted(choice.decision)
+            sent.record.outlook.accepted(choice.decision, self._clock())
 
-    def started(self, choice: Choice) -> None:
+    def started(self, choice: Choice, ttft_ms: float | None = None) -> None:
         sent = self._open.get(choice.decision)
         if sent is None:
             return
         sent.record.ejection.answered(choice.decision)
-        self.placement.computed(choice.decision, sent.record, self._clock())
+        self.placement.computed(choice.decision, sent.record, self._clock(), ttft_ms)
         if self.suspects.acquitted(choice.decision):
             self.queues.pump(sent.record.deployment)
 

@@ -15,6 +15,7 @@ class Dispatch(NamedTuple):
 
     num_uncached_tokens: int
     num_sequences: int = 1
+    num_cached_tokens: int = 0
 
 
 class Dispatches:
@@ -45,6 +46,24 @@ class Dispatches:
     @property
     def num_unreported(self) -> int:
         return len(self._unreported)
+
+    def unreported(self) -> list[tuple[int, Dispatch]]:
+        """With their decisions, oldest first."""
+        return list(reversed(self._unreported.items()))
+
+    def waiting(self, num_waiting: int) -> list[Dispatch] | None:
+        """The newest that the report counts, of so many sequences in all: oldest first; `None`: there are not as many."""
+        rows: list[Dispatch] = []
+        if num_waiting <= 0:
+            return rows
+        for decision, each in reversed(self._open.items()):
+            if decision in self._unreported:
+                continue
+            rows.append(each)
+            num_waiting -= each.num_sequences
+            if num_waiting <= 0:
+                return rows[::-1]
+        return None
 
     @property
     def num_uncomputed(self) -> int:

@@ -70,10 +70,11 @@ class Placement:
             index = _place_of(ruling.chosen, candidates)
         chosen = ruling.chosen
         self.decisions.note(number, deployment.key, policy.name, ask.num_prompt_tokens, candidates, ruling)
-        self._account(number, ask, num_sequences, records[index], chosen)
+        dispatch = self._account(number, ask, num_sequences, records[index], chosen)
         if ask.session:
             self._sessions.chosen(deployment.key, ask.session, chosen.endpoint_id)
-        return Placed(number, records[index], chosen, policy.name, _predicted_ttft_ms(ruling, index))
+        predicted_ttft_ms = _predicted_ttft_ms(ruling, index, records[index], number, dispatch, now)
+        return Placed(number, records[index], chosen, policy.name, predicted_ttft_ms)
 
     def most_cached_tokens(self, ask: Ask, records: Sequence[EndpointRecord], now: float) -> int:
         """Of the prompt, on the endpoint that has most of it."""
@@ -96,23 +97,39 @@ class Placement:
         record.dispatches.reported(record.reserved.num_sequences + record.reports.external() - reported)
         record.pod_report = read_report(frame, record.pod_report, record.step_time_params)
         record.step_time_params = frame.step_time
+        self._look_ahead(record, frame, now)
 
     def forget(self, endpoint_id: str) -> None:
         """Nothing is known of what the endpoint has cached."""
         self.predictions.forget(self.index.bit(endpoint_id))
         self.index.forget(endpoint_id)
 
-    def computed(self, number: int, record: EndpointRecord, now: float) -> None:
+    def computed(self, number: int, record: EndpointRecord, now: float, ttft_ms: float | None) -> None:
         """The first token of decision `number` is here."""
         record.dispatches.computed(number)
+        record.outlook.started(number, ttft_ms)
         self.predictions.computed(number, now)
 
     def ended(self, number: int, record: EndpointRecord, now: float, *, failed: bool) -> None:
         record.dispatches.ended(number)
+        record.outlook.ended(number, computed=not failed)
         if failed:
             self.predictions.drop(number)
         else:
             self.predictions.computed(number, now)
+
+    def _look_ahead(self, record: EndpointRecord, frame: StateFrame, now: float) -> None:
+        dispatches, load, report = record.dispatches, frame.load, record.pod_report
+        is_ours = not record.reports.external()
+        record.outlook.told(
+            load,
+            frame.load_age_ms,
+            report.pace.model if report is not None and report.pace is not None else None,
+            frame.max_num_batched_tokens,
+            dispatches.waiting(load.num_requests_waiting) if is_ours else None,
+            dispatches.unreported(),
+            now,
+        )
 
     def _candidates(self, ask: Ask, deployment: str, records: Sequence[EndpointRecord], now: float) -> list[Candidate]:
         believed = [record.reports.fresh(now) for record in records]
@@ -159,22 +176,31 @@ class Placement:
             session=session,
         )
 
-    def _account(self, number: int, ask: Ask, num_sequences: int, record: EndpointRecord, chosen: Candidate) -> None:
+    def _account(
+        self, number: int, ask: Ask, num_sequences: int, record: EndpointRecord, chosen: Candidate
+    ) -> Dispatch:
         record.in_flight += 1
         record.last_chosen = number
         num_uncached = max(1, ask.num_prompt_tokens - chosen.num_cached_tokens)
-        record.dispatches.sent(number, Dispatch(num_uncached, num_sequences))
+        dispatch = Dispatch(num_uncached, num_sequences, ask.num_prompt_tokens - num_uncached)
+        record.dispatches.sent(number, dispatch)
         bit = self.index.bit(record.endpoint.id)
         if bit and ask.granules:
             has = self.index.has
             self.predictions.expect(number, bit, [each for each in ask.granules if not has(each, bit)])
+        return dispatch
 
 
 def _place_of(chosen: Candidate, candidates: Sequence[Candidate]) -> int:
     return next(place for place, each in enumerate(candidates) if each is chosen)
 
 
-def _predicted_ttft_ms(ruling: Ruling, index: int) -> float | None:
+def _predicted_ttft_ms(
+    ruling: Ruling, index: int, record: EndpointRecord, number: int, dispatch: Dispatch, now: float
+) -> float | None:
+    """Where the policy goes by it. As exactly as it can be told, which for all candidates would cost too much."""
     if "ttft_ms" not in ruling.columns:
         return None
-    return ruling.rows[index][ruling.columns.index("ttft_ms")]
+    terms = dict(zip(ruling.columns, ruling.rows[index], strict=True))
+    ttft_ms = record.outlook.ttft_ms(number, dispatch, now) if ruling.chosen.believed else None
+    return terms["ttft_ms"] if ttft_ms is None else ttft_ms + terms["wait_ms"]

@@ -9,6 +9,7 @@ from pagemill_gateway.admission.output_tokens import OutputTokens
 from pagemill_gateway.admission.reservations import Reservations
 from pagemill_gateway.brain.dispatches import Dispatches
 from pagemill_gateway.brain.ejection import Ejection
+from pagemill_gateway.brain.outlook import Outlook
 from pagemill_gateway.brain.reports import Reports
 from pagemill_gateway.brain.starts import Starts
 from pagemill_gateway.routing.policy import PodReport
@@ -31,6 +32,7 @@ class EndpointRecord:
     """Its latest frame as routing reads it; `None` before the first one."""
     step_time_params: StepTimeParams | None = None
     """Those that the report's model was made from."""
+    outlook: Outlook = field(default_factory=Outlook)
     reserved: Reservations = field(default_factory=Reservations)
     """What was sent there, in blocks and sequences."""
     fullness: Fullness = field(default_factory=Fullness)

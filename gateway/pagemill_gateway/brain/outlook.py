@@ -1,0 +1,129 @@
+"""When a request that is sent to one pod now will have its first token there: the pod's course, kept up to date.
+
+Every report starts the course anew from what the engine was doing when it spoke; requests that were sent since are put
+into it. Two things no report tells and first tokens teach: how long a request takes to get there, and what comes on
+top of the steps, a constant of the pod. Which of our requests a report does not count yet is `brain.dispatches`'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pagemill_gateway.brain.dispatches import Dispatch
+from pagemill_gateway.routing.course import Coming, Course
+from pagemill_gateway.routing.pace import DEFAULT_STEP_TOKENS
+from pagemill_protocol.state import EngineLoad
+from pagemill_protocol.step_time import StepTimeModel
+
+GAIN = 0.1
+"""Weight of the latest request in what is learned; the first ones weigh more."""
+MAX_WAY_S = 0.1
+"""A longer way to the engine is an accident, not the rule."""
+OUTLIER_SHARE = 0.25
+"""What a prediction is off by beyond this share of it teaches nothing about a constant."""
+
+
+class Outlook:
+    def __init__(self) -> None:
+        self._course: Course | None = None
+        self._overlaps = False
+        self._sent: dict[int, tuple[float, float | None]] = {}
+        """When our requests were sent, and in how many milliseconds their steps would be done."""
+        self._way_s = _Mean()
+        self._rest_ms = _Mean()
+
+    def told(
+        self,
+        load: EngineLoad,
+        age_ms: float,
+        model: StepTimeModel | None,
+        max_step_tokens: int,
+        waiting: Sequence[Dispatch] | None,
+        unreported: Sequence[tuple[int, Dispatch]],
+        now_s: float,
+    ) -> None:
+        """A report. `waiting`: ours that it counts as waiting, where those are all; `unreported`: those it lacks."""
+        self._course = None
+        if model is None:
+            return
+        self._overlaps = self._overlaps or load.step_in_flight_ms > 0
+        told_s = now_s - age_ms / 1000
+        course = Course(model, max_step_tokens or DEFAULT_STEP_TOKENS, overlaps=self._overlaps)
+        course.num_answers = load.num_requests_running - load.num_requests_prefilling
+        course.num_context_tokens = load.num_tokens_running - load.num_tokens_prefilled
+        course.queue.extend(_reported(load, waiting))
+        for decision, dispatch in unreported:
+            course.queue.append(self._coming(dispatch, max(told_s, self._at_s(decision, now_s))))
+        course.begin(told_s, load.step_in_flight_ms, now_s)
+        self._course = course
+
+    def forget(self) -> None:
+        """Nothing is known of what the engine does."""
+        self._course = None
+
+    def ttft_ms(self, decision: int, dispatch: Dispatch, now_s: float) -> float | None:
+        """Decision `decision` goes there now: milliseconds to its first token. `None`: nobody can say."""
+        at_s = now_s + self._way_s.value
+        steps_ms = None
+        if self._course is not None:
+            self._course.advance(now_s)
+            coming = self._coming(dispatch, at_s)
+            steps_ms = (self._course.through_s(coming) - now_s) * 1000
+            self._course.queue.append(coming)
+        self._sent[decision] = now_s, steps_ms
+        return max(steps_ms / 2, steps_ms + self._rest_ms.value) if steps_ms is not None else None
+
+    def accepted(self, decision: int, now_s: float) -> None:
+        """The engine has it, and said so."""
+        if decision in self._sent:
+            self._way_s.learn(min(MAX_WAY_S, max(0.0, now_s - self._sent[decision][0])))
+
+    def started(self, decision: int, ttft_ms: float | None) -> None:
+        """Its first token is here, so long after it was sent; `None`: nobody measured it."""
+        _, steps_ms = self._sent.get(decision, (0.0, None))
+        if steps_ms is None or ttft_ms is None:
+            return
+        most_ms = OUTLIER_SHARE * steps_ms
+        off_ms = ttft_ms - steps_ms - self._rest_ms.value
+        self._rest_ms.learn(self._rest_ms.value + max(-most_ms, min(most_ms, off_ms)))
+
+    def ended(self, decision: int, *, computed: bool) -> None:
+        """It is over; `computed`: its answer ran."""
+        self._sent.pop(decision, None)
+        if computed and self._course is not None and self._course.num_answers > 0:
+            self._course.num_answers -= 1
+
+    def _at_s(self, decision: int, now_s: float) -> float:
+        sent_s, _ = self._sent.get(decision, (now_s, None))
+        return sent_s + self._way_s.value
+
+    def _coming(self, dispatch: Dispatch, at_s: float) -> Coming:
+        return Coming(at_s, dispatch.num_uncached_tokens, dispatch.num_cached_tokens, dispatch.num_sequences)
+
+
+class _Mean:
+    """Running: of all at first, then of the latest ones."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+        self._num = 0
+
+    def learn(self, value: float) -> None:
+        self._num += 1
+        self.value += max(GAIN, 1 / self._num) * (value - self.value)
+
+
+def _reported(load: EngineLoad, waiting: Sequence[Dispatch] | None) -> list[Coming]:
+    """What waited when the engine spoke; a request that is cached in part it counts as a whole, so ours are known better."""
+    rows = []
+    if load.num_tokens_prefilling:
+        rows.append(Coming(float("-inf"), load.num_tokens_prefilling, load.num_tokens_prefilled, load.num_requests_prefilling))
+    if waiting is not None:
+        return rows + [
+            Coming(float("-inf"), each.num_uncached_tokens, each.num_cached_tokens, each.num_sequences)
+            for each in waiting
+        ]
+    num_tokens = load.num_tokens_waiting - load.num_tokens_prefilling
+    if num_tokens > 0:
+        rows.append(Coming(float("-inf"), num_tokens, 0, load.num_requests_waiting))
+    return rows
