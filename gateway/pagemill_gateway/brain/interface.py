@@ -214,8 +214,8 @@ class Brain(Protocol):
         """The engine has taken the request: its coming reports count it."""
         ...
 
-    def started(self, choice: Choice) -> None:
-        """The first frame arrived."""
+    def started(self, choice: Choice, ttft_ms: float | None = None) -> None:
+        """The first frame arrived; of a stream, so many milliseconds after the request was sent."""
         ...
 
     async def alive(self, endpoint_id: str) -> bool:

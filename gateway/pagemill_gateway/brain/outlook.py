@@ -7,6 +7,8 @@ top of the steps, a constant of the pod. Which of our requests a report does not
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
 from collections.abc import Sequence
 
 from pagemill_gateway.brain.dispatches import Dispatch
@@ -15,12 +17,10 @@ from pagemill_gateway.routing.pace import DEFAULT_STEP_TOKENS
 from pagemill_protocol.state import EngineLoad
 from pagemill_protocol.step_time import StepTimeModel
 
-GAIN = 0.1
-"""Weight of the latest request in what is learned; the first ones weigh more."""
+WINDOW = 32
+"""Requests whose median is what is learned."""
 MAX_WAY_S = 0.1
 """A longer way to the engine is an accident, not the rule."""
-OUTLIER_SHARE = 0.25
-"""What a prediction is off by beyond this share of it teaches nothing about a constant."""
 
 
 class Outlook:
@@ -29,8 +29,8 @@ class Outlook:
         self._overlaps = False
         self._sent: dict[int, tuple[float, float | None]] = {}
         """When our requests were sent, and in how many milliseconds their steps would be done."""
-        self._way_s = _Mean()
-        self._rest_ms = _Mean()
+        self._way_s = _Median(prior=0)
+        self._rest_ms = _Median(prior=3)
 
     def told(
         self,
@@ -70,7 +70,7 @@ class Outlook:
             coming = self._coming(dispatch, at_s)
             steps_ms = (self._course.through_s(coming) - now_s) * 1000
             self._course.queue.append(coming)
-        self._sent[decision] = now_s, steps_ms
+        self._sent[decision] = now_s, steps_ms if self._way_s.known else None
         return max(steps_ms / 2, steps_ms + self._rest_ms.value) if steps_ms is not None else None
 
     def accepted(self, decision: int, now_s: float) -> None:
@@ -83,9 +83,7 @@ class Outlook:
         _, steps_ms = self._sent.get(decision, (0.0, None))
         if steps_ms is None or ttft_ms is None:
             return
-        most_ms = OUTLIER_SHARE * steps_ms
-        off_ms = ttft_ms - steps_ms - self._rest_ms.value
-        self._rest_ms.learn(self._rest_ms.value + max(-most_ms, min(most_ms, off_ms)))
+        self._rest_ms.learn(ttft_ms - steps_ms)
 
     def ended(self, decision: int, *, computed: bool) -> None:
         """It is over; `computed`: its answer ran."""
@@ -101,16 +99,21 @@ class Outlook:
         return Coming(at_s, dispatch.num_uncached_tokens, dispatch.num_cached_tokens, dispatch.num_sequences)
 
 
-class _Mean:
-    """Running: of all at first, then of the latest ones."""
+class _Median:
+    """Of the latest values; 0 before there are some."""
 
-    def __init__(self) -> None:
+    def __init__(self, prior: int) -> None:
+        """`prior`: zeros to begin with, so that one odd value teaches nothing."""
         self.value = 0.0
-        self._num = 0
+        self._values = deque([0.0] * prior, maxlen=WINDOW)
+
+    @property
+    def known(self) -> bool:
+        return len(self._values) > 0
 
     def learn(self, value: float) -> None:
-        self._num += 1
-        self.value += max(GAIN, 1 / self._num) * (value - self.value)
+        self._values.append(value)
+        self.value = statistics.median(self._values)
 
 
 def _reported(load: EngineLoad, waiting: Sequence[Dispatch] | None) -> list[Coming]:

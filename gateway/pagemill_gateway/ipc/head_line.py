@@ -114,8 +114,8 @@ class HeadLine:
     def accepted(self, choice: Choice) -> None:
         self._tell(messages.Accepted(choice.decision))
 
-    def started(self, choice: Choice) -> None:
-        self._tell(messages.Started(choice.decision))
+    def started(self, choice: Choice, ttft_ms: float | None = None) -> None:
+        self._tell(messages.Started(choice.decision, ttft_ms))
 
     async def alive(self, endpoint_id: str) -> bool:
         """While the head is away nobody can say, and no answer is to suffer of that."""

@@ -119,6 +119,7 @@ class Accepted(msgspec.Struct, frozen=True, array_like=True, tag="accepted"):
 
 class Started(msgspec.Struct, frozen=True, array_like=True, tag="started"):
     decision: int
+    ttft_ms: float | None = None
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True, tag="finished"):

@@ -95,8 +95,8 @@ class WorkerLine:
         match note:
             case messages.Accepted(decision) if decision in self._held:
                 self._brain.accepted(self._held[decision])
-            case messages.Started(decision) if decision in self._held:
-                self._brain.started(self._held[decision])
+            case messages.Started(decision, ttft_ms) if decision in self._held:
+                self._brain.started(self._held[decision], ttft_ms)
             case messages.Finished(decision, served) if decision in self._held:
                 self._brain.finished(self._held.pop(decision), served)
             case messages.Failed(decision, kind) if decision in self._held:

@@ -151,9 +151,10 @@ class Relay:
             self._brain.accepted(choice)
             frames = await stream.read()
             if frames[0][0].error is None:
-                self._brain.started(choice)
-                if answer.request.stream:
-                    self._metrics.first_token(answer.record.model, choice, time.perf_counter() - sent_at)
+                ttft_s = time.perf_counter() - sent_at if answer.request.stream else None
+                self._brain.started(choice, 1000 * ttft_s if ttft_s is not None else None)
+                if ttft_s is not None:
+                    self._metrics.first_token(answer.record.model, choice, ttft_s)
             num_tokens, waited_s = answer.journal.num_tokens + _count_tokens(frames), stream.waited_s
             while frames:
                 usage = await pass_on(frames, stream, answer)
