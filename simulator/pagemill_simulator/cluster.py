@@ -49,7 +49,9 @@ class RoutingReport(msgspec.Struct, frozen=True, kw_only=True):
     num_exact: int
     """Requests whose cached tokens were predicted as the engine found them, in whole granules."""
     ttft_errors: list[float]
-    """Relative errors of the predicted time to the first token, where the policy predicts one."""
+    """By which share the predicted time to the first token was too long (negative: too short), where there is one."""
+    duration_s: float
+    """Virtual time to the last token."""
 
     @property
     def mean_ttft_ms(self) -> float:
@@ -80,7 +82,13 @@ class ClusterSimulation:
         self._hashes = PromptHashes(1_000_000)
         self._names = itertools.count()
         self._report = RoutingReport(
-            ttft_ms=[], tpot_ms=[], num_prompt_tokens=0, num_cached_tokens=0, num_exact=0, ttft_errors=[]
+            ttft_ms=[],
+            tpot_ms=[],
+            num_prompt_tokens=0,
+            num_cached_tokens=0,
+            num_exact=0,
+            ttft_errors=[],
+            duration_s=0.0,
         )
         self._totals = [0, 0, 0]
         config = GatewayConfig(routing_policy=policy, queue=PATIENCE)
@@ -108,7 +116,11 @@ class ClusterSimulation:
             running.pod.core.check_integrity()
         prompt, cached, exact = self._totals
         return msgspec.structs.replace(
-            self._report, num_prompt_tokens=prompt, num_cached_tokens=cached, num_exact=exact
+            self._report,
+            num_prompt_tokens=prompt,
+            num_cached_tokens=cached,
+            num_exact=exact,
+            duration_s=self._events.now_s,
         )
 
     def _pod(self, name: str, config: EngineConfig) -> RunningPod:
@@ -160,7 +172,7 @@ class ClusterSimulation:
         ttft_ms = (self._events.now_s - course.arrival_s) * 1000
         self._report.ttft_ms.append(ttft_ms)
         if course.choice.predicted_ttft_ms is not None:
-            self._report.ttft_errors.append(abs(course.choice.predicted_ttft_ms - since_sent_ms) / since_sent_ms)
+            self._report.ttft_errors.append(course.choice.predicted_ttft_ms / since_sent_ms - 1)
         self._totals[0] += len(course.token_ids)
         self._totals[1] += num_cached_tokens
         missed = num_cached_tokens - course.choice.predicted_cached_tokens

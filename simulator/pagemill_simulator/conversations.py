@@ -8,7 +8,7 @@ prompts find each other, do short requests wait behind long ones, does one hot p
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 VOCAB_SIZE = 32000
@@ -94,6 +94,11 @@ TRAFFIC: dict[str, Callable[[int], list[Conversation]]] = {
     "long and short": long_and_short,
     "hot prefix": hot_prefix,
 }
+
+
+def at_rate(traffic: Sequence[Conversation], factor: float) -> list[Conversation]:
+    """The same conversations, but as many times more of them begin in a second."""
+    return [each._replace(start_s=each.start_s / factor) for each in traffic]
 
 
 def _turn(draw: random.Random, num_tokens: int, *, pause_s: float = 0.0) -> Turn:

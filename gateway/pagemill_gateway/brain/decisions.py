@@ -23,11 +23,14 @@ class Decision(NamedTuple):
     num_prompt_tokens: int
     candidates: Sequence[Candidate]
     ruling: Ruling
+    predicted_ttft_ms: float | None
 
 
 class DecisionLog:
     def __init__(self, max_decisions: int) -> None:
         self._decisions: deque[Decision] = deque(maxlen=max_decisions)
+        self._measured_ttft_ms: dict[int, float] = {}
+        """Of the decisions that are kept, and of some that are not any more."""
 
     def note(
         self,
@@ -37,16 +40,28 @@ class DecisionLog:
         num_prompt_tokens: int,
         candidates: Sequence[Candidate],
         ruling: Ruling,
+        predicted_ttft_ms: float | None,
     ) -> None:
-        self._decisions.append(Decision(number, time.time(), deployment, policy, num_prompt_tokens, candidates, ruling))
+        self._decisions.append(
+            Decision(number, time.time(), deployment, policy, num_prompt_tokens, candidates, ruling, predicted_ttft_ms)
+        )
+
+    def measured(self, number: int, ttft_ms: float) -> None:
+        """What came of it: the time to the first token of a stream."""
+        if not self._decisions or number < self._decisions[0].number:
+            return
+        self._measured_ttft_ms[number] = ttft_ms
+        if len(self._measured_ttft_ms) > 2 * len(self._decisions):
+            first = self._decisions[0].number
+            self._measured_ttft_ms = {each: ms for each, ms in self._measured_ttft_ms.items() if each >= first}
 
     def latest(self, limit: int) -> list[dict[str, Any]]:
         """Newest first."""
         chosen = list(self._decisions)[-limit:] if limit > 0 else []
-        return [_describe(decision) for decision in reversed(chosen)]
+        return [_describe(each, self._measured_ttft_ms.get(each.number)) for each in reversed(chosen)]
 
 
-def _describe(decision: Decision) -> dict[str, Any]:
+def _describe(decision: Decision, measured_ttft_ms: float | None) -> dict[str, Any]:
     ruling = decision.ruling
     rows = [_describe_candidate(decision, index) for index in range(len(decision.candidates))]
     rows.sort(key=lambda row: (not row["chosen"], -row["rank"]))
@@ -60,6 +75,8 @@ def _describe(decision: Decision) -> dict[str, Any]:
         "prompt_tokens": decision.num_prompt_tokens,
         "choice": ruling.chosen.endpoint_id,
         "why": ruling.why,
+        "predicted_ttft_ms": _rounded(decision.predicted_ttft_ms),
+        "measured_ttft_ms": _rounded(measured_ttft_ms),
         "num_candidates": len(rows),
         "candidates": rows[:MAX_SHOWN_CANDIDATES],
     }
@@ -81,3 +98,7 @@ def _describe_candidate(decision: Decision, index: int) -> dict[str, Any]:
         "terms": {name: round(term, 3) for name, term in terms.items()},
         "rank": value if ruling.largest_wins else -value,
     }
+
+
+def _rounded(ms: float | None) -> float | None:
+    return round(ms, 3) if ms is not None else None

@@ -52,7 +52,7 @@ class Dispatches:
         return list(reversed(self._unreported.items()))
 
     def waiting(self, num_waiting: int) -> list[Dispatch] | None:
-        """The newest that the report counts, of so many sequences in all: oldest first; `None`: there are not as many."""
+        """The newest of so many sequences that the report counts, oldest first; `None`: there are not as many."""
         rows: list[Dispatch] = []
         if num_waiting <= 0:
             return rows

@@ -23,6 +23,9 @@ MAX_WAY_S = 0.1
 """A longer way to the engine is an accident, not the rule."""
 
 
+LONG_AGO = float("-inf")
+
+
 class Outlook:
     def __init__(self) -> None:
         self._course: Course | None = None
@@ -117,16 +120,17 @@ class _Median:
 
 
 def _reported(load: EngineLoad, waiting: Sequence[Dispatch] | None) -> list[Coming]:
-    """What waited when the engine spoke; a request that is cached in part it counts as a whole, so ours are known better."""
+    """What waited when the engine spoke. It counts cached tokens of those that wait: of ours more is known."""
     rows = []
     if load.num_tokens_prefilling:
-        rows.append(Coming(float("-inf"), load.num_tokens_prefilling, load.num_tokens_prefilled, load.num_requests_prefilling))
+        rows.append(
+            Coming(LONG_AGO, load.num_tokens_prefilling, load.num_tokens_prefilled, load.num_requests_prefilling)
+        )
     if waiting is not None:
         return rows + [
-            Coming(float("-inf"), each.num_uncached_tokens, each.num_cached_tokens, each.num_sequences)
-            for each in waiting
+            Coming(LONG_AGO, each.num_uncached_tokens, each.num_cached_tokens, each.num_sequences) for each in waiting
         ]
     num_tokens = load.num_tokens_waiting - load.num_tokens_prefilling
     if num_tokens > 0:
-        rows.append(Coming(float("-inf"), num_tokens, 0, load.num_requests_waiting))
+        rows.append(Coming(LONG_AGO, num_tokens, 0, load.num_requests_waiting))
     return rows

@@ -69,11 +69,13 @@ class Placement:
             ruling = policy.choose(request, candidates)
             index = _place_of(ruling.chosen, candidates)
         chosen = ruling.chosen
-        self.decisions.note(number, deployment.key, policy.name, ask.num_prompt_tokens, candidates, ruling)
         dispatch = self._account(number, ask, num_sequences, records[index], chosen)
         if ask.session:
             self._sessions.chosen(deployment.key, ask.session, chosen.endpoint_id)
         predicted_ttft_ms = _predicted_ttft_ms(ruling, index, records[index], number, dispatch, now)
+        self.decisions.note(
+            number, deployment.key, policy.name, ask.num_prompt_tokens, candidates, ruling, predicted_ttft_ms
+        )
         return Placed(number, records[index], chosen, policy.name, predicted_ttft_ms)
 
     def most_cached_tokens(self, ask: Ask, records: Sequence[EndpointRecord], now: float) -> int:
@@ -108,6 +110,8 @@ class Placement:
         """The first token of decision `number` is here."""
         record.dispatches.computed(number)
         record.outlook.started(number, ttft_ms)
+        if ttft_ms is not None:
+            self.decisions.measured(number, ttft_ms)
         self.predictions.computed(number, now)
 
     def ended(self, number: int, record: EndpointRecord, now: float, *, failed: bool) -> None:

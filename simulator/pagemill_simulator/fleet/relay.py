@@ -70,6 +70,7 @@ class Course:
     """Of the latest attempt."""
     ended: asyncio.Future[FailureKind | PagemillError | None] | None = None
     """How the latest attempt has: None is well."""
+    attempt_sent_s: float = 0.0
     attempt_first_s: float | None = None
     num_tokens_before: int = 0
     """The latest attempt."""
@@ -197,7 +198,7 @@ class Relay:
 
     async def _attempt(self, course: Course, choice: Choice) -> FailureKind | PagemillError | None:
         course.choice, course.attempt_first_s, course.num_tokens_before = choice, None, len(course.output)
-        course.ended = self._loop.create_future()
+        course.ended, course.attempt_sent_s = self._loop.create_future(), self._events.now_s
         self._events.after(NETWORK_S, partial(self._enter, course, choice))
         return await course.ended
 
@@ -222,7 +223,7 @@ class Relay:
 
     def _started(self, course: Course, num_cached_tokens: int) -> None:
         assert course.choice is not None
-        self._brain.started(course.choice)
+        self._brain.started(course.choice, (self._events.now_s - course.attempt_sent_s) * 1000)
         course.attempt_first_s = self._events.now_s
         if course.first_token_s is None:
             course.first_token_s, course.num_cached_tokens = self._events.now_s, num_cached_tokens

@@ -1,0 +1,219 @@
+"""How far the gateway's predicted time to the first token is off on real CPU engines, by load.
+
+`pagemill up` serves the embedded model; chats with prompts of many lengths arrive as a Poisson process, streamed, in
+three bands: shares of the rate that the same replicas sustained just before with all seats taken. For each request the
+gateway's control port tells what was predicted when it was sent and what was measured at its first token. Exits with 1
+when a band's median error is above `--limit`, or a request failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import aiohttp
+from local_replicas import Up, pagemill_up
+from report import emit, median
+from workload import MODEL
+
+NAME = "smollm2"
+BANDS = {"low": 0.25, "middle": 0.5, "high": 0.75}
+"""Shares of the sustained rate."""
+POLL_S = 2.0
+MAX_SHOWN = 256
+"""Decisions that the gateway keeps."""
+DEPLOYMENT = """\
+apiVersion: pagemill.dev/v1alpha1
+kind: LLMDeployment
+metadata:
+  name: {name}
+spec:
+  model: {{source: "{model}", name: {name}}}
+  engine: {{maxModelLen: 2048}}
+  resources: {{gpus: 0}}
+  replicas: {replicas}
+"""
+WORDS = ("river", "stone", "light", "paper", "north", "glass", "seven", "garden", "engine", "quiet", "bridge", "salt")
+
+
+class Decided(NamedTuple):
+    predicted_ms: float
+    measured_ms: float
+    coarse_ms: float
+    """What candidates were compared by."""
+    num_prompt_tokens: int
+
+    @property
+    def error(self) -> float:
+        return self.predicted_ms / self.measured_ms - 1
+
+
+class Load:
+    """Streams of chats; nothing of the answers is looked at."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, seed: int) -> None:
+        self._session = session
+        self._url = f"{url}/v1/chat/completions"
+        self._draw = random.Random(seed)
+        self.num_done = 0
+        self.faults: list[str] = []
+
+    async def saturated(self, seconds: float, num_at_once: int) -> float:
+        """Requests a second that are answered with so many under way all the time."""
+        end = time.monotonic() + seconds
+        before = self.num_done
+
+        async def work() -> None:
+            while time.monotonic() < end:
+                await self._ask()
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(num_at_once):
+                group.create_task(work())
+        return (self.num_done - before) / (time.monotonic() - end + seconds)
+
+    async def poisson(self, seconds: float, rate_per_s: float) -> None:
+        """Until the last answer."""
+        end = time.monotonic() + seconds
+        async with asyncio.TaskGroup() as group:
+            while time.monotonic() < end:
+                group.create_task(self._ask())
+                await asyncio.sleep(self._draw.expovariate(rate_per_s))
+
+    async def _ask(self) -> None:
+        words = self._draw.choices(WORDS, k=min(600, 8 + int(self._draw.expovariate(1 / 90))))
+        body = {
+            "model": NAME,
+            "messages": [{"role": "user", "content": " ".join(words)}],
+            "max_tokens": self._draw.randint(8, 48),
+            "ignore_eos": True,
+            "stream": True,
+        }
+        async with self._session.post(self._url, json=body) as response:
+            if response.status != 200:
+                self.faults.append(f"{response.status}: {(await response.text())[:200]}")
+                return
+            async for _ in response.content.iter_any():
+                pass
+        self.num_done += 1
+
+
+class Decisions:
+    """What the gateway's control port has told so far, each decision once."""
+
+    def __init__(self, session: aiohttp.ClientSession, control_url: str) -> None:
+        self._session = session
+        self._url = f"{control_url}/debug/decisions?limit={MAX_SHOWN}"
+        self._found: dict[int, Decided] = {}
+        self._last = 0
+        """The latest decision that was taken."""
+
+    async def watch(self) -> None:
+        while True:
+            await self.read()
+            await asyncio.sleep(POLL_S)
+
+    async def read(self) -> None:
+        async with self._session.get(self._url) as response:
+            for each in json.loads(await response.text())["decisions"]:
+                measured_ms, predicted_ms = each["measured_ttft_ms"], each["predicted_ttft_ms"]
+                if measured_ms and predicted_ms is not None:
+                    coarse_ms = each["candidates"][0]["terms"]["ttft_ms"]
+                    tokens = each["prompt_tokens"]
+                    self._found[each["decision"]] = Decided(predicted_ms, measured_ms, coarse_ms, tokens)
+
+    def take(self) -> list[Decided]:
+        """All since the last call."""
+        taken = [each for number, each in self._found.items() if number > self._last]
+        self._last = max(self._found, default=self._last)
+        return taken
+
+
+async def measure(up: Up, args: argparse.Namespace) -> tuple[dict[str, list[Decided]], float, list[str]]:
+    assert up.url is not None
+    assert up.metrics_url is not None
+    timeout = aiohttp.ClientTimeout(total=600)
+    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+        load, decisions = Load(session, up.url, args.seed), Decisions(session, up.metrics_url.removesuffix("/metrics"))
+        watching = asyncio.create_task(decisions.watch())
+        try:
+            rate_per_s = await load.saturated(args.calibrate, args.at_once * args.replicas)
+            _tell(f"{rate_per_s:.2f} requests/s with {args.at_once} under way on each replica")
+            decisions.take()
+            found = {}
+            for band, share in BANDS.items():
+                await load.poisson(args.seconds, share * rate_per_s)
+                await decisions.read()
+                found[band] = decisions.take()
+                _tell(f"{band}: {json.dumps(figures(found[band]))}")
+        finally:
+            watching.cancel()
+    return found, rate_per_s, load.faults
+
+
+def figures(decided: list[Decided]) -> dict[str, float]:
+    sizes = sorted(abs(each.error) for each in decided)
+    if not sizes:
+        return {}
+    return {
+        "num_requests": len(decided),
+        "ttft_p50_ms": median([each.measured_ms for each in decided]),
+        "error_p50": median(sizes),
+        "error_p90": sizes[len(sizes) * 9 // 10],
+        "error_mean": sum(sizes) / len(sizes),
+        "bias_mean": sum(each.error for each in decided) / len(decided),
+        "bias_p50": median([each.error for each in decided]),
+        "coarse_error_p50": median([abs(each.coarse_ms / each.measured_ms - 1) for each in decided]),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each band")
+    parser.add_argument("--calibrate", type=float, default=20.0, help="seconds with all seats taken, to find the rate")
+    parser.add_argument("--at-once", type=int, default=8, help="requests under way on each replica meanwhile")
+    parser.add_argument("--limit", type=float, default=0.10, help="largest median error of a band")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path, help="where every request's prediction goes")
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "deployment.yaml"
+        file.write_text(DEPLOYMENT.format(name=NAME, model=MODEL, replicas=args.replicas))
+        with pagemill_up(file, Path(folder) / "log") as up:
+            up.wait_ready(args.replicas)
+            found, rate_per_s, faults = asyncio.run(measure(up, args))
+    if args.json is not None:
+        args.json.write_text(json.dumps(found))
+    report(found, rate_per_s, faults, args)
+
+
+def report(found: dict[str, list[Decided]], rate_per_s: float, faults: list[str], args: argparse.Namespace) -> None:
+    by_band = {band: figures(decided) for band, decided in found.items()}
+    columns = ["load", *next(iter(by_band.values()))]
+    rows = [
+        [f"{band}, {BANDS[band] * rate_per_s:.2f} requests/s", *(f"{value:.3g}" for value in each.values())]
+        for band, each in by_band.items()
+    ]
+    result: dict[str, Any] = {"replicas": args.replicas, "rate_per_s": rate_per_s, "figures": by_band}
+    emit("prediction_on_engines", columns, rows, {**result, "num_failed": len(faults), "faults": faults[:3]})
+    missed = [band for band, each in by_band.items() if each.get("error_p50", 1.0) > args.limit]
+    if missed or faults:
+        raise SystemExit(f"above {args.limit:.0%}: {', '.join(missed) or 'none'}; failed requests: {len(faults)}")
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()
