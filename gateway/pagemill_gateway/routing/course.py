@@ -103,8 +103,7 @@ class Course:
         self._end_s = now_s + step_ms / 1000
         if had_queue and not self.queue:
             self._through_s = self._end_s
-        if self._overlaps:
-            self._decide_next(now_s)
+        self._decide_next(now_s)
 
     def _step(self, now_s: float) -> None:
         """The step that runs ends; the one decided behind it begins."""
@@ -115,6 +114,9 @@ class Course:
         self._decide_next(now_s)
 
     def _decide_next(self, now_s: float) -> None:
+        """While the step that began just now runs."""
+        if not self._overlaps:
+            return
         assert self._end_s is not None
         had_queue = bool(self.queue)
         self._next_ms = self._decide(now_s)
