@@ -7,7 +7,7 @@ top of the steps, a constant of the pod. Which of our requests a report does not
 
 from __future__ import annotations
 
-import statistics
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
 
@@ -108,15 +108,19 @@ class _Median:
     def __init__(self, prior: int) -> None:
         """`prior`: zeros to begin with, so that one odd value teaches nothing."""
         self.value = 0.0
-        self._values = deque([0.0] * prior, maxlen=WINDOW)
+        self._values = deque([0.0] * prior)
+        self._sorted = [0.0] * prior
 
     @property
     def known(self) -> bool:
         return len(self._values) > 0
 
     def learn(self, value: float) -> None:
+        if len(self._values) == WINDOW:
+            del self._sorted[bisect_left(self._sorted, self._values.popleft())]
         self._values.append(value)
-        self.value = statistics.median(self._values)
+        insort(self._sorted, value)
+        self.value = self._sorted[len(self._sorted) // 2]
 
 
 def _reported(load: EngineLoad, waiting: Sequence[Dispatch] | None) -> list[Coming]:

@@ -205,6 +205,8 @@ def _predicted_ttft_ms(
     """Where the policy goes by it. As exactly as it can be told, which for all candidates would cost too much."""
     if "ttft_ms" not in ruling.columns:
         return None
-    terms = dict(zip(ruling.columns, ruling.rows[index], strict=True))
     ttft_ms = record.outlook.ttft_ms(number, dispatch, now) if ruling.chosen.believed else None
-    return terms["ttft_ms"] if ttft_ms is None else ttft_ms + terms["wait_ms"]
+    row = ruling.rows[index]
+    if ttft_ms is None:
+        return row[ruling.columns.index("ttft_ms")]
+    return ttft_ms + row[ruling.columns.index("wait_ms")]
