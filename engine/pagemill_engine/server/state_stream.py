@@ -43,6 +43,8 @@ class StatePublisher:
         self._closed = False
         self._reported_s: float | None = None
         """When the engine process spoke last."""
+        self._told_s: float | None = None
+        """When it told the load of the latest published frame."""
 
     def announce_bundle(self, digest: str) -> None:
         """The tokenizer, which is known long before the engine is ready: gateways fetch it meanwhile."""
@@ -129,6 +131,7 @@ class StatePublisher:
         for granule in removed:
             del self._prefixes[granule]
         self._next = self._frame = msgspec.structs.replace(self._next, sequence=self._frame.sequence + 1)
+        self._told_s = self._reported_s
         if not self._subscriptions:
             return
         encoded = encode_state(
@@ -144,7 +147,7 @@ class StatePublisher:
             subscription.offer(encoded)
 
     def _load_age_ms(self) -> float:
-        return round(1000 * (time.monotonic() - self._reported_s), 2) if self._reported_s is not None else 0.0
+        return round(1000 * (time.monotonic() - self._told_s), 2) if self._told_s is not None else 0.0
 
     def _silent_s(self) -> float:
         silent_s = time.monotonic() - self._reported_s if self._reported_s is not None else 0.0
