@@ -50,6 +50,9 @@ class Decided(NamedTuple):
     coarse_ms: float
     """What candidates were compared by."""
     num_prompt_tokens: int
+    num_cached_tokens: int
+    num_in_flight: int
+    """On the chosen replica."""
 
     @property
     def error(self) -> float:
@@ -126,9 +129,15 @@ class Decisions:
             for each in json.loads(await response.text())["decisions"]:
                 measured_ms, predicted_ms = each["measured_ttft_ms"], each["predicted_ttft_ms"]
                 if measured_ms and predicted_ms is not None:
-                    coarse_ms = each["candidates"][0]["terms"]["ttft_ms"]
-                    tokens = each["prompt_tokens"]
-                    self._found[each["decision"]] = Decided(predicted_ms, measured_ms, coarse_ms, tokens)
+                    chosen = each["candidates"][0]
+                    self._found[each["decision"]] = Decided(
+                        predicted_ms,
+                        measured_ms,
+                        chosen["terms"]["ttft_ms"],
+                        each["prompt_tokens"],
+                        chosen["cached_tokens"],
+                        chosen["in_flight"],
+                    )
 
     def take(self) -> list[Decided]:
         """All since the last call."""

@@ -52,12 +52,14 @@ class Course:
         """When the prompt that was last in the queue is through, once the queue is empty."""
 
     def begin(self, now_s: float, running_ms: float, until_s: float) -> None:
-        """A step began at `now_s` that takes `running_ms`, at least `until_s`; 0: none runs and one is decided now."""
+        """A step began at `now_s` that takes `running_ms`; 0: it is decided now. By `until_s` it has not ended."""
         if running_ms > 0:
-            self._end_s = max(now_s + running_ms / 1000, until_s)
+            self._end_s = now_s + running_ms / 1000
             self._decide_next(now_s)
         else:
             self._start(now_s)
+        if self._end_s is not None:
+            self._end_s = max(self._end_s, until_s)
 
     def advance(self, now_s: float) -> None:
         """Play all steps that end before `now_s`."""
