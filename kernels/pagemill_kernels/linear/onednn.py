@@ -15,7 +15,7 @@ from pagemill_kernels.linear import cpu
 
 EXACT_ROWS = 16
 """Up to here each number of rows has a primitive of its own; oneDNN makes one on first use, in about a millisecond."""
-_STEPS = ((128, 16), (1 << 62, 64))
+_STEPS = ((256, 16), (1 << 62, 64))
 """(Rows up to, rounded up to a multiple of): so that prompts of all lengths share a few dozen primitives. Sixteen rows
 are a tile of AMX: what is added is seldom computed in vain."""
 
