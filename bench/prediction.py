@@ -4,6 +4,9 @@
 three bands: shares of the rate that the same replicas sustained just before with all seats taken. For each request the
 gateway's control port tells what was predicted when it was sent and what was measured at its first token. Exits with 1
 when a band's median error is above `--limit`, or a request failed.
+
+Each replica has one CPU. Fewer replicas than cores compute on the last cores alone, as pods with a CPU of their own do;
+gateway and generator share the others.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import signal
 import sys
@@ -20,7 +24,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
+import psutil
 from local_replicas import Up, pagemill_up
+from processes import give_cores
 from report import emit, median
 from workload import MODEL
 
@@ -38,7 +44,7 @@ metadata:
 spec:
   model: {{source: "{model}", name: {name}}}
   engine: {{maxModelLen: 2048}}
-  resources: {{gpus: 0}}
+  resources: {{gpus: 0, cpu: 1}}
   replicas: {replicas}
 """
 WORDS = ("river", "stone", "light", "paper", "north", "glass", "seven", "garden", "engine", "quiet", "bridge", "salt")
@@ -200,6 +206,7 @@ def main() -> None:
         file.write_text(DEPLOYMENT.format(name=NAME, model=MODEL, replicas=args.replicas))
         with pagemill_up(file, Path(folder) / "log") as up:
             up.wait_ready(args.replicas)
+            _give_cores(up)
             found, rate_per_s, faults = asyncio.run(measure(up, args))
     if args.json is not None:
         args.json.write_text(json.dumps(found))
@@ -218,6 +225,13 @@ def report(found: dict[str, list[Decided]], rate_per_s: float, faults: list[str]
     missed = [band for band, each in by_band.items() if each.get("error_p50", 1.0) > args.limit]
     if missed or faults:
         raise SystemExit(f"above {args.limit:.0%}: {', '.join(missed) or 'none'}; failed requests: {len(faults)}")
+
+
+def _give_cores(up: Up) -> None:
+    servers = [replica.pid for replica in up.replicas().values()]
+    engines = {child.pid for server in servers for child in psutil.Process(server).children()}
+    family = [up.process.pid, *(child.pid for child in psutil.Process(up.process.pid).children(recursive=True))]
+    give_cores(servers, [os.getpid(), *(pid for pid in family if pid not in {*servers, *engines})])
 
 
 def _tell(text: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,3 +59,24 @@ def stop(process: subprocess.Popen[str]) -> float:
     except subprocess.TimeoutExpired:
         process.kill()
         return process.wait()
+
+
+def give_cores(servers: Sequence[int], others: Sequence[int]) -> None:
+    """What an engine's server has started computes on one of the last cores, alone; all else shares the other cores.
+
+    Nothing is done on a machine that has too few.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    shared = cores[: len(cores) - len(servers)]
+    if not shared:
+        return
+    for server, core in zip(servers, reversed(cores), strict=False):
+        for computing in psutil.Process(server).children():
+            _pin_threads(computing.pid, [core])
+    for pid in (*servers, *others):
+        _pin_threads(pid, shared)
+
+
+def _pin_threads(pid: int, cores: Sequence[int]) -> None:
+    for thread in psutil.Process(pid).threads():
+        os.sched_setaffinity(thread.id, cores)

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-import psutil
 from peers.process import PeerFailed, PeerProcess
+from processes import give_cores
 from report import ROOT
 from routers.catalogue import KEY, MODEL, Site, start_pagemill
 from workload import MODEL as SOURCE
@@ -88,7 +88,7 @@ def real_site(folder: Path) -> Iterator[RealSite]:
         start = start_pagemill(Site([port], folder, max_streams=256, controls=[control_port]))
         gateway = PeerProcess(start.argv, start.environment, folder / "gateway.log")
         try:
-            pin(engine.pid, [gateway.pid, generator.pid])
+            give_cores([engine.pid], [gateway.pid, generator.pid])
             control_url, url = f"http://127.0.0.1:{control_port}", f"http://127.0.0.1:{start.port}"
             site = RealSite(engine, control_url, generator, url, folder)
             _warm(site, gateway)
@@ -135,20 +135,3 @@ def _warm(site: RealSite, gateway: PeerProcess) -> None:
             if gateway.ended or time.monotonic() > deadline:
                 raise PeerFailed(gateway.why_ended() if gateway.ended else str(failure)) from None
         time.sleep(POLL_S)
-
-
-def pin(server: int, others: Sequence[int]) -> None:
-    """The process that computes has the last core for itself; nothing is done on a machine with one."""
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < 2:
-        return
-    computing = {child.pid for child in psutil.Process(server).children()}
-    for pid in computing:
-        _pin_threads(pid, cores[-1:])
-    for pid in (server, *others):
-        _pin_threads(pid, cores[:-1])
-
-
-def _pin_threads(pid: int, cores: list[int]) -> None:
-    for thread in psutil.Process(pid).threads():
-        os.sched_setaffinity(thread.id, cores)
