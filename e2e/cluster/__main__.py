@@ -1,6 +1,6 @@
 """A real Kubernetes for tests, built from Go modules: without Docker, without downloads of binaries.
 
-    python3 e2e/cluster build              compile the programs (minutes, once; kwok only when `hollow` asks for it)
+    python3 e2e/cluster build              compile the programs (minutes, once; some only where a verb needs them)
     python3 e2e/cluster prepare            the same, and the project's images beside it
     python3 e2e/cluster up                 start the one-node cluster and print what to export (root)
     python3 e2e/cluster images             build the project's images and load them; prints the tag
@@ -12,6 +12,7 @@
     ... derive IMAGE TARGET                load IMAGE with one tiny layer more under the name TARGET
     ... platform FOLDER TAG                gateway and operator of the checkout in FOLDER, built and loaded under TAG
     ... redis IMAGE                        make an image of Debian's Redis, and put it into the node
+    ... metrics IMAGE                      the same of Debian's Prometheus and the adapter that Kubernetes asks
     ... fake-gpus N                        let the node offer N nvidia.com/gpu (accounting only, no device)
     ... hollow N                           N nodes of KWOK with 8 nvidia.com/gpu each; 0 removes them
     ... stop PART | start PART             kill -9 and restart etcd, kube-apiserver, kubelet, ...
@@ -76,7 +77,8 @@ def _parser() -> argparse.ArgumentParser:
     verbs.add_parser("base")
     verbs.add_parser("images").add_argument("components", nargs="*", default=list(images.COMPONENTS))
     verbs.add_parser("load").add_argument("image")
-    verbs.add_parser("redis").add_argument("image")
+    for verb in ("redis", "metrics"):
+        verbs.add_parser(verb).add_argument("image")
     platform = verbs.add_parser("platform")
     platform.add_argument("folder", type=Path)
     platform.add_argument("tag")
@@ -117,6 +119,8 @@ def _run(args: argparse.Namespace) -> None:
             images.make_platform(args.folder.resolve(), args.tag)
         case "redis":
             images.make_redis(args.image)
+        case "metrics":
+            images.make_metrics(args.image)
         case "fake-gpus":
             one_node.fake_gpus(args.count)
         case "hollow":

@@ -49,13 +49,14 @@ PROGRAMS = {
     "pause": Program("pause", "."),
     "coredns": Program("coredns", "github.com/coredns/coredns"),
     "kwok": Program("kwok", "sigs.k8s.io/kwok/cmd/kwok"),
+    "prometheus-adapter": Program("prometheus-adapter", "sigs.k8s.io/prometheus-adapter/cmd/adapter"),
     "helm": Program("helm4", "helm.sh/helm/v4/cmd/helm"),
     "helm3": Program("helm3", "helm.sh/helm/v3/cmd/helm"),
     "helm-unittest": Program("helm-unittest", "github.com/helm-unittest/helm-unittest/cmd/helm-unittest"),
 }
 API_ONLY = ("etcd", "kube-apiserver", "kubectl")
-ON_DEMAND = ("kwok",)
-"""Only tests of scale need them."""
+ON_DEMAND = ("kwok", "prometheus-adapter")
+"""Single cases need them, and none of the smoke."""
 USUAL = tuple(name for name in PROGRAMS if name not in ON_DEMAND)
 
 

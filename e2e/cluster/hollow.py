@@ -50,7 +50,7 @@ def _start_kwok() -> None:
     running = processes.started(RUN).get("kwok")
     if running is not None and processes.is_running(running):
         return
-    binaries.build(binaries.ON_DEMAND)
+    binaries.build(["kwok"])
     argv = [str(binaries.bin_dir() / "kwok"), f"--kubeconfig={parts.kubeconfig('e2e:kwok')}"]
     argv += ["--manage-all-nodes=false", "--manage-nodes-with-label-selector=type=kwok"]
     stages = sorted((binaries.share_dir() / "kwok").glob("*.yaml"))

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import binaries
 import containers
 import loading
 import sources
@@ -21,6 +22,7 @@ COMPONENTS = ("gateway", "operator", "engine")
 BASE = "docker.io/library/debian:trixie-slim"
 SUITE = "trixie"
 UNUSED_PATHS = ("/usr/share/doc/*", "/usr/share/man/*", "/usr/share/locale/*", "/usr/share/info/*")
+ADAPTER = "prometheus-adapter"
 PACKAGES_HELP = "On Debian: apt-get install buildah mmdebstrap"
 HOST_SETTINGS = ("/etc/ssl/certs", "/etc/pip.conf")
 """How this machine reaches package registries; lent to the build, never part of an image."""
@@ -143,15 +145,35 @@ def derive(image: str, target: str) -> None:
 def make_redis(target: str) -> None:
     """What the chart's own Redis runs on the node: Debian's server and client, started by arguments alone."""
     if not _exists(target):
-        make_base()
-        with _working_container(BASE) as container:
-            install = "apt-get update && apt-get install -y --no-install-recommends redis-server redis-tools"
-            volumes = [f"--volume={path}:{path}:ro" for path in HOST_SETTINGS if os.path.exists(path)]
-            _run("buildah", "run", "--isolation=chroot", "--network=host", *volumes, container, "sh", "-c", install)
+        with _installed("redis-server", "redis-tools") as container:
             _run("buildah", "config", "--entrypoint", "[]", "--cmd", '["redis-server"]', container)
             _run("buildah", "commit", "--quiet", container, target)
     if target not in containers.image_names():
         loading.load(target)
+
+
+def make_metrics(target: str) -> None:
+    """What serves an autoscaler its metrics on the node: Debian's Prometheus, and the adapter built from its module."""
+    if not _exists(target):
+        binaries.build([ADAPTER])
+        with _installed("prometheus") as container:
+            program = str(binaries.bin_dir() / ADAPTER)
+            _run("buildah", "copy", "--quiet", "--chmod=0755", container, program, f"/usr/local/bin/{ADAPTER}")
+            _run("buildah", "config", "--entrypoint", "[]", "--cmd", '["prometheus"]', container)
+            _run("buildah", "commit", "--quiet", container, target)
+    if target not in containers.image_names():
+        loading.load(target)
+
+
+@contextmanager
+def _installed(*packages: str) -> Iterator[str]:
+    """A working container of the base with these packages of Debian."""
+    make_base()
+    with _working_container(BASE) as container:
+        install = f"apt-get update && apt-get install -y --no-install-recommends {' '.join(packages)}"
+        volumes = [f"--volume={path}:{path}:ro" for path in HOST_SETTINGS if os.path.exists(path)]
+        _run("buildah", "run", "--isolation=chroot", "--network=host", *volumes, container, "sh", "-c", install)
+        yield container
 
 
 @contextmanager

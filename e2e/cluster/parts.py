@@ -30,6 +30,8 @@ from layout import (
 HERE = Path(__file__).resolve().parent
 CERTIFICATE = RUN / "apiserver.crt"
 KEY = RUN / "apiserver.key"
+FRONT_PROXY = "front-proxy"
+"""Certificate and authority in one, by which the API server is known to the API servers behind it (metrics APIs)."""
 SERVER_NAMES = (
     "DNS:localhost",
     "DNS:kubernetes.default.svc",
@@ -78,6 +80,7 @@ def kubeconfig(user: str) -> Path:
 def configure() -> None:
     """Write certificates, tokens and every part's configuration."""
     credentials.make_certificate(RUN / "apiserver", SERVER_NAMES)
+    credentials.make_certificate(RUN / FRONT_PROXY, [f"DNS:{FRONT_PROXY}"])
     tokens = credentials.make_tokens(RUN / "tokens.csv", USERS)
     server = f"https://{NODE_IP}:{API_PORT}"
     for user, token in tokens.items():
@@ -121,6 +124,13 @@ def _apiserver_flags() -> list[str]:
         f"--service-account-key-file={KEY}",
         f"--service-account-signing-key-file={KEY}",
         "--kubelet-preferred-address-types=InternalIP",
+        f"--proxy-client-cert-file={RUN / FRONT_PROXY}.crt",
+        f"--proxy-client-key-file={RUN / FRONT_PROXY}.key",
+        f"--requestheader-client-ca-file={RUN / FRONT_PROXY}.crt",
+        f"--requestheader-allowed-names={FRONT_PROXY}",
+        "--requestheader-username-headers=X-Remote-User",
+        "--requestheader-group-headers=X-Remote-Group",
+        "--requestheader-extra-headers-prefix=X-Remote-Extra-",
         f"--audit-policy-file={RUN / 'audit.yaml'}",
         f"--audit-log-path={AUDIT_LOG}",
         "--audit-log-maxsize=10000",  # never rotated: tests read on from a place in it

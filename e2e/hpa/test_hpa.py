@@ -1,24 +1,22 @@
 """`mode: External`: Kubernetes' own HorizontalPodAutoscaler writes the replicas through `/scale`.
 
-The cluster serves no metrics API. What is proven is everything on our side of it: the autoscaler finds the deployment's
-scale and its selector, its bounds move the replicas at once, and what it writes is carried out without a lost request.
+Here the cluster serves no metrics API: the autoscaler finds the deployment's scale and its selector, its bounds move
+the replicas at once, what it writes is carried out without a lost request, and metrics that are missing remove nothing.
+`test_hpa_metrics` serves them.
 """
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any
 
-import yaml
+from support.autoscalers import autoscaler, condition
 from support.deployments import Deployed, deploy
 from support.kubectl import Kubectl
 from support.load import running_load
-from support.objects import Document, llmdeployment
+from support.objects import llmdeployment
 from support.release import Release
 from support.waiting import until
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "external-scaling" / "hpa.yaml"
 DECIDED_S = 90.0
 """Controllers look every 15 s."""
 
@@ -28,15 +26,15 @@ def test_an_hpa_moves_the_replicas_through_the_scale_subresource(release: Releas
     chat = deploy(space, llmdeployment("chat", autoscaling=autoscaling))
     chat.wait_ready(1)
     with running_load(release.service("chat"), workers=2) as load:
-        space.apply(_autoscaler(lowest=2, highest=3))
+        space.apply(autoscaler("chat", lowest=2, highest=3))
         until("the autoscaler has asked for two", lambda: _wanted(chat) == 2, timeout_s=DECIDED_S)
         chat.wait_ready(2)
         # Within its bounds it asks for metrics, with the selector that the scale has told.
-        until("it looks for metrics", lambda: _condition(space, "ScalingActive"), timeout_s=DECIDED_S)
-        assert _condition(space, "AbleToScale")["status"] == "True"
-        assert _condition(space, "ScalingActive")["reason"] == "FailedGetExternalMetric"
+        until("it looks for metrics", lambda: condition(space, "chat", "ScalingActive"), timeout_s=DECIDED_S)
+        assert condition(space, "chat", "AbleToScale")["status"] == "True"
+        assert condition(space, "chat", "ScalingActive")["reason"] == "FailedGetExternalMetric"
         assert _wanted(chat) == 2, "metrics that are missing remove nothing"
-        space.apply(_autoscaler(lowest=1, highest=1))
+        space.apply(autoscaler("chat", lowest=1, highest=1))
         until("the autoscaler has asked for one", lambda: _wanted(chat) == 1, timeout_s=DECIDED_S)
         chat.wait_ready(1)
         until("one pod is left", lambda: len(space.items("pods", "--selector", chat.pod_selector)) == 1, timeout_s=90)
@@ -65,19 +63,6 @@ def test_kubectl_scale_is_carried_out_where_replicas_are_external(release: Relea
     assert (scale["spec"]["replicas"], scale["status"]["replicas"]) == (1, 1)
 
 
-def _autoscaler(*, lowest: int, highest: int) -> Document:
-    """The example's, for the case's own deployment; the API server checks every field of it."""
-    documents = yaml.safe_load_all(EXAMPLE.read_text())
-    found: Document = next(each for each in documents if each["kind"] == "HorizontalPodAutoscaler")
-    found["metadata"]["name"] = found["spec"]["scaleTargetRef"]["name"] = "chat"
-    return {**found, "spec": {**found["spec"], "minReplicas": lowest, "maxReplicas": highest}}
-
-
 def _wanted(chat: Deployed) -> int:
     replicas: int = chat.get()["spec"]["replicas"]
     return replicas
-
-
-def _condition(space: Kubectl, kind: str) -> dict[str, Any]:
-    conditions: list[dict[str, Any]] = space.json("get", "hpa/chat").get("status", {}).get("conditions", [])
-    return next((each for each in conditions if each["type"] == kind), {})

@@ -176,7 +176,7 @@ ENGINE_STATE_STREAMS = _engine("gauge", "state_streams", "Gateways connected to 
 GATEWAY_REQUESTS = _gateway(
     "counter", "requests", "Requests answered, by status (499: the client left).", ("model", "route", "status")
 )
-GATEWAY_IN_FLIGHT = _gateway("gauge", "in_flight_requests", "Requests being served.", ("model",))
+GATEWAY_IN_FLIGHT = _gateway("gauge", "in_flight_requests", "Requests being served, those that wait too.", ("model",))
 GATEWAY_BODY_BYTES = _gateway("gauge", "in_flight_body_bytes", "Bytes of the bodies of requests being served.")
 GATEWAY_REQUEST_SECONDS = _gateway(
     "histogram", "request_seconds", "From the request's headers to its last byte.", ("model",), _LATENCY_S

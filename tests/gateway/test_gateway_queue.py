@@ -203,6 +203,8 @@ async def test_who_streams_hears_comments_also_while_no_engine_is_there(engines,
 @pytest.mark.layouts
 async def test_the_operator_hears_of_a_queue_at_once_and_metrics_and_status_show_it(engines, gateways, fake) -> None:
     gateway = await one_seat(engines, gateways, control_token="t0ken")
+    text = (await gateway.get("/metrics", control=True)).raw.decode()
+    assert 'pagemill_gateway_in_flight_requests{model="tiny"} 0.0' in text, "no traffic is a number, too"
     first, release = await busy(gateway, engines[0], fake)
     headers = {"Authorization": "Bearer t0ken"}
     async with gateway.session.get(gateway.control_url + "/internal/load", headers=headers) as response:
@@ -219,6 +221,7 @@ async def test_the_operator_hears_of_a_queue_at_once_and_metrics_and_status_show
     assert status["queue"]["num_requests"] == 1
     text = (await gateway.get("/metrics", control=True)).raw.decode()
     assert 'pagemill_gateway_queue_requests{model="tiny"} 1.0' in text
+    assert 'pagemill_gateway_in_flight_requests{model="tiny"} 2.0' in text, "what waits and what runs"
     release.set()
     assert (await waiting).status == 200
     await first

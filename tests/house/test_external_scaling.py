@@ -16,13 +16,14 @@ import yaml
 from kubernetes import client
 
 from pagemill_crds.models import LLMDeployment
-from pagemill_operator.backends.kubernetes.snapshot import OWNER_LABEL
+from pagemill_operator.backends.kubernetes.render.names import ENGINE
+from pagemill_operator.backends.kubernetes.snapshot import COMPONENT_LABEL, OWNER_LABEL
 from pagemill_protocol import metrics as specs
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "external-scaling"
-HPA, KEDA, ADAPTER = "hpa.yaml", "keda.yaml", "prometheus-adapter.yaml"
+HPA, KEDA, ADAPTER, SCRAPES = "hpa.yaml", "keda.yaml", "prometheus-adapter.yaml", "prometheus.yaml"
 TARGET_LABELS = {"namespace", OWNER_LABEL.replace(".", "_").replace("/", "_")}
-"""What a PodMonitor adds to every series of an engine."""
+"""What a PodMonitor, or the configuration of Prometheus, adds to every series of an engine."""
 SCALED_OBJECT: dict[str, Any] = {
     "scaleTargetRef": {"apiVersion": str, "kind": str, "name": str},
     "minReplicaCount": int,
@@ -68,7 +69,7 @@ def faults(value: Any, shape: Any, path: str = "") -> Iterator[str]:
 
 
 def test_the_folder_holds_these_examples() -> None:
-    assert {path.name for path in FOLDER.iterdir()} == {HPA, KEDA, ADAPTER}
+    assert {path.name for path in FOLDER.iterdir()} == {HPA, KEDA, ADAPTER, SCRAPES}
 
 
 def test_the_autoscaler_is_one_that_the_api_takes() -> None:
@@ -128,3 +129,14 @@ def test_queries_name_what_is_exported() -> None:
         labels = set(re.findall(r'(\w+)="', matchers))
         assert labels
         assert labels <= known[series] | TARGET_LABELS, series
+
+
+def test_prometheus_gives_series_of_engines_the_labels_that_rules_select_by() -> None:
+    engines, gateways = documents(SCRAPES)[0]["scrape_configs"]
+    (pods,) = engines["kubernetes_sd_configs"]
+    assert pods["selectors"] == [{"role": "pod", "label": f"{OWNER_LABEL},{COMPONENT_LABEL}={ENGINE}"}]
+    added = {each["target_label"] for each in engines["relabel_configs"] if "target_label" in each}
+    assert added == TARGET_LABELS | {"pod"}
+    control = {"source_labels": ["__meta_kubernetes_pod_container_port_name"], "regex": "control", "action": "keep"}
+    for job in (engines, gateways):
+        assert control in job["relabel_configs"]

@@ -88,6 +88,8 @@ class HeadMetrics:
             self._metrics.gauge(specs.GATEWAY_QUEUE_REQUESTS, model=model).set(sum(requests))
             self._metrics.gauge(specs.GATEWAY_QUEUE_BYTES, model=model).set(sum(sizes))
             self._metrics.gauge(specs.GATEWAY_QUEUE_OLDEST_SECONDS, model=model).set(max(ages))
+            # Workers count from the first request on; to whoever scales by it, no traffic must be a number.
+            self._metrics.gauge(specs.GATEWAY_IN_FLIGHT, model=model).set(0)
 
     def _count(self, brain: LocalBrain) -> None:
         """What the brain has counted since the latest scrape."""

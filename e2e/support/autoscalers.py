@@ -1,0 +1,42 @@
+"""The HorizontalPodAutoscaler of examples/external-scaling for a deployment of a case, and what it tells of itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+from support.kubectl import Kubectl
+from support.metrics_api import EXAMPLES
+from support.objects import Document
+
+
+def autoscaler(name: str, *, lowest: int, highest: int) -> Document:
+    """Scales the LLMDeployment of that name, which clients ask by the same name."""
+    documents = yaml.safe_load_all((EXAMPLES / "hpa.yaml").read_text())
+    found: Document = next(each for each in documents if each["kind"] == "HorizontalPodAutoscaler")
+    found["metadata"]["name"] = found["spec"]["scaleTargetRef"]["name"] = name
+    for metric in found["spec"]["metrics"]:
+        selector = metric["external"]["metric"]["selector"]["matchLabels"]
+        selector.update(dict.fromkeys(selector, name))
+    found["spec"].update(minReplicas=lowest, maxReplicas=highest)
+    return found
+
+
+def condition(kubectl: Kubectl, name: str, kind: str) -> dict[str, Any]:
+    """The condition of that type; empty while there is none."""
+    conditions: list[dict[str, Any]] = kubectl.json("get", f"hpa/{name}").get("status", {}).get("conditions", [])
+    return next((each for each in conditions if each["type"] == kind), {})
+
+
+def current(kubectl: Kubectl, name: str) -> dict[str, str]:
+    """What it saw last, per replica; by metric."""
+    metrics = kubectl.json("get", f"hpa/{name}").get("status", {}).get("currentMetrics") or []
+    seen = [each["external"] for each in metrics if "external" in each]
+    return {each["metric"]["name"]: each["current"]["averageValue"] for each in seen}
+
+
+def rescales(kubectl: Kubectl, name: str) -> list[str]:
+    """Its own words on each new size, oldest first."""
+    selector = f"involvedObject.kind=HorizontalPodAutoscaler,involvedObject.name={name},reason=SuccessfulRescale"
+    events = kubectl.items("events", f"--field-selector={selector}")
+    return [each["message"] for each in sorted(events, key=lambda each: str(each["firstTimestamp"]))]
