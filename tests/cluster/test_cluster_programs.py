@@ -26,6 +26,11 @@ def test_every_program_is_a_tool_of_its_family(binaries: ModuleType) -> None:
         assert re.search(rf"^\s*(tool )?{re.escape(program.package)}$", pins, re.MULTILINE), name
 
 
+def test_what_single_cases_need_is_not_built_before_them(binaries: ModuleType) -> None:
+    """The smoke of CI has minutes, and none for these."""
+    assert set(binaries.PROGRAMS) - set(binaries.USUAL) == {"kwok", "prometheus-adapter"}
+
+
 def test_no_family_floats(binaries: ModuleType) -> None:
     for family in {program.family for program in binaries.PROGRAMS.values()} - {"pause"}:
         assert (binaries.MODULES / family / "go.sum").stat().st_size > 0, family
