@@ -76,9 +76,12 @@ def _pod(image: str) -> Document:
         f"--metrics-relist-interval={SCRAPE_INTERVAL}",
         "--metrics-max-age=1m",
     ]
-    readiness = {"httpGet": {"path": "/readyz", "port": ADAPTER_PORT, "scheme": "HTTPS"}, "periodSeconds": 1}
+    # Engines that start take all processors; an adapter that is called unready meanwhile answers nobody.
+    patience = {"periodSeconds": 1, "timeoutSeconds": 10, "failureThreshold": 6}
+    readiness = {"httpGet": {"path": "/readyz", "port": ADAPTER_PORT, "scheme": "HTTPS"}, **patience}
     mounts = [{"name": "config", "mountPath": "/etc/metrics"}, {"name": "data", "mountPath": "/data"}]
-    common = {"image": image, "imagePullPolicy": "Never", "volumeMounts": mounts}
+    resources = {"requests": {"cpu": "100m", "memory": "128Mi"}}
+    common = {"image": image, "imagePullPolicy": "Never", "resources": resources, "volumeMounts": mounts}
     spec = {
         "serviceAccountName": NAME,
         "securityContext": {"runAsNonRoot": True, "runAsUser": 65532, "fsGroup": 65532},
