@@ -139,7 +139,7 @@ def test_the_url_is_read_from_what_the_command_says(tmp_path: Any) -> None:
 
 async def test_a_chat_repeats_what_was_said_and_its_times_are_the_devices(server: Canned) -> None:
     turns = [Turn([1, 2], NUM_TOKENS, 0.0), Turn([3], NUM_TOKENS, 0.0)]
-    chats = Chats(server.url, [" a", " b", " c", " d"], slowdown=2.0)
+    chats = Chats([server.url], [" a", " b", " c", " d"], slowdown=2.0)
     told = await asyncio.to_thread(chats.run, [Conversation(0.0, [0, 0], turns)], 1)
     first, second = (body["messages"] for body in server.bodies)
     assert [each["role"] for each in second] == ["system", "user", "assistant", "user"]
@@ -152,7 +152,7 @@ async def test_a_chat_repeats_what_was_said_and_its_times_are_the_devices(server
 async def test_an_answer_that_fails_ends_its_chat_and_is_counted(server: Canned) -> None:
     server.mode = "refused"
     turns = [Turn([1], NUM_TOKENS, 0.0), Turn([2], NUM_TOKENS, 0.0)]
-    chats = Chats(server.url, [" a", " b"], slowdown=1.0)
+    chats = Chats([server.url], [" a", " b"], slowdown=1.0)
     told = await asyncio.to_thread(chats.run, [Conversation(0.0, [], turns)], 1)
     assert figures(told)["num_failed"] == len(server.bodies) == 1
     assert "503" in told.faults[0]
