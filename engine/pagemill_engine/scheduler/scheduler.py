@@ -15,7 +15,7 @@ there, only the tokens' values are not known yet. What of it is void is in `sche
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 
 from pagemill_engine.ipc.messages import TokensOut
@@ -32,6 +32,7 @@ from pagemill_engine.scheduler.policies import POLICIES
 from pagemill_engine.scheduler.request import Request, RowState
 from pagemill_engine.scheduler.rows import SortedRows, serving_key
 from pagemill_engine.scheduler.searches import Searches, clash, rows_to_abort
+from pagemill_engine.scheduler.soundness import contradictions
 from pagemill_engine.scheduler.step import StepPlan, StepResult, TokenLogprobs
 from pagemill_protocol.errors import invalid_field
 from pagemill_protocol.generate import FinishReason, GenerateRequest
@@ -462,36 +463,18 @@ class Scheduler:
 
     def find_faults(self) -> list[str]:
         """Contradictions between rows, queues and block tables, between steps; none in a sound scheduler. O(rows)."""
-        states = Counter(row.state for row in self._rows.values())
         places = {
             RowState.RUNNING: len(self._running),
             RowState.WAITING: len(self._waiting),
             RowState.HELD: self._held.num_held,
             RowState.REPORTED: self._beams.num_reported(),
         }
-        faults = [
-            f"{count} rows are where {state.name} rows belong, {states[state]} are in that state"
-            for state, count in places.items()
-            if count != states[state]
-        ]
-        if sum(len(choices) for choices in self._clients.values()) != len(self._rows):
-            faults.append("rows and clients disagree")
-        orphans = self.kv.tables.keys() - self._rows.keys()
-        faults += [f"{name} ended and still holds blocks" for name in orphans]
-        due = sum(row.num_due_tokens for row in self._waiting)
-        if due != self._num_queued_tokens:
-            faults.append(f"waiting rows are due {due} tokens, {self._num_queued_tokens} are counted")
-        return faults
+        num_choices = sum(len(choices) for choices in self._clients.values())
+        queued_tokens = (sum(row.num_due_tokens for row in self._waiting), self._num_queued_tokens)
+        return contradictions(self._rows, places, num_choices, self.kv.tables.keys(), queued_tokens)
 
     def load(self, step_ms: float = 0.0, step_in_flight_ms: float = 0.0) -> EngineLoad:
         running = (*self._running, *self._beams.between_steps())
         queued_tokens = self._num_queued_tokens + self._held.num_held
-        return engine_load(
-            self.kv.pool,
-            running,
-            self.num_waiting,
-            queued_tokens,
-            self.num_preemptions,
-            step_ms,
-            step_in_flight_ms,
-        )
+        counts = (self.num_waiting, queued_tokens, self.num_preemptions)
+        return engine_load(self.kv.pool, running, *counts, step_ms, step_in_flight_ms)
