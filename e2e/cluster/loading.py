@@ -15,6 +15,7 @@ import subprocess
 import tarfile
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ LAYOUT = HOME / "layout"
 BLOBS = IMAGES / "io.containerd.content.v1.content" / "blobs" / "sha256"
 """containerd's own files, on the same file system as the layout."""
 LARGE_BYTES = 1 << 20
+NUM_ADOPTIONS = 3
 KEEP = "containerd.io/gc.root"
 """A label by which containerd keeps a layer that no image names yet."""
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
@@ -131,7 +133,22 @@ def _blob(digest: str) -> Path:
 
 
 def _adopt(blob: Path) -> None:
-    """Give containerd a layer without writing it again: a second link in its store, then its own word for it."""
+    """Give containerd a layer, and its word to keep it: one that just started may collect the layer in between."""
+    for _ in range(NUM_ADOPTIONS - 1):
+        _ingest(blob)
+        with suppress(containers.ContainerError):
+            _keep(blob)
+            return
+    _ingest(blob)
+    _keep(blob)
+
+
+def _keep(blob: Path) -> None:
+    containers.ctr("content", "label", _digest_of(blob), f"{KEEP}=import")
+
+
+def _ingest(blob: Path) -> None:
+    """Without writing it again: a second link in its store, then its own word for it."""
     target = BLOBS / blob.name
     target.parent.mkdir(parents=True, exist_ok=True)
     if not target.exists():
@@ -142,7 +159,6 @@ def _adopt(blob: Path) -> None:
         done = subprocess.run(containers.argv(*argv), stdin=content, capture_output=True, text=True)
     if done.returncode != 0:
         raise LoadError(f"containerd refused the layer {digest}: {done.stderr[-2000:]}")
-    containers.ctr("content", "label", digest, f"{KEEP}=import")
 
 
 def _forget_blobs_but(present: set[str]) -> None:

@@ -111,6 +111,30 @@ def test_a_layer_that_the_node_lost_is_written_again(load: Load, tmp_path: Path)
     assert (tmp_path / "store" / BIG).read_bytes() == LAYERS[0]
 
 
+@pytest.mark.parametrize("num_lost", [1, 2, 3])
+def test_a_layer_that_is_collected_before_it_is_kept_is_given_again(
+    load: Load, module: Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_lost: int
+) -> None:
+    containers, stored, kept = module("containers"), tmp_path / "store" / BIG, []
+
+    def collecting(*arguments: str) -> str:
+        if arguments[-1].endswith("=import"):
+            kept.append(stored.exists())
+            if len(kept) <= num_lost:
+                stored.unlink()
+                raise containers.ContainerError("not found")
+        return ""
+
+    monkeypatch.setattr(containers, "ctr", collecting)
+    if num_lost == 3:
+        with pytest.raises(containers.ContainerError):
+            load(set())
+        return
+    load(set())
+    assert kept == [True] * (num_lost + 1)
+    assert stored.exists()
+
+
 class Programs:
     """buildah and ctr by what they are told; `refused` fails for commands that hold one of these words."""
 
