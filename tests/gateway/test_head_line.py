@@ -250,7 +250,7 @@ async def test_a_worker_that_is_gone_holds_nothing_and_its_counters_stay(
         assert counted.num_held == 0
         text = (await other.metrics_text()).decode()
         assert 'requests_total{model="m",route="r",status="200"} 3.0' in text
-        assert 'in_flight_requests{model="m"}' not in text
+        assert 'in_flight_requests{model="m"} 0.0' in text
         assert "workers_lost_total 1.0" in text
 
 

@@ -185,6 +185,10 @@ async def until_ready(gateway: Any, fake: Any, engine: EngineProcess) -> None:
     await fake.until(lambda: gateway.gateway.head.brain.phase(gateway.record(engine)) == "ready", 60)
 
 
+def busiest(gateway: Any, engines: list[EngineProcess]) -> EngineProcess:
+    return max(engines, key=lambda engine: gateway.record(engine).in_flight)
+
+
 SETTINGS = {"silence_timeout_s": 2.5, "state_stale_after_s": 2.0, "outage_wait_s": 60.0}
 
 
@@ -216,7 +220,7 @@ async def test_simulated_engines_that_stop_drain_and_die_lose_nothing(gateways: 
         struck: list[EngineProcess] = []
 
         def strike(number: signal.Signals) -> None:
-            struck.append(max(engines, key=lambda engine: gateway.record(engine).in_flight))
+            struck.append(busiest(gateway, engines))
             struck[-1].process.send_signal(number)
 
         await check_undisturbed(gateway, asked, lambda: strike(signal.SIGSTOP))
@@ -251,8 +255,13 @@ async def test_the_real_model_goes_on_where_another_engine_was_stopped_and_kille
     text = "".join(event["choices"][0]["delta"].get("content", "") for event in whole[0].content[:-1])
     # A stop string of several tokens around the middle, where the break may fall into it.
     asked.append(("/v1/chat/completions", {**asked[0][1], "stop": text[len(text) // 2 :][:12]}))
-    stopped = real_engines[0]
-    await check_undisturbed(gateway, asked, lambda: stopped.process.send_signal(signal.SIGSTOP))
-    stopped.process.send_signal(signal.SIGCONT)
-    await until_ready(gateway, fake, stopped)
-    await check_undisturbed(gateway, asked, real_engines[1].process.kill)
+    struck: list[EngineProcess] = []
+
+    def strike(number: signal.Signals) -> None:
+        struck.append(busiest(gateway, real_engines))
+        struck[-1].process.send_signal(number)
+
+    await check_undisturbed(gateway, asked, lambda: strike(signal.SIGSTOP))
+    struck[0].process.send_signal(signal.SIGCONT)
+    await until_ready(gateway, fake, struck[0])
+    await check_undisturbed(gateway, asked, lambda: strike(signal.SIGKILL))
