@@ -22,6 +22,7 @@ from pagemill_gateway.discovery.kubernetes.credentials import Credentials, Crede
 from pagemill_gateway.discovery.kubernetes.discovery import KubernetesDiscovery
 from pagemill_gateway.discovery.last_known import Known, read_last_known, write_last_known
 from pagemill_gateway.discovery.state_streams import StateStreams
+from pagemill_gateway.ipc.recount import Recount
 from pagemill_gateway.limits.caller import Caller
 from pagemill_gateway.limits.sharing import Sharing, open_sharing
 from pagemill_gateway.metrics.head import HeadMetrics
@@ -63,6 +64,7 @@ class Head:
         self.metrics.brain_restarted(num_before)
         self.brain = LocalBrain(config, first_decision=num_before * DECISIONS_OF_ONE_BRAIN)
         self._workers: list[WorkerDesk] = []
+        self.recount = Recount(config.workers if num_before else 0)
         self._shared_keys: list[Caller] | None = None
         self._templates: frozenset[str] = frozenset()
         self.sharing: Sharing = open_sharing(

@@ -70,6 +70,8 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Of `num_tokens_running`, those of running requests that have prompt tokens left."""
     step_in_flight_ms: float = 0.0
     """How long the step takes that began when this was told; 0: none did, its loop decides one after the other."""
+    step_drift: float = 0.0
+    """How far the latest steps were off the step-time model (`pagemill_protocol.step_drift`)."""
     num_preemptions: int = 0
     """Since start."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from pagemill_gateway.brain.dispatches import Dispatch, Dispatches
@@ -53,6 +55,14 @@ def test_who_came_before_is_computed_first_and_answers_from_then_on() -> None:
     # The step behind the running one has 90 tokens of the first prompt; the one after it the other 60 and 30 of ours,
     # which then needs one more, beside 11 answers.
     assert through_ms(one, 1, 70) == pytest.approx(30 + 20 + 20 + (10 + 1.1 + 4))
+
+
+def test_an_engine_whose_latest_steps_were_slow_is_slow_now_with_prompts_half_as_much() -> None:
+    one = Course(MODEL, BUDGET, overlaps=False, drift=math.log(1.44))
+    one.num_answers = 10
+    one.begin(0.0, 0.0, 0.0)
+    # The step that begins has ten answers, the next one those and the prompt.
+    assert through_ms(one, 1, 40) == pytest.approx(11 * 1.44 + 15 * 1.2)
 
 
 def test_asking_changes_nothing_and_time_is_made_up_for() -> None:

@@ -19,6 +19,8 @@ from pagemill_protocol.step_time import StepTimeModel
 
 WINDOW = 32
 """Requests whose median is what is learned."""
+LARGEST_DRIFT = 1.5
+"""More than any engine tells."""
 MAX_WAY_S = 0.1
 """A longer way to the engine is an accident, not the rule."""
 
@@ -51,7 +53,8 @@ class Outlook:
             return
         self._overlaps = self._overlaps or load.step_in_flight_ms > 0
         told_s = now_s - age_ms / 1000
-        course = Course(model, max_step_tokens or DEFAULT_STEP_TOKENS, overlaps=self._overlaps)
+        budget = max_step_tokens or DEFAULT_STEP_TOKENS
+        course = Course(model, budget, overlaps=self._overlaps, drift=_readable(load.step_drift))
         course.num_answers = load.num_requests_running - load.num_requests_prefilling
         course.num_context_tokens = load.num_tokens_running - load.num_tokens_prefilled
         course.queue.extend(_reported(load, waiting))
@@ -121,6 +124,10 @@ class _Median:
         self._values.append(value)
         insort(self._sorted, value)
         self.value = self._sorted[len(self._sorted) // 2]
+
+
+def _readable(drift: float) -> float:
+    return max(-LARGEST_DRIFT, min(LARGEST_DRIFT, drift)) if drift == drift else 0.0
 
 
 def _reported(load: EngineLoad, waiting: Sequence[Dispatch] | None) -> list[Coming]:

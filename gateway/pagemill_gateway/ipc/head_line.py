@@ -161,7 +161,7 @@ class HeadLine:
 
     def adopt(self, ask: store.Ask) -> None:
         self._reserved[ask.lease] = ask
-        self._tell(messages.Adopt(ask))
+        self._tell(messages.Adopt([ask]))
 
     # `desks.HeadDesk`.
 
@@ -234,8 +234,7 @@ class HeadLine:
         """The head has said its first word. Before that it may be one that is dying, whose socket still takes us."""
         self._line = line
         self._num_told = -1
-        for ask in self._reserved.values():
-            line.tell(messages.Adopt(ask))
+        line.tell(messages.Adopt(list(self._reserved.values())))
         self._connected.set()
 
     def _end(self) -> None:

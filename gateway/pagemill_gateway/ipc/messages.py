@@ -153,7 +153,9 @@ class Settle(msgspec.Struct, frozen=True, array_like=True, tag="settle"):
 
 
 class Adopt(msgspec.Struct, frozen=True, array_like=True, tag="adopt"):
-    ask: store.Ask
+    """Reserved at the head before this one. A worker's first note has all that it holds, also if that is nothing."""
+
+    asks: list[store.Ask]
 
 
 WorkerQuestion = Names | LookUp | Find | Choose | Alive | Expected | Reserve | GetStanding | GetMetrics | GetBundle

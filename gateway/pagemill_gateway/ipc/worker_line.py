@@ -110,11 +110,14 @@ class WorkerLine:
             case messages.Settle(lease, tokens):
                 self._leases.discard(lease)
                 self._store.settle(lease, tokens)
-            case messages.Adopt(ask):
-                self._leases.add(ask.lease)
-                self._store.adopt(ask)
+            case messages.Adopt(asks):
+                for ask in asks:
+                    self._leases.add(ask.lease)
+                    self._store.adopt(ask)
+                self._head.recount.told_by(self)
 
     async def _reserve(self, ask: Ask) -> Answer:
+        await self._head.recount.done()
         answer = await self._store.reserve(ask)
         if answer.refused is None:
             self._leases.add(ask.lease)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
+from pagemill_protocol.step_drift import drift_factor
 from pagemill_protocol.step_time import StepTimeModel
 
 MAX_STEPS = 512
@@ -35,8 +36,11 @@ class Coming(NamedTuple):
 class Course:
     """An engine's steps from now on. All times are the reader's clock, in seconds."""
 
-    def __init__(self, model: StepTimeModel, max_step_tokens: int, *, overlaps: bool) -> None:
+    def __init__(self, model: StepTimeModel, max_step_tokens: int, *, overlaps: bool, drift: float = 0.0) -> None:
+        """`drift`: how far the engine's latest steps were off its model."""
         self._model = model
+        self._decode_factor = drift_factor(drift, with_prompt=False)
+        self._prompt_factor = drift_factor(drift, with_prompt=True)
         self._max_step_tokens = max_step_tokens
         self._overlaps = overlaps
         self.num_answers = 0
@@ -91,6 +95,7 @@ class Course:
     def _copy(self) -> Course:
         play = Course.__new__(Course)
         play._model, play._max_step_tokens, play._overlaps = self._model, self._max_step_tokens, self._overlaps
+        play._decode_factor, play._prompt_factor = self._decode_factor, self._prompt_factor
         play.num_answers, play.num_context_tokens = self.num_answers, self.num_context_tokens
         play.queue = self.queue.copy()
         play._end_s, play._next_ms, play._through_s = self._end_s, self._next_ms, self._through_s
@@ -141,7 +146,10 @@ class Course:
                 queue.popleft()
                 self.num_answers += coming.num_answers
                 self.num_context_tokens += context if coming.num_answers else 0
-        return self._model.predict_ms(num_tokens, num_context_tokens, products) if num_tokens else 0.0
+        if not num_tokens:
+            return 0.0
+        factor = self._prompt_factor if products else self._decode_factor
+        return factor * self._model.predict_ms(num_tokens, num_context_tokens, products)
 
     def _rest_s(self) -> float:
         """Of a queue that is longer than anybody plays: as many full steps as its tokens need."""
