@@ -40,6 +40,8 @@ START_TIMEOUT_S = 120.0
 SETTLE_S = 2.0
 RANKS = ("mean", "p50", "p99")
 KILL_SEED = 99
+WARM_UP_SEED, WARM_UP_CONVERSATIONS = 98, 24
+"""What comes first meets processes that still import and engines that do not know their pace."""
 KILLED = "one gateway killed"
 """As a kind of traffic: the first one that was asked for, once more."""
 
@@ -89,6 +91,7 @@ def measure(
             _wait(gateway, vocabulary)
         time.sleep(SETTLE_S)
         chats = Chats([each.url for each in gateways], vocabulary, args.slowdown)
+        chats.run(TRAFFIC[args.traffic[0]](WARM_UP_SEED)[:WARM_UP_CONVERSATIONS], seed=WARM_UP_SEED)
         for kind in args.traffic:
             told = Told()
             for seed in range(1, args.seeds + 1):

@@ -1,4 +1,4 @@
-"""docs/how-to/keys-and-limits.md on a cluster: two gateways hold one limit together, through the chart's own Redis.
+"""docs/how-to/keys-and-limits.md on a cluster: two gateways of two workers hold one limit together, through the chart's own Redis.
 
 The commands of the page are run by bash as they stand there; only the limit is made small enough to be used up, and
 `helm` is told which images the node holds.
@@ -52,7 +52,7 @@ def limited(releases: Releases, one_node: OneNode, tmp_path: Path) -> Iterator[t
             assert made != keys
             *lines, create = made.splitlines()
             key = _bash([*lines, more, create, 'printf "key=%s" "$KEY"'], environment, tmp_path).rpartition("key=")[2]
-            release.install(values={"gateway": {"apiKeys": {"existingSecret": SECRET}}})
+            release.install(values={"gateway": {"workers": 2, "apiKeys": {"existingSecret": SECRET}}})
             _bash([f"ln -s {ROOT}/charts charts", *bundled.splitlines()], environment, tmp_path)
             for each in ("statefulset/pagemill-redis", "deployment/pagemill-gateway"):
                 wait = ("rollout", "status", each, "--timeout=180s")

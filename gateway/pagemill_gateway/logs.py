@@ -17,24 +17,32 @@ class JsonLines(logging.Formatter):
         """`process`: which of several writes."""
         super().__init__()
         self._process = process
+        self._second = -1
+        self._time_of_it = ""
 
     def format(self, record: logging.LogRecord) -> str:
         message = record.getMessage()
+        stamp = {"time": self._time(record), "level": record.levelname.lower()}
+        if self._process:
+            stamp["process"] = self._process
         if record.name in STRUCTURED:
-            fields = orjson.loads(message)
-        else:
-            fields = {"event": "log", "logger": record.name, "message": message}
+            return orjson.dumps(stamp).decode()[:-1] + "," + message[1:]
+        fields = {"event": "log", "logger": record.name, "message": message}
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
-        if self._process:
-            fields["process"] = self._process
-        stamp = {"time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S"), "level": record.levelname.lower()}
         # Halves of surrogate pairs, as undecodable file names have, would not be JSON.
         clean = {
             name: value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
             for name, value in fields.items()
         }
         return orjson.dumps({**stamp, **clean}).decode()
+
+    def _time(self, record: logging.LogRecord) -> str:
+        """Made once a second."""
+        second = int(record.created)
+        if second != self._second:
+            self._second, self._time_of_it = second, self.formatTime(record, "%Y-%m-%dT%H:%M:%S")
+        return self._time_of_it
 
 
 def configure(level: int = logging.INFO, *, process: str = "") -> None:

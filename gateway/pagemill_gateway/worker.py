@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 
 import aiohttp
 
@@ -34,6 +35,9 @@ logger = logging.getLogger("pagemill.gateway.worker")
 UPSTREAM_KEEPALIVE_S = 30.0
 """Idle connections to engines are dropped before the engine's own server would: a request must not race the hang-up."""
 
+SWITCH_INTERVAL_S = 0.0005
+"""A thread that tokenizes asks for the interpreter several times; each time the loop may keep it for as long."""
+
 
 class Worker:
     """Create and use inside a running event loop; `close` frees everything."""
@@ -47,6 +51,7 @@ class Worker:
         bundles: Bundles | None = None,
     ) -> None:
         """`bundles`: those of the head, where it is in this process."""
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         self.config = config
         self.brain = brain
         self.head = head

@@ -57,6 +57,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     weights_digest: str = ""
     cached_tokens: int | None = None
     """With `resume`: weights and cache hits of the first engine. Others than those weights refuse (409)."""
+    predicted_cached_tokens: int = 0
+    """What the front door expects of the prefix cache, for what is told before the scheduler has looked."""
 
 
 class Usage(msgspec.Struct, frozen=True, omit_defaults=True):

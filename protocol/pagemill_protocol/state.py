@@ -2,7 +2,8 @@
 
 One `StateFrame` is a full load report plus the prefix granules added and removed since the frame before; the first
 frame after a connect (and after any gap in `sequence`) is a snapshot of all granules. Sent as length-prefixed msgpack
-(`pagemill_protocol.frames`), at most 20 a second. `kv_cache_usage` counts active blocks only, never reusable ones.
+(`pagemill_protocol.frames`), at most 20 a second, and at once where another gateway is to know of a request that has
+come. `kv_cache_usage` counts active blocks only, never reusable ones.
 """
 
 from __future__ import annotations

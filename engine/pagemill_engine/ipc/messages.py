@@ -135,6 +135,8 @@ class StepOutputs(msgspec.Struct, frozen=True, kw_only=True, tag="step", omit_de
     step_time: StepTimeParams | None = None
     prefixes: PrefixEvents | None = None
     num_step_tokens: int = 0
+    num_added: int = 0
+    """Requests that had come when `load` was told, since the start."""
 
 
 class Slept(msgspec.Struct, frozen=True, tag="slept"):

@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.link import EngineLink
 from pagemill_engine.ipc.messages import (
@@ -66,6 +68,7 @@ class EngineLoop:
         self._core = core
         self._link = link
         self._refused: list[TokensOut] = []
+        self._num_added = 0
         self._stopped = False
         self._idle_checked = True
         self._is_tired = False
@@ -76,10 +79,10 @@ class EngineLoop:
         while not self._stopped:
             self._take_messages()
             if self._refused:
-                self._link.send(StepOutputs(outputs=self._refused, load=self._core.load()))
+                self._tell(StepOutputs(outputs=self._refused, load=self._core.load()))
                 self._refused = []
             if self._core.has_work:
-                self._link.send(self._core.step())
+                self._tell(self._core.step())
                 self._idle_checked = False
                 self._check_device()
             if self._is_tired and not self._core.has_work:
@@ -108,6 +111,7 @@ class EngineLoop:
                 self._stopped = True
 
     def _add(self, request: GenerateRequest) -> None:
+        self._num_added += 1
         try:
             if self._sleeps:
                 raise unavailable("The engine sleeps: wake it first.", retry_after_s=1, code="not_ready")
@@ -158,7 +162,10 @@ class EngineLoop:
         if not self._idle_checked:
             self._core.check_integrity()
             self._idle_checked = True
-        self._link.send(StepOutputs(load=self._core.load()))
+        self._tell(StepOutputs(load=self._core.load()))
+
+    def _tell(self, news: StepOutputs) -> None:
+        self._link.send(msgspec.structs.replace(news, num_added=self._num_added))
 
     def _check_device(self) -> None:
         failures = self._core.num_failed_steps_in_a_row

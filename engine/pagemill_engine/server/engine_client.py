@@ -126,6 +126,7 @@ class EngineClient:
         self._request_ids.add(request.request_id)
         answer.engine_ids.append(engine_id)
         self._num_sequences += request.sampling.num_sequences
+        self._publisher.arrived(self._num_accepted, request)
         self._idle.clear()
 
     def abort(self, answer: Answer) -> None:
@@ -189,7 +190,7 @@ class EngineClient:
             self._handle_output(output)
         self._num_sequences_running = step.load.num_requests_running
         self._metrics.step(step)
-        self._publisher.report(step.load, step.step_time, step.prefixes)
+        self._publisher.report(step.load, step.step_time, step.prefixes, step.num_added)
 
     def _handle_output(self, output: TokensOut) -> None:
         running = self._running.get(output.request_id)

@@ -2,8 +2,10 @@
 
 The engine client writes into `StatePublisher` after every step; the control port's `/internal/state` reads one
 `Subscription` per connection. Changes are coalesced to 20 frames a second, and a frame goes out at least every second
-so that silence means trouble. Each subscriber has a bounded buffer: one that reads too slowly loses its backlog and
-gets a snapshot instead, so a stuck gateway costs the engine nothing.
+so that silence means trouble. Where several gateways listen, a request that has come is told at once, before the
+engine process knows of it: the others would send theirs to the same place meanwhile. Each subscriber has a bounded
+buffer: one that reads too slowly loses its backlog and gets a snapshot instead, so a stuck gateway costs the engine
+nothing.
 """
 
 from __future__ import annotations
@@ -12,19 +14,31 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import NamedTuple
 
 import msgspec
 
 from pagemill_engine.ipc.messages import PrefixEvents, Ready
 from pagemill_protocol.frames import encode_state
+from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.hashes import HASH_VERSION, granule_blocks
 from pagemill_protocol.state import WAKE, Digests, EngineLoad, StateFrame, StepTimeParams
 
 MIN_INTERVAL_S = 0.05
+ARRIVALS_INTERVAL_S = 0.005
+"""Between two frames of which the second tells of a request that has come."""
 HEARTBEAT_S = 1.0
 MAX_BACKLOG_FRAMES = 64
 SPEAKS_EVERY_S = 3.0
 """A shorter silence of the engine process is no news."""
+
+
+class _Arrival(NamedTuple):
+    number: int
+    num_tokens: int
+    """Of its prompt, without those that are expected to be cached."""
+    num_sequences: int
 
 
 class StatePublisher:
@@ -45,6 +59,11 @@ class StatePublisher:
         """When the engine process spoke last."""
         self._told_s: float | None = None
         """When it told the load of the latest published frame."""
+        self._load = EngineLoad()
+        """As the engine process told it."""
+        self._arrivals: deque[_Arrival] = deque()
+        """Requests that it did not count yet."""
+        self._arrived = asyncio.Event()
 
     def announce_bundle(self, digest: str) -> None:
         """The tokenizer, which is known long before the engine is ready: gateways fetch it meanwhile."""
@@ -63,13 +82,26 @@ class StatePublisher:
             start_s=ready.start_s,
         )
 
-    def report(self, load: EngineLoad, step_time: StepTimeParams | None, prefixes: PrefixEvents | None) -> None:
-        """One step's news; when idle too, every second."""
+    def arrived(self, number: int, request: GenerateRequest) -> None:
+        """The `number`th request since the start is on its way to the engine process."""
+        num_tokens = len(request.prompt_token_ids) - request.predicted_cached_tokens
+        self._arrivals.append(_Arrival(number, max(1, num_tokens), request.sampling.num_sequences))
+        if self._has_several_readers:
+            self._update(load=self._with_arrivals())
+            self._arrived.set()
+
+    def report(
+        self, load: EngineLoad, step_time: StepTimeParams | None, prefixes: PrefixEvents | None, num_added: int = 0
+    ) -> None:
+        """One step's news; when idle too, every second. `num_added`: requests that `load` counts or has forgotten."""
         self._reported_s = time.monotonic()
+        self._load = load
+        while self._arrivals and self._arrivals[0].number <= num_added:
+            self._arrivals.popleft()
         if prefixes is not None:
             self._pending.update(dict.fromkeys(prefixes.removed, False))
             self._pending.update(dict.fromkeys(prefixes.added, True))
-        self._update(load=load, step_time=step_time or self._next.step_time)
+        self._update(load=self._with_arrivals(), step_time=step_time or self._next.step_time)
 
     def set_draining(self) -> None:
         self._update(draining=True)
@@ -86,6 +118,7 @@ class StatePublisher:
         """End all streams."""
         self._closed = True
         self._changed.set()
+        self._arrived.set()
         for subscription in self._subscriptions:
             subscription.close()
 
@@ -97,8 +130,12 @@ class StatePublisher:
             await self._changed.wait()
             heartbeat.cancel()
             self._changed.clear()
+            self._arrived.clear()
             self._publish()
-            await asyncio.sleep(MIN_INTERVAL_S)
+            await asyncio.sleep(ARRIVALS_INTERVAL_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(MIN_INTERVAL_S - ARRIVALS_INTERVAL_S):
+                    await self._arrived.wait()
 
     def subscribe(self) -> Subscription:
         subscription = Subscription(self)
@@ -116,6 +153,20 @@ class StatePublisher:
             self._frame, snapshot=True, prefixes_added=list(self._prefixes), load_age_ms=self._load_age_ms()
         )
         return encode_state(frame)
+
+    @property
+    def _has_several_readers(self) -> bool:
+        """A gateway alone knows what it has sent, and when."""
+        return len(self._subscriptions) > 1
+
+    def _with_arrivals(self) -> EngineLoad:
+        if not (self._arrivals and self._has_several_readers):
+            return self._load
+        return msgspec.structs.replace(
+            self._load,
+            num_requests_waiting=self._load.num_requests_waiting + sum(each.num_sequences for each in self._arrivals),
+            num_tokens_waiting=self._load.num_tokens_waiting + sum(each.num_tokens for each in self._arrivals),
+        )
 
     def _update(self, **changes: object) -> None:
         following = msgspec.structs.replace(self._next, **changes)

@@ -70,7 +70,8 @@ class Answer:
             request_id = f"{request.request_id}-try{self.attempts.count}"
             response_id = request.response_id or request.request_id
             request = msgspec.structs.replace(request, request_id=request_id, response_id=response_id)
-        return _encoder.encode(request)
+        cached = choice.predicted_cached_tokens
+        return _encoder.encode(msgspec.structs.replace(request, predicted_cached_tokens=cached) if cached else request)
 
     def begin_anew(self) -> None:
         """Nobody will continue it, and the client has seen nothing of it: what was computed so far is nobody's use."""

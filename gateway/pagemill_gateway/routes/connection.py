@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Awaitable
 
 from starlette.types import Receive
 
 
-async def while_connected(work: Coroutine[None, None, None], receive: Receive) -> bool:
-    """Run `work` until it ends, or cancel it at once when the client leaves; whether it ended by itself."""
-    task = asyncio.ensure_future(work)
+async def while_connected(work: Awaitable[None], receive: Receive) -> bool:
+    """Wait for `work`, or cancel it at once when the client leaves; whether it ended by itself."""
+    task = asyncio.current_task()
+    assert task is not None
+    num_cancels, left, over = task.cancelling(), False, False
+
+    def leave(_: asyncio.Task[None]) -> None:
+        nonlocal left
+        if not over:
+            left = True
+            task.cancel()
+
     departure = asyncio.ensure_future(_departure(receive))
+    departure.add_done_callback(leave)
     try:
-        await asyncio.wait({task, departure}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            task.result()
-            return True
-        return False
+        await work
+    except asyncio.CancelledError:
+        # As `asyncio.timeout` does: a cancellation by anybody else goes on.
+        if left and task.uncancel() <= num_cancels:
+            return False
+        raise
     finally:
-        for each in (task, departure):
-            each.cancel()
-        await asyncio.gather(task, departure, return_exceptions=True)
+        over = True
+        departure.cancel()
+    if left:  # the work ended all the same
+        task.uncancel()
+    return True
 
 
 async def _departure(receive: Receive) -> None:

@@ -22,6 +22,7 @@ import msgspec
 
 _WORKER_FILE = Path(__file__).with_name("template_worker.py")
 _START_TIMEOUT_S = 60.0
+_HEAD_BYTES = 4
 _GRACE_S = 5.0
 """How much later than the worker's own timers this side gives up."""
 
@@ -81,9 +82,8 @@ class TemplateProcess:
     def _exchange(self, request: bytes, timeout_s: float) -> dict[str, Any]:
         deadline = time.monotonic() + timeout_s
         try:
-            self._write(len(request).to_bytes(4, "big") + request)
-            num_bytes = int.from_bytes(self._read(4, deadline), "big")
-            reply: dict[str, Any] = msgspec.json.decode(self._read(num_bytes, deadline))
+            self._write(len(request).to_bytes(_HEAD_BYTES, "big") + request)
+            reply: dict[str, Any] = msgspec.json.decode(self._read_frame(deadline))
         except (OSError, EOFError, TimeoutError) as error:
             raise self._verdict(error) from None
         return reply
@@ -94,20 +94,23 @@ class TemplateProcess:
         while view:
             view = view[self._process.stdin.write(view) :]
 
-    def _read(self, num_bytes: int, deadline: float) -> bytes:
+    def _read_frame(self, deadline: float) -> bytes:
+        """As few calls as can be: each gives other threads the interpreter, and waits until it is given back."""
         assert self._process.stdout is not None
         descriptor = self._process.stdout.fileno()
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
-        received = bytearray()
+        received, num_bytes = bytearray(), _HEAD_BYTES
         while len(received) < num_bytes:
             if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
                 raise TimeoutError
-            piece = os.read(descriptor, min(num_bytes - len(received), 1 << 20))
+            piece = os.read(descriptor, 1 << 20)
             if not piece:
                 raise EOFError
             received += piece
-        return bytes(received)
+            if len(received) >= _HEAD_BYTES:
+                num_bytes = _HEAD_BYTES + int.from_bytes(received[:_HEAD_BYTES], "big")
+        return bytes(received[_HEAD_BYTES:])
 
     def _verdict(self, error: Exception) -> Exception:
         """Why the exchange failed; ends what is left of the process."""

@@ -12,6 +12,8 @@ from pagemill_engine.ipc.messages import PrefixEvents
 from pagemill_engine.server import state_stream
 from pagemill_engine.server.state_stream import StatePublisher
 from pagemill_protocol.frames import StateDecoder
+from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.sampling import SamplingParams
 from pagemill_protocol.state import EngineLoad, StateFrame
 
 
@@ -152,3 +154,54 @@ async def test_a_silent_engine_process_is_told_once_it_is_news(
     while (frame := await reader.next()).load.num_requests_running != 2:
         pass
     assert frame.silent_s == 0.0
+
+
+def chat(num_tokens: int, predicted_cached_tokens: int = 0, n: int = 1) -> GenerateRequest:
+    return GenerateRequest(
+        request_id="r",
+        model="m",
+        prompt_token_ids=[1] * num_tokens,
+        sampling=SamplingParams(n=n),
+        predicted_cached_tokens=predicted_cached_tokens,
+    )
+
+
+async def test_several_gateways_hear_of_a_request_before_the_engine_process_does(
+    publisher: StatePublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_stream, "MIN_INTERVAL_S", 60.0)  # so that only the arrival can bring the next frame
+    one, other = Reader(publisher), Reader(publisher)
+    for reader in (one, other):
+        await reader.next()
+    publisher.report(EngineLoad(num_requests_running=3), None, None, num_added=3)
+    await one.next()
+    await other.next()
+    publisher.arrived(4, chat(100, predicted_cached_tokens=64, n=2))
+    for reader in (one, other):
+        load = (await reader.next()).load
+        assert (load.num_requests_running, load.num_requests_waiting, load.num_tokens_waiting) == (3, 2, 36)
+
+
+async def test_a_request_counts_once_whoever_tells_of_it(publisher: StatePublisher) -> None:
+    one, _ = Reader(publisher), Reader(publisher)
+    await one.next()
+    publisher.arrived(1, chat(100))
+    publisher.arrived(2, chat(50))
+    frames = [await one.next()]
+    assert frames[-1].load.num_tokens_waiting == 150
+    publisher.report(EngineLoad(num_requests_running=1), None, None, num_added=1)
+    while frames[-1].load.num_requests_running == 0:
+        frames.append(await one.next())
+    assert (frames[-1].load.num_requests_waiting, frames[-1].load.num_tokens_waiting) == (1, 50)
+    publisher.report(EngineLoad(num_requests_running=2), None, None, num_added=2)
+    while frames[-1].load.num_requests_running == 1:
+        frames.append(await one.next())
+    assert frames[-1].load == EngineLoad(num_requests_running=2)
+
+
+async def test_a_gateway_alone_is_told_what_the_engine_process_says(publisher: StatePublisher) -> None:
+    reader = Reader(publisher)
+    await reader.next()
+    publisher.arrived(1, chat(100))
+    publisher.report(EngineLoad(num_requests_running=1), None, None, num_added=0)
+    assert (await reader.next()).load == EngineLoad(num_requests_running=1)
