@@ -36,6 +36,7 @@ class StepDrift:
     def __init__(self) -> None:
         self._drift = 0.0
         self._at_s = 0.0
+        self._num_observed = 0
         self._usual = 0.0
         """Drift in the long run: the law is too short or too long, and is to learn it."""
 
@@ -46,9 +47,10 @@ class StepDrift:
         """A step ended that the law had said would take `predicted_ms`. Returns `ms` as it were outside this phase."""
         if not (predicted_ms > 0 and 0 < ms < math.inf):
             return ms
-        residual = (math.log(ms) - math.log(predicted_ms)) / (PROMPT_SHARE if with_prompt else 1.0)
-        residual = min(_LARGEST, max(-_LARGEST, residual))
-        before = self.value(now_s)
-        self._usual += USUAL_GAIN * (before - self._usual)
-        self._drift, self._at_s = before + GAIN * (residual - before), now_s
+        share, before = PROMPT_SHARE if with_prompt else 1.0, self.value(now_s)
+        residual = min(_LARGEST, max(-_LARGEST, math.log(ms) - math.log(predicted_ms)))
+        self._num_observed += 1
+        self._usual += max(USUAL_GAIN, 1 / self._num_observed) * (before - self._usual)
+        # What shows half of it says half as much of it.
+        self._drift, self._at_s = before + GAIN * share * (residual - share * before), now_s
         return ms / drift_factor(before - self._usual, with_prompt=with_prompt)

@@ -17,19 +17,17 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import msgspec
-
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.messages import PrefixEvents, StepOutputs
 from pagemill_engine.kv.integrity import IntegrityError, check_integrity
 from pagemill_engine.loop.limits import scheduler_limits
+from pagemill_engine.loop.pace import Pace
 from pagemill_engine.runner.base import Runner
 from pagemill_engine.scheduler.scheduler import Scheduler
 from pagemill_engine.scheduler.step import AdmittedRow, StepPlan
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.sampling import SamplingParams
 from pagemill_protocol.state import EngineLoad, StepTimeParams
-from pagemill_protocol.step_drift import StepDrift, drift_factor
 from pagemill_protocol.step_time import StepTimeModel
 
 logger = logging.getLogger(__name__)
@@ -58,7 +56,7 @@ class EngineCore:
         self.runner = runner
         self.scheduler = Scheduler(scheduler_limits(config, runner.info), clock)
         self.step_time = StepTimeModel(config.max_num_batched_tokens)
-        self._drift = StepDrift()
+        self._pace = Pace()
         self.overlaps = runner.info.overlaps if config.overlap is None else config.overlap
         self.num_steps = 0
         self.num_failed_steps_in_a_row = 0
@@ -85,9 +83,8 @@ class EngineCore:
         return self.scheduler.has_work or self._in_flight is not None
 
     def load(self) -> EngineLoad:
-        step, drift = self._in_flight, self._drift.value(self._clock())
-        load = self.scheduler.load(self._step_ms, self._predict_ms(step.plan, drift) if step is not None else 0.0)
-        return msgspec.structs.replace(load, step_drift=drift) if drift else load
+        plan = self._in_flight.plan if self._in_flight is not None else None
+        return self._pace.told(self.scheduler.load(self._step_ms), self.step_time, plan, self._clock())
 
     def step(self) -> StepOutputs:
         """Run one step to its end; returns at once when there is nothing to run.
@@ -210,14 +207,7 @@ class EngineCore:
         now_s = self._clock()
         self._step_ms = (now_s - (self._last_read_s if self._goes_on else step.started_s)) * 1000
         self._last_read_s = now_s
-        plan = step.plan
-        with_prompt = plan.chunk_context_products > 0
-        usual_ms = self._drift.observe(self._predict_ms(plan), self._step_ms, now_s, with_prompt=with_prompt)
-        self.step_time.observe(plan.num_tokens, plan.decode_context_tokens, plan.chunk_context_products, usual_ms)
-
-    def _predict_ms(self, plan: StepPlan, drift: float = 0.0) -> float:
-        law_ms = self.step_time.predict_ms(plan.num_tokens, plan.decode_context_tokens, plan.chunk_context_products)
-        return law_ms * drift_factor(drift, with_prompt=plan.chunk_context_products > 0) if drift else law_ms
+        self._pace.observe(self.step_time, step.plan, self._step_ms, now_s)
 
     def _report(self, step: Launched | None) -> StepOutputs:
         added, removed = self.scheduler.kv.prefix_cache.drain_events()

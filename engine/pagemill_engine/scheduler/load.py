@@ -16,7 +16,6 @@ def engine_load(
     queued_tokens: int,
     num_preemptions: int,
     step_ms: float,
-    step_in_flight_ms: float,
 ) -> EngineLoad:
     """`queued_tokens`: those that waiting rows still have to compute."""
     running_tokens, prefilling_tokens, prefilled_tokens, num_prefilling = 0, 0, 0, 0
@@ -39,6 +38,5 @@ def engine_load(
         num_requests_prefilling=num_prefilling,
         num_tokens_prefilling=prefilling_tokens,
         num_tokens_prefilled=prefilled_tokens,
-        step_in_flight_ms=step_in_flight_ms,
         num_preemptions=num_preemptions,
     )

@@ -473,8 +473,8 @@ class Scheduler:
         queued_tokens = (sum(row.num_due_tokens for row in self._waiting), self._num_queued_tokens)
         return contradictions(self._rows, places, num_choices, self.kv.tables.keys(), queued_tokens)
 
-    def load(self, step_ms: float = 0.0, step_in_flight_ms: float = 0.0) -> EngineLoad:
+    def load(self, step_ms: float = 0.0) -> EngineLoad:
         running = (*self._running, *self._beams.between_steps())
         queued_tokens = self._num_queued_tokens + self._held.num_held
         counts = (self.num_waiting, queued_tokens, self.num_preemptions)
-        return engine_load(self.kv.pool, running, *counts, step_ms, step_in_flight_ms)
+        return engine_load(self.kv.pool, running, *counts, step_ms)
