@@ -14,32 +14,39 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-SOURCES = ("linear.cpp", "dots.cpp", "pack.cpp", "attention.cpp", "fused.cpp", "layer.cpp")
+SOURCES = ("linear.cpp", "dots.cpp", "bfloat16.cpp", "pack.cpp", "attention.cpp", "fused.cpp", "layer.cpp")
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno")
-LEVELS = {"x86_64": ("x86-64-v3", "x86-64-v4"), "aarch64": ("armv8-a",)}
-"""`-march` values by machine; at run time the highest that the processor has is loaded."""
+LEVELS: dict[str, dict[str, tuple[str, ...]]] = {
+    "x86_64": {
+        "x86-64-v3": ("-march=x86-64-v3",),
+        "x86-64-v4": ("-march=x86-64-v4",),
+        "x86-64-v4-bf16": ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"),
+    },
+    "aarch64": {"armv8-a": ("-march=armv8-a",)},
+}
+"""Levels and what the compiler needs for them, by machine; at run time the highest that the processor has is loaded."""
 
 
 class NativeKernels(BuildHookInterface):  # type: ignore[type-arg]
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         compiler = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
-        levels = LEVELS.get(platform.machine(), ()) if sys.platform == "linux" else ()
+        levels = LEVELS.get(platform.machine(), {}) if sys.platform == "linux" else ()
         if compiler is None or not levels:
             self.app.display_warning("pagemill-kernels: no C++ compiler for this platform; the torch fallback will run")
             return
         package = Path(self.root) / "pagemill_kernels" / "cpu"
         library_dir = package / "lib"
         library_dir.mkdir(exist_ok=True)
-        for level in levels:
+        for level, options in levels.items():
             target = library_dir / f"libpagemill_cpu.{level}.so"
             sources = [str(package / "src" / name) for name in SOURCES]
             partial = target.with_suffix(".partial")
-            command = [compiler, *FLAGS, f"-march={level}", "-o", str(partial), *sources]
+            command = [compiler, *FLAGS, *options, "-o", str(partial), *sources]
             try:
                 subprocess.run(command, check=True, capture_output=True, text=True)
             except subprocess.CalledProcessError as error:
                 self.app.display_warning(
-                    f"pagemill-kernels: {level} did not compile; torch runs instead\n{error.stderr}"
+                    f"pagemill-kernels: {level} did not compile; a lower level or torch runs instead\n{error.stderr}"
                 )
                 continue
             partial.replace(target)

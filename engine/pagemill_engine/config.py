@@ -37,10 +37,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     Triton keeps them, in the home of the process."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of float weights and of the KV cache. `auto` on a GPU: bfloat16; on a CPU: bfloat16 where it is multiplied
-    (AVX512_BF16, AMX) and oneDNN does so, else float32; float32 also with `quantization` or `deterministic`. The native
-    kernels add up in float32 whatever it is, and keep matrices that are stored in bfloat16 so. With `auto` they round
-    activations to 16 bits where they meet 4-bit weights, which is faster; with `float32` they do not. On a CPU float16
-    is torch's alone."""
+    (AVX512_BF16: by our own products, which keep codes of 8 and 4 bits; AMX: by oneDNN's), else float32; float32 also
+    with `deterministic` and, where oneDNN multiplies, with `quantization`. The native kernels add up in float32
+    whatever it is, and keep matrices that are stored in bfloat16 so. With `auto` they round activations to 16 bits
+    where they meet 4-bit weights, which is faster; with `float32` they do not. On a CPU float16 is torch's alone."""
     quantization: Literal["none", "int8", "int4"] = "none"
     """Rounds float weights to codes of 8 or 4 bits while they are loaded (embedding and head always to 8), a scale for
     every 32 inputs. Files that are quantized already stay as they are."""

@@ -17,13 +17,14 @@ from pagemill_kernels.decoder_layer.parts import FusedLayer, LayerParts
 from pagemill_kernels.linear.packed import PackedLinear
 from pagemill_kernels.sampling.batch import SampledTokens, SamplingBatch
 
-Backend = Literal["reference", "cpu", "cpu_native", "cpu_onednn", "triton"]
+Backend = Literal["reference", "cpu", "cpu_native", "cpu_bfloat16", "cpu_onednn", "triton"]
 """`cpu`: torch and oneDNN, any float type; `cpu_native`: our C++ (`pagemill_kernels.cpu`), float32 arithmetic over
-weights of any type; `cpu_onednn`: the same, but linear layers are oneDNN's bfloat16 products. `triton`:
-an NVIDIA device, any float type."""
+weights of any type; `cpu_bfloat16`: the same, but linear layers are our products of bfloat16 (codes and few rows: of
+16-bit integers); `cpu_onednn`: the same, but they are oneDNN's products of bfloat16. `triton`: an NVIDIA device, any
+float type."""
 
 REFERENCE: Backend = "reference"
-NATIVE_BACKENDS: tuple[Backend, ...] = ("cpu_native", "cpu_onednn")
+NATIVE_BACKENDS: tuple[Backend, ...] = ("cpu_native", "cpu_bfloat16", "cpu_onednn")
 """Activations are float32; weights and the KV cache have types of their own."""
 
 _IMPLEMENTATIONS: dict[str, dict[Backend, str]] = {
@@ -50,6 +51,7 @@ _IMPLEMENTATIONS: dict[str, dict[Backend, str]] = {
         "reference": "linear.reference:pack_linear",
         "cpu": "linear.cpu:pack_linear",
         "cpu_native": "linear.native:pack_linear",
+        "cpu_bfloat16": "linear.native:pack_pairs",
         "cpu_onednn": "linear.onednn:pack_linear",
         "triton": "linear.triton_launch:pack_linear",
     },
@@ -83,16 +85,23 @@ _IMPLEMENTATIONS: dict[str, dict[Backend, str]] = {
         "triton": "sampling.triton_launch:sample_tokens",
     },
 }
-_INHERITS: dict[Backend, Backend] = {"cpu_onednn": "cpu_native"}
+_INHERITS: dict[Backend, Backend] = {"cpu_onednn": "cpu_native", "cpu_bfloat16": "cpu_native"}
 """What a backend does not have itself it takes from this one, and only then from the reference."""
 _PACK_CODES: dict[Backend, str] = {
     "cpu_native": "linear.native:pack_codes",
+    "cpu_bfloat16": "linear.native:pack_codes_for_bfloat16",
     "triton": "linear.triton_launch:pack_codes",
 }
 _PACK_CODES_FOR_DOTS: dict[Backend, str] = {"cpu_native": "linear.native:pack_codes_for_dots"}
-_PACK_BLOCKS: dict[Backend, str] = {"cpu_native": "linear.native:pack_blocks"}
+_PACK_BLOCKS: dict[Backend, str] = {
+    "cpu_native": "linear.native:pack_blocks",
+    "cpu_bfloat16": "linear.native:pack_blocks_for_bfloat16",
+}
 _PACK_BLOCKS_FOR_DOTS: dict[Backend, str] = {"cpu_native": "linear.native:pack_blocks_for_dots"}
-_FUSE_LAYER: dict[Backend, str] = {"cpu_native": "decoder_layer.native:fuse_layer"}
+_FUSE_LAYER: dict[Backend, str] = {
+    "cpu_native": "decoder_layer.native:fuse_layer",
+    "cpu_bfloat16": "decoder_layer.native:fuse_layer",
+}
 _KEEP_BFLOAT16: tuple[Backend, ...] = ("cpu_native",)
 """Backends that multiply float32 by bfloat16 weights."""
 _OPAQUE: tuple[Backend, ...] = ("cpu", "cpu_onednn")
@@ -187,8 +196,13 @@ def cpu_backend(
         return "cpu", f"torch (no native kernels: {library.why_absent()})"
     if not native.supports(head_dim, block_size, heads_per_kv_head):
         return "cpu", f"torch (no native attention for heads of {head_dim} and blocks of {block_size})"
-    unit = onednn.unit() if dtype == torch.bfloat16 and not batch_invariant else None
-    return ("cpu_native", "native kernels") if unit is None else ("cpu_onednn", f"native kernels, oneDNN with {unit}")
+    rounds = dtype == torch.bfloat16 and not batch_invariant
+    unit = onednn.unit() if rounds else None
+    if rounds and unit != "AMX" and library.has_bfloat16():
+        return "cpu_bfloat16", "native kernels, products with AVX512_BF16"
+    if unit is not None:
+        return "cpu_onednn", f"native kernels, oneDNN with {unit}"
+    return "cpu_native", "native kernels"
 
 
 def gpu_problem(head_dim: int, block_size: int, heads_per_kv_head: int) -> str | None:

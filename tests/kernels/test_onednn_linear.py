@@ -122,16 +122,19 @@ def test_a_gated_activation_of_bfloat16_is_the_rounded_one_of_float32(size: int)
 
 @needs_native
 @pytest.mark.parametrize(
-    ("amx", "avx512_bf16", "backend", "told"),
+    ("amx", "avx512_bf16", "compiled", "backend", "told"),
     [
-        (True, True, "cpu_onednn", "native kernels, oneDNN with AMX"),
-        (False, True, "cpu_onednn", "native kernels, oneDNN with AVX512_BF16"),
-        (False, False, "cpu_native", "native kernels"),
+        (True, True, True, "cpu_onednn", "native kernels, oneDNN with AMX"),
+        (False, True, True, "cpu_bfloat16", "native kernels, products with AVX512_BF16"),
+        (False, True, False, "cpu_onednn", "native kernels, oneDNN with AVX512_BF16"),
+        (False, False, False, "cpu_native", "native kernels"),
     ],
 )
 def test_the_processor_decides_and_what_runs_is_told(
-    monkeypatch: pytest.MonkeyPatch, amx: bool, avx512_bf16: bool, backend: str, told: str
+    monkeypatch: pytest.MonkeyPatch, amx: bool, avx512_bf16: bool, compiled: bool, backend: str, told: str
 ) -> None:
+    """`compiled`: our own products of bfloat16, which a compiler may not know."""
+    monkeypatch.setattr(library, "has_bfloat16", lambda: compiled)
     monkeypatch.setattr(cpu, "can_pack", lambda dtype: True)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
@@ -142,6 +145,7 @@ def test_the_processor_decides_and_what_runs_is_told(
 
 @needs_native
 def test_without_onednns_bfloat16_our_own_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "has_bfloat16", lambda: False)
     monkeypatch.setattr(cpu, "can_pack", lambda dtype: dtype == torch.float32)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     assert registry.cpu_backend(torch.bfloat16, 64, 16, 3)[0] == "cpu_native"

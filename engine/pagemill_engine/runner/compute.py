@@ -84,21 +84,28 @@ def _on_cpu(config: EngineConfig, spec: ModelSpec) -> Compute:
     weight_dtype = None if dtype == activation_dtype else dtype
     ops = ops_for(backend, config.deterministic, weight_dtype, rounds_activations=rounds)
     how += ", 4-bit weights times 16-bit activations" if rounds else ""
+    how += ", few rows of codes times 16-bit activations" if _rounds_few_rows(backend, config, spec) else ""
     return Compute(dtype, activation_dtype, kv_dtype, ops, how, attention_gathers=not native)
 
 
 def _dtype(config: EngineConfig, spec: ModelSpec) -> torch.dtype:
     if config.dtype != "auto":
         return TORCH_TYPES[config.dtype]
-    wants_native = config.quantization != "none" or config.deterministic
-    if wants_native and _backend(torch.float32, config, spec)[0] in NATIVE_BACKENDS:
+    backend, _ = _backend(torch.bfloat16, config, spec)
+    multiplied = backend == "cpu_bfloat16" or onednn.unit() is not None
+    wants_codes = config.quantization != "none" and backend != "cpu_bfloat16"
+    if (wants_codes or config.deterministic) and _backend(torch.float32, config, spec)[0] in NATIVE_BACKENDS:
         return torch.float32
-    return torch.float32 if onednn.unit() is None else torch.bfloat16
+    return torch.bfloat16 if multiplied else torch.float32
 
 
 def _has_4_bits(config: EngineConfig, spec: ModelSpec) -> bool:
     stored = spec.quantization or ""
     return stored.startswith("Q4") or (not stored and config.quantization == "int4")
+
+
+def _rounds_few_rows(backend: Backend, config: EngineConfig, spec: ModelSpec) -> bool:
+    return backend == "cpu_bfloat16" and (spec.quantization is not None or config.quantization != "none")
 
 
 def _backend(dtype: torch.dtype, config: EngineConfig, spec: ModelSpec) -> tuple[Backend, str]:

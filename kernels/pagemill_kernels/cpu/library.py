@@ -18,15 +18,16 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 PANEL = 16
 """Outputs that one panel of a packed weight holds."""
-FORMAT_FLOAT32, FORMAT_BFLOAT16, FORMAT_CODES8, FORMAT_CODES4, FORMAT_DOTS4 = range(5)
+FORMAT_FLOAT32, FORMAT_BFLOAT16, FORMAT_CODES8, FORMAT_CODES4, FORMAT_DOTS4, FORMAT_DOTS8, FORMAT_PAIRS = range(7)
 
 _LEVELS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {"AVX512": ("x86-64-v4", "x86-64-v3"), "AVX2": ("x86-64-v3",)},
     "aarch64": {"DEFAULT": ("armv8-a",), "SVE256": ("armv8-a",), "NEON": ("armv8-a",)},
 }
+_BFLOAT16_LEVEL = "x86-64-v4-bf16"
 _LIBRARY_DIR = Path(__file__).parent / "lib"
 
 
@@ -35,7 +36,7 @@ class PackedWeight(ctypes.Structure):
         ("format", c_int32),
         ("group", c_int32),
         ("has_offsets", c_int32),
-        ("reserved", c_int32),
+        ("bfloat16_rows", c_int32),
         ("out_features", c_int64),
         ("in_features", c_int64),
         ("codes", c_void_p),
@@ -93,6 +94,7 @@ _SIGNATURES = {
         POINTER(PackedWeight), c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int32, c_int32,
     ),
     "pagemill_pack_plain": (c_void_p, c_int64, c_int64, c_int32, c_void_p, c_int32),
+    "pagemill_pack_pairs": (c_void_p, c_int64, c_int64, c_void_p, c_int32),
     "pagemill_pack_codes": (
         c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int32, c_int32, c_void_p, c_void_p, c_int32,
     ),
@@ -127,6 +129,12 @@ def has_dots() -> bool:
     return loaded is not None and loaded.pagemill_has_dots() != 0
 
 
+def has_bfloat16() -> bool:
+    """Whether products of bfloat16, and of 8-bit codes in integers, are there: on x86 with AVX512_BF16 and VNNI."""
+    loaded = load()
+    return loaded is not None and loaded.pagemill_has_bfloat16() != 0
+
+
 def why_absent() -> str | None:
     """Why torch runs instead of the native kernels; `None` when they are loaded."""
     return None if load() is not None else _open()[1]
@@ -135,6 +143,8 @@ def why_absent() -> str | None:
 def _open() -> tuple[ctypes.CDLL | None, str]:
     capability = torch.backends.cpu.get_cpu_capability()
     levels = _LEVELS.get(platform.machine(), {}).get(capability, ())
+    if capability == "AVX512" and torch.cpu._is_avx512_bf16_supported() and torch.cpu._is_vnni_supported():
+        levels = (_BFLOAT16_LEVEL, *levels)
     if not levels:
         return None, f"no kernels for {platform.machine()} with {capability}"
     for level in levels:

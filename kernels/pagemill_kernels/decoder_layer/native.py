@@ -14,6 +14,9 @@ from pagemill_kernels.linear.native import NativeLinear
 from pagemill_kernels.linear.packed import PackedLinear
 from pagemill_kernels.paged_attention.native import NativePlan
 
+MLP_ROWS = 128
+"""Tokens that layer.cpp takes through the MLP at a time."""
+
 
 class NativeLayer:
     def __init__(self, parts: LayerParts) -> None:
@@ -43,8 +46,8 @@ class NativeLayer:
         )
         self._address = ctypes.byref(self._weights)
         self._hidden_size = qkv.in_features
-        between = max(qkv.out_features + output.in_features, gate_up.out_features + down.in_features)
-        self._scratch_size = qkv.in_features + between
+        self._heads = qkv.out_features + output.in_features
+        self._inner = gate_up.out_features + down.in_features
         self._layer = launch.native().pagemill_decoder_layer
 
     def __call__(
@@ -56,7 +59,8 @@ class NativeLayer:
                 f"layer: hidden is {hidden.dtype} {list(hidden.shape)}, contiguous float32 "
                 f"[tokens, {self._hidden_size}] is needed"
             )
-        scratch = torch.empty(num_tokens * self._scratch_size)
+        block = min(num_tokens, MLP_ROWS)
+        scratch = torch.empty(num_tokens * self._hidden_size + max(num_tokens * self._heads, block * self._inner))
         self._layer(
             self._address,
             ctypes.byref(plan.args),

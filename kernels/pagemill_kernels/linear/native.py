@@ -15,6 +15,9 @@ from torch import Tensor
 from pagemill_kernels.cpu import launch, library
 from pagemill_kernels.linear.groups import GROUP_SIZE, CodeBlocks, GroupCodes
 
+BFLOAT16_ROWS = 9
+"""Rows from which on products in bfloat16 are faster than those in integers, codes of 4 bits or of 8."""
+
 
 class _Packed(NamedTuple):
     """A weight in the layout of cpu/src/linear.cpp."""
@@ -25,6 +28,7 @@ class _Packed(NamedTuple):
     scales: Tensor | None = None
     group_size: int = GROUP_SIZE
     has_offsets: bool = False
+    bfloat16_rows: int = 0
 
 
 class NativeLinear:
@@ -41,6 +45,7 @@ class NativeLinear:
             format=weight.format,
             group=weight.group_size,
             has_offsets=weight.has_offsets,
+            bfloat16_rows=weight.bfloat16_rows,
             out_features=self.out_features,
             in_features=self.in_features,
             codes=codes.data_ptr(),
@@ -107,6 +112,29 @@ def pack_codes(weight: GroupCodes, bias: Tensor | None) -> NativeLinear:
     return _pack_codes(weight, bias, library.FORMAT_CODES4 if weight.bits == 4 else library.FORMAT_CODES8)
 
 
+def pack_pairs(weight: Tensor, bias: Tensor | None) -> NativeLinear:
+    """As `pack_linear`, bfloat16 for products in bfloat16; only where `library.has_bfloat16`."""
+    if weight.dtype != torch.bfloat16 or not library.has_bfloat16():
+        return pack_linear(weight, bias)
+    out_features, in_features = weight.shape
+    weight = weight.contiguous()
+    packed = torch.empty(_panels(out_features) * -(-in_features // 2) * 2 * library.PANEL, dtype=weight.dtype)
+    launch.native().pagemill_pack_pairs(
+        weight.data_ptr(), out_features, in_features, packed.data_ptr(), launch.num_threads()
+    )
+    return NativeLinear(_Packed((out_features, in_features), library.FORMAT_PAIRS, packed), bias)
+
+
+def pack_codes_for_bfloat16(weight: GroupCodes, bias: Tensor | None) -> NativeLinear:
+    """As `pack_codes_for_dots`, codes of 8 bits too; many rows meet the weight in bfloat16.
+
+    Where the processor has no such products, as `pack_codes_for_dots`.
+    """
+    if not library.has_bfloat16():
+        return pack_codes_for_dots(weight, bias)
+    return _pack_codes(weight, bias, _dots_format(weight.bits), BFLOAT16_ROWS)
+
+
 def pack_codes_for_dots(weight: GroupCodes, bias: Tensor | None) -> NativeLinear:
     """As `pack_codes`, 4-bit codes for products in integers: activations are rounded to 16 bits in groups of 32.
 
@@ -117,7 +145,7 @@ def pack_codes_for_dots(weight: GroupCodes, bias: Tensor | None) -> NativeLinear
     return _pack_codes(weight, bias, library.FORMAT_DOTS4)
 
 
-def _pack_codes(weight: GroupCodes, bias: Tensor | None, format: int) -> NativeLinear:
+def _pack_codes(weight: GroupCodes, bias: Tensor | None, format: int, bfloat16_rows: int = 0) -> NativeLinear:
     out_features, in_features = weight.codes.shape
     has_offsets = weight.offsets is not None
     if in_features % GROUP_SIZE or (weight.bits == 4 and (weight.group_size != GROUP_SIZE or not has_offsets)):
@@ -143,7 +171,8 @@ def _pack_codes(weight: GroupCodes, bias: Tensor | None, format: int) -> NativeL
         launch.num_threads(),
     )
     shape = (out_features, in_features)
-    return NativeLinear(_Packed(shape, format, packed, packed_scales, weight.group_size, has_offsets), bias)
+    kept = _Packed(shape, format, packed, packed_scales, weight.group_size, has_offsets, bfloat16_rows)
+    return NativeLinear(kept, bias)
 
 
 def pack_blocks(weight: CodeBlocks, bias: Tensor | None) -> NativeLinear:
@@ -158,7 +187,18 @@ def pack_blocks_for_dots(weight: CodeBlocks, bias: Tensor | None) -> NativeLinea
     return _pack_blocks(weight, bias, library.FORMAT_DOTS4)
 
 
-def _pack_blocks(weight: CodeBlocks, bias: Tensor | None, format: int) -> NativeLinear:
+def pack_blocks_for_bfloat16(weight: CodeBlocks, bias: Tensor | None) -> NativeLinear:
+    """`pack_codes_for_bfloat16` of blocks as they lie in a file."""
+    if not library.has_bfloat16():
+        return pack_blocks_for_dots(weight, bias)
+    return _pack_blocks(weight, bias, _dots_format(weight.bits), BFLOAT16_ROWS)
+
+
+def _dots_format(bits: int) -> int:
+    return library.FORMAT_DOTS4 if bits == 4 else library.FORMAT_DOTS8
+
+
+def _pack_blocks(weight: CodeBlocks, bias: Tensor | None, format: int, bfloat16_rows: int = 0) -> NativeLinear:
     out_features, num_groups, block_bytes = weight.data.shape
     in_features, has_offsets = num_groups * GROUP_SIZE, weight.bits == 4
     if (
@@ -180,9 +220,9 @@ def _pack_blocks(weight: CodeBlocks, bias: Tensor | None, format: int) -> Native
         packed_scales.data_ptr(),
         launch.num_threads(),
     )
-    return NativeLinear(
-        _Packed((out_features, in_features), format, packed, packed_scales, GROUP_SIZE, has_offsets), bias
-    )
+    shape = (out_features, in_features)
+    kept = _Packed(shape, format, packed, packed_scales, GROUP_SIZE, has_offsets, bfloat16_rows)
+    return NativeLinear(kept, bias)
 
 
 def _panels(out_features: int) -> int:

@@ -1,6 +1,6 @@
-"""`dtype: bfloat16`: weights of two bytes under float32 arithmetic of our own, or under oneDNN's bfloat16 products.
+"""`dtype: bfloat16`: weights of two bytes under float32 arithmetic of our own, or under bfloat16 products.
 
-Which of the two runs is the processor's matter; here it is forced. Where oneDNN has no bfloat16 torch's product stands
+Which of them runs is the processor's matter; here it is forced. Where oneDNN has no bfloat16 torch's product stands
 in for it (tests/kernels/test_onednn_linear.py).
 """
 
@@ -18,6 +18,7 @@ from tiny_llama import write_tiny_llama
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loading.source import open_weights
+from pagemill_engine.models.fusing import FusedDecoderLayer
 from pagemill_engine.runner.compute import choose_compute
 from pagemill_kernels.cpu import library
 from pagemill_kernels.linear import cpu, native, onednn, reference
@@ -102,6 +103,20 @@ def test_bfloat16_products_give_the_same_answers_within_their_rounding(
         assert a.logprobs == pytest.approx(b.logprobs, abs=0.15)
 
 
+@pytest.mark.skipif(not library.has_bfloat16(), reason="no products of bfloat16 on this processor")
+def test_our_own_bfloat16_products_give_the_same_answers_in_one_call_a_layer(
+    folder: Path, prompts: list[list[int]], runner_loader: Loader, make_driver: Drivers
+) -> None:
+    exact = make_driver(runner_loader(folder, dtype="float32")).greedy(prompts, SOME_TOKENS)
+    runner = runner_loader(folder, backend="cpu_bfloat16", dtype="bfloat16")
+    assert isinstance(runner.model.model.layers[0], FusedDecoderLayer)
+    assert runner.info.weight_bytes == runner_loader(folder, backend="cpu_native", dtype="bfloat16").info.weight_bytes
+    rounded = make_driver(runner).greedy(prompts, SOME_TOKENS)
+    for a, b in zip(rounded, exact, strict=True):
+        assert a.token_ids == b.token_ids
+        assert a.logprobs == pytest.approx(b.logprobs, abs=0.15)
+
+
 def test_no_plain_copy_of_a_packed_weight_stays(folder: Path, runner_loader: Loader) -> None:
     """But the table of a tied embedding: rows cannot be read out of oneDNN's layout."""
     backends = ("cpu_native", "cpu_onednn")
@@ -136,6 +151,8 @@ def test_codes_stay_codes_under_our_own_products(smollm2_path: Path, runner_load
 
 ROUNDED = ", 4-bit weights times 16-bit activations" if library.has_dots() else ""
 
+FEW = ", few rows of codes times 16-bit activations"
+
 
 @pytest.mark.parametrize(
     ("settings", "dtype", "how"),
@@ -158,6 +175,34 @@ def test_on_a_processor_that_multiplies_bfloat16_the_settings_choose(
     assert (compute.dtype, compute.how) == (getattr(torch, dtype), how)
     assert compute.activation_dtype == torch.float32
     assert (compute.ops.pack_linear is onednn.pack_linear) == ("oneDNN" in how)
+
+
+@pytest.mark.parametrize(
+    ("settings", "dtype", "how"),
+    [
+        ({}, "bfloat16", "native kernels, products with AVX512_BF16"),
+        ({"dtype": "bfloat16"}, "bfloat16", "native kernels, products with AVX512_BF16"),
+        ({"quantization": "int8"}, "bfloat16", f"native kernels, products with AVX512_BF16{FEW}"),
+        ({"quantization": "int4"}, "bfloat16", f"native kernels, products with AVX512_BF16{FEW}"),
+        ({"deterministic": True}, "float32", "native kernels"),
+        ({"deterministic": True, "dtype": "bfloat16"}, "bfloat16", "native kernels"),
+        ({"deterministic": True, "quantization": "int4"}, "float32", f"native kernels{ROUNDED}"),
+        ({"dtype": "float32"}, "float32", "native kernels"),
+        ({"dtype": "float32", "quantization": "int4"}, "float32", "native kernels"),
+    ],
+    ids=str,
+)
+def test_with_products_of_our_own_the_settings_choose(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], dtype: str, how: str
+) -> None:
+    monkeypatch.setattr(library, "has_bfloat16", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    compute = choose_compute(EngineConfig(model="test", **settings), load_model_spec(folder))
+    assert (compute.dtype, compute.how) == (getattr(torch, dtype), how)
+    assert (compute.ops.pack_codes is native.pack_codes_for_bfloat16) == ("AVX512_BF16" in how)
+    assert (compute.ops.pack_linear is native.pack_pairs) == ("AVX512_BF16" in how)
+    assert compute.activation_dtype == torch.float32
+    assert compute.ops.fuse_layer is not None
 
 
 def test_what_runs_is_told(folder: Path, runner_loader: Loader) -> None:

@@ -5,15 +5,19 @@
 
 namespace pagemill {
 
-constexpr int32_t kAbiVersion = 5;
+constexpr int32_t kAbiVersion = 6;
 
-enum Format : int32_t { kFloat32 = 0, kBfloat16 = 1, kCodes8 = 2, kCodes4 = 3, kDots4 = 4 };
+// The first four are multiplied in float32. The others round what they meet: kDots4 and kDots8 to integers of 16 bits
+// (dots.cpp) or, from PackedWeight::bfloat16_rows on, to bfloat16 (bfloat16.cpp), kPairs always to bfloat16.
+enum Format : int32_t {
+  kFloat32 = 0, kBfloat16 = 1, kCodes8 = 2, kCodes4 = 3, kDots4 = 4, kDots8 = 5, kPairs = 6
+};
 
 struct PackedWeight {
   int32_t format;
   int32_t group;        // inputs that share a scale: 16 or 32 (codes only)
   int32_t has_offsets;  // value = code * scale + offset, else code * scale (codes only)
-  int32_t reserved;
+  int32_t bfloat16_rows;  // from this many rows on products are in bfloat16; 0: never
   int64_t out_features;
   int64_t in_features;
   const uint8_t* codes;

@@ -3,6 +3,8 @@
 //   kCodes8: rows of 16 bytes, one input each
 //   kCodes4: rows of 16 bytes, input 2k low and 2k + 1 high
 //   kDots4:  rows of 32 bytes, four neighbouring inputs side by side: outputs 0 to 7 low, 8 to 15 high
+//   kDots8:  rows of 64 bytes, four neighbouring inputs side by side, signed
+//   kPairs:  no groups: bfloat16, two neighbouring inputs side by side
 #pragma once
 #include "abi.h"
 #include "tile.h"
@@ -20,11 +22,26 @@ template <int32_t Code>
 constexpr Place place_of(int64_t input, int64_t output) {
   switch (Code) {
     case kCodes8: return {input * kPanel + output, false};
+    case kDots8: return {input / 4 * 4 * kPanel + output * 4 + input % 4, false};
     case kCodes4: return {input / 2 * kPanel + output, input % 2 == 1};
     default: return {input / 4 * 2 * kPanel + output % kLanes * 4 + input % 4, output >= kLanes};
   }
 }
 
+// kPairs of bfloat16: a panel's elements.
+constexpr int64_t pairs_in(int64_t inputs) { return (inputs + 1) / 2; }
+constexpr int64_t pair_place(int64_t input, int64_t output) { return (input / 2 * kPanel + output) * 2 + input % 2; }
+
 inline int64_t group_bytes(int32_t format, int64_t group) { return group * kPanel / (in_nibbles(format) ? 2 : 1); }
+
+#ifdef __AVX2__
+// A group's place in memory some groups later: panels lie one behind another, so this holds across their ends.
+inline void fetch_ahead(const uint8_t* codes, int64_t bytes, const float* scales, int64_t floats) {
+  constexpr int64_t kAhead = 3072;
+  for (int64_t at = 0; at < bytes; at += 64) _mm_prefetch(codes + kAhead + at, _MM_HINT_T0);
+  const int64_t ahead = kAhead / bytes * floats;
+  for (int64_t at = 0; at < floats; at += 16) _mm_prefetch(scales + ahead + at, _MM_HINT_T0);
+}
+#endif
 
 }  // namespace pagemill

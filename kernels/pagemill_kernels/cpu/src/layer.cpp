@@ -1,11 +1,15 @@
 // A whole decoder layer in one call. A small model's decode step is a few milliseconds, and each call from Python costs
 // microseconds around work that takes hardly more. The same operations in the same order as one by one, hence the same
 // bits; what is between them lies in `scratch`.
+#include <algorithm>
+
 #include "operations.h"
 
 using namespace pagemill;
 
 namespace {
+
+constexpr int64_t kMlpRows = 128;  // tokens taken through the MLP at a time: what it widens them to stays in the caches
 
 // Query or key heads in place; rows of `heads` are `stride` floats apart.
 void normalize_heads(float* heads, int64_t tokens, int64_t stride, int64_t count, int64_t head_dim, const float* weight,
@@ -16,8 +20,8 @@ void normalize_heads(float* heads, int64_t tokens, int64_t stride, int64_t count
 }  // namespace
 
 // hidden: [tokens][hidden], gains this layer's contribution. plan: what all layers share. cache, slots:
-// pagemill_rope_and_store. scratch: for each token `hidden` floats and the more of (qkv outputs + output inputs) and
-// (gate_up outputs + down inputs).
+// pagemill_rope_and_store. scratch: for each token `hidden` floats, then the more of (qkv outputs + output inputs)
+// for each token and (gate_up outputs + down inputs) for each of up to kMlpRows.
 extern "C" void pagemill_decoder_layer(const LayerWeights* layer, const AttentionArgs* plan, float* hidden,
                                        int64_t tokens, const float* cos, const float* sin, uint8_t* cache,
                                        int32_t cache_type, const int64_t* slots, float* scratch) {
@@ -48,9 +52,14 @@ extern "C" void pagemill_decoder_layer(const LayerWeights* layer, const Attentio
   pagemill_linear(w.output, attended, tokens, attended_size, w.output_bias, hidden, size, 1, threads);
 
   float* gate_up = normed + tokens * size;
-  float* activated = gate_up + tokens * 2 * intermediate;
-  pagemill_rms_norm(hidden, tokens, size, 1, size, w.mlp_norm, w.eps, normed, size, 0, threads);
-  pagemill_linear(w.gate_up, normed, tokens, size, w.gate_up_bias, gate_up, 2 * intermediate, 0, threads);
-  pagemill_silu_and_mul(gate_up, tokens, intermediate, activated, 0, threads);
-  pagemill_linear(w.down, activated, tokens, intermediate, w.down_bias, hidden, size, 1, threads);
+  float* activated = gate_up + std::min(tokens, kMlpRows) * 2 * intermediate;
+  const int64_t blocks = (tokens + kMlpRows - 1) / kMlpRows;
+  for (int64_t block = 0; block < blocks; ++block) {
+    const int64_t count = tokens * (block + 1) / blocks - tokens * block / blocks;
+    pagemill_rms_norm(hidden, count, size, 1, size, w.mlp_norm, w.eps, normed, size, 0, threads);
+    pagemill_linear(w.gate_up, normed, count, size, w.gate_up_bias, gate_up, 2 * intermediate, 0, threads);
+    pagemill_silu_and_mul(gate_up, count, intermediate, activated, 0, threads);
+    pagemill_linear(w.down, activated, count, intermediate, w.down_bias, hidden, size, 1, threads);
+    hidden += count * size;
+  }
 }

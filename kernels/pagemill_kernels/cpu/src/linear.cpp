@@ -5,7 +5,7 @@
 //   codes of 8 bits:   per group [k][n], signed
 //   codes of 4 bits:   per group of 32 inputs, 16 rows of 16 bytes: row k holds input 2k low, 2k + 1 high
 //   scales: per panel and group float32 scale[16], then offset[16] where the weight has offsets
-//   codes for dots: dots.cpp
+//   codes for dots and pairs: codes.h, dots.cpp, bfloat16.cpp
 // All arithmetic here is float32. Few rows read codes and bfloat16 directly; for many rows a slice of x is repacked by tiles and each
 // panel is unpacked beside it in the second-level cache. Both add the same products in the same order, input after
 // input, so that a row's result does not depend on how many rows there are. Packing of weights: pack.cpp.
@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "abi.h"
+#include "bfloat16.h"
 #include "dots.h"
 #include "operations.h"
 #include "output.h"
@@ -261,7 +262,9 @@ extern "C" void pagemill_linear(const PackedWeight* weight, const float* x, int6
                                 const float* bias, float* out, int64_t out_stride, int32_t accumulate,
                                 int32_t num_threads) {
   const PackedWeight& w = *weight;
-  if (w.format == kDots4)
+  if (w.format == kPairs || (w.bfloat16_rows > 0 && rows >= w.bfloat16_rows))
+    return linear_bfloat16(w, x, rows, x_stride, bias, out, out_stride, accumulate != 0, num_threads);
+  if (w.format == kDots4 || w.format == kDots8)
     return linear_dots(w, x, rows, x_stride, bias, out, out_stride, accumulate != 0, num_threads);
   const int64_t num_panels = (w.out_features + kPanel - 1) / kPanel;
   const bool as_stored = rows <= kDirectRows && w.format != kFloat32;

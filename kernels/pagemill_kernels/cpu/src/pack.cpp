@@ -26,6 +26,20 @@ void pack_plain(const Element* weight, int64_t out_features, int64_t in_features
   }
 }
 
+// Two neighbouring inputs side by side; a last odd one beside zeros.
+void pack_pairs(const uint16_t* weight, int64_t out_features, int64_t in_features, uint16_t* packed, int num_threads) {
+  const int64_t panel_size = pairs_in(in_features) * 2 * kPanel;
+#pragma omp parallel for schedule(static) num_threads(num_threads)
+  for (int64_t panel = 0; panel < num_panels(out_features); ++panel) {
+    uint16_t* to = packed + panel * panel_size;
+    std::memset(to, 0, panel_size * sizeof *to);
+    for (int64_t n = 0; n < std::min<int64_t>(kPanel, out_features - panel * kPanel); ++n) {
+      const uint16_t* row = weight + (panel * kPanel + n) * in_features;
+      for (int64_t k = 0; k < in_features; ++k) to[pair_place(k, n)] = row[k];
+    }
+  }
+}
+
 struct Codes {
   const uint8_t* codes;
   const float* scales;
@@ -102,6 +116,12 @@ void pack_group<kCodes8>(const uint8_t* const codes[kPanel], uint8_t* to) {
     for (int n = 0; n < kPanel; ++n) to[k * kPanel + n] = codes[n][k];
 }
 
+template <>
+void pack_group<kDots8>(const uint8_t* const codes[kPanel], uint8_t* to) {
+  for (int quad = 0; quad < kBlock / 4; ++quad)
+    for (int n = 0; n < kPanel; ++n) std::memcpy(to + quad * 4 * kPanel + n * 4, codes[n] + 4 * quad, 4);
+}
+
 template <int32_t Code>
 void pack_blocks(const uint8_t* blocks, int64_t out_features, int64_t in_features, bool stored_offsets, uint8_t* packed,
                  float* packed_scales, int num_threads) {
@@ -155,6 +175,11 @@ void gather_plain(const PackedWeight& w, int64_t id, float* out) {
   }
 }
 
+void gather_pairs(const PackedWeight& w, int64_t id, float* out) {
+  const uint16_t* panel = reinterpret_cast<const uint16_t*>(w.codes) + id / kPanel * pairs_in(w.in_features) * 2 * kPanel;
+  for (int64_t k = 0; k < w.in_features; ++k) out[k] = load_one(panel + pair_place(k, id % kPanel));
+}
+
 }  // namespace
 }  // namespace pagemill
 
@@ -173,6 +198,12 @@ void pagemill_pack_plain(const void* weight, int64_t out_features, int64_t in_fe
                num_threads);
 }
 
+// weight: [out_features][in_features] of bfloat16. packed: kPairs.
+void pagemill_pack_pairs(const uint16_t* weight, int64_t out_features, int64_t in_features, uint16_t* packed,
+                         int32_t num_threads) {
+  pack_pairs(weight, out_features, in_features, packed, num_threads);
+}
+
 // codes: [out_features][in_features], one byte a code (signed for 8 bits, 0 to 15 for 4 bits).
 // scales, offsets: [out_features][in_features / group]; offsets may be null. 4-bit codes: groups of 32 with offsets.
 void pagemill_pack_codes(const uint8_t* codes, const float* scales, const float* offsets, int64_t out_features,
@@ -183,6 +214,7 @@ void pagemill_pack_codes(const uint8_t* codes, const float* scales, const float*
     case kCodes8: return pack_codes<kCodes8>(from, packed, packed_scales, num_threads);
     case kCodes4: return pack_codes<kCodes4>(from, packed, packed_scales, num_threads);
     case kDots4: return pack_codes<kDots4>(from, packed, packed_scales, num_threads);
+    case kDots8: return pack_codes<kDots8>(from, packed, packed_scales, num_threads);
   }
 }
 
@@ -193,6 +225,7 @@ void pagemill_pack_blocks(const uint8_t* blocks, int64_t out_features, int64_t i
                           int32_t stored_offsets, uint8_t* packed, float* packed_scales, int32_t num_threads) {
   const auto pack = format == kCodes8   ? pack_blocks<kCodes8>
                     : format == kCodes4 ? pack_blocks<kCodes4>
+                    : format == kDots8  ? pack_blocks<kDots8>
                                         : pack_blocks<kDots4>;
   pack(blocks, out_features, in_features, stored_offsets != 0, packed, packed_scales, num_threads);
 }
@@ -204,6 +237,8 @@ void pagemill_gather_rows(const PackedWeight* weight, const int64_t* ids, int64_
       case kCodes8: gather_codes<kCodes8>(*weight, ids[i], out); break;
       case kCodes4: gather_codes<kCodes4>(*weight, ids[i], out); break;
       case kDots4: gather_codes<kDots4>(*weight, ids[i], out); break;
+      case kDots8: gather_codes<kDots8>(*weight, ids[i], out); break;
+      case kPairs: gather_pairs(*weight, ids[i], out); break;
       default: gather_plain(*weight, ids[i], out);
     }
   }

@@ -34,9 +34,38 @@ inline void tile_rows(const float* a, int64_t a_stride, const float* b, int64_t 
   }
 }
 
+#ifdef __AVX512F__
+// With sixteen lanes a row of C is one register and twelve of them keep the multipliers busy. Each sum adds the same
+// products in the same order, hence the same bits.
+constexpr int kWideRows = 12;
+
+template <int Rows>
+inline void wide_rows(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t depth, float* c,
+                      int64_t c_stride) {
+  __m512 sums[Rows];
+#pragma GCC unroll 12
+  for (int r = 0; r < Rows; ++r) sums[r] = _mm512_loadu_ps(c + r * c_stride);
+  for (int64_t k = 0; k < depth; ++k, b += b_stride) {
+    const __m512 row = _mm512_loadu_ps(b);
+#pragma GCC unroll 12
+    for (int r = 0; r < Rows; ++r) sums[r] = _mm512_fmadd_ps(_mm512_set1_ps(a[r * a_stride + k]), row, sums[r]);
+  }
+#pragma GCC unroll 12
+  for (int r = 0; r < Rows; ++r) _mm512_storeu_ps(c + r * c_stride, sums[r]);
+}
+#endif
+
 // C += A * B for any number of rows.
 inline void tile(int64_t rows, const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t depth,
                  float* c, int64_t c_stride) {
+#ifdef __AVX512F__
+  while (rows >= kWideRows) {
+    wide_rows<kWideRows>(a, a_stride, b, b_stride, depth, c, c_stride);
+    rows -= kWideRows;
+    a += kWideRows * a_stride;
+    c += kWideRows * c_stride;
+  }
+#endif
   while (rows >= kTileRows) {
     tile_rows<kTileRows>(a, a_stride, b, b_stride, depth, c, c_stride);
     rows -= kTileRows;

@@ -101,12 +101,26 @@ inline void store_one(uint16_t* to, float value) { *to = to_bfloat16(value); }
 
 inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
 
-inline float sum(Floats v) { return ((v[0] + v[4]) + (v[1] + v[5])) + ((v[2] + v[6]) + (v[3] + v[7])); }
+inline float sum(Floats v) {
+#ifdef __AVX2__
+  const __m128 halves = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+  const __m128 pairs = _mm_hadd_ps(halves, halves);
+  return _mm_cvtss_f32(_mm_add_ss(pairs, _mm_movehdup_ps(pairs)));
+#else
+  return ((v[0] + v[4]) + (v[1] + v[5])) + ((v[2] + v[6]) + (v[3] + v[7]));
+#endif
+}
 
 inline float largest(Floats v) {
+#ifdef __AVX2__
+  const __m128 halves = _mm_max_ps(_mm256_extractf128_ps((__m256)v, 1), _mm256_castps256_ps128((__m256)v));
+  const __m128 pairs = _mm_max_ps(_mm_movehl_ps(halves, halves), halves);
+  return _mm_cvtss_f32(_mm_max_ss(_mm_movehdup_ps(pairs), pairs));
+#else
   float result = v[0];
   for (int i = 1; i < kLanes; ++i) result = v[i] > result ? v[i] : result;
   return result;
+#endif
 }
 
 // The sums of four vectors, stored side by side.

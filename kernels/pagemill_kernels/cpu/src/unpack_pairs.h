@@ -1,0 +1,91 @@
+// Panels of codes as bfloat16 in pairs of inputs, as bfloat16.cpp multiplies them: [k / 2][n][2].
+#pragma once
+#include <algorithm>
+
+#include "codes.h"
+
+#ifdef __AVX512BF16__
+namespace pagemill {
+
+// Sixteen floats of one input and sixteen of the next, rounded and side by side.
+inline __m512i rounded_pairs(__m512 first, __m512 second) {
+  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                                         21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  return _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+}
+
+// Four neighbouring inputs of a panel.
+inline uint16_t* store_pairs(uint16_t* out, const __m512 values[4]) {
+  _mm512_storeu_si512(out, rounded_pairs(values[0], values[1]));
+  _mm512_storeu_si512(out + 2 * kPanel, rounded_pairs(values[2], values[3]));
+  return out + 4 * kPanel;
+}
+
+inline void unpack_dots4(const PackedWeight& w, int64_t panel, int64_t begin, int64_t end, uint16_t* out) {
+  constexpr int64_t kGroup = 32;
+  const int64_t first = panel * (w.in_features / kGroup) + begin / kGroup;
+  const uint8_t* codes = w.codes + first * group_bytes(kDots4, kGroup);
+  const float* scales = w.scales + first * 2 * kPanel;
+  const __m512 values = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  // Outputs 8 to 15 are in the upper halves of the bytes; a table of 16 needs no mask.
+  const __m512i halves = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi32(4), 1);
+  __m512i shifts[4];
+  for (int i = 0; i < 4; ++i) shifts[i] = _mm512_add_epi32(halves, _mm512_set1_epi32(8 * i));
+  for (int64_t k = begin; k < end; k += kGroup, scales += 2 * kPanel) {
+    fetch_ahead(codes, group_bytes(kDots4, kGroup), scales, 2 * kPanel);
+    const __m512 scale = _mm512_loadu_ps(scales), offset = _mm512_loadu_ps(scales + kPanel);
+    for (int quad = 0; quad < kGroup / 4; ++quad, codes += 2 * kPanel) {
+      const __m512i both = _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes)));
+      __m512 of_input[4];
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) {
+        const __m512 code = _mm512_permutexvar_ps(_mm512_srlv_epi32(both, shifts[i]), values);
+        of_input[i] = _mm512_fmadd_ps(code, scale, offset);
+      }
+      out = store_pairs(out, of_input);
+    }
+  }
+}
+
+inline void unpack_dots8(const PackedWeight& w, int64_t panel, int64_t begin, int64_t end, uint16_t* out) {
+  const int64_t group = w.group, first = panel * (w.in_features / group) + begin / group;
+  const int64_t scale_floats = w.has_offsets ? 2 * kPanel : kPanel;
+  const uint8_t* codes = w.codes + first * group_bytes(kDots8, group);
+  const float* scales = w.scales + first * scale_floats;
+  for (int64_t k = begin; k < end; k += group, scales += scale_floats) {
+    fetch_ahead(codes, group_bytes(kDots8, group), scales, scale_floats);
+    const __m512 scale = _mm512_loadu_ps(scales);
+    const __m512 added = w.has_offsets ? _mm512_loadu_ps(scales + kPanel) : _mm512_setzero_ps();
+    for (int64_t quad = 0; quad < group / 4; ++quad, codes += 4 * kPanel) {
+      const __m512i bytes = _mm512_loadu_si512(codes);
+      __m512 of_input[4];
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) {
+        const __m512i code = _mm512_srai_epi32(_mm512_slli_epi32(bytes, 24 - 8 * i), 24);
+        of_input[i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(code), scale, added);
+      }
+      out = store_pairs(out, of_input);
+    }
+  }
+}
+
+struct Pairs {
+  const uint16_t* first;
+  int64_t panel_stride;
+};
+
+// Inputs begin..end of `panels` panels: in `buffer`, or where they lie when they are pairs already.
+inline Pairs unpack_pairs(const PackedWeight& w, int64_t panel, int64_t panels, int64_t begin, int64_t end,
+                          uint16_t* buffer) {
+  if (w.format == kPairs) {
+    const int64_t stride = pairs_in(w.in_features) * 2 * kPanel;
+    return {reinterpret_cast<const uint16_t*>(w.codes) + panel * stride + begin * kPanel, stride};
+  }
+  const int64_t stride = (end - begin) * kPanel;
+  const auto unpack = w.format == kDots4 ? unpack_dots4 : unpack_dots8;
+  for (int64_t p = 0; p < panels; ++p) unpack(w, panel + p, begin, end, buffer + p * stride);
+  return {buffer, stride};
+}
+
+}  // namespace pagemill
+#endif
