@@ -65,7 +65,7 @@ class Worker:
         self.limiter = Limiter(store, self.metrics)
         self.tracing = open_tracing(config.tracing)
         self.session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=UPSTREAM_KEEPALIVE_S),
+            connector=aiohttp.TCPConnector(limit=0),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
             trust_env=False,
@@ -75,9 +75,10 @@ class Worker:
         self._loading: set[asyncio.Task[None]] = set()
         self._keep_alive = KeepAlive(config.keep_alive_interval_s)
         self.preparation = Preparation(brain, self.bundles, self._keep_alive, config.remembered_granules)
+        self._upstream = Upstream(config, UPSTREAM_KEEPALIVE_S)
         self.relay = Relay(
             brain,
-            Upstream(self.session, config),
+            self._upstream,
             self.metrics,
             self._keep_alive,
             max_attempts=config.max_attempts,
@@ -118,6 +119,7 @@ class Worker:
             task.cancel()
         await asyncio.gather(*self._loading, return_exceptions=True)
         self._keep_alive.close()
+        await self._upstream.close()
         await self.session.close()
         await self.tracing.close()
         self.preparation.close()

@@ -92,7 +92,7 @@ class _Buffer:
     def __len__(self) -> int:
         return len(self._data) - self._start
 
-    def append(self, data: bytes) -> None:
+    def append(self, data: bytes | memoryview) -> None:
         if self._start == len(self._data):
             self._data = bytearray(data)
             self._start = 0
@@ -124,9 +124,12 @@ class FrameDecoder:
     def feed(self, data: bytes) -> list[tuple[FrameMeta, bytes]]:
         """The frames that `data` completes. Raises `FrameError` on garbage, now and on every later call."""
         _refuse_failed(self._failed)
-        self._buffer.append(data)
         frames: list[tuple[FrameMeta, bytes]] = []
         try:
+            if len(self._buffer):
+                self._buffer.append(data)
+            else:
+                self._take_whole(data, frames)
             while (frame := self._next()) is not None:
                 frames.append(frame)
         except FrameError:
@@ -138,13 +141,30 @@ class FrameDecoder:
         """The stream ended. Raises `FrameError` when it ended inside a frame."""
         _check_empty(self._buffer)
 
+    def _take_whole(self, data: bytes, frames: list[tuple[FrameMeta, bytes]]) -> None:
+        """The frames with which `data` begins, without the way through the buffer, which keeps the rest.
+
+        What an engine writes mostly comes as it was written: frames that are whole.
+        """
+        start, end = 0, len(data)
+        while end - start >= _FRAME_HEADER.size:
+            meta_bytes, payload_bytes = _FRAME_HEADER.unpack_from(data, start)
+            payload_at = start + _FRAME_HEADER.size + meta_bytes
+            if payload_at + payload_bytes > end:
+                break
+            _check_frame(meta_bytes, payload_bytes)
+            meta = _decode_meta(data[start + _FRAME_HEADER.size : payload_at])
+            start = payload_at + payload_bytes
+            frames.append((meta, data[payload_at:start]))
+        if start < end:
+            self._buffer.append(memoryview(data)[start:])
+
     def _next(self) -> tuple[FrameMeta, bytes] | None:
         buffer = self._buffer
         if len(buffer) < _FRAME_HEADER.size:
             return None
         meta_bytes, payload_bytes = buffer.header(_FRAME_HEADER)
-        _check_size("meta", meta_bytes, MAX_META_BYTES)
-        _check_size("payload", payload_bytes, MAX_PAYLOAD_BYTES)
+        _check_frame(meta_bytes, payload_bytes)
         if len(buffer) < _FRAME_HEADER.size + meta_bytes + payload_bytes:
             return None
         buffer.skip(_FRAME_HEADER.size)
@@ -213,6 +233,12 @@ def _decode_meta(data: bytes) -> FrameMeta:
         return _meta_decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FrameError(f"A frame's meta is not a FrameMeta: {error}") from error
+
+
+def _check_frame(meta_bytes: int, payload_bytes: int) -> None:
+    if meta_bytes > MAX_META_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
+        _check_size("meta", meta_bytes, MAX_META_BYTES)
+        _check_size("payload", payload_bytes, MAX_PAYLOAD_BYTES)
 
 
 def _check_size(what: str, size: int, limit: int) -> None:

@@ -11,10 +11,8 @@ import json
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
-import aiohttp
 import msgspec
 import pytest
 from byte_bundle import byte_bundle
@@ -34,7 +32,7 @@ from pagemill_gateway.relay.relay import Relay
 from pagemill_gateway.relay.sinks import BodySink, StreamSink
 from pagemill_gateway.relay.upstream import FrameStream, IsAlive
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.frames import WEIGHTS_HEADER, encode_frame
+from pagemill_protocol.frames import encode_frame
 from pagemill_protocol.generate import ChoiceResume, FrameMeta, GenerateRequest, Usage
 from pagemill_protocol.sampling import SamplingParams
 from pagemill_protocol.text.tokenizer import Tokenizer
@@ -112,9 +110,7 @@ class Engines:
         self.requests.append(request)
         digest = self.weights_digests.pop(0) if self.weights_digests else "w"
         network_break = self._breaks.pop(0) if self._breaks else None
-        content = _Network(self._answer(request), network_break)
-        response: Any = SimpleNamespace(content=content, headers={WEIGHTS_HEADER: digest})
-        yield FrameStream(response, 10.0, is_alive)
+        yield FrameStream(_Network(self._answer(request), network_break), digest, 10.0, is_alive)
 
     def _answer(self, request: GenerateRequest) -> list[bytes]:
         processor = OutputProcessor(request, self._tokenizer, "fp")
@@ -165,12 +161,12 @@ class _Network:
         else:
             self._left = self._left[: int(len(self._left) * network_break.share)]
 
-    async def readany(self) -> bytes:
+    async def receive(self) -> bytes:
         piece, self._left = self._left[: self._piece_bytes], self._left[self._piece_bytes :]
         if piece or self._break is None or self._break.how == "eof":
             return piece
         if self._break.how == "reset":
-            raise aiohttp.ServerDisconnectedError
+            raise ConnectionResetError
         return b"\xff" * 40
 
 

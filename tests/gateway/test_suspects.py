@@ -12,10 +12,8 @@ import random
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from types import SimpleNamespace
 from typing import Any
 
-import aiohttp
 import msgspec
 import pytest
 import virtual_loop
@@ -34,7 +32,7 @@ from pagemill_gateway.relay.sinks import BodySink, StreamSink
 from pagemill_gateway.relay.upstream import FrameStream, IsAlive, UpstreamFailure
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint, QueueLimits
 from pagemill_protocol.errors import ENGINE_CRASHED, ENGINE_FAILED, PagemillError, unavailable
-from pagemill_protocol.frames import WEIGHTS_HEADER, encode_frame
+from pagemill_protocol.frames import encode_frame
 from pagemill_protocol.generate import FrameMeta, GenerateRequest, Usage
 from pagemill_protocol.openai import render
 from pagemill_protocol.sampling import SamplingParams
@@ -88,7 +86,7 @@ class Engine:
         task = asyncio.create_task(self._compute(request, inbox))
         self._answers[task] = inbox
         task.add_done_callback(lambda done: self._answers.pop(done, None))
-        return SimpleNamespace(content=_Content(inbox), headers={WEIGHTS_HEADER: "w"})
+        return _Content(inbox)
 
     def die(self, kind: EndKind) -> None:
         if not self.up:
@@ -101,7 +99,7 @@ class Engine:
                 error = unavailable("This server failed", code=WORDS[kind])
                 meta = FrameMeta(last=True, error=error.message, error_status=503)
                 inbox.put_nowait(encode_frame(meta, render.sse_error(error)))
-            inbox.put_nowait(aiohttp.ServerDisconnectedError())
+            inbox.put_nowait(ConnectionResetError())
         self._cluster.spawn(self._come_back())
 
     async def _come_back(self) -> None:
@@ -134,7 +132,7 @@ class _Content:
     def __init__(self, inbox: asyncio.Queue[bytes | Exception]) -> None:
         self._inbox = inbox
 
-    async def readany(self) -> bytes:
+    async def receive(self) -> bytes:
         item = await self._inbox.get()
         if isinstance(item, Exception):
             raise item
@@ -213,8 +211,8 @@ class Cluster:
     async def generate(self, choice: Choice, body: bytes, request_id: str, is_alive: IsAlive) -> AsyncIterator[Any]:
         """The relay's `Upstream`."""
         await asyncio.sleep(0.001)
-        response = self.engines[choice.endpoint_id].take(msgspec.msgpack.decode(body, type=GenerateRequest))
-        yield FrameStream(response, 10.0, is_alive)
+        content = self.engines[choice.endpoint_id].take(msgspec.msgpack.decode(body, type=GenerateRequest))
+        yield FrameStream(content, "w", 10.0, is_alive)
 
     async def play(self, asked: list[Any], *others: Any) -> None:
         """Until all who asked have their answer."""

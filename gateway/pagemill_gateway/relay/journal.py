@@ -85,7 +85,9 @@ class Journal:
         if not weights_digest or not self._room.take(len(meta.token_ids)):
             self.close()
             return
-        choice = self._choices.setdefault(meta.choice, _Choice())
+        choice = self._choices.get(meta.choice)
+        if choice is None:
+            choice = self._choices[meta.choice] = _Choice()
         choice.token_ids.extend(meta.token_ids)
         choice.num_text_chars = meta.num_text_chars
         choice.finish_reason = meta.finish_reason
@@ -99,15 +101,16 @@ class Journal:
         for meta in metas:
             if meta.last:
                 continue
-            if any(not 0 <= token_id <= LARGEST_TOKEN_ID for token_id in meta.token_ids):
+            token_ids = meta.token_ids
+            if token_ids and not (min(token_ids) >= 0 and max(token_ids) <= LARGEST_TOKEN_ID):
                 raise JournalGap("a token id is out of range")
             before = self._choices.get(meta.choice)
             if before is not None and before.finish_reason is not None:
                 raise JournalGap(f"choice {meta.choice} goes on after its end")
             known = positions.get(meta.choice, len(before.token_ids) if before is not None else 0)
-            positions[meta.choice] = known + len(meta.token_ids)
-            if self._keeps and meta.position and meta.position != positions[meta.choice]:
-                raise JournalGap(f"choice {meta.choice} is at {meta.position} after {positions[meta.choice]} tokens")
+            positions[meta.choice] = position = known + len(token_ids)
+            if self._keeps and meta.position and meta.position != position:
+                raise JournalGap(f"choice {meta.choice} is at {meta.position} after {position} tokens")
 
     def continuation(self) -> GenerateRequest:
         """The request for what is missing; the request itself while there is nothing to continue."""

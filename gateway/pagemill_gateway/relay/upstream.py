@@ -7,18 +7,17 @@ on is either complete frames of a well-formed answer, or an `UpstreamFailure`.
 from __future__ import annotations
 
 import asyncio
-import io
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from typing import Protocol
 
-import aiohttp
 import msgspec
 
-from pagemill_gateway.bounded import TooLarge, read_bounded
 from pagemill_gateway.brain.interface import Choice, FailureKind
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.patience import Patience
-from pagemill_gateway.refused import is_refused
+from pagemill_gateway.relay.engine_connection import EngineConnection
+from pagemill_gateway.relay.engine_pool import CannotConnect, EnginePool, Origin, origin_of
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.frames import (
     FRAMES_CONTENT_TYPE,
@@ -30,8 +29,8 @@ from pagemill_protocol.frames import (
 from pagemill_protocol.generate import FrameMeta
 
 MAX_ERROR_BYTES = 64 * 1024
-MAX_BODY_AT_ONCE_BYTES = 512 * 1024
 MAX_DIGEST_CHARS = 256
+ERROR_BODY_TIMEOUT_S = 5.0
 END_OF_BODY_TIMEOUT_S = 0.5
 SILENCE_CHECKS = 4
 """In one silence timeout: an engine that dies while it is busy is left that much sooner."""
@@ -39,6 +38,8 @@ REFUSALS = frozenset({409, 429, 503})
 DECLINES = frozenset({"draining", "not_ready"})
 """Codes of refusals that hold for every request: the engine is shutting down, or was started anew and still loads."""
 CLIENT_FAULTS = frozenset({400, 413, 422})
+SILENT = "An engine fell silent."
+BROKE = "The connection to an engine broke."
 
 Frame = tuple[FrameMeta, bytes]
 IsAlive = Callable[[], Awaitable[bool]]
@@ -55,15 +56,24 @@ class UpstreamFailure(Exception):
         self.retry_after_s = retry_after_s
 
 
+class Body(Protocol):
+    """Of an answer: what `EngineConnection` gives of it."""
+
+    async def receive(self) -> bytes:
+        """The next bytes; none after the last. Raises `OSError` when the connection breaks."""
+        ...
+
+
 class FrameStream:
     """The frames of one answer in the groups in which the network brought them."""
 
-    def __init__(self, response: aiohttp.ClientResponse, silence_timeout_s: float, is_alive: IsAlive) -> None:
-        self.weights_digest = response.headers.get(WEIGHTS_HEADER, "")[:MAX_DIGEST_CHARS]
+    def __init__(self, body: Body, weights_digest: str, silence_timeout_s: float, is_alive: IsAlive) -> None:
+        self.weights_digest = weights_digest
         """Of what makes the answer; empty: the engine does not say."""
         self.waited_s = 0.0
         """In `read`, for the engine."""
-        self._content = response.content
+        self._body = body
+        self._loop = asyncio.get_running_loop()
         self._silence_timeout_s = silence_timeout_s
         self._is_alive = is_alive
         self._patience = Patience(silence_timeout_s / SILENCE_CHECKS)
@@ -82,9 +92,9 @@ class FrameStream:
         except FrameError as error:
             raise UpstreamFailure("broken", f"The engine sent garbage: {error}") from error
         except TimeoutError as error:
-            raise UpstreamFailure("stalled", _describe(error)) from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise UpstreamFailure("lost", _describe(error)) from error
+            raise UpstreamFailure("stalled", SILENT) from error
+        except OSError as error:
+            raise UpstreamFailure("lost", BROKE) from error
         if not self._complete:
             raise UpstreamFailure("lost", "The engine's answer ended before its last frame.")
         return []
@@ -94,19 +104,19 @@ class FrameStream:
 
     async def finish(self) -> None:
         """After the last frame: take the end of the body, so that the connection can be used again."""
-        with suppress(aiohttp.ClientError, TimeoutError, OSError):
+        with suppress(OSError):  # a time-out is one too
             async with asyncio.timeout(END_OF_BODY_TIMEOUT_S):
-                await self._content.readany()
+                await self._body.receive()
 
     async def _receive(self) -> bytes:
         """The next bytes. Raises `TimeoutError` once the engine has been silent for too long in every way."""
-        loop = asyncio.get_running_loop()
+        loop = self._loop
         started = loop.time()
         silent_since = started
         try:
             while True:
                 try:
-                    return await self._patience.wait(self._content.readany())
+                    return await self._patience.wait(self._body.receive())
                 except TimeoutError:
                     if await self._is_alive():
                         silent_since = loop.time()
@@ -123,11 +133,16 @@ class FrameStream:
 
 
 class Upstream:
-    def __init__(self, session: aiohttp.ClientSession, config: GatewayConfig) -> None:
-        self._session = session
-        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=config.connect_timeout_s)
+    """Create inside a running event loop."""
+
+    def __init__(self, config: GatewayConfig, idle_s: float) -> None:
+        """`idle_s`: how long a connection is kept that no request uses."""
+        self._pool = EnginePool(config.connect_timeout_s, idle_s)
         self._accept_timeout_s = config.accept_timeout_s
         self._silence_timeout_s = config.silence_timeout_s
+
+    async def close(self) -> None:
+        await self._pool.close()
 
     @asynccontextmanager
     async def generate(
@@ -138,31 +153,40 @@ class Upstream:
         Leaving the block before the last frame closes the connection, which aborts the request in the engine. Raises
         `UpstreamFailure`, or `PagemillError` for a request that no engine would take.
         """
-        headers = {
-            "Authorization": f"Bearer {choice.token}",
-            "Content-Type": MSGPACK_CONTENT_TYPE,
-            "X-Request-Id": request_id,
-        }
-        url = f"{choice.data_url}/internal/generate"
+        origin, connection = await self._ask(choice, body, request_id, is_alive)
         try:
-            async with asyncio.timeout(self._accept_timeout_s) as limit, self._watched(limit, is_alive):
-                response = await self._session.post(
-                    url, data=_payload(body), headers=headers, timeout=self._timeout, allow_redirects=False
-                )
-        except TimeoutError as error:
-            raise UpstreamFailure("stalled", _describe(error)) from error
-        except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise UpstreamFailure(_kind_of(error), _describe(error)) from error
-        try:
-            await _check_accepted(response)
-            stream = FrameStream(response, self._silence_timeout_s, is_alive)
+            await _check_accepted(connection)
+            weights_digest = connection.header(WEIGHTS_HEADER.encode())[:MAX_DIGEST_CHARS]
+            stream = FrameStream(connection, weights_digest, self._silence_timeout_s, is_alive)
             try:
                 yield stream
             finally:
                 stream.close()
         finally:
             # Keeps the connection only when the answer was read to its end.
-            response.release()
+            self._pool.give_back(origin, connection)
+
+    async def _ask(
+        self, choice: Choice, body: bytes, request_id: str, is_alive: IsAlive
+    ) -> tuple[Origin, EngineConnection]:
+        """A connection on which the engine has begun to answer."""
+        try:
+            async with asyncio.timeout(self._accept_timeout_s) as limit, self._watched(limit, is_alive):
+                origin = origin_of(choice.data_url)
+                head = _head(origin, choice.token, request_id, len(body))
+                connection = await self._pool.take(origin)
+                try:
+                    await connection.ask(head, body)
+                except BaseException:
+                    connection.abort()
+                    raise
+                return origin, connection
+        except CannotConnect as error:
+            raise UpstreamFailure("unreachable" if error.refused else "stalled", str(error)) from error
+        except TimeoutError as error:
+            raise UpstreamFailure("stalled", SILENT) from error
+        except (OSError, ValueError) as error:
+            raise UpstreamFailure("lost", BROKE) from error
 
     @asynccontextmanager
     async def _watched(self, limit: asyncio.Timeout, is_alive: IsAlive) -> AsyncIterator[None]:
@@ -185,31 +209,35 @@ class Upstream:
                 task.cancel()
 
 
-def _kind_of(error: Exception) -> FailureKind:
-    """Of an attempt that the engine has not accepted: whether somebody was there at all."""
-    if is_refused(error):
-        return "unreachable"
-    return "stalled" if isinstance(error, aiohttp.ClientConnectorError) else "lost"
+def _head(origin: Origin, token: str, request_id: str, num_bytes: int) -> bytes:
+    """Raises `ValueError` for what no header can hold."""
+    if not (token + request_id).isprintable():
+        raise ValueError("a token or a request id that is no line of text")
+    return (
+        f"POST /internal/generate HTTP/1.1\r\n"
+        f"Host: {origin.host_header}\r\n"
+        f"Authorization: Bearer {token}\r\n"
+        f"Content-Type: {MSGPACK_CONTENT_TYPE}\r\n"
+        f"Content-Length: {num_bytes}\r\n"
+        f"X-Request-Id: {request_id}\r\n\r\n"
+    ).encode()
 
 
-def _payload(body: bytes) -> bytes | io.BytesIO:
-    """aiohttp writes bytes at once, files in pieces; a huge prompt must not fill the socket's buffer in one go."""
-    return body if len(body) <= MAX_BODY_AT_ONCE_BYTES else io.BytesIO(body)
-
-
-async def _check_accepted(response: aiohttp.ClientResponse) -> None:
-    if response.status == 200:
-        if response.content_type != FRAMES_CONTENT_TYPE:
-            raise UpstreamFailure("broken", f"The engine answered {response.content_type[:80]!r} instead of frames.")
+async def _check_accepted(connection: EngineConnection) -> None:
+    status = connection.status
+    if status == 200:
+        content_type = connection.header(b"content-type").partition(";")[0].strip().lower()
+        if content_type != FRAMES_CONTENT_TYPE:
+            raise UpstreamFailure("broken", f"The engine answered {content_type[:80]!r} instead of frames.")
         return
-    error = await _error_of(response)
-    if response.status == 503 and error.code in DECLINES:
+    error = await _error_of(connection)
+    if status == 503 and error.code in DECLINES:
         raise UpstreamFailure("declined", error.message, error.retry_after_s)
-    if response.status in REFUSALS:
+    if status in REFUSALS:
         raise UpstreamFailure("refused", error.message, error.retry_after_s)
-    if response.status in CLIENT_FAULTS:
+    if status in CLIENT_FAULTS:
         raise error
-    raise UpstreamFailure("broken", f"The engine answered {response.status}: {error.message}")
+    raise UpstreamFailure("broken", f"The engine answered {status}: {error.message}")
 
 
 class _ErrorFields(msgspec.Struct):
@@ -223,14 +251,25 @@ class _ErrorBody(msgspec.Struct):
     error: _ErrorFields
 
 
-async def _error_of(response: aiohttp.ClientResponse) -> PagemillError:
+async def _error_of(connection: EngineConnection) -> PagemillError:
     try:
-        raw = await read_bounded(response, MAX_ERROR_BYTES)
-    except (aiohttp.ClientError, TimeoutError, OSError, TooLarge):
+        async with asyncio.timeout(ERROR_BODY_TIMEOUT_S):
+            raw = await _bounded_body(connection)
+    except OSError:  # a time-out is one too
         raw = b""
-    error = parse_error(raw, response.status, "The engine refused the request.")
-    error.retry_after_s = _retry_after_s(response.headers.get("Retry-After"))
+    error = parse_error(raw, connection.status, "The engine refused the request.")
+    error.retry_after_s = _retry_after_s(connection.header(b"retry-after") or None)
     return error
+
+
+async def _bounded_body(connection: EngineConnection) -> bytes:
+    """Nothing when it is too long."""
+    body = b""
+    while data := await connection.receive():
+        body += data
+        if len(body) > MAX_ERROR_BYTES:
+            return b""
+    return body
 
 
 def parse_error(raw: bytes, status: int, otherwise: str) -> PagemillError:
@@ -249,12 +288,3 @@ def _retry_after_s(value: str | None) -> float | None:
         return min(120.0, max(0.0, float(value))) if value is not None else None
     except ValueError:
         return None
-
-
-def _describe(error: Exception) -> str:
-    """What happened, without addresses of this cluster."""
-    if isinstance(error, aiohttp.ConnectionTimeoutError | aiohttp.ClientConnectorError):
-        return "An engine cannot be reached."
-    if isinstance(error, TimeoutError):
-        return "An engine fell silent."
-    return "The connection to an engine broke."

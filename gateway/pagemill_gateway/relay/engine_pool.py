@@ -1,0 +1,168 @@
+"""Connections to engines, kept open between requests: which one serves the next request, and when one is given up.
+
+A connection comes back only when the answer on it was read to its end and nothing else is on it. Requests are never
+sent twice from here: once a byte is out, nobody knows what the engine has done with it; `relay` decides. How one
+connection works: `engine_connection`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ipaddress
+import socket
+import ssl
+from contextlib import suppress
+from functools import cache, lru_cache
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from pagemill_gateway.relay.engine_connection import EngineConnection
+
+MAX_IDLE_PER_ORIGIN = 256
+SWEEPS_PER_IDLE_TIME = 4
+CLOSING_TIMEOUT_S = 1.0
+
+
+class CannotConnect(Exception):
+    """Nothing was sent. `refused`: nobody listens there; else nobody answered in time, or not as he should."""
+
+    def __init__(self, *, refused: bool) -> None:
+        super().__init__("An engine cannot be reached.")
+        self.refused = refused
+
+
+class Origin(NamedTuple):
+    host: str
+    port: int
+    is_tls: bool
+    host_header: str
+
+
+@lru_cache(maxsize=4096)
+def origin_of(base_url: str) -> Origin:
+    """Raises `ValueError` for what is no URL of a server."""
+    parts = urlsplit(base_url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"{base_url!r} is no address of a server")
+    is_tls = parts.scheme == "https"
+    host = parts.hostname if ":" in parts.hostname else parts.hostname.encode("idna").decode("ascii")
+    named = f"[{host}]" if ":" in host else host
+    host_header = named if parts.port is None else f"{named}:{parts.port}"
+    return Origin(host, parts.port or (443 if is_tls else 80), is_tls, host_header)
+
+
+class EnginePool:
+    """Create inside a running event loop; `close` ends every connection."""
+
+    def __init__(self, connect_timeout_s: float, idle_s: float) -> None:
+        self._connect_timeout_s = connect_timeout_s
+        self._idle_s = idle_s
+        self._loop = asyncio.get_running_loop()
+        self._idle: dict[Origin, list[EngineConnection]] = {}
+        """The latest last, which is the one to use next: the others may grow old."""
+        self._open: set[EngineConnection] = set()
+        self._sweeping: asyncio.TimerHandle | None = None
+        self._all_gone: asyncio.Event | None = None
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    @property
+    def num_idle(self) -> int:
+        return sum(map(len, self._idle.values()))
+
+    async def take(self, origin: Origin) -> EngineConnection:
+        """An idle one, or a new one. Raises `CannotConnect`, or `OSError` for a name that nobody knows."""
+        kept = self._idle.get(origin)
+        while kept:
+            connection = kept.pop()
+            if connection.is_reusable and self._loop.time() - connection.idle_since < self._idle_s:
+                return connection
+            connection.abort()
+        return await self._connect(origin)
+
+    def give_back(self, origin: Origin, connection: EngineConnection) -> None:
+        num_kept = len(self._idle.get(origin, ()))
+        if not connection.is_reusable or num_kept >= MAX_IDLE_PER_ORIGIN or self._all_gone is not None:
+            connection.abort()
+            return
+        connection.idle_since = self._loop.time()
+        self._idle.setdefault(origin, []).append(connection)
+        if self._sweeping is None:
+            self._sweeping = self._loop.call_later(self._idle_s / SWEEPS_PER_IDLE_TIME, self._sweep)
+
+    async def close(self) -> None:
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+        self._all_gone = asyncio.Event()
+        self._idle.clear()
+        for connection in self._open:
+            connection.abort()
+        if self._open:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(CLOSING_TIMEOUT_S):
+                    await self._all_gone.wait()
+
+    async def _connect(self, origin: Origin) -> EngineConnection:
+        """To the first address of the host that lets us in."""
+        is_refused = True
+        for address in await self._addresses(origin):
+            try:
+                async with asyncio.timeout(self._connect_timeout_s):
+                    return await self._connect_to(address, origin)
+            except OSError as error:  # a time-out and what TLS objects to included
+                is_refused = is_refused and error.errno == errno.ECONNREFUSED
+        raise CannotConnect(refused=is_refused)
+
+    async def _connect_to(self, address: str, origin: Origin) -> EngineConnection:
+        context = _tls() if origin.is_tls else None
+        server_hostname = origin.host if origin.is_tls else None
+        _, connection = await self._loop.create_connection(
+            lambda: EngineConnection(self._lost), address, origin.port, ssl=context, server_hostname=server_hostname
+        )
+        if not connection.is_lost:
+            self._open.add(connection)
+        return connection
+
+    async def _addresses(self, origin: Origin) -> list[str]:
+        if _is_address(origin.host):
+            return [origin.host]
+        try:
+            found = await self._loop.getaddrinfo(origin.host, origin.port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            raise CannotConnect(refused=False) from error
+        return list(dict.fromkeys(str(address[0]) for *_, address in found))
+
+    def _lost(self, connection: EngineConnection) -> None:
+        self._open.discard(connection)
+        if self._all_gone is not None and not self._open:
+            self._all_gone.set()
+
+    def _sweep(self) -> None:
+        """Close what has not been used for long, and forget engines that are gone."""
+        self._sweeping = None
+        old = self._loop.time() - self._idle_s
+        for origin, kept in list(self._idle.items()):
+            young = [each for each in kept if each.is_reusable and each.idle_since > old]
+            for each in set(kept).difference(young):
+                each.abort()
+            self._idle[origin] = young
+            if not young:
+                del self._idle[origin]
+        if self._idle:
+            self._sweeping = self._loop.call_later(self._idle_s / SWEEPS_PER_IDLE_TIME, self._sweep)
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+@cache
+def _tls() -> ssl.SSLContext:
+    return ssl.create_default_context()

@@ -1,0 +1,328 @@
+"""A connection to an engine: whatever pieces an answer comes in, what is left of it, and who may use it again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagemill_gateway.relay.engine_connection import (
+    MAX_HEAD_BYTES,
+    MAX_UNREAD_BYTES,
+    PIECE_BYTES,
+    ConnectionBroken,
+    EngineConnection,
+)
+
+REQUEST = b"POST / HTTP/1.1\r\n\r\n"
+OK = b"HTTP/1.1 200 OK\r\n"
+
+
+class Wire(asyncio.Transport):
+    """A transport in memory: what was written to it, and whether it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+        self.reads = True
+        self.aborted = False
+
+    def write(self, data: Any) -> None:
+        self.written += data
+
+    def is_closing(self) -> bool:
+        return self.aborted
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    def pause_reading(self) -> None:
+        self.reads = False
+
+    def resume_reading(self) -> None:
+        self.reads = True
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+
+class Asked(NamedTuple):
+    connection: EngineConnection
+    wire: Wire
+    answer: asyncio.Task[None]
+    """Done when the head is there."""
+
+    async def body(self) -> bytes:
+        body = b""
+        while data := await self.connection.receive():
+            body += data
+        return body
+
+
+def run(scenario: Callable[[Asked], Awaitable[None]], request: bytes = b"") -> None:
+    async def main() -> None:
+        connection = EngineConnection(lambda _: None)
+        connection.connection_made(wire := Wire())
+        answer = asyncio.create_task(connection.ask(REQUEST, request))
+        await asyncio.sleep(0)
+        async with asyncio.timeout(10):
+            await scenario(Asked(connection, wire, answer))
+
+    asyncio.run(main())
+
+
+def chunked(pieces: list[bytes], trailer: bytes = b"") -> bytes:
+    body = b"".join(b"%x\r\n%b\r\n" % (len(each), each) for each in pieces)
+    return b"Transfer-Encoding: chunked\r\n\r\n" + body + b"0\r\n" + trailer + b"\r\n"
+
+
+BODIES = st.lists(st.binary(min_size=1, max_size=300), max_size=5)
+INTERIM = st.sampled_from(
+    [b"", b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 103 Early Hints\r\nx-a: interim\r\n\r\n" * 2]
+)
+FRAMINGS = st.sampled_from(["chunked", "trailer", "length", "hangup", "1.0"])
+CUTS = st.lists(st.integers(1, 200), min_size=1, max_size=30)
+
+
+@given(BODIES, INTERIM, FRAMINGS, CUTS)
+def test_an_answer_is_the_same_in_whatever_pieces_it_comes(
+    pieces: list[bytes], interim: bytes, framing: str, cuts: list[int]
+) -> None:
+    body = b"".join(pieces)
+    head = OK + b"X-A: one\r\n"
+    length = b"Content-Length: %d\r\n\r\n" % len(body) + body
+    answer = (
+        interim
+        + {
+            "chunked": head + chunked(pieces),
+            "trailer": head + chunked(pieces, b"x-b: two\r\n"),
+            "length": head + length,
+            "hangup": head + b"\r\n" + body,
+            "1.0": head.replace(b"1.1", b"1.0") + length,
+        }[framing]
+    )
+
+    async def scenario(asked: Asked) -> None:
+        got: list[bytes] = []
+        reading = asyncio.create_task(_read(asked, got))
+        rest = answer
+        for number in range(len(answer)):
+            if not rest:
+                break
+            size = cuts[number % len(cuts)]
+            asked.connection.data_received(rest[:size])
+            rest = rest[size:]
+            await asyncio.sleep(0)
+        if framing == "hangup":
+            asked.connection.connection_lost(None)
+        await reading
+        assert b"".join(got) == body
+        assert asked.connection.status == 200
+        assert asked.connection.header(b"x-a") == "one"
+        assert asked.connection.header(b"x-b") == ""
+        assert asked.connection.is_reusable == (framing not in ("hangup", "1.0"))
+
+    run(scenario)
+
+
+async def _read(asked: Asked, got: list[bytes]) -> None:
+    await asked.answer
+    while data := await asked.connection.receive():
+        got.append(data)
+
+
+@given(BODIES.filter(bool), CUTS, st.floats(0, 0.999))
+def test_an_answer_that_is_cut_off_gives_what_came_and_then_an_error(
+    pieces: list[bytes], cuts: list[int], share: float
+) -> None:
+    answer = OK + chunked(pieces)
+    body = b"".join(pieces)
+
+    async def scenario(asked: Asked) -> None:
+        rest = answer[: int(share * len(answer))]
+        for size in cuts * len(rest):
+            if not rest:
+                break
+            asked.connection.data_received(rest[:size])
+            rest = rest[size:]
+        asked.connection.connection_lost(ConnectionResetError())
+        got: list[bytes] = []
+        with pytest.raises(ConnectionBroken):
+            await _read(asked, got)
+        assert body.startswith(b"".join(got))
+        assert not asked.connection.is_reusable
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("surplus", [OK + b"Content-Length: 0\r\n\r\n", b"H", b"garbage", b"\0"])
+@pytest.mark.parametrize("together", [True, False])
+def test_what_follows_an_answer_ends_the_connection_but_not_the_answer(surplus: bytes, together: bool) -> None:
+    async def scenario(asked: Asked) -> None:
+        answer = OK + chunked([b"abc"])
+        for data in [answer + surplus] if together else [answer, surplus]:
+            asked.connection.data_received(data)
+        await asked.answer
+        assert await asked.body() == b"abc"
+        assert asked.connection.status == 200
+        assert asked.wire.aborted or not asked.connection.is_reusable
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"SSH-2.0-OpenSSH_9.2\r\n",
+        b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\nx",
+        OK + b"Content-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n",
+        OK + b"Content-Length: x\r\n\r\n",
+    ],
+)
+def test_what_is_no_answer_is_an_error_at_once(answer: bytes) -> None:
+    async def scenario(asked: Asked) -> None:
+        asked.connection.data_received(answer)
+        with pytest.raises(ConnectionBroken):
+            await asked.answer
+        assert asked.wire.aborted
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    "before", [b"HTTP/1.1 100 Continue\r\n\r\n" * MAX_HEAD_BYTES, OK + b"x: y\r\n" * MAX_HEAD_BYTES]
+)
+@pytest.mark.parametrize("size", [10**9, 1000, 7])
+def test_a_head_that_is_too_large_is_an_error(before: bytes, size: int) -> None:
+    async def scenario(asked: Asked) -> None:
+        num_taken = 0
+        for start in range(0, len(before), size):
+            if asked.wire.aborted:
+                break
+            asked.connection.data_received(before[start : start + size])
+            num_taken = start + size
+        with pytest.raises(ConnectionBroken):
+            await asked.answer
+        assert asked.wire.aborted
+        assert num_taken <= MAX_HEAD_BYTES + size
+
+    run(scenario)
+
+
+def test_a_trailer_that_never_ends_is_an_error() -> None:
+    async def scenario(asked: Asked) -> None:
+        asked.connection.data_received(OK + b"Transfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\nx: ")
+        for _ in range(MAX_HEAD_BYTES // 1000 + 1):
+            asked.connection.data_received(b"y" * 1000)
+        assert asked.wire.aborted
+        with pytest.raises(ConnectionBroken):
+            await asked.body()
+
+    run(scenario)
+
+
+def test_a_long_stream_whose_framing_comes_apart_from_its_bytes_has_no_large_head() -> None:
+    async def scenario(asked: Asked) -> None:
+        asked.connection.data_received(OK + b"Transfer-Encoding: chunked\r\n\r\n")
+        for _ in range(MAX_HEAD_BYTES):
+            for data in (b"1\r\n", b"a", b"\r\n"):
+                asked.connection.data_received(data)
+            assert await asked.connection.receive() == b"a"
+        asked.connection.data_received(b"0\r\n\r\n")
+        assert await asked.connection.receive() == b""
+        assert asked.connection.is_reusable
+
+    run(scenario)
+
+
+def test_a_slow_reader_stops_the_reading_until_it_has_caught_up() -> None:
+    async def scenario(asked: Asked) -> None:
+        asked.connection.data_received(OK + b"Content-Length: 1000000\r\n\r\n")
+        reads: list[bool] = []
+        for data in (b"a" * MAX_UNREAD_BYTES, b"b"):
+            asked.connection.data_received(data)
+            reads.append(asked.wire.reads)
+        assert len(await asked.connection.receive()) == MAX_UNREAD_BYTES + 1
+        assert [*reads, asked.wire.reads] == [True, False, True]
+
+    run(scenario)
+
+
+def test_a_wait_that_was_given_up_loses_nothing() -> None:
+    """A reader whose patience ends in the moment in which bytes come finds them when it asks again."""
+
+    async def scenario(asked: Asked) -> None:
+        asked.connection.data_received(OK + chunked([])[:-5])
+        for number in range(3):
+            waiting = asyncio.create_task(asked.connection.receive())
+            await asyncio.sleep(0)
+            asked.connection.data_received(b"1\r\n%d\r\n" % number)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            assert await asked.connection.receive() == b"%d" % number
+
+    run(scenario)
+
+
+def test_a_large_request_goes_out_in_pieces_as_the_engine_takes_them() -> None:
+    request = bytes(range(256)) * (4 * PIECE_BYTES // 256) + b"end"
+
+    async def scenario(asked: Asked) -> None:
+        sent = 0
+        while asked.wire.written != REQUEST + request:
+            asked.connection.pause_writing()
+            await _turns(5)
+            assert len(asked.wire.written) == sent or not sent
+            sent = len(asked.wire.written)
+            asked.connection.resume_writing()
+            await _turns(2)
+            assert len(asked.wire.written) - sent <= 2 * PIECE_BYTES
+            sent = len(asked.wire.written)
+        asked.connection.data_received(OK + chunked([]))
+        await asked.answer
+        assert asked.connection.is_reusable
+
+    run(scenario, request)
+
+
+def test_an_engine_that_answers_early_is_sent_no_more_and_not_asked_again() -> None:
+    request = b"a" * 4 * PIECE_BYTES
+
+    async def scenario(asked: Asked) -> None:
+        asked.connection.pause_writing()
+        asked.connection.data_received(b"HTTP/1.1 413 Too Large\r\nContent-Length: 0\r\n\r\n")
+        await asked.answer
+        assert asked.connection.status == 413
+        assert len(asked.wire.written) < len(request)
+        assert not asked.connection.is_reusable
+
+    run(scenario, request)
+
+
+def test_one_answer_after_the_other() -> None:
+    async def scenario(asked: Asked) -> None:
+        for number in range(3):
+            asked.connection.data_received(OK + b"x-n: %d\r\n" % number + chunked([b"%d" % number]))
+            await asked.answer
+            assert asked.connection.header(b"x-n") == str(number)
+            assert await asked.body() == b"%d" % number
+            asked = asked._replace(answer=asyncio.create_task(asked.connection.ask(REQUEST, b"")))
+            await asyncio.sleep(0)
+        assert not asked.connection.is_reusable
+        asked.connection.connection_lost(None)
+        with pytest.raises(ConnectionBroken):
+            await asked.answer
+        with pytest.raises(ConnectionBroken):
+            await asked.connection.ask(REQUEST, b"")
+
+    run(scenario)
+
+
+async def _turns(count: int) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
