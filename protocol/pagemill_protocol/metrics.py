@@ -333,7 +333,10 @@ class Metrics:
         self.num_updates = 0
         """Times that somebody took an object to change its value."""
         self._parents: dict[str, MetricWrapperBase] = {spec.name: _make(spec, self.registry) for spec in specs}
-        self._children: dict[tuple[str, tuple[tuple[str, str], ...]], MetricWrapperBase] = {}
+        self._children: dict[tuple[str, ...], MetricWrapperBase] = {}
+        """By the metric's name and its label values, in the order of the spec."""
+        self._asked: dict[tuple[object, ...], MetricWrapperBase] = {}
+        """The same by labels as callers write them: requests ask often, and each place in the same words."""
 
     def counter(self, spec: MetricSpec, **labels: str) -> Counter:
         return self._child(spec, labels, Counter)
@@ -346,9 +349,11 @@ class Metrics:
 
     def forget(self, spec: MetricSpec, **labels: str) -> None:
         """Drop the series of something that is gone, such as an endpoint."""
-        if self._children.pop((spec.name, tuple(sorted(labels.items()))), None) is None:
+        values = self._values(spec, labels)
+        if self._children.pop((spec.name, *values), None) is None:
             return
-        self._parents[spec.name].remove(*self._values(spec, labels))
+        self._asked.clear()
+        self._parents[spec.name].remove(*values)
 
     def render(self) -> bytes:
         """The text of a scrape, of type `CONTENT_TYPE`."""
@@ -363,12 +368,12 @@ class Metrics:
 
     def _child(self, spec: MetricSpec, labels: dict[str, str], kind: type[Wrapped]) -> Wrapped:
         self.num_updates += 1
-        key = (spec.name, tuple(sorted(labels.items())))
-        child = self._children.get(key)
+        asked = (spec.name, *labels.items())
+        child = self._asked.get(asked)
         if child is None:
-            parent = self._parents[spec.name]
-            child = parent.labels(*self._values(spec, labels)) if spec.labels else parent
-            self._children[key] = child
+            values, parent = self._values(spec, labels), self._parents[spec.name]
+            child = parent.labels(*values) if spec.labels else parent
+            self._asked[asked] = self._children[spec.name, *values] = child
         if not isinstance(child, kind):
             raise TypeError(f"{spec.name} is a {spec.kind}, not a {kind.__name__.lower()}")
         return child

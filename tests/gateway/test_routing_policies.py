@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from pagemill_gateway.routing.cost import Cost
 from pagemill_gateway.routing.pace import pace_of
 from pagemill_gateway.routing.policies import Policies
-from pagemill_gateway.routing.policy import Candidate, PodReport, RequestView, Ruling
+from pagemill_gateway.routing.policy import Candidate, RequestView, Ruling
 from pagemill_gateway.routing.power_of_two import PowerOfTwo, drawn_pair
 from pagemill_gateway.routing.prefix_hash import PrefixHash, has_room, ring, ring_hash
+from pagemill_gateway.routing.report import PodReport
 from pagemill_gateway.routing.round_robin import RoundRobin
 from pagemill_gateway.routing.weighted322 import Weighted322, queue_scores
 from pagemill_protocol.state import StepTimeParams

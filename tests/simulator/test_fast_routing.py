@@ -15,7 +15,8 @@ from pagemill_gateway.brain.reports import Reports
 from pagemill_gateway.brain.room import has_room
 from pagemill_gateway.routing.cost import Cost
 from pagemill_gateway.routing.pace import pace_of
-from pagemill_gateway.routing.policy import Candidate, PodReport, RequestView
+from pagemill_gateway.routing.policy import Candidate, RequestView
+from pagemill_gateway.routing.report import PodReport
 from pagemill_protocol.catalog import Endpoint
 from pagemill_protocol.state import EngineLoad, StateFrame, StepTimeParams
 from pagemill_simulator.fleet.fast_pod import PodLoad

@@ -106,6 +106,7 @@ class LocalBrain:
             return
         now = self._clock()
         was_connected, was_usable, slept = record.reports.connected, record.usable, record.sleeping
+        num_identities = record.reports.num_identities
         record.reports.accept(frame, record.reserved.num_sequences, now)
         record.reserved.reported()
         self.placement.observe(record, frame, now)
@@ -124,7 +125,10 @@ class LocalBrain:
         if record.serving:
             deployment.last_served_at = now
             deployment.starts.served(now)
-        if record.usable != was_usable:
+        is_usable = record.usable
+        if is_usable != was_usable or record.reports.num_identities != num_identities:
+            deployment.changed()
+        if is_usable != was_usable:
             self._announce()
         else:
             self.queues.pump(record.deployment)
@@ -143,12 +147,14 @@ class LocalBrain:
         record = self.registry.endpoints.get(endpoint_id)
         if record is not None:
             record.unreachable = True
+            self.registry.changed(record)
 
     def let_go(self, endpoint_id: str) -> None:
         """Promise never to choose the endpoint again, unless it starts anew."""
         record = self.registry.endpoints.get(endpoint_id)
         if record is not None:
             record.let_go = True
+            self.registry.changed(record)
 
     def acknowledged(self, endpoint_id: str) -> None:
         """The endpoint has heard that it is let go."""
@@ -301,6 +307,7 @@ class LocalBrain:
             record.let_go = record.let_go or choice.decision > record.let_in_at
         elif kind == "refused":
             record.fullness.refused(record.in_flight, now)
+        self.registry.changed(record)
         self._recovery.failed(record, choice.decision, kind, self._num_decisions, now)
         self.queues.pump(record.deployment)
 

@@ -54,18 +54,12 @@ class Eligible:
             raise _nothing_ready(model, deployments, self._clock())
         deployment, usable = shared
         digest = self._rng.choice(usable).bundle_digest
-        frames = [record.reports.latest for record in usable]
-        lengths = [each.max_model_len for each in frames if each and each.digests.tokenizer_bundle == digest]
-        return Target(
-            deployment=deployment.key,
-            model=deployment.model.name,
-            bundle_digest=digest,
-            max_model_len=min(lengths),
-            chat_template=deployment.model.chat_template,
-            prefix_scope=deployment.model.prefix_scope,
-            scheme=common_scheme(record.reports.scheme for record in usable),
-            session_header=deployment.model.session_header.lower(),
-        )
+        if usable is not deployment.usable():
+            return _target(deployment, usable, digest)
+        target = deployment.targets.get(digest)
+        if target is None:
+            target = deployment.targets[digest] = _target(deployment, usable, digest)
+        return target
 
     def settled(self, model: str) -> bool:
         """Nothing is left to wait for: somebody serves the name, or nobody has it any more."""
@@ -77,8 +71,10 @@ class Eligible:
         deployment = self._registry.deployments.get(target.deployment)
         if deployment is None:
             return None, []
-        usable = _with_bundle(deployment.usable(), target.bundle_digest)
-        return deployment, usable or _with_bundle(self._departing(deployment), target.bundle_digest)
+        usable = deployment.usable_with(target.bundle_digest)
+        if usable:
+            return deployment, usable
+        return deployment, [each for each in self._departing(deployment) if each.bundle_digest == target.bundle_digest]
 
     def able(self, records: list[EndpointRecord], order: Order, now: float) -> list[EndpointRecord]:
         """Those of `records` that may take it, whether it is new or what another one did not finish; none: not now.
@@ -120,9 +116,17 @@ class Eligible:
         return self._rng.choices(ready, weights=[deployment.model.weight for deployment, _ in ready])[0]
 
 
-def _with_bundle(records: list[EndpointRecord], digest: str) -> list[EndpointRecord]:
-    # Every decision asks that of every endpoint, so without its properties.
-    return [each for each in records if (state := each.reports.latest) and state.digests.tokenizer_bundle == digest]
+def _target(deployment: Deployment, usable: list[EndpointRecord], digest: str) -> Target:
+    return Target(
+        deployment=deployment.key,
+        model=deployment.model.name,
+        bundle_digest=digest,
+        max_model_len=min(record.max_model_len for record in usable if record.bundle_digest == digest),
+        chat_template=deployment.model.chat_template,
+        prefix_scope=deployment.model.prefix_scope,
+        scheme=common_scheme(record.reports.scheme for record in usable),
+        session_header=deployment.model.session_header.lower(),
+    )
 
 
 def _nothing_ready(model: str, deployments: list[Deployment], now: float) -> PagemillError:

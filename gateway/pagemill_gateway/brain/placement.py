@@ -10,10 +10,11 @@ import random
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from pagemill_gateway.brain.candidates import PLAIN, UNHEARD, candidate_of
 from pagemill_gateway.brain.decisions import DecisionLog
 from pagemill_gateway.brain.dispatches import Dispatch
 from pagemill_gateway.brain.interface import Ask
-from pagemill_gateway.brain.pod_reports import read_report, with_own_counts
+from pagemill_gateway.brain.pod_reports import read_report
 from pagemill_gateway.brain.predictions import Predictions
 from pagemill_gateway.brain.prefix_index import PrefixIndex
 from pagemill_gateway.brain.registry import Deployment, EndpointRecord
@@ -80,8 +81,7 @@ class Placement:
 
     def most_cached_tokens(self, ask: Ask, records: Sequence[EndpointRecord], now: float) -> int:
         """Of the prompt, on the endpoint that has most of it."""
-        bits = [self.index.bit(record.endpoint.id) for record in records if record.reports.fresh(now)]
-        return max(self._depths(ask, bits).values(), default=0) * ask.granule_tokens
+        return max(self._cached_tokens(ask, records, now).values(), default=0)
 
     def observe(self, record: EndpointRecord, frame: StateFrame, now: float) -> None:
         """Take what an accepted frame says of prefixes and load."""
@@ -99,6 +99,7 @@ class Placement:
         record.dispatches.reported(record.reserved.num_sequences + record.reports.external() - reported)
         record.pod_report = read_report(frame, record.pod_report, record.step_time_params)
         record.step_time_params = frame.step_time
+        record.seen.clear()
         self._look_ahead(record, frame, now)
 
     def forget(self, endpoint_id: str) -> None:
@@ -109,6 +110,7 @@ class Placement:
     def computed(self, number: int, record: EndpointRecord, now: float, ttft_ms: float | None) -> None:
         """The first token of decision `number` is here."""
         record.dispatches.computed(number)
+        record.seen.clear()
         record.outlook.started(number, ttft_ms)
         if ttft_ms is not None:
             self.decisions.measured(number, ttft_ms)
@@ -116,6 +118,7 @@ class Placement:
 
     def ended(self, number: int, record: EndpointRecord, now: float, *, failed: bool) -> None:
         record.dispatches.ended(number)
+        record.seen.clear()
         record.outlook.ended(number, computed=not failed)
         if failed:
             self.predictions.drop(number)
@@ -136,49 +139,29 @@ class Placement:
         )
 
     def _candidates(self, ask: Ask, deployment: str, records: Sequence[EndpointRecord], now: float) -> list[Candidate]:
-        believed = [record.reports.fresh(now) for record in records]
-        bits = [
-            self.index.bit(record.endpoint.id) if fresh else 0 for record, fresh in zip(records, believed, strict=True)
-        ]
-        depths = self._depths(ask, bits)
+        cached = self._cached_tokens(ask, records, now)
         session = self._sessions.endpoint(deployment, ask.session) if ask.session else None
+        if cached or session is not None:
+            return [
+                candidate_of(record, now, cached.get(record.endpoint.id, 0), record.endpoint.id == session)
+                for record in records
+            ]
+        # As most are, and as they were seen before, without a call for each.
         return [
-            self._candidate(record, fresh, depths.get(bit, 0) * ask.granule_tokens, record.endpoint.id == session)
-            for record, fresh, bit in zip(records, believed, bits, strict=True)
+            record.seen.get(PLAIN if record.reports.fresh(now) else UNHEARD) or candidate_of(record, now)
+            for record in records
         ]
 
-    def _depths(self, ask: Ask, bits: Sequence[int]) -> dict[int, int]:
-        if not ask.granules:
-            return {}
+    def _cached_tokens(self, ask: Ask, records: Sequence[EndpointRecord], now: float) -> dict[str, int]:
+        """Of the prompt, on each endpoint that has some and is believed."""
         # The last token is always computed anew, so a prompt is never found as a whole.
-        num_findable = (ask.num_prompt_tokens - 1) // ask.granule_tokens
-        return self.index.depths(ask.granules[:num_findable], sum(bits), self.predictions.pods)
-
-    def _candidate(self, record: EndpointRecord, believed: bool, num_cached_tokens: int, session: bool) -> Candidate:
-        dispatches, report = record.dispatches, record.pod_report
-        if believed:
-            return Candidate(
-                record.endpoint.id,
-                record.in_flight,
-                record.reports.external(),
-                record.last_chosen,
-                report,
-                True,
-                num_cached_tokens,
-                dispatches.num_unreported,
-                dispatches.num_unreported_tokens,
-                session,
-            )
-        return Candidate(
-            record.endpoint.id,
-            record.in_flight,
-            0,
-            record.last_chosen,
-            with_own_counts(report, record.in_flight - dispatches.num_uncomputed) if report is not None else None,
-            num_unreported=dispatches.num_uncomputed,
-            num_unreported_tokens=dispatches.num_uncomputed_tokens,
-            session=session,
-        )
+        num_findable = (ask.num_prompt_tokens - 1) // ask.granule_tokens if ask.granules else 0
+        if num_findable <= 0 or not self.index.knows(ask.granules[0], self.predictions.pods):
+            return {}
+        bits = {self.index.bit(record.endpoint.id): record for record in records if record.reports.fresh(now)}
+        bits.pop(0, None)
+        depths = self.index.depths(ask.granules[:num_findable], sum(bits), self.predictions.pods)
+        return {bits[bit].endpoint.id: depth * ask.granule_tokens for bit, depth in depths.items()}
 
     def _account(
         self, number: int, ask: Ask, num_sequences: int, record: EndpointRecord, chosen: Candidate
@@ -188,6 +171,7 @@ class Placement:
         num_uncached = max(1, ask.num_prompt_tokens - chosen.num_cached_tokens)
         dispatch = Dispatch(num_uncached, num_sequences, ask.num_prompt_tokens - num_uncached)
         record.dispatches.sent(number, dispatch)
+        record.seen.clear()
         bit = self.index.bit(record.endpoint.id)
         if bit and ask.granules:
             has = self.index.has

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from pagemill_gateway.routing.pace import pace_of
-from pagemill_gateway.routing.policy import PodReport
+from pagemill_gateway.routing.report import PodReport
 from pagemill_protocol.state import StateFrame, StepTimeParams
 from pagemill_protocol.step_time import StepTimeModel
 

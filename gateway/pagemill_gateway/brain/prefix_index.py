@@ -55,6 +55,10 @@ class PrefixIndex:
         """The pod is gone, or says anew what it has."""
         self._retired |= self._bits.pop(endpoint_id, 0)
 
+    def knows(self, granule: bytes, expected: Mapping[bytes, int]) -> bool:
+        """Whether any pod has it, or will by `expected`."""
+        return granule in self._pods or granule in expected
+
     def depths(self, granules: Sequence[bytes], pods: int, expected: Mapping[bytes, int]) -> dict[int, int]:
         """How many leading granules each pod has, by its bit; pods without the first one are left out.
 

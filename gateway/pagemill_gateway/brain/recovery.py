@@ -29,12 +29,15 @@ class Recovery:
         self._retry_share = retry_share
         self._budgets: dict[str, RetryBudget] = {}
         self._slowness = Slowness()
+        self._failed: set[str] = set()
+        """Endpoints that failed and may be ejected: mostly none is, and no decision has to look at all of them."""
 
     def know(self, deployments: Iterable[str], endpoint_ids: Iterable[str]) -> None:
         """The catalogue changed: forget all others."""
-        known = set(deployments)
+        known, known_endpoints = set(deployments), set(endpoint_ids)
         self._budgets = {key: budget for key, budget in self._budgets.items() if key in known}
-        self._slowness.keep_only(endpoint_ids)
+        self._slowness.keep_only(known_endpoints)
+        self._failed &= known_endpoints
 
     # Who may try.
 
@@ -62,6 +65,9 @@ class Recovery:
         elsewhere. One that is silent as well is no suspicion but a loss: while others report, no request probes it
         before it does. If all are ejected, none is.
         """
+        if not self._failed:
+            return set()
+        self._failed -= {record.endpoint.id for record in records if not record.ejection.ejected}
         if not any(record.ejection.ejected for record in records):
             return set()
         fresh = {record.endpoint.id for record in records if record.reports.fresh(now)}
@@ -81,7 +87,7 @@ class Recovery:
     def failed(self, record: EndpointRecord, decision: int, kind: FailureKind, newest: int, now: float) -> None:
         """`decision` was not served there."""
         if kind in EJECTING:
-            record.ejection.failed(now, newest)
+            self._eject(record, now, newest)
         elif kind in ("refused", "request"):
             record.ejection.succeeded(decision)
 
@@ -102,4 +108,8 @@ class Recovery:
         self._slowness.note(endpoint_id, served.ms_per_token, now)
         if self._slowness.is_slow(endpoint_id, (each.endpoint.id for each in siblings), now):
             self._slowness.forget(endpoint_id)
-            record.ejection.failed(now, newest, factor=SLOW_EJECTION_FACTOR)
+            self._eject(record, now, newest, factor=SLOW_EJECTION_FACTOR)
+
+    def _eject(self, record: EndpointRecord, now: float, newest: int, *, factor: float = 1.0) -> None:
+        record.ejection.failed(now, newest, factor=factor)
+        self._failed.add(record.endpoint.id)

@@ -9,10 +9,12 @@ from pagemill_gateway.admission.output_tokens import OutputTokens
 from pagemill_gateway.admission.reservations import Reservations
 from pagemill_gateway.brain.dispatches import Dispatches
 from pagemill_gateway.brain.ejection import Ejection
+from pagemill_gateway.brain.interface import Target
 from pagemill_gateway.brain.outlook import Outlook
 from pagemill_gateway.brain.reports import Reports
 from pagemill_gateway.brain.starts import Starts
-from pagemill_gateway.routing.policy import PodReport
+from pagemill_gateway.routing.policy import Candidate
+from pagemill_gateway.routing.report import PodReport
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.state import StepTimeParams
 
@@ -32,6 +34,8 @@ class EndpointRecord:
     """Its latest frame as routing reads it; `None` before the first one."""
     step_time_params: StepTimeParams | None = None
     """Those that the report's model was made from."""
+    seen: dict[int, Candidate] = field(default_factory=dict)
+    """What `brain.candidates` made of it, while that is true."""
     outlook: Outlook = field(default_factory=Outlook)
     reserved: Reservations = field(default_factory=Reservations)
     """What was sent there, in blocks and sequences."""
@@ -123,6 +127,10 @@ class Deployment:
     bundle_digest: str = ""
     """Of the tokenizer that one of its endpoints named last: who comes after it will most likely have the same."""
     starts: Starts = field(default_factory=Starts)
+    targets: dict[str, Target] = field(default_factory=dict)
+    """What requests are told that find it, by the tokenizer of its endpoints, while that is true."""
+    _usable: list[EndpointRecord] | None = None
+    _with_bundle: dict[str, list[EndpointRecord]] = field(default_factory=dict)
 
     @property
     def key(self) -> str:
@@ -133,7 +141,24 @@ class Deployment:
         return any(record.serving for record in self.records)
 
     def usable(self) -> list[EndpointRecord]:
-        return [record for record in self.records if record.usable]
+        """Every request asks for them, so they are looked for again only after `changed`."""
+        if self._usable is None:
+            self._usable = [record for record in self.records if record.usable]
+        return self._usable
+
+    def usable_with(self, bundle_digest: str) -> list[EndpointRecord]:
+        """Those that understand the token ids of such a tokenizer."""
+        records = self._with_bundle.get(bundle_digest)
+        if records is None:
+            records = [record for record in self.usable() if record.bundle_digest == bundle_digest]
+            self._with_bundle[bundle_digest] = records
+        return records
+
+    def changed(self) -> None:
+        """One of its endpoints may be usable now, or not any more, or is another engine than before."""
+        self._usable = None
+        self._with_bundle.clear()
+        self.targets.clear()
 
     def departing(self) -> list[EndpointRecord]:
         """Those on their way out that still take requests: better than nothing at all."""
@@ -168,6 +193,12 @@ class Registry:
                 deployment.records.append(record)
             for name in dict.fromkeys([model.name, *model.aliases]):
                 self._by_name.setdefault(name, []).append(deployment)
+
+    def changed(self, record: EndpointRecord) -> None:
+        """As `Deployment.changed`, of its own one."""
+        deployment = self.deployments.get(record.deployment)
+        if deployment is not None:
+            deployment.changed()
 
     @property
     def bundle_digests(self) -> set[str]:

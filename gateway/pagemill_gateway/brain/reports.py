@@ -33,6 +33,8 @@ class Reports:
         self.connected_at = 0.0
         """When the latest stream's snapshot arrived."""
         self.num_gaps = 0
+        self.num_identities = 0
+        """Grows when it says something else of what it is: tokenizer, weights, blocks, context."""
 
     @property
     def connected(self) -> bool:
@@ -47,8 +49,9 @@ class Reports:
             raise StateGap(f"state frame {frame.sequence} does not follow")
         if frame.snapshot:
             self.connected_at = now
-        if self.latest is None or _hashing(frame) != _hashing(self.latest):
+        if self.latest is None or _identity(frame) != _identity(self.latest):
             self.scheme = scheme_of(frame)
+            self.num_identities += 1
         self._connected = True
         self._received_at = now
         self.latest = frame
@@ -74,5 +77,5 @@ class Reports:
         return self._connected and self.latest is not None and frame.sequence == self.latest.sequence + 1
 
 
-def _hashing(frame: StateFrame) -> tuple[Digests, int, int]:
-    return frame.digests, frame.block_size, frame.granule_blocks
+def _identity(frame: StateFrame) -> tuple[Digests, int, int, int]:
+    return frame.digests, frame.block_size, frame.granule_blocks, frame.max_model_len

@@ -12,10 +12,12 @@ one that has never told how fast it is, as fast as the median of the others. Whe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import overload
 
-from pagemill_gateway.routing.expected import expected
+from pagemill_gateway.routing.expected import Standing, Terms, expected, standing_of
 from pagemill_gateway.routing.pace import DEFAULT_STEP_TOKENS, Pace, pace_of
-from pagemill_gateway.routing.policy import Candidate, PodReport, RequestView, Ruling, least_busy
+from pagemill_gateway.routing.policy import Candidate, RequestView, Ruling, least_busy
+from pagemill_gateway.routing.report import PodReport
 from pagemill_protocol.step_time import StepTimeModel
 
 NEAR_SHARE = 0.02
@@ -32,33 +34,68 @@ class Cost:
         self._session_ms = session_ms
 
     def choose(self, request: RequestView, candidates: Sequence[Candidate]) -> Ruling:
-        known = _known(candidates)
-        if known is None:
+        standings = _standings(candidates)
+        if standings is None:
             return Ruling(least_busy(candidates), "no engine has told how fast it is: fewest requests")
-        has_session = any(each.session for each in candidates)
-        rows = []
-        for candidate, (report, pace) in zip(candidates, known, strict=True):
-            terms = expected(request, candidate, report, pace)
-            affinity_ms = self._session_ms if has_session and not candidate.session else 0.0
-            rows.append((*terms, affinity_ms, terms.ttft_ms + terms.harm_ms + affinity_ms))
-        best = min(row[-1] for row in rows)
+        cached = [each.num_cached_tokens for each in candidates]
+        terms = expected(standings, cached, request.num_prompt_tokens, request.num_output_tokens)
+        costs = [step_ms + wait_ms + prefill_ms + harm_ms for step_ms, wait_ms, prefill_ms, harm_ms in terms]
+        has_session = True in [each.session for each in candidates]
+        affinity_ms = self._session_ms if has_session else 0.0
+        if has_session:
+            costs = [cost if each.session else cost + affinity_ms for each, cost in zip(candidates, costs, strict=True)]
+        best = min(costs)
         limit = best + max(NEAR_MS, best * NEAR_SHARE)
-        near = [each for each, row in zip(candidates, rows, strict=True) if row[-1] <= limit]
-        near = [each for each in near if each.session] or near
+        near = [each for each, cost in zip(candidates, costs, strict=True) if cost <= limit]
+        if has_session:
+            near = [each for each in near if each.session] or near
         why = "smallest cost" if len(near) == 1 else f"{len(near)} costs nearly equal: fewest requests"
-        return Ruling(least_busy(near), why, COLUMNS, rows)
+        return Ruling(least_busy(near), why, COLUMNS, _Rows(request, candidates, standings, affinity_ms))
 
 
-def _known(candidates: Sequence[Candidate]) -> list[tuple[PodReport, Pace]] | None:
-    """What each has told; a speed that is missing is the median of the others. `None`: not enough was told."""
+class _Rows(Sequence[Sequence[float]]):
+    """What each costs, worked out again when somebody looks: decisions are kept by the hundred and shown seldom."""
+
+    def __init__(
+        self, request: RequestView, candidates: Sequence[Candidate], standings: Sequence[Standing], affinity_ms: float
+    ) -> None:
+        self._request = request
+        self._candidates = candidates
+        self._standings = standings
+        self._affinity_ms = affinity_ms
+
+    def __len__(self) -> int:
+        return len(self._candidates)
+
+    @overload
+    def __getitem__(self, index: int) -> Sequence[float]: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Sequence[float]]: ...
+    def __getitem__(self, index: int | slice) -> Sequence[float] | Sequence[Sequence[float]]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        candidate, request = self._candidates[index], self._request
+        cached = [candidate.num_cached_tokens]
+        rows = expected([self._standings[index]], cached, request.num_prompt_tokens, request.num_output_tokens)
+        terms = Terms(*rows[0])
+        affinity_ms = 0.0 if candidate.session else self._affinity_ms
+        return (*terms, terms.ttft_ms, affinity_ms, terms.ttft_ms + terms.harm_ms + affinity_ms)
+
+
+def _standings(candidates: Sequence[Candidate]) -> Sequence[Standing] | None:
+    """Of each, by what it told; a speed that is missing is the median of the others. `None`: not enough was told."""
+    standings = [each.standing for each in candidates if each.standing is not None]
+    if len(standings) == len(candidates):
+        return standings
     reports = [each.report for each in candidates if each.report is not None]
     paces = [report.pace for report in reports if report.pace is not None]
     if len(reports) < len(candidates) or not paces:
         return None
-    if len(paces) == len(reports):
-        return list(zip(reports, paces, strict=True))
     usual = sorted(paces, key=lambda pace: pace.model.predict_ms(DEFAULT_STEP_TOKENS))[len(paces) // 2].model
-    return [(report, report.pace or _as_fast_as(usual, report)) for report in reports]
+    return [
+        standing_of(report, report.pace or _as_fast_as(usual, report), each.num_unreported, each.num_unreported_tokens)
+        for each, report in zip(candidates, reports, strict=True)
+    ]
 
 
 def _as_fast_as(model: StepTimeModel, report: PodReport) -> Pace:

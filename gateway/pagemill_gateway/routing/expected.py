@@ -7,10 +7,12 @@ requests that run there: each of their tokens comes later by what this request a
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from pagemill_gateway.routing.pace import Pace
-from pagemill_gateway.routing.policy import Candidate, PodReport, RequestView
+from pagemill_gateway.routing.report import PodReport
 
 HARM_SHARE = 0.1
 """What a millisecond by which a running answer falls behind counts against one of waiting for the first token."""
@@ -24,43 +26,96 @@ class Terms(NamedTuple):
     prefill_ms: float
     """Steps for the waiting and the uncached tokens."""
     harm_ms: float
-    ttft_ms: float
-    """What the client waits for: the first three together."""
+
+    @property
+    def ttft_ms(self) -> float:
+        """What the client waits for."""
+        return self.step_ms + self.wait_ms + self.prefill_ms
 
 
-def expected(request: RequestView, candidate: Candidate, report: PodReport, pace: Pace) -> Terms:
+class Standing(NamedTuple):
+    """What a pod's own state says of every request's cost: worked out when it changes, read by every decision."""
+
+    predict_ms: Callable[[int, int, int], float]
+    """Its step-time model."""
+    num_running: int
+    num_context_tokens: int
+    num_ahead: int
+    """Prompt tokens that come first, reported or not."""
+    ahead_products: float
+    budget: int
+    full_ms: float
+    step_ms: float
+    decode_ms: float
+    harm_ms: float
+    """By the token."""
+    num_over: int
+    """Requests that have to end before there is a seat."""
+    max_num_seqs: int
+    num_roomy_tokens: float
+    """With fewer tokens ahead, its own included, a request waits for no block."""
+    block_size: int
+    num_blocks_available: int
+    num_blocks_active: int
+
+
+def standing_of(report: PodReport, pace: Pace, num_unreported: int, num_unreported_tokens: int) -> Standing:
     """`pace`: the pod's own, or that of one like it while the pod has told none."""
     num_running, budget = report.num_running, pace.budget
-    num_uncached = max(1, request.num_prompt_tokens - candidate.num_cached_tokens)
-    num_ahead = report.num_tokens_waiting + candidate.num_unreported_tokens
-    num_full, num_rest = divmod(num_ahead + num_uncached, budget)
-    if not num_rest:
-        num_full, num_rest = num_full - 1, budget
-    products = num_uncached * (num_uncached / 2 + candidate.num_cached_tokens) + num_ahead * num_ahead / 2
-    prefill_ms = num_full * pace.full_ms + pace.step_ms(num_rest, products)
+    num_ahead = report.num_tokens_waiting + num_unreported_tokens
+    num_before = num_running + report.num_waiting + num_unreported
     step_ms = 0.0
     if num_running or num_ahead:
         step_ms = pace.full_ms if num_ahead >= budget else pace.step_ms(num_ahead)
-    wait_ms = _wait_ms(request, candidate, report, num_uncached, pace.decode_ms)
-    token_ms = max(0.0, pace.full_ms - pace.decode_ms) / budget
-    harm_ms = HARM_SHARE * num_running * token_ms * (num_uncached + request.num_output_tokens)
-    return Terms(step_ms, wait_ms, prefill_ms, harm_ms, step_ms + wait_ms + prefill_ms)
+    waits_for_blocks = num_before > 0 and report.num_blocks_active > 0
+    return Standing(
+        pace.model.predict_ms,
+        pace.num_running,
+        pace.num_context_tokens,
+        num_ahead,
+        num_ahead * num_ahead / 2,
+        budget,
+        pace.full_ms,
+        step_ms,
+        pace.decode_ms,
+        HARM_SHARE * num_running * (max(0.0, pace.full_ms - pace.decode_ms) / budget),
+        num_before + 1 - report.max_num_seqs if 0 < report.max_num_seqs <= num_before else 0,
+        report.max_num_seqs,
+        report.num_blocks_available * report.block_size if waits_for_blocks else math.inf,
+        report.block_size,
+        report.num_blocks_available,
+        report.num_blocks_active,
+    )
 
 
-def _wait_ms(
-    request: RequestView, candidate: Candidate, report: PodReport, num_uncached: int, decode_ms: float
-) -> float:
-    """Requests end one after the other: each frees a seat and its share of the blocks."""
-    num_before = report.num_running + report.num_waiting + candidate.num_unreported
-    if not num_before:
-        return 0.0
-    answer_ms = request.num_output_tokens * decode_ms
-    wait_ms = 0.0
-    if 0 < report.max_num_seqs <= num_before:
-        wait_ms = (num_before + 1 - report.max_num_seqs) * answer_ms / report.max_num_seqs
-    if report.num_blocks_active:
-        wanted = (num_uncached + report.num_tokens_waiting + candidate.num_unreported_tokens) // report.block_size + 1
-        missing = wanted - report.num_blocks_available
-        if missing > 0:
-            wait_ms = max(wait_ms, missing * answer_ms / report.num_blocks_active)
-    return wait_ms
+def expected(
+    standings: Sequence[Standing], cached: Sequence[int], num_prompt_tokens: int, num_output_tokens: float
+) -> list[tuple[float, float, float, float]]:
+    """Of each pod, of whose caches and by how it stands, the four `Terms`.
+
+    In one go and without names for them: every decision asks that of every pod.
+    """
+    rows = []
+    for standing, num_cached in zip(standings, cached, strict=True):
+        (
+            predict_ms, num_running, num_context_tokens, num_ahead, ahead_products, budget, full_ms, step_ms, decode_ms,
+            harm_ms, num_over, max_num_seqs, num_roomy_tokens, block_size, num_blocks_available, num_blocks_active,
+        ) = standing  # fmt: skip
+        num_uncached = num_prompt_tokens - num_cached
+        if num_uncached < 1:
+            num_uncached = 1
+        num_rest, wait_ms, prefill_ms = num_ahead + num_uncached, 0.0, 0.0
+        # Requests end one after the other: each frees a seat and its share of the blocks.
+        if num_over:
+            wait_ms = num_over * (num_output_tokens * decode_ms) / max_num_seqs
+        if num_rest >= num_roomy_tokens:
+            num_missing = num_rest // block_size + 1 - num_blocks_available
+            wait_ms = max(wait_ms, num_missing * (num_output_tokens * decode_ms) / num_blocks_active)
+        if num_rest > budget:
+            num_full = (num_rest - 1) // budget
+            num_rest -= num_full * budget
+            prefill_ms = num_full * full_ms
+        products = num_uncached * (num_uncached / 2 + num_cached) + ahead_products
+        prefill_ms += predict_ms(num_running + num_rest, num_context_tokens, int(products))
+        rows.append((step_ms, wait_ms, prefill_ms, harm_ms * (num_uncached + num_output_tokens)))
+    return rows

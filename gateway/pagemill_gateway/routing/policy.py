@@ -11,29 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from pagemill_gateway.routing.pace import Pace
-
-
-class PodReport(NamedTuple):
-    """What a pod last said of itself, as far as routing needs it."""
-
-    block_size: int
-    max_step_tokens: int
-    """Budget of one step; 0: not told."""
-    max_num_seqs: int
-    """Requests that may run at once; 0: not told."""
-    num_running: int
-    num_waiting: int
-    num_tokens_running: int
-    """Context tokens held by running requests."""
-    num_tokens_waiting: int
-    """Prompt tokens not yet computed."""
-    num_blocks_total: int
-    num_blocks_available: int
-    """Free, or evictable."""
-    num_blocks_active: int
-    pace: Pace | None
-    """`None`: it has not told how fast it is."""
+from pagemill_gateway.routing.expected import Standing
+from pagemill_gateway.routing.report import PodReport
 
 
 class Candidate(NamedTuple):
@@ -58,6 +37,8 @@ class Candidate(NamedTuple):
     """Uncached prompt tokens of those."""
     session: bool = False
     """The request's session was here last."""
+    standing: Standing | None = None
+    """Of the report and what it does not count, where that was worked out before."""
 
     @property
     def num_requests(self) -> int:
@@ -77,7 +58,10 @@ class RequestView(NamedTuple):
 
 
 class Ruling(NamedTuple):
-    """A choice, and what it was made from: one row of terms a candidate, in order; the last column was compared."""
+    """A choice, and what it was made from: one row of terms a candidate, in order; the last column was compared.
+
+    Rows may be worked out when they are looked at: a decision is made often, and shown seldom.
+    """
 
     chosen: Candidate
     why: str

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import uuid
 from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -34,6 +33,7 @@ from pagemill_protocol.http.auth import (
 )
 from pagemill_protocol.http.body import check_json_content_type, read_body, read_json
 from pagemill_protocol.http.errors import error_response, install_error_handlers
+from pagemill_protocol.ids import new_id
 
 __all__ = [
     "Door",
@@ -87,7 +87,7 @@ class Door:
             await self.app(scope, receive, send)
             return
         given = header(scope, REQUEST_ID_HEADER)
-        identity = given if given is not None and _SAFE_REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        identity = given if given is not None and _SAFE_REQUEST_ID.fullmatch(given) else new_id()
         scope.setdefault("state", {})["request_id"] = identity
         body = _BoundedBody(receive, self.max_body_bytes, self.body_timeout_s)
         answer = _Answer(send, body, identity.encode("latin-1"))

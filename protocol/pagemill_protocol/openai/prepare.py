@@ -7,12 +7,12 @@ pure. It does not look at load; admission is the gateway's and the scheduler's.
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from pagemill_protocol.errors import PagemillError, context_length_exceeded, invalid_field
 from pagemill_protocol.generate import Dialect, GenerateRequest
+from pagemill_protocol.ids import new_id
 from pagemill_protocol.openai.schemas import (
     DEFAULT_COMPLETION_TOKENS,
     ChatCompletionRequest,
@@ -32,7 +32,7 @@ _DEFAULTABLE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", 
 
 
 def new_request_id(dialect: Dialect) -> str:
-    return f"{'chatcmpl' if dialect == 'chat' else 'cmpl'}-{uuid.uuid4().hex}"
+    return f"{'chatcmpl' if dialect == 'chat' else 'cmpl'}-{new_id()}"
 
 
 def prepare_chat(

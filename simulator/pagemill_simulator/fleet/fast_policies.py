@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from pagemill_engine.scheduler.limits import SchedulerLimits
 from pagemill_gateway.routing.pace import pace_of
-from pagemill_gateway.routing.policy import Candidate, PodReport, Policy, RequestView
+from pagemill_gateway.routing.policy import Candidate, Policy, RequestView
+from pagemill_gateway.routing.report import PodReport
 from pagemill_protocol.step_time import StepTimeModel
 from pagemill_simulator.fleet.fast_pod import PodLoad
 

@@ -106,7 +106,7 @@ class PodTable:
         base_ms = steps.base_ms
         budget = max(1, limits.max_num_batched_tokens - num_running)
         context_ms = self._decode_context_ms * load.num_tokens_running
-        # As `pace_of` and `expected` work them out.
+        # As `pace_of` and `standing_of` work them out.
         decode_ms = base_ms[num_running + 1] + context_ms
         full_ms = base_ms[num_running + budget] + context_ms
         step_ms = 0.0

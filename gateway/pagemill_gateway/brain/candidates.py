@@ -1,0 +1,70 @@
+"""An endpoint as routing sees it: made from its record, and kept there until something of it changes.
+
+Most endpoints look to a request as they looked to the one before, so a decision among many makes few of them anew.
+Whoever changes what is in here empties `EndpointRecord.seen`; that is `brain.placement`.
+"""
+
+from __future__ import annotations
+
+from pagemill_gateway.brain.pod_reports import with_own_counts
+from pagemill_gateway.brain.registry import EndpointRecord
+from pagemill_gateway.routing.expected import Standing, standing_of
+from pagemill_gateway.routing.policy import Candidate
+from pagemill_gateway.routing.report import PodReport
+
+PLAIN, UNHEARD = 0, -1
+"""Keys of what is kept: believed, with nothing of the prompt and no session; not believed, with no session."""
+MAX_KEPT = 64
+"""Of one endpoint: requests that find different numbers of tokens see it differently."""
+
+
+def candidate_of(record: EndpointRecord, now: float, num_cached_tokens: int = 0, session: bool = False) -> Candidate:
+    believed = record.reports.fresh(now)
+    key = PLAIN + 2 * num_cached_tokens + session if believed else UNHEARD - session
+    candidate = record.seen.get(key)
+    if candidate is None:
+        if len(record.seen) >= MAX_KEPT:
+            record.seen.clear()
+        candidate = _believed(record, num_cached_tokens, session) if believed else _unheard(record, session)
+        record.seen[key] = candidate
+    return candidate
+
+
+def _believed(record: EndpointRecord, num_cached_tokens: int, session: bool) -> Candidate:
+    dispatches, report = record.dispatches, record.pod_report
+    return Candidate(
+        record.endpoint.id,
+        record.in_flight,
+        record.reports.external(),
+        record.last_chosen,
+        report,
+        True,
+        num_cached_tokens,
+        dispatches.num_unreported,
+        dispatches.num_unreported_tokens,
+        session,
+        _standing(report, dispatches.num_unreported, dispatches.num_unreported_tokens),
+    )
+
+
+def _unheard(record: EndpointRecord, session: bool) -> Candidate:
+    dispatches, report = record.dispatches, record.pod_report
+    if report is not None:
+        report = with_own_counts(report, record.in_flight - dispatches.num_uncomputed)
+    return Candidate(
+        record.endpoint.id,
+        record.in_flight,
+        0,
+        record.last_chosen,
+        report,
+        num_unreported=dispatches.num_uncomputed,
+        num_unreported_tokens=dispatches.num_uncomputed_tokens,
+        session=session,
+        standing=_standing(report, dispatches.num_uncomputed, dispatches.num_uncomputed_tokens),
+    )
+
+
+def _standing(report: PodReport | None, num_unreported: int, num_unreported_tokens: int) -> Standing | None:
+    if report is None or report.pace is None:
+        return None
+    return standing_of(report, report.pace, num_unreported, num_unreported_tokens)

@@ -1,0 +1,29 @@
+"""What a pod said of itself, in routing's words. Engines' frames become such reports in `brain.pod_reports`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pagemill_gateway.routing.pace import Pace
+
+
+class PodReport(NamedTuple):
+    """What a pod last said of itself, as far as routing needs it."""
+
+    block_size: int
+    max_step_tokens: int
+    """Budget of one step; 0: not told."""
+    max_num_seqs: int
+    """Requests that may run at once; 0: not told."""
+    num_running: int
+    num_waiting: int
+    num_tokens_running: int
+    """Context tokens held by running requests."""
+    num_tokens_waiting: int
+    """Prompt tokens not yet computed."""
+    num_blocks_total: int
+    num_blocks_available: int
+    """Free, or evictable."""
+    num_blocks_active: int
+    pace: Pace | None
+    """`None`: it has not told how fast it is."""

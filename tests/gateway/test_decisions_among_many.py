@@ -1,0 +1,264 @@
+"""What decisions among many endpoints save themselves changes none: each is as if everything were worked out anew."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+from hand_clock import Clock
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagemill_gateway.brain.brain import LocalBrain
+from pagemill_gateway.brain.candidates import candidate_of
+from pagemill_gateway.brain.interface import Ask, Choice, FailureKind, Served
+from pagemill_gateway.brain.registry import EndpointRecord
+from pagemill_gateway.config import GatewayConfig
+from pagemill_gateway.routing.cost import NEAR_MS, NEAR_SHARE, Cost
+from pagemill_gateway.routing.expected import HARM_SHARE, standing_of
+from pagemill_gateway.routing.pace import Pace, pace_of
+from pagemill_gateway.routing.policy import Candidate, RequestView, least_busy
+from pagemill_gateway.routing.report import PodReport
+from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
+from pagemill_protocol.state import Digests, EngineLoad, StateFrame, StepTimeParams
+from pagemill_protocol.step_time import StepTimeModel
+
+SESSION_MS = 50.0
+GRANULE_TOKENS = 64
+NOTHING = frozenset[str]()
+
+
+def params(factor: float) -> StepTimeParams:
+    return StepTimeParams(
+        knots_tokens=[1, 64, 512],
+        knot_ms=[6.0 * factor, 8.0 * factor, 22.0 * factor],
+        decode_context_ms=1e-4,
+        chunk_context_ms=1e-6,
+    )
+
+
+MODELS = [StepTimeModel.from_params(params(1 + number / 50)) for number in range(4)]
+
+
+def cost(request: RequestView, candidate: Candidate, report: PodReport, pace: Pace) -> tuple[float, ...]:
+    """Step, wait, prefill, harm and first token of one candidate, a term after the other."""
+    num_running, budget = report.num_running, pace.budget
+    num_uncached = max(1, request.num_prompt_tokens - candidate.num_cached_tokens)
+    num_ahead = report.num_tokens_waiting + candidate.num_unreported_tokens
+    num_full, num_rest = divmod(num_ahead + num_uncached, budget)
+    if not num_rest:
+        num_full, num_rest = num_full - 1, budget
+    products = num_uncached * (num_uncached / 2 + candidate.num_cached_tokens) + num_ahead * num_ahead / 2
+    prefill_ms = num_full * pace.full_ms + pace.step_ms(num_rest, products)
+    step_ms = 0.0
+    if num_running or num_ahead:
+        step_ms = pace.full_ms if num_ahead >= budget else pace.step_ms(num_ahead)
+    wait_ms = 0.0
+    num_before = num_running + report.num_waiting + candidate.num_unreported
+    answer_ms = request.num_output_tokens * pace.decode_ms
+    if 0 < report.max_num_seqs <= num_before:
+        wait_ms = (num_before + 1 - report.max_num_seqs) * answer_ms / report.max_num_seqs
+    missing = (num_uncached + num_ahead) // report.block_size + 1 - report.num_blocks_available
+    if num_before and report.num_blocks_active and missing > 0:
+        wait_ms = max(wait_ms, missing * answer_ms / report.num_blocks_active)
+    token_ms = max(0.0, pace.full_ms - pace.decode_ms) / budget
+    harm_ms = HARM_SHARE * num_running * token_ms * (num_uncached + request.num_output_tokens)
+    return step_ms, wait_ms, prefill_ms, harm_ms, step_ms + wait_ms + prefill_ms
+
+
+def one_by_one(request: RequestView, candidates: list[Candidate]) -> tuple[Candidate, str, list[tuple[float, ...]]]:
+    """The choice, why, and what every candidate costs."""
+    rows = []
+    for each in candidates:
+        assert each.report is not None
+        assert each.report.pace is not None
+        terms = cost(request, each, each.report, each.report.pace)
+        affinity_ms = SESSION_MS if any(other.session for other in candidates) and not each.session else 0.0
+        rows.append((*terms, affinity_ms, terms[4] + terms[3] + affinity_ms))
+    best = min(row[-1] for row in rows)
+    limit = best + max(NEAR_MS, best * NEAR_SHARE)
+    near = [each for each, row in zip(candidates, rows, strict=True) if row[-1] <= limit]
+    near = [each for each in near if each.session] or near
+    why = "smallest cost" if len(near) == 1 else f"{len(near)} costs nearly equal: fewest requests"
+    return least_busy(near), why, rows
+
+
+@st.composite
+def candidates(draw: st.DrawFn) -> Candidate:
+    num_running, num_tokens_running = draw(st.integers(0, 60)), draw(st.integers(0, 20000))
+    pace = pace_of(draw(st.sampled_from(MODELS)), 512, num_running, num_tokens_running)
+    report = PodReport(
+        block_size=16,
+        max_step_tokens=512,
+        max_num_seqs=draw(st.sampled_from([0, 8, 64])),
+        num_running=num_running,
+        num_waiting=draw(st.integers(0, 3)),
+        num_tokens_running=num_tokens_running,
+        num_tokens_waiting=draw(st.sampled_from([0, 0, 0, 312, 412, 3000])),
+        num_blocks_total=1000,
+        num_blocks_available=draw(st.sampled_from([0, 7, 1000])),
+        num_blocks_active=draw(st.integers(0, 1000)),
+        pace=pace,
+    )
+    num_unreported, num_tokens = draw(st.sampled_from([(0, 0), (1, 1), (2, 200), (9, 4000)]))
+    kept = draw(st.booleans())
+    return Candidate(
+        "",
+        draw(st.integers(0, 9)),
+        draw(st.integers(0, 2)),
+        draw(st.integers(0, 1000)),
+        report,
+        True,
+        draw(st.sampled_from([0, 0, 0, 64, 512])),
+        num_unreported,
+        num_tokens,
+        False,
+        standing_of(report, pace, num_unreported, num_tokens) if kept else None,
+    )
+
+
+@settings(deadline=None)
+@given(
+    drawn=st.lists(candidates(), min_size=1, max_size=20),
+    prompt=st.integers(1, 3000),
+    output=st.floats(0.0, 500.0),
+    session=st.none() | st.integers(0, 19),
+)
+def test_the_choice_its_reason_and_all_terms_are_those_of_weighing_one_by_one(
+    drawn: list[Candidate], prompt: int, output: float, session: int | None
+) -> None:
+    request = RequestView(prompt, output)
+    pods = [each._replace(endpoint_id=str(number), session=number == session) for number, each in enumerate(drawn)]
+    ruling = Cost(SESSION_MS).choose(request, pods)
+    chosen, why, rows = one_by_one(request, pods)
+    assert ruling.chosen is chosen
+    assert ruling.why == why
+    assert list(ruling.rows) == rows
+
+
+NUM_ENDPOINTS = 5
+FAILURES: list[FailureKind] = ["unreachable", "declined", "lost", "broken", "request"]
+PREFIX = tuple(bytes([number]) * 16 for number in range(4))
+
+
+class World:
+    """A brain with a few endpoints, and what a reader of its records would say of them."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.clock = Clock()
+        self.brain = LocalBrain(GatewayConfig(routing_session_ms=SESSION_MS), clock=self.clock, rng=random.Random(1))
+        self.sequences: dict[str, int] = {}
+        self.choices: list[Choice] = []
+        self.names = [f"e{number}" for number in range(NUM_ENDPOINTS)]
+        endpoints = [
+            Endpoint(id=name, data_url=f"http://{name}:1", control_url=f"http://{name}:2") for name in self.names
+        ]
+        self.brain.apply_catalog(Catalog(models=[CatalogModel(deployment="d", name="m", endpoints=endpoints)]))
+        for name in self.names:
+            self.report(name)
+
+    def report(self, name: str, **fields: Any) -> None:
+        rng, record = self.rng, self.brain.registry.endpoints[name]
+        snapshot = not record.reports.connected
+        sequence = self.sequences[name] = 1 if snapshot else self.sequences[name] + 1
+        running, waiting = rng.randrange(6), rng.randrange(2)
+        load = EngineLoad(
+            num_requests_running=running,
+            num_requests_waiting=waiting,
+            num_tokens_running=running * 200,
+            num_tokens_waiting=waiting * rng.randrange(1, 900),
+            num_blocks_free=rng.choice([5, 500]),
+            num_blocks_active=running * 13,
+        )
+        frame = StateFrame(
+            sequence=sequence,
+            snapshot=snapshot,
+            load=load,
+            step_time=params(1 + self.names.index(name) / 50),
+            prefixes_added=list(PREFIX[: rng.randrange(5)]),
+            **{"max_model_len": 8192, "block_size": 16, "max_num_batched_tokens": 512, **fields},
+            digests=Digests(tokenizer_bundle="t"),
+        )
+        self.brain.observe(name, frame)
+
+    def happen(self) -> None:
+        """Something, to some endpoint or request."""
+        rng, brain, name = self.rng, self.brain, self.rng.choice(self.names)
+        match rng.randrange(10):
+            case 0:
+                self.report(name, draining=rng.random() < 0.1, max_model_len=rng.choice([8192, 8192, 4096]))
+            case 1 | 2:
+                self.report(name)
+            case 3:
+                self.clock.now += rng.choice([0.01, 0.5, 2.0])
+            case 4:
+                brain.stream_lost(name)
+            case 5 if self.choices:
+                brain.accepted(rng.choice(self.choices))
+            case 6 if self.choices:
+                brain.started(rng.choice(self.choices), 20.0)
+            case 7 if self.choices:
+                brain.finished(self.choices.pop(rng.randrange(len(self.choices))), Served(10, 8.0))
+            case 8 if self.choices and rng.random() < 0.3:
+                brain.failed(self.choices.pop(rng.randrange(len(self.choices))), rng.choice(FAILURES))
+            case 9:
+                rng.choice([brain.unreachable, brain.let_go])(name)
+
+    def ask(self) -> Ask:
+        granules = PREFIX[: self.rng.randrange(5)]
+        session = self.rng.choice([b"", b"", b"s"])
+        return Ask(self.rng.choice([10, 257, 900]), granules, GRANULE_TOKENS, b"", session)
+
+    def seen_anew(self, record: EndpointRecord, ask: Ask) -> Candidate:
+        placement = self.brain.placement
+        fresh, session = record.reports.fresh(self.clock.now), False
+        if ask.session:
+            session = placement._sessions.endpoint("default/d", ask.session) == record.endpoint.id
+        bit, depth = placement.index.bit(record.endpoint.id), 0
+        findable = ask.granules[: (ask.num_prompt_tokens - 1) // GRANULE_TOKENS]
+        while fresh and depth < len(findable):
+            granule = findable[depth]
+            if not (placement.index.has(granule, bit) or placement.predictions.pods.get(granule, 0) & bit):
+                break
+            depth += 1
+        record.seen.clear()
+        return candidate_of(record, self.clock.now, depth * GRANULE_TOKENS if fresh else 0, session)
+
+
+@settings(deadline=None, max_examples=60)
+@given(seed=st.integers(0, 2**32))
+def test_what_the_brain_keeps_of_endpoints_is_what_it_would_find_if_it_looked_again(seed: int) -> None:
+    """The twin has the same past, and forgets before each decision whatever it keeps."""
+    world, twin = World(seed), World(seed)
+    for _ in range(80):
+        world.happen()
+        twin.happen()
+        for deployment in twin.brain.registry.deployments.values():
+            deployment.changed()
+        usable = [name for name, record in twin.brain.registry.endpoints.items() if record.usable]
+        if not usable:
+            continue
+        ask, same = world.ask(), twin.ask()
+        assert ask == same
+        target = world.brain.resolve("m")
+        assert target == twin.brain.resolve("m")
+        twin.brain.placement.predictions.expire(twin.clock.now)
+        among = [twin.brain.registry.endpoints[name] for name in usable]
+        expected = [twin.seen_anew(record, ask) for record in among]
+        choices = [asyncio.run(each.brain.choose(target, NOTHING, ask)) for each in (world, twin)]
+        assert choices[0] == choices[1]
+        for each, choice in zip((world, twin), choices, strict=True):
+            each.choices.append(choice)
+        shown = world.brain.placement.decisions.latest(1)[0]
+        assert shown["why"] == twin.brain.placement.decisions.latest(1)[0]["why"]
+        known = {each.endpoint_id: each for each in expected}
+        for row in shown["candidates"]:
+            candidate = known[row["endpoint"]]
+            assert (row["in_flight"], row["elsewhere"], row["cached_tokens"], row["session"]) == (
+                candidate.in_flight,
+                candidate.external,
+                candidate.num_cached_tokens,
+                candidate.session,
+            )
