@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pagemill_operator.backends.local.ports import free_port
 from peers.catalogue import THREADS, Peer, Server, Worker
 from peers.install import environment, install, interpreter
 from peers.wire import Generate, Jobs, Tokens, serve
@@ -59,6 +58,8 @@ def _worker(weights: Path) -> Worker:
 
 
 def _server(weights: Path) -> Server:
+    from pagemill_operator.backends.local.ports import free_port  # the worker has no pagemill
+
     port = free_port()
     argv = [interpreter(ENVIRONMENT), "-m", "vllm.entrypoints.openai.api_server", "--model", str(weights)]
     argv += ["--served-model-name", "smollm2", "--dtype", "bfloat16", "--host", "127.0.0.1", "--port", str(port)]
