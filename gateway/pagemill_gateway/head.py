@@ -22,8 +22,8 @@ from pagemill_gateway.discovery.kubernetes.credentials import Credentials, Crede
 from pagemill_gateway.discovery.kubernetes.discovery import KubernetesDiscovery
 from pagemill_gateway.discovery.last_known import Known, read_last_known, write_last_known
 from pagemill_gateway.discovery.state_streams import StateStreams
-from pagemill_gateway.ipc.recount import Recount
 from pagemill_gateway.limits.caller import Caller
+from pagemill_gateway.limits.recount import Recount
 from pagemill_gateway.limits.sharing import Sharing, open_sharing
 from pagemill_gateway.metrics.head import HeadMetrics
 from pagemill_protocol.catalog import Catalog

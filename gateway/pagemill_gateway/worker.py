@@ -10,8 +10,6 @@ import asyncio
 import logging
 import sys
 
-import aiohttp
-
 from pagemill_gateway.admission.gate import Gate
 from pagemill_gateway.admission.running import Running
 from pagemill_gateway.brain.interface import Brain
@@ -64,14 +62,8 @@ class Worker:
         self.metrics = WorkerMetrics()
         self.limiter = Limiter(store, self.metrics)
         self.tracing = open_tracing(config.tracing)
-        self.session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,
-            trust_env=False,
-        )
         self._owns_bundles = bundles is None
-        self.bundles = bundles if bundles is not None else Bundles(self.session, source=head.bundle)
+        self.bundles = bundles if bundles is not None else Bundles(None, source=head.bundle)
         self._loading: set[asyncio.Task[None]] = set()
         self._keep_alive = KeepAlive(config.keep_alive_interval_s)
         self.preparation = Preparation(brain, self.bundles, self._keep_alive, config.remembered_granules)
@@ -120,7 +112,6 @@ class Worker:
         await asyncio.gather(*self._loading, return_exceptions=True)
         self._keep_alive.close()
         await self._upstream.close()
-        await self.session.close()
         await self.tracing.close()
         self.preparation.close()
         if self._owns_bundles:

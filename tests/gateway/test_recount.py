@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from pagemill_gateway.ipc import recount
-from pagemill_gateway.ipc.recount import Recount
+from pagemill_gateway.limits import recount
+from pagemill_gateway.limits.recount import Recount
 
 
 async def test_the_first_brain_of_a_gateway_has_nothing_to_count() -> None:

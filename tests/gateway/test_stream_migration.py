@@ -185,8 +185,11 @@ async def until_ready(gateway: Any, fake: Any, engine: EngineProcess) -> None:
     await fake.until(lambda: gateway.gateway.head.brain.phase(gateway.record(engine)) == "ready", 60)
 
 
-def busiest(gateway: Any, engines: list[EngineProcess]) -> EngineProcess:
-    return max(engines, key=lambda engine: gateway.record(engine).in_flight)
+def strike(gateway: Any, engines: list[EngineProcess], number: signal.Signals) -> EngineProcess:
+    """Send a signal to the one with most to do."""
+    busiest = max(engines, key=lambda engine: gateway.record(engine).in_flight)
+    busiest.process.send_signal(number)
+    return busiest
 
 
 SETTINGS = {"silence_timeout_s": 2.5, "state_stale_after_s": 2.0, "outage_wait_s": 60.0}
@@ -219,17 +222,13 @@ async def test_simulated_engines_that_stop_drain_and_die_lose_nothing(gateways: 
         asked = questions(ignore_eos=True, max_tokens=90)
         struck: list[EngineProcess] = []
 
-        def strike(number: signal.Signals) -> None:
-            struck.append(busiest(gateway, engines))
-            struck[-1].process.send_signal(number)
-
-        await check_undisturbed(gateway, asked, lambda: strike(signal.SIGSTOP))
+        await check_undisturbed(gateway, asked, lambda: struck.append(strike(gateway, engines, signal.SIGSTOP)))
         struck[0].process.send_signal(signal.SIGCONT)
         await until_ready(gateway, fake, struck[0])
-        await check_undisturbed(gateway, asked, lambda: strike(signal.SIGTERM))
+        await check_undisturbed(gateway, asked, lambda: struck.append(strike(gateway, engines, signal.SIGTERM)))
         assert await asyncio.to_thread(struck[1].process.wait, 60) == 0
         engines.remove(struck[1])
-        await check_undisturbed(gateway, asked, lambda: strike(signal.SIGKILL))
+        await check_undisturbed(gateway, asked, lambda: struck.append(strike(gateway, engines, signal.SIGKILL)))
 
 
 @pytest.fixture(scope="module")
@@ -257,11 +256,7 @@ async def test_the_real_model_goes_on_where_another_engine_was_stopped_and_kille
     asked.append(("/v1/chat/completions", {**asked[0][1], "stop": text[len(text) // 2 :][:12]}))
     struck: list[EngineProcess] = []
 
-    def strike(number: signal.Signals) -> None:
-        struck.append(busiest(gateway, real_engines))
-        struck[-1].process.send_signal(number)
-
-    await check_undisturbed(gateway, asked, lambda: strike(signal.SIGSTOP))
+    await check_undisturbed(gateway, asked, lambda: struck.append(strike(gateway, real_engines, signal.SIGSTOP)))
     struck[0].process.send_signal(signal.SIGCONT)
     await until_ready(gateway, fake, struck[0])
-    await check_undisturbed(gateway, asked, lambda: strike(signal.SIGKILL))
+    await check_undisturbed(gateway, asked, lambda: struck.append(strike(gateway, real_engines, signal.SIGKILL)))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from code_kinds import KINDS, check_threads_change_nothing
 
 from pagemill_kernels.cpu import library
 from pagemill_kernels.linear import groups, native
@@ -15,14 +16,6 @@ pytestmark = pytest.mark.skipif(
     not library.has_bfloat16(), reason="no products of bfloat16 on this processor (AVX512_BF16 and VNNI)"
 )
 
-KINDS = {
-    "codes4": (4, 32, True),
-    "codes8": (8, 32, False),
-    "codes8 offsets": (8, 32, True),
-    "codes8 groups of 16": (8, 16, False),
-    "codes8 groups of 16 offsets": (8, 16, True),
-}
-"""Bits, group size, offsets."""
 FORMATS = ("pairs", *KINDS)
 SHAPES = ((16, 32), (48, 576), (20, 64), (1, 32), (331, 288), (64, 1536), (33, 2080))
 PRODUCTS = {"bfloat16": 1, "integers": 1 << 30}
@@ -189,14 +182,7 @@ def test_gathers_rows_of_the_weight_exactly(format: str) -> None:
 @pytest.mark.parametrize("format", FORMATS)
 def test_one_thread_and_two_give_the_same_bits(pack: Packer, format: str) -> None:
     linear, _ = pack(format, 331, 576)
-    for rows in (1, 4, 70, 300):
-        x = torch.randn(rows, 576)
-        expected = linear(x)
-        torch.set_num_threads(2)
-        try:
-            assert torch.equal(linear(x), expected)
-        finally:
-            torch.set_num_threads(1)
+    check_threads_change_nothing(linear)
 
 
 @pytest.mark.parametrize(("bits", "stored_offsets"), [(4, True), (4, False), (8, False)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from code_kinds import check_threads_change_nothing
 
 from pagemill_kernels.cpu import library
 from pagemill_kernels.linear import groups, native
@@ -109,12 +110,4 @@ def test_codes_of_8_bits_keep_their_activations() -> None:
 
 
 def test_one_thread_and_two_give_the_same_bits() -> None:
-    linear = native.pack_codes_for_dots(random_codes(331, 576), None)
-    for rows in (1, 4, 70, 300):
-        x = torch.randn(rows, 576)
-        expected = linear(x)
-        torch.set_num_threads(2)
-        try:
-            assert torch.equal(linear(x), expected)
-        finally:
-            torch.set_num_threads(1)
+    check_threads_change_nothing(native.pack_codes_for_dots(random_codes(331, 576), None))

@@ -6,6 +6,7 @@ from typing import Literal
 
 import pytest
 import torch
+from code_kinds import KINDS
 
 from pagemill_kernels.cpu import library
 from pagemill_kernels.linear import groups, native
@@ -13,14 +14,6 @@ from pagemill_kernels.linear import groups, native
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.why_absent()}")
 
 ROWS = (1, 2, 3, 4, 5, 7, 64, 97, 200)
-KINDS = {
-    "codes4": (4, 32, True),
-    "codes8": (8, 32, False),
-    "codes8 offsets": (8, 32, True),
-    "codes8 groups of 16": (8, 16, False),
-    "codes8 groups of 16 offsets": (8, 16, True),
-}
-"""Bits, group size, offsets."""
 FORMATS = ("float32", "bfloat16", *KINDS)
 SHAPES = ((16, 32), (48, 576), (20, 64), (1, 32), (331, 288), (64, 1536))
 

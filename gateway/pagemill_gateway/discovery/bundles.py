@@ -33,14 +33,16 @@ class BundleError(Exception):
 class Bundles:
     def __init__(
         self,
-        session: aiohttp.ClientSession,
+        session: aiohttp.ClientSession | None,
         *,
         source: Source | None = None,
         keeps_tokenizers: bool = True,
         on_news: Callable[[], None] = lambda: None,
     ) -> None:
-        """`source`: where a bundle that is not known can be had. `keeps_tokenizers`: prompts are tokenized here.
-        `on_news`: one more is known."""
+        """`session`: for `fetch`; `None`: all comes from the source.
+        `source`: where a bundle that is not known can be had. `keeps_tokenizers`: prompts are tokenized here.
+        `on_news`: one more is known.
+        """
         self._session = session
         self._source = source
         self._keeps_tokenizers = keeps_tokenizers
@@ -127,6 +129,7 @@ class Bundles:
         warm_up.add_done_callback(self._warm_ups.discard)
 
     async def _download(self, control_url: str, token: str) -> bytes:
+        assert self._session is not None
         async with self._session.get(
             f"{control_url}/internal/bundle",
             headers={"Authorization": f"Bearer {token}"},

@@ -1,0 +1,27 @@
+"""Kinds of codes that native linear layers take, and what holds for every layer whatever it multiplies."""
+
+from __future__ import annotations
+
+import torch
+
+from pagemill_kernels.linear.native import NativeLinear
+
+KINDS = {
+    "codes4": (4, 32, True),
+    "codes8": (8, 32, False),
+    "codes8 offsets": (8, 32, True),
+    "codes8 groups of 16": (8, 16, False),
+    "codes8 groups of 16 offsets": (8, 16, True),
+}
+"""Bits, group size, offsets."""
+
+
+def check_threads_change_nothing(linear: NativeLinear) -> None:
+    for rows in (1, 4, 70, 300):
+        x = torch.randn(rows, linear.in_features)
+        expected = linear(x)
+        torch.set_num_threads(2)
+        try:
+            assert torch.equal(linear(x), expected)
+        finally:
+            torch.set_num_threads(1)
