@@ -99,7 +99,8 @@ def test_chat_answers(server: str) -> None:
     done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
-    assert "8 tokens" in done.stderr
+    # The answer is drawn by chance and may end by itself before the limit.
+    assert re.search(r"^[1-8] tokens?, [\d.]+ tok/s", done.stderr, re.MULTILINE), done.stderr
 
 
 def test_bench_reports(server: str) -> None:
