@@ -6,14 +6,14 @@ A backend that has no implementation of an operation gets the torch reference, s
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pagemill_kernels.decoder_layer.parts import FusedLayer, LayerParts
+from pagemill_kernels.decoder_layer.parts import FusedLayers, LayerParts
 from pagemill_kernels.linear.packed import PackedLinear
 from pagemill_kernels.sampling.batch import SampledTokens, SamplingBatch
 
@@ -98,9 +98,9 @@ _PACK_BLOCKS: dict[Backend, str] = {
     "cpu_bfloat16": "linear.native:pack_blocks_for_bfloat16",
 }
 _PACK_BLOCKS_FOR_DOTS: dict[Backend, str] = {"cpu_native": "linear.native:pack_blocks_for_dots"}
-_FUSE_LAYER: dict[Backend, str] = {
-    "cpu_native": "decoder_layer.native:fuse_layer",
-    "cpu_bfloat16": "decoder_layer.native:fuse_layer",
+_FUSE_LAYERS: dict[Backend, str] = {
+    "cpu_native": "decoder_layer.native:fuse_layers",
+    "cpu_bfloat16": "decoder_layer.native:fuse_layers",
 }
 _KEEP_BFLOAT16: tuple[Backend, ...] = ("cpu_native",)
 """Backends that multiply float32 by bfloat16 weights."""
@@ -129,8 +129,8 @@ class Ops(NamedTuple):
     """Packs `linear.groups.GroupCodes` without turning them into floats; `None`: this backend needs floats."""
     pack_blocks: Callable[..., PackedLinear] | None = None
     """Packs `linear.groups.CodeBlocks`; `None`: this backend needs them as `GroupCodes` or floats."""
-    fuse_layer: Callable[[LayerParts], FusedLayer] | None = None
-    """Makes a loaded decoder layer one call; `None`: this backend computes it by the operations above."""
+    fuse_layers: Callable[[Sequence[LayerParts]], FusedLayers] | None = None
+    """Makes loaded decoder layers one call; `None`: this backend computes it by the operations above."""
     weight_dtype: torch.dtype | None = None
     """Type of float matrices, whatever the model computes in; `None`: the type it computes in."""
     keeps_codes: bool = False
@@ -166,7 +166,7 @@ def ops_for(
         **operations,
         pack_codes=pack_codes,
         pack_blocks=pack_blocks,
-        fuse_layer=_optional(_FUSE_LAYER, backend),
+        fuse_layers=_optional(_FUSE_LAYERS, backend),
         weight_dtype=weight_dtype,
         keeps_codes=backend in _PACK_CODES,
         keeps_bfloat16=backend in _KEEP_BFLOAT16,

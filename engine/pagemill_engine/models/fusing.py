@@ -1,44 +1,43 @@
-"""Makes each decoder layer of a loaded model one call, where the device has such: fewer, larger calls, the same bits.
+"""Makes all decoder layers of a loaded model one call, where the device has such: fewer, larger calls, the same bits.
 
-The models know nothing of it: a `FusedDecoderLayer` takes a layer's place in their list and reads its weights.
+The models know nothing of it: `FusedDecoderLayers` takes the place of their list and reads its weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
 from pagemill_engine.models.blocks import CausalLM
 from pagemill_engine.models.context import ForwardContext
 from pagemill_engine.models.llama import LlamaDecoderLayer, LlamaModel
-from pagemill_kernels.decoder_layer.parts import FusedLayer, LayerParts
+from pagemill_kernels.decoder_layer.parts import FusedLayers, LayerParts
 from pagemill_kernels.registry import Ops
 
 
-class FusedDecoderLayer(nn.Module):
+class FusedDecoderLayers(nn.Module):
     """In the place of `plain`, whose weights are loaded."""
 
-    def __init__(self, plain: LlamaDecoderLayer, fuse: Callable[[LayerParts], FusedLayer]) -> None:
+    def __init__(self, plain: list[LlamaDecoderLayer], fuse: Callable[[Sequence[LayerParts]], FusedLayers]) -> None:
         super().__init__()
-        self.plain = plain
-        self.layer, self.sliding_window = plain.self_attn.layer, plain.self_attn.sliding_window
-        self._call = fuse(_parts(plain))
+        self.plain = nn.ModuleList(plain)
+        self._windows = [layer.self_attn.sliding_window for layer in plain]
+        self._call = fuse([_parts(layer) for layer in plain])
 
     def forward(self, hidden: Tensor, context: ForwardContext) -> None:
-        """Adds this layer's contribution to `hidden` in place."""
-        plan, cache = context.attention_plans[self.sliding_window], context.kv_caches[self.layer]
-        self._call(hidden, plan, context.cos, context.sin, cache, context.kv_slots)
+        """Adds the layers' contributions to `hidden` in place."""
+        plans = [context.attention_plans[window] for window in self._windows]
+        self._call(hidden, plans, context.cos, context.sin, context.kv_caches, context.kv_slots)
 
 
 def fuse_layers(model: CausalLM, ops: Ops) -> None:
     """Called once the weights are loaded; does nothing where `ops` has no such call or the model other layers."""
-    if ops.fuse_layer is None or not isinstance(model.model, LlamaModel):
+    if ops.fuse_layers is None or not isinstance(model.model, LlamaModel):
         return
-    layers = model.model.layers
-    for index, layer in enumerate(layers):
-        if isinstance(layer, LlamaDecoderLayer):
-            layers[index] = FusedDecoderLayer(layer, ops.fuse_layer)
+    layers = [layer for layer in model.model.layers if isinstance(layer, LlamaDecoderLayer)]
+    if len(layers) == len(model.model.layers):
+        model.model.layers = nn.ModuleList([FusedDecoderLayers(layers, ops.fuse_layers)])
 
 
 def _parts(plain: LlamaDecoderLayer) -> LayerParts:

@@ -18,7 +18,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 PANEL = 16
 """Outputs that one panel of a packed weight holds."""
 FORMAT_FLOAT32, FORMAT_BFLOAT16, FORMAT_CODES8, FORMAT_CODES4, FORMAT_DOTS4, FORMAT_DOTS8, FORMAT_PAIRS = range(7)
@@ -108,9 +108,8 @@ _SIGNATURES = {
         c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int32, c_void_p, c_int64, c_int32,
     ),
     "pagemill_silu_and_mul": (c_void_p, c_int64, c_int64, c_void_p, c_int32, c_int32),
-    "pagemill_decoder_layer": (
-        POINTER(LayerWeights), POINTER(AttentionArgs), c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int32,
-        c_void_p, c_void_p,
+    "pagemill_decoder_layers": (
+        c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int32, c_void_p, c_void_p,
     ),
 }  # fmt: skip
 

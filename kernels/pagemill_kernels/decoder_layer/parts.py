@@ -1,7 +1,8 @@
-"""What a decoder layer of Llama's kind consists of, and what one that was made into a single call can do."""
+"""What a decoder layer of Llama's kind consists of, and what several that were made into one call can do."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -29,8 +30,17 @@ class LayerParts(NamedTuple):
     """Of the scores."""
 
 
-class FusedLayer(Protocol):
-    def __call__(self, hidden: Tensor, plan: Any, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor) -> None:
-        """Adds the layer's contribution to `hidden` [tokens, hidden] in place. Others: `rope_and_store`'s and
-        `paged_attention`'s."""
+class FusedLayers(Protocol):
+    def __call__(
+        self,
+        hidden: Tensor,
+        plans: Sequence[Any],
+        cos: Tensor,
+        sin: Tensor,
+        caches: Sequence[Tensor],
+        slots: Tensor,
+    ) -> None:
+        """Adds the layers' contributions to `hidden` [tokens, hidden] in place. `plans` and `caches`: of each layer.
+        Others: `rope_and_store`'s and `paged_attention`'s.
+        """
         ...

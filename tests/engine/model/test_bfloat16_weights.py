@@ -18,7 +18,7 @@ from tiny_llama import write_tiny_llama
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loading.source import open_weights
-from pagemill_engine.models.fusing import FusedDecoderLayer
+from pagemill_engine.models.fusing import FusedDecoderLayers
 from pagemill_engine.runner.compute import choose_compute
 from pagemill_kernels.cpu import library
 from pagemill_kernels.linear import cpu, native, onednn, reference
@@ -104,12 +104,12 @@ def test_bfloat16_products_give_the_same_answers_within_their_rounding(
 
 
 @pytest.mark.skipif(not library.has_bfloat16(), reason="no products of bfloat16 on this processor")
-def test_our_own_bfloat16_products_give_the_same_answers_in_one_call_a_layer(
+def test_our_own_bfloat16_products_give_the_same_answers_in_one_call(
     folder: Path, prompts: list[list[int]], runner_loader: Loader, make_driver: Drivers
 ) -> None:
     exact = make_driver(runner_loader(folder, dtype="float32")).greedy(prompts, SOME_TOKENS)
     runner = runner_loader(folder, backend="cpu_bfloat16", dtype="bfloat16")
-    assert isinstance(runner.model.model.layers[0], FusedDecoderLayer)
+    assert isinstance(runner.model.model.layers[0], FusedDecoderLayers)
     assert runner.info.weight_bytes == runner_loader(folder, backend="cpu_native", dtype="bfloat16").info.weight_bytes
     rounded = make_driver(runner).greedy(prompts, SOME_TOKENS)
     for a, b in zip(rounded, exact, strict=True):
@@ -145,7 +145,7 @@ def test_each_weight_is_packed_before_the_next_is_read(folder: Path, runner_load
 def test_codes_stay_codes_under_our_own_products(smollm2_path: Path, runner_loader: Loader) -> None:
     narrow = runner_loader(smollm2_path, backend="cpu_native", dtype="bfloat16", num_kv_blocks=16)
     assert narrow.info.weight_bytes < 115e6
-    assert isinstance(narrow.model.model.layers[0].plain.self_attn.qkv_proj.packed, native.NativeLinear)
+    assert isinstance(narrow.model.model.layers[0].plain[0].self_attn.qkv_proj.packed, native.NativeLinear)
     assert narrow.info.kv_dtype == "bfloat16"
 
 
@@ -202,7 +202,7 @@ def test_with_products_of_our_own_the_settings_choose(
     assert (compute.ops.pack_codes is native.pack_codes_for_bfloat16) == ("AVX512_BF16" in how)
     assert (compute.ops.pack_linear is native.pack_pairs) == ("AVX512_BF16" in how)
     assert compute.activation_dtype == torch.float32
-    assert compute.ops.fuse_layer is not None
+    assert compute.ops.fuse_layers is not None
 
 
 def test_what_runs_is_told(folder: Path, runner_loader: Loader) -> None:

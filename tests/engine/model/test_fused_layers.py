@@ -1,4 +1,4 @@
-"""Decoder layers in one native call each: the same bits as operation by operation, and few calls a step."""
+"""Decoder layers in one native call: the same bits as operation by operation, and few calls a step."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 import torch
 import transformers
 
-from pagemill_engine.models.fusing import FusedDecoderLayer
+from pagemill_engine.models.fusing import FusedDecoderLayers
 from pagemill_kernels import registry
 from pagemill_kernels.cpu import launch, library
-from pagemill_kernels.decoder_layer.native import NativeLayer
+from pagemill_kernels.decoder_layer.native import NativeLayers
 from pagemill_kernels.decoder_layer.parts import LayerParts
 from pagemill_kernels.linear import native, onednn, reference
 
@@ -76,18 +76,17 @@ def no_bfloat16_unit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def operation_by_operation(runner: Any) -> Any:
-    layers = runner.model.model.layers
-    for index, layer in enumerate(layers):
-        layers[index] = layer.plain
+    (fused,) = runner.model.model.layers
+    runner.model.model.layers = fused.plain
     return runner
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_one_call_a_layer_has_the_bits_of_nine(
+def test_one_call_has_the_bits_of_nine_for_each_layer(
     folder: Path, prompts: list[list[int]], settings: str, runner_loader: Loader, make_driver: Drivers
 ) -> None:
     fused = runner_loader(folder, **SETTINGS[settings])
-    assert all(isinstance(layer, FusedDecoderLayer) for layer in fused.model.model.layers)
+    assert [type(layers) for layers in fused.model.model.layers] == [FusedDecoderLayers]
     single = operation_by_operation(runner_loader(folder, **SETTINGS[settings]))
     for chunk in (512, 7):
         driven = [make_driver(runner).greedy(prompts, 12, max_num_batched_tokens=chunk) for runner in (fused, single)]
@@ -112,14 +111,14 @@ class Counting:
         return counted
 
 
-def test_a_decode_step_makes_one_native_call_a_layer(
+def test_a_decode_step_makes_one_native_call_for_all_layers(
     folder: Path, runner_loader: Loader, make_driver: Drivers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counting = Counting()
     monkeypatch.setattr(launch, "native", lambda: counting)
     runner = runner_loader(folder)
     # And the norm and the head behind the last layer; an embedding in codes or tied to the head would be one more.
-    assert calls_per_step(runner, counting, make_driver) == NUM_LAYERS + 2
+    assert calls_per_step(runner, counting, make_driver) == 1 + 2
     single = 11 if runner.model.spec.qk_norm else 9
     assert calls_per_step(operation_by_operation(runner), counting, make_driver) == single * NUM_LAYERS + 2
 
@@ -164,17 +163,23 @@ def parts(**changes: Any) -> LayerParts:
 def test_hidden_states_that_the_kernel_cannot_read_are_refused(hidden: torch.Tensor) -> None:
     unused = torch.zeros(1)
     with pytest.raises(ValueError, match=r"contiguous float32 \[tokens, 32\] is needed"):
-        NativeLayer(parts())(hidden, None, unused, unused, unused, unused)  # type: ignore[arg-type]
+        NativeLayers([parts()])(hidden, [], unused, unused, [], unused)
+
+
+def test_each_layer_has_its_plan_and_its_cache() -> None:
+    unused = torch.zeros(1)
+    with pytest.raises(ValueError, match="0 plans and 1 caches for 2 layers"):
+        NativeLayers([parts(), parts()])(torch.zeros(2, 32), [], unused, unused, [unused], unused)
 
 
 def test_layers_of_another_kind_are_refused() -> None:
     plain = reference.pack_linear(torch.randn(32, 48), None)
     with pytest.raises(TypeError, match="PlainLinear is not packed by the native kernels"):
-        NativeLayer(parts(down=plain))
+        NativeLayers([parts(), parts(down=plain)])
 
 
 def test_only_the_backend_that_has_it_fuses() -> None:
-    assert {backend: registry.ops_for(backend).fuse_layer is not None for backend in ("cpu", "cpu_native")} == {
+    assert {backend: registry.ops_for(backend).fuse_layers is not None for backend in ("cpu", "cpu_native")} == {
         "cpu": False,
         "cpu_native": True,
     }

@@ -2,7 +2,7 @@
 //
 // The cache holds floats, bfloat16 or codes (kv_store.h). A work item is one key/value head of one request for a tile of
 // query tokens; the query heads that share it are rows of the same tile. Softmax is online (arXiv 1805.02867): a running
-// maximum and sum per row, over 16 context tokens at a time. Few rows sum a score's products in another order than many;
+// maximum and sum per row, over 64 context tokens at a time. Few rows sum a score's products in another order than many;
 // on request all take the order of many, so that a row's result does not depend on its tile.
 #include <omp.h>
 
@@ -20,6 +20,7 @@ namespace {
 
 constexpr int64_t kMaxRows = 48;
 constexpr int64_t kMaxHeadDim = 256;
+constexpr int64_t kSpan = 4 * kPanel;  // context tokens between two looks at a row's maximum
 constexpr int64_t kFewRows = 6;  // up to here keys are read as they lie
 constexpr float kMinusInfinity = -INFINITY;
 
@@ -32,7 +33,7 @@ struct Scratch {
   alignas(64) float result[kMaxRows * kMaxHeadDim];
   alignas(64) float keys[kMaxHeadDim * kPanel];    // transposed: [head_dim][16]
   alignas(64) float tokens[kPanel * kMaxHeadDim];  // sixteen tokens' keys, then values, where the cache has no floats
-  alignas(64) float scores[kMaxRows * kPanel];
+  alignas(64) float scores[kMaxRows * kSpan];
   float row_max[kMaxRows];
   float row_sum[kMaxRows];
 };
@@ -43,7 +44,7 @@ void transpose_keys(const float* keys, int64_t head_dim, float* out) {
       transpose8(keys + token * head_dim + d, head_dim, out + d * kPanel + token, kPanel);
 }
 
-// scores[r][t] = query[r] . keys[t] for 16 context tokens: for few rows, where transposing the keys would cost more.
+// scores[r][t] = query[r] . keys[t] for 16 context tokens, rows kSpan apart: for few rows, where transposing the keys would cost more.
 template <int Rows>
 void score_rows(const float* query, const float* keys, int64_t head_dim, float* scores) {
   for (int64_t token = 0; token < kPanel; token += 4, keys += 4 * head_dim) {
@@ -59,7 +60,7 @@ void score_rows(const float* query, const float* keys, int64_t head_dim, float* 
       }
     }
     for (int r = 0; r < Rows; ++r)
-      store_sums(scores + r * kPanel + token, dots[r][0], dots[r][1], dots[r][2], dots[r][3]);
+      store_sums(scores + r * kSpan + token, dots[r][0], dots[r][1], dots[r][2], dots[r][3]);
   }
 }
 
@@ -71,7 +72,7 @@ void add_values(const float* scores, const float* values, int64_t depth, int64_t
     for (int v = 0; v < Vectors; ++v) sums[r][v] = load(result + r * head_dim + v * kLanes);
   for (int64_t token = 0; token < depth; ++token, values += head_dim) {
     Floats weight[Rows];
-    for (int r = 0; r < Rows; ++r) weight[r] = splat(scores[r * kPanel + token]);
+    for (int r = 0; r < Rows; ++r) weight[r] = splat(scores[r * kSpan + token]);
 #pragma GCC unroll 4
     for (int v = 0; v < Vectors; ++v) {
       const Floats value = load(values + v * kLanes);
@@ -94,10 +95,10 @@ void score_all(const float* query, int64_t rows, const float* keys, int64_t head
                float* scores) {
   if (transpose) {
     transpose_keys(keys, head_dim, transposed);
-    std::fill_n(scores, rows * kPanel, 0.0f);
-    return tile(rows, query, head_dim, transposed, kPanel, head_dim, scores, kPanel);
+    for (int64_t row = 0; row < rows; ++row) std::fill_n(scores + row * kSpan, kPanel, 0.0f);
+    return tile(rows, query, head_dim, transposed, kPanel, head_dim, scores, kSpan);
   }
-  for (; rows > 0; rows -= 3, query += 3 * head_dim, scores += 3 * kPanel) {
+  for (; rows > 0; rows -= 3, query += 3 * head_dim, scores += 3 * kSpan) {
     if (rows >= 3) score_rows<3>(query, keys, head_dim, scores);
     if (rows == 2) score_rows<2>(query, keys, head_dim, scores);
     if (rows == 1) score_rows<1>(query, keys, head_dim, scores);
@@ -107,39 +108,14 @@ void score_all(const float* query, int64_t rows, const float* keys, int64_t head
 void add_all(const float* scores, int64_t rows, const float* values, int64_t depth, int64_t head_dim, float* result) {
   if (rows > kFewRows) {
     for (int64_t d = 0; d < head_dim; d += kPanel)
-      tile(rows, scores, kPanel, values + d, head_dim, depth, result + d, head_dim);
+      tile(rows, scores, kSpan, values + d, head_dim, depth, result + d, head_dim);
     return;
   }
-  for (; rows > 0; rows -= 3, scores += 3 * kPanel, result += 3 * head_dim) {
+  for (; rows > 0; rows -= 3, scores += 3 * kSpan, result += 3 * head_dim) {
     if (rows >= 3) value_rows<3>(scores, values, depth, head_dim, result);
     if (rows == 2) value_rows<2>(scores, values, depth, head_dim, result);
     if (rows == 1) value_rows<1>(scores, values, depth, head_dim, result);
   }
-}
-
-// Turns a row of 16 scores into weights relative to the row's running maximum; rescales what was summed before.
-// visible: bit i says whether context token i may be read.
-void softmax_row(float* scores, uint32_t visible, float* result, int64_t head_dim, float& row_max, float& row_sum) {
-  if (visible != 0xffff)
-    for (int i = 0; i < kPanel; ++i)
-      if (!(visible >> i & 1)) scores[i] = kMinusInfinity;
-  const Floats low = load(scores), high = load(scores + kLanes);
-  const float new_max = std::max(row_max, largest(max(low, high)));
-  if (new_max == kMinusInfinity) {
-    store(scores, zero());
-    store(scores + kLanes, zero());
-    return;
-  }
-  if (new_max > row_max) {
-    const float shrink = row_max == kMinusInfinity ? 0.0f : std::exp(row_max - new_max);
-    row_sum *= shrink;
-    for (int64_t d = 0; d < head_dim; d += kLanes) store(result + d, load(result + d) * shrink);
-    row_max = new_max;
-  }
-  const Floats a = exp(low - splat(new_max)), b = exp(high - splat(new_max));
-  row_sum += sum(a + b);
-  store(scores, a);
-  store(scores + kLanes, b);
 }
 
 uint32_t visible_tokens(int64_t position, int64_t start, int64_t window) {
@@ -149,6 +125,50 @@ uint32_t visible_tokens(int64_t position, int64_t start, int64_t window) {
   const int64_t before = position - window + 1 - start;  // tokens of the sixteen that left the window
   if (window > 0 && before > 0) visible &= before >= kPanel ? 0 : 0xffffu << before;
   return visible & 0xffff;
+}
+
+void hide(float* scores, uint32_t visible) {
+  for (int i = 0; i < kPanel; ++i)
+    if (!(visible >> i & 1)) scores[i] = kMinusInfinity;
+}
+
+// Turns the row of a token at `position` into weights relative to the row's running maximum; rescales what was summed
+// before. scores: of `panels` times 16 context tokens from `start` on.
+void softmax_row(float* scores, int64_t panels, int64_t position, int64_t start, int64_t window, float* result,
+                 int64_t head_dim, float& row_max, float& row_sum) {
+  Widest most = splat_widest(kMinusInfinity);
+  for (int64_t panel = 0; panel < panels; ++panel) {
+    const uint32_t visible = visible_tokens(position, start + panel * kPanel, window);
+    if (visible != 0xffff) hide(scores + panel * kPanel, visible);
+  }
+  for (int64_t i = 0; i < panels * kPanel; i += kWidest) most = max(most, load_as<Widest>(scores + i));
+  const float new_max = std::max(row_max, largest(most));
+  if (new_max == kMinusInfinity) {
+    std::fill_n(scores, panels * kPanel, 0.0f);
+    return;
+  }
+  if (new_max > row_max) {
+    const float shrink = row_max == kMinusInfinity ? 0.0f : std::exp(row_max - new_max);
+    row_sum *= shrink;
+    for (int64_t d = 0; d < head_dim; d += kLanes) store(result + d, load(result + d) * shrink);
+    row_max = new_max;
+  }
+  Widest total = splat_widest(0.0f);
+  for (int64_t i = 0; i < panels * kPanel; i += kWidest) {
+    const Widest weights = exp(load_as<Widest>(scores + i) - new_max);
+    total += weights;
+    std::memcpy(scores + i, &weights, sizeof weights);
+  }
+  row_sum += sum(total);
+}
+
+struct Place {
+  const uint8_t* head;  // of the block, where the keys of the item's head begin
+  int64_t first;        // token of the block
+};
+
+Place place_of(const AttentionArgs& args, const int32_t* table, const uint8_t* cache, int64_t token, int64_t head_size) {
+  return {cache + table[token / args.block_size] * 2 * args.num_kv_heads * head_size, token % args.block_size};
 }
 
 void attend(const AttentionArgs& args, const WorkItem& item, Scratch& scratch) {
@@ -174,20 +194,25 @@ void attend(const AttentionArgs& args, const WorkItem& item, Scratch& scratch) {
     }
   std::fill_n(scratch.result, rows * head_dim, 0.0f);
 
-  for (int64_t start = window_start / kPanel * kPanel; start < end; start += kPanel) {
-    const uint8_t* head = cache + table[start / args.block_size] * 2 * args.num_kv_heads * head_size;
-    const int64_t first = start % args.block_size;
-    const float* keys =
-        read_tokens(args.cache_type, head, args.block_size, head_dim, first, kPanel, scratch.tokens);
-    score_all(scratch.query, rows, keys, head_dim, transpose, scratch.keys, scratch.scores);
-    for (int64_t row = 0; row < rows; ++row)
-      softmax_row(scratch.scores + row * kPanel, visible_tokens(first_position + row / group, start, args.sliding_window),
-                  scratch.result + row * head_dim, head_dim, scratch.row_max[row], scratch.row_sum[row]);
+  for (int64_t start = window_start / kSpan * kSpan; start < end; start += kSpan) {
     // Tokens past the end were never written for this request: their weight is zero, their bytes may be anything.
-    const int64_t depth = std::min<int64_t>(kPanel, end - start);
-    const float* values = read_tokens(args.cache_type, head + args.num_kv_heads * head_size, args.block_size, head_dim,
-                                      first, depth, scratch.tokens);
-    add_all(scratch.scores, rows, values, depth, head_dim, scratch.result);
+    const int64_t depth = std::min<int64_t>(kSpan, end - start), panels = (depth + kPanel - 1) / kPanel;
+    for (int64_t panel = 0; panel < panels; ++panel) {
+      const Place place = place_of(args, table, cache, start + panel * kPanel, head_size);
+      const float* keys =
+          read_tokens(args.cache_type, place.head, args.block_size, head_dim, place.first, kPanel, scratch.tokens);
+      score_all(scratch.query, rows, keys, head_dim, transpose, scratch.keys, scratch.scores + panel * kPanel);
+    }
+    for (int64_t row = 0; row < rows; ++row)
+      softmax_row(scratch.scores + row * kSpan, panels, first_position + row / group, start, args.sliding_window,
+                  scratch.result + row * head_dim, head_dim, scratch.row_max[row], scratch.row_sum[row]);
+    for (int64_t panel = 0; panel < panels; ++panel) {
+      const Place place = place_of(args, table, cache, start + panel * kPanel, head_size);
+      const int64_t count = std::min<int64_t>(kPanel, depth - panel * kPanel);
+      const float* values = read_tokens(args.cache_type, place.head + args.num_kv_heads * head_size, args.block_size,
+                                        head_dim, place.first, count, scratch.tokens);
+      add_all(scratch.scores + panel * kPanel, rows, values, count, head_dim, scratch.result);
+    }
   }
 
   for (int64_t row = 0; row < rows; ++row) {

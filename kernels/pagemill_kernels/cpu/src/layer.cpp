@@ -1,4 +1,4 @@
-// A whole decoder layer in one call. A small model's decode step is a few milliseconds, and each call from Python costs
+// All decoder layers in one call. A small model's decode step is a few milliseconds, and each call from Python costs
 // microseconds around work that takes hardly more. The same operations in the same order as one by one, hence the same
 // bits; what is between them lies in `scratch`.
 #include <algorithm>
@@ -17,16 +17,10 @@ void normalize_heads(float* heads, int64_t tokens, int64_t stride, int64_t count
   if (weight) pagemill_rms_norm(heads, tokens, stride, count, head_dim, weight, eps, heads, stride, 0, num_threads);
 }
 
-}  // namespace
-
-// hidden: [tokens][hidden], gains this layer's contribution. plan: what all layers share. cache, slots:
-// pagemill_rope_and_store. scratch: for each token `hidden` floats, then the more of (qkv outputs + output inputs)
-// for each token and (gate_up outputs + down inputs) for each of up to kMlpRows.
-extern "C" void pagemill_decoder_layer(const LayerWeights* layer, const AttentionArgs* plan, float* hidden,
-                                       int64_t tokens, const float* cos, const float* sin, uint8_t* cache,
-                                       int32_t cache_type, const int64_t* slots, float* scratch) {
-  const LayerWeights& w = *layer;
-  const int32_t threads = plan->num_threads;
+// hidden: [tokens][hidden], gains this layer's contribution.
+void decoder_layer(const LayerWeights& w, const AttentionArgs& plan, float* hidden, int64_t tokens, const float* cos,
+                   const float* sin, uint8_t* cache, int32_t cache_type, const int64_t* slots, float* scratch) {
+  const int32_t threads = plan.num_threads;
   const int64_t size = w.qkv->in_features, width = w.qkv->out_features, attended_size = w.output->in_features;
   const int64_t intermediate = w.down->in_features;
 
@@ -39,8 +33,8 @@ extern "C" void pagemill_decoder_layer(const LayerWeights* layer, const Attentio
   normalize_heads(heads + w.num_heads * w.head_dim, tokens, width, w.num_kv_heads, w.head_dim, w.key_norm, w.eps,
                   threads);
   pagemill_rope_and_store(heads, tokens, w.num_heads, w.num_kv_heads, w.head_dim, cos, sin, cache, cache_type, slots,
-                          plan->block_size, threads);
-  AttentionArgs attention = *plan;
+                          plan.block_size, threads);
+  AttentionArgs attention = plan;
   attention.query = heads;
   attention.query_stride = width;
   attention.cache = cache;
@@ -61,5 +55,19 @@ extern "C" void pagemill_decoder_layer(const LayerWeights* layer, const Attentio
     pagemill_silu_and_mul(gate_up, count, intermediate, activated, 0, threads);
     pagemill_linear(w.down, activated, count, intermediate, w.down_bias, hidden, size, 1, threads);
     hidden += count * size;
+  }
+}
+
+}  // namespace
+
+// plans: what layers with the same window share. caches: of each layer, with slots as in pagemill_rope_and_store.
+// scratch: for each token `hidden` floats, then the most that a layer needs of (qkv outputs + output inputs) for each
+// token and (gate_up outputs + down inputs) for each of up to kMlpRows.
+extern "C" void pagemill_decoder_layers(int64_t num_layers, const LayerWeights* const* layers,
+                                        const AttentionArgs* const* plans, uint8_t* const* caches, float* hidden,
+                                        int64_t tokens, const float* cos, const float* sin, int32_t cache_type,
+                                        const int64_t* slots, float* scratch) {
+  for (int64_t layer = 0; layer < num_layers; ++layer) {
+    decoder_layer(*layers[layer], *plans[layer], hidden, tokens, cos, sin, caches[layer], cache_type, slots, scratch);
   }
 }

@@ -158,23 +158,38 @@ inline void transpose8(const float* from, int64_t from_stride, float* to, int64_
 #endif
 }
 
+// As many lanes as an instruction takes, for what is done lane by lane.
+#ifdef __AVX512F__
+typedef float Widest __attribute__((vector_size(64)));
+inline Widest max(Widest a, Widest b) { return (Widest)_mm512_max_ps((__m512)a, (__m512)b); }
+inline float largest(Widest v) { return _mm512_reduce_max_ps((__m512)v); }
+inline float sum(Widest v) { return _mm512_reduce_add_ps((__m512)v); }
+#else
+typedef Floats Widest;
+#endif
+constexpr int kWidest = sizeof(Widest) / sizeof(float);
+inline Widest splat_widest(float value) { return Widest{} + value; }
+
 // exp(x) for x <= 88, relative error below 3e-7; 0 below -87. Cody-Waite reduction, degree-6 polynomial (Cephes).
-inline Floats exp(Floats x) {
-  const Floats clipped = max(x, splat(-87.0f));
-  const Floats scaled = clipped * 1.44269504088896341f;
-  const Floats magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to the nearest integer
-  const Floats whole = (scaled + magic) - magic;
-  const Floats r = (clipped - whole * 0.693359375f) - whole * -2.12194440e-4f;
-  Floats p = splat(1.9875691500e-4f);
+template <typename Vector>
+inline Vector exp(Vector x) {
+  typedef int32_t Integers __attribute__((vector_size(sizeof(Vector))));
+  const Vector none = {};
+  const Vector clipped = max(x, none - 87.0f);
+  const Vector scaled = clipped * 1.44269504088896341f;
+  const Vector magic = none + 12582912.0f;  // 1.5 * 2^23: adding it rounds to the nearest integer
+  const Vector whole = (scaled + magic) - magic;
+  const Vector r = (clipped - whole * 0.693359375f) - whole * -2.12194440e-4f;
+  Vector p = none + 1.9875691500e-4f;
   p = p * r + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
   p = p * r + 4.1665795894e-2f;
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * (r * r) + r + 1.0f;
-  const Ints exponent = (__builtin_convertvector(whole, Ints) + 127) << 23;
-  const Floats result = p * load_as<Floats>(&exponent);
-  return x < splat(-87.0f) ? zero() : result;
+  const Integers exponent = (__builtin_convertvector(whole, Integers) + 127) << 23;
+  const Vector result = p * load_as<Vector>(&exponent);
+  return x < none - 87.0f ? none : result;
 }
 
 }  // namespace pagemill
