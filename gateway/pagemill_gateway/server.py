@@ -20,6 +20,7 @@ from starlette.types import ASGIApp
 from pagemill_gateway.app import control_app, data_app
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.core import Gateway, open_gateway
+from pagemill_gateway.garbage import collect_seldom
 from pagemill_gateway.logs import tell
 from pagemill_gateway.processes.sockets import open_ports, url_of
 from pagemill_gateway.processes.stop import Stop
@@ -43,6 +44,7 @@ async def serve(config: GatewayConfig) -> None:
     try:
         with stop.on_signals():
             async with listening(gateway, data_socket, control_socket) as (data, control):
+                collect_seldom()
                 tell("listening", url=url_of(data_socket), control_url=url_of(control_socket))
                 await stopped(stop, data, control)
                 gateway.head.draining = True

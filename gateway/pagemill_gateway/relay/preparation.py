@@ -1,8 +1,8 @@
 """From a client's body to engine requests: parsed, given to a deployment, rendered, tokenized, hashed.
 
-Rendering waits for a template process, and tokenizing and hashing a long prompt take milliseconds, so all happen in
-threads; a short completion prompt is cheaper to tokenize than to hand over. The request id, the time and the seed are
-given here.
+Rendering is a process's. Tokenizing and hashing a long prompt take milliseconds and happen in threads; a short one
+takes less than to hand it over and to share the interpreter meanwhile. The request id, the time and the seed are given
+here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pagemill_gateway.relay.prompt_hashes import PromptHashes
 from pagemill_protocol.errors import PagemillError, unavailable
 from pagemill_protocol.generate import Dialect, GenerateRequest
 from pagemill_protocol.openai.parse import parse_body
-from pagemill_protocol.openai.prepare import new_request_id, prepare_chat, prepare_completions
+from pagemill_protocol.openai.prepare import new_request_id, prepare_chat, prepare_completions, render_soon
 from pagemill_protocol.openai.schemas import ChatCompletionRequest, CompletionRequest
 from pagemill_protocol.text.tokenizer import Tokenizer
 
@@ -79,7 +79,7 @@ class Preparation:
         """
         if dialect == "chat":
             chat = await self.parse(raw, ChatCompletionRequest)
-            return await self._chat(chat, await self._find(chat, caller, claim, write), caller, header_of)
+            return await self._chat(chat, await self._find(chat, caller, claim, write), len(raw), caller, header_of)
         body = await self.parse(raw, CompletionRequest)
         return await self._completions(body, await self._find(body, caller, claim, write), len(raw), caller, header_of)
 
@@ -96,11 +96,14 @@ class Preparation:
         except PagemillError as error:
             raise told_to(caller, error, body.model) from error
 
-    async def _chat(self, body: ChatCompletionRequest, target: Target, caller: Caller, header_of: HeaderOf) -> Prepared:
+    async def _chat(
+        self, body: ChatCompletionRequest, target: Target, size: int, caller: Caller, header_of: HeaderOf
+    ) -> Prepared:
+        tokenizer = await self.tokenizer(target)
         prepare = partial(
             prepare_chat,
             body,
-            await self.tokenizer(target),
+            tokenizer,
             max_model_len=target.max_model_len,
             request_id=new_request_id("chat"),
             created_unix_s=int(time.time()),
@@ -109,10 +112,13 @@ class Preparation:
         )
         keys, session = prompt_keys(body), session_key(target, caller.key_hash, header_of)
 
-        def job() -> Prepared:
-            return self._prepared(target, [_prioritized(prepare(), caller)], keys, session)
+        def job(text: str | None = None) -> Prepared:
+            return self._prepared(target, [_prioritized(prepare(text=text), caller)], keys, session)
 
-        return await asyncio.get_running_loop().run_in_executor(self._threads, job)
+        text = await render_soon(body, tokenizer) if size <= INLINE_BODY_BYTES else None
+        if text is not None and len(text) <= INLINE_BODY_BYTES:
+            return job(text)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, job, text)
 
     async def _completions(
         self, body: CompletionRequest, target: Target, size: int, caller: Caller, header_of: HeaderOf

@@ -45,13 +45,17 @@ def prepare_chat(
     cache_salt: str = "",
     seed: int | None = None,
     defaults: Mapping[str, Any] | None = None,
+    text: str | None = None,
 ) -> GenerateRequest:
     """Render and tokenize a chat; without a limit the answer may fill the context.
+
+    `text`: what `render_soon` made of it, if it was asked.
 
     `seed` and `defaults` (sampling values of the model, such as `temperature`) count where the client sent none.
     `max_model_len` 0: not known, the engine checks. Raises `PagemillError` 400.
     """
-    text = _render(req.messages, req, tokenizer)
+    if text is None:
+        text = _render(req.messages, req, tokenizer)
     token_ids = _encode(tokenizer, text, req.add_special_tokens, max_model_len, "messages")
     max_tokens = _answer_budget(
         len(token_ids), req.requested_tokens, None, max_model_len, "messages", req.max_tokens_field
@@ -129,13 +133,22 @@ def detokenize(req: DetokenizeRequest, tokenizer: Tokenizer) -> str:
     return tokenizer.decode(req.tokens, skip_special_tokens=False)
 
 
+async def render_soon(req: ChatCompletionRequest, tokenizer: Tokenizer) -> str:
+    """The prompt of a short chat, on the event loop. Raises `PagemillError` 400."""
+    messages = [message.for_template() for message in req.messages]
+    return await tokenizer.chat_template.render_soon(messages, **_rendering(req))
+
+
 def _render(messages: Any, req: ChatCompletionRequest | TokenizeRequest, tokenizer: Tokenizer) -> str:
-    return tokenizer.render_chat(
-        [message.for_template() for message in messages],
-        add_generation_prompt=req.add_generation_prompt and not req.continue_final_message,
-        continue_final_message=req.continue_final_message,
-        template_kwargs=req.chat_template_kwargs or None,
-    )
+    return tokenizer.render_chat([message.for_template() for message in messages], **_rendering(req))
+
+
+def _rendering(req: ChatCompletionRequest | TokenizeRequest) -> dict[str, Any]:
+    return {
+        "add_generation_prompt": req.add_generation_prompt and not req.continue_final_message,
+        "continue_final_message": req.continue_final_message,
+        "template_kwargs": req.chat_template_kwargs or None,
+    }
 
 
 def _prompt_tokens(

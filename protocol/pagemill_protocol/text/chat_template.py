@@ -6,6 +6,7 @@ and turns every failure into a 400 that names the field. Does not tokenize.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import weakref
 from collections import deque
@@ -17,7 +18,14 @@ from pagemill_protocol.errors import PagemillError, invalid_field, unavailable
 from pagemill_protocol.sources import SourceError
 from pagemill_protocol.text.bundle import TokenizerBundle
 from pagemill_protocol.text.chat_messages import check_template_kwargs, normalize_messages
-from pagemill_protocol.text.template_process import TemplateLimits, TemplateProcess, TimeLimitReached, WorkerDied
+from pagemill_protocol.text.template_process import (
+    MAX_UNWAITED_BYTES,
+    Broke,
+    TemplateLimits,
+    TemplateProcess,
+    TimeLimitReached,
+    WorkerDied,
+)
 
 MAX_PROCESSES = 2
 """Worker processes per template: one slow render does not hold up the next."""
@@ -53,6 +61,43 @@ class ChatTemplate:
         template_kwargs: dict[str, Any] | None = None,
     ) -> str:
         """The prompt. `continue_final_message` ends it inside the last message and implies no generation prompt."""
+        name, variables = self._call(
+            messages, add_generation_prompt, continue_final_message, tools, template_kwargs or {}
+        )
+        return _text_of(self._run(name, variables), continue_final_message)
+
+    async def render_soon(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> str:
+        """As `render`, for an event loop. A thread is asked only where something has to be waited for.
+
+        For short chats: waking a thread and sharing the interpreter with it costs more than rendering them.
+        """
+        name, variables = self._call(
+            messages, add_generation_prompt, continue_final_message, tools, template_kwargs or {}
+        )
+        process = self._borrow_idle(name) if len(variables) <= MAX_UNWAITED_BYTES else None
+        if process is None:
+            reply = await asyncio.to_thread(self._run, name, variables)
+        else:
+            reply = await self._run_soon(process, name, variables)
+        return _text_of(reply, continue_final_message)
+
+    def _call(
+        self,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        tools: list[dict[str, Any]] | None,
+        template_kwargs: dict[str, Any],
+    ) -> tuple[str, bytes]:
+        """The template's name and its variables."""
         name = _TOOLS if tools and _TOOLS in self._templates else _CHAT
         if name not in self._templates:
             raise PagemillError(
@@ -65,31 +110,55 @@ class ChatTemplate:
             conversation[-1] = {**conversation[-1], "content": conversation[-1]["content"] + _CONTINUE_MARK}
         variables = {
             **self._constants,
-            **check_template_kwargs(template_kwargs or {}),
+            **check_template_kwargs(template_kwargs),
             "messages": conversation,
             "tools": tools or None,
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
         }
-        text = self._run(name, _to_json(variables))
-        return _cut_at_mark(text) if continue_final_message else text
+        return name, _to_json(variables)
 
     def close(self) -> None:
         """Ends idle workers. A later render starts new ones."""
         _close_all(self._idle)
 
-    def _run(self, name: str, variables: bytes) -> str:
+    def _run(self, name: str, variables: bytes) -> dict[str, Any]:
         wait_s = self._limits.wall_limit_s
         if not self._slots.acquire(timeout=wait_s):
             raise unavailable(f"No chat could be rendered within {wait_s:g} s. Retry later.")
         try:
-            reply = self._exchange(name, variables)
+            return self._exchange(name, variables)
         finally:
             self._slots.release()
-        if "text" in reply:
-            return str(reply["text"])
-        if "refusal" in reply:
-            raise invalid_field("messages", f"The chat template refuses these messages: {reply['refusal']}")
-        raise _template_failed(reply["error"])
+
+    async def _run_soon(self, process: TemplateProcess, name: str, variables: bytes) -> dict[str, Any]:
+        """In a process of `_borrow_idle`, which goes back by itself."""
+
+        def on_free() -> None:
+            self._idle.append(process)
+            self._slots.release()
+
+        try:
+            return await process.render_soon(name, variables, on_free, self._slots.release)
+        except Broke as broken:
+            verdict = await asyncio.to_thread(process.verdict, broken.cause)
+        if isinstance(verdict, TimeLimitReached):
+            raise self._too_slow()
+        return await asyncio.to_thread(self._run, name, variables)
+
+    def _borrow_idle(self, name: str) -> TemplateProcess | None:
+        """One that can begin at once; none: there is something to wait for, or to complain about."""
+        if not self._slots.acquire(blocking=False):
+            return None
+        try:
+            process = self._idle.pop()
+        except IndexError:
+            self._slots.release()
+            return None
+        if name in process.errors:
+            self._idle.append(process)
+            self._slots.release()
+            return None
+        return process
 
     def _exchange(self, name: str, variables: bytes) -> dict[str, Any]:
         """A worker that was killed while idle looks like one that a render killed: the first death is retried."""
@@ -101,7 +170,7 @@ class ChatTemplate:
                     raise _template_failed(f"it does not compile: {process.errors[name]}")
                 reply = process.render(name, variables)
             except TimeLimitReached:
-                raise _template_failed(f"it runs longer than {self._limits.cpu_limit_s:g} s") from None
+                raise self._too_slow() from None
             except WorkerDied as death:
                 if attempt == 2:
                     raise _template_failed(f"its process ended ({death})") from None
@@ -109,6 +178,9 @@ class ChatTemplate:
             self._idle.append(process)
             return reply
         raise AssertionError("unreachable")
+
+    def _too_slow(self) -> PagemillError:
+        return _template_failed(f"it runs longer than {self._limits.cpu_limit_s:g} s")
 
     def _borrow(self) -> TemplateProcess:
         try:
@@ -143,6 +215,15 @@ def _to_json(variables: dict[str, Any]) -> bytes:
         return msgspec.json.encode(variables)
     except (TypeError, ValueError, RecursionError) as error:
         raise invalid_field("messages", f"The messages are not valid JSON data: {str(error)[:200]}") from None
+
+
+def _text_of(reply: dict[str, Any], continue_final_message: bool) -> str:
+    if "text" in reply:
+        text = str(reply["text"])
+        return _cut_at_mark(text) if continue_final_message else text
+    if "refusal" in reply:
+        raise invalid_field("messages", f"The chat template refuses these messages: {reply['refusal']}")
+    raise _template_failed(reply["error"])
 
 
 def _cut_at_mark(text: str) -> str:

@@ -8,6 +8,7 @@ thread waits for it. It costs about 0.2 ms per render and one start per model.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import select
@@ -15,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,9 @@ _START_TIMEOUT_S = 60.0
 _HEAD_BYTES = 4
 _GRACE_S = 5.0
 """How much later than the worker's own timers this side gives up."""
+_READ_BYTES = 1 << 20
+MAX_UNWAITED_BYTES = 32 * 1024
+"""Of a request that can be written without waiting: half of what a pipe holds."""
 
 
 class TemplateLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,8 +48,16 @@ class WorkerDied(Exception):
     """The worker ended for another reason: killed, out of memory, or its stack overflowed."""
 
 
+class Broke(Exception):
+    """An exchange that an event loop waited for failed; `TemplateProcess.verdict` of `cause` says why."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
 class TemplateProcess:
-    """One running worker. Not thread safe: its owner lends it to one thread at a time."""
+    """One running worker. Not thread safe: its owner lends it to one thread at a time, or to an event loop."""
 
     def __init__(self, templates: dict[str, str], limits: TemplateLimits) -> None:
         self._limits = limits
@@ -68,8 +81,27 @@ class TemplateProcess:
 
         Raises `TimeLimitReached` or `WorkerDied`; the process is then gone.
         """
-        request = b'{"template":%b,"variables":%b}' % (msgspec.json.encode(template), variables)
-        return self._exchange(request, self._limits.wall_limit_s + _GRACE_S)
+        return self._exchange(_request(template, variables), self._limits.wall_limit_s + _GRACE_S)
+
+    def render_soon(
+        self, template: str, variables: bytes, on_free: Callable[[], None], on_broken: Callable[[], None]
+    ) -> asyncio.Future[dict[str, Any]]:
+        """As `render`, for the running event loop: no thread is woken. `variables`: `MAX_UNWAITED_BYTES` at most.
+
+        The future ends with the reply or with `Broke`. The process is busy until then, whether or not anybody still
+        waits: either `on_free` or `on_broken` tells that it is not, and is called first.
+        """
+        answered = asyncio.get_running_loop().create_future()
+        _Reading(self, answered, on_free, on_broken).start(self._limits.wall_limit_s + _GRACE_S)
+        with contextlib.suppress(OSError):  # the reader hears of it
+            self._write(_framed(_request(template, variables)))
+        return answered
+
+    @property
+    def descriptor(self) -> int:
+        """Where its replies come from."""
+        assert self._process.stdout is not None
+        return self._process.stdout.fileno()
 
     def close(self) -> None:
         for stream in (self._process.stdin, self._process.stdout):
@@ -82,10 +114,10 @@ class TemplateProcess:
     def _exchange(self, request: bytes, timeout_s: float) -> dict[str, Any]:
         deadline = time.monotonic() + timeout_s
         try:
-            self._write(len(request).to_bytes(_HEAD_BYTES, "big") + request)
+            self._write(_framed(request))
             reply: dict[str, Any] = msgspec.json.decode(self._read_frame(deadline))
         except (OSError, EOFError, TimeoutError) as error:
-            raise self._verdict(error) from None
+            raise self.verdict(error) from None
         return reply
 
     def _write(self, data: bytes) -> None:
@@ -96,24 +128,19 @@ class TemplateProcess:
 
     def _read_frame(self, deadline: float) -> bytes:
         """As few calls as can be: each gives other threads the interpreter, and waits until it is given back."""
-        assert self._process.stdout is not None
-        descriptor = self._process.stdout.fileno()
+        descriptor = self.descriptor
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
-        received, num_bytes = bytearray(), _HEAD_BYTES
-        while len(received) < num_bytes:
+        incoming = _Incoming()
+        while True:
             if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
                 raise TimeoutError
-            piece = os.read(descriptor, 1 << 20)
-            if not piece:
-                raise EOFError
-            received += piece
-            if len(received) >= _HEAD_BYTES:
-                num_bytes = _HEAD_BYTES + int.from_bytes(received[:_HEAD_BYTES], "big")
-        return bytes(received[_HEAD_BYTES:])
+            frame = incoming.add(os.read(descriptor, _READ_BYTES))
+            if frame is not None:
+                return frame
 
-    def _verdict(self, error: Exception) -> Exception:
-        """Why the exchange failed; ends what is left of the process."""
+    def verdict(self, error: Exception) -> Exception:
+        """Why the exchange failed; ends what is left of the process, and may wait for that."""
         ended_by_itself = isinstance(error, (EOFError, OSError)) and not isinstance(error, TimeoutError)
         if ended_by_itself:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -123,3 +150,78 @@ class TemplateProcess:
         if isinstance(error, TimeoutError) or code in (-signal.SIGALRM, -signal.SIGPROF):
             return TimeLimitReached()
         return WorkerDied(f"exit code {code}")
+
+
+class _Incoming:
+    """The bytes of one frame, as far as they have come."""
+
+    def __init__(self) -> None:
+        self._received = bytearray()
+        self._num_bytes = _HEAD_BYTES
+
+    def add(self, piece: bytes) -> bytes | None:
+        """The frame once it is whole. Raises `EOFError` when nothing will come any more."""
+        if not piece:
+            raise EOFError
+        received = self._received
+        received += piece
+        if len(received) >= _HEAD_BYTES:
+            self._num_bytes = _HEAD_BYTES + int.from_bytes(received[:_HEAD_BYTES], "big")
+        return bytes(received[_HEAD_BYTES:]) if len(received) >= self._num_bytes else None
+
+
+class _Reading:
+    """Takes one reply as the event loop tells of its pieces."""
+
+    def __init__(
+        self,
+        process: TemplateProcess,
+        answered: asyncio.Future[dict[str, Any]],
+        on_free: Callable[[], None],
+        on_broken: Callable[[], None],
+    ) -> None:
+        self._process = process
+        self._descriptor = process.descriptor
+        self._answered = answered
+        self._on_free = on_free
+        self._on_broken = on_broken
+        self._loop = answered.get_loop()
+        self._incoming = _Incoming()
+        self._timer: asyncio.TimerHandle
+
+    def start(self, timeout_s: float) -> None:
+        self._loop.add_reader(self._descriptor, self._read)
+        self._timer = self._loop.call_later(timeout_s, self._fail, TimeoutError())
+
+    def _read(self) -> None:
+        try:
+            frame = self._incoming.add(os.read(self._descriptor, _READ_BYTES))
+        except (OSError, EOFError) as error:
+            self._fail(error)
+            return
+        if frame is None:
+            return
+        self._stop()
+        self._on_free()
+        if not self._answered.done():
+            self._answered.set_result(msgspec.json.decode(frame))
+
+    def _fail(self, error: Exception) -> None:
+        self._stop()
+        self._on_broken()
+        if self._answered.done():
+            self._process.close()
+        else:
+            self._answered.set_exception(Broke(error))
+
+    def _stop(self) -> None:
+        self._timer.cancel()
+        self._loop.remove_reader(self._descriptor)
+
+
+def _request(template: str, variables: bytes) -> bytes:
+    return b'{"template":%b,"variables":%b}' % (msgspec.json.encode(template), variables)
+
+
+def _framed(request: bytes) -> bytes:
+    return len(request).to_bytes(_HEAD_BYTES, "big") + request

@@ -1,0 +1,169 @@
+"""Chats rendered for an event loop: the same texts and refusals as in a thread, and no loop that stands still."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.text.bundle import TokenizerBundle
+from pagemill_protocol.text.chat_template import ChatTemplate
+from pagemill_protocol.text.template_process import MAX_UNWAITED_BYTES, TemplateLimits
+
+LIMITS = TemplateLimits(cpu_limit_s=0.3, wall_limit_s=5.0, max_output_chars=100_000, memory_bytes=512 * 1024 * 1024)
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+LONG_WHEN_SEVERAL = "{% if messages | length > 1 %}" + ENDLESS + "{% endif %}fine"
+BY_LAST = "{{ messages[-1].content }}"
+
+
+def said(text: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": text}]
+
+
+@pytest.fixture
+def template() -> Iterator[Callable[[str], ChatTemplate]]:
+    made: list[ChatTemplate] = []
+
+    def make(source: str) -> ChatTemplate:
+        made.append(ChatTemplate(TokenizerBundle(tokenizer_json="{}", chat_template=source), limits=LIMITS))
+        return made[-1]
+
+    yield make
+    for chat_template in made:
+        chat_template.close()
+
+
+async def warm(chat: ChatTemplate) -> ChatTemplate:
+    """With a process that waits for work."""
+    await asyncio.to_thread(chat.render, said("hello"))
+    assert len(chat._idle) == 1
+    return chat
+
+
+async def settled(chat: ChatTemplate, num_idle: int) -> None:
+    async with asyncio.timeout(20):
+        while len(chat._idle) != num_idle or chat._slots._value != 2:  # noqa: ASYNC110 (nobody tells)
+            await asyncio.sleep(0.01)
+
+
+async def test_the_text_is_the_same_and_no_thread_is_asked(template, monkeypatch):
+    chat = await warm(template("{{ messages[0].content * 3 }}"))
+
+    def asked(*_: Any) -> None:
+        raise AssertionError("a thread")
+
+    monkeypatch.setattr(asyncio, "to_thread", asked)
+    for number in range(20):
+        assert await chat.render_soon(said(f"ü{number};")) == f"ü{number};" * 3
+    await settled(chat, 1)
+
+
+async def test_the_first_render_starts_the_process(template):
+    chat = template(BY_LAST)
+    assert await chat.render_soon(said("first")) == "first"
+    await settled(chat, 1)
+
+
+async def test_many_at_once_get_their_own_texts(template):
+    chat = await warm(template(BY_LAST))
+    texts = [f"text {number}" for number in range(40)]
+    assert await asyncio.gather(*(chat.render_soon(said(text)) for text in texts)) == texts
+    await settled(chat, len(chat._idle))
+
+
+@pytest.mark.parametrize("num_chars", [MAX_UNWAITED_BYTES // 2, MAX_UNWAITED_BYTES * 2, 90_000])
+async def test_long_messages_come_through_whole(template, num_chars):
+    chat = await warm(template(BY_LAST))
+    text = "x" * num_chars
+    assert await chat.render_soon(said(text)) == text
+
+
+async def test_a_short_message_may_make_a_long_text(template):
+    chat = await warm(template("{{ messages[0].content * 9999 }}"))
+    assert await chat.render_soon(said("123456789 ")) == "123456789 " * 9999
+
+
+async def test_the_loop_turns_while_a_template_is_stopped(template):
+    chat = await warm(template(LONG_WHEN_SEVERAL))
+    turns, ended = 0, asyncio.ensure_future(chat.render_soon(said("a") * 2))
+    while not ended.done():
+        await asyncio.sleep(0.01)
+        turns += 1
+    with pytest.raises(PagemillError, match=r"runs longer than 0\.3 s"):
+        await ended
+    assert turns > 10
+    assert await chat.render_soon(said("a")) == "fine"
+    await settled(chat, 1)
+
+
+async def test_refusals_and_faults_are_told_as_in_a_thread(template):
+    chat = await warm(
+        template("{% if messages | length > 1 %}{{ raise_exception('one only') }}{% endif %}{{ messages[0].content }}")
+    )
+    with pytest.raises(PagemillError, match="refuses these messages: one only"):
+        await chat.render_soon(said("a") * 2)
+    with pytest.raises(PagemillError) as refused:
+        await chat.render_soon([])
+    assert refused.value.param == "messages"
+    assert await chat.render_soon(said("still here")) == "still here"
+
+
+async def test_a_template_that_does_not_compile_is_named(template):
+    chat = template("{{ unclosed")
+    for _ in range(2):
+        with pytest.raises(PagemillError, match="does not compile"):
+            await chat.render_soon(said("a"))
+
+
+async def test_a_process_that_was_killed_is_replaced(template):
+    chat = await warm(template(BY_LAST))
+    os.kill(chat._idle[0]._process.pid, signal.SIGKILL)
+    assert await chat.render_soon(said("again")) == "again"
+    await settled(chat, 1)
+
+
+async def test_a_final_message_is_continued(template):
+    chat = await warm(template(BY_LAST + "!"))
+    messages = [*said("a"), {"role": "assistant", "content": "so far"}]
+    assert await chat.render_soon(messages, continue_final_message=True) == "so far"
+
+
+async def test_who_goes_away_leaves_the_process_to_others(template):
+    chat = await warm(template("{% for n in range(99999) %}{% endfor %}" + BY_LAST))
+    process = chat._idle[0]
+    leaving = asyncio.ensure_future(chat.render_soon(said("left")))
+    await asyncio.sleep(0)
+    assert not chat._idle
+    leaving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    await settled(chat, 1)
+    assert chat._idle[0] is process
+    assert await chat.render_soon(said("mine")) == "mine"
+
+
+async def test_a_process_that_dies_unwatched_is_not_used_again(template):
+    chat = await warm(template(LONG_WHEN_SEVERAL))
+    process = chat._idle[0]
+    leaving = asyncio.ensure_future(chat.render_soon(said("left") * 2))
+    await asyncio.sleep(0)
+    leaving.cancel()
+    await settled(chat, 0)
+    assert process._process.returncode is not None
+    assert await chat.render_soon(said("mine")) == "fine"
+
+
+@pytest.mark.model
+async def test_it_costs_less_than_a_millisecond_of_the_loop(smollm2):
+    chat = smollm2.chat_template
+    expected = await chat.render_soon(said("hello"))
+    used = time.thread_time()
+    for _ in range(50):
+        assert await chat.render_soon(said("hello")) == expected
+    assert (time.thread_time() - used) / 50 < 0.001
