@@ -42,8 +42,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     whatever it is, and keep matrices that are stored in bfloat16 so. With `auto` they round activations to 16 bits
     where they meet 4-bit weights, which is faster; with `float32` they do not. On a CPU float16 is torch's alone."""
     quantization: Literal["none", "int8", "int4"] = "none"
-    """Rounds float weights to codes of 8 or 4 bits while they are loaded (embedding and head always to 8), a scale for
-    every 32 inputs. Files that are quantized already stay as they are."""
+    """Rounds weights to codes of 8 or 4 bits while they are loaded (embedding and head always to 8), a scale for every
+    32 inputs. What is stored in codes of so few bits already stays as it is."""
     max_model_len: int | None = None
     """Tokens of prompt and output together; `None`: the model's own limit, capped by the KV cache."""
     max_num_seqs: int = 64

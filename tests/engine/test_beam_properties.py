@@ -297,6 +297,64 @@ def test_searches_under_pressure_compute_again_and_find_the_same(checking_runner
     assert_as_alone(checking_runner, pressing_requests(), answers)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("kind", ["search", "choices"])
+def test_who_waits_with_blocks_loses_them_to_nobody_of_lower_priority(
+    checking_runner: Make, overlap: bool, kind: str
+) -> None:
+    """Beams between two steps and choices that wait for a seat are in no batch, but they are not the first to go."""
+    core = make_core(checking_runner, 14, max_num_seqs=2, overlap=overlap, enable_prefix_caching=False)
+    sampling = SamplingParams(n=3, use_beam_search=kind == "search", max_tokens=8, ignore_eos=True, seed=1)
+    important = GenerateRequest(
+        request_id="important", model="m", prompt_token_ids=[1, 0] * 4, sampling=sampling, priority=0
+    )
+    cheap = GenerateRequest(
+        request_id="cheap",
+        model="m",
+        prompt_token_ids=[0] * 6,
+        sampling=SamplingParams(max_tokens=38, ignore_eos=True, seed=2),
+        priority=1,
+    )
+    core.add(cheap)
+    for _ in range(20):
+        core.step()
+    core.add(important)
+    answers, _, errors = drain(core)
+    admitted_anew = Counter(
+        row.request_id.split("/")[0]
+        for plan in core.runner.plans
+        for row in plan.admitted
+        if row.num_computed_tokens == 0
+    )
+    assert admitted_anew["important"] == 1, "its blocks were taken for a request of lower priority"
+    assert admitted_anew["cheap"] > 1, "there was no pressure"
+    assert not +errors
+    assert len(answers["cheap", 0]) == 38 - 20
+    assert_as_alone(checking_runner, [important], answers)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "shortest-prefill-first"])
+def test_beams_decode_however_many_prompts_wait(checking_runner: Make, policy: str) -> None:
+    """Prompts that fill the budget of every step, and that each policy but one ranks before the search's own."""
+    core = make_core(checking_runner, policy=policy, max_num_batched_tokens=12, enable_prefix_caching=False)
+    core.add(search_of(24, 3, 10))
+    for index in range(16):
+        if index >= 2:
+            prompt = GenerateRequest(
+                request_id=f"prompt{index}",
+                model="m",
+                prompt_token_ids=[index % 2] * 12,
+                sampling=SamplingParams(max_tokens=1),
+                priority=-5,
+            )
+            core.add(prompt)
+        core.step()
+    decided = [
+        plan.step for plan in core.runner.plans if any(name.startswith("a/") for name in plan.num_scheduled_tokens)
+    ]
+    assert decided == list(range(1, 12)), "two chunks of its prompt, then a token of each beam in every step"
+
+
 def _never_copy(self: KVCacheManager, table: BlockTable) -> bool:
     return False
 

@@ -62,6 +62,17 @@ def test_nothing_slow_is_imported_before_the_engine_process_starts() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+def test_the_engine_process_knows_neither_text_nor_json() -> None:
+    """Detokenizing, stop strings and rendering are the HTTP process's: nothing of them can hold up a step."""
+    code = (
+        "import sys, pagemill_engine.loop.process, pagemill_engine.runner.load_eager; "
+        "texts = ('pagemill_engine.output', 'pagemill_engine.server', 'pagemill_protocol.text', "
+        "'pagemill_protocol.openai', 'tokenizers', 'starlette', 'uvicorn', 'pydantic'); "
+        "assert not [name for name in sys.modules if name.startswith(texts)]"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
 @contextlib.asynccontextmanager
 async def started(config: EngineConfig = CONFIG) -> AsyncIterator[EngineChannel]:
     channel = EngineChannel(config, EngineProcess.launch(config))
@@ -108,14 +119,16 @@ async def test_the_engine_starts_answers_refuses_and_stops() -> None:
         channel.send(request("a", n=2))
         channel.send(request("long", 100_000))
         channel.send(request("wide", n=9))
+        channel.send(request("candidates", n=2, best_of=9))
         channel.send(request("endless", max_tokens=None))
         channel.send(Abort("endless"))
-        outputs = await outputs_of(channel, 2 + 1 + 9 + 1)
+        outputs = await outputs_of(channel, 2 + 1 + 9 + 9 + 1)
         ends = {(out.request_id, out.choice): out for out in outputs if out.finish_reason is not None}
         assert ends["a", 0].finish_reason == ends["a", 1].finish_reason == "length"
         assert (ends["long", 0].error_status, ends["long", 0].error_param) == (400, "messages")
         assert ends["long", 0].error_code == "context_length_exceeded"
         assert (ends["wide", 8].error_status, ends["wide", 8].error_param) == (400, "n")
+        assert (ends["candidates", 8].error_status, ends["candidates", 8].error_param) == (400, "best_of")
         assert ends["endless", 0].finish_reason == "abort"
         process = psutil.Process(channel.pid)
         channel.send(Shutdown())

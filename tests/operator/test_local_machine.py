@@ -12,7 +12,7 @@ import pytest
 
 from pagemill_operator.backends.base import BackendError
 from pagemill_operator.backends.local.child import Child
-from pagemill_operator.backends.local.cores import threads_per_engine, usable_cores
+from pagemill_operator.backends.local.cores import threads_per_engine
 from pagemill_operator.backends.local.gpus import least_used, visible_gpus
 from pagemill_operator.backends.local.ports import PortInUse, ensure_bindable, free_port
 from pagemill_operator.backends.local.readyz import describe
@@ -36,14 +36,6 @@ def test_an_impossible_address_names_the_flag(host: str, port: int) -> None:
 
 def test_a_free_port_can_be_bound() -> None:
     ensure_bindable("127.0.0.1", free_port())
-
-
-@pytest.mark.parametrize(
-    ("quota", "most"), [("max 100000", 10_000), ("100000 100000", 1), ("150000 100000", 2), ("", 10_000)]
-)
-def test_cores_obey_the_cgroups_quota(tmp_path: Path, quota: str, most: int) -> None:
-    (tmp_path / "cpu.max").write_text(quota)
-    assert 1 <= usable_cores(tmp_path / "cpu.max") <= most
 
 
 @pytest.mark.parametrize(("cores", "engines", "threads"), [(2, 2, 1), (8, 3, 2), (1, 4, 1), (4, 0, 4)])

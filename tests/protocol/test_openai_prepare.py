@@ -168,6 +168,26 @@ def test_sampling_values_arrive_and_are_range_checked(byte_tokenizer: Tokenizer)
     assert caught.value.param == "min_tokens"
 
 
+@pytest.mark.parametrize("fields", [{"temperature": 3}, {"logit_bias": {"999": 1}}, {"stop": "x" * 2000}])
+def test_a_bad_value_is_refused_before_the_prompt_is_looked_at(
+    byte_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+) -> None:
+    """A long prompt beside it would cost its rendering and tokenizing first."""
+    for name in ("encode", "render_chat"):
+        monkeypatch.setattr(byte_tokenizer, name, lambda *args, **kwargs: pytest.fail("the prompt was looked at"))
+    for make in (chat, completions):
+        with pytest.raises(PagemillError) as caught:
+            make(byte_tokenizer, **fields)
+        assert caught.value.param == next(iter(fields))
+
+
+def test_a_minimum_above_the_default_budget_is_refused(byte_tokenizer: Tokenizer) -> None:
+    with pytest.raises(PagemillError) as caught:
+        completions(byte_tokenizer, min_tokens=17)
+    assert caught.value.param == "min_tokens"
+    assert completions(byte_tokenizer, min_tokens=16)[0].sampling.min_tokens == 16
+
+
 def test_logprobs_in_both_dialects(byte_tokenizer: Tokenizer) -> None:
     assert chat(byte_tokenizer, logprobs=True).sampling.logprobs == 0
     assert chat(byte_tokenizer).sampling.logprobs is None

@@ -55,7 +55,7 @@ def serve(
         typer.Option(help="Type of float weights and of the KV cache."),
     ] = "auto",
     quantization: Annotated[
-        Literal["none", "int8", "int4"], typer.Option(help="Round float weights to codes while they are loaded.")
+        Literal["none", "int8", "int4"], typer.Option(help="Round weights to codes while they are loaded.")
     ] = "none",
     kv_cache_dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "int8"], typer.Option(help="Type of the KV cache.")

@@ -22,10 +22,10 @@ from pagemill_engine.ipc.messages import MemoryBudget
 from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.runner.budget import MemoryPlan, Sizes, plan_memory
 from pagemill_engine.runner.memory import MemoryState, measure_memory
-from pagemill_engine.runner.threads import available_threads
 from pagemill_engine.server.fit import RUNTIME_BYTES
 from pagemill_operator.autoscaler.memory import Shape
 from pagemill_operator.plan.types import Plan
+from pagemill_protocol.cgroup import usable_cores
 from pagemill_protocol.model_spec import ModelSpec, load_model_spec
 from pagemill_protocol.sources import SourceError, resolve_source
 from pagemill_protocol.state import StepTimeParams
@@ -188,7 +188,7 @@ def _measured(plan: Plan, config: EngineConfig, means: Means, input_tokens: int,
 
 
 def _this_machine(num_threads: int | None, compute: str) -> str:
-    cores = available_threads()
+    cores = usable_cores()
     shortage = (
         f" with {cores} of the {num_threads} cores of resources.cpu" if num_threads and num_threads > cores else ""
     )

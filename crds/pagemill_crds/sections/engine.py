@@ -98,7 +98,7 @@ class EngineSection(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of float weights and of the KV cache; `auto` takes what the device computes natively."""
     quantization: Literal["none", "fp8", "int8", "int4", "awq", "gptq"] = "none"
-    """How float weights are quantized when they are loaded; GGUF files that are quantized already stay as they are."""
+    """How weights are quantized when they are loaded; what a GGUF file holds in so few bits already stays as it is."""
     max_model_len: Annotated[int, Field(ge=16, le=10_485_760)] | None = None
     """Tokens of prompt and output together; the model's own limit when absent."""
     max_num_seqs: Annotated[int, Field(ge=1, le=4096)] = 64

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pagemill_engine.loading.codes import CODE_KINDS, read_blocks, read_codes
+from pagemill_engine.loading.codes import CODE_KINDS, CodeKind, read_blocks, read_codes
 from pagemill_engine.loading.dequantize import dequantize_into, supported_types
 from pagemill_engine.loading.digest import gguf_digest
 from pagemill_engine.loading.early_digest import EarlyDigest
@@ -68,10 +68,13 @@ class GGUFWeights:
         tensor = self._tensors[name]
         dequantize_into(tensor.ggml_type.name, self._stored(tensor), out)
 
+    def code_kind(self, name: str) -> CodeKind | None:
+        return CODE_KINDS.get(self._tensors[name].ggml_type.name)
+
     def read_codes(self, name: str) -> GroupCodes | None:
-        tensor = self._tensors[name]
-        if tensor.ggml_type.name not in CODE_KINDS:
+        if self.code_kind(name) is None:
             return None
+        tensor = self._tensors[name]
         return read_codes(tensor.ggml_type.name, self._stored(tensor), tensor.shape)
 
     def read_blocks(self, name: str) -> CodeBlocks | None:
@@ -85,7 +88,7 @@ class GGUFWeights:
     def num_bytes(self, dtype: torch.dtype, keep_stored: bool) -> int:
         total = 0
         for name, tensor in self._tensors.items():
-            kind = CODE_KINDS.get(tensor.ggml_type.name) if keep_stored else None
+            kind = self.code_kind(name) if keep_stored else None
             kept = torch.bfloat16 if keep_stored and self.is_bfloat16(name) else dtype
             total += math.prod(tensor.shape) * (8 * kept.itemsize if kind is None else kind.stored_bits) // 8
         return total

@@ -1,8 +1,8 @@
-"""Float weights quantized while they are read, one tensor at a time: a `WeightSource` over another one.
+"""Weights quantized while they are read, one tensor at a time: a `WeightSource` over another one.
 
 Matrices become codes, norms and biases stay floats. The embedding and the output head take 8 bits in every mode: they
-are read for every token's meaning and every token's choice, and a few percent of a large model's memory. A matrix whose
-inputs are not whole groups stays as it is.
+are read for every token's meaning and every token's choice, and a few percent of a large model's memory. What stays as
+it is: a matrix whose inputs are not whole groups, and one that is stored in codes of so few bits already.
 """
 
 from __future__ import annotations
@@ -28,52 +28,64 @@ _VERSION = 1
 
 
 class QuantizedWeights:
-    """`source` holds floats. Where nothing computes on codes, `read_into` gives the values that the codes stand for."""
+    """Where nothing computes on codes, `read_into` gives the values that the codes stand for."""
 
     def __init__(self, source: WeightSource, quantization: Quantization) -> None:
         self._source = source
+        self._shapes = source.shapes
         self._quantization: Quantization = quantization
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return self._source.shapes
+        return self._shapes
+
+    @property
+    def rounds_any(self) -> bool:
+        """Something in the files is stored in more bits than are asked for."""
+        return any(self._rounded_kind(name) is not None for name in self.shapes)
 
     def read_into(self, name: str, out: Tensor) -> None:
-        codes = self.read_codes(name)
-        if codes is None:
+        if self._rounded_kind(name) is None:
             self._source.read_into(name, out)
-        else:
-            out.copy_(codes.dequantize())
+            return
+        codes = self.read_codes(name)
+        assert codes is not None
+        out.copy_(codes.dequantize())
+
+    def code_kind(self, name: str) -> CodeKind | None:
+        return self._rounded_kind(name) or self._source.code_kind(name)
 
     def read_codes(self, name: str) -> GroupCodes | None:
-        shape = self.shapes[name]
-        kind = self._kind(name, shape)
+        kind = self._rounded_kind(name)
         if kind is None:
-            return None
-        weight = torch.empty(shape)
+            return self._source.read_codes(name)
+        weight = torch.empty(self.shapes[name])
         self._source.read_into(name, weight)
         return quantize(weight, kind.bits)
 
     def read_blocks(self, name: str) -> CodeBlocks | None:
-        return None
+        return self._source.read_blocks(name) if self._rounded_kind(name) is None else None
 
     def is_bfloat16(self, name: str) -> bool:
-        return self._kind(name, self.shapes[name]) is None and self._source.is_bfloat16(name)
+        return self._rounded_kind(name) is None and self._source.is_bfloat16(name)
 
     def num_bytes(self, dtype: torch.dtype, keep_stored: bool) -> int:
         total = 0
         for name, shape in self.shapes.items():
-            kind = self._kind(name, shape) if keep_stored else None
+            kind = self.code_kind(name) if keep_stored else None
             kept = torch.bfloat16 if keep_stored and self.is_bfloat16(name) else dtype
             total += math.prod(shape) * (8 * kept.itemsize if kind is None else kind.stored_bits) // 8
         return total
 
     def digest(self) -> str:
-        """Another one than the floats': rounded weights compute other keys, values and answers."""
+        """Another one than the source's: rounded weights compute other keys, values and answers."""
         text = f"{self._source.digest()}|{self._quantization}|{GROUP_SIZE}|{_VERSION}"
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
-    def _kind(self, name: str, shape: tuple[int, ...]) -> CodeKind | None:
+    def _rounded_kind(self, name: str) -> CodeKind | None:
+        """What the tensor is rounded to; `None` where it stays as it is."""
+        shape, stored = self.shapes[name], self._source.code_kind(name)
         if len(shape) != 2 or shape[1] % GROUP_SIZE:
             return None
-        return KINDS["int8" if name in _FULL_WIDTH else self._quantization]
+        kind = KINDS["int8" if name in _FULL_WIDTH else self._quantization]
+        return None if stored is not None and stored.bits <= kind.bits else kind

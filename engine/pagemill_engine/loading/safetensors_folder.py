@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from pagemill_engine.loading.codes import CodeKind
 from pagemill_engine.loading.digest import StoredTensor, digest_tensors
 from pagemill_engine.loading.errors import LoadError
 from pagemill_kernels.linear.groups import CodeBlocks, GroupCodes
@@ -54,6 +55,9 @@ class SafetensorsFolder:
                 "Use a float32, float16 or bfloat16 checkpoint.",
             )
         out.copy_(tensor)
+
+    def code_kind(self, name: str) -> CodeKind | None:
+        return None
 
     def read_codes(self, name: str) -> GroupCodes | None:
         return None

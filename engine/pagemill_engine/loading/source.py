@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from pagemill_engine.loading.codes import CodeKind
 from pagemill_engine.loading.early_digest import EarlyDigest
 from pagemill_kernels.linear.groups import CodeBlocks, GroupCodes
 
@@ -22,6 +23,10 @@ class WeightSource(Protocol):
 
     def read_into(self, name: str, out: Tensor) -> None:
         """Fill `out` (shape as in `shapes`, any float type) with the tensor, converted piece by piece."""
+        ...
+
+    def code_kind(self, name: str) -> CodeKind | None:
+        """Of the codes that the tensor is stored in; `None` where it is stored otherwise."""
         ...
 
     def read_codes(self, name: str) -> GroupCodes | None:

@@ -183,7 +183,8 @@ class EngineLoop:
 
 def _refusals(request: GenerateRequest, error: PagemillError) -> list[TokensOut]:
     """Every choice of the request ends with the reason."""
-    first = request.prompt_index * request.sampling.n
+    num_choices = max(1, request.sampling.num_reported)
+    first = request.prompt_index * num_choices
     return [
         TokensOut(
             request_id=request.request_id,
@@ -196,7 +197,7 @@ def _refusals(request: GenerateRequest, error: PagemillError) -> list[TokensOut]
             error_code=error.code,
             error_retry_after_s=error.retry_after_s,
         )
-        for choice in range(first, first + max(1, request.sampling.n))
+        for choice in range(first, first + num_choices)
     ]
 
 

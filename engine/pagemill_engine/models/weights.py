@@ -20,6 +20,14 @@ _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 Layer = Linear | RMSNorm | Embedding
 
 
+def check_depth(num_layers: int, shapes: Shapes) -> None:
+    """Raises `WeightsError` where the files hold nothing of a layer: a model of thousands takes seconds to build."""
+    stored = {name.split(".", 3)[2] for name in shapes if name.startswith("model.layers.")}
+    absent = [f"model.layers.{layer}" for layer in range(num_layers) if str(layer) not in stored]
+    if absent:
+        raise WeightsError(f"The configuration asks for {num_layers} layers (missing: {_listing(absent)}).")
+
+
 def load_weights(model: CausalLM, source: TensorSource, ignore: frozenset[str] = frozenset()) -> None:
     """Fill the model, layer by layer. Raises `WeightsError` that names missing, unexpected and misshapen tensors.
 

@@ -100,8 +100,7 @@ def _dtype(config: EngineConfig, spec: ModelSpec) -> torch.dtype:
 
 
 def _has_4_bits(config: EngineConfig, spec: ModelSpec) -> bool:
-    stored = spec.quantization or ""
-    return stored.startswith("Q4") or (not stored and config.quantization == "int4")
+    return config.quantization == "int4" or (spec.quantization or "").startswith("Q4")
 
 
 def _rounds_few_rows(backend: Backend, config: EngineConfig, spec: ModelSpec) -> bool:

@@ -20,7 +20,7 @@ from pagemill_engine.models.errors import UnsupportedModelError, WeightsError
 from pagemill_engine.models.fusing import fuse_layers
 from pagemill_engine.models.registry import build_model
 from pagemill_engine.models.rope import rope_tables
-from pagemill_engine.models.weights import load_weights, weight_bytes
+from pagemill_engine.models.weights import check_depth, load_weights, weight_bytes
 from pagemill_engine.runner.base import RunnerInfo
 from pagemill_engine.runner.budget import plan_memory
 from pagemill_engine.runner.compiling import compile_kernels
@@ -30,8 +30,8 @@ from pagemill_engine.runner.eager import EagerRunner
 from pagemill_engine.runner.kv_cache import KVCache, kv_bytes_per_token, max_model_len_for
 from pagemill_engine.runner.sizing import held_by, sizes_of, weights_of
 from pagemill_engine.runner.threaded import ThreadedRunner
-from pagemill_engine.runner.threads import available_threads
 from pagemill_kernels.gpu.kept import keep_compiled
+from pagemill_protocol.cgroup import usable_cores
 from pagemill_protocol.model_spec import ModelSpec
 
 
@@ -43,11 +43,12 @@ def load_runner(
     early_digest: EarlyDigest | None = None,
 ) -> EagerRunner:
     """Raises `LoadError`."""
-    torch.set_num_threads(config.num_threads or available_threads())
+    torch.set_num_threads(config.num_threads or usable_cores())
     compute = choose_compute(config, spec)
     dtype, activation_dtype, kv_dtype, ops = compute.dtype, compute.activation_dtype, compute.kv_dtype, compute.ops
     try:
         weights = weights_of(config, path, spec, early_digest)
+        check_depth(spec.num_layers, weights.shapes)
         sizes = sizes_of(config, weights, spec, held_by(compute))
         num_blocks, budget = plan_memory(config, spec, sizes, measure_device(ops.device))
         parameters = f"{spec.num_parameters / 1e6:.0f} M parameters"

@@ -9,11 +9,10 @@ from typing import NamedTuple
 
 import psutil
 
-_CGROUP = Path("/sys/fs/cgroup")
-_V1, _V2 = (
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_"),
-    ("memory.max", "memory.current", "memory.stat", ""),
-)
+from pagemill_protocol.cgroup import ROOT, folders, read
+
+_VERSIONS = (("memory.max", "memory.current", ""), ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"))
+"""Of cgroups, 2 and 1: the limit, what is used, and how the fields of `memory.stat` begin."""
 
 
 class MemoryState(NamedTuple):
@@ -27,27 +26,24 @@ class MemoryState(NamedTuple):
     """A device's own memory: what weights and steps leave of it is there for the KV cache."""
 
 
-def measure_memory(cgroup: Path = _CGROUP) -> MemoryState:
+def measure_memory(cgroup: Path = ROOT) -> MemoryState:
     memory = psutil.Process().memory_info()
     limit = memory_limit(cgroup)
     return MemoryState(limit, min(limit, available_memory(cgroup)), memory.rss - getattr(memory, "shared", 0))
 
 
-def memory_limit(cgroup: Path = _CGROUP) -> int:
+def memory_limit(cgroup: Path = ROOT) -> int:
     """Bytes that this process could have if nothing else ran."""
     total: int = psutil.virtual_memory().total
-    limits = [_read(cgroup / limit) for limit, *_ in (_V2, _V1)]
+    limits = [read(folder / limit) for folder in folders("memory", cgroup) for limit, *_ in _VERSIONS]
     return min([total, *(int(limit) for limit in limits if limit.isdigit())])
 
 
-def available_memory(cgroup: Path = _CGROUP) -> int:
+def available_memory(cgroup: Path = ROOT) -> int:
     """Bytes that are free now, never negative."""
     free: int = psutil.virtual_memory().available
-    for limit, usage, stat, prefix in (_V2, _V1):
-        room = _room(cgroup / limit, cgroup / usage, cgroup / stat, prefix)
-        if room is not None:
-            return max(0, min(free, room))
-    return free
+    rooms = [_room(folder, *version) for folder in folders("memory", cgroup) for version in _VERSIONS]
+    return max(0, min([free, *(room for room in rooms if room is not None)]))
 
 
 def give_back() -> None:
@@ -56,18 +52,11 @@ def give_back() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _room(limit: Path, usage: Path, stat: Path, prefix: str) -> int | None:
+def _room(group: Path, limit: str, usage: str, prefix: str) -> int | None:
     """What the limit leaves; `None` without a limit. Page cache does not count: the kernel gives it back first."""
-    limit_text, usage_text = _read(limit), _read(usage)
+    limit_text, usage_text = read(group / limit), read(group / usage)
     if not limit_text.isdigit() or not usage_text.isdigit():
         return None
-    fields = dict(line.split(maxsplit=1) for line in _read(stat).splitlines() if " " in line)
+    fields = dict(line.split(maxsplit=1) for line in read(group / "memory.stat").splitlines() if " " in line)
     cached = sum(int(fields.get(f"{prefix}{name}", 0)) for name in ("inactive_file", "active_file"))
     return int(limit_text) - int(usage_text) + cached
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

@@ -88,17 +88,18 @@ def sizes_of(config: EngineConfig, weights: WeightSource, spec: ModelSpec, holdi
 def weights_of(
     config: EngineConfig, path: Path, spec: ModelSpec, early_digest: EarlyDigest | None = None
 ) -> WeightSource:
-    """The stored weights, or their floats quantized while they are read. Raises `LoadError`."""
+    """The stored weights, or what they are rounded to while they are read. Raises `LoadError`."""
     weights = open_weights(path, early_digest)
     if config.quantization == "none":
         return weights
-    if spec.quantization is not None:
-        logger.warning(
-            "quantization=%s changes nothing: `%s` is quantized already (%s) and stays as it is.",
-            config.quantization, path, spec.quantization,
-        )  # fmt: skip
-        return weights
-    return QuantizedWeights(weights, config.quantization)
+    quantized = QuantizedWeights(weights, config.quantization)
+    if quantized.rounds_any:
+        return quantized
+    logger.warning(
+        "quantization=%s changes nothing: `%s` is quantized already (%s) and stays as it is.",
+        config.quantization, path, spec.quantization,
+    )  # fmt: skip
+    return weights
 
 
 def _weight_bytes(weights: WeightSource, spec: ModelSpec, holding: Holding, rounded: bool) -> int:

@@ -2,8 +2,8 @@
 
 There is one rule: a row's `num_computed_tokens` catches up with its tokens. Prefix hits, chunked prefill and decode
 are that rule with different numbers. A step's order is decodes, then prefills that run or wait as the policy ranks
-them; when blocks run out, the newest row of the lowest priority is preempted and later computed anew. The scheduler
-runs nothing (`loop.core` does) and knows no tensor (`runner`).
+them; when blocks run out, the newest row of the lowest priority loses its own, in a batch or out of it, and is later
+computed anew. The scheduler runs nothing (`loop.core` does) and knows no tensor (`runner`).
 
 Life of a row: `add` -> waiting -> `schedule` admits it -> `update` appends its tokens -> finished; or back to waiting
 by preemption; or out at any point by `abort`.
@@ -164,27 +164,32 @@ class Scheduler:
         return [row for row in prefills if row.state is RowState.RUNNING]
 
     def _schedule_prefills(self, prefills: list[Request], step: StepBuilder, num_preemptions: int) -> None:
-        """Those that run and those that wait, by rank; none starts after a preemption, or when the first does not fit.
+        """Those that run and those that wait, by rank, behind beams that only waited for each other: those decode.
 
-        What runs has its blocks reserved, so that nothing is preempted after a start.
+        None starts when the first does not fit, nor after a preemption as long as anything runs or is in flight: a
+        token that is not known yet cannot be computed anew. What runs has its blocks reserved, so that nothing is
+        preempted after a start.
         """
         step.reserved_blocks = sum(
             self.kv.blocks_for(row.num_tokens) - self.kv.num_table_blocks(row) for row in prefills
         )
         running = deque(sorted(prefills, key=self._rank))
+        beams = deque(self._beams.ready())
         fits = True
         while step.budget > 0:
             may_start = (
                 fits
                 and len(self._waiting) > 0
                 and len(self._running) < self.limits.max_num_seqs
-                and self.num_preemptions == num_preemptions
+                and (self.num_preemptions == num_preemptions or not (self._running or self._flights))
             )
-            if may_start and (not running or self._rank(self._waiting.first()) < self._rank(running[0])):
+            if may_start and beams:
+                fits = self._start(beams.popleft(), step)
+            elif may_start and (not running or self._rank(self._waiting.first()) < self._rank(running[0])):
                 fits = self._start(self._waiting.first(), step)
             elif running:
                 row = running.popleft()
-                if row.state is RowState.RUNNING:
+                if row.state is RowState.RUNNING and row.request_id not in step.plan.num_scheduled_tokens:
                     self._continue(row, step)
             else:
                 return
@@ -204,12 +209,13 @@ class Scheduler:
             step.reserved_blocks -= len(allocation.new_block_ids)
 
     def _allocate(self, row: Request, num_tokens: int, step: StepBuilder) -> Allocation | None:
-        """Open the write; preempt others until it fits. None: the row itself was the one to go."""
+        """Open the write; take blocks from others until it fits. None: the row itself was the one to go."""
         spared = row if self._suspects else None
         while (allocation := self.kv.allocate_slots(row, num_tokens)) is None:
-            if self._drop_fork():
+            victim, fork = self._running.last_except(spared), self._last_fork()
+            if fork is not None and (victim is spared or serving_key(fork) > serving_key(victim)):
+                self._drop_fork(fork)
                 continue
-            victim = self._running.last_except(spared)
             self._preempt(victim, step)
             if victim is row:
                 return None
@@ -228,8 +234,10 @@ class Scheduler:
             needed = kv.num_blocks_to_start(row, computed_blocks, wanted_tokens)
             if needed + spare <= kv.pool.num_free:
                 break
-            if self._running or not self._drop_fork():
+            fork = self._last_fork()
+            if self._running or fork is None:
                 return False
+            self._drop_fork(fork)
         self._unqueue(row)
         if not kv.has_table(row):
             kv.start(row, computed_blocks)
@@ -273,14 +281,15 @@ class Scheduler:
         self._running.remove(row)
         self._released.append(row.request_id)
 
-    def _drop_fork(self) -> bool:
-        """Take the blocks of a row that is in no batch; it will compute its tokens itself."""
-        if not self._forks:
-            return False
-        _, row = self._forks.popitem()
+    def _last_fork(self) -> Request | None:
+        """Of the rows that hold blocks and are in no batch, the one that gives them up first."""
+        return max(self._forks.values(), key=serving_key, default=None)
+
+    def _drop_fork(self, row: Request) -> None:
+        """Take its blocks; it will compute its tokens itself."""
+        del self._forks[row.request_id]
         self._num_queued_tokens += row.num_computed_tokens if row.state is RowState.WAITING else 0
         self.kv.free(row)
-        return True
 
     def _queue(self, row: Request) -> None:
         row.state = RowState.WAITING

@@ -16,6 +16,7 @@ from pagemill_engine.scheduler.admission import row_id
 from pagemill_engine.scheduler.beams import BeamSearch, Continuation
 from pagemill_engine.scheduler.outputs import OutputBox
 from pagemill_engine.scheduler.request import Request, RowState
+from pagemill_engine.scheduler.rows import serving_key
 from pagemill_engine.scheduler.step import TokenLogprobs
 
 
@@ -70,6 +71,10 @@ class Searches:
     def between_steps(self) -> list[Request]:
         """Beams that hold blocks and are in no batch: the next step is all they wait for."""
         return [row for row in self._forks.values() if row.search is not None]
+
+    def ready(self) -> list[Request]:
+        """Of these, the ones whose search has decided, in the order of service."""
+        return sorted((row for row in self.between_steps() if row.state is RowState.WAITING), key=serving_key)
 
     def num_queued(self) -> int:
         """Of these, the ones in the waiting queue."""

@@ -275,7 +275,8 @@ def _load_tokenizer(config: EngineConfig) -> tuple[TokenizerBundle, Tokenizer]:
         bundle = load_bundle(path)
         return bundle, Tokenizer(bundle, chat_template=config.chat_template)
     except SourceError as error:
-        raise StartupError(error.reason, f"`{error.field}`: {error.message}", error.field) from error
+        # Who reads files knows the resource's name of the setting, not the engine's.
+        raise StartupError(error.reason, f"`model`: {error.message}", "model") from error
     except PagemillError as error:
         raise StartupError("ModelUnreadable", f"`model` {config.model!r}: {error.message}", "model") from error
 

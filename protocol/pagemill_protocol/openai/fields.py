@@ -22,6 +22,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from pagemill_protocol.openai.unsupported import Unsupported
+from pagemill_protocol.sampling import MAX_LOGIT_BIAS
 
 MAX_TEXT_CHARS = 8 * 1024 * 1024
 MAX_NAME_CHARS = 512
@@ -153,6 +154,8 @@ def _token_ids(value: Any) -> list[int]:
 def _logit_bias(value: Any) -> dict[int, float]:
     if not isinstance(value, dict):
         raise refusal("", f"`logit_bias` must be an object from token id to bias, got {shorten(value)}.")
+    if len(value) > MAX_LOGIT_BIAS:
+        raise refusal("", f"`logit_bias` has {len(value)} entries; at most {MAX_LOGIT_BIAS} are allowed.")
     biases: dict[int, float] = {}
     for key, bias in value.items():
         if not (isinstance(key, int) or (isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 11)):

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from pagemill_protocol.errors import PagemillError, context_length_exceeded, invalid_field
 from pagemill_protocol.generate import Dialect, GenerateRequest
 from pagemill_protocol.ids import new_id
@@ -54,18 +56,19 @@ def prepare_chat(
     `seed` and `defaults` (sampling values of the model, such as `temperature`) count where the client sent none.
     `max_model_len` 0: not known, the engine checks. Raises `PagemillError` 400.
     """
+    logprobs = req.top_logprobs if req.logprobs else None
+    sampling = _sampling(req, tokenizer, req.requested_tokens, req.max_tokens_field, logprobs, seed, defaults or {})
     if text is None:
         text = _render(req.messages, req, tokenizer)
     token_ids = _encode(tokenizer, text, req.add_special_tokens, max_model_len, "messages")
     max_tokens = _answer_budget(
         len(token_ids), req.requested_tokens, None, max_model_len, "messages", req.max_tokens_field
     )
-    logprobs = req.top_logprobs if req.logprobs else None
     return GenerateRequest(
         request_id=request_id,
         model=req.model,
         prompt_token_ids=token_ids,
-        sampling=_sampling(req, tokenizer, max_tokens, req.max_tokens_field, logprobs, seed, defaults or {}),
+        sampling=_limited(sampling, max_tokens),
         dialect="chat",
         created_unix_s=created_unix_s,
         stream=req.stream,
@@ -91,6 +94,7 @@ def prepare_completions(
     Arguments as in `prepare_chat`. Raises `PagemillError` 400 before any of them is sent.
     """
     several = len(req.prompt) > 1
+    sampling = _sampling(req, tokenizer, req.max_tokens, "max_tokens", req.logprobs, seed, defaults or {})
     requests: list[GenerateRequest] = []
     for index, prompt in enumerate(req.prompt):
         param = f"prompt[{index}]" if several else "prompt"
@@ -104,7 +108,7 @@ def prepare_completions(
                 response_id=request_id if several else "",
                 model=req.model,
                 prompt_token_ids=token_ids,
-                sampling=_sampling(req, tokenizer, max_tokens, "max_tokens", req.logprobs, seed, defaults or {}),
+                sampling=_limited(sampling, max_tokens),
                 dialect="completions",
                 created_unix_s=created_unix_s,
                 stream=req.stream,
@@ -230,6 +234,7 @@ def _sampling(
     seed: int | None,
     defaults: Mapping[str, Any],
 ) -> SamplingParams:
+    """Called before the prompt is looked at: a bad value costs no tokenizing."""
     if max_tokens is not None and max_tokens < 1:
         raise invalid_field(limit_param, f"`{limit_param}` must be an integer of at least 1, got {max_tokens}.")
     # A model's defaults say how to draw tokens: a beam search draws none.
@@ -252,6 +257,14 @@ def _sampling(
         ignore_eos=req.ignore_eos,
         skip_special_tokens=req.skip_special_tokens,
     ).validate(tokenizer.vocab_size)
+
+
+def _limited(sampling: SamplingParams, max_tokens: int | None) -> SamplingParams:
+    """`sampling` with the answer's budget, known only once the prompt's length is."""
+    if max_tokens == sampling.max_tokens:
+        return sampling
+    limited = msgspec.structs.replace(sampling, max_tokens=max_tokens)
+    return limited.validate() if sampling.min_tokens else limited
 
 
 def _pick(req: SamplingFields, name: str, defaults: Mapping[str, Any]) -> Any:

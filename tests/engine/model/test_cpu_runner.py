@@ -15,7 +15,6 @@ from tiny_llama import write_tiny_llama
 
 from pagemill_engine.runner.inputs import RequestRows
 from pagemill_engine.runner.kv_cache import KVCache
-from pagemill_engine.runner.threads import available_threads
 from pagemill_engine.scheduler.step import AdmittedRow, StepPlan, StepResult
 from pagemill_protocol.sampling import SamplingParams
 
@@ -146,19 +145,6 @@ def test_more_requests_than_rows_is_an_error() -> None:
     rows.admit(admitted("a", [1], [0]))
     with pytest.raises(RuntimeError, match="max_num_seqs"):
         rows.admit(admitted("b", [1], [1]))
-
-
-def test_threads_follow_the_cgroup_quota(tmp_path: Path) -> None:
-    (tmp_path / "cpu.max").write_text("100000 100000\n")
-    assert available_threads(tmp_path) == 1
-    (tmp_path / "cpu.max").write_text("max 100000\n")
-    unlimited = available_threads(tmp_path)
-    assert unlimited == available_threads(tmp_path / "absent") >= 1
-    (tmp_path / "cpu.max").unlink()
-    (tmp_path / "cpu").mkdir()
-    (tmp_path / "cpu/cpu.cfs_quota_us").write_text("50000")
-    (tmp_path / "cpu/cpu.cfs_period_us").write_text("100000")
-    assert available_threads(tmp_path) == 1
 
 
 def test_memory_follows_the_cgroup_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from tiny_llama import write_tiny_llama
 
 from pagemill_engine.loading.errors import LoadError
 from pagemill_kernels.cpu import library
+from pagemill_protocol.sampling import SamplingParams
 
 needs_native = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.why_absent()}")
 
@@ -23,6 +24,7 @@ STORAGE: dict[str, dict[str, str]] = {
     "float32": {},
     "bfloat16": {"dtype": "bfloat16"},
     "int4 weights, int8 cache": {"quantization": "int4", "kv_cache_dtype": "int8"},
+    "int4 weights times rounded activations": {"quantization": "int4", "dtype": "auto"},
 }
 
 
@@ -49,7 +51,7 @@ class Recorder:
     """Runs prompts and counts the bit patterns of all logits that tokens were chosen from."""
 
     def __init__(self, runner: Any, driver: Any) -> None:
-        self._runner, self._driver = runner, driver
+        self._runner, self.driver = runner, driver
 
     def run(self, prompts: list[list[int]], **settings: Any) -> tuple[list[list[int]], Counter[bytes]]:
         rows: Counter[bytes] = Counter()
@@ -62,7 +64,7 @@ class Recorder:
 
         self._runner.model.compute_logits = recorded
         try:
-            results = self._driver.greedy(prompts, NUM_TOKENS, **settings)
+            results = self.driver.greedy(prompts, NUM_TOKENS, **settings)
         finally:
             self._runner.model.compute_logits = compute_logits
         return [result.token_ids for result in results], rows
@@ -94,6 +96,29 @@ def test_logits_have_the_same_bits_in_any_batch(
         rows += some_rows
     assert tokens == alone[0]
     assert rows == alone[1]
+
+
+@needs_native
+def test_drawn_tokens_are_the_same_alone_and_in_a_batch_of_fifty(recorder: Recorder, prompts: list[list[int]]) -> None:
+    """With seeds, filters, penalties and several choices, whose rows share steps and blocks."""
+    params = [
+        SamplingParams(
+            temperature=0.9,
+            top_p=0.95,
+            repetition_penalty=1.0 + 0.3 * (index % 2),
+            n=1 + index % 3,
+            seed=index,
+            max_tokens=NUM_TOKENS,
+            ignore_eos=True,
+        )
+        for index in range(len(prompts))
+    ]
+    found = [
+        [[choice.token_ids for choice in choices] for choices in recorder.driver.choices(prompts, params, waves=waves)]
+        for waves in (True, False)
+    ]
+    assert found[0] == found[1]
+    assert len({tuple(tokens) for choices in found[0] for tokens in choices}) > 90
 
 
 @needs_native

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,23 @@ def test_missing_and_unexpected_tensors_are_named_together(folder: Path, runner_
     with pytest.raises(LoadError, match=r"missing: `model.norm.weight`; unexpected: `stray`") as error:
         runner_loader(folder)
     assert error.value.reason == "ModelUnreadable"
+
+
+def test_a_configuration_of_layers_that_no_file_has_is_refused_before_a_model_is_built(
+    folder: Path, runner_loader: Loader
+) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4096}))
+    took_s = []
+    for _ in range(3):
+        started_s = time.thread_time()
+        with pytest.raises(
+            LoadError, match=r"asks for 4096 layers \(missing: `model.layers.\d+`.* and \d+ more"
+        ) as error:
+            runner_loader(folder)
+        took_s.append(time.thread_time() - started_s)
+    assert error.value.reason == "ModelUnreadable"
+    assert min(took_s) < 0.05
 
 
 def test_integer_weights_are_refused(folder: Path, runner_loader: Loader) -> None:

@@ -1,4 +1,4 @@
-"""`quantization`: float weights become codes while they are loaded, whatever file they lie in; files in codes stay."""
+"""`quantization`: weights become codes while they are loaded, whatever file they lie in; codes of so few bits stay."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gguf
-import numpy as np
 import pytest
 import torch
 import transformers
+from gguf_model import write_gguf
 
 from pagemill_engine.loading.quantized import QuantizedWeights
 from pagemill_engine.loading.source import open_weights
@@ -143,56 +142,6 @@ def test_one_float_matrix_is_in_memory_at_a_time(
     assert max(most) == 1
 
 
-def write_gguf(path: Path, model: Any, kinds: dict[str, str]) -> None:
-    """The model as a GGUF file; `kinds`: storage type by a part of the tensor's name, else F16 or F32."""
-    names = {
-        "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
-        "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
-        "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "model.layers": "blk",
-    }  # fmt: skip
-    writer = gguf.GGUFWriter(path, "qwen2")  # its rows are in our order
-    writer.add_block_count(2)
-    writer.add_context_length(256)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(INTERMEDIATE)
-    writer.add_head_count(8)
-    writer.add_head_count_kv(4)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_vocab_size(VOCAB)
-    for long_name, tensor in model.state_dict().items():
-        name = long_name
-        for hugging_face, short in names.items():
-            name = name.replace(hugging_face, short)
-        kind = next((kind for part, kind in kinds.items() if part in name), None)
-        if tensor.dim() == 1:
-            writer.add_tensor(name, tensor.numpy())
-        elif kind is None:
-            writer.add_tensor(name, tensor.half().numpy())
-        else:
-            stored = stored_blocks(kind, *tensor.shape)
-            writer.add_tensor(name, stored, raw_dtype=gguf.GGMLQuantizationType[kind])
-    for layer in range(2):
-        for part, size in (("q", HIDDEN), ("k", HIDDEN // 2), ("v", HIDDEN // 2)):
-            writer.add_tensor(f"blk.{layer}.attn_{part}.bias", np.zeros(size, dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def stored_blocks(kind: str, rows: int, columns: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Random codes of a storage type with scales that keep weights small."""
-    elements, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
-    generator = np.random.default_rng(rows + columns)
-    data = generator.integers(0, 256, (rows, columns // elements, size), dtype=np.uint8)
-    halves = {"Q6_K": [208], "Q5_1": [0, 2], "Q4_K": [0, 2], "Q5_K": [0, 2]}.get(kind, [0])
-    for offset in halves:
-        values = generator.normal(0, 1e-4 if kind.endswith("K") else 5e-3, data.shape[:2]).astype(np.float16)
-        data[..., offset : offset + 2] = values[..., None].view(np.uint8).reshape(*data.shape[:2], 2)
-    return data.reshape(rows, -1)
-
-
 @needs_native
 def test_a_float_gguf_file_is_quantized(tmp_path: Path, runner_loader: Loader) -> None:
     write_gguf(tmp_path / "f16.gguf", llama(), {})
@@ -200,13 +149,44 @@ def test_a_float_gguf_file_is_quantized(tmp_path: Path, runner_loader: Loader) -
     assert runner.info.weight_bytes < 0.3 * runner_loader(tmp_path / "f16.gguf").info.weight_bytes
 
 
-def test_a_quantized_gguf_file_is_left_and_the_log_says_so(
-    tmp_path: Path, runner_loader: Loader, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("stored", "mode"), [("Q8_0", "int8"), ("Q5_1", "int8"), ("Q4_1", "int8"), ("Q4_0", "int4")])
+def test_codes_of_so_few_bits_are_left_and_the_log_says_so(
+    tmp_path: Path, runner_loader: Loader, caplog: pytest.LogCaptureFixture, stored: str, mode: str
 ) -> None:
-    write_gguf(tmp_path / "q8.gguf", llama(), {"attn": "Q8_0", "ffn": "Q8_0"})
-    left = runner_loader(tmp_path / "q8.gguf", quantization="int4")
-    assert left.info.weights_digest == open_weights(tmp_path / "q8.gguf").digest()
-    assert "quantized already (Q8_0) and stays as it is" in caplog.text
+    write_gguf(tmp_path / "codes.gguf", llama(), {"": stored})
+    left = runner_loader(tmp_path / "codes.gguf", quantization=mode)
+    assert left.info.weights_digest == open_weights(tmp_path / "codes.gguf").digest()
+    assert f"quantized already ({stored}) and stays as it is" in caplog.text
+
+
+@pytest.mark.parametrize("stored", ["Q8_0", "Q5_0"])
+def test_codes_of_more_bits_are_rounded(
+    tmp_path: Path, runner_loader: Loader, make_driver: Callable[[Any], Any], backend: str, stored: str
+) -> None:
+    """The embedding and the head keep the eight bits they have, and what is stored in four stays."""
+    path = tmp_path / "codes.gguf"
+    write_gguf(path, llama(), {"attn_v": "Q4_1", "": stored})
+    source, rounded = open_weights(path), QuantizedWeights(open_weights(path), "int4")
+    reference = llama()
+    with torch.no_grad():
+        for name, tensor in reference.state_dict().items():
+            rounded.read_into(name, tensor)
+            exact = torch.empty_like(tensor)
+            source.read_into(name, exact)
+            stays = tensor.dim() == 1 or "v_proj" in name or "embed" in name or "lm_head" in name
+            assert torch.equal(tensor, exact) == stays, name
+    runner, whole = runner_loader(path, backend=backend, quantization="int4"), runner_loader(path, backend=backend)
+    assert runner.info.weights_digest != whole.info.weights_digest
+    if backend == "cpu_native":
+        assert runner.info.weight_bytes < 0.75 * whole.info.weight_bytes
+        assert runner.info.weight_bytes == pytest.approx(rounded.num_bytes(torch.float32, keep_stored=True), rel=1e-2)
+    prompts = torch.randint(0, VOCAB, (3, 20), generator=torch.Generator().manual_seed(5))
+    results = make_driver(runner).greedy(prompts.tolist(), 6)
+    for prompt, result in zip(prompts.tolist(), results, strict=True):
+        with torch.no_grad():
+            rows = reference(torch.tensor([prompt + result.token_ids])).logits[0, 19:-1].log_softmax(-1)
+        chosen = rows.gather(1, torch.tensor(result.token_ids)[:, None]).squeeze(1)
+        assert result.logprobs == pytest.approx(chosen.tolist(), abs=5e-3)
 
 
 @needs_native

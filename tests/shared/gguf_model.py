@@ -1,0 +1,69 @@
+"""Llama models as GGUF files of any storage type, for tests of what reads them."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+_NAMES = {
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "model.layers": "blk",
+}  # fmt: skip
+
+
+def write_gguf(path: Path, model: Any, kinds: dict[str, str]) -> None:
+    """A llama's matrices as a GGUF file; `kinds`: storage type by a part of the tensor's name, else F16.
+
+    Matrices of quantized types are not the model's: `stored_blocks` says what they are.
+    """
+    writer = gguf.GGUFWriter(path, "qwen2")  # its rows are in our order
+    config = model.config
+    kv_size = config.hidden_size // config.num_attention_heads * config.num_key_value_heads
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_vocab_size(config.vocab_size)
+    for long_name, tensor in model.state_dict().items():
+        name = long_name
+        for hugging_face, short in _NAMES.items():
+            name = name.replace(hugging_face, short)
+        kind = next((kind for part, kind in kinds.items() if part in name), None)
+        if tensor.dim() == 1:
+            writer.add_tensor(name, tensor.numpy())
+        elif kind is None or not kind.startswith("Q"):
+            storage = gguf.GGMLQuantizationType[kind or "F16"]
+            writer.add_tensor(name, gguf.quants.quantize(tensor.numpy(), storage), raw_dtype=storage)
+        else:
+            stored = stored_blocks(kind, long_name, tensor.shape)
+            writer.add_tensor(name, stored, raw_dtype=gguf.GGMLQuantizationType[kind])
+    for layer in range(config.num_hidden_layers):
+        for part, size in (("q", config.hidden_size), ("k", kv_size), ("v", kv_size)):
+            writer.add_tensor(f"blk.{layer}.attn_{part}.bias", np.zeros(size, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def stored_blocks(kind: str, name: str, shape: Sequence[int]) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Random codes of a storage type, others for each name, with scales that keep weights small."""
+    rows, columns = shape
+    elements, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    generator = np.random.default_rng(zlib.crc32(name.encode()))
+    data = generator.integers(0, 256, (rows, columns // elements, size), dtype=np.uint8)
+    halves = {"Q6_K": [208], "Q4_1": [0, 2], "Q5_1": [0, 2], "Q4_K": [0, 2], "Q5_K": [0, 2]}.get(kind, [0])
+    for offset in halves:
+        values = generator.normal(0, 1e-4 if kind.endswith("K") else 5e-3, data.shape[:2]).astype(np.float16)
+        data[..., offset : offset + 2] = values[..., None].view(np.uint8).reshape(*data.shape[:2], 2)
+    return data.reshape(rows, -1)
