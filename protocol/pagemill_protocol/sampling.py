@@ -20,6 +20,8 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 1024
+MIN_REPETITION_PENALTY = 1e-6
+"""Logits are divided by it, and have to stay finite in float32."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -95,7 +97,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _check_number("min_p", self.min_p, 0.0, 1.0)
         _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_number("repetition_penalty", self.repetition_penalty, 0.0, 10.0, exclusive_low=True)
+        _check_number("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 10.0)
         if self.seed is not None:
             _check_int("seed", self.seed, -(2**63), 2**63 - 1)
         if self.logprobs is not None:

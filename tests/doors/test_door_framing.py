@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
+from functools import partial
 from typing import Any
 
 import pytest
-from front_doors import GOOD, Door, error_of, examples, read_answer, read_to_end, request
+from front_doors import GOOD, Door, error_of, examples, read_answer, read_to_end, request, without_a_hang
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -62,6 +64,7 @@ def test_a_request_that_two_readers_could_cut_differently_is_refused_and_hung_up
         head, _, body = read_to_end(connection).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400 ")
     assert b"connection: close" in head
+    assert b"x-request-id: " in head
     error_of(body)  # which fails if anything follows
     door.serves()
 
@@ -89,6 +92,16 @@ def test_a_client_that_offers_another_protocol_is_served_in_this_one(door: Door,
     answer = door.exchange(request(headers=[(b"Connection", b"Upgrade"), (b"Upgrade", upgrade)]))
     assert answer is not None
     assert answer.status == 200
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_of_http_1_0_is_served_without_chunks(door: Door, stream: bool) -> None:
+    with contextlib.closing(door.connect()) as connection:
+        connection.sendall(request({**GOOD, "stream": stream}).replace(b"HTTP/1.1", b"HTTP/1.0", 1))
+        head, _, body = read_to_end(connection).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert b"transfer-encoding" not in head
+    assert body.startswith(b"data: {") and body.endswith(b"[DONE]\n\n") if stream else json.loads(body)["choices"]
 
 
 def test_chunk_extensions_that_never_end_are_cut(door: Door) -> None:
@@ -154,7 +167,8 @@ def test_any_headers_are_served_or_refused_in_shape(
     doors: list[Door], headers: list[tuple[bytes, bytes]], body: Any
 ) -> None:
     for door in doors:
-        answer = door.exchange(request(body, headers=[*headers, (b"Connection", b"close")]))
+        raw = request(body, headers=[*headers, (b"Connection", b"close")])
+        answer = without_a_hang(partial(door.exchange, raw))
         if answer is not None:  # else hung up on: what followed was no request any more
             answer.check()
         if {name for name, _ in headers} & {b"Transfer-Encoding", b"Content-Length"}:

@@ -9,7 +9,7 @@ import socket
 
 import httpx2
 import pytest
-from front_doors import ANSWER_TIMEOUT_S, MIB, MODEL, Door, examples, read_answer, request, until
+from front_doors import ANSWER_TIMEOUT_S, MIB, MODEL, Door, examples, read_answer, read_to_end, request, until
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -66,6 +66,22 @@ def test_a_client_that_leaves_with_a_second_request_behind_the_first_is_noticed(
         until(lambda: engine_door.metric("vllm:generation_tokens_total") > before)
     frees_everything(engine_door, gateway_door)
     assert engine_door.metric("vllm:generation_tokens_total") - before < 40 * NUM_LONG_TOKENS
+    door.serves()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_ends_its_half_of_the_connection_has_left(
+    door: Door, engine_door: Door, gateway_door: Door, stream: bool
+) -> None:
+    """It looks no different from one that closed it all: nobody computes on for it."""
+    before = engine_door.metric("vllm:generation_tokens_total")
+    with contextlib.closing(door.connect()) as client:
+        client.sendall(request({**LONG, "stream": stream}))
+        until(lambda: engine_door.metric("vllm:generation_tokens_total") > before)
+        client.shutdown(socket.SHUT_WR)
+        assert b"[DONE]" not in read_to_end(client), "hung up on, not served to its end"
+    frees_everything(engine_door, gateway_door)
+    assert engine_door.metric("vllm:generation_tokens_total") - before < NUM_LONG_TOKENS
     door.serves()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import requests
 import schemathesis
-from front_doors import ANSWER_TIMEOUT_S, MODEL, Answer, Door, examples
+from front_doors import ANSWER_TIMEOUT_S, MODEL, Answer, Door, examples, without_a_hang
 from hypothesis import given
 from schemathesis import APIOperation, Case, GenerationMode
 from schemathesis.checks import not_a_server_error
@@ -42,7 +42,7 @@ def tried(case: Case[Any], door: Door, session: requests.Session) -> Answer:
     """Sent with the name of a model that exists, and asking for no more than a few tokens."""
     if isinstance(case.body, dict):
         _make_small(case.body)
-    response = case.call(door.url, session, timeout=ANSWER_TIMEOUT_S)
+    response = without_a_hang(lambda: case.call(door.url, session, timeout=ANSWER_TIMEOUT_S))
     extra = [checks.negative_data_rejection] if case.meta and case.meta.generation.mode.is_negative else []
     case.validate_response(response, checks=[*ALWAYS, *extra])
     answer = Answer(response.status_code, {k: v[0] for k, v in response.headers.items()}, response.content)

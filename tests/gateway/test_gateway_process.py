@@ -10,13 +10,18 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import get_args
 
 import aiohttp
 import msgspec
 import pytest
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from pagemill_gateway import __main__ as gateway_main
 from pagemill_gateway.config import GatewayConfig, SettingsError, is_loopback, load_config, open_keys_file
-from pagemill_gateway.server import serve
+from pagemill_gateway.processes import __main__ as process_main
+from pagemill_gateway.processes.child import Role, Setup
+from pagemill_gateway.server import _server, serve
 
 
 class Process:
@@ -250,3 +255,35 @@ async def post_when_ready(session: aiohttp.ClientSession, gateway: Process, body
             return response
         await response.read()
         await asyncio.sleep(0.05)
+
+
+# -- what the hot path runs on -----------------------------------------------------------------------------------------
+
+
+async def nobody(*_: object) -> None:
+    raise AssertionError("no app is asked")
+
+
+async def told_of_the_loop(*_: object) -> None:
+    raise SettingsError(type(asyncio.get_running_loop()).__module__)
+
+
+def test_one_process_a_brain_and_a_worker_all_run_on_uvloop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagemill_gateway.logs.configure", lambda **_: None)
+    monkeypatch.setattr("pagemill_gateway.processes.__main__.beat", asyncio.Event().wait)
+    for name in ("server.serve", "processes.serving.serve_control", "processes.serving.serve_data"):
+        monkeypatch.setattr(f"pagemill_gateway.{name}", told_of_the_loop)
+    config = GatewayConfig()
+    with pytest.raises(SettingsError, match="uvloop"):
+        gateway_main.run(config)
+    for role in get_args(Role):
+        with pytest.raises(SettingsError, match="uvloop"):
+            process_main._run(Setup(role=role, name=role, config=config, folder="", listener=-1))
+
+
+def test_httptools_parses_what_clients_send() -> None:
+    """What engines answer is `test_engine_connection`'s."""
+    protocol = _server(nobody, GatewayConfig()).config.http
+    assert isinstance(protocol, type)
+    assert issubclass(protocol, HttpToolsProtocol)
+    assert protocol.max_header_bytes == GatewayConfig().max_header_bytes

@@ -122,7 +122,7 @@ class Conversation:
 
     def _compare(self, answer: Any) -> None:
         route = answer.headers["x-pagemill-route"]
-        policy, _, cached = route.split("; ")
+        policy, _, cached, _ = route.split("; ")
         assert policy == "Cost"
         predicted, actual = int(cached.removeprefix("cached=")), self._actual(answer)
         if predicted == actual:
@@ -207,3 +207,25 @@ async def test_the_deployment_chooses_its_policy_and_the_gateway_the_rest(
     assert [route[0] for route in routes] == [policy] * 3
     if policy == "RoundRobin":
         assert {route[1] for route in routes} == {engine.name for engine in engines}
+
+
+@pytest.mark.layouts
+async def test_every_answer_of_an_engine_names_the_decision_that_led_there(gateways, fake, engines) -> None:
+    """Whole or streamed, in every dialect; of several tries the last one, and a refusal by name in the end too."""
+    gateway = await gateways(*engines, max_attempts=2)
+    engines[0].behaviours.append(fake.breaks_off(0))
+    replies = [await ask(stream=stream) for ask in (gateway.chat, gateway.complete) for stream in (False, True)]
+    replies += [await gateway.chat() for _ in range(3)]
+    for engine in engines:
+        engine.behaviour = fake.refuses(500)
+    replies.append(await gateway.chat())
+    assert [reply.status for reply in replies] == [200] * 7 + [502]
+    shown = (await gateway.get("/debug/decisions?limit=100", control=True)).json["decisions"]
+    by_number = {str(each["decision"]): each for each in shown}
+    assert len(by_number) == len(replies) + 2, "two of them were tried twice"
+    for reply in replies:
+        policy, endpoint_id, cached, decision = reply.headers["x-pagemill-route"].split("; ")
+        decided = by_number[decision.removeprefix("decision=")]
+        assert (policy, endpoint_id, cached) == (decided["policy"], decided["choice"], "cached=0")
+        assert {each["endpoint"] for each in decided["candidates"]} <= {engine.name for engine in engines}
+    assert "x-pagemill-route" not in (await gateway.chat(model="nope")).headers

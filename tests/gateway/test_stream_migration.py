@@ -88,10 +88,18 @@ class Answer:
         """The body, or the events choice by choice, without what two runs never share: ids, times, what was cached."""
         if self.raw.startswith(b"{"):
             return [_comparable(json.loads(self.raw))]
-        assert self.raw.endswith(b"data: [DONE]\n\n"), self.raw[-300:]
-        datas = [event.removeprefix("data: ") for event in self.raw.decode().split("\n\n")[:-2]]
-        events = [_comparable(json.loads(data)) for data in datas]
+        events = [_comparable(event) for event in self._events]
         return sorted(events, key=lambda event: event["choices"][0]["index"] if event["choices"] else math.inf)
+
+    @property
+    def identities(self) -> set[tuple[str, int]]:
+        """What all events of a stream share, whichever engine sent them."""
+        return {(event["id"], event["created"]) for event in self._events}
+
+    @property
+    def _events(self) -> list[dict[str, Any]]:
+        assert self.raw.endswith(b"data: [DONE]\n\n"), self.raw[-300:]
+        return [json.loads(event.removeprefix("data: ")) for event in self.raw.decode().split("\n\n")[:-2]]
 
 
 def _comparable(body: dict[str, Any]) -> dict[str, Any]:
@@ -206,6 +214,7 @@ async def check_undisturbed(gateway: Any, asked: list[tuple[str, dict[str, Any]]
     assert [answer.status for answer in got] == [200] * len(asked)
     for (_, body), mine, undisturbed in zip(asked, got, expected, strict=True):
         assert not difference(mine.content, undisturbed.content), body
+        assert "stream" not in body or len(mine.identities) == 1, "one answer has one id and one time"
 
 
 @pytest.mark.model

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import re
 import socket
 from collections.abc import AsyncIterator
 
@@ -67,6 +69,7 @@ async def exchange(port: int, *pieces: bytes, end: bool = False) -> bytes:
 def error_of(answer: bytes) -> tuple[int, str]:
     head, _, body = answer.partition(b"\r\n\r\n")
     assert b"connection: close" in head.lower()
+    assert re.search(rb"\r\nx-request-id: [A-Za-z0-9._:-]+(\r\n|$)", head), "every answer has an id"
     return int(head.split()[1]), orjson.loads(body)["error"]["code"]
 
 
@@ -157,6 +160,33 @@ async def test_a_body_whose_framing_breaks_gets_a_shaped_400(chunks: bytes) -> N
         assert error_of(await exchange(port, head, chunks)) == (400, "invalid_http")
 
 
+async def test_what_no_app_hears_of_has_an_id_and_a_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "pagemill_protocol.http.connection")
+    async with serving() as port:
+        answer = await exchange(port, b"GARBAGE of-a-client\r\n\r\n")
+    identity = re.findall(rb"x-request-id: ([0-9a-f]{32})\r\n", answer)[0].decode()
+    (line,) = caplog.messages
+    assert line == f"request {identity}: 400 invalid_http before it was read"
+
+
+async def test_a_refusal_in_mid_body_bears_the_id_of_its_request() -> None:
+    begun = asyncio.Event()
+
+    async def read(scope: Scope, receive: Receive, send: Send) -> None:
+        begun.set()
+        await echo(scope, receive, send)
+
+    async with serving(inner=read) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST / HTTP/1.1\r\nhost: x\r\nx-request-id: mine\r\ntransfer-encoding: chunked\r\n\r\n")
+        await begun.wait()
+        writer.write(b"zz\r\n")
+        answer = await reader.read()
+        writer.close()
+    assert error_of(answer) == (400, "invalid_http")
+    assert b"\r\nx-request-id: mine\r\n" in answer
+
+
 async def test_garbage_behind_a_request_is_not_taken_for_its_answer() -> None:
     """The first answer is still due: a refusal now would be read as that one."""
     held = asyncio.Event()
@@ -203,6 +233,25 @@ async def test_line_breaks_do_not_keep_an_idle_connection_open() -> None:
             writer.write(b"\r\n")
             assert await reader.read() == b""
         writer.close()
+
+
+@pytest.mark.parametrize("length", [None, b"4"])
+async def test_an_answer_to_http_1_0_is_not_chunked_and_ends_with_its_connection(length: bytes | None) -> None:
+    async def stream(scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [] if length is None else [(b"content-length", length)]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for piece in (b"ab", b"", b"cd"):
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async with serving(inner=stream) as port:
+        old = await exchange(port, b"GET / HTTP/1.0\r\n\r\n")
+        new = await exchange(port, b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    head, _, body = old.partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head
+    assert b"connection: close" in head
+    assert body == b"abcd"
+    assert (b"transfer-encoding: chunked" in new) == (length is None)
 
 
 @pytest.mark.parametrize("offer", [b"websocket", b"h2c", b"TLS/1.0, HTTP/2.0"])

@@ -130,6 +130,8 @@ def _decode(raw: bytes) -> GenerateRequest:
         raise PagemillError(f"The body is no GenerateRequest: {error}", code="invalid_request") from None
     if not request.request_id or len(request.request_id) > 256:
         raise invalid_field("request_id", "request_id must have 1 to 256 characters.")
+    # Before anything is made for each of its choices; what only the model knows is checked at its admission.
+    request.sampling.validate()
     return request
 
 

@@ -59,7 +59,7 @@ class RequestRecord:
     attempts: list[AttemptRecord] = field(default_factory=list)
     """Engines asked, in order; several for several attempts or prompts."""
     route_header: str = ""
-    """Where the latest attempt went and why, for the client's `x-pagemill-route`."""
+    """Where the latest attempt went and by which decision, for the client's `x-pagemill-route`."""
     num_retries: int = 0
     queued_s: float = 0.0
     """Time in queues; of several prompts, of the one that waited longest."""
@@ -102,7 +102,7 @@ class RequestRecord:
         cached = choice.predicted_cached_tokens
         attempt = AttemptRecord(choice.endpoint_id, choice.policy, cached, choice.queued_s)
         self.attempts.append(attempt)
-        self.route_header = f"{choice.policy}; {choice.endpoint_id}; cached={cached}"
+        self.route_header = f"{choice.policy}; {choice.endpoint_id}; cached={cached}; decision={choice.decision}"
         return attempt
 
     def failed(self, error: PagemillError) -> None:

@@ -4,19 +4,26 @@
 and the connection closes, one that stays silent just closes; trailers are dropped; a malformed request gets a 400 in
 OpenAI's shape, also when its body's framing breaks before the answer has begun. When a connection ends, the request
 that is being answered hears of it even if others were pipelined behind it. Offers of other protocols (WebSocket, h2c)
-are ignored, as HTTP has it. Parsing stays httptools'. Import this module only where uvicorn is installed.
+are ignored, as HTTP has it; HTTP/1.0 gets no chunks. What is refused here has an id too, and a line in the log, since
+no app hears of it.
+Parsing stays httptools'. Import this module only where uvicorn is installed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Iterable
 
 import httptools
 import orjson
-from uvicorn._types import ASGI3Application
+from uvicorn._types import ASGI3Application, ASGIReceiveCallable, ASGISendCallable, ASGISendEvent, Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from pagemill_protocol.errors import PagemillError, headers_too_large, request_timeout
+from pagemill_protocol.ids import new_id
+
+logger = logging.getLogger(__name__)
 
 
 def bounded_protocol(max_header_bytes: int = 64 * 1024, header_timeout_s: float = 15.0) -> type[asyncio.Protocol]:
@@ -89,7 +96,7 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._current = cycle
-        super()._start_asgi_task(cycle, app)
+        super()._start_asgi_task(cycle, _unchunked(cycle, app) if cycle.scope["http_version"] == "1.0" else app)
 
     def _parse(self, data: bytes) -> None:
         """A request that offers another protocol is parsed again without the offer.
@@ -155,11 +162,41 @@ class _BoundedProtocol(HttpToolsProtocol):
     def _refuse(self, error: PagemillError) -> None:
         """Answer and hang up; just hang up where the answer to another request would be taken for this one."""
         if self._may_answer:
-            self._abandon()
-            body = orjson.dumps(error.body())
-            self.transport.write(
-                STATUS_LINE[error.status]
-                + b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
-                + body
-            )
+            self._write_refusal(error)
         self.transport.close()
+
+    def _write_refusal(self, error: PagemillError) -> None:
+        begun = self.cycle.scope["state"].get("request_id") if self._answering else None
+        identity: str = begun or new_id()
+        logger.info("request %s: %d %s before it was read", identity, error.status, error.code)
+        self._abandon()
+        body = orjson.dumps(error.body())
+        self.transport.write(
+            STATUS_LINE[error.status]
+            + b"content-type: application/json\r\nconnection: close\r\nx-request-id: %b\r\ncontent-length: %d\r\n\r\n"
+            % (identity.encode("ascii"), len(body))
+            + body
+        )
+
+
+def _unchunked(cycle: RequestResponseCycle, app: ASGI3Application) -> ASGI3Application:
+    """Of clients of HTTP/1.0, who know no chunks: an answer of unknown length ends with its connection."""
+
+    async def answer(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
+        is_endless = False
+
+        async def send_plain(message: ASGISendEvent) -> None:
+            nonlocal is_endless
+            if message["type"] == "http.response.start" and not _has_length(message.get("headers", ())):
+                is_endless, cycle.chunked_encoding = True, False
+            elif message["type"] == "http.response.body" and is_endless:
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, send_plain)
+
+    return answer
+
+
+def _has_length(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    return any(name.lower() == b"content-length" for name, _ in headers)

@@ -23,7 +23,7 @@ from pagemill_protocol.openai.schemas import (
     StreamOptions,
     TokenizeRequest,
 )
-from pagemill_protocol.sampling import MAX_LOGIT_BIAS, MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS
+from pagemill_protocol.sampling import MAX_LOGIT_BIAS, MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS, MIN_REPETITION_PENALTY
 from pagemill_protocol.text.chat_messages import MAX_TEMPLATE_KWARGS
 
 OPENAPI_PATH = "/openapi.json"
@@ -42,7 +42,7 @@ _CHECKED_LATER: Mapping[str, Schema] = {
     "min_p": {"minimum": 0, "maximum": 1},
     "presence_penalty": {"minimum": -2, "maximum": 2},
     "frequency_penalty": {"minimum": -2, "maximum": 2},
-    "repetition_penalty": {"exclusiveMinimum": 0, "maximum": 10},
+    "repetition_penalty": {"minimum": MIN_REPETITION_PENALTY, "maximum": 10},
     "seed": {"minimum": -(2**63), "maximum": 2**63 - 1},
     "min_tokens": {"minimum": 0, "maximum": 2**31 - 1},
     "max_tokens": {"minimum": 1, "maximum": 2**31 - 1},

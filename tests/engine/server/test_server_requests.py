@@ -323,6 +323,9 @@ def test_an_answer_of_which_only_the_end_was_lost_gets_its_end(
         ({"prompt_token_ids": [5] * 5000}, "messages"),
         ({"sampling": SamplingParams(temperature=-1)}, "temperature"),
         ({"resume": [ChoiceResume(3, [1], 0)]}, "resume"),
+        ({"sampling": SamplingParams(n=2**31)}, "n"),
+        ({"sampling": SamplingParams(n=0)}, "n"),
+        ({"sampling": SamplingParams(best_of=2**62)}, "best_of"),
     ],
 )
 def test_a_request_that_can_never_run_is_refused_by_its_status(

@@ -1,0 +1,282 @@
+"""Doors that ask who calls: a gateway with keys and a control token, and what gateways alone ask of an engine.
+
+Strangers get 401 whatever they write; the platform's own people get errors in shape, however wrong what they send is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import msgspec
+import pytest
+from front_doors import (
+    ANSWER_TIMEOUT_S,
+    GOOD,
+    MODEL,
+    Answer,
+    Door,
+    examples,
+    request,
+    start_door,
+    until,
+    without_a_hang,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint, QueueLimits
+from pagemill_protocol.frames import FrameDecoder
+from pagemill_protocol.http.auth import hash_key
+from pagemill_protocol.openai.openapi import document
+
+KEY, CONTROL_TOKEN, ENGINE_TOKEN = "sk-right", "control-secret", "internal-secret"
+OPEN_PATHS = {"/health", "/livez", "/readyz", "/version", "/openapi.json"}
+PATHS = [
+    (method.upper(), path.replace("{model}", MODEL))
+    for path, methods in json.loads(document("doors", "1"))["paths"].items()
+    if path not in OPEN_PATHS
+    for method in methods
+]
+
+
+@pytest.fixture(scope="module")
+def keyed_door(engine_door: Door, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
+    """A gateway of its own before the engine of all tests."""
+    values = {
+        "port": 0,
+        "control_port": 0,
+        "control_token": CONTROL_TOKEN,
+        "api_keys": [f"{hash_key(KEY)} tenant=red requests_per_minute=1000000 tokens_per_day=1000000000"],
+        "catalog": msgspec.to_builtins(good_catalog(engine_door)),
+    }
+    folder = tmp_path_factory.mktemp("keyed-door")
+    door = start_door("keyed", "pagemill_gateway", folder, values, {"Authorization": f"Bearer {KEY}"})
+    yield door
+    door.stop()
+
+
+def good_catalog(engine: Door) -> Catalog:
+    endpoint = Endpoint(id="engine-0", data_url=engine.url, control_url=engine.control_url)
+    return Catalog([CatalogModel(deployment=MODEL, name=MODEL, engine_token=ENGINE_TOKEN, endpoints=[endpoint])])
+
+
+# -- strangers ---------------------------------------------------------------------------------------------------------
+
+LATIN = st.text(st.characters(min_codepoint=33, max_codepoint=255, exclude_characters="\x7f"), max_size=60).map(
+    lambda text: text.encode("latin-1")
+)
+WRONG_KEYS = st.one_of(
+    LATIN.map(lambda key: b"Bearer " + key),
+    LATIN,
+    st.sampled_from(
+        [
+            b"Bearer",
+            b"Bearer ",
+            b"Basic " + KEY.encode(),
+            KEY.encode(),
+            b"Bearer sk-righ",
+            b"Bearer sk-right0",
+            b"Bearer SK-RIGHT",
+            b"Bearer " + hash_key(KEY).encode(),
+            b"Bearer " + b"k" * 513,
+            b"Bearer " + b"k" * 60_000,
+            b"Bearer sk-right, Bearer sk-right",
+            b"Bearer * KEYS",
+        ]
+    ),
+)
+
+
+@examples(60)
+@given(WRONG_KEYS, st.sampled_from(PATHS), st.sampled_from([json.dumps(GOOD).encode(), b"{", b"\xff", b""]))
+def test_without_a_right_key_every_route_is_401(
+    keyed_door: Door, authorization: bytes, route: tuple[str, str], body: bytes
+) -> None:
+    method, path = route
+    headers = [(b"Authorization", authorization), (b"Connection", b"close")]
+    answer = without_a_hang(lambda: keyed_door.exchange(request(body, method=method, path=path, headers=headers)))
+    assert answer is not None
+    assert (answer.status, answer.error()["code"]) == (401, "invalid_api_key")
+    assert answer.headers["x-request-id"]
+
+
+def test_of_two_keys_the_first_counts_and_a_key_elsewhere_is_none(keyed_door: Door) -> None:
+    right, wrong = (b"Authorization", b"Bearer sk-right"), (b"Authorization", b"Bearer sk-wrong")
+    for headers in ([wrong, right], [(b"X-Api-Key", b"sk-right")], [(b"Cookie", b"Authorization=Bearer sk-right")]):
+        answer = keyed_door.exchange(request(headers=headers))
+        assert answer is not None
+        assert answer.status == 401
+    answer = keyed_door.exchange(request(path="/v1/completions?api_key=sk-right"))
+    assert answer is not None
+    assert answer.status == 401
+    answer = keyed_door.exchange(request(headers=[right, wrong]))
+    assert answer is not None
+    assert answer.status == 200
+
+
+def test_a_tenants_key_opens_no_numbers_about_others(keyed_door: Door) -> None:
+    assert keyed_door.get("/metrics").status == 404
+    keyed_door.serves()
+
+
+# -- the control port --------------------------------------------------------------------------------------------------
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text(max_size=20),
+    lambda children: st.lists(children, max_size=3) | st.dictionaries(st.text(max_size=10), children, max_size=3),
+    max_leaves=8,
+)
+URLS = st.sampled_from(
+    ["http://127.0.0.1:1", "http://[::1]:1", "http://[::1", "http://a b:1", "http://x:99999", "https://x", "ftp://x"]
+) | st.text(max_size=30).map("http://{}".format)
+ENDPOINTS = st.fixed_dictionaries(
+    {"id": st.text(max_size=5), "data_url": URLS, "control_url": URLS},
+    optional={"terminating": st.booleans() | JSON, "probed_ready": st.booleans()},
+)
+ENDLESS = "{% for a in range(10**9) %}{% endfor %}"
+NUMBERS = st.integers(-2, 2**70) | st.sampled_from([0.0, 1e-9, 1e300, -1.0])
+MODELS = st.fixed_dictionaries(
+    {"deployment": st.text(max_size=8), "name": st.text(max_size=8)},
+    optional={
+        "namespace": st.text(max_size=8),
+        "aliases": st.lists(st.text(max_size=5), max_size=3),
+        "weight": NUMBERS,
+        "engine_token": st.text(max_size=10),
+        "prefix_scope": st.text(max_size=10),
+        "routing_policy": st.text(max_size=10),
+        "session_header": st.text(max_size=10),
+        "chat_template": st.text(max_size=40) | st.sampled_from(["{%", "{{ 1/0 }}", ENDLESS]),
+        "queue": st.fixed_dictionaries(dict.fromkeys(QueueLimits.__struct_fields__, NUMBERS)) | JSON,
+        "wakes": st.booleans(),
+        "endpoints": st.lists(ENDPOINTS, max_size=3),
+        "unheard_of": JSON,
+    },
+)  # fmt: skip
+CATALOGS = st.one_of(
+    st.lists(MODELS, max_size=3).map(lambda models: json.dumps({"models": models}).encode("utf-8", "surrogatepass")),
+    JSON.map(lambda value: json.dumps({"models": value}).encode()),
+    st.binary(max_size=60),
+    st.sampled_from([b"[" * 100_000, b'{"models":' * 5_000, b'{"models":[' + b"{}," * 50_000 + b"{}]}"]),
+)
+
+
+def look(door: Door, path: str, **query: str) -> Answer:
+    answer = httpx2.get(door.control_url + path, params=query, timeout=ANSWER_TIMEOUT_S)
+    return Answer(answer.status_code, dict(answer.headers), answer.content)
+
+
+def put_catalog(door: Door, raw: bytes, token: str = CONTROL_TOKEN) -> Answer:
+    headers = {"Authorization": f"Bearer {token}"}
+    answer = httpx2.put(door.control_url + "/catalog", content=raw, headers=headers, timeout=ANSWER_TIMEOUT_S)
+    return Answer(answer.status_code, dict(answer.headers), answer.content)
+
+
+def test_any_catalogue_is_taken_or_refused_whole(keyed_door: Door, engine_door: Door) -> None:
+    """Also what is taken and makes no sense harms nobody who looks on, and a good one afterwards is served."""
+    good = msgspec.json.encode(good_catalog(engine_door))
+
+    @examples(30)
+    @given(CATALOGS)
+    def every(raw: bytes) -> None:
+        answer = without_a_hang(lambda: put_catalog(keyed_door, raw)).check()
+        assert answer.status in (200, 400), answer
+        assert without_a_hang(lambda: look(keyed_door, "/status")).status == 200
+        assert without_a_hang(lambda: look(keyed_door, "/metrics")).status == 200
+        models = keyed_door.get("/v1/models").check()
+        for card in json.loads(models.body)["data"][:2]:
+            tried = keyed_door.post({**GOOD, "model": card["id"]}, headers={"X-Request-Timeout-S": "0.01"})
+            assert tried.status in (200, 400, 404, 502, 503, 504), tried
+            if tried.status != 200:
+                tried.error()
+
+    every()
+    assert put_catalog(keyed_door, good).status == 200
+    until(lambda: keyed_door.post(GOOD).status == 200)
+
+
+@examples(60)
+@given(st.text(max_size=30) | st.integers().map(str) | st.sampled_from(["٣", "1e3", " 1", "+1", "0x10", "9" * 5000]))
+def test_any_number_of_decisions_is_shown_or_refused(keyed_door: Door, limit: str) -> None:
+    answer = without_a_hang(lambda: look(keyed_door, "/debug/decisions", limit=limit)).check()
+    if answer.status != 200:
+        assert (answer.status, answer.error()["param"]) == (400, "limit")
+
+
+# -- what gateways ask of engines --------------------------------------------------------------------------------------
+
+BIG = st.sampled_from([0, 1, 2, 255, 49151, 49152, 2**31 - 1, 2**31, 2**63 - 1]) | st.integers(-3, 300)
+TOKEN_IDS = st.lists(st.integers(0, 49151), min_size=1, max_size=6) | st.lists(BIG, max_size=300)
+WILD = st.floats() | st.integers(-(2**63), 2**64 - 1) | st.sampled_from([0.0, 0.5, 1.0, 2.0, 1e300])
+SAMPLING = st.fixed_dictionaries(
+    {"max_tokens": st.integers(1, 4)},
+    optional={
+        "n": st.integers(1, 3) | BIG,
+        "best_of": st.integers(1, 3) | BIG,
+        "use_beam_search": st.booleans(),
+        "length_penalty": WILD,
+        "temperature": WILD,
+        "top_k": WILD,
+        "top_p": WILD,
+        "min_p": WILD,
+        "seed": WILD,
+        "presence_penalty": WILD,
+        "repetition_penalty": WILD,
+        "logit_bias": st.dictionaries(BIG, WILD, max_size=3),
+        "logprobs": BIG,
+        "stop": st.lists(st.text(max_size=3), max_size=3),
+        "stop_token_ids": TOKEN_IDS,
+        "min_tokens": BIG,
+        "ignore_eos": st.booleans(),
+    },
+)
+RESUMES = st.lists(
+    st.fixed_dictionaries(
+        {"index": st.integers(0, 3) | BIG, "token_ids": TOKEN_IDS, "num_text_chars": st.integers(0, 9) | BIG},
+        optional={"finished": st.booleans(), "finish_reason": st.sampled_from(["stop", "length", "abort", "error"])},
+    ),
+    max_size=3,
+)
+GENERATE = st.fixed_dictionaries(
+    {"request_id": st.uuids().map(str), "model": st.just(MODEL), "prompt_token_ids": TOKEN_IDS, "sampling": SAMPLING},
+    optional={
+        "dialect": st.sampled_from(["chat", "completions"]),
+        "stream": st.booleans(),
+        "include_usage": st.booleans(),
+        "priority": BIG | st.integers(-(2**63), 2**63 - 1),
+        "prompt_text": st.text(max_size=5),
+        "prompt_index": st.integers(0, 2) | BIG,
+        "cache_salt": st.text(max_size=5),
+        "resume": RESUMES,
+        "cached_tokens": BIG,
+        "predicted_cached_tokens": BIG,
+    },
+)
+
+
+@pytest.mark.model
+def test_no_prepared_request_harms_the_engine(model_door: Door) -> None:
+    """What a gateway would never send, or one of another version, on a real model."""
+    headers = {"Authorization": f"Bearer {ENGINE_TOKEN}", "Content-Type": "application/msgpack"}
+    served = 0
+
+    @examples(60)
+    @given(GENERATE)
+    def every(body: dict[str, Any]) -> None:
+        nonlocal served
+        answer = model_door.post(msgspec.msgpack.encode(body), "/internal/generate", headers)
+        if answer.status != 200:
+            answer.check()
+            return
+        decoder = FrameDecoder()
+        frames = decoder.feed(answer.body)
+        decoder.close()
+        assert frames[-1][0].last
+        assert frames[-1][0].error is None, frames[-1]
+        served += 1
+
+    every()
+    assert served, "every example was refused"
+    model_door.serves()

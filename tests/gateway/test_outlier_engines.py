@@ -1,0 +1,110 @@
+"""Engines that answer, but badly: far slower than their siblings, or with garbage. Judged by what clients got."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+PIECES = tuple("abcdefghijkl")
+NUM_STREAMS = 12
+"""At each engine: more than are needed for a judgement."""
+
+
+def at_pace(fake, ms_per_token: float):
+    async def behave(engine, request, response, http) -> None:
+        await response.prepare(http)
+        for frame in fake.answer_frames(request, PIECES):
+            await response.write(frame)
+            await asyncio.sleep(ms_per_token / 1000)
+        await response.write_eof()
+
+    return behave
+
+
+def garbage_in_mid_answer(fake):
+    async def behave(engine, request, response, http) -> None:
+        await response.prepare(http)
+        for frame in fake.answer_frames(request, PIECES)[:2]:
+            await response.write(frame)
+        await asyncio.sleep(0.02)
+        await response.write(b"\xff" * 64)
+        await response.write_eof()
+
+    return behave
+
+
+async def asked(gateway, engines, number: int) -> list[int]:
+    """How many of so many streams each engine got; every one of them is whole."""
+    before = [len(engine.requests) for engine in engines]
+    replies = await asyncio.gather(*(gateway.chat(stream=True) for _ in range(number)))
+    assert [(reply.streamed_text, reply.events[-1]) for reply in replies] == [("".join(PIECES), "[DONE]")] * number
+    return [len(engine.requests) - each for engine, each in zip(engines, before, strict=True)]
+
+
+@pytest.mark.layouts
+async def test_an_engine_far_slower_than_its_siblings_is_left_alone_and_comes_back(engines, gateways, fake) -> None:
+    catalog = fake.catalog_of(*engines, routing_policy="RoundRobin")
+    gateway = await gateways(*engines, catalog=catalog, ejection_base_s=0.1)
+    slow = engines[0]
+    for engine in engines:
+        engine.behaviour = at_pace(fake, 120.0 if engine is slow else 2.0)
+    phase = gateway.gateway.head.brain.phase
+    assert await asked(gateway, engines, 3 * NUM_STREAMS) == [NUM_STREAMS] * 3
+    assert phase(gateway.record(slow)) == "ejected"
+    assert await asked(gateway, engines, 6) == [0, 3, 3]
+    slow.behaviour = at_pace(fake, 2.0)
+    await fake.until(lambda: phase(gateway.record(slow)) != "ejected")
+    counts = await asked(gateway, engines, 1)  # one of the three, perhaps the one that proves it
+    while not counts[0]:
+        counts = await asked(gateway, engines, 1)
+    assert await asked(gateway, engines, 6) == [2, 2, 2]
+
+
+async def test_an_engine_whose_answers_turn_to_garbage_is_left_alone_and_comes_back(engines, gateways, fake) -> None:
+    """No client sees anything of it: what it had begun goes on elsewhere."""
+    catalog = fake.catalog_of(*engines, routing_policy="RoundRobin")
+    gateway = await gateways(*engines, catalog=catalog, ejection_base_s=0.2)
+    bad = engines[0]
+    for engine in engines:
+        engine.behaviour = garbage_in_mid_answer(fake) if engine is bad else fake.says(*PIECES)
+    assert (await asked(gateway, engines, 3))[0] == 1
+    assert gateway.gateway.head.brain.phase(gateway.record(bad)) == "ejected"
+    assert (await asked(gateway, engines, 6))[0] == 0
+    bad.behaviour = fake.says(*PIECES)
+    await fake.until(lambda: gateway.gateway.head.brain.phase(gateway.record(bad)) != "ejected")
+    while not (await asked(gateway, engines, 1))[0]:
+        pass
+    assert await asked(gateway, engines, 6) == [2, 2, 2]
+
+
+async def test_of_three_engines_that_all_answer_garbage_one_is_left_alone(engines, gateways, fake) -> None:
+    """At most 30 % and at least one: when everybody looks bad, the fault may be elsewhere."""
+    gateway = await gateways(*engines, ejection_base_s=60.0, max_attempts=2)
+    for engine in engines:
+        engine.behaviour = fake.sends(b"\xff" * 64)
+    for _ in range(6):
+        reply = await gateway.chat()
+        assert (reply.status, reply.error["code"]) == (502, "bad_upstream")
+    for engine in engines:
+        engine.behaviour = fake.says("ok")
+    before = [len(engine.requests) for engine in engines]
+    assert [(await gateway.chat()).text for _ in range(6)] == ["ok"] * 6
+    got = [len(engine.requests) > each for engine, each in zip(engines, before, strict=True)]
+    assert sorted(got) == [False, True, True]
+
+
+@pytest.mark.layouts
+async def test_retries_do_not_become_the_load_when_every_engine_fails(engines, gateways, fake) -> None:
+    """A fifth of the requests on top, and never fewer than ten tries; then whoever comes hears so at once."""
+    gateway = await gateways(*engines, ejection_base_s=60.0)
+    for engine in engines:
+        engine.behaviour = fake.refuses(500)
+    replies = [await gateway.chat() for _ in range(80)]
+    assert {(reply.status, reply.error["code"]) for reply in replies} == {
+        (502, "bad_upstream"),
+        (503, "retry_budget_exhausted"),
+    }
+    assert all(int(reply.headers["retry-after"]) == 1 for reply in replies if reply.status == 503)
+    num_tries = sum(len(engine.requests) for engine in engines)
+    assert 80 + 10 <= num_tries <= 80 * 1.2 + len(engines), "what an engine's first failure brings about is free"
