@@ -45,19 +45,30 @@ from pagemill_kernels.rope import triton_launch as rope
 from pagemill_kernels.sampling import triton_body as sampling_body
 from pagemill_kernels.sampling import triton_launch as sampling
 from pagemill_kernels.sampling.batch import Draws, Edits, Penalties, Reports
+from pagemill_kernels.scaled_linear import triton_body as scaled_body
+from pagemill_kernels.scaled_linear import triton_launch as scaled
+from pagemill_kernels.scaled_linear.channels import ChannelCodes
 
 ARCHITECTURES = (80, 90, 100)
 META = torch.device("meta")
 NUM_MULTIPROCESSORS = 132
-BODIES = (activation_body, attention_body, gather_body, linear_body, norm_body, rope_body, sampling_body)
+BODIES = (activation_body, attention_body, gather_body, linear_body, norm_body, rope_body, sampling_body, scaled_body)
+FP8 = torch.float8_e4m3fn
+FP8_ARCHITECTURE = 89
+"""The first that has e4m3; launchers refuse it on those before."""
 POINTERS = {
     torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
     torch.float32: "*fp32",
+    torch.float8_e4m3fn: "*fp8e4nv",
     torch.int8: "*i8",
     torch.uint8: "*u8",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
+
+
+CODES = {"int8": torch.int8, "fp8": FP8}
 
 
 class Case(NamedTuple):
@@ -75,14 +86,33 @@ class Usage(NamedTuple):
     registers: int
     spilled_bytes: int
     shared_bytes: int
+    products: list[str]
+    """Instructions of the tensor cores; their ends tell the types of what is multiplied."""
 
 
 def floats(*shape: int) -> Tensor:
     return torch.empty(*shape, dtype=torch.bfloat16, device=META)
 
 
+class Mask(NamedTuple):
+    """What attention does to scores beside the causal mask."""
+
+    window: int | None = None
+    soft_cap: float | None = None
+    slopes: bool = False
+
+
+CAUSAL = Mask()
+
+
 def attend(
-    requests: int, tokens: int, head_dim: int, heads: tuple[int, int], *, int8: bool = False, window: int | None = None
+    requests: int,
+    tokens: int,
+    head_dim: int,
+    heads: tuple[int, int],
+    *,
+    cached: torch.dtype = torch.bfloat16,
+    mask: Mask = CAUSAL,
 ) -> Callable[[], object]:
     """`requests` of `tokens` each."""
     num_heads, num_kv_heads = heads
@@ -95,14 +125,19 @@ def attend(
         head_dim=head_dim,
         padding_block=0,
     )
-    dtype = torch.int8 if int8 else torch.bfloat16
-    cache = torch.empty(64, 2 * num_kv_heads, 16, token_width(dtype, head_dim), dtype=dtype, device=META)
+    cache = _cache(cached, num_kv_heads, head_dim)
+    slopes = torch.empty(num_heads, device=META) if mask.slopes else None
 
     def run() -> None:
-        plan = attention.plan_attention(batch, window, torch.bfloat16, META)
-        attention.paged_attention(floats(requests * tokens, num_heads, head_dim), cache, plan, head_dim**-0.5)
+        plan = attention.plan_attention(batch, mask.window, torch.bfloat16, META)
+        query = floats(requests * tokens, num_heads, head_dim)
+        attention.paged_attention(query, cache, plan, head_dim**-0.5, mask.soft_cap, slopes)
 
     return run
+
+
+def _cache(dtype: torch.dtype, num_kv_heads: int, head_dim: int) -> Tensor:
+    return torch.empty(64, 2 * num_kv_heads, 16, token_width(dtype, head_dim), dtype=dtype, device=META)
 
 
 def multiply(rows: int, bits: Any) -> Callable[[], object]:
@@ -114,10 +149,18 @@ def multiply(rows: int, bits: Any) -> Callable[[], object]:
     return lambda: linear.pack_codes(weight, None)(floats(rows, shape[1]))
 
 
-def rotate(head_dim: int) -> Callable[[], object]:
+def multiply_scaled(rows: int, dtype: torch.dtype) -> Callable[[], object]:
+    """Two kernels: the codes of x, and the product."""
+    shape = (14336, 4096)
+    codes = torch.empty(shape, dtype=dtype, device=META)
+    weight = ChannelCodes(codes, torch.empty(shape[0], device=META))
+    return lambda: scaled.ScaledLinear(weight, None)(floats(rows, shape[1]))
+
+
+def rotate(head_dim: int, cached: torch.dtype = torch.bfloat16) -> Callable[[], object]:
     heads, table = floats(64, 48, head_dim), floats(64, 1, head_dim // 2)
     slots = torch.empty(64, dtype=torch.int64, device=META)
-    return lambda: rope.rope_and_store(heads, 32, table, table, floats(64, 16, 16, head_dim), slots)
+    return lambda: rope.rope_and_store(heads, 32, table, table, _cache(cached, 8, head_dim), slots)
 
 
 def sample() -> list[Case]:
@@ -139,6 +182,9 @@ def sample() -> list[Case]:
     ]
 
 
+MASKS = {"window": Mask(window=1024), "soft cap": Mask(soft_cap=50.0), "ALiBi": Mask(slopes=True)}
+
+
 def cases() -> list[Case]:
     """The shapes of Llama-3.2-1B (heads of 64), Llama-3.1-8B and Qwen3-0.6B (128), and of Gemma's kind (256)."""
     heads = {64: (32, 8), 128: (32, 8), 256: (16, 8)}
@@ -151,19 +197,35 @@ def cases() -> list[Case]:
     return [
         *attention_cases,
         Case("attention decode, group of 2", attend(128, 1, 128, (16, 8)), True),
-        Case("attention decode, window", attend(128, 1, 128, heads[128], window=1024), True),
-        Case("attention decode, int8 cache", attend(128, 1, 128, heads[128], int8=True), True),
-        Case("attention prefill, int8 cache", attend(4, 512, 128, heads[128], int8=True), True),
+        *(
+            Case(f"attention {kind}, {name}", attend(*shape, 128, heads[128], mask=mask), True)
+            for name, mask in MASKS.items()
+            for kind, shape in (("decode", (128, 1)), ("prefill", (4, 512)))
+        ),
+        *(
+            Case(f"attention {kind}, heads of {d}, {name} cache", attend(*shape, d, heads[d], cached=dtype), True)
+            for name, dtype in CODES.items()
+            for d in heads
+            for kind, shape in (("decode", (128, 1)), ("decode in parts", (1, 1)), ("prefill", (4, 512)))
+        ),
         *(
             Case(f"linear {bits} bits, {rows} rows", multiply(rows, bits), True)
             for bits in (4, 8)
             for rows in (1, 64, 512)
         ),
+        *(
+            Case(f"linear {name} by {name}, {rows} rows", multiply_scaled(rows, dtype), True)
+            for name, dtype in CODES.items()
+            for rows in (1, 64, 512)
+        ),
+        Case("codes of a row of 53248", lambda: scaled.encode_rows(floats(64, 53248), torch.int8), True),
         *(Case(f"rotation and cache write, heads of {size}", rotate(size), True) for size in heads),
+        *(Case(f"rotation and cache write, {name} cache", rotate(128, dtype), True) for name, dtype in CODES.items()),
         Case("RMS norm of 4096", lambda: norm.rms_norm(floats(64, 4096), floats(4096), 1e-5), True),
         Case("RMS norm of 4096, residual", lambda: norm.rms_norm(*_norm_inputs(4096)), True),
         Case("RMS norm of heads of 128", lambda: norm.rms_norm(floats(64, 48, 128)[:, :32], floats(128), 1e-5), True),
         Case("layer norm of 4096", lambda: norm.layer_norm(floats(64, 4096), floats(4096), floats(4096), 1e-5), False),
+        Case("layer norm of 4096, residual", lambda: norm.layer_norm(*_centred_inputs(4096)), False),
         Case("SiLU and product", lambda: activation.silu_and_mul(floats(64, 2 * 14336)), True),
         Case("rows of an embedding", lambda: gather.gather_rows(floats(128256, 4096), ids), True),
         *sample(),
@@ -172,6 +234,10 @@ def cases() -> list[Case]:
 
 def _norm_inputs(size: int) -> tuple[Tensor, Tensor, float, Tensor]:
     return floats(64, size), floats(size), 1e-5, floats(64, size)
+
+
+def _centred_inputs(size: int) -> tuple[Tensor, Tensor, Tensor, float, Tensor]:
+    return floats(64, size), floats(size), floats(size), 1e-5, floats(64, size)
 
 
 class _Recorder:
@@ -220,7 +286,7 @@ def compile_for(launched: Launched, architecture: int) -> Usage:
     options = {name: arguments[name] for name in ("num_warps", "num_stages", "enable_fp_fusion") if name in arguments}
     source = ASTSource(kernel, signature, constants, attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
-    return _usage(compiled.asm["cubin"], compiled.metadata.shared)
+    return _usage(compiled.asm["cubin"], compiled.metadata.shared, _products(compiled.asm["ptx"]))
 
 
 def _type_of(value: object) -> str:
@@ -229,7 +295,12 @@ def _type_of(value: object) -> str:
     return "fp32" if isinstance(value, float) else "i32"
 
 
-def _usage(binary: bytes, shared_bytes: int) -> Usage:
+def _products(assembly: str) -> list[str]:
+    found = re.findall(r"(wgmma\.mma_async|tcgen05\.mma|mma\.sync)[\w.:]*?((?:\.(?:kind::)?[a-z]+\d+\w*)*)\s", assembly)
+    return sorted({name + types for name, types in found})
+
+
+def _usage(binary: bytes, shared_bytes: int, products: list[str]) -> Usage:
     """A Triton kernel has no stack of its own: what lies there was spilled."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
@@ -239,7 +310,18 @@ def _usage(binary: bytes, shared_bytes: int) -> Usage:
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     if found is None:
         raise RuntimeError(f"cuobjdump says nothing of registers: {text}")
-    return Usage(int(found[1]), int(found[2]), shared_bytes)
+    return Usage(int(found[1]), int(found[2]), shared_bytes, products)
+
+
+def _usage_on(launched: Launched, architecture: int) -> Usage | None:
+    """`None`: the launcher refuses the type there."""
+    tensors = [value for value in launched.arguments.values() if isinstance(value, Tensor)]
+    has_fp8 = any(tensor.dtype == FP8 for tensor in tensors)
+    return None if has_fp8 and architecture < FP8_ARCHITECTURE else compile_for(launched, architecture)
+
+
+def _cell(use: Usage | None) -> str:
+    return "refused" if use is None else f"{use.registers} / {use.spilled_bytes} / {use.shared_bytes / 1024:.0f}"
 
 
 def main() -> int:
@@ -248,6 +330,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=[""], help="compile the cases whose name contains one of these")
     options = parser.parse_args()
     rows: list[list[Any]] = []
+    products: list[list[list[str]]] = []
     spilling: list[str] = []
     for case in cases():
         if not any(part in case.name for part in options.only):
@@ -255,13 +338,15 @@ def main() -> int:
         with recording() as launched:
             case.run()
         for kernel in launched:
-            usages = [compile_for(kernel, architecture) for architecture in options.architectures]
-            cells = [f"{use.registers} / {use.spilled_bytes} / {use.shared_bytes / 1024:.0f}" for use in usages]
+            usages = [_usage_on(kernel, architecture) for architecture in options.architectures]
+            cells = [_cell(use) for use in usages]
             rows.append([case.name, kernel.kernel.__name__, kernel.arguments["num_warps"], *cells])
-            if case.is_hot and any(use.spilled_bytes for use in usages):
+            products.append([use.products if use else [] for use in usages])
+            if case.is_hot and any(use is not None and use.spilled_bytes for use in usages):
                 spilling.append(f"{case.name}: {kernel.kernel.__name__}")
     columns = ["case", "kernel", "warps", *(f"sm_{architecture}" for architecture in options.architectures)]
-    report.emit("registers / spilled bytes / KiB of shared memory", columns, rows, {"rows": rows, "spilling": spilling})
+    payload = {"rows": rows, "products": products, "spilling": spilling}
+    report.emit("registers / spilled bytes / KiB of shared memory", columns, rows, payload)
     return 1 if spilling else 0
 
 

@@ -16,10 +16,14 @@ import torch.nn.functional as F
 from case import Case, Run
 from measuring import Device
 
+from pagemill_kernels.gpu import launch
+from pagemill_kernels.kv_store import storage
 from pagemill_kernels.paged_attention import reference, triton_launch
 from pagemill_kernels.paged_attention.batch import AttentionBatch
 
 BLOCK_SIZE = 16
+ENCODED_BLOCKS = 1024
+"""Blocks that become codes at a time: their floats are several times as large."""
 
 
 class Shape(NamedTuple):
@@ -43,8 +47,8 @@ class Inputs(NamedTuple):
 
 def cases(device: Device) -> list[Case]:
     if device.tiny:
-        shape = Shape(4, 2, 16)
-        return [_case(device, "mixed", inputs(device, shape, [(1, 20), (5, 9)]))]
+        given = inputs(device, Shape(4, 2, 16), [(1, 20), (5, 9)])
+        return [_case(device, "mixed", given), *_in_codes(device, "mixed", given)]
     gqa8, gqa4, gqa2 = Shape(64, 8, 128), Shape(32, 8, 128), Shape(16, 8, 128)
     decodes = {"GQA 8": gqa8, "GQA 4 (Llama-3.1-8B)": gqa4, "GQA 2 (Qwen3-0.6B)": gqa2}
     found = [
@@ -60,7 +64,8 @@ def cases(device: Device) -> list[Case]:
     case = _case(device, "64 decodes at 4k and a chunk of 2k in one launch", together)
     case.peers["pagemill, two launches"] = lambda: torch.cat([run() for run in both])
     # Other random numbers: only the time of the two counts.
-    return [*found, case]
+    decode = inputs(device, gqa4, [(1, 4096)] * 128)
+    return [*found, case, *_in_codes(device, "decode, 128 x 4k, GQA 4", decode)]
 
 
 def inputs(device: Device, shape: Shape, lengths: list[tuple[int, int]]) -> Inputs:
@@ -121,15 +126,37 @@ def _case(device: Device, name: str, given: Inputs) -> Case:
     return Case(
         name,
         _ours(given),
-        lambda: reference.paged_attention(given.query, cache, plan, given.scale),
+        lambda: reference.paged_attention(given.query, _decoded(cache), plan, given.scale),
         num_bytes=2 * given.query.nbytes + cache.nbytes,
         num_flops=4 * seen * shape.num_heads * shape.head_dim,
     )
 
 
+def _in_codes(device: Device, name: str, given: Inputs) -> list[Case]:
+    """The same keys and values in each type of 8-bit codes that the device has."""
+    return [
+        _case(device, f"{name}, {kind} cache", given._replace(cache=_encoded(given.cache, dtype)))
+        for kind, dtype in (("int8", torch.int8), ("fp8", torch.float8_e4m3fn))
+        if kind == "int8" or launch.why_no_fp8() is None
+    ]
+
+
+def _encoded(cache: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    width = storage.token_width(dtype, cache.shape[3])
+    encoded = torch.empty(*cache.shape[:3], width, dtype=dtype, device=cache.device)
+    for start in range(0, len(cache), ENCODED_BLOCKS):
+        piece = slice(start, start + ENCODED_BLOCKS)
+        storage.write_blocks(encoded[piece], cache[piece].float())
+    return encoded
+
+
 def _ours(given: Inputs) -> Run:
     plan = triton_launch.plan_attention(given.batch, None, given.query.dtype, given.query.device)
     return lambda: triton_launch.paged_attention(given.query, given.cache, plan, given.scale)
+
+
+def _decoded(cache: torch.Tensor) -> torch.Tensor:
+    return storage.decode(cache) if cache.dtype in storage.LARGEST_CODES else cache
 
 
 def _side_by_side(given: Inputs) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,10 +1,11 @@
-"""Everything but attention: rotation with the cache write, norms, activations, gathers, products in codes, sampling."""
+"""Everything but attention: rotation with the cache write, norms, activations, gathers, products, sampling."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 import numpy as np
+import scaled_cases
 import torch
 import torch.nn.functional as F
 from case import Case
@@ -31,7 +32,8 @@ def cases(device: Device) -> list[Case]:
     """Sizes of Llama-3.1-8B, at 256 decodes and in a prefill of 8,192 tokens."""
     if device.tiny:
         tiny = [_norm(device, 3, 48), _activation(device, 3, 40), _rows(device, 3, 48), _rope(device, 3, (4, 2), 16)]
-        return [*tiny, *_products(device, 4, (40, 64), [3]), *_sampling(device, 2, 70)]
+        products = [*_products(device, 4, (40, 64), [3]), *scaled_cases.cases(device, (40, 64), [3])]
+        return [*tiny, *products, *_sampling(device, 2, 70)]
     return [
         *(_norm(device, rows, 4096) for rows in (256, 8192)),
         *(_activation(device, rows, 14_336) for rows in (256, 8192)),
@@ -39,6 +41,7 @@ def cases(device: Device) -> list[Case]:
         _rows(device, 8192, 4096),
         *_products(device, 4, (14_336, 4096), [1, 64, 512]),
         *_products(device, 8, (14_336, 4096), [1, 64, 512]),
+        *scaled_cases.cases(device, (14_336, 4096), [1, 64, 512, 8192]),
         *_sampling(device, 256, 151_936),
     ]
 

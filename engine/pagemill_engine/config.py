@@ -41,9 +41,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     with `deterministic` and, where oneDNN multiplies, with `quantization`. The native kernels add up in float32
     whatever it is, and keep matrices that are stored in bfloat16 so. With `auto` they round activations to 16 bits
     where they meet 4-bit weights, which is faster; with `float32` they do not. On a CPU float16 is torch's alone."""
-    quantization: Literal["none", "int8", "int4"] = "none"
-    """Rounds weights to codes of 8 or 4 bits while they are loaded (embedding and head always to 8), a scale for every
-    32 inputs. What is stored in codes of so few bits already stays as it is."""
+    quantization: Literal["none", "int8", "int4", "w8a8", "fp8"] = "none"
+    """Rounds weights to codes while they are loaded. `int8`, `int4`: codes of 8 or 4 bits (embedding and head always
+    8), a scale for every 32 inputs; what is stored in codes of so few bits already stays as it is. `w8a8` and `fp8` need
+    a GPU: weights and activations are multiplied as int8 or as e4m3 (compute capability 8.9 and later), with a scale for
+    each output and each token; embedding and head as with `int8`; what is stored in codes stays as it is."""
     max_model_len: int | None = None
     """Tokens of prompt and output together; `None`: the model's own limit, capped by the KV cache."""
     max_num_seqs: int = 64
@@ -55,9 +57,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_memory_bytes: int | None = None
     """Memory of the KV cache; `None`: 1 GiB or a quarter of the free memory, whichever is less; on a GPU what weights
     and the largest step leave of nine tenths of its free memory."""
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
-    """How keys and values are kept; `auto`: as `dtype`. bfloat16 halves and int8 (a scale for each token and head)
-    nearly quarters what float32 takes; on a CPU a type other than `dtype` needs the native kernels."""
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8", "fp8"] = "auto"
+    """How keys and values are kept; `auto`: as `dtype`. bfloat16 halves, int8 and fp8 (a scale for each token and head)
+    nearly quarter what float32 takes; on a CPU a type other than `dtype` needs the native kernels. fp8 (e4m3) needs a
+    GPU of compute capability 8.9 or later."""
     deterministic: bool = False
     """The same bits for a request whatever else runs, however its prompt is cut and whatever the prefix cache holds.
     Needs the CPU's native kernels, float32 or bfloat16, and keeps to our own products; costs attention some speed."""

@@ -23,6 +23,9 @@ weights of any type; `cpu_bfloat16`: the same, but linear layers are our product
 16-bit integers); `cpu_onednn`: the same, but they are oneDNN's products of bfloat16. `triton`: an NVIDIA device, any
 float type."""
 
+Products = Literal["float", "w8a8", "fp8"]
+"""What linear layers multiply: floats as they come, or codes of 8 bits on both sides, int8 or e4m3."""
+
 REFERENCE: Backend = "reference"
 NATIVE_BACKENDS: tuple[Backend, ...] = ("cpu_native", "cpu_bfloat16", "cpu_onednn")
 """Activations are float32; weights and the KV cache have types of their own."""
@@ -98,6 +101,11 @@ _PACK_BLOCKS: dict[Backend, str] = {
     "cpu_bfloat16": "linear.native:pack_blocks_for_bfloat16",
 }
 _PACK_BLOCKS_FOR_DOTS: dict[Backend, str] = {"cpu_native": "linear.native:pack_blocks_for_dots"}
+_PACK_SCALED: dict[Backend, dict[str, str]] = {
+    "reference": {"w8a8": "scaled_linear.reference:pack_w8a8", "fp8": "scaled_linear.reference:pack_fp8"},
+    "triton": {"w8a8": "scaled_linear.triton_launch:pack_w8a8", "fp8": "scaled_linear.triton_launch:pack_fp8"},
+}
+"""Linear layers whose activations are codes too, by the name of their arithmetic."""
 _FUSE_LAYERS: dict[Backend, str] = {
     "cpu_native": "decoder_layer.native:fuse_layers",
     "cpu_bfloat16": "decoder_layer.native:fuse_layers",
@@ -155,13 +163,17 @@ def ops_for(
     batch_invariant: bool = False,
     weight_dtype: torch.dtype | None = None,
     rounds_activations: bool = False,
+    products: Products = "float",
 ) -> Ops:
     """`batch_invariant`: a row's result has the same bits whatever else is computed; KeyError where it cannot.
-    `rounds_activations`: to 16 bits beside 4-bit codes, where that is faster.
+    `rounds_activations`: to 16 bits beside 4-bit codes, where that is faster. `products`: what float weights become
+    when they are packed; KeyError where the backend has no such products.
     """
     pack_codes = _optional(_PACK_CODES_FOR_DOTS if rounds_activations else _PACK_CODES, backend)
     pack_blocks = _optional(_PACK_BLOCKS_FOR_DOTS if rounds_activations else _PACK_BLOCKS, backend)
     operations = {operation: resolve(operation, backend) for operation in _IMPLEMENTATIONS}
+    if products != "float":
+        operations["pack_linear"] = _load(_PACK_SCALED[backend][products])
     ops = Ops(
         **operations,
         pack_codes=pack_codes,
@@ -215,6 +227,13 @@ def gpu_problem(head_dim: int, block_size: int, heads_per_kv_head: int) -> str |
     from pagemill_kernels.paged_attention import triton_launch
 
     return triton_launch.supports(head_dim, block_size, heads_per_kv_head)
+
+
+def fp8_problem() -> str | None:
+    """Why the `triton` backend has no fp8 here; `None`: it has. Only where `gpu_problem` gives no reason."""
+    from pagemill_kernels.gpu import launch
+
+    return launch.why_no_fp8()
 
 
 def _device(backend: Backend) -> torch.device:

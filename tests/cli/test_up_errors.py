@@ -64,7 +64,7 @@ def test_all_errors_of_all_documents_and_files_at_once(write: Write) -> None:
             "f.yaml:6: spec.resources.memory: 1.5 must be an integer or a string",
         ),
         (
-            f"{MODEL}  engine: {{quantization: fp8}}\n",
+            f"{MODEL}  engine: {{quantization: awq}}\n",
             "f.yaml:6: spec.engine.quantization: this version quantizes weights to int8, int4",
         ),
         (
@@ -131,7 +131,7 @@ def test_a_missing_model_is_reported_beside_the_other_errors(write: Write) -> No
 def test_rules_and_plan_problems_are_told_beside_wrong_types_in_one_run(write: Write) -> None:
     spec = (
         "  model: {source: 'file:///no/such/model', revision: main, aliases: [a, a]}\n"
-        "  engine:\n    dtype: Float32\n    maxModelLen: 16\n    blockSize: 64\n    quantization: fp8\n"
+        "  engine:\n    dtype: Float32\n    maxModelLen: 16\n    blockSize: 64\n    quantization: awq\n"
         "    tensorParallel: 3\n    pipelineParallel: 2\n    extraArgs: [--sed=1, 5, --seed]\n"
         "    env: [{name: A, valueFrom: {}}, {name: 7, valueFrom: {secretKeyRef: {name: s, key: k}}}]\n"
         "  resources: {gpus: 4, memory: 1.5}\n"
@@ -203,7 +203,7 @@ spec:
     generationDefaults: {{topK: 4}}
     adapters: [{{name: q, source: hf://a/b}}]
   engine:
-    quantization: fp8
+    quantization: awq
     tensorParallel: 2
     pipelineParallel: 2
     extraArgs: [--seed=1, --no-such-thing]

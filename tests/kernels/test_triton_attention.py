@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
-from triton_device import DEVICE, NARROW_TYPES, close, random
+from triton_device import CODE_TYPES, DEVICE, HAS_GPU, NARROW_TYPES, close, random, sparse
 
 from pagemill_kernels.gpu import launch
 from pagemill_kernels.kv_store import storage
@@ -107,18 +109,70 @@ def test_few_programs_are_split_and_many_are_not(monkeypatch: pytest.MonkeyPatch
     assert triton_launch.choose_splits(100_000) == 1
 
 
-def test_an_int8_cache_is_read_by_its_codes() -> None:
-    batch = batch_of(BATCHES["mixed"], 2, 32)
-    width = storage.token_width(torch.int8, 32)
-    cache = torch.zeros(NUM_BLOCKS, 4, 16, width, dtype=torch.int8)
-    codes, scales = storage.encode(random(NUM_BLOCKS, 4, 16, 32).cpu())
-    cache.flatten(2)[..., : 16 * 32] = codes.flatten(2)
-    storage.scales(cache)[:] = scales
-    query = random(int(batch.query_start_loc[-1]), 4, 32, seed=1)
+def cache_of_codes(dtype: torch.dtype, num_kv_heads: int, head_dim: int, block_size: int = 16) -> torch.Tensor:
+    shape = (NUM_BLOCKS, 2 * num_kv_heads, block_size)
+    cache = torch.zeros(*shape, storage.token_width(dtype, head_dim), dtype=dtype)
+    storage.write_blocks(cache, random(*shape, head_dim).cpu())
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("lengths", "head_dim", "block_size", "soft_cap", "window"),
+    [
+        (BATCHES["mixed"], 32, 16, None, None),
+        (BATCHES["decodes of many lengths"], 80, 48, None, None),
+        (BATCHES["mixed"], 64, 16, 3.0, 12),
+        (BATCHES["requests without tokens"], 256, 32, None, None),
+    ],
+    ids=["mixed", "decodes", "soft cap and window", "wide heads"],
+)
+@pytest.mark.parametrize("query_dtype", [torch.float32, *NARROW_TYPES])
+@pytest.mark.parametrize("dtype", CODE_TYPES)
+def test_a_cache_of_codes_is_read_by_its_codes(
+    dtype: torch.dtype,
+    query_dtype: torch.dtype,
+    lengths: list[tuple[int, int]],
+    head_dim: int,
+    block_size: int,
+    soft_cap: float | None,
+    window: int | None,
+) -> None:
+    batch = batch_of(lengths, 2, head_dim, block_size)
+    cache = cache_of_codes(dtype, 2, head_dim, block_size)
+    query = random(int(batch.query_start_loc[-1]), 4, head_dim, dtype=query_dtype, seed=1)
+    plan = triton_launch.plan_attention(batch, window, query_dtype, DEVICE)
+    expected_plan = reference.plan_attention(batch, window, query_dtype, DEVICE)
+    expected = reference.paged_attention(query, storage.decode(cache).to(DEVICE), expected_plan, 0.2, soft_cap)
+    close(triton_launch.paged_attention(query, cache.to(DEVICE), plan, 0.2, soft_cap), expected)
+
+
+@pytest.mark.parametrize("dtype", CODE_TYPES)
+def test_a_long_context_of_codes_is_cut_into_parts_too(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_launch, "choose_splits", lambda num_programs: 4)
+    batch, cache = batch_of(LONG_DECODES, 1, 16), cache_of_codes(dtype, 1, 16)
+    query = random(3, 2, 16, seed=1)
     plan = triton_launch.plan_attention(batch, None, torch.float32, DEVICE)
     expected_plan = reference.plan_attention(batch, None, torch.float32, DEVICE)
     expected = reference.paged_attention(query, storage.decode(cache).to(DEVICE), expected_plan, 0.2)
     close(triton_launch.paged_attention(query, cache.to(DEVICE), plan, 0.2), expected)
+
+
+@pytest.mark.skipif(HAS_GPU, reason="most of this memory is never there; the device has a test of its own")
+@pytest.mark.parametrize("dtype", CODE_TYPES)
+def test_blocks_behind_2_to_the_31st_element(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Codes and, a quarter as many, their scales."""
+    width = storage.token_width(dtype, 64)
+    num_blocks = 2**31 // (32 * 16 * width) + NUM_BLOCKS
+    far = sparse(tmp_path / "cache", num_blocks * 32 * 16 * width, dtype).view(num_blocks, 32, 16, width)
+    near = cache_of_codes(dtype, 16, 64)
+    far[-NUM_BLOCKS:] = near
+    batch = batch_of([(1, 20), (2, 40)], 16, 64)
+    query = random(3, 16, 64, seed=1)
+    plan = triton_launch.plan_attention(batch, None, torch.float32, DEVICE)
+    expected = triton_launch.paged_attention(query, near, plan, 0.2)
+    batch.block_tables[:] += num_blocks - NUM_BLOCKS
+    far_plan = triton_launch.plan_attention(batch, None, torch.float32, DEVICE)
+    assert torch.equal(triton_launch.paged_attention(query, far, far_plan, 0.2), expected)
 
 
 @pytest.mark.parametrize("window", [None, 10])

@@ -11,7 +11,22 @@ from pathlib import Path
 SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "kernel_resources.py"
 
 
-CASES = ["decode in parts, heads of 128", "linear 4 bits, 1 rows", "draw after changes"]
+CASES = [
+    "decode in parts, heads of 128",
+    "linear 4 bits, 1 rows",
+    "int8 by int8, 64 rows",
+    "fp8 by fp8, 512 rows",
+    "draw after changes",
+]
+KERNELS = [
+    *("attend", "join_splits"),
+    *("attend", "join_splits"),
+    *("attend", "join_splits"),
+    "multiply_codes",
+    *("encode_rows", "multiply_scaled"),
+    *("encode_rows", "multiply_scaled"),
+    "draw",
+]
 
 
 def test_hot_kernels_spill_nothing(tmp_path: Path) -> None:
@@ -22,7 +37,20 @@ def test_hot_kernels_spill_nothing(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["spilling"] == []
-    assert [row[1] for row in result["rows"]] == ["attend", "join_splits", "multiply_codes", "draw"]
+    assert [row[1] for row in result["rows"]] == KERNELS
+    products = {row[0]: found[0] for row, found in zip(result["rows"], result["products"], strict=True)}
+    assert [name.rpartition(".s32.")[2] for name in products["linear int8 by int8, 64 rows"]] == ["s8.s8"]
+    assert [name.rpartition(".f32.")[2] for name in products["linear fp8 by fp8, 512 rows"]] == ["e4m3.e4m3"]
+
+
+def test_what_an_older_device_does_not_have_is_told_and_not_compiled(tmp_path: Path) -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    argv = [sys.executable, str(SCRIPT), "--architectures", "80", "89", "--only", "cache write, fp8 cache"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=240, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    ((*_, on_80, on_89),) = json.loads(done.stdout.splitlines()[-1])["rows"]
+    assert on_80 == "refused"
+    assert on_89.split(" / ")[1] == "0"
 
 
 def test_the_kernels_import_torch_numpy_and_triton_alone() -> None:

@@ -170,6 +170,26 @@ def test_quantization_while_loading_reaches_the_engine(deployment: Make, quantiz
     assert settings.engine.quantization == quantization
 
 
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"engine__quantization": "w8a8"}, "spec.engine.quantization"),
+        ({"engine__quantization": "fp8"}, "spec.engine.quantization"),
+        ({"engine__kvCacheDtype": "fp8"}, "spec.engine.kvCacheDtype"),
+    ],
+)
+def test_products_and_caches_that_only_gpus_have_are_planned_on_gpus_alone(
+    deployment: Make, changes: dict[str, Any], field: str
+) -> None:
+    (problem,) = make_plan(deployment(**changes)).problems
+    assert (problem.field, "int8" in problem.message, "gpus to 1" in problem.message) == (field, True, True)
+    on_gpu = make_plan(deployment(resources={"gpus": 1}, **changes))
+    content = on_gpu.groups[0].process.settings
+    settings = msgspec.json.decode(msgspec.json.encode(content), type=Settings, strict=True)
+    assert on_gpu.problems == ()
+    assert next(iter(changes.values())) in (settings.engine.quantization, settings.engine.kv_cache_dtype)
+
+
 def test_cache_type_and_determinism_reach_the_engine(deployment: Make) -> None:
     plan = make_plan(deployment(engine__kvCacheDtype="int8", engine__deterministic=True))
     content = plan.groups[0].process.settings

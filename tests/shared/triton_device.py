@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import triton
 from triton.runtime.interpreter import InterpretedFunction, interpreter_builder
+
+from pagemill_kernels.gpu import launch
 
 HAS_GPU = not triton.knobs.runtime.interpret
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 NARROW_TYPES = [torch.float16, torch.bfloat16] if HAS_GPU else [torch.float16]
 """What kernels with products are tested in: the interpreter multiplies bfloat16 by its bits."""
+NO_FP8 = pytest.mark.skipif(HAS_GPU and launch.why_no_fp8() is not None, reason="this device has no fp8")
+CODE_TYPES = [torch.int8, pytest.param(torch.float8_e4m3fn, marks=NO_FP8)]
+"""What 8-bit codes are kept and multiplied in."""
 TOLERANCES = {
     torch.float32: {"atol": 2e-5, "rtol": 1e-4},
     torch.float16: {"atol": 4e-3, "rtol": 4e-3},
@@ -27,6 +34,13 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> to
 
 def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual, expected, **TOLERANCES[expected.dtype])
+
+
+def sparse(path: Path, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros in a file with holes, of any size: what is never touched lies nowhere. Only for the interpreter."""
+    with path.open("wb") as file:
+        file.truncate(numel * dtype.itemsize)
+    return torch.from_file(str(path), shared=True, size=numel * dtype.itemsize, dtype=torch.uint8).view(dtype)
 
 
 call_and_patch = InterpretedFunction.__call__

@@ -55,10 +55,12 @@ def serve(
         typer.Option(help="Type of float weights and of the KV cache."),
     ] = "auto",
     quantization: Annotated[
-        Literal["none", "int8", "int4"], typer.Option(help="Round weights to codes while they are loaded.")
+        Literal["none", "int8", "int4", "w8a8", "fp8"],
+        typer.Option(help="Round weights to codes while they are loaded; w8a8 and fp8 need a GPU."),
     ] = "none",
     kv_cache_dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "int8"], typer.Option(help="Type of the KV cache.")
+        Literal["auto", "float32", "bfloat16", "int8", "fp8"],
+        typer.Option(help="Type of the KV cache; fp8 needs a GPU."),
     ] = "auto",
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="The same bits whatever else runs in the batch.")

@@ -97,8 +97,9 @@ class EngineSection(Section):
     """Engine version to pin, so that an operator upgrade leaves the pods alone."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of float weights and of the KV cache; `auto` takes what the device computes natively."""
-    quantization: Literal["none", "fp8", "int8", "int4", "awq", "gptq"] = "none"
-    """How weights are quantized when they are loaded; what a GGUF file holds in so few bits already stays as it is."""
+    quantization: Literal["none", "fp8", "w8a8", "int8", "int4", "awq", "gptq"] = "none"
+    """How weights are quantized when they are loaded; what a GGUF file holds in so few bits already stays as it is.
+    `fp8` and `w8a8` (int8) round activations too, and need a GPU."""
     max_model_len: Annotated[int, Field(ge=16, le=10_485_760)] | None = None
     """Tokens of prompt and output together; the model's own limit when absent."""
     max_num_seqs: Annotated[int, Field(ge=1, le=4096)] = 64
@@ -109,8 +110,9 @@ class EngineSection(Section):
     """Tokens of one KV-cache block."""
     kv_cache_memory: Memory | None = None
     """Memory of the KV cache; a share of what is free after loading when absent."""
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
-    """Type of the KV cache; `auto` takes dtype's. bfloat16 halves, int8 nearly quarters float32's memory."""
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8", "fp8"] = "auto"
+    """Type of the KV cache; `auto` takes dtype's. bfloat16 halves, int8 and fp8 nearly quarter float32's memory; fp8
+    needs a GPU."""
     prefix_caching: PrefixCaching = PrefixCaching()
     """Reuse of the KV cache between requests that begin alike."""
     deterministic: bool = False

@@ -2,7 +2,9 @@
 
 Matrices become codes, norms and biases stay floats. The embedding and the output head take 8 bits in every mode: they
 are read for every token's meaning and every token's choice, and a few percent of a large model's memory. What stays as
-it is: a matrix whose inputs are not whole groups, and one that is stored in codes of so few bits already.
+it is: a matrix whose inputs are not whole groups, and one that is stored in codes of so few bits already. With `w8a8`
+and `fp8` the other matrices are read as floats: who packs them (`pagemill_kernels.scaled_linear`) makes their codes, on
+the device.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ from pagemill_engine.loading.source import WeightSource
 from pagemill_kernels.linear.groups import GROUP_SIZE, CodeBlocks, GroupCodes
 from pagemill_kernels.linear.quantize import quantize
 
-Quantization = Literal["int8", "int4"]
+Quantization = Literal["int8", "int4", "w8a8", "fp8"]
 
 KINDS: dict[Quantization, CodeKind] = {"int8": CodeKind(bits=8), "int4": CodeKind(bits=4, has_offsets=True)}
+_SCALED: tuple[Quantization, ...] = ("w8a8", "fp8")
+_SCALE_BYTES = 4
 _FULL_WIDTH = ("model.embed_tokens.weight", "lm_head.weight")
 _VERSION = 1
 """Part of the digest: raise it when the same floats become other codes."""
@@ -73,6 +77,9 @@ class QuantizedWeights:
         total = 0
         for name, shape in self.shapes.items():
             kind = self.code_kind(name) if keep_stored else None
+            if keep_stored and kind is None and len(shape) == 2 and self._quantization in _SCALED:
+                total += math.prod(shape) + _SCALE_BYTES * shape[0]
+                continue
             kept = torch.bfloat16 if keep_stored and self.is_bfloat16(name) else dtype
             total += math.prod(shape) * (8 * kept.itemsize if kind is None else kind.stored_bits) // 8
         return total
@@ -87,5 +94,7 @@ class QuantizedWeights:
         shape, stored = self.shapes[name], self._source.code_kind(name)
         if len(shape) != 2 or shape[1] % GROUP_SIZE:
             return None
-        kind = KINDS["int8" if name in _FULL_WIDTH else self._quantization]
-        return None if stored is not None and stored.bits <= kind.bits else kind
+        kind = KINDS.get("int8" if name in _FULL_WIDTH else self._quantization)
+        if kind is None or (stored is not None and stored.bits <= kind.bits):
+            return None
+        return kind

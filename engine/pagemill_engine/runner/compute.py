@@ -13,8 +13,21 @@ from pagemill_kernels.cpu import library
 from pagemill_kernels.gpu import launch
 from pagemill_kernels.kv_store.storage import TORCH_TYPES
 from pagemill_kernels.linear import onednn
-from pagemill_kernels.registry import NATIVE_BACKENDS, Backend, Ops, cpu_backend, gpu_problem, ops_for
+from pagemill_kernels.registry import (
+    NATIVE_BACKENDS,
+    Backend,
+    Ops,
+    Products,
+    cpu_backend,
+    fp8_problem,
+    gpu_problem,
+    ops_for,
+)
 from pagemill_protocol.model_spec import ModelSpec
+
+_PRODUCTS: dict[str, Products] = {"w8a8": "w8a8", "fp8": "fp8"}
+_PRODUCT_NAMES: dict[Products, str] = {"w8a8": "int8", "fp8": "fp8"}
+_GPU_ALONE = ("w8a8", "fp8")
 
 
 class Compute(NamedTuple):
@@ -51,26 +64,53 @@ def _on_gpu(config: EngineConfig, spec: ModelSpec) -> Compute:
         raise LoadError("DeviceUnavailable", f"`device` {config.device} needs an NVIDIA GPU: {absent}.")
     problem = gpu_problem(spec.head_dim, config.block_size, spec.num_heads // spec.num_kv_heads)
     if problem is not None:
-        raise LoadError(
-            "SettingsUnsupported", f"`device` {config.device} cannot run this model: {problem}. Set device to cpu."
-        )
+        raise LoadError("SettingsUnsupported", f"`device` {config.device} cannot run this model: {problem}.")
     if config.deterministic:
         raise LoadError(
             "SettingsUnsupported",
             f"`deterministic` true needs the CPU's kernels, `device` is {config.device}. "
             "Turn deterministic off or set device to cpu.",
         )
-    ops = ops_for("triton")
+    if "fp8" in (config.quantization, config.kv_cache_dtype):
+        _check_fp8(config)
+    products = _products(config, spec)
+    ops = ops_for("triton", products=products)
     emulated = ops.device.type == "cpu"
     dtype = torch.float32 if emulated else torch.bfloat16
     if config.dtype != "auto":
         dtype = TORCH_TYPES[config.dtype]
     kv_dtype = dtype if config.kv_cache_dtype == "auto" else TORCH_TYPES[config.kv_cache_dtype]
     how = "Triton's interpreter" if emulated else f"Triton kernels on {torch.cuda.get_device_name(ops.device)}"
+    how += "" if products == "float" else f", {_PRODUCT_NAMES[products]} weights and activations"
     return Compute(dtype, dtype, kv_dtype, ops, how, attention_gathers=False)
 
 
+def _check_fp8(config: EngineConfig) -> None:
+    problem = fp8_problem()
+    if problem is None:
+        return
+    field, remedy = ("quantization", "w8a8 or int8") if config.quantization == "fp8" else ("kv_cache_dtype", "int8")
+    raise LoadError("SettingsUnsupported", f"`{field}` fp8 cannot be computed here: {problem}. Set it to {remedy}.")
+
+
+def _products(config: EngineConfig, spec: ModelSpec) -> Products:
+    """Files that are quantized already stay as they are."""
+    if spec.quantization is not None:
+        return "float"
+    return _PRODUCTS.get(config.quantization, "float")
+
+
 def _on_cpu(config: EngineConfig, spec: ModelSpec) -> Compute:
+    for field, value, remedy in (
+        ("quantization", config.quantization, "int8 or int4"),
+        ("kv_cache_dtype", config.kv_cache_dtype, "int8 or auto"),
+    ):
+        if value in _GPU_ALONE:
+            raise LoadError(
+                "SettingsUnsupported",
+                f"`{field}` {value} needs an NVIDIA GPU, but `device` is {config.device} and this model would run on "
+                f"the CPU. Set {field} to {remedy}, or device to cuda.",
+            )
     dtype = _dtype(config, spec)
     backend, how = _backend(dtype, config, spec)
     native = backend in NATIVE_BACKENDS

@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 class KVCache:
     """`layers[i]`: [num_blocks + 1, 2 * num_kv_heads, block_size, head_dim]; layout in `pagemill_kernels.kv_store`,
-    of int8 in its `storage`. Empty between `release` and `allocate`.
+    of codes in its `storage`. Empty between `release` and `allocate`.
 
     The block after the last one belongs to nobody and stays zero: padding reads it. Raises `LoadError` when the
     machine does not give the memory.
@@ -70,7 +70,7 @@ class KVCache:
         """Replace non-finite values by 0, so that a failed request leaves nothing that padding could pick up."""
         for cache in self.layers:
             # Codes are always finite, their scales are not.
-            values = storage.scales(cache) if cache.dtype == torch.int8 else cache
+            values = storage.scales(cache) if cache.dtype in storage.LARGEST_CODES else cache
             values[block_ids] = values[block_ids].nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 

@@ -17,9 +17,9 @@ RUNTIME_BYTES = 256 * 1024**2
 """Of both processes without a model, measured low."""
 NVIDIA_DRIVER = Path("/dev/nvidiactl")
 """There, in containers too, where an NVIDIA device can be used."""
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
 _LEAST_ITEM_BYTES = 2
-_CODE_BITS = {"int8": 8, "int4": 4}
+_CODE_BITS = {"int8": 8, "int4": 4, "w8a8": 8, "fp8": 8}
 
 
 def check_fits(config: EngineConfig, path: Path) -> None:

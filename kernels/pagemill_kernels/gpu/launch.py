@@ -12,6 +12,8 @@ from torch import Tensor
 
 OLDEST_CAPABILITY = (8, 0)
 """bfloat16 and asynchronous copies, which the kernels are made for, came with it."""
+FP8_CAPABILITY = (8, 9)
+"""Tensor cores and conversions of e4m3 came with it."""
 INTERPRETED_MULTIPROCESSORS = 1
 """The interpreter runs one program at a time."""
 FLOAT_TYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -39,6 +41,17 @@ def why_absent() -> str | None:
         name = torch.cuda.get_device_name()
         return f"{name} has compute capability {capability[0]}.{capability[1]}, 8.0 is the oldest supported"
     return None
+
+
+def why_no_fp8() -> str | None:
+    """Why e4m3 is neither kept nor multiplied here; `None`: it is. Only where `why_absent` gives no reason."""
+    if interpreted():
+        return None
+    capability = torch.cuda.get_device_capability()
+    if capability >= FP8_CAPABILITY:
+        return None
+    name = torch.cuda.get_device_name()
+    return f"{name} has compute capability {capability[0]}.{capability[1]}, fp8 needs 8.9 (L4, H100 and later)"
 
 
 def device() -> torch.device:

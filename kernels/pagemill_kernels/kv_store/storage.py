@@ -2,8 +2,8 @@
 
 A layer's cache is [num_blocks, 2 * num_kv_heads, block_size, token_bytes / item size] of `TORCH_TYPES`. In int8 the
 last axis has four bytes more than head_dim; a head's part of a block is block_size * head_dim codes, then block_size
-scales, whatever the axes say (cpu/src/kv_store.h). Float types other than the computing one, and int8, need the native
-kernels.
+scales, whatever the axes say (cpu/src/kv_store.h). fp8 (e4m3) lies the same way. Float types other than the computing
+one, and codes, need kernels that know them: C++ knows `NATIVE_TYPES`, Triton all.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ TORCH_TYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
     "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
 }
+LARGEST_CODES = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+"""Types of codes, and the magnitude that the largest value of a token and head becomes."""
 NATIVE_TYPES = (torch.float32, torch.bfloat16, torch.int8)
 """In the order of CacheType in cpu/src/abi.h."""
 SCALE_BYTES = 4
@@ -24,7 +27,7 @@ SCALE_BYTES = 4
 
 def token_width(dtype: torch.dtype, head_dim: int) -> int:
     """Elements that one token takes in one head, its scale included."""
-    return head_dim + SCALE_BYTES if dtype == torch.int8 else head_dim
+    return head_dim + SCALE_BYTES if dtype in LARGEST_CODES else head_dim
 
 
 def token_bytes(dtype: torch.dtype, head_dim: int) -> int:
@@ -33,21 +36,30 @@ def token_bytes(dtype: torch.dtype, head_dim: int) -> int:
 
 
 def scales(cache: Tensor) -> Tensor:
-    """The scales of an int8 cache, float32 [blocks, 2 * num_kv_heads, block_size]: a view of it."""
+    """The scales of a cache of codes, float32 [blocks, 2 * num_kv_heads, block_size]: a view of it."""
     codes = cache.shape[2] * (cache.shape[3] - SCALE_BYTES)
     return cache.flatten(2)[..., codes:].view(torch.float32)
 
 
-def encode(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x: float32 [..., head_dim]. Returns int8 codes like it and float32 scales [...]; not finite: codes 0."""
-    found = x.abs().amax(-1) / 127 + (x * 0).sum(-1)
+def encode(x: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
+    """x: float32 [..., head_dim]. Returns codes like it and float32 scales [...]; not finite: codes 0."""
+    largest = LARGEST_CODES[dtype]
+    found = x.abs().amax(-1) / largest + (x * 0).sum(-1)
     divisor = torch.where(found > 0, found, torch.inf)[..., None]
-    return (x / divisor).nan_to_num(0.0, 0.0, 0.0).round().to(torch.int8), found
+    scaled = (x / divisor).nan_to_num(0.0, 0.0, 0.0)
+    return (scaled.round() if dtype == torch.int8 else scaled.clamp(-largest, largest)).to(dtype), found
+
+
+def write_blocks(cache: Tensor, x: Tensor) -> None:
+    """Make a cache of codes stand for x, float32 [blocks, 2 * num_kv_heads, block_size, head_dim]."""
+    codes, found = encode(x, cache.dtype)
+    cache.flatten(2)[..., : codes[0, 0].numel()] = codes.flatten(2)
+    scales(cache)[:] = found
 
 
 def decode(cache: Tensor) -> Tensor:
     """What a cache of any type stands for, float32 [blocks, 2 * num_kv_heads, block_size, head_dim]."""
-    if cache.dtype != torch.int8:
+    if cache.dtype not in LARGEST_CODES:
         return cache.float()
     blocks, heads, block_size, width = cache.shape
     head_dim = width - SCALE_BYTES

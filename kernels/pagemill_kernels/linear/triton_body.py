@@ -108,7 +108,7 @@ def gather_codes(
         both = tl.load(codes_ptr + row * (IN // 2) + byte, mask=mask, other=0)
         codes = tl.where(column % GROUP < HALF, both & 15, both >> 4)
     else:
-        codes = tl.load(codes_ptr + row * IN + column, mask=mask, other=0)
+        codes = tl.load(codes_ptr + row * IN + column, mask=mask, other=0.0)
     group_at = row * (IN // GROUP) + column // GROUP
     values = codes.to(tl.float32) * tl.load(scales_ptr + group_at, mask=mask, other=0.0)
     if HAS_OFFSETS:

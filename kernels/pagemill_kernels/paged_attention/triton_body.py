@@ -130,7 +130,7 @@ def attend(
         ).to(tl.int64)
         part = (block_id * (2 * NUM_KV_HEADS) + kv_head) * PART
         offset = part + (key_position % BLOCK_SIZE) * HEAD_DIM
-        keys = tl.load(cache_ptr + offset[None, :] + dims[:, None], mask=is_key[None, :] & is_dim[:, None], other=0)
+        keys = tl.load(cache_ptr + offset[None, :] + dims[:, None], mask=is_key[None, :] & is_dim[:, None], other=0.0)
         scores = tl.dot(query, keys.to(query.dtype), input_precision=PRECISION) * scale
         if HAS_CODES:
             scale_at = (part + BLOCK_SIZE * HEAD_DIM) // 4 + key_position % BLOCK_SIZE
@@ -154,7 +154,7 @@ def attend(
         maximum = highest
         value_offset = offset + NUM_KV_HEADS * PART
         values = tl.load(
-            cache_ptr + value_offset[:, None] + dims[None, :], mask=is_key[:, None] & is_dim[None, :], other=0
+            cache_ptr + value_offset[:, None] + dims[None, :], mask=is_key[:, None] & is_dim[None, :], other=0.0
         )
         if HAS_CODES:
             value_scale_at = (part + (NUM_KV_HEADS * PART + BLOCK_SIZE * HEAD_DIM)) // 4 + key_position % BLOCK_SIZE

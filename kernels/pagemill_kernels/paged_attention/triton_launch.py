@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 
 from pagemill_kernels.gpu import launch
-from pagemill_kernels.kv_store.storage import token_width
+from pagemill_kernels.kv_store.storage import LARGEST_CODES, token_width
 from pagemill_kernels.paged_attention import triton_body
 from pagemill_kernels.paged_attention.batch import AttentionBatch
 
@@ -60,13 +60,16 @@ class TritonPlan:
 
 
 def supports(head_dim: int, block_size: int, group: int) -> str | None:
-    """Why such a model cannot run; `None`: it can. group: query heads that share a key/value head."""
+    """Why such a model cannot run, and what to set instead; `None`: it can. group: query heads that share a key/value
+    head."""
     if head_dim % 16 or not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM:
-        return f"heads of {head_dim}; multiples of 16 up to {MAX_HEAD_DIM} are supported"
+        return f"heads of {head_dim}; multiples of 16 up to {MAX_HEAD_DIM} are supported. Set device to cpu"
     if block_size % 16:
-        return f"blocks of {block_size} tokens; multiples of 16 are supported"
+        below = block_size // 16 * 16
+        nearest = f"{below} or {below + 16}" if below else "16"
+        return f"blocks of {block_size} tokens; multiples of 16 are supported. Set block_size to {nearest}"
     if group > MAX_GROUP:
-        return f"{group} query heads for each key/value head; up to {MAX_GROUP} are supported"
+        return f"{group} query heads for each key/value head; up to {MAX_GROUP} are supported. Set device to cpu"
     return None
 
 
@@ -108,7 +111,7 @@ def paged_attention(
     if query.stride()[1:] != (head_dim, 1):
         query = query.contiguous()
     group = num_heads // plan.num_kv_heads
-    has_codes = cache.dtype == torch.int8
+    has_codes = cache.dtype in LARGEST_CODES
     tiles = choose_tiles(head_dim, group, query.dtype, has_codes, plan.is_decode)
     num_requests = len(plan.seq_lens)
     q_blocks = num_tokens // (tiles.block_m // group) + num_requests
@@ -167,14 +170,18 @@ def paged_attention(
 def choose_tiles(head_dim: int, group: int, dtype: torch.dtype, has_codes: bool, is_decode: bool) -> Tiles:
     """Decodes are bound by memory: the fewest rows that a product takes. Prefills: as many as registers hold.
 
-    Codes take registers of their own on their way to floats.
+    Codes take registers of their own on their way to floats. How many tiles are on their way at a time is the number
+    with which the compiler spills none (`bench/kernel_resources.py`).
     """
     wide = head_dim > 128 or dtype == torch.float32
     if is_decode:
-        return Tiles(max(16, triton.next_power_of_2(group)), 32 if wide or has_codes else 64, 4, 2)
+        num_stages = 3 if has_codes and not wide else 2
+        return Tiles(max(16, triton.next_power_of_2(group)), 32 if wide or has_codes else 64, 4, num_stages)
     if wide:
         return Tiles(64, 32, 8, 2)
-    return Tiles(64, 32, 4, 2) if has_codes else Tiles(128, 64, 8, 2)
+    if has_codes:
+        return Tiles(64, 32, 4, 3 if head_dim <= 64 else 2)
+    return Tiles(128, 64, 8, 2)
 
 
 def choose_splits(num_programs: int) -> int:
@@ -202,7 +209,7 @@ def _check(query: Tensor, cache: Tensor, plan: TritonPlan, alibi_slopes: Tensor 
     num_tokens, num_heads, head_dim = query.shape
     launch.check_floats("paged attention", query=query)
     launch.check_contiguous("paged attention", cache=cache)
-    if cache.dtype != torch.int8:
+    if cache.dtype not in LARGEST_CODES:
         launch.check_floats("paged attention", query=query, cache=cache)
     shape = (2 * plan.num_kv_heads, plan.block_size, token_width(cache.dtype, head_dim))
     launch.check_shape("paged attention", "cache", cache, (len(cache), *shape))

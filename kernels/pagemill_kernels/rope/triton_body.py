@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from pagemill_kernels.gpu.triton_body import round_to_codes
+
 
 @triton.jit
 def rope_and_store(
@@ -21,6 +23,8 @@ def rope_and_store(
     HEADS_PER_PROGRAM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HAS_CODES: tl.constexpr,
+    LARGEST: tl.constexpr,
+    IS_FP8: tl.constexpr,
 ):
     """One token's heads [queries, keys, values], some at a time; a head is read and written as its two halves."""
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -53,22 +57,19 @@ def rope_and_store(
     if HAS_CODES:
         largest = tl.maximum(tl.max(tl.abs(rotated_first), 1), tl.max(tl.abs(rotated_second), 1))
         # A maximum passes NaN by; a sum does not.
-        found = largest / 127.0 + tl.sum(rotated_first * 0.0 + rotated_second * 0.0, 1)
+        found = largest / LARGEST + tl.sum(rotated_first * 0.0 + rotated_second * 0.0, 1)
         codable = (found > 0.0) & (found < float("inf"))
         divisor = tl.where(codable, found, 1.0)[:, None]
         scaled_first = tl.where(codable[:, None], rotated_first / divisor, 0.0)
         scaled_second = tl.where(codable[:, None], rotated_second / divisor, 0.0)
-        tl.store(to, round_to_int8(scaled_first), mask=stored)
-        tl.store(to + HALF, round_to_int8(scaled_second), mask=stored)
+        # A quotient can end a hair beyond the largest code.
+        scaled_first = tl.minimum(tl.maximum(scaled_first, -LARGEST), LARGEST)
+        scaled_second = tl.minimum(tl.maximum(scaled_second, -LARGEST), LARGEST)
+        tl.store(to, round_to_codes(scaled_first, IS_FP8), mask=stored)
+        tl.store(to + HALF, round_to_codes(scaled_second, IS_FP8), mask=stored)
         scale_at = (part + BLOCK_SIZE * HEAD_DIM) // 4 + slot % BLOCK_SIZE
         tl.store(cache_scales_ptr + scale_at, found, mask=(head >= NUM_HEADS) & (head < WIDTH))
     else:
         cached = cache_ptr.dtype.element_ty
         tl.store(to, rotated_first.to(cached), mask=stored)
         tl.store(to + HALF, rotated_second.to(cached), mask=stored)
-
-
-@triton.jit
-def round_to_int8(x):
-    """To the nearest; x lies within -127 and 127."""
-    return tl.floor(x + 0.5).to(tl.int8)

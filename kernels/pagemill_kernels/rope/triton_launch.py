@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 
 from pagemill_kernels.gpu import launch
-from pagemill_kernels.kv_store.storage import token_width
+from pagemill_kernels.kv_store.storage import LARGEST_CODES, token_width
 from pagemill_kernels.rope import triton_body
 
 PROGRAM_ELEMENTS = 1024
@@ -17,15 +17,15 @@ PROGRAM_ELEMENTS = 1024
 def rope_and_store(heads: Tensor, num_heads: int, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor) -> None:
     """heads: [tokens, num_heads + 2 * num_kv_heads, head_dim], contiguous, rotated in place; values are not.
 
-    cos, sin: [tokens, 1, head_dim / 2], contiguous. cache: one layer's, of a float type or int8. slots: int64 [tokens],
-    block id * block_size + offset.
+    cos, sin: [tokens, 1, head_dim / 2], contiguous. cache: one layer's, of any type of `kv_store.storage`. slots: int64
+    [tokens], block id * block_size + offset.
     """
     num_tokens, width, head_dim = heads.shape
     num_kv_heads = (width - num_heads) // 2
     _check(heads, num_heads, cos, sin, cache, slots)
     if num_tokens == 0:
         return
-    has_codes = cache.dtype == torch.int8
+    has_codes = cache.dtype in LARGEST_CODES
     padded_half = triton.next_power_of_2(head_dim // 2)
     heads_per_program = min(triton.next_power_of_2(width), max(1, PROGRAM_ELEMENTS // padded_half))
     triton_body.rope_and_store[(num_tokens, triton.cdiv(width, heads_per_program))](
@@ -42,6 +42,8 @@ def rope_and_store(heads: Tensor, num_heads: int, cos: Tensor, sin: Tensor, cach
         HEADS_PER_PROGRAM=heads_per_program,
         BLOCK_SIZE=cache.shape[2],
         HAS_CODES=has_codes,
+        LARGEST=LARGEST_CODES.get(cache.dtype, 0.0),
+        IS_FP8=cache.dtype == torch.float8_e4m3fn,
         enable_fp_fusion=True,
         num_warps=4,
     )
@@ -49,7 +51,7 @@ def rope_and_store(heads: Tensor, num_heads: int, cos: Tensor, sin: Tensor, cach
 
 def _check(heads: Tensor, num_heads: int, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor) -> None:
     num_tokens, width, head_dim = heads.shape
-    floats = {} if cache.dtype == torch.int8 else {"cache": cache}
+    floats = {} if cache.dtype in LARGEST_CODES else {"cache": cache}
     launch.check_floats("rope", heads=heads, cos=cos, sin=sin, **floats)
     launch.check_contiguous("rope", heads=heads, cos=cos, sin=sin, cache=cache, slots=slots)
     for name, table in (("cos", cos), ("sin", sin)):

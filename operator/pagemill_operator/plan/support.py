@@ -17,10 +17,13 @@ from pagemill_operator.plan.pod_template import template_notes, template_problem
 from pagemill_operator.plan.types import Problem
 
 Backend = Literal["local", "kubernetes"]
-LOADED_QUANTIZATIONS = ("none", "int8", "int4")
+LOADED_QUANTIZATIONS = ("none", "int8", "int4", "w8a8", "fp8")
+GPU_QUANTIZATIONS = ("w8a8", "fp8")
 CLAIM_PATTERN = r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"
 ONE_PROCESS = "a replica is one process in this version; set it to 1"
 CPU_ONLY = "only the CPU's kernels do that in this version; turn it off, or set spec.resources.gpus to 0"
+
+GPU_ONLY = "only a GPU's kernels do that; set spec.resources.gpus to 1"
 
 
 def find_problems(spec: LLMDeploymentSpec, backend: Backend) -> Iterator[Problem]:
@@ -78,6 +81,12 @@ def _quantization_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
             f"this version quantizes weights to {', '.join(LOADED_QUANTIZATIONS[1:])} while loading; use one of these, "
             "or a GGUF file that is quantized already with quantization none",
         )
+    if spec.resources.gpus:
+        return
+    if engine.quantization in GPU_QUANTIZATIONS:
+        yield Problem("spec.engine.quantization", engine.quantization, f"{GPU_ONLY}, or use int8 or int4")
+    if engine.kv_cache_dtype == "fp8":
+        yield Problem("spec.engine.kvCacheDtype", engine.kv_cache_dtype, f"{GPU_ONLY}, or use int8")
 
 
 def _float16_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:

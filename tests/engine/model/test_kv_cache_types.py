@@ -82,7 +82,7 @@ def test_prefix_hits_and_preemption_change_no_token(
     assert sum(result.num_preemptions for result in squeezed) > 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn])
 def test_copies_take_scales_along(spec: ModelSpec, dtype: torch.dtype) -> None:
     cache = KVCache(spec, num_blocks=4, block_size=BLOCK, dtype=dtype)
     for layer in cache.layers:

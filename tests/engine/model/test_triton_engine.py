@@ -9,15 +9,22 @@ from typing import Any
 import pytest
 import torch
 from tiny_llama import write_tiny_llama
-from triton_device import DEVICE, HAS_GPU
+from triton_device import DEVICE, HAS_GPU, NO_FP8
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loading.errors import LoadError
-from pagemill_engine.runner import budget
+from pagemill_engine.loading.quantized import QuantizedWeights
+from pagemill_engine.loading.source import open_weights
+from pagemill_engine.runner import budget, compute
 from pagemill_engine.runner.compiling import compile_kernels, step_shapes
 from pagemill_engine.runner.memory import MemoryState
+from pagemill_kernels.gpu import launch
 from pagemill_kernels.linear import triton_launch as linear
+from pagemill_kernels.linear.triton_launch import CodesLinear
+from pagemill_kernels.registry import ops_for
 from pagemill_kernels.sampling import triton_launch as sampling
+from pagemill_kernels.scaled_linear.reference import ScaledReference
+from pagemill_kernels.scaled_linear.triton_launch import ScaledLinear
 from pagemill_protocol.model_spec import load_model_spec
 from pagemill_protocol.sampling import SamplingParams
 
@@ -80,6 +87,50 @@ def test_rounded_weights_answer_like_the_native_kernels_codes(
     assert ours == theirs
 
 
+@pytest.mark.parametrize("quantization", ["w8a8", pytest.param("fp8", marks=NO_FP8)])
+def test_products_of_codes_answer_like_the_formula(
+    folder: Path,
+    quantization: str,
+    runner_loader: Callable[..., Any],
+    make_driver: Callable[[Any], Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runner = runner_loader(folder, device="cuda", quantization=quantization)
+    assert "int8 weights" in runner.info.compute or "fp8 weights" in runner.info.compute
+    layer = runner.model.model.layers[0]
+    linears = [layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj]
+    assert all(isinstance(linear.packed, ScaledLinear) for linear in linears)
+    assert isinstance(runner.model.lm_head.packed, CodesLinear), "the head keeps codes of 8 bits in groups"
+    planned = QuantizedWeights(open_weights(folder), quantization).num_bytes(torch.float32, keep_stored=True)
+    assert runner.info.weight_bytes == planned
+    ours = make_driver(runner).greedy(PROMPTS, NUM_TOKENS)
+
+    def by_formula(weight: torch.Tensor, bias: torch.Tensor | None) -> ScaledReference:
+        pack = ops_for("reference", products=quantization).pack_linear
+        return pack(weight.to(DEVICE), None if bias is None else bias.to(DEVICE))
+
+    others = ops_for("triton")._replace(pack_linear=by_formula)
+    monkeypatch.setattr(compute, "ops_for", lambda backend, **settings: others)
+    formula = runner_loader(folder, device="cuda", quantization=quantization)
+    assert isinstance(formula.model.model.layers[0].mlp.down_proj.packed, ScaledReference)
+    theirs = make_driver(formula).greedy(PROMPTS, NUM_TOKENS)
+    assert [result.token_ids for result in ours] == [result.token_ids for result in theirs]
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("quantization", ["w8a8", pytest.param("fp8", marks=NO_FP8)])
+def test_products_of_codes_stay_close_to_those_of_floats(
+    folder: Path, quantization: str, triton_driver: Any, runner_loader: Any, make_driver: Any
+) -> None:
+    exact = triton_driver.greedy(PROMPTS, 1)
+    rounded = make_driver(runner_loader(folder, device="cuda", quantization=quantization)).greedy(PROMPTS, 1)
+    assert [result.token_ids for result in rounded] == [result.token_ids for result in exact]
+    for a, b in zip(rounded, exact, strict=True):
+        assert a.logprobs != b.logprobs
+        assert a.logprobs == pytest.approx(b.logprobs, abs=0.3)
+
+
 SAMPLED = {
     "filters": {"top_p": 0.9, "top_k": 20, "min_p": 0.01},
     "penalties": {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.3},
@@ -105,13 +156,25 @@ def test_logits_are_sampled_where_they_lie(triton_driver: Any) -> None:
     assert counts is None or counts.in_output.device.type == DEVICE.type
 
 
-def test_an_int8_cache_keeps_its_answers_close(
-    folder: Path, runner_loader: Callable[..., Any], make_driver: Callable[[Any], Any], expected: list[list[int]]
+@pytest.mark.parametrize(("kind", "name"), [("int8", "int8"), pytest.param("fp8", "float8_e4m3fn", marks=NO_FP8)])
+def test_a_cache_of_codes_keeps_its_answers_close(
+    folder: Path, kind: str, name: str, triton_driver: Any, runner_loader: Any, make_driver: Any
 ) -> None:
-    runner = runner_loader(folder, device="cuda", kv_cache_dtype="int8")
-    assert runner.info.kv_dtype == "int8"
-    results = make_driver(runner).greedy(PROMPTS[1:2], 1)
-    assert results[0].token_ids[0] == expected[1][0]
+    runner = runner_loader(folder, device="cuda", kv_cache_dtype=kind)
+    assert runner.info.kv_dtype == name
+    assert runner.info.kv_bytes_per_token == 2 * 2 * (16 + 4)
+    ours, exact = (driver.greedy(PROMPTS[1:2], NUM_TOKENS)[0] for driver in (make_driver(runner), triton_driver))
+    assert ours.token_ids == exact.token_ids
+    assert ours.logprobs != exact.logprobs
+    assert ours.logprobs == pytest.approx(exact.logprobs, abs=0.2)
+
+
+@pytest.mark.parametrize("kind", ["int8", pytest.param("fp8", marks=NO_FP8)])
+def test_a_prefix_of_codes_is_read_again(folder: Path, kind: str, runner_loader: Any, make_driver: Any) -> None:
+    driver = make_driver(runner_loader(folder, device="cuda", kv_cache_dtype=kind))
+    first, second = driver.greedy([PROMPTS[2]] * 2, NUM_TOKENS, waves=True)
+    assert second.num_cached_tokens == 16
+    assert second.token_ids == first.token_ids
 
 
 def test_steps_that_only_compile_leave_nothing_behind(triton_driver: Any, expected: list[list[int]]) -> None:
@@ -148,8 +211,30 @@ def test_settings_and_models_that_kernels_do_not_know_are_refused(
         runner_loader(folder, device="cuda", deterministic=True)
     with pytest.raises(LoadError, match=r"heads of 8; .* Set device to cpu"):
         runner_loader(write_tiny_llama(tmp_path, num_hidden_layers=1), device="cuda")
-    with pytest.raises(LoadError, match="blocks of 24 tokens"):
+    with pytest.raises(LoadError, match=r"blocks of 24 tokens; .* Set block_size to 16 or 32"):
         runner_loader(folder, device="cuda", block_size=24)
+    with pytest.raises(LoadError, match=r"`quantization` w8a8 needs an NVIDIA GPU.* Set quantization to int8 or int4"):
+        runner_loader(folder, quantization="w8a8")
+    with pytest.raises(LoadError, match=r"`kv_cache_dtype` fp8 needs an NVIDIA GPU.* Set kv_cache_dtype to int8"):
+        runner_loader(folder, kv_cache_dtype="fp8")
+
+
+@pytest.mark.parametrize(
+    ("settings", "remedy"),
+    [
+        ({"quantization": "fp8"}, r"`quantization` fp8 .* 8\.6, fp8 needs 8\.9 .* Set it to w8a8 or int8"),
+        ({"kv_cache_dtype": "fp8"}, r"`kv_cache_dtype` fp8 .* 8\.6, fp8 needs 8\.9 .* Set it to int8"),
+    ],
+    ids=str,
+)
+def test_fp8_is_refused_where_the_device_has_none(
+    folder: Path, settings: dict[str, str], remedy: str, runner_loader: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = "A10 has compute capability 8.6, fp8 needs 8.9 (L4, H100 and later)"
+    monkeypatch.setattr(launch, "why_no_fp8", lambda: problem)
+    with pytest.raises(LoadError, match=remedy):
+        runner_loader(folder, device="cuda", **settings)
+    assert runner_loader(folder, device="cuda", quantization="w8a8").info.device == DEVICE.type
 
 
 @pytest.mark.skipif(HAS_GPU, reason="there is a device")

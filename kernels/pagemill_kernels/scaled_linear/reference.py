@@ -1,0 +1,47 @@
+"""The formula: rows of x to codes, exact products of codes, then both scales and the bias, in float32."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pagemill_kernels.scaled_linear.channels import ChannelCodes, encode_rows, quantize_channels
+
+
+def multiply(x: Tensor, weight: ChannelCodes, bias: Tensor | None) -> Tensor:
+    """x: float [rows, in]. Returns float32 [rows, out]."""
+    codes, scales = encode_rows(x, weight.codes.dtype)
+    # float64 holds every sum of products of two 8-bit codes exactly.
+    sums = (codes.double() @ weight.codes.double().t()).float()
+    result = sums * scales[:, None] * weight.scales
+    return result if bias is None else result + bias.float()
+
+
+class ScaledReference:
+    can_gather = True
+
+    def __init__(self, weight: ChannelCodes, bias: Tensor | None) -> None:
+        self._weight, self._bias = weight, bias
+
+    @property
+    def num_bytes(self) -> int:
+        return self._weight.num_bytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return multiply(x, self._weight, self._bias).to(x.dtype)
+
+    def add_to(self, out: Tensor, x: Tensor) -> None:
+        out.copy_(out.float() + multiply(x, self._weight, self._bias))
+
+    def gather(self, ids: Tensor) -> Tensor:
+        return self._weight.dequantize()[ids]
+
+
+def pack_w8a8(weight: Tensor, bias: Tensor | None) -> ScaledReference:
+    """weight: float [out, in]; bias: [out]."""
+    return ScaledReference(quantize_channels(weight, torch.int8), bias)
+
+
+def pack_fp8(weight: Tensor, bias: Tensor | None) -> ScaledReference:
+    """weight: float [out, in]; bias: [out]."""
+    return ScaledReference(quantize_channels(weight, torch.float8_e4m3fn), bias)
