@@ -43,9 +43,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     where they meet 4-bit weights, which is faster; with `float32` they do not. On a CPU float16 is torch's alone."""
     quantization: Literal["none", "int8", "int4", "w8a8", "fp8"] = "none"
     """Rounds weights to codes while they are loaded. `int8`, `int4`: codes of 8 or 4 bits (embedding and head always
-    8), a scale for every 32 inputs; what is stored in codes of so few bits already stays as it is. `w8a8` and `fp8` need
-    a GPU: weights and activations are multiplied as int8 or as e4m3 (compute capability 8.9 and later), with a scale for
-    each output and each token; embedding and head as with `int8`; what is stored in codes stays as it is."""
+    8), a scale for every 32 inputs; what is stored in codes of so few bits already stays as it is. `w8a8` and `fp8`
+    need a GPU: weights and activations are multiplied as int8 or as e4m3 (compute capability 8.9 and later), with a
+    scale for each output and each token; embedding and head as with `int8`; stored codes stay as they are."""
     max_model_len: int | None = None
     """Tokens of prompt and output together; `None`: the model's own limit, capped by the KV cache."""
     max_num_seqs: int = 64

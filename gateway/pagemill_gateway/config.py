@@ -190,7 +190,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     outage_wait_s: float = 30.0
     """
     Requests for a deployment wait this long after it lost its last engine for one to come back, or twice as long as its
-    engines need for that, where that is longer and the queue's timeout allows it; then 503. 0: they do not wait.
+    engines need for that, where that is longer and the queue's timeout allows it; then 503. They also wait for the
+    first word of engines that the gateway has just learned of, as after its own restart. 0: they do not wait.
     """
     handover_timeout_s: float = 4.0
     """An engine that drains while no other of its deployment can take over is kept in use this long at most."""

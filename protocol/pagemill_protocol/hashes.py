@@ -18,6 +18,8 @@ from hashlib import blake2b
 
 HASH_VERSION = 1
 """Changes whenever equal inputs would hash differently; engines of another version are not compared."""
+NO_HASHES = 0
+"""In the place of a version: an engine that keeps no prefixes, so that none may be expected there."""
 HASH_BYTES = 16
 GRANULE_TOKENS = 64
 """Prefixes of large caches are reported to gateways in steps of at least this many tokens."""

@@ -207,8 +207,8 @@ GATEWAY_TTFT_ERROR = _gateway(
 GATEWAY_CACHED_PREDICTIONS = _gateway(
     "counter",
     "cached_token_predictions",
-    "Answers by whether the engine found as many cached prompt tokens as predicted (exact), fewer (over) or more "
-    "(under).",
+    "Answers by whether the engine found as many cached prompt tokens as predicted, to the granule (exact), fewer "
+    "(over) or more (under).",
     ("model", "outcome"),
 )
 GATEWAY_CACHED_ERROR_TOKENS = _gateway(

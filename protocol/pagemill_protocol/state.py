@@ -40,6 +40,7 @@ class Digests(msgspec.Struct, frozen=True, omit_defaults=True):
     weights: str = ""
     tokenizer_bundle: str = ""
     hash_version: int = 1
+    """Of its block hashes (`pagemill_protocol.hashes`); `NO_HASHES`: its prefix cache is switched off."""
     kv_dtype: str = ""
     """What the root of the block hashes mixes in besides the weights; empty: an engine that does not say."""
     protocol_version: int = PROTOCOL_VERSION

@@ -16,7 +16,7 @@ from pagemill_engine.ipc.messages import StepOutputs
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.runner.null import DEFAULT_STEP_TIME, NullRunner
 from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.hashes import granule_blocks
+from pagemill_protocol.hashes import HASH_VERSION, NO_HASHES, granule_blocks
 from pagemill_protocol.state import Digests, EngineLoad, StateFrame
 from pagemill_protocol.step_time import StepTimeModel
 from pagemill_simulator.clock import VirtualClock
@@ -51,7 +51,12 @@ class SimulatedPod:
         self._prefixes: dict[bytes, bool] = {}
         self._frame = StateFrame(
             sequence=0,
-            digests=Digests(weights=info.weights_digest, tokenizer_bundle="sim", kv_dtype=info.kv_dtype),
+            digests=Digests(
+                weights=info.weights_digest,
+                tokenizer_bundle="sim",
+                kv_dtype=info.kv_dtype,
+                hash_version=HASH_VERSION if settings.enable_prefix_caching else NO_HASHES,
+            ),
             step_time=settings.step_time or self.core.step_time.params(),
             block_size=info.block_size,
             max_model_len=info.max_model_len,

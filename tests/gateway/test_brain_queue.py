@@ -5,129 +5,19 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Coroutine
-from typing import Any
+from itertools import chain
 
 import msgspec
 import pytest
-from hand_clock import Clock
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from queued_world import BLOCK, Pod, World, limits, served, settle, spawn
 
 from pagemill_gateway.admission.drain_rate import UNKNOWN_WAIT_S
-from pagemill_gateway.brain.brain import LocalBrain
-from pagemill_gateway.brain.interface import NOBODY, Again, Ask, Choice, Claim, Served, Trial
+from pagemill_gateway.brain.interface import Again, Ask, Choice, Claim, Served, Trial
 from pagemill_gateway.brain.orders import Order, make_order
-from pagemill_gateway.config import GatewayConfig
-from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint, QueueLimits
+from pagemill_protocol.catalog import Catalog, Endpoint
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.state import Digests, EngineLoad, StateFrame
-
-BLOCK = 16
-
-
-class Pod:
-    """An engine as the brain sees it, with what is really in it."""
-
-    def __init__(self, name: str, *, seats: int, blocks: int, weights: str = "w") -> None:
-        self.name, self.seats, self.blocks, self.weights = name, seats, blocks, weights
-        self.inside: dict[int, int] = {}
-        """Decision -> tokens it holds."""
-        self.sequence = 0
-
-    def frame(self, *, snapshot: bool = False, **fields: Any) -> StateFrame:
-        self.sequence += 1
-        active = min(self.blocks, sum(-(-tokens // BLOCK) for tokens in self.inside.values()))
-        load = EngineLoad(
-            num_blocks_total=self.blocks,
-            num_blocks_free=self.blocks - active,
-            num_blocks_active=active,
-            num_requests_running=len(self.inside),
-            num_tokens_running=sum(self.inside.values()),
-        )
-        known: dict[str, Any] = {
-            "sequence": self.sequence,
-            "snapshot": snapshot or self.sequence == 1,
-            "load": load,
-            "block_size": BLOCK,
-            "max_model_len": 4096,
-            "max_num_seqs": self.seats,
-            "digests": Digests(tokenizer_bundle="t", weights=self.weights),
-        }
-        return StateFrame(**known | fields)
-
-
-class World:
-    """A brain in front of pods, and clients that wait for it."""
-
-    def __init__(self, *pods: Pod, queue: QueueLimits | None = None, **settings: Any) -> None:
-        self.clock = Clock()
-        self.pods = {pod.name: pod for pod in pods}
-        self.brain = LocalBrain(GatewayConfig(**settings), clock=self.clock, rng=random.Random(1))
-        self.endpoints = [Endpoint(id=each, data_url=f"http://{each}:1", control_url=f"http://{each}:2")
-                          for each in self.pods]  # fmt: skip
-        self.model = CatalogModel(deployment="d", name="m", endpoints=self.endpoints, queue=queue)
-        self.brain.apply_catalog(Catalog(models=[self.model]))
-        for pod in pods:
-            self.brain.observe(pod.name, pod.frame())
-        self.target = self.brain.resolve("m")
-
-    @property
-    def num_waiting(self) -> int:
-        return self.brain.queues.state("default/d").num_requests
-
-    def ask(self, prompt: int = 100, **fields: Any) -> asyncio.Task[Choice]:
-        claim = NOBODY._replace(**{"arrived_at": self.clock.now, "max_tokens": 20} | fields)
-        return spawn(self.brain.choose(self.target, frozenset(), Ask(prompt), claim=claim))
-
-    def arrive(self, choice: Choice, tokens: int) -> None:
-        """The request is at its engine, which has begun to answer."""
-        self.pods[choice.endpoint_id].inside[choice.decision] = tokens
-        self.brain.accepted(choice)
-        self.brain.started(choice)
-
-    def leave(self, choice: Choice, num_tokens: int | None = 20) -> None:
-        self.pods[choice.endpoint_id].inside.pop(choice.decision, None)
-        self.brain.finished(choice, Served(num_tokens) if num_tokens is not None else None)
-
-    def kill(self, choice: Choice, num_tokens: int) -> Again:
-        """Its engine is gone in mid-answer; what the relay says of it when it asks for another one."""
-        self.pods[choice.endpoint_id].inside.clear()
-        self.brain.failed(choice, "lost")
-        self.brain.unreachable(choice.endpoint_id)
-        return Again(choice.decision, choice.endpoint_id, "lost", self.pods[choice.endpoint_id].weights, num_tokens)
-
-    def ask_again(self, again: Again, prompt: int = 100, **fields: Any) -> asyncio.Task[Choice]:
-        claim = NOBODY._replace(**{"max_tokens": 20, "paid": True} | fields)
-        return spawn(
-            self.brain.choose(self.target, frozenset({again.endpoint_id}), Ask(prompt), claim=claim, again=again)
-        )
-
-    def report(self) -> None:
-        for pod in self.pods.values():
-            self.brain.observe(pod.name, pod.frame())
-
-    async def pass_time(self, seconds: float) -> None:
-        self.clock.now += seconds
-        self.brain.queues.tick()
-        await settle()
-
-
-def spawn(work: Coroutine[Any, Any, Choice]) -> asyncio.Task[Choice]:
-    return asyncio.ensure_future(work)
-
-
-async def settle() -> None:
-    for _ in range(5):
-        await asyncio.sleep(0)
-
-
-def served(tasks: list[asyncio.Task[Choice]]) -> list[Choice]:
-    return [task.result() for task in tasks if task.done() and not task.cancelled() and task.exception() is None]
-
-
-def limits(max_requests: int = 1000, max_bytes: int = 10**9, timeout_s: float = 60.0) -> QueueLimits:
-    return QueueLimits(max_requests=max_requests, max_bytes=max_bytes, timeout_s=timeout_s)
 
 
 async def test_an_idle_deployment_is_passed_without_giving_up_the_turn() -> None:
@@ -535,6 +425,47 @@ async def test_a_lost_answer_gets_the_next_seat_before_those_that_have_not_begun
     assert (await continued).endpoint_id == left.endpoint_id
     assert served(crowd) == []
     for task in crowd:
+        task.cancel()
+
+
+async def test_a_lost_answer_waits_where_nobody_else_may_and_no_newcomer_takes_its_place() -> None:
+    for max_requests in (0, 1):
+        world = World(*(Pod(name, seats=1, blocks=1000) for name in "ab"), queue=limits(max_requests=max_requests))
+        lost, left = [await world.ask() for _ in range(2)]
+        continued = world.ask_again(world.kill(lost, 5), priority=5)
+        await settle()
+        with pytest.raises(PagemillError, match="requests wait already"):
+            await world.ask(priority=-1)
+        assert not continued.done()
+        world.leave(left)
+        assert (await continued).endpoint_id == left.endpoint_id
+
+
+async def test_a_noisy_neighbour_gets_no_more_of_the_engines_than_anybody() -> None:
+    """It asks ten times as much as each of the others; how long answers get nobody knows before."""
+    draw = random.Random(5)
+    world = World(*(Pod(name, seats=3, blocks=100_000) for name in "ab"), queue=limits(max_requests=60))
+    waiting = {"noisy": 30} | {f"quiet-{number}": 3 for number in range(4)}
+    tasks: dict[str, list[asyncio.Task[Choice]]] = {key: [] for key in waiting}
+    tokens, prompts, open_ = Counter[str](), dict[asyncio.Task[Choice], int](), list[tuple[str, asyncio.Task[Choice]]]()
+    for _ in range(600):
+        for key, count in waiting.items():
+            while len(tasks[key]) < count:
+                num_tokens = draw.randint(10, 800)
+                tasks[key].append(task := world.ask(num_tokens, key=key, max_tokens=400))
+                prompts[task] = num_tokens
+        await settle()
+        for key in tasks:
+            open_ += [(key, task) for task in tasks[key] if task.done()]
+            tasks[key] = [task for task in tasks[key] if not task.done()]
+        world.clock.now += 0.1
+        key, task = open_.pop(draw.randrange(len(open_)))
+        length = draw.randint(1, 400)
+        tokens[key] += prompts[task] + length
+        world.leave(task.result(), length)
+    shares = list(tokens.values())
+    assert sum(shares) ** 2 / (len(waiting) * sum(share**2 for share in shares)) >= 0.95, tokens
+    for task in chain.from_iterable(tasks.values()):
         task.cancel()
 
 

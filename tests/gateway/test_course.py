@@ -110,6 +110,25 @@ def test_a_request_sent_since_the_report_lengthens_the_next_ones_wait() -> None:
     assert behind_ms == pytest.approx(30 + 11 + 19 - 2)
 
 
+def test_an_answer_that_is_over_frees_the_rows_of_all_its_sequences() -> None:
+    outlook = Outlook()
+    outlook.told(EngineLoad(num_requests_running=10, step_in_flight_ms=30.0), 0.0, MODEL, BUDGET, [], [], 0.0)
+    outlook.ended(7, 0)
+    outlook.ended(8, 3)
+    # Of the ten rows the step that is decided already has ten, the next one seven.
+    assert outlook.ttft_ms(1, Dispatch(40), 0.0) == pytest.approx(30 + 11 + 14.7)
+
+
+def test_only_sequences_that_have_begun_to_answer_are_rows() -> None:
+    dispatches = Dispatches()
+    dispatches.sent(1, Dispatch(10, num_sequences=3))
+    assert dispatches.num_answers(1) == 0
+    dispatches.computed(1)
+    assert dispatches.num_answers(1) == 3
+    dispatches.ended(1)
+    assert dispatches.num_answers(1) == 0
+
+
 def test_an_engine_that_never_told_its_pace_is_not_foretold() -> None:
     outlook = Outlook()
     assert outlook.ttft_ms(1, Dispatch(40), 0.0) is None

@@ -79,7 +79,8 @@ def one_by_one(request: RequestView, candidates: list[Candidate]) -> tuple[Candi
     best = min(row[-1] for row in rows)
     limit = best + max(NEAR_MS, best * NEAR_SHARE)
     near = [each for each, row in zip(candidates, rows, strict=True) if row[-1] <= limit]
-    near = [each for each in near if each.session] or near
+    stays = [each for each, row in zip(candidates, rows, strict=True) if each.session and row[-1] == best]
+    near = stays or [each for each in near if not each.session]
     why = "smallest cost" if len(near) == 1 else f"{len(near)} costs nearly equal: fewest requests"
     return least_busy(near), why, rows
 

@@ -115,6 +115,22 @@ def test_a_key_that_fills_the_queue_cannot_keep_others_out() -> None:
     assert queue.add(refused) == [refused]
 
 
+def test_overload_takes_nobody_that_an_engine_has_worked_for() -> None:
+    lost = [waiter("a", 0.1 * at, priority=1, kept=True) for at in range(3)]
+    queue = queue_of(*lost, waiter("a", 5), waiter("b", 6), max_requests=5)
+    urgent = waiter("b", 7, priority=-1)
+    assert [each.arrived_at for each in queue.add(urgent)] == [6], "the newest of the lowest priority that may be taken"
+    one_more = waiter("a", 8, priority=1, kept=True)
+    assert [each.arrived_at for each in queue.add(one_more)] == [5]
+    late = waiter("c", 9)
+    assert queue.add(late) == [late]
+    assert set(queue) == {*lost, one_more, urgent}
+    nobody_waits: FairQueue[Waiter] = FairQueue(0, 0)
+    assert nobody_waits.add(waiter(kept=True)) == []
+    assert len(nobody_waits) == 1
+    assert queue.find_faults() == nobody_waits.find_faults() == []
+
+
 def test_nobody_goes_for_one_that_does_not_fit_itself() -> None:
     queue = queue_of(*[waiter("a", at, size=10) for at in range(5)], max_bytes=100)
     huge = waiter("b", 9, size=101)
@@ -188,12 +204,14 @@ def test_nothing_is_lost_and_the_bounds_hold_whatever_happens(
                 cost=data.draw(st.integers(0, 50)),
                 size=data.draw(st.integers(0, 15)),
                 expires_at=data.draw(st.integers(0, 40)),
+                kept=data.draw(st.sampled_from([False, False, False, True])),
             )
-            lowest = max(each.priority for each in (*inside, newcomer))
+            lowest = max((each.priority for each in (*inside, newcomer) if not each.kept), default=None)
             gone = queue.add(newcomer)
             inside = (inside | {newcomer}) - set(gone)
             assert newcomer not in gone or gone == [newcomer]
             assert gone in ([], [newcomer]) or gone[0].priority == lowest
+            assert not any(each.kept for each in gone)
         elif action == "take" and inside:
             first = queue.first()
             assert first in inside

@@ -10,7 +10,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import aiohttp
 import msgspec
@@ -173,6 +173,32 @@ async def test_a_port_in_use_is_named(field: str) -> None:
 )  # fmt: skip
 def test_loopback_is_what_only_this_machine_reaches(host: str, expected: bool) -> None:
     assert is_loopback(host) is expected
+
+
+async def test_after_kill_9_the_next_process_serves_the_first_that_comes(engines, fake, start) -> None:
+    """Before it has heard of any engine."""
+    before = await start(catalog=fake.catalog_of(*engines))
+    before.process.kill()
+    await before.process.communicate()
+    let_go = [engine.hold_state() for engine in engines]
+    gateway = await start(catalog=fake.catalog_of(*engines))
+
+    async def model() -> Any:
+        async with session.get(gateway.control_url + "/status") as response:
+            (found,) = (await response.json())["models"]
+            return found
+
+    async with aiohttp.ClientSession() as session, asyncio.timeout(30):
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+        first = asyncio.create_task(session.post(gateway.url + "/v1/chat/completions", json=body))
+        while not (await model())["queue"]["num_requests"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        for event in let_go:
+            event.set()
+        async with await first as response:
+            assert response.status == 200, await response.text()
+        while {each["phase"] for each in (await model())["endpoints"]} != {"ready"}:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 async def test_sigterm_ends_readiness_first_lets_requests_finish_and_exits_clean(engines, fake, start) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import time
 from typing import Any
@@ -164,6 +165,31 @@ async def test_the_deadline_header_holds_in_the_queue(engines, gateways, fake) -
     release.set()
 
 
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "soon", "", "1e9"])
+async def test_a_deadline_that_is_none_is_refused_by_the_name_of_its_header(engines, gateways, fake, value) -> None:
+    gateway = await gateways(engines[0])
+    for reply in (
+        await gateway.chat(headers={"x-request-timeout-s": value}),
+        await gateway.complete(stream=True, headers={"x-request-timeout-s": value}),
+    ):
+        assert (reply.status, reply.error["param"]) == (400, "x-request-timeout-s")
+    assert not engines[0].requests
+
+
+@pytest.mark.layouts
+async def test_a_deadline_holds_for_who_waits_for_an_engine_at_all(engines, gateways, fake) -> None:
+    gateway = await gateways(engines[0], reconnect_base_s=0.01, outage_wait_s=3600.0)
+    await engines[0].kill()
+    await fake.until(lambda: gateway.record(engines[0]).unreachable)
+    asked = [
+        gateway.chat(headers={"x-request-timeout-s": "0.3"}),
+        gateway.complete(prompt=["a", "b"], headers={"x-request-timeout-s": "0.3"}),
+    ]
+    for reply in await asyncio.gather(*asked):
+        assert (reply.status, reply.error["code"]) == (504, "deadline_exceeded")
+    await fake.until(lambda: num_waiting(gateway) == 0)
+
+
 async def test_an_urgent_request_overtakes_those_that_wait(engines, gateways, fake) -> None:
     gateway = await one_seat(engines, gateways)
     first, release = await busy(gateway, engines[0], fake)
@@ -176,6 +202,71 @@ async def test_an_urgent_request_overtakes_those_that_wait(engines, gateways, fa
     assert [request.priority for request in engines[0].requests].index(0, 1) == 1, "it was the first to get the seat"
     assert {(await task).status for task in noisy} == {200}
     await first
+
+
+@pytest.mark.layouts
+async def test_three_engines_at_most_are_asked_before_a_request_waits(engines, gateways, fake) -> None:
+    more = [await fake.Engine(f"engine-{number}").start() for number in (3, 4)]
+    everybody = [*engines, *more]
+    asked: list[str] = []
+
+    async def refuses_three_times(engine, request, response, http) -> None:
+        asked.append(engine.name)
+        behave = fake.refuses(503) if len(asked) <= 3 else fake.says("hello")
+        await behave(engine, request, response, http)
+
+    for engine in everybody:
+        engine.behaviour = refuses_three_times
+    gateway = await gateways(*everybody)
+    reply = await gateway.chat()
+    metrics = (await gateway.get("/metrics", control=True)).raw.decode()
+    for engine in more:
+        await engine.kill()
+    assert (reply.status, reply.text) == (200, "hello")
+    assert len(set(asked)) == len(asked) == 4
+    assert 'pagemill_gateway_queue_seconds_count{model="tiny"} 1.0' in metrics, "although two were never asked"
+
+
+@pytest.mark.layouts
+async def test_what_a_client_asks_for_is_what_is_reserved_for_it(engines, gateways, fake) -> None:
+    gateway, let_go = await gateways(engines[0]), asyncio.Event()
+    engines[0].behaviour = fake.says("a", "b", gate=let_go)
+    asked = [
+        asyncio.create_task(gateway.chat(n=3, max_tokens=8, stream=True)),
+        asyncio.create_task(gateway.complete(prompt=["x", "y"], n=2, max_tokens=8, stream=True)),
+    ]
+    reserved = gateway.record(engines[0]).reserved
+    await fake.until(lambda: len(reserved) == 3)
+    needs = sorted((each.need.num_sequences, each.need.num_output_tokens) for each in reserved._open.values())
+    let_go.set()
+    assert needs == [(2, 8), (2, 8), (3, 8)]
+    assert {(await each).status for each in asked} == {200}
+    await fake.until(lambda: (reserved.num_sequences, reserved.num_blocks) == (0, 0))
+
+
+@pytest.mark.layouts
+async def test_the_queue_is_fair_between_api_keys(engines, gateways, fake) -> None:
+    keys = [hashlib.sha256(key.encode()).hexdigest() for key in ("first", "noisy", "quiet")]
+    catalog = fake.catalog_of(engines[0], prefix_scope="key")
+    gateway = await one_seat(engines, gateways, api_keys=keys, catalog=catalog)
+    release = asyncio.Event()
+    engines[0].behaviours.append(fake.says("first", gate=release))
+
+    def ask(key: str) -> asyncio.Task[Any]:
+        return asyncio.create_task(gateway.chat(headers={"Authorization": f"Bearer {key}"}))
+
+    tasks = [ask("first")]
+    await fake.until(lambda: len(engines[0].requests) == 1)
+    for key, count in (("noisy", 30), ("quiet", 3)):
+        there = num_waiting(gateway)
+        tasks += [ask(key) for _ in range(count)]
+        await fake.until(lambda there=there, count=count: num_waiting(gateway) == there + count)
+    release.set()
+    assert {(await task).status for task in tasks} == {200}
+    salts = [request.cache_salt for request in engines[0].requests]
+    quiet = min(set(salts), key=lambda salt: (salt == salts[0], salts.count(salt)))
+    assert salts.count(quiet) == 3
+    assert {number for number, salt in enumerate(salts) if salt == quiet} <= set(range(1, 8)), "every second turn"
 
 
 async def test_a_refusal_that_only_one_engine_gives_is_not_seen_by_the_client(engines, gateways, fake) -> None:

@@ -7,8 +7,10 @@ import asyncio
 import msgspec
 import pytest
 
-from pagemill_protocol.catalog import Catalog
+from pagemill_protocol.catalog import Catalog, QueueLimits
 from pagemill_protocol.state import EngineLoad
+
+NEVER_TIRED = QueueLimits(max_requests=10, max_bytes=10**6, timeout_s=3600.0)
 
 
 def ids_served(engines) -> list[int]:
@@ -132,6 +134,38 @@ async def test_an_engine_that_is_not_up_yet_is_found_when_it_comes(engines, gate
     await engine.start()
     await gateway.know(engine)
     assert (await gateway.chat()).status == 200
+
+
+@pytest.mark.layouts
+async def test_who_comes_before_the_engines_were_asked_waits_for_their_answer(engines, gateways, fake) -> None:
+    """As after a restart: who knows the engines' addresses is usable at once."""
+    let_go = engines[0].hold_state()
+    gateway = await gateways(engines[0], wait=False, outage_wait_s=30.0)
+    early = [asyncio.create_task(gateway.chat(stream=stream)) for stream in (False, True)]
+    brain = gateway.gateway.head.brain
+    await fake.until(lambda: brain.queues.state("default/d").num_requests == 2)
+    let_go.set()
+    assert [(await each).status for each in early] == [200, 200]
+
+
+@pytest.mark.parametrize("is_up", [True, False])
+async def test_who_waits_for_the_engines_first_answer_is_told_at_once_that_it_is_no(
+    engines, gateways, fake, is_up: bool
+) -> None:
+    engine = engines[0]
+    engine.max_model_len = 0
+    engine.readyz = (503, {"phase": "loading", "detail": "weights 40 %"})
+    let_go = engine.hold_state()
+    if not is_up:
+        await engine.kill()
+    gateway = await gateways(engine, wait=False, outage_wait_s=3600.0, queue=NEVER_TIRED)
+    early = asyncio.create_task(gateway.chat())
+    if is_up:
+        await fake.until(lambda: gateway.gateway.head.brain.queues.state("default/d").num_requests == 1)
+        let_go.set()
+    reply = await asyncio.wait_for(early, 30)
+    assert (reply.status, reply.error["code"]) == (503, "model_not_ready")
+    assert ("loading: weights 40 %" if is_up else "unreachable") in reply.error["message"]
 
 
 async def test_a_draining_engine_gets_nothing_new_and_finishes_what_it_has(engines, gateways, fake) -> None:

@@ -9,8 +9,9 @@ import asyncio
 import contextlib
 import json
 import random
+import re
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ WORDS = ["ship", "crane", "tide", "berth", "cargo", "pilot", "rope", "signal", "
 
 
 class EngineProcess:
-    def __init__(self, folder: Path, number: int) -> None:
+    def __init__(self, folder: Path, number: int, **settings: Any) -> None:
         self.name = f"engine-{number}"
         self.url = self.control_url = ""
         self.process: asyncio.subprocess.Process | None = None
@@ -42,6 +43,7 @@ class EngineProcess:
             "num_kv_blocks": 280,
             "max_model_len": 2048,
             "step_time": {"knots_tokens": [1, 512], "knot_ms": [3.0, 12.0]},
+            **settings,
         }
         self._settings.write_text(json.dumps({"engine": engine, "server": {"port": 0, "control_port": 0}}))
 
@@ -88,13 +90,18 @@ class EngineProcess:
 
 
 @pytest.fixture
-async def engine_processes(tmp_path: Path) -> AsyncIterator[list[EngineProcess]]:
+async def start(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[list[EngineProcess]]]]:
+    """Starts one engine for each dict of settings."""
     async with contextlib.AsyncExitStack() as stack:
-        processes = [EngineProcess(tmp_path, number) for number in range(3)]
-        for process in processes:
-            stack.push_async_callback(process.stop)
-        await asyncio.gather(*(process.start() for process in processes))
-        yield processes
+
+        async def launch(*settings: dict[str, Any]) -> list[EngineProcess]:
+            processes = [EngineProcess(tmp_path, number, **each) for number, each in enumerate(settings)]
+            for process in processes:
+                stack.push_async_callback(process.stop)
+            await asyncio.gather(*(process.start() for process in processes))
+            return processes
+
+        yield launch
 
 
 class Conversation:
@@ -122,7 +129,7 @@ class Conversation:
 
     def _compare(self, answer: Any) -> None:
         route = answer.headers["x-pagemill-route"]
-        policy, _, cached, _ = route.split("; ")
+        policy, _, cached = route.split("; ")[:3]
         assert policy == "Cost"
         predicted, actual = int(cached.removeprefix("cached=")), self._actual(answer)
         if predicted == actual:
@@ -142,9 +149,8 @@ class Conversation:
         await fake.until(lambda: reports.latest.sequence >= seen + 2, 30.0)
 
 
-async def test_predicted_cached_tokens_are_what_engines_find_and_the_index_is_their_own(
-    gateways, fake, engine_processes: list[EngineProcess]
-) -> None:
+async def test_predicted_cached_tokens_are_what_engines_find_and_the_index_is_their_own(gateways, fake, start) -> None:
+    engine_processes = await start({}, {}, {})
     model = CatalogModel(
         deployment="d",
         name=NAME,
@@ -185,10 +191,78 @@ async def test_predicted_cached_tokens_are_what_engines_find_and_the_index_is_th
     assert f"{exact} {num_requests - len(misses)}.0" in metrics
 
 
+LONG = "The harbour master writes down every ship that enters, its cargo and the berth that it is given. " * 6
+SPELLED = [35 + number % 20 for number in range(90)]
+"""Tokens of one character each, which no tokenizer makes of their text."""
+OF_ONE_PROMPT = {
+    "a chat": {"messages": [{"role": "user", "content": LONG}]},
+    "choices of a chat": {"messages": [{"role": "user", "content": LONG}], "n": 3},
+    "a text": {"prompt": LONG},
+    "choices of a text": {"prompt": LONG, "n": 2},
+    "a text that comes back": {"prompt": LONG, "echo": True},
+    "tokens": {"prompt": SPELLED},
+    "beams": {"prompt": LONG + "Beams.", "n": 2, "use_beam_search": True},
+    "the best of some": {"prompt": LONG + "Best.", "n": 1, "best_of": 3},
+}
+SEVERAL_PROMPTS = {"prompt": [LONG + "One.", LONG + "Two.", LONG + "Three.", SPELLED]}
+
+
+async def test_whatever_a_client_sends_its_cached_tokens_are_foretold_and_its_tokens_are_what_engines_compute(
+    gateways, fake, start
+) -> None:
+    caching, forgetful = await start({}, {"enable_prefix_caching": False})
+    models = [
+        CatalogModel(deployment=name, name=name, endpoints=[engine.endpoint])
+        for name, engine in (("caching", caching), ("forgetful", forgetful))
+    ]
+    gateway = await gateways(wait=False, catalog=Catalog(models=models))
+    brain = gateway.gateway.head.brain
+    await fake.until(lambda: all(record.usable for record in brain.registry.endpoints.values()), 60.0)
+
+    async def ask(model: str, body: dict[str, Any]) -> Any:
+        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+        answer = await gateway.post(path, {"model": model, "max_tokens": 8, "ignore_eos": True, **body})
+        assert answer.status == 200, (body, answer.raw)
+        return answer
+
+    async def usage_of(model: str, body: dict[str, Any]) -> tuple[int, int]:
+        """Prompt tokens, and those of them that were cached."""
+        answer = await ask(model, body)
+        usage = answer.json["usage"]
+        return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
+
+    for kind, body in OF_ONE_PROMPT.items():
+        for model in ("caching", "forgetful"):
+            await ask(model, body)
+            again = await ask(model, body)
+            foretold = int(again.headers["x-pagemill-route"].split("; ")[2].removeprefix("cached="))
+            num_prompt_tokens, num_cached = await usage_of(model, body)
+            assert num_cached == again.json["usage"]["prompt_tokens_details"]["cached_tokens"] == foretold, kind
+            most = (num_prompt_tokens - 1) // 16 * 16 if model == "caching" else 0
+            assert foretold == most, kind
+    assert await usage_of("caching", {"prompt": SPELLED}) == (len(SPELLED), 80), "an engine tokenizes nothing again"
+
+    # Prompts of one request, and requests of one moment: none of them has been reported when the next one is placed.
+    for model in ("caching", "forgetful"):
+        await ask(model, SEVERAL_PROMPTS)
+        streams = [ask(model, {"prompt": f"{LONG * 2}{number % 2}", "stream": number < 3}) for number in range(6)]
+        await asyncio.gather(*streams)
+
+    metrics = (await gateway.get("/metrics", control=True)).raw.decode()
+    counted = re.findall(r"^pagemill_gateway_cached_token_predictions_total\{(.*)\} (\d+)", metrics, re.MULTILINE)
+    num_asked = 3 * len(OF_ONE_PROMPT) + len(SEVERAL_PROMPTS["prompt"]) + 6
+    assert {labels: int(number) for labels, number in counted if int(number)} == {
+        'model="caching",outcome="exact"': num_asked + 1,
+        'model="forgetful",outcome="exact"': num_asked,
+    }
+
+
 async def test_a_silent_engine_is_weighed_by_our_own_counts_and_that_shows(gateways, fake, engines) -> None:
     gateway = await gateways(*engines, state_stale_after_s=0.0)
     reply = await gateway.chat(stream=True)
     assert reply.status == 200
+    *_, cached, _, basis = reply.headers["x-pagemill-route"].split("; ")
+    assert (cached, basis) == ("cached=0", "own counts")
     (decision,) = (await gateway.get("/debug/decisions", control=True)).json["decisions"]
     assert {each["state"] for each in decision["candidates"]} == {"own_counts"}
     metrics = (await gateway.get("/metrics", control=True)).raw.decode()
@@ -197,7 +271,14 @@ async def test_a_silent_engine_is_weighed_by_our_own_counts_and_that_shows(gatew
     assert (wrong.status, wrong.error["param"]) == (400, "limit")
 
 
-@pytest.mark.parametrize(("asked", "policy"), [("Auto", "PowerOfTwo"), ("RoundRobin", "RoundRobin")])
+@pytest.mark.parametrize(
+    ("asked", "policy"),
+    [
+        ("Auto", "PowerOfTwo"),
+        ("LeastInFlight", "LeastRequest"),
+        *[(name, name) for name in ("LeastRequest", "RoundRobin", "PowerOfTwo", "PrefixHash", "Weighted322")],
+    ],
+)
 async def test_the_deployment_chooses_its_policy_and_the_gateway_the_rest(
     gateways, fake, engines, asked: str, policy: str
 ) -> None:
@@ -205,8 +286,11 @@ async def test_the_deployment_chooses_its_policy_and_the_gateway_the_rest(
     gateway = await gateways(*engines, catalog=Catalog(models=[model]), routing_policy="PowerOfTwo")
     routes = [(await gateway.chat()).headers["x-pagemill-route"].split("; ") for _ in range(3)]
     assert [route[0] for route in routes] == [policy] * 3
+    num_used = len({route[1] for route in routes})
     if policy == "RoundRobin":
-        assert {route[1] for route in routes} == {engine.name for engine in engines}
+        assert num_used == len(engines)
+    if policy == "PrefixHash":
+        assert num_used == 1, "all begin alike"
 
 
 @pytest.mark.layouts
@@ -224,7 +308,7 @@ async def test_every_answer_of_an_engine_names_the_decision_that_led_there(gatew
     by_number = {str(each["decision"]): each for each in shown}
     assert len(by_number) == len(replies) + 2, "two of them were tried twice"
     for reply in replies:
-        policy, endpoint_id, cached, decision = reply.headers["x-pagemill-route"].split("; ")
+        policy, endpoint_id, cached, decision = reply.headers["x-pagemill-route"].split("; ")[:4]
         decided = by_number[decision.removeprefix("decision=")]
         assert (policy, endpoint_id, cached) == (decided["policy"], decided["choice"], "cached=0")
         assert {each["endpoint"] for each in decided["candidates"]} <= {engine.name for engine in engines}

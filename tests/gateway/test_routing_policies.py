@@ -109,6 +109,18 @@ def test_a_session_stays_until_it_loses_more_than_it_may(lost_ms: int) -> None:
     assert ruling.chosen.endpoint_id == ("here" if lost <= 50 else "elsewhere")
 
 
+@given(num_ahead=st.integers(0, 100_000), num_more=st.integers(0, 300), in_flight=st.integers(0, 3))
+def test_however_long_all_wait_a_session_gives_no_more_for_its_pod(
+    num_ahead: int, num_more: int, in_flight: int
+) -> None:
+    here = pod("here", session=True, num_waiting=1, num_tokens_waiting=num_ahead + num_more)
+    elsewhere = pod("elsewhere", num_waiting=1, num_tokens_waiting=num_ahead, in_flight=in_flight)
+    ruling = Cost(session_ms=50.0).choose(RequestView(100), [elsewhere, here])
+    costs = [terms(ruling, index) for index in range(2)]
+    lost_ms = costs[1]["cost_ms"] - (costs[0]["cost_ms"] - costs[0]["affinity_ms"])
+    assert ruling.chosen.endpoint_id == ("here" if lost_ms <= 50 else "elsewhere")
+
+
 def test_a_pod_that_told_no_speed_counts_as_fast_as_the_others_and_none_means_fewest_requests() -> None:
     silent = pod("silent", model=None, num_waiting=1, num_tokens_waiting=500)
     ruling = Cost().choose(RequestView(100), [silent, pod("b", num_tokens_waiting=100, in_flight=9)])

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from typing import Any
 
 import msgspec
+import pytest
 from hand_clock import Clock
 
+from pagemill_gateway.admission.output_tokens import PRIOR_TOKENS
 from pagemill_gateway.brain.brain import LocalBrain
 from pagemill_gateway.brain.interface import Ask, Choice, Claim, Served
 from pagemill_gateway.config import GatewayConfig
@@ -42,6 +45,7 @@ def frame(
         num_requests_running=1 if active else 0,
         num_tokens_running=active * BLOCK,
     )
+    known: dict[str, Any] = {"digests": Digests(weights="w", tokenizer_bundle="t")}
     return StateFrame(
         sequence=sequence,
         snapshot=sequence == 1,
@@ -50,9 +54,8 @@ def frame(
         max_model_len=4096,
         max_num_seqs=seats,
         step_time=FAST if fast else SLOW,
-        digests=Digests(weights="w", tokenizer_bundle="t"),
         prefixes_added=[granule for each in cached for granule in each.granules],
-        **fields,
+        **known | fields,
     )
 
 
@@ -130,6 +133,67 @@ async def test_of_a_seat_given_to_a_client_that_left_no_prefix_is_expected() -> 
     await settle()
     assert waiting.cancelled()
     assert not any(each in world.brain.placement.predictions.pods for each in ask_of(2).granules)
+
+
+@pytest.mark.parametrize(("has_token", "num_left"), [(False, 0), (True, 10)])
+async def test_of_a_client_that_left_before_its_first_token_no_prefix_is_expected(
+    has_token: bool, num_left: int
+) -> None:
+    world = World(a=frame())
+    choice = await world.choose(ask_of(1))
+    world.brain.accepted(choice)
+    if has_token:
+        world.brain.started(choice)
+    world.brain.finished(choice)
+    assert len(world.brain.placement.predictions) == num_left, "what was computed is reported soon"
+
+
+async def test_where_prefixes_are_not_kept_none_is_expected() -> None:
+    """Beside an engine that does keep them, by whose hashes the prompt goes."""
+    forgets = Digests(weights="w", tokenizer_bundle="t", hash_version=hashes.NO_HASHES)
+    world = World(forgetful=frame(digests=forgets), caching=frame(fast=False))
+    choices = [await world.choose(ask_of(1, 320)) for _ in range(2)]
+    assert [each.endpoint_id for each in choices] == ["forgetful", "forgetful"], "it is faster"
+    assert [each.predicted_cached_tokens for each in choices] == [0, 0]
+    assert len(world.brain.placement.predictions) == 0
+
+
+async def test_what_answers_took_before_is_what_the_next_one_reserves() -> None:
+    world = World(a=frame())
+    blocks = []
+    for number in range(12):
+        choice = await world.choose(ask_of(number, 64), max_tokens=None)
+        blocks.append(world.record("a").reserved.num_blocks)
+        world.brain.finished(choice, Served(BLOCK))
+    assert blocks[0] == 4 + PRIOR_TOKENS // BLOCK
+    assert blocks[-1] == 4 + 1
+
+
+async def test_a_prefix_that_no_report_speaks_of_is_not_expected_for_long() -> None:
+    world, ask = World(a=frame()), ask_of(1, 320)
+    first = await world.choose(ask)
+    world.brain.started(first)
+    found = []
+    for _ in range(2):
+        world.clock.now += 1.2
+        choice = await world.choose(ask)
+        found.append((choice.predicted_cached_tokens, choice.believed))
+        world.brain.finished(choice, Served(1))
+    assert found == [(256, True), (0, True)]
+
+
+async def test_of_pods_that_fell_silent_neither_old_load_nor_old_prefixes_count() -> None:
+    ask = ask_of(1, 128)
+    load = EngineLoad(num_requests_waiting=50, num_tokens_waiting=50_000, num_blocks_total=60, num_blocks_free=60)
+    world = World(loaded=msgspec.structs.replace(frame(cached=(ask,)), load=load), idle=frame())
+    heard = [await world.choose(ask_of(2, 128)) for _ in range(2)]
+    assert {each.endpoint_id for each in heard} == {"idle"}
+    for each in heard:
+        world.brain.finished(each, Served(20))
+    world.clock.now += 100
+    unheard = [await world.choose(ask) for _ in range(6)]
+    assert Counter(each.endpoint_id for each in unheard) == {"loaded": 3, "idle": 3}, "by what we sent ourselves"
+    assert {(each.policy, each.believed, each.predicted_cached_tokens) for each in unheard} == {("Cost", False, 0)}
 
 
 async def test_keys_pay_for_the_tokens_that_are_computed_for_them() -> None:

@@ -80,6 +80,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     vocab_size: int
     weights_digest: str
     kv_dtype: str
+    caches_prefixes: bool = True
     weight_bytes: int
     kv_bytes_per_token: int
     compute: str

@@ -46,7 +46,7 @@ class QuantizedWeights:
     @property
     def rounds_any(self) -> bool:
         """Something in the files is stored in more bits than are asked for."""
-        return any(self._rounded_kind(name) is not None for name in self.shapes)
+        return any(self._rounded_kind(name) is not None or self._is_scaled(name) for name in self.shapes)
 
     def read_into(self, name: str, out: Tensor) -> None:
         if self._rounded_kind(name) is None:
@@ -77,7 +77,7 @@ class QuantizedWeights:
         total = 0
         for name, shape in self.shapes.items():
             kind = self.code_kind(name) if keep_stored else None
-            if keep_stored and kind is None and len(shape) == 2 and self._quantization in _SCALED:
+            if keep_stored and self._is_scaled(name):
                 total += math.prod(shape) + _SCALE_BYTES * shape[0]
                 continue
             kept = torch.bfloat16 if keep_stored and self.is_bfloat16(name) else dtype
@@ -98,3 +98,7 @@ class QuantizedWeights:
         if kind is None or (stored is not None and stored.bits <= kind.bits):
             return None
         return kind
+
+    def _is_scaled(self, name: str) -> bool:
+        """Given as floats to who makes codes of it."""
+        return self._quantization in _SCALED and len(self.shapes[name]) == 2 and self.code_kind(name) is None

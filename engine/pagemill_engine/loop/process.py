@@ -248,6 +248,7 @@ def _ready(core: EngineCore, load_s: float, start_s: dict[str, float]) -> Ready:
         vocab_size=info.vocab_size,
         weights_digest=info.weights_digest,
         kv_dtype=info.kv_dtype,
+        caches_prefixes=core.config.enable_prefix_caching,
         weight_bytes=info.weight_bytes,
         kv_bytes_per_token=info.kv_bytes_per_token,
         compute=info.compute,

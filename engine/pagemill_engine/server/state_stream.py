@@ -22,7 +22,7 @@ import msgspec
 from pagemill_engine.ipc.messages import PrefixEvents, Ready
 from pagemill_protocol.frames import encode_state
 from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.hashes import HASH_VERSION, granule_blocks
+from pagemill_protocol.hashes import HASH_VERSION, NO_HASHES, granule_blocks
 from pagemill_protocol.state import WAKE, Digests, EngineLoad, StateFrame, StepTimeParams
 
 MIN_INTERVAL_S = 0.05
@@ -71,8 +71,14 @@ class StatePublisher:
 
     def describe(self, ready: Ready) -> None:
         """What the loaded engine is; known once it is ready."""
+        digests = msgspec.structs.replace(
+            self._next.digests,
+            weights=ready.weights_digest,
+            kv_dtype=ready.kv_dtype,
+            hash_version=HASH_VERSION if ready.caches_prefixes else NO_HASHES,
+        )
         self._update(
-            digests=msgspec.structs.replace(self._next.digests, weights=ready.weights_digest, kv_dtype=ready.kv_dtype),
+            digests=digests,
             block_size=ready.block_size,
             max_model_len=ready.max_model_len,
             max_num_batched_tokens=ready.max_num_batched_tokens,

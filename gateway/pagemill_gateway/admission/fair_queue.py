@@ -2,7 +2,8 @@
 
 Turns: the lowest `priority` first; within one priority start-time fair queueing between keys by tokens, so that a key
 that asks ten times as much gets no more than one that asks steadily; within one key, as they came. Overload takes the
-newest request of the lowest priority, of the key that holds most of the queue.
+newest request of the lowest priority, of the key that holds most of the queue, but none that an engine has worked for:
+of those there are never more than engines have seats, and the queue may be longer than its bounds by them.
 
 Pure: no clock and no futures. Whether there is room for the one whose turn it is, and waking it, is
 `pagemill_gateway.brain.queues`' part.
@@ -36,6 +37,8 @@ class Waiter:
     expires_at: float
     group: str
     """Those of one group want the same: while its first finds no room, the others need not be asked."""
+    kept: bool = False
+    """It lost its engine: it was let in before, and overload does not take it."""
 
     def __lt__(self, other: Waiter) -> bool:
         return self.arrived_at < other.arrived_at
@@ -52,6 +55,14 @@ class _Line(Generic[W]):
     """Virtual time at which its first request is due."""
     waiters: list[W] = field(default_factory=list)
     num_bytes: int = 0
+
+    def newest(self) -> W | None:
+        """Of those that overload may take."""
+        return next((waiter for waiter in reversed(self.waiters) if not waiter.kept), None)
+
+    def weight(self, by_requests: bool) -> int:
+        """What of the queue it takes."""
+        return len(self.waiters) if by_requests else self.num_bytes
 
 
 class _Band(Generic[W]):
@@ -138,8 +149,7 @@ class FairQueue(Generic[W]):
         """Let it wait; returns who had to go for that: others, or nobody but the newcomer itself."""
         self._insert(waiter)
         gone: list[W] = []
-        while self._overfull():
-            victim = self._victim()
+        while self._overfull() and (victim := self._victim()) is not None:
             self.remove(victim)
             if victim is waiter:
                 # Those that went before it would have gone for nothing.
@@ -227,13 +237,14 @@ class FairQueue(Generic[W]):
     def _overfull(self) -> bool:
         return len(self._waiters) > self.max_requests or self._num_bytes > self.max_bytes
 
-    def _victim(self) -> W:
-        lines = self._bands[max(self._bands)].lines.values()
-        if len(self._waiters) > self.max_requests:
-            heaviest = max(lines, key=lambda line: (len(line.waiters), line.waiters[-1].arrived_at))
-        else:
-            heaviest = max(lines, key=lambda line: (line.num_bytes, line.waiters[-1].arrived_at))
-        return heaviest.waiters[-1]
+    def _victim(self) -> W | None:
+        """Who must go when it is overfull; `None`: all that are there stay."""
+        is_too_long = len(self._waiters) > self.max_requests
+        for priority in sorted(self._bands, reverse=True):
+            newest = [(line, waiter) for line in self._bands[priority].lines.values() if (waiter := line.newest())]
+            if newest:
+                return max(newest, key=lambda each: (each[0].weight(is_too_long), each[1].arrived_at))[1]
+        return None
 
     def find_faults(self) -> list[str]:
         """Contradictions between what is counted and what is there; for tests. O(waiters)."""
@@ -248,7 +259,7 @@ class FairQueue(Generic[W]):
             "a line's bytes are miscounted": all(
                 line.num_bytes == sum(waiter.num_bytes for waiter in line.waiters) for _, line in lines
             ),
-            "it is overfull": not self._overfull(),
+            "it is overfull": not self._overfull() or all(waiter.kept for waiter in there),
         }
         return [fault for fault, holds in checks.items() if not holds]
 

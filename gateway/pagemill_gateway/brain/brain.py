@@ -16,6 +16,7 @@ from pagemill_gateway.brain.interface import (
     MAX_REROUTES,
     NOBODY,
     NOT_READY,
+    UNSERVED,
     Again,
     Ask,
     Choice,
@@ -111,6 +112,7 @@ class LocalBrain:
         record.reserved.reported()
         self.placement.observe(record, frame, now)
         record.unreachable = False
+        record.being_asked = record.being_asked and not frame.max_model_len
         if (frame.snapshot or slept) and not (frame.draining or frame.sleeping):
             record.let_go = record.acknowledged = False
             record.let_in_at = self._num_decisions
@@ -172,11 +174,21 @@ class LocalBrain:
             return True
         return any(other.usable for other in deployment.records)
 
+    def being_asked(self, endpoint_id: str) -> None:
+        """Somebody asks the endpoint what it is, and nothing is known of it."""
+        record = self.registry.endpoints.get(endpoint_id)
+        if record is not None:
+            record.being_asked = True
+
     def note_phase(self, endpoint_id: str, phase: str, detail: str) -> None:
         """What the `/readyz` of an endpoint that is not ready said, for people and error messages."""
         record = self.registry.endpoints.get(endpoint_id)
-        if record is not None:
-            record.phase, record.detail = phase, detail
+        if record is None:
+            return
+        record.phase, record.detail = phase, detail
+        if record.being_asked:
+            record.being_asked = False
+            self.queues.pump(record.deployment)
 
     def ready(self, endpoint_id: str) -> bool:
         """Whether the endpoint has told what it serves."""
@@ -211,9 +223,8 @@ class LocalBrain:
         except PagemillError as error:
             if error.code != NOT_READY:
                 raise
-        wanted = [each for each in self.registry.named(model) if each.model.weight > 0]
-        self._wish_for(wanted)
-        left_s = {each.key: self._outage_left_s(each) for each in wanted}
+        self._wish_for(self._wanted(model))
+        left_s = self._lefts_s(model)
         if max(left_s.values(), default=0.0) <= 0:
             return self.resolve(model)
         key = max(left_s, key=lambda each: left_s[each])
@@ -254,6 +265,7 @@ class LocalBrain:
             group=order.group,
             cost_tokens=cost_tokens,
             undo=self.given_back,
+            kept=again is not None and again.kind not in UNSERVED,
         )
         return placed._replace(queued_s=queued_s)
 
@@ -348,10 +360,18 @@ class LocalBrain:
 
     def _resolve_in_time(self, model: str, until: float) -> Target | None:
         """As `resolve`, but None while an engine may still come."""
-        if self._eligible.settled(model) or self._clock() >= until:
+        is_over = self._clock() >= until or max(self._lefts_s(model).values(), default=0.0) <= 0
+        if is_over or self._eligible.settled(model):
             return self.resolve(model)
         self._wish_for(self.registry.named(model))
         return None
+
+    def _wanted(self, model: str) -> list[Deployment]:
+        return [each for each in self.registry.named(model) if each.model.weight > 0]
+
+    def _lefts_s(self, model: str) -> dict[str, float]:
+        """How much longer an engine of each deployment of that name may be waited for."""
+        return {each.key: self._outage_left_s(each) for each in self._wanted(model)}
 
     def _wish_for(self, deployments: list[Deployment]) -> None:
         """None of them has an engine, and somebody waits for one."""

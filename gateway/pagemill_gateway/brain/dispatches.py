@@ -69,6 +69,11 @@ class Dispatches:
     def num_uncomputed(self) -> int:
         return len(self._uncomputed)
 
+    def num_answers(self, decision: int) -> int:
+        """Sequences of it that answer: all once its first token is here, before that none."""
+        dispatch = self._open.get(decision)
+        return dispatch.num_sequences if dispatch is not None and decision not in self._uncomputed else 0
+
     def sent(self, decision: int, dispatch: Dispatch) -> None:
         self._open[decision] = self._uncomputed[decision] = self._unreported[decision] = dispatch
         self.num_unreported_tokens += dispatch.num_uncached_tokens

@@ -16,6 +16,9 @@ FailureKind = Literal["refused", "declined", "unreachable", "lost", "killed", "s
 from outside. `stalled`: it fell silent. `crashed`: it said that its own work brought it down. `broken`: it sent
 garbage, or fails whatever it is asked. `request`: the engine works but failed this one request."""
 
+UNSERVED: frozenset[FailureKind] = frozenset({"refused", "declined", "unreachable"})
+"""No engine has worked for the request."""
+
 Trial = Literal["none", "shared", "alone"]
 """Of a request that may be what brings engines down: not thought so; beside others that are not; nobody else starts."""
 

@@ -91,11 +91,11 @@ class Outlook:
             return
         self._rest_ms.learn(ttft_ms - steps_ms)
 
-    def ended(self, decision: int, *, computed: bool) -> None:
-        """It is over; `computed`: its answer ran."""
+    def ended(self, decision: int, num_answers: int) -> None:
+        """It is over, and so many sequences of it answered."""
         self._sent.pop(decision, None)
-        if computed and self._course is not None and self._course.num_answers > 0:
-            self._course.num_answers -= 1
+        if self._course is not None:
+            self._course.num_answers = max(0, self._course.num_answers - num_answers)
 
     def _at_s(self, decision: int, now_s: float) -> float:
         sent_s, _ = self._sent.get(decision, (now_s, None))

@@ -117,10 +117,12 @@ class Placement:
         self.predictions.computed(number, now)
 
     def ended(self, number: int, record: EndpointRecord, now: float, *, failed: bool) -> None:
+        num_answers = 0 if failed else record.dispatches.num_answers(number)
         record.dispatches.ended(number)
         record.seen.clear()
-        record.outlook.ended(number, computed=not failed)
-        if failed:
+        record.outlook.ended(number, num_answers)
+        if not num_answers:
+            # It failed, or its client left before its prompt was through: of the rest nothing will come.
             self.predictions.drop(number)
         else:
             self.predictions.computed(number, now)
@@ -173,7 +175,7 @@ class Placement:
         record.dispatches.sent(number, dispatch)
         record.seen.clear()
         bit = self.index.bit(record.endpoint.id)
-        if bit and ask.granules:
+        if bit and ask.granules and record.reports.scheme.granule_tokens == ask.granule_tokens:
             has = self.index.has
             self.predictions.expect(number, bit, [each for each in ask.granules if not has(each, bit)])
         return dispatch

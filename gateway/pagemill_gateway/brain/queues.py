@@ -113,10 +113,12 @@ class Queues:
         group: str,
         cost_tokens: int,
         undo: Callable[[Found], None],
+        kept: bool = False,
     ) -> tuple[Found, float]:
         """What was wished for, and for how long it was waited. Raises `PagemillError`.
 
-        `group`: who waits for the same; `undo` takes back what came too late for a client that left.
+        `group`: who waits for the same; `undo` takes back what came too late for a client that left; `kept`: however
+        many wait, it may.
         """
         queue = self._queues.get(deployment)
         if queue is None:
@@ -131,6 +133,7 @@ class Queues:
             arrived_at=claim.arrived_at,
             expires_at=min(now + max(0.0, limits.timeout_s - claim.waited_s), claim.deadline_at),
             group=group,
+            kept=kept,
             wish=wish,
             future=asyncio.get_running_loop().create_future(),
             entered_at=now,
@@ -275,7 +278,9 @@ class _Queue:
     def full(self) -> PagemillError:
         """429: the queue's bounds."""
         return PagemillError(
-            f"All engines of this model are busy and {len(self.waiting)} requests wait already. Try again later.",
+            f"All engines of this model are busy and {len(self.waiting)} requests wait already, with "
+            f"{self.waiting.num_bytes} bytes; at most {self.waiting.max_requests} and {self.waiting.max_bytes} may. "
+            "Try again later.",
             status=429,
             type="rate_limit_error",
             code="queue_full",

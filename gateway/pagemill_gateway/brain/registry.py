@@ -52,6 +52,8 @@ class EndpointRecord:
     """It was told so."""
     unreachable: bool = False
     """Nobody listens at its address; until its next report."""
+    being_asked: bool = False
+    """For the first time, what it is: who comes before the answer may wait for it."""
 
     @property
     def usable(self) -> bool:
@@ -71,9 +73,9 @@ class EndpointRecord:
 
     @property
     def expected(self) -> bool:
-        """Its platform says that it is ready, and it has not said so here yet."""
+        """Its platform says that it is ready, or nobody can say yet that it is not, and it has not said so here."""
         unheard = self.max_model_len == 0 and not self.unreachable
-        return unheard and self.endpoint.probed_ready and not self.leaving
+        return unheard and (self.endpoint.probed_ready or self.being_asked) and not self.leaving
 
     @property
     def leaving(self) -> bool:

@@ -102,7 +102,9 @@ class RequestRecord:
         cached = choice.predicted_cached_tokens
         attempt = AttemptRecord(choice.endpoint_id, choice.policy, cached, choice.queued_s)
         self.attempts.append(attempt)
-        self.route_header = f"{choice.policy}; {choice.endpoint_id}; cached={cached}; decision={choice.decision}"
+        basis = "" if choice.believed else "; own counts"
+        route = f"{choice.policy}; {choice.endpoint_id}; cached={cached}; decision={choice.decision}"
+        self.route_header = f"{route}{basis}"
         return attempt
 
     def failed(self, error: PagemillError) -> None:

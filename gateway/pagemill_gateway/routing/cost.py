@@ -48,7 +48,9 @@ class Cost:
         limit = best + max(NEAR_MS, best * NEAR_SHARE)
         near = [each for each, cost in zip(candidates, costs, strict=True) if cost <= limit]
         if has_session:
-            near = [each for each in near if each.session] or near
+            # What it gives up for its pod is bounded to the millisecond: nearly equal is not enough to stay.
+            stays = [each for each, cost in zip(candidates, costs, strict=True) if each.session and cost == best]
+            near = stays or [each for each in near if not each.session]
         why = "smallest cost" if len(near) == 1 else f"{len(near)} costs nearly equal: fewest requests"
         return Ruling(least_busy(near), why, COLUMNS, _Rows(request, candidates, standings, affinity_ms))
 

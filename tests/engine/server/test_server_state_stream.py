@@ -13,6 +13,7 @@ from pagemill_engine.server import state_stream
 from pagemill_engine.server.state_stream import StatePublisher
 from pagemill_protocol.frames import StateDecoder
 from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.hashes import HASH_VERSION, NO_HASHES
 from pagemill_protocol.sampling import SamplingParams
 from pagemill_protocol.state import EngineLoad, StateFrame
 
@@ -63,6 +64,18 @@ async def test_the_frame_that_says_what_the_engine_is_says_what_it_has_room_for(
     described = await reader.next()
     assert described.max_model_len == 1024
     assert described.load == READY.load
+
+
+@pytest.mark.parametrize(("caches_prefixes", "hash_version"), [(True, HASH_VERSION), (False, NO_HASHES)])
+async def test_an_engine_that_keeps_no_prefixes_says_so(
+    publisher: StatePublisher, caches_prefixes: bool, hash_version: int
+) -> None:
+    reader = Reader(publisher)
+    await reader.next()
+    publisher.announce_bundle("bundle")
+    await reader.next()
+    publisher.describe(engine_ready(caches_prefixes=caches_prefixes))
+    assert (await reader.next()).digests.hash_version == hash_version
 
 
 async def test_the_tokenizer_is_announced_before_the_engine_is_ready_and_stays(publisher: StatePublisher) -> None:
