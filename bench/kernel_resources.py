@@ -40,6 +40,9 @@ from pagemill_kernels.norm import triton_launch as norm
 from pagemill_kernels.paged_attention import triton_body as attention_body
 from pagemill_kernels.paged_attention import triton_launch as attention
 from pagemill_kernels.paged_attention.batch import AttentionBatch
+from pagemill_kernels.request_rows import triton_body as rows_body
+from pagemill_kernels.request_rows import triton_launch as request_rows
+from pagemill_kernels.request_rows.layout import RowLayout, RowState, StepInputs, StepRows, Writes
 from pagemill_kernels.rope import triton_body as rope_body
 from pagemill_kernels.rope import triton_launch as rope
 from pagemill_kernels.sampling import triton_body as sampling_body
@@ -52,7 +55,10 @@ from pagemill_kernels.scaled_linear.channels import ChannelCodes
 ARCHITECTURES = (80, 90, 100)
 META = torch.device("meta")
 NUM_MULTIPROCESSORS = 132
-BODIES = (activation_body, attention_body, gather_body, linear_body, norm_body, rope_body, sampling_body, scaled_body)
+BODIES = (
+    *(activation_body, attention_body, gather_body, linear_body, norm_body, rope_body, rows_body),
+    *(sampling_body, scaled_body),
+)
 FP8 = torch.float8_e4m3fn
 FP8_ARCHITECTURE = 89
 """The first that has e4m3; launchers refuse it on those before."""
@@ -182,6 +188,22 @@ def sample() -> list[Case]:
     ]
 
 
+def keep_rows() -> list[Case]:
+    """256 requests of up to 40,960 tokens: the decodes of a step, whose rows have grown a little."""
+    layout, num_requests = RowLayout.of(256, 40_960, 16), 256
+    state = RowState(layout, 0, META)
+    numbers = torch.empty(num_requests + 1, dtype=torch.int32, device=META)
+    step = StepRows(numbers[:-1], numbers, numbers[:-1])
+    inputs = StepInputs.empty(num_requests, num_requests, num_requests, layout.table_width, META)
+    writes = Writes(torch.empty(3, 16, dtype=torch.int64, device=META), numbers)
+    tokens = torch.empty(num_requests, dtype=torch.int64, device=META)
+    return [
+        Case("changes of rows", lambda: request_rows.write_rows(state, writes), True),
+        Case("inputs of a step", lambda: request_rows.build_inputs(state, step, 1, num_requests, 16, inputs), True),
+        Case("end of a step", lambda: request_rows.advance_rows(state, step, tokens), True),
+    ]
+
+
 MASKS = {"window": Mask(window=1024), "soft cap": Mask(soft_cap=50.0), "ALiBi": Mask(slopes=True)}
 
 
@@ -228,6 +250,7 @@ def cases() -> list[Case]:
         Case("layer norm of 4096, residual", lambda: norm.layer_norm(*_centred_inputs(4096)), False),
         Case("SiLU and product", lambda: activation.silu_and_mul(floats(64, 2 * 14336)), True),
         Case("rows of an embedding", lambda: gather.gather_rows(floats(128256, 4096), ids), True),
+        *keep_rows(),
         *sample(),
     ]
 

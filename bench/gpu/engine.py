@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 import time
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import torch
 from measuring import Device
 from models import RandomWeights
 from workloads import Job
@@ -17,11 +19,13 @@ from pagemill_engine.models.rope import rope_tables
 from pagemill_engine.models.weights import load_weights, weight_bytes
 from pagemill_engine.runner.base import RunnerInfo
 from pagemill_engine.runner.budget import Sizes, plan_memory
-from pagemill_engine.runner.compiling import compile_kernels
+from pagemill_engine.runner.compiling import record_decodes
 from pagemill_engine.runner.device_memory import measure_device
-from pagemill_engine.runner.eager import EagerRunner
+from pagemill_engine.runner.device_runner import DeviceRunner
 from pagemill_engine.runner.kv_cache import KVCache, kv_bytes_per_token
 from pagemill_engine.runner.memory import MemoryState
+from pagemill_engine.runner.settling import CudaMeter, settle
+from pagemill_engine.scheduler.step import StepPlan
 from pagemill_kernels.registry import ops_for
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.model_spec import ModelSpec
@@ -48,7 +52,8 @@ class Online(NamedTuple):
 
 
 class Engine:
-    def __init__(self, device: Device, spec: ModelSpec) -> None:
+    def __init__(self, device: Device, spec: ModelSpec, *, forbids_waiting: bool = False) -> None:
+        """`forbids_waiting`: a launch in which the host waits for the device fails."""
         self._device = device
         config = _config(device)
         ops = ops_for("triton")
@@ -74,16 +79,20 @@ class Engine:
             device="cuda",
             memory=plan.budget,
         )
-        cache = KVCache(spec, plan.num_blocks, config.block_size, device.dtype, ops.device)
+        num_blocks = 0 if device.on_gpu else plan.num_blocks
+        cache = KVCache(spec, num_blocks, config.block_size, device.dtype, ops.device)
         rope = rope_tables(spec.head_dim, info.max_model_len, spec.rope_theta, spec.rope_scaling, device.dtype)
-        runner = EagerRunner(model, ops, cache, rope, info, config.max_num_seqs)
+        runner = DeviceRunner(model, ops, cache, rope, info, config.max_num_seqs)
         device.synchronize()
         self.load_s = time.perf_counter() - begin_s
         if device.on_gpu:
-            compile_kernels(runner, config)
+            settle(runner, config, spec, sizes, state, CudaMeter())
+            record_decodes(runner, config)
         device.synchronize()
         self.compile_s = time.perf_counter() - begin_s - self.load_s
-        self.num_kv_tokens = plan.num_blocks * config.block_size
+        self.num_kv_tokens = runner.info.num_blocks * config.block_size
+        if forbids_waiting and device.on_gpu:
+            runner.launch = _without_waiting(runner.launch)  # type: ignore[method-assign]
         self._core = EngineCore(config, runner)
         self._num_requests = 0
 
@@ -93,7 +102,9 @@ class Engine:
             self._add(job)
         begin_s, begin_cpu_s, num_steps = time.perf_counter(), time.thread_time(), 0
         while self._core.has_work:
-            self._core.step()
+            failed = [output.error for output in self._core.step().outputs if output.error is not None]
+            if failed:
+                raise AssertionError(failed[0])
             num_steps += 1
         self._device.synchronize()
         return Offline(time.perf_counter() - begin_s, num_steps, time.thread_time() - begin_cpu_s)
@@ -137,6 +148,17 @@ class Engine:
         prompt = job.prompt_token_ids
         self._core.add(GenerateRequest(request_id=name, model="random", prompt_token_ids=prompt, sampling=sampling))
         return name
+
+
+def _without_waiting(launch: Callable[[StepPlan], Any]) -> Callable[[StepPlan], Any]:
+    def watched(plan: StepPlan) -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return launch(plan)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    return watched
 
 
 def spec_bytes(spec: ModelSpec, weights: RandomWeights, device: Device) -> int:

@@ -1,7 +1,9 @@
-"""Everything but attention: rotation with the cache write, norms, activations, gathers, products, sampling."""
+"""Everything but attention: inputs, rotation with the cache write, norms, activations, gathers, products in codes,
+sampling."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
@@ -20,6 +22,10 @@ from pagemill_kernels.linear import triton_launch as linear
 from pagemill_kernels.linear.groups import GroupCodes
 from pagemill_kernels.norm import reference as norm_reference
 from pagemill_kernels.norm import triton_launch as norm
+from pagemill_kernels.request_rows import reference as rows_reference
+from pagemill_kernels.request_rows import triton_launch as request_rows
+from pagemill_kernels.request_rows.layout import NUM_COMPUTED_TOKENS, NUM_TOKENS, RowLayout, RowState, StepInputs
+from pagemill_kernels.request_rows.staging import Staging
 from pagemill_kernels.rope import reference as rope_reference
 from pagemill_kernels.rope import triton_launch as rope
 from pagemill_kernels.sampling import randomness
@@ -32,6 +38,7 @@ def cases(device: Device) -> list[Case]:
     """Sizes of Llama-3.1-8B, at 256 decodes and in a prefill of 8,192 tokens."""
     if device.tiny:
         tiny = [_norm(device, 3, 48), _activation(device, 3, 40), _rows(device, 3, 48), _rope(device, 3, (4, 2), 16)]
+        tiny.append(_inputs(device, 3, 40))
         products = [*_products(device, 4, (40, 64), [3]), *scaled_cases.cases(device, (40, 64), [3])]
         return [*tiny, *products, *_sampling(device, 2, 70)]
     return [
@@ -39,6 +46,7 @@ def cases(device: Device) -> list[Case]:
         *(_activation(device, rows, 14_336) for rows in (256, 8192)),
         *(_rope(device, rows, (32, 8), 128) for rows in (256, 8192)),
         _rows(device, 8192, 4096),
+        *(_inputs(device, rows, 4096) for rows in (16, 256, 1024)),
         *_products(device, 4, (14_336, 4096), [1, 64, 512]),
         *_products(device, 8, (14_336, 4096), [1, 64, 512]),
         *scaled_cases.cases(device, (14_336, 4096), [1, 64, 512, 8192]),
@@ -77,6 +85,30 @@ def _rows(device: Device, rows: int, size: int) -> Case:
         lambda: gather_reference.gather_rows(table, ids),
         num_bytes=2 * rows * size * table.itemsize,
         peers={"torch": lambda: F.embedding(ids, table)},
+    )
+
+
+def _inputs(device: Device, num_requests: int, context_tokens: int) -> Case:
+    """Of decodes: what is read of their rows and written for the forward pass, block tables for the most part."""
+    layout = RowLayout.of(num_requests, context_tokens + 1, 16)
+    state = RowState(layout, 0, device.device)
+    state.tables.copy_(torch.arange(layout.table_width))
+    state.tokens.copy_(torch.arange(layout.tokens_width))
+    state.records[:, NUM_COMPUTED_TOKENS], state.records[:, NUM_TOKENS] = context_tokens, context_tokens + 1
+    rows = np.arange(num_requests + 1, dtype=np.int32)
+    _, step = Staging().upload(rows[:-1], rows, rows[:-1], device.device)
+
+    def built(build: Callable[..., None]) -> torch.Tensor:
+        inputs = StepInputs.empty(num_requests, num_requests, num_requests, layout.table_width, device.device)
+        build(state, step, 1, num_requests, 16, inputs)
+        return torch.cat([inputs.token_ids, inputs.positions, inputs.slots, inputs.seq_lens.long()])
+
+    return Case(
+        f"inputs of {num_requests} decodes at {context_tokens}",
+        lambda: built(request_rows.build_inputs),
+        lambda: built(rows_reference.build_inputs),
+        num_bytes=2 * 4 * num_requests * (context_tokens // 16 + 1),
+        tolerance=0.0,
     )
 
 

@@ -112,12 +112,31 @@ _FUSE_LAYERS: dict[Backend, str] = {
 }
 _KEEP_BFLOAT16: tuple[Backend, ...] = ("cpu_native",)
 """Backends that multiply float32 by bfloat16 weights."""
+_ON_DEVICE: dict[Backend, dict[str, str]] = {
+    "triton": {
+        "write_rows": "request_rows.triton_launch:write_rows",
+        "build_inputs": "request_rows.triton_launch:build_inputs",
+        "advance_rows": "request_rows.triton_launch:advance_rows",
+        "plan_attention": "paged_attention.triton_launch:plan_on_device",
+        "draw_tokens": "sampling.triton_launch:draw_tokens",
+    },
+}
 _OPAQUE: tuple[Backend, ...] = ("cpu", "cpu_onednn")
 """Backends that cannot read a row out of a packed weight."""
 _BATCH_INVARIANT: dict[Backend, dict[str, str]] = {
     "cpu_native": {"plan_attention": "paged_attention.native:plan_invariant_attention"},
 }
 """Backends whose rows can have the same bits in every batch, and what they need for it beside what they always do."""
+
+
+class DeviceOps(NamedTuple):
+    """Steps whose requests' rows stay on the device: none of these is waited for."""
+
+    write_rows: Callable[..., None]
+    build_inputs: Callable[..., None]
+    advance_rows: Callable[..., None]
+    plan_attention: Callable[..., Any]
+    draw_tokens: Callable[..., Any]
 
 
 class Ops(NamedTuple):
@@ -149,6 +168,8 @@ class Ops(NamedTuple):
     """Packed weights give their rows back: a tied embedding takes no memory of its own."""
     device: torch.device = torch.device("cpu")
     """Where all tensors live."""
+    on_device: DeviceOps | None = None
+    """`None`: a step's inputs are built on the host, and its tokens are read before the next one."""
 
 
 def resolve(operation: str, backend: Backend) -> Callable[..., Any]:
@@ -184,6 +205,7 @@ def ops_for(
         keeps_bfloat16=backend in _KEEP_BFLOAT16,
         gathers=backend not in _OPAQUE,
         device=_device(backend),
+        on_device=_on_device(backend),
     )
     if not batch_invariant:
         return ops
@@ -234,6 +256,11 @@ def fp8_problem() -> str | None:
     from pagemill_kernels.gpu import launch
 
     return launch.why_no_fp8()
+
+
+def _on_device(backend: Backend) -> DeviceOps | None:
+    targets = _ON_DEVICE.get(backend)
+    return None if targets is None else DeviceOps(**{name: _load(target) for name, target in targets.items()})
 
 
 def _device(backend: Backend) -> torch.device:

@@ -36,6 +36,7 @@ from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.loop.process import EngineFault, EngineLoop, fatal_of, serve
 from pagemill_engine.loop.warmup import SelfTestError
 from pagemill_engine.runner import factory
+from pagemill_engine.runner.errors import DeviceLostError
 from pagemill_engine.runner.factory import LoadError
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.sampling import SamplingParams
@@ -275,6 +276,20 @@ def test_a_device_that_is_broken_ends_the_process(checking_runner: Any) -> None:
     with pytest.raises(EngineFault, match="device") as caught:
         run_loop(core, [request(f"r{index}") for index in range(12)])
     assert fatal_of(caught.value).reason == "RunnerBroken"
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_device_that_is_lost_ends_the_process_with_its_first_step(checking_runner: Any, overlap: bool) -> None:
+    core = EngineCore(EngineConfig(model="m", block_size=4, overlap=overlap), checking_runner())
+
+    def lose(plan: Any) -> bool:
+        raise DeviceLostError("The device failed: an illegal memory access was encountered")
+
+    core.runner.raise_on = lose
+    with pytest.raises(DeviceLostError) as caught:
+        run_loop(core, [request("r")])
+    fatal = fatal_of(caught.value)
+    assert (fatal.reason, "illegal memory access" in fatal.message) == ("DeviceLost", True)
 
 
 def test_a_row_of_bad_requests_does_not_end_the_process(checking_runner: Any) -> None:

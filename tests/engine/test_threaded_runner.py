@@ -11,7 +11,8 @@ import pytest
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.runner.base import RunnerInfo
-from pagemill_engine.runner.threaded import StepSkippedError, ThreadedRunner
+from pagemill_engine.runner.errors import StepSkippedError
+from pagemill_engine.runner.threaded import ThreadedRunner
 from pagemill_engine.scheduler.step import StepPlan, StepResult
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.sampling import SamplingParams

@@ -17,6 +17,7 @@ CASES = [
     "int8 by int8, 64 rows",
     "fp8 by fp8, 512 rows",
     "draw after changes",
+    "inputs of a step",
 ]
 KERNELS = [
     *("attend", "join_splits"),
@@ -25,6 +26,7 @@ KERNELS = [
     "multiply_codes",
     *("encode_rows", "multiply_scaled"),
     *("encode_rows", "multiply_scaled"),
+    "build",
     "draw",
 ]
 

@@ -173,7 +173,7 @@ def budget_table(ready: Ready, memory: MemoryBudget) -> Table:
     parts = [
         ("Weights", memory.weight_bytes, f"as they lie in memory; {ready.compute}"),
         ("KV cache", memory.kv_bytes, f"{blocks}, {ready.kv_bytes_per_token / 1024:.1f} KiB each ({ready.kv_dtype})"),
-        ("Activations", memory.activation_bytes, f"the largest step, computed from its shapes: {step}"),
+        ("Activations", memory.activation_bytes, f"{_largest_step(memory)}: {step}"),
         ("Engine process", memory.process_bytes, "interpreter and libraries, measured before loading"),
         ("Other processes", memory.other_bytes, "the server process and all else under the limit, measured then"),
     ]
@@ -188,6 +188,12 @@ def budget_table(ready: Ready, memory: MemoryBudget) -> Table:
     table.add_row("Free", f"{free_mib:,}", "when all of these are full")
     table.add_row("Limit", f"{limit_mib:,}", f"of machine or container; room for {full}, {ready.max_num_seqs} at most")
     return table
+
+
+def _largest_step(memory: MemoryBudget) -> str:
+    if memory.measured:
+        return "the largest step, rows and recorded decodes, measured"
+    return "the largest step, computed from its shapes"
 
 
 def _mib(num_bytes: int) -> int:

@@ -60,7 +60,10 @@ class MemoryBudget(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int
     kv_bytes: int
     activation_bytes: int
-    """Of the largest step, from the model's shapes."""
+    """Of the largest step, from the model's shapes, or measured."""
+    measured: bool = False
+    """Steps were run before the KV cache was sized: their memory is what they took, with rows, libraries and recorded
+    decodes."""
 
     @property
     def free_bytes(self) -> int:

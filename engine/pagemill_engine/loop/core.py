@@ -23,6 +23,7 @@ from pagemill_engine.kv.integrity import IntegrityError, check_integrity
 from pagemill_engine.loop.limits import scheduler_limits
 from pagemill_engine.loop.pace import Pace
 from pagemill_engine.runner.base import Runner
+from pagemill_engine.runner.errors import DeviceLostError
 from pagemill_engine.scheduler.scheduler import Scheduler
 from pagemill_engine.scheduler.step import AdmittedRow, StepPlan
 from pagemill_protocol.generate import GenerateRequest
@@ -33,8 +34,7 @@ from pagemill_protocol.step_time import StepTimeModel
 logger = logging.getLogger(__name__)
 
 _PROBE = "probe"
-STEP_TIME_PERIOD_S = 0.5
-"""The step-time fit changes slowly: it is sent this often at most."""
+STEP_TIME_PERIOD_S = 0.5  # the step-time fit changes slowly: it is sent this often at most
 
 
 class Launched(NamedTuple):
@@ -62,12 +62,10 @@ class EngineCore:
         self.num_failed_steps_in_a_row = 0
         """Steps that raised since the last one that did not."""
         self._clock = clock
-        self._in_flight: Launched | None = None
-        """The step that runs while its predecessor's tokens are booked; None in the plain loop."""
+        self._in_flight: Launched | None = None  # while its predecessor's tokens are booked; never in the plain loop
         self._step_ms = 0.0
         self._last_read_s = float("-inf")
-        self._goes_on = False
-        """The step read last left work behind: the next one begins where it ended."""
+        self._goes_on = False  # the step read last left work behind: the next one begins where it ended
         self._step_time_sent_s = float("-inf")
 
     def add(self, request: GenerateRequest) -> None:
@@ -89,7 +87,7 @@ class EngineCore:
     def step(self) -> StepOutputs:
         """Run one step to its end; returns at once when there is nothing to run.
 
-        Raises only when the bookkeeping is broken beyond the step's own requests.
+        Raises only when the bookkeeping is broken beyond the step's own requests, or the device is lost.
         """
         return self._step_overlapped() if self.overlaps else self._step_plain()
 
@@ -161,6 +159,8 @@ class EngineCore:
             if step.error is not None:
                 raise step.error
             result = self.runner.wait(step.handle)
+        except DeviceLostError:
+            raise
         except Exception as error:
             logger.error("step %d failed with %d requests", plan.step, len(plan.num_scheduled_tokens), exc_info=error)
             self.num_failed_steps_in_a_row += 1

@@ -1,6 +1,6 @@
 """What the loop needs of a runner. The loop sees no device, no tensor and no model.
 
-Implementations: `runner.eager` (a model on one device), `runner.null` (waits the predicted time).
+Implementations: `runner.eager` (on the CPU), `runner.device_runner` (on a GPU), `runner.null` (waits as predicted).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Runner(Sleeps, Protocol):
     """`launch` starts a step and returns at once where the device allows it; `wait` gives its tokens.
 
     Steps run in the order of their launch; one more may be launched before the last one was waited for. They are waited
-    for in the same order. A step launched behind one that raises is not run and raises as well.
+    for in the same order. A step launched behind one that raises is not run and raises as well (`errors`).
     """
 
     @property

@@ -22,6 +22,8 @@ SAMPLER_FLOATS = 16
 logits and log probabilities, and the sort with its indices, masks and sums."""
 COUNT_BYTES = 5
 """For every row and token of the vocabulary, once a request has penalties: its count, and whether the prompt has it."""
+LOGIT_BYTES = 4
+"""For every row and token of the vocabulary: the copy of the logits that penalties and biases change."""
 INDEX_BYTES = 128
 """For every token of a step: ids, positions, slots and the arrays on the way to them."""
 
@@ -35,6 +37,17 @@ class Sizes(NamedTuple):
     """Of a computed value."""
     gathers: bool
     """Attention copies the keys and values of a layer together before it reads them."""
+
+
+class Measured(NamedTuple):
+    """Of a device that holds weights, rows and compiled kernels, and no keys and values yet."""
+
+    free_bytes: int
+    """While nothing runs."""
+    step_bytes: int
+    """What a step took at most, beside them."""
+    recording_bytes: int
+    """What recorded decodes will take for themselves."""
 
 
 class MemoryPlan(NamedTuple):
@@ -54,7 +67,11 @@ def plan_memory(config: EngineConfig, spec: ModelSpec, sizes: Sizes, state: Memo
     block_bytes = sizes.kv_bytes_per_token * config.block_size
     num_blocks = config.num_kv_blocks
     if num_blocks is None:
-        num_blocks = _num_blocks(config, block_bytes, _default_kv_bytes(config, spec, sizes, state))
+        default_bytes = _default_kv_bytes(config, spec, sizes, state)
+        if state.is_gpu and config.kv_cache_memory_bytes is None and default_bytes < block_bytes:
+            step_bytes = activation_bytes(config, spec, sizes, spec.max_position_embeddings)
+            raise _step_too_large(config, sizes.weight_bytes, step_bytes, 0, state.available_bytes)
+        num_blocks = _num_blocks(config, block_bytes, default_bytes)
     budget = MemoryBudget(
         limit_bytes=state.limit_bytes,
         process_bytes=state.process_bytes,
@@ -64,6 +81,36 @@ def plan_memory(config: EngineConfig, spec: ModelSpec, sizes: Sizes, state: Memo
         activation_bytes=activation_bytes(config, spec, sizes, num_blocks * config.block_size),
     )
     _check(config, budget, state.available_bytes)
+    return MemoryPlan(num_blocks, budget)
+
+
+def plan_measured(
+    config: EngineConfig, spec: ModelSpec, sizes: Sizes, before: MemoryState, measured: Measured
+) -> MemoryPlan:
+    """As `plan_memory`, once the steps were run. `before`: the device without the engine.
+
+    Raises `LoadError` when nothing, or not what is asked for, is left for the KV cache.
+    """
+    held = before.available_bytes - measured.free_bytes - sizes.weight_bytes
+    penalties = config.max_num_seqs * spec.vocab_size * (COUNT_BYTES + LOGIT_BYTES)
+    activations = max(0, held) + measured.step_bytes + measured.recording_bytes + penalties
+    block_bytes = sizes.kv_bytes_per_token * config.block_size
+    num_blocks = config.num_kv_blocks
+    if num_blocks is None:
+        left_bytes = int(before.available_bytes * GPU_SHARE) - sizes.weight_bytes - activations
+        if config.kv_cache_memory_bytes is None and left_bytes < block_bytes:
+            raise _step_too_large(config, sizes.weight_bytes, activations, 0, before.available_bytes)
+        num_blocks = _num_blocks(config, block_bytes, left_bytes)
+    budget = MemoryBudget(
+        limit_bytes=before.limit_bytes,
+        process_bytes=before.process_bytes,
+        other_bytes=before.limit_bytes - before.available_bytes - before.process_bytes,
+        weight_bytes=sizes.weight_bytes,
+        kv_bytes=num_blocks * block_bytes,
+        activation_bytes=activations,
+        measured=True,
+    )
+    _check(config, budget, before.available_bytes)
     return MemoryPlan(num_blocks, budget)
 
 
@@ -116,12 +163,19 @@ def _check(config: EngineConfig, budget: MemoryBudget, available_bytes: int) -> 
             f"The weights take {_gib(budget.weight_bytes)} and {_kv_setting(config, budget.kv_bytes)}, {free}. "
             "Lower kvCacheMemory or raise resources.memory.",
         )
-    raise LoadError(
+    sizes = (budget.weight_bytes, budget.activation_bytes, budget.kv_bytes)
+    raise _step_too_large(config, *sizes, available_bytes)
+
+
+def _step_too_large(
+    config: EngineConfig, weight_bytes: int, step_bytes: int, kv_bytes: int, available_bytes: int
+) -> LoadError:
+    return LoadError(
         "StepTooLarge",
         f"The largest step, maxNumBatchedTokens {config.max_num_batched_tokens} and maxNumSeqs {config.max_num_seqs}, "
-        f"takes {_gib(budget.activation_bytes)} beside {_gib(budget.weight_bytes)} of weights and "
-        f"{_gib(budget.kv_bytes)} of KV cache, {free}. Lower maxNumSeqs, maxNumBatchedTokens or kvCacheMemory, "
-        "or raise resources.memory.",
+        f"takes {_gib(step_bytes)} beside {_gib(weight_bytes)} of weights and {_gib(kv_bytes)} of KV cache, but "
+        f"{_gib(available_bytes)} of memory are free. Lower maxNumSeqs, maxNumBatchedTokens or kvCacheMemory, or raise "
+        "resources.memory.",
     )
 
 

@@ -6,10 +6,11 @@ import torch
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loading.errors import LoadError
-from pagemill_engine.runner.eager import EagerRunner
+from pagemill_engine.runner.device_runner import DeviceRunner
+from pagemill_engine.runner.graphs import CudaRecorder, graph_sizes
 
 
-def compile_kernels(runner: EagerRunner, config: EngineConfig) -> None:
+def compile_kernels(runner: DeviceRunner, config: EngineConfig) -> None:
     """Raises `LoadError` where the memory does not suffice for the largest step."""
     try:
         for num_requests, num_tokens in step_shapes(config, runner.info.max_model_len):
@@ -21,6 +22,24 @@ def compile_kernels(runner: EagerRunner, config: EngineConfig) -> None:
             f"The device ran out of memory in a step of maxNumBatchedTokens {config.max_num_batched_tokens} and "
             f"maxNumSeqs {config.max_num_seqs}. Lower one of them, or kvCacheMemory.",
         ) from error
+
+
+def record_decodes(runner: DeviceRunner, config: EngineConfig) -> None:
+    """As CUDA graphs. Raises `LoadError` where the memory does not suffice for the largest."""
+    largest = largest_decode(config)
+    try:
+        runner.record_decodes(graph_sizes(largest), CudaRecorder)
+    except torch.OutOfMemoryError as error:
+        raise LoadError(
+            "GraphsTooLarge",
+            f"The device ran out of memory while decodes of up to {largest} requests were recorded. Lower maxNumSeqs "
+            f"(now {config.max_num_seqs}) or kvCacheMemory, or turn cuda_graphs off.",
+        ) from error
+
+
+def largest_decode(config: EngineConfig) -> int:
+    """Requests of the largest decode that is recorded."""
+    return graph_sizes(min(config.max_num_seqs, config.max_num_batched_tokens))[-1]
 
 
 def step_shapes(config: EngineConfig, max_model_len: int) -> list[tuple[int, int]]:

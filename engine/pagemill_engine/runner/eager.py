@@ -1,9 +1,8 @@
-"""Runs steps on one device, CPU or GPU: applies a plan's differences, one forward pass over the flattened batch, one
-sampling pass.
+"""Runs steps on the CPU: applies a plan's differences, one forward pass over the flattened batch, one sampling pass.
 
-Synchronous: `launch` does the work and `wait` hands over its result; `runner.threaded` makes it overlap. Does not
-decide what runs (`scheduler`), nor how an operation is computed (`pagemill_kernels`), nor where weights come from
-(`runner.load_eager`).
+Synchronous: `launch` does the work and `wait` hands over its result; `runner.threaded` makes it overlap, and a GPU has
+`runner.device_runner`. Does not decide what runs (`scheduler`), nor how an operation is computed (`pagemill_kernels`),
+nor where weights come from (`runner.load_eager`).
 """
 
 from __future__ import annotations
@@ -17,19 +16,16 @@ from torch import Tensor
 
 from pagemill_engine.models.blocks import CausalLM
 from pagemill_engine.models.context import ForwardContext
-from pagemill_engine.models.weights import weight_tensors
 from pagemill_engine.runner.base import RunnerInfo
-from pagemill_engine.runner.host_weights import HostWeights
 from pagemill_engine.runner.inputs import RequestRows, StepInputs
 from pagemill_engine.runner.kv_cache import KVCache
-from pagemill_engine.runner.memory import give_back
+from pagemill_engine.runner.sleeping import SleepingModel
 from pagemill_engine.sampling.rows import SamplingRows
 from pagemill_engine.sampling.sampler import Sampled, sample
-from pagemill_engine.scheduler.step import AdmittedRow, StepPlan, StepResult
+from pagemill_engine.scheduler.step import StepPlan, StepResult
 from pagemill_kernels.gpu.launch import upload
 from pagemill_kernels.paged_attention.batch import AttentionBatch
 from pagemill_kernels.registry import Ops
-from pagemill_protocol.sampling import SamplingParams
 
 NON_FINITE = "The model produced values that are not finite for this request."
 
@@ -56,8 +52,7 @@ class EagerRunner:
         self._windows = {self._spec.layer_sliding_window(layer) for layer in range(self._spec.num_layers)}
         self._rows = RequestRows(max_num_seqs, info.max_model_len, info.block_size)
         self._sampling = SamplingRows(max_num_seqs, info.vocab_size, ops.device)
-        self._weights: HostWeights | None = None
-        """While it sleeps, of a device with a memory of its own."""
+        self._sleeping = SleepingModel(model, kv_cache, ops.device)
 
     def launch(self, plan: StepPlan) -> StepResult:
         with torch.inference_mode():
@@ -72,50 +67,11 @@ class EagerRunner:
         result: StepResult = handle
         return result
 
-    def warm_up(self, num_requests: int, num_tokens: int) -> None:
-        """A forward pass of such a shape and its logits. Its keys and values go to the block that belongs to nobody."""
-        block, block_size = self.kv_cache.padding_block, self.info.block_size
-        positions = np.tile(np.arange(num_tokens), num_requests)
-        inputs = StepInputs(
-            request_ids=[],
-            rows=np.zeros(num_requests, dtype=np.int64),
-            token_ids=np.zeros(num_requests * num_tokens, dtype=np.int64),
-            positions=positions,
-            slot_mapping=block * block_size + positions % block_size,
-            query_start_loc=np.arange(num_requests + 1) * num_tokens,
-            seq_lens=np.full(num_requests, num_tokens),
-            block_tables=np.full((num_requests, -(-num_tokens // block_size)), block, dtype=np.int32),
-            sampling=np.arange(num_requests),
-        )
-        with torch.inference_mode():
-            self.model.compute_logits(self._forward(inputs))
-            for cache in self.kv_cache.layers:
-                cache[block].zero_()
-
-    def warm_up_sampling(self) -> None:
-        """One row that asks for everything, and one that takes its best token."""
-        asks = SamplingParams(temperature=1.0, top_p=0.5, presence_penalty=1.0, logit_bias={0: 1.0}, logprobs=1)
-        for params in (asks, SamplingParams(temperature=0.0)):
-            sampling = SamplingRows(1, self.info.vocab_size, self._ops.device)
-            sampling.admit(0, AdmittedRow("", [0], 1, 0, [], params, 0, 0))
-            logits = torch.zeros(1, self.info.vocab_size, device=self._ops.device)
-            first = np.zeros(1, dtype=np.int64)
-            sample(logits, sampling, first, first, self._ops.sample_tokens)
-
     def sleep(self) -> int:
-        if self._ops.device.type == "cuda":
-            weights = HostWeights.of(weight_tensors(self.model))
-            weights.offload()
-            self._weights = weights
-        self.kv_cache.release()
-        give_back()
-        return self.kv_cache.num_bytes + (self._weights.num_bytes if self._weights is not None else 0)
+        return self._sleeping.sleep()
 
     def wake(self) -> None:
-        if self._weights is not None:
-            self._weights.restore()
-            self._weights = None
-        self.kv_cache.allocate()
+        self._sleeping.wake()
 
     def close(self) -> None:
         self.kv_cache.layers.clear()

@@ -50,7 +50,7 @@ def _load(
             f"`{path}`: its weights are quantized by `{spec.quantization}` (`quantization_config`), which is not read. "
             "Use the model's float32, float16 or bfloat16 checkpoint, or a GGUF file of it.",
         )
-    from pagemill_engine.runner.load_eager import load_runner, on_own_thread
+    from pagemill_engine.runner.load_eager import load_runner, overlapping
 
     runner = load_runner(config, path, spec, progress, early_digest)
-    return on_own_thread(runner) if config.overlap else runner
+    return overlapping(runner) if config.overlap else runner

@@ -13,6 +13,7 @@ from torch import Tensor
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.runner.memory import memory_limit
+from pagemill_kernels.gpu.launch import upload
 from pagemill_kernels.kv_store import storage
 from pagemill_protocol.model_spec import ModelSpec
 
@@ -23,8 +24,8 @@ class KVCache:
     """`layers[i]`: [num_blocks + 1, 2 * num_kv_heads, block_size, head_dim]; layout in `pagemill_kernels.kv_store`,
     of codes in its `storage`. Empty between `release` and `allocate`.
 
-    The block after the last one belongs to nobody and stays zero: padding reads it. Raises `LoadError` when the
-    machine does not give the memory.
+    The block after the last one belongs to nobody: padding reads it on a CPU, and there it stays zero; on a GPU padding
+    writes it, and nobody reads. Raises `LoadError` when the machine does not give the memory.
     """
 
     def __init__(
@@ -37,7 +38,8 @@ class KVCache:
         self._dtype = dtype
         self._shape = (num_blocks + 1, 2 * spec.num_kv_heads, block_size, storage.token_width(dtype, spec.head_dim))
         self._num_layers = spec.num_layers
-        self.num_bytes = num_blocks * block_size * kv_bytes_per_token(spec, dtype)
+        self._block_bytes = block_size * kv_bytes_per_token(spec, dtype)
+        self.num_bytes = num_blocks * self._block_bytes
         self.layers: list[Tensor] = []
         self.allocate()
 
@@ -51,6 +53,14 @@ class KVCache:
             self.release()
             raise _too_large(self.num_blocks, self._block_size, self.num_bytes) from error
 
+    def resize(self, num_blocks: int) -> None:
+        """All zeros. Raises `LoadError`."""
+        self.release()
+        self.num_blocks = self.padding_block = num_blocks
+        self.num_bytes = num_blocks * self._block_bytes
+        self._shape = (num_blocks + 1, *self._shape[1:])
+        self.allocate()
+
     def release(self) -> None:
         """Give all of its memory back, to the machine or to the device."""
         self.layers.clear()
@@ -61,8 +71,7 @@ class KVCache:
         """(source, destination) pairs; every source is read before any destination is written."""
         if not copies:
             return
-        sources = torch.tensor([source for source, _ in copies], device=self.device)
-        destinations = torch.tensor([destination for _, destination in copies], device=self.device)
+        sources, destinations = upload(np.array(copies, dtype=np.int64).T, self.device)
         for cache in self.layers:
             cache[destinations] = cache[sources]
 

@@ -21,18 +21,23 @@ from pagemill_engine.models.fusing import fuse_layers
 from pagemill_engine.models.registry import build_model
 from pagemill_engine.models.rope import rope_tables
 from pagemill_engine.models.weights import check_depth, load_weights, weight_bytes
-from pagemill_engine.runner.base import RunnerInfo
+from pagemill_engine.runner.base import Runner, RunnerInfo
 from pagemill_engine.runner.budget import plan_memory
-from pagemill_engine.runner.compiling import compile_kernels
+from pagemill_engine.runner.compiling import record_decodes
 from pagemill_engine.runner.compute import choose_compute
 from pagemill_engine.runner.device_memory import measure_device
+from pagemill_engine.runner.device_runner import DeviceRunner
 from pagemill_engine.runner.eager import EagerRunner
 from pagemill_engine.runner.kv_cache import KVCache, kv_bytes_per_token, max_model_len_for
+from pagemill_engine.runner.settling import CudaMeter, settle
 from pagemill_engine.runner.sizing import held_by, sizes_of, weights_of
 from pagemill_engine.runner.threaded import ThreadedRunner
 from pagemill_kernels.gpu.kept import keep_compiled
 from pagemill_protocol.cgroup import usable_cores
 from pagemill_protocol.model_spec import ModelSpec
+
+ANY_NUMBER = 1 << 40
+"""Of blocks, while it is not known how many there will be."""
 
 
 def load_runner(
@@ -41,7 +46,7 @@ def load_runner(
     spec: ModelSpec,
     progress: Callable[[str, str], None],
     early_digest: EarlyDigest | None = None,
-) -> EagerRunner:
+) -> EagerRunner | DeviceRunner:
     """Raises `LoadError`."""
     torch.set_num_threads(config.num_threads or usable_cores())
     compute = choose_compute(config, spec)
@@ -50,13 +55,15 @@ def load_runner(
         weights = weights_of(config, path, spec, early_digest)
         check_depth(spec.num_layers, weights.shapes)
         sizes = sizes_of(config, weights, spec, held_by(compute))
-        num_blocks, budget = plan_memory(config, spec, sizes, measure_device(ops.device))
+        before = measure_device(ops.device)
+        num_blocks, budget = plan_memory(config, spec, sizes, before)
         parameters = f"{spec.num_parameters / 1e6:.0f} M parameters"
         progress("loading", f"{path.name}: {parameters} as {_name(dtype)}, {compute.how}")
         model = build_model(spec, ops, activation_dtype)
         rope_divisors = _fill(model, weights)
         fuse_layers(model, ops)
-        max_model_len = max_model_len_for(config, spec, num_blocks)
+        settles = settles_on(ops.device)
+        max_model_len = max_model_len_for(config, spec, ANY_NUMBER if settles else num_blocks)
         rope = rope_tables(
             spec.head_dim, max_model_len, spec.rope_theta, spec.rope_scaling, activation_dtype, rope_divisors
         )
@@ -65,9 +72,8 @@ def load_runner(
     except WeightsError as error:
         raise LoadError("ModelUnreadable", f"`{path}`: {error}") from error
     kv_bytes = kv_bytes_per_token(spec, kv_dtype)
-    kv_mib = num_blocks * config.block_size * kv_bytes / 1024**2
-    blocks = f"{num_blocks} blocks of {config.block_size} tokens"
-    progress("allocating", f"KV cache of {blocks} as {_name(kv_dtype)}, {kv_mib:.0f} MiB")
+    if not settles:
+        progress("allocating", _cache_in_words(num_blocks, config.block_size, kv_bytes, kv_dtype))
     held_bytes = weight_bytes(model)
     info = RunnerInfo(
         num_blocks=num_blocks,
@@ -82,17 +88,30 @@ def load_runner(
         device=ops.device.type,
         memory=msgspec.structs.replace(budget, weight_bytes=held_bytes),
     )
-    kv_cache = KVCache(spec, num_blocks, config.block_size, kv_dtype, ops.device)
-    runner = EagerRunner(model, ops, kv_cache, rope, info, config.max_num_seqs)
-    if ops.device.type == "cuda":
+    kv_cache = KVCache(spec, 0 if settles else num_blocks, config.block_size, kv_dtype, ops.device)
+    if ops.on_device is None:
+        return EagerRunner(model, ops, kv_cache, rope, info, config.max_num_seqs)
+    runner = DeviceRunner(model, ops, kv_cache, rope, info, config.max_num_seqs)
+    if settles:
         progress("warming", _keep_kernels(config.kernel_cache_dir))
-        compile_kernels(runner, config)
+        settle(runner, config, spec, sizes, before, CudaMeter())
+        progress("allocating", _cache_in_words(runner.info.num_blocks, config.block_size, kv_bytes, kv_dtype))
+        if config.cuda_graphs:
+            progress("warming", "recording decodes")
+            record_decodes(runner, config)
     return runner
 
 
-def on_own_thread(runner: EagerRunner) -> ThreadedRunner:
-    """So that steps can overlap. OpenMP keeps a team of threads for each thread that computes: from here on it is that
-    one alone, and this thread's team sleeps."""
+def settles_on(device: torch.device) -> bool:
+    """Steps are compiled, measured and recorded before the first request. Triton's interpreter has nothing of it."""
+    return device.type == "cuda"
+
+
+def overlapping(runner: EagerRunner | DeviceRunner) -> Runner:
+    """One that can launch a step while another one runs: a GPU's is so, a CPU's gets a thread of its own. OpenMP keeps
+    a team of threads for each thread that computes: from here on it is that one alone, this thread's team sleeps."""
+    if isinstance(runner, DeviceRunner):
+        return runner
     return ThreadedRunner(runner, partial(torch.set_num_threads, torch.get_num_threads()))
 
 
@@ -112,6 +131,11 @@ def _fill(model: CausalLM, weights: WeightSource) -> Tensor | None:
     divisors = torch.empty(weights.shapes[ROPE_FACTORS])
     weights.read_into(ROPE_FACTORS, divisors)
     return divisors
+
+
+def _cache_in_words(num_blocks: int, block_size: int, kv_bytes: int, dtype: torch.dtype) -> str:
+    mib = num_blocks * block_size * kv_bytes / 1024**2
+    return f"KV cache of {num_blocks} blocks of {block_size} tokens as {_name(dtype)}, {mib:.0f} MiB"
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -11,11 +11,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from pagemill_engine.runner.base import Runner
+from pagemill_engine.runner.errors import StepSkippedError
 from pagemill_engine.scheduler.step import StepPlan, StepResult
-
-
-class StepSkippedError(RuntimeError):
-    """The step before raised, so this one, launched on its account, was not run."""
 
 
 class ThreadedRunner:

@@ -115,11 +115,12 @@ class SamplingRows:
         """What these rows ask of a step. num_generated: tokens that each has generated before this one."""
         if bool(self.plain[rows].all()):
             return SamplingBatch()
+        return self.batch_beside_draws(rows, num_generated)._replace(draws=self._draws(rows, num_generated))
+
+    def batch_beside_draws(self, rows: NDArray[np.int64], num_generated: NDArray[np.int64]) -> SamplingBatch:
+        """As `batch`, where the device has each row's temperature, filters and seed itself."""
         return SamplingBatch(
-            draws=self._draws(rows, num_generated),
-            edits=self._edits(rows, num_generated),
-            penalties=self._penalties(rows),
-            reports=self._reports(rows),
+            edits=self._edits(rows, num_generated), penalties=self._penalties(rows), reports=self._reports(rows)
         )
 
     def _draws(self, rows: NDArray[np.int64], num_generated: NDArray[np.int64]) -> Draws | None:
@@ -131,6 +132,8 @@ class SamplingRows:
 
     def _edits(self, rows: NDArray[np.int64], num_generated: NDArray[np.int64]) -> Edits | None:
         """Biases, and no end before `min_tokens` tokens were generated."""
+        if not self.logit_bias and not self.stop_ids:
+            return None
         found = [(i, *edit) for i, row in enumerate(rows.tolist()) for edit in self._row_edits(row, num_generated[i])]
         if not found:
             return None

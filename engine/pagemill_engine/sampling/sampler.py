@@ -41,11 +41,15 @@ def sample(
     num_generated: [batch], tokens that each row has generated before this one: the position in its random sequence.
     """
     batch = sampling.batch(rows, num_generated)
-    found = sample_tokens(logits, batch)
+    return by_row(sample_tokens(logits, batch), batch.reports)
+
+
+def by_row(found: SampledTokens, reports: Reports | None) -> Sampled:
+    """`reports`: of the batch that was sampled."""
     logprobs: dict[int, TokenLogprobs] = {}
-    if batch.reports is not None and found.logprobs is not None:
-        reports = zip(batch.reports.rows.tolist(), _told(found, batch.reports, found.logprobs), strict=True)
-        logprobs = {row: report for row, report in reports if found.finite[row]}
+    if reports is not None and found.logprobs is not None:
+        told = zip(reports.rows.tolist(), _told(found, reports, found.logprobs), strict=True)
+        logprobs = {row: report for row, report in told if found.finite[row]}
     return Sampled(found.token_ids, found.finite, logprobs)
 
 

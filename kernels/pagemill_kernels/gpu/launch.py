@@ -81,6 +81,13 @@ def upload(array: NDArray[np.generic], to: torch.device, dtype: torch.dtype | No
     return host if to.type == "cpu" else host.pin_memory().to(to, non_blocking=True)
 
 
+def download(x: Tensor) -> Tensor:
+    """A copy on the host that is there once the device has come so far: the caller goes on at once."""
+    return (
+        x if x.device.type == "cpu" else torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
+    )
+
+
 def check_floats(operation: str, **tensors: Tensor) -> None:
     """Raises ValueError for a tensor that is no float, or lies elsewhere than the first."""
     first = next(iter(tensors.values()))

@@ -18,6 +18,7 @@ from pagemill_kernels.gpu import launch
 from pagemill_kernels.kv_store.storage import LARGEST_CODES, token_width
 from pagemill_kernels.paged_attention import triton_body
 from pagemill_kernels.paged_attention.batch import AttentionBatch
+from pagemill_kernels.request_rows.layout import StepInputs
 
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 MAX_GROUP = 64
@@ -85,6 +86,22 @@ def plan_attention(
         num_tokens=int(batch.query_start_loc[-1]),
         block_size=batch.block_size,
         num_kv_heads=batch.num_kv_heads,
+        sliding_window=sliding_window,
+        is_decode=longest <= DECODE_LIMIT,
+    )
+
+
+def plan_on_device(
+    inputs: StepInputs, num_requests: int, longest: int, sliding_window: int | None, block_size: int, num_kv_heads: int
+) -> TritonPlan:
+    """As `plan_attention`, of inputs that are on the device already. longest: tokens of the request with most."""
+    return TritonPlan(
+        query_start_loc=inputs.query_start_loc[: num_requests + 1],
+        seq_lens=inputs.seq_lens[:num_requests],
+        block_tables=inputs.block_tables[:num_requests],
+        num_tokens=len(inputs.token_ids),
+        block_size=block_size,
+        num_kv_heads=num_kv_heads,
         sliding_window=sliding_window,
         is_decode=longest <= DECODE_LIMIT,
     )

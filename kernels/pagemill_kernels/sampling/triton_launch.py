@@ -14,7 +14,8 @@ from torch import Tensor
 
 from pagemill_kernels.gpu import launch
 from pagemill_kernels.sampling import arithmetic, triton_body
-from pagemill_kernels.sampling.batch import Draws, Edits, Logprobs, Penalties, Reports, SampledTokens, SamplingBatch
+from pagemill_kernels.sampling.batch import Draws, Edits, Penalties, Reports, SampledTokens, SamplingBatch
+from pagemill_kernels.sampling.drawn import Drawn
 from pagemill_kernels.sampling.filters import log_min_p
 from pagemill_kernels.sampling.randomness import halves
 
@@ -28,15 +29,18 @@ MAX_VOCAB = 1 << 22
 
 def sample_tokens(logits: Tensor, batch: SamplingBatch) -> SampledTokens:
     """One token for each row of logits, float32 [rows, vocab], contiguous. They stay as they are."""
+    tokens, found = draw_tokens(logits, batch, pack_draws(batch.draws, logits))
+    return Drawn(tokens.cpu(), None if found is None else (found[0].cpu(), found[1].cpu())).read()
+
+
+def draw_tokens(logits: Tensor, batch: SamplingBatch, settings: Tensor) -> Drawn:
+    """As `sample_tokens`, but nobody waits; the draws are those of `settings`, as `pack_draws` gives them."""
     _check(logits)
     changed = _changed(logits, batch)
-    tokens = draw(changed, logits, batch.draws)
+    tokens = draw_packed(changed, logits, settings)
     if batch.penalties is not None:
         count(batch.penalties, tokens)
-    found = None if batch.reports is None else report(logits, tokens, batch.reports)
-    token_ids: NDArray[np.int64] = tokens.cpu().numpy()
-    finite = token_ids >= 0
-    return SampledTokens(np.where(finite, token_ids, 0), finite, None if found is None else _on_host(*found))
+    return Drawn(tokens, None if batch.reports is None else report(logits, tokens, batch.reports))
 
 
 def add_edits(logits: Tensor, edits: Edits) -> None:
@@ -87,10 +91,26 @@ def count(penalties: Penalties, tokens: Tensor) -> None:
 
 def draw(logits: Tensor, raw_logits: Tensor, draws: Draws | None) -> Tensor:
     """int64 [rows]: each row's token, -1 where the raw logits are not finite. `None`: the best tokens."""
+    return draw_packed(logits, raw_logits, pack_draws(draws, logits))
+
+
+def pack_draws(draws: Draws | None, logits: Tensor) -> Tensor:
+    """int32 [6, rows] beside the logits: what `triton_body.draw` reads. `None`: the best tokens."""
     num_rows, vocab_size = logits.shape
+    return _pack(logits.device, *_settings(draws, num_rows, vocab_size))
+
+
+def draw_packed(logits: Tensor, raw_logits: Tensor, settings: Tensor) -> Tensor:
+    """As `draw`. settings: int32, contiguous, six for each row."""
+    num_rows, vocab_size = logits.shape
+    if settings.dtype != torch.int32 or settings.numel() != 6 * num_rows:
+        raise ValueError(f"sampling: settings are {settings.dtype} {list(settings.shape)}; int32 [6, rows] are needed")
+    launch.check_contiguous("sampling", settings=settings)
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    if num_rows == 0:
+        return tokens
     triton_body.draw[(num_rows,)](
-        settings_ptr=_pack(logits.device, *_settings(draws, num_rows, vocab_size)),
+        settings_ptr=settings,
         num_rows=num_rows,
         logits_ptr=logits,
         raw_ptr=raw_logits,
@@ -157,11 +177,6 @@ def _pack(device: torch.device, *arrays: NDArray[np.generic]) -> Tensor:
     for place, array in zip(packed, arrays, strict=True):
         place[:] = array.view(np.int32) if array.dtype in (np.float32, np.uint32) else array
     return launch.upload(packed, device, torch.int32)
-
-
-def _on_host(values: Tensor, ids: Tensor) -> Logprobs:
-    logprobs, tokens = values.cpu().numpy(), ids.cpu().numpy().astype(np.int64)
-    return Logprobs(logprobs[:, 0], tokens[:, 0], logprobs[:, 1:], tokens[:, 1:])
 
 
 def _block(vocab_size: int) -> int:

@@ -1,0 +1,55 @@
+"""One forward pass over inputs that lie on the device, up to the logits of the tokens that sample.
+
+Launches only: nothing is read, so that a pass can be recorded (`runner.graphs`) as well as run.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from pagemill_engine.models.blocks import CausalLM
+from pagemill_engine.models.context import ForwardContext
+from pagemill_engine.runner.kv_cache import KVCache
+from pagemill_kernels.registry import DeviceOps, Ops
+from pagemill_kernels.request_rows.layout import StepInputs
+
+
+class DeviceForward:
+    def __init__(
+        self, model: CausalLM, ops: Ops, on_device: DeviceOps, kv_cache: KVCache, rope: tuple[Tensor, Tensor],
+        block_size: int,
+    ) -> None:  # fmt: skip
+        """`rope`: cos and sin of every position, each [max_model_len, head_dim / 2]."""
+        self._model = model
+        self._ops, self._on_device = ops, on_device
+        self._kv_cache = kv_cache
+        self._cos, self._sin = (table.to(ops.device) for table in rope)
+        self._block_size = block_size
+        spec = model.spec
+        self._num_kv_heads = spec.num_kv_heads
+        self._windows = {spec.layer_sliding_window(layer) for layer in range(spec.num_layers)}
+
+    def logits(self, inputs: StepInputs, longest: int) -> Tensor:
+        """float32 [sampled, vocab]. longest: tokens of the request that has most of them."""
+        hidden = self._hidden(inputs, longest)
+        return self._model.compute_logits(self._ops.gather_rows(hidden, inputs.last_tokens))
+
+    def decode_into(self, logits: Tensor, inputs: StepInputs) -> None:
+        """Of requests with one token each, all of which sample. logits: float32 [requests, vocab]."""
+        logits.copy_(self._model.lm_head(self._hidden(inputs, longest=1)))
+
+    def _hidden(self, inputs: StepInputs, longest: int) -> Tensor:
+        """Normalised, [tokens, hidden]."""
+        plan, num_requests = self._on_device.plan_attention, len(inputs.seq_lens)
+        context = ForwardContext(
+            cos=self._cos[inputs.positions].unsqueeze(1),
+            sin=self._sin[inputs.positions].unsqueeze(1),
+            kv_caches=self._kv_cache.layers,
+            kv_slots=self._ops.plan_slots(inputs.slots, 2 * self._num_kv_heads, self._block_size),
+            attention_plans={
+                window: plan(inputs, num_requests, longest, window, self._block_size, self._num_kv_heads)
+                for window in self._windows
+            },
+        )
+        hidden: Tensor = self._model(inputs.token_ids, context)
+        return hidden

@@ -1,0 +1,280 @@
+"""Runs steps on a GPU without ever waiting for it: requests' rows lie on the device, a plan's differences are one copy
+and one launch, inputs are built there, and the token that a step samples is the next step's input unread.
+
+`launch` queues a step, `wait` reads its tokens. Decodes run as recordings (`runner.graphs`) where there are some, all
+else is launched piece by piece. With Triton's interpreter the device is the CPU and a launch does the work. How an
+operation is computed is `pagemill_kernels`', where weights come
+from `runner.load_eager`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pagemill_engine.models.blocks import CausalLM
+from pagemill_engine.runner.base import RunnerInfo
+from pagemill_engine.runner.device_forward import DeviceForward
+from pagemill_engine.runner.device_rows import DeviceRows, DeviceStep
+from pagemill_engine.runner.eager import NON_FINITE
+from pagemill_engine.runner.errors import DeviceLostError, StepSkippedError
+from pagemill_engine.runner.graphs import DecodeGraphs, Recorder
+from pagemill_engine.runner.kv_cache import KVCache
+from pagemill_engine.runner.sleeping import SleepingModel
+from pagemill_engine.sampling.rows import SamplingRows
+from pagemill_engine.sampling.sampler import by_row
+from pagemill_engine.scheduler.step import AdmittedRow, StepPlan, StepResult
+from pagemill_kernels.registry import Ops
+from pagemill_kernels.request_rows.layout import NUM_SETTINGS, RowLayout, RowState, StepInputs, StepRows
+from pagemill_kernels.request_rows.staging import Staging
+from pagemill_kernels.sampling.batch import Reports, SampledTokens, SamplingBatch
+from pagemill_kernels.sampling.drawn import Drawn
+from pagemill_protocol.sampling import SamplingParams
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A step that was queued."""
+
+    request_ids: list[str]
+    """Those that sample."""
+    rows: NDArray[np.int32]
+    """Theirs."""
+    read: Callable[[], SampledTokens] | None = None
+    """What they sampled, once the device has come so far; `None`: none of them does."""
+    reports: Reports | None = None
+    error: Exception | None = None
+    """It could not be queued."""
+
+
+class DeviceRunner:
+    """One model, one KV cache, `max_num_seqs` rows."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        ops: Ops,
+        kv_cache: KVCache,
+        rope: tuple[Tensor, Tensor],
+        info: RunnerInfo,
+        max_num_seqs: int,
+    ) -> None:
+        """`rope`: cos and sin of every position, each [max_model_len, head_dim / 2]."""
+        if ops.on_device is None:
+            raise ValueError("the rows of requests need a backend that has operations for them")
+        self.info = info._replace(overlaps=ops.device.type == "cuda")
+        self.model = model
+        self.kv_cache = kv_cache
+        self._ops, self._on_device = ops, ops.on_device
+        layout = RowLayout.of(max_num_seqs, info.max_model_len, info.block_size)
+        self._rows = DeviceRows(layout)
+        self._state = RowState(layout, kv_cache.padding_block, ops.device)
+        self._sampling = SamplingRows(max_num_seqs, info.vocab_size, ops.device)
+        self._forward = DeviceForward(model, ops, ops.on_device, kv_cache, rope, info.block_size)
+        self._graphs: DecodeGraphs | None = None
+        self._make_recorder: Callable[[], Recorder] | None = None
+        self._sleeping = SleepingModel(model, kv_cache, ops.device)
+        self._unread_failure: InFlight | None = None
+        """The step that could not be queued, until it is waited for: what is launched behind it is not run."""
+
+    def launch(self, plan: StepPlan) -> InFlight:
+        if self._unread_failure is not None:
+            skipped = StepSkippedError(f"step {plan.step} was not run: the one before it failed")
+            return InFlight([], np.zeros(0, dtype=np.int32), error=skipped)
+        try:
+            with torch.inference_mode():
+                return self._queue(plan)
+        except Exception as error:
+            self._unread_failure = InFlight([], np.zeros(0, dtype=np.int32), error=self._told(error))
+            return self._unread_failure
+
+    def wait(self, handle: InFlight) -> StepResult:
+        if handle.error is not None:
+            if self._unread_failure is handle:
+                self._unread_failure = None
+            raise handle.error
+        if handle.read is None:
+            return StepResult()
+        try:
+            found = handle.read()
+        except Exception as error:
+            raise self._told(error) from error
+        return self._result(handle, found)
+
+    def warm_up(self, num_requests: int, num_tokens: int) -> None:
+        """A step of such a shape by nobody's requests, to the last token. Their block is zero again."""
+        starts = np.arange(num_requests + 1, dtype=np.int32) * num_tokens
+        everyone = np.arange(num_requests)
+        step = DeviceStep([], self._nobodys(num_requests), starts, everyone.astype(np.int32), num_tokens, everyone)
+        staging = Staging()
+        staging.put(self._rows.layout.record(self._rows.layout.padding_row), [0])
+        with torch.inference_mode():
+            at = self._upload(staging, step)
+            inputs = self._inputs(step)
+            self._build(at, step, inputs)
+            drawn = self._on_device.draw_tokens(
+                self._forward.logits(inputs, num_tokens), SamplingBatch(), inputs.settings
+            )
+            self._on_device.advance_rows(self._state, at, drawn.tokens)
+            drawn.tokens.cpu()
+            for cache in self.kv_cache.layers:
+                cache[self.kv_cache.padding_block].zero_()
+
+    def warm_up_sampling(self) -> None:
+        """One row that asks for everything."""
+        asks = SamplingParams(temperature=1.0, top_p=0.5, presence_penalty=1.0, logit_bias={0: 1.0}, logprobs=1)
+        sampling = SamplingRows(1, self.info.vocab_size, self._ops.device)
+        sampling.admit(0, AdmittedRow("", [0], 1, 0, [], asks, 0, 0))
+        first = np.zeros(1, dtype=np.int64)
+        with torch.inference_mode():
+            logits = torch.zeros(1, self.info.vocab_size, device=self._ops.device)
+            settings = torch.zeros(NUM_SETTINGS, dtype=torch.int32, device=self._ops.device)
+            self._on_device.draw_tokens(logits, sampling.batch_beside_draws(first, first), settings).tokens.cpu()
+
+    def recording_bytes(self, num_requests: int) -> int:
+        """What recorded decodes of up to so many requests keep beside what a step takes."""
+        return num_requests * 4 * (self.info.vocab_size + self._rows.layout.table_width)
+
+    def resize_cache(self, num_blocks: int, info: RunnerInfo) -> None:
+        """Before anything is recorded; its content is lost. info: of the runner from now on."""
+        self.kv_cache.resize(num_blocks)
+        self._state.pad_with(self.kv_cache.padding_block)
+        self.info = info
+
+    def record_decodes(self, sizes: list[int], make_recorder: Callable[[], Recorder]) -> None:
+        """From now on decodes of up to the largest size are padded to one of `sizes` and run as recorded."""
+        layout = self._rows.layout
+        with torch.inference_mode():
+            self._graphs = DecodeGraphs(
+                self._forward, sizes, layout.table_width, self.info.vocab_size, self._ops.device
+            )
+        self._make_recorder = make_recorder
+        self._record()
+
+    def sleep(self) -> int:
+        num_bytes = self._sleeping.sleep()
+        if self._graphs is not None:
+            self._graphs.forget()
+            # Once more: what recordings held goes back to the device only now.
+            self.kv_cache.release()
+        return num_bytes
+
+    def wake(self) -> None:
+        self._sleeping.wake()
+        self._record()
+
+    def close(self) -> None:
+        self._graphs = None
+        self.kv_cache.layers.clear()
+
+    def _queue(self, plan: StepPlan) -> InFlight:
+        staging = Staging()
+        self._rows.apply(plan, self._sampling, staging)
+        step = self._rows.step(plan)
+        size = self._graphs.size_for(len(step.rows)) if self._graphs is not None and step.is_decode else None
+        at = self._upload(staging, step if size is None else step.padded(size, self._rows.layout.padding_row))
+        self.kv_cache.copy_blocks(plan.block_copies)
+        if not plan.num_scheduled_tokens:
+            return InFlight([], step.rows)
+        logits, settings = self._logits(at, step, size)
+        return self._sample(at, step, logits, settings)
+
+    def _upload(self, staging: Staging, step: DeviceStep) -> StepRows:
+        """Everything that the step has from the host; the rows change at once."""
+        writes, at = staging.upload(step.rows, step.query_start_loc, step.places, self._ops.device)
+        self._on_device.write_rows(self._state, writes)
+        return at
+
+    def _logits(self, at: StepRows, step: DeviceStep, size: int | None) -> tuple[Tensor, Tensor]:
+        """Of those that sample, and how they do. size: of the recording to use, if any."""
+        if size is None or self._graphs is None:
+            inputs = self._inputs(step)
+            self._build(at, step, inputs)
+            return self._forward.logits(inputs, step.longest), inputs.settings
+        inputs, num_requests = self._graphs.inputs(size), len(step.rows)
+        self._build(at, step, inputs)
+        return self._graphs.run(size)[:num_requests], inputs.settings[: NUM_SETTINGS * num_requests]
+
+    def _inputs(self, step: DeviceStep) -> StepInputs:
+        num_tokens, width = int(step.query_start_loc[-1]), self._rows.layout.table_width
+        return StepInputs.empty(num_tokens, len(step.rows), len(step.sampling), width, self._ops.device)
+
+    def _build(self, at: StepRows, step: DeviceStep, inputs: StepInputs) -> None:
+        build, block_size = self._on_device.build_inputs, self.info.block_size
+        build(self._state, at, step.longest, len(step.sampling), block_size, inputs)
+
+    def _sample(self, at: StepRows, step: DeviceStep, logits: Tensor, settings: Tensor) -> InFlight:
+        rows = step.rows[step.sampling]
+        batch = SamplingBatch()
+        if not self._sampling.plain[rows].all():
+            batch = self._sampling.batch_beside_draws(rows.astype(np.int64), self._rows.num_generated(step))
+        drawn = self._on_device.draw_tokens(logits, batch, settings)
+        self._on_device.advance_rows(self._state, at, drawn.tokens)
+        self._rows.advance(step)
+        if len(rows) == 0:
+            return InFlight([], rows)
+        request_ids = [step.request_ids[i] for i in step.sampling.tolist()]
+        read = partial(_read, drawn.download(), _mark(self._ops.device))
+        return InFlight(request_ids, rows, read, batch.reports)
+
+    def _result(self, handle: InFlight, found: SampledTokens) -> StepResult:
+        sampled = by_row(found, handle.reports)
+        result = StepResult(token_ids=dict(zip(handle.request_ids, sampled.token_ids.tolist(), strict=True)))
+        result.logprobs = {handle.request_ids[i]: logprobs for i, logprobs in sampled.logprobs.items()}
+        for i in np.flatnonzero(~sampled.finite).tolist():
+            name, row = handle.request_ids[i], int(handle.rows[i])
+            del result.token_ids[name]
+            result.failed[name] = NON_FINITE
+            self.kv_cache.scrub(self._state.tables[row, : int(self._rows.num_blocks[row])].long())
+        return result
+
+    def _record(self) -> None:
+        if self._graphs is None or self._make_recorder is None:
+            return
+        with torch.inference_mode():
+            self._graphs.record(self._make_recorder(), self._fill_with_nobodys)
+
+    def _fill_with_nobodys(self, inputs: StepInputs) -> None:
+        """Tokens of nobody's, so that a recording is made from what a step could be."""
+        num_requests = len(inputs.seq_lens)
+        rows = self._nobodys(num_requests)
+        starts = np.arange(num_requests + 1, dtype=np.int32)
+        step = DeviceStep([], rows, starts, starts[:-1], 1, starts[:-1].astype(np.int64))
+        self._build(self._upload(Staging(), step), step, inputs)
+
+    def _nobodys(self, num_requests: int) -> NDArray[np.int32]:
+        return np.full(num_requests, self._rows.layout.padding_row, dtype=np.int32)
+
+    def _told(self, error: Exception) -> Exception:
+        """The error, or that the device is lost: then nothing that is asked of it ends well any more."""
+        if self._ops.device.type != "cuda":
+            return error
+        try:
+            torch.cuda.synchronize(self._ops.device)
+        except Exception as lost:
+            return DeviceLostError(f"The device failed, and this process can use it no more: {_first_line(lost)}")
+        return error
+
+
+def _mark(device: torch.device) -> torch.cuda.Event | None:
+    """Behind all that is queued."""
+    if device.type == "cpu":
+        return None
+    mark: torch.cuda.Event = torch.cuda.current_stream(device).record_event()
+    return mark
+
+
+def _read(drawn: Drawn, done: torch.cuda.Event | None) -> SampledTokens:
+    if done is not None:
+        done.synchronize()
+    return drawn.read()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,65 @@
+"""Before a GPU's first request: every kernel compiled, the largest steps run, and the KV cache given what they leave.
+
+`runner.budget` says what follows from the figures; `runner.compiling` which steps are run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from pagemill_engine.config import EngineConfig
+from pagemill_engine.models.weights import weight_bytes
+from pagemill_engine.runner.budget import Measured, Sizes, plan_measured
+from pagemill_engine.runner.compiling import compile_kernels, largest_decode
+from pagemill_engine.runner.device_runner import DeviceRunner
+from pagemill_engine.runner.kv_cache import max_model_len_for
+from pagemill_engine.runner.memory import MemoryState
+from pagemill_protocol.model_spec import ModelSpec
+
+
+class Meter(Protocol):
+    def free_bytes(self) -> int:
+        """Of the device, while nothing runs."""
+
+    def peak_bytes(self, run: Callable[[], None]) -> int:
+        """What `run` takes of the device at most, beside what lies there before."""
+
+
+class CudaMeter:
+    def free_bytes(self) -> int:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info()[0]
+
+    def peak_bytes(self, run: Callable[[], None]) -> int:
+        """Of what the allocator held, so that what it loses between its pieces counts."""
+        self.free_bytes()
+        torch.cuda.reset_peak_memory_stats()
+        before_bytes = torch.cuda.memory_reserved()
+        run()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_reserved() - before_bytes
+
+
+def settle(
+    runner: DeviceRunner, config: EngineConfig, spec: ModelSpec, sizes: Sizes, before: MemoryState, meter: Meter
+) -> None:
+    """`before`: the device before the weights. The cache that the runner has is lost. Raises `LoadError`."""
+    step_bytes = meter.peak_bytes(lambda: compile_kernels(runner, config))
+    recording_bytes = _recording_bytes(runner, config, meter) if config.cuda_graphs else 0
+    sizes = sizes._replace(weight_bytes=weight_bytes(runner.model))
+    measured = Measured(meter.free_bytes(), step_bytes, recording_bytes)
+    num_blocks, budget = plan_measured(config, spec, sizes, before, measured)
+    max_model_len = min(runner.info.max_model_len, max_model_len_for(config, spec, num_blocks))
+    runner.resize_cache(
+        num_blocks, runner.info._replace(num_blocks=num_blocks, max_model_len=max_model_len, memory=budget)
+    )
+
+
+def _recording_bytes(runner: DeviceRunner, config: EngineConfig, meter: Meter) -> int:
+    """All recordings share the memory of the largest."""
+    largest = largest_decode(config)
+    return meter.peak_bytes(lambda: runner.warm_up(largest, 1)) + runner.recording_bytes(largest)

@@ -1,0 +1,35 @@
+"""What a runner with a model gives up while it sleeps: its KV cache, and weights that lie in a device's own memory."""
+
+from __future__ import annotations
+
+import torch
+
+from pagemill_engine.models.blocks import CausalLM
+from pagemill_engine.models.weights import weight_tensors
+from pagemill_engine.runner.host_weights import HostWeights
+from pagemill_engine.runner.kv_cache import KVCache
+from pagemill_engine.runner.memory import give_back
+
+
+class SleepingModel:
+    """Of one model and its cache."""
+
+    def __init__(self, model: CausalLM, kv_cache: KVCache, device: torch.device) -> None:
+        self._model, self._kv_cache, self._device = model, kv_cache, device
+        self._weights: HostWeights | None = None
+        """While it sleeps, of a device with a memory of its own."""
+
+    def sleep(self) -> int:
+        if self._device.type == "cuda":
+            weights = HostWeights.of(weight_tensors(self._model))
+            weights.offload()
+            self._weights = weights
+        self._kv_cache.release()
+        give_back()
+        return self._kv_cache.num_bytes + (self._weights.num_bytes if self._weights is not None else 0)
+
+    def wake(self) -> None:
+        if self._weights is not None:
+            self._weights.restore()
+            self._weights = None
+        self._kv_cache.allocate()

@@ -1,0 +1,153 @@
+"""Where a row's parts lie: one int32 array [records | block tables | tokens], so that one kernel writes any change.
+
+A record holds a request's counters and what it asks of the sampler, floats by their bits. The last row belongs to
+nobody: padding reads it, and its block table names the block that belongs to nobody.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+(
+    NUM_TOKENS,
+    NUM_PROMPT_TOKENS,
+    NUM_COMPUTED_TOKENS,
+    CHOICE,
+    SEED_LOW,
+    SEED_HIGH,
+    TOP_K,
+    TOP_P_SHARE,
+    TEMPERATURE,
+    MIN_P_FLOOR,
+) = range(10)
+NUM_FIELDS = 10
+RECORD = 16
+"""Elements from one record to the next."""
+NUM_SETTINGS = 6
+"""Of one drawn token, in the order of `sampling.triton_body.draw`."""
+ALIGNMENT = 4
+"""Elements of 16 bytes: pointers that are multiples of it are one specialization of a kernel, others another."""
+
+
+class RowLayout(NamedTuple):
+    num_rows: int
+    """With the one that belongs to nobody."""
+    table_width: int
+    tokens_width: int
+
+    @classmethod
+    def of(cls, max_rows: int, max_model_len: int, block_size: int) -> RowLayout:
+        """A row may be sampled from once more when it is full."""
+        return cls(max_rows + 1, aligned(-(-max_model_len // block_size) + 1), aligned(max_model_len + 1))
+
+    @property
+    def padding_row(self) -> int:
+        return self.num_rows - 1
+
+    @property
+    def size(self) -> int:
+        return self.token(self.num_rows, 0)
+
+    def record(self, row: int) -> int:
+        """Where the row's record begins."""
+        return row * RECORD
+
+    def block(self, row: int, index: int) -> int:
+        return self.num_rows * RECORD + row * self.table_width + index
+
+    def token(self, row: int, index: int) -> int:
+        return self.block(self.num_rows, 0) + row * self.tokens_width + index
+
+
+class RowState:
+    """The rows of one device."""
+
+    def __init__(self, layout: RowLayout, padding_block: int, device: torch.device) -> None:
+        self.layout = layout
+        self.values = torch.zeros(layout.size, dtype=torch.int32, device=device)
+        tables, tokens = layout.block(0, 0), layout.token(0, 0)
+        self.records = self.values[:tables].view(-1, RECORD)
+        self.tables = self.values[tables:tokens].view(-1, layout.table_width)
+        self.tokens = self.values[tokens:].view(-1, layout.tokens_width)
+        self.pad_with(padding_block)
+
+    def pad_with(self, block: int) -> None:
+        self.tables[self.layout.padding_row].fill_(block)
+
+
+class Writes(NamedTuple):
+    """Changes of rows. No element is written twice."""
+
+    pieces: Tensor
+    """int64 [3, pieces]: where to, from where in `values`, how many, up to `PIECE`."""
+    values: Tensor
+    """int32."""
+
+
+class StepRows(NamedTuple):
+    """Whose tokens a step computes: all int32, on the device."""
+
+    rows: Tensor
+    """[requests]."""
+    query_start_loc: Tensor
+    """[requests + 1]."""
+    places: Tensor
+    """[requests]: its place among those that sample; -1: it does not."""
+
+
+@dataclass(slots=True, frozen=True)
+class StepInputs:
+    """What a forward pass and the sampler read, all on the device. May be longer than a step needs."""
+
+    token_ids: Tensor
+    """int64 [tokens], as are the next two."""
+    positions: Tensor
+    slots: Tensor
+    """Block id * block_size + offset."""
+    query_start_loc: Tensor
+    """int32 [requests + 1]."""
+    seq_lens: Tensor
+    """int32 [requests]: context plus this step's tokens."""
+    block_tables: Tensor
+    """int32 [requests, blocks]; what lies beyond a request's length means nothing."""
+    last_tokens: Tensor
+    """int64 [sampled]: each one's last token in the step."""
+    settings: Tensor
+    """int32 [NUM_SETTINGS * sampled], one setting after another."""
+
+    @classmethod
+    def empty(
+        cls, num_tokens: int, num_requests: int, num_sampled: int, table_width: int, device: torch.device
+    ) -> StepInputs:
+        ids = torch.empty(3, aligned(num_tokens), dtype=torch.int64, device=device)
+        return cls(
+            token_ids=ids[0, :num_tokens],
+            positions=ids[1, :num_tokens],
+            slots=ids[2, :num_tokens],
+            query_start_loc=torch.empty(num_requests + 1, dtype=torch.int32, device=device),
+            seq_lens=torch.empty(num_requests, dtype=torch.int32, device=device),
+            block_tables=torch.empty(num_requests, table_width, dtype=torch.int32, device=device),
+            last_tokens=torch.empty(num_sampled, dtype=torch.int64, device=device),
+            settings=torch.empty(NUM_SETTINGS * num_sampled, dtype=torch.int32, device=device),
+        )
+
+    def first(self, num_requests: int) -> StepInputs:
+        """Of the first requests alone, where each has one token."""
+        return StepInputs(
+            token_ids=self.token_ids[:num_requests],
+            positions=self.positions[:num_requests],
+            slots=self.slots[:num_requests],
+            query_start_loc=self.query_start_loc[: num_requests + 1],
+            seq_lens=self.seq_lens[:num_requests],
+            block_tables=self.block_tables[:num_requests],
+            last_tokens=self.last_tokens[:num_requests],
+            settings=self.settings,
+        )
+
+
+def aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,62 @@
+"""The formulas, request by request."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagemill_kernels.request_rows import layout
+from pagemill_kernels.request_rows.layout import NUM_SETTINGS, RowState, StepInputs, StepRows, Writes
+from pagemill_kernels.sampling import randomness
+
+
+def write_rows(state: RowState, writes: Writes) -> None:
+    for to, source, count in writes.pieces.t().tolist():
+        state.values[to : to + count] = writes.values[source : source + count]
+
+
+def build_inputs(
+    state: RowState, step: StepRows, longest: int, num_sampled: int, block_size: int, out: StepInputs
+) -> None:
+    settings = out.settings[: NUM_SETTINGS * num_sampled].view(NUM_SETTINGS, num_sampled)
+    out.query_start_loc[: len(step.query_start_loc)] = step.query_start_loc
+    starts = step.query_start_loc.tolist()
+    for i, (row, place) in enumerate(zip(step.rows.tolist(), step.places.tolist(), strict=True)):
+        start, end = starts[i], starts[i + 1]
+        record = state.records[row]
+        computed = int(record[layout.NUM_COMPUTED_TOKENS])
+        seq_len = computed + end - start
+        positions = torch.arange(computed, seq_len, device=record.device)
+        blocks = state.tables[row].long()[positions // block_size]
+        out.token_ids[start:end] = state.tokens[row, computed:seq_len]
+        out.positions[start:end] = positions
+        out.slots[start:end] = blocks * block_size + positions % block_size
+        out.seq_lens[i] = seq_len
+        num_blocks = -(-seq_len // block_size)
+        out.block_tables[i, :num_blocks] = state.tables[row, :num_blocks]
+        if place >= 0:
+            out.last_tokens[place] = end - 1
+            settings[:, place] = _settings(record)
+
+
+def advance_rows(state: RowState, step: StepRows, sampled: Tensor) -> None:
+    counts = step.query_start_loc.diff().tolist()
+    for row, count, place in zip(step.rows.tolist(), counts, step.places.tolist(), strict=True):
+        if row == state.layout.padding_row:
+            continue
+        record = state.records[row]
+        record[layout.NUM_COMPUTED_TOKENS] += count
+        if place >= 0:
+            state.tokens[row, record[layout.NUM_TOKENS]] = sampled[place].clamp_min(0)
+            record[layout.NUM_TOKENS] += 1
+
+
+def _settings(record: Tensor) -> Tensor:
+    found = record.cpu().numpy()
+    seed = found[[layout.SEED_LOW, layout.SEED_HIGH]].view(np.uint64)
+    position = found[layout.NUM_TOKENS] - found[layout.NUM_PROMPT_TOKENS]
+    keys = randomness.keys(seed, found[[layout.CHOICE]].astype(np.int64), np.array([position], dtype=np.int64))
+    key = np.concatenate(randomness.halves(keys)).view(np.int32)
+    copied = found[layout.TOP_K : layout.MIN_P_FLOOR + 1]
+    return torch.from_numpy(np.concatenate([copied, key])).to(record.device)

@@ -1,0 +1,151 @@
+"""Changes of rows, a step's inputs, and the step's end: each is one launch over the rows of a device.
+
+The key of a draw is that of `sampling.randomness`, operation by operation.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from pagemill_kernels.request_rows import layout
+
+RECORD: tl.constexpr = tl.constexpr(layout.RECORD)
+NUM_TOKENS: tl.constexpr = tl.constexpr(layout.NUM_TOKENS)
+NUM_PROMPT_TOKENS: tl.constexpr = tl.constexpr(layout.NUM_PROMPT_TOKENS)
+NUM_COMPUTED_TOKENS: tl.constexpr = tl.constexpr(layout.NUM_COMPUTED_TOKENS)
+CHOICE: tl.constexpr = tl.constexpr(layout.CHOICE)
+SEED_LOW: tl.constexpr = tl.constexpr(layout.SEED_LOW)
+SEED_HIGH: tl.constexpr = tl.constexpr(layout.SEED_HIGH)
+TOP_K: tl.constexpr = tl.constexpr(layout.TOP_K)
+NUM_COPIED: tl.constexpr = tl.constexpr(layout.MIN_P_FLOOR + 1 - layout.TOP_K)
+"""Settings that lie in the record as a draw reads them; the key's two halves follow."""
+
+
+@triton.jit(do_not_specialize=["num_pieces"])
+def write(pieces_ptr, num_pieces, values_ptr, state_ptr, PIECE: tl.constexpr):
+    """One piece: state[to + n] = values[from + n]."""
+    piece = pieces_ptr + tl.program_id(0)
+    to = tl.load(piece)
+    source = tl.load(piece + num_pieces)
+    count = tl.load(piece + 2 * num_pieces)
+    n = tl.arange(0, PIECE)
+    mask = n < count
+    tl.store(state_ptr + to + n, tl.load(values_ptr + source + n, mask=mask, other=0), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_sampled", "table_width", "tokens_width"])
+def build(
+    rows_ptr,
+    query_start_ptr,
+    places_ptr,
+    num_sampled,
+    records_ptr,
+    tables_ptr,
+    table_width,
+    tokens_ptr,
+    tokens_width,
+    token_ids_ptr,
+    positions_ptr,
+    slots_ptr,
+    query_start_out_ptr,
+    seq_lens_ptr,
+    tables_out_ptr,
+    last_tokens_ptr,
+    settings_ptr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Some tokens of one request and its share of the block table; the first program of a request does the rest."""
+    request = tl.program_id(0)
+    chunk = tl.program_id(1)
+    row = tl.load(rows_ptr + request).to(tl.int64)
+    start = tl.load(query_start_ptr + request)
+    end = tl.load(query_start_ptr + request + 1)
+    record = records_ptr + row * RECORD
+    computed = tl.load(record + NUM_COMPUTED_TOKENS)
+    seq_len = computed + end - start
+    table = tables_ptr + row * table_width
+
+    n = chunk * BLOCK + tl.arange(0, BLOCK)
+    mask = n < end - start
+    position = computed + n
+    token = tl.load(tokens_ptr + row * tokens_width + position, mask=mask, other=0)
+    block = tl.load(table + position // BLOCK_SIZE, mask=mask, other=0).to(tl.int64)
+    at = (start + n).to(tl.int64)
+    tl.store(token_ids_ptr + at, token.to(tl.int64), mask=mask)
+    tl.store(positions_ptr + at, position.to(tl.int64), mask=mask)
+    tl.store(slots_ptr + at, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=mask)
+
+    num_blocks = tl.cdiv(seq_len, BLOCK_SIZE)
+    table_out = tables_out_ptr + request.to(tl.int64) * table_width
+    for first in range(chunk * BLOCK, num_blocks, tl.num_programs(1) * BLOCK):
+        index = first + tl.arange(0, BLOCK)
+        is_block = index < num_blocks
+        tl.store(table_out + index, tl.load(table + index, mask=is_block, other=0), mask=is_block)
+
+    if chunk == 0:
+        tl.store(seq_lens_ptr + request, seq_len)
+        tl.store(query_start_out_ptr + request + 1, end)
+        if request == 0:
+            tl.store(query_start_out_ptr, start)
+        place = tl.load(places_ptr + request)
+        if place >= 0:
+            tl.store(last_tokens_ptr + place, (end - 1).to(tl.int64))
+            settings = settings_ptr + place
+            for i in tl.static_range(NUM_COPIED):
+                tl.store(settings + i * num_sampled, tl.load(record + TOP_K + i))
+            low, high = key_of(record)
+            tl.store(settings + NUM_COPIED * num_sampled, low)
+            tl.store(settings + (NUM_COPIED + 1) * num_sampled, high)
+
+
+@triton.jit(do_not_specialize=["num_requests", "padding_row", "tokens_width"])
+def advance(
+    rows_ptr,
+    query_start_ptr,
+    places_ptr,
+    num_requests,
+    padding_row,
+    sampled_ptr,
+    records_ptr,
+    tokens_ptr,
+    tokens_width,
+    BLOCK: tl.constexpr,
+):
+    """The step's tokens are computed, the sampled ones appended; one that broke (-1) counts as token 0."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < num_requests
+    row = tl.load(rows_ptr + i, mask=mask, other=0).to(tl.int64)
+    mask = mask & (row != padding_row)
+    count = tl.load(query_start_ptr + i + 1, mask=mask, other=0) - tl.load(query_start_ptr + i, mask=mask, other=0)
+    computed = records_ptr + row * RECORD + NUM_COMPUTED_TOKENS
+    tl.store(computed, tl.load(computed, mask=mask, other=0) + count, mask=mask)
+
+    place = tl.load(places_ptr + i, mask=mask, other=-1)
+    mask = mask & (place >= 0)
+    sampled = tl.load(sampled_ptr + place, mask=mask, other=0)
+    length = records_ptr + row * RECORD + NUM_TOKENS
+    num_tokens = tl.load(length, mask=mask, other=0)
+    tl.store(tokens_ptr + row * tokens_width + num_tokens, tl.maximum(sampled, 0).to(tl.int32), mask=mask)
+    tl.store(length, num_tokens + 1, mask=mask)
+
+
+@triton.jit
+def key_of(record):
+    """Both halves of the 64 bits that decide the row's next draw, as int32."""
+    low = tl.load(record + SEED_LOW).to(tl.uint32, bitcast=True).to(tl.uint64)
+    high = tl.load(record + SEED_HIGH).to(tl.uint32, bitcast=True).to(tl.uint64)
+    position = tl.load(record + NUM_TOKENS) - tl.load(record + NUM_PROMPT_TOKENS)
+    key = mix64((high << 32) | low)
+    key = mix64(key + tl.load(record + CHOICE).to(tl.uint64))
+    key = mix64(key + position.to(tl.uint64))
+    return key.to(tl.uint32).to(tl.int32, bitcast=True), (key >> 32).to(tl.uint32).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def mix64(z):
+    z = z + 0x9E3779B97F4A7C15
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    return z ^ (z >> 31)

@@ -1,0 +1,111 @@
+"""One launch each for a step's changes, its inputs and its end, whatever is in the step."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from pagemill_kernels.gpu import launch
+from pagemill_kernels.request_rows import triton_body
+from pagemill_kernels.request_rows.layout import RowState, StepInputs, StepRows, Writes
+from pagemill_kernels.request_rows.staging import PIECE
+
+BLOCK = 256
+"""Tokens of a prompt, or blocks of a table, that a program takes at a time."""
+
+
+def write_rows(state: RowState, writes: Writes) -> None:
+    num_pieces = writes.pieces.shape[1]
+    if num_pieces == 0:
+        return
+    _check_types(torch.int64, pieces=writes.pieces)
+    _check_types(torch.int32, values=writes.values)
+    launch.check_shape("request rows", "pieces", writes.pieces, (3, num_pieces))
+    launch.check_contiguous("request rows", pieces=writes.pieces, values=writes.values)
+    triton_body.write[(num_pieces,)](
+        pieces_ptr=writes.pieces,
+        num_pieces=num_pieces,
+        values_ptr=writes.values,
+        state_ptr=state.values,
+        PIECE=PIECE,
+        enable_fp_fusion=True,
+        num_warps=4,
+    )
+
+
+def build_inputs(
+    state: RowState, step: StepRows, longest: int, num_sampled: int, block_size: int, out: StepInputs
+) -> None:
+    """longest: tokens of the request that has most of them; num_sampled: how many requests sample."""
+    num_requests = len(step.rows)
+    _check_step(step)
+    launch.check_contiguous("request rows", block_tables=out.block_tables, settings=out.settings)
+    launch.check_shape("request rows", "block_tables", out.block_tables, (len(out.seq_lens), state.layout.table_width))
+    if len(out.seq_lens) < num_requests or len(out.last_tokens) < num_sampled:
+        raise ValueError(
+            f"request rows: {num_requests} requests, of which {num_sampled} sample, do not fit into inputs of "
+            f"{len(out.seq_lens)} and {len(out.last_tokens)}"
+        )
+    if num_requests == 0:
+        return
+    triton_body.build[(num_requests, triton.cdiv(longest, BLOCK))](
+        rows_ptr=step.rows,
+        query_start_ptr=step.query_start_loc,
+        places_ptr=step.places,
+        num_sampled=num_sampled,
+        records_ptr=state.records,
+        tables_ptr=state.tables,
+        table_width=state.layout.table_width,
+        tokens_ptr=state.tokens,
+        tokens_width=state.layout.tokens_width,
+        token_ids_ptr=out.token_ids,
+        positions_ptr=out.positions,
+        slots_ptr=out.slots,
+        query_start_out_ptr=out.query_start_loc,
+        seq_lens_ptr=out.seq_lens,
+        tables_out_ptr=out.block_tables,
+        last_tokens_ptr=out.last_tokens,
+        settings_ptr=out.settings,
+        BLOCK_SIZE=block_size,
+        BLOCK=BLOCK,
+        enable_fp_fusion=True,
+        num_warps=4,
+    )
+
+
+def advance_rows(state: RowState, step: StepRows, sampled: Tensor) -> None:
+    """sampled: int64 [sampled], each request's token at its place, -1 where there is none."""
+    num_requests = len(step.rows)
+    _check_step(step)
+    _check_types(torch.int64, sampled=sampled)
+    if num_requests == 0:
+        return
+    triton_body.advance[(triton.cdiv(num_requests, BLOCK),)](
+        rows_ptr=step.rows,
+        query_start_ptr=step.query_start_loc,
+        places_ptr=step.places,
+        num_requests=num_requests,
+        padding_row=state.layout.padding_row,
+        sampled_ptr=sampled,
+        records_ptr=state.records,
+        tokens_ptr=state.tokens,
+        tokens_width=state.layout.tokens_width,
+        BLOCK=BLOCK,
+        enable_fp_fusion=True,
+        num_warps=4,
+    )
+
+
+def _check_step(step: StepRows) -> None:
+    num_requests = len(step.rows)
+    _check_types(torch.int32, rows=step.rows, query_start_loc=step.query_start_loc, places=step.places)
+    launch.check_shape("request rows", "query_start_loc", step.query_start_loc, (num_requests + 1,))
+    launch.check_shape("request rows", "places", step.places, (num_requests,))
+    launch.check_contiguous("request rows", **step._asdict())
+
+
+def _check_types(wanted: torch.dtype, **tensors: Tensor) -> None:
+    for name, tensor in tensors.items():
+        if tensor.dtype != wanted:
+            raise ValueError(f"request rows: {name} is {tensor.dtype}; {wanted} is needed")

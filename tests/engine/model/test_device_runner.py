@@ -1,0 +1,368 @@
+"""The GPU's runner, on the device or in Triton's interpreter: both loops, recorded decodes, failures; nothing is read
+between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_llama import write_tiny_llama
+from triton_device import DEVICE
+
+from pagemill_engine.config import EngineConfig
+from pagemill_engine.loop.core import EngineCore
+from pagemill_engine.runner.device_rows import DeviceRows
+from pagemill_engine.runner.device_runner import DeviceRunner
+from pagemill_engine.runner.errors import StepSkippedError
+from pagemill_engine.runner.graphs import CudaRecorder, graph_sizes
+from pagemill_engine.sampling.rows import SamplingRows
+from pagemill_engine.scheduler.step import AdmittedRow, StepPlan
+from pagemill_kernels.request_rows.layout import RowLayout
+from pagemill_kernels.request_rows.staging import Staging
+from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.sampling import SamplingParams
+
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.9, "top_p": 0.9},
+    {"temperature": 0.7, "repetition_penalty": 1.3, "frequency_penalty": 0.2},
+    {"temperature": 1.0, "min_tokens": 3, "stop_token_ids": list(range(0, 64, 3))},
+    {"temperature": 0.8, "n": 2, "logprobs": 2},
+]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
+Answers = dict[tuple[str, int], tuple[list[int], list[float]]]
+
+
+def requests() -> list[GenerateRequest]:
+    """Greedy, drawn, penalised, with a minimum and stops, two choices; more than four blocks hold."""
+    return [
+        GenerateRequest(
+            request_id=f"r{index}",
+            model="m",
+            prompt_token_ids=[(index * 7 + position) % 64 for position in range(13 + 9 * (index % 3))],
+            sampling=SamplingParams(max_tokens=4 + index, seed=index - 2, **kind),
+        )
+        for index, kind in enumerate(KINDS)
+    ]
+
+
+def serve(runner: Any, *, overlap: bool = False) -> tuple[Answers, EngineCore]:
+    config = EngineConfig(model="m", max_num_seqs=4, max_num_batched_tokens=24, overlap=overlap)
+    info = runner.info
+    runner.info = info._replace(num_blocks=4)
+    core = EngineCore(config, runner)
+    runner.info = info
+    for each in requests():
+        core.add(each)
+    answers: Answers = {}
+    while core.has_work:
+        for output in core.step().outputs:
+            assert output.error is None
+            token_ids, logprobs = answers.setdefault((output.request_id, output.choice), ([], []))
+            token_ids += output.token_ids
+            logprobs += [value for entry in output.logprobs or [] for value in entry.logprobs]
+    core.check_integrity()
+    runner.wait(runner.launch(StepPlan(step=0, num_scheduled_tokens={}, released=list(runner._rows._row_of))))
+    return answers, core
+
+
+def assert_alike(ours: Answers, expected: Answers) -> None:
+    assert {name: token_ids for name, (token_ids, _) in ours.items()} == {
+        name: token_ids for name, (token_ids, _) in expected.items()
+    }
+    for name, (_, logprobs) in ours.items():
+        assert logprobs == pytest.approx(expected[name][1], abs=1e-3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("model"), head_dim=16, num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def load(folder: Path, runner_loader: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda **settings: runner_loader(folder, num_kv_blocks=6, max_model_len=64, max_num_seqs=4, **settings)
+
+
+@pytest.fixture(scope="module")
+def runner(load: Callable[..., Any]) -> Any:
+    return load(device="cuda")
+
+
+@pytest.fixture(scope="module")
+def expected(load: Callable[..., Any]) -> Answers:
+    """By the torch backend on the CPU."""
+    answers, core = serve(load(backend="cpu"))
+    assert core.scheduler.num_preemptions > 0
+    assert len(answers) == len(KINDS) + 1, "one of them has two choices"
+    return answers
+
+
+def admitted(name: str, token_ids: list[int], block_ids: list[int], **fields: Any) -> AdmittedRow:
+    values = {"num_prompt_tokens": len(token_ids), "num_computed_tokens": 0, "sampling": GREEDY, "choice": 0, "seed": 0}
+    return AdmittedRow(request_id=name, token_ids=token_ids, block_ids=block_ids, **{**values, **fields})
+
+
+def plan_of(scheduled: dict[str, int], **fields: Any) -> StepPlan:
+    return StepPlan(step=0, num_scheduled_tokens=scheduled, **{"samples": set(scheduled), **fields})
+
+
+# -- answers -----------------------------------------------------------------------------------------------------
+
+
+def test_it_is_the_runner_of_a_gpu(runner: Any, load: Callable[..., Any]) -> None:
+    assert isinstance(runner, DeviceRunner)
+    assert isinstance(load(device="cuda", overlap=True), DeviceRunner), "it needs no thread to overlap"
+    assert not isinstance(load(device="cpu"), DeviceRunner)
+    assert runner.info.overlaps == (DEVICE.type == "cuda")
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
+def test_both_loops_answer_as_the_torch_backend_does(runner: Any, expected: Answers, overlap: bool) -> None:
+    answers, core = serve(runner, overlap=overlap)
+    assert_alike(answers, expected)
+    assert core.scheduler.num_preemptions > 0
+
+
+def test_a_step_goes_on_from_tokens_that_nobody_has_read(runner: Any) -> None:
+    """Three steps are queued before the first one is read; so many tokens come step by step."""
+    prompt = list(range(20, 30))
+    read_each = [runner.wait(runner.launch(plan_of({"a": 10}, admitted=[admitted("a", prompt, [2])])))]
+    read_each += [runner.wait(runner.launch(plan_of({"a": 1}))) for _ in range(2)]
+    handles = [runner.launch(plan_of({"b": 10}, admitted=[admitted("b", prompt, [4])], released=["a"]))]
+    handles += [runner.launch(plan_of({"b": 1})) for _ in range(2)]
+    unread = [runner.wait(handle) for handle in handles]
+    assert [each.token_ids["b"] for each in unread] == [each.token_ids["a"] for each in read_each]
+    runner.wait(runner.launch(plan_of({}, released=["b"])))
+
+
+def test_the_host_keeps_no_token_and_no_block(runner: Any) -> None:
+    kept = {name for name, value in vars(runner._rows).items() if hasattr(value, "nbytes")}
+    assert kept == {"num_tokens", "num_prompt_tokens", "num_blocks"}
+
+
+def test_how_many_tokens_a_row_has_generated_is_known_before_they_are_read() -> None:
+    rows, sampling, staging = DeviceRows(RowLayout.of(4, 64, 16)), SamplingRows(4, 64), Staging()
+    both = [admitted("a", [1, 2, 3], [0]), admitted("b", [4, 5], [1], num_prompt_tokens=1)]
+    plan = plan_of({"a": 2, "b": 2}, samples={"b"}, admitted=both)
+    rows.apply(plan, sampling, staging)
+    found = []
+    for each in (plan, plan_of({"a": 1, "b": 1}), plan_of({"b": 1, "a": 1})):
+        step = rows.step(each)
+        found.append(dict(zip([step.request_ids[i] for i in step.sampling], rows.num_generated(step), strict=True)))
+        rows.advance(step)
+    assert found == [{"b": 1}, {"a": 0, "b": 2}, {"b": 3, "a": 1}]
+
+
+def test_padding_is_nobodys() -> None:
+    rows = DeviceRows(RowLayout.of(4, 64, 16))
+    rows.apply(plan_of({}, admitted=[admitted("a", [1], [0])]), SamplingRows(4, 64), Staging())
+    step = rows.step(plan_of({"a": 1}))
+    padded = step.padded(3, rows.layout.padding_row)
+    assert (padded.rows.tolist(), padded.places.tolist()) == ([step.rows[0], 4, 4], [0, -1, -1])
+    assert padded.query_start_loc.tolist() == [0, 1, 2, 3]
+    assert (len(padded.sampling), padded.request_ids) == (1, ["a"])
+
+
+# -- recorded decodes --------------------------------------------------------------------------------------------
+
+
+class Again:
+    """Stands in for CUDA graphs where there is no device: what was recorded is run again, on the places it had."""
+
+    def __init__(self) -> None:
+        self.num_recorded = 0
+        self.num_run = 0
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        self.num_recorded += 1
+        run()
+
+        def again() -> None:
+            self.num_run += 1
+            run()
+
+        return again
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
+def test_padded_decodes_answer_as_those_of_their_own_size(
+    load: Callable[..., Any], expected: Answers, overlap: bool
+) -> None:
+    runner, recorder = load(device="cuda"), Again()
+    runner.record_decodes([1, 4], lambda: recorder)
+    answers, _ = serve(runner, overlap=overlap)
+    assert_alike(answers, expected)
+    assert recorder.num_recorded == 2
+    assert recorder.num_run >= 8, "decodes run as recorded"
+    runner.sleep()
+    assert runner._graphs.size_for(3) is None, "what was recorded reads a cache that is gone"
+    runner.wake()
+    assert recorder.num_recorded == 4
+    assert_alike(serve(runner)[0], expected)
+
+
+def test_only_decodes_of_a_recorded_size_run_as_recorded(load: Callable[..., Any]) -> None:
+    runner, recorder = load(device="cuda"), Again()
+    runner.record_decodes([1, 2], lambda: recorder)
+    names = {"a": [0], "b": [1], "c": [2]}
+    rows = [admitted(name, [5, 6], blocks) for name, blocks in names.items()]
+    runner.wait(runner.launch(plan_of(dict.fromkeys(names, 2), admitted=rows)))
+    runner.wait(runner.launch(plan_of(dict.fromkeys(names, 1))))
+    assert recorder.num_run == 0, "a prefill, and more requests than are recorded"
+    runner.wait(runner.launch(plan_of({"a": 1, "b": 1})))
+    assert recorder.num_run == 1
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 3, 100, 256, 1024])
+def test_every_decode_up_to_the_largest_has_a_size_that_wastes_little(max_num_seqs: int) -> None:
+    sizes = graph_sizes(max_num_seqs)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == min(max_num_seqs, 512)
+    for num_requests in range(1, sizes[-1] + 1):
+        padded = next(size for size in sizes if size >= num_requests)
+        assert padded - num_requests < max(8, num_requests)
+        assert padded - num_requests < 32
+
+
+# -- failures ----------------------------------------------------------------------------------------------------
+
+
+def test_a_request_whose_values_are_not_finite_fails_alone(runner: Any) -> None:
+    good, bad = list(range(1, 18)), list(range(30, 50))
+    alone = runner.wait(runner.launch(plan_of({"g": 17}, admitted=[admitted("g", good, [0, 1])]))).token_ids["g"]
+    runner.wait(runner.launch(plan_of({"b": 19}, samples=set(), admitted=[admitted("b", bad, [3, 4])])))
+    with torch.inference_mode():
+        runner.kv_cache.layers[0][3] = float("nan")
+    rows = [admitted("g", good, [0, 1])]
+    result = runner.wait(runner.launch(plan_of({"b": 1, "g": 17}, admitted=rows, released=["g"])))
+    assert result.token_ids == {"g": alone}
+    assert "not finite" in result.failed["b"]
+    assert runner.kv_cache.layers[0].isfinite().all(), "the next owner of its blocks finds nothing of it"
+    runner.wait(runner.launch(plan_of({}, released=["g", "b"])))
+
+
+@contextmanager
+def failing_once(runner: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The next forward pass raises, as a launch without memory does."""
+
+    def fail(*arguments: Any) -> None:
+        monkeypatch.undo()
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(runner._forward, "logits", fail)
+    yield
+
+
+def test_what_is_launched_behind_a_step_that_failed_is_not_run(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with failing_once(runner, monkeypatch):
+        failed = runner.launch(plan_of({"a": 2}, admitted=[admitted("a", [5, 6], [0])]))
+        behind = runner.launch(plan_of({"a": 1}))
+    with pytest.raises(torch.OutOfMemoryError):
+        runner.wait(failed)
+    with pytest.raises(StepSkippedError):
+        runner.wait(behind)
+    after = plan_of({"a": 2}, admitted=[admitted("a", [5, 6], [0])], released=["a"])
+    assert list(runner.wait(runner.launch(after)).token_ids) == ["a"]
+    runner.wait(runner.launch(plan_of({}, released=["a"])))
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
+def test_requests_survive_a_step_that_failed(
+    runner: Any, expected: Answers, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with failing_once(runner, monkeypatch):
+        answers, _ = serve(runner, overlap=overlap)
+    assert_alike(answers, expected)
+
+
+def test_more_requests_than_rows_are_refused(runner: Any) -> None:
+    rows = [admitted(f"r{index}", [1], [index]) for index in range(5)]
+    handle = runner.launch(plan_of({row.request_id: 1 for row in rows}, admitted=rows))
+    with pytest.raises(RuntimeError, match="4 requests hold all rows; raise max_num_seqs"):
+        runner.wait(handle)
+    runner.wait(runner.launch(plan_of({}, released=[row.request_id for row in rows])))
+    assert len(runner._rows) == 0
+
+
+# -- on a device -------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Whatever makes the host wait for the device raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recorded", [False, True], ids=["eager", "recorded"])
+def test_launching_never_waits_for_the_device(
+    load: Callable[..., Any], expected: Answers, recorded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = load(device="cuda")
+    if not recorded:
+        runner._graphs = None
+    serve(runner, overlap=True)
+    queue = runner._queue
+
+    def watched(plan: StepPlan) -> Any:
+        with no_waiting():
+            return queue(plan)
+
+    monkeypatch.setattr(runner, "_queue", watched)
+    answers, _ = serve(runner, overlap=True)
+    assert_alike(answers, expected)
+
+
+@pytest.mark.gpu
+def test_cuda_graphs_answer_as_launches_do(load: Callable[..., Any], expected: Answers) -> None:
+    runner = load(device="cuda")
+    assert runner._graphs is not None
+    assert_alike(serve(runner, overlap=True)[0], expected)
+    runner.sleep()
+    runner.wake()
+    assert_alike(serve(runner, overlap=True)[0], expected)
+    runner.record_decodes([2, 4], CudaRecorder)
+    assert_alike(serve(runner)[0], expected)
+
+
+@pytest.mark.gpu
+def test_nothing_is_compiled_once_requests_come(load: Callable[..., Any]) -> None:
+    import triton
+
+    compiled: list[str] = []
+    runner = load(device="cuda")
+    triton.knobs.runtime.jit_post_compile_hook = lambda *, key, **rest: compiled.append(key)
+    try:
+        serve(runner, overlap=True)
+    finally:
+        triton.knobs.runtime.jit_post_compile_hook = None
+    assert compiled == []
+
+
+@pytest.mark.gpu
+def test_a_device_that_fails_is_told_as_lost(tmp_path: Path) -> None:
+    """In a process of its own, which can use the device no more afterwards."""
+    import subprocess
+    import sys
+
+    code = (
+        "import torch\n"
+        "from types import SimpleNamespace\n"
+        "from pagemill_engine.runner.device_runner import DeviceRunner\n"
+        "try:\n"
+        "    torch.zeros(4, device='cuda')[torch.tensor([9], device='cuda')].cpu()\n"
+        "except Exception as error:\n"
+        "    runner = SimpleNamespace(_ops=SimpleNamespace(device=torch.device('cuda')))\n"
+        "    print(type(DeviceRunner._told(runner, error)).__name__)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "DeviceLostError", done.stderr

@@ -1,0 +1,184 @@
+"""Rows of requests on the device: changes, a step's inputs and its end equal their references."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from triton_device import DEVICE
+
+from pagemill_kernels.request_rows import layout, reference
+from pagemill_kernels.request_rows import triton_launch as rows
+from pagemill_kernels.request_rows.layout import RowLayout, RowState, StepInputs, StepRows
+from pagemill_kernels.request_rows.staging import PIECE, Staging
+from pagemill_kernels.sampling import randomness
+
+BLOCK_SIZE = 16
+MAX_LEN = 700
+LAYOUT = RowLayout.of(9, MAX_LEN, BLOCK_SIZE)
+PADDING_BLOCK = 99
+
+
+def filled(seed: int = 0) -> RowState:
+    """Every row has blocks, tokens and a record of its own."""
+    generator = np.random.default_rng(seed)
+    state = RowState(LAYOUT, PADDING_BLOCK, DEVICE)
+    staging = Staging()
+    for row in range(LAYOUT.padding_row):
+        record = generator.integers(-(2**31), 2**31, layout.NUM_FIELDS).astype(np.int32)
+        num_computed = int(generator.integers(0, 300))
+        record[layout.NUM_TOKENS] = num_computed + int(generator.integers(1, 350))
+        record[layout.NUM_PROMPT_TOKENS] = record[layout.NUM_TOKENS] - int(generator.integers(0, 20))
+        record[layout.NUM_COMPUTED_TOKENS] = num_computed
+        record[layout.CHOICE] = row % 3
+        staging.put(LAYOUT.record(row), record)
+        staging.put(LAYOUT.block(row, 0), generator.integers(0, 90, LAYOUT.table_width).astype(np.int32))
+        staging.put(LAYOUT.token(row, 0), generator.integers(0, 2**31, LAYOUT.tokens_width).astype(np.int32))
+    nobody = np.zeros(0, dtype=np.int32)
+    writes, _ = staging.upload(nobody, np.zeros(1, dtype=np.int32), nobody, DEVICE)
+    reference.write_rows(state, writes)
+    return state
+
+
+def copied(state: RowState) -> RowState:
+    other = RowState(LAYOUT, PADDING_BLOCK, DEVICE)
+    other.values.copy_(state.values)
+    return other
+
+
+def step(at: list[int], counts: list[int], samples: list[bool]) -> StepRows:
+    starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+    places = np.where(samples, np.cumsum(samples) - 1, -1).astype(np.int32)
+    return Staging().upload(np.array(at, dtype=np.int32), starts, places, DEVICE)[1]
+
+
+def inputs_of(num_tokens: int, num_requests: int, num_sampled: int) -> StepInputs:
+    made = StepInputs.empty(num_tokens, num_requests, num_sampled, LAYOUT.table_width, DEVICE)
+    for name in StepInputs.__slots__:
+        getattr(made, name).fill_(-7)
+    return made
+
+
+def assert_equal(ours: StepInputs, expected: StepInputs) -> None:
+    for name in StepInputs.__slots__:
+        assert torch.equal(getattr(ours, name), getattr(expected, name)), name
+
+
+STEPS = {
+    "decodes": ([3, 0, 8], [1, 1, 1], [True, True, True]),
+    "one chunk": ([4], [300], [False]),
+    "the end of a prompt": ([4], [17], [True]),
+    "mixed, some in the middle of their prompts": ([5, 1, 7, 2], [1, 280, 1, 33], [True, False, True, True]),
+    "a request without tokens": ([5, 1, 7], [1, 0, 2], [True, False, True]),
+    "padding behind": ([6, 2, 9, 9], [1, 1, 1, 1], [True, True, False, False]),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_steps_inputs(name: str) -> None:
+    at, counts, samples = STEPS[name]
+    state, wanted = filled(), step(at, counts, samples)
+    ours, expected = (inputs_of(sum(counts), len(at), sum(samples)) for _ in range(2))
+    arguments = (state, wanted, max(counts), sum(samples), BLOCK_SIZE)
+    rows.build_inputs(*arguments, ours)
+    reference.build_inputs(*arguments, expected)
+    assert_equal(ours, expected)
+
+
+def test_inputs_may_lie_in_longer_buffers() -> None:
+    at, counts, samples = STEPS["decodes"]
+    state, wanted = filled(), step(at, counts, samples)
+    whole, expected = inputs_of(8, 8, 8), inputs_of(8, 8, 8)
+    rows.build_inputs(state, wanted, 1, 3, BLOCK_SIZE, whole.first(4))
+    reference.build_inputs(state, wanted, 1, 3, BLOCK_SIZE, expected.first(4))
+    assert_equal(whole, expected)
+    assert whole.block_tables[3:].eq(-7).all()
+
+
+def test_a_draws_key_is_that_of_the_specification() -> None:
+    seed, choice, generated = 0xFEDCBA9876543210, 5, 11
+    record = np.zeros(layout.NUM_FIELDS, dtype=np.int32)
+    record[[layout.NUM_TOKENS, layout.NUM_PROMPT_TOKENS, layout.CHOICE]] = [20 + generated, 20, choice]
+    record[[layout.SEED_LOW, layout.SEED_HIGH]] = np.array([seed], dtype=np.uint64).view(np.int32)
+    state = filled()
+    state.records[2, : layout.NUM_FIELDS] = torch.from_numpy(record)
+    out = inputs_of(1, 1, 1)
+    rows.build_inputs(state, step([2], [1], [True]), 1, 1, BLOCK_SIZE, out)
+    key = out.settings[4:].cpu().numpy().view(np.uint64)
+    assert key == randomness.keys(np.array([seed], dtype=np.uint64), np.array([choice]), np.array([generated]))
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_the_end_of_a_step(name: str) -> None:
+    at, counts, samples = STEPS[name]
+    ours, wanted = filled(), step(at, counts, samples)
+    expected, before = copied(ours), ours.values.clone()
+    sampled = torch.arange(sum(samples), device=DEVICE) * 1000 - 1
+    rows.advance_rows(ours, wanted, sampled)
+    reference.advance_rows(expected, wanted, sampled)
+    assert torch.equal(ours.values, expected.values)
+    assert not torch.equal(ours.values, before)
+
+
+def test_what_was_sampled_is_the_next_steps_input() -> None:
+    state = filled()
+    state.records[4, layout.NUM_COMPUTED_TOKENS] = state.records[4, layout.NUM_TOKENS] - 2
+    rows.advance_rows(state, step([4], [2], [True]), torch.tensor([4321], device=DEVICE))
+    out = inputs_of(1, 1, 1)
+    rows.build_inputs(state, step([4], [1], [True]), 1, 1, BLOCK_SIZE, out)
+    assert out.token_ids.tolist() == [4321]
+
+
+def test_changes_of_any_length_are_written_where_they_belong() -> None:
+    state = filled()
+    staging, expected = Staging(), state.values.clone()
+    changes = {0: 3, 40: 1, 300: 0, LAYOUT.token(1, 0): LAYOUT.tokens_width, LAYOUT.token(3, 1): 2 * PIECE + 5}
+    for to, size in changes.items():
+        values = np.arange(size, dtype=np.int32) - to
+        staging.put(to, values if size > 1 else values.tolist())
+        expected[to : to + size] = torch.from_numpy(values)
+    nobody = np.zeros(0, dtype=np.int32)
+    writes, _ = staging.upload(nobody, np.zeros(1, dtype=np.int32), nobody, DEVICE)
+    rows.write_rows(state, writes)
+    assert torch.equal(state.values, expected)
+
+
+def test_everything_of_a_step_travels_at_once_and_begins_where_kernels_may_read_wide() -> None:
+    staging = Staging()
+    staging.put(5, [1, 2, 3])
+    counts = np.array([0, 1, 2], dtype=np.int32)
+    writes, at = staging.upload(counts[1:], counts, np.array([-1, 0], dtype=np.int32), DEVICE)
+    parts = [writes.pieces, writes.values, *at]
+    assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
+    assert all(part.storage_offset() * part.itemsize % 16 == 0 for part in parts)
+    assert (at.rows.tolist(), at.query_start_loc.tolist(), at.places.tolist()) == ([1, 2], [0, 1, 2], [-1, 0])
+
+
+def test_rows_lie_beside_each_other_and_the_last_one_is_nobodys() -> None:
+    state = RowState(LAYOUT, PADDING_BLOCK, DEVICE)
+    assert state.tables[LAYOUT.padding_row].eq(PADDING_BLOCK).all()
+    assert not state.tables[: LAYOUT.padding_row].any()
+    for part, place in ((state.records, LAYOUT.record), (state.tables, LAYOUT.block), (state.tokens, LAYOUT.token)):
+        last = (LAYOUT.num_rows - 1,) if part is state.records else (LAYOUT.num_rows - 1, 0)
+        assert part[LAYOUT.padding_row].data_ptr() - state.values.data_ptr() == 4 * place(*last)
+
+
+def test_what_does_not_fit_is_named() -> None:
+    state, wanted = filled(), step([3, 0], [1, 1], [True, True])
+    with pytest.raises(ValueError, match="2 requests, of which 2 sample, do not fit into inputs of 2 and 1"):
+        rows.build_inputs(state, wanted, 1, 2, BLOCK_SIZE, inputs_of(2, 2, 1))
+    with pytest.raises(ValueError, match=r"sampled is torch\.int32"):
+        rows.advance_rows(state, wanted, torch.zeros(2, dtype=torch.int32, device=DEVICE))
+    with pytest.raises(ValueError, match=r"places is \[1\], \[2\] is needed"):
+        rows.advance_rows(state, wanted._replace(places=wanted.places[:1]), torch.zeros(2, device=DEVICE).long())
+
+
+@pytest.mark.gpu
+def test_a_step_of_a_real_size() -> None:
+    state = filled()
+    at = [row % LAYOUT.padding_row for row in range(512)]
+    wanted = step(at, [1] * 512, [True] * 512)
+    ours, expected = inputs_of(512, 512, 512), inputs_of(512, 512, 512)
+    rows.build_inputs(state, wanted, 1, 512, BLOCK_SIZE, ours)
+    reference.build_inputs(state, wanted, 1, 512, BLOCK_SIZE, expected)
+    assert_equal(ours, expected)
