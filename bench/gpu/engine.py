@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from measuring import Device
@@ -17,7 +17,7 @@ from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.models.registry import build_model
 from pagemill_engine.models.rope import rope_tables
 from pagemill_engine.models.weights import load_weights, weight_bytes
-from pagemill_engine.runner.base import RunnerInfo
+from pagemill_engine.runner.base import InFlight, RunnerInfo
 from pagemill_engine.runner.budget import Sizes, plan_memory
 from pagemill_engine.runner.compiling import record_decodes
 from pagemill_engine.runner.device_memory import measure_device
@@ -150,8 +150,8 @@ class Engine:
         return name
 
 
-def _without_waiting(launch: Callable[[StepPlan], Any]) -> Callable[[StepPlan], Any]:
-    def watched(plan: StepPlan) -> Any:
+def _without_waiting(launch: Callable[[StepPlan], InFlight]) -> Callable[[StepPlan], InFlight]:
+    def watched(plan: StepPlan) -> InFlight:
         torch.cuda.set_sync_debug_mode("error")
         try:
             return launch(plan)
