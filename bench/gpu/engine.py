@@ -17,11 +17,11 @@ from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.models.registry import build_model
 from pagemill_engine.models.rope import rope_tables
 from pagemill_engine.models.weights import load_weights, weight_bytes
-from pagemill_engine.runner.base import InFlight, RunnerInfo
+from pagemill_engine.runner.base import RunnerInfo
 from pagemill_engine.runner.budget import Sizes, plan_memory
 from pagemill_engine.runner.compiling import record_decodes
 from pagemill_engine.runner.device_memory import measure_device
-from pagemill_engine.runner.device_runner import DeviceRunner
+from pagemill_engine.runner.device_runner import DeviceRunner, InFlight
 from pagemill_engine.runner.kv_cache import KVCache, kv_bytes_per_token
 from pagemill_engine.runner.memory import MemoryState
 from pagemill_engine.runner.settling import CudaMeter, settle
