@@ -92,7 +92,7 @@ class Engine:
         self.compile_s = time.perf_counter() - begin_s - self.load_s
         self.num_kv_tokens = runner.info.num_blocks * config.block_size
         if forbids_waiting and device.on_gpu:
-            runner.launch = _without_waiting(runner.launch)  # type: ignore[method-assign]
+            runner.launch = _without_waiting(runner.launch)  # type: ignore[method-assign, assignment]
         self._core = EngineCore(config, runner)
         self._num_requests = 0
 
