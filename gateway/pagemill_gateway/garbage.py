@@ -10,8 +10,8 @@ import gc
 
 NEW_OBJECTS = 50_000
 """Before the youngest are looked through: some dozens of requests."""
-YOUNG_ROUNDS = 20
-MIDDLE_ROUNDS = 50
+YOUNG_ROUNDS = 10
+MIDDLE_ROUNDS = 10
 
 
 def collect_seldom() -> None:

@@ -140,3 +140,12 @@ def test_silu_and_mul_equals_the_formula(tokens: int, size: int) -> None:
     torch.testing.assert_close(
         activation.silu_and_mul(x.clone()), activation_reference.silu_and_mul(x.clone()), rtol=1e-5, atol=1e-6
     )
+
+
+@pytest.mark.parametrize("size", [8, 13, 32])
+def test_gates_far_below_zero_close(size: int) -> None:
+    gates = torch.linspace(-400, 400, size)
+    x = torch.cat([gates, torch.ones(size)])[None]
+    torch.testing.assert_close(
+        activation.silu_and_mul(x.clone()), activation_reference.silu_and_mul(x.clone()), rtol=1e-5, atol=1e-6
+    )

@@ -1,4 +1,7 @@
-"""Chats rendered for an event loop: the same texts and refusals as in a thread, and no loop that stands still."""
+"""Chats rendered for an event loop: the same texts and refusals as in a thread, and no loop that stands still.
+
+Where something has to be waited for the template says so, and whoever asks takes a thread, as `rendered` does here.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -46,6 +49,15 @@ async def warm(chat: ChatTemplate) -> ChatTemplate:
     return chat
 
 
+async def rendered(chat: ChatTemplate, messages: list[dict[str, Any]], **options: Any) -> str:
+    text = await chat.render_soon(messages, **options)
+    return text if text is not None else await asyncio.to_thread(chat.render, messages, **options)
+
+
+def rendered_in_a_thread(chat: ChatTemplate) -> Callable[[list[dict[str, Any]]], Awaitable[str]]:
+    return lambda messages: asyncio.to_thread(chat.render, messages)
+
+
 async def settled(chat: ChatTemplate, num_idle: int) -> None:
     async with asyncio.timeout(20):
         while len(chat._idle) != num_idle or chat._slots._value != 2:  # noqa: ASYNC110 (nobody tells)
@@ -64,16 +76,18 @@ async def test_the_text_is_the_same_and_no_thread_is_asked(template, monkeypatch
     await settled(chat, 1)
 
 
-async def test_the_first_render_starts_the_process(template):
+async def test_where_no_process_waits_for_work_a_thread_has_to(template):
     chat = template(BY_LAST)
-    assert await chat.render_soon(said("first")) == "first"
+    assert await chat.render_soon(said("first")) is None
+    await settled(chat, 0)
+    assert await rendered(chat, said("first")) == "first"
     await settled(chat, 1)
 
 
 async def test_many_at_once_get_their_own_texts(template):
     chat = await warm(template(BY_LAST))
     texts = [f"text {number}" for number in range(40)]
-    assert await asyncio.gather(*(chat.render_soon(said(text)) for text in texts)) == texts
+    assert await asyncio.gather(*(rendered(chat, said(text)) for text in texts)) == texts
     await settled(chat, len(chat._idle))
 
 
@@ -81,7 +95,8 @@ async def test_many_at_once_get_their_own_texts(template):
 async def test_long_messages_come_through_whole(template, num_chars):
     chat = await warm(template(BY_LAST))
     text = "x" * num_chars
-    assert await chat.render_soon(said(text)) == text
+    assert (await chat.render_soon(said(text)) is None) == (num_chars >= MAX_UNWAITED_BYTES)
+    assert await rendered(chat, said(text)) == text
 
 
 async def test_a_short_message_may_make_a_long_text(template):
@@ -98,7 +113,7 @@ async def test_the_loop_turns_while_a_template_is_stopped(template):
     with pytest.raises(PagemillError, match=r"runs longer than 0\.3 s"):
         await ended
     assert turns > 10
-    assert await chat.render_soon(said("a")) == "fine"
+    assert await rendered(chat, said("a")) == "fine"
     await settled(chat, 1)
 
 
@@ -118,13 +133,22 @@ async def test_a_template_that_does_not_compile_is_named(template):
     chat = template("{{ unclosed")
     for _ in range(2):
         with pytest.raises(PagemillError, match="does not compile"):
-            await chat.render_soon(said("a"))
+            await rendered(chat, said("a"))
 
 
 async def test_a_process_that_was_killed_is_replaced(template):
     chat = await warm(template(BY_LAST))
     os.kill(chat._idle[0]._process.pid, signal.SIGKILL)
-    assert await chat.render_soon(said("again")) == "again"
+    assert await chat.render_soon(said("again")) is None
+    assert await rendered(chat, said("again")) == "again"
+    await settled(chat, 1)
+
+
+async def test_half_a_character_is_a_fault_of_the_template(template):
+    chat = await warm(template("{% if messages | length > 1 %}{{ '\\ud800' }}{% endif %}fine"))
+    for render in (chat.render_soon, rendered_in_a_thread(chat)):
+        with pytest.raises(PagemillError, match="not valid Unicode"):
+            await render(said("a") * 2)
     await settled(chat, 1)
 
 
@@ -155,8 +179,10 @@ async def test_a_process_that_dies_unwatched_is_not_used_again(template):
     await asyncio.sleep(0)
     leaving.cancel()
     await settled(chat, 0)
-    assert process._process.returncode is not None
-    assert await chat.render_soon(said("mine")) == "fine"
+    async with asyncio.timeout(20):
+        while process._process.returncode is None:  # noqa: ASYNC110 (nobody tells)
+            await asyncio.sleep(0.01)
+    assert await rendered(chat, said("mine")) == "fine"
 
 
 @pytest.mark.model

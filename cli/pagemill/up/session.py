@@ -32,6 +32,7 @@ MAX_FIRST_CRASHES = 3
 LASTING_REASONS = frozenset(
     {
         "DeviceUnavailable",
+        "GraphsTooLarge",
         "ModelNotFound",
         "ModelUnreadable",
         "UnsupportedArchitecture",

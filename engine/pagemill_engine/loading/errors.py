@@ -7,8 +7,8 @@ class LoadError(Exception):
     """`reason` is a CamelCase condition reason, `message` names the value and the remedy.
 
     Reasons: ModelNotFound, SourceUnavailable, ModelUnreadable, UnsupportedArchitecture, UnsupportedQuantization,
-    ModelTooLarge, MaxModelLenTooLarge, KVCacheTooSmall, KVCacheTooLarge, StepTooLarge, SettingsUnsupported,
-    DeviceUnavailable.
+    ModelTooLarge, MaxModelLenTooLarge, KVCacheTooSmall, KVCacheTooLarge, StepTooLarge, GraphsTooLarge,
+    SettingsUnsupported, DeviceUnavailable.
     """
 
     def __init__(self, reason: str, message: str) -> None:

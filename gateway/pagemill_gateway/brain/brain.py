@@ -30,7 +30,7 @@ from pagemill_gateway.brain.interface import (
 from pagemill_gateway.brain.load import measure_load
 from pagemill_gateway.brain.news import News
 from pagemill_gateway.brain.orders import Order, Sent, make_order
-from pagemill_gateway.brain.outage import Outage
+from pagemill_gateway.brain.outage import Outage, Outages
 from pagemill_gateway.brain.placement import Placed, Placement
 from pagemill_gateway.brain.queues import Queues
 from pagemill_gateway.brain.recovery import Recovery
@@ -44,9 +44,6 @@ from pagemill_protocol.catalog import Catalog, QueueLimits
 from pagemill_protocol.errors import PagemillError, unavailable
 from pagemill_protocol.load import DeploymentLoad
 from pagemill_protocol.state import StateFrame
-
-PATIENCE = 2.0
-"""An engine that comes back may take so many times as long as it usually does."""
 
 
 class LocalBrain:
@@ -66,7 +63,6 @@ class LocalBrain:
         self.placement = Placement(rng, config.decision_log_size)
         self._num_decisions = first_decision
         self._open: dict[int, Sent] = {}
-        self._outage_wait_s = config.outage_wait_s
         self._stall_timeout_s = config.stall_timeout_s
         # A static catalogue says `terminating` when nothing may go there any more; a cluster says so at once, while
         # the replacement may not be known here yet.
@@ -80,6 +76,7 @@ class LocalBrain:
             ejection_base_s=config.ejection_base_s,
             ejection_max_s=config.ejection_max_s,
         )
+        self._outages = Outages(self.registry, self._limits, config.outage_wait_s, clock)
         self._recovery = Recovery(max_ejected_share=config.max_ejected_share, retry_share=config.retry_share)
         self.suspects = Suspects()
         self._eligible = Eligible(
@@ -223,8 +220,8 @@ class LocalBrain:
         except PagemillError as error:
             if error.code != NOT_READY:
                 raise
-        self._wish_for(self._wanted(model))
-        left_s = self._lefts_s(model)
+        self._outages.wish_for(self._outages.wanted(model))
+        left_s = self._outages.lefts_s(model)
         if max(left_s.values(), default=0.0) <= 0:
             return self.resolve(model)
         key = max(left_s, key=lambda each: left_s[each])
@@ -265,7 +262,7 @@ class LocalBrain:
             group=order.group,
             cost_tokens=cost_tokens,
             undo=self.given_back,
-            kept=again is not None and again.kind not in UNSERVED,
+            kept=again is not None and (again.kind not in UNSERVED or bool(again.ends) or again.num_tokens > 0),
         )
         return placed._replace(queued_s=queued_s)
 
@@ -346,37 +343,15 @@ class LocalBrain:
         return measure_load(self.registry, self.queues, self.traffic, self._clock())
 
     def phase(self, record: EndpointRecord) -> str:
-        """One word: draining, sleeping, starting, ejected, stale or ready; the first that is true."""
-        now = self._clock()
-        if record.leaving:
-            return "draining"
-        if record.sleeping:
-            return "sleeping"
-        if not record.usable:
-            return "starting"
-        if not record.ejection.allows(now):
-            return "ejected"
-        return "ready" if record.reports.fresh(now) else "stale"
+        return record.phase_at(self._clock())
 
     def _resolve_in_time(self, model: str, until: float) -> Target | None:
         """As `resolve`, but None while an engine may still come."""
-        is_over = self._clock() >= until or max(self._lefts_s(model).values(), default=0.0) <= 0
+        is_over = self._clock() >= until or max(self._outages.lefts_s(model).values(), default=0.0) <= 0
         if is_over or self._eligible.settled(model):
             return self.resolve(model)
-        self._wish_for(self.registry.named(model))
+        self._outages.wish_for(self.registry.named(model))
         return None
-
-    def _wanted(self, model: str) -> list[Deployment]:
-        return [each for each in self.registry.named(model) if each.model.weight > 0]
-
-    def _lefts_s(self, model: str) -> dict[str, float]:
-        """How much longer an engine of each deployment of that name may be waited for."""
-        return {each.key: self._outage_left_s(each) for each in self._wanted(model)}
-
-    def _wish_for(self, deployments: list[Deployment]) -> None:
-        """None of them has an engine, and somebody waits for one."""
-        for each in deployments:
-            each.starts.wished(self._clock(), anew=not each.records)
 
     def _served_name(self, name: str) -> ServedName:
         """Deployments that share it serve what all of them can."""
@@ -388,14 +363,14 @@ class LocalBrain:
         """Decide and account; None while there is no room, or no engine but one is expected."""
         now, target, need = self._clock(), order.target, order.need
         deployment, usable = self._eligible.endpoints(target)
-        if deployment is None or (not usable and outage.is_over(now, self._outage_left_s(deployment))):
+        if deployment is None or (not usable and outage.is_over(now, self._outages.left_s(deployment))):
             raise unavailable(
                 f"The engines of {target.deployment} went away. Try again.",
                 retry_after_s=self._start_left_s(target.deployment) or 1,
                 code=NOT_READY,
             )
         if not usable:
-            self._wish_for([deployment])
+            self._outages.wish_for([deployment])
             return None
         outage.ended()
 
@@ -446,19 +421,6 @@ class LocalBrain:
         """Who may get requests has changed: everybody who waits looks again."""
         self.news.publish()
         self.queues.pump_all()
-
-    def _outage_left_s(self, deployment: Deployment) -> float:
-        """How much longer requests may wait for an engine: one that was lost a moment ago, or is known to be ready."""
-        if deployment.model.wakes:
-            return self._limits(deployment.key).timeout_s
-        wait_s = self._outage_wait_s
-        if wait_s > 0 and (usual_s := deployment.starts.usual_s(anew=False)) is not None:
-            wait_s = max(wait_s, min(PATIENCE * usual_s, self._limits(deployment.key).timeout_s))
-        if any(record.expected for record in deployment.records):
-            return wait_s
-        if deployment.last_served_at is None:
-            return 0.0
-        return max(0.0, deployment.last_served_at + wait_s - self._clock())
 
     def _account(self, placed: Placed, deployment: Deployment, order: Order, now: float) -> Choice:
         self._num_decisions = decision = placed.number

@@ -155,6 +155,8 @@ class Queues:
             if entry in queue.waiting:
                 queue.waiting.remove(entry)
                 self.pump(deployment)
+            # A refusal that was set on its future holds this frame, which would hold it and the request's body.
+            del entry
         return found, self._clock() - now
 
     def pump(self, deployment: str) -> None:

@@ -77,6 +77,18 @@ class EndpointRecord:
         unheard = self.max_model_len == 0 and not self.unreachable
         return unheard and (self.endpoint.probed_ready or self.being_asked) and not self.leaving
 
+    def phase_at(self, now: float) -> str:
+        """One word: draining, sleeping, starting, ejected, stale or ready; the first that is true."""
+        if self.leaving:
+            return "draining"
+        if self.sleeping:
+            return "sleeping"
+        if not self.usable:
+            return "starting"
+        if not self.ejection.allows(now):
+            return "ejected"
+        return "ready" if self.reports.fresh(now) else "stale"
+
     @property
     def leaving(self) -> bool:
         return self.endpoint.terminating or self.draining

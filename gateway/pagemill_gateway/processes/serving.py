@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 
 from pagemill_gateway.app import control_app, data_app
+from pagemill_gateway.garbage import collect_seldom
 from pagemill_gateway.head import Head
 from pagemill_gateway.ipc.head_line import HeadLine
 from pagemill_gateway.ipc.serving import serving_workers
@@ -28,6 +29,7 @@ async def serve_control(setup: Setup) -> None:
                 serving_workers(head, setup.head_socket),
                 serving(control_app(head), setup.listening_socket(), setup.config) as control,
             ):
+                collect_seldom()
                 say_up()
                 await stopped(stop, control)
                 head.draining = True
@@ -46,6 +48,7 @@ async def serve_data(setup: Setup) -> None:
     try:
         with stop.on_signals():
             async with serving(data_app(worker), setup.listening_socket(), setup.config) as data:
+                collect_seldom()
                 connected = asyncio.create_task(line.wait_connected())
                 connected.add_done_callback(lambda _: None if connected.cancelled() else say_up())
                 await stopped(stop, data)

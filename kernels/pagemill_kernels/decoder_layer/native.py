@@ -23,9 +23,7 @@ MLP_ROWS = 128
 class NativeLayers:
     def __init__(self, layers: Sequence[LayerParts]) -> None:
         """At least one; all packed parts are `NativeLinear`s."""
-        packed = [
-            _Packed(*(_native(part) for part in (each.qkv, each.output, each.gate_up, each.down))) for each in layers
-        ]
+        packed = [_packed(parts) for parts in layers]
         weights = [_weights(parts, linears) for parts, linears in zip(layers, packed, strict=True)]
         self._kept = layers, weights
         """What the addresses below point to."""

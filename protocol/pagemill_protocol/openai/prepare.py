@@ -137,8 +137,8 @@ def detokenize(req: DetokenizeRequest, tokenizer: Tokenizer) -> str:
     return tokenizer.decode(req.tokens, skip_special_tokens=False)
 
 
-async def render_soon(req: ChatCompletionRequest, tokenizer: Tokenizer) -> str:
-    """The prompt of a short chat, on the event loop. Raises `PagemillError` 400."""
+async def render_soon(req: ChatCompletionRequest, tokenizer: Tokenizer) -> str | None:
+    """The prompt of a short chat, on the event loop; None: ask `prepare_chat` for it. Raises `PagemillError` 400."""
     messages = [message.for_template() for message in req.messages]
     return await tokenizer.chat_template.render_soon(messages, **_rendering(req))
 

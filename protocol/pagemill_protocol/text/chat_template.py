@@ -74,8 +74,8 @@ class ChatTemplate:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         template_kwargs: dict[str, Any] | None = None,
-    ) -> str:
-        """As `render`, for an event loop. A thread is asked only where something has to be waited for.
+    ) -> str | None:
+        """As `render`, for an event loop; None where something has to be waited for: ask `render`, in a thread.
 
         For short chats: waking a thread and sharing the interpreter with it costs more than rendering them.
         """
@@ -83,11 +83,8 @@ class ChatTemplate:
             messages, add_generation_prompt, continue_final_message, tools, template_kwargs or {}
         )
         process = self._borrow_idle(name) if len(variables) <= MAX_UNWAITED_BYTES else None
-        if process is None:
-            reply = await asyncio.to_thread(self._run, name, variables)
-        else:
-            reply = await self._run_soon(process, name, variables)
-        return _text_of(reply, continue_final_message)
+        reply = await self._run_soon(process, name, variables) if process is not None else None
+        return _text_of(reply, continue_final_message) if reply is not None else None
 
     def _call(
         self,
@@ -130,20 +127,25 @@ class ChatTemplate:
         finally:
             self._slots.release()
 
-    async def _run_soon(self, process: TemplateProcess, name: str, variables: bytes) -> dict[str, Any]:
-        """In a process of `_borrow_idle`, which goes back by itself."""
+    async def _run_soon(self, process: TemplateProcess, name: str, variables: bytes) -> dict[str, Any] | None:
+        """In a process of `_borrow_idle`, which goes back by itself; None: it was killed while it was idle, or now."""
 
         def on_free() -> None:
             self._idle.append(process)
             self._slots.release()
 
+        answered = process.render_soon(name, variables, on_free, self._slots.release)
         try:
-            return await process.render_soon(name, variables, on_free, self._slots.release)
+            return await answered
         except Broke as broken:
             verdict = await asyncio.to_thread(process.verdict, broken.cause)
+        except asyncio.CancelledError:
+            if not answered.cancelled() and answered.done() and answered.exception() is not None:
+                answered.get_loop().run_in_executor(None, process.close)
+            raise
         if isinstance(verdict, TimeLimitReached):
             raise self._too_slow()
-        return await asyncio.to_thread(self._run, name, variables)
+        return None
 
     def _borrow_idle(self, name: str) -> TemplateProcess | None:
         """One that can begin at once; none: there is something to wait for, or to complain about."""

@@ -115,10 +115,9 @@ class TemplateProcess:
         deadline = time.monotonic() + timeout_s
         try:
             self._write(_framed(request))
-            reply: dict[str, Any] = msgspec.json.decode(self._read_frame(deadline))
+            return _reply_of(self._read_frame(deadline))
         except (OSError, EOFError, TimeoutError) as error:
             raise self.verdict(error) from None
-        return reply
 
     def _write(self, data: bytes) -> None:
         assert self._process.stdin is not None
@@ -196,6 +195,8 @@ class _Reading:
     def _read(self) -> None:
         try:
             frame = self._incoming.add(os.read(self._descriptor, _READ_BYTES))
+        except BlockingIOError:
+            return
         except (OSError, EOFError) as error:
             self._fail(error)
             return
@@ -204,19 +205,27 @@ class _Reading:
         self._stop()
         self._on_free()
         if not self._answered.done():
-            self._answered.set_result(msgspec.json.decode(frame))
+            self._answered.set_result(_reply_of(frame))
 
     def _fail(self, error: Exception) -> None:
         self._stop()
         self._on_broken()
         if self._answered.done():
-            self._process.close()
+            self._loop.run_in_executor(None, self._process.close)
         else:
             self._answered.set_exception(Broke(error))
 
     def _stop(self) -> None:
         self._timer.cancel()
         self._loop.remove_reader(self._descriptor)
+
+
+def _reply_of(frame: bytes) -> dict[str, Any]:
+    try:
+        reply: dict[str, Any] = msgspec.json.decode(frame)
+    except msgspec.DecodeError:  # half a surrogate pair is all that the worker can say and nobody can read
+        return {"error": "what it makes is not valid Unicode"}
+    return reply
 
 
 def _request(template: str, variables: bytes) -> bytes:

@@ -170,12 +170,13 @@ typedef Floats Widest;
 constexpr int kWidest = sizeof(Widest) / sizeof(float);
 inline Widest splat_widest(float value) { return Widest{} + value; }
 
-// exp(x) for x <= 88, relative error below 3e-7; 0 below -87. Cody-Waite reduction, degree-6 polynomial (Cephes).
+// exp(x), relative error below 3e-7; 0 below -87, exp(88) above 88. Cody-Waite reduction, degree-6 polynomial (Cephes).
 template <typename Vector>
 inline Vector exp(Vector x) {
   typedef int32_t Integers __attribute__((vector_size(sizeof(Vector))));
   const Vector none = {};
-  const Vector clipped = max(x, none - 87.0f);
+  const Vector above = max(x, none - 87.0f), most = none + 88.0f;
+  const Vector clipped = above < most ? above : most;
   const Vector scaled = clipped * 1.44269504088896341f;
   const Vector magic = none + 12582912.0f;  // 1.5 * 2^23: adding it rounds to the nearest integer
   const Vector whole = (scaled + magic) - magic;

@@ -28,6 +28,7 @@ _BY_KUBELET = (0, 137, 143)
 _CANNOT_START = (126, 127, 128)
 _REMEDIES = {
     "DeviceUnavailable": "See that the node's driver, container toolkit and device plugin are installed and recent.",
+    "GraphsTooLarge": "They are fields of spec.engine.",
     "InvalidChatTemplate": "It is spec.model.chatTemplate.",
     "KVCacheTooLarge": "It is a field of spec.engine; or raise spec.resources.memory.",
     "KVCacheTooSmall": "It is a field of spec.engine.",
