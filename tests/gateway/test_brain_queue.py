@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from queued_world import BLOCK, Pod, World, limits, served, settle, spawn
 
 from pagemill_gateway.admission.drain_rate import UNKNOWN_WAIT_S
-from pagemill_gateway.brain.interface import Again, Ask, Choice, Claim, Served, Trial
+from pagemill_gateway.brain.interface import Again, Ask, Choice, Claim, FailureKind, Served, Trial
 from pagemill_gateway.brain.orders import Order, make_order
 from pagemill_protocol.catalog import Catalog, Endpoint
 from pagemill_protocol.errors import PagemillError
@@ -264,7 +264,7 @@ async def test_an_outage_may_last_twice_as_long_as_engines_usually_need() -> Non
         lost_at = world.clock.now
         waiting = spawn(world.brain.choose(world.target, frozenset(), Ask(10)))
         await settle()
-        assert world.brain._outage_left_s(world.brain.registry.deployments["default/d"]) == pytest.approx(longest_s)
+        assert world.brain._outages.left_s(world.brain.registry.deployments["default/d"]) == pytest.approx(longest_s)
         await world.pass_time(took_s)
         world.brain.observe("a", world.pods["a"].frame(snapshot=True))
         world.leave(await waiting)
@@ -428,11 +428,13 @@ async def test_a_lost_answer_gets_the_next_seat_before_those_that_have_not_begun
         task.cancel()
 
 
-async def test_a_lost_answer_waits_where_nobody_else_may_and_no_newcomer_takes_its_place() -> None:
+@pytest.mark.parametrize("kind", ["lost", "declined"])
+async def test_a_lost_answer_waits_where_nobody_else_may_and_no_newcomer_takes_its_place(kind: FailureKind) -> None:
+    """Also once another engine, which is shutting down, has refused to continue it."""
     for max_requests in (0, 1):
         world = World(*(Pod(name, seats=1, blocks=1000) for name in "ab"), queue=limits(max_requests=max_requests))
         lost, left = [await world.ask() for _ in range(2)]
-        continued = world.ask_again(world.kill(lost, 5), priority=5)
+        continued = world.ask_again(world.kill(lost, 5)._replace(kind=kind), priority=5)
         await settle()
         with pytest.raises(PagemillError, match="requests wait already"):
             await world.ask(priority=-1)

@@ -96,8 +96,8 @@ class DeviceRunner:
 
     def wait(self, handle: InFlight) -> StepResult:
         if handle.error is not None:
-            # Whoever waits for one of the steps behind a failed one has none of them in flight any more.
-            self._unread_failure = None
+            if self._unread_failure is handle:
+                self._unread_failure = None
             raise handle.error
         if handle.read is None:
             return StepResult()

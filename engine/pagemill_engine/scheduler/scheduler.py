@@ -32,7 +32,7 @@ from pagemill_engine.scheduler.policies import POLICIES
 from pagemill_engine.scheduler.request import Request, RowState
 from pagemill_engine.scheduler.rows import SortedRows, serving_key
 from pagemill_engine.scheduler.searches import Searches, clash, rows_to_abort
-from pagemill_engine.scheduler.soundness import contradictions
+from pagemill_engine.scheduler.soundness import PLACES, contradictions
 from pagemill_engine.scheduler.step import StepPlan, StepResult, TokenLogprobs
 from pagemill_protocol.errors import invalid_field
 from pagemill_protocol.generate import FinishReason, GenerateRequest
@@ -177,12 +177,8 @@ class Scheduler:
         beams = deque(self._beams.ready())
         fits = True
         while step.budget > 0:
-            may_start = (
-                fits
-                and len(self._waiting) > 0
-                and len(self._running) < self.limits.max_num_seqs
-                and (self.num_preemptions == num_preemptions or not (self._running or self._flights))
-            )
+            is_calm = self.num_preemptions == num_preemptions or not (self._running or self._flights)
+            may_start = fits and is_calm and len(self._waiting) > 0 and len(self._running) < self.limits.max_num_seqs
             if may_start and beams:
                 fits = self._start(beams.popleft(), step)
             elif may_start and (not running or self._rank(self._waiting.first()) < self._rank(running[0])):
@@ -357,10 +353,10 @@ class Scheduler:
         May raise in its turn, or leave `find_faults` something to find; then nothing here can be trusted any more.
         """
         if plan is not None:
-            flight = self._flights.land(plan) or Flight(plan)
-            rows = flight.rows(self._rows)
+            rows = (self._flights.land(plan) or Flight(plan)).rows(self._rows)
         else:
-            rows = [*self._running, *(self._suspects[:1] or list(self._waiting)[:1])]
+            starting = self._suspects[:1] or [*self._beams.ready()[:1], *list(self._waiting)[:1]]
+            rows = [*self._running, *starting]
         for row in rows:
             if self.kv.has_table(row):
                 self.kv.distrust(row)
@@ -472,18 +468,13 @@ class Scheduler:
 
     def find_faults(self) -> list[str]:
         """Contradictions between rows, queues and block tables, between steps; none in a sound scheduler. O(rows)."""
-        places = {
-            RowState.RUNNING: len(self._running),
-            RowState.WAITING: len(self._waiting),
-            RowState.HELD: self._held.num_held,
-            RowState.REPORTED: self._beams.num_reported(),
-        }
+        counts = len(self._running), len(self._waiting), self._held.num_held, self._beams.num_reported()
+        places = dict(zip(PLACES, counts, strict=True))
         num_choices = sum(len(choices) for choices in self._clients.values())
         queued_tokens = (sum(row.num_due_tokens for row in self._waiting), self._num_queued_tokens)
         return contradictions(self._rows, places, num_choices, self.kv.tables.keys(), queued_tokens)
 
     def load(self, step_ms: float = 0.0) -> EngineLoad:
         running = (*self._running, *self._beams.between_steps())
-        queued_tokens = self._num_queued_tokens + self._held.num_held
-        counts = (self.num_waiting, queued_tokens, self.num_preemptions)
+        counts = self.num_waiting, self._num_queued_tokens + self._held.num_held, self.num_preemptions
         return engine_load(self.kv.pool, running, *counts, step_ms)

@@ -10,6 +10,9 @@ from collections.abc import Collection, Mapping
 
 from pagemill_engine.scheduler.request import Request, RowState
 
+PLACES = (RowState.RUNNING, RowState.WAITING, RowState.HELD, RowState.REPORTED)
+"""States whose rows are kept in places of their own."""
+
 
 def contradictions(
     rows: Mapping[str, Request],
