@@ -78,23 +78,9 @@ class CodesLinear:
 
     def gather(self, ids: Tensor) -> Tensor:
         """Rows of the weight. ids: int64 [...], each below out_features. Returns float32 [..., in]."""
-        out = torch.empty(*ids.shape, self.in_features, dtype=torch.float32, device=self._codes.device)
-        if ids.numel():
-            triton_body.gather_codes[(ids.numel(), triton.cdiv(self.in_features, GATHER_BLOCK))](
-                ids_ptr=ids.contiguous(),
-                codes_ptr=self._codes,
-                scales_ptr=self._scales,
-                offsets_ptr=self._scales if self._offsets is None else self._offsets,
-                out_ptr=out,
-                IN=self.in_features,
-                GROUP=self._group_size,
-                BITS=self._bits,
-                BLOCK=GATHER_BLOCK,
-                HAS_OFFSETS=self._offsets is not None,
-                enable_fp_fusion=True,
-                num_warps=4,
-            )
-        return out
+        return gather_codes(
+            ids, self._codes, self._scales, self._offsets, (self.in_features, self._group_size, self._bits)
+        )
 
     def _multiply(self, x: Tensor, out: Tensor, *, accumulates: bool) -> None:
         launch.check_floats("linear", x=x, out=out)
@@ -130,6 +116,32 @@ class CodesLinear:
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
         )
+
+
+def gather_codes(
+    ids: Tensor, codes: Tensor, scales: Tensor, offsets: Tensor | None, layout: tuple[int, int, int]
+) -> Tensor:
+    """Rows of a weight in codes. ids: int64 [...]; layout: inputs, inputs that share a scale, bits of a code.
+    Returns float32 [..., in].
+    """
+    in_features, group_size, bits = layout
+    out = torch.empty(*ids.shape, in_features, dtype=torch.float32, device=codes.device)
+    if ids.numel():
+        triton_body.gather_codes[(ids.numel(), triton.cdiv(in_features, GATHER_BLOCK))](
+            ids_ptr=ids.contiguous(),
+            codes_ptr=codes,
+            scales_ptr=scales,
+            offsets_ptr=scales if offsets is None else offsets,
+            out_ptr=out,
+            IN=in_features,
+            GROUP=group_size,
+            BITS=bits,
+            BLOCK=GATHER_BLOCK,
+            HAS_OFFSETS=offsets is not None,
+            enable_fp_fusion=True,
+            num_warps=4,
+        )
+    return out
 
 
 def choose_tiles(num_rows: int, group_size: int) -> Tiles:

@@ -12,13 +12,12 @@ import triton
 from torch import Tensor
 
 from pagemill_kernels.gpu import launch
-from pagemill_kernels.linear import triton_body as codes_body
+from pagemill_kernels.linear.triton_launch import gather_codes
 from pagemill_kernels.scaled_linear import triton_body
 from pagemill_kernels.scaled_linear.channels import LARGEST, SMALLEST_SCALE, ChannelCodes, quantize_channels
 
 ENCODE_BLOCK = 16384
 """Inputs of a row that a program holds in its registers; longer rows are read twice."""
-GATHER_BLOCK = 1024
 BAND = 8
 
 
@@ -56,24 +55,8 @@ class ScaledLinear:
 
     def gather(self, ids: Tensor) -> Tensor:
         """Rows of the weight. ids: int64 [...], each below out_features. Returns float32 [..., in]."""
-        out = torch.empty(*ids.shape, self.in_features, dtype=torch.float32, device=self._codes.device)
-        if ids.numel():
-            # A row is one group of all its inputs.
-            codes_body.gather_codes[(ids.numel(), triton.cdiv(self.in_features, GATHER_BLOCK))](
-                ids_ptr=ids.contiguous(),
-                codes_ptr=self._codes,
-                scales_ptr=self._scales,
-                offsets_ptr=self._scales,
-                out_ptr=out,
-                IN=self.in_features,
-                GROUP=self.in_features,
-                BITS=8,
-                BLOCK=GATHER_BLOCK,
-                HAS_OFFSETS=False,
-                enable_fp_fusion=True,
-                num_warps=4,
-            )
-        return out
+        # A row is one group of all its inputs.
+        return gather_codes(ids, self._codes, self._scales, None, (self.in_features, self.in_features, 8))
 
     def _multiply(self, x: Tensor, out: Tensor, *, accumulates: bool) -> None:
         launch.check_floats("scaled linear", x=x, out=out)
