@@ -72,16 +72,8 @@ def plan_memory(config: EngineConfig, spec: ModelSpec, sizes: Sizes, state: Memo
             step_bytes = activation_bytes(config, spec, sizes, spec.max_position_embeddings)
             raise _step_too_large(config, sizes.weight_bytes, step_bytes, 0, state.available_bytes)
         num_blocks = _num_blocks(config, block_bytes, default_bytes)
-    budget = MemoryBudget(
-        limit_bytes=state.limit_bytes,
-        process_bytes=state.process_bytes,
-        other_bytes=state.limit_bytes - state.available_bytes - state.process_bytes,
-        weight_bytes=sizes.weight_bytes,
-        kv_bytes=num_blocks * block_bytes,
-        activation_bytes=activation_bytes(config, spec, sizes, num_blocks * config.block_size),
-    )
-    _check(config, budget, state.available_bytes)
-    return MemoryPlan(num_blocks, budget)
+    activations = activation_bytes(config, spec, sizes, num_blocks * config.block_size)
+    return _plan(config, num_blocks, sizes, state, activations, measured=False)
 
 
 def plan_measured(
@@ -101,16 +93,23 @@ def plan_measured(
         if config.kv_cache_memory_bytes is None and left_bytes < block_bytes:
             raise _step_too_large(config, sizes.weight_bytes, activations, 0, before.available_bytes)
         num_blocks = _num_blocks(config, block_bytes, left_bytes)
+    return _plan(config, num_blocks, sizes, before, activations, measured=True)
+
+
+def _plan(
+    config: EngineConfig, num_blocks: int, sizes: Sizes, state: MemoryState, activations: int, *, measured: bool
+) -> MemoryPlan:
+    """Raises `LoadError` where it does not fit together."""
     budget = MemoryBudget(
-        limit_bytes=before.limit_bytes,
-        process_bytes=before.process_bytes,
-        other_bytes=before.limit_bytes - before.available_bytes - before.process_bytes,
+        limit_bytes=state.limit_bytes,
+        process_bytes=state.process_bytes,
+        other_bytes=state.limit_bytes - state.available_bytes - state.process_bytes,
         weight_bytes=sizes.weight_bytes,
-        kv_bytes=num_blocks * block_bytes,
+        kv_bytes=num_blocks * sizes.kv_bytes_per_token * config.block_size,
         activation_bytes=activations,
-        measured=True,
+        measured=measured,
     )
-    _check(config, budget, before.available_bytes)
+    _check(config, budget, state.available_bytes)
     return MemoryPlan(num_blocks, budget)
 
 

@@ -49,10 +49,28 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-class CodesLinear:
-    """x: any float type [..., in] -> [..., out] of x's type; sums in float32."""
+class CodesOnDevice:
+    """x: any float type [..., in] -> [..., out] of x's type. Subclasses multiply."""
 
     can_gather = True
+    out_features: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = torch.empty(*x.shape[:-1], self.out_features, dtype=x.dtype, device=x.device)
+        self._multiply(x, out, accumulates=False)
+        return out
+
+    def add_to(self, out: Tensor, x: Tensor) -> None:
+        """out += x W^T + bias, in place. out: contiguous [rows, out]."""
+        self._multiply(x, out, accumulates=True)
+
+    def _multiply(self, x: Tensor, out: Tensor, *, accumulates: bool) -> None:
+        """out = x W^T + bias, or that added to it. Raises `ValueError` for shapes that do not fit."""
+        raise NotImplementedError
+
+
+class CodesLinear(CodesOnDevice):
+    """Sums in float32."""
 
     def __init__(self, weight: GroupCodes, bias: Tensor | None) -> None:
         self.out_features, self.in_features = weight.codes.shape
@@ -66,15 +84,6 @@ class CodesLinear:
     @property
     def num_bytes(self) -> int:
         return self._codes.nbytes + self._scales.nbytes + (0 if self._offsets is None else self._offsets.nbytes)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        out = torch.empty(*x.shape[:-1], self.out_features, dtype=x.dtype, device=x.device)
-        self._multiply(x, out, accumulates=False)
-        return out
-
-    def add_to(self, out: Tensor, x: Tensor) -> None:
-        """out += x W^T + bias, in place. out: contiguous [rows, out]."""
-        self._multiply(x, out, accumulates=True)
 
     def gather(self, ids: Tensor) -> Tensor:
         """Rows of the weight. ids: int64 [...], each below out_features. Returns float32 [..., in]."""

@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from pagemill_kernels.gpu import launch
-from pagemill_kernels.linear.triton_launch import gather_codes
+from pagemill_kernels.linear.triton_launch import CodesOnDevice, gather_codes
 from pagemill_kernels.scaled_linear import triton_body
 from pagemill_kernels.scaled_linear.channels import LARGEST, SMALLEST_SCALE, ChannelCodes, quantize_channels
 
@@ -29,10 +29,8 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-class ScaledLinear:
-    """x: any float type [..., in] -> [..., out] of x's type."""
-
-    can_gather = True
+class ScaledLinear(CodesOnDevice):
+    """Activations become codes too."""
 
     def __init__(self, weight: ChannelCodes, bias: Tensor | None) -> None:
         """`weight` lies on the device."""
@@ -43,15 +41,6 @@ class ScaledLinear:
     @property
     def num_bytes(self) -> int:
         return self._codes.nbytes + self._scales.nbytes
-
-    def __call__(self, x: Tensor) -> Tensor:
-        out = torch.empty(*x.shape[:-1], self.out_features, dtype=x.dtype, device=x.device)
-        self._multiply(x, out, accumulates=False)
-        return out
-
-    def add_to(self, out: Tensor, x: Tensor) -> None:
-        """out += x W^T + bias, in place. out: contiguous [rows, out]."""
-        self._multiply(x, out, accumulates=True)
 
     def gather(self, ids: Tensor) -> Tensor:
         """Rows of the weight. ids: int64 [...], each below out_features. Returns float32 [..., in]."""
