@@ -110,6 +110,7 @@ class Conversation:
         self._gateway = gateway
         self._messages = [{"role": "system", "content": SYSTEM}]
         self.num_exact = 0
+        self.seen_by: set[str] = set()
         self.misses: list[tuple[int, int, str]] = []
 
     async def run(self, fake: Any) -> None:
@@ -129,7 +130,8 @@ class Conversation:
 
     def _compare(self, answer: Any) -> None:
         route = answer.headers["x-pagemill-route"]
-        policy, _, cached = route.split("; ")[:3]
+        policy, endpoint_id, cached = route.split("; ")[:3]
+        self.seen_by.add(endpoint_id)
         assert policy == "Cost"
         predicted, actual = int(cached.removeprefix("cached=")), self._actual(answer)
         if predicted == actual:
@@ -169,9 +171,10 @@ async def test_predicted_cached_tokens_are_what_engines_find_and_the_index_is_th
     assert sum(each.num_exact for each in conversations) >= 0.99 * num_requests, misses
 
     index = gateway.gateway.head.brain.placement.index
+    seen_by = set().union(*(conversation.seen_by for conversation in conversations))
     for engine in engine_processes:
         told = await engine.granules()
-        assert told
+        assert bool(told) == (engine.name in seen_by)
         await fake.until(lambda name=engine.name, told=told: index.granules_of(name) == told)
 
     shown = (await gateway.get("/debug/decisions?limit=5", control=True)).json["decisions"]
