@@ -21,6 +21,7 @@ constexpr int64_t kDepth = 2048;       // inputs unpacked at a time: 64 KiB for 
 constexpr int64_t kSlice = 256 * 1024; // elements of x rounded at a time: half of a second-level cache of 1 MiB
 constexpr int64_t kMostRows = 128;     // rows of such a slice
 constexpr int kRows = 8, kPanels = 3;  // 24 sums, 3 of the weight and 1 of x: 28 of 32 registers
+constexpr int64_t kAhead = 48 * 2 * kPanel;  // a weight is fetched 48 cache lines before it is multiplied
 
 struct Tile {
   const uint16_t* x;  // rows x_stride apart
@@ -39,7 +40,7 @@ inline __m512 multiply_add(__m512 sums, __m512i a, __m512i b) {
   return _mm512_dpbf16_ps(sums, (__m512bh)a, (__m512bh)b);
 }
 
-template <int Rows, int Panels>
+template <int Rows, int Panels, bool Fetch>
 void tile(const Tile& t) {
   __m512 sums[Rows][Panels];
 #pragma GCC unroll 8
@@ -51,7 +52,10 @@ void tile(const Tile& t) {
   for (int64_t k = 0; k < t.pairs; ++k, weight += 2 * kPanel, x += 2) {
     __m512i w[Panels];
 #pragma GCC unroll 4
-    for (int p = 0; p < Panels; ++p) w[p] = _mm512_loadu_si512(weight + p * t.panel_stride);
+    for (int p = 0; p < Panels; ++p) {
+      if (Fetch) _mm_prefetch(weight + p * t.panel_stride + kAhead, _MM_HINT_T0);
+      w[p] = _mm512_loadu_si512(weight + p * t.panel_stride);
+    }
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; ++r) {
       const __m512i pair = _mm512_set1_epi32(load_as<int32_t>(x + r * t.x_stride));
@@ -75,11 +79,17 @@ void tile(const Tile& t) {
 }
 
 using Kernel = void (*)(const Tile&);
-template <int Panels>
+template <int Panels, bool Fetch>
 constexpr Kernel kernel_for(int64_t rows) {
-  constexpr Kernel kKernels[kRows] = {tile<1, Panels>, tile<2, Panels>, tile<3, Panels>, tile<4, Panels>,
-                                      tile<5, Panels>, tile<6, Panels>, tile<7, Panels>, tile<8, Panels>};
+  constexpr Kernel kKernels[kRows] = {tile<1, Panels, Fetch>, tile<2, Panels, Fetch>, tile<3, Panels, Fetch>,
+                                      tile<4, Panels, Fetch>, tile<5, Panels, Fetch>, tile<6, Panels, Fetch>,
+                                      tile<7, Panels, Fetch>, tile<8, Panels, Fetch>};
   return kKernels[rows - 1];
+}
+
+template <bool Fetch>
+constexpr Kernel kernel_for(int64_t rows, int64_t panels) {
+  return (panels == 3 ? kernel_for<3, Fetch> : panels == 2 ? kernel_for<2, Fetch> : kernel_for<1, Fetch>)(rows);
 }
 
 // The slice of every row; an odd last input gets a zero beside it.
@@ -95,12 +105,13 @@ void round_rows(const float* x, int64_t rows, int64_t x_stride, int64_t depth, u
   }
 }
 
-// Rows in tiles as equal as they can be: a tile of one row waits for its sums.
-void multiply(Tile t, int64_t rows, int64_t panels) {
+// Rows in tiles as equal as they can be: a tile of one row waits for its sums. The first one meets the weight where it
+// is stored when it was not unpacked, and the others in the caches.
+void multiply(Tile t, int64_t rows, int64_t panels, bool stored) {
   const int64_t tiles = (rows + kRows - 1) / kRows;
   for (int64_t i = 0; i < tiles; ++i) {
     const int64_t count = rows * (i + 1) / tiles - rows * i / tiles;
-    (panels == 3 ? kernel_for<3> : panels == 2 ? kernel_for<2> : kernel_for<1>)(count)(t);
+    (stored && i == 0 ? kernel_for<true>(count, panels) : kernel_for<false>(count, panels))(t);
     t.x += count * t.x_stride;
     t.out += count * t.out_stride;
   }
@@ -127,18 +138,21 @@ void multiply_panels(const PackedWeight& w, const float* x, int64_t rows, int64_
   const int64_t most_rows = rows_of_block(rows, room);
   uint16_t* rounded = aligned(rounded_storage, most_rows * most_depth);
   uint16_t* unpacked = aligned(unpacked_storage, kPanels * most_depth * kPanel);
+  // One tile of rows waits for memory, and one stream of it comes faster than three side by side.
+  const bool stored = w.format == kPairs;
+  const int64_t step = stored && rows <= kRows ? 1 : kPanels;
   for (int64_t row = 0; row < rows; row += most_rows) {
     const int64_t count = std::min(most_rows, rows - row);
     for (int64_t k = 0; k < w.in_features; k += kDepth) {
       const int64_t depth = std::min(kDepth, w.in_features - k), even = (depth + 1) / 2 * 2;
       round_rows(x + row * x_stride + k, count, x_stride, depth, rounded, even);
-      for (int64_t panel = begin; panel < end; panel += kPanels) {
-        const int64_t panels = std::min<int64_t>(kPanels, end - panel);
+      for (int64_t panel = begin; panel < end; panel += step) {
+        const int64_t panels = std::min(step, end - panel);
         const Pairs pairs = unpack_pairs(w, panel, panels, k, k + depth, unpacked);
         multiply({rounded, even, pairs.first, pairs.panel_stride, even / 2, k == 0 && bias ? bias + panel * kPanel : nullptr,
                   out + row * out_stride + panel * kPanel, out_stride, w.out_features - panel * kPanel,
                   accumulate || k > 0},
-                 count, panels);
+                 count, panels, stored);
       }
     }
   }
