@@ -21,7 +21,6 @@ constexpr int64_t kDepth = 2048;       // inputs unpacked at a time: 64 KiB for 
 constexpr int64_t kSlice = 256 * 1024; // elements of x rounded at a time: half of a second-level cache of 1 MiB
 constexpr int64_t kMostRows = 128;     // rows of such a slice
 constexpr int kRows = 8, kPanels = 3;  // 24 sums, 3 of the weight and 1 of x: 28 of 32 registers
-constexpr int64_t kAhead = 48 * 2 * kPanel;  // a weight is fetched 48 cache lines before it is multiplied
 
 struct Tile {
   const uint16_t* x;  // rows x_stride apart
@@ -53,7 +52,7 @@ void tile(const Tile& t) {
     __m512i w[Panels];
 #pragma GCC unroll 4
     for (int p = 0; p < Panels; ++p) {
-      if (Fetch) _mm_prefetch(weight + p * t.panel_stride + kAhead, _MM_HINT_T0);
+      if (Fetch) fetch_ahead(reinterpret_cast<const uint8_t*>(weight + p * t.panel_stride), 64);
       w[p] = _mm512_loadu_si512(weight + p * t.panel_stride);
     }
 #pragma GCC unroll 8

@@ -34,14 +34,18 @@ constexpr int64_t pair_place(int64_t input, int64_t output) { return (input / 2 
 
 inline int64_t group_bytes(int32_t format, int64_t group) { return group * kPanel / (in_nibbles(format) ? 2 : 1); }
 
-#ifdef __AVX2__
-// A group's place in memory some groups later: panels lie one behind another, so this holds across their ends.
-inline void fetch_ahead(const uint8_t* codes, int64_t bytes, const float* scales, int64_t floats) {
-  constexpr int64_t kAhead = 3072;
-  for (int64_t at = 0; at < bytes; at += 64) _mm_prefetch(codes + kAhead + at, _MM_HINT_T0);
-  const int64_t ahead = kAhead / bytes * floats;
-  for (int64_t at = 0; at < floats; at += 16) _mm_prefetch(scales + ahead + at, _MM_HINT_T0);
+constexpr int64_t kAheadBytes = 3072;
+
+// A weight's bytes some time before they are multiplied: panels lie one behind another, so this holds across their ends.
+inline void fetch_ahead(const uint8_t* weight, int64_t bytes) {
+  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(weight + kAheadBytes + at);
 }
-#endif
+
+// The same for a group of codes and its scales.
+inline void fetch_ahead(const uint8_t* codes, int64_t bytes, const float* scales, int64_t floats) {
+  fetch_ahead(codes, bytes);
+  const int64_t ahead = kAheadBytes / bytes * floats;
+  for (int64_t at = 0; at < floats; at += 16) __builtin_prefetch(scales + ahead + at);
+}
 
 }  // namespace pagemill

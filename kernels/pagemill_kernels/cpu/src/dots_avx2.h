@@ -34,6 +34,7 @@ inline void panel_rows(const PackedWeight& w, int64_t panel, const int32_t* word
   const float* weight_scales = w.scales + panel * num_groups * 2 * kPanel;
   const __m256i nibble = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1), high_unit = _mm256_set1_epi16(256);
   for (int64_t g = 0; g < num_groups; ++g, weight_scales += 2 * kPanel, scales += 2 * Rows) {
+    fetch_ahead(codes, group_bytes(kDots4, kDotsGroup), weight_scales, 2 * kPanel);
     __m256i sums[Rows][2][2];  // of each row: outputs 0 to 7 and 8 to 15, by high and low bytes
 #pragma GCC unroll 2
     for (int r = 0; r < Rows; ++r) sums[r][0][0] = sums[r][0][1] = sums[r][1][0] = sums[r][1][1] = _mm256_setzero_si256();

@@ -16,6 +16,7 @@
 
 #include "abi.h"
 #include "bfloat16.h"
+#include "codes.h"
 #include "dots.h"
 #include "operations.h"
 #include "output.h"
@@ -64,7 +65,9 @@ void unpack_codes4(const PackedWeight& w, int64_t panel, int64_t begin, int64_t 
   const int64_t num_groups = w.in_features / kGroup4;
   for (int64_t g = begin / kGroup4; g < end / kGroup4; ++g, out += kGroup4 * kPanel) {
     const uint8_t* codes = w.codes + (panel * num_groups + g) * (kGroup4 / 2) * kPanel;
-    const Scales<true> scales(w.scales + (panel * num_groups + g) * 2 * kPanel);
+    const float* from = w.scales + (panel * num_groups + g) * 2 * kPanel;
+    fetch_ahead(codes, kGroup4 / 2 * kPanel, from, 2 * kPanel);
+    const Scales<true> scales(from);
     for (int k = 0; k < kGroup4; k += 2, codes += kPanel) {
       const Pair pair(codes);
       Floats a, b;
@@ -85,7 +88,9 @@ void unpack_codes8(const PackedWeight& w, int64_t panel, int64_t begin, int64_t 
   const int64_t group = w.group, num_groups = w.in_features / group;
   const uint8_t* codes = w.codes + (panel * w.in_features + begin) * kPanel;
   for (int64_t g = begin / group; g < end / group; ++g) {
-    const Scales<Offsets> scales(w.scales + (panel * num_groups + g) * scale_floats(w));
+    const float* from = w.scales + (panel * num_groups + g) * scale_floats(w);
+    fetch_ahead(codes, group * kPanel, from, scale_floats(w));
+    const Scales<Offsets> scales(from);
     for (int64_t k = 0; k < group; ++k, codes += kPanel, out += kPanel) {
       Floats a, b;
       signed_codes(codes, a, b);
@@ -98,7 +103,10 @@ void unpack_codes8(const PackedWeight& w, int64_t panel, int64_t begin, int64_t 
 
 void unpack_bfloat16(const PackedWeight& w, int64_t panel, int64_t begin, int64_t end, float* out) {
   const uint8_t* halves = w.codes + (panel * w.in_features + begin) * kPanel * 2;
-  for (int64_t i = 0; i < (end - begin) * kPanel; i += kLanes) store(out + i, from_bfloat16(load_as<Halves>(halves + i * 2)));
+  for (int64_t i = 0; i < (end - begin) * kPanel; i += kLanes) {
+    fetch_ahead(halves + i * 2, kLanes * 2);
+    store(out + i, from_bfloat16(load_as<Halves>(halves + i * 2)));
+  }
 }
 
 // The panel's inputs begin..end as floats: in place where they are floats already.
@@ -149,7 +157,9 @@ void direct_codes4(const PackedWeight& w, int64_t panel, const float* x, int64_t
   const uint8_t* codes = w.codes + panel * panel_codes;
   const float* scale = w.scales + panel * panel_scales;
   Sums<Rows, Panels> sums(c);
-  for (int64_t g = 0; g < num_groups; ++g, scale += 2 * kPanel)
+  for (int64_t g = 0; g < num_groups; ++g, scale += 2 * kPanel) {
+    for (int p = 0; p < Panels; ++p)
+      fetch_ahead(codes + p * panel_codes, kGroup4 / 2 * kPanel, scale + p * panel_scales, 2 * kPanel);
     for (int k = 0; k < kGroup4; k += 2, codes += kPanel, x += 2)
 #pragma GCC unroll 4
       for (int p = 0; p < Panels; ++p) {
@@ -163,6 +173,7 @@ void direct_codes4(const PackedWeight& w, int64_t panel, const float* x, int64_t
         scales.apply(a, b);
         sums.add(p, x + 1, x_stride, a, b);
       }
+  }
   sums.end(c);
 }
 
@@ -173,7 +184,9 @@ void direct_codes8(const PackedWeight& w, int64_t panel, const float* x, int64_t
   const uint8_t* codes = w.codes + panel * panel_codes;
   const float* scale = w.scales + panel * panel_scales;
   Sums<Rows, Panels> sums(c);
-  for (int64_t g = 0; g < num_groups; ++g, scale += scale_floats(w))
+  for (int64_t g = 0; g < num_groups; ++g, scale += scale_floats(w)) {
+    for (int p = 0; p < Panels; ++p)
+      fetch_ahead(codes + p * panel_codes, group * kPanel, scale + p * panel_scales, scale_floats(w));
     for (int64_t k = 0; k < group; ++k, codes += kPanel, ++x)
 #pragma GCC unroll 4
       for (int p = 0; p < Panels; ++p) {
@@ -182,6 +195,7 @@ void direct_codes8(const PackedWeight& w, int64_t panel, const float* x, int64_t
         Scales<Offsets>(scale + p * panel_scales).apply(a, b);
         sums.add(p, x, x_stride, a, b);
       }
+  }
   sums.end(c);
 }
 
@@ -195,6 +209,7 @@ void direct_bfloat16(const PackedWeight& w, int64_t panel, const float* x, int64
 #pragma GCC unroll 4
     for (int p = 0; p < Panels; ++p) {
       const uint8_t* from = halves + p * panel_bytes;
+      fetch_ahead(from, kRowBytes);
       sums.add(p, x, x_stride, from_bfloat16(load_as<Halves>(from)),
                from_bfloat16(load_as<Halves>(from + kRowBytes / 2)));
     }
