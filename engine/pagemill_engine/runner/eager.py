@@ -86,7 +86,9 @@ class EagerRunner:
 
     def _forward(self, inputs: StepInputs) -> Tensor:
         """Normalised hidden states of the tokens that sample, [len(inputs.sampling), hidden]."""
-        hidden = self.model(self._upload(inputs.token_ids), self._context(inputs))
+        hidden: Tensor = self.model(self._upload(inputs.token_ids), self._context(inputs))
+        if len(inputs.sampling) == len(hidden):
+            return hidden
         last_tokens = inputs.query_start_loc[1:][inputs.sampling] - 1
         return self._ops.gather_rows(hidden, self._upload(last_tokens))
 

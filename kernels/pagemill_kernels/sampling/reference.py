@@ -15,15 +15,15 @@ from pagemill_kernels.sampling.batch import Draws, Edits, Logprobs, Penalties, R
 
 def sample_tokens(logits: Tensor, batch: SamplingBatch) -> SampledTokens:
     """One token for each row of logits, float32 [rows, vocab], which are overwritten."""
-    best, token_ids = (found.cpu() for found in logits.max(-1))
+    best, token_ids = _best(logits)
     # A NaN anywhere makes the maximum NaN; -inf can only come from a broken forward pass as well, but harms nobody.
-    finite = best.isfinite().numpy()
+    finite = np.isfinite(best)
     if batch.is_plain:
-        return SampledTokens(token_ids.numpy(), finite, None)
+        return SampledTokens(token_ids, finite, None)
 
     logits = logits.cpu()
     raw_logits = None if batch.reports is None else logits[torch.from_numpy(batch.reports.rows)]
-    chosen = _change(logits, batch) if batch.edits or batch.penalties else token_ids.numpy()
+    chosen = _change(logits, batch) if batch.edits or batch.penalties else token_ids
     if batch.draws is not None:
         drawn = np.flatnonzero((batch.draws.temperature > 0) & finite)
         chosen[drawn] = draw(logits[torch.from_numpy(drawn)], batch.draws.at(drawn))
@@ -32,6 +32,16 @@ def sample_tokens(logits: Tensor, batch: SamplingBatch) -> SampledTokens:
     if batch.reports is None or raw_logits is None:
         return SampledTokens(chosen, finite, None)
     return SampledTokens(chosen, finite, report(raw_logits, chosen, batch.reports))
+
+
+def _best(logits: Tensor) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Each row's largest logit and its token, the first one of equals."""
+    if logits.device.type == "cpu":  # numpy's search is four times as fast as torch's
+        rows = logits.numpy()
+        token_ids = rows.argmax(-1)
+        return rows[np.arange(len(rows)), token_ids], token_ids
+    best, token_ids = logits.max(-1)
+    return best.cpu().numpy(), token_ids.cpu().numpy()
 
 
 def add_edits(logits: Tensor, edits: Edits) -> None:
@@ -57,7 +67,7 @@ def draw(logits: Tensor, draws: Draws) -> NDArray[np.int64]:
     num_rows = len(logits)
     if num_rows == 0:
         return np.zeros(0, dtype=np.int64)
-    logits.sub_(logits.max(-1, keepdim=True).values).div_(_column(draws.temperature))
+    logits.sub_(logits.amax(-1, keepdim=True)).div_(_column(draws.temperature))
     filters.apply_min_p(logits, draws.min_p)
     filters.apply_top_k_top_p(logits, draws.top_k, draws.top_p)
     # The best token is at 0 now: only tokens within reach of it can win.
@@ -76,7 +86,7 @@ def report(raw_logits: Tensor, token_ids: NDArray[np.int64], reports: Reports) -
     chosen = raw_logits.gather(1, torch.from_numpy(token_ids[reports.rows]).unsqueeze(1))
     ranks = (raw_logits > chosen).sum(-1).add_(1)
     top, top_ids = raw_logits.topk(int(reports.num_top.max()), dim=-1)
-    best = raw_logits.max(-1, keepdim=True).values
+    best = raw_logits.amax(-1, keepdim=True)
     total = (raw_logits - best).exp_().sum(-1, keepdim=True).log_()
     chosen, top = chosen - best - total, top - best - total
     return Logprobs(chosen.squeeze(1).numpy(), ranks.numpy(), top.numpy(), top_ids.numpy())
@@ -88,7 +98,8 @@ def _change(logits: Tensor, batch: SamplingBatch) -> NDArray[np.int64]:
         add_edits(logits, batch.edits)
     if batch.penalties is not None:
         apply_penalties(logits, batch.penalties)
-    return logits.argmax(-1).numpy()
+    token_ids: NDArray[np.int64] = logits.numpy().argmax(-1)
+    return token_ids
 
 
 def _column(values: NDArray[np.float32]) -> Tensor:
