@@ -31,6 +31,15 @@ class QueueLimits(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float
 
 
+class CatalogAdapter(msgspec.Struct, frozen=True, kw_only=True):
+    """One LoRA adapter served beside a model."""
+
+    name: str
+    """By which clients ask for it."""
+    digest: str
+    """Of its content: what engines call it by, and what keeps its KV blocks apart."""
+
+
 class CatalogModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One LLMDeployment as the gateway serves it."""
 
@@ -39,6 +48,7 @@ class CatalogModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     name: str
     """The name clients use."""
     aliases: list[str] = []
+    adapters: list[CatalogAdapter] = []
     weight: int = 100
     """Share of the requests for this name among the deployments that claim it."""
     engine_token: str = ""

@@ -53,6 +53,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """Index of this prompt in a completions request of several; choice indices start at prompt_index * n."""
     cache_salt: str = ""
     """Root salt of the prefix cache, derived by the front door from `prefixCaching.scope`; clients never send it."""
+    adapter_digest: str = ""
+    """Content of the adapter to answer with; empty: the model alone. An engine that serves none refuses it."""
     resume: list[ChoiceResume] = []
     weights_digest: str = ""
     cached_tokens: int | None = None

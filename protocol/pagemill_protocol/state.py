@@ -82,6 +82,19 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.num_blocks_active / self.num_blocks_total if self.num_blocks_total else 0.0
 
 
+class AdapterSlots(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The LoRA adapters that an engine holds, by the digests of their contents."""
+
+    num_slots: int = 0
+    """Adapters that may be resident at once; 0: it serves none."""
+    resident: list[str] = []
+    """A request for one of these waits for no load."""
+    loading: list[str] = []
+    """Their loads run or wait, in this order."""
+    load_ms: float = 0.0
+    """What loading one takes: by the latest loads, before the first as declared; 0: not told."""
+
+
 class StateFrame(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     sequence: int
     snapshot: bool = False
@@ -102,6 +115,7 @@ class StateFrame(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Seconds that its start took by phase, `load`, `warm`, `first_token`, and its latest `wake`; empty: not told."""
     models: list[str] = []
     """Names this engine answers to: the model, its aliases and adapters."""
+    adapters: AdapterSlots = AdapterSlots()
     draining: bool = False
     sleeping: bool = False
     """It takes no requests until somebody wakes it up: its weights are loaded, a KV cache it has none."""

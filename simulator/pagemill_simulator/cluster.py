@@ -22,10 +22,11 @@ from pagemill_gateway.brain.interface import Ask, Choice, Claim, Served
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.relay.prompt_hashes import PromptHashes
 from pagemill_gateway.routing.policies import PolicyName
-from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint, QueueLimits
+from pagemill_protocol.catalog import Catalog, CatalogAdapter, CatalogModel, Endpoint, QueueLimits
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.hashes import token_bytes
 from pagemill_protocol.sampling import SamplingParams
+from pagemill_simulator.adapters import AdapterSettings
 from pagemill_simulator.conversations import Conversation
 from pagemill_simulator.events import Events, EventsLoop
 from pagemill_simulator.pod import NETWORK_S, RunningPod, SimulatedPod
@@ -52,6 +53,7 @@ class RoutingReport(msgspec.Struct, frozen=True, kw_only=True):
     """By which share the predicted time to the first token was too long (negative: too short), where there is one."""
     duration_s: float
     """Virtual time to the last token."""
+    num_adapter_loads: int = 0
 
     @property
     def mean_ttft_ms(self) -> float:
@@ -74,8 +76,16 @@ class _Course:
 
 class ClusterSimulation:
     def __init__(
-        self, traffic: Sequence[Conversation], engines: Sequence[EngineConfig], policy: PolicyName, *, seed: int = 0
+        self,
+        traffic: Sequence[Conversation],
+        engines: Sequence[EngineConfig],
+        policy: PolicyName,
+        *,
+        seed: int = 0,
+        adapters: AdapterSettings | None = None,
     ) -> None:
+        """`adapters`: how each pod holds them; it serves none otherwise."""
+        self._adapters = adapters
         self._events = Events()
         self._loop = EventsLoop(self._events)
         self._courses: dict[str, _Course] = {}
@@ -97,7 +107,9 @@ class ClusterSimulation:
         endpoints = [
             Endpoint(id=each, data_url=f"http://{each}:1", control_url=f"http://{each}:2") for each in self._pods
         ]
-        self.brain.apply_catalog(Catalog(models=[CatalogModel(deployment=MODEL, name=MODEL, endpoints=endpoints)]))
+        served = [CatalogAdapter(name=each, digest=each) for each in sorted({one.adapter for one in traffic} - {""})]
+        model = CatalogModel(deployment=MODEL, name=MODEL, adapters=served, endpoints=endpoints)
+        self.brain.apply_catalog(Catalog(models=[model]))
         for name, running in self._pods.items():
             self.brain.observe(name, running.pod.frame(snapshot=True))
         for conversation in traffic:
@@ -121,21 +133,23 @@ class ClusterSimulation:
             num_cached_tokens=cached,
             num_exact=exact,
             duration_s=self._events.now_s,
+            num_adapter_loads=sum(running.num_adapter_loads for running in self._pods.values()),
         )
 
     def _pod(self, name: str, config: EngineConfig) -> RunningPod:
         observe = partial(self.brain.observe, name)
-        return RunningPod(SimulatedPod(name, config), self._events, observe=observe, deliver=self._deliver)
+        pod = SimulatedPod(name, config, serves_adapters=self._adapters is not None)
+        return RunningPod(pod, self._events, observe=observe, deliver=self._deliver, adapters=self._adapters)
 
     def _arrive(self, conversation: Conversation, turn: int, history: list[int]) -> None:
         self._loop.spawn(self._route(conversation, turn, history + conversation.turns[turn].token_ids))
 
     async def _route(self, conversation: Conversation, turn: int, token_ids: list[int]) -> None:
         arrival_s = self._events.now_s
-        target = self.brain.resolve(MODEL)
-        granules = self._hashes.hashes(target.scheme, "", token_ids)
+        target = self.brain.resolve(conversation.adapter or MODEL)
+        granules = self._hashes.hashes(target.scheme, "", token_ids, adapter_digest=target.adapter_digest)
         key = token_bytes(conversation.user_token_ids[:KEY_TOKENS])
-        ask = Ask(len(token_ids), granules, target.scheme.granule_tokens, key)
+        ask = Ask(len(token_ids), granules, target.scheme.granule_tokens, key, adapter_digest=target.adapter_digest)
         claim = Claim(arrived_at=arrival_s, max_tokens=conversation.turns[turn].num_output_tokens)
         choice = await self.brain.choose(target, frozenset(), ask, claim=claim)
         self._send(choice, conversation, turn, token_ids, arrival_s)
@@ -149,6 +163,7 @@ class ClusterSimulation:
             request_id=name,
             model=MODEL,
             prompt_token_ids=token_ids,
+            adapter_digest=conversation.adapter,
             sampling=SamplingParams(
                 max_tokens=conversation.turns[turn].num_output_tokens, ignore_eos=True, seed=len(self._courses)
             ),
@@ -192,7 +207,12 @@ class ClusterSimulation:
 
 
 def simulate_routing(
-    traffic: Sequence[Conversation], engines: Sequence[EngineConfig], policy: PolicyName, *, seed: int = 0
+    traffic: Sequence[Conversation],
+    engines: Sequence[EngineConfig],
+    policy: PolicyName,
+    *,
+    seed: int = 0,
+    adapters: AdapterSettings | None = None,
 ) -> RoutingReport:
     """Serve `traffic` on one pod for each of `engines`, routed by `policy`."""
-    return ClusterSimulation(traffic, engines, policy, seed=seed).run()
+    return ClusterSimulation(traffic, engines, policy, seed=seed, adapters=adapters).run()

@@ -29,6 +29,8 @@ class Conversation(NamedTuple):
     turns: list[Turn]
     prefix_is_system: bool = True
     """Else it is the beginning of what the user says."""
+    adapter: str = ""
+    """That it is for; empty: the model alone."""
 
     @property
     def user_token_ids(self) -> list[int]:
@@ -94,6 +96,14 @@ TRAFFIC: dict[str, Callable[[int], list[Conversation]]] = {
     "long and short": long_and_short,
     "hot prefix": hot_prefix,
 }
+
+
+def among_adapters(traffic: Sequence[Conversation], num_adapters: int, seed: int) -> list[Conversation]:
+    """The same conversations, each for one of so many adapters of unequal popularity."""
+    draw = random.Random(f"adapters {seed}")
+    names = [f"adapter-{rank}" for rank in range(num_adapters)]
+    weights = [1 / (rank + 1) for rank in range(num_adapters)]
+    return [each._replace(adapter=draw.choices(names, weights)[0]) for each in traffic]
 
 
 def at_rate(traffic: Sequence[Conversation], factor: float) -> list[Conversation]:

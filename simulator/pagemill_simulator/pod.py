@@ -6,7 +6,7 @@ prefix changes since the frame before, at most 20 a second and at least one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import msgspec
@@ -17,8 +17,9 @@ from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.runner.null import DEFAULT_STEP_TIME, NullRunner
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.hashes import HASH_VERSION, NO_HASHES, granule_blocks
-from pagemill_protocol.state import Digests, EngineLoad, StateFrame
+from pagemill_protocol.state import AdapterSlots, Digests, EngineLoad, StateFrame
 from pagemill_protocol.step_time import StepTimeModel
+from pagemill_simulator.adapters import AdapterBay, AdapterSettings
 from pagemill_simulator.clock import VirtualClock
 from pagemill_simulator.events import Events
 
@@ -36,19 +37,24 @@ class SettledStepTime(StepTimeModel):
 
 
 class SimulatedPod:
-    def __init__(self, name: str, config: EngineConfig, *, is_calibrated: bool = False) -> None:
+    def __init__(
+        self, name: str, config: EngineConfig, *, is_calibrated: bool = False, serves_adapters: bool = False
+    ) -> None:
         """`is_calibrated`: it knows its step times from the start; else it learns them."""
         self.name = name
         self.clock = VirtualClock()
         """Ahead of the cluster's while a step runs."""
         settings = msgspec.structs.replace(config, null_runner=True, seed=config.seed or 0)
-        runner = NullRunner.from_config(settings, clock=self.clock.now, sleep=self.clock.advance)
+        runner = NullRunner.from_config(
+            settings, serves_adapters=serves_adapters, clock=self.clock.now, sleep=self.clock.advance
+        )
         self.core = EngineCore(settings, runner, clock=self.clock.now)
         if is_calibrated:
             self.core.step_time = SettledStepTime.from_params(settings.step_time or DEFAULT_STEP_TIME)
         info, self._sequence = runner.info, 0
         self._told_s = 0.0
         self._prefixes: dict[bytes, bool] = {}
+        self._num_held = self._num_held_tokens = 0
         self._frame = StateFrame(
             sequence=0,
             digests=Digests(
@@ -90,6 +96,11 @@ class SimulatedPod:
         step_time = self._frame.step_time if outputs.step_time is None else outputs.step_time
         self._frame = msgspec.structs.replace(self._frame, load=outputs.load, step_time=step_time)
 
+    def note_adapters(self, slots: AdapterSlots, held: Sequence[GenerateRequest]) -> None:
+        """`held`: requests that wait for theirs; the scheduler does not know them yet."""
+        self._frame = msgspec.structs.replace(self._frame, adapters=slots)
+        self._num_held, self._num_held_tokens = len(held), sum(len(each.prompt_token_ids) for each in held)
+
     def drain(self) -> None:
         """From the next frame on it says that it wants to go."""
         self._frame = msgspec.structs.replace(self._frame, draining=True)
@@ -99,11 +110,22 @@ class SimulatedPod:
         changes, self._prefixes = self._prefixes, {}
         return msgspec.structs.replace(
             self._frame,
+            load=self._load_with_held(),
             sequence=self._sequence,
             snapshot=snapshot,
             load_age_ms=max(0.0, now_s - self._told_s) * 1000,
             prefixes_added=[granule for granule, there in changes.items() if there],
             prefixes_removed=[granule for granule, there in changes.items() if not there],
+        )
+
+    def _load_with_held(self) -> EngineLoad:
+        load = self._frame.load
+        if not self._num_held:
+            return load
+        return msgspec.structs.replace(
+            load,
+            num_requests_waiting=load.num_requests_waiting + self._num_held,
+            num_tokens_waiting=load.num_tokens_waiting + self._num_held_tokens,
         )
 
 
@@ -117,8 +139,12 @@ class RunningPod:
         *,
         observe: Callable[[StateFrame], None],
         deliver: Callable[[StepOutputs], None],
+        adapters: AdapterSettings | None = None,
     ) -> None:
-        """`observe` and `deliver` are called when a frame, or what came of a step, is at the gateway."""
+        """`observe` and `deliver` are called when a frame, or what came of a step, is at the gateway.
+
+        `adapters`: how it holds them; its pod must have been made to serve some.
+        """
         self.pod = pod
         self._events = events
         self._observe = observe
@@ -128,6 +154,10 @@ class RunningPod:
         self._is_frame_due = False
         self._next_frame_s = 0.0
         """Earliest time of the next frame."""
+        self._bay: AdapterBay | None = None
+        if adapters is not None:
+            self._bay = AdapterBay(adapters, events, start=self._start, changed=self._adapters_changed)
+            pod.note_adapters(self._bay.told(), ())
         events.after(HEARTBEAT_S, self._heartbeat)
 
     @property
@@ -136,9 +166,10 @@ class RunningPod:
 
     def enter(self, request: GenerateRequest) -> None:
         """Raises `PagemillError`: the engine refuses it."""
-        self.pod.core.add(request)
-        if not self._is_stepping:
-            self._step()
+        if self._bay is not None and request.adapter_digest:
+            self._bay.enter(request)
+        else:
+            self._start(request)
 
     def tell(self) -> None:
         """Its state has changed."""
@@ -150,6 +181,20 @@ class RunningPod:
         """From now on nothing comes of it; what is on its way arrives."""
         self._is_up = False
 
+    @property
+    def num_adapter_loads(self) -> int:
+        return self._bay.num_loads if self._bay is not None else 0
+
+    def _start(self, request: GenerateRequest) -> None:
+        self.pod.core.add(request)
+        if not self._is_stepping:
+            self._step()
+
+    def _adapters_changed(self) -> None:
+        assert self._bay is not None
+        self.pod.note_adapters(self._bay.told(), self._bay.held)
+        self.tell()
+
     def _step(self) -> None:
         self._is_stepping = True
         outputs, done_s = self.pod.step(self._events.now_s)
@@ -160,6 +205,10 @@ class RunningPod:
             return
         self.pod.note(outputs)
         self.tell()
+        if self._bay is not None:
+            for output in outputs.outputs:
+                if output.finish_reason is not None:
+                    self._bay.ended(output.request_id)
         if outputs.outputs:
             self._events.after(NETWORK_S, partial(self._deliver, outputs))
         self._is_stepping = False

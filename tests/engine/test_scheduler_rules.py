@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from pagemill_engine.ipc.messages import TokensOut
@@ -475,3 +476,18 @@ def test_readers_of_a_failed_rows_blocks_start_over() -> None:
     retry = run(scheduler)
     assert retry.num_scheduled_tokens == {"bystander/0": 1, "reader/0": 14}
     assert set(retry.released) == {"reader/0", "writer/0"}
+
+
+def test_an_engine_without_adapters_refuses_a_request_for_one_so_that_another_may_take_it() -> None:
+    wanted = msgspec.structs.replace(request("a"), adapter_digest="d")
+    error = refusal(lambda: make_scheduler().add(wanted))
+    assert (error.status, error.code, error.param) == (409, "adapter_not_served", "model")
+    assert "serves no adapters" in error.message
+
+
+def test_requests_for_different_adapters_share_no_kv_blocks() -> None:
+    scheduler = make_scheduler(serves_adapters=True)
+    for number, digest in enumerate(["", "one", "two", "one", ""]):
+        scheduler.add(msgspec.structs.replace(request(f"r{number}", 14, max_tokens=1), adapter_digest=digest))
+        run(scheduler)
+    assert [out.num_cached_tokens for out in scheduler.take_outputs()] == [0, 0, 0, 12, 12]

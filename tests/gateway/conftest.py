@@ -29,7 +29,7 @@ from pagemill_protocol.engine_token import derive_token
 from pagemill_protocol.frames import FRAMES_CONTENT_TYPE, STATE_CONTENT_TYPE, WEIGHTS_HEADER, encode_frame, encode_state
 from pagemill_protocol.generate import FrameMeta, GenerateRequest, Usage
 from pagemill_protocol.openai import render
-from pagemill_protocol.state import Digests, EngineLoad, StateFrame
+from pagemill_protocol.state import AdapterSlots, Digests, EngineLoad, StateFrame
 
 MODEL = "tiny"
 KEY = b"k" * 32
@@ -87,9 +87,7 @@ class FakeEngine:
         self.requests: list[GenerateRequest] = []
         self.http_request_ids: list[str | None] = []
         self.num_aborted = 0
-        self.num_state_streams = 0
-        self.num_drained = 0
-        self.num_unauthorized = 0
+        self.num_state_streams = self.num_drained = self.num_unauthorized = 0
         self.token = TOKEN
         """Of acknowledged drains."""
         self.gateways: list[str | None] = []
@@ -102,6 +100,7 @@ class FakeEngine:
         self.most_inside = 0
         self.weights_digest = "weights"
         self.silent_s = 0.0
+        self.adapters = AdapterSlots()
         self.draining = False
         self.readyz: tuple[int, dict[str, str]] = (200, {"phase": "ready", "detail": ""})
         self._may_report = asyncio.Event()
@@ -167,6 +166,7 @@ class FakeEngine:
             max_model_len=self.max_model_len,
             max_num_seqs=self.max_num_seqs,
             models=[MODEL],
+            adapters=self.adapters,
             draining=self.draining,
         )
 

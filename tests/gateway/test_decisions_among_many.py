@@ -75,7 +75,8 @@ def one_by_one(request: RequestView, candidates: list[Candidate]) -> tuple[Candi
         assert each.report.pace is not None
         terms = cost(request, each, each.report, each.report.pace)
         affinity_ms = SESSION_MS if any(other.session for other in candidates) and not each.session else 0.0
-        rows.append((*terms, affinity_ms, terms[4] + terms[3] + affinity_ms))
+        cost_ms = terms[4] + terms[3] + each.adapter_ms + affinity_ms
+        rows.append((*terms[:4], each.adapter_ms, terms[4] + each.adapter_ms, affinity_ms, cost_ms))
     best = min(row[-1] for row in rows)
     limit = best + max(NEAR_MS, best * NEAR_SHARE)
     near = [each for each, row in zip(candidates, rows, strict=True) if row[-1] <= limit]
@@ -116,6 +117,7 @@ def candidates(draw: st.DrawFn) -> Candidate:
         num_tokens,
         False,
         standing_of(report, pace, num_unreported, num_tokens) if kept else None,
+        draw(st.sampled_from([0.0, 1.0, 250.0])),
     )
 
 
@@ -125,12 +127,15 @@ def candidates(draw: st.DrawFn) -> Candidate:
     prompt=st.integers(1, 3000),
     output=st.floats(0.0, 500.0),
     session=st.none() | st.integers(0, 19),
+    is_for_adapter=st.booleans(),
 )
 def test_the_choice_its_reason_and_all_terms_are_those_of_weighing_one_by_one(
-    drawn: list[Candidate], prompt: int, output: float, session: int | None
+    drawn: list[Candidate], prompt: int, output: float, session: int | None, is_for_adapter: bool
 ) -> None:
-    request = RequestView(prompt, output)
+    request = RequestView(prompt, output, is_for_adapter=is_for_adapter)
     pods = [each._replace(endpoint_id=str(number), session=number == session) for number, each in enumerate(drawn)]
+    if not is_for_adapter:
+        pods = [each._replace(adapter_ms=0.0) for each in pods]
     ruling = Cost(SESSION_MS).choose(request, pods)
     chosen, why, rows = one_by_one(request, pods)
     assert ruling.chosen is chosen

@@ -22,13 +22,18 @@ SCHEME = HashScheme("weights", "float16", 16, 4)
     block_size=st.sampled_from([1, 3, 16, 64]),
     granule_blocks=st.sampled_from([1, 2, 4]),
     salt=st.sampled_from(["", "tenant"]),
+    adapter=st.sampled_from(["", "a", "b"]),
 )
-def test_they_are_the_engines_own_hashes(token_ids: list[int], block_size: int, granule_blocks: int, salt: str) -> None:
+def test_they_are_the_engines_own_hashes(
+    token_ids: list[int], block_size: int, granule_blocks: int, salt: str, adapter: str
+) -> None:
     scheme = HashScheme("w", "bfloat16", block_size, granule_blocks)
-    root = hashes.root_hash(weights_digest="w", kv_dtype="bfloat16", block_size=block_size, salt=salt)
+    root = hashes.root_hash(
+        weights_digest="w", kv_dtype="bfloat16", block_size=block_size, adapter_digest=adapter, salt=salt
+    )
     blocks = hashes.block_hashes(root, token_ids, block_size)
     for _ in range(2):
-        found = PromptHashes(8).hashes(scheme, salt, token_ids)
+        found = PromptHashes(8).hashes(scheme, salt, token_ids, adapter_digest=adapter)
         assert list(found) == blocks[granule_blocks - 1 :: granule_blocks]
 
 
@@ -45,6 +50,8 @@ def test_a_grown_conversation_hashes_only_its_new_granules() -> None:
     assert prompts.num_hashed == 121
     prompts.hashes(SCHEME, "other tenant", conversation)
     assert prompts.num_hashed == 121 + 120, "another salt shares nothing"
+    prompts.hashes(SCHEME, "", conversation, adapter_digest="a")
+    assert prompts.num_hashed == 121 + 2 * 120, "nor does an adapter"
 
 
 def test_what_is_remembered_is_bounded_and_threads_may_share_it() -> None:

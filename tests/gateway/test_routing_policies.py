@@ -26,7 +26,11 @@ PLAIN = StepTimeModel.from_params(StepTimeParams(knots_tokens=[1, 101], knot_ms=
 
 
 def pod(name: str = "a", *, in_flight: int = 0, last_chosen: int = 0, cached: int = 0, **fields: Any) -> Candidate:
-    own = {key: fields.pop(key) for key in ("num_unreported", "num_unreported_tokens", "session") if key in fields}
+    own = {
+        key: fields.pop(key)
+        for key in ("num_unreported", "num_unreported_tokens", "session", "adapter_ms")
+        if key in fields
+    }
     model = fields.pop("model", PLAIN)
     pace = pace_of(model, 100, fields.get("num_running", 0), 0) if model is not None else None
     report = PodReport(
@@ -93,6 +97,16 @@ def test_a_faster_pod_is_worth_a_longer_queue() -> None:
     slow = StepTimeModel.from_params(StepTimeParams(knots_tokens=[1, 101], knot_ms=[100.0, 1100.0]))
     candidates = [pod("slow", model=slow), pod("fast", num_waiting=2, num_tokens_waiting=300)]
     assert Cost().choose(RequestView(100), candidates).chosen.endpoint_id == "fast"
+
+
+def test_an_adapter_that_is_there_is_worth_a_queue_up_to_what_its_load_takes() -> None:
+    """50 tokens take 59 ms; 100 before them add a step of 109 ms that runs and the same again."""
+    request, queue = RequestView(50, is_for_adapter=True), {"num_waiting": 1, "num_tokens_waiting": 100}
+    for load_ms, chosen in ((200.0, "loads"), (250.0, "has it")):
+        ruling = Cost().choose(request, [pod("has it", **queue), pod("loads", adapter_ms=load_ms)])
+        assert ruling.chosen.endpoint_id == chosen
+    assert terms(ruling, 1)["adapter_ms"] == 250
+    assert terms(ruling, 1)["ttft_ms"] == pytest.approx(59 + 250)
 
 
 def test_near_ties_are_split_by_requests_and_turn() -> None:

@@ -24,4 +24,5 @@ def scheduler_limits(config: EngineConfig, info: RunnerInfo) -> SchedulerLimits:
         seed=config.seed,
         weights_digest=info.weights_digest,
         kv_dtype=info.kv_dtype,
+        serves_adapters=info.serves_adapters,
     )

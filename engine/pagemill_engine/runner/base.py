@@ -29,6 +29,8 @@ class RunnerInfo(NamedTuple):
     overlaps: bool = False
     """`launch` returns before the step has run, and using that time pays: the loop overlaps unless told otherwise."""
     memory: MemoryBudget | None = None
+    serves_adapters: bool = False
+    """It takes requests for adapters; none does yet but a simulated one."""
 
 
 class Runner(Sleeps, Protocol):

@@ -79,6 +79,7 @@ class NullRunner:
         cls,
         config: EngineConfig,
         *,
+        serves_adapters: bool = False,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> NullRunner:
@@ -95,6 +96,7 @@ class NullRunner:
             compute="simulated",
             device="null",
             overlaps=True,
+            serves_adapters=serves_adapters,
         )
         return cls(info, config.step_time or DEFAULT_STEP_TIME, clock=clock, sleep=sleep)
 

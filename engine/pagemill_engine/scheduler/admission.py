@@ -47,6 +47,8 @@ class Admission:
 
     def check(self, request: GenerateRequest, num_waiting: int) -> None:
         """Raise the `PagemillError` that `admit` would raise, without its cost."""
+        if request.adapter_digest and not self._limits.serves_adapters:
+            raise _serves_no_adapters()
         self._check_prompt(request)
         self._check_resume(request)
         self._check_choosing(request)
@@ -84,7 +86,7 @@ class Admission:
             max_total_tokens=self._max_total_tokens(request),
             stop_ids=stop_ids,
             eos_token_ids=eos_token_ids,
-            cache_root=self._cache_root(request.cache_salt),
+            cache_root=self._cache_root(request.cache_salt, request.adapter_digest),
             num_resumed_tokens=len(resumed),
         )
 
@@ -131,11 +133,12 @@ class Admission:
         if len({resume.index for resume in request.resume if resume.finished}) == num_choices:
             raise invalid_field("resume", "Every choice of this request is finished; there is nothing to resume.")
 
-    def _compute_cache_root(self, salt: str) -> bytes:
+    def _compute_cache_root(self, salt: str, adapter_digest: str) -> bytes:
         return hashes.root_hash(
             weights_digest=self._limits.weights_digest,
             kv_dtype=self._limits.kv_dtype,
             block_size=self._limits.block_size,
+            adapter_digest=adapter_digest,
             salt=salt,
         )
 
@@ -148,6 +151,16 @@ def _engine_sampling(sampling: SamplingParams, num_stop_ids: int, vocab_size: in
     if sampling.num_sequences > sampling.n and sampling.logprobs is None:
         return msgspec.structs.replace(sampling, logprobs=0)
     return sampling
+
+
+def _serves_no_adapters() -> PagemillError:
+    """Another engine may: a gateway that is told so goes on to the next."""
+    return PagemillError(
+        "This engine serves no adapters. Ask for the model itself, or an engine that has them.",
+        status=409,
+        param="model",
+        code="adapter_not_served",
+    )
 
 
 def row_id(client_request_id: str, choice: int) -> str:

@@ -23,6 +23,7 @@ class SchedulerLimits:
     """Seed of requests that send none; `None`: drawn per request."""
     weights_digest: str = ""
     kv_dtype: str = ""
+    serves_adapters: bool = False
 
     @property
     def max_total_tokens(self) -> int:

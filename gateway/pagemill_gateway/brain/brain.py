@@ -357,7 +357,8 @@ class LocalBrain:
         """Deployments that share it serve what all of them can."""
         deployments = self.registry.named(name)
         lengths = [record.max_model_len for deployment in deployments for record in deployment.usable()]
-        return ServedName(name, deployments[0].model.name, min(lengths, default=None))
+        first = deployments[0]
+        return ServedName(name, first.model.name, min(lengths, default=None), first.adapter_digest(name) != "")
 
     def _place(self, order: Order, outage: Outage) -> Choice | None:
         """Decide and account; None while there is no room, or no engine but one is expected."""

@@ -6,6 +6,8 @@ Whoever changes what is in here empties `EndpointRecord.seen`; that is `brain.pl
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pagemill_gateway.brain.pod_reports import with_own_counts
 from pagemill_gateway.brain.registry import EndpointRecord
 from pagemill_gateway.routing.expected import Standing, standing_of
@@ -28,6 +30,20 @@ def candidate_of(record: EndpointRecord, now: float, num_cached_tokens: int = 0,
         candidate = _believed(record, num_cached_tokens, session) if believed else _unheard(record, session)
         record.seen[key] = candidate
     return candidate
+
+
+def with_adapter(
+    candidates: Sequence[Candidate], records: Sequence[EndpointRecord], digest: str, now: float
+) -> list[Candidate]:
+    """`candidates`, made from `records`, to a request for that adapter."""
+    waits_ms = [
+        record.adapters.wait_ms(digest, now, believed=each.believed)
+        for record, each in zip(records, candidates, strict=True)
+    ]
+    return [
+        each._replace(adapter_ms=wait_ms) if wait_ms else each
+        for each, wait_ms in zip(candidates, waits_ms, strict=True)
+    ]
 
 
 def _believed(record: EndpointRecord, num_cached_tokens: int, session: bool) -> Candidate:

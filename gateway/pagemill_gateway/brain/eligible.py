@@ -53,12 +53,9 @@ class Eligible:
         if shared is None:
             raise _nothing_ready(model, deployments, self._clock())
         deployment, usable = shared
-        digest = self._rng.choice(usable).bundle_digest
-        if usable is not deployment.usable():
-            return _target(deployment, usable, digest)
-        target = deployment.targets.get(digest)
-        if target is None:
-            target = deployment.targets[digest] = _target(deployment, usable, digest)
+        target = self._target(deployment, usable)
+        if deployment.model.adapters and (adapter_digest := deployment.adapter_digest(model)):
+            return target._replace(adapter_digest=adapter_digest)
         return target
 
     def settled(self, model: str) -> bool:
@@ -79,8 +76,13 @@ class Eligible:
     def able(self, records: list[EndpointRecord], order: Order, now: float) -> list[EndpointRecord]:
         """Those of `records` that may take it, whether it is new or what another one did not finish; none: not now.
 
-        Raises `PagemillError` (`OTHER_WEIGHTS`) when only others could continue it.
+        Raises `PagemillError` when none serves adapters and it is for one, and (`OTHER_WEIGHTS`) when only others could
+        continue it.
         """
+        if order.ask.adapter_digest:
+            records = [record for record in records if record.adapters.served]
+            if not records:
+                raise _no_adapters(order.target)
         if order.again is not None and order.again.weights_digest:
             digest = order.again.weights_digest
             records = [record for record in records if record.weights_digest == digest]
@@ -100,6 +102,15 @@ class Eligible:
         untried = [record for record in records if record.endpoint.id not in tried]
         healthy = [record for record in untried if record.endpoint.id not in out]
         return healthy or untried or records
+
+    def _target(self, deployment: Deployment, usable: list[EndpointRecord]) -> Target:
+        digest = self._rng.choice(usable).bundle_digest
+        if usable is not deployment.usable():
+            return _target(deployment, usable, digest)
+        target = deployment.targets.get(digest)
+        if target is None:
+            target = deployment.targets[digest] = _target(deployment, usable, digest)
+        return target
 
     def _departing(self, deployment: Deployment) -> list[EndpointRecord]:
         departing = deployment.departing()
@@ -126,6 +137,14 @@ def _target(deployment: Deployment, usable: list[EndpointRecord], digest: str) -
         prefix_scope=deployment.model.prefix_scope,
         scheme=common_scheme(record.reports.scheme for record in usable),
         session_header=deployment.model.session_header.lower(),
+    )
+
+
+def _no_adapters(target: Target) -> PagemillError:
+    return unavailable(
+        f"No engine of {target.deployment} serves adapters now. Ask for its model `{target.model}`, or try again.",
+        retry_after_s=LOADING_RETRY_AFTER_S,
+        code="adapter_not_served",
     )
 
 

@@ -115,6 +115,8 @@ class Ask(NamedTuple):
     """Hash of the prompt's first characters."""
     session: bytes = b""
     """Hash of the session that the client named; empty: none."""
+    adapter_digest: str = ""
+    """Content of the adapter it is for; empty: the model alone."""
 
 
 class Target(NamedTuple):
@@ -134,6 +136,8 @@ class Target(NamedTuple):
     """Lower case; empty: the deployment has none."""
     queued_s: float = 0.0
     """How long the question had to wait for an answer."""
+    adapter_digest: str = ""
+    """Content of the adapter that the client named; empty: it named the model."""
 
 
 class Choice(NamedTuple):
@@ -171,13 +175,14 @@ class Experience(NamedTuple):
 
 
 class ServedName(NamedTuple):
-    """A name or alias that clients may ask for."""
+    """A name, alias or adapter that clients may ask for."""
 
     name: str
     model: str
-    """The deployment's own name for it."""
+    """The deployment's own name for it; of an adapter, for the model that it belongs to."""
     max_model_len: int | None
     """Of the engines that serve it now; `None`: none does."""
+    is_adapter: bool = False
 
 
 class Brain(Protocol):

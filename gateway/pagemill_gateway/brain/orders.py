@@ -42,7 +42,8 @@ class Order(NamedTuple):
     @property
     def group(self) -> str:
         """Those of one group wait for the same."""
-        return f"{self.target.bundle_digest} {self._wants}" if self._wants else self.target.bundle_digest
+        engines = f"{self.target.bundle_digest} adapters" if self.ask.adapter_digest else self.target.bundle_digest
+        return f"{engines} {self._wants}" if self._wants else engines
 
     @property
     def _wants(self) -> str:

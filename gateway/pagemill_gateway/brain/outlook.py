@@ -67,16 +67,21 @@ class Outlook:
         """Nothing is known of what the engine does."""
         self._course = None
 
-    def ttft_ms(self, decision: int, dispatch: Dispatch, now_s: float) -> float | None:
-        """Decision `decision` goes there now: milliseconds to its first token. `None`: nobody can say."""
-        at_s = now_s + self._way_s.value
+    def ttft_ms(self, decision: int, dispatch: Dispatch, now_s: float, held_ms: float = 0.0) -> float | None:
+        """Decision `decision` goes there now: milliseconds to its first token. `None`: nobody can say.
+
+        `held_ms`: for so long it waits there for something else, and the steps go on without it.
+        """
+        at_s = now_s + self._way_s.value + held_ms / 1000
         steps_ms = None
         if self._course is not None:
             self._course.advance(now_s)
             coming = self._coming(dispatch, at_s)
             steps_ms = (self._course.through_s(coming) - now_s) * 1000
-            self._course.queue.append(coming)
-        self._sent[decision] = now_s, steps_ms if self._way_s.known else None
+            if not held_ms:
+                self._course.queue.append(coming)
+        teaches = self._way_s.known and not held_ms
+        self._sent[decision] = now_s, steps_ms if teaches else None
         return max(steps_ms / 2, steps_ms + self._rest_ms.value) if steps_ms is not None else None
 
     def accepted(self, decision: int, now_s: float) -> None:

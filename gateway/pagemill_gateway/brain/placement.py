@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from pagemill_gateway.brain.candidates import PLAIN, UNHEARD, candidate_of
+from pagemill_gateway.brain.candidates import PLAIN, UNHEARD, candidate_of, with_adapter
 from pagemill_gateway.brain.decisions import DecisionLog
 from pagemill_gateway.brain.dispatches import Dispatch
 from pagemill_gateway.brain.interface import Ask
@@ -57,7 +57,15 @@ class Placement:
         """Choose one of `records` and account decision `number` there; None when the request fits nowhere."""
         self.predictions.expire(now)
         candidates = self._candidates(ask, deployment.key, records, now)
-        request = RequestView(ask.num_prompt_tokens, deployment.output_tokens.mean, ask.prompt_key, self._rng.random())
+        if ask.adapter_digest:
+            candidates = with_adapter(candidates, records, ask.adapter_digest, now)
+        request = RequestView(
+            ask.num_prompt_tokens,
+            deployment.output_tokens.mean,
+            ask.prompt_key,
+            self._rng.random(),
+            ask.adapter_digest != "",
+        )
         ruling = policy.choose(request, candidates)
         index = _place_of(ruling.chosen, candidates)
         if not fits(records[index], ruling.chosen.num_cached_tokens):
@@ -71,6 +79,8 @@ class Placement:
             index = _place_of(ruling.chosen, candidates)
         chosen = ruling.chosen
         dispatch = self._account(number, ask, num_sequences, records[index], chosen)
+        if ask.adapter_digest:
+            records[index].adapters.expect(number, ask.adapter_digest, now)
         if ask.session:
             self._sessions.chosen(deployment.key, ask.session, chosen.endpoint_id)
         predicted_ttft_ms = _predicted_ttft_ms(ruling, index, records[index], number, dispatch, now)
@@ -95,6 +105,7 @@ class Placement:
             bit = self.index.bit(endpoint_id)
             self.predictions.reported(bit, frame.prefixes_added)
             self.predictions.reported(bit, frame.prefixes_removed)
+        record.adapters.told(frame.adapters, now, anew=frame.snapshot)
         reported = frame.load.num_requests_running + frame.load.num_requests_waiting
         record.dispatches.reported(record.reserved.num_sequences + record.reports.external() - reported)
         record.pod_report = read_report(frame, record.pod_report, record.step_time_params)
@@ -115,6 +126,7 @@ class Placement:
         if ttft_ms is not None:
             self.decisions.measured(number, ttft_ms)
         self.predictions.computed(number, now)
+        record.adapters.computed(number, now)
 
     def ended(self, number: int, record: EndpointRecord, now: float, *, failed: bool) -> None:
         num_answers = 0 if failed else record.dispatches.num_answers(number)
@@ -124,8 +136,10 @@ class Placement:
         if not num_answers:
             # It failed, or its client left before its prompt was through: of the rest nothing will come.
             self.predictions.drop(number)
+            record.adapters.drop(number, now)
         else:
             self.predictions.computed(number, now)
+            record.adapters.computed(number, now)
 
     def _look_ahead(self, record: EndpointRecord, frame: StateFrame, now: float) -> None:
         dispatches, load, report = record.dispatches, frame.load, record.pod_report
@@ -191,7 +205,9 @@ def _predicted_ttft_ms(
     """Where the policy goes by it. As exactly as it can be told, which for all candidates would cost too much."""
     if "ttft_ms" not in ruling.columns:
         return None
-    ttft_ms = record.outlook.ttft_ms(number, dispatch, now) if ruling.chosen.believed else None
+    chosen, ttft_ms = ruling.chosen, None
+    if chosen.believed:
+        ttft_ms = record.outlook.ttft_ms(number, dispatch, now, held_ms=chosen.adapter_ms)
     row = ruling.rows[index]
     if ttft_ms is None:
         return row[ruling.columns.index("ttft_ms")]

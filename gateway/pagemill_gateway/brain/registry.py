@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pagemill_gateway.admission.fullness import Fullness
 from pagemill_gateway.admission.output_tokens import OutputTokens
 from pagemill_gateway.admission.reservations import Reservations
+from pagemill_gateway.brain.adapters import Adapters
 from pagemill_gateway.brain.dispatches import Dispatches
 from pagemill_gateway.brain.ejection import Ejection
 from pagemill_gateway.brain.interface import Target
@@ -36,6 +37,7 @@ class EndpointRecord:
     """Those that the report's model was made from."""
     seen: dict[int, Candidate] = field(default_factory=dict)
     """What `brain.candidates` made of it, while that is true."""
+    adapters: Adapters = field(default_factory=Adapters)
     outlook: Outlook = field(default_factory=Outlook)
     reserved: Reservations = field(default_factory=Reservations)
     """What was sent there, in blocks and sequences."""
@@ -154,6 +156,10 @@ class Deployment:
     def serving(self) -> bool:
         return any(record.serving for record in self.records)
 
+    def adapter_digest(self, name: str) -> str:
+        """Of the adapter that clients ask for by `name`; empty: that is none of its adapters."""
+        return next((each.digest for each in self.model.adapters if each.name == name), "")
+
     def usable(self) -> list[EndpointRecord]:
         """Every request asks for them, so they are looked for again only after `changed`."""
         if self._usable is None:
@@ -205,7 +211,7 @@ class Registry:
                 record = self._record(known.get(endpoint.id), endpoint, deployment.key)
                 self.endpoints[endpoint.id] = record
                 deployment.records.append(record)
-            for name in dict.fromkeys([model.name, *model.aliases]):
+            for name in dict.fromkeys([model.name, *model.aliases, *(each.name for each in model.adapters)]):
                 self._by_name.setdefault(name, []).append(deployment)
 
     def changed(self, record: EndpointRecord) -> None:

@@ -36,6 +36,14 @@ def check_catalog(catalog: Catalog) -> None:
 def _check_model(model: CatalogModel, where: str, endpoint_ids: set[str]) -> None:
     if not model.name or "" in model.aliases:
         raise invalid_field(f"{where}.name", f"{where}: a name or alias is empty. Clients need one to ask for.")
+    names = [model.name, *model.aliases]
+    for index, adapter in enumerate(model.adapters):
+        if not adapter.name or adapter.name in names or not adapter.digest:
+            raise invalid_field(
+                f"{where}.adapters[{index}]",
+                f"{where}.adapters[{index}] {adapter.name!r}: it needs a digest and a name that nothing else here has.",
+            )
+        names.append(adapter.name)
     if model.weight < 0:
         raise invalid_field(f"{where}.weight", f"{where}.weight is {model.weight}; it must be 0 or more.")
     queue = model.queue

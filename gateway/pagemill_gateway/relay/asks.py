@@ -19,10 +19,13 @@ _KEY_BYTES = 16
 def make_ask(request: GenerateRequest, target: Target, hashes: PromptHashes, prompt_key: bytes, session: bytes) -> Ask:
     return Ask(
         num_prompt_tokens=len(request.prompt_token_ids),
-        granules=hashes.hashes(target.scheme, request.cache_salt, request.prompt_token_ids),
+        granules=hashes.hashes(
+            target.scheme, request.cache_salt, request.prompt_token_ids, adapter_digest=target.adapter_digest
+        ),
         granule_tokens=target.scheme.granule_tokens,
         prompt_key=prompt_key,
         session=session,
+        adapter_digest=target.adapter_digest,
     )
 
 

@@ -144,6 +144,8 @@ class Preparation:
         return await asyncio.get_running_loop().run_in_executor(self._threads, job)
 
     def _prepared(self, target: Target, requests: list[GenerateRequest], keys: list[bytes], session: bytes) -> Prepared:
+        if target.adapter_digest:
+            requests = [msgspec.structs.replace(each, adapter_digest=target.adapter_digest) for each in requests]
         asks = [
             make_ask(request, target, self.hashes, key, session) for request, key in zip(requests, keys, strict=True)
         ]

@@ -26,7 +26,9 @@ class PromptHashes:
         """Granules hashed so far; all others were remembered."""
         return self._granule.cache_info().misses
 
-    def hashes(self, scheme: HashScheme, salt: str, token_ids: Sequence[int]) -> tuple[bytes, ...]:
+    def hashes(
+        self, scheme: HashScheme, salt: str, token_ids: Sequence[int], *, adapter_digest: str = ""
+    ) -> tuple[bytes, ...]:
         """One hash for each full granule of the prompt; none where the engines' scheme is not known."""
         granule_tokens = scheme.granule_tokens
         if not granule_tokens:
@@ -34,7 +36,7 @@ class PromptHashes:
         num_granules = len(token_ids) // granule_tokens
         data = token_bytes(token_ids[: num_granules * granule_tokens])
         size, block_size, granule = granule_tokens * TOKEN_BYTES, scheme.block_size, self._granule
-        parent = self._root(scheme, salt)
+        parent = self._root(scheme, salt, adapter_digest)
         hashes = []
         for start in range(0, len(data), size):
             parent = granule(parent, data[start : start + size], block_size)
@@ -42,7 +44,11 @@ class PromptHashes:
         return tuple(hashes)
 
 
-def _root(scheme: HashScheme, salt: str) -> bytes:
+def _root(scheme: HashScheme, salt: str, adapter_digest: str) -> bytes:
     return root_hash(
-        weights_digest=scheme.weights_digest, kv_dtype=scheme.kv_dtype, block_size=scheme.block_size, salt=salt
+        weights_digest=scheme.weights_digest,
+        kv_dtype=scheme.kv_dtype,
+        block_size=scheme.block_size,
+        adapter_digest=adapter_digest,
+        salt=salt,
     )

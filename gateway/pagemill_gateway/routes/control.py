@@ -72,6 +72,7 @@ class ControlRoutes:
             "deployment": model.deployment,
             "name": model.name,
             "aliases": model.aliases,
+            "adapters": {each.name: each.digest for each in model.adapters},
             "weight": model.weight,
             "queue": self._head.brain.queues.state(deployment.key)._asdict(),
             "endpoints": [self._endpoint(record) for record in deployment.records],
@@ -96,5 +97,6 @@ class ControlRoutes:
             "in_flight_elsewhere": brain.load_elsewhere(record),
             "failures": record.ejection.num_failures,
             "max_model_len": record.max_model_len,
+            "adapters_resident": state.adapters.resident if state is not None else [],
             "load": msgspec.structs.asdict(state.load) if state is not None else None,
         }

@@ -1,4 +1,4 @@
-"""`GET /v1/models`: every name and alias that some deployment serves, ready or not, and the key may use."""
+"""`GET /v1/models`: every name, alias and adapter that some deployment serves, ready or not, and the key may use."""
 
 from __future__ import annotations
 
@@ -42,5 +42,9 @@ class ModelRoutes:
 
 def _card(served: ServedName, started_unix_s: int) -> render.ModelCard:
     return render.ModelCard(
-        id=served.name, created_unix_s=started_unix_s, max_model_len=served.max_model_len, root=served.model
+        id=served.name,
+        created_unix_s=started_unix_s,
+        max_model_len=served.max_model_len,
+        root=None if served.is_adapter else served.model,
+        parent=served.model if served.is_adapter else None,
     )

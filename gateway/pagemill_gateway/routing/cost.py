@@ -1,7 +1,8 @@
 """The default policy: the pod where the request costs the fewest milliseconds.
 
-Cost is the expected time to the first token, the harm to running requests (`routing.expected`), and what leaving the
-session's pod counts: a constant, so that a session stays exactly as long as it loses less than that by staying. Costs
+Cost is the expected time to the first token, the harm to running requests (`routing.expected`), until the request's
+adapter is loaded there, and what leaving the session's pod counts: a constant, so that a session stays exactly as long
+as it loses less than that by staying. Costs
 that are equal for all anybody can predict are split by the number of requests, so that many at once, or many gateways,
 do not all run to the same pod.
 
@@ -23,7 +24,7 @@ from pagemill_protocol.step_time import StepTimeModel
 NEAR_SHARE = 0.02
 NEAR_MS = 0.5
 """Costs within this share of the smallest, or this much above it, count as equal."""
-COLUMNS = ("step_ms", "wait_ms", "prefill_ms", "harm_ms", "ttft_ms", "affinity_ms", "cost_ms")
+COLUMNS = ("step_ms", "wait_ms", "prefill_ms", "harm_ms", "adapter_ms", "ttft_ms", "affinity_ms", "cost_ms")
 
 
 class Cost:
@@ -40,6 +41,8 @@ class Cost:
         cached = [each.num_cached_tokens for each in candidates]
         terms = expected(standings, cached, request.num_prompt_tokens, request.num_output_tokens)
         costs = [step_ms + wait_ms + prefill_ms + harm_ms for step_ms, wait_ms, prefill_ms, harm_ms in terms]
+        if request.is_for_adapter:
+            costs = [cost + each.adapter_ms for each, cost in zip(candidates, costs, strict=True)]
         has_session = True in [each.session for each in candidates]
         affinity_ms = self._session_ms if has_session else 0.0
         if has_session:
@@ -80,8 +83,9 @@ class _Rows(Sequence[Sequence[float]]):
         cached = [candidate.num_cached_tokens]
         rows = expected([self._standings[index]], cached, request.num_prompt_tokens, request.num_output_tokens)
         terms = Terms(*rows[0])
-        affinity_ms = 0.0 if candidate.session else self._affinity_ms
-        return (*terms, terms.ttft_ms, affinity_ms, terms.ttft_ms + terms.harm_ms + affinity_ms)
+        adapter_ms, affinity_ms = candidate.adapter_ms, 0.0 if candidate.session else self._affinity_ms
+        cost_ms = terms.ttft_ms + terms.harm_ms + adapter_ms + affinity_ms
+        return (*terms, adapter_ms, terms.ttft_ms + adapter_ms, affinity_ms, cost_ms)
 
 
 def _standings(candidates: Sequence[Candidate]) -> Sequence[Standing] | None:

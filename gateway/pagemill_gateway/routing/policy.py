@@ -39,6 +39,8 @@ class Candidate(NamedTuple):
     """The request's session was here last."""
     standing: Standing | None = None
     """Of the report and what it does not count, where that was worked out before."""
+    adapter_ms: float = 0.0
+    """Until the request's adapter is loaded there; 0: it is, or the request is for none."""
 
     @property
     def num_requests(self) -> int:
@@ -55,6 +57,7 @@ class RequestView(NamedTuple):
     """Hash of the prompt's first characters, for policies that go by that."""
     draw: float = 0.0
     """A random number from [0, 1), new for every decision."""
+    is_for_adapter: bool = False
 
 
 class Ruling(NamedTuple):

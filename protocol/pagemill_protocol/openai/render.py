@@ -50,6 +50,8 @@ class ModelCard(NamedTuple):
     max_model_len: int | None = None
     root: str | None = None
     """The model's source; `None`: its id."""
+    parent: str | None = None
+    """Of an adapter, the model that it belongs to."""
 
 
 def head(request: GenerateRequest, system_fingerprint: str | None = None) -> Head:
@@ -230,6 +232,6 @@ def _model(card: ModelCard) -> dict[str, Any]:
         "created": card.created_unix_s,
         "owned_by": "pagemill",
         "root": card.root or card.id,
-        "parent": None,
+        "parent": card.parent,
         "max_model_len": card.max_model_len,
     }

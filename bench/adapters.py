@@ -1,0 +1,82 @@
+"""What weighing the loads of LoRA adapters does to users, over many seeds, on a virtual clock.
+
+Four pods as in `bench/routing.py`, each with a few slots for adapters; every conversation is for one adapter out of
+some of unequal popularity. Loads take a fixed time and stop nobody who runs (`pagemill_simulator.adapters`). The cost
+without its term is the same policy on pods that do not tell what a load takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import NamedTuple
+
+from report import emit
+from routing import engine_config, interval
+
+from pagemill_gateway.routing.policies import PolicyName
+from pagemill_simulator.adapters import AdapterSettings
+from pagemill_simulator.cluster import RoutingReport, simulate_routing
+from pagemill_simulator.conversations import TRAFFIC, among_adapters, at_rate
+from pagemill_simulator.engine_report import Percentiles
+
+NUM_PODS = 4
+
+
+class Mix(NamedTuple):
+    num_adapters: int
+    num_slots: int
+    load_s: float
+
+
+MIXES = (Mix(4, 2, 0.2), Mix(8, 2, 0.05), Mix(8, 2, 0.2), Mix(8, 2, 1.0), Mix(16, 4, 0.2), Mix(32, 4, 0.2))
+KINDS: dict[str, tuple[PolicyName, bool]] = {
+    "LeastRequest": ("LeastRequest", False),
+    "PrefixHash": ("PrefixHash", False),
+    "Cost, loads not told": ("Cost", False),
+    "Cost": ("Cost", True),
+}
+
+
+def run(traffic: str, mix: Mix, kind: str, seed: int, rate: float) -> RoutingReport:
+    policy, tells_load_ms = KINDS[kind]
+    conversations = among_adapters(at_rate(TRAFFIC[traffic](seed), rate), mix.num_adapters, seed)
+    adapters = AdapterSettings(mix.num_slots, mix.load_s, tells_load_ms)
+    return simulate_routing(conversations, [engine_config()] * NUM_PODS, policy, seed=seed, adapters=adapters)
+
+
+def summary(reports: list[RoutingReport], base: list[RoutingReport]) -> dict[str, float]:
+    ttfts = [ttft for report in reports for ttft in report.ttft_ms]
+    errors = sorted(abs(error) for report in reports for error in report.ttft_errors)
+    ratio, half_width = interval([one.mean_ttft_ms / two.mean_ttft_ms for one, two in zip(reports, base, strict=True)])
+    return {
+        "loads": sum(report.num_adapter_loads for report in reports) / len(reports),
+        "requests": len(ttfts) / len(reports),
+        "ttft_mean_ms": sum(ttfts) / len(ttfts),
+        "ttft_p99_ms": Percentiles.of(ttfts).p99,
+        "ttft_error_p50": errors[len(errors) // 2] if errors else 0.0,
+        "vs_least_request": ratio,
+        "vs_least_request_95": half_width,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--rate", type=float, default=1.0, help="multiple of the traffic's own rate")
+    parser.add_argument("--traffic", nargs="+", choices=list(TRAFFIC), default=list(TRAFFIC))
+    args = parser.parse_args()
+    rows, results = [], {}
+    for traffic in args.traffic:
+        for mix in MIXES:
+            reports = {
+                kind: [run(traffic, mix, kind, seed, args.rate) for seed in range(1, args.seeds + 1)] for kind in KINDS
+            }
+            for kind, found in reports.items():
+                name = f"{traffic}, {mix.num_adapters} in {mix.num_slots} slots, {mix.load_s:g} s: {kind}"
+                figures = results[name] = summary(found, reports["LeastRequest"])
+                rows.append([name, *(f"{value:.3g}" for value in figures.values())])
+    emit("adapters", ["traffic, adapters: policy", *figures], rows, {"seeds": args.seeds, "figures": results})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,268 @@
+"""Requests for LoRA adapters: who gets them, what waiting for a load counts, and what clients see of adapters."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hand_clock import Clock
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagemill_gateway.brain.adapters import Adapters
+from pagemill_gateway.brain.brain import LocalBrain
+from pagemill_gateway.brain.interface import Ask, Choice
+from pagemill_gateway.brain.predictions import EXPIRY_S
+from pagemill_gateway.config import GatewayConfig
+from pagemill_gateway.discovery.catalog import check_catalog
+from pagemill_protocol.catalog import Catalog, CatalogAdapter, CatalogModel, Endpoint
+from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.frames import StateDecoder, encode_state
+from pagemill_protocol.http.auth import hash_key
+from pagemill_protocol.state import AdapterSlots, Digests, EngineLoad, StateFrame, StepTimeParams
+
+NOTHING = frozenset[str]()
+STEP_TIME = StepTimeParams(knots_tokens=[1, 101], knot_ms=[10.0, 110.0])
+PRETTY = CatalogAdapter(name="pretty", digest="p")
+TERSE = CatalogAdapter(name="terse", digest="t")
+
+
+def slots(*resident: str, loading: tuple[str, ...] = (), load_ms: float = 200.0) -> AdapterSlots:
+    return AdapterSlots(num_slots=2, resident=list(resident), loading=list(loading), load_ms=load_ms)
+
+
+def model(*endpoint_ids: str, **fields: Any) -> CatalogModel:
+    endpoints = [
+        Endpoint(id=each, data_url=f"http://{each}:1", control_url=f"http://{each}:2") for each in endpoint_ids
+    ]
+    known = {"deployment": "d", "name": "m", "adapters": [PRETTY, TERSE], "endpoints": endpoints}
+    return CatalogModel(**{**known, **fields})
+
+
+def frame(adapters: AdapterSlots | None = None, sequence: int = 1, **load: int) -> StateFrame:
+    return StateFrame(
+        sequence=sequence,
+        snapshot=sequence == 1,
+        max_model_len=4096,
+        max_num_batched_tokens=100,
+        digests=Digests(weights="w", tokenizer_bundle="t"),
+        step_time=STEP_TIME,
+        adapters=adapters or AdapterSlots(),
+        load=EngineLoad(**load),
+    )
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def brain(clock: Clock) -> LocalBrain:
+    return LocalBrain(GatewayConfig(), clock=clock, rng=random.Random(1))
+
+
+async def place(brain: LocalBrain, name: str) -> Choice:
+    target = brain.resolve(name)
+    return await brain.choose(target, NOTHING, Ask(50, adapter_digest=target.adapter_digest))
+
+
+def adapter_ms(brain: LocalBrain) -> dict[str, float]:
+    """Of the latest decision."""
+    shown = brain.placement.decisions.latest(1)[0]
+    return {row["endpoint"]: row["terms"]["adapter_ms"] for row in shown["candidates"]}
+
+
+# -- one pod's adapters
+
+
+def test_loads_wait_for_each_other_and_time_brings_them_nearer() -> None:
+    pod = Adapters()
+    pod.told(slots("a", loading=("b",)), 10.0, anew=True)
+    waits = {digest: pod.wait_ms(digest, 10.0, believed=True) for digest in "abc"}
+    assert waits == pytest.approx({"a": 0, "b": 200, "c": 400})
+    assert pod.wait_ms("c", 10.15, believed=True) == pytest.approx(250)
+    assert pod.wait_ms("b", 11.0, believed=True) == 0, "it is due, and nothing else was told"
+
+
+def test_what_is_not_believed_is_not_resident_and_what_was_not_told_costs_nothing() -> None:
+    pod = Adapters()
+    pod.told(slots("a"), 10.0, anew=True)
+    assert pod.wait_ms("a", 10.0, believed=False) == pytest.approx(200)
+    pod.told(slots(load_ms=0.0), 10.0, anew=False)
+    assert pod.wait_ms("a", 10.0, believed=True) == 0
+
+
+def test_a_decision_makes_an_adapter_expected_until_the_pod_speaks_of_it() -> None:
+    pod = Adapters()
+    pod.told(slots("a"), 10.0, anew=True)
+    pod.expect(1, "b", 10.0)
+    pod.told(slots("a"), 10.05, anew=False)
+    assert pod.wait_ms("b", 10.05, believed=True) == pytest.approx(150), "the request is on its way"
+    pod.told(slots("a", loading=("b",)), 10.1, anew=False)
+    assert pod.wait_ms("b", 10.1, believed=True) == pytest.approx(100), "one load, not two"
+    pod.told(slots("a", "b"), 10.2, anew=False)
+    assert pod.wait_ms("b", 10.2, believed=True) == 0
+    pod.told(slots("a"), 10.4, anew=False)
+    assert pod.wait_ms("b", 10.4, believed=True) == pytest.approx(200), "it made room"
+
+
+def test_an_expectation_goes_with_the_last_request_that_counts_on_it() -> None:
+    pod = Adapters()
+    pod.told(slots(), 10.0, anew=True)
+    pod.expect(1, "b", 10.0)
+    pod.expect(2, "b", 10.1)
+    assert pod.wait_ms("b", 10.1, believed=True) == pytest.approx(100)
+    pod.drop(1, 10.1)
+    assert pod.wait_ms("b", 10.1, believed=True) == pytest.approx(100)
+    pod.drop(2, 10.1)
+    assert pod.wait_ms("b", 10.1, believed=True) == pytest.approx(200)
+
+
+def test_an_expectation_expires_after_the_first_token_and_dies_with_the_engine() -> None:
+    pod = Adapters()
+    pod.told(slots(), 10.0, anew=True)
+    pod.expect(1, "b", 10.0)
+    pod.computed(1, 10.5)
+    assert pod.wait_ms("b", 10.5, believed=True) == 0
+    assert pod.wait_ms("b", 10.5 + EXPIRY_S, believed=True) == pytest.approx(200)
+    pod.expect(2, "c", 20.0)
+    pod.told(slots(), 20.1, anew=True)
+    assert pod.wait_ms("c", 20.1, believed=True) == pytest.approx(200)
+
+
+events = st.lists(
+    st.tuples(st.sampled_from(["expect", "computed", "drop", "told"]), st.integers(1, 6), st.sampled_from("abc")),
+    max_size=40,
+)
+
+
+@given(events)
+def test_whatever_happens_a_wait_is_that_of_the_loads_there_at_most_and_nothing_is_kept_of_what_is_over(
+    happened: list[tuple[str, int, str]],
+) -> None:
+    pod, now, under_way = Adapters(), 10.0, list[int]()
+    pod.told(slots(), now, anew=True)
+    for number, (what, place, digest) in enumerate(happened):
+        now += 0.07
+        match what:
+            case "expect":
+                pod.expect(number, digest, now)
+                under_way.append(number)
+            case "computed" if under_way:
+                pod.computed(under_way[place % len(under_way)], now)
+            case "drop" if under_way:
+                pod.drop(under_way.pop(place % len(under_way)), now)
+            case "told":
+                pod.told(slots(digest, loading=tuple(each for each in "ab"[:place] if each != digest)), now, anew=False)
+        assert all(0 <= pod.wait_ms(each, now, believed=True) <= 3 * 200 for each in "abc")
+    for number in under_way:
+        pod.computed(number, now)
+    pod.told(slots(), now, anew=False)
+    assert pod.wait_ms("a", now + EXPIRY_S, believed=True) == 200
+    assert not pod._loads
+    assert not pod._decisions
+
+
+def test_frames_carry_what_an_engine_holds() -> None:
+    told = frame(slots("p", loading=("t",)))
+    assert StateDecoder().feed(encode_state(told)) == [told]
+
+
+# -- the brain
+
+
+async def test_a_request_goes_where_its_adapter_is_while_that_costs_less_than_a_load(brain: LocalBrain) -> None:
+    brain.apply_catalog(Catalog(models=[model("a", "b")]))
+    brain.observe("a", frame(slots("p")))
+    brain.observe("b", frame(slots("t"), num_requests_waiting=1, num_tokens_waiting=60))
+    assert (await place(brain, "terse")).endpoint_id == "b"
+    assert adapter_ms(brain) == {"a": 200, "b": 0}
+    brain.observe("b", frame(slots("t"), 2, num_requests_waiting=9, num_tokens_waiting=900))
+    choice = await place(brain, "terse")
+    assert choice.endpoint_id == "a"
+    assert choice.predicted_ttft_ms is not None
+    assert choice.predicted_ttft_ms > 200
+    assert (await place(brain, "m")).endpoint_id == "a"
+    assert adapter_ms(brain) == {"a": 0, "b": 0}
+
+
+async def test_a_decision_counts_at_once_and_one_that_is_given_back_no_more(brain: LocalBrain, clock: Clock) -> None:
+    brain.apply_catalog(Catalog(models=[model("a", "b")]))
+    for name in "ab":
+        brain.observe(name, frame(slots()))
+    first = await place(brain, "pretty")
+    clock.now += 0.15
+    assert (await place(brain, "pretty")).endpoint_id == first.endpoint_id
+    other = ({"a", "b"} - {first.endpoint_id}).pop()
+    assert adapter_ms(brain) == pytest.approx({first.endpoint_id: 50, other: 200})
+    other_first = await place(brain, "terse")
+    assert other_first.endpoint_id == other, "here it would wait behind a load"
+    brain.given_back(other_first)
+    brain.finished(await place(brain, "terse"))
+    assert adapter_ms(brain)[other] == pytest.approx(200)
+
+
+async def test_only_engines_that_serve_adapters_get_requests_for_them(brain: LocalBrain) -> None:
+    brain.apply_catalog(Catalog(models=[model("old", "new")]))
+    brain.observe("old", frame())
+    brain.observe("new", frame(slots(), num_requests_waiting=9, num_tokens_waiting=9000))
+    assert {(await place(brain, "pretty")).endpoint_id for _ in range(4)} == {"new"}
+    assert (await place(brain, "m")).endpoint_id == "old"
+    brain.observe("new", frame())
+    with pytest.raises(PagemillError) as refusal:
+        await place(brain, "pretty")
+    assert (refusal.value.status, refusal.value.code) == (503, "adapter_not_served")
+    assert "its model `m`" in refusal.value.message
+
+
+async def test_an_adapters_name_leads_to_its_deployment_and_content(brain: LocalBrain) -> None:
+    brain.apply_catalog(Catalog(models=[model("a", aliases=["alias"])]))
+    brain.observe("a", frame(slots()))
+    for name, digest in {"pretty": "p", "terse": "t", "alias": "", "m": ""}.items():
+        assert brain.resolve(name).adapter_digest == digest
+        assert brain.resolve(name).model == "m"
+    served = {each.name: each.is_adapter for each in await brain.names()}
+    assert served == {"m": False, "alias": False, "pretty": True, "terse": True}
+
+
+@pytest.mark.parametrize(
+    "adapters",
+    [[PRETTY, PRETTY], [CatalogAdapter(name="m", digest="p")], [CatalogAdapter(name="alias", digest="p")],
+     [CatalogAdapter(name="", digest="p")], [CatalogAdapter(name="x", digest="")]],
+)  # fmt: skip
+def test_a_catalogue_with_an_adapter_that_cannot_be_told_apart_is_refused(adapters: list[CatalogAdapter]) -> None:
+    check_catalog(Catalog(models=[model(aliases=["alias"])]))
+    with pytest.raises(PagemillError, match="a name that nothing else here has"):
+        check_catalog(Catalog(models=[model(aliases=["alias"], adapters=adapters)]))
+
+
+# -- clients
+
+
+@pytest.mark.layouts
+async def test_clients_ask_for_an_adapter_as_for_a_model(engines, gateways, fake) -> None:
+    for engine, resident in zip(engines[:2], ("p", "t"), strict=True):
+        engine.adapters = slots(resident)
+    catalog = fake.catalog_of(*engines[:2], adapters=[PRETTY, TERSE])
+    gateway = await gateways(*engines[:2], catalog=catalog)
+    cards = {card["id"]: card for card in (await gateway.get("/v1/models")).json["data"]}
+    assert {name: card["parent"] for name, card in cards.items()} == {
+        fake.MODEL: None, "pretty": fake.MODEL, "terse": fake.MODEL,
+    }  # fmt: skip
+    assert (await gateway.get("/v1/models/terse")).json["root"] == "terse"
+    assert (await gateway.chat(model="terse")).json["model"] == "terse"
+    assert [each.adapter_digest for engine in engines for each in engine.requests] == ["t"]
+    assert (await gateway.complete(model=fake.MODEL, prompt="a")).status == 200
+    assert [each.adapter_digest for engine in engines for each in engine.requests if each.model == fake.MODEL] == [""]
+
+
+async def test_a_key_may_use_the_adapters_that_it_names(engines, gateways, fake) -> None:
+    engines[0].adapters = slots("p")
+    catalog = fake.catalog_of(engines[0], adapters=[PRETTY, TERSE])
+    key, headers = f"{hash_key('sk-one')} models=pretty", {"Authorization": "Bearer sk-one"}
+    gateway = await gateways(engines[0], catalog=catalog, api_keys=[key])
+    assert (await gateway.chat(model="pretty", headers=headers)).status == 200
+    for name in ("terse", fake.MODEL):
+        assert (await gateway.chat(model=name, headers=headers)).error["code"] == "model_not_found"

@@ -1,0 +1,138 @@
+"""Adapters on simulated pods: slots and loads as they are said to be, and what weighing loads does to users."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+
+from pagemill_engine.config import EngineConfig
+from pagemill_gateway.routing.policies import PolicyName
+from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.state import AdapterSlots, StepTimeParams
+from pagemill_simulator.adapters import AdapterBay, AdapterSettings
+from pagemill_simulator.cluster import RoutingReport, simulate_routing
+from pagemill_simulator.conversations import Conversation, among_adapters, long_and_short
+from pagemill_simulator.events import Events
+
+SEEDS = (101, 102, 103)
+ENGINE = EngineConfig(
+    model="sim",
+    num_kv_blocks=2500,
+    max_model_len=16384,
+    max_num_seqs=48,
+    max_num_waiting=100_000,
+    vocab_size=32000,
+    step_time=StepTimeParams(knots_tokens=[1, 64, 512], knot_ms=[6.0, 8.0, 22.0], decode_context_ms=1e-5),
+)
+
+
+class World:
+    """A bay whose requests run until they are told to end."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.events = Events()
+        self.started: list[str] = []
+        self.bay = AdapterBay(
+            AdapterSettings(num_slots, 0.2),
+            self.events,
+            start=lambda request: self.started.append(request.request_id),
+            changed=lambda: None,
+        )
+
+    def enter(self, *names: str) -> None:
+        """`a1`: request 1 for the adapter a."""
+        for name in names:
+            sampling = SamplingParams(max_tokens=1)
+            self.bay.enter(
+                GenerateRequest(
+                    request_id=name, model="m", prompt_token_ids=[1], sampling=sampling, adapter_digest=name[0]
+                )
+            )
+
+    def told(self) -> tuple[list[str], list[str]]:
+        told = self.bay.told()
+        return told.resident, told.loading
+
+
+def test_loads_come_one_after_the_other_and_whose_adapter_is_there_waits_for_none() -> None:
+    world = World(num_slots=2)
+    world.enter("a1", "b1", "a2")
+    assert (world.started, world.told()) == ([], ([], ["a", "b"]))
+    world.events.step()
+    assert (world.started, world.events.now_s) == (["a1", "a2"], pytest.approx(0.2))
+    world.enter("a3")
+    assert world.started[-1] == "a3"
+    world.events.step()
+    assert (world.started[-1], world.told(), world.bay.num_loads) == ("b1", (["a", "b"], []), 2)
+    assert world.events.now_s == pytest.approx(0.4)
+
+
+def test_the_idle_adapter_that_was_used_least_recently_makes_room() -> None:
+    world = World(num_slots=2)
+    world.enter("a1", "b1")
+    world.events.step()
+    world.events.step()
+    world.enter("a2")
+    for name in ("a1", "a2", "b1"):
+        world.bay.ended(name)
+    world.enter("c1")
+    assert world.told() == (["a"], ["c"])
+
+
+def test_where_none_is_idle_one_is_emptied_and_who_came_for_it_meanwhile_waits_for_it_to_come_back() -> None:
+    world = World(num_slots=1)
+    world.enter("a1")
+    world.events.step()
+    world.enter("b1", "a2")
+    assert world.told() == ([], ["b", "a"])
+    world.bay.ended("a1")
+    for name in ("b1", "a2"):
+        world.events.step()
+        assert world.started[-1] == name
+        world.bay.ended(name)
+    assert world.bay.num_loads == 3
+
+
+def test_an_adapter_that_need_not_go_after_all_takes_who_waits_for_it() -> None:
+    world = World(num_slots=2)
+    world.enter("a1", "b1")
+    world.events.step()
+    world.events.step()
+    world.enter("c1", "a2")
+    assert world.told() == (["b"], ["c", "a"])
+    world.bay.ended("b1")
+    assert (world.started[-1], world.told()) == ("a2", (["a"], ["c"]))
+
+
+def test_a_pod_that_does_not_tell_what_a_load_takes_tells_the_rest() -> None:
+    bay = AdapterBay(AdapterSettings(3, 0.2, False), Events(), start=lambda _: None, changed=lambda: None)
+    assert bay.told() == AdapterSlots(num_slots=3)
+
+
+def served(
+    seed: int, policy: PolicyName, *, num_adapters: int = 8, num_slots: int = 2, tells: bool = True
+) -> tuple[list[Conversation], RoutingReport]:
+    traffic = among_adapters(long_and_short(seed)[:120], num_adapters, seed)
+    adapters = AdapterSettings(num_slots=num_slots, load_s=0.2, tells_load_ms=tells)
+    return traffic, simulate_routing(traffic, [ENGINE] * 4, policy, seed=seed, adapters=adapters)
+
+
+def test_weighing_loads_makes_fewer_of_them_and_first_tokens_come_sooner() -> None:
+    """Few seeds of one mix; more of both: `python bench/adapters.py`."""
+    ratios = []
+    for seed in SEEDS:
+        traffic, with_term = served(seed, "Cost")
+        _, without = served(seed, "Cost", tells=False)
+        _, least = served(seed, "LeastRequest")
+        assert len(with_term.ttft_ms) == len(without.ttft_ms) == len(least.ttft_ms) == len(traffic)
+        assert with_term.num_adapter_loads < without.num_adapter_loads
+        assert with_term.mean_ttft_ms < without.mean_ttft_ms
+        ratios.append(with_term.mean_ttft_ms / least.mean_ttft_ms)
+    assert statistics.mean(ratios) <= 1.05, ratios
+
+
+def test_adapters_that_all_fit_are_loaded_once_a_pod_at_most() -> None:
+    _, report = served(SEEDS[0], "Cost", num_adapters=3, num_slots=3)
+    assert 3 <= report.num_adapter_loads <= 12
