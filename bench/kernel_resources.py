@@ -117,10 +117,11 @@ def attend(
     head_dim: int,
     heads: tuple[int, int],
     *,
-    cached: torch.dtype = torch.bfloat16,
+    computed: torch.dtype = torch.bfloat16,
+    cached: torch.dtype | None = None,
     mask: Mask = CAUSAL,
 ) -> Callable[[], object]:
-    """`requests` of `tokens` each."""
+    """`requests` of `tokens` each. `cached`: another type than what is computed in."""
     num_heads, num_kv_heads = heads
     batch = AttentionBatch(
         query_start_loc=np.arange(requests + 1) * tokens,
@@ -131,12 +132,12 @@ def attend(
         head_dim=head_dim,
         padding_block=0,
     )
-    cache = _cache(cached, num_kv_heads, head_dim)
+    cache = _cache(cached or computed, num_kv_heads, head_dim)
     slopes = torch.empty(num_heads, device=META) if mask.slopes else None
 
     def run() -> None:
-        plan = attention.plan_attention(batch, mask.window, torch.bfloat16, META)
-        query = floats(requests * tokens, num_heads, head_dim)
+        plan = attention.plan_attention(batch, mask.window, computed, META)
+        query = torch.empty(requests * tokens, num_heads, head_dim, dtype=computed, device=META)
         attention.paged_attention(query, cache, plan, head_dim**-0.5, mask.soft_cap, slopes)
 
     return run
@@ -147,12 +148,20 @@ def _cache(dtype: torch.dtype, num_kv_heads: int, head_dim: int) -> Tensor:
 
 
 def multiply(rows: int, bits: Any) -> Callable[[], object]:
+    weight = _codes(bits)
+    return lambda: linear.pack_codes(weight, None)(floats(rows, weight.codes.shape[1]))
+
+
+def _codes(bits: Any) -> GroupCodes:
     shape = (14336, 4096)
-    groups = (shape[0], shape[1] // 32)
     codes = torch.empty(shape, dtype=torch.uint8 if bits == 4 else torch.int8, device=META)
-    scales = torch.empty(groups, dtype=torch.float32, device=META)
-    weight = GroupCodes(bits, codes, scales, scales if bits == 4 else None)
-    return lambda: linear.pack_codes(weight, None)(floats(rows, shape[1]))
+    scales = torch.empty(shape[0], shape[1] // 32, dtype=torch.float32, device=META)
+    return GroupCodes(bits, codes, scales, scales if bits == 4 else None)
+
+
+def rows_of_codes(bits: Any) -> Callable[[], object]:
+    codes, ids = _codes(bits), torch.empty(64, dtype=torch.int64, device=META)
+    return lambda: linear.pack_codes(codes, None).gather(ids)
 
 
 def multiply_scaled(rows: int, dtype: torch.dtype) -> Callable[[], object]:
@@ -220,6 +229,11 @@ def cases() -> list[Case]:
         *attention_cases,
         Case("attention decode, group of 2", attend(128, 1, 128, (16, 8)), True),
         *(
+            Case(f"attention {kind}, heads of {d}, float32", attend(*shape, d, heads[d], computed=torch.float32), False)
+            for d in heads
+            for kind, shape in (("decode", (128, 1)), ("prefill", (4, 512)))
+        ),
+        *(
             Case(f"attention {kind}, {name}", attend(*shape, 128, heads[128], mask=mask), True)
             for name, mask in MASKS.items()
             for kind, shape in (("decode", (128, 1)), ("prefill", (4, 512)))
@@ -249,6 +263,8 @@ def cases() -> list[Case]:
         Case("layer norm of 4096", lambda: norm.layer_norm(floats(64, 4096), floats(4096), floats(4096), 1e-5), False),
         Case("layer norm of 4096, residual", lambda: norm.layer_norm(*_centred_inputs(4096)), False),
         Case("SiLU and product", lambda: activation.silu_and_mul(floats(64, 2 * 14336)), True),
+        Case("GELU and product", lambda: activation.gelu_and_mul(floats(64, 2 * 14336)), True),
+        *(Case(f"rows of an embedding, {bits} bits", rows_of_codes(bits), True) for bits in (4, 8)),
         Case("rows of an embedding", lambda: gather.gather_rows(floats(128256, 4096), ids), True),
         *keep_rows(),
         *sample(),

@@ -292,6 +292,19 @@ def test_a_device_that_is_lost_ends_the_process_with_its_first_step(checking_run
     assert (fatal.reason, "illegal memory access" in fatal.message) == ("DeviceLost", True)
 
 
+def test_a_device_that_is_lost_behind_a_step_that_failed_ends_the_process_at_once(checking_runner: Any) -> None:
+    core = EngineCore(EngineConfig(model="m", block_size=4, overlap=True), checking_runner())
+    errors = [RuntimeError("out of memory"), DeviceLostError("The device failed: an illegal memory access")]
+
+    def wait(handle: Any) -> Any:
+        raise errors.pop(0)
+
+    core.runner.wait = wait
+    with pytest.raises(DeviceLostError):
+        run_loop(core, [request("r")])
+    assert errors == []
+
+
 def test_a_row_of_bad_requests_does_not_end_the_process(checking_runner: Any) -> None:
     core = EngineCore(EngineConfig(model="m", block_size=4), checking_runner())
     core.runner.raise_on = lambda plan: "probe" not in plan.num_scheduled_tokens
@@ -362,7 +375,12 @@ def test_a_fault_while_aborting_is_survived_as_long_as_the_books_are_sound(
 
 @pytest.mark.parametrize(
     ("error", "reason"),
-    [(SelfTestError("nan"), "SelfTestFailed"), (MemoryError(), "OutOfMemory"), (KeyError("x"), "EngineFailed")],
+    [
+        (SelfTestError("nan"), "SelfTestFailed"),
+        (SelfTestError("The engine failed on this request: OutOfMemoryError."), "StepTooLarge"),
+        (MemoryError(), "OutOfMemory"),
+        (KeyError("x"), "EngineFailed"),
+    ],
 )
 def test_every_end_has_a_reason(error: Exception, reason: str) -> None:
     assert fatal_of(error).reason == reason

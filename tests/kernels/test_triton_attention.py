@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from triton.runtime.interpreter import interpreter_builder
 from triton_device import CODE_TYPES, DEVICE, HAS_GPU, NARROW_TYPES, close, random, sparse
 
 from pagemill_kernels.gpu import launch
@@ -72,9 +75,27 @@ def test_equals_the_reference(batch_name: str, heads: tuple[int, int], window: i
 
 
 @pytest.mark.parametrize("dtype", NARROW_TYPES)
-@pytest.mark.parametrize("head_dim", [64, 80, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 128, 160, 192, 256])
 def test_head_sizes_and_narrow_types(head_dim: int, dtype: torch.dtype) -> None:
     assert_equals_reference(batch_of([(1, 20), (9, 30)], 1, head_dim), 3, dtype=dtype)
+
+
+@pytest.mark.parametrize("lengths", [[(1, 20), (1, 70)], [(1, 20), (40, 50)]], ids=["decodes", "mixed"])
+@pytest.mark.parametrize("heads", [(4, 2), (40, 1)], ids=["group of 2", "group of 40"])
+def test_wide_heads_in_float32(heads: tuple[int, int], lengths: list[tuple[int, int]]) -> None:
+    """Their tiles are smaller, so that they fit every device."""
+    assert_equals_reference(batch_of(lengths, heads[1], 192), heads[0])
+
+
+@pytest.mark.parametrize("cached", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("query_dtype", [torch.float32, *NARROW_TYPES])
+def test_a_cache_of_another_float_type_than_the_queries(cached: torch.dtype, query_dtype: torch.dtype) -> None:
+    batch = batch_of(BATCHES["mixed"], 2, 64)
+    cache = random(NUM_BLOCKS, 4, 16, 64, dtype=cached)
+    query = random(int(batch.query_start_loc[-1]), 4, 64, dtype=query_dtype, seed=1)
+    plan = triton_launch.plan_attention(batch, None, query_dtype, DEVICE)
+    expected = reference.paged_attention(query, cache, reference.plan_attention(batch, None, query_dtype, DEVICE), 0.2)
+    close(triton_launch.paged_attention(query, cache, plan, 0.2), expected)
 
 
 @pytest.mark.parametrize("block_size", [32, 48])
@@ -191,6 +212,42 @@ def test_what_lies_beyond_a_sequence_or_before_its_window_is_never_read(window: 
     assert torch.equal(triton_launch.paged_attention(query, cache, plan, 1.0), before)
 
 
+@pytest.mark.skipif(HAS_GPU, reason="products of the interpreter are counted")
+@pytest.mark.parametrize(
+    ("lengths", "heads", "window", "num_tiles"),
+    [
+        ([(64, 64)], (1, 1), None, 1 + 2 + 3 + 4),
+        ([(32, 128)], (1, 1), None, 7 + 8),
+        ([(64, 64)], (1, 1), 8, 1 + 2 + 2 + 2),
+        ([(1, 64), (1, 17)], (4, 1), None, 4 + 2),
+        ([(1, 64)], (4, 2), None, 2 * 4),
+        ([(4, 32)], (4, 1), None, 2),
+    ],
+    ids=["causal", "behind a context", "window", "group of 4", "two groups of 2", "tokens and heads in one block"],
+)
+def test_only_tiles_that_some_row_sees_are_read_and_once_for_a_whole_group(
+    lengths: list[tuple[int, int]],
+    heads: tuple[int, int],
+    window: int | None,
+    num_tiles: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Blocks of 16 rows, tiles of 16 keys; each tile is two products."""
+    products: list[int] = []
+    builder = type(interpreter_builder)
+    multiply = builder.create_dot
+
+    def counted(*arguments: Any) -> Any:
+        products.append(1)
+        return multiply(*arguments)
+
+    monkeypatch.setattr(builder, "create_dot", counted)
+    monkeypatch.setattr(triton_launch, "choose_tiles", lambda *shape: triton_launch.Tiles(16, 16, 4, 2))
+    num_heads, num_kv_heads = heads
+    assert_equals_reference(batch_of(lengths, num_kv_heads, 16), num_heads, window=window)
+    assert len(products) == 2 * num_tiles
+
+
 def test_a_request_of_a_hundred_thousand_tokens() -> None:
     """The window keeps the work small; positions, blocks and offsets are those of the long request."""
     assert_equals_reference(batch_of([(3, 100_000), (1, 99_999)], 1, 16), 2, window=40)
@@ -224,6 +281,34 @@ def test_unsupported_shapes_are_named() -> None:
         triton_launch.paged_attention(random(1, 2, 16), random(4, 2, 16, 32), plan, 1.0)
     with pytest.raises(ValueError, match="2 tokens"):
         triton_launch.paged_attention(random(2, 2, 16), random(4, 2, 16, 16), plan, 1.0)
+    query, cache = random(1, 2, 16), random(4, 2, 16, 16)
+    with pytest.raises(ValueError, match="int32"):
+        triton_launch.paged_attention(query.int(), cache, plan, 1.0)
+    with pytest.raises(ValueError, match="cache has strides"):
+        triton_launch.paged_attention(query, random(4, 2, 16, 32)[..., :16], plan, 1.0)
+    with pytest.raises(ValueError, match=r"alibi_slopes is \[3\], \[2\] is needed"):
+        triton_launch.paged_attention(query, cache, plan, 1.0, alibi_slopes=random(3))
+    with pytest.raises(ValueError, match="alibi_slopes has strides"):
+        triton_launch.paged_attention(query, cache, plan, 1.0, alibi_slopes=random(2, 2)[:, 0])
+    with pytest.raises(ValueError, match="one device is needed"):
+        triton_launch.paged_attention(query, torch.zeros(4, 2, 16, 20, dtype=torch.int8, device="meta"), plan, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"seq_lens": torch.ones(2, dtype=torch.int64)}, r"seq_lens is torch\.int64; torch\.int32 is needed"),
+        ({"query_start_loc": torch.zeros(2, dtype=torch.int32)}, r"query_start_loc is \[2\], \[3\] is needed"),
+        ({"block_tables": torch.zeros(1, 4, dtype=torch.int32)}, "1 block tables for 2 requests"),
+        ({"block_tables": torch.zeros(4, 2, dtype=torch.int32).t()}, "block_tables has strides"),
+        ({"block_tables": torch.zeros(2, 4, dtype=torch.int32, device="meta")}, "lies on"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_named(changes: dict[str, torch.Tensor], words: str) -> None:
+    plan = triton_launch.plan_attention(batch_of([(1, 5), (1, 9)], 1, 16), None, torch.float32, DEVICE)
+    placed = {name: each if each.device.type == "meta" else each.to(DEVICE) for name, each in changes.items()}
+    with pytest.raises(ValueError, match=words):
+        dataclasses.replace(plan, **placed)
 
 
 @pytest.mark.gpu

@@ -11,6 +11,8 @@ from pathlib import Path
 SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "kernel_resources.py"
 
 
+SMALLEST_SHARED_KIB = 99
+"""Of a multiprocessor of compute capability 8.6, 8.9 and 12."""
 CASES = [
     "decode in parts, heads of 128",
     "linear 4 bits, 1 rows",
@@ -43,6 +45,17 @@ def test_hot_kernels_spill_nothing(tmp_path: Path) -> None:
     products = {row[0]: found[0] for row, found in zip(result["rows"], result["products"], strict=True)}
     assert [name.rpartition(".s32.")[2] for name in products["linear int8 by int8, 64 rows"]] == ["s8.s8"]
     assert [name.rpartition(".f32.")[2] for name in products["linear fp8 by fp8, 512 rows"]] == ["e4m3.e4m3"]
+
+
+def test_the_widest_heads_in_the_widest_type_fit_the_smallest_multiprocessors(tmp_path: Path) -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    argv = [sys.executable, str(SCRIPT), "--architectures", "89", "--only", "heads of 256, float32"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=240, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(done.stdout.splitlines()[-1])["rows"]
+    assert [row[0] for row in rows] == [f"attention {kind}, heads of 256, float32" for kind in ("decode", "prefill")]
+    for *_, cell in rows:
+        assert int(cell.split(" / ")[2]) < SMALLEST_SHARED_KIB
 
 
 def test_what_an_older_device_does_not_have_is_told_and_not_compiled(tmp_path: Path) -> None:

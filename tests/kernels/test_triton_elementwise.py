@@ -63,6 +63,18 @@ def test_rows_of_a_norm_that_do_not_fit_are_named() -> None:
         norm.rms_norm(random(8, 2).t(), random(8), 1e-5)
     with pytest.raises(ValueError, match="int32"):
         norm.rms_norm(torch.ones(2, 8, dtype=torch.int32, device=DEVICE), random(8), 1e-5)
+    with pytest.raises(ValueError, match="weight has strides"):
+        norm.rms_norm(random(2, 8), random(8, 2)[:, 0], 1e-5)
+    with pytest.raises(ValueError, match="bias is"):
+        norm.layer_norm(random(2, 8), random(8), random(9), 1e-5)
+    with pytest.raises(ValueError, match="one type is needed"):
+        norm.rms_norm(random(2, 8), random(8), 1e-5, random(2, 8, dtype=torch.float16))
+    with pytest.raises(ValueError, match="residual is"):
+        norm.rms_norm(random(2, 8), random(8), 1e-5, random(3, 8))
+    with pytest.raises(ValueError, match="residual lies on meta"):
+        norm.rms_norm(random(2, 8), random(8), 1e-5, random(2, 8).to("meta"))
+    with pytest.raises(ValueError, match="32800"):
+        norm.rms_norm(random(1, 32_800), random(32_800), 1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
@@ -72,6 +84,15 @@ def test_gated_activations(tokens: int, size: int, dtype: torch.dtype) -> None:
     gate_up = random(tokens, 2 * size, dtype=dtype) * 4
     close(activation.silu_and_mul(gate_up), activation_reference.silu_and_mul(gate_up.clone()))
     close(activation.gelu_and_mul(gate_up), activation_reference.gelu_and_mul(gate_up.clone()))
+
+
+def test_gates_that_do_not_fit_are_named() -> None:
+    with pytest.raises(ValueError, match="no rows of gate and up"):
+        activation.silu_and_mul(random(2, 7))
+    with pytest.raises(ValueError, match="no rows of gate and up"):
+        activation.gelu_and_mul(random(8, 2).t())
+    with pytest.raises(ValueError, match="int32"):
+        activation.silu_and_mul(torch.ones(2, 8, dtype=torch.int32, device=DEVICE))
 
 
 def rotated(tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -151,6 +172,12 @@ def test_a_cache_of_another_shape_is_named() -> None:
         rope.rope_and_store(x, 4, cos, sin, random(NUM_BLOCKS, 6, BLOCK_SIZE, 32), slots)
     with pytest.raises(ValueError, match="int64"):
         rope.rope_and_store(x, 4, cos, sin, random(NUM_BLOCKS, 4, BLOCK_SIZE, 32), slots.int())
+    with pytest.raises(ValueError, match="slots is"):
+        rope.rope_and_store(x, 4, cos, sin, random(NUM_BLOCKS, 4, BLOCK_SIZE, 32), slots[:2])
+    with pytest.raises(ValueError, match="cos is"):
+        rope.rope_and_store(x, 4, cos[:2], sin, random(NUM_BLOCKS, 4, BLOCK_SIZE, 32), slots)
+    with pytest.raises(ValueError, match="heads has strides"):
+        rope.rope_and_store(random(3, 9, 32)[:, :8], 4, cos, sin, random(NUM_BLOCKS, 4, BLOCK_SIZE, 32), slots)
 
 
 @pytest.mark.gpu

@@ -77,6 +77,20 @@ def test_codes_that_are_not_packed_are_named() -> None:
         triton_launch.pack_codes(codes_of(4, 8, 64, group_size=16), None)
 
 
+def test_what_does_not_fit_a_product_is_named() -> None:
+    packed = triton_launch.pack_codes(codes_of(4, 8, 64), None)
+    with pytest.raises(ValueError, match="rows of 64"):
+        packed(random(2, 32))
+    with pytest.raises(ValueError, match="rows of 64"):
+        packed(random(64, 2).t())
+    with pytest.raises(ValueError, match="int32"):
+        packed(torch.ones(2, 64, dtype=torch.int32, device=DEVICE))
+    with pytest.raises(ValueError, match=r"out is \[3, 8\], \[2, 8\] is needed"):
+        packed.add_to(random(3, 8), random(2, 64))
+    with pytest.raises(ValueError, match="out has strides"):
+        packed.add_to(random(8, 2).t(), random(2, 64))
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_float_products(bias: bool) -> None:
     weight, b = random(24, 40), random(24, seed=1) if bias else None
@@ -96,6 +110,10 @@ def test_gather_rows(dtype: torch.dtype) -> None:
     assert gather.gather_rows(table, ids[:0]).shape == (0, 1030)
     with pytest.raises(ValueError, match="int64"):
         gather.gather_rows(table, ids.int())
+    with pytest.raises(ValueError, match="neighbouring"):
+        gather.gather_rows(table.t(), ids)
+    with pytest.raises(ValueError, match="on meta"):
+        gather.gather_rows(table, ids.to("meta"))
 
 
 @pytest.mark.gpu

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from triton_device import DEVICE
 
 from pagemill_kernels.request_rows import layout, reference
 from pagemill_kernels.request_rows import triton_launch as rows
-from pagemill_kernels.request_rows.layout import RowLayout, RowState, StepInputs, StepRows
+from pagemill_kernels.request_rows.layout import RowLayout, RowState, StepInputs, StepRows, Writes
 from pagemill_kernels.request_rows.staging import PIECE, Staging
 from pagemill_kernels.sampling import randomness
 
@@ -167,6 +169,17 @@ def test_what_does_not_fit_is_named() -> None:
     state, wanted = filled(), step([3, 0], [1, 1], [True, True])
     with pytest.raises(ValueError, match="2 requests, of which 2 sample, do not fit into inputs of 2 and 1"):
         rows.build_inputs(state, wanted, 1, 2, BLOCK_SIZE, inputs_of(2, 2, 1))
+    short = dataclasses.replace(inputs_of(2, 2, 2), settings=torch.zeros(11, dtype=torch.int32, device=DEVICE))
+    with pytest.raises(ValueError, match="2 requests, of which 2 sample, do not fit into inputs of 2 and 1"):
+        rows.build_inputs(state, wanted, 1, 2, BLOCK_SIZE, short)
+    narrow = dataclasses.replace(short, block_tables=short.block_tables[:, :-1].contiguous())
+    with pytest.raises(ValueError, match="block_tables is"):
+        rows.build_inputs(state, wanted, 1, 2, BLOCK_SIZE, narrow)
+    with pytest.raises(ValueError, match=r"rows is torch\.int64"):
+        rows.build_inputs(state, wanted._replace(rows=wanted.rows.long()), 1, 2, BLOCK_SIZE, inputs_of(2, 2, 2))
+    pieces = torch.zeros(3, 1, dtype=torch.int32, device=DEVICE)
+    with pytest.raises(ValueError, match=r"pieces is torch\.int32"):
+        rows.write_rows(state, Writes(pieces, pieces[0]))
     with pytest.raises(ValueError, match=r"sampled is torch\.int32"):
         rows.advance_rows(state, wanted, torch.zeros(2, dtype=torch.int32, device=DEVICE))
     with pytest.raises(ValueError, match=r"places is \[1\], \[2\] is needed"):

@@ -198,6 +198,21 @@ def test_logits_that_cannot_be_sampled_are_named() -> None:
         sampling.sample_tokens(torch.zeros(2, 8, dtype=torch.bfloat16, device=DEVICE), SamplingBatch())
     with pytest.raises(ValueError, match="contiguous"):
         sampling.sample_tokens(torch.zeros(8, 2, device=DEVICE).t(), SamplingBatch())
+    logits, tokens = torch.zeros(2, 8, device=DEVICE), torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    with pytest.raises(ValueError, match=r"raw_logits is \[2, 9\]"):
+        sampling.draw(logits, torch.zeros(2, 9, device=DEVICE), None)
+    with pytest.raises(ValueError, match="settings are"):
+        sampling.draw_packed(logits, logits, torch.zeros(11, dtype=torch.int32, device=DEVICE))
+    with pytest.raises(ValueError, match=r"tokens is torch\.int32"):
+        sampling.report(logits, tokens.int(), Reports(np.array([0]), np.array([1])))
+    with pytest.raises(ValueError, match=r"tokens is \[1\], \[2\] is needed"):
+        sampling.report(logits, tokens[:1], Reports(np.array([0]), np.array([1])))
+    table = on_device(SamplingBatch(penalties=penalties_of(2, 9, 0))).penalties
+    assert table is not None
+    with pytest.raises(ValueError, match=r"in_prompt is \[2, 9\], \[2, 8\] is needed"):
+        sampling.apply_penalties(logits, table)
+    with pytest.raises(ValueError, match=r"in_output is torch\.int64"):
+        sampling.apply_penalties(torch.zeros(2, 9, device=DEVICE), table._replace(in_output=table.in_output.long()))
 
 
 @pytest.mark.gpu

@@ -16,7 +16,7 @@ RAISING = [
     for package in ("engine/pagemill_engine", "protocol/pagemill_protocol")
     for path in (ROOT / package).rglob("*.py")
 ]
-ERRORS = ("LoadError", "LoaderError", "StartupError", "SourceError", "Fatal")
+ERRORS = ("LoadError", "LoaderError", "StartupError", "SourceError", "Fatal", "EngineFault")
 CAMEL = re.compile(r"[A-Z][A-Za-z]*[a-z][A-Z][A-Za-z]*|OOMKilled")
 OTHERS = {
     "Planned",
@@ -62,6 +62,16 @@ def _given() -> Iterator[str]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ERRORS:
                 yield from _reasons_of(node)
+            if isinstance(node, ast.ClassDef):
+                yield from _reason_of_class(node)
+
+
+def _reason_of_class(node: ast.ClassDef) -> Iterator[str]:
+    """`reason = "X"`: an error whose every instance has the same one."""
+    for line in node.body:
+        names = [each.id for each in line.targets if isinstance(each, ast.Name)] if isinstance(line, ast.Assign) else []
+        if names == ["reason"] and isinstance(line.value, ast.Constant) and isinstance(line.value.value, str):
+            yield line.value.value
 
 
 def _reasons_of(call: ast.Call) -> Iterator[str]:

@@ -4,14 +4,12 @@ Two loops share all helpers and differ in one thing: `_step_overlapped` launches
 step N, so that the device never waits for our Python; `_step_plain` has one step in flight at a time.
 
 One failing request never stops the loop: rows that the runner names as failed end alone, when a whole step raises, its
-rows are tried one by one until the guilty ones are found, and when the bookkeeping itself raises, the rows it was
-working on fail and the rest goes on if everything still adds up. Knows no socket (`loop.process` does) and no tensor
-(`runner`).
+rows are tried one by one until the guilty ones are found, and when the bookkeeping itself raises, the rows it was at
+fail and the rest goes on if everything still adds up. Knows no socket (`loop.process` does) and no tensor (`runner`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -181,12 +179,14 @@ class EngineCore:
         self.num_failed_steps_in_a_row = 0
 
     def _wait_out(self) -> None:
-        """A step failed: the one launched behind it ends before the next one starts, whatever comes of it."""
+        """A step failed: the one behind it ends before the next one starts, whatever comes of it but a lost device."""
         following, self._in_flight = self._in_flight, None
-        if following is None or following.error is not None:
-            return
-        with contextlib.suppress(Exception):
-            self.runner.wait(following.handle)
+        if following is not None and following.error is None:
+            try:
+                self.runner.wait(following.handle)
+            except Exception as error:
+                if isinstance(error, DeviceLostError):
+                    raise
 
     def _interrupted(self, plan: StepPlan) -> None:
         """Ctrl-C in a notebook: nothing may stay in flight, or no later step could run."""

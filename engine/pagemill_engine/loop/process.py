@@ -262,6 +262,9 @@ def _ready(core: EngineCore, load_s: float, start_s: dict[str, float]) -> Ready:
 
 def fatal_of(error: Exception) -> Fatal:
     """Name the cause: the error's own `reason` where it has one."""
+    if isinstance(error, SelfTestError) and "OutOfMemory" in str(error):
+        remedy = "Lower maxNumSeqs, maxNumBatchedTokens or kvCacheMemory."
+        return Fatal("StepTooLarge", f"The device ran out of memory at the first token. {remedy}")
     if isinstance(error, SelfTestError):
         return Fatal("SelfTestFailed", f"The model loaded and could not generate a token: {error}.")
     if isinstance(error, MemoryError):

@@ -58,11 +58,12 @@ class MemoryPlan(NamedTuple):
 def plan_memory(config: EngineConfig, spec: ModelSpec, sizes: Sizes, state: MemoryState) -> MemoryPlan:
     """Size the KV cache. Raises `LoadError` when it, the weights and the largest step do not fit together."""
     if sizes.weight_bytes > state.available_bytes:
+        more = _more_memory(state)
         raise LoadError(
             "ModelTooLarge",
             f"The weights take {_gib(sizes.weight_bytes)}, but {_gib(state.available_bytes)} of memory are free, of "
-            f"{_gib(state.limit_bytes)} allowed. Raise resources.memory, or use a smaller or quantized model, or a "
-            "2-byte dtype.",
+            f"{_gib(state.limit_bytes)} allowed. {more[0].upper()}{more[1:]}, or use a smaller or "
+            "quantized model, or a 2-byte dtype.",
         )
     block_bytes = sizes.kv_bytes_per_token * config.block_size
     num_blocks = config.num_kv_blocks
@@ -70,7 +71,7 @@ def plan_memory(config: EngineConfig, spec: ModelSpec, sizes: Sizes, state: Memo
         default_bytes = _default_kv_bytes(config, spec, sizes, state)
         if state.is_gpu and config.kv_cache_memory_bytes is None and default_bytes < block_bytes:
             step_bytes = activation_bytes(config, spec, sizes, spec.max_position_embeddings)
-            raise _step_too_large(config, sizes.weight_bytes, step_bytes, 0, state.available_bytes)
+            raise _step_too_large(config, (sizes.weight_bytes, step_bytes, 0), state)
         num_blocks = _num_blocks(config, block_bytes, default_bytes)
     activations = activation_bytes(config, spec, sizes, num_blocks * config.block_size)
     return _plan(config, num_blocks, sizes, state, activations, measured=False)
@@ -91,7 +92,7 @@ def plan_measured(
     if num_blocks is None:
         left_bytes = int(before.available_bytes * GPU_SHARE) - sizes.weight_bytes - activations
         if config.kv_cache_memory_bytes is None and left_bytes < block_bytes:
-            raise _step_too_large(config, sizes.weight_bytes, activations, 0, before.available_bytes)
+            raise _step_too_large(config, (sizes.weight_bytes, activations, 0), before)
         num_blocks = _num_blocks(config, block_bytes, left_bytes)
     return _plan(config, num_blocks, sizes, before, activations, measured=True)
 
@@ -109,7 +110,7 @@ def _plan(
         activation_bytes=activations,
         measured=measured,
     )
-    _check(config, budget, state.available_bytes)
+    _check(config, budget, state)
     return MemoryPlan(num_blocks, budget)
 
 
@@ -152,30 +153,34 @@ def _num_blocks(config: EngineConfig, block_bytes: int, default_bytes: int) -> i
     return memory_bytes // block_bytes
 
 
-def _check(config: EngineConfig, budget: MemoryBudget, available_bytes: int) -> None:
+def _check(config: EngineConfig, budget: MemoryBudget, state: MemoryState) -> None:
     if budget.free_bytes >= 0:
         return
-    free = f"but {_gib(available_bytes)} of memory are free"
-    if budget.weight_bytes + budget.kv_bytes > available_bytes:
+    free = f"but {_gib(state.available_bytes)} of memory are free"
+    if budget.weight_bytes + budget.kv_bytes > state.available_bytes:
         raise LoadError(
             "KVCacheTooLarge",
             f"The weights take {_gib(budget.weight_bytes)} and {_kv_setting(config, budget.kv_bytes)}, {free}. "
-            "Lower kvCacheMemory or raise resources.memory.",
+            f"Lower kvCacheMemory or {_more_memory(state)}.",
         )
-    sizes = (budget.weight_bytes, budget.activation_bytes, budget.kv_bytes)
-    raise _step_too_large(config, *sizes, available_bytes)
+    raise _step_too_large(config, (budget.weight_bytes, budget.activation_bytes, budget.kv_bytes), state)
 
 
-def _step_too_large(
-    config: EngineConfig, weight_bytes: int, step_bytes: int, kv_bytes: int, available_bytes: int
-) -> LoadError:
+def _step_too_large(config: EngineConfig, sizes_bytes: tuple[int, int, int], state: MemoryState) -> LoadError:
+    """`sizes_bytes`: of the weights, the step and the KV cache."""
+    weight_bytes, step_bytes, kv_bytes = sizes_bytes
     return LoadError(
         "StepTooLarge",
         f"The largest step, maxNumBatchedTokens {config.max_num_batched_tokens} and maxNumSeqs {config.max_num_seqs}, "
         f"takes {_gib(step_bytes)} beside {_gib(weight_bytes)} of weights and {_gib(kv_bytes)} of KV cache, but "
-        f"{_gib(available_bytes)} of memory are free. Lower maxNumSeqs, maxNumBatchedTokens or kvCacheMemory, or raise "
-        "resources.memory.",
+        f"{_gib(state.available_bytes)} of memory are free. Lower maxNumSeqs, maxNumBatchedTokens or kvCacheMemory, or "
+        f"{_more_memory(state)}.",
     )
+
+
+def _more_memory(state: MemoryState) -> str:
+    """A GPU has its own, which no setting of the pod makes larger."""
+    return "take a GPU with more memory (resources.gpuProduct)" if state.is_gpu else "raise resources.memory"
 
 
 def _kv_setting(config: EngineConfig, kv_bytes: int) -> str:

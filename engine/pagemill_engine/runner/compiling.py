@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.runner.device_runner import DeviceRunner
 from pagemill_engine.runner.graphs import CudaRecorder, graph_sizes
+from pagemill_kernels.paged_attention.batch import DECODE_LIMIT
 
 
 def compile_kernels(runner: DeviceRunner, config: EngineConfig) -> None:
-    """Raises `LoadError` where the memory does not suffice for the largest step."""
-    try:
+    """Raises `LoadError` where the memory does not suffice for the largest step, or the device for a kernel."""
+    with _refused(config):
         for num_requests, num_tokens in step_shapes(config, runner.info.max_model_len):
             runner.warm_up(num_requests, num_tokens)
         runner.warm_up_sampling()
-    except torch.OutOfMemoryError as error:
-        raise LoadError(
-            "StepTooLarge",
-            f"The device ran out of memory in a step of maxNumBatchedTokens {config.max_num_batched_tokens} and "
-            f"maxNumSeqs {config.max_num_seqs}. Lower one of them, or kvCacheMemory.",
-        ) from error
+
+
+def run_largest(runner: DeviceRunner, config: EngineConfig) -> None:
+    """The largest step, beside all that lies on the device. Raises `LoadError` where the memory does not suffice."""
+    with _refused(config):
+        runner.warm_up(*_largest_step(config, runner.info.max_model_len))
 
 
 def record_decodes(runner: DeviceRunner, config: EngineConfig) -> None:
@@ -43,14 +47,48 @@ def largest_decode(config: EngineConfig) -> int:
 
 
 def step_shapes(config: EngineConfig, max_model_len: int) -> list[tuple[int, int]]:
-    """(requests, tokens of each): decodes and prefills of all powers of two, and the largest of both.
+    """(requests, tokens of all of them): decodes, prefills, many short prompts, and the largest step that there is.
 
-    Launchers choose tiles by powers of two, so every choice is among them.
+    Launchers choose tiles by the numbers of requests and tokens, in steps of powers of two or more, and attention by
+    whether any request has more than `DECODE_LIMIT` tokens: so every choice is among them.
     """
-    decodes = _powers_to(min(config.max_num_seqs, config.max_num_batched_tokens))
-    prefills = _powers_to(min(config.max_num_batched_tokens, max_model_len))
-    return [(num_requests, 1) for num_requests in decodes] + [(1, num_tokens) for num_tokens in prefills]
+    budget = config.max_num_batched_tokens
+    several = _powers_to(min(config.max_num_seqs, budget))
+    decodes = [(num_requests, num_requests) for num_requests in several]
+    prefills = [(1, num_tokens) for num_tokens in _powers_to(min(budget, max_model_len))]
+    each = min(DECODE_LIMIT, max_model_len)
+    short = [(num_requests, min(budget, num_requests * each)) for num_requests in several]
+    return list(dict.fromkeys([*decodes, *prefills, *short, _largest_step(config, max_model_len)]))
+
+
+def _largest_step(config: EngineConfig, max_model_len: int) -> tuple[int, int]:
+    """As many tokens as a step may have, of as many requests, each of which samples."""
+    budget = config.max_num_batched_tokens
+    num_requests = min(config.max_num_seqs, budget)
+    return num_requests, min(budget, num_requests * max_model_len)
 
 
 def _powers_to(largest: int) -> list[int]:
     return sorted({largest, *(1 << exponent for exponent in range(largest.bit_length()))})
+
+
+@contextmanager
+def _refused(config: EngineConfig) -> Iterator[None]:
+    """What the device has too little of becomes a `LoadError` with the setting to change."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise LoadError(
+            "StepTooLarge",
+            f"The device ran out of memory in a step of maxNumBatchedTokens {config.max_num_batched_tokens} and "
+            f"maxNumSeqs {config.max_num_seqs}. Lower one of them, or kvCacheMemory.",
+        ) from error
+    except Exception as error:
+        if type(error).__name__ != "OutOfResources":
+            raise
+        # Triton's own, which only a machine with Triton could import.
+        raise LoadError(
+            "SettingsUnsupported",
+            f"A multiprocessor of this device is too small for a kernel of this model as `dtype` {config.dtype} and "
+            f"`kv_cache_dtype` {config.kv_cache_dtype} ({error}). Set dtype to bfloat16, or device to cpu.",
+        ) from error

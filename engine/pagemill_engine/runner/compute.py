@@ -61,7 +61,11 @@ def _wants_gpu(config: EngineConfig) -> bool:
 def _on_gpu(config: EngineConfig, spec: ModelSpec) -> Compute:
     absent = launch.why_absent()
     if absent is not None:
-        raise LoadError("DeviceUnavailable", f"`device` {config.device} needs an NVIDIA GPU: {absent}.")
+        raise LoadError(
+            "DeviceUnavailable",
+            f"`device` {config.device} needs an NVIDIA GPU of compute capability 8.0 or later: {absent}. Give "
+            "it one, or set device to cpu.",
+        )
     problem = gpu_problem(spec.head_dim, config.block_size, spec.num_heads // spec.num_kv_heads)
     if problem is not None:
         raise LoadError("SettingsUnsupported", f"`device` {config.device} cannot run this model: {problem}.")
@@ -73,7 +77,7 @@ def _on_gpu(config: EngineConfig, spec: ModelSpec) -> Compute:
         )
     if "fp8" in (config.quantization, config.kv_cache_dtype):
         _check_fp8(config)
-    products = _products(config, spec)
+    products = _PRODUCTS.get(config.quantization, "float")
     ops = ops_for("triton", products=products)
     emulated = ops.device.type == "cpu"
     dtype = torch.float32 if emulated else torch.bfloat16
@@ -82,6 +86,7 @@ def _on_gpu(config: EngineConfig, spec: ModelSpec) -> Compute:
     kv_dtype = dtype if config.kv_cache_dtype == "auto" else TORCH_TYPES[config.kv_cache_dtype]
     how = "Triton's interpreter" if emulated else f"Triton kernels on {torch.cuda.get_device_name(ops.device)}"
     how += "" if products == "float" else f", {_PRODUCT_NAMES[products]} weights and activations"
+    how += " where the file has floats" if products != "float" and spec.quantization is not None else ""
     return Compute(dtype, dtype, kv_dtype, ops, how, attention_gathers=False)
 
 
@@ -91,13 +96,6 @@ def _check_fp8(config: EngineConfig) -> None:
         return
     field, remedy = ("quantization", "w8a8 or int8") if config.quantization == "fp8" else ("kv_cache_dtype", "int8")
     raise LoadError("SettingsUnsupported", f"`{field}` fp8 cannot be computed here: {problem}. Set it to {remedy}.")
-
-
-def _products(config: EngineConfig, spec: ModelSpec) -> Products:
-    """Files that are quantized already stay as they are."""
-    if spec.quantization is not None:
-        return "float"
-    return _PRODUCTS.get(config.quantization, "float")
 
 
 def _on_cpu(config: EngineConfig, spec: ModelSpec) -> Compute:

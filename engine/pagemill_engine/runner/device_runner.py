@@ -38,19 +38,19 @@ from pagemill_kernels.sampling.drawn import Drawn
 from pagemill_protocol.sampling import SamplingParams
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class InFlight:
     """A step that was queued."""
 
     request_ids: list[str]
     """Those that sample."""
-    rows: NDArray[np.int32]
-    """Theirs."""
     read: Callable[[], SampledTokens] | None = None
     """What they sampled, once the device has come so far; `None`: none of them does."""
     reports: Reports | None = None
     error: Exception | None = None
-    """It could not be queued."""
+    """It could not be queued, or was not, because of `behind`."""
+    behind: InFlight | None = None
+    """The step before it that could not be queued."""
 
 
 class DeviceRunner:
@@ -81,22 +81,23 @@ class DeviceRunner:
         self._make_recorder: Callable[[], Recorder] | None = None
         self._sleeping = SleepingModel(model, kv_cache, ops.device)
         self._unread_failure: InFlight | None = None
-        """The step that could not be queued, until it is waited for: what is launched behind it is not run."""
+        """The step that could not be queued, until it is waited for, or, where nobody does that (Ctrl-C), a step behind
+        it: what is launched behind it is not run."""
 
     def launch(self, plan: StepPlan) -> InFlight:
         if self._unread_failure is not None:
             skipped = StepSkippedError(f"step {plan.step} was not run: the one before it failed")
-            return InFlight([], np.zeros(0, dtype=np.int32), error=skipped)
+            return InFlight([], error=skipped, behind=self._unread_failure)
         try:
             with torch.inference_mode():
                 return self._queue(plan)
         except Exception as error:
-            self._unread_failure = InFlight([], np.zeros(0, dtype=np.int32), error=self._told(error))
+            self._unread_failure = InFlight([], error=self._told(error))
             return self._unread_failure
 
     def wait(self, handle: InFlight) -> StepResult:
         if handle.error is not None:
-            if self._unread_failure is handle:
+            if self._unread_failure in (handle, handle.behind):
                 self._unread_failure = None
             raise handle.error
         if handle.read is None:
@@ -105,22 +106,20 @@ class DeviceRunner:
             found = handle.read()
         except Exception as error:
             raise self._told(error) from error
-        return self._result(handle, found)
+        return _result(handle, found)
 
     def warm_up(self, num_requests: int, num_tokens: int) -> None:
-        """A step of such a shape by nobody's requests, to the last token. Their block is zero again."""
-        starts = np.arange(num_requests + 1, dtype=np.int32) * num_tokens
-        everyone = np.arange(num_requests)
-        step = DeviceStep([], self._nobodys(num_requests), starts, everyone.astype(np.int32), num_tokens, everyone)
+        """A step of so many tokens by nobody's requests, to the last token. Their block is zero again."""
+        starts = (np.arange(num_requests + 1) * num_tokens // num_requests).astype(np.int32)
+        everyone, longest = np.arange(num_requests), int(np.diff(starts).max())
+        step = DeviceStep([], self._nobodys(num_requests), starts, everyone.astype(np.int32), longest, everyone)
         staging = Staging()
         staging.put(self._rows.layout.record(self._rows.layout.padding_row), [0])
         with torch.inference_mode():
             at = self._upload(staging, step)
             inputs = self._inputs(step)
             self._build(at, step, inputs)
-            drawn = self._on_device.draw_tokens(
-                self._forward.logits(inputs, num_tokens), SamplingBatch(), inputs.settings
-            )
+            drawn = self._on_device.draw_tokens(self._forward.logits(inputs, longest), SamplingBatch(), inputs.settings)
             self._on_device.advance_rows(self._state, at, drawn.tokens)
             drawn.tokens.cpu()
             for cache in self.kv_cache.layers:
@@ -181,7 +180,7 @@ class DeviceRunner:
         at = self._upload(staging, step if size is None else step.padded(size, self._rows.layout.padding_row))
         self.kv_cache.copy_blocks(plan.block_copies)
         if not plan.num_scheduled_tokens:
-            return InFlight([], step.rows)
+            return InFlight([])
         logits, settings = self._logits(at, step, size)
         return self._sample(at, step, logits, settings)
 
@@ -218,21 +217,10 @@ class DeviceRunner:
         self._on_device.advance_rows(self._state, at, drawn.tokens)
         self._rows.advance(step)
         if len(rows) == 0:
-            return InFlight([], rows)
+            return InFlight([])
         request_ids = [step.request_ids[i] for i in step.sampling.tolist()]
         read = partial(_read, drawn.download(), _mark(self._ops.device))
-        return InFlight(request_ids, rows, read, batch.reports)
-
-    def _result(self, handle: InFlight, found: SampledTokens) -> StepResult:
-        sampled = by_row(found, handle.reports)
-        result = StepResult(token_ids=dict(zip(handle.request_ids, sampled.token_ids.tolist(), strict=True)))
-        result.logprobs = {handle.request_ids[i]: logprobs for i, logprobs in sampled.logprobs.items()}
-        for i in np.flatnonzero(~sampled.finite).tolist():
-            name, row = handle.request_ids[i], int(handle.rows[i])
-            del result.token_ids[name]
-            result.failed[name] = NON_FINITE
-            self.kv_cache.scrub(self._state.tables[row, : int(self._rows.num_blocks[row])].long())
-        return result
+        return InFlight(request_ids, read, batch.reports)
 
     def _record(self) -> None:
         if self._graphs is None or self._make_recorder is None:
@@ -260,6 +248,17 @@ class DeviceRunner:
         except Exception as lost:
             return DeviceLostError(f"The device failed, and this process can use it no more: {_first_line(lost)}")
         return error
+
+
+def _result(handle: InFlight, found: SampledTokens) -> StepResult:
+    """What a request left that is not finite stays in its blocks: kernels here read no place before it is written."""
+    sampled = by_row(found, handle.reports)
+    result = StepResult(token_ids=dict(zip(handle.request_ids, sampled.token_ids.tolist(), strict=True)))
+    result.logprobs = {handle.request_ids[i]: logprobs for i, logprobs in sampled.logprobs.items()}
+    for i in np.flatnonzero(~sampled.finite).tolist():
+        del result.token_ids[handle.request_ids[i]]
+        result.failed[handle.request_ids[i]] = NON_FINITE
+    return result
 
 
 def _mark(device: torch.device) -> torch.cuda.Event | None:

@@ -48,6 +48,23 @@ def load_runner(
     early_digest: EarlyDigest | None = None,
 ) -> EagerRunner | DeviceRunner:
     """Raises `LoadError`."""
+    try:
+        return _load(config, path, spec, progress, early_digest)
+    except torch.OutOfMemoryError as error:
+        raise LoadError(
+            "ModelTooLarge",
+            f"The device ran out of memory while `{path}` was loaded ({str(error).partition('. ')[0]}). See that "
+            "nothing else takes its memory, use a smaller or quantized model, or lower maxNumSeqs or maxModelLen.",
+        ) from error
+
+
+def _load(
+    config: EngineConfig,
+    path: Path,
+    spec: ModelSpec,
+    progress: Callable[[str, str], None],
+    early_digest: EarlyDigest | None,
+) -> EagerRunner | DeviceRunner:
     torch.set_num_threads(config.num_threads or usable_cores())
     compute = choose_compute(config, spec)
     dtype, activation_dtype, kv_dtype, ops = compute.dtype, compute.activation_dtype, compute.kv_dtype, compute.ops

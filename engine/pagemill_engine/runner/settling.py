@@ -13,7 +13,7 @@ import torch
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.models.weights import weight_bytes
 from pagemill_engine.runner.budget import Measured, Sizes, plan_measured
-from pagemill_engine.runner.compiling import compile_kernels, largest_decode
+from pagemill_engine.runner.compiling import compile_kernels, largest_decode, run_largest
 from pagemill_engine.runner.device_runner import DeviceRunner
 from pagemill_engine.runner.kv_cache import max_model_len_for
 from pagemill_engine.runner.memory import MemoryState
@@ -57,9 +57,11 @@ def settle(
     runner.resize_cache(
         num_blocks, runner.info._replace(num_blocks=num_blocks, max_model_len=max_model_len, memory=budget)
     )
+    # What was measured in pieces must also fit in one.
+    run_largest(runner, config)
 
 
 def _recording_bytes(runner: DeviceRunner, config: EngineConfig, meter: Meter) -> int:
     """All recordings share the memory of the largest."""
     largest = largest_decode(config)
-    return meter.peak_bytes(lambda: runner.warm_up(largest, 1)) + runner.recording_bytes(largest)
+    return meter.peak_bytes(lambda: runner.warm_up(largest, largest)) + runner.recording_bytes(largest)

@@ -13,10 +13,12 @@ BLOCK = 1024
 
 def gather_rows(table: Tensor, ids: Tensor) -> Tensor:
     """table: [rows, size], neighbouring elements side by side; ids: int64 [n], each below rows. Returns [n, size]."""
-    if ids.dtype != torch.int64 or ids.dim() != 1 or table.stride(-1) != 1:
+    fits = ids.dtype == torch.int64 and ids.dim() == 1 and table.dim() == 2 and table.stride(1) == 1
+    if not fits or ids.device != table.device:
         raise ValueError(
-            f"gather: ids are {ids.dtype} {list(ids.shape)} and rows have strides {list(table.stride())}; "
-            "int64 [n] and rows of neighbouring elements are needed"
+            f"gather: ids are {ids.dtype} {list(ids.shape)} on {ids.device}, the table is {list(table.shape)} with "
+            f"strides {list(table.stride())} on {table.device}; int64 [n] and rows of neighbouring elements on one "
+            "device are needed"
         )
     size = table.shape[1]
     out = torch.empty(len(ids), size, dtype=table.dtype, device=table.device)

@@ -98,6 +98,16 @@ def check_floats(operation: str, **tensors: Tensor) -> None:
             raise ValueError(f"{operation}: {name} lies on {tensor.device}, the other tensors on {first.device}")
 
 
+def check_types(operation: str, wanted: torch.dtype, **tensors: Tensor) -> None:
+    """Raises ValueError for a tensor of another type, or that lies elsewhere than the first."""
+    first = next(iter(tensors.values()))
+    for name, tensor in tensors.items():
+        if tensor.dtype != wanted:
+            raise ValueError(f"{operation}: {name} is {tensor.dtype}; {wanted} is needed")
+        if tensor.device != first.device:
+            raise ValueError(f"{operation}: {name} lies on {tensor.device}, the other tensors on {first.device}")
+
+
 def check_shape(operation: str, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{operation}: {name} is {list(tensor.shape)}, {list(shape)} is needed")

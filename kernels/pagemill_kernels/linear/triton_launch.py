@@ -95,7 +95,11 @@ class CodesLinear(CodesOnDevice):
         launch.check_floats("linear", x=x, out=out)
         launch.check_contiguous("linear", out=out)
         if x.shape[-1] != self.in_features or x.stride(-1) != 1:
-            raise ValueError(f"linear: x is {list(x.shape)}, [rows, {self.in_features}] is needed")
+            raise ValueError(
+                f"linear: x is {list(x.shape)} with strides {list(x.stride())}; rows of {self.in_features} "
+                "neighbouring elements are needed"
+            )
+        launch.check_shape("linear", "out", out, (*x.shape[:-1], self.out_features))
         x = x.reshape(-1, self.in_features)
         if len(x) == 0:
             return

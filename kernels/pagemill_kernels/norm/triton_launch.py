@@ -76,15 +76,17 @@ def _rows(x: Tensor) -> tuple[int, int, int, int]:
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
     size = x.shape[-1]
-    launch.check_floats("norm", x=x, weight=weight)
-    launch.check_shape("norm", "weight", weight, (size,))
-    if bias is not None:
-        launch.check_shape("norm", "bias", bias, (size,))
+    vectors = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+    launch.check_floats("norm", x=x, **vectors)
+    launch.check_contiguous("norm", **vectors)
+    for name, vector in vectors.items():
+        launch.check_shape("norm", name, vector, (size,))
     if residual is not None:
         launch.check_shape("norm", "residual", residual, tuple(x.shape))
         launch.check_contiguous("norm", residual=residual)
         if residual.dtype != x.dtype:
             raise ValueError(f"norm: the residual is {residual.dtype}, x is {x.dtype}; one type is needed")
+        launch.check_floats("norm", x=x, residual=residual)
     if x.stride(-1) != 1 or size > MAX_SIZE:
         raise ValueError(
             f"norm: x is {list(x.shape)} with strides {list(x.stride())}; rows of up to {MAX_SIZE} "

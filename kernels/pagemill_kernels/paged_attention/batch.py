@@ -7,6 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+DECODE_LIMIT = 8
+"""Tokens a request up to which a GPU takes a batch for decodes (1, or some more with speculation and short prompts)."""
+
 
 @dataclass(slots=True, frozen=True)
 class AttentionBatch:

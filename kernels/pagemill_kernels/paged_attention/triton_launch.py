@@ -17,7 +17,7 @@ from torch import Tensor
 from pagemill_kernels.gpu import launch
 from pagemill_kernels.kv_store.storage import LARGEST_CODES, token_width
 from pagemill_kernels.paged_attention import triton_body
-from pagemill_kernels.paged_attention.batch import AttentionBatch
+from pagemill_kernels.paged_attention.batch import DECODE_LIMIT, AttentionBatch
 from pagemill_kernels.request_rows.layout import StepInputs
 
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
@@ -26,8 +26,6 @@ SPLIT_TOKENS = 256
 """A part of a split context is at least this long: shorter ones cost more to join than they save."""
 SPLITS = (1, 4, 16)
 """Parts that a context may be cut into; few values, because each is a kernel of its own."""
-DECODE_LIMIT = 8
-"""Tokens a request up to which a batch counts as decodes (1, or some more with speculation)."""
 PROGRAMS_PER_MULTIPROCESSOR = 4
 """Programs of decode attention that one multiprocessor holds, about."""
 
@@ -58,6 +56,15 @@ class TritonPlan:
     num_kv_heads: int
     sliding_window: int | None
     is_decode: bool
+
+    def __post_init__(self) -> None:
+        num_requests = len(self.seq_lens)
+        indices = {name: getattr(self, name) for name in ("block_tables", "query_start_loc", "seq_lens")}
+        launch.check_types("paged attention", torch.int32, **indices)
+        launch.check_contiguous("paged attention", **indices)
+        launch.check_shape("paged attention", "query_start_loc", self.query_start_loc, (num_requests + 1,))
+        if len(self.block_tables) != num_requests:
+            raise ValueError(f"paged attention: {len(self.block_tables)} block tables for {num_requests} requests")
 
 
 def supports(head_dim: int, block_size: int, group: int) -> str | None:
@@ -190,6 +197,9 @@ def choose_tiles(head_dim: int, group: int, dtype: torch.dtype, has_codes: bool,
     Codes take registers of their own on their way to floats. How many tiles are on their way at a time is the number
     with which the compiler spills none (`bench/kernel_resources.py`).
     """
+    if dtype == torch.float32 and head_dim > 128:
+        # What a multiprocessor of the smaller devices shares, 99 KiB, has no room for more.
+        return Tiles(max(16 if is_decode else 32, triton.next_power_of_2(group)), 16, 4 if is_decode else 8, 2)
     wide = head_dim > 128 or dtype == torch.float32
     if is_decode:
         num_stages = 3 if has_codes and not wide else 2
@@ -240,3 +250,10 @@ def _check(query: Tensor, cache: Tensor, plan: TritonPlan, alibi_slopes: Tensor 
         raise ValueError(f"paged attention: {problem}")
     if alibi_slopes is not None:
         launch.check_shape("paged attention", "alibi_slopes", alibi_slopes, (num_heads,))
+        launch.check_floats("paged attention", query=query, alibi_slopes=alibi_slopes)
+        launch.check_contiguous("paged attention", alibi_slopes=alibi_slopes)
+    if {query.device, cache.device} != {plan.seq_lens.device}:
+        raise ValueError(
+            f"paged attention: query, cache and plan lie on {query.device}, {cache.device} and {plan.seq_lens.device}; "
+            "one device is needed"
+        )

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pagemill_kernels.gpu import launch
 from pagemill_kernels.request_rows import triton_body
-from pagemill_kernels.request_rows.layout import RowState, StepInputs, StepRows, Writes
+from pagemill_kernels.request_rows.layout import NUM_SETTINGS, RowState, StepInputs, StepRows, Writes
 from pagemill_kernels.request_rows.staging import PIECE
 
 BLOCK = 256
@@ -19,8 +19,8 @@ def write_rows(state: RowState, writes: Writes) -> None:
     num_pieces = writes.pieces.shape[1]
     if num_pieces == 0:
         return
-    _check_types(torch.int64, pieces=writes.pieces)
-    _check_types(torch.int32, values=writes.values)
+    launch.check_types("request rows", torch.int64, pieces=writes.pieces)
+    launch.check_types("request rows", torch.int32, values=writes.values)
     launch.check_shape("request rows", "pieces", writes.pieces, (3, num_pieces))
     launch.check_contiguous("request rows", pieces=writes.pieces, values=writes.values)
     triton_body.write[(num_pieces,)](
@@ -41,11 +41,13 @@ def build_inputs(
     num_requests = len(step.rows)
     _check_step(step)
     launch.check_contiguous("request rows", block_tables=out.block_tables, settings=out.settings)
+    launch.check_types("request rows", torch.int32, block_tables=out.block_tables, settings=out.settings)
     launch.check_shape("request rows", "block_tables", out.block_tables, (len(out.seq_lens), state.layout.table_width))
-    if len(out.seq_lens) < num_requests or len(out.last_tokens) < num_sampled:
+    room = min(len(out.last_tokens), len(out.settings) // NUM_SETTINGS)
+    if len(out.seq_lens) < num_requests or room < num_sampled:
         raise ValueError(
             f"request rows: {num_requests} requests, of which {num_sampled} sample, do not fit into inputs of "
-            f"{len(out.seq_lens)} and {len(out.last_tokens)}"
+            f"{len(out.seq_lens)} and {room}"
         )
     if num_requests == 0:
         return
@@ -78,7 +80,7 @@ def advance_rows(state: RowState, step: StepRows, sampled: Tensor) -> None:
     """sampled: int64 [sampled], each request's token at its place, -1 where there is none."""
     num_requests = len(step.rows)
     _check_step(step)
-    _check_types(torch.int64, sampled=sampled)
+    launch.check_types("request rows", torch.int64, sampled=sampled)
     if num_requests == 0:
         return
     triton_body.advance[(triton.cdiv(num_requests, BLOCK),)](
@@ -99,13 +101,7 @@ def advance_rows(state: RowState, step: StepRows, sampled: Tensor) -> None:
 
 def _check_step(step: StepRows) -> None:
     num_requests = len(step.rows)
-    _check_types(torch.int32, rows=step.rows, query_start_loc=step.query_start_loc, places=step.places)
+    launch.check_types("request rows", torch.int32, **step._asdict())
     launch.check_shape("request rows", "query_start_loc", step.query_start_loc, (num_requests + 1,))
     launch.check_shape("request rows", "places", step.places, (num_requests,))
     launch.check_contiguous("request rows", **step._asdict())
-
-
-def _check_types(wanted: torch.dtype, **tensors: Tensor) -> None:
-    for name, tensor in tensors.items():
-        if tensor.dtype != wanted:
-            raise ValueError(f"request rows: {name} is {tensor.dtype}; {wanted} is needed")

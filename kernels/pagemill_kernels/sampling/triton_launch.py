@@ -59,6 +59,7 @@ def add_edits(logits: Tensor, edits: Edits) -> None:
 
 def apply_penalties(logits: Tensor, penalties: Penalties) -> None:
     """In place."""
+    _check_counts(penalties, logits.shape[1])
     vocab_size = logits.shape[1]
     num_penalised = len(penalties.rows)
     triton_body.penalise[(num_penalised, triton.cdiv(vocab_size, BLOCK))](
@@ -76,6 +77,7 @@ def apply_penalties(logits: Tensor, penalties: Penalties) -> None:
 
 def count(penalties: Penalties, tokens: Tensor) -> None:
     """tokens: int64 [batch], -1 where there is none."""
+    launch.check_types("sampling", torch.int64, tokens=tokens)
     num_penalised = len(penalties.rows)
     triton_body.count_tokens[(triton.cdiv(num_penalised, LIST_BLOCK),)](
         penalties_ptr=_pack_penalties(penalties, tokens.device),
@@ -105,7 +107,9 @@ def draw_packed(logits: Tensor, raw_logits: Tensor, settings: Tensor) -> Tensor:
     num_rows, vocab_size = logits.shape
     if settings.dtype != torch.int32 or settings.numel() != 6 * num_rows:
         raise ValueError(f"sampling: settings are {settings.dtype} {list(settings.shape)}; int32 [6, rows] are needed")
-    launch.check_contiguous("sampling", settings=settings)
+    launch.check_contiguous("sampling", settings=settings, raw_logits=raw_logits)
+    launch.check_types("sampling", torch.float32, logits=logits, raw_logits=raw_logits)
+    launch.check_shape("sampling", "raw_logits", raw_logits, (num_rows, vocab_size))
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows == 0:
         return tokens
@@ -126,6 +130,9 @@ def draw_packed(logits: Tensor, raw_logits: Tensor, settings: Tensor) -> Tensor:
 
 def report(raw_logits: Tensor, tokens: Tensor, reports: Reports) -> tuple[Tensor, Tensor]:
     """float32 and int32 [reports, 1 + most top tokens]: log probabilities, the chosen token's first; its rank, ids."""
+    _check(raw_logits)
+    launch.check_types("sampling", torch.int64, tokens=tokens)
+    launch.check_shape("sampling", "tokens", tokens, (len(raw_logits),))
     vocab_size = raw_logits.shape[1]
     shape = (len(reports.rows), 1 + int(reports.num_top.max()))
     values = torch.empty(shape, dtype=torch.float32, device=raw_logits.device)
@@ -190,3 +197,11 @@ def _check(logits: Tensor) -> None:
             "tokens are sampled"
         )
     launch.check_contiguous("sampling", logits=logits)
+
+
+def _check_counts(penalties: Penalties, vocab_size: int) -> None:
+    launch.check_types("sampling", torch.bool, in_prompt=penalties.in_prompt)
+    launch.check_types("sampling", torch.int32, in_output=penalties.in_output)
+    for name, table in (("in_prompt", penalties.in_prompt), ("in_output", penalties.in_output)):
+        launch.check_shape("sampling", name, table, (len(penalties.in_output), vocab_size))
+        launch.check_contiguous("sampling", **{name: table})

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_llama import write_tiny_llama
-from triton_device import DEVICE
+from triton_device import DEVICE, NO_FP8
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
@@ -21,6 +21,7 @@ from pagemill_engine.runner.errors import StepSkippedError
 from pagemill_engine.runner.graphs import CudaRecorder, graph_sizes
 from pagemill_engine.sampling.rows import SamplingRows
 from pagemill_engine.scheduler.step import AdmittedRow, StepPlan
+from pagemill_kernels.kv_store import storage
 from pagemill_kernels.request_rows.layout import RowLayout
 from pagemill_kernels.request_rows.staging import Staging
 from pagemill_protocol.generate import GenerateRequest
@@ -242,8 +243,33 @@ def test_a_request_whose_values_are_not_finite_fails_alone(runner: Any) -> None:
     result = runner.wait(runner.launch(plan_of({"b": 1, "g": 17}, admitted=rows, released=["g"])))
     assert result.token_ids == {"g": alone}
     assert "not finite" in result.failed["b"]
-    assert runner.kv_cache.layers[0].isfinite().all(), "the next owner of its blocks finds nothing of it"
     runner.wait(runner.launch(plan_of({}, released=["g", "b"])))
+
+
+def tokens_of(runner: Any) -> list[int]:
+    """Of a prompt in two chunks and its decodes, in blocks that it fills one after another."""
+    prompt, blocks = list(range(30, 50)), [4, 1, 3]
+    first = plan_of({"a": 9}, samples=set(), admitted=[admitted("a", prompt, blocks[:2])])
+    runner.wait(runner.launch(first))
+    plans = [plan_of({"a": 11}), *(plan_of({"a": 1}) for _ in range(14))]
+    plans[13].new_block_ids["a"] = blocks[2:]
+    found = [runner.wait(runner.launch(plan)).token_ids["a"] for plan in plans]
+    runner.wait(runner.launch(plan_of({}, released=["a"])))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["auto", "int8", pytest.param("fp8", marks=NO_FP8)])
+def test_what_a_request_that_failed_left_in_its_blocks_matters_to_no_later_one(
+    load: Callable[..., Any], kind: str
+) -> None:
+    """No kernel reads a place that its request has not written: so nothing has to be cleaned up."""
+    runner = load(device="cuda", kv_cache_dtype=kind)
+    clean = tokens_of(runner)
+    assert len(set(clean)) > 3
+    with torch.inference_mode():
+        for cache in runner.kv_cache.layers:
+            (cache if kind == "auto" else storage.scales(cache)).fill_(float("nan"))
+    assert tokens_of(runner) == clean
 
 
 @contextmanager
@@ -268,6 +294,36 @@ def test_what_is_launched_behind_a_step_that_failed_is_not_run(runner: Any, monk
         runner.wait(behind)
     after = plan_of({"a": 2}, admitted=[admitted("a", [5, 6], [0])], released=["a"])
     assert list(runner.wait(runner.launch(after)).token_ids) == ["a"]
+    runner.wait(runner.launch(plan_of({}, released=["a"])))
+
+
+def test_a_failure_that_nobody_waited_for_costs_one_step(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after Ctrl-C, which drops what is in flight."""
+    with failing_once(runner, monkeypatch):
+        runner.launch(plan_of({"a": 2}, admitted=[admitted("a", [5, 6], [0])]))
+    again = plan_of({"a": 2}, admitted=[admitted("a", [5, 6], [0])])
+    with pytest.raises(StepSkippedError):
+        runner.wait(runner.launch(again))
+    assert list(runner.wait(runner.launch(again)).token_ids) == ["a"]
+    runner.wait(runner.launch(plan_of({}, released=["a"])))
+
+
+def test_a_failure_behind_one_that_was_told_is_told_too(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that was skipped for the first failure says nothing of the second."""
+    admission = {"admitted": [admitted("a", [5, 6], [0])]}
+    with failing_once(runner, monkeypatch):
+        first = runner.launch(plan_of({"a": 2}, **admission))
+    skipped = runner.launch(plan_of({"a": 1}))
+    with pytest.raises(torch.OutOfMemoryError):
+        runner.wait(first)
+    with failing_once(runner, monkeypatch):
+        second = runner.launch(plan_of({"a": 2}, **admission))
+    with pytest.raises(StepSkippedError):
+        runner.wait(skipped)
+    with pytest.raises(StepSkippedError):
+        runner.wait(runner.launch(plan_of({"a": 1})))
+    with pytest.raises(torch.OutOfMemoryError):
+        runner.wait(second)
     runner.wait(runner.launch(plan_of({}, released=["a"])))
 
 

@@ -85,6 +85,21 @@ def test_what_does_not_fit_names_its_setting(
     assert caught.value.reason == reason
 
 
+@pytest.mark.parametrize(
+    ("weight_bytes", "kv_bytes", "reason"),
+    [(18 * GIB, None, "ModelTooLarge"), (8 * GIB, 20 * GIB, "KVCacheTooLarge"), (31 * GIB // 2, None, "StepTooLarge")],
+)
+def test_no_setting_of_a_pod_makes_a_gpu_larger(
+    spec: ModelSpec, weight_bytes: int, kv_bytes: int | None, reason: str
+) -> None:
+    state = MemoryState(18 * GIB, 17 * GIB, 0, is_gpu=True)
+    config = EngineConfig(model="m", max_num_seqs=4096, max_num_batched_tokens=200_000, kv_cache_memory_bytes=kv_bytes)
+    with pytest.raises(LoadError, match=r"[Tt]ake a GPU with more memory \(resources.gpuProduct\)") as caught:
+        plan_memory(config, spec, SIZES._replace(weight_bytes=weight_bytes), state)
+    assert caught.value.reason == reason
+    assert "resources.memory" not in caught.value.message
+
+
 def test_a_gpu_without_room_for_a_block_names_what_takes_it(spec: ModelSpec) -> None:
     state = MemoryState(18 * GIB, 17 * GIB, 0, is_gpu=True)
     with pytest.raises(LoadError, match="Lower maxNumSeqs"):
@@ -117,7 +132,8 @@ def test_the_cache_is_sized_by_steps_that_were_run(
     sizes = Sizes(0, runner.info.kv_bytes_per_token, 4, gathers=False)
     state = MemoryState(40 * MIB, 40 * MIB, 0, is_gpu=True)
     settle(runner, config, spec, sizes, state, Scale(20 * MIB, [8 * MIB, 4 * MIB]))
-    assert {(2, 1), (1, 5)} <= set(shapes)
+    assert {(2, 2), (1, 5), (2, 5)} <= set(shapes)
+    assert shapes[-1] == (2, 5), "the largest once more, beside the cache"
     memory = runner.info.memory
     assert memory.measured
     assert memory.kv_bytes == runner.kv_cache.num_bytes <= 36 * MIB - 32 * MIB

@@ -8,15 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from gguf_model import write_gguf
 from tiny_llama import write_tiny_llama
+from triton.runtime.errors import OutOfResources
 from triton_device import DEVICE, HAS_GPU, NO_FP8
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.loading.quantized import QuantizedWeights
 from pagemill_engine.loading.source import open_weights
-from pagemill_engine.runner import budget, compute
-from pagemill_engine.runner.compiling import compile_kernels, step_shapes
+from pagemill_engine.runner import budget, compute, device_runner, load_eager
+from pagemill_engine.runner.compiling import compile_kernels, run_largest, step_shapes
 from pagemill_engine.runner.memory import MemoryState
 from pagemill_kernels.gpu import launch
 from pagemill_kernels.linear import triton_launch as linear
@@ -131,6 +134,31 @@ def test_products_of_codes_stay_close_to_those_of_floats(
         assert a.logprobs == pytest.approx(b.logprobs, abs=0.3)
 
 
+@pytest.mark.parametrize("quantization", ["w8a8", pytest.param("fp8", marks=NO_FP8)])
+def test_floats_of_a_file_that_has_codes_too_are_multiplied_as_asked(
+    tmp_path: Path, quantization: str, runner_loader: Any, make_driver: Any
+) -> None:
+    """What is stored in codes stays so; what is planned for is what is loaded."""
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=256, initializer_range=0.4, dtype="float32",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    path = tmp_path / "mixed.gguf"
+    write_gguf(path, transformers.LlamaForCausalLM(config), {"ffn": "Q8_0"})
+    runner = runner_loader(path, device="cuda", quantization=quantization)
+    assert runner.info.compute.endswith("weights and activations where the file has floats")
+    layer = runner.model.model.layers[0]
+    assert all(isinstance(each.packed, ScaledLinear) for each in (layer.self_attn.qkv_proj, layer.self_attn.o_proj))
+    assert all(isinstance(each.packed, CodesLinear) for each in (layer.mlp.gate_up_proj, layer.mlp.down_proj))
+    planned = QuantizedWeights(open_weights(path), quantization).num_bytes(torch.float32, keep_stored=True)
+    biases = 4 * (32 + 16 + 16)
+    assert planned == runner.info.weight_bytes + biases
+    ours, exact = (make_driver(each).greedy(PROMPTS, 1) for each in (runner, runner_loader(path, device="cuda")))
+    for a, b in zip(ours, exact, strict=True):
+        assert a.logprobs == pytest.approx(b.logprobs, abs=0.3)
+
+
 SAMPLED = {
     "filters": {"top_p": 0.9, "top_k": 20, "min_p": 0.01},
     "penalties": {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.3},
@@ -169,6 +197,20 @@ def test_a_cache_of_codes_keeps_its_answers_close(
     assert ours.logprobs == pytest.approx(exact.logprobs, abs=0.2)
 
 
+@pytest.mark.parametrize(
+    ("settings", "kept"), [({"kv_cache_dtype": "bfloat16"}, "bfloat16"), ({"dtype": "float16"}, "float16")], ids=str
+)
+def test_a_cache_of_16_bits_keeps_its_answers_close(
+    folder: Path, settings: dict[str, str], kept: str, triton_driver: Any, runner_loader: Any, make_driver: Any
+) -> None:
+    runner = runner_loader(folder, device="cuda", **settings)
+    assert (runner.info.kv_dtype, runner.info.kv_bytes_per_token) == (kept, 2 * 2 * 16 * 2)
+    ours, exact = (driver.greedy(PROMPTS[1:2], NUM_TOKENS)[0] for driver in (make_driver(runner), triton_driver))
+    assert ours.token_ids == exact.token_ids
+    assert ours.logprobs != exact.logprobs
+    assert ours.logprobs == pytest.approx(exact.logprobs, abs=0.05)
+
+
 @pytest.mark.parametrize("kind", ["int8", pytest.param("fp8", marks=NO_FP8)])
 def test_a_prefix_of_codes_is_read_again(folder: Path, kind: str, runner_loader: Any, make_driver: Any) -> None:
     driver = make_driver(runner_loader(folder, device="cuda", kv_cache_dtype=kind))
@@ -187,9 +229,10 @@ def test_steps_that_only_compile_leave_nothing_behind(triton_driver: Any, expect
 def test_every_tile_size_is_compiled_before_the_first_request() -> None:
     config = EngineConfig(model="test", max_num_seqs=100, max_num_batched_tokens=600)
     shapes = step_shapes(config, max_model_len=512)
-    assert (100, 1) in shapes
+    assert (100, 100) in shapes
     assert (1, 512) in shapes
-    compiled = {linear.choose_tiles(requests * tokens, 32) for requests, tokens in shapes}
+    assert (100, 600) in shapes, "the largest step: all tokens, of as many requests as there may be"
+    compiled = {linear.choose_tiles(num_tokens, 32) for _, num_tokens in shapes}
     assert compiled == {linear.choose_tiles(num_rows, 32) for num_rows in range(1, 601)}
 
 
@@ -200,8 +243,40 @@ def test_a_step_that_does_not_fit_into_the_device_names_its_settings(
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(triton_driver.runner, "warm_up", full)
-    with pytest.raises(LoadError, match=r"maxNumBatchedTokens 512 .* kvCacheMemory"):
-        compile_kernels(triton_driver.runner, EngineConfig(model="test"))
+    for run in (compile_kernels, run_largest):
+        with pytest.raises(LoadError, match=r"maxNumBatchedTokens 512 .* kvCacheMemory") as caught:
+            run(triton_driver.runner, EngineConfig(model="test"))
+        assert caught.value.reason == "StepTooLarge"
+
+
+def test_a_kernel_that_is_too_large_for_the_device_is_refused_with_an_alternative(
+    triton_driver: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_large(*shape: int) -> None:
+        raise OutOfResources(140_000, 101_376, "shared memory")
+
+    monkeypatch.setattr(triton_driver.runner, "warm_up", too_large)
+    with pytest.raises(
+        LoadError, match=r"`dtype` float32 .*140000.* Set dtype to bfloat16, or device to cpu"
+    ) as caught:
+        compile_kernels(triton_driver.runner, EngineConfig(model="test", dtype="float32"))
+    assert caught.value.reason == "SettingsUnsupported"
+
+
+@pytest.mark.parametrize("place", ["pack_linear", "rope_tables", "RowState"])
+def test_a_device_that_is_full_while_a_model_is_loaded_names_what_to_lower(
+    folder: Path, place: str, runner_loader: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: Any, **named: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 80")
+
+    others = ops_for("triton")._replace(pack_linear=full)
+    if place == "pack_linear":
+        monkeypatch.setattr(compute, "ops_for", lambda backend, **settings: others)
+    monkeypatch.setattr({"RowState": device_runner}.get(place, load_eager), place, full, raising=False)
+    with pytest.raises(LoadError, match=r"out of memory while .* smaller or quantized model, or lower maxNumSeqs") as e:
+        runner_loader(folder, device="cuda")
+    assert e.value.reason == "ModelTooLarge"
 
 
 def test_settings_and_models_that_kernels_do_not_know_are_refused(
@@ -247,6 +322,39 @@ def test_without_a_device_it_is_refused_and_auto_takes_the_cpu(
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     with pytest.raises(LoadError, match=r"DeviceUnavailable: .* no CUDA device is visible"):
         runner_loader(folder, device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("capability", "settings", "words"),
+    [
+        ((7, 5), {"device": "cuda"}, r"DeviceUnavailable: .* T4 has compute capability 7\.5, .* or set device to cpu"),
+        (
+            (8, 0),
+            {"device": "cuda", "block_size": 8},
+            r"SettingsUnsupported: .* blocks of 8 tokens; .* block_size to 16",
+        ),
+        (
+            (8, 0),
+            {"device": "auto", "block_size": 8},
+            r"SettingsUnsupported: .* blocks of 8 tokens; .* block_size to 16",
+        ),
+        ((8, 6), {"device": "cuda", "kv_cache_dtype": "fp8"}, r"SettingsUnsupported: .* 8\.6, fp8 .* Set it to int8"),
+    ],
+)
+def test_a_device_that_is_too_old_for_what_is_asked_is_refused_with_what_to_do(
+    folder: Path,
+    capability: tuple[int, int],
+    settings: dict[str, Any],
+    words: str,
+    runner_loader: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(launch, "interpreted", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *device: "T4")
+    with pytest.raises(LoadError, match=words):
+        runner_loader(folder, **settings)
 
 
 def test_a_gpus_memory_is_the_caches_when_weights_and_the_largest_step_have_theirs(folder: Path) -> None:

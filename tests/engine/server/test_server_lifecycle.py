@@ -13,15 +13,20 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2 as httpx
 import psutil
 import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
 
 from pagemill_engine.config import EngineConfig, ServerConfig
 from pagemill_engine.ipc.process import EngineProcess
+from pagemill_engine.server import health
 from pagemill_engine.server.failure import StartupError, Termination
+from pagemill_engine.server.lifecycle import Lifecycle
 from pagemill_engine.server.main import run_server
 from pagemill_engine.server.settings import Settings, load_settings
 from pagemill_engine.server.state_stream import StatePublisher
@@ -210,6 +215,30 @@ def test_the_http_process_never_imports_torch(null_server: Any) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("phase", "is_ready", "silence_s", "status", "detail"),
+    [
+        ("ready", True, 1.0, 200, "ok"),
+        ("ready", True, health.MAX_SILENCE_S + 1, 503, "the engine process is silent for 61 s"),
+        ("loading", False, health.MAX_SILENCE_S + 1, 200, "ok"),
+        ("failed", True, 0.0, 503, "DeviceLost"),
+    ],
+)
+async def test_an_engine_process_that_hangs_or_failed_fails_liveness(
+    phase: str, is_ready: bool, silence_s: float, status: int, detail: str
+) -> None:
+    """A step that never ends, on a device that hangs, is silence; a start may take long, for that there is a probe of
+    its own."""
+    lifecycle = Lifecycle()
+    lifecycle.enter(phase, detail if phase == "failed" else "")
+    last_message_s = time.monotonic() - silence_s
+    client = SimpleNamespace(ready_info=object() if is_ready else None, last_message_s=last_message_s)
+    app = Starlette()
+    app.state.context = SimpleNamespace(lifecycle=lifecycle, client=client)
+    answer = await health.livez(Request({"type": "http", "app": app}))
+    assert (answer.status_code, json.loads(answer.body)["detail"]) == (status, detail)
 
 
 # -- end ---------------------------------------------------------------------------------------------------------------

@@ -26,20 +26,21 @@ _GENERIC = ("EngineDied", "EngineFailed", "ServerFailed", "OutOfMemory")
 _BY_KUBELET = (0, 137, 143)
 """How containers end that the kubelet ends: by themselves after SIGTERM, or by signals 9 and 15."""
 _CANNOT_START = (126, 127, 128)
+_MEMORY = "memory is spec.resources.memory, a GPU with its own spec.resources.gpuProduct"
 _REMEDIES = {
     "DeviceUnavailable": "See that the node's driver, container toolkit and device plugin are installed and recent.",
     "GraphsTooLarge": "They are fields of spec.engine.",
     "InvalidChatTemplate": "It is spec.model.chatTemplate.",
-    "KVCacheTooLarge": "It is a field of spec.engine; or raise spec.resources.memory.",
+    "KVCacheTooLarge": f"It is a field of spec.engine; {_MEMORY}.",
     "KVCacheTooSmall": "It is a field of spec.engine.",
     "MaxModelLenTooLarge": "Both are fields of spec.engine.",
     "ModelNotFound": "Correct spec.model.source.",
-    "ModelTooLarge": "The fields are spec.resources.memory and spec.model.source.",
+    "ModelTooLarge": f"The model is spec.model.source; {_MEMORY}.",
     "ModelUnreadable": "Give a complete model in spec.model.source.",
     "SettingsInvalid": "The engine is of another version than the operator: see spec.engine.image and version.",
     "SettingsUnsupported": "It is a field of spec.engine.",
     "SourceUnavailable": "Check spec.model.source; for a gated model set credentialsSecretRef and cache in spec.model.",
-    "StepTooLarge": "They are fields of spec.engine; or raise spec.resources.memory.",
+    "StepTooLarge": f"They are fields of spec.engine; {_MEMORY}.",
     "Unauthorized": "The Secret is the one of spec.model.credentialsSecretRef.",
     "UnsupportedArchitecture": "Choose a supported model in spec.model.source.",
     "UnsupportedQuantization": "Choose other weights in spec.model.source.",

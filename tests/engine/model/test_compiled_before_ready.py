@@ -1,0 +1,123 @@
+"""What a GPU compiles apart is compiled before the first request: told without a device, from what is launched.
+
+In the interpreter alone, which compiles nothing: launches are named as Triton names what it compiles. On a device
+`test_device_runner` watches the compiler itself.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_llama import write_tiny_llama
+from triton.runtime.interpreter import InterpretedFunction
+from triton_device import HAS_GPU
+
+from pagemill_engine.config import EngineConfig
+from pagemill_engine.runner import compiling
+from pagemill_engine.runner.compiling import compile_kernels
+from pagemill_kernels.gpu import launch
+from pagemill_protocol.sampling import SamplingParams
+
+pytestmark = pytest.mark.skipif(HAS_GPU, reason="the device's own compiler is watched there")
+
+NUM_MULTIPROCESSORS = 8
+"""So few that some steps of a tiny model fill them, and some do not."""
+LIMITS = {"max_num_seqs": 4, "max_num_batched_tokens": 32}
+
+
+def compiled_as(kernel: InterpretedFunction, arguments: dict[str, Any]) -> tuple[Any, ...]:
+    """What Triton compiles a kernel for: constants, types, and of pointers and numbers whether 16 divides them."""
+    unspecialized = kernel.kwargs["do_not_specialize"] or []
+    parameters = inspect.signature(kernel.fn).parameters
+    found = [
+        (name, _kind(value, "constexpr" in str(parameters[name].annotation), name in unspecialized))
+        for name, value in arguments.items()
+        if name in parameters
+    ]
+    options = [(name, value) for name, value in arguments.items() if name not in parameters]
+    return (kernel.fn.__name__, *sorted(found), *sorted(options))
+
+
+def _kind(value: Any, is_constant: bool, unspecialized: bool) -> str:
+    if is_constant:
+        return f"= {value}"
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype}, aligned {value.data_ptr() % 16 == 0}"
+    if unspecialized or isinstance(value, float):
+        return f"{type(value).__name__}, wide {abs(value) >= 2**31}"
+    return f"int, one {value == 1}, even {value % 16 == 0}, wide {abs(value) >= 2**31}"
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> set[tuple[Any, ...]]:
+    found: set[tuple[Any, ...]] = set()
+    run = InterpretedFunction.run
+
+    def watched(kernel: InterpretedFunction, *arguments: Any, **named: Any) -> Any:
+        found.add(compiled_as(kernel, {name: named[name] for name in named if name not in ("grid", "warmup")}))
+        return run(kernel, *arguments, **named)
+
+    monkeypatch.setattr(InterpretedFunction, "run", watched)
+    monkeypatch.setattr(launch, "num_multiprocessors", lambda: NUM_MULTIPROCESSORS)
+    return found
+
+
+WISHES: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.9, "top_p": 0.9, "top_k": 7, "min_p": 0.01},
+    {"temperature": 0.0, "presence_penalty": 1.0, "repetition_penalty": 1.2},
+    {"temperature": 1.0, "logit_bias": {3: 1.0}, "logprobs": 3},
+]
+
+
+def serve(driver: Any) -> None:
+    """Prompts of all sizes, alone and together, whole and in chunks, with everything that a request may ask for."""
+    for lengths in ([8, 8, 8, 8], [1, 2, 3, 4], [7], [1], [20, 1, 1], [40, 3, 9, 2], [33, 33]):
+        prompts = [[(7 * i + length) % 64 for i in range(length)] for length in lengths]
+        params = [
+            SamplingParams(max_tokens=3, seed=index, ignore_eos=True, **WISHES[(len(lengths) + index) % 4])
+            for index in range(len(lengths))
+        ]
+        answers = driver.generate(prompts, params, **LIMITS)
+        assert all(answer.error is None for answer in answers)
+
+
+@pytest.mark.parametrize("settings", [{}, {"quantization": "int4", "kv_cache_dtype": "int8"}], ids=["floats", "codes"])
+def test_requests_launch_nothing_that_was_not_launched_before(
+    tmp_path: Path,
+    runner_loader: Callable[..., Any],
+    make_driver: Callable[[Any], Any],
+    launched: set[tuple[Any, ...]],
+    settings: dict[str, str],
+) -> None:
+    folder = write_tiny_llama(tmp_path, head_dim=16, num_hidden_layers=1)
+    runner = runner_loader(folder, device="cuda", max_model_len=64, num_kv_blocks=32, max_num_seqs=4, **settings)
+    assert not launched
+    compile_kernels(runner, EngineConfig(model="test", **LIMITS))
+    before = set(launched)
+    names = {kernel[0] for kernel in before}
+    assert {"attend", "join_splits", "rope_and_store", "draw", "build", "write", "advance", "report"} <= names
+    serve(make_driver(runner))
+    assert launched - before == set()
+
+
+def test_what_one_shape_leaves_out_is_found(
+    tmp_path: Path,
+    runner_loader: Callable[..., Any],
+    make_driver: Callable[[Any], Any],
+    launched: set[tuple[Any, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without many short prompts at a time, attention that is not split is not met."""
+    folder = write_tiny_llama(tmp_path, head_dim=16, num_hidden_layers=1)
+    runner = runner_loader(folder, device="cuda", max_model_len=64, num_kv_blocks=32, max_num_seqs=4)
+    monkeypatch.setattr(compiling, "step_shapes", lambda *limits: [(1, 1), (2, 2), (4, 4), (1, 16), (1, 32)])
+    compile_kernels(runner, EngineConfig(model="test", **LIMITS))
+    before = set(launched)
+    serve(make_driver(runner))
+    assert {kernel[0] for kernel in launched - before} == {"attend"}
