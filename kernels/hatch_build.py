@@ -14,7 +14,16 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-SOURCES = ("linear.cpp", "dots.cpp", "bfloat16.cpp", "pack.cpp", "attention.cpp", "fused.cpp", "layer.cpp")
+SOURCES = (
+    "linear.cpp",
+    "dots.cpp",
+    "bfloat16.cpp",
+    "pack.cpp",
+    "attention.cpp",
+    "attention_bfloat16.cpp",
+    "fused.cpp",
+    "layer.cpp",
+)
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno")
 LEVELS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {

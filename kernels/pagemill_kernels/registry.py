@@ -20,8 +20,8 @@ from pagemill_kernels.sampling.batch import SampledTokens, SamplingBatch
 Backend = Literal["reference", "cpu", "cpu_native", "cpu_bfloat16", "cpu_onednn", "triton"]
 """`cpu`: torch and oneDNN, any float type; `cpu_native`: our C++ (`pagemill_kernels.cpu`), float32 arithmetic over
 weights of any type; `cpu_bfloat16`: the same, but linear layers are our products of bfloat16 (codes and few rows: of
-16-bit integers); `cpu_onednn`: the same, but they are oneDNN's products of bfloat16. `triton`: an NVIDIA device, any
-float type."""
+16-bit integers), and so is attention of many rows; `cpu_onednn`: as `cpu_native`, but linear layers are products of
+bfloat16 by oneDNN. `triton`: an NVIDIA device, any float type."""
 
 Products = Literal["float", "w8a8", "fp8"]
 """What linear layers multiply: floats as they come, or codes of 8 bits on both sides, int8 or e4m3."""
@@ -75,6 +75,7 @@ _IMPLEMENTATIONS: dict[str, dict[Backend, str]] = {
         "reference": "paged_attention.reference:plan_attention",
         "cpu": "paged_attention.plan:plan_attention",
         "cpu_native": "paged_attention.native:plan_attention",
+        "cpu_bfloat16": "paged_attention.native:plan_bfloat16_attention",
         "triton": "paged_attention.triton_launch:plan_attention",
     },
     "paged_attention": {

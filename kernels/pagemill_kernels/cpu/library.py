@@ -18,7 +18,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 PANEL = 16
 """Outputs that one panel of a packed weight holds."""
 FORMAT_FLOAT32, FORMAT_BFLOAT16, FORMAT_CODES8, FORMAT_CODES4, FORMAT_DOTS4, FORMAT_DOTS8, FORMAT_PAIRS = range(7)
@@ -86,6 +86,7 @@ class AttentionArgs(ctypes.Structure):
         ("num_threads", c_int32),
         ("cache_type", c_int32),
         ("batch_invariant", c_int32),
+        ("bfloat16", c_int32),
     )
 
 

@@ -61,6 +61,15 @@ def plan_invariant_attention(
     return plan
 
 
+def plan_bfloat16_attention(
+    batch: AttentionBatch, sliding_window: int | None, dtype: torch.dtype, device: torch.device
+) -> NativePlan:
+    """As `plan_attention`; more than a few rows are multiplied in bfloat16 where the cache is not in float32."""
+    plan = plan_attention(batch, sliding_window, dtype, device)
+    plan.args.bfloat16 = 1
+    return plan
+
+
 def paged_attention(query: Tensor, cache: Tensor, plan: NativePlan, scale: float) -> Tensor:
     """query: float32 [tokens, num_heads, head_dim]; cache: one layer's. Returns [tokens, num_heads, head_dim]."""
     num_tokens, num_heads, head_dim = query.shape

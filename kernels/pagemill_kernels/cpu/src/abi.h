@@ -5,7 +5,7 @@
 
 namespace pagemill {
 
-constexpr int32_t kAbiVersion = 7;
+constexpr int32_t kAbiVersion = 8;
 
 // The first four are multiplied in float32. The others round what they meet: kDots4 and kDots8 to integers of 16 bits
 // (dots.cpp) or, from PackedWeight::bfloat16_rows on, to bfloat16 (bfloat16.cpp), kPairs always to bfloat16.
@@ -46,6 +46,7 @@ struct AttentionArgs {
   int32_t num_threads;
   int32_t cache_type;       // CacheType
   int32_t batch_invariant;  // a token's result depends on nothing but its own context, bit for bit
+  int32_t bfloat16;         // tiles of many rows are multiplied in bfloat16, unless the cache is in float32
 };
 
 // A decoder layer of Llama's kind; layer.cpp. Absent parts are null.

@@ -1,4 +1,5 @@
 // Paged attention in float32: prefill chunks and decodes of many requests in one call, straight over block tables.
+// Requests of many rows go to attention_bfloat16.cpp where that is asked for.
 //
 // The cache holds floats, bfloat16 or codes (kv_store.h). A work item is one key/value head of one request for a tile of
 // query tokens; the query heads that share it are rows of the same tile. Softmax is online (arXiv 1805.02867): a running
@@ -10,23 +11,15 @@
 #include <cmath>
 #include <vector>
 
-#include "abi.h"
-#include "kv_store.h"
+#include "attention.h"
+#include "bfloat16.h"
 #include "operations.h"
-#include "tile.h"
 
 namespace pagemill {
 namespace {
 
-constexpr int64_t kMaxRows = 48;
-constexpr int64_t kMaxHeadDim = 256;
-constexpr int64_t kSpan = 4 * kPanel;  // context tokens between two looks at a row's maximum
 constexpr int64_t kFewRows = 6;  // up to here keys are read as they lie
 constexpr float kMinusInfinity = -INFINITY;
-
-struct WorkItem {
-  int64_t request, kv_head, first_token, num_tokens;
-};
 
 struct Scratch {
   alignas(64) float query[kMaxRows * kMaxHeadDim];
@@ -162,15 +155,6 @@ void softmax_row(float* scores, int64_t panels, int64_t position, int64_t start,
   row_sum += sum(total);
 }
 
-struct Place {
-  const uint8_t* head;  // of the block, where the keys of the item's head begin
-  int64_t first;        // token of the block
-};
-
-Place place_of(const AttentionArgs& args, const int32_t* table, const uint8_t* cache, int64_t token, int64_t head_size) {
-  return {cache + table[token / args.block_size] * 2 * args.num_kv_heads * head_size, token % args.block_size};
-}
-
 void attend(const AttentionArgs& args, const WorkItem& item, Scratch& scratch) {
   const int64_t head_dim = args.head_dim, group = args.num_heads / args.num_kv_heads;
   const int64_t rows = item.num_tokens * group;
@@ -233,6 +217,7 @@ extern "C" void pagemill_paged_attention(const AttentionArgs* arguments) {
   const AttentionArgs& args = *arguments;
   const int64_t group = args.num_heads / args.num_kv_heads;
   const int64_t tile_tokens = kMaxRows / group;
+  const bool rounds = args.bfloat16 != 0 && args.cache_type != kCacheFloat32 && has_bfloat16();
   std::vector<WorkItem> items;
   for (int64_t request = 0; request < args.num_requests; ++request) {
     const int64_t num_tokens = args.query_start_loc[request + 1] - args.query_start_loc[request];
@@ -244,6 +229,12 @@ extern "C" void pagemill_paged_attention(const AttentionArgs* arguments) {
   {
     Scratch scratch;
 #pragma omp for schedule(dynamic, 1)
-    for (size_t i = 0; i < items.size(); ++i) attend(args, items[i], scratch);
+    for (size_t i = 0; i < items.size(); ++i) {
+      const int64_t* starts = args.query_start_loc + items[i].request;
+      if (rounds && (starts[1] - starts[0]) * group > kFewRows)
+        attend_bfloat16(args, items[i]);
+      else
+        attend(args, items[i], scratch);
+    }
   }
 }

@@ -46,6 +46,11 @@ void silu_and_mul(const Element* x, int64_t rows, int64_t size, Element* out, in
     const Element* up = gate + size;
     Element* to = out + r * size;
     int64_t i = 0;
+    if constexpr (sizeof(Element) == sizeof(float))
+      for (; i + kWidest <= size; i += kWidest) {
+        const Widest g = load_as<Widest>(gate + i), gated = g / (1.0f + exp(-g)) * load_as<Widest>(up + i);
+        std::memcpy(to + i, &gated, sizeof gated);
+      }
     for (; i + kLanes <= size; i += kLanes) {
       const Floats g = load(gate + i);
       store(to + i, g / (1.0f + exp(-g)) * load(up + i));

@@ -1,0 +1,33 @@
+// What attention in float32 (attention.cpp) and in bfloat16 (attention_bfloat16.cpp) share: the items of work and where an
+// item's keys and values lie.
+#pragma once
+#include "abi.h"
+#include "kv_store.h"
+#include "tile.h"
+
+namespace pagemill {
+
+constexpr int64_t kMaxRows = 48;  // of an item: query tokens times the heads that share a key/value head
+constexpr int64_t kMaxHeadDim = 256;
+constexpr int64_t kSpan = 4 * kPanel;  // context tokens between two looks at a row's maximum
+
+// One key/value head of one request for a tile of query tokens.
+struct WorkItem {
+  int64_t request, kv_head, first_token, num_tokens;
+};
+
+struct Place {
+  const uint8_t* head;  // of the block, where the keys of the item's head begin
+  int64_t first;        // token of the block
+};
+
+inline Place place_of(const AttentionArgs& args, const int32_t* table, const uint8_t* cache, int64_t token,
+                      int64_t head_size) {
+  return {cache + table[token / args.block_size] * 2 * args.num_kv_heads * head_size, token % args.block_size};
+}
+
+// Where there are instructions for it (bfloat16.h): queries, keys, values and weights in bfloat16, sums and softmax in
+// float32.
+void attend_bfloat16(const AttentionArgs& args, const WorkItem& item);
+
+}  // namespace pagemill

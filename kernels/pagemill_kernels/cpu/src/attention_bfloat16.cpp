@@ -1,0 +1,287 @@
+// Attention of many query rows in bfloat16, two products in one instruction, on processors that have it (AVX512_BF16).
+//
+// Lanes are query rows, up to 48 of them in three registers: scores, weights and results lie transposed. So keys are
+// read where they lie, two inputs of one key broadcast at a time, and a row's maximum and sum are taken lane by lane.
+// Only values are laid out anew, two tokens side by side. Queries are rounded once, weights before they meet the
+// values; they are added up before that. A row's result does not depend on its tile.
+#include "attention.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace pagemill {
+
+#ifdef __AVX512BF16__
+namespace {
+
+constexpr int kAtOnce = 8;  // keys, or columns of the result, beside three registers of rows: 24 sums
+
+struct alignas(64) Scratch {
+  uint16_t query[kMaxHeadDim * kMaxRows];  // [head_dim / 2][rows][2]
+  uint16_t values[kSpan * kMaxHeadDim];    // [kSpan / 2][head_dim][2]
+  uint16_t weights[kSpan * kMaxRows];      // [kSpan / 2][rows][2]
+  uint16_t rounded[kPanel * kMaxHeadDim];  // tokens of a cache that is not in bfloat16
+  float scores[kSpan * kMaxRows];          // [kSpan][rows]
+  float result[kMaxHeadDim * kMaxRows];    // [head_dim][rows]
+  float rows[kMaxRows * kMaxHeadDim];      // queries, then results, as they lie outside
+  float tokens[kPanel * kMaxHeadDim];
+  int32_t positions[kMaxRows];
+  float row_max[kMaxRows], row_sum[kMaxRows], shrink[kMaxRows];
+};
+
+inline __m512 multiply_add(__m512 sums, __m512i a, __m512i b) {
+  return _mm512_dpbf16_ps(sums, (__m512bh)a, (__m512bh)b);
+}
+
+inline __m512i broadcast_pair(const uint16_t* from) { return _mm512_set1_epi32(load_as<int32_t>(from)); }
+
+// Of 32 halves: the first and the seventeenth, the second and the eighteenth, and so on.
+inline __m512i side_by_side(__m512i halves) {
+  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
+                                         5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  return _mm512_permutexvar_epi16(order, halves);
+}
+
+// 2^x with a relative error below 3e-6, far below half a step of bfloat16; exact for whole numbers, 0 for -inf. The
+// polynomial's largest error over [0, 1) is the smallest that a fourth degree allows.
+inline __m512 exp2(__m512 x) {
+  const __m512 r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+  __m512 p = _mm512_set1_ps(1.34266847e-2f);
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.22424733e-2f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(2.41280205e-1f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.93044845e-1f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
+  return _mm512_scalef_ps(p, x);
+}
+
+void round_floats(const float* from, int64_t count, uint16_t* to) {
+  for (int64_t i = 0; i < count; i += kPanel)
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(from + i)));
+}
+
+// The scores of eight keys, of which the first is `key`. Hides: not every row sees all of them.
+template <int Vectors, bool Hides>
+void score_keys(const uint16_t* query, const uint16_t* keys, int64_t head_dim, const int32_t* positions, int64_t key,
+                int64_t window, float* scores, float* row_max) {
+  constexpr int64_t kWidth = Vectors * kPanel;
+  __m512 sums[kAtOnce][Vectors];
+#pragma GCC unroll 8
+  for (int i = 0; i < kAtOnce; ++i)
+#pragma GCC unroll 3
+    for (int v = 0; v < Vectors; ++v) sums[i][v] = _mm512_setzero_ps();
+  for (int64_t d = 0; d < head_dim; d += 2, query += 2 * kWidth) {
+    __m512i q[Vectors];
+#pragma GCC unroll 3
+    for (int v = 0; v < Vectors; ++v) q[v] = _mm512_load_si512(query + v * 2 * kPanel);
+#pragma GCC unroll 8
+    for (int i = 0; i < kAtOnce; ++i) {
+      const __m512i pair = broadcast_pair(keys + i * head_dim + d);
+#pragma GCC unroll 3
+      for (int v = 0; v < Vectors; ++v) sums[i][v] = multiply_add(sums[i][v], q[v], pair);
+    }
+  }
+#pragma GCC unroll 3
+  for (int v = 0; v < Vectors; ++v) {
+    __m512 most = _mm512_load_ps(row_max + v * kPanel);
+#pragma GCC unroll 8
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (Hides) {
+        const __m512i behind = _mm512_sub_epi32(_mm512_load_si512(positions + v * kPanel), _mm512_set1_epi32(key + i));
+        const __mmask16 visible = _mm512_cmplt_epu32_mask(behind, _mm512_set1_epi32(window));
+        sums[i][v] = _mm512_mask_blend_ps(visible, _mm512_set1_ps(-INFINITY), sums[i][v]);
+      }
+      most = _mm512_max_ps(sums[i][v], most);
+      _mm512_store_ps(scores + i * kWidth + v * kPanel, sums[i][v]);
+    }
+    _mm512_store_ps(row_max + v * kPanel, most);
+  }
+}
+
+// Turns `count` tokens' scores into weights relative to the rows' new maxima. before: the maxima until now. factor: of
+// the scores, times log2(e).
+template <int Vectors>
+void weigh(Scratch& s, const float* before, int64_t count, float factor) {
+  constexpr int64_t kWidth = Vectors * kPanel;
+  const __m512 scale = _mm512_set1_ps(factor);
+  for (int64_t row = 0; row < kWidth; row += kPanel) {
+    const __m512 most = _mm512_load_ps(s.row_max + row);
+    const __mmask16 sees = _mm512_cmp_ps_mask(most, _mm512_set1_ps(-INFINITY), _CMP_NEQ_UQ);
+    const __m512 base = _mm512_maskz_mov_ps(sees, most);  // a row that sees nothing yet: all its weights are 0
+    const __m512 shrink = exp2(_mm512_mul_ps(_mm512_sub_ps(_mm512_load_ps(before + row), base), scale));
+    __m512 even = _mm512_mul_ps(_mm512_load_ps(s.row_sum + row), shrink), odd = _mm512_setzero_ps();
+    const float* scores = s.scores + row;
+    uint16_t* weights = s.weights + 2 * row;
+    for (int64_t t = 0; t < count; t += 2, scores += 2 * kWidth, weights += 2 * kWidth) {
+      const __m512 a = exp2(_mm512_mul_ps(_mm512_sub_ps(_mm512_load_ps(scores), base), scale));
+      const __m512 b = exp2(_mm512_mul_ps(_mm512_sub_ps(_mm512_load_ps(scores + kWidth), base), scale));
+      even = _mm512_add_ps(even, a);
+      odd = _mm512_add_ps(odd, b);
+      _mm512_store_si512(weights, side_by_side((__m512i)_mm512_cvtne2ps_pbh(b, a)));
+    }
+    _mm512_store_ps(s.row_sum + row, _mm512_add_ps(even, odd));
+    _mm512_store_ps(s.shrink + row, shrink);
+  }
+}
+
+// result = result * shrink + weights * values, for `count` tokens.
+template <int Vectors>
+void add_values(Scratch& s, int64_t count, int64_t head_dim) {
+  constexpr int64_t kWidth = Vectors * kPanel;
+  for (int64_t d = 0; d < head_dim; d += kAtOnce) {
+    float* result = s.result + d * kWidth;
+    __m512 sums[kAtOnce][Vectors];
+#pragma GCC unroll 8
+    for (int i = 0; i < kAtOnce; ++i)
+#pragma GCC unroll 3
+      for (int v = 0; v < Vectors; ++v)
+        sums[i][v] =
+            _mm512_mul_ps(_mm512_load_ps(result + i * kWidth + v * kPanel), _mm512_load_ps(s.shrink + v * kPanel));
+    const uint16_t* weights = s.weights;
+    const uint16_t* values = s.values + 2 * d;
+    for (int64_t t = 0; t < count; t += 2, weights += 2 * kWidth, values += 2 * head_dim) {
+      __m512i w[Vectors];
+#pragma GCC unroll 3
+      for (int v = 0; v < Vectors; ++v) w[v] = _mm512_load_si512(weights + v * 2 * kPanel);
+#pragma GCC unroll 8
+      for (int i = 0; i < kAtOnce; ++i) {
+        const __m512i pair = broadcast_pair(values + 2 * i);
+#pragma GCC unroll 3
+        for (int v = 0; v < Vectors; ++v) sums[i][v] = multiply_add(sums[i][v], w[v], pair);
+      }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < kAtOnce; ++i)
+#pragma GCC unroll 3
+      for (int v = 0; v < Vectors; ++v) _mm512_store_ps(result + i * kWidth + v * kPanel, sums[i][v]);
+  }
+}
+
+// Where one item reads and writes.
+struct Source {
+  const AttentionArgs& args;
+  const WorkItem& item;
+  int64_t head_dim, group, rows, query_start, first_position, head_size;
+  const int32_t* table;
+  const uint8_t* cache;
+
+  Source(const AttentionArgs& a, const WorkItem& i)
+      : args(a), item(i), head_dim(a.head_dim), group(a.num_heads / a.num_kv_heads), rows(i.num_tokens * group),
+        query_start(a.query_start_loc[i.request]) {
+    const int64_t num_new = a.query_start_loc[i.request + 1] - query_start;
+    first_position = a.seq_lens[i.request] - num_new + i.first_token;
+    head_size = head_bytes(a.cache_type, a.block_size, head_dim);
+    table = a.block_tables + i.request * a.block_table_stride;
+    cache = static_cast<const uint8_t*>(a.cache) + i.kv_head * head_size;
+  }
+
+  // In rows of [tokens][num_heads][head_dim].
+  int64_t head_of(int64_t row) const { return item.kv_head * group + row % group; }
+  int64_t token_of(int64_t row) const { return query_start + item.first_token + row / group; }
+
+  // Sixteen tokens from `token` on, of which the first `count` matter: in place where they are bfloat16 already.
+  const uint16_t* read(bool values, int64_t token, int64_t count, Scratch& s) const {
+    const Place place = place_of(args, table, cache, token, head_size);
+    const uint8_t* head = place.head + (values ? args.num_kv_heads * head_size : 0);
+    if (args.cache_type == kCacheBfloat16) return reinterpret_cast<const uint16_t*>(head) + place.first * head_dim;
+    const float* floats =
+        read_tokens(args.cache_type, head, args.block_size, head_dim, place.first, count, s.tokens);
+    round_floats(floats, count * head_dim, s.rounded);
+    return s.rounded;
+  }
+};
+
+template <int Vectors>
+void load_queries(const Source& from, Scratch& s) {
+  constexpr int64_t kWidth = Vectors * kPanel;
+  const int64_t head_dim = from.head_dim, pairs = head_dim / 2;
+  uint16_t* rounded = reinterpret_cast<uint16_t*>(s.rows);
+  for (int64_t row = 0; row < from.rows; ++row)
+    round_floats(from.args.query + from.token_of(row) * from.args.query_stride + from.head_of(row) * head_dim, head_dim,
+                 rounded + row * head_dim);
+  std::fill(rounded + from.rows * head_dim, rounded + kWidth * head_dim, 0);
+  for (int64_t row = 0; row < kWidth; row += kLanes)
+    for (int64_t pair = 0; pair < pairs; pair += kLanes)
+      transpose8(s.rows + row * pairs + pair, pairs, reinterpret_cast<float*>(s.query) + pair * kWidth + row, kWidth);
+  for (int64_t row = 0; row < kWidth; ++row)
+    s.positions[row] = static_cast<int32_t>(from.first_position + std::min(row, from.rows - 1) / from.group);
+}
+
+// Two tokens side by side; what is past the end is zero, whatever lies there.
+void load_values(const Source& from, int64_t start, int64_t count, Scratch& s) {
+  const int64_t head_dim = from.head_dim;
+  uint16_t* to = s.values;
+  for (int64_t panel = 0; panel < count; panel += kPanel) {
+    const int64_t tokens = std::min<int64_t>(kPanel, count - panel);
+    const uint16_t* values = from.read(true, start + panel, tokens, s);
+    for (int64_t t = 0; t < kPanel; t += 2, values += 2 * head_dim)
+      for (int64_t d = 0; d < head_dim; d += kPanel, to += 2 * kPanel) {
+        const __m256i zero = _mm256_setzero_si256();
+        const __m256i even = t < tokens ? load_as<__m256i>(values + d) : zero;
+        const __m256i odd = t + 1 < tokens ? load_as<__m256i>(values + head_dim + d) : zero;
+        _mm512_store_si512(to, side_by_side(_mm512_inserti64x4(_mm512_castsi256_si512(even), odd, 1)));
+      }
+  }
+}
+
+template <int Vectors>
+void store_results(const Source& from, Scratch& s) {
+  constexpr int64_t kWidth = Vectors * kPanel;
+  const int64_t head_dim = from.head_dim;
+  for (int64_t row = 0; row < kWidth; row += kLanes)
+    for (int64_t d = 0; d < head_dim; d += kLanes)
+      transpose8(s.result + d * kWidth + row, kWidth, s.rows + row * head_dim + d, head_dim);
+  for (int64_t row = 0; row < from.rows; ++row) {
+    float* out = from.args.out + (from.token_of(row) * from.args.num_heads + from.head_of(row)) * head_dim;
+    const Floats inverse = splat(1.0f / s.row_sum[row]);
+    for (int64_t d = 0; d < head_dim; d += kLanes) store(out + d, load(s.rows + row * head_dim + d) * inverse);
+  }
+}
+
+template <int Vectors>
+void attend_rows(const Source& from, Scratch& s) {
+  constexpr int64_t kWidth = Vectors * kPanel;
+  const AttentionArgs& args = from.args;
+  const int64_t head_dim = from.head_dim, first = from.first_position, end = first + from.item.num_tokens;
+  const int64_t window = args.sliding_window > 0 ? std::min<int64_t>(args.sliding_window, INT32_MAX) : INT32_MAX;
+  const int64_t window_start = std::max<int64_t>(0, first - window + 1);
+  const float factor = args.scale * 1.44269504f;
+
+  load_queries<Vectors>(from, s);
+  std::fill_n(s.row_max, kWidth, -INFINITY);
+  std::fill_n(s.row_sum, kWidth, 0.0f);
+  std::fill_n(s.result, kWidth * head_dim, 0.0f);
+  for (int64_t start = window_start / kSpan * kSpan; start < end; start += kSpan) {
+    const int64_t depth = std::min<int64_t>(kSpan, end - start), padded = (depth + kPanel - 1) / kPanel * kPanel;
+    alignas(64) float before[kWidth];
+    std::copy_n(s.row_max, kWidth, before);
+    const uint16_t* keys = nullptr;
+    for (int64_t t = 0; t < padded; t += kAtOnce, keys += kAtOnce * head_dim) {
+      if (t % kPanel == 0) keys = from.read(false, start + t, kPanel, s);
+      const int64_t key = start + t;
+      const bool all_see = key + kAtOnce - 1 <= first && key > end - 1 - window;
+      const auto score = all_see ? score_keys<Vectors, false> : score_keys<Vectors, true>;
+      score(s.query, keys, head_dim, s.positions, key, window, s.scores + t * kWidth, s.row_max);
+    }
+    load_values(from, start, depth, s);
+    weigh<Vectors>(s, before, padded, factor);
+    add_values<Vectors>(s, padded, head_dim);
+  }
+  store_results<Vectors>(from, s);
+}
+
+}  // namespace
+
+void attend_bfloat16(const AttentionArgs& args, const WorkItem& item) {
+  thread_local Scratch scratch;
+  const Source from(args, item);
+  constexpr void (*kKernels[])(const Source&, Scratch&) = {attend_rows<1>, attend_rows<2>, attend_rows<3>};
+  kKernels[(from.rows - 1) / kPanel](from, scratch);
+}
+
+#else
+
+void attend_bfloat16(const AttentionArgs&, const WorkItem&) {}
+
+#endif
+
+}  // namespace pagemill

@@ -1,0 +1,195 @@
+"""Attention whose tiles are multiplied in bfloat16: as close to float32 as rounded queries and weights can be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pagemill_kernels.cpu import library
+from pagemill_kernels.kv_store import storage
+from pagemill_kernels.paged_attention import native, reference
+from pagemill_kernels.paged_attention.batch import AttentionBatch
+from pagemill_kernels.registry import ops_for
+
+pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.why_absent()}")
+needs_bfloat16 = pytest.mark.skipif(not library.has_bfloat16(), reason="no products of bfloat16 on this processor")
+
+NUM_BLOCKS, CPU = 40, torch.device("cpu")
+ROUNDING = 2**-8
+"""The largest relative error of a number rounded to bfloat16, which keeps eight binary digits."""
+
+
+def batch_of(
+    lengths: list[tuple[int, int]], num_kv_heads: int, head_dim: int, block_size: int = 16, one_table: bool = False
+) -> AttentionBatch:
+    """lengths: (new tokens, context before them) of each request, in blocks of any order."""
+    num_new = [new for new, _ in lengths]
+    seq_lens = np.array([new + context for new, context in lengths])
+    width = int(-(-seq_lens.max() // block_size))
+    seeds = [0] * len(lengths) if one_table else range(len(lengths))
+    tables = np.stack([np.random.default_rng(seed).permutation(NUM_BLOCKS)[:width] for seed in seeds])
+    return AttentionBatch(
+        query_start_loc=np.concatenate(([0], np.cumsum(num_new))),
+        seq_lens=seq_lens,
+        block_tables=tables.astype(np.int32),
+        block_size=block_size,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        padding_block=0,
+    )
+
+
+def attend(
+    query: Tensor,
+    cache: Tensor,
+    batch: AttentionBatch,
+    window: int | None = None,
+    plan_attention: Any = native.plan_bfloat16_attention,
+    scale: float = 0.125,
+) -> Tensor:
+    return native.paged_attention(query, cache, plan_attention(batch, window, torch.bfloat16, CPU), scale)
+
+
+def exact(query: Tensor, cache: Tensor, batch: AttentionBatch, window: int | None, scale: float = 0.125) -> Tensor:
+    plan = reference.plan_attention(batch, window, torch.float32, CPU)
+    return reference.paged_attention(query, cache, plan, scale)
+
+
+def magnitudes_of_values(cache: Tensor, num_kv_heads: int) -> Tensor:
+    return torch.cat((cache[:, :num_kv_heads], cache[:, num_kv_heads:].abs()), 1)
+
+
+def cache_of(num_kv_heads: int, head_dim: int, block_size: int = 16) -> Tensor:
+    return torch.randn(NUM_BLOCKS, 2 * num_kv_heads, block_size, head_dim).bfloat16()
+
+
+def stored(cache: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype != torch.int8:
+        return cache.to(dtype)
+    codes = torch.zeros(*cache.shape[:-1], storage.token_width(dtype, cache.shape[-1]), dtype=dtype)
+    storage.write_blocks(codes, cache.float())
+    return codes
+
+
+@needs_bfloat16
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 70), st.integers(0, 90)), min_size=1, max_size=6),
+    heads=st.sampled_from([(1, 1), (9, 3), (8, 2), (4, 4), (32, 1)]),
+    head_dim=st.sampled_from([16, 64, 96, 128, 256]),
+    block_size=st.sampled_from([16, 32]),
+    window=st.sampled_from([None, 1, 7, 16, 40, 1000]),
+    seed=st.integers(0, 2**31),
+)
+def test_of_rounded_queries_no_more_than_the_weights_are_rounded(
+    lengths: list[tuple[int, int]],
+    heads: tuple[int, int],
+    head_dim: int,
+    block_size: int,
+    window: int | None,
+    seed: int,
+) -> None:
+    """Each weight is off by at most one rounding, so the result is by at most that share of the values' magnitudes."""
+    torch.manual_seed(seed)
+    num_heads, num_kv_heads = heads
+    batch = batch_of(lengths, num_kv_heads, head_dim, block_size)
+    cache, scale = cache_of(num_kv_heads, head_dim, block_size), head_dim**-0.5
+    tokens = int(batch.query_start_loc[-1])
+    query = torch.randn(tokens, num_heads + 1, head_dim)[:, :num_heads].bfloat16().float()
+    spread = exact(query, magnitudes_of_values(cache.float(), num_kv_heads), batch, window, scale)
+    error = (attend(query, cache, batch, window, scale=scale) - exact(query, cache.float(), batch, window, scale)).abs()
+    assert (error <= ROUNDING * spread + 1e-5).all()
+
+
+@needs_bfloat16
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+def test_against_float32_the_error_is_what_rounding_to_bfloat16_costs(dtype: torch.dtype, window: int | None) -> None:
+    """A rounded query, and a key out of codes, moves a score by a rounding of |query| times |key| at most, and weights
+    by twice as much. On the average errors cancel: less than half a rounding of the values' magnitudes is left."""
+    torch.manual_seed(0)
+    num_kv_heads, head_dim = 3, 64
+    batch, query = batch_of([(300, 200), (40, 0)], num_kv_heads, head_dim), torch.randn(340, 9, head_dim)
+    plain = cache_of(num_kv_heads, head_dim)
+    cache = stored(plain, dtype)
+    kept = storage.decode(cache)
+    error = (attend(query, cache, batch, window) - exact(query, kept, batch, window)).abs()
+    spread = exact(query, magnitudes_of_values(kept, num_kv_heads), batch, window)
+    assert error.square().mean().sqrt() < ROUNDING / 2 * spread.square().mean().sqrt()
+    keys, values = kept[:, :num_kv_heads], kept[:, num_kv_heads:]
+    moved = 2 * ROUNDING * 0.125 * query.norm(dim=-1).max() * keys.norm(dim=-1).max()
+    assert error.max() < (torch.exp(2 * moved) * (1 + 2 * ROUNDING) - 1) * values.abs().max()
+
+
+@needs_bfloat16
+def test_a_row_has_the_same_bits_in_any_tile_of_many_rows() -> None:
+    torch.manual_seed(1)
+    cache, query = cache_of(2, 48), torch.randn(100, 6, 48)
+
+    def in_chunks(sizes: list[int]) -> Tensor:
+        starts = np.cumsum([0, *sizes[:-1]]).tolist()
+        batches = [batch_of([(size, start)], 2, 48) for size, start in zip(sizes, starts, strict=True)]
+        parts = torch.split(query, sizes)
+        return torch.cat([attend(part, cache, batch) for part, batch in zip(parts, batches, strict=True)])
+
+    whole = in_chunks([100])
+    for sizes in ([33, 33, 34], [3, 94, 3], [10] * 10):
+        assert torch.equal(in_chunks(sizes), whole)
+    together = batch_of([(10, 9), (60, 30)], 2, 48, one_table=True)
+    rows = torch.cat((query[9:19], query[30:90]))
+    assert torch.equal(attend(rows, cache, together), torch.cat((whole[9:19], whole[30:90])))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "dtype"), [([(1, 99), (2, 30), (1, 0)], torch.bfloat16), ([(40, 30)], torch.float32)]
+)
+def test_few_rows_and_a_float32_cache_stay_in_float32(lengths: list[tuple[int, int]], dtype: torch.dtype) -> None:
+    torch.manual_seed(2)
+    cache, batch = cache_of(2, 64).to(dtype), batch_of(lengths, 2, 64)
+    query = torch.randn(sum(new for new, _ in lengths), 6, 64)
+    assert torch.equal(attend(query, cache, batch), attend(query, cache, batch, plan_attention=native.plan_attention))
+
+
+@needs_bfloat16
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+def test_bytes_past_the_end_do_not_matter(dtype: torch.dtype) -> None:
+    cache, batch = stored(cache_of(1, 32), dtype), batch_of([(20, 5)], 1, 32)
+    query = torch.randn(20, 3, 32)
+    clean = attend(query, cache, batch)
+    last = int(batch.block_tables[0, 1])
+    if dtype == torch.int8:
+        storage.scales(cache)[last, :, 25 - 16 :] = float("nan")
+    else:
+        cache[last, :, 25 - 16 :] = float("nan")
+    assert torch.equal(attend(query, cache, batch), clean)
+
+
+@needs_bfloat16
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("half", ["keys", "values"])
+def test_what_is_not_finite_stays_seen(value: float, half: str) -> None:
+    cache, batch = cache_of(1, 32), batch_of([(20, 0)], 1, 32)
+    cache[int(batch.block_tables[0, 0]), 0 if half == "keys" else 1, 3] = value
+    found = attend(torch.rand(20, 3, 32), cache, batch)
+    assert not found[3:].isfinite().all(-1).any()
+
+
+@needs_bfloat16
+def test_large_scores_do_not_overflow() -> None:
+    torch.manual_seed(3)
+    batch, cache = batch_of([(30, 40)], 1, 64), cache_of(1, 64) * 40
+    query = torch.randn(30, 2, 64).bfloat16().float() * 32
+    expected = exact(query, cache.float(), batch, None, 1.0)
+    assert (attend(query, cache, batch, scale=1.0) - expected).abs().max() <= 2 * ROUNDING * cache.abs().max()
+
+
+def test_only_arithmetic_of_bfloat16_asks_for_it() -> None:
+    assert ops_for("cpu_bfloat16").plan_attention is native.plan_bfloat16_attention
+    assert ops_for("cpu_native").plan_attention is native.plan_attention
+    assert ops_for("cpu_native", True).plan_attention is native.plan_invariant_attention
