@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
@@ -35,6 +36,7 @@ from pagemill_kernels.kv_store.storage import token_width
 from pagemill_kernels.linear import triton_body as linear_body
 from pagemill_kernels.linear import triton_launch as linear
 from pagemill_kernels.linear.groups import GroupCodes
+from pagemill_kernels.linear.triton_launch import CodesLinear
 from pagemill_kernels.norm import triton_body as norm_body
 from pagemill_kernels.norm import triton_launch as norm
 from pagemill_kernels.paged_attention import triton_body as attention_body
@@ -96,8 +98,8 @@ class Usage(NamedTuple):
     """Instructions of the tensor cores; their ends tell the types of what is multiplied."""
 
 
-def floats(*shape: int) -> Tensor:
-    return torch.empty(*shape, dtype=torch.bfloat16, device=META)
+def floats(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device=META)
 
 
 class Mask(NamedTuple):
@@ -117,11 +119,11 @@ def attend(
     head_dim: int,
     heads: tuple[int, int],
     *,
-    computed: torch.dtype = torch.bfloat16,
     cached: torch.dtype | None = None,
     mask: Mask = CAUSAL,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Callable[[], object]:
-    """`requests` of `tokens` each. `cached`: another type than what is computed in."""
+    """`requests` of `tokens` each. cached: what keys and values are kept in; `None`: as they are computed."""
     num_heads, num_kv_heads = heads
     batch = AttentionBatch(
         query_start_loc=np.arange(requests + 1) * tokens,
@@ -132,12 +134,12 @@ def attend(
         head_dim=head_dim,
         padding_block=0,
     )
-    cache = _cache(cached or computed, num_kv_heads, head_dim)
+    cache = _cache(cached or dtype, num_kv_heads, head_dim)
     slopes = torch.empty(num_heads, device=META) if mask.slopes else None
 
     def run() -> None:
-        plan = attention.plan_attention(batch, mask.window, computed, META)
-        query = torch.empty(requests * tokens, num_heads, head_dim, dtype=computed, device=META)
+        plan = attention.plan_attention(batch, mask.window, dtype, META)
+        query = floats(requests * tokens, num_heads, head_dim, dtype=dtype)
         attention.paged_attention(query, cache, plan, head_dim**-0.5, mask.soft_cap, slopes)
 
     return run
@@ -147,29 +149,27 @@ def _cache(dtype: torch.dtype, num_kv_heads: int, head_dim: int) -> Tensor:
     return torch.empty(64, 2 * num_kv_heads, 16, token_width(dtype, head_dim), dtype=dtype, device=META)
 
 
-def multiply(rows: int, bits: Any) -> Callable[[], object]:
-    weight = _codes(bits)
-    return lambda: linear.pack_codes(weight, None)(floats(rows, weight.codes.shape[1]))
-
-
-def _codes(bits: Any) -> GroupCodes:
+def in_groups(bits: Any, group_size: int = 32) -> CodesLinear:
     shape = (14336, 4096)
     codes = torch.empty(shape, dtype=torch.uint8 if bits == 4 else torch.int8, device=META)
-    scales = torch.empty(shape[0], shape[1] // 32, dtype=torch.float32, device=META)
-    return GroupCodes(bits, codes, scales, scales if bits == 4 else None)
+    scales = torch.empty(shape[0], shape[1] // group_size, dtype=torch.float32, device=META)
+    return linear.pack_codes(GroupCodes(bits, codes, scales, scales if bits == 4 else None), None)
 
 
-def rows_of_codes(bits: Any) -> Callable[[], object]:
-    codes, ids = _codes(bits), torch.empty(64, dtype=torch.int64, device=META)
-    return lambda: linear.pack_codes(codes, None).gather(ids)
+def multiply(rows: int, bits: Any, group_size: int = 32) -> Callable[[], object]:
+    return lambda: in_groups(bits, group_size)(floats(rows, 4096))
 
 
 def multiply_scaled(rows: int, dtype: torch.dtype) -> Callable[[], object]:
     """Two kernels: the codes of x, and the product."""
+    return lambda: in_channels(dtype)(floats(rows, 4096))
+
+
+def in_channels(dtype: torch.dtype, *, bias: bool = False) -> scaled.ScaledLinear:
     shape = (14336, 4096)
     codes = torch.empty(shape, dtype=dtype, device=META)
     weight = ChannelCodes(codes, torch.empty(shape[0], device=META))
-    return lambda: scaled.ScaledLinear(weight, None)(floats(rows, shape[1]))
+    return scaled.ScaledLinear(weight, floats(shape[0]) if bias else None)
 
 
 def rotate(head_dim: int, cached: torch.dtype = torch.bfloat16) -> Callable[[], object]:
@@ -227,12 +227,17 @@ def cases() -> list[Case]:
     ids = torch.empty(64, dtype=torch.int64, device=META)
     return [
         *attention_cases,
-        Case("attention decode, group of 2", attend(128, 1, 128, (16, 8)), True),
+        Case("attention decode in 4 parts, heads of 128", attend(8, 1, 128, heads[128]), True),
         *(
-            Case(f"attention {kind}, heads of {d}, float32", attend(*shape, d, heads[d], computed=torch.float32), False)
+            Case(f"attention {kind}, heads of 128, float16", attend(*shape, 128, heads[128], dtype=torch.float16), True)
+            for kind, shape in (("decode", (128, 1)), ("prefill", (4, 512)))
+        ),
+        *(
+            Case(f"attention {kind}, heads of {d}, float32", attend(*shape, d, heads[d], dtype=torch.float32), False)
             for d in heads
             for kind, shape in (("decode", (128, 1)), ("prefill", (4, 512)))
         ),
+        Case("attention decode, group of 2", attend(128, 1, 128, (16, 8)), True),
         *(
             Case(f"attention {kind}, {name}", attend(*shape, 128, heads[128], mask=mask), True)
             for name, mask in MASKS.items()
@@ -249,6 +254,22 @@ def cases() -> list[Case]:
             for bits in (4, 8)
             for rows in (1, 64, 512)
         ),
+        Case("linear 8 bits in groups of 16, 64 rows", multiply(64, 8, 16), True),
+        *(Case(f"linear {bits} bits, added to 64 rows", partial(_add, in_groups, bits), True) for bits in (4, 8)),
+        *(Case(f"rows of {bits}-bit codes", partial(_rows_of, in_groups, bits, ids), False) for bits in (4, 8)),
+        *(
+            Case(f"linear {name} by {name}, added to 64 rows", partial(_add, in_channels, dtype), True)
+            for name, dtype in CODES.items()
+        ),
+        *(
+            Case(f"rows of {name} codes", partial(_rows_of, in_channels, dtype, ids), False)
+            for name, dtype in CODES.items()
+        ),
+        Case(
+            "linear int8 by int8 and a bias, 64 rows",
+            lambda: in_channels(torch.int8, bias=True)(floats(64, 4096)),
+            True,
+        ),
         *(
             Case(f"linear {name} by {name}, {rows} rows", multiply_scaled(rows, dtype), True)
             for name, dtype in CODES.items()
@@ -263,12 +284,19 @@ def cases() -> list[Case]:
         Case("layer norm of 4096", lambda: norm.layer_norm(floats(64, 4096), floats(4096), floats(4096), 1e-5), False),
         Case("layer norm of 4096, residual", lambda: norm.layer_norm(*_centred_inputs(4096)), False),
         Case("SiLU and product", lambda: activation.silu_and_mul(floats(64, 2 * 14336)), True),
-        Case("GELU and product", lambda: activation.gelu_and_mul(floats(64, 2 * 14336)), True),
-        *(Case(f"rows of an embedding, {bits} bits", rows_of_codes(bits), True) for bits in (4, 8)),
+        Case("GELU and product", lambda: activation.gelu_and_mul(floats(64, 2 * 14336)), False),
         Case("rows of an embedding", lambda: gather.gather_rows(floats(128256, 4096), ids), True),
         *keep_rows(),
         *sample(),
     ]
+
+
+def _add(make: Callable[[Any], Any], codes: Any) -> None:
+    make(codes).add_to(floats(64, 14336), floats(64, 4096))
+
+
+def _rows_of(make: Callable[[Any], Any], codes: Any, ids: Tensor) -> None:
+    make(codes).gather(ids)
 
 
 def _norm_inputs(size: int) -> tuple[Tensor, Tensor, float, Tensor]:

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
-from typing import Any
 
 import paths
 from measuring import Device
-from results import Section, about, document
+from results import Section, about, document, told
 from sections import SECTIONS
 
 LIMIT_S = 470.0
@@ -37,7 +39,7 @@ def main() -> int:
     tiny = options.sizes == "tiny"
     device = Device(tiny)
     if options.result is not None:
-        options.result.write_text(json.dumps(run(device, options.sections[0]).as_json()))
+        run(device, options.sections[0], options.result)
         return 0
     found: list[Section] = []
     for name in options.sections:
@@ -50,30 +52,56 @@ def main() -> int:
     return 1 if any(section.error for section in found) else 0
 
 
-def run(device: Device, name: str) -> Section:
+def run(device: Device, name: str, result: Path | None = None) -> Section:
+    """`result`: where what it has found so far lies at any time."""
     section = Section(name)
     begin_s = time.perf_counter()
+
+    def keep() -> None:
+        section.seconds = time.perf_counter() - begin_s
+        if result is not None:
+            written = result.with_suffix(".new")
+            written.write_text(json.dumps(section.as_json()))
+            written.replace(result)
+
+    section.changed = keep
     try:
         SECTIONS[name](device, section)
     except Exception as problem:
-        section.error = f"{type(problem).__name__}: {problem}"
-    section.seconds = time.perf_counter() - begin_s
+        traceback.print_exc()
+        section.error = told(problem, 2000)
+    keep()
     return section
 
 
-def run_apart(name: str) -> Section:
-    """A crash of the device or a section without an end is that section's alone."""
+def run_apart(name: str, limit_s: float = LIMIT_S) -> Section:
+    """A crash of the device or a section without an end is that section's alone; what it had found is kept."""
     begin_s = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "section.json"
         argv = [sys.executable, str(paths.HERE), "--sections", name, "--result", str(result)]
+        # A group of its own: tests and engines that a section started must not outlive it on the device.
+        process = subprocess.Popen(argv, start_new_session=True)
         try:
-            status: Any = subprocess.run(argv, timeout=LIMIT_S).returncode
+            ended = process.wait(limit_s)
+            problem = "" if ended == 0 else f"the process returned {ended}"
         except subprocess.TimeoutExpired:
-            status = f"nothing; it was ended after {LIMIT_S:.0f} s"
-        if result.exists():
-            return Section.from_json(json.loads(result.read_text()))
-    return Section(name, time.perf_counter() - begin_s, f"the process returned {status}")
+            problem = f"it was ended after {limit_s:.0f} s"
+        finally:
+            end_group(process)
+        found = Section.from_json(json.loads(result.read_text())) if result.exists() else Section(name)
+    if problem:
+        found.seconds, found.error = time.perf_counter() - begin_s, problem
+    return found
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    finally:
+        process.wait()
 
 
 def write(folder: Path, machine: dict[str, str], sections: list[Section]) -> None:

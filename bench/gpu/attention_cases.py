@@ -8,12 +8,13 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from case import Case, Run
+from case import Case, Run, prepared
 from measuring import Device
 
 from pagemill_kernels.gpu import launch
@@ -47,8 +48,10 @@ class Inputs(NamedTuple):
 
 def cases(device: Device) -> list[Case]:
     if device.tiny:
-        given = inputs(device, Shape(4, 2, 16), [(1, 20), (5, 9)])
-        return [_case(device, "mixed", given), *_in_codes(device, "mixed", given)]
+        tiny = Shape(4, 2, 16)
+        given = inputs(device, tiny, [(1, 20), (5, 9)])
+        uniform = [_uniform(device, f"2 x {tokens}", tiny, 2, tokens, seq_len) for tokens, seq_len in ((1, 20), (9, 9))]
+        return [_mixed(device, "mixed", given, 1), *_in_codes(device, "mixed", given), *uniform]
     gqa8, gqa4, gqa2 = Shape(64, 8, 128), Shape(32, 8, 128), Shape(16, 8, 128)
     decodes = {"GQA 8": gqa8, "GQA 4 (Llama-3.1-8B)": gqa4, "GQA 2 (Qwen3-0.6B)": gqa2}
     found = [
@@ -57,15 +60,10 @@ def cases(device: Device) -> list[Case]:
         _uniform(device, "prefill, 1 x 8k, GQA 4", gqa4, 1, 8192, 8192),
         _uniform(device, "prefill, 8 x 1k, GQA 4", gqa4, 8, 1024, 1024),
     ]
-    mixed = [(1, 4096)] * 64
-    apart = [inputs(device, gqa4, mixed), inputs(device, gqa4, [(2048, 4096)])]
-    together = inputs(device, gqa4, [*mixed, (2048, 4096)])
-    both = [_ours(each) for each in apart]
-    case = _case(device, "64 decodes at 4k and a chunk of 2k in one launch", together)
-    case.peers["pagemill, two launches"] = lambda: torch.cat([run() for run in both])
-    # Other random numbers: only the time of the two counts.
+    mixed = inputs(device, gqa4, [*[(1, 4096)] * 64, (2048, 4096)])
+    found.append(_mixed(device, "64 decodes at 4k and a chunk of 2k in one launch", mixed, 64))
     decode = inputs(device, gqa4, [(1, 4096)] * 128)
-    return [*found, case, *_in_codes(device, "decode, 128 x 4k, GQA 4", decode)]
+    return [*found, *_in_codes(device, "decode, 128 x 4k, GQA 4", decode)]
 
 
 def inputs(device: Device, shape: Shape, lengths: list[tuple[int, int]]) -> Inputs:
@@ -95,6 +93,29 @@ def inputs(device: Device, shape: Shape, lengths: list[tuple[int, int]]) -> Inpu
     )
 
 
+def _mixed(device: Device, name: str, given: Inputs, num_decodes: int) -> Case:
+    """Decodes, then chunks of prompts, beside one launch for each kind."""
+    case = _case(device, name, given)
+    apart = [_ours(_part(given, 0, num_decodes)), _ours(_part(given, num_decodes, len(given.lengths)))]
+    case.peers["pagemill, two launches"] = lambda: torch.cat([run() for run in apart])
+    return case
+
+
+def _part(given: Inputs, begin: int, end: int) -> Inputs:
+    """Some of the requests, over the same cache."""
+    batch, starts = given.batch, given.batch.query_start_loc
+    return given._replace(
+        lengths=given.lengths[begin:end],
+        query=given.query[starts[begin] : starts[end]],
+        batch=replace(
+            batch,
+            query_start_loc=starts[begin : end + 1] - starts[begin],
+            seq_lens=batch.seq_lens[begin:end],
+            block_tables=batch.block_tables[begin:end],
+        ),
+    )
+
+
 def _uniform(device: Device, name: str, shape: Shape, requests: int, tokens: int, seq_len: int) -> Case:
     """All requests alike: what torch's attention can compute in one call."""
     given = inputs(device, shape, [(tokens, seq_len)] * requests)
@@ -109,12 +130,11 @@ def _uniform(device: Device, name: str, shape: Shape, requests: int, tokens: int
     case.peers["torch SDPA"] = flat(
         lambda: F.scaled_dot_product_attention(queries, keys, values, is_causal=causal, enable_gqa=True)
     )
-    flex = _flex(queries, keys, values, causal)
-    case.peers["torch FlexAttention"] = flat(flex)
+    case.peers["torch FlexAttention"] = flat(prepared(lambda: _flex(queries, keys, values, causal)))
     if importlib.util.find_spec("flash_attn") is not None:
-        case.peers["FlashAttention"] = _flash_attention(given, keys, values, causal)
+        case.peers["FlashAttention"] = prepared(lambda: _flash_attention(given, keys, values, causal))
     if importlib.util.find_spec("flashinfer") is not None:
-        case.peers["FlashInfer"] = _flashinfer(given, tokens)
+        case.peers["FlashInfer"] = prepared(lambda: _flashinfer(given, tokens))
     return case
 
 
@@ -169,20 +189,13 @@ def _side_by_side(given: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _flex(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, causal: bool) -> Run:
-    """Compiled when it is first run: where that fails the row says so."""
-    compiled: list[Callable[[], torch.Tensor]] = []
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    def run() -> torch.Tensor:
-        if not compiled:
-            from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-            length, device = queries.shape[2], str(queries.device)
-            mask = create_block_mask(_is_causal, None, None, length, length, device=device) if causal else None
-            call: Any = torch.compile(flex_attention)
-            compiled.append(lambda: call(queries, keys, values, block_mask=mask, enable_gqa=True))
-        return compiled[0]()
-
-    return run
+    length, device = queries.shape[2], str(queries.device)
+    mask = create_block_mask(_is_causal, None, None, length, length, device=device) if causal else None
+    # A processor computes it as it is written: that shows as well that it is asked for the right thing.
+    call: Any = torch.compile(flex_attention) if queries.is_cuda else flex_attention
+    return lambda: call(queries, keys, values, block_mask=mask, enable_gqa=True)
 
 
 def _is_causal(batch: Any, head: Any, query: Any, key: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from functools import cached_property
@@ -14,21 +15,26 @@ from pagemill_kernels.gpu import launch
 NUM_RUNS = 20
 FLUSH_BYTES = 256 << 20
 """More than any level-2 cache holds: written before each run, so that inputs come from memory."""
+HEAD_START_CYCLES = 2_000_000
+"""A millisecond, about, in which the device waits before each run: launches are queued by then, so that what is
+measured is the device's time and not the host's."""
 
 
 class Device:
     """`tiny`: shapes that the interpreter does in a moment; its figures mean nothing."""
 
-    def __init__(self, tiny: bool) -> None:
+    def __init__(self, tiny: bool, dtype: torch.dtype | None = None) -> None:
+        """`dtype`: of floats; `None`: bfloat16, in the interpreter float32."""
         absent = launch.why_absent()
         if absent is not None:
             raise SystemExit(f"bench/gpu: {absent}; TRITON_INTERPRET=1 with --sizes tiny runs it without a device")
         self.tiny = tiny
         self.device = launch.device()
         self.on_gpu = self.device.type == "cuda"
+        if not (tiny or self.on_gpu):
+            raise SystemExit("bench/gpu: Triton's interpreter would take days for full sizes; use --sizes tiny")
         self.name = torch.cuda.get_device_name(self.device) if self.on_gpu else "Triton's interpreter"
-        self.dtype = torch.bfloat16 if self.on_gpu else torch.float32
-        self._flush = torch.empty(FLUSH_BYTES if self.on_gpu else 1, dtype=torch.int8, device=self.device)
+        self.dtype = dtype or (torch.bfloat16 if self.on_gpu else torch.float32)
 
     def random(self, *shape: int, dtype: torch.dtype | None = None, seed: int = 0) -> torch.Tensor:
         generator = torch.Generator(self.device).manual_seed(seed)
@@ -37,6 +43,12 @@ class Device:
     def synchronize(self) -> None:
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
+
+    def release(self) -> None:
+        """Give back what torch keeps for later: others measure what is free."""
+        gc.collect()
+        if self.on_gpu:
+            torch.cuda.empty_cache()
 
     def seconds(self, run: Callable[[], object]) -> float:
         """Median of several runs, compiled and warm, with cold caches."""
@@ -49,15 +61,20 @@ class Device:
             begin_s = time.perf_counter()
             run()
             return max(time.perf_counter() - begin_s, 1e-9)
+        cuda: Any = torch.cuda
+        begin, end = (cuda.Event(enable_timing=True) for _ in range(2))
         self._flush.zero_()
-        new_event: Any = torch.cuda.Event
-        begin, end = (new_event(enable_timing=True) for _ in range(2))
+        cuda._sleep(HEAD_START_CYCLES)
         begin.record()
         run()
         end.record()
         end.synchronize()
         elapsed_ms: float = begin.elapsed_time(end)
         return elapsed_ms / 1000
+
+    @cached_property
+    def _flush(self) -> torch.Tensor:
+        return torch.empty(FLUSH_BYTES, dtype=torch.int8, device=self.device)
 
     @cached_property
     def bytes_per_s(self) -> float:

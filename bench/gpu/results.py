@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,9 +17,15 @@ class Table:
     title: str
     columns: Sequence[str]
     rows: list[list[Any]] = field(default_factory=list)
+    changed: Callable[[], None] | None = None
 
     def add(self, *cells: Any) -> None:
         self.rows.append(list(cells))
+        if self.changed is not None:
+            self.changed()
+
+    def as_json(self) -> dict[str, Any]:
+        return {"title": self.title, "columns": list(self.columns), "rows": self.rows}
 
     def markdown(self) -> str:
         lines = [self.columns, ["---"] * len(self.columns), *([_show(cell) for cell in row] for row in self.rows)]
@@ -33,13 +39,16 @@ class Section:
     error: str = ""
     """Why it did not end; what was found before stays."""
     tables: list[Table] = field(default_factory=list)
+    changed: Callable[[], None] | None = None
+    """Called with each row, so that a section that never ends leaves what it found."""
 
     def table(self, title: str, *columns: str) -> Table:
-        self.tables.append(Table(title, columns))
+        self.tables.append(Table(title, columns, changed=self.changed))
         return self.tables[-1]
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+        tables = [table.as_json() for table in self.tables]
+        return {"name": self.name, "seconds": self.seconds, "error": self.error, "tables": tables}
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> Section:
@@ -56,7 +65,7 @@ def about(device: Device) -> dict[str, str]:
     """What a reader needs to place the figures."""
     return {
         "device": device.name,
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "triton": triton.__version__,
         "python": platform.python_version(),
         "cuda": str(torch.version.cuda),
@@ -68,5 +77,10 @@ def document(machine: dict[str, str], sections: Iterable[Section]) -> str:
     return "\n".join([f"# GPU benchmarks\n\n{told}\n", *(section.markdown() for section in sections)])
 
 
+def told(problem: Exception, length: int = 120) -> str:
+    """In one line of a table."""
+    return f"{type(problem).__name__}: {' '.join(str(problem).split())[:length]}"
+
+
 def _show(cell: Any) -> str:
-    return f"{cell:,.2f}" if isinstance(cell, float) else str(cell)
+    return f"{cell:,.2f}" if isinstance(cell, float) else " ".join(str(cell).split()).replace("|", "\\|")

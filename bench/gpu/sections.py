@@ -2,74 +2,80 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import subprocess
-import sys
+import time
+import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import attention_cases
 import kernel_cases
 import peers
-from case import measure
+import torch
+from case import Case, measure
+from driving import Online
 from measuring import Device
 from models import SPECS, TINY
-from paths import HERE, ROOT
-from results import Section
+from own_tests import GROUPS, run_group
+from results import Section, told
 from workloads import Job, fixed, floor_bytes, nano, output_tokens
 
-from engine import MAX_MODEL_LEN, Engine, Online
+from engine import MAX_MODEL_LEN, MAX_SEQS, Engine, by_the_formulas
 from pagemill_protocol.model_spec import ModelSpec
 
 RATES = (0.25, 0.5, 0.75)
 """Of the offline rate of the same requests."""
 ONLINE_S = 20
 """Seconds over which requests arrive, about."""
-TESTS_S = 440
-"""Less than a section's own limit: tests that hang must not outlive it."""
-ENGINE_TESTS = ("test_device_runner.py", "test_settled_memory.py", "test_triton_engine.py")
-ENGINE_LIBRARIES = ("msgspec", "psutil", "transformers", "pydantic", "zmq")
 WITH_PEERS = ("qwen3-0.6b", "llama-3.2-1b")
 """Models that transformers generates with in minutes."""
+STARTED = "qwen3-0.6b"
+"""The model whose start is measured again."""
+PROFILED_STEPS = 40
 
 
 def smoke(device: Device, section: Section) -> None:
     """Under a minute: limits of the device, every kernel on a tiny shape, a tiny model from prompt to tokens."""
     limits(device, section)
     small = Device(tiny=True)
-    measure(small, section, "kernels on tiny shapes", [*attention_cases.cases(small), *kernel_cases.cases(small)])
-    found = Engine(small, TINY, forbids_waiting=True).offline(fixed(2, 5, 2, TINY.vocab_size))
-    section.table("a tiny model", "requests", "steps", "s").add(2, found.num_steps, found.seconds)
+    parts: list[Callable[[], None]] = [
+        lambda: measure(small, section, "attention on tiny shapes", _alone(attention_cases.cases(small))),
+        lambda: measure(small, section, "kernels on tiny shapes", _alone(kernel_cases.cases(small))),
+        # float32 on both sides: with fewer bits the formulas themselves would answer differently on a device.
+        lambda: answers(Device(tiny=True, dtype=torch.float32), section),
+    ]
+    problems = [problem for part in parts if (problem := _problem_of(part)) is not None]
+    if problems:
+        raise AssertionError("; ".join(problems))
+
+
+def _alone(cases: list[Case]) -> list[Case]:
+    """Without peers, whose compilers would take longer than the rest."""
+    return [replace(case, peers={}) for case in cases]
+
+
+def answers(device: Device, section: Section) -> None:
+    """A tiny model as it serves, in chunks, batches and recorded decodes, answers as the formulas do."""
+    jobs = [Job(job.prompt_token_ids[:length], 6) for job, length in zip(fixed(3, 20, 0, 64), (1, 5, 20), strict=True)]
+    table = section.table("a tiny model beside the formulas", "temperature", "requests", "tokens", "alike")
+    ours, formulas = Engine(device, TINY, forbids_waiting=True).driver, by_the_formulas(device, TINY)
+    different = 0
+    for temperature in (0.0, 0.8):
+        pairs = list(zip(ours.answers(jobs, temperature), formulas.answers(jobs, temperature), strict=True))
+        alike = sum(answer == expected for answer, expected in pairs)
+        table.add(temperature, len(jobs), output_tokens(jobs), alike)
+        different += len(jobs) - alike
+    if different:
+        raise AssertionError(f"{different} answers of a tiny model are not those of the formulas")
 
 
 def limits(device: Device, section: Section) -> None:
+    """Measured before anything else takes the device's memory, which is given back."""
     table = section.table("measured limits", "copy GB/s", "bfloat16 product TFLOP/s")
     table.add(device.bytes_per_s / 1e9, device.flops / 1e12)
-
-
-def tests(device: Device, section: Section) -> None:
-    """The repository's tests of the Triton path on the device, where pytest and hypothesis are there."""
-    table = section.table("tests of the Triton path", "result")
-    absent = [
-        name
-        for name in ("pytest", "hypothesis", "pytest_asyncio", "pytest_timeout")
-        if importlib.util.find_spec(name) is None
-    ]
-    if absent or device.tiny:
-        table.add(f"not run: {', '.join(absent) or 'tiny sizes'}; `kernels` checks every kernel against its reference")
-        return
-    files = sorted(str(path) for path in (ROOT / "tests" / "kernels").glob("test_triton_*.py"))
-    if _has_engine_libraries():
-        files += [str(ROOT / "tests" / "engine" / "model" / name) for name in ENGINE_TESTS]
-    argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--override-ini", "timeout=400", *files]
-    folders = [*sys.path, str(ROOT / "tests" / "shared")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
-    done = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TESTS_S)
-    table.add(done.stdout.strip().splitlines()[-1] if done.stdout.strip() else done.stderr[-500:])
-    if done.returncode:
-        raise AssertionError(done.stdout[-2000:])
+    device.release()
 
 
 def kernels(device: Device, section: Section) -> None:
@@ -83,23 +89,26 @@ def attention(device: Device, section: Section) -> None:
 
 
 def engine(name: str, device: Device, section: Section) -> None:
-    """Offline and online, as a share of what the memory's bandwidth allows."""
-    ours = Engine(device, _spec(device, name))
-    ready = section.table("start", "model", "weights GiB", "KV tokens", "load s", "compile s")
-    ready.add(name, ours.weight_bytes / 2**30, ours.num_kv_tokens, ours.load_s, ours.compile_s)
-    columns = ("requests", "s", "output tok/s", "% of roofline", "steps", "ms a step", "CPU ms a step")
+    """Offline and online, as a share of what the memory's bandwidth allows, and how long the device is idle."""
+    ours = _started(name, device, section)
+    columns = ("requests", "s", "output tok/s", "% of roofline", "steps", "ms a step", "CPU ms a step", "preempted")
     table = section.table(f"offline, {name}", "workload", *columns)
     rate = 0.0
     for workload, jobs in _workloads(device).items():
-        found = ours.offline(jobs)
+        found = ours.driver.offline(jobs)
         floor_s = floor_bytes(jobs, ours.weight_bytes, ours.kv_bytes_per_token) / device.bytes_per_s
         each_ms = [1000 * seconds / found.num_steps for seconds in (found.seconds, found.cpu_s)]
-        tokens_per_s = output_tokens(jobs) / found.seconds
-        share = 100 * floor_s / found.seconds
-        table.add(workload, len(jobs), found.seconds, tokens_per_s, share, found.num_steps, *each_ms)
+        rates = [output_tokens(jobs) / found.seconds, 100 * floor_s / found.seconds]
+        table.add(workload, len(jobs), found.seconds, *rates, found.num_steps, *each_ms, found.num_preemptions)
         if workload == "128/128":
             rate = len(jobs) / found.seconds
+    _idle(device, section, name, ours)
     _online(device, section, name, ours, rate)
+
+
+def start(name: str, device: Device, section: Section) -> None:
+    """Once more, with the kernels that the engine's section left in Triton's cache."""
+    _started(name, device, section)
 
 
 def peer(name: str, device: Device, section: Section) -> None:
@@ -114,25 +123,64 @@ def peer(name: str, device: Device, section: Section) -> None:
         try:
             seconds, num_tokens = run()
         except Exception as problem:
-            table.add(who, "", f"{type(problem).__name__}: {str(problem)[:120]}")
+            table.add(who, "", told(problem))
             continue
+        finally:
+            device.release()
         table.add(who, seconds, num_tokens / seconds)
 
 
 SECTIONS: dict[str, Callable[[Device, Section], None]] = {
     "smoke": smoke,
-    "tests": tests,
+    **{name: partial(run_group, name) for name in GROUPS},
     "kernels": kernels,
     "attention": attention,
     **{f"engine-{name}": partial(engine, name) for name in SPECS},
+    f"start-{STARTED}": partial(start, STARTED),
     **{f"peers-{name}": partial(peer, name) for name in WITH_PEERS},
 }
 
 
-def _has_engine_libraries() -> bool:
-    """The engine's tests need the libraries themselves, which our stand-ins are not."""
-    found = [importlib.util.find_spec(name) for name in ENGINE_LIBRARIES]
-    return all(spec is not None and HERE not in Path(spec.origin or "").parents for spec in found)
+def _problem_of(part: Callable[[], None]) -> str | None:
+    """Why it failed: what is behind it shows something all the same."""
+    try:
+        part()
+    except Exception as problem:
+        traceback.print_exc()
+        return told(problem, 600)
+    return None
+
+
+def _started(name: str, device: Device, section: Section) -> Engine:
+    """From the beginning of the process to an engine that could serve; the measured limits are no part of it."""
+    imports_s = _process_age_s()
+    limits(device, section)
+    ours = Engine(device, _spec(device, name))
+    columns = ("weights GiB", "KV tokens", "process s", "load s", "compile s", "start to ready s")
+    table = section.table("start", "model", *columns)
+    parts_s = (imports_s, ours.load_s, ours.compile_s)
+    table.add(name, ours.weight_bytes / 2**30, ours.num_kv_tokens, *parts_s, sum(parts_s))
+    return ours
+
+
+def _process_age_s() -> float:
+    """By the kernel's clock, so that the interpreter's own start counts."""
+    behind_the_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    began_s = int(behind_the_name[19]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - began_s
+
+
+def _idle(device: Device, section: Section, name: str, ours: Engine) -> None:
+    """A profiler that may not look at the device costs the row alone."""
+    table = section.table(f"decodes under a profiler, {name}", "requests", "steps", "ms a step", "device idle %")
+    num_requests, num_steps = (2, 2) if device.tiny else (MAX_SEQS, PROFILED_STEPS)
+    jobs = [Job(job.prompt_token_ids, 3 * num_steps) for job in _short(device, num_requests)]
+    try:
+        idle, step_s = ours.driver.idle(jobs, num_steps)
+    except (RuntimeError, ValueError) as problem:
+        table.add(num_requests, num_steps, "", told(problem))
+        return
+    table.add(num_requests, num_steps, 1000 * step_s, 100 * idle)
 
 
 def _online(device: Device, section: Section, name: str, ours: Engine, offline_rate: float) -> None:
@@ -142,7 +190,7 @@ def _online(device: Device, section: Section, name: str, ours: Engine, offline_r
     for share in RATES[:1] if device.tiny else RATES:
         rate = 1000.0 if device.tiny else offline_rate * share
         num_requests = 2 if device.tiny else max(8, int(rate * ONLINE_S))
-        found = ours.online(_short(device, num_requests), rate)
+        found = ours.driver.online(_short(device, num_requests), rate)
         table.add(rate, *_percentiles_ms(found))
 
 

@@ -9,23 +9,30 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+GPU = ROOT / "bench" / "gpu"
 NEEDED = ("torch", "triton", "numpy", "safetensors")
+NOT_IN_PYTHON_3_12 = {"asynchat", "asyncore", "distutils", "imp", "smtpd"}
+SECTIONS = [
+    *("smoke", "tests-attention", "tests-sampling", "tests-products", "tests-rows", "tests-engine", "tests-answers"),
+    *("kernels", "attention", "engine-qwen3-0.6b", "engine-llama-3.2-1b", "engine-llama-3.1-8b"),
+    *("start-qwen3-0.6b", "peers-qwen3-0.6b", "peers-llama-3.2-1b"),
+]
 RUN = """
-import importlib.abc, importlib.machinery, runpy, sys
-class Bare(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
+import importlib.machinery, runpy, sys
+class Bare:
+    def __init__(self, finder):
+        self.finder = finder
+    def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] not in {banned!r}:
-            return None
+            return self.finder.find_spec(name, path, target)
         stand_ins = [folder for folder in sys.path if folder.endswith("stand_ins")]
-        found = importlib.machinery.PathFinder.find_spec(name, stand_ins)
-        if found is None:
-            raise ModuleNotFoundError(f"{{name}} is not among what the command may need", name=name)
-        return found
-sys.meta_path.insert(0, Bare())
+        return importlib.machinery.PathFinder.find_spec(name, stand_ins)
+sys.meta_path[:] = map(Bare, sys.meta_path)
 sys.argv = {argv!r}
 runpy.run_path({folder!r}, run_name="__main__")
 """
@@ -52,40 +59,285 @@ def installed_beside(needed: tuple[str, ...]) -> set[str]:
     }
 
 
+def environment(**values: str) -> dict[str, str]:
+    """Without our packages' folders: the command finds them itself."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TRITON_INTERPRET")}
+    return {**kept, "OMP_NUM_THREADS": "1", **values}
+
+
+def command(argv: list[str], **values: str) -> subprocess.CompletedProcess[str]:
+    """`argv`: options of Python, the command's folder, its own options."""
+    return subprocess.run(
+        [sys.executable, *argv], capture_output=True, text=True, timeout=240, env=environment(**values)
+    )
+
+
+def inside(code: str) -> Any:
+    """What a script among the command's own modules prints, read as JSON."""
+    head = f"import json, sys\nsys.path.insert(0, {str(GPU)!r})\nimport paths\n"
+    done = subprocess.run(
+        [sys.executable, "-c", head + code], capture_output=True, text=True, timeout=240,
+        env=environment(TRITON_INTERPRET="1"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     out = tmp_path_factory.mktemp("bench-gpu")
     banned = installed_beside(NEEDED)
     assert {"msgspec", "psutil", "transformers", "pytest"} <= banned
     assert not banned & {"torch", "triton", "numpy", "safetensors", "sympy"}
-    sections = ["smoke", "engine-qwen3-0.6b", "peers-qwen3-0.6b"]
-    argv = ["bench/gpu", "--sizes", "tiny", "--out", str(out), "--sections", *sections]
-    code = RUN.format(banned=banned, argv=argv, folder=str(ROOT / "bench" / "gpu"))
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    argv = ["bench/gpu", "--sizes", "tiny", "--out", str(out), "--sections", *SECTIONS]
+    code = RUN.format(banned=banned | NOT_IN_PYTHON_3_12, argv=argv, folder=str(GPU))
     argv = [sys.executable, "-c", code]
-    done = subprocess.run(argv, cwd=out, env=environment, capture_output=True, text=True, timeout=280)
+    values = environment(TRITON_INTERPRET="1")
+    done = subprocess.run(argv, cwd=out, env=values, capture_output=True, text=True, timeout=280)
     return out, done
 
 
-def test_it_needs_torch_triton_numpy_and_our_sources_alone(ran: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
-    _, done = ran
+def tables(out: Path, section: str) -> dict[str, Any]:
+    found = json.loads((out / "results.json").read_text())["sections"]
+    return {table["title"]: table for each in found if each["name"] == section for table in each["tables"]}
+
+
+def test_every_section_needs_torch_triton_numpy_and_our_sources_alone(
+    ran: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    out, done = ran
     assert done.returncode == 0, done.stdout + done.stderr
     assert "written: " in done.stdout
-
-
-def test_it_writes_what_it_found(ran: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
-    out, done = ran
     found = json.loads((out / "results.json").read_text())
-    assert found["machine"]["device"] == "Triton's interpreter", done.stderr
-    smoke, engine, peers = found["sections"]
-    assert [section["error"] for section in found["sections"]] == ["", "", ""]
-    cases = [row[0] for row in smoke["tables"][1]["rows"] if row[1] == "pagemill"]
-    assert any("sampler" in name for name in cases)
-    assert any("mixed" in name for name in cases)
-    offline = next(table for table in engine["tables"] if table["title"].startswith("offline"))
-    columns = offline["columns"]
-    assert all(row[columns.index("output tok/s")] > 0 for row in offline["rows"])
-    assert [row[1] for row in peers["tables"][0]["rows"]] == ["", ""], "peers that are not there have no figures"
+    assert found["machine"]["device"] == "Triton's interpreter"
+    assert [(section["name"], section["error"]) for section in found["sections"]] == [(name, "") for name in SECTIONS]
     text = (out / "results.md").read_text()
-    assert all(f"## {section['name']}" in text for section in found["sections"])
+    assert all(f"## {section}" in text for section in SECTIONS)
+
+
+def test_kernels_are_measured_beside_their_peers(ran: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    out, _ = ran
+    attention, kernels = tables(out, "attention")["attention"], tables(out, "kernels")["kernels"]
+    who = {row[1] for row in attention["rows"]}
+    assert who == {"pagemill", "pagemill, two launches", "torch SDPA", "torch FlexAttention"}
+    error = attention["columns"].index("error")
+    for row in attention["rows"]:
+        assert float(row[error]) < 2e-2, f"{row[0]}, {row[1]}: a peer that is asked for something else"
+    assert {"sampler", "product", "rotation", "RMS", "SiLU", "rows", "inputs", "codes"} <= {
+        row[0].split()[0].rstrip(",") for row in kernels["rows"] if row[1] == "pagemill"
+    }
+
+
+def test_the_engine_is_measured_in_all_that_goals_are_stated_in(
+    ran: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    out, _ = ran
+    alike = tables(out, "smoke")["a tiny model beside the formulas"]
+    assert [row[3] for row in alike["rows"]] == [row[1] for row in alike["rows"]]
+    assert len(alike["rows"]) == 2
+    found = tables(out, "engine-qwen3-0.6b")
+    offline = found["offline, qwen3-0.6b"]
+    for column in ("output tok/s", "% of roofline", "CPU ms a step", "ms a step"):
+        assert all(row[offline["columns"].index(column)] > 0 for row in offline["rows"])
+    idle = found["decodes under a profiler, qwen3-0.6b"]
+    assert 0 <= idle["rows"][0][idle["columns"].index("device idle %")] <= 100
+    online = found["online, qwen3-0.6b, 128/128"]
+    assert all(value > 0 for value in online["rows"][0])
+    start = tables(out, "start-qwen3-0.6b")["start"]
+    values = dict(zip(start["columns"], start["rows"][0], strict=True))
+    parts = [values[name] for name in ("process s", "load s", "compile s")]
+    assert values["start to ready s"] == pytest.approx(sum(parts))
+    assert parts[0] > 0
+    peers = tables(out, "peers-qwen3-0.6b")["peers, qwen3-0.6b, workload 100-1024"]
+    assert [row[1] for row in peers["rows"]] == ["", ""], "peers that are not there have no figures"
+
+
+# -- where it cannot run -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "values", "words"),
+    [
+        ((), {}, "no CUDA device is visible"),
+        (("--sizes", "tiny"), {}, "no CUDA device is visible"),
+        ((), {"TRITON_INTERPRET": "1"}, "use --sizes tiny"),
+    ],
+    ids=["no device", "tiny without interpreter", "full in the interpreter"],
+)
+def test_a_machine_without_a_device_is_told_so_in_a_line(
+    arguments: tuple[str, ...], values: dict[str, str], words: str
+) -> None:
+    done = command([str(GPU), *arguments], CUDA_VISIBLE_DEVICES="", **values)
+    assert done.returncode == 1
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_an_interpreter_without_the_packages_is_told_so_in_a_line() -> None:
+    done = command(["-I", "-S", str(GPU)])
+    assert done.returncode == 1
+    assert "has no torch, triton, numpy, safetensors; name another: make PYTHON=" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# -- what fails ----------------------------------------------------------------------------------------------------
+
+
+def test_a_case_that_fails_costs_its_own_row_and_fails_the_section_at_its_end() -> None:
+    found = inside("""
+import torch
+from case import Case, measure
+from measuring import Device
+from results import Section
+ones = torch.ones(3)
+def broken(): raise RuntimeError("two\\nlines | and a bar")
+cases = [Case("differs", lambda: 2 * ones, lambda: ones), Case("raises", broken, lambda: ones),
+         Case("good", lambda: ones, lambda: ones, 8.0, 8.0, {"a peer": broken})]
+section = Section("s")
+try:
+    measure(Device(tiny=True), section, "kernels", cases)
+except AssertionError as problem:
+    print(json.dumps([str(problem), section.as_json()["tables"][0]["rows"], section.markdown()]))
+""")
+    problem, rows, markdown = found
+    assert problem == "2 of 3 cases failed: differs; raises"
+    assert [(row[0], row[1]) for row in rows] == [
+        *(("differs", "pagemill"), ("raises", "pagemill"), ("good", "pagemill"), ("good", "a peer"))
+    ]
+    assert "differs from its reference by 1" in rows[0][-1]
+    assert rows[2][-1] == "0.0e+00"
+    assert rows[3][-1] == "RuntimeError: two lines | and a bar"
+    assert {line.replace("\\|", "").count("|") for line in markdown.splitlines() if line.startswith("|")} == {9}
+
+
+MAIN = """
+import importlib.util, subprocess, time
+from pathlib import Path
+spec = importlib.util.spec_from_file_location("command", paths.HERE / "__main__.py")
+command = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(command)
+"""
+
+
+def test_a_section_that_fails_keeps_what_it_had_found(tmp_path: Path) -> None:
+    path = tmp_path / "section.json"
+    found = inside(f"""{MAIN}
+from measuring import Device
+seen = []
+def fails(device, section):
+    section.table("t", "a").add(1)
+    seen.append(json.loads(Path({str(path)!r}).read_text()))
+    raise ValueError("no")
+command.SECTIONS["fails"] = fails
+command.run(Device(tiny=True), "fails", Path({str(path)!r}))
+print(json.dumps(seen))
+""")
+    assert found[0]["tables"] == [{"title": "t", "columns": ["a"], "rows": [[1]]}], "while it was still running"
+    kept = json.loads(path.read_text())
+    assert kept["error"] == "ValueError: no"
+    assert kept["tables"] == found[0]["tables"]
+
+
+def test_a_section_that_hangs_or_dies_is_ended_with_all_it_started() -> None:
+    found = inside(f"""{MAIN}
+hung = command.run_apart("smoke", 0.0)
+argv = ["sh", "-c", "sleep 1000 & echo $!; wait"]
+group = subprocess.Popen(argv, start_new_session=True, stdout=subprocess.PIPE, text=True)
+child = Path("/proc") / group.stdout.readline().strip() / "stat"
+def lives():
+    try:
+        return child.read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+lived = lives()
+command.end_group(group)
+while lives():
+    time.sleep(0.01)
+died = command.run_apart("no such section")
+print(json.dumps([hung.error, lived, group.returncode, died.error]))
+""")
+    assert found == ["it was ended after 0 s", True, -9, "the process returned 2"]
+
+
+def test_tests_run_without_our_packages_installed_and_every_file_that_a_device_changes_is_among_them() -> None:
+    problem, text, files = inside("""
+import own_tests
+path = own_tests.KERNELS / "test_triton_request_rows.py"
+files = sorted({each.name for group in own_tests.GROUPS.values() for each in group})
+print(json.dumps([*own_tests.run_pytest([path], 200), files]))
+""")
+    assert problem == "", text
+    assert re.search(r"\d+ passed", text.splitlines()[-1])
+    kernels = {path.name for path in (ROOT / "tests" / "kernels").glob("test_triton_*.py")}
+    for_no_device = {"test_triton_compiled.py", "test_triton_offsets.py"}
+    assert kernels - set(files) == for_no_device
+    with_a_mark = {
+        path.name for path in (ROOT / "tests").rglob("test_*.py") if "\n@pytest.mark.gpu" in path.read_text()
+    }
+    assert with_a_mark <= set(files)
+
+
+# -- what is measured ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def facts() -> dict[str, Any]:
+    found = inside("""
+from driving import idle_share
+from measuring import Device
+from models import SPECS, RandomWeights
+from sections import SECTIONS
+from workloads import nano
+from engine import spec_bytes
+from pagemill_engine.models.registry import build_model
+from pagemill_kernels.registry import ops_for
+jobs, device = nano(), Device(tiny=True)
+def size(spec):
+    model = build_model(spec, ops_for("reference"), device.dtype)
+    return spec_bytes(spec, RandomWeights(model), device) // device.dtype.itemsize
+ranges = [[(0, 10)], [(0, 2), (8, 10)], [(5, 8), (0, 6), (1, 2), (9, 10)]]
+print(json.dumps({
+    "sections": list(SECTIONS),
+    "sizes": {name: size(spec) for name, spec in SPECS.items()},
+    "requests": len(jobs),
+    "tokens": [sum(len(job.prompt_token_ids) for job in jobs), sum(job.num_output_tokens for job in jobs)],
+    "idle": [idle_share(each) for each in ranges],
+}))
+""")
+    assert isinstance(found, dict)
+    return found
+
+
+def test_every_section_is_run_here(facts: dict[str, Any]) -> None:
+    assert facts["sections"] == SECTIONS
+
+
+def test_shapes_and_lengths_are_those_that_are_published(facts: dict[str, Any]) -> None:
+    assert facts["sizes"] == {
+        "qwen3-0.6b": 596_049_920,
+        "llama-3.2-1b": 1_235_814_400,
+        "llama-3.1-8b": 8_030_261_248,
+    }
+    assert (facts["requests"], facts["tokens"]) == (256, [142_827, 133_966])
+
+
+def test_idle_is_what_lies_between_ranges_that_may_overlap(facts: dict[str, Any]) -> None:
+    assert facts["idle"] == pytest.approx([0.0, 0.6, 0.1])
+
+
+def test_transformers_generates_static_batches_of_the_same_shape() -> None:
+    found = inside("""
+import transformers
+from dataclasses import replace
+import peers
+from measuring import Device
+from models import TINY
+from workloads import Job
+transformers.logging.set_verbosity_error()
+jobs = [Job([1, 2, 3], 2), Job([4], 3), Job([5, 6], 1)]
+peers.STATIC_BATCH = 2
+seconds, num_tokens = peers.hugging_face(Device(tiny=True), TINY, jobs)
+print(json.dumps([seconds > 0, num_tokens]))
+""")
+    assert found == [True, 6]

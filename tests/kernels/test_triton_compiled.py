@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
-SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "kernel_resources.py"
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "bench" / "kernel_resources.py"
 
 
 SMALLEST_SHARED_KIB = 99
@@ -58,6 +62,38 @@ def test_the_widest_heads_in_the_widest_type_fit_the_smallest_multiprocessors(tm
         assert int(cell.split(" / ")[2]) < SMALLEST_SHARED_KIB
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(580)
+@pytest.mark.parametrize("architecture", ["80", "90", "100"])
+def test_no_hot_kernel_spills_on_any_architecture(architecture: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    argv = [sys.executable, str(SCRIPT), "--architectures", architecture]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=560, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["spilling"] == []
+    cells = [row[-1] for row in result["rows"] if row[-1] != "refused"]
+    assert len(cells) > 80
+    shared_kib = [float(cell.split(" / ")[2]) for cell in cells]
+    assert max(shared_kib) <= 163, "what a multiprocessor of compute capability 8.0 gives a program"
+
+
+def test_every_kernel_that_a_launcher_launches_is_among_those_compiled() -> None:
+    code = (
+        "import json, kernel_resources as resources\n"
+        "with resources.recording() as launched:\n"
+        "    [case.run() for case in resources.cases()]\n"
+        "print(json.dumps(sorted({kernel.kernel.__name__ for kernel in launched})))\n"
+    )
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    argv = [sys.executable, "-c", code]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=240, env=environment, cwd=SCRIPT.parent)
+    assert done.returncode == 0, done.stderr
+    launchers = (ROOT / "kernels" / "pagemill_kernels").rglob("triton_launch.py")
+    launched = {name for path in launchers for name in re.findall(r"_body\.(\w+)\[", path.read_text())}
+    assert json.loads(done.stdout) == sorted(launched)
+
+
 def test_what_an_older_device_does_not_have_is_told_and_not_compiled(tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     argv = [sys.executable, str(SCRIPT), "--architectures", "80", "89", "--only", "cache write, fp8 cache"]
@@ -78,6 +114,6 @@ def test_the_kernels_import_torch_numpy_and_triton_alone() -> None:
         "print(sorted(packages & {'msgspec', 'psutil', 'zmq', 'pydantic', 'transformers', 'pagemill_protocol'}))\n"
     )
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"

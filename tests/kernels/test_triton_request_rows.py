@@ -87,6 +87,34 @@ def test_a_steps_inputs(name: str) -> None:
     assert_equal(ours, expected)
 
 
+def test_requests_of_more_than_a_hundred_thousand_tokens() -> None:
+    """The end of a long prompt and a decode behind one: positions, blocks and tokens far into their rows."""
+    long = RowLayout.of(3, 131_072, BLOCK_SIZE)
+    state = RowState(long, PADDING_BLOCK, DEVICE)
+    generator = torch.Generator().manual_seed(0)
+    state.tables.copy_(torch.randint(0, 1 << 20, state.tables.shape, generator=generator))
+    state.tokens.copy_(torch.randint(0, 1 << 17, state.tokens.shape, generator=generator))
+    for row, (num_computed, num_tokens) in enumerate([(100_000, 100_300), (131_070, 131_071)]):
+        state.records[row, layout.NUM_COMPUTED_TOKENS] = num_computed
+        state.records[row, layout.NUM_TOKENS] = num_tokens
+        state.records[row, layout.NUM_PROMPT_TOKENS] = num_tokens
+    wanted = step([0, 1], [300, 1], [True, True])
+    found = []
+    for module in (rows, reference):
+        inputs = StepInputs.empty(301, 2, 2, long.table_width, DEVICE)
+        for name in StepInputs.__slots__:
+            getattr(inputs, name).fill_(-7)
+        module.build_inputs(state, wanted, 300, 2, BLOCK_SIZE, inputs)
+        after = RowState(long, PADDING_BLOCK, DEVICE)
+        after.values.copy_(state.values)
+        module.advance_rows(after, wanted, torch.tensor([5, 6], device=DEVICE))
+        found.append((inputs, after.values))
+    assert_equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+    assert found[0][0].positions[299:301].tolist() == [100_299, 131_070]
+    assert found[0][0].slots[300] == state.tables[1, 131_070 // BLOCK_SIZE] * BLOCK_SIZE + 131_070 % BLOCK_SIZE
+
+
 def test_inputs_may_lie_in_longer_buffers() -> None:
     at, counts, samples = STEPS["decodes"]
     state, wanted = filled(), step(at, counts, samples)
