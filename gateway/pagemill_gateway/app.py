@@ -12,7 +12,7 @@ from pagemill_gateway.head import Head
 from pagemill_gateway.routes.access import AccessLog
 from pagemill_gateway.routes.control import ControlRoutes
 from pagemill_gateway.routes.generate import GenerateRoute
-from pagemill_gateway.routes.health import GuardedMetrics, HealthRoutes
+from pagemill_gateway.routes.health import HealthRoutes
 from pagemill_gateway.routes.models import ModelRoutes
 from pagemill_gateway.routes.tokens import TokenRoutes
 from pagemill_gateway.worker import Worker
@@ -42,7 +42,6 @@ def data_app(worker: Worker) -> ASGIApp:
             Route("/readyz", health.readyz),
             Route("/version", health.version),
             Route(OPENAPI_PATH, health.openapi),
-            Route("/metrics", GuardedMetrics(health, worker.keys).metrics),
         ]
     )
     install_error_handlers(app)
@@ -81,7 +80,7 @@ def control_app(head: Head) -> ASGIApp:
             Route("/livez", health.livez),
             Route("/readyz", health.readyz),
             Route("/version", health.version),
-            Route("/metrics", health.metrics),
+            Route("/metrics", control.metrics),
         ]
     )
     install_error_handlers(app)

@@ -281,7 +281,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         if self.queue.max_requests < 0 or self.queue.max_bytes < 0 or self.queue.timeout_s < 0:
             raise SettingsError(
                 f"queue: max_requests ({self.queue.max_requests}), max_bytes ({self.queue.max_bytes}) and timeout_s "
-                f"({self.queue.timeout_s}) must be 0 or more. max_requests 0 lets nobody wait."
+                f"({self.queue.timeout_s}) must be 0 or more. max_requests 0 lets nobody wait but answers "
+                "that lost their engine."
             )
         if not self.hang_timeout_s >= 1:
             raise SettingsError(f"hang_timeout_s: {self.hang_timeout_s} must be at least 1.")

@@ -37,10 +37,6 @@ class HeadDesk(Protocol):
 
     async def standing(self) -> Standing: ...
 
-    async def metrics_text(self) -> bytes:
-        """The text of a scrape: of head and workers together."""
-        ...
-
     async def bundle(self, digest: str) -> bytes:
         """The tokenizer bundle of this digest. Raises `PagemillError` 503 when no engine has it any more."""
         ...

@@ -89,6 +89,7 @@ class Head:
         return Standing(self.ready, self.draining, self.detail, self.started_unix_s)
 
     async def metrics_text(self) -> bytes:
+        """The text of a scrape: of head and workers together."""
         measures = await self.measure()
         if self.sharing.up is not None:
             self.metrics.redis_up(self.sharing.up)

@@ -46,7 +46,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     stream: bool = False
     include_usage: bool = False
     priority: int = 0
-    """Smaller is served first."""
+    """Smaller is served first; of 32 bits."""
     prompt_text: str | None = None
     """Only for `echo` in the completions dialect."""
     prompt_index: int = 0

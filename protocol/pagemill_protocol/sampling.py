@@ -22,6 +22,8 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 1024
 MIN_REPETITION_PENALTY = 1e-6
 """Logits are divided by it, and have to stay finite in float32."""
+MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
+"""Of a request among others: wide enough for who sends times in seconds, the same for clients and gateways."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

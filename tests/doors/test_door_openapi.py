@@ -22,6 +22,8 @@ from pagemill_protocol.openai.openapi import document
 
 AnyOperation = APIOperation[Any, Any, Any, Any]
 DOCUMENT = json.loads(document("doors", "1"))
+ALONE = json.loads(document("doors", "1", with_metrics=True))
+"""Of an engine, which may be the only server there is."""
 OPERATIONS = [
     found.ok() for found in schemathesis.openapi.from_dict(DOCUMENT).get_all_operations() if isinstance(found, Ok)
 ]
@@ -103,10 +105,17 @@ def test_methods_that_the_document_does_not_have_get_405(doors: list[Door], meth
                 assert (answer.status_code, answer.json()["error"]["code"]) == (405, "method_not_allowed"), path
 
 
+def test_metrics_are_on_the_data_port_of_an_engine_only(engine_door: Door, gateway_door: Door) -> None:
+    shown = engine_door.get("/metrics")
+    assert (shown.status, shown.headers["content-type"].partition(";")[0]) == (200, "text/plain")
+    assert gateway_door.get("/metrics").error()["code"] == "not_found"
+
+
 def test_each_door_serves_its_document_and_no_route_beside_it(doors: list[Door]) -> None:
     for door in doors:
         served = json.loads(door.get("/openapi.json").body)
-        assert served["paths"] == DOCUMENT["paths"]
+        assert served["paths"] == (DOCUMENT["paths"] if door.name == "gateway" else ALONE["paths"])
+    assert set(ALONE["paths"]) - set(DOCUMENT["paths"]) == {"/metrics"}
     platform = ["/catalog", "/status", "/debug/decisions", "/internal/load", "/internal/state", "/internal/bundle"]
     platform += ["/internal/drain", "/internal/drained", "/docs", "/redoc", "/pause", "/sleep", "/update_weights"]
     platform += ["/invocations", "/collective_rpc", "/v1/load_lora_adapter", "/reset_prefix_cache", "/server_info"]

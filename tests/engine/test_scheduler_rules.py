@@ -283,6 +283,8 @@ def test_a_prompt_larger_than_the_cache_is_refused_with_the_remedy() -> None:
         (request("a", temperature=float("nan")), "temperature"),
         (request("a", logit_bias={1000: 1.0}), "logit_bias"),
         (request("a", stop_token_ids=[1000]), "stop_token_ids"),
+        (msgspec.structs.replace(request("a"), priority=2**31), "priority"),
+        (msgspec.structs.replace(request("a"), priority=-(2**31) - 1), "priority"),
     ],
 )
 def test_what_would_break_a_step_is_refused(bad: GenerateRequest, param: str) -> None:

@@ -443,6 +443,21 @@ async def test_a_lost_answer_waits_where_nobody_else_may_and_no_newcomer_takes_i
         assert (await continued).endpoint_id == left.endpoint_id
 
 
+async def test_a_lost_answer_waits_no_longer_than_anybody_may_over_all_its_losses() -> None:
+    queue = limits(max_requests=0, timeout_s=10)
+    world = World(*(Pod(name, seats=1, blocks=1000) for name in "ab"), queue=queue)
+    lost, _ = [await world.ask() for _ in range(2)]
+    continued = world.ask_again(world.kill(lost, 5), waited_s=7.0)
+    await settle()
+    await world.pass_time(2)
+    assert not continued.done()
+    await world.pass_time(2)
+    with pytest.raises(PagemillError) as refusal:
+        await continued
+    assert (refusal.value.status, refusal.value.code) == (503, "server_is_overloaded")
+    assert world.num_waiting == 0
+
+
 async def test_a_noisy_neighbour_gets_no_more_of_the_engines_than_anybody() -> None:
     """It asks ten times as much as each of the others; how long answers get nobody knows before."""
     draw = random.Random(5)

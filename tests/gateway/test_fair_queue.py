@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagemill_gateway.admission.fair_queue import MAX_DEBTS, FairQueue, Waiter
+from pagemill_gateway.admission.fair_queue import MAX_DEBTS, MAX_KEPT, FairQueue, Waiter
 
 
 def waiter(key: str = "", at: float = 0.0, *, priority: int = 0, cost: int = 10, size: int = 1, **fields) -> Waiter:
@@ -129,6 +129,21 @@ def test_overload_takes_nobody_that_an_engine_has_worked_for() -> None:
     assert nobody_waits.add(waiter(kept=True)) == []
     assert len(nobody_waits) == 1
     assert queue.find_faults() == nobody_waits.find_faults() == []
+
+
+@pytest.mark.parametrize("max_requests", [0, 1])
+def test_of_those_that_an_engine_has_worked_for_so_many_are_spared(max_requests: int) -> None:
+    queue: FairQueue[Waiter] = FairQueue(max_requests, 10**9)
+    lost = [waiter("a", at, kept=True) for at in range(MAX_KEPT)]
+    assert [gone for each in lost for gone in queue.add(each)] == []
+    one_more = waiter("b", 0, priority=-1, kept=True)
+    assert queue.add(one_more) == [one_more]
+    queue.take(lost[0])
+    again = waiter("b", 0, priority=-1, kept=True)
+    assert queue.add(again) == []
+    assert queue.add(waiter("c", 0, priority=-2, kept=True)) != []
+    assert len(queue) == MAX_KEPT
+    assert queue.find_faults() == []
 
 
 def test_nobody_goes_for_one_that_does_not_fit_itself() -> None:

@@ -354,7 +354,7 @@ async def test_bodies_beyond_the_gateways_memory_are_refused_while_others_are_se
         assert (refused.status, refused.error["code"]) == (503, "server_is_overloaded")
         assert refused.headers["retry-after"] == "1"
         assert "limit is 150000" in refused.error["message"]
-    metrics = (await gateway.get("/metrics")).raw.decode()
+    metrics = (await gateway.get("/metrics", control=True)).raw.decode()
     assert float(re.search(r"^pagemill_gateway_in_flight_body_bytes (\S+)$", metrics, re.MULTILINE).group(1)) > 90_000
     gate.set()
     assert (await first).status == 200

@@ -172,6 +172,18 @@ async def test_only_the_control_token_opens_it(engines, gateways) -> None:
         assert response.status == 401
 
 
+async def test_its_head_alone_begins_no_stream(engines, gateways) -> None:
+    gateway = await gateways(engines[0], control_token="t0ken")
+    async with asyncio.timeout(30):
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(gateway.control_url.rpartition(":")[2]))
+        common = b"Host: gateway\r\nAuthorization: Bearer t0ken\r\n\r\n"
+        writer.write(b"HEAD /internal/load HTTP/1.1\r\n" + common)
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+        writer.write(b"GET /version HTTP/1.1\r\n" + common)
+        assert b'{"version"' in await reader.readuntil(b"}"), "the connection is free for others"
+        writer.close()
+
+
 async def test_the_stream_ends_with_the_gateway(engines, gateways) -> None:
     gateway = await gateways(engines[0], control_token="t0ken")
     async with reading(gateway, "t0ken") as response:

@@ -10,7 +10,7 @@ import msgspec
 import openai
 import pytest
 
-from pagemill_protocol.catalog import Catalog
+from pagemill_protocol.catalog import Catalog, QueueLimits
 from pagemill_simulator.workloads.traces import read_trace
 
 
@@ -127,13 +127,21 @@ async def test_a_long_prompt_is_tokenized_without_holding_up_the_loop(engines, g
 
 
 @pytest.mark.layouts
-async def test_probes_version_and_metrics_answer_on_both_ports(engines, gateways) -> None:
+async def test_probes_and_version_answer_on_both_ports(engines, gateways) -> None:
     gateway = await gateways(*engines)
-    await gateway.chat()
-    for path in ("/livez", "/readyz", "/version", "/metrics"):
+    for path in ("/livez", "/readyz", "/version"):
         for control in (False, True):
             assert (await gateway.get(path, control=control)).status == 200
     assert (await gateway.get("/health")).status == 200
+
+
+@pytest.mark.layouts
+async def test_numbers_are_for_the_platform_and_not_for_clients(engines, gateways) -> None:
+    gateway = await gateways(*engines)
+    await gateway.chat()
+    refused, unheard_of = await gateway.get("/metrics"), await gateway.get("/unheard-of")
+    assert (refused.status, refused.error["code"]) == (404, "not_found")
+    assert refused.error["message"].replace("/metrics", "/unheard-of") == unheard_of.error["message"]
     text = (await gateway.get("/metrics", control=True)).raw.decode()
     assert 'pagemill_gateway_requests_total{model="tiny",route="/v1/chat/completions",status="200"} 1.0' in text
     assert 'pagemill_gateway_endpoints{model="tiny",phase="ready"} 3.0' in text
@@ -166,6 +174,44 @@ async def test_bad_fields_are_named(engines, gateways, fields, status, param) ->
     reply = await gateway.chat(**fields)
     assert (reply.status, reply.error["param"]) == (status, param)
     assert not engines[0].requests
+
+
+BAD_SAMPLING = [
+    ({"temperature": 9}, "temperature"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"stop": [""]}, "stop"),
+    ({"stop_token_ids": [10**6]}, "stop_token_ids"),
+    ({"logit_bias": {"1000000": 1}}, "logit_bias"),
+]
+
+
+@pytest.mark.parametrize("padding", [0, 10_000])
+@pytest.mark.parametrize(("fields", "param"), BAD_SAMPLING)
+async def test_a_bad_sampling_value_is_refused_before_anything_is_rendered(
+    engines, gateways, fake, fields, param, padding
+) -> None:
+    """Of short chats and of long ones; a good one meets the template that refuses all."""
+    template = "{{ raise_exception('rendered') }}"
+    gateway = await gateways(engines[0], catalog=fake.catalog_of(engines[0], chat_template=template))
+    reply = await gateway.chat(**fields, padding="x" * padding)
+    assert (reply.status, reply.error["param"]) == (400, param)
+    good = await gateway.chat(padding="x" * padding)
+    assert good.status == 400
+    assert "rendered" in good.error["message"]
+
+
+@pytest.mark.parametrize(("fields", "param"), BAD_SAMPLING[:3])
+async def test_a_bad_sampling_value_wakes_nobody_and_waits_for_nobody(gateways, fake, fields, param) -> None:
+    queue = QueueLimits(max_requests=10, max_bytes=10**6, timeout_s=60.0)
+    gateway = await gateways(catalog=fake.catalog_of(wakes=True, queue=queue))
+    queues = gateway.gateway.head.brain.queues
+    for reply in (await gateway.chat(**fields), await gateway.complete(**fields)):
+        assert (reply.status, reply.error["param"]) == (400, param)
+    assert not queues.outcomes
+    waiting = asyncio.create_task(gateway.chat())
+    await fake.until(lambda: not queues.is_empty("default/d"))
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
 
 
 async def test_bad_bodies_routes_and_methods_are_refused_in_openais_shape(engines, gateways) -> None:
@@ -212,8 +258,7 @@ async def test_only_known_keys_get_in(engines, gateways) -> None:
     assert (await gateway.chat()).status == 401
     assert (await gateway.chat(headers={"Authorization": "Bearer sk-three"})).error["code"] == "invalid_api_key"
     assert (await gateway.chat(headers={"Authorization": f"Bearer {keys[0]}"})).status == 401
-    for path in ("/v1/models", "/metrics"):
-        assert (await gateway.get(path)).status == 401
+    assert (await gateway.get("/v1/models")).status == 401
     assert (await gateway.post("/tokenize", {"prompt": "a"})).status == 401
     for key in ("sk-one", "sk-two"):
         assert (await gateway.chat(headers={"Authorization": f"Bearer {key}"})).status == 200

@@ -12,7 +12,7 @@ HASH = "ab" * 32
 
 def test_a_bare_hash_is_a_key_without_limits() -> None:
     assert parse_entry(HASH.upper()) == Caller(key_hash=HASH)
-    assert parse_entry(HASH).unrestricted
+    assert parse_entry(HASH).limits.none
 
 
 def test_an_entry_says_whose_key_it_is_and_what_it_may_have() -> None:
@@ -25,7 +25,6 @@ def test_an_entry_says_whose_key_it_is_and_what_it_may_have() -> None:
     assert caller.models == {"llama", "gpt-4o"}
     assert caller.limits == Limits(60, 10_000, 4, 200_000, 10**12)
     assert caller.priority_class == "high"
-    assert not caller.unrestricted
     assert caller.may_use("llama")
     assert not caller.may_use("other")
 

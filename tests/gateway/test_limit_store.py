@@ -90,7 +90,7 @@ def test_no_minute_ever_takes_more_than_its_limits(limits: Limits, steps: list[t
             requests, tokens = world.book.in_minute_before(world.now_ms)
             if granted and limits.requests_per_minute is not None:
                 assert requests <= limits.requests_per_minute
-            if granted and limits.tokens_per_minute is not None:
+            if granted and amount and limits.tokens_per_minute is not None:
                 assert tokens <= limits.tokens_per_minute
             if granted and limits.concurrency is not None:
                 assert len(world.book.open) <= limits.concurrency
@@ -172,6 +172,21 @@ def test_an_answer_longer_than_guessed_is_charged_from_its_end_on() -> None:
     assert world.reserve(20).refused == "tokens"
     world.now_ms += 31_000
     assert world.reserve(20).refused is None
+
+
+def test_who_asks_for_no_tokens_is_held_against_the_other_limits_only() -> None:
+    world = World(Limits(3, 100, concurrency=2, tokens_per_day=100, tokens_per_month=100))
+    world.reserve(10)
+    world.settle(world.book.taken[0], 500)
+    assert world.reserve(1).refused == "budget_month"
+    answer = world.reserve(0)
+    assert (answer.refused, answer.tokens and answer.tokens.remaining) == (None, 0)
+    assert world.reserve(0).refused is None
+    assert world.reserve(0).refused == "requests"
+    world.now_ms += MINUTE_MS + 1000
+    assert world.reserve(0).refused == "concurrency"
+    world.settle(world.book.taken[1], 0)
+    assert world.reserve(0).refused is None
 
 
 def test_a_lease_is_settled_once_and_strangers_change_nothing() -> None:

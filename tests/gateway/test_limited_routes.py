@@ -86,6 +86,44 @@ async def test_refused_a_moment_ago_is_refused_again_before_any_work(engines, ga
     assert (await gateway.chat(headers=KEY)).status == 429
 
 
+@pytest.mark.layouts
+async def test_counting_tokens_is_a_request_that_costs_none(engines, gateways, fake) -> None:
+    keys = [entry("requests_per_minute=4 tokens_per_minute=1000 tokens_per_day=1000 tenant=a")]
+    gateway = await gateways(engines[0], api_keys=keys)
+    asked = (("/tokenize", {"prompt": "abc"}, 200), ("/detokenize", {"tokens": [65]}, 200))
+    asked = (*asked, ("/detokenize", {"tokens": [2**31 - 1]}, 400))
+    for num_before, (path, body, status) in enumerate(asked):
+        reply = await gateway.post(path, {"model": "tiny", **body}, KEY)
+        assert (reply.status, reply.headers["x-ratelimit-limit-requests"]) == (status, "4")
+        assert reply.headers["x-ratelimit-remaining-requests"] == str(3 - num_before)
+        assert reply.headers["x-ratelimit-remaining-tokens"] == "1000"
+    assert (await gateway.post("/tokenize", {"model": "tiny", "prompt": 1}, KEY)).status == 400, "nothing was asked"
+    assert (await gateway.chat(headers=KEY, max_tokens=10)).headers["x-ratelimit-remaining-requests"] == "0"
+    for path, body, _ in asked:
+        reply = await gateway.post(path, {"model": "tiny", **body}, KEY)
+        assert (reply.status, reply.error["type"], reply.error["code"]) == (429, "requests", "rate_limit_exceeded")
+        assert reply.headers["x-ratelimit-remaining-requests"] == "0"
+        assert 1 <= int(reply.headers["retry-after"]) <= 61
+
+
+async def test_counting_tokens_takes_a_place_and_gives_it_back(engines, gateways, fake) -> None:
+    gateway = await gateways(engines[0], api_keys=[entry("concurrency=1 tenant=a"), entry(key="sk-two")])
+    store = gateway.gateway.head.sharing.store
+    assert isinstance(store, MemoryStore)
+    engines[0].behaviour = fake.hangs
+    running = asyncio.create_task(gateway.chat(headers=KEY))
+    await fake.until(lambda: store.num_held == 1)
+    refused = await gateway.post("/tokenize", {"prompt": "abc"}, KEY)
+    assert (refused.status, refused.error["code"], refused.headers["retry-after"]) == (429, "rate_limit_exceeded", "1")
+    assert (await gateway.post("/tokenize", {"prompt": "abc"}, OTHER)).status == 200, "a key without limits"
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await fake.until(lambda: store.num_held == 0)
+    for tokens, status in (([65], 200), ([2**31 - 1], 400), ([65], 200)):
+        assert (await gateway.post("/detokenize", {"tokens": tokens}, KEY)).status == status
+        assert store.num_held == 0
+
+
 async def test_tokens_of_the_minute_run_out(engines, gateways) -> None:
     gateway = await gateways(engines[0], api_keys=[entry("tokens_per_minute=100")])
     gate = asyncio.Event()
@@ -190,13 +228,13 @@ async def test_models_a_key_may_not_use_do_not_exist_for_it(engines, gateways, f
 
 
 @pytest.mark.layouts
-async def test_numbers_of_all_are_not_for_tenants(engines, gateways) -> None:
+async def test_numbers_of_all_are_for_no_key(engines, gateways) -> None:
     keys = [entry("tenant=a"), entry(key="sk-two")]
     gateway = await gateways(engines[0], api_keys=keys)
     await gateway.chat(headers=KEY)
-    for headers, status in ((KEY, 404), (OTHER, 200)):
+    for headers in ({}, KEY, OTHER):
         async with gateway.session.get(gateway.url + "/metrics", headers=headers) as response:
-            assert response.status == status
+            assert response.status == 404
     text = (await gateway.get("/metrics", control=True)).raw.decode()
     assert 'pagemill_gateway_tenant_tokens_total{kind="completion",tenant="a"} 2.0' in text
 

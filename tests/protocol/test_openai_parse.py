@@ -165,7 +165,11 @@ def test_values_that_ask_for_nothing_special_pass(fields: dict[str, Any]) -> Non
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "may not set"),
         ({"chat_template_kwargs": {"enable_thinking": {"a": 1}}}, "chat_template_kwargs.enable_thinking", "Send text"),
         ({"continue_final_message": True}, "continue_final_message", "role assistant"),
-        ({"priority": 2**40}, "priority", "below"),
+        ({"priority": 2**31}, "priority", "at most 2147483647, got 2147483648"),
+        ({"priority": -(2**31) - 1}, "priority", "at least -2147483648, got -2147483649"),
+        ({"priority": 1.5}, "priority", "must be an integer, got 1.5"),
+        ({"priority": True}, "priority", "must be an integer, got true"),
+        ({"priority": "high"}, "priority", 'must be an integer, got "high"'),
         ({"model": 5}, "model", "must be a string"),
         ({"model": ""}, "model", "at least 1"),
         ({"model": "x" * 5000}, "model", "at most 512"),
@@ -177,6 +181,19 @@ def test_bad_chat_fields_are_named_with_value_and_remedy(fields: dict[str, Any],
     assert error.param == param
     assert says in error.message
     assert len(error.message) < 400
+
+
+def test_priorities_of_32_bits_pass() -> None:
+    assert [chat(priority=each).priority for each in (-(2**31), 0, 2**31 - 1)] == [-(2**31), 0, 2**31 - 1]
+
+
+@pytest.mark.parametrize("field", ["priority", "seed", "n"])
+@pytest.mark.parametrize("value", [2**64, -(2**64), 10**300])
+def test_an_integer_too_large_for_any_field_is_still_called_one(field: str, value: int) -> None:
+    raw = b'{"model": "m", "messages": [{"role": "user", "content": "x"}], "%b": %d}' % (field.encode(), value)
+    error = refused(raw)
+    assert (error.param, error.status) == (field, 400)
+    assert "must be an integer of at most 64 bits, got" in error.message
 
 
 def test_a_missing_field_is_named() -> None:

@@ -162,9 +162,9 @@ class Door:
             self.process.wait()
 
 
-def read_answer(connection: socket.socket) -> Answer | None:
-    """The next response on it, whole; `None` when the server hangs up instead."""
-    response = http.client.HTTPResponse(connection)
+def read_answer(connection: socket.socket, method: str = "GET") -> Answer | None:
+    """The next response on it, to a request of that method, whole; `None` when the server hangs up instead."""
+    response = http.client.HTTPResponse(connection, method=method)
     try:
         response.begin()
         return Answer(response.status, {k.lower(): v for k, v in response.getheaders()}, response.read())

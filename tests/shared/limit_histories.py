@@ -16,7 +16,7 @@ limits = st.builds(
 )
 step = st.one_of(
     st.tuples(st.just("wait"), st.integers(1, 20_000)),
-    st.tuples(st.just("reserve"), st.integers(1, 200)),
+    st.tuples(st.just("reserve"), st.integers(0, 200)),
     st.tuples(st.just("settle"), st.integers(0, 250)),
 )
 """Milliseconds, tokens that are asked for, tokens that were used."""

@@ -14,11 +14,14 @@ class Queue(Section):
     """Requests that wait in a gateway for room on a replica, or for a replica to be there; fair between API keys."""
 
     max_requests: Annotated[int, Field(ge=0, le=1_000_000)] = 1000
-    """Requests that may wait in each gateway; then the newest of the lowest priority is refused with 429."""
+    """
+    Requests that may wait in each gateway; then the newest of the lowest priority is refused with 429. Up to 1000 that
+    lost their replica midway wait besides, also where this is 0: they were let in before.
+    """
     max_bytes: Memory = "256Mi"
     """Bytes of request bodies that may wait."""
     timeout: Duration = "60s"
-    """Longest wait; then the request gets 503."""
+    """Longest wait, all waits of one request together; then it gets 503."""
 
 
 class RoutingSection(Section):

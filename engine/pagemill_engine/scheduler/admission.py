@@ -14,7 +14,7 @@ from pagemill_protocol import hashes
 from pagemill_protocol.choosing import stream_conflict
 from pagemill_protocol.errors import PagemillError, context_length_exceeded, invalid_field, unavailable
 from pagemill_protocol.generate import ChoiceResume, GenerateRequest
-from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.sampling import MAX_PRIORITY, MIN_PRIORITY, SamplingParams
 
 _SEED_BITS = 63
 
@@ -49,6 +49,7 @@ class Admission:
         """Raise the `PagemillError` that `admit` would raise, without its cost."""
         if request.adapter_digest and not self._limits.serves_adapters:
             raise _serves_no_adapters()
+        _check_priority(request.priority)
         self._check_prompt(request)
         self._check_resume(request)
         self._check_choosing(request)
@@ -169,6 +170,12 @@ def row_id(client_request_id: str, choice: int) -> str:
 
 def _prompt_param(request: GenerateRequest) -> str:
     return "messages" if request.dialect == "chat" else "prompt"
+
+
+def _check_priority(priority: int) -> None:
+    if not MIN_PRIORITY <= priority <= MAX_PRIORITY:
+        message = f"priority must be an integer from {MIN_PRIORITY} to {MAX_PRIORITY}, got {priority}."
+        raise invalid_field("priority", f"{message} Smaller is served first.")
 
 
 def _check_vocabulary(token_ids: list[int], param: str, vocab_size: int) -> None:

@@ -27,7 +27,8 @@ async def show_version(request: Request) -> Response:
 
 
 async def show_openapi(request: Request) -> Response:
-    return Response(document("Pagemill engine", version("pagemill-engine")), media_type="application/json")
+    described = document("Pagemill engine", version("pagemill-engine"), with_metrics=True)
+    return Response(described, media_type="application/json")
 
 
 COMMON_ROUTES = [

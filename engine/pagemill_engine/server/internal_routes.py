@@ -40,8 +40,12 @@ async def generate(request: Request) -> FramesResponse:
     return FramesResponse([generate_request], answer, lambda: abort(context, answer), ready.weights_digest)
 
 
-async def state(request: Request) -> StateResponse:
+async def state(request: Request) -> Response | StateResponse:
     context = guarded(request)
+    if request.method == "HEAD":  # a stream without a body would keep the connection for nothing
+        return Response(headers={"content-type": STATE_CONTENT_TYPE})
+    # One that never ends is refused before the stream begins; from then on only the reader's departure can come.
+    await read_body(request.receive)
     return StateResponse(context)
 
 

@@ -30,6 +30,8 @@ async def sleep(request: Request) -> Response:
     if context.lifecycle.ending:
         raise unavailable("This server is shutting down.", retry_after_s=1, code="draining")
     state = await context.sleeping.sleep(client, wait_s)
+    if state == "waking":
+        raise unavailable("It is waking up. Ask again when it is awake.", retry_after_s=1, code="not_asleep")
     if state == "awake":
         raise unavailable(context.sleeping.fault or "It was woken meanwhile.", code="not_asleep")
     return _report(context, 200 if state == "asleep" else 202)

@@ -3,7 +3,7 @@
 Turns: the lowest `priority` first; within one priority start-time fair queueing between keys by tokens, so that a key
 that asks ten times as much gets no more than one that asks steadily; within one key, as they came. Overload takes the
 newest request of the lowest priority, of the key that holds most of the queue, but none that an engine has worked for:
-of those there are never more than engines have seats, and the queue may be longer than its bounds by them.
+`MAX_KEPT` of those are spared, and the queue may be longer than its bounds by them.
 
 Pure: no clock and no futures. Whether there is room for the one whose turn it is, and waking it, is
 `pagemill_gateway.brain.queues`' part.
@@ -19,6 +19,8 @@ from typing import Generic, TypeVar
 
 MAX_DEBTS = 4096
 """Keys of one priority that are remembered after their last request went, to not be served again too soon."""
+MAX_KEPT = 1000
+"""Requests that lost their engine, and wait whatever the bounds are. Those beyond wait as newcomers do."""
 
 
 @dataclass(slots=True, eq=False)
@@ -123,6 +125,7 @@ class FairQueue(Generic[W]):
         self._waiters: dict[W, None] = {}
         self._num_bytes = 0
         self._num_tokens = 0
+        self._num_kept = 0
 
     def __len__(self) -> int:
         return len(self._waiters)
@@ -147,6 +150,7 @@ class FairQueue(Generic[W]):
 
     def add(self, waiter: W) -> list[W]:
         """Let it wait; returns who had to go for that: others, or nobody but the newcomer itself."""
+        waiter.kept = waiter.kept and self._num_kept < MAX_KEPT
         self._insert(waiter)
         gone: list[W] = []
         while self._overfull() and (victim := self._victim()) is not None:
@@ -226,6 +230,7 @@ class FairQueue(Generic[W]):
         self._waiters[waiter] = None
         self._num_bytes += waiter.num_bytes
         self._num_tokens += waiter.cost_tokens
+        self._num_kept += waiter.kept
 
     def _forget(self, waiter: W, band: _Band[W]) -> None:
         if not band.lines:
@@ -233,6 +238,7 @@ class FairQueue(Generic[W]):
         del self._waiters[waiter]
         self._num_bytes -= waiter.num_bytes
         self._num_tokens -= waiter.cost_tokens
+        self._num_kept -= waiter.kept
 
     def _overfull(self) -> bool:
         return len(self._waiters) > self.max_requests or self._num_bytes > self.max_bytes
@@ -259,6 +265,7 @@ class FairQueue(Generic[W]):
             "a line's bytes are miscounted": all(
                 line.num_bytes == sum(waiter.num_bytes for waiter in line.waiters) for _, line in lines
             ),
+            "those that are kept are miscounted": self._num_kept == sum(waiter.kept for waiter in there) <= MAX_KEPT,
             "it is overfull": not self._overfull() or all(waiter.kept for waiter in there),
         }
         return [fault for fault, holds in checks.items() if not holds]

@@ -173,9 +173,6 @@ class HeadLine:
                 return self._standing
         return self._standing._replace(detail=AWAY)
 
-    async def metrics_text(self) -> bytes:
-        return await self._ask(messages.GetMetrics(), _bytes)
-
     async def bundle(self, digest: str) -> bytes:
         return await self._ask(messages.GetBundle(digest), _bytes)
 

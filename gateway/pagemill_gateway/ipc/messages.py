@@ -100,10 +100,6 @@ class GetStanding(msgspec.Struct, frozen=True, array_like=True, tag="standing"):
     """A `Standing`."""
 
 
-class GetMetrics(msgspec.Struct, frozen=True, array_like=True, tag="metrics"):
-    """Bytes: the text of a scrape."""
-
-
 class GetBundle(msgspec.Struct, frozen=True, array_like=True, tag="bundle"):
     """Bytes."""
 
@@ -158,7 +154,7 @@ class Adopt(msgspec.Struct, frozen=True, array_like=True, tag="adopt"):
     asks: list[store.Ask]
 
 
-WorkerQuestion = Names | LookUp | Find | Choose | Alive | Expected | Reserve | GetStanding | GetMetrics | GetBundle
+WorkerQuestion = Names | LookUp | Find | Choose | Alive | Expected | Reserve | GetStanding | GetBundle
 WorkerNote = Accepted | Started | Finished | Failed | GivenBack | Experienced | Measured | Settle | Adopt
 ToBrain = Call[WorkerQuestion] | Answer | Refusal | GivenUp | WorkerNote
 

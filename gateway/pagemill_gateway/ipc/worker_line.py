@@ -86,8 +86,6 @@ class WorkerLine:
                 return await self._brain.expected_s(model, claim)
             case messages.GetStanding():
                 return await self._head.standing()
-            case messages.GetMetrics():
-                return await self._head.metrics_text()
             case messages.GetBundle(digest):
                 return await self._head.bundle(digest)
 

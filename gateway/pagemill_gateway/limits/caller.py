@@ -52,11 +52,6 @@ class Caller(NamedTuple):
             return f"tenant:{self.tenant}"
         return f"key:{self.key_hash[:32]}" if self.key_hash else ""
 
-    @property
-    def unrestricted(self) -> bool:
-        """A bare key, or nobody's: the platform's own people. Numbers about other tenants are not for the rest."""
-        return not self.tenant and self.models is None and self.limits.none
-
     def may_use(self, model: str) -> bool:
         return self.models is None or model in self.models
 

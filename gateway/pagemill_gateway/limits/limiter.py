@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 
 from pagemill_gateway.limits.caller import Caller
 from pagemill_gateway.limits.estimate import AnswerLengths
@@ -68,21 +69,37 @@ class Limiter:
         if limit is not None and num_prompt_tokens >= limit:
             self._metrics.limited("tokens")
             raise too_large(num_prompt_tokens, limit)
-        num_tokens = num_prompt_tokens + self._expected(caller, model, requests)
+        lease, headers = await self._take(caller, num_prompt_tokens + self._expected(caller, model, requests))
+
+        def settle(record: RequestRecord, cut_off: bool) -> None:
+            self._store.settle(lease, self._note(caller, record, cut_off))
+
+        return Reservation(settle, headers)
+
+    @asynccontextmanager
+    async def request(self, caller: Caller) -> AsyncIterator[Headers]:
+        """Run the block as a request that no model is asked for: it costs no tokens. Raises `PagemillError` 429."""
+        if caller.limits.none:
+            yield {}
+            return
+        lease, headers = await self._take(caller, 0)
+        try:
+            yield headers
+        finally:
+            self._store.settle(lease, 0)
+
+    async def _take(self, caller: Caller, num_tokens: int) -> tuple[str, Headers]:
+        """The lease, and what is left. Raises `PagemillError` 429."""
         ask = Ask(caller.account, f"{self._process}-{next(self._numbers)}", num_tokens, caller.limits)
         asked_at = time.perf_counter()
         answer = await self._store.reserve(ask)
         self._metrics.reserved(time.perf_counter() - asked_at)
-        if answer.refused is not None:
-            self._metrics.limited(answer.refused)
-            if answer.refused == "requests" and caller.limits.requests_per_minute is not None:
-                self._refused[caller.account, caller.limits.requests_per_minute] = (self._clock(), answer)
-            raise refusal(caller.limits, answer, num_tokens)
-
-        def settle(record: RequestRecord, cut_off: bool) -> None:
-            self._store.settle(ask.lease, self._note(caller, record, cut_off))
-
-        return Reservation(settle, level_headers(answer))
+        if answer.refused is None:
+            return ask.lease, level_headers(answer)
+        self._metrics.limited(answer.refused)
+        if answer.refused == "requests" and caller.limits.requests_per_minute is not None:
+            self._refused[caller.account, caller.limits.requests_per_minute] = (self._clock(), answer)
+        raise refusal(caller.limits, answer, num_tokens)
 
     def _expected(self, caller: Caller, model: str, requests: Sequence[GenerateRequest]) -> int:
         return sum(

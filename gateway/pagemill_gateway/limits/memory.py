@@ -138,21 +138,25 @@ class MemoryStore:
 def _refusal(account: _Account, ask: Ask, now_ms: int, periods: Periods) -> tuple[Reason | None, float]:
     """The first limit without room, the one that takes longest to come back first."""
     limits, amounts = ask.limits, amounts_of(ask)
-    if limits.tokens_per_month is not None and account.month.used + amounts.month > limits.tokens_per_month:
+    if _overdrawn(account.month, amounts.month, limits.tokens_per_month):
         return "budget_month", periods.month_left_s
-    if limits.tokens_per_day is not None and account.day.used + amounts.day > limits.tokens_per_day:
+    if _overdrawn(account.day, amounts.day, limits.tokens_per_day):
         return "budget_day", periods.day_left_s
     if limits.requests_per_minute is not None:
         wait_ms = account.requests.wait_ms(1, limits.requests_per_minute, now_ms)
         if wait_ms:
             return "requests", wait_ms / 1000
-    if limits.tokens_per_minute is not None:
+    if limits.tokens_per_minute is not None and amounts.window:
         wait_ms = account.tokens.wait_ms(amounts.window, limits.tokens_per_minute, now_ms)
         if wait_ms:
             return "tokens", wait_ms / 1000
     if limits.concurrency is not None and account.num_running >= limits.concurrency:
         return "concurrency", CONCURRENCY_RETRY_S
     return None, 0.0
+
+
+def _overdrawn(budget: _Budget, amount: int, limit: int | None) -> bool:
+    return limit is not None and amount > 0 and budget.used + amount > limit
 
 
 def _answer(account: _Account, ask: Ask, now_ms: int, refused: Reason | None, retry_after_s: float) -> Answer:

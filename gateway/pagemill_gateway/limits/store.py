@@ -27,7 +27,7 @@ class Ask(NamedTuple):
     lease: str
     """Names the reservation until it is settled; never used twice."""
     tokens: int
-    """Of prompt and expected answer, at least 1."""
+    """Of prompt and expected answer; 0: no model is asked, and no limit of tokens is in the way."""
     limits: Limits
 
 

@@ -28,8 +28,16 @@ from pagemill_gateway.relay.prompt_hashes import PromptHashes
 from pagemill_protocol.errors import PagemillError, unavailable
 from pagemill_protocol.generate import Dialect, GenerateRequest
 from pagemill_protocol.openai.parse import parse_body
-from pagemill_protocol.openai.prepare import new_request_id, prepare_chat, prepare_completions, render_soon
+from pagemill_protocol.openai.prepare import (
+    new_request_id,
+    prepare_chat,
+    prepare_completions,
+    render_soon,
+    sampling_of,
+    within_vocabulary,
+)
 from pagemill_protocol.openai.schemas import ChatCompletionRequest, CompletionRequest
+from pagemill_protocol.sampling import SamplingParams
 from pagemill_protocol.text.tokenizer import Tokenizer
 
 INLINE_BODY_BYTES = 4096
@@ -75,13 +83,18 @@ class Preparation:
     ) -> Prepared:
         """Everything the engines need. Raises `PagemillError` for a body nobody can serve.
 
-        `write`: for comments, when the client streams and has to wait for an engine.
+        `write`: for comments, when the client streams and has to wait for an engine. Nothing waits, nor wakes an
+        engine, nor is rendered, with a sampling value that will be refused.
         """
         if dialect == "chat":
             chat = await self.parse(raw, ChatCompletionRequest)
-            return await self._chat(chat, await self._find(chat, caller, claim, write), len(raw), caller, header_of)
+            sampling = sampling_of(chat, seed=_new_seed())
+            target = await self._find(chat, caller, claim, write)
+            return await self._chat(chat, sampling, target, len(raw), caller, header_of)
         body = await self.parse(raw, CompletionRequest)
-        return await self._completions(body, await self._find(body, caller, claim, write), len(raw), caller, header_of)
+        sampling = sampling_of(body)
+        target = await self._find(body, caller, claim, write)
+        return await self._completions(body, sampling, target, len(raw), caller, header_of)
 
     async def _find(
         self, body: ChatCompletionRequest | CompletionRequest, caller: Caller, claim: Claim, write: Write
@@ -97,9 +110,16 @@ class Preparation:
             raise told_to(caller, error, body.model) from error
 
     async def _chat(
-        self, body: ChatCompletionRequest, target: Target, size: int, caller: Caller, header_of: HeaderOf
+        self,
+        body: ChatCompletionRequest,
+        sampling: SamplingParams,
+        target: Target,
+        size: int,
+        caller: Caller,
+        header_of: HeaderOf,
     ) -> Prepared:
         tokenizer = await self.tokenizer(target)
+        sampling = within_vocabulary(sampling, tokenizer)
         prepare = partial(
             prepare_chat,
             body,
@@ -108,7 +128,7 @@ class Preparation:
             request_id=new_request_id("chat"),
             created_unix_s=int(time.time()),
             cache_salt=cache_salt(target.prefix_scope, target.deployment, caller),
-            seed=_new_seed(),
+            sampling=sampling,
         )
         keys, session = prompt_keys(body), session_key(target, caller.key_hash, header_of)
 
@@ -121,16 +141,24 @@ class Preparation:
         return await asyncio.get_running_loop().run_in_executor(self._threads, job, text)
 
     async def _completions(
-        self, body: CompletionRequest, target: Target, size: int, caller: Caller, header_of: HeaderOf
+        self,
+        body: CompletionRequest,
+        sampling: SamplingParams,
+        target: Target,
+        size: int,
+        caller: Caller,
+        header_of: HeaderOf,
     ) -> Prepared:
+        tokenizer = await self.tokenizer(target)
         prepare = partial(
             prepare_completions,
             body,
-            await self.tokenizer(target),
+            tokenizer,
             max_model_len=target.max_model_len,
             request_id=new_request_id("completions"),
             created_unix_s=int(time.time()),
             cache_salt=cache_salt(target.prefix_scope, target.deployment, caller),
+            sampling=within_vocabulary(sampling, tokenizer),
         )
         keys, session = prompt_keys(body), session_key(target, caller.key_hash, header_of)
 

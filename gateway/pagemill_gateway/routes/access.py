@@ -20,15 +20,13 @@ from pagemill_protocol.http.door import request_id
 
 logger = logging.getLogger("pagemill.gateway.access")
 
-ROUTES = frozenset(
-    {"/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize", "/version", "/metrics"}
-)
+ROUTES = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize", "/version"})
 ROUTE_HEADER = b"x-pagemill-route"
 """On every answer that an engine was asked for: policy; endpoint; predicted cached tokens; number of the decision. Not
 on a stream that had to begin with a comment, before anybody could know."""
 MIGRATIONS_HEADER = b"x-pagemill-migrations"
 """On an answer that another engine continued before its headers were sent."""
-PROBES = frozenset({"/health", "/livez", "/readyz", "/metrics", "/version"})
+PROBES = frozenset({"/health", "/livez", "/readyz", "/version"})
 """Asked every few seconds by machines: logged only when they fail."""
 
 

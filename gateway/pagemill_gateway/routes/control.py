@@ -1,5 +1,5 @@
-"""The control port: `PUT /catalog` replaces what is served; `/status`, `/internal/load` and `/debug/decisions` show
-what is seen and what was made of it.
+"""The control port: `PUT /catalog` replaces what is served; `/status`, `/metrics`, `/internal/load` and
+`/debug/decisions` show what is seen and what was made of it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from pagemill_gateway.discovery.catalog import decode_catalog
 from pagemill_gateway.head import Head
 from pagemill_gateway.routes.load import LoadStream
 from pagemill_protocol.errors import PagemillError, invalid_field
+from pagemill_protocol.frames import LOAD_CONTENT_TYPE
 from pagemill_protocol.http.door import read_body, require_internal
+from pagemill_protocol.metrics import CONTENT_TYPE
 
 DEFAULT_DECISIONS = 20
 
@@ -39,10 +41,17 @@ class ControlRoutes:
             {"models": len(catalog.models), "endpoints": sum(len(model.endpoints) for model in catalog.models)}
         )
 
-    async def load(self, request: Request) -> LoadStream:
-        """What the engines say together, for the operator: one line of JSON on change, for ever."""
+    async def load(self, request: Request) -> Response | LoadStream:
+        """What the engines say together, for the operator: a frame on change, for ever."""
         require_internal(request.scope, self._head.control_tokens())
+        if request.method == "HEAD":  # a stream without a body would keep the connection for nothing
+            return Response(headers={"content-type": LOAD_CONTENT_TYPE})
+        # One that never ends is refused before the stream begins; from then on only the reader's departure can come.
+        await read_body(request.receive)
         return LoadStream(self._head)
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(await self._head.metrics_text(), headers={"content-type": CONTENT_TYPE})
 
     async def status(self, request: Request) -> Response:
         deployments = self._head.brain.registry.deployments.values()

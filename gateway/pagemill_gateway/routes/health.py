@@ -1,4 +1,4 @@
-"""Probes, version and metrics, on both ports, and the data port's description of itself.
+"""Probes and version, on both ports, and the data port's description of itself.
 
 Ready means: takes new requests; it says nothing about engines' load. On the data port a worker answers for the whole
 gateway, so far as it is not itself on its way out.
@@ -12,10 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from pagemill_gateway.desks import HeadDesk
-from pagemill_gateway.limits.keys import KeyRing
 from pagemill_gateway.version import VERSION
-from pagemill_protocol.errors import not_found
-from pagemill_protocol.metrics import CONTENT_TYPE
 from pagemill_protocol.openai.openapi import document
 
 
@@ -41,19 +38,3 @@ class HealthRoutes:
 
     async def openapi(self, request: Request) -> Response:
         return Response(document("Pagemill gateway", VERSION), media_type="application/json")
-
-    async def metrics(self, request: Request) -> Response:
-        return Response(await self._head.metrics_text(), headers={"content-type": CONTENT_TYPE})
-
-
-class GuardedMetrics:
-    """On the data port, where clients are: only for those with a key, and one that nothing is kept from."""
-
-    def __init__(self, health: HealthRoutes, keys: KeyRing) -> None:
-        self._health = health
-        self._keys = keys
-
-    async def metrics(self, request: Request) -> Response:
-        if not self._keys.authenticate(request.scope).unrestricted:
-            raise not_found(request.scope["path"])
-        return await self._health.metrics(request)

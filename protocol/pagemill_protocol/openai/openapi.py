@@ -2,7 +2,8 @@
 
 Made from the request schemas, so it cannot say anything else than what is checked; the ranges of sampling values, which
 `SamplingParams.validate` checks, are repeated here and held together by the tests that send what the document forbids.
-Engine and gateway serve the same document. The platform's own routes (`/internal/*`, the control port) are not in it.
+Engine and gateway serve the same document, but for `/metrics`: only an engine, which may be the only server there is,
+shows them to its clients. The platform's own routes (`/internal/*`, the control port) are not in it.
 """
 
 from __future__ import annotations
@@ -76,13 +77,13 @@ _USAGE: Schema = {
 
 
 @cache
-def document(title: str, version: str) -> bytes:
-    """The document as JSON."""
+def document(title: str, version: str, *, with_metrics: bool = False) -> bytes:
+    """The document as JSON. `with_metrics`: of a data port that has `/metrics`."""
     return orjson.dumps(
         {
             "openapi": "3.1.0",
             "info": {"title": title, "version": version},
-            "paths": _paths(),
+            "paths": {**_paths(), "/metrics": {"get": _metrics()}} if with_metrics else _paths(),
             "components": {
                 "schemas": {**_request_schemas(), "Error": _ERROR},
                 "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
@@ -104,7 +105,6 @@ def _paths() -> Schema:
         "/readyz": {"get": _public(_answers(_object(), unready=True))},
         "/version": {"get": _public(_answers(_object("version")))},
         OPENAPI_PATH: {"get": _public(_answers(_object("openapi")))},
-        "/metrics": {"get": _metrics()},
     }
 
 

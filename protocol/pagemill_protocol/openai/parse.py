@@ -27,6 +27,7 @@ _EXPECTATIONS: dict[str, str] = {
     "missing": "is required",
     "int_type": "must be an integer",
     "int_from_float": "must be an integer",
+    "int_size": "must be an integer of at most 64 bits",
     "float_type": "must be a number",
     "finite_number": "must be a finite number",
     "bool_type": "must be true or false",
@@ -182,8 +183,14 @@ def _from_validation(error: ValidationError) -> PagemillError:
         return _invalid(_join(path, context["field"]), context["message"], context["code"])
     if first["type"] == "missing":
         return _invalid(path, f"`{path}` is required. Send it.", "missing_required_parameter")
-    expectation = _expectation(first["type"], context, first["msg"])
+    kind = "int_size" if first["type"] == "int_type" and _was_integer(first["input"]) else first["type"]
+    expectation = _expectation(kind, context, first["msg"])
     return _invalid(path, f"`{path}` {expectation}, got {shorten(first['input'])}.", "invalid_value")
+
+
+def _was_integer(value: Any) -> bool:
+    """One too large for the parser, which made a float of it."""
+    return isinstance(value, float) and abs(value) >= 2**63
 
 
 def _expectation(kind: str, context: dict[str, Any], fallback: str) -> str:

@@ -37,6 +37,29 @@ def new_request_id(dialect: Dialect) -> str:
     return f"{'chatcmpl' if dialect == 'chat' else 'cmpl'}-{new_id()}"
 
 
+def sampling_of(
+    req: ChatCompletionRequest | CompletionRequest,
+    *,
+    seed: int | None = None,
+    defaults: Mapping[str, Any] | None = None,
+) -> SamplingParams:
+    """What is asked of the sampler, checked as far as no model is needed for it: before anything that costs.
+
+    Arguments as in `prepare_chat`. Raises `PagemillError` 400.
+    """
+    if isinstance(req, CompletionRequest):
+        return _sampling(req, req.max_tokens, "max_tokens", req.logprobs, seed, defaults or {})
+    logprobs = req.top_logprobs if req.logprobs else None
+    return _sampling(req, req.requested_tokens, req.max_tokens_field, logprobs, seed, defaults or {})
+
+
+def within_vocabulary(sampling: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
+    """`sampling`, checked for this model as well: before its prompt is rendered. Raises `PagemillError` 400."""
+    if sampling.stop_token_ids or sampling.logit_bias or sampling.use_beam_search:
+        return sampling.validate(tokenizer.vocab_size)
+    return sampling
+
+
 def prepare_chat(
     req: ChatCompletionRequest,
     tokenizer: Tokenizer,
@@ -47,17 +70,17 @@ def prepare_chat(
     cache_salt: str = "",
     seed: int | None = None,
     defaults: Mapping[str, Any] | None = None,
+    sampling: SamplingParams | None = None,
     text: str | None = None,
 ) -> GenerateRequest:
     """Render and tokenize a chat; without a limit the answer may fill the context.
 
-    `text`: what `render_soon` made of it, if it was asked.
+    `sampling` and `text`: what `within_vocabulary` and `render_soon` made of it, if they were asked.
 
     `seed` and `defaults` (sampling values of the model, such as `temperature`) count where the client sent none.
     `max_model_len` 0: not known, the engine checks. Raises `PagemillError` 400.
     """
-    logprobs = req.top_logprobs if req.logprobs else None
-    sampling = _sampling(req, tokenizer, req.requested_tokens, req.max_tokens_field, logprobs, seed, defaults or {})
+    sampling = sampling or within_vocabulary(sampling_of(req, seed=seed, defaults=defaults), tokenizer)
     if text is None:
         text = _render(req.messages, req, tokenizer)
     token_ids = _encode(tokenizer, text, req.add_special_tokens, max_model_len, "messages")
@@ -88,13 +111,14 @@ def prepare_completions(
     cache_salt: str = "",
     seed: int | None = None,
     defaults: Mapping[str, Any] | None = None,
+    sampling: SamplingParams | None = None,
 ) -> list[GenerateRequest]:
     """One request per prompt, in order; several get ids `REQUEST_ID-INDEX` and share `response_id`.
 
     Arguments as in `prepare_chat`. Raises `PagemillError` 400 before any of them is sent.
     """
     several = len(req.prompt) > 1
-    sampling = _sampling(req, tokenizer, req.max_tokens, "max_tokens", req.logprobs, seed, defaults or {})
+    sampling = sampling or within_vocabulary(sampling_of(req, seed=seed, defaults=defaults), tokenizer)
     requests: list[GenerateRequest] = []
     for index, prompt in enumerate(req.prompt):
         param = f"prompt[{index}]" if several else "prompt"
@@ -227,14 +251,12 @@ def _answer_budget(
 
 def _sampling(
     req: SamplingFields,
-    tokenizer: Tokenizer,
     max_tokens: int | None,
     limit_param: str,
     logprobs: int | None,
     seed: int | None,
     defaults: Mapping[str, Any],
 ) -> SamplingParams:
-    """Called before the prompt is looked at: a bad value costs no tokenizing."""
     if max_tokens is not None and max_tokens < 1:
         raise invalid_field(limit_param, f"`{limit_param}` must be an integer of at least 1, got {max_tokens}.")
     # A model's defaults say how to draw tokens: a beam search draws none.
@@ -256,7 +278,7 @@ def _sampling(
         max_tokens=max_tokens,
         ignore_eos=req.ignore_eos,
         skip_special_tokens=req.skip_special_tokens,
-    ).validate(tokenizer.vocab_size)
+    ).validate()
 
 
 def _limited(sampling: SamplingParams, max_tokens: int | None) -> SamplingParams:

@@ -27,7 +27,14 @@ from pagemill_protocol.openai.fields import (
     TokenIds,
     refusal,
 )
-from pagemill_protocol.sampling import MAX_CHOICES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS
+from pagemill_protocol.sampling import (
+    MAX_CHOICES,
+    MAX_PRIORITY,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOP_LOGPROBS,
+    MIN_PRIORITY,
+)
 
 MAX_MESSAGES = 2048
 MAX_TOTAL_CHOICES = 2048
@@ -35,7 +42,7 @@ MAX_TOTAL_CHOICES = 2048
 DEFAULT_COMPLETION_TOKENS = 16
 
 Role = Literal["system", "developer", "user", "assistant"]
-Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+Priority = Annotated[int, Field(ge=MIN_PRIORITY, le=MAX_PRIORITY)]
 
 
 class StreamOptions(RequestModel):

@@ -323,6 +323,8 @@ def test_an_answer_of_which_only_the_end_was_lost_gets_its_end(
         ({"prompt_token_ids": [5] * 5000}, "messages"),
         ({"sampling": SamplingParams(temperature=-1)}, "temperature"),
         ({"resume": [ChoiceResume(3, [1], 0)]}, "resume"),
+        ({"priority": 2**31}, "priority"),
+        ({"priority": -(2**63)}, "priority"),
         ({"sampling": SamplingParams(n=2**31)}, "n"),
         ({"sampling": SamplingParams(n=0)}, "n"),
         ({"sampling": SamplingParams(best_of=2**62)}, "best_of"),

@@ -58,15 +58,15 @@ end
 local requests, tokens = window_of(KEYS[1]), window_of(KEYS[2])
 
 local function refusal()
-  if limits.month and tonumber(redis.call('GET', KEYS[6]) or 0) + month_tokens > limits.month then
+  if limits.month and month_tokens > 0 and tonumber(redis.call('GET', KEYS[6]) or 0) + month_tokens > limits.month then
     return 'budget_month', month_left_ms
   end
-  if limits.day and tonumber(redis.call('GET', KEYS[5]) or 0) + day_tokens > limits.day then
+  if limits.day and day_tokens > 0 and tonumber(redis.call('GET', KEYS[5]) or 0) + day_tokens > limits.day then
     return 'budget_day', day_left_ms
   end
   local wait = limits.requests and wait_ms(requests, 1, limits.requests) or 0
   if wait > 0 then return 'requests', wait end
-  wait = limits.tokens and wait_ms(tokens, window_tokens, limits.tokens) or 0
+  wait = limits.tokens and window_tokens > 0 and wait_ms(tokens, window_tokens, limits.tokens) or 0
   if wait > 0 then return 'tokens', wait end
   if limits.concurrency and redis.call('ZCOUNT', KEYS[3], now_ms, '+inf') >= limits.concurrency then
     return 'concurrency', 1000
