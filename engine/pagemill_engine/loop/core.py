@@ -83,10 +83,8 @@ class EngineCore:
         return self._pace.told(self.scheduler.load(self._step_ms), self.step_time, plan, self._clock())
 
     def step(self) -> StepOutputs:
-        """Run one step to its end; returns at once when there is nothing to run.
-
-        Raises only when the bookkeeping is broken beyond the step's own requests, or the device is lost.
-        """
+        """Run one step to its end, if there is anything to run. Raises only when the bookkeeping is broken beyond the
+        step's own requests, or the device is lost."""
         return self._step_overlapped() if self.overlaps else self._step_plain()
 
     def _step_plain(self) -> StepOutputs:
@@ -116,10 +114,8 @@ class EngineCore:
             raise IntegrityError("; ".join(faults))
 
     def probe(self) -> None:
-        """Compute one token beside all requests; raises what the runner raises. Skipped when no block is free.
-
-        Only with no step in flight: after one that failed.
-        """
+        """Compute one token beside all requests, with no step in flight; raises what the runner raises, or is skipped
+        when no block is free."""
         pool = self.scheduler.kv.pool
         if pool.num_free == 0:
             return
