@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from pagemill_operator.backends.local.ports import free_port
 from peers.catalogue import OURS, THREADS, Peer, Precision, Server, Worker
 from peers.install import FOLDER
 from peers.wire import Generate, Jobs, Tokens, serve
@@ -52,6 +51,9 @@ def _worker(weights: Path) -> Worker:
 
 
 def _server(weights: Path) -> Server:
+    # Here and not above: 21 MiB of the operator's libraries would count as the worker's.
+    from pagemill_operator.backends.local.ports import free_port
+
     port, control_port = free_port(), free_port()
     settings = {
         "engine": {"model": str(weights), "served_names": ["smollm2"], **SETTINGS},

@@ -41,6 +41,7 @@ from pagemill_engine.loop.sleep import fall_asleep, wake_up
 from pagemill_engine.loop.start_clock import StartClock
 from pagemill_engine.loop.warmup import SelfTestError, calibrate, self_test
 from pagemill_engine.runner import factory
+from pagemill_engine.runner.lean_torch import import_torch
 from pagemill_engine.runner.sleep import SleepError
 from pagemill_protocol.errors import PagemillError, internal_error, unavailable
 from pagemill_protocol.generate import GenerateRequest
@@ -288,6 +289,8 @@ def main(argv: list[str]) -> int:
     try:
         modules = argv[1:]
         early_digest = EarlyDigest(lambda: resolve_source(link.settings().model, field="model")) if modules else None
+        if modules:
+            import_torch()
         for module in modules:
             importlib.import_module(module)
         # Imports leave 300,000 objects that stay and next to no garbage: no collection before ready need walk them.

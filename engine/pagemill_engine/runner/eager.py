@@ -74,7 +74,7 @@ class EagerRunner:
         self._sleeping.wake()
 
     def close(self) -> None:
-        self.kv_cache.layers.clear()
+        self.kv_cache.release()
 
     def _apply_differences(self, plan: StepPlan) -> None:
         for row in self._rows.release(plan.released):
@@ -97,19 +97,19 @@ class EagerRunner:
         batch = AttentionBatch(
             query_start_loc=inputs.query_start_loc,
             seq_lens=inputs.seq_lens,
-            block_tables=inputs.block_tables,
+            block_tables=self.kv_cache.rows_of(inputs.block_tables),
             block_size=self.info.block_size,
             num_kv_heads=self._spec.num_kv_heads,
             head_dim=self._spec.head_dim,
-            padding_block=self.kv_cache.padding_block,
+            padding_block=self.kv_cache.padding_row,
         )
         plan_attention, device = self._ops.plan_attention, self._ops.device
         plans = {window: plan_attention(batch, window, self.model.dtype, device) for window in self._windows}
-        slots = self._upload(inputs.slot_mapping)
+        slots = self._upload(self.kv_cache.row_slots_of(inputs.slot_mapping))
         return ForwardContext(
             cos=self._cos[positions].unsqueeze(1),
             sin=self._sin[positions].unsqueeze(1),
-            kv_caches=self.kv_cache.layers,
+            kv_caches=self.kv_cache.rows,
             kv_slots=self._ops.plan_slots(slots, 2 * self._spec.num_kv_heads, self.info.block_size),
             attention_plans=plans,
         )

@@ -13,6 +13,7 @@ from pagemill_engine.config import EngineConfig
 from pagemill_engine.loading.early_digest import EarlyDigest
 from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.runner.base import Runner
+from pagemill_engine.runner.lean_torch import import_torch
 from pagemill_protocol.model_spec import load_model_spec
 from pagemill_protocol.sources import SourceError, resolve_source
 
@@ -50,6 +51,7 @@ def _load(
             f"`{path}`: its weights are quantized by `{spec.quantization}` (`quantization_config`), which is not read. "
             "Use the model's float32, float16 or bfloat16 checkpoint, or a GGUF file of it.",
         )
+    import_torch()
     from pagemill_engine.runner.load_eager import load_runner, overlapping
 
     runner = load_runner(config, path, spec, progress, early_digest)

@@ -8,6 +8,7 @@ from contextlib import suppress
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pagemill_engine.config import EngineConfig
@@ -22,18 +23,30 @@ CPU = torch.device("cpu")
 
 class KVCache:
     """`layers[i]`: [num_blocks + 1, 2 * num_kv_heads, block_size, head_dim]; layout in `pagemill_kernels.kv_store`,
-    of codes in its `storage`. Empty between `release` and `allocate`.
+    of codes in its `storage`. `rows[i]`: what kernels take, contiguous, where `rows_of` tells a block's row. Both are
+    empty between `release` and `allocate`.
+
+    `by_block`: all layers of a block lie side by side, else all blocks of a layer do, and rows are blocks. Memory is
+    touched in pages of up to 2 MiB: the first block costs one such page, not one in every layer.
 
     The block after the last one belongs to nobody: padding reads it on a CPU, and there it stays zero; on a GPU padding
     writes it, and nobody reads. Raises `LoadError` when the machine does not give the memory.
     """
 
     def __init__(
-        self, spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device = CPU
+        self,
+        spec: ModelSpec,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device = CPU,
+        *,
+        by_block: bool = False,
     ) -> None:
         self.device = device
         self.num_blocks = num_blocks
         self.padding_block = num_blocks
+        self._by_block = by_block
         self._block_size = block_size
         self._dtype = dtype
         self._shape = (num_blocks + 1, 2 * spec.num_kv_heads, block_size, storage.token_width(dtype, spec.head_dim))
@@ -41,6 +54,7 @@ class KVCache:
         self._block_bytes = block_size * kv_bytes_per_token(spec, dtype)
         self.num_bytes = num_blocks * self._block_bytes
         self.layers: list[Tensor] = []
+        self.rows: list[Tensor] = [] if by_block else self.layers
         self.allocate()
 
     def allocate(self) -> None:
@@ -48,7 +62,7 @@ class KVCache:
         if self.device.type == "cpu" and self.num_bytes > memory_limit():
             raise _too_large(self.num_blocks, self._block_size, self.num_bytes)
         try:
-            self.layers += [_zeros(self._shape, self._dtype, self.device) for _ in range(self._num_layers)]
+            self._lay_out()
         except (MemoryError, torch.OutOfMemoryError) as error:
             self.release()
             raise _too_large(self.num_blocks, self._block_size, self.num_bytes) from error
@@ -64,8 +78,22 @@ class KVCache:
     def release(self) -> None:
         """Give all of its memory back, to the machine or to the device."""
         self.layers.clear()
+        self.rows.clear()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    @property
+    def padding_row(self) -> int:
+        return self.padding_block * self._num_layers if self._by_block else self.padding_block
+
+    def rows_of(self, block_ids: NDArray[np.int32]) -> NDArray[np.int32]:
+        return block_ids * self._num_layers if self._by_block else block_ids
+
+    def row_slots_of(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        """From block id * block_size + offset to row * block_size + offset."""
+        if not self._by_block:
+            return slots
+        return slots + slots // self._block_size * (self._block_size * (self._num_layers - 1))
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """(source, destination) pairs; every source is read before any destination is written."""
@@ -81,6 +109,15 @@ class KVCache:
             # Codes are always finite, their scales are not.
             values = storage.scales(cache) if cache.dtype in storage.LARGEST_CODES else cache
             values[block_ids] = values[block_ids].nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+    def _lay_out(self) -> None:
+        if not self._by_block:
+            self.layers += [_zeros(self._shape, self._dtype, self.device) for _ in range(self._num_layers)]
+            return
+        num_blocks, *head_shape = self._shape
+        pool = _zeros((num_blocks * self._num_layers, *head_shape), self._dtype, self.device)
+        self.rows += [pool[layer:] for layer in range(self._num_layers)]
+        self.layers += pool.view(num_blocks, self._num_layers, *head_shape).unbind(1)
 
 
 def kv_bytes_per_token(spec: ModelSpec, dtype: torch.dtype) -> int:

@@ -29,6 +29,7 @@ from pagemill_engine.runner.device_memory import measure_device
 from pagemill_engine.runner.device_runner import DeviceRunner
 from pagemill_engine.runner.eager import EagerRunner
 from pagemill_engine.runner.kv_cache import KVCache, kv_bytes_per_token, max_model_len_for
+from pagemill_engine.runner.memory import give_back
 from pagemill_engine.runner.settling import CudaMeter, settle
 from pagemill_engine.runner.sizing import held_by, sizes_of, weights_of
 from pagemill_engine.runner.threaded import ThreadedRunner
@@ -78,6 +79,7 @@ def _load(
         progress("loading", f"{path.name}: {parameters} as {_name(dtype)}, {compute.how}")
         model = build_model(spec, ops, activation_dtype)
         rope_divisors = _fill(model, weights)
+        give_back()
         fuse_layers(model, ops)
         settles = settles_on(ops.device)
         max_model_len = max_model_len_for(config, spec, ANY_NUMBER if settles else num_blocks)
@@ -105,8 +107,10 @@ def _load(
         device=ops.device.type,
         memory=msgspec.structs.replace(budget, weight_bytes=held_bytes),
     )
-    kv_cache = KVCache(spec, 0 if settles else num_blocks, config.block_size, kv_dtype, ops.device)
-    if ops.on_device is None:
+    on_device = ops.on_device is not None
+    num_allocated = 0 if settles else num_blocks
+    kv_cache = KVCache(spec, num_allocated, config.block_size, kv_dtype, ops.device, by_block=not on_device)
+    if not on_device:
         return EagerRunner(model, ops, kv_cache, rope, info, config.max_num_seqs)
     runner = DeviceRunner(model, ops, kv_cache, rope, info, config.max_num_seqs)
     if settles:

@@ -83,8 +83,9 @@ def test_prefix_hits_and_preemption_change_no_token(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn])
-def test_copies_take_scales_along(spec: ModelSpec, dtype: torch.dtype) -> None:
-    cache = KVCache(spec, num_blocks=4, block_size=BLOCK, dtype=dtype)
+@pytest.mark.parametrize("by_block", [False, True])
+def test_copies_take_scales_along(spec: ModelSpec, dtype: torch.dtype, by_block: bool) -> None:
+    cache = KVCache(spec, num_blocks=4, block_size=BLOCK, dtype=dtype, by_block=by_block)
     for layer in cache.layers:
         layer[1] = torch.randint(1, 100, layer[1].shape).to(dtype)
     cache.copy_blocks([(1, 3)])
@@ -93,13 +94,16 @@ def test_copies_take_scales_along(spec: ModelSpec, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
-def test_scrubbed_blocks_hold_finite_values_and_others_are_left(spec: ModelSpec, dtype: torch.dtype) -> None:
-    cache = KVCache(spec, num_blocks=4, block_size=BLOCK, dtype=dtype)
+@pytest.mark.parametrize("by_block", [False, True])
+def test_scrubbed_blocks_hold_finite_values_and_others_are_left(
+    spec: ModelSpec, dtype: torch.dtype, by_block: bool
+) -> None:
+    cache = KVCache(spec, num_blocks=4, block_size=BLOCK, dtype=dtype, by_block=by_block)
     for layer in cache.layers:
         values = storage.scales(layer) if dtype == torch.int8 else layer
         values[1], values[2] = float("nan"), float("inf")
         values[3] = 2.0
-        layer.view(5, -1)[3, :4] = 1
+        layer.flatten(2)[3, 0, :4] = 1
     kept = [layer[3].clone() for layer in cache.layers]
     cache.scrub(torch.tensor([1, 3]))
     for layer, before in zip(cache.layers, kept, strict=True):

@@ -1,0 +1,61 @@
+"""Where a KV cache's blocks lie: what kernels are given is what block ids mean, and few blocks touch little memory."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from pagemill_engine.runner.kv_cache import KVCache
+
+SPEC: Any = SimpleNamespace(num_layers=30, num_kv_heads=3, head_dim=64)
+BLOCK = 16
+
+
+def cache_of(num_blocks: int, by_block: bool = True) -> KVCache:
+    return KVCache(SPEC, num_blocks, BLOCK, torch.float32, by_block=by_block)
+
+
+@pytest.mark.parametrize("by_block", [False, True])
+def test_rows_and_layers_are_the_same_memory(by_block: bool) -> None:
+    cache = cache_of(5, by_block)
+    blocks = np.array([3, 0, 4], dtype=np.int32)
+    for number, layer in enumerate(cache.layers):
+        for block in blocks.tolist():
+            layer[block] = 10 * number + block + 1
+    for number, rows in enumerate(cache.rows):
+        assert rows.is_contiguous()
+        found = rows[torch.from_numpy(cache.rows_of(blocks))]
+        assert found[:, 0, 0, 0].tolist() == [10 * number + block + 1 for block in blocks.tolist()]
+        assert not rows[cache.padding_row].any()
+
+
+@pytest.mark.parametrize("by_block", [False, True])
+def test_a_slot_is_its_blocks_row_and_its_offset(by_block: bool) -> None:
+    cache = cache_of(5, by_block)
+    blocks, offsets = np.array([0, 2, 4], dtype=np.int32), np.array([15, 0, 7])
+    expected = cache.rows_of(blocks).astype(np.int64) * BLOCK + offsets
+    assert cache.row_slots_of(blocks.astype(np.int64) * BLOCK + offsets).tolist() == expected.tolist()
+
+
+def test_one_block_does_not_touch_a_huge_page_in_every_layer() -> None:
+    cache = cache_of(2500)
+    before = psutil.Process().memory_info().rss
+    for layer in cache.layers:
+        layer[0] = 1.0
+    assert psutil.Process().memory_info().rss - before < 10 << 20, "thirty huge pages take 60 MiB"
+
+
+def test_the_memory_goes_back_with_the_cache() -> None:
+    cache = cache_of(500)
+    for layer in cache.layers:
+        layer.fill_(1.0)
+    del layer
+    full = psutil.Process().memory_info().rss
+    cache.release()
+    assert (cache.layers, cache.rows) == ([], [])
+    assert full - psutil.Process().memory_info().rss > 0.8 * cache.num_bytes
