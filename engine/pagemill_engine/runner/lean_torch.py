@@ -2,14 +2,16 @@
 
 torch as it is published for Linux names them as its needs, and loading them takes 240 MiB of every process and a sixth
 of the import. Here empty libraries of the same names are loaded first (`runner.empty_library`), which satisfies the
-linker: torch calls into the real ones from CUDA operations alone, which need the driver. With a driver, and with a
-build of torch that has no such needs, it is a plain import. Called by whoever imports torch first.
+linker: torch calls into the real ones from CUDA operations alone, which need the driver. With a driver, with a build of
+torch that has no such needs and with a release that was not looked into, it is a plain import. Called by whoever
+imports torch first. Why, and what a new release has to be looked into for: docs/adr/0043-torch-without-cuda-libraries.md.
 """
 
 from __future__ import annotations
 
 import ctypes
 import importlib
+import importlib.metadata
 import importlib.util
 import logging
 import sys
@@ -21,6 +23,8 @@ from pagemill_engine.settings import can_bind_late, torch_binds_late
 logger = logging.getLogger(__name__)
 
 _DRIVER = "libcuda.so.1"
+_KNOWN_RELEASES = ("2.15.",)
+"""Of torch, where every reference to one of these libraries was found to be a function that CUDA operations call."""
 _UNNEEDED = ("libcublasLt", "libcublas", "libcufft", "libcusparse", "libcusparseLt", "libnvrtc")
 
 
@@ -28,7 +32,7 @@ def import_torch() -> None:
     """Does nothing where it is imported already."""
     if "torch" in sys.modules:
         return
-    names = [] if _has_driver() or not can_bind_late() else _installed()
+    names = _installed() if _is_known() and can_bind_late() and not _has_driver() else []
     if not names:
         importlib.import_module("torch")
         return
@@ -38,6 +42,10 @@ def import_torch() -> None:
         logger.warning("CUDA's libraries take memory though there is no driver for them: %s", error)
     with torch_binds_late():
         importlib.import_module("torch")
+
+
+def _is_known() -> bool:
+    return importlib.metadata.version("torch").startswith(_KNOWN_RELEASES)
 
 
 def _has_driver() -> bool:

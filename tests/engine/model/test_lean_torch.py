@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tiny_llama import write_tiny_llama
 
-from pagemill_engine.runner.lean_torch import _UNNEEDED, _has_driver, _installed
+from pagemill_engine.runner.lean_torch import _UNNEEDED, _has_driver, _installed, _is_known
 
 pytestmark = pytest.mark.skipif(
     _has_driver() or not _installed(), reason="CUDA's libraries could be used here, or torch came without them"
@@ -122,6 +122,21 @@ lean_torch.import_torch()
 facts = {}
 """)
     assert "libcublasLt" in report["cuda"]
+
+
+def test_a_release_that_nobody_looked_into_is_whole() -> None:
+    report = run("""
+from pagemill_engine.runner import lean_torch
+lean_torch._KNOWN_RELEASES = ("0.0.",)
+lean_torch.import_torch()
+facts = {}
+""")
+    assert "libcublasLt" in report["cuda"]
+
+
+def test_the_release_of_this_project_is_known() -> None:
+    """When torch is upgraded: look into the new release as record 43 says, then add it."""
+    assert _is_known()
 
 
 def empty_library_here(name: str) -> bytes:
