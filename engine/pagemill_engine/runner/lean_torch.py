@@ -4,7 +4,7 @@ torch as it is published for Linux names them as its needs, and loading them tak
 of the import. Here empty libraries of the same names are loaded first (`runner.empty_library`), which satisfies the
 linker: torch calls into the real ones from CUDA operations alone, which need the driver. With a driver, with a build of
 torch that has no such needs and with a release that was not looked into, it is a plain import. Called by whoever
-imports torch first. Why, and what a new release has to be looked into for: docs/adr/0043-torch-without-cuda-libraries.md.
+imports torch first. Why, and what a release has to be looked into for: docs/adr/0043-torch-without-cuda-libraries.md.
 """
 
 from __future__ import annotations
