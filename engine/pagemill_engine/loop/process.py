@@ -288,8 +288,9 @@ def main(argv: list[str]) -> int:
     gc.disable()
     try:
         modules = argv[1:]
-        early_digest = EarlyDigest(lambda: resolve_source(link.settings().model, field="model")) if modules else None
+        early_digest = None
         if modules:
+            early_digest = EarlyDigest(lambda: resolve_source(link.settings().model, field="model"))
             import_torch()
         for module in modules:
             importlib.import_module(module)

@@ -1,10 +1,9 @@
 """The default policy: the pod where the request costs the fewest milliseconds.
 
-Cost is the expected time to the first token, the harm to running requests (`routing.expected`), until the request's
-adapter is loaded there, and what leaving the session's pod counts: a constant, so that a session stays exactly as long
-as it loses less than that by staying. Costs
-that are equal for all anybody can predict are split by the number of requests, so that many at once, or many gateways,
-do not all run to the same pod.
+Cost is the expected time to the first token, the harm to running requests (`routing.expected`), the time until the
+request's adapter is loaded there, and what leaving the session's pod counts: a constant, so that a session stays
+exactly as long as it loses less than that by staying. Costs that are equal for all anybody can predict are split by the
+number of requests, so that many at once, or many gateways, do not all run to the same pod.
 
 A pod whose state is not believed any more is weighed with our own counts in the place of its load and no cached prefix;
 one that has never told how fast it is, as fast as the median of the others. Where none has, the fewest requests win.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Collection, Mapping
 from functools import cache
 
 import numpy as np
@@ -90,20 +91,19 @@ def download(x: Tensor) -> Tensor:
 
 def check_floats(operation: str, **tensors: Tensor) -> None:
     """Raises ValueError for a tensor that is no float, or lies elsewhere than the first."""
-    first = next(iter(tensors.values()))
-    for name, tensor in tensors.items():
-        if tensor.dtype not in FLOAT_TYPES:
-            raise ValueError(f"{operation}: {name} is {tensor.dtype}; bfloat16, float16 or float32 are computed")
-        if tensor.device != first.device:
-            raise ValueError(f"{operation}: {name} lies on {tensor.device}, the other tensors on {first.device}")
+    _check_types(operation, FLOAT_TYPES, "bfloat16, float16 or float32 are computed", tensors)
 
 
 def check_types(operation: str, wanted: torch.dtype, **tensors: Tensor) -> None:
     """Raises ValueError for a tensor of another type, or that lies elsewhere than the first."""
+    _check_types(operation, (wanted,), f"{wanted} is needed", tensors)
+
+
+def _check_types(operation: str, accepted: Collection[torch.dtype], needed: str, tensors: Mapping[str, Tensor]) -> None:
     first = next(iter(tensors.values()))
     for name, tensor in tensors.items():
-        if tensor.dtype != wanted:
-            raise ValueError(f"{operation}: {name} is {tensor.dtype}; {wanted} is needed")
+        if tensor.dtype not in accepted:
+            raise ValueError(f"{operation}: {name} is {tensor.dtype}; {needed}")
         if tensor.device != first.device:
             raise ValueError(f"{operation}: {name} lies on {tensor.device}, the other tensors on {first.device}")
 
