@@ -46,7 +46,7 @@ class Release:
 
     def values(self) -> Document:
         """Two replicas of each component, requests that fit a laptop, images that the node already holds."""
-        image = {"tag": self.image_tag, "pullPolicy": "IfNotPresent"}
+        image = {"registry": "docker.io", "tag": self.image_tag, "pullPolicy": "IfNotPresent"}
         small = {"requests": {"cpu": "20m", "memory": "64Mi"}}
         return {
             "image": dict.fromkeys(("operator", "gateway", "engine"), image),

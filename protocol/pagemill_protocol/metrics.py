@@ -92,12 +92,6 @@ KV_CACHE_USAGE = _vllm(
     "kv_cache_usage_perc",
     "KV blocks held by running requests over all KV blocks, 0 to 1; cached ones are free.",
 )
-LORA_REQUESTS_INFO = _vllm(
-    "gauge",
-    "lora_requests_info",
-    "Adapters in use; the value is the time of the last change in Unix seconds.",
-    ("max_lora", "waiting_lora_adapters", "running_lora_adapters"),
-)
 CACHE_CONFIG_INFO = _vllm(
     "gauge",
     "cache_config_info",

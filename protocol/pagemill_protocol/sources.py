@@ -1,7 +1,7 @@
 """From a model source (`package://`, `file://`, `hf://` or a path) to a file or folder on this machine.
 
 Only resolves: what lies there is read by `gguf_file`, `model_spec` and `text.bundle`. Never imports code from a source.
-Sources that need the cluster's model loader (`oci://`, `s3://`, `pvc://`) are understood and refused with a remedy.
+`pvc://` exists in clusters only; `oci://` and `s3://` are not supported yet. Each is refused with a remedy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,12 @@ from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
 SCHEMES = ("package", "file", "hf", "oci", "s3", "pvc")
-_CLUSTER_ONLY = ("oci", "s3", "pvc")
+_WHERE_READ = {
+    "pvc": "`pvc://` names a volume of a cluster",
+    "oci": "`oci://` is not supported in this version",
+    "s3": "`s3://` is not supported in this version",
+}
+"""Schemes that are understood and refused here."""
 _QUANTIZATION_SUFFIX = re.compile(r"[.-](?:UD-)?(?:I?Q\d\w*|T?Q[12]_0|MXFP4|BF16|F?P?16|F?P?32)$", re.IGNORECASE)
 _HF_SOURCE = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+?))?(?P<file>/[^@]+\.gguf)?")
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
@@ -56,10 +61,10 @@ def resolve_source(source: str, field: str = "model.source") -> Path:
         return _checked(Path(source).expanduser(), source, field)
     if scheme not in SCHEMES:
         raise SourceError(field, f"`{source}` has the unknown scheme `{scheme}`. {_forms()}")
-    if scheme in _CLUSTER_ONLY:
+    if scheme in _WHERE_READ:
         raise SourceError(
             field,
-            f"`{source}`: `{scheme}://` is fetched by the model loader in a cluster, it cannot be read here. "
+            f"`{source}`: {_WHERE_READ[scheme]}, so it cannot be read here. "
             "Copy the model to this machine and give its path or `file:///path`.",
             reason="SourceUnavailable",
         )

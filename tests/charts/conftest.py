@@ -100,4 +100,4 @@ def variant() -> Callable[[str], Rendered]:
 @pytest.fixture
 def anonymous() -> Object:
     """The least that the chart asks for."""
-    return {"gateway": {"auth": {"allowAnonymous": True}}}
+    return {"gateway": {"auth": {"allowAnonymous": True}}, "global": {"imageRegistry": "registry.example.com"}}

@@ -33,6 +33,13 @@ def test_an_install_without_keys_names_both_remedies(render: Render) -> None:
         ),
         ({"monitoring": {"podMonitor": {"enabled": True}, "serviceMonitor": {"enabled": True}}}, "scraped twice"),
         ({"gateway": {"httpRoute": {"enabled": True}}}, "attach to nothing"),
+        ({"monitoring": {"prometheusRule": {"enabled": True}}}, r"prometheusRule: it is enabled without groups"),
+        ({"monitoring": {"dashboards": {"enabled": True}}}, r"dashboards: it is enabled without dashboards"),
+        ({"global": {}}, r"image\.operator\.registry: it is empty, and no images are published yet"),
+        (
+            {"global": {}, "image": {"operator": {"registry": "r"}, "gateway": {"registry": "r"}}},
+            r"image\.engine\.registry: it is empty",
+        ),
         ({"gateway": {"settings": {"control_token": "x"}}}, r"settings\.control_token: .* ConfigMap"),
         ({"gateway": {"settings": {"api_keys": ["0" * 64]}}}, r"settings\.api_keys: .* ConfigMap"),
     ],
@@ -76,4 +83,4 @@ def test_the_schema_refuses_what_is_mistyped(render: Render, values: Any, field:
 
 
 def test_parents_may_share_their_own_globals(render: Render, anonymous: Any) -> None:
-    assert render({**anonymous, "global": {"storageClass": "fast"}}).objects
+    assert render({**anonymous, "global": {**anonymous["global"], "storageClass": "fast"}}).objects

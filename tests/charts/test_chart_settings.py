@@ -161,7 +161,11 @@ def test_two_releases_share_nothing(render: Callable[..., Any], anonymous: Any) 
 
 @pytest.mark.parametrize("component", ["operator", "gateway"])
 def test_an_unknown_extra_setting_is_caught_by_the_component(render: Callable[..., Any], component: str) -> None:
-    values: dict[str, Any] = {"gateway": {"auth": {"allowAnonymous": True}}, "operator": {}}
+    values: dict[str, Any] = {
+        "gateway": {"auth": {"allowAnonymous": True}},
+        "operator": {},
+        "global": {"imageRegistry": "registry.example.com"},
+    }
     values[component]["settings"] = {"no_such_setting": 1}
     rendered = render(values)
     with pytest.raises(msgspec.ValidationError, match="no_such_setting"):

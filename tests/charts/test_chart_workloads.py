@@ -104,7 +104,12 @@ def test_the_gateway_has_time_for_its_whole_drain(variant: Variant) -> None:
 
 def test_the_drain_that_extra_settings_ask_for_has_its_time_too(render: Render) -> None:
     settings = {"drain_delay_s": 7.5, "drain_timeout_s": 900.25}
-    rendered = render({"gateway": {"auth": {"allowAnonymous": True}, "settings": settings}})
+    rendered = render(
+        {
+            "gateway": {"auth": {"allowAnonymous": True}, "settings": settings},
+            "global": {"imageRegistry": "registry.example.com"},
+        }
+    )
     assert spec_of(rendered, "gateway")["template"]["spec"]["terminationGracePeriodSeconds"] == 908 + 20
 
 

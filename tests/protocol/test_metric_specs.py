@@ -18,7 +18,6 @@ def test_names_that_dashboards_and_autoscalers_know_are_exported() -> None:
         "vllm:num_requests_running",
         "vllm:num_requests_waiting",
         "vllm:kv_cache_usage_perc",
-        "vllm:lora_requests_info",
         "vllm:cache_config_info",
         "vllm:prompt_tokens_total",
         "vllm:generation_tokens_total",

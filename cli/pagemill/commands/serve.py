@@ -65,6 +65,10 @@ def serve(
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="The same bits whatever else runs in the batch.")
     ] = False,
+    cuda_graphs: Annotated[
+        bool,
+        typer.Option(help="On a GPU, run decodes as CUDA graphs: faster, for some memory."),
+    ] = True,
     policy: Annotated[
         Literal["fcfs", "priority", "shortest-prefill-first"], typer.Option(help="Order of waiting requests.")
     ] = "fcfs",
@@ -90,6 +94,7 @@ def serve(
             quantization=quantization,
             kv_cache_dtype=kv_cache_dtype,
             deterministic=deterministic,
+            cuda_graphs=cuda_graphs,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,

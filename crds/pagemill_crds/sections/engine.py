@@ -118,11 +118,11 @@ class EngineSection(Section):
     deterministic: bool = False
     """Bitwise equal answers whatever else runs in the batch, at some cost in speed."""
     speculative: Speculative | None = None
-    """Speculative decoding; off when absent."""
+    """Speculative decoding; off when absent. Reserved: this version runs without it and notes so in `Planned`."""
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
-    """Devices that share each layer."""
+    """Devices that share each layer. This version supports 1; more is reported as `Planned=False`."""
     pipeline_parallel: Annotated[int, Field(ge=1, le=64)] = 1
-    """Devices that each hold some of the layers."""
+    """Devices that each hold some of the layers. This version supports 1; more is reported as `Planned=False`."""
     extra_args: Annotated[list[ExtraArg], Field(max_length=64)] = Field(default_factory=list)
     """Engine settings without a field here, as `--name=value`; they win over the fields."""
     env: Annotated[

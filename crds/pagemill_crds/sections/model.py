@@ -29,7 +29,7 @@ class SecretRef(Section):
 
 
 class GenerationDefaults(Section):
-    """Sampling values for requests that send none."""
+    """Sampling values for requests that send none. Reserved: this version reports the field as `Planned=False`."""
 
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     """0 is greedy."""
@@ -96,7 +96,8 @@ class ModelSection(Section):
     source: Source
     """
     Where the weights are: `package://dist/path` (a file of an installed Python package), `file://`, `pvc://claim/path`,
-    `hf://org/name@revision`, `oci://`, `s3://`. A Hugging Face folder with safetensors, or a GGUF file.
+    `hf://org/name@revision`. A Hugging Face folder with safetensors, or a GGUF file. `oci://` and `s3://` are reserved:
+    this version reports them as `Planned=False`.
     """
     name: ModelName | None = None
     """Name that clients put into `model`; the name of the LLMDeployment when absent."""
@@ -107,7 +108,7 @@ class ModelSection(Section):
     revision: Annotated[str, Text(128, r"^[A-Za-z0-9._/-]+$", "must be a branch, tag or commit")] | None = None
     """Branch, tag or commit of an `hf://` source."""
     credentials_secret_ref: SecretRef | None = None
-    """Secret with the token for `hf://`, `oci://` or `s3://`."""
+    """Secret with the token for `hf://`; it reaches the loader of `model.cache`."""
     chat_template: Annotated[str, Text(65_536)] | None = None
     """Jinja2 chat template in place of the model's own."""
     generation_defaults: GenerationDefaults | None = None
@@ -119,7 +120,7 @@ class ModelSection(Section):
             json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
         ),
     ] = Field(default_factory=list)
-    """LoRA adapters served beside the model."""
+    """LoRA adapters served beside the model. Reserved: this version reports the field as `Planned=False`."""
     cache: Cache | None = None
     """Volume that keeps downloaded weights; without it each pod downloads into its own disk."""
 

@@ -37,7 +37,8 @@ def record_decodes(runner: DeviceRunner, config: EngineConfig) -> None:
         raise LoadError(
             "GraphsTooLarge",
             f"The device ran out of memory while decodes of up to {largest} requests were recorded. Lower maxNumSeqs "
-            f"(now {config.max_num_seqs}) or kvCacheMemory, or turn cuda_graphs off.",
+            f"(now {config.max_num_seqs}) or kvCacheMemory, or run without CUDA graphs: "
+            "`pagemill serve --no-cuda-graphs`, on Kubernetes `spec.engine.extraArgs: [--cuda-graphs=false]`.",
         ) from error
 
 

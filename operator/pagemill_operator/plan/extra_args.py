@@ -54,6 +54,7 @@ SETTINGS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "policy": ("engine", _policy),
     "max_num_waiting": ("engine", _count),
     "overlap": ("engine", _flag),
+    "cuda_graphs": ("engine", _flag),
     "num_threads": ("engine", _count),
     "num_kv_blocks": ("engine", _count),
     "seed": ("engine", int),

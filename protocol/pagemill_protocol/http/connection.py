@@ -14,10 +14,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable
+from typing import Any
 
 import httptools
 import orjson
-from uvicorn._types import ASGI3Application, ASGIReceiveCallable, ASGISendCallable, ASGISendEvent, Scope
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from pagemill_protocol.errors import PagemillError, headers_too_large, request_timeout
@@ -94,9 +95,10 @@ class _BoundedProtocol(HttpToolsProtocol):
         if not self.parser.should_upgrade():
             super().on_message_complete()
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._current = cycle
-        super()._start_asgi_task(cycle, _unchunked(cycle, app) if cycle.scope["http_version"] == "1.0" else app)
+        answering: Any = _unchunked(cycle, app) if cycle.scope["http_version"] == "1.0" else app
+        super()._start_asgi_task(cycle, answering)
 
     def _parse(self, data: bytes) -> None:
         """A request that offers another protocol is parsed again without the offer.
@@ -179,13 +181,13 @@ class _BoundedProtocol(HttpToolsProtocol):
         )
 
 
-def _unchunked(cycle: RequestResponseCycle, app: ASGI3Application) -> ASGI3Application:
+def _unchunked(cycle: RequestResponseCycle, app: ASGIApp) -> ASGIApp:
     """Of clients of HTTP/1.0, who know no chunks: an answer of unknown length ends with its connection."""
 
-    async def answer(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         is_endless = False
 
-        async def send_plain(message: ASGISendEvent) -> None:
+        async def send_plain(message: Message) -> None:
             nonlocal is_endless
             if message["type"] == "http.response.start" and not _has_length(message.get("headers", ())):
                 is_endless, cycle.chunked_encoding = True, False

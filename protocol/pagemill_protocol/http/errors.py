@@ -1,7 +1,7 @@
 """Every failure of an HTTP app as a body in OpenAI's shape.
 
-`install_error_handlers` covers what an app raises: our own errors, unknown routes and methods, query validation, and
-bugs, whose text stays in the log. `door` covers what happens around the app.
+`install_error_handlers` covers what an app raises: our own errors, unknown routes and methods, and bugs, whose
+text stays in the log. `door` covers what happens around the app.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def method_not_allowed(method: str, path: str) -> PagemillError:
 
 
 def install_error_handlers(app: Starlette) -> None:
-    """Register handlers for everything `app` can raise. Works for Starlette and FastAPI apps.
+    """Register handlers for everything `app` can raise.
 
     A path with a slash too many is unknown like any other: a redirect would lead where the Host header says.
     """
@@ -45,9 +45,6 @@ def install_error_handlers(app: Starlette) -> None:
     app.add_exception_handler(PagemillError, _on_pagemill_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(Exception, _on_bug)
-    for kind in list(app.exception_handlers):
-        if isinstance(kind, type) and kind.__name__ == "RequestValidationError":  # FastAPI's own 422
-            app.add_exception_handler(kind, _on_validation_error)
 
 
 async def _on_pagemill_error(request: Request, error: Exception) -> Response:
@@ -65,12 +62,6 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
         return error_response(method_not_allowed(request.method, path), headers)
     kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
     return error_response(PagemillError(str(error.detail)[:500], status=error.status_code, type=kind), headers)
-
-
-async def _on_validation_error(request: Request, error: Exception) -> Response:
-    first = error.errors()[0]  # type: ignore[attr-defined]  # FastAPI's, which this package does not import
-    param = ".".join(str(part) for part in first["loc"][1:]) or None
-    return error_response(PagemillError(f"`{param}` is not valid: {first['msg']}.", param=param, code="invalid_value"))
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:

@@ -1,0 +1,194 @@
+"""Measures the structure of the packages: sizes, import cycles, imports against the layers.
+
+`python docs/structure.py` prints the table of docs/architecture.md. The numbers come from the sources alone: nothing of
+the project is imported. `tests/house/test_structure.py` holds the page and the limits against it.
+"""
+
+from __future__ import annotations
+
+import ast
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = {
+    "crds": "pagemill_crds",
+    "protocol": "pagemill_protocol",
+    "kernels": "pagemill_kernels",
+    "engine": "pagemill_engine",
+    "gateway": "pagemill_gateway",
+    "operator": "pagemill_operator",
+    "simulator": "pagemill_simulator",
+    "cli": "pagemill",
+}
+LAYERS = [
+    {"pagemill"},
+    {"pagemill_simulator"},
+    {"pagemill_engine", "pagemill_gateway", "pagemill_operator"},
+    {"pagemill_protocol", "pagemill_crds", "pagemill_kernels"},
+]
+"""From the top: a package imports from layers below its own, and from its own layer nothing."""
+
+Graph = dict[str, set[str]]
+
+
+class Sizes(NamedTuple):
+    num: int
+    total: int
+    median: int
+    p90: int
+    max: int
+
+
+class Structure(NamedTuple):
+    folder: str
+    files: Sizes
+    functions: Sizes
+    num_cycles: int
+
+
+def modules(package: str, folder: str) -> dict[str, Path]:
+    """Dotted name to file, of one package."""
+    base = ROOT / folder
+    found = {}
+    for path in sorted((base / package).rglob("*.py")):
+        parts = list(path.relative_to(base).with_suffix("").parts)
+        if "__pycache__" not in parts:
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def all_modules() -> dict[str, Path]:
+    return {name: path for folder, package in PACKAGES.items() for name, path in modules(package, folder).items()}
+
+
+def imports(name: str, path: Path, known: dict[str, Path]) -> Iterator[str]:
+    """The modules of the project that `path` imports; imports for type checking alone count as well."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in known)
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                if full in known:
+                    yield full
+                elif node.module in known:
+                    yield node.module
+
+
+def import_graph(known: dict[str, Path]) -> Graph:
+    return {name: set(imports(name, path, known)) - {name} for name, path in known.items()}
+
+
+def sibling_cycles(package: str, graph: Graph) -> list[list[str]]:
+    """Groups of siblings that import each other, directly or through others, at every level of `package`."""
+    found = []
+    parents = {name.rpartition(".")[0] for name in graph if name.startswith(f"{package}.")}
+    for parent in sorted(parents):
+        found += [group for group in _components(_siblings(parent, graph)) if len(group) > 1]
+    return found
+
+
+def _siblings(parent: str, graph: Graph) -> Graph:
+    """Imports between the children of `parent`, each standing for everything inside it."""
+    depth = parent.count(".") + 2
+    between: Graph = {}
+    for name, targets in graph.items():
+        if not name.startswith(f"{parent}."):
+            continue
+        child = ".".join(name.split(".")[:depth])
+        heads = {".".join(each.split(".")[:depth]) for each in targets if each.startswith(f"{parent}.")}
+        between.setdefault(child, set()).update(heads - {child})
+    return between
+
+
+def _components(graph: Graph) -> list[list[str]]:
+    """Strongly connected components, by reachability: the graphs are small."""
+    reach = {name: _reachable(name, graph) for name in graph}
+    seen: set[str] = set()
+    groups = []
+    for name in sorted(graph):
+        if name not in seen:
+            group = [
+                other for other in sorted(graph) if other == name or (other in reach[name] and name in reach[other])
+            ]
+            seen.update(group)
+            groups.append(group)
+    return groups
+
+
+def _reachable(start: str, graph: Graph) -> set[str]:
+    found: set[str] = set()
+    waiting = [start]
+    while waiting:
+        for target in graph.get(waiting.pop(), set()):
+            if target not in found:
+                found.add(target)
+                waiting.append(target)
+    return found
+
+
+def upward_imports(graph: Graph) -> list[tuple[str, str]]:
+    """Imports of a package from its own layer or from one above it."""
+    level = {package: number for number, layer in enumerate(LAYERS) for package in layer}
+    found = []
+    for name, targets in graph.items():
+        package = name.split(".")[0]
+        for target in sorted(targets):
+            other = target.split(".")[0]
+            if other != package and level[other] <= level[package]:
+                found.append((name, target))
+    return found
+
+
+def structure(folder: str, graph: Graph) -> Structure:
+    package = PACKAGES[folder]
+    paths = modules(package, folder).values()
+    lines = [len(path.read_text().splitlines()) for path in paths]
+    functions = [
+        (node.end_lineno or node.lineno) - node.lineno + 1
+        for path in paths
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    return Structure(folder, _sizes(lines), _sizes(functions), len(sibling_cycles(package, graph)))
+
+
+def _sizes(values: list[int]) -> Sizes:
+    ordered = sorted(values)
+    p90 = ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))]
+    return Sizes(len(ordered), sum(ordered), int(statistics.median(ordered)), p90, ordered[-1])
+
+
+def table() -> str:
+    """The table of docs/architecture.md."""
+    graph = import_graph(all_modules())
+    rows = [structure(folder, graph) for folder in PACKAGES]
+    lines = [
+        "| Folder | Files | Lines | Lines a file, median / p90 / max | Functions | Lines a function | Cycles |",
+        "|---|---|---|---|---|---|---|",
+        *(_line(row) for row in rows),
+        f"| all | {sum(row.files.num for row in rows)} | {sum(row.files.total for row in rows):,} | | "
+        f"{sum(row.functions.num for row in rows):,} | | {sum(row.num_cycles for row in rows)} |",
+        "",
+        f"Imports against the layers: {len(upward_imports(graph))}.",
+    ]
+    return "\n".join(lines)
+
+
+def _line(row: Structure) -> str:
+    files, functions = row.files, row.functions
+    return (
+        f"| `{row.folder}/` | {files.num} | {files.total:,} | {files.median} / {files.p90} / {files.max} | "
+        f"{functions.num:,} | {functions.median} / {functions.p90} / {functions.max} | {row.num_cycles} |"
+    )
+
+
+if __name__ == "__main__":
+    sys.stdout.write(table() + "\n")
+    for package in PACKAGES.values():
+        for group in sibling_cycles(package, import_graph(all_modules())):
+            sys.stdout.write(f"cycle: {' <-> '.join(group)}\n")
