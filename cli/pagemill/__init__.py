@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pagemill_engine.llm import LLM
     from pagemill_engine.output.results import BeamSearchOutput, CompletionOutput, RequestOutput
-    from pagemill_protocol.choosing import BeamSearchParams
-    from pagemill_protocol.sampling import SamplingParams
+    from pagemill_protocol.sampling import BeamSearchParams, SamplingParams
 
 __all__ = ["LLM", "BeamSearchOutput", "BeamSearchParams", "CompletionOutput", "RequestOutput", "SamplingParams"]
 
 _HOMES = {
     "LLM": "pagemill_engine.llm",
     "BeamSearchOutput": "pagemill_engine.output.results",
-    "BeamSearchParams": "pagemill_protocol.choosing",
+    "BeamSearchParams": "pagemill_protocol.sampling",
     "CompletionOutput": "pagemill_engine.output.results",
     "RequestOutput": "pagemill_engine.output.results",
     "SamplingParams": "pagemill_protocol.sampling",

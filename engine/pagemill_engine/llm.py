@@ -26,10 +26,9 @@ from pagemill_engine.output.results import (
     RequestOutput,
 )
 from pagemill_engine.runner.factory import create_runner
-from pagemill_protocol.choosing import BeamSearchParams
 from pagemill_protocol.errors import PagemillError, invalid_field
 from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.sampling import MAX_TOP_LOGPROBS, SamplingParams
+from pagemill_protocol.sampling import MAX_TOP_LOGPROBS, BeamSearchParams, SamplingParams
 from pagemill_protocol.sources import resolve_source
 from pagemill_protocol.text.bundle import load_bundle
 from pagemill_protocol.text.tokenizer import Tokenizer

@@ -1,18 +1,18 @@
 """Sampling parameters: one immutable value from the HTTP door to the sampler.
 
 Used by the offline API (`LLM.generate`), the dialects and the engine alike; `validate()` is the only place where their
-ranges are checked. It does not sample: `pagemill_engine.sampling` and the kernels below it do.
+ranges are checked. It does not sample: `pagemill_engine.sampling` and the kernels below it do; beams are ranked by
+`pagemill_engine.scheduler`.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from pagemill_protocol import choosing
-from pagemill_protocol.errors import invalid_field
+from pagemill_protocol.errors import PagemillError, invalid_field
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
@@ -20,10 +20,48 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 1024
+MAX_LENGTH_PENALTY = 10.0
 MIN_REPETITION_PENALTY = 1e-6
 """Logits are divided by it, and have to stay finite in float32."""
 MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
 """Of a request among others: wide enough for who sends times in seconds, the same for clients and gateways."""
+
+
+class Bounds(NamedTuple):
+    """What one number may be, stated once: checked here, published by the OpenAPI document."""
+
+    low: float
+    high: float
+    is_integer: bool = False
+    excludes_low: bool = False
+    neutral: tuple[float, ...] = ()
+    """Values without effect, for parameters that change or draw from probabilities: all that beam search allows."""
+
+
+INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
+BOUNDS: dict[str, Bounds] = {
+    "n": Bounds(1, MAX_CHOICES, is_integer=True),
+    "best_of": Bounds(1, MAX_CHOICES, is_integer=True),
+    "temperature": Bounds(0, 2, neutral=(0.0, 1.0)),
+    "top_k": Bounds(-1, INT32_MAX, is_integer=True, neutral=(0, -1)),
+    "top_p": Bounds(0, 1, excludes_low=True, neutral=(1.0,)),
+    "min_p": Bounds(0, 1, neutral=(0.0,)),
+    "presence_penalty": Bounds(-2, 2, neutral=(0.0,)),
+    "frequency_penalty": Bounds(-2, 2, neutral=(0.0,)),
+    "repetition_penalty": Bounds(MIN_REPETITION_PENALTY, 10, neutral=(1.0,)),
+    "seed": Bounds(-INT64_MAX - 1, INT64_MAX, is_integer=True),
+    "logprobs": Bounds(0, MAX_TOP_LOGPROBS, is_integer=True),
+    "max_tokens": Bounds(1, INT32_MAX, is_integer=True),
+    "min_tokens": Bounds(0, INT32_MAX, is_integer=True),
+}
+"""By parameter; a value of `None` is always allowed where the parameter's type allows it."""
+
+
+_NEUTRAL: dict[str, tuple[float | None, ...]] = {
+    **{name: bounds.neutral for name, bounds in BOUNDS.items() if bounds.neutral},
+    "logit_bias": (None,),
+}
+"""What changes probabilities or draws from them, with the values that do neither."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -90,30 +128,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def validate(self, vocab_size: int | None = None) -> SamplingParams:
         """Return self, or raise `PagemillError` (400) that names the first field out of range."""
-        _check_int("n", self.n, 1, MAX_CHOICES)
-        if self.best_of is not None:
-            _check_int("best_of", self.best_of, 1, MAX_CHOICES)
-        _check_number("temperature", self.temperature, 0.0, 2.0)
-        _check_int("top_k", self.top_k, -1, 2**31 - 1)
-        _check_number("top_p", self.top_p, 0.0, 1.0, exclusive_low=True)
-        _check_number("min_p", self.min_p, 0.0, 1.0)
-        _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_number("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 10.0)
-        if self.seed is not None:
-            _check_int("seed", self.seed, -(2**63), 2**63 - 1)
-        if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
-        if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        _check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        for name, bounds in BOUNDS.items():
+            value = getattr(self, name)
+            if value is not None or name not in _OPTIONAL:
+                _check_bounds(name, value, bounds)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise invalid_field(
                 "min_tokens", f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})."
             )
         self._validate_stops(vocab_size)
         self._validate_logit_bias(vocab_size)
-        choosing.check(self, vocab_size)
+        _check_choice(self, vocab_size)
         return self
 
     def _validate_stops(self, vocab_size: int | None) -> None:
@@ -139,6 +164,103 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for token_id, bias in self.logit_bias.items():
             _check_token_id("logit_bias", token_id, vocab_size)
             _check_number("logit_bias", bias, -100.0, 100.0)
+
+
+class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
+    """One beam search of the offline API. Names are those of vLLM's `BeamSearchParams`, and `early_stopping`."""
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    """Only 0 and 1 are allowed, and they mean the same: scores are the model's own log probabilities."""
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+    early_stopping: bool | Literal["never"] = False
+    stop_token_ids: list[int] = []
+
+
+def stream_conflict(*, use_beam_search: bool, num_sequences: int, n: int) -> str | None:
+    """Why an answer that is chosen at its end cannot be streamed; `None`: it can."""
+    if use_beam_search:
+        return "`stream: true` does not go with `use_beam_search`: beams are chosen at their end. Send `stream: false`."
+    if num_sequences > n:
+        return (
+            f"`stream: true` does not go with `best_of` ({num_sequences}) above `n` ({n}): the choice is made at the "
+            "end. Send `stream: false`, or `best_of` equal to `n`."
+        )
+    return None
+
+
+def _check_choice(sampling: SamplingParams, vocab_size: int | None) -> None:
+    """Raise `PagemillError` (400) when `best_of` or the search contradicts the other parameters."""
+    width = sampling.best_of if sampling.best_of is not None else sampling.n
+    if width < sampling.n:
+        raise invalid_field(
+            "best_of", f"best_of ({width}) must be at least n ({sampling.n}). Raise best_of or lower n."
+        )
+    if sampling.use_beam_search:
+        _check_search(sampling, vocab_size)
+        return
+    if sampling.length_penalty != 1.0:
+        raise _only_with_beams("length_penalty", sampling.length_penalty)
+    if sampling.early_stopping is not False:
+        raise _only_with_beams("early_stopping", sampling.early_stopping)
+    if sampling.greedy and width > sampling.n:
+        raise invalid_field(
+            "best_of", f"best_of ({width}) with temperature 0 would choose among equal answers. Raise temperature."
+        )
+
+
+def _check_search(sampling: SamplingParams, vocab_size: int | None) -> None:
+    for name, neutral in _NEUTRAL.items():
+        value = getattr(sampling, name)
+        if value not in neutral:
+            allowed = " or ".join(f"{each:g}" for each in neutral if each is not None)
+            raise invalid_field(
+                name,
+                f"{name} ({str(value)[:40]}) does not go with use_beam_search, which ranks by the model's own "
+                f"probabilities. Remove {name}{f' (or send {allowed})' if allowed else ''}, or use_beam_search.",
+            )
+    if sampling.stop:
+        raise invalid_field(
+            "stop",
+            f"stop ({len(sampling.stop)} strings) does not go with use_beam_search. Use stop_token_ids, or remove it.",
+        )
+    penalty = sampling.length_penalty
+    is_number = isinstance(penalty, int | float) and not isinstance(penalty, bool) and math.isfinite(penalty)
+    if not is_number or abs(penalty) > MAX_LENGTH_PENALTY:
+        bound = f"{MAX_LENGTH_PENALTY:g}"
+        raise invalid_field(
+            "length_penalty",
+            f"length_penalty must be a finite number from -{bound} to {bound}, got {str(penalty)[:40]}.",
+        )
+    if not isinstance(sampling.early_stopping, bool) and sampling.early_stopping != "never":
+        raise invalid_field(
+            "early_stopping",
+            f'early_stopping must be false, true or "never", got {str(sampling.early_stopping)[:40]!r}.',
+        )
+    if vocab_size is not None and sampling.num_sequences > vocab_size:
+        raise invalid_field(
+            "best_of",
+            f"{sampling.num_sequences} beams are more than the model has tokens ({vocab_size}). Ask for fewer.",
+        )
+
+
+def _only_with_beams(name: str, value: Any) -> PagemillError:
+    return invalid_field(
+        name, f"{name} ({str(value)[:40]}) is only for beam search. Send use_beam_search true, or remove {name}."
+    )
+
+
+_OPTIONAL = {"best_of", "seed", "logprobs", "max_tokens"}
+
+
+def _check_bounds(param: str, value: Any, bounds: Bounds) -> None:
+    if bounds.is_integer:
+        _check_int(param, value, int(bounds.low), int(bounds.high))
+    else:
+        _check_number(param, value, bounds.low, bounds.high, exclusive_low=bounds.excludes_low)
 
 
 def _check_int(param: str, value: Any, low: int, high: int) -> None:

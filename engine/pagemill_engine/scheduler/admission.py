@@ -11,10 +11,9 @@ from pagemill_engine.scheduler.beams import BeamSearch, most_blocks, num_candida
 from pagemill_engine.scheduler.limits import SchedulerLimits
 from pagemill_engine.scheduler.request import Request
 from pagemill_protocol import hashes
-from pagemill_protocol.choosing import stream_conflict
 from pagemill_protocol.errors import PagemillError, context_length_exceeded, invalid_field, unavailable
 from pagemill_protocol.generate import ChoiceResume, GenerateRequest
-from pagemill_protocol.sampling import MAX_PRIORITY, MIN_PRIORITY, SamplingParams
+from pagemill_protocol.sampling import MAX_PRIORITY, MIN_PRIORITY, SamplingParams, stream_conflict
 
 _SEED_BITS = 63
 

@@ -1,7 +1,6 @@
 """The OpenAPI document of a data port: every public route, what it takes and how it answers.
 
-Made from the request schemas, so it cannot say anything else than what is checked; the ranges of sampling values, which
-`SamplingParams.validate` checks, are repeated here and held together by the tests that send what the document forbids.
+Made from the request schemas and the bounds of sampling values, so it cannot say anything else than what is checked.
 Engine and gateway serve the same document, but for `/metrics`: only an engine, which may be the only server there is,
 shows them to its clients. The platform's own routes (`/internal/*`, the control port) are not in it.
 """
@@ -24,7 +23,7 @@ from pagemill_protocol.openai.schemas import (
     StreamOptions,
     TokenizeRequest,
 )
-from pagemill_protocol.sampling import MAX_LOGIT_BIAS, MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS, MIN_REPETITION_PENALTY
+from pagemill_protocol.sampling import BOUNDS, MAX_LOGIT_BIAS, MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS, Bounds
 from pagemill_protocol.text.chat_messages import MAX_TEMPLATE_KWARGS
 
 OPENAPI_PATH = "/openapi.json"
@@ -36,18 +35,16 @@ _REQUESTS: tuple[type[RequestModel], ...] = (
     TokenizeRequest,
     DetokenizeRequest,
 )
+
+
+def _bounds_schema(bounds: Bounds) -> Schema:
+    lowest = "exclusiveMinimum" if bounds.excludes_low else "minimum"
+    return {lowest: bounds.low, "maximum": bounds.high}
+
+
 _CHECKED_LATER: Mapping[str, Schema] = {
-    "temperature": {"minimum": 0, "maximum": 2},
-    "top_k": {"minimum": -1, "maximum": 2**31 - 1},
-    "top_p": {"exclusiveMinimum": 0, "maximum": 1},
-    "min_p": {"minimum": 0, "maximum": 1},
-    "presence_penalty": {"minimum": -2, "maximum": 2},
-    "frequency_penalty": {"minimum": -2, "maximum": 2},
-    "repetition_penalty": {"minimum": MIN_REPETITION_PENALTY, "maximum": 10},
-    "seed": {"minimum": -(2**63), "maximum": 2**63 - 1},
-    "min_tokens": {"minimum": 0, "maximum": 2**31 - 1},
-    "max_tokens": {"minimum": 1, "maximum": 2**31 - 1},
-    "max_completion_tokens": {"minimum": 1, "maximum": 2**31 - 1},
+    **{name: _bounds_schema(bounds) for name, bounds in BOUNDS.items()},
+    "max_completion_tokens": _bounds_schema(BOUNDS["max_tokens"]),
     "logit_bias": {"maxProperties": MAX_LOGIT_BIAS},
     "chat_template_kwargs": {"maxProperties": MAX_TEMPLATE_KWARGS},
 }

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _USUAL_TOKEN_BYTES = 16
 """Texts with fewer characters per context token are tokenized without asking whether they can fit."""
-_DEFAULTABLE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_SHARED_FIELDS = [name for name in SamplingParams.__struct_fields__ if name in SamplingFields.model_fields]
 
 
 def new_request_id(dialect: Dialect) -> str:
@@ -259,25 +259,18 @@ def _sampling(
 ) -> SamplingParams:
     if max_tokens is not None and max_tokens < 1:
         raise invalid_field(limit_param, f"`{limit_param}` must be an integer of at least 1, got {max_tokens}.")
-    # A model's defaults say how to draw tokens: a beam search draws none.
-    given = {name: _pick(req, name, {} if req.use_beam_search else defaults) for name in _DEFAULTABLE}
+    values = {name: getattr(req, name) for name in _SHARED_FIELDS}
+    if not req.use_beam_search:  # a model's defaults say how to draw tokens; beam search draws none
+        values |= {name: value for name, value in defaults.items() if name not in req.model_fields_set}
     return SamplingParams(
-        **given,
-        n=req.n,
-        best_of=req.num_sequences if req.num_sequences > req.n else None,
-        use_beam_search=req.use_beam_search,
-        length_penalty=req.length_penalty,
-        early_stopping=req.early_stopping,
-        seed=req.seed if req.seed is not None else seed,
-        logit_bias=req.logit_bias or None,
-        logprobs=logprobs,
-        stop=req.stop,
-        stop_token_ids=req.stop_token_ids,
-        include_stop_str_in_output=req.include_stop_str_in_output,
-        min_tokens=req.min_tokens,
-        max_tokens=max_tokens,
-        ignore_eos=req.ignore_eos,
-        skip_special_tokens=req.skip_special_tokens,
+        **{
+            **values,
+            "best_of": req.num_sequences if req.num_sequences > req.n else None,
+            "seed": req.seed if req.seed is not None else seed,
+            "logit_bias": req.logit_bias or None,
+            "logprobs": logprobs,
+            "max_tokens": max_tokens,
+        }
     ).validate()
 
 
@@ -287,12 +280,6 @@ def _limited(sampling: SamplingParams, max_tokens: int | None) -> SamplingParams
         return sampling
     limited = msgspec.structs.replace(sampling, max_tokens=max_tokens)
     return limited.validate() if sampling.min_tokens else limited
-
-
-def _pick(req: SamplingFields, name: str, defaults: Mapping[str, Any]) -> Any:
-    if name in defaults and name not in req.model_fields_set:
-        return defaults[name]
-    return getattr(req, name)
 
 
 def _echo_text(prompt: str | list[int], req: CompletionRequest, tokenizer: Tokenizer) -> str | None:

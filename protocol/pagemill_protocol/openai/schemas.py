@@ -12,7 +12,6 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, FiniteFloat, model_validator
 from pydantic_core import PydanticCustomError
 
-from pagemill_protocol.choosing import stream_conflict
 from pagemill_protocol.openai import unsupported
 from pagemill_protocol.openai.fields import (
     ContentText,
@@ -34,6 +33,7 @@ from pagemill_protocol.sampling import (
     MAX_STOP_TOKEN_IDS,
     MAX_TOP_LOGPROBS,
     MIN_PRIORITY,
+    stream_conflict,
 )
 
 MAX_MESSAGES = 2048
