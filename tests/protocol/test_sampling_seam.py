@@ -1,4 +1,4 @@
-"""A sampling parameter is declared once: its bounds, its OpenAPI entry and its HTTP field follow from `SamplingParams`."""
+"""A sampling parameter is declared once: bounds, OpenAPI entry and HTTP field follow from `SamplingParams`."""
 
 from __future__ import annotations
 
