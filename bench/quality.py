@@ -25,7 +25,7 @@ from workload import MODEL
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loading.source import open_weights
 from pagemill_engine.runner.factory import create_runner
-from pagemill_engine.scheduler.step import AdmittedRow, StepPlan
+from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan
 from pagemill_protocol.model_spec import ModelSpec, load_model_spec
 from pagemill_protocol.sampling import SamplingParams
 from pagemill_protocol.sources import resolve_source
@@ -102,7 +102,7 @@ def predictions(runner: Any, window: list[int]) -> Tensor:
     kept: list[Tensor] = []
     hook = runner.model.register_forward_hook(lambda module, inputs, output: kept.append(output))
     num_blocks = -(-len(window) // runner.info.block_size)
-    row = AdmittedRow(
+    row = AdmittedSequence(
         request_id="window",
         token_ids=window,
         block_ids=list(range(num_blocks)),

@@ -163,7 +163,7 @@ def test_the_blocks_of_a_row_that_lost_its_table_can_be_distrusted() -> None:
     row = Row("a", prompt(12))
     compute(kv, row)
     kv.free(row)
-    assert kv.distrust(row) == set()
+    assert kv.invalidate(row) == set()
     check_integrity(kv)
     assert len(kv.prefix_cache) == 0
 
@@ -197,7 +197,7 @@ def test_nobody_finds_the_blocks_of_a_failed_row_again() -> None:
     row = Row("a", prompt(12))
     compute(kv, row, 8)
     assert kv.allocate_slots(row, 4) is not None
-    assert kv.distrust(row) == {kv.block_ids(row)[2]}
+    assert kv.invalidate(row) == {kv.block_ids(row)[2]}
     kv.free(row)
     check_integrity(kv)
     assert kv.get_computed_blocks(Row("b", prompt(12))) == []
@@ -333,14 +333,14 @@ def _two_writers(kv: KVCacheManager) -> None:
     first.blocks[-1].ref_count += 1
     first.num_open_tokens = second.num_open_tokens = 1
     for table in (first, second):
-        table.row.token_ids.append(1)
+        table.sequence.token_ids.append(1)
 
 
 def _write_into_shared_block(kv: KVCacheManager) -> None:
     table = next(iter(kv.tables.values()))
-    twin = Row("twin", list(table.row.token_ids))
-    kv.fork(table.row, twin, 5)
-    table.row.token_ids.append(1)
+    twin = Row("twin", list(table.sequence.token_ids))
+    kv.fork(table.sequence, twin, 5)
+    table.sequence.token_ids.append(1)
     table.num_open_tokens = 1
 
 

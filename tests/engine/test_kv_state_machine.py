@@ -147,13 +147,13 @@ class KVMachine(RuleBasedStateMachine):
         """The row leaves while its write is open or in flight; rows that hit what it was writing start over."""
         if row not in self.alive:
             return
-        untrusted = self.kv.distrust(row)
+        untrusted = self.kv.invalidate(row)
         self._drop(row)
         spoiled = True
         while spoiled:
             spoiled = [other for other in self.alive if self.kv.holds_any(other, untrusted)]
             for other in spoiled:
-                untrusted |= self.kv.distrust(other)
+                untrusted |= self.kv.invalidate(other)
                 self._drop(other)
 
     @rule()

@@ -8,7 +8,7 @@ import pytest
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.runner.null import NullRunner, PlanError
-from pagemill_engine.scheduler.step import AdmittedRow, StepPlan
+from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan
 from pagemill_protocol.sampling import SamplingParams
 from pagemill_protocol.state import StepTimeParams
 
@@ -32,7 +32,7 @@ def make_runner(clock: Clock | None = None) -> NullRunner:
     return NullRunner.from_config(config, clock=clock.now, sleep=clock.sleep)
 
 
-def row(name: str, num_tokens: int = 3, blocks: int = 1, **changes: Any) -> AdmittedRow:
+def row(name: str, num_tokens: int = 3, blocks: int = 1, **changes: Any) -> AdmittedSequence:
     settings: dict[str, Any] = {
         "num_prompt_tokens": num_tokens,
         "num_computed_tokens": 0,
@@ -41,7 +41,7 @@ def row(name: str, num_tokens: int = 3, blocks: int = 1, **changes: Any) -> Admi
         "choice": 0,
         "seed": 5,
     }
-    return AdmittedRow(name, [1] * num_tokens, **{**settings, **changes})
+    return AdmittedSequence(name, [1] * num_tokens, **{**settings, **changes})
 
 
 def run(runner: NullRunner, plan: StepPlan) -> dict[str, int]:
@@ -73,7 +73,7 @@ def test_launch_returns_at_once_and_wait_counts_from_launch() -> None:
 
 
 def test_tokens_depend_on_seed_choice_and_position_only() -> None:
-    def tokens(admitted: AdmittedRow) -> list[int]:
+    def tokens(admitted: AdmittedSequence) -> list[int]:
         runner = make_runner()
         first = StepPlan(1, {"a": len(admitted.token_ids)}, admitted=[admitted], samples={"a"})
         return [run(runner, first)["a"], run(runner, StepPlan(2, {"a": 1}, samples={"a"}))["a"]]

@@ -127,7 +127,7 @@ def test_a_row_preempted_in_a_step_leaves_no_trace_in_its_plan() -> None:
     scheduler.add(request("old", 22, max_tokens=1))
     run(scheduler)
     scheduler.add(request("new", 3, first=200, priority=1, max_tokens=8))
-    while "old/0" in scheduler._rows:
+    while "old/0" in scheduler._sequences:
         plan = run(scheduler)
         assert plan.num_tokens <= 12
         assert set(plan.new_block_ids) <= set(plan.num_scheduled_tokens)
@@ -328,7 +328,7 @@ def test_abort_works_while_waiting_running_held_and_in_flight() -> None:
     reasons = finish_reasons(scheduler.take_outputs())
     assert reasons == {("waiting", 0): "abort", ("held", 1): "abort", ("running", 0): "abort"}
     scheduler.abort("held")
-    assert not scheduler._rows
+    assert not scheduler._sequences
     assert scheduler.kv.pool.num_active == 0
 
 
@@ -374,7 +374,7 @@ def test_a_choice_resumed_at_its_end_ends_at_once() -> None:
         )
     )
     assert finish_reasons(scheduler.take_outputs()) == {("a", 0): "stop"}
-    assert list(scheduler._rows) == ["a/2"]
+    assert list(scheduler._sequences) == ["a/2"]
     for _ in range(6):
         run(scheduler)
     assert finish_reasons(scheduler.take_outputs()) == {("a", 2): "length"}
@@ -460,7 +460,7 @@ def test_a_step_without_a_token_for_a_row_fails_that_row_alone() -> None:
     check_integrity(scheduler.kv)
     errors = [out for out in scheduler.take_outputs() if out.error is not None]
     assert [(out.request_id, out.finish_reason) for out in errors] == [("a", "error")]
-    assert list(scheduler._rows) == ["b/0"]
+    assert list(scheduler._sequences) == ["b/0"]
 
 
 def test_readers_of_a_failed_rows_blocks_start_over() -> None:

@@ -331,7 +331,7 @@ async def live_through(data: st.DataObject) -> None:
         assert len(brain._open) == len(at_engines)
         assert world.num_waiting == sum(not task.done() for task in tasks)
         queue = brain.queues._queues.get("default/d")
-        assert queue is None or queue.waiting.find_faults() == []
+        assert queue is None or queue.waiting.find_inconsistencies() == []
 
     actions = ["ask", "ask", "ask", "begin", "finish", "finish", "refuse", "break", "cancel", "report", "time", "lose"]
     for _ in range(data.draw(st.integers(1, 40))):

@@ -128,7 +128,7 @@ def test_overload_takes_nobody_that_an_engine_has_worked_for() -> None:
     nobody_waits: FairQueue[Waiter] = FairQueue(0, 0)
     assert nobody_waits.add(waiter(kept=True)) == []
     assert len(nobody_waits) == 1
-    assert queue.find_faults() == nobody_waits.find_faults() == []
+    assert queue.find_inconsistencies() == nobody_waits.find_inconsistencies() == []
 
 
 @pytest.mark.parametrize("max_requests", [0, 1])
@@ -143,7 +143,7 @@ def test_of_those_that_an_engine_has_worked_for_so_many_are_spared(max_requests:
     assert queue.add(again) == []
     assert queue.add(waiter("c", 0, priority=-2, kept=True)) != []
     assert len(queue) == MAX_KEPT
-    assert queue.find_faults() == []
+    assert queue.find_inconsistencies() == []
 
 
 def test_nobody_goes_for_one_that_does_not_fit_itself() -> None:
@@ -199,7 +199,7 @@ def test_a_noisy_neighbour_gets_no_more_than_anybody(seed: int, num_quiet: int, 
             queue.take(first)
             served[first.key] += first.cost_tokens
     assert jain([served[key] for key in demand]) >= 0.95
-    assert not queue.find_faults()
+    assert not queue.find_inconsistencies()
 
 
 @settings(max_examples=60, deadline=None)
@@ -245,7 +245,7 @@ def test_nothing_is_lost_and_the_bounds_hold_whatever_happens(
         elif action == "shrink" and not inside:
             queue.max_requests = data.draw(st.integers(0, 6))
         assert set(queue) == inside
-        assert queue.find_faults() == []
+        assert queue.find_inconsistencies() == []
     assert set(order(queue)) == inside
 
 

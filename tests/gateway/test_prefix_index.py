@@ -78,7 +78,7 @@ class Pod:
         """A step failed on the row: what it had is withdrawn."""
         if self.rows:
             row = self.rows.pop(index % len(self.rows))
-            self.kv.distrust(row)
+            self.kv.invalidate(row)
             self.kv.free(row)
 
     def frames(self, *, connect: bool = False) -> list[StateFrame]:

@@ -1,8 +1,8 @@
-"""The pool of KV blocks: which are in use, by how many, and in which order the free ones are taken.
+"""The pool of KV blocks: reference counts, and the order in which free blocks are taken.
 
-A fixed set of block objects is made once; a step allocates no Python object for a block. Free blocks form an intrusive
-doubly linked list: blocks without reusable content in front (taken first), then cached ones, least recently used first.
-The pool knows nothing of requests (`kv.manager`) nor of hashes (`kv.prefix_cache`, told when content is evicted).
+A fixed set of block objects is created once; no step allocates a Python object for a block. Free blocks form an
+intrusive doubly linked list: blocks without reusable content come first, then cached ones, least recently used first.
+The pool knows no requests (`kv.manager`) and no hashes (`kv.prefix_cache`, which it notifies of evictions).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 
 class KVCacheError(RuntimeError):
-    """The KV bookkeeping was used against its rules: a fault of the engine, never of a request."""
+    """The KV cache was used against its rules: a fault of the engine, never of a request."""
 
 
 class Block:
@@ -23,19 +23,19 @@ class Block:
         self.block_id = block_id
         self.ref_count = 0
         self.block_hash: bytes | None = None
-        """Set while the prefix cache knows this block's content."""
+        """Set while the prefix cache has this block's content."""
         self.granule_end = False
-        """The last block of a prefix granule (see `kv.prefix_cache`)."""
+        """The last block of a prefix chunk (see `kv.prefix_cache`)."""
         self.prev: Block | None = None
         self.next: Block | None = None
-        """Neighbours in the free list; both `None` while in use."""
+        """Next and previous block in the free list; both `None` while the block is in use."""
 
     def __repr__(self) -> str:
         return f"Block({self.block_id}, refs={self.ref_count}, cached={self.block_hash is not None})"
 
 
 class FreeList:
-    """Doubly linked ring through the blocks themselves, with a sentinel: every operation is O(1)."""
+    """A doubly linked ring through the blocks themselves, with a sentinel: every operation is O(1)."""
 
     def __init__(self) -> None:
         self._ring = Block(-1)
@@ -46,7 +46,7 @@ class FreeList:
         return self._size
 
     def __iter__(self) -> Iterator[Block]:
-        """From the block taken next to the one taken last."""
+        """From the block that is taken next to the one that is taken last."""
         block = self._ring.next
         while block is not None and block is not self._ring:
             yield block
@@ -90,7 +90,7 @@ class BlockPool:
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self.free_list = FreeList()
         self.num_evictable = 0
-        """Free blocks whose content the prefix cache still knows."""
+        """Free blocks whose content is in the prefix cache."""
         self._on_evict = on_evict
         for block in self.blocks:
             self.free_list.append(block)
@@ -101,7 +101,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be had now, cached ones included."""
+        """Blocks that can be allocated now, cached ones included."""
         return len(self.free_list)
 
     @property
@@ -109,7 +109,7 @@ class BlockPool:
         return len(self.blocks) - len(self.free_list)
 
     def allocate(self, num_blocks: int) -> list[Block]:
-        """Take blocks with one reference each. Evicts cached content when nothing else is free."""
+        """Take blocks with one reference each. Evicts cached content if no other block is free."""
         if num_blocks > len(self.free_list):
             raise KVCacheError(f"{num_blocks} blocks asked for, {len(self.free_list)} are free")
         taken = []
@@ -123,7 +123,7 @@ class BlockPool:
         return taken
 
     def share(self, blocks: Iterable[Block]) -> None:
-        """Add one reference to each; a cached block leaves the free list."""
+        """Add one reference to each block; a cached block leaves the free list."""
         for block in blocks:
             if block.ref_count == 0:
                 self.free_list.remove(block)
@@ -132,7 +132,7 @@ class BlockPool:
             block.ref_count += 1
 
     def release(self, blocks: Iterable[Block]) -> None:
-        """Drop one reference of each, in the order in which they shall be evicted."""
+        """Drop one reference of each block, in the order in which they are to be evicted."""
         for block in blocks:
             if block.ref_count < 1:
                 raise KVCacheError(f"{block} was freed twice")
@@ -146,7 +146,7 @@ class BlockPool:
             self.num_evictable += 1
 
     def content_dropped(self, block: Block) -> None:
-        """The prefix cache forgot a block on its own account: if it is free, it is now the first to be taken."""
+        """The prefix cache dropped a block: if it is free, it is now the first to be taken."""
         if block.ref_count > 0:
             return
         self.free_list.remove(block)

@@ -1,7 +1,7 @@
-"""The invariants of the KV bookkeeping, checked in full: by tests after every operation, by the engine when it is idle.
+"""Checks all invariants of the KV cache: in tests after every operation, in the engine when it is idle.
 
-Costs O(blocks); never called inside a step. A violation is a fault of the engine, so it raises `IntegrityError` with
-everything found rather than stopping at the first.
+Costs O(blocks); never called inside a step. A violation is a fault of the engine: `IntegrityError` lists everything
+found.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pagemill_engine.kv.manager import BlockTable, KVCacheManager
 
 
 class IntegrityError(KVCacheError):
-    """The bookkeeping contradicts itself."""
+    """The state of the KV cache is inconsistent."""
 
 
 def check_integrity(kv: KVCacheManager) -> None:
@@ -81,8 +81,8 @@ def _check_prefix_cache(kv: KVCacheManager) -> list[str]:
 def _check_tables(kv: KVCacheManager) -> list[str]:
     faults = []
     for name, table in kv.tables.items():
-        end = table.row.num_computed_tokens + table.num_open_tokens
-        num_tokens = len(table.row.token_ids) + table.row.num_pending_tokens
+        end = table.sequence.num_computed_tokens + table.num_open_tokens
+        num_tokens = len(table.sequence.token_ids) + table.sequence.num_pending_tokens
         if end > num_tokens:
             faults.append(f"{name} has KV for {end} of {num_tokens} tokens")
         if len(table.blocks) != kv.blocks_for(end):
@@ -94,24 +94,24 @@ def _check_tables(kv: KVCacheManager) -> list[str]:
 
 
 def _check_chain(kv: KVCacheManager, table: BlockTable) -> list[str]:
-    """A full block that can be found must be found under this row's own tokens at that place."""
-    known = table.row.block_hashes
-    num_full_blocks = (table.row.num_computed_tokens + table.num_open_tokens) // kv.block_size
+    """A full block in the prefix cache must have the hash of this sequence's tokens up to it."""
+    known = table.sequence.block_hashes
+    num_full_blocks = (table.sequence.num_computed_tokens + table.num_open_tokens) // kv.block_size
     return [
-        f"{table.row.request_id} holds at {index} a block cached for other content"
+        f"{table.sequence.request_id} holds at {index} a block cached for other content"
         for index, block in enumerate(table.blocks[:num_full_blocks])
         if block.block_hash is not None and (index >= len(known) or known[index] != block.block_hash)
     ]
 
 
 def _check_writers(kv: KVCacheManager) -> list[str]:
-    """While a step is planned or in flight, every block that it writes has one writer, and nobody reads it who did not
+    """While a step is planned or in flight, every block that it writes has one writer, and no reader except those that
     hit it since that step was planned."""
     faults = []
     writers: dict[int, str] = {}
     for name, table in kv.tables.items():
-        end = table.row.num_computed_tokens + table.num_open_tokens
-        start = table.row.num_computed_tokens - table.num_launched_tokens
+        end = table.sequence.num_computed_tokens + table.num_open_tokens
+        start = table.sequence.num_computed_tokens - table.num_launched_tokens
         if start == end:
             continue
         for index in range(start // kv.block_size, kv.blocks_for(end)):

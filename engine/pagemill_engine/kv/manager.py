@@ -1,14 +1,15 @@
-"""The KV manager: the block table of every request, kept so that no slot ever has two writers.
+"""The KV manager: the block table of every sequence, kept so that no slot has two writers.
 
-One write cycle per request and step: `allocate_slots` opens it (blocks are taken, a shared partial block is replaced
-by a copy, blocks that become full are made findable at once so that requests of the same step can hit them), `launch`
-hands it to the device, `commit` closes it when the step was read, `free` abandons it. A block that becomes full with a
-token that is not known yet has no hash yet: it is made findable by `commit`.
+Each sequence has one write cycle per step. `allocate_slots` opens it: it takes blocks, replaces a shared partial block
+by a copy, and registers blocks that become full in the prefix cache, so that requests of the same step can hit them.
+`launch` hands it to the device, `commit` closes it when the step was read, `free` abandons it. A block that becomes
+full with a pending token has no hash yet: `commit` registers it.
 
-The device runs steps in the order of their launch. So what a launched step writes counts as there for all later steps,
-and a block freed while a step still writes to it may be given away at once: its next writer or reader comes later.
+The device runs steps in the order of their launch. So KV that a launched step writes counts as present for all later
+steps, and a block that is freed while a step still writes to it may be reallocated at once.
 
-Never decides who gets blocks (`scheduler`), never touches memory (`runner`). Its invariants: `kv.integrity`.
+The manager never decides which sequence gets blocks (`scheduler` does) and never touches memory (`runner` does). Its
+invariants: `kv.integrity`.
 """
 
 from __future__ import annotations
@@ -22,32 +23,32 @@ from pagemill_engine.kv.prefix_cache import PrefixCache
 from pagemill_protocol import hashes
 
 
-class TokenRow(Protocol):
-    """What the manager sees of a request. It alone writes `num_computed_tokens` and `block_hashes`."""
+class CachedSequence(Protocol):
+    """A sequence as the manager sees it. Only the manager writes `num_computed_tokens` and `block_hashes`."""
 
     request_id: str
     token_ids: list[int]
     num_computed_tokens: int
-    """Tokens whose KV is in the table's blocks once all steps launched so far have run."""
+    """Tokens whose KV is in the table's blocks once all launched steps have run."""
     cache_root: bytes
     block_hashes: list[bytes]
-    """Chained hashes of the leading full blocks, as far as they were needed; they survive a preemption."""
+    """Chained hashes of the leading full blocks, as far as they were needed; kept across preemptions."""
     num_pending_tokens: int
-    """Tokens after `token_ids` that steps in flight will make known."""
+    """Tokens after `token_ids` that steps in flight sample."""
 
 
 @dataclass(slots=True)
 class BlockTable:
-    row: TokenRow
+    sequence: CachedSequence
     blocks: list[Block]
     num_open_tokens: int = 0
     """Tokens that the step being planned writes."""
     num_launched_tokens: int = 0
     """Tokens that steps in flight write: the last ones of `num_computed_tokens`."""
     opened: list[int] = field(default_factory=list)
-    """Indices of blocks made findable before their content was there, which no step that was read has written yet."""
+    """Indices of blocks that were registered in the prefix cache before a step that was read has written them."""
     num_offered: int = 0
-    """Leading blocks that were offered to the prefix cache, or came from it."""
+    """Leading blocks that were offered to the prefix cache or came from it."""
 
 
 class Allocation(NamedTuple):
@@ -68,7 +69,7 @@ class KVUsage(NamedTuple):
 
 
 NOTHING_NEW = Allocation([])
-"""What nearly every decode gets: its token goes into a block that the row has."""
+"""The result of nearly every decode: its token goes into a block that the sequence has."""
 
 
 class KVCacheManager:
@@ -82,53 +83,53 @@ class KVCacheManager:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def has_table(self, row: TokenRow) -> bool:
-        return row.request_id in self.tables
+    def has_table(self, sequence: CachedSequence) -> bool:
+        return sequence.request_id in self.tables
 
-    def block_ids(self, row: TokenRow) -> list[int]:
-        return [block.block_id for block in self.tables[row.request_id].blocks]
+    def block_ids(self, sequence: CachedSequence) -> list[int]:
+        return [block.block_id for block in self.tables[sequence.request_id].blocks]
 
-    def num_table_blocks(self, row: TokenRow) -> int:
-        return len(self.tables[row.request_id].blocks)
+    def num_table_blocks(self, sequence: CachedSequence) -> int:
+        return len(self.tables[sequence.request_id].blocks)
 
-    def being_written(self, row: TokenRow) -> bool:
-        """A step in flight writes the row's blocks, or the one being planned will."""
-        table = self.tables[row.request_id]
+    def being_written(self, sequence: CachedSequence) -> bool:
+        """Whether a step in flight, or the one being planned, writes the sequence's blocks."""
+        table = self.tables[sequence.request_id]
         return table.num_open_tokens > 0 or table.num_launched_tokens > 0
 
-    # -- start of a row ------------------------------------------------------------------------------------------
+    # -- start of a sequence ------------------------------------------------------------------------------------------
 
-    def get_computed_blocks(self, row: TokenRow) -> list[Block]:
-        """The longest cached prefix in whole blocks, short of the last token: that one is always computed anew."""
+    def get_computed_blocks(self, sequence: CachedSequence) -> list[Block]:
+        """The longest cached prefix in whole blocks. The last token is excluded: it is always computed."""
         if not self.enable_prefix_caching:
             return []
         found: list[Block] = []
-        for index in range((len(row.token_ids) - 1) // self.block_size):
-            block = self.prefix_cache.get(self._block_hash(row, index))
+        for index in range((len(sequence.token_ids) - 1) // self.block_size):
+            block = self.prefix_cache.get(self._block_hash(sequence, index))
             if block is None:
                 break
             found.append(block)
         return found
 
-    def num_blocks_to_start(self, row: TokenRow, computed_blocks: list[Block], num_tokens: int) -> int:
-        """Free blocks that a row needs to hold `num_tokens` tokens, given its prefix hit or its fork."""
-        table = self.tables.get(row.request_id)
+    def num_blocks_to_start(self, sequence: CachedSequence, computed_blocks: list[Block], num_tokens: int) -> int:
+        """Free blocks that a sequence needs to hold `num_tokens` tokens, given its prefix hit or its fork."""
+        table = self.tables.get(sequence.request_id)
         if table is not None:
             copies = 1 if self._write_needs_copy(table) else 0
             return self.blocks_for(num_tokens) - len(table.blocks) + copies
         revived = sum(1 for block in computed_blocks if block.ref_count == 0)
         return self.blocks_for(num_tokens) - len(computed_blocks) + revived
 
-    def start(self, row: TokenRow, computed_blocks: list[Block]) -> None:
-        """Open the row's table with its prefix hit (may be empty)."""
-        if row.request_id in self.tables:
-            raise KVCacheError(f"{row.request_id} already has a block table")
+    def start(self, sequence: CachedSequence, computed_blocks: list[Block]) -> None:
+        """Create the sequence's table with its prefix hit, which may be empty."""
+        if sequence.request_id in self.tables:
+            raise KVCacheError(f"{sequence.request_id} already has a block table")
         self.pool.share(computed_blocks)
-        self.tables[row.request_id] = BlockTable(row, list(computed_blocks), num_offered=len(computed_blocks))
-        row.num_computed_tokens = len(computed_blocks) * self.block_size
+        self.tables[sequence.request_id] = BlockTable(sequence, list(computed_blocks), num_offered=len(computed_blocks))
+        sequence.num_computed_tokens = len(computed_blocks) * self.block_size
 
-    def fork(self, parent: TokenRow, child: TokenRow, num_tokens: int) -> None:
-        """The child shares the parent's first `num_tokens` tokens, a partial last block included."""
+    def fork(self, parent: CachedSequence, child: CachedSequence, num_tokens: int) -> None:
+        """Let the child share the parent's first `num_tokens` tokens, a partial last block included."""
         if child.request_id in self.tables:
             raise KVCacheError(f"{child.request_id} already has a block table")
         if num_tokens > parent.num_computed_tokens:
@@ -143,18 +144,19 @@ class KVCacheManager:
 
     # -- one step ------------------------------------------------------------------------------------------------
 
-    def allocate_slots(self, row: TokenRow, num_tokens: int) -> Allocation | None:
-        """Open a write of the next `num_tokens` tokens. None: too few free blocks, nothing was changed."""
-        table = self.tables[row.request_id]
+    def allocate_slots(self, sequence: CachedSequence, num_tokens: int) -> Allocation | None:
+        """Open a write of the next `num_tokens` tokens. Returns `None`, changing nothing, if too few blocks are
+        free."""
+        table = self.tables[sequence.request_id]
         blocks = table.blocks
-        start = row.num_computed_tokens
+        start = sequence.num_computed_tokens
         end = start + num_tokens
-        if table.num_open_tokens or not 0 < num_tokens <= len(row.token_ids) + row.num_pending_tokens - start:
+        if table.num_open_tokens or not 0 < num_tokens <= len(sequence.token_ids) + sequence.num_pending_tokens - start:
             raise _misuse(table, num_tokens)
         if end % self.block_size and end <= len(blocks) * self.block_size:
             tail = blocks[-1]
             if tail.ref_count == 1 and tail.block_hash is None:
-                # Nearly every decode: the token goes into the row's own tail block and does not fill it.
+                # Nearly every decode: the token goes into the sequence's own last block and does not fill it.
                 table.num_open_tokens = num_tokens
                 return NOTHING_NEW
         num_new = -(-end // self.block_size) - len(blocks)
@@ -165,50 +167,52 @@ class KVCacheManager:
         allocation = NOTHING_NEW
         if num_new or needs_copy:
             allocation = self._extend(table, num_new, needs_copy)
-        num_full = min(end, len(row.token_ids)) // self.block_size
+        num_full = min(end, len(sequence.token_ids)) // self.block_size
         if num_full > table.num_offered:
             table.opened += self._offer(table, num_full)
         return allocation
 
     def launch(self, request_ids: Iterable[str]) -> None:
-        """The step for which these rows' writes were opened is on its way: later steps may build on it."""
+        """Mark the open writes of these sequences as launched: later steps may build on them."""
         for request_id in request_ids:
             table = self.tables[request_id]
-            table.row.num_computed_tokens += table.num_open_tokens
+            table.sequence.num_computed_tokens += table.num_open_tokens
             table.num_launched_tokens += table.num_open_tokens
             table.num_open_tokens = 0
 
-    def commit(self, row: TokenRow, num_tokens: int) -> None:
-        """The oldest step in flight, now read, wrote `num_tokens` of the row, and all of those are known."""
-        table = self.tables[row.request_id]
+    def commit(self, sequence: CachedSequence, num_tokens: int) -> None:
+        """The oldest step in flight was read: it wrote `num_tokens` tokens of the sequence, all of them known now."""
+        table = self.tables[sequence.request_id]
         table.num_launched_tokens -= num_tokens
         if table.num_launched_tokens < 0:
-            raise KVCacheError(f"{row.request_id}: more tokens are committed than steps in flight write")
-        num_full = (row.num_computed_tokens - table.num_launched_tokens) // self.block_size
+            raise KVCacheError(f"{sequence.request_id}: more tokens are committed than steps in flight write")
+        num_full = (sequence.num_computed_tokens - table.num_launched_tokens) // self.block_size
         if table.opened:
             table.opened = [index for index in table.opened if index >= num_full]
         if num_full > table.num_offered:
             self._offer(table, num_full)
 
-    def free(self, row: TokenRow) -> None:
-        """Drop the row's table; an open write is abandoned and what it published is withdrawn.
+    def free(self, sequence: CachedSequence) -> None:
+        """Drop the sequence's table. An open write is abandoned, and what it registered is removed from the prefix
+        cache.
 
         Blocks are released last to first, so that the tail of a chain is evicted before its head.
         """
-        table = self.tables.pop(row.request_id)
-        # A reader of this step that failed may have withdrawn some of them already.
+        table = self.tables.pop(sequence.request_id)
+        # A reader of this step that failed may have removed some of them already.
         self._forget([table.blocks[index] for index in table.opened])
         self.pool.release(reversed(table.blocks))
-        row.num_computed_tokens = 0
+        sequence.num_computed_tokens = 0
 
-    def distrust(self, row: TokenRow) -> set[int]:
-        """A step failed on this row: nobody may find its blocks any more. Returns the ids of those it was writing.
+    def invalidate(self, sequence: CachedSequence) -> set[int]:
+        """A step failed on this sequence: remove its blocks from the prefix cache. Returns the ids of those it was
+        writing.
 
-        Of a row that lost its table since, the blocks are found by their hashes.
+        If the sequence has lost its table since, its blocks are found by their hashes.
         """
-        table = self.tables.get(row.request_id)
+        table = self.tables.get(sequence.request_id)
         if table is None:
-            found = [self.prefix_cache.get(block_hash) for block_hash in row.block_hashes]
+            found = [self.prefix_cache.get(block_hash) for block_hash in sequence.block_hashes]
             self._forget([block for block in found if block is not None])
             return set()
         in_flight = {table.blocks[index].block_id for index in table.opened}
@@ -216,18 +220,18 @@ class KVCacheManager:
         self._forget(table.blocks)
         return in_flight
 
-    def holds_any(self, row: TokenRow, block_ids: set[int]) -> bool:
-        return any(block.block_id in block_ids for block in self.tables[row.request_id].blocks)
+    def holds_any(self, sequence: CachedSequence, block_ids: set[int]) -> bool:
+        return any(block.block_id in block_ids for block in self.tables[sequence.request_id].blocks)
 
     # -- what others see -----------------------------------------------------------------------------------------
 
     def usage(self) -> KVUsage:
-        """Slots of referenced blocks, and how many hold a token. Between steps; O(requests)."""
+        """Slots of referenced blocks, and how many of them hold a token. Between steps; O(requests)."""
         tails: dict[int, int] = {}
         for table in self.tables.values():
             if not table.blocks:
                 continue
-            fill = table.row.num_computed_tokens - (len(table.blocks) - 1) * self.block_size
+            fill = table.sequence.num_computed_tokens - (len(table.blocks) - 1) * self.block_size
             tail = table.blocks[-1]
             full = tail.block_hash is not None
             tails[tail.block_id] = max(tails.get(tail.block_id, 0), self.block_size if full else fill)
@@ -235,14 +239,14 @@ class KVCacheManager:
         return KVUsage(allocated, allocated - sum(self.block_size - fill for fill in tails.values()))
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached content. Tables stay; their blocks are not found by others any more."""
+        """Drop all cached content. Tables stay; their blocks are not shared with new requests."""
         self._forget([block for _, block in self.prefix_cache.items()])
 
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _write_needs_copy(self, table: BlockTable) -> bool:
-        """True when the next token goes into a block that others read or may find."""
-        index = table.row.num_computed_tokens // self.block_size
+        """Whether the next token goes into a block that other sequences read or that is in the prefix cache."""
+        index = table.sequence.num_computed_tokens // self.block_size
         if index >= len(table.blocks):
             return False
         block = table.blocks[index]
@@ -252,7 +256,7 @@ class KVCacheManager:
         fresh = self.pool.allocate(num_new + needs_copy)
         replaced = None
         if needs_copy:
-            index = table.row.num_computed_tokens // self.block_size
+            index = table.sequence.num_computed_tokens // self.block_size
             source, copy = table.blocks[index], fresh.pop()
             table.blocks[index] = copy
             self.pool.release((source,))
@@ -261,14 +265,15 @@ class KVCacheManager:
         return Allocation([block.block_id for block in fresh], replaced)
 
     def _offer(self, table: BlockTable, num_full: int) -> list[int]:
-        """Make the blocks up to there findable, where equal content is not. Returns the indices of those that are."""
+        """Register the blocks up to `num_full` in the prefix cache unless equal content is there. Returns the
+        registered indices."""
         first, table.num_offered = table.num_offered, num_full
         if not self.enable_prefix_caching:
             return []
         return [
             index
             for index in range(first, num_full)
-            if self.prefix_cache.insert(table.blocks[index], self._block_hash(table.row, index), index)
+            if self.prefix_cache.insert(table.blocks[index], self._block_hash(table.sequence, index), index)
         ]
 
     def _forget(self, blocks: list[Block]) -> None:
@@ -277,18 +282,18 @@ class KVCacheManager:
                 self.prefix_cache.remove(block)
                 self.pool.content_dropped(block)
 
-    def _block_hash(self, row: TokenRow, index: int) -> bytes:
-        known = row.block_hashes
+    def _block_hash(self, sequence: CachedSequence, index: int) -> bytes:
+        known = sequence.block_hashes
         while len(known) <= index:
             first = len(known) * self.block_size
-            parent = known[-1] if known else row.cache_root
-            known.append(hashes.block_hash(parent, row.token_ids[first : first + self.block_size]))
+            parent = known[-1] if known else sequence.cache_root
+            known.append(hashes.block_hash(parent, sequence.token_ids[first : first + self.block_size]))
         return known[index]
 
 
 def _misuse(table: BlockTable, num_tokens: int) -> KVCacheError:
-    row = table.row
+    sequence = table.sequence
     if table.num_open_tokens:
-        return KVCacheError(f"{row.request_id} is already being written by a step")
-    due = len(row.token_ids) + row.num_pending_tokens - row.num_computed_tokens
-    return KVCacheError(f"{row.request_id}: {num_tokens} tokens asked for, {due} are due")
+        return KVCacheError(f"{sequence.request_id} is already being written by a step")
+    due = len(sequence.token_ids) + sequence.num_pending_tokens - sequence.num_computed_tokens
+    return KVCacheError(f"{sequence.request_id}: {num_tokens} tokens asked for, {due} are due")

@@ -1,8 +1,8 @@
-"""The prefix cache: chained block hash -> block, and what of it the gateways should hear.
+"""The prefix cache: chained block hash -> block, and the changes to publish to gateways.
 
-Holds no reference to a block: a cached block whose count is zero lies in the pool's free list until it is found again
-or taken. Gateways are told in granules of whole blocks: the hash of a granule's last block stands for the whole chain
-up to it (hashes are chained). Hashing itself, and how large a granule is, are `pagemill_protocol.hashes`.
+Holds no reference to a block: a cached block without references stays in the pool's free list until it is hit again or
+evicted. Gateways receive prefix chunks of several whole blocks: the hash of a chunk's last block stands for the whole
+chain up to it, because hashes are chained. `pagemill_protocol.hashes` computes hashes and defines the size of a chunk.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from pagemill_protocol import hashes
 
 class PrefixCache:
     def __init__(self, block_size: int, granule_blocks: int | None = None) -> None:
-        """`granule_blocks`: default the fewest that hold 64 tokens."""
+        """`granule_blocks`: blocks per prefix chunk; by default the fewest that hold 64 tokens."""
         self._granule_blocks = granule_blocks or hashes.blocks_per_granule(block_size)
         self._blocks: dict[bytes, Block] = {}
-        # Net change since the last drain: a granule added and removed in between is never reported.
+        # The net change since the last drain: a chunk added and removed in between is never reported.
         self._added: dict[bytes, None] = {}
         self._removed: dict[bytes, None] = {}
 
@@ -30,7 +30,8 @@ class PrefixCache:
         return self._blocks.get(block_hash)
 
     def insert(self, block: Block, block_hash: bytes, index: int) -> bool:
-        """Make a full block findable; `index` is its place in its chain. False: equal content is already cached."""
+        """Register a full block; `index` is its position in its chain. Returns false if equal content is already
+        cached."""
         if block_hash in self._blocks:
             return False
         if block.block_hash is not None:
@@ -52,14 +53,14 @@ class PrefixCache:
             _note(block_hash, self._removed, self._added)
 
     def drain_events(self) -> tuple[list[bytes], list[bytes]]:
-        """Granules added and removed since the call before."""
+        """Prefix chunks added and removed since the last call."""
         added, removed = list(self._added), list(self._removed)
         self._added.clear()
         self._removed.clear()
         return added, removed
 
     def snapshot(self) -> list[bytes]:
-        """All granules cached now."""
+        """All prefix chunks that are cached now."""
         return [block_hash for block_hash, block in self._blocks.items() if block.granule_end]
 
 

@@ -1,11 +1,12 @@
-"""The engine's heart: schedule -> run -> update, once per step.
+"""The engine's loop: schedule -> run -> update, once per step.
 
 Two loops share all helpers and differ in one thing: `_step_overlapped` launches step N+1 before it reads the tokens of
-step N, so that the device never waits for our Python; `_step_plain` has one step in flight at a time.
+step N, so that the device never waits for Python; `_step_plain` has one step in flight at a time.
 
-One failing request never stops the loop: rows that the runner names as failed end alone, when a whole step raises, its
-rows are tried one by one until the guilty ones are found, and when the bookkeeping itself raises, the rows it was at
-fail and the rest goes on if everything still adds up. Knows no socket (`loop.process` does) and no tensor (`runner`).
+A failing request never stops the loop. Sequences that the runner reports as failed end alone. When a whole step raises,
+its sequences are probed one by one until the failing ones are found. When the scheduler raises, the sequences it was
+processing fail and the others continue if the state is still consistent. Knows no sockets (`loop.process` does) and no
+tensors (`runner` does).
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.messages import PrefixEvents, StepOutputs
 from pagemill_engine.kv.integrity import IntegrityError, check_integrity
 from pagemill_engine.loop.limits import scheduler_limits
-from pagemill_engine.loop.pace import Pace
+from pagemill_engine.loop.step_timer import StepTimer
 from pagemill_engine.runner.base import Runner
 from pagemill_engine.runner.errors import DeviceLostError
 from pagemill_engine.scheduler.scheduler import Scheduler
-from pagemill_engine.scheduler.step import AdmittedRow, StepPlan
+from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.sampling import SamplingParams
 from pagemill_protocol.state import EngineLoad, StepTimeParams
@@ -32,46 +33,48 @@ from pagemill_protocol.step_time import StepTimeModel
 logger = logging.getLogger(__name__)
 
 _PROBE = "probe"
-STEP_TIME_PERIOD_S = 0.5  # the step-time fit changes slowly: it is sent this often at most
+STEP_TIME_PERIOD_S = 0.5  # the step-time model changes slowly: it is published at most this often
 
 
 class Launched(NamedTuple):
-    """A step on its way."""
+    """A launched step that was not read yet."""
 
     plan: StepPlan
     handle: Any
     started_s: float
     error: Exception | None
-    """The launch itself raised: told when the step's turn to be read comes."""
+    """Raised by the launch; reported when the step is read."""
 
 
 class EngineCore:
     """Single-threaded: all calls come from the thread that steps."""
 
     def __init__(self, config: EngineConfig, runner: Runner, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock`: seconds; the simulator passes its own."""
+        """`clock`: seconds; the simulator passes a virtual one."""
         self.config = config
         self.runner = runner
         self.scheduler = Scheduler(scheduler_limits(config, runner.info), clock)
         self.step_time = StepTimeModel(config.max_num_batched_tokens)
-        self._pace = Pace()
+        self._step_timer = StepTimer()
         self.overlaps = runner.info.overlaps if config.overlap is None else config.overlap
         self.num_steps = 0
         self.num_failed_steps_in_a_row = 0
-        """Steps that raised since the last one that did not."""
+        """Steps that raised since the last one that succeeded."""
         self._clock = clock
-        self._in_flight: Launched | None = None  # while its predecessor's tokens are booked; never in the plain loop
+        self._in_flight: Launched | None = (
+            None  # set while the results of its predecessor are applied; never in the plain loop
+        )
         self._step_ms = 0.0
         self._last_read_s = float("-inf")
-        self._goes_on = False  # the step read last left work behind: the next one begins where it ended
+        self._goes_on = False  # the last step left work: the next one begins where it ended
         self._step_time_sent_s = float("-inf")
 
     def add(self, request: GenerateRequest) -> None:
-        """Queue a request, or raise `PagemillError` with the reason why it cannot be served here."""
+        """Queue a request. Raises `PagemillError` with the reason if it cannot be served here."""
         self.scheduler.add(request)
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
-        """Drop a request or one choice of it; each row that was still alive reports `finish_reason="abort"`."""
+        """Drop a request or one of its choices; each sequence still alive reports `finish_reason="abort"`."""
         self.scheduler.abort(request_id, choice)
 
     @property
@@ -80,10 +83,10 @@ class EngineCore:
 
     def load(self) -> EngineLoad:
         plan = self._in_flight.plan if self._in_flight is not None else None
-        return self._pace.told(self.scheduler.load(self._step_ms), self.step_time, plan, self._clock())
+        return self._step_timer.add_step_times(self.scheduler.load(self._step_ms), self.step_time, plan, self._clock())
 
     def step(self) -> StepOutputs:
-        """Run one step to its end, if there is anything to run. Raises only when the bookkeeping is broken beyond the
+        """Run one step to its end, if there is anything to run. Raises only if the state is inconsistent beyond the
         step's own requests, or the device is lost."""
         return self._step_overlapped() if self.overlaps else self._step_plain()
 
@@ -103,25 +106,25 @@ class EngineCore:
         return self._report(step)
 
     def prefix_snapshot(self) -> list[bytes]:
-        """All prefix granules cached now; the sum of all `StepOutputs.prefixes` so far."""
+        """All prefix chunks that are cached now: the sum of all `StepOutputs.prefixes` so far."""
         return self.scheduler.kv.prefix_cache.snapshot()
 
     def check_integrity(self) -> None:
-        """Raise `kv.integrity.IntegrityError` when the bookkeeping contradicts itself. Not for the hot path."""
+        """Raise `kv.integrity.IntegrityError` if the state is inconsistent. Not for the hot path."""
         check_integrity(self.scheduler.kv)
-        faults = self.scheduler.find_faults()
+        faults = self.scheduler.find_inconsistencies()
         if faults:
             raise IntegrityError("; ".join(faults))
 
     def probe(self) -> None:
-        """Compute one token beside all requests, with no step in flight; raises what the runner raises, or is skipped
-        when no block is free."""
+        """Compute one token outside all requests, with no step in flight. Raises what the runner raises; skipped if no
+        block is free."""
         pool = self.scheduler.kv.pool
         if pool.num_free == 0:
             return
         blocks = pool.allocate(1)
-        row = AdmittedRow(_PROBE, [0], 1, 0, [blocks[0].block_id], SamplingParams(temperature=0.0), 0, 0)
-        plan = StepPlan(step=0, num_scheduled_tokens={_PROBE: 1}, admitted=[row], samples={_PROBE})
+        sequence = AdmittedSequence(_PROBE, [0], 1, 0, [blocks[0].block_id], SamplingParams(temperature=0.0), 0, 0)
+        plan = StepPlan(step=0, num_scheduled_tokens={_PROBE: 1}, admitted=[sequence], samples={_PROBE})
         plan.released = self.scheduler.swap_released([_PROBE])
         try:
             self.runner.wait(self.runner.launch(plan))
@@ -129,7 +132,7 @@ class EngineCore:
             pool.release(blocks)
 
     def _launch(self) -> Launched | None:
-        """Decide the next step and start it; None when nothing can run before the step in flight is read."""
+        """Plan the next step and start it. Returns `None` if nothing can run before the step in flight is read."""
         try:
             plan = self.scheduler.schedule()
         except BaseException as error:
@@ -147,7 +150,7 @@ class EngineCore:
             raise
 
     def _read(self, step: Launched) -> None:
-        """Wait for the step and book its tokens."""
+        """Wait for the step and apply its results."""
         plan = step.plan
         try:
             if step.error is not None:
@@ -175,7 +178,7 @@ class EngineCore:
         self.num_failed_steps_in_a_row = 0
 
     def _wait_out(self) -> None:
-        """A step failed: the one behind it ends before the next one starts, whatever comes of it but a lost device."""
+        """After a failed step, wait for the step behind it; its outcome does not matter unless the device is lost."""
         following, self._in_flight = self._in_flight, None
         if following is not None and following.error is None:
             try:
@@ -190,7 +193,8 @@ class EngineCore:
         self.scheduler.step_failed(plan, "The step was interrupted.")
 
     def _abandon(self, plan: StepPlan | None, error: BaseException) -> None:
-        """The scheduler raised: fail what it was working on, and go on if the rest is sound. Ctrl-C goes on its way."""
+        """The scheduler raised: fail what it was processing, and continue if the rest is consistent. Ctrl-C is raised
+        again."""
         logger.error("the scheduler failed", exc_info=error)
         self.num_failed_steps_in_a_row += 1
         self.scheduler.abandon(plan, f"The engine failed on this request's step: {type(error).__name__}.")
@@ -199,11 +203,11 @@ class EngineCore:
             raise error
 
     def _note_time(self, step: Launched) -> None:
-        """While there is work, from one reading to the next: what is done between two steps takes time as well."""
+        """While there is work, measure from one read to the next: the time between two steps counts as well."""
         now_s = self._clock()
         self._step_ms = (now_s - (self._last_read_s if self._goes_on else step.started_s)) * 1000
         self._last_read_s = now_s
-        self._pace.observe(self.step_time, step.plan, self._step_ms, now_s)
+        self._step_timer.observe(self.step_time, step.plan, self._step_ms, now_s)
 
     def _report(self, step: Launched | None) -> StepOutputs:
         added, removed = self.scheduler.kv.prefix_cache.drain_events()

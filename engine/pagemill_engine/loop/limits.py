@@ -1,4 +1,4 @@
-"""What the scheduler must respect, from the two who know: the runner its room, the operator's settings the rest."""
+"""Combines the runner's capacity and the engine's settings into the scheduler's limits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pagemill_engine.scheduler.limits import SchedulerLimits
 
 
 def scheduler_limits(config: EngineConfig, info: RunnerInfo) -> SchedulerLimits:
-    """The runner's room joined with the operator's settings."""
+    """The limits of an engine with these settings on this runner."""
     return SchedulerLimits(
         num_blocks=info.num_blocks,
         block_size=info.block_size,
@@ -19,7 +19,7 @@ def scheduler_limits(config: EngineConfig, info: RunnerInfo) -> SchedulerLimits:
         max_num_waiting=config.max_num_waiting,
         policy=config.policy,
         enable_prefix_caching=config.enable_prefix_caching,
-        # A tokenizer may name tokens that the model has no row for; those can neither come nor be masked.
+        # A tokenizer may have tokens beyond the model's vocabulary; those can neither be sampled nor masked.
         eos_token_ids=[token_id for token_id in config.eos_token_ids if token_id < info.vocab_size],
         seed=config.seed,
         weights_digest=info.weights_digest,

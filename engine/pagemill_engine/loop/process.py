@@ -1,8 +1,8 @@
-"""The engine process: load, prove that it generates, then step until told to stop.
+"""The engine process: load the model, prove that it generates, then step until it is shut down.
 
-Started by `ipc.process` as `python -m pagemill_engine.loop.process FOLDER [MODULE ...]`: imports the modules while its
-settings are on their way, and once they came, digests the weights on the side. Blocks on its inbox when there is
-nothing to do, and says something at least every second, so that silence means trouble. What one step is: `loop.core`.
+Started by `ipc.process` as `python -m pagemill_engine.loop.process FOLDER [MODULE ...]`. It imports the modules while
+its settings arrive, then digests the weights in the background. It blocks on its inbox when there is nothing to do, and
+sends something at least every second, so that silence means a fault. `loop.core` runs the steps.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
 PROBE_AFTER_FAILED_STEPS = 8
-"""So many steps raised in a row: either the requests are bad or the device is. A probe tells."""
+"""After this many failed steps in a row either the requests or the device are at fault; a probe decides."""
 
 
 class EngineFault(RuntimeError):
-    """The process cannot go on; becomes `Fatal`."""
+    """The process cannot continue; reported as `Fatal`."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -72,8 +72,8 @@ class EngineLoop:
         self._num_added = 0
         self._stopped = False
         self._idle_checked = True
-        self._is_tired = False
-        """To sleep as soon as nothing runs."""
+        self._wants_sleep = False
+        """Sleep was requested: sleep as soon as nothing runs."""
         self._sleeps = False
 
     def run(self) -> None:
@@ -86,11 +86,11 @@ class EngineLoop:
                 self._tell(self._core.step())
                 self._idle_checked = False
                 self._check_device()
-            if self._is_tired and not self._core.has_work:
+            if self._wants_sleep and not self._core.has_work:
                 self._sleep()
 
     def _take_messages(self) -> None:
-        """Everything that has arrived; waits only when there is nothing else to do."""
+        """All messages that have arrived. Waits only if there is nothing else to do."""
         message = self._link.receive(0 if self._core.has_work else HEARTBEAT_S)
         if message is None and not self._core.has_work:
             self._idle()
@@ -105,7 +105,7 @@ class EngineLoop:
             case Abort(request_id, choice):
                 self._abort(request_id, choice)
             case Sleep():
-                self._is_tired = True
+                self._wants_sleep = True
             case Wake():
                 self._wake()
             case Shutdown():
@@ -133,7 +133,7 @@ class EngineLoop:
             self._core.check_integrity()
 
     def _sleep(self) -> None:
-        self._is_tired = False
+        self._wants_sleep = False
         if self._sleeps:
             self._link.send(Slept())
             return
@@ -147,7 +147,7 @@ class EngineLoop:
         self._link.send(Slept(released_bytes))
 
     def _wake(self) -> None:
-        self._is_tired = False
+        self._wants_sleep = False
         if not self._sleeps:
             self._link.send(Awake())
             return
@@ -177,13 +177,13 @@ class EngineLoop:
         except Exception as error:
             raise EngineFault(
                 "RunnerBroken",
-                f"{failures} steps in a row failed and so did a probe of one token ({type(error).__name__}). "
+                f"{failures} steps in a sequence failed and so did a probe of one token ({type(error).__name__}). "
                 "The device or its driver needs a restart; see the engine's log.",
             ) from error
 
 
 def _refusals(request: GenerateRequest, error: PagemillError) -> list[TokensOut]:
-    """Every choice of the request ends with the reason."""
+    """Outputs that end every choice of the request with the reason."""
     num_choices = max(1, request.sampling.num_reported)
     first = request.prompt_index * num_choices
     return [
@@ -222,11 +222,11 @@ def serve(config: EngineConfig, link: EngineLink, early_digest: EarlyDigest | No
         clock.progress(phase)
         link.send(LoadProgress(phase, detail, time.monotonic() - started_s))
 
-    # Imports and loading make little garbage and many objects that stay: walking them 450 times takes 0.3 s of 4.
+    # Imports and loading create many long-lived objects and little garbage: 450 collections take 0.3 s of 4.
     gc.disable()
     try:
         core = start_core(config, progress, early_digest)
-        # What is alive now stays alive: collections need not walk it again.
+        # Objects that are alive now stay alive: collections can skip them.
         gc.collect()
         gc.freeze()
     finally:
@@ -262,7 +262,7 @@ def _ready(core: EngineCore, load_s: float, start_s: dict[str, float]) -> Ready:
 
 
 def fatal_of(error: Exception) -> Fatal:
-    """Name the cause: the error's own `reason` where it has one."""
+    """The report of a fatal error, with the error's own `reason` if it has one."""
     if isinstance(error, SelfTestError) and "OutOfMemory" in str(error):
         remedy = "Lower maxNumSeqs, maxNumBatchedTokens or kvCacheMemory."
         return Fatal("StepTooLarge", f"The device ran out of memory at the first token. {remedy}")
@@ -294,7 +294,7 @@ def main(argv: list[str]) -> int:
             import_torch()
         for module in modules:
             importlib.import_module(module)
-        # Imports leave 300,000 objects that stay and next to no garbage: no collection before ready need walk them.
+        # Imports create 300,000 long-lived objects and hardly any garbage: no collection is needed before ready.
         gc.freeze()
         serve(link.settings(), link, early_digest)
     except Exception as error:

@@ -1,6 +1,6 @@
-"""A core's way to sleep and back: what its runner gives up, and what of the bookkeeping goes with it.
+"""Puts an engine core to sleep and wakes it: the runner frees its memory, the scheduler forgets its prefix cache.
 
-When it is time, `loop.process` says.
+`loop.process` decides when.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from pagemill_engine.loop.warmup import self_test
 
 
 def fall_asleep(core: EngineCore) -> tuple[int, StepOutputs]:
-    """With no work left. Bytes that are free now, and the news of what is cached no longer.
+    """Free the runner's memory. Call it when there is no work left.
 
-    Raises `runner.sleep.SleepError`: nothing has changed then.
+    Returns the freed bytes, and the outputs that report the emptied prefix cache. Raises `runner.sleep.SleepError`
+    if the runner cannot sleep; nothing has changed then.
     """
     num_bytes = core.runner.sleep()
     core.scheduler.kv.reset_prefix_cache()
@@ -21,6 +22,6 @@ def fall_asleep(core: EngineCore) -> tuple[int, StepOutputs]:
 
 
 def wake_up(core: EngineCore) -> None:
-    """As at the start, a first token proves that all is there. Raises what allocating raises, or `SelfTestError`."""
+    """Allocate again and generate a first token. Raises what allocating raises, or `SelfTestError`."""
     core.runner.wake()
     self_test(core)

@@ -1,6 +1,6 @@
-"""How long each phase of a start takes: one ends where the next begins, and one that comes again adds up.
+"""Measures the phases of a start. A phase ends where the next begins; one that occurs again adds up.
 
-Neighbours: `process` enters the phases; the state stream tells them, so that cold starts can be seen by phase.
+`process` enters the phases; the state stream publishes them, so that cold starts can be analysed by phase.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 LOAD, WARM, FIRST_TOKEN = "load", "warm", "first_token"
 _OF_PROGRESS = {"warming": WARM, "first_token": FIRST_TOKEN}
-"""Everything else that a start reports belongs to the load."""
+"""All other progress reports belong to the load phase."""
 
 
 class StartClock:
@@ -20,7 +20,7 @@ class StartClock:
         self._seconds: dict[str, float] = {}
 
     def progress(self, phase: str) -> None:
-        """The start reports this phase (`LoadProgress`)."""
+        """Record a progress report of the start (`LoadProgress`)."""
         self._enter(_OF_PROGRESS.get(phase, LOAD))
 
     def seconds(self) -> dict[str, float]:

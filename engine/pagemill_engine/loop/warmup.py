@@ -1,7 +1,7 @@
-"""Before ready: the engine really generates a token, then measures how long steps of several sizes take.
+"""Before ready: the engine generates a token, then measures how long steps of several sizes take.
 
-Runs through the whole core, so what passes here is what requests will use. Leaves nothing behind: no cached prefix, no
-counter. The sweep is the step-time model's prior; requests refine it.
+It runs through the whole core, so requests use what was tested here. It leaves nothing behind: no cached prefix, no
+counters. The measurements are the step-time model's prior; requests refine it.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from pagemill_protocol.step_time import StepSample, StepTimeModel, default_knots
 SWEEP_LIMIT_S = 0.8
 SLOW_STEP_MS = 100.0
 _SKIPPED_SIZES = {8}
-"""Between one token and 32 a line is good enough for a prior."""
+"""Between 1 and 32 tokens a line is accurate enough for a prior."""
 _TOKEN_STRIDE = 7919
 """Spreads probe tokens over the vocabulary."""
 
 
 class SelfTestError(RuntimeError):
-    """The engine loaded and cannot generate."""
+    """The engine loaded but cannot generate."""
 
 
 def self_test(core: EngineCore) -> None:
-    """Generate one token. Raises `SelfTestError` with what came instead."""
+    """Generate one token. Raises `SelfTestError` with what happened instead."""
     for output in _run_prompt(core, 1).outputs:
         if output.error is not None:
             raise SelfTestError(output.error)
@@ -42,10 +42,10 @@ def self_test(core: EngineCore) -> None:
 
 
 def calibrate(core: EngineCore, limit_s: float = SWEEP_LIMIT_S) -> None:
-    """Measure prefill steps of growing size for about `limit_s` seconds; a size that would take longer is left out.
+    """Measure prefill steps of growing size for about `limit_s` seconds; sizes that would take longer are skipped.
 
-    Two sizes are measured in any case: less would say nothing of how time grows. Context costs are left to be learnt
-    from requests: the sweep's short prompts cannot tell them from the cost of the tokens.
+    At least two sizes are measured: fewer would not show how time grows. Context costs are learned from requests, since
+    the short prompts measured here cannot separate them from the cost of tokens.
     """
     largest = min(core.config.max_num_batched_tokens, core.scheduler.limits.max_total_tokens - 1)
     sizes = default_knots(largest)
@@ -61,7 +61,8 @@ def calibrate(core: EngineCore, limit_s: float = SWEEP_LIMIT_S) -> None:
 
 
 def _measure_ms(core: EngineCore, num_tokens: int) -> float:
-    """The faster of two runs; a slow one is not repeated. The first pays for what is prepared once per shape."""
+    """The faster of two runs; a slow one is not repeated. The first run includes the one-time preparation of its
+    shape."""
     ms = _run_prompt(core, num_tokens).load.step_ms
     return ms if ms > SLOW_STEP_MS else min(ms, _run_prompt(core, num_tokens).load.step_ms)
 
@@ -72,7 +73,7 @@ def _line_through(first: StepSample, second: StepSample, num_tokens: int) -> flo
 
 
 def _with_knots(model: StepTimeModel, knots_tokens: list[int]) -> StepTimeModel:
-    """The same predictions at more knots, so that requests can refine sizes that the sweep did not reach."""
+    """The same predictions at more knots, so that requests can refine sizes that were not measured."""
     knot_ms = [model.predict_ms(knot) for knot in knots_tokens]
     return StepTimeModel.from_params(
         msgspec.structs.replace(model.params(), knots_tokens=knots_tokens, knot_ms=knot_ms)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagemill_engine.sampling.rows import SamplingRows
-from pagemill_engine.scheduler.step import AdmittedRow, StepPlan
+from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan
 from pagemill_kernels.request_rows import layout
 from pagemill_kernels.request_rows.layout import RowLayout
 from pagemill_kernels.request_rows.staging import Staging
@@ -109,7 +109,7 @@ class DeviceRows:
         """The device has appended, or will append, a token to each of those that sample."""
         self.num_tokens[step.rows[step.sampling]] += 1
 
-    def _admit(self, admitted: AdmittedRow, sampling: SamplingRows, staging: Staging) -> None:
+    def _admit(self, admitted: AdmittedSequence, sampling: SamplingRows, staging: Staging) -> None:
         row = self._row_of.get(admitted.request_id)
         if row is None:
             if not self._free:
@@ -124,7 +124,7 @@ class DeviceRows:
         staging.put(self.layout.token(row, 0), admitted.token_ids)
 
 
-def _record(row: int, admitted: AdmittedRow, sampling: SamplingRows) -> NDArray[np.int32]:
+def _record(row: int, admitted: AdmittedSequence, sampling: SamplingRows) -> NDArray[np.int32]:
     record = np.zeros(layout.NUM_FIELDS, dtype=np.int32)
     record[layout.NUM_TOKENS] = len(admitted.token_ids)
     record[layout.NUM_PROMPT_TOKENS] = admitted.num_prompt_tokens

@@ -29,7 +29,7 @@ from pagemill_engine.runner.kv_cache import KVCache
 from pagemill_engine.runner.sleeping import SleepingModel
 from pagemill_engine.sampling.rows import SamplingRows
 from pagemill_engine.sampling.sampler import by_row
-from pagemill_engine.scheduler.step import AdmittedRow, StepPlan, StepResult
+from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan, StepResult
 from pagemill_kernels.registry import Ops
 from pagemill_kernels.request_rows.layout import NUM_SETTINGS, RowLayout, RowState, StepInputs, StepRows
 from pagemill_kernels.request_rows.staging import Staging
@@ -129,7 +129,7 @@ class DeviceRunner:
         """One row that asks for everything."""
         asks = SamplingParams(temperature=1.0, top_p=0.5, presence_penalty=1.0, logit_bias={0: 1.0}, logprobs=1)
         sampling = SamplingRows(1, self.info.vocab_size, self._ops.device)
-        sampling.admit(0, AdmittedRow("", [0], 1, 0, [], asks, 0, 0))
+        sampling.admit(0, AdmittedSequence("", [0], 1, 0, [], asks, 0, 0))
         first = np.zeros(1, dtype=np.int64)
         with torch.inference_mode():
             logits = torch.zeros(1, self.info.vocab_size, device=self._ops.device)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pagemill_engine.scheduler.step import AdmittedRow, StepPlan
+from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan
 
 
 class StepInputs(NamedTuple):
@@ -66,7 +66,7 @@ class RequestRows:
         self._free.extend(rows)
         return rows
 
-    def admit(self, admitted: AdmittedRow) -> int:
+    def admit(self, admitted: AdmittedSequence) -> int:
         """Fill a row anew. Raises RuntimeError when the plan admits more requests than there are rows."""
         row = self._row_of.get(admitted.request_id)
         if row is None:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.runner.base import RunnerInfo
-from pagemill_engine.scheduler.step import AdmittedRow, StepPlan, StepResult, TokenLogprobs
+from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan, StepResult, TokenLogprobs
 from pagemill_protocol.state import StepTimeParams
 from pagemill_protocol.step_time import StepTimeModel
 
@@ -144,7 +144,7 @@ class NullRunner:
         for name, index, block_id in plan.replaced_blocks:
             self._known(name).block_ids[index] = block_id
 
-    def _admit(self, admitted: AdmittedRow) -> None:
+    def _admit(self, admitted: AdmittedSequence) -> None:
         if admitted.request_id in self._rows:
             raise PlanError(f"{admitted.request_id} is admitted twice")
         self._rows[admitted.request_id] = _Row(

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pagemill_engine.scheduler.step import AdmittedRow
+from pagemill_engine.scheduler.step import AdmittedSequence
 from pagemill_kernels.gpu.launch import upload
 from pagemill_kernels.sampling import randomness
 from pagemill_kernels.sampling.batch import Draws, Edits, Penalties, Reports, SamplingBatch
@@ -86,7 +86,7 @@ class SamplingRows:
         self.penalised = np.zeros(self.max_rows, dtype=np.bool_)
         self.plain = np.zeros(self.max_rows, dtype=np.bool_)
 
-    def admit(self, row: int, admitted: AdmittedRow) -> None:
+    def admit(self, row: int, admitted: AdmittedSequence) -> None:
         params = admitted.sampling
         self.temperature[row] = params.temperature if params.temperature >= MIN_TEMPERATURE else 0.0
         self.top_k[row] = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
@@ -165,7 +165,7 @@ class SamplingRows:
         wanting = np.flatnonzero(self.num_logprobs[rows] >= 0)
         return Reports(wanting, self.num_logprobs[rows[wanting]]) if len(wanting) else None
 
-    def _admit_tokens(self, row: int, admitted: AdmittedRow) -> None:
+    def _admit_tokens(self, row: int, admitted: AdmittedSequence) -> None:
         params = admitted.sampling
         self.release(row)
         if params.logit_bias:

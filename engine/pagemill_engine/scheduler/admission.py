@@ -1,4 +1,4 @@
-"""The engine's door: a client request becomes rows, or is refused with the reason. Nothing is queued here."""
+"""Turns a client request into sequences, or refuses it with the reason. Nothing is queued here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 from pagemill_engine.scheduler.beams import BeamSearch, most_blocks, num_candidates
 from pagemill_engine.scheduler.limits import SchedulerLimits
-from pagemill_engine.scheduler.request import Request
+from pagemill_engine.scheduler.sequence import Sequence
 from pagemill_protocol import hashes
 from pagemill_protocol.errors import PagemillError, context_length_exceeded, invalid_field, unavailable
 from pagemill_protocol.generate import ChoiceResume, GenerateRequest
@@ -19,15 +19,15 @@ _SEED_BITS = 63
 
 
 class Admission:
-    """Builds rows. Counts arrivals, so that order never depends on clocks."""
+    """Builds sequences. Counts arrivals, so that their order does not depend on clocks."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self._limits = limits
         self._num_arrivals = 0
         self._cache_root = lru_cache(maxsize=4096)(self._compute_cache_root)
 
-    def admit(self, request: GenerateRequest, *, now_s: float, num_waiting: int) -> list[Request]:
-        """One row per choice that is not finished yet, in order of choice. Raises `PagemillError`."""
+    def admit(self, request: GenerateRequest, *, now_s: float, num_waiting: int) -> list[Sequence]:
+        """One sequence per choice that is not finished yet, in order of choice. Raises `PagemillError`."""
         self.check(request, num_waiting)
         sampling = request.sampling
         self._num_arrivals += 1
@@ -39,7 +39,7 @@ class Admission:
         resumes = {resume.index: resume for resume in request.resume}
         first = request.prompt_index * sampling.num_sequences
         return [
-            self._row(request, choice, resumes.get(choice), seed, now_s)
+            self._sequence(request, choice, resumes.get(choice), seed, now_s)
             for choice in range(first, first + sampling.num_sequences)
             if choice not in resumes or not resumes[choice].finished
         ]
@@ -58,22 +58,22 @@ class Admission:
         if num_waiting + num_sequences > room:
             raise _queue_full(num_waiting, room)
 
-    def _search_root(self, request: GenerateRequest, now_s: float) -> Request:
-        """The prompt as the only row of a beam search; the others fork from it."""
-        root = self._row(request, 0, None, seed=0, now_s=now_s)
+    def _search_root(self, request: GenerateRequest, now_s: float) -> Sequence:
+        """The prompt as the only sequence of a beam search; the others fork from it."""
+        root = self._sequence(request, 0, None, seed=0, now_s=now_s)
         root.search = BeamSearch(root, request.sampling, request.prompt_index * request.sampling.n)
         return root
 
-    def _row(
+    def _sequence(
         self, request: GenerateRequest, choice: int, resume: ChoiceResume | None, seed: int, now_s: float
-    ) -> Request:
+    ) -> Sequence:
         sampling = request.sampling
         prompt = request.prompt_token_ids
         resumed = resume.token_ids if resume is not None else []
         eos_token_ids = [] if sampling.ignore_eos else self._limits.eos_token_ids
         stop_ids = frozenset(eos_token_ids).union(sampling.stop_token_ids)
-        return Request(
-            request_id=row_id(request.request_id, choice),
+        return Sequence(
+            request_id=sequence_id(request.request_id, choice),
             client_request_id=request.request_id,
             choice=choice,
             arrival=self._num_arrivals,
@@ -107,7 +107,8 @@ class Admission:
         _check_vocabulary(prompt, "prompt", limits.vocab_size)
 
     def _check_choosing(self, request: GenerateRequest) -> None:
-        """Of answers that are chosen at their end nothing can be sent, and so nothing be continued, before."""
+        """Refuse what does not go with answers that are chosen at the end: nothing can be streamed or continued
+        before."""
         sampling, limits = request.sampling, self._limits
         if sampling.num_sequences == sampling.n and not sampling.use_beam_search:
             return
@@ -144,7 +145,8 @@ class Admission:
 
 
 def _engine_sampling(sampling: SamplingParams, num_stop_ids: int, vocab_size: int) -> SamplingParams:
-    """What a row asks of the sampler, where the choice among several needs more than the client does."""
+    """The sampling parameters of a sequence. Choosing among several sequences needs log probabilities that the client
+    did not ask for."""
     if sampling.use_beam_search:
         num_top = num_candidates(sampling, num_stop_ids, vocab_size)
         return msgspec.structs.replace(sampling, temperature=0.0, min_tokens=0, logprobs=num_top)
@@ -154,7 +156,7 @@ def _engine_sampling(sampling: SamplingParams, num_stop_ids: int, vocab_size: in
 
 
 def _serves_no_adapters() -> PagemillError:
-    """Another engine may: a gateway that is told so goes on to the next."""
+    """409: another engine may serve it, so a gateway tries the next one."""
     return PagemillError(
         "This engine serves no adapters. Ask for the model itself, or an engine that has them.",
         status=409,
@@ -163,7 +165,7 @@ def _serves_no_adapters() -> PagemillError:
     )
 
 
-def row_id(client_request_id: str, choice: int) -> str:
+def sequence_id(client_request_id: str, choice: int) -> str:
     return f"{client_request_id}/{choice}"
 
 
@@ -178,7 +180,7 @@ def _check_priority(priority: int) -> None:
 
 
 def _check_vocabulary(token_ids: list[int], param: str, vocab_size: int) -> None:
-    """An id outside the embedding would break the step for everybody in it."""
+    """A token id outside the embedding would fail the whole step."""
     if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):
         return
     wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
@@ -203,7 +205,7 @@ def _larger_than_cache(num_prompt_tokens: int, limits: SchedulerLimits, param: s
 
 
 def _search_too_large(width: int, num_tokens: int, num_blocks: int, limits: SchedulerLimits) -> PagemillError:
-    """400: its rows advance together, so all of them must fit at once."""
+    """400: the sequences of a search advance together, so all of them must fit at once."""
     return invalid_field(
         "beam_width",
         f"A search of {width} beams for up to {num_tokens} tokens may need {num_blocks} KV blocks of "
@@ -213,7 +215,7 @@ def _search_too_large(width: int, num_tokens: int, num_blocks: int, limits: Sche
 
 
 def wider_than_queue(param: str, num_choices: int, max_num_waiting: int) -> PagemillError:
-    """400: no queue length would ever let it in."""
+    """400: the request could never be queued."""
     return invalid_field(
         param,
         f"This request asks for {num_choices} answers at once; here {max_num_waiting} may wait (max_num_waiting). "

@@ -1,23 +1,23 @@
-"""Beam search: which candidates go on, which are complete, and when the search ends.
+"""Beam search: which candidates continue, which are complete, and when the search ends.
 
-A search is a group of rows in lockstep. Each row that has computed all its tokens reports its most likely next tokens
-and waits; when all have, the search decides over all rows at once: as many candidates as there are beams go on, and
-complete ones among the best enter a pool of answers. Rows, queues and KV blocks are `scheduler.scheduler`'s, which
-forks them as decided here. Selection and ending follow Hugging Face's `generate(num_beams=k)`; the tests compare.
+A search is a group of sequences in lockstep. Each sequence that has computed all its tokens reports its most likely
+next tokens and waits. When all have reported, the search decides: as many candidates as there are beams continue, and
+complete ones among the best enter a pool of answers. Queues and KV blocks belong to `scheduler.scheduler`, which forks
+them as decided here. Selection and ending follow Hugging Face's `generate(num_beams=k)`; tests compare the two.
 
-A running sequence scores the log probability of its output under the model itself; a complete one that sum divided by
-its length to the power of `length_penalty`.
+A running sequence scores the log probability of its output under the model; a complete one that sum divided by its
+length to the power of `length_penalty`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
 
-from pagemill_engine.scheduler.request import Request
+from pagemill_engine.scheduler.sequence import Sequence
 from pagemill_engine.scheduler.step import TokenLogprobs
 from pagemill_protocol.generate import FinishReason
 from pagemill_protocol.sampling import SamplingParams
@@ -27,12 +27,12 @@ from pagemill_protocol.sampling import SamplingParams
 class Beam:
     """One running sequence."""
 
-    row: Request
+    sequence: Sequence
     score: float = 0.0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """One entry per output token, for clients that want them."""
     candidates: TokenLogprobs | None = None
-    """What it may go on with; set while it waits for the other rows."""
+    """Its possible next tokens; set while it waits for the other sequences."""
 
 
 class Answer(NamedTuple):
@@ -52,22 +52,22 @@ class Continuation(NamedTuple):
     token_id: int
     score: float
     rank: int
-    """The token's among its row's candidates, from 1."""
+    """The token's rank among its sequence's candidates, from 1."""
 
 
 class BeamSearch:
-    """One search. The scheduler calls `report` for each row, `decide` when all have reported, then `go_on`."""
+    """One search. The scheduler calls `report` for each sequence, `decide` when all have reported, then `go_on`."""
 
-    def __init__(self, root: Request, sampling: SamplingParams, first_choice: int) -> None:
-        """`sampling`: as the client sent it; `first_choice`: the index of its best answer."""
+    def __init__(self, root: Sequence, sampling: SamplingParams, first_choice: int) -> None:
+        """`sampling`: as sent by the client. `first_choice`: the index of the best answer."""
         self.beams = [Beam(root)]
         """Running sequences, best first."""
         self.pool: list[Answer] = []
         """Complete sequences, best first."""
         self.choices = range(first_choice, first_choice + sampling.n)
-        self.num_rows_made = 1
-        self.told = False
-        """The client has heard how the search ended."""
+        self.num_sequences_made = 1
+        self.end_reported = False
+        """The end of the search was reported to the client."""
         self._width = sampling.num_sequences
         self._sampling = sampling
         self._stop_ids = root.stop_ids
@@ -75,29 +75,29 @@ class BeamSearch:
         self._max_output_tokens = root.max_total_tokens - root.num_prompt_tokens
 
     @property
-    def rows(self) -> list[Request]:
-        return [beam.row for beam in self.beams]
+    def sequences(self) -> list[Sequence]:
+        return [beam.sequence for beam in self.beams]
 
-    def waits_for_others(self, row: Request) -> bool:
-        return any(beam.row is row and beam.candidates is not None for beam in self.beams)
+    def waits_for_others(self, sequence: Sequence) -> bool:
+        return any(beam.sequence is sequence and beam.candidates is not None for beam in self.beams)
 
-    def report(self, row: Request, candidates: TokenLogprobs) -> bool:
-        """Note what `row` may go on with. True when every row has reported."""
+    def report(self, sequence: Sequence, candidates: TokenLogprobs) -> bool:
+        """Record the candidates of `sequence`. Returns true when every sequence has reported."""
         all_reported = True
         for beam in self.beams:
-            if beam.row is row:
+            if beam.sequence is sequence:
                 beam.candidates = candidates
             all_reported = all_reported and beam.candidates is not None
         return all_reported
 
     def decide(self) -> list[Continuation]:
-        """What goes on, best first; none: the search is over and `pool` holds its answers."""
-        num_tokens = self.beams[0].row.num_output_tokens + 1
+        """The continuations, best first. Empty: the search is over and `pool` holds its answers."""
+        num_tokens = self.beams[0].sequence.num_output_tokens + 1
         last = num_tokens >= self._max_output_tokens
         going_on: list[Continuation] = []
         for place, candidate in enumerate(sorted(self._candidates(), key=attrgetter("score"), reverse=True)):
             if last or candidate.token_id in self._stop_ids:
-                # A complete sequence counts only among the best: behind them it has not beaten a running one.
+                # A complete sequence counts only if it is among the best: otherwise a running one beats it.
                 if place < self._width:
                     self._complete(candidate, num_tokens)
             elif len(going_on) < self._width:
@@ -106,18 +106,18 @@ class BeamSearch:
         del self.pool[self._width :]
         return [] if self._over(going_on, num_tokens) else going_on
 
-    def go_on(self, continuations: Sequence[Continuation], rows: Sequence[Request]) -> None:
-        """The decision was carried out: `rows` hold the continuations' tokens."""
+    def go_on(self, continuations: Collection[Continuation], sequences: Collection[Sequence]) -> None:
+        """Continue with `sequences`, which hold the continuations' tokens."""
         self.beams = [
-            Beam(row, each.score, [*each.beam.logprobs, *self._client_logprobs(each)])
-            for each, row in zip(continuations, rows, strict=True)
+            Beam(sequence, each.score, [*each.beam.logprobs, *self._client_logprobs(each)])
+            for each, sequence in zip(continuations, sequences, strict=True)
         ]
 
     def _candidates(self) -> Iterator[Continuation]:
         for beam in self.beams:
             found = beam.candidates
-            assert found is not None, "decided before all rows reported"
-            too_short = beam.row.num_output_tokens < self._sampling.min_tokens
+            assert found is not None, "decided before all sequences reported"
+            too_short = beam.sequence.num_output_tokens < self._sampling.min_tokens
             for rank, (token_id, logprob) in enumerate(zip(found.token_ids[1:], found.logprobs[1:], strict=True), 1):
                 if not (too_short and token_id in self._stop_ids):
                     yield Continuation(beam, token_id, beam.score + logprob, rank)
@@ -126,7 +126,7 @@ class BeamSearch:
         logprobs = None
         if self._sampling.logprobs is not None:
             logprobs = [*candidate.beam.logprobs, *self._client_logprobs(candidate)]
-        output = candidate.beam.row.token_ids[self._num_prompt_tokens :]
+        output = candidate.beam.sequence.token_ids[self._num_prompt_tokens :]
         self.pool.append(
             Answer(
                 token_ids=[*output, candidate.token_id],
@@ -144,8 +144,8 @@ class BeamSearch:
         early_stopping = self._sampling.early_stopping
         if early_stopping is True:
             return True
-        # A positive penalty favours length, so the most that a running sequence can score is at the length limit; only
-        # "never" waits for that.
+        # A positive penalty favours length: a running sequence scores highest at the length limit. Only "never" waits
+        # for that.
         patient = early_stopping == "never" and self._sampling.length_penalty > 0
         best = self._normalised(going_on[0].score, self._max_output_tokens if patient else num_tokens)
         return best <= self.pool[-1].score
@@ -164,11 +164,12 @@ class BeamSearch:
 
 
 def num_candidates(sampling: SamplingParams, num_stop_ids: int, vocab_size: int) -> int:
-    """How many of a row's most likely tokens a search must see: enough to go on if every stop token is among them."""
+    """How many of its most likely tokens a sequence must report: enough to continue if every stop token is among
+    them."""
     return min(max(sampling.num_sequences + num_stop_ids, sampling.logprobs or 0), vocab_size)
 
 
 def most_blocks(sampling: SamplingParams, num_prompt_tokens: int, max_total_tokens: int, block_size: int) -> int:
-    """KV blocks that a search holds at its longest: the prompt's full ones once, the others per beam."""
+    """The most KV blocks that a search can hold: the full blocks of the prompt once, the others per beam."""
     shared = num_prompt_tokens // block_size
     return shared + sampling.num_sequences * (-(-(max_total_tokens - 1) // block_size) - shared)

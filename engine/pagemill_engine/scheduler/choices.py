@@ -1,21 +1,21 @@
-"""Further choices of one prompt (n > 1): they wait for the first and then share its KV.
+"""Further choices of one prompt (n > 1): they wait for the first one and then share its KV.
 
-The first choice, the leader, computes the prompt; when all but the prompt's last token is there, the held ones fork
-from it. Each computes the last prompt token itself, since its logits are what it samples from. Should the leader end
-before that, the next choice takes its place.
+The first choice, the leader, computes the prompt. When all but the prompt's last token is computed, the held choices
+fork from it. Each computes the last prompt token itself, because it samples from that token's logits. If the leader
+ends earlier, the next choice replaces it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pagemill_engine.scheduler.request import Request
+from pagemill_engine.scheduler.sequence import Sequence
 
 
 @dataclass(slots=True)
 class ChoiceGroup:
-    leader: Request
-    held: list[Request]
+    leader: Sequence
+    held: list[Sequence]
 
 
 class HeldChoices:
@@ -23,37 +23,37 @@ class HeldChoices:
         self._groups: dict[str, ChoiceGroup] = {}
         self.num_held = 0
 
-    def hold(self, leader: Request, held: list[Request]) -> None:
+    def hold(self, leader: Sequence, held: list[Sequence]) -> None:
         if not held:
             return
         self._groups[leader.request_id] = ChoiceGroup(leader, held)
         self.num_held += len(held)
 
-    def forkable(self, leader: Request) -> list[Request]:
-        """The choices that may fork from `leader` now; they are held no longer."""
+    def forkable(self, leader: Sequence) -> list[Sequence]:
+        """The choices that can fork from `leader` now; they are no longer held."""
         return self._release(leader) if self.fork_is_due(leader) else []
 
-    def fork_is_due(self, leader: Request) -> bool:
-        """Choices wait for `leader`, and all that they share is computed, if only by a step in flight."""
+    def fork_is_due(self, leader: Sequence) -> bool:
+        """Whether choices wait for `leader` and everything they share is computed, possibly by a step in flight."""
         return leader.num_computed_tokens >= leader.num_prompt_tokens - 1 and leader.request_id in self._groups
 
-    def successor(self, leader: Request) -> Request | None:
-        """The leader ended before its prompt was computed: the choice that starts in its place."""
+    def successor(self, leader: Sequence) -> Sequence | None:
+        """The choice that replaces `leader`, which ended before its prompt was computed."""
         held = self._release(leader)
         if not held:
             return None
         self.hold(held[0], held[1:])
         return held[0]
 
-    def drop(self, held: Request) -> None:
-        """A held choice was aborted."""
+    def drop(self, held: Sequence) -> None:
+        """Remove a held choice that was aborted."""
         for group in self._groups.values():
             if held in group.held:
                 group.held.remove(held)
                 self.num_held -= 1
                 return
 
-    def _release(self, leader: Request) -> list[Request]:
+    def _release(self, leader: Sequence) -> list[Sequence]:
         group = self._groups.pop(leader.request_id, None)
         if group is None:
             return []

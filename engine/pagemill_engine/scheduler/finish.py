@@ -1,13 +1,14 @@
-"""When a choice ends by its own tokens. Text-level stops are found by the output process and arrive as aborts."""
+"""Decides when a choice ends by its own tokens. Stop strings are found by the output process and arrive as aborts."""
 
 from __future__ import annotations
 
-from pagemill_engine.scheduler.request import Request
+from pagemill_engine.scheduler.sequence import Sequence
 from pagemill_protocol.generate import FinishReason
 
 
-def finish_reason(request: Request) -> FinishReason | None:
-    """Judge the newest output token. A stop token counts only after `min_tokens` others."""
+def finish_reason(request: Sequence) -> FinishReason | None:
+    """The reason why the newest output token ends the sequence, if it does. Stop tokens count only after `min_tokens`
+    others."""
     token_ids = request.token_ids
     num_output_tokens = len(token_ids) - request.num_prompt_tokens
     if token_ids[-1] in request.stop_ids and num_output_tokens > request.sampling.min_tokens:

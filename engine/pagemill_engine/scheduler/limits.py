@@ -1,4 +1,4 @@
-"""What the scheduler must respect: the device's room and the operator's settings, in one value."""
+"""The limits that the scheduler must respect: the device's capacity and the configured settings."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class SchedulerLimits:
     enable_prefix_caching: bool = True
     eos_token_ids: list[int] = field(default_factory=list)
     seed: int | None = None
-    """Seed of requests that send none; `None`: drawn per request."""
+    """Seed for requests that send none; `None`: drawn for each request."""
     weights_digest: str = ""
     kv_dtype: str = ""
     serves_adapters: bool = False
 
     @property
     def max_total_tokens(self) -> int:
-        """Tokens that one request can reach. The newest token needs no KV slot: it is sampled and never computed."""
+        """Tokens that one request can reach. The newest token needs no KV slot: it is sampled but not computed."""
         return min(self.max_model_len, self.num_blocks * self.block_size + 1)
 
     @property
     def watermark_blocks(self) -> int:
-        """Blocks kept free when a further request starts, so that the running ones can go on for a while."""
+        """Blocks kept free when another request starts, so that the running ones can continue for a while."""
         return max(1, self.num_blocks // 100)

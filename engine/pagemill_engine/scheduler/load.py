@@ -1,29 +1,29 @@
-"""How busy the scheduler is, as routers and autoscalers see it; told after every step."""
+"""Computes the scheduler's load for routers and autoscalers; published after every step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 
 from pagemill_engine.kv.block_pool import BlockPool
-from pagemill_engine.scheduler.request import Request
+from pagemill_engine.scheduler.sequence import Sequence
 from pagemill_protocol.state import EngineLoad
 
 
 def engine_load(
     pool: BlockPool,
-    running: Sequence[Request],
+    running: Collection[Sequence],
     num_waiting: int,
     queued_tokens: int,
     num_preemptions: int,
     step_ms: float,
 ) -> EngineLoad:
-    """`queued_tokens`: those that waiting rows still have to compute."""
+    """`queued_tokens`: tokens that waiting sequences have yet to compute."""
     running_tokens, prefilling_tokens, prefilled_tokens, num_prefilling = 0, 0, 0, 0
-    for row in running:
-        running_tokens += row.num_computed_tokens
-        if (due := len(row.token_ids) - row.num_computed_tokens) > 1:
+    for sequence in running:
+        running_tokens += sequence.num_computed_tokens
+        if (due := len(sequence.token_ids) - sequence.num_computed_tokens) > 1:
             prefilling_tokens += due
-            prefilled_tokens += row.num_computed_tokens
+            prefilled_tokens += sequence.num_computed_tokens
             num_prefilling += 1
     return EngineLoad(
         num_blocks_total=pool.num_blocks,

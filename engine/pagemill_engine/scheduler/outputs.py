@@ -1,17 +1,17 @@
-"""Collects what a step has to say to clients, in the wire's own type so that nothing is copied twice."""
+"""Collects the outputs of a step for clients, in the wire's own type so that nothing is copied twice."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 
 from pagemill_engine.ipc.messages import LogprobsOut, TokensOut
 from pagemill_engine.scheduler.beams import BeamSearch
-from pagemill_engine.scheduler.request import Request
+from pagemill_engine.scheduler.sequence import Sequence
 from pagemill_engine.scheduler.step import TokenLogprobs
 from pagemill_protocol.generate import FinishReason
 
 
-class OutputBox:
+class OutputQueue:
     def __init__(self) -> None:
         self._outputs: list[TokensOut] = []
 
@@ -22,102 +22,106 @@ class OutputBox:
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    def has_end(self, row: Request) -> bool:
-        """The row's last output is here already."""
-        if row.search is not None:
-            return row.search.told
+    def has_end(self, sequence: Sequence) -> bool:
+        """Whether the sequence's last output is queued."""
+        if sequence.search is not None:
+            return sequence.search.end_reported
         return any(
-            out.request_id == row.client_request_id and out.choice == row.choice and out.finish_reason is not None
+            out.request_id == sequence.client_request_id
+            and out.choice == sequence.choice
+            and out.finish_reason is not None
             for out in self._outputs
         )
 
     def token(
-        self, row: Request, token_id: int, logprobs: TokenLogprobs | None, finish_reason: FinishReason | None
+        self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None, finish_reason: FinishReason | None
     ) -> None:
-        if row.reported and logprobs is None:  # nearly always: it runs for every row of every step
+        if sequence.reported and logprobs is None:  # nearly always: it runs for every sequence of every step
             output = TokensOut(
-                request_id=row.client_request_id,
-                choice=row.choice,
+                request_id=sequence.client_request_id,
+                choice=sequence.choice,
                 token_ids=[token_id],
                 finish_reason=finish_reason,
-                num_preemptions=row.num_preemptions,
+                num_preemptions=sequence.num_preemptions,
             )
         else:
-            output = _full(row, token_id, logprobs, finish_reason)
-            row.reported = True
+            output = _full(sequence, token_id, logprobs, finish_reason)
+            sequence.reported = True
         self._outputs.append(output)
 
-    def search(self, row: Request, search: BeamSearch) -> None:
-        """A beam search is over: its best answers, whole. `row`: any of its rows."""
-        search.told = True
+    def search(self, sequence: Sequence, search: BeamSearch) -> None:
+        """Queue the best answers of a finished beam search. `sequence`: any of its sequences."""
+        search.end_reported = True
         for choice, answer in zip(search.choices, search.pool, strict=False):
             entries = None
             if answer.logprobs is not None:
                 entries = [LogprobsOut(each.token_ids, each.logprobs, each.rank) for each in answer.logprobs]
             self._outputs.append(
                 TokensOut(
-                    request_id=row.client_request_id,
+                    request_id=sequence.client_request_id,
                     choice=choice,
                     token_ids=answer.token_ids,
                     logprobs=entries,
                     finish_reason=answer.finish_reason,
-                    num_cached_tokens=row.num_cached_tokens,
-                    num_preemptions=row.num_preemptions,
-                    queue_s=_queue_s(row),
+                    num_cached_tokens=sequence.num_cached_tokens,
+                    num_preemptions=sequence.num_preemptions,
+                    queue_s=_queue_s(sequence),
                 )
             )
 
-    def end(self, row: Request, finish_reason: FinishReason) -> None:
-        """A choice ends without a new token: aborted, or resumed when it was already complete."""
-        for choice in _choices_to_end(row):
+    def end(self, sequence: Sequence, finish_reason: FinishReason) -> None:
+        """End a choice without a new token: it was aborted, or was already complete when resumed."""
+        for choice in _choices_to_end(sequence):
             self._outputs.append(
                 TokensOut(
-                    request_id=row.client_request_id,
+                    request_id=sequence.client_request_id,
                     choice=choice,
                     finish_reason=finish_reason,
-                    num_preemptions=row.num_preemptions,
+                    num_preemptions=sequence.num_preemptions,
                 )
             )
 
-    def failure(self, row: Request, message: str) -> None:
-        for choice in _choices_to_end(row):
+    def failure(self, sequence: Sequence, message: str) -> None:
+        for choice in _choices_to_end(sequence):
             self._outputs.append(
                 TokensOut(
-                    request_id=row.client_request_id,
+                    request_id=sequence.client_request_id,
                     choice=choice,
                     finish_reason="error",
                     error=message,
                     error_code="internal_error",
-                    num_preemptions=row.num_preemptions,
+                    num_preemptions=sequence.num_preemptions,
                 )
             )
 
 
-def _choices_to_end(row: Request) -> Sequence[int]:
-    """A search ends as a whole, once, whichever of its rows it ends with."""
-    if row.search is None:
-        return (row.choice,)
-    choices = () if row.search.told else row.search.choices
-    row.search.told = True
+def _choices_to_end(sequence: Sequence) -> Collection[int]:
+    """A search ends as a whole and once, whichever of its sequences it ends with."""
+    if sequence.search is None:
+        return (sequence.choice,)
+    choices = () if sequence.search.end_reported else sequence.search.choices
+    sequence.search.end_reported = True
     return choices
 
 
-def _full(row: Request, token_id: int, logprobs: TokenLogprobs | None, finish_reason: FinishReason | None) -> TokensOut:
-    first = not row.reported
+def _full(
+    sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None, finish_reason: FinishReason | None
+) -> TokensOut:
+    first = not sequence.reported
     entry = None
     if logprobs is not None:
         entry = [LogprobsOut(logprobs.token_ids, logprobs.logprobs, logprobs.rank)]
     return TokensOut(
-        request_id=row.client_request_id,
-        choice=row.choice,
+        request_id=sequence.client_request_id,
+        choice=sequence.choice,
         token_ids=[token_id],
         logprobs=entry,
         finish_reason=finish_reason,
-        num_cached_tokens=row.num_cached_tokens if first else 0,
-        num_preemptions=row.num_preemptions,
-        queue_s=_queue_s(row) if first else 0.0,
+        num_cached_tokens=sequence.num_cached_tokens if first else 0,
+        num_preemptions=sequence.num_preemptions,
+        queue_s=_queue_s(sequence) if first else 0.0,
     )
 
 
-def _queue_s(row: Request) -> float:
-    return max(0.0, row.first_scheduled_s - row.arrival_s) if row.first_scheduled_s is not None else 0.0
+def _queue_s(sequence: Sequence) -> float:
+    return max(0.0, sequence.first_scheduled_s - sequence.arrival_s) if sequence.first_scheduled_s is not None else 0.0

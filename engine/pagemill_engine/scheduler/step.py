@@ -1,8 +1,8 @@
-"""The contract between scheduler and runner: what one step computes, and what came of it.
+"""The contract between scheduler and runner: what one step computes, and its result.
 
-A decision is `{request_id: num_tokens}`. Around it travel only differences: rows that enter, block ids appended, blocks
-to copy before the forward pass, rows that left. The runner keeps a persistent row for each admitted request and applies
-them; it never asks back. Neither side imports the other.
+A decision is `{request_id: num_tokens}`. Besides it a plan carries only differences: sequences that enter, appended
+block ids, blocks to copy before the forward pass, sequences that left. The runner keeps a persistent batch row for each
+admitted sequence and applies the differences to it. Neither side imports the other.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pagemill_protocol.sampling import SamplingParams
 
 
 @dataclass(slots=True, frozen=True)
-class AdmittedRow:
-    """A request that starts, or resumes after preemption: its row is filled anew."""
+class AdmittedSequence:
+    """A sequence that starts, or restarts after preemption: its batch row is filled from the beginning."""
 
     request_id: str
     token_ids: list[int]
@@ -29,34 +29,35 @@ class AdmittedRow:
     """Index among the n choices of its client request: part of the random counter."""
     seed: int
     eos_token_ids: list[int] = field(default_factory=list)
-    """End-of-sequence tokens that apply to the row (none with `ignore_eos`): together with `sampling.stop_token_ids`
-    they are masked until `min_tokens` tokens were generated."""
+    """End-of-sequence tokens that apply to the sequence (none with `ignore_eos`): together with
+    `sampling.stop_token_ids` they are masked until `min_tokens` tokens were generated."""
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step's work. Order of `num_scheduled_tokens` is the order of rows in the batch.
+    """One step's work. Order of `num_scheduled_tokens` is the order of sequences in the batch.
 
-    A row may be admitted with blocks that another row of the same step fills (a prefix hit on work in flight): the
-    runner writes the KV of the whole batch before attention reads it, in every layer.
+    A sequence may be admitted with blocks that another sequence of the same step fills (a prefix hit on work in
+    flight): the runner writes the KV of the whole batch before attention reads it, in every layer.
     """
 
     step: int
     num_scheduled_tokens: dict[str, int]
     """The decision. A request samples one token exactly when the step catches up with all its tokens."""
-    admitted: list[AdmittedRow] = field(default_factory=list)
+    admitted: list[AdmittedSequence] = field(default_factory=list)
     new_block_ids: dict[str, list[int]] = field(default_factory=dict)
-    """Blocks appended to rows that were already admitted."""
+    """Blocks appended to sequences that were already admitted."""
     replaced_blocks: list[tuple[str, int, int]] = field(default_factory=list)
-    """(request_id, index in its block table, new block id): the entry after a copy-on-write. An admitted row's
+    """(request_id, index in its block table, new block id): the entry after a copy-on-write. An admitted sequence's
     `block_ids` have it already."""
     block_copies: list[tuple[int, int]] = field(default_factory=list)
     """(source, destination) copied before the forward pass; every source is read before any destination is written."""
     released: list[str] = field(default_factory=list)
-    """Rows that left since the step before: finished, aborted or preempted. Applied first. A row may be released and
-    admitted in one plan (it starts over); after a failed step a released row may be unknown to the runner."""
+    """Sequences that left since the step before: finished, aborted or preempted. Applied first. A sequence may be
+    released and admitted in one plan (it starts over); after a failed step a released sequence may be unknown to the
+    runner."""
     samples: set[str] = field(default_factory=set)
-    """Requests that sample a token in this step. The runner appends the token to its row itself."""
+    """Requests that sample a token in this step. The runner appends the token to its sequence itself."""
     decode_context_tokens: int = 0
     """Context tokens that the step's decodes read, summed; for the step-time model."""
     chunk_context_products: int = 0

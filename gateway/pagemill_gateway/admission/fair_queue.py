@@ -252,7 +252,7 @@ class FairQueue(Generic[W]):
                 return max(newest, key=lambda each: (each[0].weight(is_too_long), each[1].arrived_at))[1]
         return None
 
-    def find_faults(self) -> list[str]:
+    def find_inconsistencies(self) -> list[str]:
         """Contradictions between what is counted and what is there; for tests. O(waiters)."""
         lines = list(chain.from_iterable(band.lines.items() for band in self._bands.values()))
         there = [waiter for _, line in lines for waiter in line.waiters]

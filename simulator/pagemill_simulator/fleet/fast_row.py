@@ -1,4 +1,4 @@
-"""A request on a fast pod: counters, as `pagemill_engine.scheduler.request` has them, without any token."""
+"""A request on a fast pod: counters, as `pagemill_engine.scheduler.sequence` has them, without any token."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from tiny_llama import write_tiny_llama
 
 from pagemill_engine.runner.inputs import RequestRows
 from pagemill_engine.runner.kv_cache import KVCache
-from pagemill_engine.scheduler.step import AdmittedRow, StepPlan, StepResult
+from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan, StepResult
 from pagemill_protocol.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
@@ -31,9 +31,9 @@ def runner(folder: Path, runner_loader: Callable[..., Any]) -> Any:
     return runner_loader(folder, num_kv_blocks=32, max_num_seqs=4)
 
 
-def admitted(name: str, token_ids: list[int], block_ids: list[int], **fields: Any) -> AdmittedRow:
+def admitted(name: str, token_ids: list[int], block_ids: list[int], **fields: Any) -> AdmittedSequence:
     values = {"num_prompt_tokens": len(token_ids), "num_computed_tokens": 0, "sampling": GREEDY, "choice": 0, "seed": 0}
-    return AdmittedRow(request_id=name, token_ids=token_ids, block_ids=block_ids, **{**values, **fields})
+    return AdmittedSequence(request_id=name, token_ids=token_ids, block_ids=block_ids, **{**values, **fields})
 
 
 def step(runner: Any, scheduled: dict[str, int], samples: list[str], **fields: Any) -> StepResult:

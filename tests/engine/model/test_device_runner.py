@@ -20,7 +20,7 @@ from pagemill_engine.runner.device_runner import DeviceRunner
 from pagemill_engine.runner.errors import StepSkippedError
 from pagemill_engine.runner.graphs import CudaRecorder, graph_sizes
 from pagemill_engine.sampling.rows import SamplingRows
-from pagemill_engine.scheduler.step import AdmittedRow, StepPlan
+from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan
 from pagemill_kernels.kv_store import storage
 from pagemill_kernels.request_rows.layout import RowLayout
 from pagemill_kernels.request_rows.staging import Staging
@@ -103,9 +103,9 @@ def expected(load: Callable[..., Any]) -> Answers:
     return answers
 
 
-def admitted(name: str, token_ids: list[int], block_ids: list[int], **fields: Any) -> AdmittedRow:
+def admitted(name: str, token_ids: list[int], block_ids: list[int], **fields: Any) -> AdmittedSequence:
     values = {"num_prompt_tokens": len(token_ids), "num_computed_tokens": 0, "sampling": GREEDY, "choice": 0, "seed": 0}
-    return AdmittedRow(request_id=name, token_ids=token_ids, block_ids=block_ids, **{**values, **fields})
+    return AdmittedSequence(request_id=name, token_ids=token_ids, block_ids=block_ids, **{**values, **fields})
 
 
 def plan_of(scheduled: dict[str, int], **fields: Any) -> StepPlan:

@@ -21,7 +21,7 @@ from triton_device import HAS_GPU
 from pagemill_engine.runner import device_runner, kv_cache, load_eager
 from pagemill_engine.runner.memory import measure_memory
 from pagemill_engine.sampling import rows
-from pagemill_engine.scheduler.step import AdmittedRow, StepPlan
+from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan
 from pagemill_kernels.gpu import launch
 from pagemill_kernels.registry import ops_for
 from pagemill_protocol.sampling import SamplingParams
@@ -76,9 +76,9 @@ ASKS: dict[str, dict[str, Any]] = {
 }
 
 
-def admitted(name: str, num_tokens: int, first_block: int) -> AdmittedRow:
+def admitted(name: str, num_tokens: int, first_block: int) -> AdmittedSequence:
     blocks = list(range(first_block, first_block + 3))
-    return AdmittedRow(name, list(range(num_tokens)), num_tokens, 0, blocks, SamplingParams(**ASKS[name]), 0, 0)
+    return AdmittedSequence(name, list(range(num_tokens)), num_tokens, 0, blocks, SamplingParams(**ASKS[name]), 0, 0)
 
 
 def plan(scheduled: dict[str, int], **fields: Any) -> StepPlan:

@@ -22,7 +22,7 @@ from pagemill_engine.runner.budget import DEFAULT_KV_BYTES, SAMPLER_FLOATS, Size
 from pagemill_engine.runner.memory import MemoryState, measure_memory
 from pagemill_engine.sampling.rows import SamplingRows
 from pagemill_engine.sampling.sampler import sample
-from pagemill_engine.scheduler.step import AdmittedRow, StepPlan
+from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan
 from pagemill_protocol.model_spec import ModelSpec, load_model_spec
 from pagemill_protocol.sampling import SamplingParams
 
@@ -146,7 +146,7 @@ def test_sampling_takes_no_more_than_its_share_of_the_budget(sampling: dict[str,
     num_rows, vocab_size = 8, 5000
     rows = SamplingRows(num_rows, vocab_size)
     for row in range(num_rows):
-        rows.admit(row, AdmittedRow(str(row), [1, 2], 2, 0, [0], SamplingParams(**sampling), 0, row))
+        rows.admit(row, AdmittedSequence(str(row), [1, 2], 2, 0, [0], SamplingParams(**sampling), 0, row))
     flat = torch.zeros(num_rows, vocab_size)  # no cut lies among the best tokens: the whole vocabulary is sorted
     taken = peak_bytes(lambda: sample(flat, rows, np.arange(num_rows), np.zeros(num_rows, dtype=np.int64)))
     assert flat.nbytes + taken <= num_rows * vocab_size * 4 * SAMPLER_FLOATS
@@ -162,7 +162,7 @@ def test_a_largest_step_takes_what_was_computed_for_it(
     budget = runner.info.memory
     assert budget is not None
     tokens = [token % 128 for token in range(1024)]
-    row = AdmittedRow("a", tokens, 1024, 0, list(range(64)), SamplingParams(temperature=0.0), 0, 0)
+    row = AdmittedSequence("a", tokens, 1024, 0, list(range(64)), SamplingParams(temperature=0.0), 0, 0)
     taken = peak_bytes(lambda: runner.launch(StepPlan(1, {"a": 1024}, admitted=[row], samples={"a"})))
     assert taken <= budget.activation_bytes
     assert taken >= 0.25 * budget.activation_bytes, "of the right size, not merely large"

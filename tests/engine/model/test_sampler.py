@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pagemill_engine.sampling.rows import SamplingRows
 from pagemill_engine.sampling.sampler import Sampled, sample
-from pagemill_engine.scheduler.step import AdmittedRow
+from pagemill_engine.scheduler.step import AdmittedSequence
 from pagemill_kernels.sampling import filters
 from pagemill_protocol.sampling import SamplingParams
 
@@ -31,7 +31,7 @@ def rows_for(
         prompt, output = (prompts[i] if prompts else [1]), (outputs[i] if outputs else [])
         rows.admit(
             i,
-            AdmittedRow(
+            AdmittedSequence(
                 request_id=str(i),
                 token_ids=prompt + output,
                 num_prompt_tokens=len(prompt),
@@ -186,7 +186,7 @@ def test_a_reused_row_forgets_the_request_before() -> None:
     heavy = SamplingParams(temperature=0, presence_penalty=2.0, logit_bias={1: 50.0}, min_tokens=5, stop_token_ids=[0])
     rows = rows_for([heavy], outputs=[[9, 9]])
     light = rows_for([SamplingParams(temperature=0)])
-    rows.admit(0, AdmittedRow("x", [1], 1, 0, [], SamplingParams(temperature=0, presence_penalty=0.1), 0, 0))
+    rows.admit(0, AdmittedSequence("x", [1], 1, 0, [], SamplingParams(temperature=0, presence_penalty=0.1), 0, 0))
     logits = logits_of(4, 1)
     assert run(logits, rows).token_ids.tolist() == run(logits, light).token_ids.tolist()
 

@@ -9,7 +9,7 @@ import torch
 
 from pagemill_engine.sampling.rows import SamplingRows
 from pagemill_engine.sampling.sampler import sample
-from pagemill_engine.scheduler.step import AdmittedRow
+from pagemill_engine.scheduler.step import AdmittedSequence
 from pagemill_kernels.sampling import arithmetic, randomness
 from pagemill_protocol.sampling import SamplingParams
 
@@ -95,7 +95,7 @@ def test_drawn_frequencies_are_the_softmax() -> None:
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -3.0, 1.5, 0.3, -0.2])
     rows = SamplingRows(1, len(logits))
     params = SamplingParams(temperature=temperature, seed=9)
-    rows.admit(0, AdmittedRow("r", [0], 1, 0, [], params, 0, 9))
+    rows.admit(0, AdmittedSequence("r", [0], 1, 0, [], params, 0, 9))
     drawn = np.concatenate(
         [
             sample(

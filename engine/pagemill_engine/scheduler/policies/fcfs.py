@@ -1,9 +1,9 @@
-"""First come, first served: a preempted request keeps its place, so nobody can be overtaken for ever."""
+"""First come, first served: a preempted sequence keeps its place, so it cannot be overtaken for ever."""
 
 from __future__ import annotations
 
-from pagemill_engine.scheduler.request import Request
+from pagemill_engine.scheduler.sequence import Sequence
 
 
-def rank(request: Request) -> tuple[int, ...]:
+def rank(request: Sequence) -> tuple[int, ...]:
     return (request.arrival, request.choice)

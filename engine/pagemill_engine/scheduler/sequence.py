@@ -1,8 +1,8 @@
-"""A request inside the engine: a row of counters. One client request of n choices is n of these, a beam search one
-for each beam.
+"""A sequence: one choice or beam of a client request, as counters. A request of n choices has n sequences, a beam
+search one per beam.
 
-Everything a step needs is derived from `num_computed_tokens` catching up with `num_tokens`. Who changes what:
-`kv.manager` the KV counters, `scheduler.scheduler` the rest; nobody else.
+Everything a step needs follows from `num_computed_tokens` catching up with `num_tokens`. `kv.manager` changes the KV
+counters and `scheduler.scheduler` the others.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ if TYPE_CHECKING:
     from pagemill_engine.scheduler.beams import BeamSearch
 
 
-class RowState(IntEnum):
+class SequenceState(IntEnum):
     HELD = 0
     """A further choice that waits until the first one has computed their common prompt."""
     WAITING = 1
     RUNNING = 2
     FINISHED = 3
     REPORTED = 4
-    """A beam that waits until the other beams of its search have reported their candidates too."""
+    """A beam that waits until the other beams of its search have reported their candidates."""
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class Sequence:
     request_id: str
     """Unique in the engine: client request id and choice."""
     client_request_id: str
     choice: int
     """Index among all choices of the client request."""
     arrival: int
-    """Rank of arrival; choices of one client request share it."""
+    """Order of arrival; the choices of one client request share it."""
     arrival_s: float
     priority: int
     token_ids: list[int]
@@ -44,34 +44,34 @@ class Request:
     sampling: SamplingParams
     seed: int
     max_total_tokens: int
-    """Ends by `length` at this many tokens."""
+    """The sequence ends with reason `length` at this many tokens."""
     stop_ids: frozenset[int]
     """End-of-sequence tokens (unless ignored) and the request's own stop tokens."""
     eos_token_ids: list[int]
-    """End-of-sequence tokens that apply to it."""
+    """End-of-sequence tokens that apply to the sequence."""
     cache_root: bytes
     num_resumed_tokens: int = 0
-    """Output that another engine generated before."""
+    """Output tokens that another engine generated before."""
     num_computed_tokens: int = 0
-    """Tokens with KV once all steps launched so far have run."""
+    """Tokens whose KV is in the cache once all launched steps have run."""
     num_pending_tokens: int = 0
-    """Tokens that steps in flight sample: known to come, not known yet."""
+    """Tokens that steps in flight sample: their values are not known yet."""
     block_hashes: list[bytes] = field(default_factory=list)
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache at first scheduling."""
     num_preemptions: int = 0
-    state: RowState = RowState.WAITING
+    state: SequenceState = SequenceState.WAITING
     aborted: bool = False
-    """Aborted while a step was in flight; ends with that step."""
+    """Aborted while a step was in flight; it ends with that step."""
     reported: bool = False
     """Its first output was sent."""
     first_scheduled_s: float | None = None
     search: BeamSearch | None = None
-    """The beam search that it is a row of."""
+    """The beam search that the sequence belongs to."""
 
     @property
     def num_tokens(self) -> int:
-        """Known and known to come."""
+        """Known and pending tokens."""
         return len(self.token_ids) + self.num_pending_tokens
 
     @property
@@ -80,5 +80,5 @@ class Request:
 
     @property
     def num_due_tokens(self) -> int:
-        """Tokens not computed by any step so far: 1 while decoding."""
+        """Tokens that no step has computed so far: 1 while decoding."""
         return len(self.token_ids) + self.num_pending_tokens - self.num_computed_tokens

@@ -1,0 +1,144 @@
+"""Runs beam searches on the scheduler's sequences: they wait for each other, then fork, continue or leave as `beams`
+decides.
+
+A beam that has reported its candidates is in no queue and no batch, but keeps its blocks. Like a fork that has not
+started, it gives them up when memory is short, and its successors compute their tokens again: searches never block each
+other by holding blocks. When the last beam has reported, the best continuation of each sequence continues in it and
+further ones fork from it; the runner sees them in the next step as sequences that start.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+
+from pagemill_engine.kv.manager import KVCacheManager
+from pagemill_engine.scheduler.admission import sequence_id
+from pagemill_engine.scheduler.beams import BeamSearch, Continuation
+from pagemill_engine.scheduler.outputs import OutputQueue
+from pagemill_engine.scheduler.sequence import Sequence, SequenceState
+from pagemill_engine.scheduler.sorted_sequences import serving_key
+from pagemill_engine.scheduler.step import TokenLogprobs
+
+
+class BeamSearches:
+    """Works on the scheduler's own collections; `queue` and `leave` are the scheduler's methods."""
+
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        outputs: OutputQueue,
+        sequences: dict[str, Sequence],
+        clients: dict[str, dict[int, Sequence]],
+        forks: dict[str, Sequence],
+        queue: Callable[[Sequence], None],
+        leave: Callable[[Sequence], None],
+    ) -> None:
+        self._kv = kv
+        self._outputs = outputs
+        self._sequences = sequences
+        self._clients = clients
+        self._forks = forks
+        self._queue = queue
+        self._leave = leave
+
+    def take(self, sequence: Sequence, search: BeamSearch, candidates: TokenLogprobs | None) -> None:
+        """Record that a sequence has computed its tokens and left the batch. The last one of its search triggers the
+        decision."""
+        sequence.state = SequenceState.REPORTED
+        if self._kv.has_table(sequence):
+            self._forks[sequence.request_id] = sequence
+        if candidates is None:
+            self._fail(sequence, "The step returned no log probabilities for this beam.")
+            return
+        if not search.report(sequence, candidates):
+            return
+        continuations = search.decide()
+        if continuations:
+            self._go_on(search, continuations)
+        elif len(search.pool) < len(search.choices):
+            self._fail(sequence, "The stop tokens leave this search nothing to go on with. Send fewer stop_token_ids.")
+        else:
+            self._outputs.search(sequence, search)
+            self._leave(sequence)
+
+    def left(self, sequence: Sequence) -> None:
+        """Record that a sequence has left. Once the end of the search was reported, the others leave too."""
+        if sequence.search is None or not sequence.search.end_reported:
+            return
+        sequences, sequence.search.beams = sequence.search.sequences, []
+        for other in sequences:
+            self._leave(other)
+
+    def between_steps(self) -> list[Sequence]:
+        """Beams that hold blocks and are in no batch: they wait only for the next step."""
+        return [sequence for sequence in self._forks.values() if sequence.search is not None]
+
+    def ready(self) -> list[Sequence]:
+        """Those of `between_steps` whose search has decided, in the order of service."""
+        return sorted(
+            (sequence for sequence in self.between_steps() if sequence.state is SequenceState.WAITING), key=serving_key
+        )
+
+    def num_queued(self) -> int:
+        """The number of `between_steps` that are in the waiting queue."""
+        return sum(sequence.state is SequenceState.WAITING for sequence in self.between_steps())
+
+    def num_reported(self) -> int:
+        """Beams that wait for other beams of their search."""
+        return sum(
+            sequence.search is not None and sequence.search.waits_for_others(sequence)
+            for sequence in self._sequences.values()
+        )
+
+    def _fail(self, sequence: Sequence, message: str) -> None:
+        self._outputs.failure(sequence, message)
+        self._leave(sequence)
+
+    def _go_on(self, search: BeamSearch, continuations: list[Continuation]) -> None:
+        sequences: list[Sequence] = []
+        for parent in (each.beam.sequence for each in continuations):
+            sequences.append(parent if parent not in sequences else self._fork(search, parent))
+        for sequence, continuation in zip(sequences, continuations, strict=True):
+            sequence.token_ids.append(continuation.token_id)
+        for sequence in search.sequences:
+            if sequence not in sequences:
+                self._leave(sequence)
+        search.go_on(continuations, sequences)
+        for sequence in sequences:
+            self._queue(sequence)
+
+    def _fork(self, search: BeamSearch, parent: Sequence) -> Sequence:
+        number = search.num_sequences_made
+        search.num_sequences_made += 1
+        child = dataclasses.replace(
+            parent,
+            request_id=sequence_id(parent.client_request_id, number),
+            choice=number,
+            token_ids=list(parent.token_ids),
+            block_hashes=list(parent.block_hashes),
+            num_computed_tokens=0,
+        )
+        self._sequences[child.request_id] = self._clients[child.client_request_id][number] = child
+        if self._kv.has_table(parent):
+            self._kv.fork(parent, child, parent.num_computed_tokens)
+            self._forks[child.request_id] = child
+        return child
+
+
+def clash(sequences: Iterable[Sequence], known: Mapping[int, Sequence]) -> bool:
+    """Whether the sequences of a client request have numbers that are in use. A search adds numbers as it continues."""
+    return any(sequence.choice in known or (known and sequence.search is not None) for sequence in sequences) or any(
+        sequence.search is not None for sequence in known.values()
+    )
+
+
+def sequences_to_abort(
+    sequences: Iterable[Sequence], choice: int | None, in_flight: Callable[[Sequence], bool]
+) -> list[Sequence]:
+    """The sequences of one client request that an abort must end. A search ends as a whole, and never while a step uses
+    it."""
+    mine = [sequence for sequence in sequences if sequence.search is not None or choice in (None, sequence.choice)]
+    if not mine or mine[0].search is None:
+        return mine
+    return [sequence for sequence in mine if in_flight(sequence)] or mine[:1]

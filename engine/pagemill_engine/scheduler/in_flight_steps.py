@@ -1,0 +1,92 @@
+"""The steps in flight: launched and not read yet, oldest first. The plain loop has one at a time, the overlapped loop
+two.
+
+The results of a step are applied when it is read, except for sequences that were discarded in between because they
+ended with an earlier step or start over. `may_follow` decides which sequences must not be launched again before their
+step in flight is read. Knows no blocks (`kv`) and no queue (`scheduler`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from pagemill_engine.scheduler.choices import HeldChoices
+from pagemill_engine.scheduler.sequence import Sequence
+from pagemill_engine.scheduler.step import StepPlan
+
+
+@dataclass(slots=True)
+class InFlightStep:
+    plan: StepPlan
+    discarded: set[str] = field(default_factory=set)
+    """Sequences whose results of this step are dropped. Other sequences may have their names by now."""
+
+    def sequences(self, known: dict[str, Sequence]) -> list[Sequence]:
+        """Sequences whose results of this step are applied."""
+        names = self.plan.num_scheduled_tokens
+        return [known[name] for name in names if name in known and name not in self.discarded]
+
+    def admitted_sequences(self, known: dict[str, Sequence]) -> list[Sequence]:
+        """Those that started with this step."""
+        started = {admitted.request_id for admitted in self.plan.admitted}
+        return [sequence for sequence in self.sequences(known) if sequence.request_id in started]
+
+
+class InFlightSteps:
+    def __init__(self) -> None:
+        self._in_flight: list[InFlightStep] = []
+
+    def __len__(self) -> int:
+        return len(self._in_flight)
+
+    def __iter__(self) -> Iterator[InFlightStep]:
+        return iter(self._in_flight)
+
+    def launch(self, plan: StepPlan) -> None:
+        self._in_flight.append(InFlightStep(plan))
+
+    def oldest(self, plan: StepPlan) -> InFlightStep:
+        """The step of `plan`, which must be the next one to be read."""
+        oldest = self._in_flight[0]
+        if oldest.plan is not plan:
+            raise RuntimeError(f"step {plan.step} is read before step {oldest.plan.step}, which was launched earlier")
+        return oldest
+
+    def complete(self, plan: StepPlan) -> InFlightStep | None:
+        """Remove the step: it was read, or never will be. Returns `None` if it was never launched."""
+        for index, step in enumerate(self._in_flight):
+            if step.plan is plan:
+                return self._in_flight.pop(index)
+        return None
+
+    def drop_all(self) -> list[InFlightStep]:
+        dropped, self._in_flight = self._in_flight, []
+        return dropped
+
+    def includes(self, sequence: Sequence) -> bool:
+        name = sequence.request_id
+        return any(
+            name in step.plan.num_scheduled_tokens and name not in step.discarded
+            for step in self._in_flight
+        )
+
+    def discard(self, sequence: Sequence) -> None:
+        for step in self._in_flight:
+            if sequence.request_id in step.plan.num_scheduled_tokens:
+                step.discarded.add(sequence.request_id)
+
+
+def may_follow(sequence: Sequence, held: HeldChoices) -> bool:
+    """Whether a step may include the sequence before the sequence's step in flight is read.
+
+    It may not if the sequence certainly ends with that step, aborted or at its limit; if choices are about to fork from
+    it, because they share its last block, which must not be written meanwhile; or if a beam search decides which token
+    it continues with. (Sequences that are probed run alone: `Scheduler.schedule`.) Whether a stop token ends a sequence
+    is known too late: the sequence is computed once too often, and that result is discarded.
+    """
+    if sequence.aborted or len(sequence.token_ids) + sequence.num_pending_tokens >= sequence.max_total_tokens:
+        return False
+    if sequence.search is not None and sequence.num_pending_tokens:
+        return False
+    return not (held.num_held and held.fork_is_due(sequence))

@@ -1,0 +1,58 @@
+"""A sorted set of sequences: the waiting queue and the running batch.
+
+Sizes are bounded (at most a few thousand), so a sorted list beats any tree: insertion is a memory move, iteration free.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+
+from pagemill_engine.scheduler.sequence import Sequence
+
+OrderKey = Callable[[Sequence], tuple[int, ...]]
+
+
+def serving_key(request: Sequence) -> tuple[int, ...]:
+    """Order of the running sequences. The last one, the newest of the lowest priority, is preempted first."""
+    return (request.priority, request.arrival, request.choice)
+
+
+class SortedSequences:
+    """Keys must be unique; `arrival` and `choice` of each sequence make them so."""
+
+    def __init__(self, key: OrderKey) -> None:
+        self._key = key
+        self._keys: list[tuple[int, ...]] = []
+        self._sequences: list[Sequence] = []
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._sequences)
+
+    def __contains__(self, request: Sequence) -> bool:
+        index = bisect_left(self._keys, self._key(request))
+        return index < len(self._sequences) and self._sequences[index] is request
+
+    def first(self) -> Sequence:
+        return self._sequences[0]
+
+    def last_except(self, spared: Sequence | None) -> Sequence:
+        """The last sequence that is not `spared`; `spared` itself when it is alone."""
+        last = self._sequences[-1]
+        return self._sequences[-2] if last is spared and len(self._sequences) > 1 else last
+
+    def add(self, request: Sequence) -> None:
+        key = self._key(request)
+        index = bisect_left(self._keys, key)
+        self._keys.insert(index, key)
+        self._sequences.insert(index, request)
+
+    def remove(self, request: Sequence) -> None:
+        index = bisect_left(self._keys, self._key(request))
+        if index == len(self._sequences) or self._sequences[index] is not request:
+            raise KeyError(request.request_id)
+        del self._keys[index]
+        del self._sequences[index]
