@@ -345,7 +345,7 @@ def _write_into_shared_block(kv: KVCacheManager) -> None:
 
 
 def _computed_beyond_tokens(kv: KVCacheManager) -> None:
-    next(iter(kv.tables.values())).row.token_ids.pop()
+    next(iter(kv.tables.values())).sequence.token_ids.pop()
 
 
 @pytest.mark.parametrize(
