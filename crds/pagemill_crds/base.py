@@ -17,7 +17,7 @@ from pydantic_core import PydanticCustomError, core_schema
 from pagemill_crds.invalid import INVALID
 
 RULES_ERROR = "rules"
-"""Type of the pydantic error of a section with broken rules; `partial.broken_rules` tells which."""
+"""Type of the pydantic error of a section with broken rules; `partial.broken_rules` lists them."""
 
 
 @dataclass(frozen=True)

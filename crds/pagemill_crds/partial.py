@@ -1,7 +1,7 @@
-"""A resource with errors, read as far as it is good, so that everything else wrong with it can be told as well.
+"""Reads a resource with errors as far as it is valid, so that everything else wrong with it can be reported as well.
 
-A field that is wrong or missing becomes `INVALID` (see `invalid`). Neighbours: `base` holds the rules; `pagemill up`
-asks for what they and the plan find.
+A field that is wrong or missing becomes `INVALID` (see `invalid`). `base` holds the rules; `pagemill up` reports what
+they and the plan find.
 """
 
 from __future__ import annotations

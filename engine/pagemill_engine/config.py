@@ -87,7 +87,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_blocks: int | None = None
     """Blocks of the KV cache; overrides `kv_cache_memory_bytes`."""
     eos_token_ids: list[int] = []
-    """Tokens that end a choice; filled from the tokenizer bundle by whoever starts the engine."""
+    """Tokens that end a choice; filled from the tokenizer bundle when the engine starts."""
     vocab_size: int | None = None
     """Rows of the logits, for the null runner, which has no model to ask."""
     step_time: StepTimeParams | None = None
@@ -109,7 +109,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     internal_token: str = ""
     """Bearer token that `/internal/*` and control writes ask for; empty: only loopback peers may call them."""
     internal_tokens_file: str | None = None
-    """File of further such tokens, one a line, read again when it changes. An empty file lets nobody in."""
+    """File of further such tokens, one per line, read again when it changes. With an empty file every caller is
+    refused."""
     max_body_bytes: int = 8 * 1024 * 1024
     max_header_bytes: int = 64 * 1024
     body_timeout_s: float = 30.0

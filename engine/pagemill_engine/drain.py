@@ -1,8 +1,8 @@
-"""`python -m pagemill_engine.drain --settings FILE`: what a pod does before it gets SIGTERM (Kubernetes' preStop).
+"""`python -m pagemill_engine.drain --settings FILE`: what a pod runs before it gets SIGTERM (Kubernetes' preStop).
 
-Tells the engine on this machine to drain and waits until every gateway has acknowledged it, or a few seconds. Standard
-library only, and no HTTP client of it: this must start at once, also on a busy machine. Where no engine listens there
-is nothing to drain, so that is no failure; what is refused or wrong is.
+Asks the engine on this machine to drain and waits until every gateway has acknowledged it, or a few seconds. Standard
+library only, without its HTTP client: this must start at once, also on a busy machine. If no engine listens there is
+nothing to drain and it succeeds; a refusal or an error is a failure.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ _TORCH_FLAG = "TORCH_USE_RTLD_GLOBAL"
 
 
 def can_bind_late() -> bool:
-    """Nobody has asked the linker to look up all functions of a library when it is loaded."""
+    """The linker was not asked to resolve all functions of a library when it is loaded."""
     return not os.environ.get("LD_BIND_NOW")
 
 

@@ -1,6 +1,6 @@
-"""The gateway's view of what it serves: models and the endpoints of their engines.
+"""The catalogue of a gateway: the models it serves and the endpoints of their engines.
 
-Written by whoever discovers (the local backend, or a watcher of the cluster's objects), read by the gateway's brain.
+Written by discovery (the local backend, or a watcher of the cluster's objects) and read by the gateway's routing.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """For example `http://127.0.0.1:8000`."""
     control_url: str
     terminating: bool = False
-    """Takes no new request."""
+    """Accepts no new requests."""
     probed_ready: bool = False
-    """The platform's own probe says that it is ready: worth asking at once, whatever it said before."""
+    """The platform's own probe reports ready: connect at once, whatever the endpoint reported before."""
 
 
 class QueueLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """How many requests of one deployment may wait in a gateway, and how long."""
+    """How many requests of one deployment may wait in a gateway, and for how long."""
 
     max_requests: int
     max_bytes: int
-    """Of request bodies."""
+    """Bytes of request bodies."""
     timeout_s: float
 
 
@@ -35,9 +35,9 @@ class CatalogAdapter(msgspec.Struct, frozen=True, kw_only=True):
     """One LoRA adapter served beside a model."""
 
     name: str
-    """By which clients ask for it."""
+    """The name clients use."""
     digest: str
-    """Of its content: what engines call it by, and what keeps its KV blocks apart."""
+    """Digest of its content: identifies it to engines and separates its KV blocks."""
 
 
 class CatalogModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -55,15 +55,16 @@ class CatalogModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Bearer token for `/internal/*` of its engines."""
     prefix_scope: str = "deployment"
     routing_policy: str = "Auto"
-    """How requests are spread over the endpoints; `Auto`, and a name the gateway does not know: as it sees fit."""
+    """How requests are distributed over the endpoints. `Auto`, like any name the gateway does not know, means the
+    default policy."""
     session_header: str = ""
     """Request header that names a session; empty: none."""
     chat_template: str | None = None
     """Overrides the bundle's template."""
     queue: QueueLimits | None = None
-    """`None`: the gateway's own."""
+    """`None`: the gateway's own limits."""
     wakes: bool = False
-    """Somebody starts an engine when requests wait: then they do, also while there is none."""
+    """An engine is started when requests wait, so they may wait while there is none."""
     endpoints: list[Endpoint] = []
 
 

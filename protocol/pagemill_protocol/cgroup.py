@@ -1,8 +1,9 @@
-"""What a container or a service manager grants this process: where the limits are written, and its cores.
+"""Resource limits that a container or service manager sets for this process: where they are stored, and the usable
+cores.
 
-A container mostly sees its own control group as the root; a service under systemd, or a container in the host's
-namespace, sees its group somewhere below, and each group above limits it as well. Versions 1 and 2 alike. What is made
-of the limits is the callers': threads of the engine, its memory, the replicas of `pagemill up`.
+A container usually sees its own control group as the root; a service under systemd, or a container in the host's
+namespace, sees its group further down, and every group above limits it as well. Versions 1 and 2 are read. Callers
+apply the limits: engine threads, memory, replicas of `pagemill up`.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def folders(controller: str, root: Path = ROOT, membership: Path = MEMBERSHIP) -> list[Path]:
-    """Of all groups that limit this process, its own first. Some may not be there, or say nothing.
+    """Folders of all groups that limit this process, its own first. Some may be missing or set no limit.
 
-    `controller`: as version 1 names it, such as `cpu`. `membership`: lines `NUMBER:CONTROLLERS:PATH`; version 2 has
-    no controllers there.
+    `controller`: as version 1 names it, such as `cpu`. `membership`: lines `NUMBER:CONTROLLERS:PATH`; version 2 has no
+    controllers there.
     """
     found: list[Path] = []
     for line in read(membership).splitlines():
@@ -32,14 +33,14 @@ def folders(controller: str, root: Path = ROOT, membership: Path = MEMBERSHIP) -
 
 
 def usable_cores(root: Path = ROOT, membership: Path = MEMBERSHIP) -> int:
-    """By affinity and by the quotas, whichever is least; at least 1."""
+    """The minimum of affinity and quotas; at least 1."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = [quota for folder in folders("cpu", root, membership) if (quota := _cpu_quota(folder)) is not None]
     return max(1, min([cores, *map(math.floor, quotas)]))
 
 
 def read(path: Path) -> str:
-    """Without blanks around it; empty where there is no such file."""
+    """The stripped content of a file; empty if there is none."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -52,7 +53,7 @@ def _up_to(root: Path, path: str) -> list[Path]:
 
 
 def _cpu_quota(folder: Path) -> float | None:
-    """Cores that one group is granted; `None` without a limit."""
+    """Cores granted to one group; `None` without a limit."""
     fields = read(folder / "cpu.max").split()
     if len(fields) != 2:
         fields = [read(folder / "cpu.cfs_quota_us"), read(folder / "cpu.cfs_period_us")]

@@ -1,4 +1,5 @@
-"""Which answers another engine can continue: the rule that engine (what it tells) and gateway (what it keeps) share."""
+"""Which answers another engine can continue: the rule shared by engines (what they report) and gateways (what they
+keep)."""
 
 from __future__ import annotations
 
@@ -6,9 +7,10 @@ from pagemill_protocol.generate import GenerateRequest
 
 
 def can_be_continued(request: GenerateRequest) -> bool:
-    """Whether metas tell enough to go on at another engine; else it must begin anew there, of which nobody saw a part.
+    """Whether frame metas suffice to continue at another engine. Otherwise the answer starts again there, before any of
+    it was delivered.
 
-    They do not when answers are chosen at their end, nor when nobody has seen the log probabilities so far.
+    They do not suffice when answers are chosen at their end, nor when log probabilities were not delivered yet.
     """
     sampling = request.sampling
     chooses = sampling.use_beam_search or sampling.num_sequences > sampling.n

@@ -1,8 +1,8 @@
-"""Tokens between gateways and engines, derived from one secret key, so that nobody has to hand them around.
+"""Tokens between gateways and engines, derived from one secret key, so that none has to be distributed.
 
-An engine accepts the tokens of all keys in `pagemill-keys`; a gateway sends the one of `current`. The operator turns
-the keys (`previous` <- `current` <- `next` <- random), so every token was accepted for a whole period before it is
-used. Who stores and watches the keys is the operator's and the gateway's business; here is only the arithmetic.
+An engine accepts the tokens of all keys in `pagemill-keys`; a gateway sends the one of `current`. The operator rotates
+the keys (`previous` <- `current` <- `next` <- random), so every token is accepted for a whole period before it is used.
+The operator and the gateway store and watch the keys; this module only derives tokens.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class EngineKeys(NamedTuple):
     previous: bytes
 
     def sent(self, namespace: str, name: str) -> str:
-        """What a caller sends to `namespace/name`."""
+        """The token that a caller sends to `namespace/name`."""
         return derive_token(self.current, namespace, name)
 
     def accepted(self, namespace: str, name: str) -> tuple[str, ...]:
-        """What `namespace/name` takes, newest first."""
+        """The tokens that `namespace/name` accepts, newest first."""
         keys = (self.next, self.current, self.previous)
         return tuple(dict.fromkeys(derive_token(key, namespace, name) for key in keys))
 

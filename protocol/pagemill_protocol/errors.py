@@ -11,16 +11,16 @@ from __future__ import annotations
 from typing import Any
 
 ENGINE_CRASHED = "engine_crashed"
-"""Code of an engine's last word: its own work brought it down, so one of its requests may be the cause."""
+"""Code of an engine's last message: its own work brought it down, so one of its requests may be the cause."""
 ENGINE_FAILED = "engine_failed"
-"""Code of an engine's last word: it was killed, or its server failed; no request of it is under suspicion."""
+"""Code of an engine's last message: it was killed, or its server failed; none of its requests is the cause."""
 
 
 class PagemillError(Exception):
-    """A refusal or failure with everything a client needs to act on it.
+    """A refusal or failure with everything a client needs to react to it.
 
-    `status`: HTTP status. `param`: the request field at fault, dotted. `code`: machine-readable cause.
-    `retry_after_s`: seconds, sent as `Retry-After`.
+    `status`: HTTP status. `param`: the request field at fault, dotted. `code`: machine-readable cause. `retry_after_s`:
+    seconds, sent as `Retry-After`.
     """
 
     def __init__(

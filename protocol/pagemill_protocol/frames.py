@@ -1,13 +1,14 @@
 """Length-prefixed frames: answers of `/internal/generate`, the engine's state stream, the gateway's load stream, and
-whatever else one process sends another as `u32 length | msgpack`.
+other messages between processes as `u32 length | msgpack`.
 
-An answer frame is `u32 meta length | u32 payload length | meta (msgpack of FrameMeta) | payload`, a state frame is
-`u32 length | msgpack of StateFrame`, a load frame `u32 length | msgpack of LoadFrame`; integers are little-endian. The
+An answer frame is `u32 meta length | u32 payload length | meta (msgpack of FrameMeta) | payload`, a state frame is `u32
+length | msgpack of StateFrame`, a load frame `u32 length | msgpack of LoadFrame`; integers are little-endian. The
 payload is opaque: bytes for the client that a gateway passes on unread. Unknown keys of a newer peer's meta are
 ignored, missing ones take their defaults.
 
 Decoders take bytes in any chunking. They refuse lengths above fixed bounds before buffering anything, so a peer that
-speaks something else fails at once instead of filling memory. What the fields mean: `generate`, `state` and `load`.
+speaks another protocol fails at once instead of filling memory. The fields are defined in `generate`, `state` and
+`load`.
 """
 
 from __future__ import annotations
@@ -22,24 +23,24 @@ from pagemill_protocol.load import LoadFrame
 from pagemill_protocol.state import StateFrame
 
 FRAMES_CONTENT_TYPE = "application/vnd.pagemill.frames"
-"""Of `/internal/generate` answers."""
+"""Content type of `/internal/generate` answers."""
 STATE_CONTENT_TYPE = "application/vnd.pagemill.state"
-"""Of `/internal/state` streams."""
+"""Content type of `/internal/state` streams."""
 LOAD_CONTENT_TYPE = "application/vnd.pagemill.load"
-"""Of `/internal/load` streams of a gateway."""
+"""Content type of a gateway's `/internal/load` streams."""
 MSGPACK_CONTENT_TYPE = "application/vnd.msgpack"
-"""Of a `GenerateRequest` on its way to the engine."""
+"""Content type of a `GenerateRequest`."""
 
 WEIGHTS_HEADER = "x-pagemill-weights"
-"""On `/internal/generate` answers: digest of the weights that make them."""
+"""Header of `/internal/generate` answers: digest of the weights that compute them."""
 
 MAX_META_BYTES = 4 * 1024 * 1024
 MAX_PAYLOAD_BYTES = 256 * 1024 * 1024
-"""A whole answer that is not streamed: 128 choices with log probabilities fit."""
+"""Enough for an answer of 128 choices with log probabilities that is not streamed."""
 MAX_STATE_BYTES = 64 * 1024 * 1024
-"""A snapshot of three million prefix granules."""
+"""Enough for a snapshot of three million prefix chunks."""
 MAX_LOAD_BYTES = 16 * 1024 * 1024
-"""Thousands of deployments of one gateway."""
+"""Enough for thousands of deployments of one gateway."""
 
 _FRAME_HEADER = struct.Struct("<II")
 _MESSAGE_HEADER = struct.Struct("<I")
@@ -52,7 +53,7 @@ Message = TypeVar("Message")
 
 
 class FrameError(Exception):
-    """The peer's bytes are no frames. The stream cannot be read any further; close it."""
+    """The bytes are not frames. The stream cannot be read further; close it."""
 
 
 def encode_frame(meta: FrameMeta, payload: bytes = b"") -> bytes:
@@ -138,13 +139,13 @@ class FrameDecoder:
         return frames
 
     def close(self) -> None:
-        """The stream ended. Raises `FrameError` when it ended inside a frame."""
+        """The stream ended. Raises `FrameError` if it ended inside a frame."""
         _check_empty(self._buffer)
 
     def _take_whole(self, data: bytes, frames: list[tuple[FrameMeta, bytes]]) -> None:
-        """The frames with which `data` begins, without the way through the buffer, which keeps the rest.
+        """The complete frames at the start of `data`, decoded without the buffer, which keeps the rest.
 
-        What an engine writes mostly comes as it was written: frames that are whole.
+        Engines usually write whole frames.
         """
         start, end = 0, len(data)
         while end - start >= _FRAME_HEADER.size:
@@ -196,7 +197,7 @@ class MessageDecoder(Generic[Message]):
         return messages
 
     def close(self) -> None:
-        """The stream ended. Raises `FrameError` when it ended inside a frame."""
+        """The stream ended. Raises `FrameError` if it ended inside a frame."""
         _check_empty(self._buffer)
 
     def _next(self) -> Message | None:

@@ -20,12 +20,12 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class ChoiceResume(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Where one choice stood when its stream broke: the next engine continues from here."""
+    """The state of one choice when its stream broke: the next engine continues from here."""
 
     index: int
     token_ids: list[int]
     num_text_chars: int
-    """Of its text, what the client has; 0 when the answer is not streamed."""
+    """Characters of its text that were delivered; 0 if the answer is not streamed."""
     finished: bool = False
     finish_reason: FinishReason | None = None
 
@@ -34,9 +34,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """One prompt with its sampling, as tokens. Sent as msgpack to `POST /internal/generate`."""
 
     request_id: str
-    """Assigned by the front door; also the client's response id, for example `chatcmpl-...`."""
+    """Assigned by the gateway, or by the engine's own routes; also the client's response id, for example
+    `chatcmpl-...`."""
     response_id: str = ""
-    """The client's response id where it is not `request_id`: one of several prompts of a completions request."""
+    """The client's response id if it is not `request_id`: one of several prompts of a completions request."""
     model: str
     """The name the client used; echoed in the response."""
     prompt_token_ids: list[int]
@@ -46,21 +47,21 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     stream: bool = False
     include_usage: bool = False
     priority: int = 0
-    """Smaller is served first; of 32 bits."""
+    """Smaller is served first; 32 bits."""
     prompt_text: str | None = None
     """Only for `echo` in the completions dialect."""
     prompt_index: int = 0
     """Index of this prompt in a completions request of several; choice indices start at prompt_index * n."""
     cache_salt: str = ""
-    """Root salt of the prefix cache, derived by the front door from `prefixCaching.scope`; clients never send it."""
+    """Root salt of the prefix cache, derived by the gateway from `prefixCaching.scope`; clients never send it."""
     adapter_digest: str = ""
-    """Content of the adapter to answer with; empty: the model alone. An engine that serves none refuses it."""
+    """Digest of the adapter to use; empty: the model alone. An engine that serves no adapters refuses it."""
     resume: list[ChoiceResume] = []
     weights_digest: str = ""
     cached_tokens: int | None = None
-    """With `resume`: weights and cache hits of the first engine. Others than those weights refuse (409)."""
+    """With `resume`: the cache hits at the first engine."""
     predicted_cached_tokens: int = 0
-    """What the front door expects of the prefix cache, for what is told before the scheduler has looked."""
+    """The cached tokens that the gateway predicted, reported until the scheduler has looked them up."""
 
 
 class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -71,7 +72,7 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class FrameMeta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the gateway keeps of one frame. All fields default to "nothing new"."""
+    """What the gateway keeps of one frame. The default of every field means "nothing new"."""
 
     choice: int = 0
     token_ids: list[int] = []
@@ -87,7 +88,7 @@ class FrameMeta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     queue_s: float = 0.0
     """From the request's arrival in the engine to its first scheduling; on the last frame."""
     last: bool = False
-    """No frame follows; `usage` is here."""
+    """No frame follows; `usage` is set."""
     error: str | None = None
     """The request failed; the payload is a complete error body (or SSE error event)."""
     error_status: int = 0

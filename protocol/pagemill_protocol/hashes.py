@@ -17,14 +17,14 @@ from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 
 HASH_VERSION = 1
-"""Changes whenever equal inputs would hash differently; engines of another version are not compared."""
+"""Changes whenever equal inputs would hash differently; hashes of different versions are not compared."""
 NO_HASHES = 0
-"""In the place of a version: an engine that keeps no prefixes, so that none may be expected there."""
+"""Used in place of a version by an engine without a prefix cache."""
 HASH_BYTES = 16
 GRANULE_TOKENS = 64
-"""Prefixes of large caches are reported to gateways in steps of at least this many tokens."""
+"""Prefixes of large caches are published in chunks of at least this many tokens."""
 MAX_FINE_BLOCKS = 8192
-"""Caches of up to this many blocks report every block: a gateway then knows every prefix to the block."""
+"""Caches of up to this many blocks publish every block: gateways then know every prefix exactly."""
 
 _BLOCK_PERSON = b"pagemill-block"
 _ROOT_PERSON = b"pagemill-root"
@@ -60,10 +60,10 @@ def block_hashes(root: bytes, token_ids: Sequence[int], block_size: int) -> list
 
 
 def extend(hashes: list[bytes], root: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
-    """Append to `hashes`, in place, the full blocks of `token_ids` that it lacks, and return it.
+    """Append to `hashes`, in place, the missing full blocks of `token_ids`, and return it.
 
-    `hashes` must be the block hashes of a prefix of `token_ids` under the same `root`. Costs only the new tokens, so a
-    conversation that grows turn by turn is hashed once in all.
+    `hashes` must be the block hashes of a prefix of `token_ids` under the same `root`. Only new tokens are hashed, so a
+    conversation that grows turn by turn is hashed once in total.
     """
     num_hashed_tokens = len(hashes) * block_size
     num_full_tokens = len(token_ids) - len(token_ids) % block_size
@@ -83,21 +83,21 @@ def blocks_per_granule(block_size: int) -> int:
 
 
 def granule_blocks(block_size: int, num_blocks: int) -> int:
-    """Blocks of one granule of a cache of `num_blocks`: what keeps its reports short, and as exact as that allows."""
+    """Blocks per prefix chunk for a cache of `num_blocks`: a compromise between short reports and exact ones."""
     return 1 if num_blocks <= MAX_FINE_BLOCKS else blocks_per_granule(block_size)
 
 
 def granule_hash(parent: bytes, granule: bytes, block_size: int) -> bytes:
-    """Hash of the last block of one granule, given as `token_bytes`; `parent` is the hash of the granule before."""
+    """Hash of the last block of one prefix chunk, given as `token_bytes`; `parent` is the hash of the chunk before."""
     for block in _split(memoryview(granule), block_size * TOKEN_BYTES):
         parent = _chain(parent, block)
     return parent
 
 
 def granule_hashes(hashes: Sequence[bytes], block_size: int) -> list[bytes]:
-    """Hashes of the full granules of a prefix.
+    """Hashes of the full chunks of a prefix.
 
-    A granule is named by its last block: that hash covers the whole prefix up to there. `hashes` starts at the first
+    The hash of a chunk is that of its last block, which covers the whole prefix up to it. `hashes` starts at the first
     block of the prefix.
     """
     step = blocks_per_granule(block_size)

@@ -1,4 +1,4 @@
-"""Distributions that are small, add up across processes, and keep quantiles within five percent."""
+"""Compact distributions that can be added across processes, with quantiles accurate to five percent."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 BINS_PER_DOUBLING = 8
-"""A value is known up to a factor of 2 ** (1/16), some four percent."""
+"""A value is known up to a factor of 2 ** (1/16), about four percent."""
 LARGEST_BIN = 40 * BINS_PER_DOUBLING
 
 
@@ -17,7 +17,7 @@ class Histogram(msgspec.Struct, frozen=True, omit_defaults=True):
     """Counts of positive values in bins of equal ratio. Values of 1 and less share the lowest bin."""
 
     counts: dict[int, float] = {}
-    """Bin -> how many; the value of bin `b` is 2 ** (b / 8)."""
+    """Bin -> count; the value of bin `b` is 2 ** (b / 8)."""
 
     @property
     def total(self) -> float:
@@ -62,7 +62,7 @@ def histogram_of(values: Iterable[float]) -> Histogram:
 
 
 def merged(histograms: Iterable[Histogram]) -> Histogram:
-    """Of all their values together."""
+    """One histogram of all their values."""
     counts: Counter[int] = Counter()
     for histogram in histograms:
         counts.update(dict(histogram._sound()))

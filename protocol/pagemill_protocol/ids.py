@@ -1,7 +1,7 @@
-"""Ids that tell requests apart and are no secrets: 128 random bits in hex.
+"""Ids that distinguish requests and are not secret: 128 random bits in hex.
 
-Drawn in the process from a generator that the system seeded once: asking the system for each lets go of the
-interpreter's lock, for which a busy server then waits. What must not be guessed is drawn with `secrets`.
+Drawn in the process from a generator that the system seeded once: a system call for each would release the
+interpreter's lock, and a busy server would wait for it. Secrets are drawn with `secrets`.
 """
 
 from __future__ import annotations

@@ -311,7 +311,7 @@ class Sample(NamedTuple):
 
 
 Samples = dict[str, list[Sample]]
-"""By `MetricSpec.name`."""
+"""Samples by `MetricSpec.name`."""
 
 
 class Metrics:
@@ -325,10 +325,10 @@ class Metrics:
         self.registry = registry if registry is not None else CollectorRegistry()
         self._common = common
         self.num_updates = 0
-        """Times that somebody took an object to change its value."""
+        """How often an object was fetched to change its value."""
         self._parents: dict[str, MetricWrapperBase] = {spec.name: _make(spec, self.registry) for spec in specs}
         self._children: dict[tuple[str, ...], MetricWrapperBase] = {}
-        """By the metric's name and its label values, in the order of the spec."""
+        """Objects by metric name and label values, in the order of the spec."""
         self._asked: dict[tuple[object, ...], MetricWrapperBase] = {}
         """The same by labels as callers write them: requests ask often, and each place in the same words."""
 
@@ -354,7 +354,7 @@ class Metrics:
         return generate_latest(self.registry)
 
     def samples(self) -> Samples:
-        """All values now, for whoever adds those of several processes up."""
+        """All current values, for adding those of several processes."""
         return {
             family.name: [Sample(each.name, tuple(each.labels.items()), each.value) for each in family.samples]
             for family in self.registry.collect()

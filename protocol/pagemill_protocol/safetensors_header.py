@@ -1,7 +1,7 @@
 """Names, types and sizes of the tensors in safetensors files, from their headers only.
 
-Format: huggingface.co/docs/safetensors. The engine's loader reads the data with the safetensors library; this serves
-whoever needs sizes without it.
+Format: huggingface.co/docs/safetensors. The engine's loader reads the data with the safetensors library; this module is
+for callers that need only sizes.
 """
 
 from __future__ import annotations
@@ -53,9 +53,10 @@ def read_folder_headers(folder: Path) -> dict[str, TensorHeader]:
 
 
 def shard_paths(folder: Path) -> list[Path]:
-    """The weight files of a folder: one, or those that the index names. Where both are, the one file counts.
+    """The weight files of a folder: the single file if there is one, otherwise those that the index names, as in
+    transformers.
 
-    That is what transformers does. Raises `UnreadableModelError`.
+    Raises `UnreadableModelError`.
     """
     if (folder / SINGLE_FILE).is_file():
         return [folder / SINGLE_FILE]
@@ -71,7 +72,7 @@ def shard_paths(folder: Path) -> list[Path]:
 
 
 def weight_map(folder: Path) -> dict[str, str]:
-    """Which file of the folder the index promises each tensor in; empty where the index does not count."""
+    """Tensor name -> file, from the folder's index; empty if the index is not used."""
     if (folder / SINGLE_FILE).is_file() or not (folder / INDEX_FILE).is_file():
         return {}
     entries = read_object(folder / INDEX_FILE).get("weight_map")

@@ -24,7 +24,7 @@ MAX_LENGTH_PENALTY = 10.0
 MIN_REPETITION_PENALTY = 1e-6
 """Logits are divided by it, and have to stay finite in float32."""
 MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
-"""Of a request among others: wide enough for who sends times in seconds, the same for clients and gateways."""
+"""Wide enough for clients that send times in seconds; the same for clients and gateways."""
 
 
 class Bounds(NamedTuple):
@@ -54,7 +54,7 @@ BOUNDS: dict[str, Bounds] = {
     "max_tokens": Bounds(1, INT32_MAX, is_integer=True),
     "min_tokens": Bounds(0, INT32_MAX, is_integer=True),
 }
-"""By parameter; a value of `None` is always allowed where the parameter's type allows it."""
+"""Bounds by parameter; `None` is always allowed if the parameter's type allows it."""
 
 
 _NEUTRAL: dict[str, tuple[float | None, ...]] = {

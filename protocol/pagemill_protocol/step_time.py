@@ -1,15 +1,15 @@
-"""How long a step takes, predicted from its composition and learnt online from the steps themselves.
+"""How long a step takes, predicted from its composition and learned online from the steps themselves.
 
     ms = piecewise_linear(tokens in the step) + d * decode context + e * sum(chunk * context)
 
-One implementation for router, autoscaler, plan and simulator. The piecewise part rises from knot to knot; it and both
-coefficients are never negative, so neither is any prediction. The engine observes its steps and publishes `params()`;
-everybody else predicts from those with `from_params`. A calibration sweep before ready gives the prior
+One implementation for router, autoscaler, planner and simulator. The piecewise part rises from knot to knot; it and
+both coefficients are never negative, so neither is any prediction. The engine observes its steps and publishes
+`params()`; all others predict from those with `from_params`. A calibration before ready gives the prior
 (`from_calibration`).
 
 The fit is weighted least squares with exponential forgetting in information form (the recursive state is XᵀWX and
 XᵀWy), solved under non-negativity by `_nonnegative`. Residuals are relative, so a 3 ms decode step counts as much as a
-300 ms prefill; outliers lose weight against the running median error; and a proximal term holds directions that recent
+300 ms prefill. Outliers lose weight relative to the running median error. A proximal term keeps directions that recent
 steps do not excite (no prefill for an hour) where they were.
 """
 
@@ -58,7 +58,7 @@ class StepSample(NamedTuple):
 
 
 def default_knots(max_num_tokens: int) -> list[int]:
-    """1, 8, 32, 64 and on in doubles, up to `max_num_tokens`."""
+    """1, 8, 32, 64 and further powers of two, up to `max_num_tokens`."""
     knots = [1, 8, 32]
     while knots[-1] * 2 < max_num_tokens and len(knots) < MAX_KNOTS - 1:
         knots.append(knots[-1] * 2)
@@ -91,10 +91,10 @@ class StepTimeModel:
 
     @classmethod
     def from_params(cls, params: StepTimeParams) -> StepTimeModel:
-        """A model that predicts as `params` say and learns on from there.
+        """A model that predicts as `params` do and continues to learn from there.
 
-        Values that no fit produces (negative, falling, not finite) are projected to the nearest that one could.
-        Raises `ValueError` when the knots are not rising or their counts differ.
+        Values that no fit produces (negative, falling, not finite) are projected to the nearest valid ones. Raises
+        `ValueError` if the knots are not rising or the counts differ.
         """
         if len(params.knots_tokens) != len(params.knot_ms):
             raise ValueError(
@@ -115,7 +115,7 @@ class StepTimeModel:
     def from_calibration(cls, samples: Iterable[StepSample]) -> StepTimeModel:
         """Fit a sweep of measured steps; knots are its token counts, so every piece has evidence.
 
-        Raises `ValueError` when no sample is usable.
+        Raises `ValueError` if no sample is usable.
         """
         usable = [sample for sample in samples if _usable(sample)]
         if not usable:
@@ -130,7 +130,7 @@ class StepTimeModel:
 
     @property
     def known(self) -> bool:
-        """Whether anything was ever observed or given; until then predictions are 0."""
+        """Whether anything was observed or given; until then predictions are 0."""
         return bool(self._weights.any())
 
     def predict_ms(self, num_tokens: int, decode_context_tokens: int = 0, chunk_context_products: int = 0) -> float:
@@ -147,7 +147,7 @@ class StepTimeModel:
         return ms if ms > 0 else 0.0
 
     def observe(self, num_tokens: int, decode_context_tokens: int, chunk_context_products: int, ms: float) -> None:
-        """Learn from one finished step. Measurements that cannot be true (NaN, zero, negative) are ignored."""
+        """Learn from one finished step. Impossible measurements (NaN, zero, negative) are ignored."""
         sample = StepSample(num_tokens, decode_context_tokens, chunk_context_products, ms)
         if not _usable(sample):
             return
@@ -156,7 +156,7 @@ class StepTimeModel:
         predicted_ms = self.predict_ms(num_tokens, decode_context_tokens, chunk_context_products)
         self._record_error(abs(predicted_ms - ms) / ms)
         limit = max(_SMALLEST_OUTLIER, _OUTLIER_MEDIANS * self._error_p50)
-        # Of prediction and measurement the plausible one scales the row, so that no row weighs more than its like.
+        # The more plausible of prediction and measurement scales the row, so that similar rows weigh the same.
         scale_ms = ms if ms > predicted_ms * (1 + limit) else predicted_ms
         row = self._row(sample) / scale_ms
         weight = _trust(abs(ms - predicted_ms) / scale_ms, limit)
@@ -197,7 +197,7 @@ class StepTimeModel:
         return row
 
     def _guess(self, first: StepSample) -> None:
-        """Before any evidence of shape: half the first step is fixed cost, half grows with its tokens."""
+        """Without evidence of the shape: half the first step is a fixed cost, half grows with its tokens."""
         slope_ms = first.ms / (2 * max(first.num_tokens, 32))
         self._guessed = True
         self._weights[0] = first.ms / 2
@@ -224,8 +224,8 @@ class StepTimeModel:
     def _forget(self) -> None:
         """Keep the weights as a start only.
 
-        Either most predictions are far off, so the evidence is of another law, or it was scaled by a first guess, under
-        which a first step that was far too short would weigh more than hundreds of others.
+        Either most predictions are far off, so the evidence describes other behaviour, or it was scaled by a first
+        guess, under which a first step that was much too short would outweigh hundreds of others.
         """
         self._guessed = False
         self._information[:] = 0.0
@@ -241,7 +241,7 @@ class StepTimeModel:
 
 
 def _pieces(knots: Sequence[int], knot_ms: Sequence[float]) -> list[tuple[int, float, float]]:
-    """Start, its time and the slope: before the first knot, then from each but the last; the last goes on for ever."""
+    """Start, its time and the slope of each piece; the last one continues without end."""
     pieces = [(knots[0], knot_ms[0], 0.0)]
     for (low, high), (low_ms, high_ms) in zip(itertools.pairwise(knots), itertools.pairwise(knot_ms), strict=True):
         pieces.append((low, low_ms, (high_ms - low_ms) / (high - low)))
@@ -279,7 +279,7 @@ def _nonnegative(normal: Vector, target: Vector, start: Vector) -> Vector:
 def _trust(relative_residual: float, limit: float) -> float:
     """1 for ordinary residuals, falling with the square beyond `limit`, a multiple of the median error.
 
-    When most recent steps disagree the median itself rises, so a law that really changed is followed.
+    If most recent steps disagree, the median itself rises, so a real change is followed.
     """
     return 1.0 if relative_residual <= limit else (limit / relative_residual) ** 2
 

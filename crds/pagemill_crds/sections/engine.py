@@ -22,7 +22,8 @@ class PrefixCaching(Section):
     enabled: bool = True
     """Keep and reuse blocks of finished requests."""
     scope: Literal["deployment", "tenant", "key"] = "deployment"
-    """Who may share blocks: everybody, callers of one tenant, or one API key (no timing side channel between them)."""
+    """Which requests share blocks: all of the deployment, those of one tenant, or those of one API key (no timing side
+    channel between them)."""
 
 
 class Speculative(Section):

@@ -36,7 +36,8 @@ class EngineDied(ConnectionError):
 
     @property
     def was_killed(self) -> bool:
-        """Somebody else ended it: the kernel for want of memory, or a person. All other deaths are its own doing."""
+        """It was killed from outside: by the kernel for lack of memory, or by a person. All other deaths are its own
+        fault."""
         return self.returncode in (-signal.SIGKILL, -signal.SIGTERM)
 
 
@@ -73,7 +74,7 @@ class EngineChannel:
         self._watcher = asyncio.create_task(self._watch())
 
     def send(self, message: ToEngine) -> None:
-        """Queue a message; never blocks. Ignored when the engine process is gone: `recv` tells of that."""
+        """Queue a message; never blocks. Ignored when the engine process is gone: `recv` reports that."""
         if self._died is None:
             self._outbox.send(self._encoder.encode(message), zmq.NOBLOCK)
 
@@ -97,7 +98,7 @@ class EngineChannel:
             return
         try:
             self.send(Shutdown())
-        except zmq.Again:  # it has not even connected yet: nobody would read the message
+        except zmq.Again:  # it has not connected yet, so the message would not be read
             self._process.terminate()
         try:
             await asyncio.wait_for(asyncio.shield(self._watcher), STOP_TIMEOUT_S)
@@ -159,7 +160,7 @@ class EngineChannel:
 
         def wait() -> None:
             returncode = self._process.wait()
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody wants to know any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed: there is no receiver
                 loop.call_soon_threadsafe(tell, returncode)
 
         threading.Thread(target=wait, name="engine-end", daemon=True).start()

@@ -1,8 +1,8 @@
 """Messages between the HTTP process and the engine process: tagged msgspec structs, msgpack on the wire.
 
 To the engine: `AddRequest`, `Abort`, `Sleep`, `Wake`, `Shutdown`. From the engine: `LoadProgress` while starting, then
-`Ready`, then `StepOutputs` after every step that has something to say, `Slept` and `Awake` when it does as told;
-`Fatal` before it dies of a fault of its own.
+`Ready`, then `StepOutputs` after every step that has outputs, `Slept` and `Awake` when it has done so; `Fatal` before
+it exits because of a fault of its own.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class MemoryBudget(msgspec.Struct, frozen=True, kw_only=True):
     """Where the memory goes that may be used: all parts and what is free are the limit."""
 
     limit_bytes: int
-    """Of the machine or of the container, whichever is less."""
+    """Memory of the machine or of the container, whichever is less."""
     process_bytes: int
     """The engine process before it loads: interpreter and libraries, without what can be read from files again."""
     other_bytes: int
@@ -60,7 +60,7 @@ class MemoryBudget(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int
     kv_bytes: int
     activation_bytes: int
-    """Of the largest step, from the model's shapes, or measured."""
+    """Activations of the largest step, from the model's shapes or measured."""
     measured: bool = False
     """Steps were run before the KV cache was sized: their memory is what they took, with rows, libraries and recorded
     decodes."""
@@ -94,7 +94,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     start_s: dict[str, float] = {}
     """The same by phase: `load`, `warm`, `first_token`."""
     load: EngineLoad
-    """Told at once: of an engine whose cache they do not know, gateways believe that everything fits."""
+    """Reported at once: without it gateways would assume that the cache holds everything."""
     memory: MemoryBudget | None = None
     """`None`: a simulated device has no memory."""
 
@@ -140,14 +140,14 @@ class StepOutputs(msgspec.Struct, frozen=True, kw_only=True, tag="step", omit_de
     prefixes: PrefixEvents | None = None
     num_step_tokens: int = 0
     num_added: int = 0
-    """Requests that had come when `load` was told, since the start."""
+    """Requests that had arrived when `load` was computed, since the start."""
 
 
 class Slept(msgspec.Struct, frozen=True, tag="slept"):
     """It sleeps; or, with a `fault`, it could not and goes on as before."""
 
     released_bytes: int = 0
-    """Of the device's memory."""
+    """Memory of the device that was released."""
     fault: str = ""
 
 
@@ -155,7 +155,7 @@ class Awake(msgspec.Struct, frozen=True, tag="awake"):
     """It generated a token again; requests may come."""
 
     wake_s: float = 0.0
-    """Since it was told to; 0 where it did not sleep."""
+    """Time since the request to wake; 0 if it was not asleep."""
 
 
 class Fatal(msgspec.Struct, frozen=True, tag="fatal"):

@@ -1,6 +1,6 @@
 """`python -m pagemill_engine.loader --source S --target FOLDER`: the loader Job's process.
 
-Tells its progress as JSON lines on stdout; a failure is the termination message, last line on stderr.
+Reports its progress as JSON lines on stdout; a failure is the termination message, last line on stderr.
 """
 
 from __future__ import annotations

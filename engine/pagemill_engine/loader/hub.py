@@ -55,7 +55,7 @@ def download(model: HubModel, file: RemoteFile, commit: str, part: Path) -> None
 
 def _remote_file(entry: RepoFile) -> RemoteFile:
     if entry.lfs is not None:
-        # What git holds of such a file is a pointer, with a name that tells nothing about the content.
+        # Git stores only a pointer to such a file, whose name does not depend on the content.
         return RemoteFile(entry.path, entry.lfs.size, entry.lfs.sha256)
     git_sha1 = entry.blob_id if GIT_SHA1.fullmatch(entry.blob_id) else None
     return RemoteFile(entry.path, entry.size, None, git_sha1)

@@ -26,7 +26,7 @@ REMEDIES = {
 def load(settings: LoaderSettings, tell: Tell, on_fault: OnFault = lambda _: None) -> None:
     """Return when the target folder holds the model. Raises `LoaderError`.
 
-    `on_fault` is told of a fault at once; it is raised when the downloads under way are over, which may take hours.
+    `on_fault` is called with a fault at once; it is raised when the running downloads are over, which may take hours.
     """
     model = _model(settings.source)
     folder = ModelFolder(settings.target)
@@ -69,7 +69,7 @@ def _fill(model: HubModel, folder: ModelFolder, num_downloads: int, tell: Tell, 
         folder.accept(file)
         tell(event="file", path=file.path, num_bytes=file.num_bytes)
 
-    # The folder stays locked until nobody writes there any more.
+    # The folder stays locked until all writers have finished.
     with ThreadPoolExecutor(num_downloads) as pool:
         downloads = [pool.submit(fetch, file) for file in files]
         wait(downloads, return_when=FIRST_EXCEPTION)

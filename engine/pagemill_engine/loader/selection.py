@@ -19,9 +19,9 @@ class RemoteFile(NamedTuple):
     path: str
     num_bytes: int
     sha256: str | None
-    """Of the content; `None` where the hub does not tell."""
+    """Digest of the content; `None` if the hub does not publish it."""
     git_sha1: str | None = None
-    """Of the content as git names it, for files that are kept in git itself."""
+    """Git's digest of the content, for files that are stored in git itself."""
 
 
 def select_files(model: HubModel, files: Sequence[RemoteFile]) -> list[RemoteFile]:

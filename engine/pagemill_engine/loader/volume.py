@@ -1,6 +1,6 @@
-"""The model's folder on its volume: filled beside its place, moved there in one step when all of it is right.
+"""The model's folder on its volume: filled beside its final place and moved there in one step once it is complete.
 
-A folder that is there is complete: whoever comes later has nothing to do, and engines never see half a model. Loaders
+A folder in its final place is complete: later loaders have nothing to do, and engines never see half a model. Loaders
 of the same folder wait for each other; one that was killed leaves its part files for the next.
 """
 
@@ -20,7 +20,7 @@ from pagemill_engine.loader.selection import RemoteFile
 
 PART = ".part"
 SPARE_BYTES = 16 * 1024 * 1024
-"""Room for names and metadata."""
+"""Reserve for names and metadata."""
 MAX_NEIGHBOURS = 8
 """Folders that a message names."""
 
@@ -107,7 +107,7 @@ class ModelFolder:
             os.close(folder)
 
     def _num_bytes_of(self, file: RemoteFile) -> int:
-        """Of the file, here already."""
+        """Bytes of the file that are already here."""
         for path in (self._staging / file.path, self._staging / f"{file.path}{PART}"):
             if path.is_file():
                 return min(file.num_bytes, path.stat().st_size)
@@ -115,7 +115,7 @@ class ModelFolder:
 
 
 def _is_right(content: BufferedReader, file: RemoteFile) -> bool:
-    """By the digest that the hub tells, if any."""
+    """Whether the digest that the hub publishes, if any, matches."""
     if file.sha256 is not None:
         return hashlib.file_digest(content, "sha256").hexdigest() == file.sha256
     if file.git_sha1 is None:

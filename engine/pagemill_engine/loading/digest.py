@@ -1,9 +1,9 @@
-"""The weights digest: which weights a KV block or a resumed stream belongs to.
+"""The weights digest: identifies the weights that a KV block or a resumed stream belongs to.
 
 blake2b-128 over every tensor's name, type and shape and over its bytes. Tensors larger than `WHOLE_TENSOR_BYTES` in
-models larger than `WHOLE_MODEL_BYTES` contribute their first, middle and last `SAMPLE_BYTES` instead of everything,
-so that digesting stays far cheaper than loading; smaller models are digested completely. It tells checkpoints apart;
-it is no defence against forgery: whoever can write the weights can already make the model say anything.
+models larger than `WHOLE_MODEL_BYTES` contribute their first, middle and last `SAMPLE_BYTES` instead of everything, so
+that digesting stays far cheaper than loading; smaller models are digested completely. The digest distinguishes
+checkpoints; it does not protect against forgery, since an attacker who can write the weights controls the model anyway.
 """
 
 from __future__ import annotations

@@ -38,5 +38,5 @@ class EarlyDigest:
                 return
             self._digest = gguf_digest(GGUFFile(path))
             self._path = path
-        except Exception:  # the loader meets whatever it is again, and knows whom to tell
+        except Exception:  # the loader will meet the same error and report it
             logger.debug("no early digest", exc_info=True)

@@ -1,8 +1,8 @@
-"""One choice on its way from token ids to text: detokenize, find stop strings, count what was delivered.
+"""Turns one choice's token ids into text: detokenize, find stop strings, count what was delivered.
 
-Fed by `TokensOut` (server) or by the core's step outputs (offline API); it renders nothing and talks to nobody. Tokens
-are taken one at a time, so a text stop ends the choice exactly at the token that completed it: tokens the engine had
-already sampled beyond it (overshoot) reach neither text, usage nor log probabilities.
+Fed by `TokensOut` (server) or by the core's step outputs (offline API); it renders nothing. Tokens are processed one at
+a time, so a stop string ends the choice exactly at the token that completed it: tokens that the engine had already
+sampled beyond it (overshoot) reach neither text, usage nor log probabilities.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ChoiceOutput:
         self.stop_reason: str | int | None = None
         """The stop string or stop token that ended the choice."""
         self.stopped_by_text = False
-        """The engine does not know that this choice has ended: it must be told."""
+        """The engine does not know that this choice has ended and must be notified."""
         self._sampling = sampling
         self._stop_ids = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else tokenizer.eos_token_ids)}
         self._detokenizer = tokenizer.detokenizer(prompt_token_ids, skip_special_tokens=sampling.skip_special_tokens)
@@ -66,7 +66,7 @@ class ChoiceOutput:
             return ChoiceDelta()
         pieces = [self._backlog]
         self._backlog = ""
-        if self.stopped_by_text:  # found in the replay of a resume: the client has not heard of it yet
+        if self.stopped_by_text:  # found while replaying a resumed choice: it was not delivered to the client yet
             token_ids, finish_reason, self.finish_reason = (), None, "stop"
         taken = 0
         for taken, token_id in enumerate(token_ids, start=1):
@@ -133,7 +133,7 @@ class ChoiceOutput:
     def _replay_end(self, finish_reason: FinishReason) -> str:
         if not self.stopped_by_text:
             return self._end(finish_reason)
-        self.stopped_by_text = False  # the engine that runs the others never heard of this choice
+        self.stopped_by_text = False  # the engine that runs the others does not have this choice
         return ""
 
     def take_backlog(self) -> str:

@@ -23,7 +23,8 @@ from pagemill_protocol.openai import logprobs, render
 from pagemill_protocol.text.tokenizer import Tokenizer
 
 PROGRESS_TOKENS = 16
-"""Of one choice that is not streamed: so many are told to the gateway at once, and lost at most with the engine."""
+"""A choice that is not streamed reports its tokens to the gateway in groups of this size; a lost engine loses at most
+one."""
 
 
 class Frame(NamedTuple):
@@ -39,7 +40,7 @@ class Progress:
 
     frames: list[Frame] = field(default_factory=list)
     stopped_choices: list[int] = field(default_factory=list)
-    """Ended by a stop string in their text: the engine must be told."""
+    """Choices that a stop string in their text has ended: the engine must be notified."""
     done: bool = False
     error: PagemillError | None = None
     """The engine failed this request; nothing was rendered."""
@@ -60,7 +61,7 @@ class _Choice:
     likelihood: MeanLogprob = field(default_factory=MeanLogprob)
     """Kept when the client gets the best of several."""
     untold: list[int] = field(default_factory=list)
-    """Tokens that no frame has told yet; only when not streaming."""
+    """Tokens that were in no frame yet; only if not streaming."""
 
 
 class OutputProcessor:
@@ -73,7 +74,7 @@ class OutputProcessor:
         num_reported = request.sampling.num_reported
         self._first = request.prompt_index * num_reported
         self._choices = {index: self._new_choice(index) for index in range(self._first, self._first + num_reported)}
-        """By the engine's index, which is the client's too unless the client gets the best of several."""
+        """By the engine's index, which is also the client's unless the client gets the best of several."""
         self._chooses = num_reported > request.sampling.n
         self._tells_progress = can_be_continued(request) and not request.stream
         self._num_cached_tokens = request.cached_tokens or 0
@@ -91,7 +92,7 @@ class OutputProcessor:
 
     @property
     def num_new_tokens(self) -> int:
-        """Of the completion tokens in `usage`, those that were not generated before a resume."""
+        """The part of the completion tokens in `usage` that was not generated before a resume."""
         return self.usage.completion_tokens - sum(len(resume.token_ids) for resume in self.request.resume)
 
     @property

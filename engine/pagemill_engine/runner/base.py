@@ -27,7 +27,8 @@ class RunnerInfo(NamedTuple):
     """Type of float weights and which kernels run, for people."""
     device: str = "cpu"
     overlaps: bool = False
-    """`launch` returns before the step has run, and using that time pays: the loop overlaps unless told otherwise."""
+    """`launch` returns before the step has run, and overlapping pays: the loop overlaps unless it is configured not
+    to."""
     memory: MemoryBudget | None = None
     serves_adapters: bool = False
     """It takes requests for adapters; none does yet but a simulated one."""

@@ -16,10 +16,10 @@ from pagemill_protocol.model_spec import ModelSpec
 
 DEFAULT_KV_BYTES = 1024**3
 GPU_SHARE = 0.9
-"""Of a GPU's free memory, what is planned with: libraries and fragments of its allocator take some as well."""
+"""Share of a GPU's free memory that is planned with: libraries and allocator fragmentation take some as well."""
 SAMPLER_FLOATS = 16
-"""Of float32, for every request and token of the vocabulary, when all candidates of a step must be sorted: logits, raw
-logits and log probabilities, and the sort with its indices, masks and sums."""
+"""Float32 values per request and vocabulary entry when all candidates of a step must be sorted: logits, raw logits and
+log probabilities, and the sort with its indices, masks and sums."""
 COUNT_BYTES = 5
 """For every row and token of the vocabulary, once a request has penalties: its count, and whether the prompt has it."""
 LOGIT_BYTES = 4
@@ -29,18 +29,18 @@ INDEX_BYTES = 128
 
 
 class Sizes(NamedTuple):
-    """Of one model as it will lie in memory."""
+    """Sizes of one model in memory."""
 
     weight_bytes: int
     kv_bytes_per_token: int
     item_bytes: int
-    """Of a computed value."""
+    """Bytes of a computed value."""
     gathers: bool
     """Attention copies the keys and values of a layer together before it reads them."""
 
 
 class Measured(NamedTuple):
-    """Of a device that holds weights, rows and compiled kernels, and no keys and values yet."""
+    """Measured on a device that holds weights, rows and compiled kernels, but no KV cache yet."""
 
     free_bytes: int
     """While nothing runs."""

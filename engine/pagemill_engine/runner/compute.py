@@ -32,8 +32,8 @@ _GPU_ALONE = ("w8a8", "fp8")
 
 class Compute(NamedTuple):
     dtype: torch.dtype
-    """What the settings come to: the type of float weights (bfloat16 is kept where it loses nothing) and, unless told
-    otherwise, of keys and values."""
+    """The effective type of float weights (bfloat16 is kept where it loses nothing) and, unless set otherwise, of keys
+    and values."""
     activation_dtype: torch.dtype
     """What is computed between the products: float32 wherever the native kernels run."""
     kv_dtype: torch.dtype
@@ -45,9 +45,9 @@ class Compute(NamedTuple):
 
 
 def choose_compute(config: EngineConfig, spec: ModelSpec) -> Compute:
-    """By the settings; where they leave it open, what is fastest here.
+    """The compute settings; whatever they leave open becomes what is fastest here.
 
-    Raises `LoadError` where settings ask for what the device, its kernels or this model's shape cannot do.
+    Raises `LoadError` if settings ask for what the device, its kernels or this model's shape cannot do.
     """
     return _on_gpu(config, spec) if _wants_gpu(config) else _on_cpu(config, spec)
 

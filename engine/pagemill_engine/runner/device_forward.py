@@ -35,7 +35,7 @@ class DeviceForward:
         return self._model.compute_logits(self._ops.gather_rows(hidden, inputs.last_tokens))
 
     def decode_into(self, logits: Tensor, inputs: StepInputs) -> None:
-        """Of requests with one token each, all of which sample. logits: float32 [requests, vocab]."""
+        """Decode requests with one token each, all of which sample. logits: float32 [requests, vocab]."""
         logits.copy_(self._model.lm_head(self._hidden(inputs, longest=1)))
 
     def _hidden(self, inputs: StepInputs, longest: int) -> Tensor:

@@ -42,7 +42,7 @@ class DeviceStep(NamedTuple):
         return self.longest == 1 and len(self.sampling) == len(self.rows)
 
     def padded(self, num_requests: int, padding_row: int) -> DeviceStep:
-        """With a token of nobody for each further request."""
+        """With a padding row for each further request."""
         num_real = len(self.rows)
         rows, places = (np.full(num_requests, fill, dtype=np.int32) for fill in (padding_row, -1))
         rows[:num_real], places[:num_real] = self.rows, self.places

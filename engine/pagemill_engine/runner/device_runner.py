@@ -81,8 +81,8 @@ class DeviceRunner:
         self._make_recorder: Callable[[], Recorder] | None = None
         self._sleeping = SleepingModel(model, kv_cache, ops.device)
         self._unread_failure: InFlight | None = None
-        """The step that could not be queued, until it is waited for, or, where nobody does that (Ctrl-C), a step behind
-        it: what is launched behind it is not run."""
+        """The step that could not be queued, until it, or a step behind it, is waited for: what is launched behind it
+        is not run."""
 
     def launch(self, plan: StepPlan) -> InFlight:
         if self._unread_failure is not None:
@@ -109,7 +109,7 @@ class DeviceRunner:
         return _result(handle, found)
 
     def warm_up(self, num_requests: int, num_tokens: int) -> None:
-        """A step of so many tokens by nobody's requests, to the last token. Their block is zero again."""
+        """Run a step of padding requests with this many tokens. The padding block is zero again afterwards."""
         starts = (np.arange(num_requests + 1) * num_tokens // num_requests).astype(np.int32)
         everyone, longest = np.arange(num_requests), int(np.diff(starts).max())
         step = DeviceStep([], self._nobodys(num_requests), starts, everyone.astype(np.int32), longest, everyone)
@@ -191,7 +191,7 @@ class DeviceRunner:
         return at
 
     def _logits(self, at: StepRows, step: DeviceStep, size: int | None) -> tuple[Tensor, Tensor]:
-        """Of those that sample, and how they do. size: of the recording to use, if any."""
+        """Logits of the requests that sample, and their sampling settings. size: of the CUDA graph to use, if any."""
         if size is None or self._graphs is None:
             inputs = self._inputs(step)
             self._build(at, step, inputs)
@@ -229,7 +229,7 @@ class DeviceRunner:
             self._graphs.record(self._make_recorder(), self._fill_with_nobodys)
 
     def _fill_with_nobodys(self, inputs: StepInputs) -> None:
-        """Tokens of nobody's, so that a recording is made from what a step could be."""
+        """Fill the inputs with padding tokens, so that a graph is captured from a possible step."""
         num_requests = len(inputs.seq_lens)
         rows = self._nobodys(num_requests)
         starts = np.arange(num_requests + 1, dtype=np.int32)

@@ -26,7 +26,7 @@ Progress = Callable[[str, str], None]
 
 
 def create_runner(config: EngineConfig, progress: Progress, early_digest: EarlyDigest | None = None) -> Runner:
-    """The runner for `config`, ready to step. `progress(phase, detail)` is told why it takes time.
+    """The runner for `config`, ready to step. `progress(phase, detail)` is called as the start proceeds.
 
     Raises `LoadError`.
     """

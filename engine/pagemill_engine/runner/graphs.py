@@ -63,8 +63,8 @@ class DecodeGraphs:
         self._replays: dict[int, Callable[[], None]] = {}
 
     def record(self, recorder: Recorder, prepare: Callable[[StepInputs], None]) -> None:
-        """All sizes, the largest first: the others fit into its memory. `prepare` fills the inputs with a batch of
-        nobody's."""
+        """Capture all sizes, the largest first: the others fit into its memory. `prepare` fills the inputs with padding
+        requests."""
         for size in reversed(self._sizes):
             inputs, logits = self._places[size]
             prepare(inputs)

@@ -1,7 +1,7 @@
-"""Weights of a device in the host's memory while the engine sleeps.
+"""Keeps a device's weights in the host's memory while the engine sleeps.
 
-Tensors stay the objects they are, so nobody who holds one need know: only what lies under them goes and comes back, at
-another address. Where the weights are anyhow in the host's memory there is nothing to move.
+Tensors stay the same objects: only the storage under them leaves and returns, at another address. If the weights are in
+the host's memory anyway there is nothing to move.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pagemill_engine.runner.sleep import SleepError
 
 
 class HostWeights:
-    """Of some storages, each with its copy."""
+    """Storages, each with its copy."""
 
     def __init__(self, storages: list[UntypedStorage]) -> None:
         self._storages = storages
@@ -33,7 +33,7 @@ class HostWeights:
         return sum(self._sizes)
 
     def offload(self) -> None:
-        """Raises `SleepError` where the host has no room for them; then they lie where they did."""
+        """Raises `SleepError` if the host's memory does not suffice; the weights then stay where they were."""
         try:
             self._copies = [_copy(storage) for storage in self._storages]
         except (RuntimeError, MemoryError) as error:

@@ -23,14 +23,14 @@ CPU = torch.device("cpu")
 
 class KVCache:
     """`layers[i]`: [num_blocks + 1, 2 * num_kv_heads, block_size, head_dim]; layout in `pagemill_kernels.kv_store`,
-    of codes in its `storage`. `rows[i]`: what kernels take, contiguous, where `rows_of` tells a block's row. Both are
-    empty between `release` and `allocate`.
+    quantized ones in its `storage`. `rows[i]`: what kernels take, contiguous, where `rows_of` gives a block's row. Both
+    are empty between `release` and `allocate`.
 
-    `by_block`: all layers of a block lie side by side, else all blocks of a layer do, and rows are blocks. Memory is
+    `by_block`: all layers of a block are adjacent, else all blocks of a layer are, and rows are blocks. Memory is
     touched in pages of up to 2 MiB: the first block costs one such page, not one in every layer.
 
-    The block after the last one belongs to nobody: padding reads it on a CPU, and there it stays zero; on a GPU padding
-    writes it, and nobody reads. Raises `LoadError` when the machine does not give the memory.
+    The block after the last one is the padding block. On a CPU padded rows read it and it stays zero; on a GPU padded
+    rows write it and it is never read. Raises `LoadError` if the machine does not have the memory.
     """
 
     def __init__(

@@ -66,10 +66,7 @@ class InFlightSteps:
 
     def includes(self, sequence: Sequence) -> bool:
         name = sequence.request_id
-        return any(
-            name in step.plan.num_scheduled_tokens and name not in step.discarded
-            for step in self._in_flight
-        )
+        return any(name in step.plan.num_scheduled_tokens and name not in step.discarded for step in self._in_flight)
 
     def discard(self, sequence: Sequence) -> None:
         for step in self._in_flight:

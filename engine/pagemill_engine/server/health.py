@@ -1,8 +1,8 @@
-"""Is this process alive, and may it get requests? The answers of `/livez`, `/readyz`, `/health` on both ports.
+"""The answers of `/livez`, `/readyz` and `/health` on both ports.
 
-Alive means that the loop makes progress: the engine process exists and spoke lately (it does at least every second,
-also when idle; one step of a large prompt may take long). Ready means that the model really generated a token since the
-start and that nobody asked to drain. Load never makes a server unready.
+Live means that the loop makes progress: the engine process exists and reported recently (at least every second, also
+when idle; one step of a large prompt may take long). Ready means that the model has generated a token since the start
+and that no drain was requested. Load never makes a server unready.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from starlette.responses import Response
 from pagemill_engine.server.context import ServerContext
 
 MAX_SILENCE_S = 60.0
-"""Of the engine process, before the server counts as dead and gets restarted."""
+"""Silence of the engine process after which the server reports itself dead and gets restarted."""
 
 
 async def livez(request: Request) -> Response:

@@ -57,9 +57,9 @@ async def bundle(request: Request) -> Response:
 
 
 async def drain(request: Request) -> Response:
-    """Unready now. Answers when the gateways know, or after `wait_s`; from then on requests are refused.
+    """Become unready now. Answers when the gateways know, or after `wait_s`; from then on requests are refused.
 
-    What runs goes on; the answer tells how much is left.
+    Running requests continue; the answer says how many are left.
     """
     context = guarded(request)
     wait_s = seconds(request.query_params.get("wait_s", "0"), "wait_s")
@@ -71,7 +71,7 @@ async def drain(request: Request) -> Response:
 
 
 async def drained(request: Request) -> Response:
-    """A gateway tells that it sends nothing more here."""
+    """A gateway acknowledges that it sends nothing more here."""
     context = guarded(request)
     context.draining.acknowledge(_gateway_of(request.scope))
     return Response(status_code=204)

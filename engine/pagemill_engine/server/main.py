@@ -53,7 +53,7 @@ FLUSH_TIMEOUT_S = 5
 
 @dataclass(slots=True)
 class Events:
-    """What a caller may want to hear about. All are called on the event loop and must return at once."""
+    """Callbacks for the caller. All are called on the event loop and must return at once."""
 
     on_listening: Callable[[int, int], None] = lambda port, control_port: None
     """The ports, as bound."""
@@ -177,7 +177,7 @@ class Server:
         context.client.fail_all(_shutting_down())
 
     async def _finish(self, client: EngineClient) -> None:
-        """Until nobody sends any more and nothing runs, or the time is up."""
+        """Wait until no gateway sends any more and nothing runs, or the time is up."""
         timeout_s = self._settings.server.drain_timeout_s
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -221,7 +221,7 @@ class Server:
         self._events.on_phase(phase, detail)
         client = self._context.client
         if phase == "ready" and not self._was_ready and client is not None and client.ready_info is not None:
-            # After a sleep it is no news.
+            # After a sleep it was reported before.
             self._was_ready = True
             self._events.on_ready(client.ready_info)
 

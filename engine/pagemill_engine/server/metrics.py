@@ -34,7 +34,7 @@ class RequestTiming:
     last_token_s: float = 0.0
     num_preemptions: int = 0
     last_delivery_s: dict[int, float] = field(default_factory=dict)
-    """By choice."""
+    """Time of the last delivery, by choice."""
 
 
 class ServerMetrics:

@@ -49,7 +49,7 @@ class AnswerResponse:
         self._leave()
 
     def _leave(self) -> None:
-        """Nobody reads any more. After a complete answer this does nothing."""
+        """The client is gone. After a complete answer this does nothing."""
         self.answer.close()
         self._on_leave()
 

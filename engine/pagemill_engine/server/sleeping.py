@@ -1,9 +1,9 @@
-"""Sleep and waking of a loaded engine: when it takes requests, and what the engine process is told.
+"""Sleep and wake of a loaded engine: when it accepts requests, and what the engine process is asked to do.
 
-Going to sleep begins at once and ends when the last request that runs is done; until then, and while it sleeps, nothing
-new is taken. Whoever sends requests learns it from the state stream, and one that was sent before is declined and goes
-elsewhere. Waking takes back a sleep that has not come yet. Neighbours: `sleep_routes` asks, `engine_client` brings the
-engine process's answers, `lifecycle` and `state_stream` tell.
+Going to sleep begins at once and ends when the last running request is done; until then, and while it sleeps, new
+requests are not accepted. Gateways learn this from the state stream; a request that was sent before is declined and
+goes elsewhere. Waking cancels a sleep that has not begun. `sleep_routes` calls this, `engine_client` delivers the
+engine process's answers, `lifecycle` and `state_stream` publish the state.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ class Sleeping:
         self._metrics = metrics
         self.state: State = "awake"
         self.released_bytes = 0
-        """By the latest sleep."""
+        """Bytes released by the latest sleep."""
         self.fault = ""
         """Why the latest sleep did not come."""
         self._changed = asyncio.Event()
         self._falling: asyncio.Task[None] | None = None
 
     async def sleep(self, client: Sleeper, wait_s: float) -> State:
-        """Sleep as soon as nothing runs. Returns when it does, cannot, or after `wait_s`; the wish stays."""
+        """Sleep as soon as nothing runs. Returns when it does, cannot, or after `wait_s`; the request stays in
+        force."""
         await self._while("waking", wait_s)
         if self.state == "awake" and self._lifecycle.ready:
             self.fault = ""

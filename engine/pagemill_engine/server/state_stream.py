@@ -1,11 +1,10 @@
 """The engine's state for its gateways: full load reports and prefix changes, one long stream per gateway.
 
 The engine client writes into `StatePublisher` after every step; the control port's `/internal/state` reads one
-`Subscription` per connection. Changes are coalesced to 20 frames a second, and a frame goes out at least every second
-so that silence means trouble. Where several gateways listen, a request that has come is told at once, before the
-engine process knows of it: the others would send theirs to the same place meanwhile. Each subscriber has a bounded
-buffer: one that reads too slowly loses its backlog and gets a snapshot instead, so a stuck gateway costs the engine
-nothing.
+`Subscription` per connection. Changes are coalesced to 20 frames a second, and a frame is sent at least every second,
+so that silence means a fault. If several gateways subscribe, an arrived request is published at once, before the engine
+process knows of it: otherwise the others would send theirs to the same engine. Each subscriber has a bounded buffer:
+one that reads too slowly loses its backlog and gets a snapshot instead, so a stuck gateway costs the engine nothing.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ from pagemill_protocol.state import WAKE, Digests, EngineLoad, StateFrame, StepT
 
 MIN_INTERVAL_S = 0.05
 ARRIVALS_INTERVAL_S = 0.005
-"""Between two frames of which the second tells of a request that has come."""
+"""Minimum time before a frame that publishes an arrived request."""
 HEARTBEAT_S = 1.0
 MAX_BACKLOG_FRAMES = 64
 SPEAKS_EVERY_S = 3.0
-"""A shorter silence of the engine process is no news."""
+"""A shorter silence of the engine process is normal."""
 
 
 class _Arrival(NamedTuple):
     number: int
     num_tokens: int
-    """Of its prompt, without those that are expected to be cached."""
+    """Prompt tokens, without those that are expected to be cached."""
     num_sequences: int
 
 
@@ -48,9 +47,9 @@ class StatePublisher:
         self._frame = StateFrame(sequence=0, models=models)
         """The latest published frame, without prefixes."""
         self._prefixes: dict[bytes, None] = {}
-        """Published granules, oldest first."""
+        """Published prefix chunks, oldest first."""
         self._pending: dict[bytes, bool] = {}
-        """Granules changed since the latest frame: added or removed. The last change counts."""
+        """Prefix chunks changed since the latest frame: added or removed. The last change counts."""
         self._next = self._frame
         self._changed = asyncio.Event()
         self._subscriptions: set[Subscription] = set()
@@ -58,9 +57,9 @@ class StatePublisher:
         self._reported_s: float | None = None
         """When the engine process spoke last."""
         self._told_s: float | None = None
-        """When it told the load of the latest published frame."""
+        """When the load of the latest published frame was reported."""
         self._load = EngineLoad()
-        """As the engine process told it."""
+        """As reported by the engine process."""
         self._arrivals: deque[_Arrival] = deque()
         """Requests that it did not count yet."""
         self._arrived = asyncio.Event()
@@ -99,7 +98,8 @@ class StatePublisher:
     def report(
         self, load: EngineLoad, step_time: StepTimeParams | None, prefixes: PrefixEvents | None, num_added: int = 0
     ) -> None:
-        """One step's news; when idle too, every second. `num_added`: requests that `load` counts or has forgotten."""
+        """Publish one step's changes; when idle too, every second. `num_added`: requests that `load` counts or has
+        dropped."""
         self._reported_s = time.monotonic()
         self._load = load
         while self._arrivals and self._arrivals[0].number <= num_added:

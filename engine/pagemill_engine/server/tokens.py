@@ -16,7 +16,7 @@ class InternalTokens:
         self._file = _open(server.internal_tokens_file)
 
     def accepted(self) -> tuple[str, ...] | None:
-        """All of them; `None` when no guard is configured. With a file that is empty, nobody gets in."""
+        """All accepted tokens; `None` if none is configured. With an empty file every caller is refused."""
         if self._file is not None:
             return (*self._fixed, *self._file.lines())
         return self._fixed or None

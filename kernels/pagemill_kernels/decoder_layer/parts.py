@@ -27,7 +27,7 @@ class LayerParts(NamedTuple):
     head_dim: int
     eps: float
     scale: float
-    """Of the scores."""
+    """Scale of the attention scores."""
 
 
 class FusedLayers(Protocol):

@@ -52,7 +52,7 @@ class NativeLinear:
             scales=0 if scales is None else scales.data_ptr(),
         )
         self.address = ctypes.addressof(self._weight)
-        """Of the C struct; valid as long as this object lives."""
+        """Address of the C struct; valid as long as this object lives."""
         self.bias_address = 0 if self._bias is None else self._bias.data_ptr()
         self._pointer = ctypes.byref(self._weight)
         self._linear = launch.native().pagemill_linear

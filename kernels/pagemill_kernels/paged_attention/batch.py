@@ -25,7 +25,7 @@ class AttentionBatch:
     num_kv_heads: int
     head_dim: int
     padding_block: int
-    """A block that holds zeros and belongs to nobody: padding must read finite values."""
+    """The padding block, which holds zeros: padded rows must read finite values."""
 
     @property
     def num_requests(self) -> int:

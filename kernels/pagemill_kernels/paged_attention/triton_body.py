@@ -1,7 +1,7 @@
 """Attention over block tables: one kernel for prefills, decodes and both in one batch, one that joins split contexts.
 
 A program takes a Q block: some tokens of one request times all query heads of one key/value head, so that a tile of
-keys is read once for the whole group. Q blocks are numbered over the batch with room for one partial block a request;
+keys is read once for the whole group. Q blocks are numbered over the batch, with one partial block allowed per request;
 a program finds its request by a binary search, so the grid follows from shapes alone.
 """
 

@@ -198,7 +198,7 @@ def choose_tiles(head_dim: int, group: int, dtype: torch.dtype, has_codes: bool,
     with which the compiler spills none (`bench/kernel_resources.py`).
     """
     if dtype == torch.float32 and head_dim > 128:
-        # What a multiprocessor of the smaller devices shares, 99 KiB, has no room for more.
+        # Shared memory of the smaller devices' multiprocessors, 99 KiB, holds no more.
         return Tiles(max(16 if is_decode else 32, triton.next_power_of_2(group)), 16, 4 if is_decode else 8, 2)
     wide = head_dim > 128 or dtype == torch.float32
     if is_decode:

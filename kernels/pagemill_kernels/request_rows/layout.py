@@ -1,7 +1,8 @@
-"""Where a row's parts lie: one int32 array [records | block tables | tokens], so that one kernel writes any change.
+"""Layout of the rows on the device: one int32 array [records | block tables | tokens], so that one kernel writes any
+change.
 
-A record holds a request's counters and what it asks of the sampler, floats by their bits. The last row belongs to
-nobody: padding reads it, and its block table names the block that belongs to nobody.
+A record holds a request's counters and its sampling parameters, floats by their bits. The last row is the padding row:
+its block table names the padding block.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ NUM_FIELDS = 10
 RECORD = 16
 """Elements from one record to the next."""
 NUM_SETTINGS = 6
-"""Of one drawn token, in the order of `sampling.triton_body.draw`."""
+"""Settings of one drawn token, in the order of `sampling.triton_body.draw`."""
 ALIGNMENT = 4
 """Elements of 16 bytes: pointers that are multiples of it are one specialization of a kernel, others another."""
 
 
 class RowLayout(NamedTuple):
     num_rows: int
-    """With the one that belongs to nobody."""
+    """Including the padding row."""
     table_width: int
     tokens_width: int
 
@@ -136,7 +137,7 @@ class StepInputs:
         )
 
     def first(self, num_requests: int) -> StepInputs:
-        """Of the first requests alone, where each has one token."""
+        """The inputs of the first requests alone, if each has one token."""
         return StepInputs(
             token_ids=self.token_ids[:num_requests],
             positions=self.positions[:num_requests],

@@ -19,7 +19,7 @@ Values = Sequence[int] | NDArray[np.int32]
 
 
 class Staging:
-    """Of one step."""
+    """Buffers of one step."""
 
     def __init__(self) -> None:
         self._to: list[int] = []

@@ -11,7 +11,7 @@ from pagemill_kernels.kv_store.storage import LARGEST_CODES, token_width
 from pagemill_kernels.rope import triton_body
 
 PROGRAM_ELEMENTS = 1024
-"""Of one half of the heads that a program rotates."""
+"""Elements of one half of the heads that a program rotates."""
 
 
 def rope_and_store(heads: Tensor, num_heads: int, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor) -> None:

@@ -71,7 +71,7 @@ def mass(x: Floats) -> NDArray[np.int64]:
 
 
 def total_mass(x: Floats) -> np.int64:
-    """Of a whole row, x: [vocab]."""
+    """The mass of a whole row, x: [vocab]."""
     return np.int64(sum(mass(x[at : at + PIECE]).sum() for at in range(0, len(x), PIECE)))
 
 

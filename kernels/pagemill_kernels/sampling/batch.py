@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Draws(NamedTuple):
-    """By row of the batch."""
+    """Parameters of the draws, by row of the batch."""
 
     temperature: NDArray[np.float32]
     """0: the best token, and nothing below counts."""
@@ -19,7 +19,7 @@ class Draws(NamedTuple):
     top_p: NDArray[np.float32]
     min_p: NDArray[np.float32]
     keys: NDArray[np.uint64]
-    """Of `randomness.keys`."""
+    """Keys made by `randomness.keys`."""
 
     def at(self, rows: NDArray[np.int64]) -> Draws:
         return Draws(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], self.keys[rows])
@@ -34,7 +34,8 @@ class Edits(NamedTuple):
 
 
 class Penalties(NamedTuple):
-    """Of the rows that have some: repetition over prompt and output, then frequency and presence over the output."""
+    """Penalties of the rows that have some: repetition over prompt and output, then frequency and presence over the
+    output."""
 
     rows: NDArray[np.int64]
     repetition: NDArray[np.float32]
@@ -69,7 +70,7 @@ class SamplingBatch(NamedTuple):
 
 
 class Logprobs(NamedTuple):
-    """Of the model itself: log-softmax of the logits before any change. Rows as in `Reports`."""
+    """Log-softmax of the logits before any change: the model's own. Rows as in `Reports`."""
 
     chosen: NDArray[np.float32]
     """[rows]."""

@@ -1,4 +1,4 @@
-"""What a device has sampled, before anybody has read it."""
+"""Tokens that a device has sampled and the host has not read yet."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Drawn(NamedTuple):
         return Drawn(launch.download(self.tokens), report)
 
     def read(self) -> SampledTokens:
-        """Of tensors on the host."""
+        """The tensors on the host."""
         token_ids: NDArray[np.int64] = self.tokens.numpy()
         finite = token_ids >= 0
         return SampledTokens(np.where(finite, token_ids, 0), finite, self._logprobs())

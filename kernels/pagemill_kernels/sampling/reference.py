@@ -16,7 +16,7 @@ from pagemill_kernels.sampling.batch import Draws, Edits, Logprobs, Penalties, R
 def sample_tokens(logits: Tensor, batch: SamplingBatch) -> SampledTokens:
     """One token for each row of logits, float32 [rows, vocab], which are overwritten."""
     best, token_ids = _best(logits)
-    # A NaN anywhere makes the maximum NaN; -inf can only come from a broken forward pass as well, but harms nobody.
+    # A NaN anywhere makes the maximum NaN; -inf also comes only from a broken forward pass, but is harmless here.
     finite = np.isfinite(best)
     if batch.is_plain:
         return SampledTokens(token_ids, finite, None)

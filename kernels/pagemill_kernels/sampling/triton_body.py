@@ -267,7 +267,7 @@ def scaled(logits_ptr, token, maximum, temperature, VOCAB: tl.constexpr):
 
 @triton.jit
 def first(best, best_token, maximum, VOCAB: tl.constexpr):
-    """Of the lanes that hold the maximum, the lowest token id."""
+    """The lowest token id among the lanes that hold the maximum."""
     return tl.min(tl.where(best == maximum, best_token, VOCAB - 1), 0)
 
 

@@ -22,7 +22,7 @@ from pagemill_kernels.sampling.randomness import halves
 BLOCK = 1024
 NUM_WARPS = 16
 LIST_BLOCK = 128
-"""Of edits and counts, which are few."""
+"""Block size for edits and counts, which are few."""
 MAX_VOCAB = 1 << 22
 """The mass of so many tokens still fits into 64 bits."""
 
@@ -34,7 +34,7 @@ def sample_tokens(logits: Tensor, batch: SamplingBatch) -> SampledTokens:
 
 
 def draw_tokens(logits: Tensor, batch: SamplingBatch, settings: Tensor) -> Drawn:
-    """As `sample_tokens`, but nobody waits; the draws are those of `settings`, as `pack_draws` gives them."""
+    """As `sample_tokens`, without waiting; `settings` come from `pack_draws`."""
     _check(logits)
     changed = _changed(logits, batch)
     tokens = draw_packed(changed, logits, settings)

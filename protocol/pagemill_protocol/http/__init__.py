@@ -1,4 +1,4 @@
-"""The HTTP door that engine and gateway share: limits, error bodies, request ids, bearer checks.
+"""The HTTP layer that engine and gateway share: limits, error bodies, request ids, bearer tokens.
 
 `door` is the ASGI middleware and gathers the rest; `connection` bounds what comes before ASGI, inside uvicorn.
 """

@@ -46,9 +46,9 @@ def hash_key(key: str) -> str:
 
 
 def require_internal(scope: Scope, tokens: Collection[str] | None) -> None:
-    """Let only holders of one of `tokens` pass; `None`: no guard is configured, only loopback peers may pass.
+    """Accept only callers with one of `tokens`; `None`: no token is configured, only loopback peers are accepted.
 
-    Every token is compared, so the time tells nothing. Raises `PagemillError`.
+    Every token is compared, so timing reveals nothing. Raises `PagemillError`.
     """
     if tokens is not None:
         given = bearer_token(scope)

@@ -1,12 +1,13 @@
-"""What `door` cannot see because it happens before ASGI: headers that never end.
+"""Bounds on what happens before ASGI, which `door` cannot see: headers that never end.
 
-`bounded_protocol(...)` makes the `http=` class of a `uvicorn.Config`: request heads above a size or time get 431 or 408
-and the connection closes, one that stays silent just closes; trailers are dropped; a malformed request gets a 400 in
-OpenAI's shape, also when its body's framing breaks before the answer has begun. When a connection ends, the request
-that is being answered hears of it even if others were pipelined behind it. Offers of other protocols (WebSocket, h2c)
-are ignored, as HTTP has it; HTTP/1.0 gets no chunks. What is refused here has an id too, and a line in the log, since
-no app hears of it.
-Parsing stays httptools'. Import this module only where uvicorn is installed.
+`bounded_protocol(...)` makes the `http=` class of a `uvicorn.Config`. Request heads above a size or time get 431 or 408
+and the connection closes; one that stays silent is closed; trailers are dropped; a malformed request gets a 400 in
+OpenAI's shape, also if its body's framing breaks before the answer has begun. When a connection ends, the request being
+answered is notified even if others were pipelined behind it. Offers of other protocols (WebSocket, h2c) are ignored, as
+HTTP specifies; HTTP/1.0 clients get no chunked encoding. Requests refused here get an id and a log line, since no app
+sees them.
+
+httptools does the parsing. Import this module only where uvicorn is installed.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class _BoundedProtocol(HttpToolsProtocol):
     _head_timer: asyncio.TimerHandle | None = None
     _head_open = False
     _unparsed_bytes = 0
-    """Received since the parser last got anywhere: a head or trailer that grows, or chunk extensions."""
+    """Bytes received since the parser last made progress: a growing head or trailer, or chunk extensions."""
     _current: RequestResponseCycle | None = None
     """The request that is being answered; uvicorn's `cycle` is the last one received."""
 
@@ -130,13 +131,13 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     @property
     def _may_answer(self) -> bool:
-        """Whether the next bytes on the connection can be those of a refusal: nobody else's answer is due before."""
+        """Whether a refusal may be written next on the connection: no other answer is due before."""
         if not self._answering:
             return True
         return self.cycle is self._current and self.cycle.more_body and not self.cycle.response_started
 
     def _abandon(self) -> None:
-        """Whatever is being answered has nobody to answer any more."""
+        """The client is gone: notify the request being answered."""
         if self._current is not None and not self._current.response_complete:
             self._current.disconnected = True
             self._current.message_event.set()
@@ -154,7 +155,7 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._head_timer = None
         if self.transport.is_closing():
             return
-        if self._answering:  # the head of a pipelined request: its turn has not come
+        if self._answering:  # the head of a pipelined request, which is not answered yet
             self._start_head_timer()
         elif self._head_open:
             self._refuse(request_timeout())
@@ -162,7 +163,7 @@ class _BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _refuse(self, error: PagemillError) -> None:
-        """Answer and hang up; just hang up where the answer to another request would be taken for this one."""
+        """Answer and close; only close if the answer could be mistaken for that of another request."""
         if self._may_answer:
             self._write_refusal(error)
         self.transport.close()
@@ -182,7 +183,7 @@ class _BoundedProtocol(HttpToolsProtocol):
 
 
 def _unchunked(cycle: RequestResponseCycle, app: ASGIApp) -> ASGIApp:
-    """Of clients of HTTP/1.0, who know no chunks: an answer of unknown length ends with its connection."""
+    """HTTP/1.0 has no chunked encoding: an answer of unknown length ends with its connection."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         is_endless = False

@@ -1,9 +1,9 @@
-"""The outermost ASGI layer of engine and gateway: nothing unbounded gets in, nothing unexplained gets out.
+"""The outermost ASGI layer of engine and gateway: bounds every request and explains every failure.
 
 Headers above a limit get 431, bodies 413, bodies that take too long 408; each request has an id in `x-request-id`; an
 exception that the app did not turn into a response becomes a 500 in OpenAI's shape. A plain ASGI middleware: it sees
-messages, never buffers a body, and adds nothing to a streamed chunk. Authentication is `auth`'s, what apps raise
-`errors`'s, slow or endless headers `connection`'s.
+messages, never buffers a body, and adds nothing to a streamed chunk. `auth` authenticates, `errors` renders what apps
+raise, `connection` bounds slow or endless headers.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ logger = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER = b"x-request-id"
 MAX_DISCARDED_BYTES = 64 * 1024 * 1024
-"""Of a body that is too large: read and dropped, so that its sender gets to see the 413."""
+"""Bytes of a too large body that are read and dropped, so that its sender receives the 413."""
 
 _SAFE_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 def request_id(scope: Scope) -> str:
-    """The id `Door` gave this request: the client's `x-request-id` where it is harmless, else a new one."""
+    """The id that `Door` gave this request: the client's `x-request-id` if it is harmless, else a new one."""
     value: str = scope["state"]["request_id"]
     return value
 
@@ -99,7 +99,7 @@ class Door:
         except Exception:
             logger.exception("Request %s to %s failed", identity, scope["path"][:200])
             if answer.started and not answer.complete:
-                raise  # the server cuts the connection: a half answer must not look whole
+                raise  # the server closes the connection, so that a partial answer does not look complete
             await answer.fail(internal_error())
 
     def _check_headers(self, scope: Scope, body: _BoundedBody) -> None:
@@ -118,7 +118,7 @@ class Door:
 
 
 class _BoundedBody:
-    """Wraps `receive`: counts bytes and keeps the deadline until the body is complete, then steps aside."""
+    """Wraps `receive`: counts bytes and enforces the deadline until the body is complete."""
 
     def __init__(self, receive: Receive, max_bytes: int, timeout_s: float) -> None:
         self._receive = receive
@@ -155,7 +155,8 @@ class _BoundedBody:
         return message
 
     async def _discard(self) -> None:
-        """Read on without keeping anything: a sender who is cut off mid-body sees a reset, not the answer."""
+        """Read and drop the rest: a sender that is cut off in the middle of its body sees a reset instead of the
+        answer."""
         if self.expects_continue or self.declared_bytes > MAX_DISCARDED_BYTES:
             return
         while not self.complete and self._num_bytes <= MAX_DISCARDED_BYTES:
@@ -163,7 +164,7 @@ class _BoundedBody:
 
 
 class _Answer:
-    """Wraps `send`: adds the request id, closes the connection when part of the body was never read."""
+    """Wraps `send`: adds the request id, and closes the connection if part of the body was not read."""
 
     def __init__(self, send: Send, body: _BoundedBody, identity: bytes) -> None:
         self._send = send

@@ -33,7 +33,7 @@ MAX_TEMPLATE_KWARG_CHARS = 1024
 TEMPLATE_KWARGS = frozenset(
     {"enable_thinking", "thinking", "thinking_budget", "preserve_thinking", "reasoning_effort", "date_string"}
 )
-"""What clients may tell a chat template. Anything else could override the renderer's own arguments."""
+"""Variables that clients may pass to a chat template. Others could override the renderer's own arguments."""
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=MAX_NAME_CHARS)]
 Text = Annotated[str, StringConstraints(max_length=MAX_TEXT_CHARS)]

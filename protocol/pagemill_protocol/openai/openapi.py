@@ -48,7 +48,7 @@ _CHECKED_LATER: Mapping[str, Schema] = {
     "logit_bias": {"maxProperties": MAX_LOGIT_BIAS},
     "chat_template_kwargs": {"maxProperties": MAX_TEMPLATE_KWARGS},
 }
-"""By field, what is checked behind the schemas."""
+"""Bounds that are checked after the schemas, by field."""
 _ERROR: Schema = {
     "type": "object",
     "required": ["error"],
@@ -191,7 +191,7 @@ def _takes_null(schema: Schema) -> bool:
 
 
 def _refused(model: type[RequestModel]) -> Schema:
-    """Fields that other servers know: only the values that ask for nothing pass."""
+    """Fields of other servers that are refused unless their value asks for nothing."""
     return {
         name: {"enum": [*rule.harmless, None], "description": f"Not supported. {rule.remedy}"}
         for name, rule in model.UNSUPPORTED.items()

@@ -1,8 +1,8 @@
 """From a checked request to what an engine runs: rendered, tokenized, with every limit applied.
 
-The front door (gateway, or the engine's own HTTP process) calls this once per request, off its event loop: rendering
-and tokenizing long prompts takes milliseconds. Ids, clock, seed and cache salt are the caller's, so the functions stay
-pure. It does not look at load; admission is the gateway's and the scheduler's.
+The gateway, or the engine's own HTTP process, calls this once per request, off its event loop: rendering and tokenizing
+long prompts takes milliseconds. Ids, clock, seed and cache salt come from the caller, so the functions are pure. Load
+plays no role here; the gateway and the scheduler decide on admission.
 """
 
 from __future__ import annotations

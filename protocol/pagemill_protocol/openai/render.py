@@ -51,7 +51,7 @@ class ModelCard(NamedTuple):
     root: str | None = None
     """The model's source; `None`: its id."""
     parent: str | None = None
-    """Of an adapter, the model that it belongs to."""
+    """The model that an adapter belongs to."""
 
 
 def head(request: GenerateRequest, system_fingerprint: str | None = None) -> Head:

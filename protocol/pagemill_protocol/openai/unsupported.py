@@ -1,8 +1,8 @@
 """Request fields that clients know and this server does not serve, as data.
 
-Ignoring such a field would silently give the client something else than it asked for, so it gets a 400 with the remedy.
-A value that asks for nothing beyond the default (`tools: []`, `suffix: ""`) is harmless and passes. Fields in no table
-and no schema are ignored. A feature that becomes real moves from here to `schemas`.
+Ignoring such a field would silently give the client something it did not ask for, so it gets a 400 with the remedy. A
+value that asks for nothing beyond the default (`tools: []`, `suffix: ""`) is harmless and passes. Fields in no table
+and no schema are ignored. A field that becomes supported moves from here to `schemas`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """TokenizerBundle: everything that turns text into token ids and back, as one content-addressed value.
 
-Written by whoever holds the model's files (an engine), cached by gateways by `digest`. Holds no behaviour: `tokenizer`
+Written by engines, which have the model's files, and cached by gateways by `digest`. It has no behaviour: `tokenizer`
 encodes, decodes and renders with it. Built from a GGUF file by `gguf_tokenizer`, from a folder by `hf_folder`.
 """
 
@@ -70,9 +70,9 @@ _decoder: msgspec.msgpack.Decoder[TokenizerBundle] = msgspec.msgpack.Decoder(Tok
 
 
 def bundle_digest(raw: bytes) -> str:
-    """The digest of a bundle as it travels.
+    """The digest of a serialized bundle.
 
-    Whoever receives one checks this: a bundle of a newer version, decoded and encoded again, would lose its new fields.
+    Receivers check this: a bundle of a newer version that is decoded and encoded again would lose its new fields.
     """
     return hashlib.blake2b(raw, digest_size=32).hexdigest()
 

@@ -75,7 +75,7 @@ class ChatTemplate:
         tools: list[dict[str, Any]] | None = None,
         template_kwargs: dict[str, Any] | None = None,
     ) -> str | None:
-        """As `render`, for an event loop; None where something has to be waited for: ask `render`, in a thread.
+        """As `render`, for an event loop. Returns `None` if it would have to wait: then call `render` in a thread.
 
         For short chats: waking a thread and sharing the interpreter with it costs more than rendering them.
         """
@@ -128,7 +128,8 @@ class ChatTemplate:
             self._slots.release()
 
     async def _run_soon(self, process: TemplateProcess, name: str, variables: bytes) -> dict[str, Any] | None:
-        """In a process of `_borrow_idle`, which goes back by itself; None: it was killed while it was idle, or now."""
+        """Run in a process of `_borrow_idle`, which is returned afterwards. `None`: it was killed, while idle or
+        now."""
 
         def on_free() -> None:
             self._idle.append(process)
@@ -148,7 +149,7 @@ class ChatTemplate:
         return None
 
     def _borrow_idle(self, name: str) -> TemplateProcess | None:
-        """One that can begin at once; none: there is something to wait for, or to complain about."""
+        """A process that can begin at once; `None` if there is none."""
         if not self._slots.acquire(blocking=False):
             return None
         try:

@@ -26,10 +26,10 @@ _WORKER_FILE = Path(__file__).with_name("template_worker.py")
 _START_TIMEOUT_S = 60.0
 _HEAD_BYTES = 4
 _GRACE_S = 5.0
-"""How much later than the worker's own timers this side gives up."""
+"""How much longer than the worker's own timers this side waits."""
 _READ_BYTES = 1 << 20
 MAX_UNWAITED_BYTES = 32 * 1024
-"""Of a request that can be written without waiting: half of what a pipe holds."""
+"""Size of a request that can be written without waiting: half of a pipe's buffer."""
 
 
 class TemplateLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,7 +49,7 @@ class WorkerDied(Exception):
 
 
 class Broke(Exception):
-    """An exchange that an event loop waited for failed; `TemplateProcess.verdict` of `cause` says why."""
+    """An exchange on the event loop failed; `TemplateProcess.verdict` of `cause` gives the reason."""
 
     def __init__(self, cause: Exception) -> None:
         super().__init__(str(cause))
@@ -86,14 +86,14 @@ class TemplateProcess:
     def render_soon(
         self, template: str, variables: bytes, on_free: Callable[[], None], on_broken: Callable[[], None]
     ) -> asyncio.Future[dict[str, Any]]:
-        """As `render`, for the running event loop: no thread is woken. `variables`: `MAX_UNWAITED_BYTES` at most.
+        """As `render`, for the running event loop: no thread is woken. `variables`: at most `MAX_UNWAITED_BYTES`.
 
-        The future ends with the reply or with `Broke`. The process is busy until then, whether or not anybody still
-        waits: either `on_free` or `on_broken` tells that it is not, and is called first.
+        The future ends with the reply or with `Broke`. The process is busy until then, even if the caller stops
+        waiting: `on_free` or `on_broken` is called when it no longer is, before the future ends.
         """
         answered = asyncio.get_running_loop().create_future()
         _Reading(self, answered, on_free, on_broken).start(self._limits.wall_limit_s + _GRACE_S)
-        with contextlib.suppress(OSError):  # the reader hears of it
+        with contextlib.suppress(OSError):  # the reader is notified
             self._write(_framed(_request(template, variables)))
         return answered
 
@@ -126,7 +126,7 @@ class TemplateProcess:
             view = view[self._process.stdin.write(view) :]
 
     def _read_frame(self, deadline: float) -> bytes:
-        """As few calls as can be: each gives other threads the interpreter, and waits until it is given back."""
+        """Uses few calls: each one releases the interpreter's lock and waits for it."""
         descriptor = self.descriptor
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
@@ -159,7 +159,7 @@ class _Incoming:
         self._num_bytes = _HEAD_BYTES
 
     def add(self, piece: bytes) -> bytes | None:
-        """The frame once it is whole. Raises `EOFError` when nothing will come any more."""
+        """The frame, once it is complete. Raises `EOFError` if no more bytes will come."""
         if not piece:
             raise EOFError
         received = self._received
@@ -170,7 +170,7 @@ class _Incoming:
 
 
 class _Reading:
-    """Takes one reply as the event loop tells of its pieces."""
+    """Collects one reply as the event loop reports its pieces."""
 
     def __init__(
         self,
@@ -223,7 +223,7 @@ class _Reading:
 def _reply_of(frame: bytes) -> dict[str, Any]:
     try:
         reply: dict[str, Any] = msgspec.json.decode(frame)
-    except msgspec.DecodeError:  # half a surrogate pair is all that the worker can say and nobody can read
+    except msgspec.DecodeError:  # half a surrogate pair is the only text that can be sent but not decoded
         return {"error": "what it makes is not valid Unicode"}
     return reply
 

@@ -29,7 +29,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_MESSAGE_CHARS = 500
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
-"""How Python shows where an object lies in memory, which is nobody's business."""
+"""An object's address in memory as Python prints it; never shown to clients."""
 
 
 class GenerationTag(Extension):
