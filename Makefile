@@ -29,6 +29,9 @@ on_cluster = $(BIN)/pytest $(CASES) $(1) --context "$(E2E_CONTEXT)" --image-tag 
 	--ignore=e2e/crd --ignore=e2e/chart
 endif
 
+# Tests of one file stay in one process, which shares their engines; most tests wait for processes of their own.
+TEST_WORKERS ?= -n 3 --dist loadfile
+
 .PHONY: help
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,8 +52,12 @@ chat: .venv/.installed ## Talk to the model that `make up` serves, from a second
 install: .venv/.installed ## Install the locked dependencies and the packages of this repository into .venv
 
 .PHONY: test
-test: .venv/.installed ## Run unit and integration tests (no cluster, no GPU)
-	$(BIN)/pytest -m "not gpu" tests
+test: .venv/.installed ## Run unit and integration tests (no cluster, no GPU): a sample of each large matrix
+	$(BIN)/pytest -m "not gpu and not full" $(TEST_WORKERS) tests
+
+.PHONY: test-full
+test-full: .venv/.installed ## Run every unit and integration test (no cluster, no GPU)
+	$(BIN)/pytest -m "not gpu" $(TEST_WORKERS) tests
 
 .PHONY: lint
 lint: .venv/.installed ## Check style, types, import layers, house rules and generated pages

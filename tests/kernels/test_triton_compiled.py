@@ -62,6 +62,7 @@ def test_the_widest_heads_in_the_widest_type_fit_the_smallest_multiprocessors(tm
         assert int(cell.split(" / ")[2]) < SMALLEST_SHARED_KIB
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(580)
 @pytest.mark.parametrize("architecture", ["80", "90", "100"])
