@@ -19,7 +19,7 @@ MAX_EVENT_BYTES = 4 * 1024 * 1024
 
 
 class ClientError(Exception):
-    """The server could not be reached, refused, or broke off. `status` is 0 where there was no HTTP answer."""
+    """The server could not be reached, refused, or broke off. `status` is 0 if there was no HTTP answer."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
@@ -105,7 +105,7 @@ class _Answer:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         assert self._response is not None
-        # Not released to the pool: an answer left half read must tell the server that its reader is gone.
+        # Closed, not released to the pool: the server must notice that an answer is not read to its end.
         self._response.close() if error is not None else self._response.release()
         if isinstance(error, aiohttp.ClientError | TimeoutError):
             raise self._explain(error) from error
@@ -175,7 +175,7 @@ async def _json(response: aiohttp.ClientResponse) -> dict[str, Any]:
 
 
 def _refusal(status: int, text: str) -> str:
-    """The server's own words where it speaks OpenAI's error shape."""
+    """The server's own message if it uses OpenAI's error shape."""
     try:
         message = str(json.loads(text)["error"]["message"])
     except (ValueError, KeyError, TypeError):

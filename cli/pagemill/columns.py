@@ -1,4 +1,4 @@
-"""Text in columns that line up, never wrapped: it can be searched, cut and read in a log as well as in a terminal."""
+"""Text in aligned columns, never wrapped: it can be searched, cut and read in a log as well as in a terminal."""
 
 from __future__ import annotations
 

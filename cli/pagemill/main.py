@@ -19,7 +19,7 @@ COMMANDS: Mapping[str, str] = {
     "serve": "Serve one model as an OpenAI-compatible server.",
     "gateway": "Run a gateway in front of engines.",
     "chat": "Talk to a model in the terminal.",
-    "plan": "Tell what a deployment would need and cost under a load.",
+    "plan": "Compute what a deployment needs and costs under a load.",
     "simulate": "Play a deployment's scaling through under traffic.",
     "why": "Show the last scaling decisions of a deployment.",
     "explain": "Describe the fields of LLMDeployment.",

@@ -1,4 +1,4 @@
-"""Text of models, servers and files on its way to a terminal: what could drive the terminal is left out."""
+"""Text from models, servers and files for a terminal: without control sequences."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Sample:
 
 @dataclass
 class Load:
-    """What to send. Immutable in spirit: workers share it."""
+    """What to send; shared by all workers and never changed."""
 
     model: str
     num_requests: int

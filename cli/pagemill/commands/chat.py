@@ -27,7 +27,7 @@ HELP = "/reset forgets the conversation, /system TEXT sets the system message, /
 
 @dataclass
 class Conversation:
-    """What was said so far; a turn that failed before its first word leaves no trace."""
+    """The conversation so far; a turn that failed before its first token is removed."""
 
     system: str | None = None
     turns: list[dict[str, str]] = field(default_factory=list)
@@ -40,7 +40,7 @@ class Conversation:
         self.turns.append({"role": "user", "content": text})
 
     def answer(self, text: str) -> None:
-        """Keep what the model said, also when it was interrupted; an empty answer takes its question back."""
+        """Keep the answer, also if it was interrupted; for an empty answer the question is removed."""
         if text:
             self.turns.append({"role": "assistant", "content": text})
         else:
@@ -190,7 +190,7 @@ def _turn(runner: asyncio.Runner, session: Session, question: str) -> None:
 
 
 def _command(conversation: Conversation, line: str) -> bool:
-    """Carry out a line that begins with a slash; False ends the program."""
+    """Run a line that begins with a slash. Returns false to end the program."""
     name, _, rest = line.partition(" ")
     match name:
         case "/quit" | "/exit":
@@ -237,7 +237,7 @@ def _write(text: str) -> None:
 
 
 def _note(text: str) -> None:
-    """A remark that is no part of the answer."""
+    """A message that is not part of the answer."""
     if not text:
         return
     text = printable(text)

@@ -1,6 +1,6 @@
-"""`pagemill plan`: what a deployment would need and cost under a load, answered before anything is deployed.
+"""`pagemill plan`: what a deployment would need and cost under a load, computed before anything is deployed.
 
-Parsing and checking of options only; the parts are `pagemill.planning`.
+Parses and checks options only; `pagemill.planning` does the rest.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pagemill.up.loading import Loaded
 
 MOST_REPLICAS = 1000
-"""Weighed where the file names no bound."""
+"""Considered if the file sets no maximum."""
 
 
 def plan(
@@ -40,7 +40,7 @@ def plan(
     measure_s: MeasureS = 10.0,
     format: Format = "table",
 ) -> None:
-    """Tell what a deployment would need and cost under a load."""
+    """Compute what a deployment needs and costs under a load."""
     from pagemill.planning.choosing import accelerator_of, load_one, slo_of, tell
     from pagemill.planning.errors import PlanError
     from pagemill.planning.forecast import Workload, forecast, is_positive
@@ -67,7 +67,7 @@ def plan(
         typer.echo(printable(f"error: {error}"), err=True)
         raise typer.Exit(2) from None
     rehearsed = None
-    # What cannot keep up has no latency, and no prompt of the simulation is cached in part.
+    # A replica that cannot keep up has no latency, and the simulation caches no prompt in part.
     if result.chosen.ttft_ms is not None and not cached:
         rate = rps / result.chosen.replicas
         rehearsed = rehearse(replica.shape, input, output, rate, slo.share, overlaps=replica.overlaps)

@@ -170,7 +170,7 @@ class _Screen:
 
 
 def budget_table(ready: Ready, memory: MemoryBudget) -> Table:
-    """Where the memory goes and how many requests that carries. What is free takes up the rounding of the others."""
+    """How the memory is divided and how many requests fit. The free part absorbs the rounding of the others."""
     num_tokens = ready.num_blocks * ready.block_size
     blocks = f"{ready.num_blocks:,} blocks of {ready.block_size} = {num_tokens:,} tokens"
     full = f"{num_tokens / ready.max_model_len:.1f} requests of {ready.max_model_len:,} tokens"

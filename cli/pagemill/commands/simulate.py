@@ -1,6 +1,6 @@
-"""`pagemill simulate`: a deployment's fleet under traffic on a virtual clock, moved by its autoscaler or by others.
+"""`pagemill simulate`: a deployment's replicas under traffic on a virtual clock, scaled by its autoscaler or by others.
 
-Parsing and checking of options only; the parts are `pagemill.simulation`.
+Parses and checks options only; `pagemill.simulation` does the rest.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def simulate(
     ] = None,
     format: Format = "table",
 ) -> None:
-    """Play a deployment's scaling through under traffic, on a virtual clock."""
+    """Simulate a deployment's scaling under traffic, on a virtual clock."""
     from pagemill.planning.choosing import accelerator_of, load_one, slo_of, tell
     from pagemill.planning.errors import PlanError
     from pagemill.planning.replica import Means, engine_config, replica_of

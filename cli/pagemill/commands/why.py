@@ -1,7 +1,7 @@
-"""`pagemill why NAME`: the last scaling decisions of an LLMDeployment with what they were made from.
+"""`pagemill why NAME`: the last scaling decisions of an LLMDeployment with their inputs.
 
-On this machine it asks a running `pagemill up`, else the cluster of the current kube context. Every record holds the
-whole input of its decision, so it can be decided again.
+On this machine it asks a running `pagemill up`, otherwise the cluster of the current kube context. Every record holds
+the whole input of its decision, so the decision can be replayed.
 """
 
 from __future__ import annotations

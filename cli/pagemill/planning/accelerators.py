@@ -1,8 +1,8 @@
-"""Accelerators by their makers' data sheets, and the step times that those allow at best.
+"""Accelerators by their makers' data sheets, and the best step times that these allow.
 
-A step reads all weights once and does two operations for each weight and token; a decode reads its context's keys and
-values, a prompt does four operations for each of its tokens, each token of context and each channel of attention. What
-takes longer, memory or arithmetic, is the step (the roofline of Williams, Waterman and Patterson, CACM 2009). Kernels
+A step reads all weights once and does two operations for each weight and token. A decode reads its context's keys and
+values; a prompt does four operations for each of its tokens, each token of context and each channel of attention. The
+longer of memory and arithmetic is the step time (the roofline of Williams, Waterman and Patterson, CACM 2009). Kernels
 reach neither peak: `MEMORY_SHARE` and `COMPUTE_SHARE` are assumptions, and measured step times replace all of this.
 """
 
@@ -15,18 +15,18 @@ from pagemill_protocol.model_spec import ModelSpec
 from pagemill_protocol.state import StepTimeParams
 
 MEMORY_SHARE = 0.7
-"""Of the peak bandwidth."""
+"""Share of the peak bandwidth that kernels reach."""
 COMPUTE_SHARE = 0.5
-"""Of the dense bfloat16 peak."""
+"""Share of the dense bfloat16 peak that kernels reach."""
 STEP_OVERHEAD_MS = 1.0
-"""Of each step, whatever it computes: launches, sampling, scheduling."""
+"""Fixed time of a step: launches, sampling, scheduling."""
 GIB = 1024**3
 
 
 class Accelerator(NamedTuple):
     name: str
     products: tuple[str, ...]
-    """As nodes are labelled (`nvidia.com/gpu.product`) and `resources.gpuProduct` says."""
+    """As in the node label `nvidia.com/gpu.product` and in `resources.gpuProduct`."""
     memory_bytes: int
     bytes_per_s: float
     operations_per_s: float
@@ -81,17 +81,17 @@ ACCELERATORS = (
 
 
 def find_accelerator(name: str) -> Accelerator | None:
-    """By its name or by the product that nodes are labelled with."""
+    """The accelerator with that name, or with that product in the node label."""
     return next((each for each in ACCELERATORS if name == each.name or name in each.products), None)
 
 
 def step_time(accelerator: Accelerator, spec: ModelSpec, sizes: Sizes, max_step_tokens: int) -> StepTimeParams:
-    """What the data sheet allows for this model."""
+    """Step times that the data sheet allows for this model."""
     bytes_per_ms = accelerator.bytes_per_s * MEMORY_SHARE / 1000
     operations_per_ms = accelerator.operations_per_s * COMPUTE_SHARE / 1000
     read_ms = sizes.weight_bytes / bytes_per_ms
     token_ms = 2 * _multiplied(spec) / operations_per_ms
-    # Up to here reading the weights takes longer than multiplying with them.
+    # Up to this many tokens reading the weights takes longer than multiplying with them.
     even = max(2, round(read_ms / token_ms))
     knots = sorted({1, even, max(max_step_tokens, even + 1)})
     return StepTimeParams(
@@ -103,6 +103,7 @@ def step_time(accelerator: Accelerator, spec: ModelSpec, sizes: Sizes, max_step_
 
 
 def _multiplied(spec: ModelSpec) -> int:
-    """Weights that each token is multiplied with: neither the embedding, nor the head, which few tokens meet."""
+    """Weights that every token is multiplied with: without the embedding, and without the head, which few tokens
+    need."""
     tables = 1 if spec.tie_word_embeddings else 2
     return max(1, spec.num_parameters - tables * spec.vocab_size * spec.hidden_size)

@@ -1,4 +1,5 @@
-"""What `plan` and `simulate` are asked about: one deployment of a file, its SLO, its accelerator. Options win."""
+"""The subject of `plan` and `simulate`: one deployment of a file, its SLO, its accelerator. Options override the
+file."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from pagemill_operator.autoscaler.policy import Slo
 
 
 def load_one(file: Path, name: str | None) -> Loaded:
-    """Raises `PlanError`, or exits with 2 after telling what the file has wrong."""
+    """Raises `PlanError`, or exits with 2 after reporting the errors of the file."""
     result = load_files([file], backend="kubernetes")
     if result.findings:
         report_errors(str(finding) for finding in result.findings)
@@ -31,7 +32,8 @@ def load_one(file: Path, name: str | None) -> Loaded:
 
 
 def slo_of(given: Slo | None, ttft: str | None, tpot: str | None, percentile: int | None) -> Slo:
-    """Each option in place of what the file has; with neither only the load must be carried. Raises `PlanError`."""
+    """The SLO of the file, overridden by the options; with neither, only the load must be carried. Raises
+    `PlanError`."""
     known = given or Slo()
     return Slo(
         ttft_ms=milliseconds("--ttft", ttft) if ttft is not None else known.ttft_ms,
@@ -41,7 +43,7 @@ def slo_of(given: Slo | None, ttft: str | None, tpot: str | None, percentile: in
 
 
 def milliseconds(option: str, duration: str) -> float:
-    """Above 0. Raises `PlanError`."""
+    """A duration above 0. Raises `PlanError`."""
     value = seconds(option, duration) * 1000
     if value <= 0:
         raise PlanError(f"{option} {duration}: must be above 0; write it like 300ms")
@@ -49,7 +51,7 @@ def milliseconds(option: str, duration: str) -> float:
 
 
 def seconds(option: str, duration: str) -> float:
-    """Raises `PlanError`."""
+    """A duration in seconds. Raises `PlanError`."""
     try:
         return duration_seconds(duration)
     except ValueError as error:
@@ -57,7 +59,7 @@ def seconds(option: str, duration: str) -> float:
 
 
 def accelerator_of(loaded: Loaded, name: str | None) -> Accelerator | None:
-    """As asked for, or what the file's pods would get. Raises `PlanError`."""
+    """The one asked for, or the one that the file's pods would get. Raises `PlanError`."""
     resources = loaded.deployment.spec.resources
     wanted = name or (resources.gpu_product if resources.gpus else None)
     known = ", ".join(each.name for each in ACCELERATORS)
@@ -73,6 +75,6 @@ def accelerator_of(loaded: Loaded, name: str | None) -> Accelerator | None:
 
 
 def tell(words: str) -> None:
-    """What takes time, for whoever waits; never between the figures."""
+    """Progress on stderr; never between the figures on stdout."""
     if sys.stderr.isatty():
         typer.echo(words, err=True)

@@ -1,4 +1,4 @@
-"""What keeps a plan from being made."""
+"""The error of a plan that cannot be made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Step times from a file: what a running deployment has learned, or what an earlier plan has measured."""
+"""Step times from a file: learned by a running deployment, or measured by an earlier plan."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FORMS = (
 
 
 def read_fit(path: Path) -> StepTimeParams:
-    """Raises `PlanError`."""
+    """The step times in the file. Raises `PlanError`."""
     try:
         body = json.loads(path.read_text("utf-8"))
     except OSError as error:
@@ -37,7 +37,7 @@ def read_fit(path: Path) -> StepTimeParams:
 
 
 def _step_time(body: Any) -> Any:
-    """Wherever the file has it; of several records the latest."""
+    """The step times, wherever the file has them; the latest of several records."""
     if not isinstance(body, dict):
         return body
     if "stepTime" in body:

@@ -1,6 +1,6 @@
-"""How many replicas a load needs, what they give and what they cost: asked of the autoscaler's own prediction.
+"""How many replicas a load needs, their latencies and their cost, computed by the autoscaler's own prediction.
 
-The same functions decide on the operator once the deployment runs; there they see the load that really comes.
+The operator decides with the same functions once the deployment runs, from the load it really gets.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Workload(NamedTuple):
     input_tokens: int
     output_tokens: int
     cached_tokens: int = 0
-    """Of each prompt, found in the prefix cache."""
+    """Tokens of each prompt that are found in the prefix cache."""
 
     @property
     def demand(self) -> Demand:
@@ -41,43 +41,43 @@ class Workload(NamedTuple):
 class Cost(NamedTuple):
     per_hour: float
     per_million_tokens: float
-    """Of prompts and answers together."""
+    """Per million tokens of prompts and answers together."""
     per_million_output_tokens: float
 
 
 class Row(NamedTuple):
     candidate: Candidate
-    """As the autoscaler predicts it."""
+    """The autoscaler's prediction."""
     cost: Cost | None
 
 
 class Forecast(NamedTuple):
-    """Without any simulation: `rehearsal` plays the chosen number through."""
+    """Computed without a simulation; `rehearsal` simulates the chosen number."""
 
     needed: int | None
-    """The fewest replicas that meet the SLO; None: none up to `most` does."""
+    """The fewest replicas that meet the SLO; `None`: no number up to `most` does."""
     kept: int | None
-    """So many the autoscaler keeps under this load: a tenth more must still fit before one is removed."""
+    """The replicas that the autoscaler keeps under this load: it removes one only if a tenth more load still fits."""
     most: int
     idle: Candidate
-    """One replica that a request has for itself: no number of them is faster."""
+    """A replica that serves one request alone: no number of replicas is faster."""
     rows: list[Row]
-    """The chosen number and its neighbours; the most, where none will do."""
+    """The chosen number and its neighbours; the maximum if no number suffices."""
     capacity: float
     """Requests per second that one replica carries within the SLO."""
     at_once: int
     """Requests of this length that one replica holds."""
     at_once_longest: int
-    """Of the longest that it takes."""
+    """Requests of the longest accepted length that one replica holds."""
 
     @property
     def chosen(self) -> Candidate:
-        """The needed number, or the most."""
+        """The needed number, or the maximum."""
         return next(row.candidate for row in self.rows if row.candidate.replicas == (self.needed or self.most))
 
 
 def forecast(replica: Replica, workload: Workload, slo: Slo, most: int, price_per_hour: float | None) -> Forecast:
-    """`price_per_hour`: of one replica. Raises `PlanError` for a workload that no replica takes."""
+    """`price_per_hour`: of one replica. Raises `PlanError` for a workload that no replica accepts."""
     check_length(workload.input_tokens, workload.output_tokens, replica.max_model_len)
     predictor = _predictor(replica, slo)
     demand = workload.demand
@@ -104,12 +104,12 @@ def forecast(replica: Replica, workload: Workload, slo: Slo, most: int, price_pe
 def _predictor(replica: Replica, slo: Slo) -> Predictor:
     predictor = Predictor(replica.shape, slo.share)
     if not predictor.known:
-        raise PlanError("the engine told no step times: give more time with --measure-s, or step times with --fit")
+        raise PlanError("the engine reported no step times: give more time with --measure-s, or step times with --fit")
     return predictor
 
 
 def _capacity(predictor: Predictor, workload: Workload, slo: Slo) -> float:
-    """By halves, down to less than a thousandth."""
+    """By bisection, to less than a thousandth."""
 
     def meets(requests_per_s: float) -> bool:
         return weigh(predictor, workload.at(requests_per_s).demand, slo, 1).meets

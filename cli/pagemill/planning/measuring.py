@@ -1,7 +1,7 @@
 """Measures one replica on this machine: the engine process itself, under requests of the planned length.
 
-First one request alone, then twice as many at once each time, until the time is up or a replica takes no more. The
-engine's own fit learns from these steps as it does in service; nothing is timed here that it does not time.
+First one request alone, then twice as many at once each round, until the time is up or the replica holds no more. The
+engine's own step-time model learns from these steps as it does in service; nothing else is timed.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from pagemill_protocol.sampling import SamplingParams
 from pagemill_protocol.state import StepTimeParams
 
 OUTPUT_TOKENS = 32
-"""Of a measured request at most: enough steps to learn from."""
+"""Maximum tokens of a measured request: enough steps to learn from."""
 PATIENCE = 10.0
-"""Times the asked time, after which one round is given up."""
+"""A round is given up after this multiple of the requested time."""
 
 
 class Alone(NamedTuple):
-    """What one request without company took."""
+    """Latencies of a request that runs alone."""
 
     ttft_ms: float
     tpot_ms: float | None
-    """None: it had one token."""
+    """`None`: it had one token."""
 
 
 class Measured(NamedTuple):
@@ -46,7 +46,7 @@ class Measured(NamedTuple):
 async def measure(
     config: EngineConfig, input_tokens: int, output_tokens: int, limit_s: float, tell: Callable[[str], None]
 ) -> Measured:
-    """Raises `PlanError`. `tell` hears what takes time."""
+    """Measure the replica. Raises `PlanError`. `tell` is called with what takes time."""
     with EngineProcess.launch(config) as process:
         channel = EngineChannel(config, process)
         await channel.start()
@@ -98,19 +98,19 @@ class _Rounds:
             at_once *= 2
             await self._round(at_once, limit_s)
             took_s = time.monotonic() - round_began_s
-        # The engine tells its fit twice a second, and these rounds may all have fallen between two times.
+        # The engine publishes its step-time model twice a second: all rounds may fall between two publications.
         while not self._step_time.num_steps_observed and time.monotonic() - began_s < PATIENCE * limit_s:
             await self._round(at_once, limit_s)
         return Measured(self._ready, self._step_time, alone, at_once)
 
     @property
     def _most(self) -> int:
-        """That the KV cache and a step hold at once."""
+        """Requests that the KV cache and a step hold at once."""
         room = self._ready.num_blocks * self._ready.block_size // (self._input_tokens + self._output_tokens)
         return max(1, min(self._ready.max_num_seqs, room))
 
     async def _round(self, at_once: int, limit_s: float) -> Alone:
-        """All at the same time, to the last token of the last one. Returns the times of the first one."""
+        """Run requests at the same time, to the last token of the last one. Returns the times of the first one."""
         sent_s = time.monotonic()
         names = [self._send() for _ in range(at_once)]
         running, first_s, last_s = set(names), 0.0, 0.0
@@ -144,7 +144,7 @@ class _Rounds:
         request = GenerateRequest(
             request_id=name,
             model="",
-            # Drawn anew each time: nothing is found in the prefix cache.
+            # Drawn for each request: nothing is found in the prefix cache.
             prompt_token_ids=[self._draw.randrange(vocab_size) for _ in range(self._input_tokens)],
             sampling=SamplingParams(temperature=0.0, max_tokens=self._output_tokens, ignore_eos=True),
         )

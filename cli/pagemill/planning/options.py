@@ -1,4 +1,4 @@
-"""Options that `pagemill plan` and `pagemill simulate` share: the aims, and where a replica's figures come from."""
+"""Options that `pagemill plan` and `pagemill simulate` share: targets, and the source of a replica's figures."""
 
 from __future__ import annotations
 

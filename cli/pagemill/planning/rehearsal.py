@@ -1,7 +1,7 @@
-"""One replica under its share of the load, played through: the engine's own scheduler and KV cache on a virtual clock.
+"""Simulates one replica under its share of the load: the engine's own scheduler and KV cache on a virtual clock.
 
-Nothing waits and nothing is computed; steps take what their step times say. Requests come independently of each other
-and are all of the same length. The same plan gives the same figures.
+Nothing waits and nothing is computed; steps take what the step-time model predicts. Requests arrive independently and
+have the same length. The same plan gives the same figures.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from pagemill_simulator.workloads.request import SimRequest
 REQUESTS = 400
 FEWEST_REQUESTS = 60
 MOST_TOKENS = 60_000
-"""Of all answers together: some 15 us each."""
+"""Bound on the tokens of all answers: each takes some 15 us."""
 WARM_UP = 0.2
-"""Of the requests: they find an emptier replica than the others."""
+"""Share of the requests that is not counted: they find an emptier replica than the others."""
 SPARE_BLOCKS = 64
 
 
 class Rehearsed(NamedTuple):
-    """At the percentile."""
+    """Latencies at the percentile."""
 
     ttft_ms: float
     tpot_ms: float | None
-    """None: answers have one token."""
+    """`None`: answers have one token."""
     num_requests: int
 
 
@@ -60,7 +60,7 @@ def rehearse(
 
 
 def _engine(shape: Shape, length: int, overlaps: bool) -> EngineConfig:
-    """No more blocks than the requests of all seats could hold: making them takes time."""
+    """With no more blocks than the requests of all sequence slots can hold: creating blocks takes time."""
     most_blocks = shape.max_num_seqs * (math.ceil(length / shape.block_size) + 1) + SPARE_BLOCKS
     return EngineConfig(
         model="plan",

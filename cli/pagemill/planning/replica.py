@@ -1,4 +1,4 @@
-"""One replica of a deployment, before it exists: bytes, concurrency and step times, each with where it comes from.
+"""One replica of a deployment, before it exists: bytes, concurrency and step times, each with its source.
 
 Bytes are the engine's own: measured from the process, or from the same memory budget over the files' headers.
 """
@@ -33,34 +33,34 @@ from pagemill_protocol.state import StepTimeParams
 
 class Replica(NamedTuple):
     shape: Shape
-    """As the autoscaler knows a replica."""
+    """The replica as the autoscaler describes it."""
     max_model_len: int
     weight_bytes: int
     kv_bytes_per_token: int
     budget: MemoryBudget | None
-    """None: a simulated device has no memory."""
+    """`None`: a simulated device has no memory."""
     device: str
     step_time_from: str
-    """In words."""
+    """The source of the step times, for people."""
     overlaps: bool = False
     """The next step is launched before the tokens of the last one are read."""
     alone: Alone | None = None
-    """As measured here."""
+    """As measured on this machine."""
 
 
 class Means(NamedTuple):
-    """What step times come from. Without fit and accelerator they are measured here."""
+    """Sources of step times. Without a fit and an accelerator they are measured on this machine."""
 
     fit: Path | None
     accelerator: Accelerator | None
     model: Path | None
-    """Read in place of the deployment's source."""
+    """Read instead of the deployment's source."""
     measure_s: float
     tell: Callable[[str], None]
 
 
 def replica_of(plan: Plan, means: Means, input_tokens: int, output_tokens: int) -> Replica:
-    """Raises `PlanError`."""
+    """The replica of a plan. Raises `PlanError`."""
     config = engine_config(plan, means)
     check_length(input_tokens, output_tokens, config.max_model_len)
     if means.fit is None and means.accelerator is None:
@@ -75,7 +75,7 @@ def replica_of(plan: Plan, means: Means, input_tokens: int, output_tokens: int) 
 
 
 def check_length(input_tokens: int, output_tokens: int, max_model_len: int | None) -> None:
-    """Raises `PlanError` for requests that no replica takes. None: not known yet."""
+    """Raises `PlanError` for requests that no replica accepts. `None`: not known yet."""
     length = input_tokens + output_tokens
     if max_model_len is not None and length > max_model_len:
         raise PlanError(
@@ -110,7 +110,9 @@ def _on_accelerator(
     fit: StepTimeParams | None,
     fit_from: str,
 ) -> Replica:
-    from pagemill_engine.runner.sizing import sizes_on_gpu  # torch: seconds that a measured plan need not spend
+    from pagemill_engine.runner.sizing import (
+        sizes_on_gpu,
+    )  # imports torch, which takes seconds and which a measured plan does not need
 
     sizes = sizes_on_gpu(config, path, spec)
     free = MemoryState(accelerator.memory_bytes, accelerator.memory_bytes, process_bytes=0, is_gpu=True)
@@ -170,7 +172,7 @@ def _measured(plan: Plan, config: EngineConfig, means: Means, input_tokens: int,
     num_blocks, budget = ready.num_blocks, ready.memory
     memory_bytes = plan.groups[0].process.memory_bytes
     if memory_bytes and budget is not None:
-        # The native kernels' activations; nothing else runs in the pod.
+        # Activations of the native kernels; nothing else runs in the pod.
         sizes = Sizes(ready.weight_bytes, ready.kv_bytes_per_token, item_bytes=4, gathers=False)
         with _engines_refusals():
             num_blocks, budget = plan_memory(config, load_model_spec(path), sizes, _pod_memory(memory_bytes))
@@ -202,7 +204,7 @@ def _pod_memory(memory_bytes: int) -> MemoryState:
 
 @contextlib.contextmanager
 def _engines_refusals() -> Iterator[None]:
-    """In the engine's own words."""
+    """Turn the engine's refusals into `PlanError`, in the engine's own words."""
     try:
         yield
     except LoadError as error:

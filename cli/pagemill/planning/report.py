@@ -1,4 +1,4 @@
-"""A plan in words and as JSON."""
+"""A plan as text and as JSON."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The parts of `pagemill simulate`: a deployment's fleet under traffic, moved by one scaling policy or several.
+"""The parts of `pagemill simulate`: a deployment's replicas under traffic, scaled by one or more scaling policies.
 
-`traffic`, `fleet` and `policies` make of file and options what the simulator wants; `progress` shows how far it is,
-`table` what came of it. What a replica is comes from `pagemill.planning`, as for `pagemill plan`.
+`traffic`, `fleet` and `policies` turn file and options into the simulator's input; `progress` shows the progress,
+`table` the results. A replica is described by `pagemill.planning`, as for `pagemill plan`.
 """

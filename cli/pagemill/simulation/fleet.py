@@ -1,4 +1,4 @@
-"""The fleet that a deployment would be: its engine, bounds, queue and drain, and how its pods start."""
+"""The simulated fleet of a deployment: its engine, bounds, queue and drain, and the phases of a pod's start."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FORM = "write the whole, such as 45s, or its phases, such as schedule=1s,pull=4s
 
 
 class Asked(NamedTuple):
-    """In place of the file's; None: not said."""
+    """Options that override the file; `None`: not given."""
 
     min_replicas: int | None
     max_replicas: int | None
@@ -33,7 +33,7 @@ class Asked(NamedTuple):
 
 
 def bounds_of(loaded: Loaded, asked: Asked) -> Bounds:
-    """Without autoscaling the file's replicas are both. Raises `PlanError`."""
+    """Minimum and maximum replicas; without autoscaling both are the file's replicas. Raises `PlanError`."""
     section = loaded.deployment.spec.autoscaling
     replicas = loaded.plan.spec_replicas
     low, high = (section.min_replicas, section.max_replicas) if section is not None else (replicas, replicas)
@@ -47,7 +47,7 @@ def bounds_of(loaded: Loaded, asked: Asked) -> Bounds:
 def fleet_of(
     plan: Plan, engine: EngineConfig, replica: Replica, bounds: Bounds, slo: Slo, asked: Asked, seed: int
 ) -> FleetSettings:
-    """Raises `PlanError`."""
+    """The fleet of the deployment. Raises `PlanError`."""
     defaults = FleetSettings(engine=_engine(engine, replica), bounds=bounds)
     settings = msgspec.structs.replace(
         defaults,
@@ -68,7 +68,7 @@ def fleet_of(
 
 
 def cold_start_of(text: str | None) -> ColdStart:
-    """The whole is shared among the phases as they usually share it. Raises `PlanError`."""
+    """The phases of a cold start; a total is divided among them in their usual shares. Raises `PlanError`."""
     usual = ColdStart()
     if text is None:
         return usual
@@ -89,7 +89,7 @@ def _replaced(usual: ColdStart, given: dict[str, float]) -> ColdStart:
 
 
 def _engine(config: EngineConfig, replica: Replica) -> EngineConfig:
-    """As it would run there, without a model."""
+    """The deployment's engine, without a model."""
     shape = replica.shape
     return msgspec.structs.replace(
         config,
@@ -111,5 +111,5 @@ def _queue(plan: Plan) -> QueueLimits | None:
 
 
 def _routing(name: str, default: PolicyName) -> PolicyName:
-    """`Auto`, and what the gateway does not know, is the gateway's own."""
+    """The routing policy; `Auto` and unknown names mean the gateway's default."""
     return next((each for each in get_args(PolicyName) if each == name), default)

@@ -1,4 +1,4 @@
-"""How far the simulations are, for whoever sits in front of a terminal: on stderr, and gone when they are done."""
+"""Progress of the simulations on a terminal: on stderr, removed at the end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pagemill.printable import printable
 
 @contextmanager
 def progress_of(name: str) -> Iterator[Callable[[float], None] | None]:
-    """What is to be told the share that is done; None: nobody looks."""
+    """The function to call with the completed share; `None` without a terminal."""
     if not sys.stderr.isatty():
         yield None
         return

@@ -1,4 +1,4 @@
-"""Runs the simulations one after the other, and writes the report of them all."""
+"""Runs the simulations one after the other and writes their report."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(
     *,
     fast: bool = False,
 ) -> list[Outcome]:
-    """One outcome for each policy. Raises `PlanError` where the report cannot be written, before anything runs."""
+    """One outcome for each policy. Raises `PlanError` before anything runs if the report cannot be written."""
     if report is not None:
         _make(report)
     simulate = simulate_fleet_fast if fast else simulate_fleet
@@ -49,7 +49,7 @@ def _make(folder: Path) -> None:
 
 
 def _report(outcomes: Sequence[Outcome], folder: Path, settings: FleetSettings) -> None:
-    """Where it is, is said beside the figures, never among them."""
+    """Where the report is goes to stderr, never between the figures."""
     try:
         page = write_report(outcomes, folder, slo_ttft_ms=settings.slo_ttft_ms, slo_tpot_ms=settings.slo_tpot_ms)
     except OSError as error:

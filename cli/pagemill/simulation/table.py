@@ -1,4 +1,4 @@
-"""What came of the simulations, in words and as JSON."""
+"""The results of simulations as text and as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The traffic that is asked for: a file of a trace, or a generator with its parameters."""
+"""The requested traffic: the file of a trace, or a generator with its parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pagemill_simulator.workloads.traces import TraceError, read_trace
 
 
 class Traffic(NamedTuple):
-    """As asked for; None: not said."""
+    """Options of the traffic; `None`: not given."""
 
     trace: Path | None
     workload: str | None
@@ -26,7 +26,7 @@ class Traffic(NamedTuple):
 
 
 def workload_of(asked: Traffic, seed: int) -> Workload:
-    """Raises `PlanError`."""
+    """The workload. Raises `PlanError`."""
     if (asked.trace is None) == (asked.workload is None):
         raise PlanError("give either --trace FILE or --workload NAME, such as --workload ramp:from_rate=2,to_rate=10")
     try:
@@ -57,7 +57,7 @@ def _drawn(asked: Traffic, choice: str, seed: int) -> Workload:
 
 
 def usual_lengths(workload: Workload, max_model_len: int | None) -> tuple[int, int]:
-    """Tokens of a prompt and of an answer, mean, and within what the engine takes."""
+    """Mean tokens of a prompt and of an answer, within what the engine accepts."""
     requests = workload.requests
     count = max(1, len(requests))
     prompt = max(1, round(sum(each.num_prompt_tokens for each in requests) / count))

@@ -73,7 +73,7 @@ def read_documents(path: Path) -> tuple[list[Document], list[Finding]]:
         return [], [Finding(file, None, "", str(error))]
     documents: list[Document] = []
     findings = list(_control_characters(file, text))
-    # Without them the rest can be read, and its errors are told as well.
+    # Without them the rest can be read, and its errors are reported as well.
     text = NOT_IN_YAML.sub("", text)
     try:
         for node in _compose_all(text):

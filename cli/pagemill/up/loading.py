@@ -35,7 +35,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Read:
-    """One document as far as it is valid: what is wrong between documents is told also of those with errors."""
+    """One document as far as it is valid: conflicts between documents are reported also for those with errors."""
 
     document: Document
     deployment: LLMDeployment

@@ -20,7 +20,7 @@ from pagemill.printable import printable
 
 class Screen(Protocol):
     interactive: bool
-    """Somebody sits in front of it."""
+    """Whether it is a terminal with a user."""
 
     def line(self, text: str) -> None:
         """One finished line."""
@@ -36,7 +36,7 @@ class Screen(Protocol):
 
 
 class PlainScreen:
-    """Plain lines; a status is not shown, because its news comes as lines already."""
+    """Plain lines; a status is not shown, because its changes are printed as lines already."""
 
     interactive = False
 

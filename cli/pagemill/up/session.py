@@ -1,7 +1,8 @@
-"""One run of `pagemill up`: start everything, wait with reasons, ask the first question, then serve until told to stop.
+"""One run of `pagemill up`: start everything, wait and show the reasons, ask the first question, then serve until
+stopped.
 
-Neighbours: `loading` gave the plans, the local backend runs them, `screen` shows it. Whatever happens in here, the
-backend is stopped at the end.
+`loading` made the plans, the local backend runs them, `screen` shows them. The backend is stopped at the end whatever
+happens.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ async def run_up(request: UpRequest, loaded: list[Loaded], screen: Screen) -> in
         report_errors([str(error)])
         return 1
     except BrokenPipeError:
-        return 1  # nobody reads what is said (`| head`)
+        return 1  # the output is closed (`| head`)
     except Exception as error:
         logger.debug("pagemill up failed", exc_info=True)
         words = str(error).splitlines() or ["no further explanation"]
@@ -112,7 +113,7 @@ class Session:
         self._backend = LocalBackend(settings, on_event=self._show_event, on_change=self._news.set)
 
     async def run(self) -> None:
-        """Until the answer where nobody watches, else until cancelled."""
+        """Runs until the first answer without a terminal, else until it is cancelled."""
         for line in _notes(self._loaded):
             self._screen.line(line)
         await self._backend.start()
@@ -150,7 +151,7 @@ class Session:
 
     def _show_event(self, event: Event) -> None:
         line = f"{event.subject}: {event.message} ({event.since_start_s:.1f} s)"
-        # Nobody may read any more (`| head`); that is no reason for the process's supervisor to fail.
+        # The output may be closed (`| head`), which must not make the supervisor fail.
         with contextlib.suppress(OSError):
             if event.warning:
                 self._screen.warn(line)
@@ -216,7 +217,7 @@ class Session:
         )
 
     async def _serve(self) -> None:
-        """Until cancelled: follow the files, and show the load where somebody watches."""
+        """Until cancelled: follow changes of the files, and show the load on a terminal."""
         self._screen.line("edit the file to change what runs; Ctrl-C stops everything")
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -268,7 +269,7 @@ class Session:
             before = load
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._news.wait(), 1.0)
-                # News come in bursts while replicas move; the line is redrawn at most four times a second.
+                # Changes come in bursts while replicas start and stop; the line is redrawn at most four times a second.
                 await asyncio.sleep(0.25)
             self._news.clear()
 

@@ -10,7 +10,7 @@ from pagemill_operator.autoscaler.decision import Decision, Record
 
 class Replay(NamedTuple):
     decision: Decision
-    """Of the recorded inputs, by this version."""
+    """This version's decision on the recorded inputs."""
     is_same: bool
 
     @property

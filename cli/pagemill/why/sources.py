@@ -1,6 +1,6 @@
-"""Records of one deployment's scaling decisions: from a `pagemill up` of this machine, or from a file.
+"""Reads records of one deployment's scaling decisions from a `pagemill up` on this machine, or from a file.
 
-Reads only; whoever decided has written them. Neighbour: `cluster` reads those of an operator.
+`cluster` reads those of an operator.
 """
 
 from __future__ import annotations

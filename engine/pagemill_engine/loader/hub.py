@@ -40,7 +40,7 @@ def list_files(model: HubModel) -> Listing:
         api = HfApi()
         info = api.repo_info(model.repository, revision=model.revision)
         if not info.sha:
-            raise LoaderError("HubUnreachable", f"{constants.ENDPOINT} does not tell a commit of {model.repository}.")
+            raise LoaderError("HubUnreachable", f"{constants.ENDPOINT} does not report a commit of {model.repository}.")
         tree = api.list_repo_tree(model.repository, recursive=True, revision=info.sha)
         return Listing(info.sha, [_remote_file(entry) for entry in tree if isinstance(entry, RepoFile)])
 

@@ -72,7 +72,7 @@ class ModelFolder:
         if not sizes:
             return ""
         names = ", ".join(f"{name} ({_size(num_bytes)})" for name, num_bytes in list(sizes.items())[:MAX_NEIGHBOURS])
-        return f"The volume also holds models of other sources: {names}; delete the folders that nobody uses. "
+        return f"The volume also holds models of other sources: {names}; delete the folders that are not used. "
 
     def part(self, file: RemoteFile) -> Path:
         path = self._staging / f"{file.path}{PART}"

@@ -39,7 +39,7 @@ class HostWeights:
         except (RuntimeError, MemoryError) as error:
             self._copies = []
             raise SleepError(
-                f"The host has no room for {self.num_bytes / 1024**3:.1f} GiB of weights ({error}). Raise "
+                f"The host does not have memory for {self.num_bytes / 1024**3:.1f} GiB of weights ({error}). Raise "
                 "resources.memory, or do not let the engine sleep."
             ) from error
         for storage in self._storages:

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 _DRIVER = "libcuda.so.1"
 _KNOWN_RELEASES = ("2.15.",)
-"""Of torch, where every reference to one of these libraries was found to be a function that CUDA operations call."""
+"""Releases of torch in which every reference to one of these libraries is a function that only CUDA operations call."""
 _UNNEEDED = ("libcublasLt", "libcublas", "libcufft", "libcusparse", "libcusparseLt", "libnvrtc")
 
 

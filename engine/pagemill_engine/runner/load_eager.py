@@ -38,7 +38,7 @@ from pagemill_protocol.cgroup import usable_cores
 from pagemill_protocol.model_spec import ModelSpec
 
 ANY_NUMBER = 1 << 40
-"""Of blocks, while it is not known how many there will be."""
+"""Stands for the number of blocks until it is known."""
 
 
 def load_runner(

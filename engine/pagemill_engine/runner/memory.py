@@ -12,7 +12,7 @@ import psutil
 from pagemill_protocol.cgroup import ROOT, folders, read
 
 _VERSIONS = (("memory.max", "memory.current", ""), ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"))
-"""Of cgroups, 2 and 1: the limit, what is used, and how the fields of `memory.stat` begin."""
+"""Cgroups 2 and 1: the files of limit and usage, and how the fields of `memory.stat` begin."""
 
 
 class MemoryState(NamedTuple):

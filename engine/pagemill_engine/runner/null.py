@@ -27,7 +27,7 @@ DEFAULT_STEP_TIME = StepTimeParams(
     decode_context_ms=1e-5,
     chunk_context_ms=1e-7,
 )
-"""Of the order of an 8B model on one data-centre GPU."""
+"""Comparable to an 8B model on one data-centre GPU."""
 DEFAULT_NUM_BLOCKS = 4096
 DEFAULT_MAX_MODEL_LEN = 8192
 DEFAULT_VOCAB_SIZE = 32000

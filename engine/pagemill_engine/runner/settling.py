@@ -22,7 +22,7 @@ from pagemill_protocol.model_spec import ModelSpec
 
 class Meter(Protocol):
     def free_bytes(self) -> int:
-        """Of the device, while nothing runs."""
+        """Free memory of the device, while nothing runs."""
 
     def peak_bytes(self, run: Callable[[], None]) -> int:
         """What `run` takes of the device at most, beside what lies there before."""
@@ -35,7 +35,7 @@ class CudaMeter:
         return torch.cuda.mem_get_info()[0]
 
     def peak_bytes(self, run: Callable[[], None]) -> int:
-        """Of what the allocator held, so that what it loses between its pieces counts."""
+        """The peak that the allocator reserved, so that its fragmentation counts."""
         self.free_bytes()
         torch.cuda.reset_peak_memory_stats()
         before_bytes = torch.cuda.memory_reserved()

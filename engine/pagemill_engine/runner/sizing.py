@@ -53,7 +53,7 @@ def held_by(compute: Compute) -> Holding:
 
 
 def held_by_gpu(config: EngineConfig) -> Holding:
-    """By the Triton kernels of any NVIDIA device; `runner.compute` makes the same choices on one that is there."""
+    """For the Triton kernels of any NVIDIA device; `runner.compute` makes the same choices on a real one."""
     dtype = torch.bfloat16 if config.dtype == "auto" else TORCH_TYPES[config.dtype]
     return Holding(
         dtype=dtype,

@@ -1,5 +1,5 @@
-"""What requests ask of the sampler, from admission to each step's tokens.
+"""Sampling parameters of the running requests, from admission to each step's tokens.
 
-`rows` keeps it as arrays and picks a step's part, `sampler` hands that to the device and tells the tokens. How they are
-chosen is in `pagemill_kernels.sampling`; when a choice ends is decided elsewhere.
+`rows` keeps them as arrays and selects a step's part; `sampler` passes that to the device and returns the tokens.
+`pagemill_kernels.sampling` defines how tokens are chosen; the scheduler decides when a choice ends.
 """

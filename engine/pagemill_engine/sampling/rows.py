@@ -72,7 +72,7 @@ class SamplingRows:
     plain: NDArray[np.bool_] = field(init=False)
     """Greedy, without penalties, bias, minimum or logprobs: argmax is all there is to do."""
     logit_bias: dict[int, dict[int, float]] = field(init=False, default_factory=dict)
-    """By row: numbers added, by token id."""
+    """By row: bias by token id."""
     stop_ids: dict[int, list[int]] = field(init=False, default_factory=dict)
     """Tokens masked until `min_tokens`; only for rows that have such a minimum."""
     counts: TokenCounts | None = field(init=False, default=None)

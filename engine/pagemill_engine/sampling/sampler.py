@@ -1,7 +1,7 @@
-"""One token for each row of a batch: asks the device's sampler, and tells what it found by row.
+"""Samples one token for each row of a batch: calls the device's sampler and returns the results by row.
 
-A batch of plain greedy rows asks for nothing but the best tokens. How tokens are chosen is specified and implemented in
-`pagemill_kernels.sampling`.
+A batch of plain greedy rows asks only for the best tokens. `pagemill_kernels.sampling` specifies and implements how
+tokens are chosen.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Sampled(NamedTuple):
     finite: NDArray[np.bool_]
     """False: the model's logits hold NaN or infinity."""
     logprobs: dict[int, TokenLogprobs]
-    """By index into the batch, for rows that asked."""
+    """By index into the batch, for rows that asked for them."""
 
 
 def sample(

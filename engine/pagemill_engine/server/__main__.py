@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stderr.write(write_termination(error.termination, termination_log) + "\n")
         return 1
     except Exception as error:
-        # A fault of ours; whoever reads the object's status should see it there nevertheless.
+        # A fault of our own is reported in the object's status as well.
         logging.getLogger(__name__).exception("the server ends by a fault of its own")
         failure = StartupError("ServerFailed", f"{type(error).__name__}: {error}")
         sys.stderr.write(write_termination(failure.termination, termination_log) + "\n")

@@ -1,8 +1,8 @@
 """The answer to one HTTP request's prompts: frames from the engine client's loop to the task that sends them.
 
-Rendering is done by `output.processor` before frames get here, so the buffer holds finished bytes. Its reader may be
-slow, and nothing holds the engine up: whoever puts looks at `too_far_behind` first, and ends a stream whose reader is.
-Only the engine client puts; only the request's task takes.
+`output.processor` renders before frames get here, so the buffer holds finished bytes. A slow reader never blocks the
+engine: the engine client checks `too_far_behind` before it adds a frame, and ends a stream whose reader is. Only the
+engine client adds frames; only the request's task takes them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pagemill_engine.output.processor import Frame
 from pagemill_protocol.errors import PagemillError
 
 MAX_UNREAD_BYTES = 16 * 1024 * 1024
-"""Of a stream whose reader does not keep up: minutes of an ordinary one, seconds of 128 choices with logprobs."""
+"""Unread bytes at which a stream is ended: minutes of an ordinary one, seconds of 128 choices with logprobs."""
 
 
 class Answer:
@@ -57,7 +57,7 @@ class Answer:
         self._arrived.set()
 
     def close(self) -> None:
-        """Nobody reads any more: drop what is there, wake whoever waits."""
+        """The client is gone: drop all frames and wake the waiting task."""
         self._closed = True
         self._frames.clear()
         self._arrived.set()

@@ -15,7 +15,7 @@ from pagemill_engine.server.lifecycle import Lifecycle
 from pagemill_engine.server.state_stream import StatePublisher
 
 ACKNOWLEDGE_TIMEOUT_S = 5.0
-"""Longest wait after SIGTERM when nobody asked for the drain before. Gateways acknowledge within milliseconds."""
+"""Longest wait after SIGTERM if no drain was requested before. Gateways acknowledge within milliseconds."""
 
 
 class Gateways(NamedTuple):

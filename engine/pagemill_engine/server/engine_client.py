@@ -77,8 +77,8 @@ class EngineClient:
         self._metrics = metrics
         self._sleeping = sleeping
         self._running: dict[str, _Running] = {}
-        """By the request's name inside the engine, which is never used twice: late words about a request that was
-        aborted cannot reach the next one of the same id."""
+        """By the request's name inside the engine, which is never reused: late messages about an aborted request cannot
+        reach another one with the same id."""
         self._request_ids: set[str] = set()
         self._num_accepted = 0
         self._num_sequences = 0
@@ -160,7 +160,7 @@ class EngineClient:
                 raise StartupError("EngineDied", f"The engine process ended: {error}.") from error
             self.last_message_s = time.monotonic()
             self._handle(message)
-            await asyncio.sleep(0)  # messages that wait already are received without a pause: everybody else's turn
+            await asyncio.sleep(0)  # messages that wait already are received without a pause: let other tasks run
 
     async def close(self) -> None:
         """End the engine process and free what the channel holds."""

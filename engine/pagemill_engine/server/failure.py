@@ -1,7 +1,7 @@
-"""Why a server process could not start, or had to end: one exception, one JSON line.
+"""Why a server process could not start or had to end: one exception, one JSON line.
 
-The line is the termination message: the last line on stderr, and the file Kubernetes reads it from when one is set. The
-operator copies reason and message into the object's conditions, so both must make sense to somebody who sees no log.
+The line is the termination message: the last line on stderr, and the file from which Kubernetes reads it if one is set.
+The operator copies reason and message into the object's conditions, so both must be understandable without a log.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from pagemill_engine.server.failure import StartupError
 from pagemill_protocol.model_spec import ModelSpec, load_model_spec
 
 RUNTIME_BYTES = 256 * 1024**2
-"""Of both processes without a model, measured low."""
+"""Memory of both processes without a model, a low estimate."""
 NVIDIA_DRIVER = Path("/dev/nvidiactl")
 """There, in containers too, where an NVIDIA device can be used."""
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
