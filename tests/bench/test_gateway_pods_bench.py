@@ -17,7 +17,7 @@ from routers.busy import Busy, Habit
 from routers.pod import FRAME_INTERVAL_S, Kind, Pod
 from routers.stage import Cores
 
-from pagemill_gateway.brain.prefix_index import PrefixIndex
+from pagemill_gateway.brain.placement.prefix_index import PrefixIndex
 from pagemill_protocol.frames import StateDecoder
 
 SIZE = Size(3, 0.2, num_granules=64, num_shared=16, steps_per_s=20.0, churn=2, num_restarts=1, num_workers=1)

@@ -9,9 +9,9 @@ import pytest
 from hand_clock import Clock
 
 from pagemill_gateway.brain.brain import LocalBrain
-from pagemill_gateway.brain.ejection import Ejection
+from pagemill_gateway.brain.endpoints.reports import EXTERNAL_WINDOW, StateGap
 from pagemill_gateway.brain.interface import Ask, Choice
-from pagemill_gateway.brain.reports import EXTERNAL_WINDOW, StateGap
+from pagemill_gateway.brain.resilience.ejection import Ejection
 from pagemill_gateway.config import GatewayConfig
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.errors import PagemillError

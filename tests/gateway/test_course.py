@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from pagemill_gateway.brain.dispatches import Dispatch, Dispatches
-from pagemill_gateway.brain.outlook import Outlook
+from pagemill_gateway.brain.endpoints.dispatches import Dispatch, Dispatches
+from pagemill_gateway.brain.endpoints.ttft_estimator import Outlook
 from pagemill_gateway.routing.course import Coming, Course
 from pagemill_protocol.state import EngineLoad, StepTimeParams
 from pagemill_protocol.step_time import StepTimeModel

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagemill_gateway.brain.brain import LocalBrain
-from pagemill_gateway.brain.candidates import candidate_of
+from pagemill_gateway.brain.endpoints.registry import EndpointRecord
 from pagemill_gateway.brain.interface import Ask, Choice, FailureKind, Served
-from pagemill_gateway.brain.registry import EndpointRecord
+from pagemill_gateway.brain.placement.candidates import candidate_of
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.routing.cost import NEAR_MS, NEAR_SHARE, Cost
 from pagemill_gateway.routing.expected import HARM_SHARE, standing_of

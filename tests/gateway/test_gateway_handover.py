@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from pagemill_gateway.brain.brain import LocalBrain
+from pagemill_gateway.brain.endpoints.news import News
 from pagemill_gateway.brain.interface import Ask
-from pagemill_gateway.brain.news import News
 from pagemill_gateway.config import GatewayConfig
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.errors import PagemillError

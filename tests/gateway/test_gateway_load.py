@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from load_stream import load_frames
 
-from pagemill_gateway.brain.load import measure_load
-from pagemill_gateway.brain.queues import Queues
-from pagemill_gateway.brain.registry import Registry
-from pagemill_gateway.brain.traffic import Traffic
+from pagemill_gateway.brain.endpoints.registry import Registry
+from pagemill_gateway.brain.load.measure import measure_load
+from pagemill_gateway.brain.load.traffic import Traffic
+from pagemill_gateway.brain.queue.queues import Queues
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint, QueueLimits
 from pagemill_protocol.load import DeploymentLoad, EngineHeld, EngineStart
 from pagemill_protocol.state import EngineLoad, StateFrame, StepTimeParams

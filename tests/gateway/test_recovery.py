@@ -10,8 +10,8 @@ from hand_clock import Clock
 
 from pagemill_gateway.brain.brain import LocalBrain
 from pagemill_gateway.brain.interface import OTHER_WEIGHTS, Again, Ask, Choice, End, FailureKind, Served
-from pagemill_gateway.brain.retry_budget import FREE_RETRIES, RetryBudget
-from pagemill_gateway.brain.slowness import LEAST_SAMPLES, Slowness
+from pagemill_gateway.brain.resilience.retry_budget import FREE_RETRIES, RetryBudget
+from pagemill_gateway.brain.resilience.slowness import LEAST_SAMPLES, Slowness
 from pagemill_gateway.config import GatewayConfig
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.errors import PagemillError

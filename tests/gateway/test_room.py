@@ -12,10 +12,10 @@ from pagemill_gateway.admission.drain_rate import UNKNOWN_WAIT_S, DrainRate
 from pagemill_gateway.admission.fullness import BASE_S, MAX_S, Fullness
 from pagemill_gateway.admission.output_tokens import PRIOR_TOKENS, OutputTokens
 from pagemill_gateway.admission.reservations import Need, Reservations
-from pagemill_gateway.brain.ejection import Ejection
-from pagemill_gateway.brain.registry import EndpointRecord
-from pagemill_gateway.brain.reports import Reports
-from pagemill_gateway.brain.room import has_room
+from pagemill_gateway.brain.endpoints.registry import EndpointRecord
+from pagemill_gateway.brain.endpoints.reports import Reports
+from pagemill_gateway.brain.placement.capacity import has_room
+from pagemill_gateway.brain.resilience.ejection import Ejection
 from pagemill_protocol.catalog import Endpoint
 from pagemill_protocol.state import EngineLoad, StateFrame
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagemill_gateway.brain.interface import Experience
-from pagemill_gateway.brain.traffic import WINDOW_S, Traffic
+from pagemill_gateway.brain.load.traffic import WINDOW_S, Traffic
 
 KEY = "ns/d"
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from pagemill_engine.scheduler.limits import SchedulerLimits
 from pagemill_gateway.admission.reservations import Need, Reservations
-from pagemill_gateway.brain.ejection import Ejection
-from pagemill_gateway.brain.registry import EndpointRecord
-from pagemill_gateway.brain.reports import Reports
-from pagemill_gateway.brain.room import has_room
+from pagemill_gateway.brain.endpoints.registry import EndpointRecord
+from pagemill_gateway.brain.endpoints.reports import Reports
+from pagemill_gateway.brain.placement.capacity import has_room
+from pagemill_gateway.brain.resilience.ejection import Ejection
 from pagemill_gateway.routing.cost import Cost
 from pagemill_gateway.routing.pace import pace_of
 from pagemill_gateway.routing.policy import Candidate, RequestView
@@ -121,7 +121,7 @@ def make_candidate(number: int, pod: Drawn, in_flight: int, last_chosen: int) ->
 def real_choice(
     drawn: list[Drawn], reserved: list[Reservations], last_chosen: list[int], need: Need, mean: float
 ) -> int | None:
-    """As `brain.placement` does it."""
+    """As `brain.placement.placement` does it."""
     candidates, records = [], []
     for number, pod in enumerate(drawn):
         candidates.append(make_candidate(number, pod, len(pod.sent), last_chosen[number]))

@@ -10,8 +10,8 @@ import pytest
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.messages import StepOutputs
-from pagemill_gateway.brain.dispatches import Dispatch
-from pagemill_gateway.brain.outlook import Outlook
+from pagemill_gateway.brain.endpoints.dispatches import Dispatch
+from pagemill_gateway.brain.endpoints.ttft_estimator import Outlook
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.sampling import SamplingParams
 from pagemill_protocol.state import StateFrame, StepTimeParams

@@ -2,7 +2,7 @@
 
 A request is reserved when it is sent: the blocks of its prompt that are not cached, and of the output that is expected.
 Once the engine has accepted it and two reports have come since, its blocks are in the reports, and only the growth of
-its output is still reserved. Pure bookkeeping of one engine; `brain.room` judges with it.
+its output is still reserved. Pure bookkeeping of one engine; `brain.placement.capacity` judges with it.
 """
 
 from __future__ import annotations

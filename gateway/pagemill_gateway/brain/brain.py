@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from pagemill_gateway.brain.eligible import Eligible
+from pagemill_gateway.brain.endpoints.news import News
+from pagemill_gateway.brain.endpoints.registry import Deployment, EndpointRecord, Registry
 from pagemill_gateway.brain.interface import (
     MAX_REROUTES,
     NOBODY,
@@ -27,17 +28,16 @@ from pagemill_gateway.brain.interface import (
     ServedName,
     Target,
 )
-from pagemill_gateway.brain.load import measure_load
-from pagemill_gateway.brain.news import News
-from pagemill_gateway.brain.orders import Order, Sent, make_order
-from pagemill_gateway.brain.outage import Outage, Outages
-from pagemill_gateway.brain.placement import Placed, Placement
-from pagemill_gateway.brain.queues import Queues
-from pagemill_gateway.brain.recovery import Recovery
-from pagemill_gateway.brain.registry import Deployment, EndpointRecord, Registry
-from pagemill_gateway.brain.room import has_room
-from pagemill_gateway.brain.suspects import Suspects
-from pagemill_gateway.brain.traffic import Traffic
+from pagemill_gateway.brain.load.measure import measure_load
+from pagemill_gateway.brain.load.traffic import Traffic
+from pagemill_gateway.brain.placement.capacity import has_room
+from pagemill_gateway.brain.placement.eligible import Eligible
+from pagemill_gateway.brain.placement.placement import Placed, Placement
+from pagemill_gateway.brain.placement.requests import Order, Sent, make_order
+from pagemill_gateway.brain.queue.outage import Outage, Outages
+from pagemill_gateway.brain.queue.queues import Queues
+from pagemill_gateway.brain.resilience.poison_requests import Suspects
+from pagemill_gateway.brain.resilience.recovery import Recovery
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.routing.policies import Policies
 from pagemill_protocol.catalog import Catalog, QueueLimits

@@ -19,7 +19,7 @@ from contextlib import suppress
 import aiohttp
 
 from pagemill_gateway.brain.brain import LocalBrain
-from pagemill_gateway.brain.reports import StateGap
+from pagemill_gateway.brain.endpoints.reports import StateGap
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.discovery.bundles import BundleError, Bundles
 from pagemill_gateway.discovery.handover import Handovers

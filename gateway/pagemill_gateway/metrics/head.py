@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pagemill_gateway.brain import queues, suspects
 from pagemill_gateway.brain.brain import LocalBrain
-from pagemill_gateway.brain.queues import QueueState
+from pagemill_gateway.brain.queue import queues
+from pagemill_gateway.brain.queue.queues import QueueState
+from pagemill_gateway.brain.resilience import poison_requests
 from pagemill_protocol import metrics as specs
 
 PHASES = ("ready", "starting", "stale", "ejected", "sleeping", "draining")
@@ -97,7 +98,9 @@ class HeadMetrics:
         for deployment in brain.registry.deployments.values():
             key = deployment.key
             ended = [(specs.GATEWAY_QUEUE_ENDED, each, brain.queues.outcomes[key, each]) for each in queues.OUTCOMES]
-            tried = [(specs.GATEWAY_TRIALS, each, brain.suspects.outcomes[key, each]) for each in suspects.OUTCOMES]
+            tried = [
+                (specs.GATEWAY_TRIALS, each, brain.suspects.outcomes[key, each]) for each in poison_requests.OUTCOMES
+            ]
             for spec, outcome, total in [*ended, *tried]:
                 before = self._counted.get((spec.name, key, outcome), 0)
                 counted[spec.name, key, outcome] = total

@@ -1,7 +1,8 @@
 """Engines that ended with one request, as far as they may say something of it. Pure; one per request.
 
-What they say is the brain's to know, which hears of them with the next try (`brain.suspects`): it is kept here, so that
-it outlives a brain. Here is only how long a request waits before it is tried where nobody else may be.
+What they say is the brain's to know, which hears of them with the next try (`brain.resilience.poison_requests`): it is
+kept here, so that it outlives a brain. Here is only how long a request waits before it is tried where nobody else may
+be.
 """
 
 from __future__ import annotations

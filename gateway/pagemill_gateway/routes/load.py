@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from pagemill_gateway.brain.load import same_but_older
+from pagemill_gateway.brain.load.measure import same_but_older
 from pagemill_gateway.head import Head
 from pagemill_protocol.frames import LOAD_CONTENT_TYPE, encode_load
 from pagemill_protocol.load import DeploymentLoad, LoadFrame

@@ -6,7 +6,7 @@ comes while a step runs is not in the next one but in the one after. How long a 
 
 Answers do not end in here: which token is the last one nobody knows, and in the few steps between two reports hardly
 any is. Seats and blocks are not played either: whoever asks adds the wait for those. Pure; it knows no decision
-(`brain.outlook` does) and no policy.
+(`brain.endpoints.ttft_estimator` does) and no policy.
 """
 
 from __future__ import annotations

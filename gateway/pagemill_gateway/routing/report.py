@@ -1,4 +1,4 @@
-"""What a pod said of itself, in routing's words. Engines' frames become such reports in `brain.pod_reports`."""
+"""What a pod said of itself, in routing's words; `brain.placement.pod_reports` makes it from an engine's frame."""
 
 from __future__ import annotations
 

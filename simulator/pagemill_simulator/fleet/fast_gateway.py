@@ -19,7 +19,7 @@ from pagemill_gateway.admission.fair_queue import FairQueue
 from pagemill_gateway.admission.output_tokens import OutputTokens
 from pagemill_gateway.admission.reservations import Need
 from pagemill_gateway.brain.interface import Experience, FailureKind
-from pagemill_gateway.brain.traffic import Traffic
+from pagemill_gateway.brain.load.traffic import Traffic
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.routing.policies import Policies
 from pagemill_gateway.routing.policy import RequestView

@@ -1,7 +1,8 @@
 """Prefixes that pods do not report yet and will have: those of requests that were dispatched to them.
 
 Each belongs to the decision that brought it about and goes with it: at once when the request failed, when the pod has
-reported the granule itself, and a while after its first token in any case. Never mixed into `brain.prefix_index`.
+reported the granule itself, and a while after its first token in any case. Never mixed into
+`brain.placement.prefix_index`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from pagemill_gateway.brain.prefix_index import clear
+from pagemill_gateway.brain.placement.prefix_index import clear
 
 EXPIRY_S = 2.0
 """After the request's first token. By then its prompt was computed, and the pod has had its say many times."""

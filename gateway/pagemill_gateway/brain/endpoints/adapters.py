@@ -2,15 +2,16 @@
 
 What is resident only the pod's frames say. Loads are played forward: one after the other, each as long as the pod told.
 A decision that needs a load makes the pod expected to have the adapter; that goes with the decision as predictions of
-prefixes do (`brain.predictions`): when the request failed, when the pod has spoken, or a while after its first token.
-Which adapter makes room for another is the pod's matter and known once it says so. Times come from outside.
+prefixes do (`brain.placement.predictions`): when the request failed, when the pod has spoken, or a while after its
+first token. Which adapter makes room for another is the pod's matter and known once it says so. Times come from
+outside.
 """
 
 from __future__ import annotations
 
 from collections import deque
 
-from pagemill_gateway.brain.predictions import EXPIRY_S
+from pagemill_gateway.brain.placement.predictions import EXPIRY_S
 from pagemill_protocol.state import AdapterSlots
 
 

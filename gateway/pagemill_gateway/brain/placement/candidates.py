@@ -1,15 +1,15 @@
 """An endpoint as routing sees it: made from its record, and kept there until something of it changes.
 
 Most endpoints look to a request as they looked to the one before, so a decision among many makes few of them anew.
-Whoever changes what is in here empties `EndpointRecord.seen`; that is `brain.placement`.
+Whoever changes what is in here empties `EndpointRecord.seen`; that is `brain.placement.placement`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pagemill_gateway.brain.pod_reports import with_own_counts
-from pagemill_gateway.brain.registry import EndpointRecord
+from pagemill_gateway.brain.endpoints.registry import EndpointRecord
+from pagemill_gateway.brain.placement.pod_reports import with_own_counts
 from pagemill_gateway.routing.expected import Standing, standing_of
 from pagemill_gateway.routing.policy import Candidate
 from pagemill_gateway.routing.report import PodReport

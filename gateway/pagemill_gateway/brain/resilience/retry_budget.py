@@ -1,7 +1,7 @@
 """How many tries beyond the first a deployment's requests may have together, so that retries never become the load.
 
 A share of the requests that began in the last seconds, and a few in any case. Pure: time comes in. What counts against
-it is `brain.recovery`'s to say.
+it is `brain.resilience.recovery`'s to say.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A set of pods is an int with one bit a pod (its slot), so a lookup costs one dict access a granule however many pods
 there are. A pod that goes, or begins anew with a snapshot, just loses its slot; the bit is swept out of the table
 later, a few entries with every frame, and the slot is used again only then. What the gateway merely expects to be
-cached is kept apart (`brain.predictions`).
+cached is kept apart (`brain.placement.predictions`).
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ It is convicted when an engine ended under its trial, nobody else there was with
 
 - it was to be alone; or the engine crashed, and no other gateway had a request there; and
 - engines of the deployment do not end without it as well: none did, in the same way, from shortly before its first one
-  on (`brain.incidents`). Those that end under the trial of another suspect are that one's.
+  on (`brain.resilience.incidents`). Those that end under the trial of another suspect are that one's.
 
 So a request that crashes engines costs two or three of them, one that takes the whole pod with it four, while no others
 end; if others do, it is tried until `admission.attempts` ends it without a verdict. One that gets tokens between its
@@ -31,9 +31,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from pagemill_gateway.brain.incidents import Incidents
+from pagemill_gateway.brain.endpoints.registry import EndpointRecord
 from pagemill_gateway.brain.interface import End, EndKind, Trial
-from pagemill_gateway.brain.registry import EndpointRecord
+from pagemill_gateway.brain.resilience.incidents import Incidents
 from pagemill_protocol.errors import request_crashed_engine
 
 FREE_LOSSES = 2

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from pagemill_gateway.admission.reservations import Need
+from pagemill_gateway.brain.endpoints.registry import Deployment, EndpointRecord
 from pagemill_gateway.brain.interface import Again, Ask, Claim, Target, Trial
-from pagemill_gateway.brain.registry import Deployment, EndpointRecord
 
 
 class Order(NamedTuple):

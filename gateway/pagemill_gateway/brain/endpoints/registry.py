@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from pagemill_gateway.admission.fullness import Fullness
 from pagemill_gateway.admission.output_tokens import OutputTokens
 from pagemill_gateway.admission.reservations import Reservations
-from pagemill_gateway.brain.adapters import Adapters
-from pagemill_gateway.brain.dispatches import Dispatches
-from pagemill_gateway.brain.ejection import Ejection
+from pagemill_gateway.brain.endpoints.adapters import Adapters
+from pagemill_gateway.brain.endpoints.dispatches import Dispatches
+from pagemill_gateway.brain.endpoints.reports import Reports
+from pagemill_gateway.brain.endpoints.starts import Starts
+from pagemill_gateway.brain.endpoints.ttft_estimator import Outlook
 from pagemill_gateway.brain.interface import Target
-from pagemill_gateway.brain.outlook import Outlook
-from pagemill_gateway.brain.reports import Reports
-from pagemill_gateway.brain.starts import Starts
+from pagemill_gateway.brain.resilience.ejection import Ejection
 from pagemill_gateway.routing.policy import Candidate
 from pagemill_gateway.routing.report import PodReport
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
@@ -36,7 +36,7 @@ class EndpointRecord:
     step_time_params: StepTimeParams | None = None
     """Those that the report's model was made from."""
     seen: dict[int, Candidate] = field(default_factory=dict)
-    """What `brain.candidates` made of it, while that is true."""
+    """What `brain.placement.candidates` made of it, while that is true."""
     adapters: Adapters = field(default_factory=Adapters)
     outlook: Outlook = field(default_factory=Outlook)
     reserved: Reservations = field(default_factory=Reservations)

@@ -1,7 +1,8 @@
 """The breaker of one endpoint: a failure takes it out for a short while, then one request at a time probes it.
 
 Pure: time comes in as seconds of a monotonic clock, requests as the numbers of their decisions. It never forbids the
-last endpoint of a deployment, nor counts how many are out; that is `brain.recovery`'s, which picks among several.
+last endpoint of a deployment, nor counts how many are out; that is `brain.resilience.recovery`'s, which picks among
+several.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Endpoints that decode far slower than their siblings: judged by what requests got, never by one request alone.
 
 Pure: time comes in. Each endpoint is represented by the median of its latest requests' time per token; one whose median
-is several times that of the median sibling is slow. Who is ejected for it, and how many may be, is `brain.recovery`'s.
+is several times that of the median sibling is slow. Who is ejected for it, and how many may be, is
+`brain.resilience.recovery`'s.
 """
 
 from __future__ import annotations

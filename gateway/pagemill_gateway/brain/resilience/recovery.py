@@ -1,18 +1,18 @@
 """After a failure: which endpoints stay out, and who may try again.
 
-Between the brain, which decides where requests go, and the breakers (`brain.ejection`), the retry budget and slowness.
-Pure bookkeeping of decisions: it speaks to nobody and waits for nothing. Whether a request is the cause is
-`brain.suspects`'.
+Between the brain, which decides where requests go, and the breakers (`brain.resilience.ejection`), the retry budget and
+slowness. Pure bookkeeping of decisions: it speaks to nobody and waits for nothing. Whether a request is the cause is
+`brain.resilience.poison_requests`'.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from pagemill_gateway.brain.endpoints.registry import EndpointRecord
 from pagemill_gateway.brain.interface import Again, FailureKind, Served
-from pagemill_gateway.brain.registry import EndpointRecord
-from pagemill_gateway.brain.retry_budget import RetryBudget
-from pagemill_gateway.brain.slowness import Slowness
+from pagemill_gateway.brain.resilience.retry_budget import RetryBudget
+from pagemill_gateway.brain.resilience.slowness import Slowness
 from pagemill_protocol.errors import unavailable
 
 SLOW_EJECTION_FACTOR = 20.0

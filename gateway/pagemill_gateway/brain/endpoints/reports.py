@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from pagemill_gateway.brain.schemes import NO_SCHEME, scheme_of
+from pagemill_gateway.brain.endpoints.schemes import NO_SCHEME, scheme_of
 from pagemill_protocol.state import Digests, StateFrame
 
 EXTERNAL_WINDOW = 4

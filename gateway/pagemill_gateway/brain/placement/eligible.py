@@ -1,7 +1,7 @@
 """Who may get a request at all: which deployment stands behind a name, and which of its endpoints may be asked.
 
-By what is known of deployments and endpoints; where a request then goes is `brain.placement`'s, whether there is room
-`brain.room`'s. It waits for nothing and accounts nothing.
+By what is known of deployments and endpoints; where a request then goes is `brain.placement.placement`'s, whether there
+is room `brain.placement.capacity`'s. It waits for nothing and accounts nothing.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import random
 from collections import Counter
 from collections.abc import Callable
 
+from pagemill_gateway.brain.endpoints.registry import Deployment, EndpointRecord, Registry
+from pagemill_gateway.brain.endpoints.schemes import common_scheme
 from pagemill_gateway.brain.interface import NOT_READY, OTHER_WEIGHTS, Target
-from pagemill_gateway.brain.orders import Order
-from pagemill_gateway.brain.recovery import Recovery
-from pagemill_gateway.brain.registry import Deployment, EndpointRecord, Registry
-from pagemill_gateway.brain.schemes import common_scheme
-from pagemill_gateway.brain.suspects import Suspects
+from pagemill_gateway.brain.placement.requests import Order
+from pagemill_gateway.brain.resilience.poison_requests import Suspects
+from pagemill_gateway.brain.resilience.recovery import Recovery
 from pagemill_protocol.errors import PagemillError, model_not_found, unavailable
 
 _Share = tuple[Deployment, list[EndpointRecord]]

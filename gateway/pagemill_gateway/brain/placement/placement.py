@@ -10,15 +10,15 @@ import random
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from pagemill_gateway.brain.candidates import PLAIN, UNHEARD, candidate_of, with_adapter
-from pagemill_gateway.brain.decisions import DecisionLog
-from pagemill_gateway.brain.dispatches import Dispatch
+from pagemill_gateway.brain.endpoints.dispatches import Dispatch
+from pagemill_gateway.brain.endpoints.registry import Deployment, EndpointRecord
 from pagemill_gateway.brain.interface import Ask
-from pagemill_gateway.brain.pod_reports import read_report
-from pagemill_gateway.brain.predictions import Predictions
-from pagemill_gateway.brain.prefix_index import PrefixIndex
-from pagemill_gateway.brain.registry import Deployment, EndpointRecord
-from pagemill_gateway.brain.sessions import Sessions
+from pagemill_gateway.brain.placement.candidates import PLAIN, UNHEARD, candidate_of, with_adapter
+from pagemill_gateway.brain.placement.decisions import DecisionLog
+from pagemill_gateway.brain.placement.pod_reports import read_report
+from pagemill_gateway.brain.placement.predictions import Predictions
+from pagemill_gateway.brain.placement.prefix_index import PrefixIndex
+from pagemill_gateway.brain.placement.sessions import Sessions
 from pagemill_gateway.routing.policy import Candidate, Policy, RequestView, Ruling
 from pagemill_protocol.state import StateFrame
 

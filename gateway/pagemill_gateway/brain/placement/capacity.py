@@ -9,7 +9,7 @@ does not bind: the engine itself refuses in the end. An engine with nothing to d
 from __future__ import annotations
 
 from pagemill_gateway.admission.reservations import Need, Reservations
-from pagemill_gateway.brain.registry import EndpointRecord
+from pagemill_gateway.brain.endpoints.registry import EndpointRecord
 from pagemill_protocol.state import EngineLoad
 
 

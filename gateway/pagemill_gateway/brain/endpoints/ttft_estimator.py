@@ -1,8 +1,8 @@
 """When a request that is sent to one pod now will have its first token there: the pod's course, kept up to date.
 
 Every report starts the course anew from what the engine was doing when it spoke; requests that were sent since are put
-into it. Two things no report tells and first tokens teach: how long a request takes to get there, and what comes on
-top of the steps, a constant of the pod. Which of our requests a report does not count yet is `brain.dispatches`'.
+into it. Two things no report tells and first tokens teach: how long a request takes to get there, and what comes on top
+of the steps, a constant of the pod. Which of our requests a report does not count yet is `brain.endpoints.dispatches`'.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
 
-from pagemill_gateway.brain.dispatches import Dispatch
+from pagemill_gateway.brain.endpoints.dispatches import Dispatch
 from pagemill_gateway.routing.course import Coming, Course
 from pagemill_gateway.routing.pace import DEFAULT_STEP_TOKENS
 from pagemill_protocol.state import EngineLoad

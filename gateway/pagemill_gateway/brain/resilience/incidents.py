@@ -1,7 +1,7 @@
 """How engines ended: who was there, and whether that points at a request or at chance. Pure bookkeeping.
 
 An engine's end is one incident, however many requests tell of it, and whoever tells first. What it says of a request is
-`brain.suspects`' to know.
+`brain.resilience.poison_requests`' to know.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from pagemill_gateway.brain.endpoints.registry import EndpointRecord
 from pagemill_gateway.brain.interface import End, EndKind
-from pagemill_gateway.brain.registry import EndpointRecord
 
 MAX_INCIDENTS = 256
 SAME_INCIDENT_S = 30.0
