@@ -22,8 +22,8 @@ from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.core import Gateway, open_gateway
 from pagemill_gateway.garbage import collect_seldom
 from pagemill_gateway.logs import tell
-from pagemill_gateway.processes.sockets import open_ports, url_of
-from pagemill_gateway.processes.stop import Stop
+from pagemill_gateway.sockets import open_ports, url_of
+from pagemill_gateway.stop_signals import Stop
 from pagemill_gateway.worker import Worker
 from pagemill_protocol.http.connection import bounded_protocol
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from pagemill_gateway.brain.brain import LocalBrain
 from pagemill_gateway.brain.endpoints.adapters import Adapters
+from pagemill_gateway.brain.endpoints.dispatches import EXPIRY_S
 from pagemill_gateway.brain.interface import Ask, Choice
-from pagemill_gateway.brain.placement.predictions import EXPIRY_S
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.discovery.catalog import check_catalog
 from pagemill_protocol.catalog import Catalog, CatalogAdapter, CatalogModel, Endpoint

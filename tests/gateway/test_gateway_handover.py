@@ -101,7 +101,7 @@ async def test_an_engine_that_takes_nothing_costs_no_attempt(engines, gateways, 
         assert (await gateway.chat(stream=stream)).status == 200
     assert num_served(engines)[2] == 3
     assert max(num_served(engines)[:2]) <= 1, "once is enough to know"
-    assert gateway.record(engines[0]).ejection.num_failures == 0
+    assert gateway.ejection(engines[0]).num_failures == 0
 
 
 async def test_an_engine_that_starts_anew_is_used_again(engines, gateways, fake) -> None:

@@ -20,7 +20,7 @@ from pagemill_protocol.state import EngineLoad, StateFrame, StepTimeParams
 
 
 def registry_with(*loads: EngineLoad | None) -> Registry:
-    registry = Registry(stale_after_s=3.0, ejection_base_s=1.0, ejection_max_s=1.0)
+    registry = Registry(stale_after_s=3.0)
     endpoints = [
         Endpoint(id=str(index), data_url=f"http://e{index}:1", control_url=f"http://e{index}:2")
         for index in range(len(loads))

@@ -27,10 +27,10 @@ from pagemill_gateway.metrics.worker import WorkerMetrics
 from pagemill_gateway.relay.delivery import AnswerBroken
 from pagemill_gateway.relay.journal import Journal, JournalGap, JournalRoom
 from pagemill_gateway.relay.keep_alive import KeepAlive
-from pagemill_gateway.relay.record import RequestRecord
 from pagemill_gateway.relay.relay import Relay
 from pagemill_gateway.relay.sinks import BodySink, StreamSink
 from pagemill_gateway.relay.upstream import FrameStream, IsAlive
+from pagemill_gateway.request_record import RequestRecord
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.frames import encode_frame
 from pagemill_protocol.generate import ChoiceResume, FrameMeta, GenerateRequest, Usage

@@ -15,7 +15,7 @@ from redis_server import RedisServer, redis_server
 from pagemill_gateway.limits.limiter import used_tokens
 from pagemill_gateway.limits.memory import MemoryStore
 from pagemill_gateway.limits.refusals import duration
-from pagemill_gateway.relay.record import AttemptRecord, RequestRecord
+from pagemill_gateway.request_record import AttemptRecord, RequestRecord
 from pagemill_protocol.catalog import Catalog
 from pagemill_protocol.generate import Usage
 from pagemill_protocol.http.auth import hash_key

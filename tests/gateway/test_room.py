@@ -15,7 +15,6 @@ from pagemill_gateway.admission.reservations import Need, Reservations
 from pagemill_gateway.brain.endpoints.registry import EndpointRecord
 from pagemill_gateway.brain.endpoints.reports import Reports
 from pagemill_gateway.brain.placement.capacity import has_room
-from pagemill_gateway.brain.resilience.ejection import Ejection
 from pagemill_protocol.catalog import Endpoint
 from pagemill_protocol.state import EngineLoad, StateFrame
 
@@ -25,7 +24,7 @@ class Engine:
 
     def __init__(self, *, max_num_seqs: int = 0, blocks: int = 0) -> None:
         endpoint = Endpoint(id="e", data_url="http://e:1", control_url="http://e:2")
-        self.record = EndpointRecord(endpoint, "d", Reports(3.0), Ejection(1.0, 1.0))
+        self.record = EndpointRecord(endpoint, "d", Reports(3.0))
         self.max_num_seqs, self.blocks = max_num_seqs, blocks
         self.now = 0.0
         self._sequence = 0

@@ -26,10 +26,10 @@ from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.metrics.worker import WorkerMetrics
 from pagemill_gateway.relay.delivery import AnswerBroken
 from pagemill_gateway.relay.keep_alive import KeepAlive
-from pagemill_gateway.relay.record import RequestRecord
 from pagemill_gateway.relay.relay import Relay
 from pagemill_gateway.relay.sinks import BodySink, StreamSink
 from pagemill_gateway.relay.upstream import FrameStream, IsAlive, UpstreamFailure
+from pagemill_gateway.request_record import RequestRecord
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint, QueueLimits
 from pagemill_protocol.errors import ENGINE_CRASHED, ENGINE_FAILED, PagemillError, unavailable
 from pagemill_protocol.frames import encode_frame

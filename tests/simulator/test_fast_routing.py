@@ -12,7 +12,6 @@ from pagemill_gateway.admission.reservations import Need, Reservations
 from pagemill_gateway.brain.endpoints.registry import EndpointRecord
 from pagemill_gateway.brain.endpoints.reports import Reports
 from pagemill_gateway.brain.placement.capacity import has_room
-from pagemill_gateway.brain.resilience.ejection import Ejection
 from pagemill_gateway.routing.cost import Cost
 from pagemill_gateway.routing.pace import pace_of
 from pagemill_gateway.routing.policy import Candidate, RequestView
@@ -68,7 +67,6 @@ def make_record(number: int, pod: Drawn, in_flight: int) -> EndpointRecord:
         Endpoint(id=f"pod-{number}", data_url="http://127.0.0.1:1", control_url="http://127.0.0.1:2"),
         "sim",
         Reports(stale_after_s=1e9),
-        Ejection(base_s=1.0, max_s=1.0),
         in_flight=in_flight,
     )
     reported = EngineLoad(

@@ -71,16 +71,17 @@ class LocalBrain:
         self.traffic = Traffic(clock)
         self.queues = Queues(clock, self._is_serving, self._start_left_s)
         self._queue_limits = config.queue
-        self.registry = Registry(
-            stale_after_s=config.state_stale_after_s,
+        self.registry = Registry(stale_after_s=config.state_stale_after_s)
+        self._outages = Outages(self.registry, self._limits, config.outage_wait_s, clock)
+        self.recovery = Recovery(
             ejection_base_s=config.ejection_base_s,
             ejection_max_s=config.ejection_max_s,
+            max_ejected_share=config.max_ejected_share,
+            retry_share=config.retry_share,
         )
-        self._outages = Outages(self.registry, self._limits, config.outage_wait_s, clock)
-        self._recovery = Recovery(max_ejected_share=config.max_ejected_share, retry_share=config.retry_share)
         self.suspects = Suspects()
         self._eligible = Eligible(
-            self.registry, self._recovery, self.suspects, rng, clock, keeps_terminating=self._keeps_terminating
+            self.registry, self.recovery, self.suspects, rng, clock, keeps_terminating=self._keeps_terminating
         )
 
     # What discovery feeds.
@@ -88,7 +89,7 @@ class LocalBrain:
     def apply_catalog(self, catalog: Catalog) -> None:
         known, before = self.registry.endpoints, set(self.registry.deployments)
         self.registry.apply(catalog, self._clock())
-        self._recovery.know(self.registry.deployments, self.registry.endpoints)
+        self.recovery.know(self.registry.deployments, self.registry.endpoints)
         for endpoint_id, record in known.items():
             if self.registry.endpoints.get(endpoint_id) is not record:
                 self.placement.forget(endpoint_id)
@@ -114,7 +115,7 @@ class LocalBrain:
             record.let_go = record.acknowledged = False
             record.let_in_at = self._num_decisions
         if not was_connected:
-            record.ejection.probe_now()
+            self.recovery.ejection(record).probe_now()
         if frame.max_model_len > 0:
             record.phase, record.detail = "sleeping" if frame.sleeping else "ready", ""
         deployment = self.registry.deployments[record.deployment]
@@ -242,7 +243,7 @@ class LocalBrain:
     ) -> Choice:
         key = target.deployment
         failed_at = self.registry.endpoints.get(again.endpoint_id) if again is not None else None
-        self._recovery.admit(key, again, failed_at, self._clock())
+        self.recovery.admit(key, again, failed_at, self._clock())
         trial = self.suspects.trial_of(key, again.ends) if again is not None else "none"
         order = make_order(self.registry.deployments.get(key), target, tried, ask, claim, again, trial)
         outage = Outage()
@@ -277,7 +278,7 @@ class LocalBrain:
         sent = self._open.get(choice.decision)
         if sent is None:
             return
-        sent.record.ejection.answered(choice.decision)
+        self.recovery.ejection(sent.record).answered(choice.decision)
         self.placement.computed(choice.decision, sent.record, self._clock(), ttft_ms)
         if self.suspects.acquitted(choice.decision):
             self.queues.pump(sent.record.deployment)
@@ -317,7 +318,7 @@ class LocalBrain:
         elif kind == "refused":
             record.fullness.refused(record.in_flight, now)
         self.registry.changed(record)
-        self._recovery.failed(record, choice.decision, kind, self._num_decisions, now)
+        self.recovery.failed(record, choice.decision, kind, self._num_decisions, now)
         self.queues.pump(record.deployment)
 
     def given_back(self, choice: Choice) -> None:
@@ -343,7 +344,11 @@ class LocalBrain:
         return measure_load(self.registry, self.queues, self.traffic, self._clock())
 
     def phase(self, record: EndpointRecord) -> str:
-        return record.phase_at(self._clock())
+        """`EndpointRecord.phase_at`, or ejected where it would be stale or ready."""
+        now = self._clock()
+        phase = record.phase_at(now)
+        is_ejected = phase in ("stale", "ready") and not self.recovery.ejection(record).allows(now)
+        return "ejected" if is_ejected else phase
 
     def _resolve_in_time(self, model: str, until: float) -> Target | None:
         """As `resolve`, but None while an engine may still come."""
@@ -400,7 +405,7 @@ class LocalBrain:
         if deployment is None:
             return
         siblings = (each for each in deployment.records if each.usable)
-        self._recovery.served(record, choice.decision, served, siblings, self._num_decisions, self._clock())
+        self.recovery.served(record, choice.decision, served, siblings, self._num_decisions, self._clock())
         deployment.output_tokens.ended(served.num_output_tokens / need.num_sequences, need.max_tokens)
         surplus = need.num_uncached_tokens + served.num_output_tokens - sent.charged_tokens
         self.queues.settle(deployment.key, sent.key, sent.priority, surplus)
@@ -429,7 +434,7 @@ class LocalBrain:
         need = order.need.with_cached(candidate.num_cached_tokens)
         charged_tokens = need.cost_tokens if order.charged_tokens is None else order.charged_tokens
         record.fullness.chosen(candidate.in_flight, now)
-        record.ejection.chosen(decision, now)
+        self.recovery.ejection(record).chosen(decision, now)
         record.reserved.reserve(decision, need, record.block_size)
         self._open[decision] = Sent(record, need, claim.key, claim.priority, charged_tokens)
         self.suspects.began(decision, record, order.trial, now)
@@ -452,7 +457,7 @@ class LocalBrain:
             return None
         record = sent.record
         record.in_flight -= 1
-        record.ejection.released(choice.decision)
+        self.recovery.ejection(record).released(choice.decision)
         self.suspects.released(choice.decision)
         record.reserved.release(choice.decision)
         self.placement.ended(choice.decision, record, self._clock(), failed=failed)

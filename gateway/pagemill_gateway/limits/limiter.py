@@ -12,12 +12,12 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
-from pagemill_gateway.limits.caller import Caller
+from pagemill_gateway.callers.caller import Caller
 from pagemill_gateway.limits.estimate import AnswerLengths
 from pagemill_gateway.limits.refusals import Headers, level_headers, refusal, too_large
 from pagemill_gateway.limits.store import Answer, Ask, Store
 from pagemill_gateway.metrics.worker import WorkerMetrics
-from pagemill_gateway.relay.record import RequestRecord
+from pagemill_gateway.request_record import RequestRecord
 from pagemill_protocol.generate import GenerateRequest
 
 REMEMBER_REFUSAL_S = 1.0

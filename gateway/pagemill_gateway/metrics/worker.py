@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import get_args
 
 from pagemill_gateway.brain.interface import Choice, FailureKind
-from pagemill_gateway.relay.record import RequestRecord
+from pagemill_gateway.request_record import RequestRecord
 from pagemill_protocol import metrics as specs
 
 OUTCOMES = ("served", *get_args(FailureKind))

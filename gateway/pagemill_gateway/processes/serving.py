@@ -14,8 +14,8 @@ from pagemill_gateway.head import Head
 from pagemill_gateway.ipc.head_line import HeadLine
 from pagemill_gateway.ipc.serving import serving_workers
 from pagemill_gateway.processes.child import Setup, say_up
-from pagemill_gateway.processes.stop import Stop
 from pagemill_gateway.server import drain, serving, stopped
+from pagemill_gateway.stop_signals import Stop
 from pagemill_gateway.worker import Worker
 
 

@@ -15,8 +15,8 @@ from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.logs import tell
 from pagemill_gateway.processes.child import Setup
 from pagemill_gateway.processes.keeper import Keeper
-from pagemill_gateway.processes.sockets import open_ports, url_of
-from pagemill_gateway.processes.stop import Stop
+from pagemill_gateway.sockets import open_ports, url_of
+from pagemill_gateway.stop_signals import Stop
 
 DRAIN_MARGIN_S = 30.0
 """A worker that drains for so much longer than the settings allow hangs."""

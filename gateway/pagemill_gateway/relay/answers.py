@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 from pagemill_gateway.brain.interface import Ask
 from pagemill_gateway.relay.preparation import Prepared
-from pagemill_gateway.relay.record import RequestRecord
 from pagemill_gateway.relay.relay import Relay
 from pagemill_gateway.relay.sinks import BodySink, Sink, StreamSink, Write
+from pagemill_gateway.request_record import RequestRecord
 from pagemill_protocol.generate import GenerateRequest, Usage
 from pagemill_protocol.openai import render
 

@@ -12,9 +12,9 @@ from pagemill_gateway.admission.attempts import Attempts
 from pagemill_gateway.brain.interface import Ask, Choice, FailureKind, Target
 from pagemill_gateway.relay.ends import Ends
 from pagemill_gateway.relay.journal import Journal, JournalGap
-from pagemill_gateway.relay.record import AttemptRecord, RequestRecord
 from pagemill_gateway.relay.sinks import Sink
 from pagemill_gateway.relay.upstream import DECLINES, Frame, FrameStream, UpstreamFailure, parse_error
+from pagemill_gateway.request_record import AttemptRecord, RequestRecord
 from pagemill_protocol.errors import ENGINE_CRASHED, ENGINE_FAILED, PagemillError
 from pagemill_protocol.generate import FrameMeta, GenerateRequest, Usage
 

@@ -29,9 +29,9 @@ from pagemill_gateway.metrics.worker import WorkerMetrics
 from pagemill_gateway.relay.delivery import Answer, AnswerBroken, pass_on
 from pagemill_gateway.relay.journal import Journal, JournalRoom
 from pagemill_gateway.relay.keep_alive import KeepAlive
-from pagemill_gateway.relay.record import RequestRecord
 from pagemill_gateway.relay.sinks import Sink
 from pagemill_gateway.relay.upstream import Frame, Upstream, UpstreamFailure
+from pagemill_gateway.request_record import RequestRecord
 from pagemill_protocol.errors import PagemillError, bad_upstream
 from pagemill_protocol.generate import GenerateRequest, Usage
 

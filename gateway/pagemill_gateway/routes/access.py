@@ -14,7 +14,7 @@ import orjson
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagemill_gateway.brain.interface import Experience
-from pagemill_gateway.relay.record import RequestRecord
+from pagemill_gateway.request_record import RequestRecord
 from pagemill_gateway.worker import Worker
 from pagemill_protocol.http.door import request_id
 

@@ -104,7 +104,7 @@ class ControlRoutes:
             "unreported_requests": record.dispatches.num_unreported,
             "reserved_blocks": record.reserved.num_blocks,
             "in_flight_elsewhere": brain.load_elsewhere(record),
-            "failures": record.ejection.num_failures,
+            "failures": brain.recovery.ejection(record).num_failures,
             "max_model_len": record.max_model_len,
             "adapters_resident": state.adapters.resident if state is not None else [],
             "load": msgspec.structs.asdict(state.load) if state is not None else None,

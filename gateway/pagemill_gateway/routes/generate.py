@@ -16,12 +16,12 @@ from functools import partial
 from starlette.types import Receive, Scope, Send
 
 from pagemill_gateway.brain.interface import Claim
-from pagemill_gateway.limits.caller import Caller
+from pagemill_gateway.callers.caller import Caller
 from pagemill_gateway.relay import answers
 from pagemill_gateway.relay.asks import HeaderOf
 from pagemill_gateway.relay.delivery import AnswerBroken
 from pagemill_gateway.relay.preparation import Prepared
-from pagemill_gateway.relay.record import RequestRecord
+from pagemill_gateway.request_record import RequestRecord
 from pagemill_gateway.routes.access import record_of
 from pagemill_gateway.routes.body import read_counted
 from pagemill_gateway.routes.client import Client, ClientTooSlow

@@ -18,7 +18,7 @@ from opentelemetry.trace import Tracer
 from starlette.types import Scope
 
 from pagemill_gateway.config import TracingConfig
-from pagemill_gateway.relay.record import RequestRecord
+from pagemill_gateway.request_record import RequestRecord
 from pagemill_gateway.tracing import spans
 
 GATEWAY = "pagemill-gateway"

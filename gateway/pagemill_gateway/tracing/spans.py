@@ -22,7 +22,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from opentelemetry.util.types import AttributeValue
 from starlette.types import Scope
 
-from pagemill_gateway.relay.record import AttemptRecord, RequestRecord
+from pagemill_gateway.request_record import AttemptRecord, RequestRecord
 from pagemill_protocol.generate import Dialect
 from pagemill_protocol.http.door import header
 

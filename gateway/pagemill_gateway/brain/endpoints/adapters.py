@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from pagemill_gateway.brain.placement.predictions import EXPIRY_S
+from pagemill_gateway.brain.endpoints.dispatches import EXPIRY_S
 from pagemill_protocol.state import AdapterSlots
 
 

@@ -9,6 +9,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+EXPIRY_S = 2.0
+"""A prefix or adapter that a request brings to its pod is expected there for this long after its first token.
+
+By then its prompt was computed, and the pod has sent many reports."""
+
 
 class Dispatch(NamedTuple):
     """One request as it was sent to the pod."""

@@ -13,21 +13,19 @@ from pagemill_gateway.brain.endpoints.reports import Reports
 from pagemill_gateway.brain.endpoints.starts import Starts
 from pagemill_gateway.brain.endpoints.ttft_estimator import Outlook
 from pagemill_gateway.brain.interface import Target
-from pagemill_gateway.brain.resilience.ejection import Ejection
 from pagemill_gateway.routing.policy import Candidate
 from pagemill_gateway.routing.report import PodReport
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.state import StepTimeParams
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class EndpointRecord:
     """Everything known of one endpoint. Lives as long as the catalogue names it."""
 
     endpoint: Endpoint
     deployment: str
     reports: Reports
-    ejection: Ejection
     in_flight: int = 0
     last_chosen: int = 0
     dispatches: Dispatches = field(default_factory=Dispatches)
@@ -80,15 +78,13 @@ class EndpointRecord:
         return unheard and (self.endpoint.probed_ready or self.being_asked) and not self.leaving
 
     def phase_at(self, now: float) -> str:
-        """One word: draining, sleeping, starting, ejected, stale or ready; the first that is true."""
+        """One word: draining, sleeping, starting, stale or ready; the first that is true."""
         if self.leaving:
             return "draining"
         if self.sleeping:
             return "sleeping"
         if not self.usable:
             return "starting"
-        if not self.ejection.allows(now):
-            return "ejected"
         return "ready" if self.reports.fresh(now) else "stale"
 
     @property
@@ -186,10 +182,8 @@ class Deployment:
 
 
 class Registry:
-    def __init__(self, *, stale_after_s: float, ejection_base_s: float, ejection_max_s: float) -> None:
+    def __init__(self, *, stale_after_s: float) -> None:
         self._stale_after_s = stale_after_s
-        self._ejection_base_s = ejection_base_s
-        self._ejection_max_s = ejection_max_s
         self.deployments: dict[str, Deployment] = {}
         self.endpoints: dict[str, EndpointRecord] = {}
         self._by_name: dict[str, list[Deployment]] = {}
@@ -235,8 +229,7 @@ class Registry:
     def _record(self, known: EndpointRecord | None, endpoint: Endpoint, deployment: str) -> EndpointRecord:
         # Same id at another address: nothing known of it is true any more.
         if known is None or known.endpoint.data_url != endpoint.data_url or known.deployment != deployment:
-            reports = Reports(self._stale_after_s)
-            return EndpointRecord(endpoint, deployment, reports, Ejection(self._ejection_base_s, self._ejection_max_s))
+            return EndpointRecord(endpoint, deployment, Reports(self._stale_after_s))
         known.endpoint = endpoint
         return known
 

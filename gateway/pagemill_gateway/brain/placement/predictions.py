@@ -11,10 +11,8 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from pagemill_gateway.brain.endpoints.dispatches import EXPIRY_S
 from pagemill_gateway.brain.placement.prefix_index import clear
-
-EXPIRY_S = 2.0
-"""After the request's first token. By then its prompt was computed, and the pod has had its say many times."""
 
 
 class _Expected(NamedTuple):

@@ -8,9 +8,11 @@ slowness. Pure bookkeeping of decisions: it speaks to nobody and waits for nothi
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from weakref import WeakKeyDictionary
 
 from pagemill_gateway.brain.endpoints.registry import EndpointRecord
 from pagemill_gateway.brain.interface import Again, FailureKind, Served
+from pagemill_gateway.brain.resilience.ejection import Ejection
 from pagemill_gateway.brain.resilience.retry_budget import RetryBudget
 from pagemill_gateway.brain.resilience.slowness import Slowness
 from pagemill_protocol.errors import unavailable
@@ -24,11 +26,17 @@ dead engine was doing has to be done elsewhere."""
 
 
 class Recovery:
-    def __init__(self, *, max_ejected_share: float, retry_share: float) -> None:
+    def __init__(
+        self, *, ejection_base_s: float, ejection_max_s: float, max_ejected_share: float, retry_share: float
+    ) -> None:
+        self._ejection_base_s = ejection_base_s
+        self._ejection_max_s = ejection_max_s
         self._max_ejected_share = max_ejected_share
         self._retry_share = retry_share
         self._budgets: dict[str, RetryBudget] = {}
         self._slowness = Slowness()
+        self._ejections: WeakKeyDictionary[EndpointRecord, Ejection] = WeakKeyDictionary()
+        """By record: an endpoint that takes over the id of another one has a record of its own."""
         self._failed: set[str] = set()
         """Endpoints that failed and may be ejected: mostly none is, and no decision has to look at all of them."""
 
@@ -39,6 +47,12 @@ class Recovery:
         self._slowness.keep_only(known_endpoints)
         self._failed &= known_endpoints
 
+    def ejection(self, record: EndpointRecord) -> Ejection:
+        ejection = self._ejections.get(record)
+        if ejection is None:
+            ejection = self._ejections[record] = Ejection(self._ejection_base_s, self._ejection_max_s)
+        return ejection
+
     # Who may try.
 
     def admit(self, deployment: str, again: Again | None, failed_at: EndpointRecord | None, now: float) -> None:
@@ -47,7 +61,7 @@ class Recovery:
         if again is None:
             budget.began(now)
             return
-        same_incident = failed_at is not None and failed_at.ejection.covers(again.decision)
+        same_incident = failed_at is not None and self.ejection(failed_at).covers(again.decision)
         if again.kind not in BUDGETED or same_incident or budget.take(now):
             return
         raise unavailable(
@@ -67,20 +81,20 @@ class Recovery:
         """
         if not self._failed:
             return set()
-        self._failed -= {record.endpoint.id for record in records if not record.ejection.ejected}
-        if not any(record.ejection.ejected for record in records):
+        self._failed -= {record.endpoint.id for record in records if not self.ejection(record).ejected}
+        if not any(self.ejection(record).ejected for record in records):
             return set()
         fresh = {record.endpoint.id for record in records if record.reports.fresh(now)}
         ejected = [
             record
             for record in records
-            if not record.ejection.allows(now)
-            or (record.ejection.ejected and fresh and record.endpoint.id not in fresh)
+            if not self.ejection(record).allows(now)
+            or (self.ejection(record).ejected and fresh and record.endpoint.id not in fresh)
         ]
         if len(ejected) == len(records):
             return set()
         reporting = [record for record in ejected if record.endpoint.id in fresh]
-        reporting.sort(key=lambda record: -record.ejection.num_failures)
+        reporting.sort(key=lambda record: -self.ejection(record).num_failures)
         most = max(1, int(self._max_ejected_share * len(records)))
         return {record.endpoint.id for record in ejected} - {record.endpoint.id for record in reporting[most:]}
 
@@ -89,7 +103,7 @@ class Recovery:
         if kind in EJECTING:
             self._eject(record, now, newest)
         elif kind in ("refused", "request"):
-            record.ejection.succeeded(decision)
+            self.ejection(record).succeeded(decision)
 
     def served(
         self,
@@ -102,8 +116,8 @@ class Recovery:
     ) -> None:
         """`decision` was served to its end; `siblings` are the endpoints of the deployment, looked at when needed."""
         endpoint_id = record.endpoint.id
-        record.ejection.succeeded(decision)
-        if served.ms_per_token is None or record.ejection.covers(decision):
+        self.ejection(record).succeeded(decision)
+        if served.ms_per_token is None or self.ejection(record).covers(decision):
             return
         self._slowness.note(endpoint_id, served.ms_per_token, now)
         if self._slowness.is_slow(endpoint_id, (each.endpoint.id for each in siblings), now):
@@ -111,5 +125,5 @@ class Recovery:
             self._eject(record, now, newest, factor=SLOW_EJECTION_FACTOR)
 
     def _eject(self, record: EndpointRecord, now: float, newest: int, *, factor: float = 1.0) -> None:
-        record.ejection.failed(now, newest, factor=factor)
+        self.ejection(record).failed(now, newest, factor=factor)
         self._failed.add(record.endpoint.id)
