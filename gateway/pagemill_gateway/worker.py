@@ -10,8 +10,7 @@ import asyncio
 import logging
 import sys
 
-from pagemill_gateway.admission.gate import Gate
-from pagemill_gateway.admission.running import Running
+from pagemill_gateway.admission.gate import Gate, Running
 from pagemill_gateway.brain.interface import Brain
 from pagemill_gateway.callers.caller import Caller
 from pagemill_gateway.config import GatewayConfig, open_keys_file

@@ -298,9 +298,6 @@ class GatewayUnderTest:
     def record(self, engine: FakeEngine) -> Any:
         return self.gateway.head.brain.registry.endpoints[engine.name]
 
-    def ejection(self, engine: FakeEngine) -> Any:
-        return self.gateway.head.brain.recovery.ejection(self.record(engine))
-
     async def know(self, *engines: FakeEngine) -> None:
         """Return when the gateway can route to all of `engines`."""
         await until(lambda: all(self.record(engine).usable for engine in engines))

@@ -7,8 +7,7 @@ import asyncio
 import pytest
 
 from pagemill_gateway.admission.attempts import MOST_CRASHES, MOST_ENDS, MOST_FAILURES, RETRY_PAUSE_MAX_S, Attempts
-from pagemill_gateway.admission.gate import Gate
-from pagemill_gateway.admission.running import Running
+from pagemill_gateway.admission.gate import Gate, Running
 from pagemill_protocol.errors import PagemillError
 
 

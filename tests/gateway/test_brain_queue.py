@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from queued_world import BLOCK, Pod, World, limits, served, settle, spawn
 
-from pagemill_gateway.admission.drain_rate import UNKNOWN_WAIT_S
 from pagemill_gateway.brain.interface import Again, Ask, Choice, Claim, FailureKind, Served, Trial
 from pagemill_gateway.brain.placement.requests import Order, make_order
+from pagemill_gateway.brain.queue.deployment_queue import UNKNOWN_WAIT_S
 from pagemill_protocol.catalog import Catalog, Endpoint
 from pagemill_protocol.errors import PagemillError
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pagemill_gateway.admission.fair_queue import FairQueue, Waiter
 from pagemill_gateway.brain.brain import LocalBrain
-from pagemill_gateway.brain.endpoints.starts import LAPSE_S, Starts
+from pagemill_gateway.brain.endpoints.deployment import LAPSE_S, Starts
 from pagemill_gateway.brain.interface import Ask, Choice, Claim, Served
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.relay.keep_alive import KeepAlive

@@ -194,7 +194,9 @@ async def test_an_engines_own_error_frame_is_retried_while_nothing_was_seen(engi
     engines[0].behaviour = fails_with(status, after=0, stream=True, fake=fake)
     for _ in range(4):
         assert (await gateway.chat(stream=True)).streamed_text == "hello world"
-    assert gateway.ejection(engines[0]).num_failures == 0, "one request's fault is not the engine's"
+    assert gateway.gateway.head.brain.recovery.ejection(gateway.record(engines[0])).num_failures == 0, (
+        "one request's fault is not the engine's"
+    )
 
 
 async def test_an_engines_own_error_event_ends_a_stream_that_had_begun(engines, gateways, fake) -> None:
@@ -220,7 +222,7 @@ async def test_a_client_that_leaves_stops_the_engine_at_once(engines, gateways, 
             await fake.until(lambda stream=stream: engines[0].num_aborted == 1 + stream)
             await fake.until(lambda: gateway.record(engines[0]).in_flight == 0)
             await fake.until(lambda stream=stream: caplog.text.count('"status":499') == 1 + stream)
-        assert gateway.ejection(engines[0]).num_failures == 0
+        assert gateway.gateway.head.brain.recovery.ejection(gateway.record(engines[0])).num_failures == 0
     assert gateway.gateway.worker.gate.num_inside == 0
 
 

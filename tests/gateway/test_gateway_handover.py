@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from pagemill_gateway.brain.brain import LocalBrain
-from pagemill_gateway.brain.endpoints.news import News
+from pagemill_gateway.brain.endpoints.registry import News
 from pagemill_gateway.brain.interface import Ask
 from pagemill_gateway.config import GatewayConfig
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
@@ -101,7 +101,7 @@ async def test_an_engine_that_takes_nothing_costs_no_attempt(engines, gateways, 
         assert (await gateway.chat(stream=stream)).status == 200
     assert num_served(engines)[2] == 3
     assert max(num_served(engines)[:2]) <= 1, "once is enough to know"
-    assert gateway.ejection(engines[0]).num_failures == 0
+    assert gateway.gateway.head.brain.recovery.ejection(gateway.record(engines[0])).num_failures == 0
 
 
 async def test_an_engine_that_starts_anew_is_used_again(engines, gateways, fake) -> None:

@@ -33,8 +33,7 @@ from pagemill_gateway.discovery.last_known import Known, write_last_known
 from pagemill_gateway.head import Head
 from pagemill_gateway.ipc import messages
 from pagemill_gateway.ipc.head_line import HeadLine
-from pagemill_gateway.ipc.serving import serving_workers
-from pagemill_gateway.ipc.worker_line import WorkerLine
+from pagemill_gateway.ipc.worker_line import WorkerLine, serving_workers
 from pagemill_gateway.limits import store
 from pagemill_gateway.limits.memory import MemoryStore
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint, QueueLimits

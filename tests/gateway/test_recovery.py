@@ -10,7 +10,7 @@ from hand_clock import Clock
 
 from pagemill_gateway.brain.brain import LocalBrain
 from pagemill_gateway.brain.interface import OTHER_WEIGHTS, Again, Ask, Choice, End, FailureKind, Served
-from pagemill_gateway.brain.resilience.retry_budget import FREE_RETRIES, RetryBudget
+from pagemill_gateway.brain.resilience.recovery import FREE_RETRIES, RetryBudget
 from pagemill_gateway.brain.resilience.slowness import LEAST_SAMPLES, Slowness
 from pagemill_gateway.config import GatewayConfig
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint

@@ -8,13 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagemill_gateway.admission.drain_rate import UNKNOWN_WAIT_S, DrainRate
-from pagemill_gateway.admission.fullness import BASE_S, MAX_S, Fullness
 from pagemill_gateway.admission.output_tokens import PRIOR_TOKENS, OutputTokens
-from pagemill_gateway.admission.reservations import Need, Reservations
-from pagemill_gateway.brain.endpoints.registry import EndpointRecord
+from pagemill_gateway.admission.reservations import MAX_REFUSAL_PAUSE_S, REFUSAL_PAUSE_S, Fullness, Need, Reservations
+from pagemill_gateway.brain.endpoints.record import EndpointRecord, has_room
 from pagemill_gateway.brain.endpoints.reports import Reports
-from pagemill_gateway.brain.placement.capacity import has_room
+from pagemill_gateway.brain.queue.deployment_queue import UNKNOWN_WAIT_S, DrainRate
 from pagemill_protocol.catalog import Endpoint
 from pagemill_protocol.state import EngineLoad, StateFrame
 
@@ -268,23 +266,23 @@ def test_a_refusal_binds_until_one_of_ours_ends_or_the_pause_is_over() -> None:
     fullness.refused(5, now=0.0)
     assert not fullness.allows(5, 0.0)
     assert fullness.allows(4, 0.0)
-    assert fullness.allows(5, BASE_S)
+    assert fullness.allows(5, REFUSAL_PAUSE_S)
 
 
 def test_after_the_pause_one_request_asks_and_its_acceptance_ends_it() -> None:
     fullness = Fullness()
     fullness.refused(5, now=0.0)
-    fullness.chosen(5, BASE_S)
-    assert not fullness.allows(6, BASE_S)
+    fullness.chosen(5, REFUSAL_PAUSE_S)
+    assert not fullness.allows(6, REFUSAL_PAUSE_S)
     fullness.accepted()
-    assert fullness.allows(100, BASE_S)
+    assert fullness.allows(100, REFUSAL_PAUSE_S)
 
 
 def test_pauses_grow_up_to_a_bound() -> None:
     fullness, now = Fullness(), 0.0
     for _ in range(30):
         fullness.refused(0, now)
-        assert not fullness.allows(0, now + BASE_S * 0.9)
-        assert fullness.allows(0, now + MAX_S)
-        now += MAX_S
-    assert not fullness.allows(0, now - MAX_S * 0.1)
+        assert not fullness.allows(0, now + REFUSAL_PAUSE_S * 0.9)
+        assert fullness.allows(0, now + MAX_REFUSAL_PAUSE_S)
+        now += MAX_REFUSAL_PAUSE_S
+    assert not fullness.allows(0, now - MAX_REFUSAL_PAUSE_S * 0.1)

@@ -11,7 +11,7 @@ from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.core import Gateway, open_gateway
 from pagemill_gateway.head import Head
 from pagemill_gateway.ipc.head_line import HeadLine
-from pagemill_gateway.ipc.serving import serving_workers
+from pagemill_gateway.ipc.worker_line import serving_workers
 from pagemill_gateway.worker import Worker
 
 

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from pagemill_engine.scheduler.limits import SchedulerLimits
 from pagemill_gateway.admission.reservations import Need, Reservations
-from pagemill_gateway.brain.endpoints.registry import EndpointRecord
+from pagemill_gateway.brain.endpoints.record import EndpointRecord, has_room
 from pagemill_gateway.brain.endpoints.reports import Reports
-from pagemill_gateway.brain.placement.capacity import has_room
 from pagemill_gateway.routing.cost import Cost
 from pagemill_gateway.routing.pace import pace_of
 from pagemill_gateway.routing.policy import Candidate, RequestView

@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from pagemill_gateway.brain.endpoints.news import News
-from pagemill_gateway.brain.endpoints.registry import Deployment, EndpointRecord, Registry
+from pagemill_gateway.brain.endpoints.deployment import Deployment
+from pagemill_gateway.brain.endpoints.record import EndpointRecord, has_room
+from pagemill_gateway.brain.endpoints.registry import News, Registry
 from pagemill_gateway.brain.interface import (
     MAX_REROUTES,
     NOBODY,
@@ -30,7 +31,6 @@ from pagemill_gateway.brain.interface import (
 )
 from pagemill_gateway.brain.load.measure import measure_load
 from pagemill_gateway.brain.load.traffic import Traffic
-from pagemill_gateway.brain.placement.capacity import has_room
 from pagemill_gateway.brain.placement.eligible import Eligible
 from pagemill_gateway.brain.placement.placement import Placed, Placement
 from pagemill_gateway.brain.placement.requests import Order, Sent, make_order

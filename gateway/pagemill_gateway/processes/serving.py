@@ -12,7 +12,7 @@ from pagemill_gateway.app import control_app, data_app
 from pagemill_gateway.garbage import collect_seldom
 from pagemill_gateway.head import Head
 from pagemill_gateway.ipc.head_line import HeadLine
-from pagemill_gateway.ipc.serving import serving_workers
+from pagemill_gateway.ipc.worker_line import serving_workers
 from pagemill_gateway.processes.child import Setup, say_up
 from pagemill_gateway.server import drain, serving, stopped
 from pagemill_gateway.stop_signals import Stop

@@ -10,7 +10,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from pagemill_gateway.brain.endpoints.registry import Deployment, EndpointRecord
+from pagemill_gateway.brain.endpoints.deployment import Deployment
+from pagemill_gateway.brain.endpoints.record import EndpointRecord
 from pagemill_gateway.discovery.catalog import decode_catalog
 from pagemill_gateway.head import Head
 from pagemill_gateway.routes.load import LoadStream

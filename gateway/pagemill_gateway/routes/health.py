@@ -7,13 +7,15 @@ gateway, so far as it is not itself on its way out.
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.metadata import version
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from pagemill_gateway.desks import HeadDesk
-from pagemill_gateway.version import VERSION
 from pagemill_protocol.openai.openapi import document
+
+VERSION = version("pagemill-gateway")
 
 
 class HealthRoutes:

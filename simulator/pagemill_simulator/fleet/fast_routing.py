@@ -1,7 +1,7 @@
 """Where a request goes among many pods at the cost of some array operations: the default policy and the room check.
 
 The same formulas as `pagemill_gateway.routing.cost` with `routing.expected`, and
-`pagemill_gateway.brain.placement.capacity`, over all pods at once; the tests hold them against those. What of a formula
+`pagemill_gateway.brain.endpoints.record`, over all pods at once; the tests hold them against those. What of a formula
 depends on the pod alone is worked out when the pod changes, not when it is asked. Pods are alike: one engine
 configuration, one law of step times. What a pod has not reported yet is added to its report.
 """

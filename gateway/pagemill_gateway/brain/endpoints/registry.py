@@ -2,183 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import asyncio
+from collections.abc import Callable
 
-from pagemill_gateway.admission.fullness import Fullness
-from pagemill_gateway.admission.output_tokens import OutputTokens
-from pagemill_gateway.admission.reservations import Reservations
-from pagemill_gateway.brain.endpoints.adapters import Adapters
-from pagemill_gateway.brain.endpoints.dispatches import Dispatches
+from pagemill_gateway.brain.endpoints.deployment import Deployment
+from pagemill_gateway.brain.endpoints.record import EndpointRecord
 from pagemill_gateway.brain.endpoints.reports import Reports
-from pagemill_gateway.brain.endpoints.starts import Starts
-from pagemill_gateway.brain.endpoints.ttft_estimator import Outlook
-from pagemill_gateway.brain.interface import Target
-from pagemill_gateway.routing.policy import Candidate
-from pagemill_gateway.routing.report import PodReport
-from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
-from pagemill_protocol.state import StepTimeParams
-
-
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class EndpointRecord:
-    """Everything known of one endpoint. Lives as long as the catalogue names it."""
-
-    endpoint: Endpoint
-    deployment: str
-    reports: Reports
-    in_flight: int = 0
-    last_chosen: int = 0
-    dispatches: Dispatches = field(default_factory=Dispatches)
-    pod_report: PodReport | None = None
-    """Its latest frame as routing reads it; `None` before the first one."""
-    step_time_params: StepTimeParams | None = None
-    """Those that the report's model was made from."""
-    seen: dict[int, Candidate] = field(default_factory=dict)
-    """What `brain.placement.candidates` made of it, while that is true."""
-    adapters: Adapters = field(default_factory=Adapters)
-    outlook: Outlook = field(default_factory=Outlook)
-    reserved: Reservations = field(default_factory=Reservations)
-    """What was sent there, in blocks and sequences."""
-    fullness: Fullness = field(default_factory=Fullness)
-    phase: str = "unreachable"
-    """While it is not ready, or its stream is down: what its `/readyz` said last."""
-    detail: str = ""
-
-    let_go: bool = False
-    """It takes no requests, or was promised none; until it starts anew, or wakes up."""
-    let_in_at: int = 0
-    """The latest decision when it did: who was declined before says nothing of it."""
-    acknowledged: bool = False
-    """It was told so."""
-    unreachable: bool = False
-    """Nobody listens at its address; until its next report."""
-    being_asked: bool = False
-    """For the first time, what it is: who comes before the answer may wait for it."""
-
-    @property
-    def usable(self) -> bool:
-        """It may take new requests: it has said what it serves, and neither side wants it gone.
-
-        `serving and not leaving` in one go: every decision asks that of every endpoint.
-        """
-        state = self.reports.latest
-        if state is None or state.max_model_len <= 0 or state.sleeping or state.draining:
-            return False
-        return not (self.let_go or self.unreachable or self.endpoint.terminating)
-
-    @property
-    def serving(self) -> bool:
-        """It would take a request, although it may be on its way out."""
-        return self.max_model_len > 0 and not self.let_go and not self.unreachable and not self.sleeping
-
-    @property
-    def expected(self) -> bool:
-        """Its platform says that it is ready, or nobody can say yet that it is not, and it has not said so here."""
-        unheard = self.max_model_len == 0 and not self.unreachable
-        return unheard and (self.endpoint.probed_ready or self.being_asked) and not self.leaving
-
-    def phase_at(self, now: float) -> str:
-        """One word: draining, sleeping, starting, stale or ready; the first that is true."""
-        if self.leaving:
-            return "draining"
-        if self.sleeping:
-            return "sleeping"
-        if not self.usable:
-            return "starting"
-        return "ready" if self.reports.fresh(now) else "stale"
-
-    @property
-    def leaving(self) -> bool:
-        return self.endpoint.terminating or self.draining
-
-    @property
-    def draining(self) -> bool:
-        """By its own word."""
-        state = self.reports.latest
-        return state is not None and state.draining
-
-    @property
-    def sleeping(self) -> bool:
-        """By its own word: it takes nothing until it is woken."""
-        state = self.reports.latest
-        return state is not None and state.sleeping
-
-    @property
-    def max_model_len(self) -> int:
-        """Tokens of prompt and output; 0 until the engine has told."""
-        state = self.reports.latest
-        return state.max_model_len if state is not None else 0
-
-    @property
-    def block_size(self) -> int:
-        """Tokens of one KV block."""
-        state = self.reports.latest
-        return max(1, state.block_size) if state is not None else 1
-
-    @property
-    def bundle_digest(self) -> str:
-        state = self.reports.latest
-        return state.digests.tokenizer_bundle if state is not None else ""
-
-    @property
-    def weights_digest(self) -> str:
-        state = self.reports.latest
-        return state.digests.weights if state is not None else ""
-
-    def load_elsewhere(self, now: float) -> int:
-        return self.reports.external() if self.reports.fresh(now) else 0
-
-
-@dataclass(slots=True)
-class Deployment:
-    model: CatalogModel
-    records: list[EndpointRecord] = field(default_factory=list)
-    last_served_at: float | None = None
-    """When an endpoint last reported and would take requests, or its platform began to call one ready."""
-    output_tokens: OutputTokens = field(default_factory=OutputTokens)
-    bundle_digest: str = ""
-    """Of the tokenizer that one of its endpoints named last: who comes after it will most likely have the same."""
-    starts: Starts = field(default_factory=Starts)
-    targets: dict[str, Target] = field(default_factory=dict)
-    """What requests are told that find it, by the tokenizer of its endpoints, while that is true."""
-    _usable: list[EndpointRecord] | None = None
-    _with_bundle: dict[str, list[EndpointRecord]] = field(default_factory=dict)
-
-    @property
-    def key(self) -> str:
-        return deployment_key(self.model)
-
-    @property
-    def serving(self) -> bool:
-        return any(record.serving for record in self.records)
-
-    def adapter_digest(self, name: str) -> str:
-        """Of the adapter that clients ask for by `name`; empty: that is none of its adapters."""
-        return next((each.digest for each in self.model.adapters if each.name == name), "")
-
-    def usable(self) -> list[EndpointRecord]:
-        """Every request asks for them, so they are looked for again only after `changed`."""
-        if self._usable is None:
-            self._usable = [record for record in self.records if record.usable]
-        return self._usable
-
-    def usable_with(self, bundle_digest: str) -> list[EndpointRecord]:
-        """Those that understand the token ids of such a tokenizer."""
-        records = self._with_bundle.get(bundle_digest)
-        if records is None:
-            records = [record for record in self.usable() if record.bundle_digest == bundle_digest]
-            self._with_bundle[bundle_digest] = records
-        return records
-
-    def changed(self) -> None:
-        """One of its endpoints may be usable now, or not any more, or is another engine than before."""
-        self._usable = None
-        self._with_bundle.clear()
-        self.targets.clear()
-
-    def departing(self) -> list[EndpointRecord]:
-        """Those on their way out that still take requests: better than nothing at all."""
-        return [record for record in self.records if record.serving and record.leaving and record.reports.connected]
+from pagemill_protocol.catalog import Catalog, Endpoint
 
 
 class Registry:
@@ -238,5 +68,32 @@ def _was_probed_ready(record: EndpointRecord | None) -> bool:
     return record is not None and record.endpoint.probed_ready
 
 
-def deployment_key(model: CatalogModel) -> str:
-    return f"{model.namespace}/{model.deployment}"
+class News:
+    """Wakes those who wait for a change in what the brain knows. What changed they look up themselves."""
+
+    def __init__(self) -> None:
+        self._waiting: set[asyncio.Future[None]] = set()
+
+    def publish(self) -> None:
+        waiting, self._waiting = self._waiting, set()
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
+
+    async def wait_until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+        """Whether `condition` came to hold within the time; looked at now and after every change."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not condition():
+                    await self._next()
+        except TimeoutError:
+            return condition()
+        return True
+
+    async def _next(self) -> None:
+        future = asyncio.get_running_loop().create_future()
+        self._waiting.add(future)
+        try:
+            await future
+        finally:
+            self._waiting.discard(future)

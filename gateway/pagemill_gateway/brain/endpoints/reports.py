@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections import deque
 
-from pagemill_gateway.brain.endpoints.schemes import NO_SCHEME, scheme_of
+from pagemill_gateway.brain.interface import HashScheme
+from pagemill_protocol.hashes import HASH_VERSION, blocks_per_granule
 from pagemill_protocol.state import Digests, StateFrame
 
 EXTERNAL_WINDOW = 4
 """Reports whose minimum counts as load from elsewhere: one that was overtaken by our own finish must not."""
+NO_SCHEME = HashScheme("", "", 0, 0)
 
 
 class StateGap(Exception):
@@ -79,3 +81,11 @@ class Reports:
 
 def _identity(frame: StateFrame) -> tuple[Digests, int, int, int]:
     return frame.digests, frame.block_size, frame.granule_blocks, frame.max_model_len
+
+
+def scheme_of(frame: StateFrame) -> HashScheme:
+    """`NO_SCHEME`: it does not say, or hashes another way than we do."""
+    if frame.block_size < 1 or not frame.digests.weights or frame.digests.hash_version != HASH_VERSION:
+        return NO_SCHEME
+    granule_blocks = frame.granule_blocks or blocks_per_granule(frame.block_size)
+    return HashScheme(frame.digests.weights, frame.digests.kv_dtype, frame.block_size, granule_blocks)

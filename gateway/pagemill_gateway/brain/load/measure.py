@@ -9,7 +9,9 @@ from collections.abc import Iterator
 
 import msgspec
 
-from pagemill_gateway.brain.endpoints.registry import Deployment, EndpointRecord, Registry
+from pagemill_gateway.brain.endpoints.deployment import Deployment
+from pagemill_gateway.brain.endpoints.record import EndpointRecord
+from pagemill_gateway.brain.endpoints.registry import Registry
 from pagemill_gateway.brain.load.traffic import Traffic
 from pagemill_gateway.brain.queue.queues import Queues, QueueState
 from pagemill_protocol.load import (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pagemill_gateway.brain.endpoints.registry import EndpointRecord
+from pagemill_gateway.brain.endpoints.record import EndpointRecord
 from pagemill_gateway.brain.placement.pod_reports import with_own_counts
 from pagemill_gateway.routing.expected import Standing, standing_of
 from pagemill_gateway.routing.policy import Candidate

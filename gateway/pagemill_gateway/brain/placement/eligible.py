@@ -1,18 +1,20 @@
 """Who may get a request at all: which deployment stands behind a name, and which of its endpoints may be asked.
 
 By what is known of deployments and endpoints; where a request then goes is `brain.placement.placement`'s, whether there
-is room `brain.placement.capacity`'s. It waits for nothing and accounts nothing.
+is room `brain.endpoints.record`'s. It waits for nothing and accounts nothing.
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from pagemill_gateway.brain.endpoints.registry import Deployment, EndpointRecord, Registry
-from pagemill_gateway.brain.endpoints.schemes import common_scheme
-from pagemill_gateway.brain.interface import NOT_READY, OTHER_WEIGHTS, Target
+from pagemill_gateway.brain.endpoints.deployment import Deployment
+from pagemill_gateway.brain.endpoints.record import EndpointRecord
+from pagemill_gateway.brain.endpoints.registry import Registry
+from pagemill_gateway.brain.endpoints.reports import NO_SCHEME
+from pagemill_gateway.brain.interface import NOT_READY, OTHER_WEIGHTS, HashScheme, Target
 from pagemill_gateway.brain.placement.requests import Order
 from pagemill_gateway.brain.resilience.poison_requests import Suspects
 from pagemill_gateway.brain.resilience.recovery import Recovery
@@ -165,3 +167,13 @@ def _nothing_ready(model: str, deployments: list[Deployment], now: float) -> Pag
         retry_after_s=min(lefts_s, default=LOADING_RETRY_AFTER_S),
         code=NOT_READY,
     )
+
+
+def common_scheme(schemes: Iterable[HashScheme]) -> HashScheme:
+    """That of most of them: during a rollout prompts are looked up among the others in vain, which is true there.
+
+    Without tokens a granule: nobody has told how it hashes, or none the way we do.
+    """
+    counts = Counter(schemes)
+    del counts[NO_SCHEME]
+    return max(counts, key=counts.__getitem__) if counts else NO_SCHEME

@@ -10,20 +10,21 @@ import random
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from pagemill_gateway.brain.endpoints.deployment import Deployment
 from pagemill_gateway.brain.endpoints.dispatches import Dispatch
-from pagemill_gateway.brain.endpoints.registry import Deployment, EndpointRecord
+from pagemill_gateway.brain.endpoints.record import EndpointRecord
 from pagemill_gateway.brain.interface import Ask
 from pagemill_gateway.brain.placement.candidates import PLAIN, UNHEARD, candidate_of, with_adapter
 from pagemill_gateway.brain.placement.decisions import DecisionLog
 from pagemill_gateway.brain.placement.pod_reports import read_report
 from pagemill_gateway.brain.placement.predictions import Predictions
 from pagemill_gateway.brain.placement.prefix_index import PrefixIndex
-from pagemill_gateway.brain.placement.sessions import Sessions
 from pagemill_gateway.routing.policy import Candidate, Policy, RequestView, Ruling
 from pagemill_protocol.state import StateFrame
 
 Fits = Callable[[EndpointRecord, int], bool]
 """Whether an endpoint has room for a request of whose prompt it has so many tokens cached."""
+MAX_SESSIONS = 65536
 
 
 class Placed(NamedTuple):
@@ -212,3 +213,20 @@ def _predicted_ttft_ms(
     if ttft_ms is None:
         return row[ruling.columns.index("ttft_ms")]
     return ttft_ms + row[ruling.columns.index("wait_ms")]
+
+
+class Sessions:
+    """Which endpoint a session was on last. Bounded: the sessions that are longest unused are forgotten first."""
+
+    def __init__(self, max_sessions: int = MAX_SESSIONS) -> None:
+        self._max_sessions = max_sessions
+        self._endpoints: dict[tuple[str, bytes], str] = {}
+
+    def endpoint(self, deployment: str, session: bytes) -> str | None:
+        return self._endpoints.get((deployment, session))
+
+    def chosen(self, deployment: str, session: bytes, endpoint_id: str) -> None:
+        self._endpoints.pop((deployment, session), None)
+        self._endpoints[deployment, session] = endpoint_id
+        if len(self._endpoints) > self._max_sessions:
+            del self._endpoints[next(iter(self._endpoints))]

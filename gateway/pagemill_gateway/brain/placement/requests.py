@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from pagemill_gateway.admission.reservations import Need
-from pagemill_gateway.brain.endpoints.registry import Deployment, EndpointRecord
+from pagemill_gateway.brain.endpoints.deployment import Deployment
+from pagemill_gateway.brain.endpoints.record import EndpointRecord
 from pagemill_gateway.brain.interface import Again, Ask, Claim, Target, Trial
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pagemill_gateway.brain.endpoints.registry import Deployment, Registry
+from pagemill_gateway.brain.endpoints.deployment import Deployment
+from pagemill_gateway.brain.endpoints.registry import Registry
 from pagemill_protocol.catalog import QueueLimits
 
 PATIENCE = 2.0

@@ -10,35 +10,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
-from pagemill_gateway.admission.drain_rate import DrainRate
-from pagemill_gateway.admission.fair_queue import FairQueue, Waiter
 from pagemill_gateway.brain.interface import Claim
+from pagemill_gateway.brain.queue.deployment_queue import DeploymentQueue, QueueEntry
 from pagemill_protocol.catalog import QueueLimits
 from pagemill_protocol.errors import PagemillError, deadline_exceeded, internal_error, unavailable
 
 logger = logging.getLogger("pagemill.gateway.brain")
-
 TICK_S = 0.1
 Outcome = Literal["served", "shed", "full", "timeout", "deadline", "failed", "left"]
 OUTCOMES: tuple[Outcome, ...] = ("served", "shed", "full", "timeout", "deadline", "failed", "left")
 """`shed`: another one needed its place more. `full`: it found none. `deadline`: it could not have made it, or did not.
 `failed`: what it waited for cannot be had any more. `left`: its client did."""
 Found = TypeVar("Found")
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class _Entry(Waiter):
-    wish: Callable[[], object | None]
-    future: asyncio.Future[Any]
-    entered_at: float
-    deadline_at: float
 
 
 class QueueState(NamedTuple):
@@ -63,7 +51,7 @@ class Queues:
         self._clock = clock
         self._is_serving = is_serving
         self._start_left_s = start_left_s
-        self._queues: dict[str, _Queue] = {}
+        self._queues: dict[str, DeploymentQueue] = {}
         self._ticking: asyncio.TimerHandle | None = None
         self.outcomes: Counter[tuple[str, Outcome]] = Counter()
         """By deployment, since the start."""
@@ -122,10 +110,10 @@ class Queues:
         """
         queue = self._queues.get(deployment)
         if queue is None:
-            queue = self._queues[deployment] = _Queue(limits, partial(self._start_left_s, deployment))
+            queue = self._queues[deployment] = DeploymentQueue(limits, partial(self._start_left_s, deployment))
         queue.set_limits(limits)
         now = self._clock()
-        entry = _Entry(
+        entry = QueueEntry(
             key=claim.key,
             priority=claim.priority,
             cost_tokens=0 if claim.paid else cost_tokens,
@@ -212,7 +200,7 @@ class Queues:
                 for outcome in OUTCOMES:
                     self.outcomes.pop((deployment, outcome), None)
 
-    def _let_in(self, deployment: str, queue: _Queue, entry: _Entry) -> None:
+    def _let_in(self, deployment: str, queue: DeploymentQueue, entry: QueueEntry) -> None:
         """Raises `PagemillError` when it must not wait."""
         if self._is_serving(deployment) and (wait_s := queue.hopeless_wait_s(entry)) is not None:
             self.outcomes[deployment, "deadline"] += 1
@@ -233,7 +221,9 @@ class Queues:
             queue.drain.watch(self._clock(), self._is_serving(deployment))
             self._tell_watchers()
 
-    def _fail(self, deployment: str, queue: _Queue, entry: _Entry, error: PagemillError, outcome: Outcome) -> None:
+    def _fail(
+        self, deployment: str, queue: DeploymentQueue, entry: QueueEntry, error: PagemillError, outcome: Outcome
+    ) -> None:
         queue.waiting.remove(entry)
         if not entry.future.done():
             self.outcomes[deployment, outcome] += 1
@@ -253,46 +243,3 @@ class Queues:
         self.tick()
         if any(len(queue.waiting) for queue in self._queues.values()):
             self._keep_ticking()
-
-
-class _Queue:
-    """One deployment's."""
-
-    def __init__(self, limits: QueueLimits, start_left_s: Callable[[], float | None]) -> None:
-        self._start_left_s = start_left_s
-        self.waiting: FairQueue[_Entry] = FairQueue(limits.max_requests, limits.max_bytes)
-        self.drain = DrainRate()
-
-    def set_limits(self, limits: QueueLimits) -> None:
-        self.waiting.max_requests, self.waiting.max_bytes = limits.max_requests, limits.max_bytes
-
-    def hopeless_wait_s(self, entry: _Entry) -> float | None:
-        """How long it would wait, if that is longer than its deadline allows."""
-        if entry.deadline_at == math.inf or not len(self.waiting):
-            return None
-        num_tokens = self.waiting.tokens_before(entry.key, entry.priority, entry.cost_tokens)
-        wait_s = self.drain.wait_s(num_tokens)
-        return wait_s if wait_s is not None and entry.entered_at + wait_s > entry.deadline_at else None
-
-    def retry_after_s(self) -> float:
-        return self.drain.retry_after_s(self.waiting.num_tokens, self._start_left_s())
-
-    def full(self) -> PagemillError:
-        """429: the queue's bounds."""
-        return PagemillError(
-            f"All engines of this model are busy and {len(self.waiting)} requests wait already, with "
-            f"{self.waiting.num_bytes} bytes; at most {self.waiting.max_requests} and {self.waiting.max_bytes} may. "
-            "Try again later.",
-            status=429,
-            type="rate_limit_error",
-            code="queue_full",
-            retry_after_s=self.retry_after_s(),
-        )
-
-    def timed_out(self, waited_s: float) -> PagemillError:
-        """503: nothing came free in time."""
-        return unavailable(
-            f"All engines of this model are busy: the request waited {waited_s:.0f} s for its turn, the longest that "
-            "is allowed. Try again later.",
-            retry_after_s=self.retry_after_s(),
-        )

@@ -31,7 +31,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from pagemill_gateway.brain.endpoints.registry import EndpointRecord
+from pagemill_gateway.brain.endpoints.record import EndpointRecord
 from pagemill_gateway.brain.interface import End, EndKind, Trial
 from pagemill_gateway.brain.resilience.incidents import Incidents
 from pagemill_protocol.errors import request_crashed_engine

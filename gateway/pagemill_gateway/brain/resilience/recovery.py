@@ -7,13 +7,13 @@ slowness. Pure bookkeeping of decisions: it speaks to nobody and waits for nothi
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from weakref import WeakKeyDictionary
 
-from pagemill_gateway.brain.endpoints.registry import EndpointRecord
+from pagemill_gateway.brain.endpoints.record import EndpointRecord
 from pagemill_gateway.brain.interface import Again, FailureKind, Served
 from pagemill_gateway.brain.resilience.ejection import Ejection
-from pagemill_gateway.brain.resilience.retry_budget import RetryBudget
 from pagemill_gateway.brain.resilience.slowness import Slowness
 from pagemill_protocol.errors import unavailable
 
@@ -23,6 +23,9 @@ EJECTING: frozenset[FailureKind] = frozenset({"unreachable", "broken", "lost", "
 BUDGETED: frozenset[FailureKind] = frozenset({"request", "broken"})
 """Tries after these may repeat work that fails again. Others are free: a refusal costs an engine nothing, and what a
 dead engine was doing has to be done elsewhere."""
+WINDOW_S = 10.0
+FREE_RETRIES = 10
+"""In a window, whatever the number of requests."""
 
 
 class Recovery:
@@ -127,3 +130,51 @@ class Recovery:
     def _eject(self, record: EndpointRecord, now: float, newest: int, *, factor: float = 1.0) -> None:
         self.ejection(record).failed(now, newest, factor=factor)
         self._failed.add(record.endpoint.id)
+
+
+class RetryBudget:
+    """How many tries beyond the first a deployment's requests may have together, so that retries never become the load.
+
+    A share of the requests that began in the last seconds, and a few in any case.
+    """
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._requests = _Window()
+        self._retries = _Window()
+
+    def began(self, now: float) -> None:
+        self._requests.add(now)
+
+    def take(self, now: float) -> bool:
+        """Whether one more retry is in the budget; it is spent then."""
+        if self._retries.count(now) >= max(FREE_RETRIES, self._share * self._requests.count(now)):
+            return False
+        self._retries.add(now)
+        return True
+
+
+class _Window:
+    """Events of the last `WINDOW_S`, counted by tenths of it: memory does not grow with the load."""
+
+    def __init__(self) -> None:
+        self._slots: deque[tuple[int, int]] = deque()
+        self._total = 0
+
+    def add(self, now: float) -> None:
+        slot = _slot(now)
+        if self._slots and self._slots[-1][0] == slot:
+            self._slots[-1] = (slot, self._slots[-1][1] + 1)
+        else:
+            self._slots.append((slot, 1))
+        self._total += 1
+
+    def count(self, now: float) -> int:
+        oldest = _slot(now - WINDOW_S)
+        while self._slots and self._slots[0][0] <= oldest:
+            self._total -= self._slots.popleft()[1]
+        return self._total
+
+
+def _slot(now: float) -> int:
+    return int(now / (WINDOW_S / 10))
