@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from pagemill_gateway.callers.entries import fault_of
+from pagemill_gateway.limits.entries import fault_of
 from pagemill_gateway.routing.policies import PolicyName
 from pagemill_protocol.catalog import Catalog, QueueLimits
 from pagemill_protocol.secret_file import SecretFile

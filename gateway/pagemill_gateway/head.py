@@ -15,7 +15,6 @@ import aiohttp
 import msgspec
 
 from pagemill_gateway.brain.brain import LocalBrain
-from pagemill_gateway.callers.caller import Caller
 from pagemill_gateway.config import GatewayConfig, SettingsError
 from pagemill_gateway.desks import Measures, Standing, WorkerDesk
 from pagemill_gateway.discovery.bundles import BundleError, Bundles
@@ -23,6 +22,7 @@ from pagemill_gateway.discovery.kubernetes.credentials import Credentials, Crede
 from pagemill_gateway.discovery.kubernetes.discovery import KubernetesDiscovery
 from pagemill_gateway.discovery.last_known import Known, read_last_known, write_last_known
 from pagemill_gateway.discovery.state_streams import StateStreams
+from pagemill_gateway.limits.caller import Caller
 from pagemill_gateway.limits.recount import Recount
 from pagemill_gateway.limits.sharing import Sharing, open_sharing
 from pagemill_gateway.metrics.head import HeadMetrics

@@ -12,10 +12,10 @@ import sys
 
 from pagemill_gateway.admission.gate import Gate, Running
 from pagemill_gateway.brain.interface import Brain
-from pagemill_gateway.callers.caller import Caller
 from pagemill_gateway.config import GatewayConfig, open_keys_file
 from pagemill_gateway.desks import HeadDesk, Measures
 from pagemill_gateway.discovery.bundles import BundleError, Bundles
+from pagemill_gateway.limits.caller import Caller
 from pagemill_gateway.limits.keys import KeyRing
 from pagemill_gateway.limits.limiter import Limiter
 from pagemill_gateway.limits.store import Store

@@ -22,9 +22,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagemill_engine.config import ServerConfig
-from pagemill_gateway.callers.caller import Caller
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.limits import keys
+from pagemill_gateway.limits.caller import Caller
 from pagemill_gateway.limits.scope import cache_salt
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.hashes import block_hashes, root_hash

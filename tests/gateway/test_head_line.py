@@ -26,7 +26,6 @@ from pagemill_gateway.brain.interface import (
     Served,
     Target,
 )
-from pagemill_gateway.callers.caller import Caller, Limits
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.desks import Measures
 from pagemill_gateway.discovery.last_known import Known, write_last_known
@@ -35,6 +34,7 @@ from pagemill_gateway.ipc import messages
 from pagemill_gateway.ipc.head_line import HeadLine
 from pagemill_gateway.ipc.worker_line import WorkerLine, serving_workers
 from pagemill_gateway.limits import store
+from pagemill_gateway.limits.caller import Caller, Limits
 from pagemill_gateway.limits.memory import MemoryStore
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint, QueueLimits
 from pagemill_protocol.errors import PagemillError

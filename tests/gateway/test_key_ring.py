@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from hand_clock import Clock
 
-from pagemill_gateway.callers.caller import ANONYMOUS
-from pagemill_gateway.callers.entries import EntryError, fault_of, parse_entry
 from pagemill_gateway.limits import keys
+from pagemill_gateway.limits.caller import ANONYMOUS
+from pagemill_gateway.limits.entries import EntryError, fault_of, parse_entry
 from pagemill_gateway.limits.keys import KeyRing
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.http.auth import hash_key

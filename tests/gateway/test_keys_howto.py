@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from redis_server import RedisServer, redis_cli, redis_server
 
-from pagemill_gateway.callers.caller import Limits
-from pagemill_gateway.callers.entries import parse_entry
 from pagemill_gateway.config import RedisConfig
+from pagemill_gateway.limits.caller import Limits
+from pagemill_gateway.limits.entries import parse_entry
 from pagemill_gateway.limits.keys import KeyRing
 from pagemill_gateway.limits.redis.link import Link
 from pagemill_gateway.limits.redis.shared_keys import SharedKeys

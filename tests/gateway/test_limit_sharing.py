@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from limit_histories import limits, step
 from redis_server import RedisServer, redis_server
 
-from pagemill_gateway.callers.caller import Limits
 from pagemill_gateway.config import RedisConfig
+from pagemill_gateway.limits.caller import Limits
 from pagemill_gateway.limits.keys import KeyRing
 from pagemill_gateway.limits.memory import MemoryStore
 from pagemill_gateway.limits.redis import store as redis_store

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from limit_histories import limits, step
 
-from pagemill_gateway.callers.caller import Limits
+from pagemill_gateway.limits.caller import Limits
 from pagemill_gateway.limits.memory import MemoryStore
 from pagemill_gateway.limits.periods import periods_at
 from pagemill_gateway.limits.store import Answer, Ask

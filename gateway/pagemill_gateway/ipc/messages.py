@@ -11,8 +11,8 @@ from typing import Generic, TypeVar
 import msgspec
 
 from pagemill_gateway.brain.interface import Again, Ask, Claim, Experience, FailureKind, Served, Target
-from pagemill_gateway.callers.caller import Caller
 from pagemill_gateway.limits import store
+from pagemill_gateway.limits.caller import Caller
 
 Question = TypeVar("Question")
 

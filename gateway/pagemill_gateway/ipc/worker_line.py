@@ -16,11 +16,11 @@ from pathlib import Path
 import msgspec
 
 from pagemill_gateway.brain.interface import Choice
-from pagemill_gateway.callers.caller import Caller
 from pagemill_gateway.desks import Measures
 from pagemill_gateway.head import Head
 from pagemill_gateway.ipc import messages
 from pagemill_gateway.ipc.line import Line, LineLost
+from pagemill_gateway.limits.caller import Caller
 from pagemill_gateway.limits.store import Answer, Ask
 
 logger = logging.getLogger("pagemill.gateway.ipc")

@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
-from pagemill_gateway.callers.caller import Caller
+from pagemill_gateway.limits.caller import Caller
 from pagemill_gateway.limits.estimate import AnswerLengths
 from pagemill_gateway.limits.refusals import Headers, level_headers, refusal, too_large
 from pagemill_gateway.limits.store import Answer, Ask, Store

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from pagemill_gateway.callers.caller import Caller, Limits
+from pagemill_gateway.limits.caller import Caller, Limits
 from pagemill_gateway.limits.store import Answer, Level, Reason
 from pagemill_protocol.errors import PagemillError
 

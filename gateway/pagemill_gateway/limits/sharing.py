@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from pagemill_gateway.callers.caller import Caller
 from pagemill_gateway.config import RedisConfig
+from pagemill_gateway.limits.caller import Caller
 from pagemill_gateway.limits.memory import MemoryStore
 from pagemill_gateway.limits.store import Store
 

@@ -18,8 +18,8 @@ import msgspec
 from pydantic import BaseModel
 
 from pagemill_gateway.brain.interface import Ask, Brain, Claim, Target
-from pagemill_gateway.callers.caller import Caller
 from pagemill_gateway.discovery.bundles import BundleError, Bundles
+from pagemill_gateway.limits.caller import Caller
 from pagemill_gateway.limits.refusals import check_model, told_to
 from pagemill_gateway.limits.scope import cache_salt
 from pagemill_gateway.relay.asks import HeaderOf, make_ask, prompt_keys, session_key

@@ -16,7 +16,7 @@ from functools import partial
 from starlette.types import Receive, Scope, Send
 
 from pagemill_gateway.brain.interface import Claim
-from pagemill_gateway.callers.caller import Caller
+from pagemill_gateway.limits.caller import Caller
 from pagemill_gateway.relay import answers
 from pagemill_gateway.relay.asks import HeaderOf
 from pagemill_gateway.relay.delivery import AnswerBroken

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from pagemill_gateway.admission.gate import Place
 from pagemill_gateway.brain.interface import Target
-from pagemill_gateway.callers.caller import Caller
+from pagemill_gateway.limits.caller import Caller
 from pagemill_gateway.limits.refusals import check_model, told_to
 from pagemill_gateway.routes.access import record_of
 from pagemill_gateway.routes.body import read_counted

@@ -10,8 +10,8 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from pagemill_gateway.callers.caller import Caller
-from pagemill_gateway.callers.entries import EntryError, parse_entry
+from pagemill_gateway.limits.caller import Caller
+from pagemill_gateway.limits.entries import EntryError, parse_entry
 from pagemill_gateway.limits.redis.link import Away, Link
 
 logger = logging.getLogger("pagemill.gateway.limits")

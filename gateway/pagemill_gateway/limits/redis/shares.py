@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pagemill_gateway.callers.caller import Limits
+from pagemill_gateway.limits.caller import Limits
 from pagemill_gateway.limits.store import Answer, Level
 
 

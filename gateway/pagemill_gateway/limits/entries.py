@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from pagemill_gateway.callers.caller import PRIORITY_CLASSES, Caller, Limits
+from pagemill_gateway.limits.caller import PRIORITY_CLASSES, Caller, Limits
 
 _SHA256_HEX = re.compile(r"[0-9a-fA-F]{64}")
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
