@@ -99,7 +99,7 @@ class TracingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return found
 
 
-class Bounds(NamedTuple):
+class WorkerBounds(NamedTuple):
     """Of what one worker may hold."""
 
     max_requests: int
@@ -232,9 +232,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     drain_timeout_s: float = 30.0
     """After that, running requests get this long; then they end with an error event."""
 
-    def bounds_of_one_worker(self) -> Bounds:
+    def bounds_of_one_worker(self) -> WorkerBounds:
         """Its share, but never less than the largest body."""
-        return Bounds(
+        return WorkerBounds(
             max_requests=-(-self.max_requests // self.workers),
             max_body_bytes=max(self.max_body_bytes, self.max_in_flight_body_bytes // self.workers),
             journal_tokens=self.journal_tokens // self.workers,

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from pagemill_gateway.config import GatewayConfig
-from pagemill_gateway.head import Head
+from pagemill_gateway.control_process import ControlProcess
 from pagemill_gateway.worker import Worker
 
 
 class Gateway(NamedTuple):
-    head: Head
+    head: ControlProcess
     worker: Worker
 
     async def close(self) -> None:
@@ -20,7 +20,7 @@ class Gateway(NamedTuple):
 
 async def open_gateway(config: GatewayConfig) -> Gateway:
     """Raises `SettingsError`."""
-    head = Head(config)
+    head = ControlProcess(config)
     try:
         worker = Worker(config, head.brain, head.sharing.store, head, head.bundles)
     except BaseException:

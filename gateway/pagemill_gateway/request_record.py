@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pagemill_gateway.brain.interface import NOBODY, Choice, Claim, FailureKind, Target
+from pagemill_gateway.brain.interface import DEFAULT_TICKET, Assignment, FailureKind, QueueTicket, Target
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import Dialect, FinishReason, FrameMeta, GenerateRequest, Usage
 from pagemill_protocol.sampling import SamplingParams
@@ -41,7 +41,7 @@ class RequestRecord:
     route: str
     request_id: str = ""
     started_at: float = field(default_factory=time.monotonic)
-    claim: Claim = NOBODY
+    claim: QueueTicket = DEFAULT_TICKET
     """Who asks, as far as all prompts of the request have it in common."""
     model: str = ""
     """The deployment's own name, never what the client wrote: metrics must not grow with what clients invent."""
@@ -97,7 +97,7 @@ class RequestRecord:
     def endpoints(self) -> list[str]:
         return [attempt.endpoint_id for attempt in self.attempts]
 
-    def chosen(self, choice: Choice) -> AttemptRecord:
+    def chosen(self, choice: Assignment) -> AttemptRecord:
         """The attempt at it begins."""
         cached = choice.predicted_cached_tokens
         attempt = AttemptRecord(choice.endpoint_id, choice.policy, cached, choice.queued_s)

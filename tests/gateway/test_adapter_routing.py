@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pagemill_gateway.brain.brain import LocalBrain
 from pagemill_gateway.brain.endpoints.adapters import Adapters
 from pagemill_gateway.brain.endpoints.dispatches import EXPIRY_S
-from pagemill_gateway.brain.interface import Ask, Choice
+from pagemill_gateway.brain.interface import Assignment, RoutingRequest
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.discovery.catalog import check_catalog
 from pagemill_protocol.catalog import Catalog, CatalogAdapter, CatalogModel, Endpoint
@@ -63,9 +63,9 @@ def brain(clock: Clock) -> LocalBrain:
     return LocalBrain(GatewayConfig(), clock=clock, rng=random.Random(1))
 
 
-async def place(brain: LocalBrain, name: str) -> Choice:
+async def place(brain: LocalBrain, name: str) -> Assignment:
     target = brain.resolve(name)
-    return await brain.choose(target, NOTHING, Ask(50, adapter_digest=target.adapter_digest))
+    return await brain.choose(target, NOTHING, RoutingRequest(50, adapter_digest=target.adapter_digest))
 
 
 def adapter_ms(brain: LocalBrain) -> dict[str, float]:

@@ -7,8 +7,8 @@ import math
 import pytest
 
 from pagemill_gateway.brain.endpoints.dispatches import Dispatch, Dispatches
-from pagemill_gateway.brain.endpoints.ttft_estimator import Outlook
-from pagemill_gateway.routing.course import Coming, Course
+from pagemill_gateway.brain.endpoints.ttft_estimator import TtftEstimator
+from pagemill_gateway.routing.step_simulation import PendingPrompt, StepSimulation
 from pagemill_protocol.state import EngineLoad, StepTimeParams
 from pagemill_protocol.step_time import StepTimeModel
 
@@ -17,14 +17,14 @@ MODEL = StepTimeModel.from_params(StepTimeParams(knots_tokens=[1, 1001], knot_ms
 BUDGET = 100
 
 
-def course(*, num_answers: int = 0, overlaps: bool = True) -> Course:
-    one = Course(MODEL, BUDGET, overlaps=overlaps)
+def course(*, num_answers: int = 0, overlaps: bool = True) -> StepSimulation:
+    one = StepSimulation(MODEL, BUDGET, overlaps=overlaps)
     one.num_answers = num_answers
     return one
 
 
-def through_ms(one: Course, at_ms: float, num_tokens: int) -> float:
-    return 1000 * one.through_s(Coming(at_ms / 1000, num_tokens))
+def through_ms(one: StepSimulation, at_ms: float, num_tokens: int) -> float:
+    return 1000 * one.through_s(PendingPrompt(at_ms / 1000, num_tokens))
 
 
 def test_an_idle_engine_begins_at_once() -> None:
@@ -50,7 +50,7 @@ def test_an_engine_that_decides_one_step_after_the_other_takes_it_into_the_next_
 
 def test_who_came_before_is_computed_first_and_answers_from_then_on() -> None:
     one = course(num_answers=10)
-    one.queue.append(Coming(0.0, 150))
+    one.queue.append(PendingPrompt(0.0, 150))
     one.begin(0.0, 30.0, 0.0)
     # The step behind the running one has 90 tokens of the first prompt; the one after it the other 60 and 30 of ours,
     # which then needs one more, beside 11 answers.
@@ -58,7 +58,7 @@ def test_who_came_before_is_computed_first_and_answers_from_then_on() -> None:
 
 
 def test_an_engine_whose_latest_steps_were_slow_is_slow_now_with_prompts_half_as_much() -> None:
-    one = Course(MODEL, BUDGET, overlaps=False, drift=math.log(1.44))
+    one = StepSimulation(MODEL, BUDGET, overlaps=False, drift=math.log(1.44))
     one.num_answers = 10
     one.begin(0.0, 0.0, 0.0)
     # The step that begins has ten answers, the next one those and the prompt.
@@ -89,34 +89,34 @@ def test_no_prompt_is_so_long_that_it_is_not_told() -> None:
 
 
 def test_first_tokens_teach_what_no_report_tells() -> None:
-    outlook = Outlook()
+    ttft_estimator = TtftEstimator()
     load = EngineLoad(num_requests_running=10, step_in_flight_ms=30.0)
     for number in range(20):
         now_s = 10.0 * number
-        outlook.told(load, 5.0, MODEL, BUDGET, [], [], now_s)
-        predicted_ms = outlook.ttft_ms(number, Dispatch(40), now_s)
-        outlook.accepted(number, now_s + 0.004)
+        ttft_estimator.told(load, 5.0, MODEL, BUDGET, [], [], now_s)
+        predicted_ms = ttft_estimator.ttft_ms(number, Dispatch(40), now_s)
+        ttft_estimator.accepted(number, now_s + 0.004)
         # 25 ms are left of the step; 7 ms of the way back are in no step.
-        outlook.started(number, 25 + 11 + 15 + 7)
+        ttft_estimator.started(number, 25 + 11 + 15 + 7)
     assert predicted_ms == pytest.approx(25 + 11 + 15 + 7)
 
 
 def test_a_request_sent_since_the_report_lengthens_the_next_ones_wait() -> None:
-    outlook = Outlook()
-    outlook.told(EngineLoad(num_requests_running=10, step_in_flight_ms=30.0), 0.0, MODEL, BUDGET, [], [], 0.0)
-    alone_ms = outlook.ttft_ms(1, Dispatch(40), 0.001)
-    behind_ms = outlook.ttft_ms(2, Dispatch(40), 0.002)
+    ttft_estimator = TtftEstimator()
+    ttft_estimator.told(EngineLoad(num_requests_running=10, step_in_flight_ms=30.0), 0.0, MODEL, BUDGET, [], [], 0.0)
+    alone_ms = ttft_estimator.ttft_ms(1, Dispatch(40), 0.001)
+    behind_ms = ttft_estimator.ttft_ms(2, Dispatch(40), 0.002)
     assert alone_ms == pytest.approx(30 + 11 + 15 - 1)
     assert behind_ms == pytest.approx(30 + 11 + 19 - 2)
 
 
 def test_an_answer_that_is_over_frees_the_rows_of_all_its_sequences() -> None:
-    outlook = Outlook()
-    outlook.told(EngineLoad(num_requests_running=10, step_in_flight_ms=30.0), 0.0, MODEL, BUDGET, [], [], 0.0)
-    outlook.ended(7, 0)
-    outlook.ended(8, 3)
+    ttft_estimator = TtftEstimator()
+    ttft_estimator.told(EngineLoad(num_requests_running=10, step_in_flight_ms=30.0), 0.0, MODEL, BUDGET, [], [], 0.0)
+    ttft_estimator.ended(7, 0)
+    ttft_estimator.ended(8, 3)
     # Of the ten rows the step that is decided already has ten, the next one seven.
-    assert outlook.ttft_ms(1, Dispatch(40), 0.0) == pytest.approx(30 + 11 + 14.7)
+    assert ttft_estimator.ttft_ms(1, Dispatch(40), 0.0) == pytest.approx(30 + 11 + 14.7)
 
 
 def test_only_sequences_that_have_begun_to_answer_are_rows() -> None:
@@ -130,10 +130,10 @@ def test_only_sequences_that_have_begun_to_answer_are_rows() -> None:
 
 
 def test_an_engine_that_never_told_its_pace_is_not_foretold() -> None:
-    outlook = Outlook()
-    assert outlook.ttft_ms(1, Dispatch(40), 0.0) is None
-    outlook.told(EngineLoad(), 0.0, None, BUDGET, [], [], 0.0)
-    assert outlook.ttft_ms(2, Dispatch(40), 0.0) is None
+    ttft_estimator = TtftEstimator()
+    assert ttft_estimator.ttft_ms(1, Dispatch(40), 0.0) is None
+    ttft_estimator.told(EngineLoad(), 0.0, None, BUDGET, [], [], 0.0)
+    assert ttft_estimator.ttft_ms(2, Dispatch(40), 0.0) is None
 
 
 def test_of_our_requests_the_newest_wait() -> None:

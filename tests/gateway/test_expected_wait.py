@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pagemill_gateway.admission.fair_queue import FairQueue, Waiter
 from pagemill_gateway.brain.brain import LocalBrain
 from pagemill_gateway.brain.endpoints.deployment import LAPSE_S, Starts
-from pagemill_gateway.brain.interface import Ask, Choice, Claim, Served
+from pagemill_gateway.brain.interface import Assignment, CompletedRequest, QueueTicket, RoutingRequest
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.relay.keep_alive import KeepAlive
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint, QueueLimits
@@ -126,19 +126,19 @@ class Fleet:
         frame = StateFrame(sequence=1, snapshot=True, max_model_len=100, max_num_seqs=1, digests=digests, **fields)
         self.brain.observe(name, frame)
 
-    def ask(self) -> asyncio.Task[Choice]:
+    def ask(self) -> asyncio.Task[Assignment]:
         self.clock.now += 0.001
         self.arrivals.append(self.clock.now)
-        claim = Claim(arrived_at=self.clock.now, max_tokens=10)
+        claim = QueueTicket(arrived_at=self.clock.now, max_tokens=10)
 
-        async def work() -> Choice:
+        async def work() -> Assignment:
             target = await self.brain.find("m", claim)
-            return await self.brain.choose(target, frozenset(), Ask(10), claim=claim)
+            return await self.brain.choose(target, frozenset(), RoutingRequest(10), claim=claim)
 
         return asyncio.ensure_future(work())
 
     async def expected_s(self, arrived_at: float | None = None) -> float | None:
-        return await self.brain.expected_s("m", Claim(arrived_at=arrived_at or self.clock.now))
+        return await self.brain.expected_s("m", QueueTicket(arrived_at=arrived_at or self.clock.now))
 
 
 async def settle() -> None:
@@ -201,7 +201,7 @@ async def test_who_waits_for_a_seat_is_told_by_how_fast_the_queue_moves() -> Non
     await settle()
     for number in range(10):  # one a second
         fleet.clock.now += 1.0
-        fleet.brain.finished(tasks[number].result(), Served(10))
+        fleet.brain.finished(tasks[number].result(), CompletedRequest(10))
         await settle()
     left_s = [await fleet.expected_s(at) for at in fleet.arrivals]
     waiting_s = [each for each in left_s[11:] if each is not None]
@@ -215,7 +215,7 @@ async def test_who_waits_for_a_seat_is_told_by_how_fast_the_queue_moves() -> Non
 
 
 async def test_nobody_knows_of_a_name_that_is_not_served() -> None:
-    assert await Fleet().brain.expected_s("other", Claim()) is None
+    assert await Fleet().brain.expected_s("other", QueueTicket()) is None
 
 
 # -- the comment -------------------------------------------------------------------------------------------------------

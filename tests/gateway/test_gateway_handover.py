@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from pagemill_gateway.brain.brain import LocalBrain
-from pagemill_gateway.brain.endpoints.registry import News
-from pagemill_gateway.brain.interface import Ask
+from pagemill_gateway.brain.endpoints.registry import ChangeNotifier
+from pagemill_gateway.brain.interface import RoutingRequest
 from pagemill_gateway.config import GatewayConfig
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.errors import PagemillError
@@ -172,7 +172,7 @@ def cluster_brain(**fields: bool) -> LocalBrain:
 async def test_a_terminating_pod_is_the_last_resort_until_it_is_let_go() -> None:
     brain = cluster_brain(terminating=True)
     brain.observe("a", StateFrame(sequence=1, snapshot=True, max_model_len=100))
-    assert (await brain.choose(await brain.find("m"), frozenset(), Ask(1))).endpoint_id == "a"
+    assert (await brain.choose(await brain.find("m"), frozenset(), RoutingRequest(1))).endpoint_id == "a"
     brain.let_go("a")
     with pytest.raises(PagemillError):
         await brain.find("m")
@@ -210,7 +210,7 @@ async def test_a_terminating_pod_that_went_silent_is_no_resort() -> None:
 
 
 async def test_news_wake_everybody_who_waits() -> None:
-    news, state = News(), []
+    news, state = ChangeNotifier(), []
     waiting = [asyncio.create_task(news.wait_until(lambda: bool(state), 5)) for _ in range(3)]
     await asyncio.sleep(0)
     news.publish()
@@ -219,7 +219,7 @@ async def test_news_wake_everybody_who_waits() -> None:
     state.append(1)
     news.publish()
     assert [await task for task in waiting] == [True] * 3
-    assert not await News().wait_until(lambda: False, 0.01)
+    assert not await ChangeNotifier().wait_until(lambda: False, 0.01)
 
 
 async def test_who_finds_nobody_listening_waits_for_the_next_report() -> None:
@@ -230,8 +230,8 @@ async def test_who_finds_nobody_listening_waits_for_the_next_report() -> None:
     brain.apply_catalog(Catalog(models=[CatalogModel(deployment="d", name="m", endpoints=endpoints)]))
     brain.observe("a", StateFrame(sequence=1, snapshot=True, max_model_len=100))
     target = await brain.find("m")
-    brain.failed(await brain.choose(target, frozenset(), Ask(1)), "unreachable")
-    again = asyncio.create_task(brain.choose(target, frozenset({"a"}), Ask(1)))
+    brain.failed(await brain.choose(target, frozenset(), RoutingRequest(1)), "unreachable")
+    again = asyncio.create_task(brain.choose(target, frozenset({"a"}), RoutingRequest(1)))
     await asyncio.sleep(0)
     assert not again.done()
     brain.observe("a", StateFrame(sequence=1, snapshot=True, max_model_len=100))

@@ -12,7 +12,7 @@ from load_stream import load_frames
 
 from pagemill_gateway.brain.endpoints.registry import Registry
 from pagemill_gateway.brain.load.measure import measure_load
-from pagemill_gateway.brain.load.traffic import Traffic
+from pagemill_gateway.brain.load.traffic import TrafficMeter
 from pagemill_gateway.brain.queue.queues import Queues
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint, QueueLimits
 from pagemill_protocol.load import DeploymentLoad, EngineHeld, EngineStart
@@ -35,7 +35,7 @@ def registry_with(*loads: EngineLoad | None) -> Registry:
 
 
 def measured(registry: Registry, now: float) -> DeploymentLoad:
-    (load,) = measure_load(registry, Queues(lambda: 0.0, lambda _: True), Traffic(lambda: now), now)
+    (load,) = measure_load(registry, Queues(lambda: 0.0, lambda _: True), TrafficMeter(lambda: now), now)
     return load
 
 

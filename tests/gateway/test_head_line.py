@@ -16,35 +16,35 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagemill_gateway.brain.interface import (
-    NOBODY,
-    Again,
-    Ask,
-    Choice,
-    Claim,
-    Experience,
+    DEFAULT_TICKET,
+    Assignment,
+    CompletedRequest,
     HashScheme,
-    Served,
+    QueueTicket,
+    RequestOutcome,
+    RetryContext,
+    RoutingRequest,
     Target,
 )
 from pagemill_gateway.config import GatewayConfig
-from pagemill_gateway.desks import Measures
+from pagemill_gateway.control_process import ControlProcess
 from pagemill_gateway.discovery.last_known import Known, write_last_known
-from pagemill_gateway.head import Head
 from pagemill_gateway.ipc import messages
-from pagemill_gateway.ipc.head_line import HeadLine
-from pagemill_gateway.ipc.worker_line import WorkerLine, serving_workers
+from pagemill_gateway.ipc.control_process_client import ControlProcessClient
+from pagemill_gateway.ipc.worker_connection import WorkerConnection, serving_workers
 from pagemill_gateway.limits import store
 from pagemill_gateway.limits.caller import Caller, Limits
 from pagemill_gateway.limits.memory import MemoryStore
+from pagemill_gateway.ports import WorkerMeasurements
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint, QueueLimits
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.metrics import GATEWAY_IN_FLIGHT, GATEWAY_REQUESTS, Sample
 from pagemill_protocol.state import Digests, EngineLoad, StateFrame
 
 TARGET = Target("default/d", "m", "bundle", 100, None, "deployment", HashScheme("w", "f16", 16, 4))
-ASK = Ask(10)
+ASK = RoutingRequest(10)
 ENTRY = store.Ask("a", "lease", 5, Limits(concurrency=1))
-NAMED = [Claim, Again, Ask, Target, Served, Experience, store.Ask, Caller]
+NAMED = [QueueTicket, RetryContext, RoutingRequest, Target, CompletedRequest, RequestOutcome, store.Ask, Caller]
 """Read from their annotations."""
 
 
@@ -76,13 +76,16 @@ def test_every_value_arrives_as_it_was(kind: Any, data: st.DataObject) -> None:
     assert encoded(value, kind) == value
 
 
-@given(number=st.integers(0, 2**40), claim=values_of(Claim), ask=values_of(Ask))
-def test_questions_are_told_apart_from_notes(number: int, claim: Claim, ask: Ask) -> None:
+@given(number=st.integers(0, 2**40), claim=values_of(QueueTicket), ask=values_of(RoutingRequest))
+def test_questions_are_told_apart_from_notes(number: int, claim: QueueTicket, ask: RoutingRequest) -> None:
     question = messages.Call(number, messages.Choose(TARGET, frozenset({"a", "b"}), ask, claim, None))
-    assert encoded(question, messages.ToBrain) == question
+    assert encoded(question, messages.ToControlProcess) == question
     for note in (messages.Accepted(number), messages.Finished(number, None), messages.Settle("l", number)):
-        assert encoded(note, messages.ToBrain) == note
-    for told in (messages.KeepBundles(frozenset({"a"}), frozenset(), True), messages.SharedKeys([Caller("h", "t")])):
+        assert encoded(note, messages.ToControlProcess) == note
+    for told in (
+        messages.KeepBundles(frozenset({"a"}), frozenset(), True),
+        messages.ReplaceSharedKeys([Caller("h", "t")]),
+    ):
         assert encoded(told, messages.ToWorker) == told
 
 
@@ -90,16 +93,16 @@ class WorkerStub:
     """As the head sees a worker."""
 
     def __init__(self) -> None:
-        self.latest = Measures({}, 0)
+        self.latest = WorkerMeasurements({}, 0)
         self.num_measured = 0
         self.digests: frozenset[str] | None = None
         self.whole = False
         self.callers: list[Caller] = []
 
-    async def measure(self, endpoint_ids: frozenset[str]) -> Measures:
+    async def measure(self, endpoint_ids: frozenset[str]) -> WorkerMeasurements:
         return self.latest
 
-    def measures(self) -> Measures:
+    def measures(self) -> WorkerMeasurements:
         return self.latest
 
     def keep_bundles(self, digests: frozenset[str], templates: frozenset[str], *, whole: bool) -> None:
@@ -118,9 +121,9 @@ class Place:
         self._num_heads = 0
 
     @asynccontextmanager
-    async def head(self) -> AsyncIterator[Head]:
+    async def head(self) -> AsyncIterator[ControlProcess]:
         config = GatewayConfig(queue=QueueLimits(max_requests=9, max_bytes=99, timeout_s=60.0))
-        head = Head(config, num_before=self._num_heads)
+        head = ControlProcess(config, num_before=self._num_heads)
         self._num_heads += 1
         head.brain.apply_catalog(CATALOG)
         head.brain.observe("a", FRAME)
@@ -131,8 +134,8 @@ class Place:
             await head.close()
 
     @asynccontextmanager
-    async def worker(self) -> AsyncIterator[HeadLine]:
-        line = HeadLine(self.path)
+    async def worker(self) -> AsyncIterator[ControlProcessClient]:
+        line = ControlProcessClient(self.path)
         line.start(WorkerStub())
         try:
             yield line
@@ -159,7 +162,7 @@ def place() -> Any:
         yield Place(Path(folder))
 
 
-def in_flight(head: Head) -> int:
+def in_flight(head: ControlProcess) -> int:
     return head.brain.registry.endpoints["a"].in_flight
 
 
@@ -169,7 +172,7 @@ async def test_a_decision_is_accounted_and_released_across_the_line(place: Place
         assert (choice.endpoint_id, in_flight(head)) == ("a", 1)
         line.accepted(choice)
         line.started(choice)
-        line.finished(choice, Served(3, None))
+        line.finished(choice, CompletedRequest(3, None))
         await fake.until(lambda: in_flight(head) == 0)
 
 
@@ -228,7 +231,7 @@ async def test_a_worker_that_is_gone_holds_nothing_and_its_counters_stay(
             stub = line._worker
             assert isinstance(stub, WorkerStub)
             labels = (("model", "m"), ("route", "r"), ("status", "200"))
-            stub.latest = Measures(
+            stub.latest = WorkerMeasurements(
                 {
                     GATEWAY_REQUESTS.name: [Sample(GATEWAY_REQUESTS.exported_name, labels, 3.0)],
                     GATEWAY_IN_FLIGHT.name: [Sample(GATEWAY_IN_FLIGHT.name, (("model", "m"),), 1.0)],
@@ -242,9 +245,9 @@ async def test_a_worker_that_is_gone_holds_nothing_and_its_counters_stay(
                 await head.metrics_text()
             else:
                 told = head._workers[-1]
-                assert isinstance(told, WorkerLine)
+                assert isinstance(told, WorkerConnection)
                 await fake.until(lambda: told._latest().num_requests == 1)
-        waiting = asyncio.create_task(other.choose(TARGET, frozenset(), ASK, claim=Claim(priority=1)))
+        waiting = asyncio.create_task(other.choose(TARGET, frozenset(), ASK, claim=QueueTicket(priority=1)))
         assert (await waiting).endpoint_id == "a", "who waited gets the seat"
         assert counted.num_held == 0
         text = (await head.metrics_text()).decode()
@@ -264,7 +267,7 @@ async def test_a_new_head_knows_what_is_reserved_and_nothing_of_old_decisions(
             assert (await line.reserve(ENTRY._replace(lease="other"))).refused == "concurrency"
             new = await line.choose(TARGET, frozenset(), ASK)
             assert new.decision != old.decision
-            line.finished(old, Served(3, None))
+            line.finished(old, CompletedRequest(3, None))
             assert await line.alive("a")
             assert in_flight(head) == 1
             line.settle("lease", 1)
@@ -273,7 +276,7 @@ async def test_a_new_head_knows_what_is_reserved_and_nothing_of_old_decisions(
 
 async def test_without_a_head_nothing_fails_that_can_wait(place: Place) -> None:
     async with place.worker() as line:
-        question = asyncio.create_task(line.find("m", NOBODY))
+        question = asyncio.create_task(line.find("m", DEFAULT_TICKET))
         assert await line.alive("a"), "nobody can say"
         assert not (await line.standing()).ready
         async with place.head():
@@ -343,7 +346,7 @@ async def test_a_head_that_took_over_has_nothing_forgotten_before_it_asked_the_e
 ) -> None:
     """And requests that come before wait for them."""
     write_last_known(tmp_path / "catalog.json", Known(CATALOG, []))
-    head = Head(GatewayConfig(), catalog_file=tmp_path / "catalog.json", num_before=1)
+    head = ControlProcess(GatewayConfig(), catalog_file=tmp_path / "catalog.json", num_before=1)
     try:
         head.attach(stub := WorkerStub())
         assert not stub.whole
@@ -358,5 +361,5 @@ async def test_a_head_that_took_over_has_nothing_forgotten_before_it_asked_the_e
 
 
 def test_choices_are_plain_values() -> None:
-    choice = Choice(1, "a", "http://a", "t", "Cost", True, 16, 64, 1.5, 0.25)
-    assert encoded(choice, Choice) == choice
+    choice = Assignment(1, "a", "http://a", "t", "Cost", True, 16, 64, 1.5, 0.25)
+    assert encoded(choice, Assignment) == choice

@@ -22,10 +22,20 @@ from hypothesis import strategies as st
 from pagemill_engine.ipc.messages import LogprobsOut, TokensOut
 from pagemill_engine.output.processor import OutputProcessor
 from pagemill_gateway.admission.attempts import MOST_ENDS
-from pagemill_gateway.brain.interface import NOBODY, Again, Ask, Choice, Claim, FailureKind, HashScheme, Served, Target
+from pagemill_gateway.brain.interface import (
+    DEFAULT_TICKET,
+    Assignment,
+    CompletedRequest,
+    FailureKind,
+    HashScheme,
+    QueueTicket,
+    RetryContext,
+    RoutingRequest,
+    Target,
+)
 from pagemill_gateway.metrics.worker import WorkerMetrics
 from pagemill_gateway.relay.delivery import AnswerBroken
-from pagemill_gateway.relay.journal import Journal, JournalGap, JournalRoom
+from pagemill_gateway.relay.journal import Journal, JournalCapacity, JournalGap
 from pagemill_gateway.relay.keep_alive import KeepAlive
 from pagemill_gateway.relay.relay import Relay
 from pagemill_gateway.relay.sinks import BodySink, StreamSink
@@ -67,7 +77,7 @@ class Engines:
 
     def __init__(self, tokenizer: Tokenizer, texts: list[str], breaks: list[Break]) -> None:
         self.requests: list[GenerateRequest] = []
-        self.agains: list[Again | None] = []
+        self.agains: list[RetryContext | None] = []
         self.num_computed = 0
         """Tokens that engines generated."""
         self.weights_digests: list[str] = []
@@ -81,30 +91,36 @@ class Engines:
     # The brain.
 
     async def choose(
-        self, target: Target, tried: frozenset[str], ask: Ask, *, claim: Claim = NOBODY, again: Again | None = None
-    ) -> Choice:
+        self,
+        target: Target,
+        tried: frozenset[str],
+        ask: RoutingRequest,
+        *,
+        claim: QueueTicket = DEFAULT_TICKET,
+        again: RetryContext | None = None,
+    ) -> Assignment:
         self.agains.append(again)
-        return Choice(len(self.agains), f"engine-{len(self.agains)}", "", "")
+        return Assignment(len(self.agains), f"engine-{len(self.agains)}", "", "")
 
-    def accepted(self, choice: Choice) -> None: ...
+    def accepted(self, choice: Assignment) -> None: ...
 
-    def started(self, choice: Choice, ttft_ms: float | None = None) -> None: ...
+    def started(self, choice: Assignment, ttft_ms: float | None = None) -> None: ...
 
     async def alive(self, endpoint_id: str) -> bool:
         return True
 
-    async def expected_s(self, model: str, claim: Claim) -> float | None:
+    async def expected_s(self, model: str, claim: QueueTicket) -> float | None:
         return None
 
-    def finished(self, choice: Choice, served: Served | None = None) -> None: ...
+    def finished(self, choice: Assignment, served: CompletedRequest | None = None) -> None: ...
 
-    def failed(self, choice: Choice, kind: FailureKind) -> None: ...
+    def failed(self, choice: Assignment, kind: FailureKind) -> None: ...
 
     # The network.
 
     @asynccontextmanager
     async def generate(
-        self, choice: Choice, body: bytes, request_id: str, is_alive: IsAlive
+        self, choice: Assignment, body: bytes, request_id: str, is_alive: IsAlive
     ) -> AsyncIterator[FrameStream]:
         request = msgspec.msgpack.decode(body, type=GenerateRequest)
         self.requests.append(request)
@@ -199,7 +215,7 @@ def serve(engines: Engines, request: GenerateRequest, room: int = 10_000, max_at
         sink = StreamSink(write) if request.stream else BodySink()
         record = engines.record = RequestRecord(route="/v1/completions", stream=request.stream)
         try:
-            usage = await relay.run(TARGET, request, Ask(len(request.prompt_token_ids)), sink, record)
+            usage = await relay.run(TARGET, request, RoutingRequest(len(request.prompt_token_ids)), sink, record)
         finally:
             keep_alive.close()
             assert relay.journal_room.num_tokens == 0
@@ -330,7 +346,7 @@ def test_the_brain_hears_of_every_engine_that_ended_and_they_are_bounded(byte_to
 
 def test_frames_that_skip_or_repeat_tokens_are_refused() -> None:
     request = make_request(["a"], stream=True)
-    journal = Journal(request, JournalRoom(100))
+    journal = Journal(request, JournalCapacity(100))
     journal.note(FrameMeta(token_ids=[1, 2], position=2), "w")
     journal.check([FrameMeta(token_ids=[3], position=3), FrameMeta(token_ids=[4, 5], position=5)])
     for wrong in (
@@ -349,7 +365,7 @@ def test_frames_that_skip_or_repeat_tokens_are_refused() -> None:
 
 
 def test_journals_share_one_room_and_give_it_back() -> None:
-    room = JournalRoom(5)
+    room = JournalCapacity(5)
     first, second = (Journal(make_request(["a"], stream=True), room) for _ in range(2))
     first.note(FrameMeta(token_ids=[1, 2, 3], position=3), "w")
     second.note(FrameMeta(token_ids=[1, 2], position=2), "w")

@@ -16,7 +16,7 @@ from pagemill_engine.server.state_stream import StatePublisher
 from pagemill_gateway.brain.brain import LocalBrain
 from pagemill_gateway.brain.endpoints.dispatches import EXPIRY_S, Dispatch, Dispatches
 from pagemill_gateway.brain.endpoints.reports import StateGap
-from pagemill_gateway.brain.interface import Ask
+from pagemill_gateway.brain.interface import RoutingRequest
 from pagemill_gateway.brain.placement.predictions import Predictions
 from pagemill_gateway.brain.placement.prefix_index import PrefixIndex
 from pagemill_gateway.config import GatewayConfig
@@ -254,7 +254,7 @@ async def test_a_dispatched_prefix_counts_as_cached_where_it_went_until_that_req
         brain.observe(name, StateFrame(sequence=1, snapshot=True, max_model_len=4096, digests=Digests(weights="w")))
     token_ids = list(range(640))
     granules = tuple(hashes.block_hashes(ROOT, token_ids, 64))
-    ask = Ask(640, granules, 64)
+    ask = RoutingRequest(640, granules, 64)
     first = await brain.choose(brain.resolve("m"), frozenset(), ask)
     assert first.predicted_cached_tokens == 0
     choices = [await brain.choose(brain.resolve("m"), frozenset(), ask) for _ in range(5)]

@@ -9,7 +9,15 @@ import pytest
 from hand_clock import Clock
 
 from pagemill_gateway.brain.brain import LocalBrain
-from pagemill_gateway.brain.interface import OTHER_WEIGHTS, Again, Ask, Choice, End, FailureKind, Served
+from pagemill_gateway.brain.interface import (
+    OTHER_WEIGHTS,
+    Assignment,
+    CompletedRequest,
+    EngineFailure,
+    FailureKind,
+    RetryContext,
+    RoutingRequest,
+)
 from pagemill_gateway.brain.resilience.recovery import FREE_RETRIES, RetryBudget
 from pagemill_gateway.brain.resilience.slowness import LEAST_SAMPLES, Slowness
 from pagemill_gateway.config import GatewayConfig
@@ -42,16 +50,16 @@ def report(brain: LocalBrain, name: str, weights: str = "w", **fields: object) -
     brain.observe(name, StateFrame(sequence=1, snapshot=True, max_model_len=100, digests=digests, **fields))
 
 
-async def place(brain: LocalBrain, *tried: str, again: Again | None = None) -> Choice:
-    return await brain.choose(brain.resolve("m"), frozenset(tried), Ask(1), again=again)
+async def place(brain: LocalBrain, *tried: str, again: RetryContext | None = None) -> Assignment:
+    return await brain.choose(brain.resolve("m"), frozenset(tried), RoutingRequest(1), again=again)
 
 
-async def place_at(brain: LocalBrain, name: str, names: str) -> Choice:
+async def place_at(brain: LocalBrain, name: str, names: str) -> Assignment:
     return await place(brain, *(set(names) - {name}))
 
 
-def after(choice: Choice, kind: FailureKind, **fields: object) -> Again:
-    return Again(choice.decision, choice.endpoint_id, kind, **fields)
+def after(choice: Assignment, kind: FailureKind, **fields: object) -> RetryContext:
+    return RetryContext(choice.decision, choice.endpoint_id, kind, **fields)
 
 
 async def used(brain: LocalBrain, number: int = 20) -> set[str]:
@@ -91,7 +99,7 @@ async def test_an_endpoint_that_fails_after_every_good_start_is_out_for_longer_e
     assert pauses == [1.0, 2.0, 4.0, 8.0]
     good = await place_at(brain, "a", "ab")
     brain.started(good)
-    brain.finished(good, Served(1))
+    brain.finished(good, CompletedRequest(1))
     assert brain.recovery.ejection(brain.registry.endpoints["a"]).num_failures == 0
 
 
@@ -100,7 +108,7 @@ async def test_a_stream_begun_before_the_ejection_does_not_end_it(brain: LocalBr
     old, bad = await place_at(brain, "a", "ab"), await place_at(brain, "a", "ab")
     brain.failed(bad, "broken")
     brain.started(old)
-    brain.finished(old, Served(1))
+    brain.finished(old, CompletedRequest(1))
     assert await used(brain) == {"b"}
 
 
@@ -120,7 +128,7 @@ async def test_a_slow_endpoint_is_ejected_and_comes_back(brain: LocalBrain, cloc
         for each, ms in (("a", 200.0), ("b", 20.0), ("c", 22.0)):
             choice = await place_at(brain, each, "abc")
             brain.started(choice)
-            brain.finished(choice, Served(1, ms_per_token=ms))
+            brain.finished(choice, CompletedRequest(1, ms_per_token=ms))
     assert await used(brain) == {"b", "c"}
     clock.now += 21.0
     assert "a" in await used(brain)
@@ -198,11 +206,13 @@ async def test_only_engines_of_the_same_weights_continue_an_answer(brain: LocalB
 # -- who is tried apart ------------------------------------------------------------------------------------------------
 
 
-def ended(*choices: Choice, kind: FailureKind = "lost", progressed: bool = False) -> dict[str, tuple[End, ...]]:
-    return {"ends": tuple(End(each.decision, kind, each.trial, progressed) for each in choices)}
+def ended(
+    *choices: Assignment, kind: FailureKind = "lost", progressed: bool = False
+) -> dict[str, tuple[EngineFailure, ...]]:
+    return {"ends": tuple(EngineFailure(each.decision, kind, each.trial, progressed) for each in choices)}
 
 
-async def end_all(brain: LocalBrain, name: str, choices: list[Choice], kind: FailureKind) -> None:
+async def end_all(brain: LocalBrain, name: str, choices: list[Assignment], kind: FailureKind) -> None:
     """The engine ended with all of them, and everybody knows."""
     for choice in choices:
         brain.failed(choice, kind)
@@ -271,7 +281,7 @@ async def test_who_crashed_an_engine_beside_newcomers_is_tried_alone_and_nobody_
 
 async def test_engines_that_were_killed_from_outside_make_no_suspect(brain: LocalBrain) -> None:
     know(brain, "abc")
-    killed: list[Choice] = []
+    killed: list[Assignment] = []
     for name in "abc":
         killed.append(await place_at(brain, name, "abc"))
         brain.failed(killed[-1], "killed")
@@ -287,7 +297,7 @@ async def test_losses_make_a_suspect_only_when_no_token_comes_between(brain: Loc
         brain.failed(lost[-1], "lost")
     first, second, third = (ended(each)["ends"][0] for each in lost)
 
-    async def trial(*ends: End) -> str:
+    async def trial(*ends: EngineFailure) -> str:
         choice = await place(brain, *"abc", again=after(lost[2], "lost", ends=ends))
         brain.given_back(choice)
         return choice.trial
@@ -312,16 +322,16 @@ async def test_chance_is_what_ends_engines_without_the_request_as_well(brain: Lo
     names = "abcdef"
     know(brain, names)
 
-    async def lose(trial: str, name: str) -> End:
+    async def lose(trial: str, name: str) -> EngineFailure:
         choice = await place_at(brain, name, names)
         await end_all(brain, name, [choice], "lost")
         clock.now += 1.0
-        return End(choice.decision, "lost", "shared" if trial == "shared" else "alone" if trial else "none")
+        return EngineFailure(choice.decision, "lost", "shared" if trial == "shared" else "alone" if trial else "none")
 
     ends = [await lose("", "a"), await lose("", "b"), await lose("shared", "c")]
     await end_all(brain, "d", [], "lost")
     ends.append(await lose("alone", "e"))
-    latest = Choice(ends[-1].decision, "e", "", "")
+    latest = Assignment(ends[-1].decision, "e", "", "")
     choice = await place(brain, again=after(latest, "lost", ends=tuple(ends)))
     assert choice.trial == "alone", "nobody was on the fourth one"
     clock.now += 60.0

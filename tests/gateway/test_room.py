@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagemill_gateway.admission.output_tokens import PRIOR_TOKENS, OutputTokens
-from pagemill_gateway.admission.reservations import MAX_REFUSAL_PAUSE_S, REFUSAL_PAUSE_S, Fullness, Need, Reservations
-from pagemill_gateway.brain.endpoints.record import EndpointRecord, has_room
-from pagemill_gateway.brain.endpoints.reports import Reports
+from pagemill_gateway.admission.reservations import BASE_PAUSE_S, MAX_PAUSE_S, Need, RefusalBackoff, Reservations
+from pagemill_gateway.brain.endpoints.record import EndpointRecord, has_capacity
+from pagemill_gateway.brain.endpoints.reports import EndpointReports
 from pagemill_gateway.brain.queue.deployment_queue import UNKNOWN_WAIT_S, DrainRate
 from pagemill_protocol.catalog import Endpoint
 from pagemill_protocol.state import EngineLoad, StateFrame
@@ -22,7 +22,7 @@ class Engine:
 
     def __init__(self, *, max_num_seqs: int = 0, blocks: int = 0) -> None:
         endpoint = Endpoint(id="e", data_url="http://e:1", control_url="http://e:2")
-        self.record = EndpointRecord(endpoint, "d", Reports(3.0))
+        self.record = EndpointRecord(endpoint, "d", EndpointReports(3.0))
         self.max_num_seqs, self.blocks = max_num_seqs, blocks
         self.now = 0.0
         self._sequence = 0
@@ -43,7 +43,7 @@ class Engine:
         self.record.reserved.reported()
 
     def fits(self, need: Need) -> bool:
-        return has_room(self.record, need, self.now)
+        return has_capacity(self.record, need, self.now)
 
     def send(self, need: Need) -> int:
         self._decision += 1
@@ -261,28 +261,28 @@ def test_retry_after_stays_between_one_second_and_two_minutes() -> None:
 
 
 def test_a_refusal_binds_until_one_of_ours_ends_or_the_pause_is_over() -> None:
-    fullness = Fullness()
+    fullness = RefusalBackoff()
     assert fullness.allows(10**6, 0.0)
     fullness.refused(5, now=0.0)
     assert not fullness.allows(5, 0.0)
     assert fullness.allows(4, 0.0)
-    assert fullness.allows(5, REFUSAL_PAUSE_S)
+    assert fullness.allows(5, BASE_PAUSE_S)
 
 
 def test_after_the_pause_one_request_asks_and_its_acceptance_ends_it() -> None:
-    fullness = Fullness()
+    fullness = RefusalBackoff()
     fullness.refused(5, now=0.0)
-    fullness.chosen(5, REFUSAL_PAUSE_S)
-    assert not fullness.allows(6, REFUSAL_PAUSE_S)
+    fullness.chosen(5, BASE_PAUSE_S)
+    assert not fullness.allows(6, BASE_PAUSE_S)
     fullness.accepted()
-    assert fullness.allows(100, REFUSAL_PAUSE_S)
+    assert fullness.allows(100, BASE_PAUSE_S)
 
 
 def test_pauses_grow_up_to_a_bound() -> None:
-    fullness, now = Fullness(), 0.0
+    fullness, now = RefusalBackoff(), 0.0
     for _ in range(30):
         fullness.refused(0, now)
-        assert not fullness.allows(0, now + REFUSAL_PAUSE_S * 0.9)
-        assert fullness.allows(0, now + MAX_REFUSAL_PAUSE_S)
-        now += MAX_REFUSAL_PAUSE_S
-    assert not fullness.allows(0, now - MAX_REFUSAL_PAUSE_S * 0.1)
+        assert not fullness.allows(0, now + BASE_PAUSE_S * 0.9)
+        assert fullness.allows(0, now + MAX_PAUSE_S)
+        now += MAX_PAUSE_S
+    assert not fullness.allows(0, now - MAX_PAUSE_S * 0.1)

@@ -13,7 +13,7 @@ from hand_clock import Clock
 
 from pagemill_gateway.admission.output_tokens import PRIOR_TOKENS
 from pagemill_gateway.brain.brain import LocalBrain
-from pagemill_gateway.brain.interface import Ask, Choice, Claim, Served
+from pagemill_gateway.brain.interface import Assignment, CompletedRequest, QueueTicket, RoutingRequest
 from pagemill_gateway.config import GatewayConfig
 from pagemill_protocol import hashes
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
@@ -24,9 +24,9 @@ FAST = StepTimeParams(knots_tokens=[1, 64, 512], knot_ms=[6.0, 8.0, 22.0])
 SLOW = StepTimeParams(knots_tokens=[1, 64, 512], knot_ms=[600.0, 800.0, 2200.0])
 
 
-def ask_of(name: int, num_tokens: int = 640) -> Ask:
+def ask_of(name: int, num_tokens: int = 640) -> RoutingRequest:
     token_ids = [name] * num_tokens
-    return Ask(num_tokens, tuple(hashes.block_hashes(b"r" * 16, token_ids, GRANULE)), GRANULE)
+    return RoutingRequest(num_tokens, tuple(hashes.block_hashes(b"r" * 16, token_ids, GRANULE)), GRANULE)
 
 
 def frame(
@@ -35,7 +35,7 @@ def frame(
     active: int = 0,
     seats: int = 100,
     fast: bool = True,
-    cached: tuple[Ask, ...] = (),
+    cached: tuple[RoutingRequest, ...] = (),
     **fields: Any,
 ) -> StateFrame:
     load = EngineLoad(
@@ -68,8 +68,8 @@ class World:
         for name, first in pods.items():
             self.brain.observe(name, first)
 
-    def choose(self, ask: Ask, **claim: Any) -> asyncio.Task[Choice]:
-        wanted = Claim(**{"max_tokens": 20, "arrived_at": self.clock.now} | claim)
+    def choose(self, ask: RoutingRequest, **claim: Any) -> asyncio.Task[Assignment]:
+        wanted = QueueTicket(**{"max_tokens": 20, "arrived_at": self.clock.now} | claim)
         question = self.brain.choose(self.brain.resolve("m"), frozenset(), ask, claim=wanted)
         return asyncio.ensure_future(question)
 
@@ -114,11 +114,11 @@ async def test_a_decision_is_counted_once_by_every_ledger_and_leaves_all_of_them
         assert (record.reserved.num_sequences, record.dispatches.num_unreported_tokens) == (3, 640)
         assert len(predictions) == 10
         if end == "finished":
-            world.brain.finished(choice, Served(60))
+            world.brain.finished(choice, CompletedRequest(60))
         else:
             world.brain.failed(choice, "broken")
             assert len(predictions) == 0
-        world.brain.finished(choice, Served(60))
+        world.brain.finished(choice, CompletedRequest(60))
         assert (record.in_flight, len(record.reserved), record.dispatches.num_open) == (0, 0, 0)
         assert (record.reserved.num_blocks, record.dispatches.num_unreported_tokens) == (0, 0)
 
@@ -164,7 +164,7 @@ async def test_what_answers_took_before_is_what_the_next_one_reserves() -> None:
     for number in range(12):
         choice = await world.choose(ask_of(number, 64), max_tokens=None)
         blocks.append(world.record("a").reserved.num_blocks)
-        world.brain.finished(choice, Served(BLOCK))
+        world.brain.finished(choice, CompletedRequest(BLOCK))
     assert blocks[0] == 4 + PRIOR_TOKENS // BLOCK
     assert blocks[-1] == 4 + 1
 
@@ -178,7 +178,7 @@ async def test_a_prefix_that_no_report_speaks_of_is_not_expected_for_long() -> N
         world.clock.now += 1.2
         choice = await world.choose(ask)
         found.append((choice.predicted_cached_tokens, choice.believed))
-        world.brain.finished(choice, Served(1))
+        world.brain.finished(choice, CompletedRequest(1))
     assert found == [(256, True), (0, True)]
 
 
@@ -189,7 +189,7 @@ async def test_of_pods_that_fell_silent_neither_old_load_nor_old_prefixes_count(
     heard = [await world.choose(ask_of(2, 128)) for _ in range(2)]
     assert {each.endpoint_id for each in heard} == {"idle"}
     for each in heard:
-        world.brain.finished(each, Served(20))
+        world.brain.finished(each, CompletedRequest(20))
     world.clock.now += 100
     unheard = [await world.choose(ask) for _ in range(6)]
     assert Counter(each.endpoint_id for each in unheard) == {"loaded": 3, "idle": 3}, "by what we sent ourselves"
@@ -205,7 +205,7 @@ async def test_keys_pay_for_the_tokens_that_are_computed_for_them() -> None:
     await settle()
     turns, known = {"cached": 0, "cold": 0}, set[int]()
     for sequence in range(2, 52):
-        world.brain.finished(running, Served(20))
+        world.brain.finished(running, CompletedRequest(20))
         # The engine has evicted what was not in use.
         world.brain.observe("a", frame(sequence, seats=1, prefixes_removed=list(asks["cold"].granules)))
         await settle()

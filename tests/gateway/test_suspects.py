@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagemill_gateway.brain.brain import LocalBrain
-from pagemill_gateway.brain.interface import Ask, Choice, EndKind
+from pagemill_gateway.brain.interface import Assignment, EngineFailureKind, RoutingRequest
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.metrics.worker import WorkerMetrics
 from pagemill_gateway.relay.delivery import AnswerBroken
@@ -40,14 +40,14 @@ from pagemill_protocol.state import Digests, EngineLoad, StateFrame
 
 STEP_S = 0.05
 CONVICTED = "request_crashed_engine"
-WORDS: dict[EndKind, str] = {"crashed": ENGINE_CRASHED, "killed": ENGINE_FAILED}
+WORDS: dict[EngineFailureKind, str] = {"crashed": ENGINE_CRASHED, "killed": ENGINE_FAILED}
 CONFIG = GatewayConfig(outage_wait_s=300.0, queue=QueueLimits(max_requests=999, max_bytes=2**30, timeout_s=900.0))
 
 
 class Poison:
     """A request that brings down whatever computes its token at `position`."""
 
-    def __init__(self, kind: EndKind, position: int) -> None:
+    def __init__(self, kind: EngineFailureKind, position: int) -> None:
         self.kind, self.position = kind, position
         self.num_victims = 0
 
@@ -88,7 +88,7 @@ class Engine:
         task.add_done_callback(lambda done: self._answers.pop(done, None))
         return _Content(inbox)
 
-    def die(self, kind: EndKind) -> None:
+    def die(self, kind: EngineFailureKind) -> None:
         if not self.up:
             return
         self.up = False
@@ -196,7 +196,7 @@ class Cluster:
         sink = StreamSink(_nowhere) if stream else BodySink()
         try:
             record = RequestRecord(route="/v1/completions", stream=stream)
-            await self._relay.run(await self.brain.find("m"), request, Ask(3), sink, record)
+            await self._relay.run(await self.brain.find("m"), request, RoutingRequest(3), sink, record)
             outcome = "served"
         except AnswerBroken as broken:
             outcome = str(broken.error.code)
@@ -208,7 +208,7 @@ class Cluster:
             self.outcomes[outcome] += 1
 
     @asynccontextmanager
-    async def generate(self, choice: Choice, body: bytes, request_id: str, is_alive: IsAlive) -> AsyncIterator[Any]:
+    async def generate(self, choice: Assignment, body: bytes, request_id: str, is_alive: IsAlive) -> AsyncIterator[Any]:
         """The relay's `Upstream`."""
         await asyncio.sleep(0.001)
         content = self.engines[choice.endpoint_id].take(msgspec.msgpack.decode(body, type=GenerateRequest))
@@ -257,7 +257,7 @@ def test_whatever_is_killed_no_innocent_request_fails(
 @given(SEEDS, ENGINES, RESTARTS_S, st.sampled_from([0, 0, 1, 30]), st.integers(0, 40))
 @pytest.mark.parametrize(("kind", "most"), [("crashed", 3), ("lost", 4)])
 def test_a_request_that_brings_engines_down_is_found_out_and_harms_no_other(
-    kind: EndKind, most: int, seed: int, num_engines: int, restart_s: float, position: int, num_requests: int
+    kind: EngineFailureKind, most: int, seed: int, num_engines: int, restart_s: float, position: int, num_requests: int
 ) -> None:
     async def main() -> Cluster:
         cluster = Cluster(seed, num_engines, restart_s)
@@ -280,7 +280,7 @@ def test_amid_kills_it_is_stopped_all_the_same(
     restart_s: float,
     kills: list[tuple[float, int, float]],
     num_requests: int,
-    kind: EndKind,
+    kind: EngineFailureKind,
 ) -> None:
     async def main() -> Cluster:
         cluster = Cluster(seed, num_engines, restart_s)

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from pagemill_engine.scheduler.limits import SchedulerLimits
 from pagemill_gateway.admission.reservations import Need, Reservations
-from pagemill_gateway.brain.endpoints.record import EndpointRecord, has_room
-from pagemill_gateway.brain.endpoints.reports import Reports
-from pagemill_gateway.routing.cost import Cost
-from pagemill_gateway.routing.pace import pace_of
+from pagemill_gateway.brain.endpoints.record import EndpointRecord, has_capacity
+from pagemill_gateway.brain.endpoints.reports import EndpointReports
+from pagemill_gateway.routing.cost import CostPolicy
 from pagemill_gateway.routing.policy import Candidate, RequestView
 from pagemill_gateway.routing.report import PodReport
+from pagemill_gateway.routing.step_time_snapshot import take_snapshot
 from pagemill_protocol.catalog import Endpoint
 from pagemill_protocol.state import EngineLoad, StateFrame, StepTimeParams
 from pagemill_simulator.fleet.fast_pod import PodLoad
@@ -65,7 +65,7 @@ def make_record(number: int, pod: Drawn, in_flight: int) -> EndpointRecord:
     record = EndpointRecord(
         Endpoint(id=f"pod-{number}", data_url="http://127.0.0.1:1", control_url="http://127.0.0.1:2"),
         "sim",
-        Reports(stale_after_s=1e9),
+        EndpointReports(stale_after_s=1e9),
         in_flight=in_flight,
     )
     reported = EngineLoad(
@@ -87,7 +87,7 @@ def make_record(number: int, pod: Drawn, in_flight: int) -> EndpointRecord:
 def make_candidate(number: int, pod: Drawn, in_flight: int, last_chosen: int) -> Candidate:
     load = pod.load
     budget = LIMITS.max_num_batched_tokens
-    pace = pace_of(STEPS.model, budget, load.num_running, load.num_tokens_running)
+    snapshot = take_snapshot(STEPS.model, budget, load.num_running, load.num_tokens_running)
     report = PodReport(
         block_size=LIMITS.block_size,
         max_step_tokens=budget,
@@ -99,7 +99,7 @@ def make_candidate(number: int, pod: Drawn, in_flight: int, last_chosen: int) ->
         num_blocks_total=LIMITS.num_blocks,
         num_blocks_available=load.num_blocks_available,
         num_blocks_active=load.num_blocks_active,
-        pace=pace,
+        step_time=snapshot,
     )
     missing = [each.num_prompt_tokens for each in pod.sent if not each.is_reported]
     return Candidate(
@@ -127,16 +127,16 @@ def real_choice(
     view = RequestView(need.num_prompt_tokens, mean)
 
     def fits(number: int) -> bool:
-        return has_room(records[number], need.with_cached(drawn[number].num_cached_tokens), 0.0)
+        return has_capacity(records[number], need.with_cached(drawn[number].num_cached_tokens), 0.0)
 
-    chosen = candidates.index(Cost().choose(view, candidates).chosen)
+    chosen = candidates.index(CostPolicy().choose(view, candidates).chosen)
     if fits(chosen):
         return chosen
     roomy = [number for number in range(len(drawn)) if fits(number)]
     if not roomy:
         return None
     among = [candidates[number] for number in roomy]
-    return roomy[among.index(Cost().choose(view, among).chosen)]
+    return roomy[among.index(CostPolicy().choose(view, among).chosen)]
 
 
 @settings(max_examples=200, deadline=None)

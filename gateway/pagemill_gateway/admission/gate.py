@@ -38,7 +38,7 @@ class Gate:
         self._closed_reason = reason
 
     @contextmanager
-    def enter(self) -> Iterator[Place]:
+    def enter(self) -> Iterator[GateSlot]:
         """Hold one place for the body of the `with`; raises `PagemillError` (503) at once when there is none."""
         if self._closed_reason is not None:
             raise unavailable(self._closed_reason, retry_after_s=1, code="draining")
@@ -50,7 +50,7 @@ class Gate:
         self._num_inside += 1
         self._num_entered += 1
         self._empty.clear()
-        place = Place(self)
+        place = GateSlot(self)
         try:
             yield place
         finally:
@@ -86,7 +86,7 @@ class Gate:
         )
 
 
-class Place:
+class GateSlot:
     """What one request holds of the gate."""
 
     def __init__(self, gate: Gate) -> None:
@@ -105,7 +105,7 @@ class Place:
         self.num_bytes += num_bytes
 
 
-class Running:
+class RunningRequests:
     """Requests under way: each with its deadline, all of them endable when the drain has lasted long enough."""
 
     def __init__(self) -> None:

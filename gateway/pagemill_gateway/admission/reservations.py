@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 REPORTS_UNTIL_SEEN = 2
 """After the acceptance: the first report may have been under way before it."""
-REFUSAL_PAUSE_S = 0.25
-MAX_REFUSAL_PAUSE_S = 4.0
+BASE_PAUSE_S = 0.25
+MAX_PAUSE_S = 4.0
 
 
 class Need(NamedTuple):
@@ -112,7 +112,7 @@ class Reservations:
         self.num_seen_output_tokens += sign * need.num_sequences * need.num_output_tokens
 
 
-class Fullness:
+class RefusalBackoff:
     """What a refusal teaches: the engine takes no more of our requests than it had, until one ends or a pause is over.
 
     After the pause one request at a time tries again; each refusal in a row doubles the pause. This replaces what is
@@ -128,7 +128,7 @@ class Fullness:
     def refused(self, in_flight: int, now: float) -> None:
         """It refused one request while `in_flight` others of ours were there."""
         self._full_at = in_flight
-        self._until = now + min(MAX_REFUSAL_PAUSE_S, REFUSAL_PAUSE_S * 2.0 ** min(self._num_refusals, 10))
+        self._until = now + min(MAX_PAUSE_S, BASE_PAUSE_S * 2.0 ** min(self._num_refusals, 10))
         self._num_refusals += 1
 
     def accepted(self) -> None:
@@ -141,4 +141,4 @@ class Fullness:
     def chosen(self, in_flight: int, now: float) -> None:
         """One goes there while `in_flight` others are: beyond what was refused, it is the one that asks again."""
         if self._full_at is not None and in_flight >= self._full_at:
-            self._until = now + MAX_REFUSAL_PAUSE_S
+            self._until = now + MAX_PAUSE_S

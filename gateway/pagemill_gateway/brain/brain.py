@@ -11,35 +11,35 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from pagemill_gateway.brain.endpoints.deployment import Deployment
-from pagemill_gateway.brain.endpoints.record import EndpointRecord, has_room
-from pagemill_gateway.brain.endpoints.registry import News, Registry
+from pagemill_gateway.brain.endpoints.deployment import DeploymentRecord
+from pagemill_gateway.brain.endpoints.record import EndpointRecord, has_capacity
+from pagemill_gateway.brain.endpoints.registry import ChangeNotifier, Registry
 from pagemill_gateway.brain.interface import (
+    DEFAULT_TICKET,
     MAX_REROUTES,
-    NOBODY,
     NOT_READY,
     UNSERVED,
-    Again,
-    Ask,
-    Choice,
-    Claim,
-    Experience,
+    Assignment,
+    CompletedRequest,
     FailureKind,
-    Served,
+    QueueTicket,
+    RequestOutcome,
+    RetryContext,
+    RoutingRequest,
     ServedName,
     Target,
 )
 from pagemill_gateway.brain.load.measure import measure_load
-from pagemill_gateway.brain.load.traffic import Traffic
+from pagemill_gateway.brain.load.traffic import TrafficMeter
 from pagemill_gateway.brain.placement.eligible import Eligible
-from pagemill_gateway.brain.placement.placement import Placed, Placement
-from pagemill_gateway.brain.placement.requests import Order, Sent, make_order
+from pagemill_gateway.brain.placement.placement import Placement, PlacementResult
+from pagemill_gateway.brain.placement.requests import InFlightRequest, PlacementRequest, make_placement_request
 from pagemill_gateway.brain.queue.outage import Outage, Outages
 from pagemill_gateway.brain.queue.queues import Queues
-from pagemill_gateway.brain.resilience.poison_requests import Suspects
+from pagemill_gateway.brain.resilience.poison_requests import PoisonDetection
 from pagemill_gateway.brain.resilience.recovery import Recovery
 from pagemill_gateway.config import GatewayConfig
-from pagemill_gateway.routing.policies import Policies
+from pagemill_gateway.routing.policies import RoutingPolicies
 from pagemill_protocol.catalog import Catalog, QueueLimits
 from pagemill_protocol.errors import PagemillError, unavailable
 from pagemill_protocol.load import DeploymentLoad
@@ -59,16 +59,16 @@ class LocalBrain:
     ) -> None:
         self._clock = clock
         rng = rng or random.Random()
-        self._policies = Policies(config.routing_policy, config.routing_session_ms)
+        self._policies = RoutingPolicies(config.routing_policy, config.routing_session_ms)
         self.placement = Placement(rng, config.decision_log_size)
         self._num_decisions = first_decision
-        self._open: dict[int, Sent] = {}
+        self._open: dict[int, InFlightRequest] = {}
         self._stall_timeout_s = config.stall_timeout_s
         # A static catalogue says `terminating` when nothing may go there any more; a cluster says so at once, while
         # the replacement may not be known here yet.
         self._keeps_terminating = config.discovery == "kubernetes"
-        self.news = News()
-        self.traffic = Traffic(clock)
+        self.news = ChangeNotifier()
+        self.traffic = TrafficMeter(clock)
         self.queues = Queues(clock, self._is_serving, self._start_left_s)
         self._queue_limits = config.queue
         self.registry = Registry(stale_after_s=config.state_stale_after_s)
@@ -79,7 +79,7 @@ class LocalBrain:
             max_ejected_share=config.max_ejected_share,
             retry_share=config.retry_share,
         )
-        self.suspects = Suspects()
+        self.suspects = PoisonDetection()
         self._eligible = Eligible(
             self.registry, self.recovery, self.suspects, rng, clock, keeps_terminating=self._keeps_terminating
         )
@@ -215,7 +215,7 @@ class LocalBrain:
     async def names(self) -> list[ServedName]:
         return [self._served_name(name) for name in self.registry.names()]
 
-    async def find(self, model: str, claim: Claim = NOBODY) -> Target:
+    async def find(self, model: str, claim: QueueTicket = DEFAULT_TICKET) -> Target:
         try:
             return self.resolve(model)
         except PagemillError as error:
@@ -236,16 +236,16 @@ class LocalBrain:
         self,
         target: Target,
         tried: frozenset[str],
-        ask: Ask,
+        ask: RoutingRequest,
         *,
-        claim: Claim = NOBODY,
-        again: Again | None = None,
-    ) -> Choice:
+        claim: QueueTicket = DEFAULT_TICKET,
+        again: RetryContext | None = None,
+    ) -> Assignment:
         key = target.deployment
         failed_at = self.registry.endpoints.get(again.endpoint_id) if again is not None else None
         self.recovery.admit(key, again, failed_at, self._clock())
         trial = self.suspects.trial_of(key, again.ends) if again is not None else "none"
-        order = make_order(self.registry.deployments.get(key), target, tried, ask, claim, again, trial)
+        order = make_placement_request(self.registry.deployments.get(key), target, tried, ask, claim, again, trial)
         outage = Outage()
         if again is None and not (claim.paid or claim.num_refusals or tried):
             self.traffic.arrived(key, ask.num_prompt_tokens, claim.arrived_at)
@@ -254,7 +254,7 @@ class LocalBrain:
             if choice is not None:
                 return choice
         cost_tokens = self._cost_of_turn(order)
-        wish: Callable[[], Choice | None] = partial(self._place, order._replace(charged_tokens=cost_tokens), outage)
+        wish: Callable[[], Assignment | None] = partial(self._place, order._replace(charged_tokens=cost_tokens), outage)
         placed, queued_s = await self.queues.wait(
             key,
             self._limits(key),
@@ -267,14 +267,14 @@ class LocalBrain:
         )
         return placed._replace(queued_s=queued_s)
 
-    def accepted(self, choice: Choice) -> None:
+    def accepted(self, choice: Assignment) -> None:
         sent = self._open.get(choice.decision)
         if sent is not None:
             sent.record.fullness.accepted()
             sent.record.reserved.accepted(choice.decision)
-            sent.record.outlook.accepted(choice.decision, self._clock())
+            sent.record.ttft_estimator.accepted(choice.decision, self._clock())
 
-    def started(self, choice: Choice, ttft_ms: float | None = None) -> None:
+    def started(self, choice: Assignment, ttft_ms: float | None = None) -> None:
         sent = self._open.get(choice.decision)
         if sent is None:
             return
@@ -290,11 +290,11 @@ class LocalBrain:
         report = record.reports.latest
         return report is not None and report.silent_s <= self._stall_timeout_s
 
-    async def expected_s(self, model: str, claim: Claim) -> float | None:
+    async def expected_s(self, model: str, claim: QueueTicket) -> float | None:
         waits_s = [self.queues.left_s(each.key, claim) for each in self.registry.named(model)]
         return min((wait_s for wait_s in waits_s if wait_s is not None), default=None)
 
-    def finished(self, choice: Choice, served: Served | None = None) -> None:
+    def finished(self, choice: Assignment, served: CompletedRequest | None = None) -> None:
         sent = self._release(choice, failed=False)
         if sent is None:
             return
@@ -302,7 +302,7 @@ class LocalBrain:
             self._learn(choice, sent, served)
         self.queues.pump(sent.record.deployment)
 
-    def failed(self, choice: Choice, kind: FailureKind) -> None:
+    def failed(self, choice: Assignment, kind: FailureKind) -> None:
         sent = self._open.get(choice.decision)
         if sent is None:
             return
@@ -321,12 +321,12 @@ class LocalBrain:
         self.recovery.failed(record, choice.decision, kind, self._num_decisions, now)
         self.queues.pump(record.deployment)
 
-    def given_back(self, choice: Choice) -> None:
+    def given_back(self, choice: Assignment) -> None:
         sent = self._release(choice, failed=True)
         if sent is not None:
             self.queues.pump(sent.record.deployment)
 
-    def experienced(self, experience: Experience) -> None:
+    def experienced(self, experience: RequestOutcome) -> None:
         self.traffic.experienced(experience)
 
     # What status and metrics read.
@@ -365,7 +365,7 @@ class LocalBrain:
         first = deployments[0]
         return ServedName(name, first.model.name, min(lengths, default=None), first.adapter_digest(name) != "")
 
-    def _place(self, order: Order, outage: Outage) -> Choice | None:
+    def _place(self, order: PlacementRequest, outage: Outage) -> Assignment | None:
         """Decide and account; None while there is no room, or no engine but one is expected."""
         now, target, need = self._clock(), order.target, order.need
         deployment, usable = self._eligible.endpoints(target)
@@ -381,7 +381,7 @@ class LocalBrain:
         outage.ended()
 
         def fits(record: EndpointRecord, num_cached_tokens: int) -> bool:
-            return has_room(record, need.with_cached(num_cached_tokens), now)
+            return has_capacity(record, need.with_cached(num_cached_tokens), now)
 
         pool = self._eligible.best(self._eligible.able(usable, order, now), order.tried, now)
         if order.charged_tokens is not None:
@@ -393,13 +393,13 @@ class LocalBrain:
         placed = self.placement.place(number, order.work, need.num_sequences, policy, deployment, pool, fits, now)
         return self._account(placed, deployment, order, now) if placed is not None else None
 
-    def _cost_of_turn(self, order: Order) -> int:
+    def _cost_of_turn(self, order: PlacementRequest) -> int:
         """Before it is known where the turn leads: as on the engine that has most of the prompt."""
         _, usable = self._eligible.endpoints(order.target)
         num_cached_tokens = self.placement.most_cached_tokens(order.ask, usable, self._clock())
         return order.need.with_cached(num_cached_tokens).cost_tokens
 
-    def _learn(self, choice: Choice, sent: Sent, served: Served) -> None:
+    def _learn(self, choice: Assignment, sent: InFlightRequest, served: CompletedRequest) -> None:
         record, need = sent.record, sent.need
         deployment = self.registry.deployments.get(record.deployment)
         if deployment is None:
@@ -428,7 +428,9 @@ class LocalBrain:
         self.news.publish()
         self.queues.pump_all()
 
-    def _account(self, placed: Placed, deployment: Deployment, order: Order, now: float) -> Choice:
+    def _account(
+        self, placed: PlacementResult, deployment: DeploymentRecord, order: PlacementRequest, now: float
+    ) -> Assignment:
         self._num_decisions = decision = placed.number
         record, candidate, claim = placed.record, placed.candidate, order.claim
         need = order.need.with_cached(candidate.num_cached_tokens)
@@ -436,9 +438,9 @@ class LocalBrain:
         record.fullness.chosen(candidate.in_flight, now)
         self.recovery.ejection(record).chosen(decision, now)
         record.reserved.reserve(decision, need, record.block_size)
-        self._open[decision] = Sent(record, need, claim.key, claim.priority, charged_tokens)
+        self._open[decision] = InFlightRequest(record, need, claim.key, claim.priority, charged_tokens)
         self.suspects.began(decision, record, order.trial, now)
-        return Choice(
+        return Assignment(
             decision=decision,
             endpoint_id=record.endpoint.id,
             data_url=record.endpoint.data_url,
@@ -451,7 +453,7 @@ class LocalBrain:
             trial=order.trial,
         )
 
-    def _release(self, choice: Choice, *, failed: bool) -> Sent | None:
+    def _release(self, choice: Assignment, *, failed: bool) -> InFlightRequest | None:
         sent = self._open.pop(choice.decision, None)
         if sent is None:
             return None

@@ -1,13 +1,14 @@
 """What one worker measures of the requests that pass through it.
 
-Counters and histograms move as things happen; the head adds up those of all workers when somebody asks (`head`).
+Counters and histograms move as things happen; the head adds up those of all workers when somebody asks
+(`control_process`).
 """
 
 from __future__ import annotations
 
 from typing import get_args
 
-from pagemill_gateway.brain.interface import Choice, FailureKind
+from pagemill_gateway.brain.interface import Assignment, FailureKind
 from pagemill_gateway.request_record import RequestRecord
 from pagemill_protocol import metrics as specs
 
@@ -45,18 +46,18 @@ class WorkerMetrics:
         ):
             self._metrics.counter(specs.GATEWAY_TOKENS, model=model, kind=kind).inc(tokens)
 
-    def routed(self, model: str, choice: Choice, seconds: float) -> None:
+    def routed(self, model: str, choice: Assignment, seconds: float) -> None:
         self._metrics.histogram(specs.GATEWAY_ROUTING_SECONDS, model=model).observe(seconds)
         basis = "reported" if choice.believed else "own_counts"
         self._metrics.counter(specs.GATEWAY_ROUTING_DECISIONS, model=model, policy=choice.policy, basis=basis).inc()
 
-    def first_token(self, model: str, choice: Choice, seconds: float) -> None:
+    def first_token(self, model: str, choice: Assignment, seconds: float) -> None:
         """The first token of a stream is here, this long after it was sent to the engine."""
         if choice.predicted_ttft_ms is not None and seconds > 0:
             error = abs(choice.predicted_ttft_ms / 1000 - seconds) / seconds
             self._metrics.histogram(specs.GATEWAY_TTFT_ERROR, model=model).observe(error)
 
-    def cached(self, model: str, choice: Choice, num_cached_tokens: int) -> None:
+    def cached(self, model: str, choice: Assignment, num_cached_tokens: int) -> None:
         """How many cached tokens the engine really found."""
         missed = num_cached_tokens - choice.predicted_cached_tokens
         outcome = "under" if missed >= max(1, choice.granule_tokens) else "over" if missed < 0 else "exact"

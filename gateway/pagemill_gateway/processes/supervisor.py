@@ -12,7 +12,7 @@ import tempfile
 from typing import Any
 
 from pagemill_gateway.config import GatewayConfig
-from pagemill_gateway.logs import tell
+from pagemill_gateway.logs import log_event
 from pagemill_gateway.processes.child import Setup
 from pagemill_gateway.processes.keeper import Keeper
 from pagemill_gateway.sockets import open_ports, url_of
@@ -37,7 +37,7 @@ async def supervise(config: GatewayConfig) -> int:
             if not await family.start(stop):
                 return 1
             if family.all_up:
-                tell("listening", url=url_of(data_socket), control_url=url_of(control_socket))
+                log_event("listening", url=url_of(data_socket), control_url=url_of(control_socket))
             await stop.wait(1)
             # Workers close theirs when the delay is over; this one must not keep the port open then.
             data_socket.close()

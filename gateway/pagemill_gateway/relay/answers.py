@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from pagemill_gateway.brain.interface import Ask
+from pagemill_gateway.brain.interface import RoutingRequest
 from pagemill_gateway.relay.preparation import Prepared
 from pagemill_gateway.relay.relay import Relay
 from pagemill_gateway.relay.sinks import BodySink, Sink, StreamSink, Write
@@ -57,7 +57,7 @@ async def _run_all(relay: Relay, prepared: Prepared, sinks: Sequence[Sink], reco
     """All requests, or the first error; the others are aborted then."""
     places = asyncio.Semaphore(MAX_CONCURRENT_PROMPTS)
 
-    async def run_one(request: GenerateRequest, ask: Ask, sink: Sink) -> Usage:
+    async def run_one(request: GenerateRequest, ask: RoutingRequest, sink: Sink) -> Usage:
         async with places:
             return await relay.run(prepared.target, request, ask, sink, record)
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import msgspec
 
 from pagemill_gateway.admission.attempts import Attempts
-from pagemill_gateway.brain.interface import Ask, Choice, FailureKind, Target
-from pagemill_gateway.relay.ends import Ends
+from pagemill_gateway.brain.interface import Assignment, FailureKind, RoutingRequest, Target
+from pagemill_gateway.relay.engine_failures import EngineFailures
 from pagemill_gateway.relay.journal import Journal, JournalGap
 from pagemill_gateway.relay.sinks import Sink
 from pagemill_gateway.relay.upstream import DECLINES, Frame, FrameStream, UpstreamFailure, parse_error
@@ -33,14 +33,14 @@ class AnswerBroken(Exception):
         self.told = told
 
 
-class Answer:
+class Delivery:
     """One engine request on its way through its attempts."""
 
     def __init__(
         self,
         target: Target,
         request: GenerateRequest,
-        ask: Ask,
+        ask: RoutingRequest,
         sink: Sink,
         record: RequestRecord,
         journal: Journal,
@@ -53,14 +53,14 @@ class Answer:
         self.record = record
         self.journal = journal
         self.attempts = attempts
-        self.ends = Ends()
+        self.ends = EngineFailures()
         self.attempt: AttemptRecord
         """The latest; there is one once it has begun."""
         self.continues = False
         """The latest attempt goes on where another one ended."""
         self.last_failure: FailureKind = "broken"
 
-    def begin(self, choice: Choice) -> bytes:
+    def begin(self, choice: Assignment) -> bytes:
         """The body of one attempt. Each has its own id: the engine may not know yet that the one before has ended."""
         self.attempts.chose(choice.endpoint_id)
         self.attempt = self.record.chosen(choice)
@@ -79,7 +79,7 @@ class Answer:
         self.journal.begin_anew()
 
 
-async def pass_on(frames: list[Frame], stream: FrameStream, answer: Answer) -> Usage | None:
+async def pass_on(frames: list[Frame], stream: FrameStream, answer: Delivery) -> Usage | None:
     """Hand the payloads of one group of frames on and note them; the usage once the last frame was among them."""
     metas = [meta for meta, _ in frames]
     failed = metas.pop() if metas[-1].error is not None else None

@@ -24,11 +24,11 @@ EXPECTED_TIMEOUT_S = 1.0
 Write = Callable[[bytes], Awaitable[None]]
 Expected = Callable[[], Awaitable[float | None]]
 """Seconds that are left; `None`: nobody knows."""
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 
 @dataclass(slots=True, eq=False)
-class _Waiting:
+class _WaitingClient:
     write: Write
     expected: Expected
     told_at: float
@@ -44,17 +44,17 @@ class KeepAlive:
 
     def __init__(self, interval_s: float) -> None:
         self._interval_s = interval_s
-        self._waiting: dict[_Waiting, None] = {}
+        self._waiting: dict[_WaitingClient, None] = {}
         self._ticking = self._next_tick()
 
     def close(self) -> None:
         self._ticking.cancel()
 
-    async def during(self, question: Awaitable[Answer], write: Write | None, expected: Expected = _unknown) -> Answer:
+    async def during(self, question: Awaitable[Result], write: Write | None, expected: Expected = _unknown) -> Result:
         """The answer to `question`; while it takes long, comments go out through `write`."""
         if write is None:
             return await question
-        waiting = _Waiting(write, expected, time.monotonic())
+        waiting = _WaitingClient(write, expected, time.monotonic())
         self._waiting[waiting] = None
         try:
             return await question
@@ -74,10 +74,10 @@ class KeepAlive:
             is_told = waiting.telling is None or waiting.telling.done()
             if is_told and now - waiting.told_at >= self._interval_s:
                 waiting.told_at = now
-                waiting.telling = asyncio.create_task(_tell(waiting.write, waiting.expected))
+                waiting.telling = asyncio.create_task(_write_comment(waiting.write, waiting.expected))
 
 
-async def _tell(write: Write, expected: Expected) -> None:
+async def _write_comment(write: Write, expected: Expected) -> None:
     try:
         await write(await _comment(expected))
     except Exception:

@@ -17,14 +17,14 @@ from typing import NamedTuple, TypeVar
 import msgspec
 from pydantic import BaseModel
 
-from pagemill_gateway.brain.interface import Ask, Brain, Claim, Target
+from pagemill_gateway.brain.interface import Brain, QueueTicket, RoutingRequest, Target
 from pagemill_gateway.discovery.bundles import BundleError, Bundles
 from pagemill_gateway.limits.caller import Caller
 from pagemill_gateway.limits.refusals import check_model, told_to
 from pagemill_gateway.limits.scope import cache_salt
-from pagemill_gateway.relay.asks import HeaderOf, make_ask, prompt_keys, session_key
 from pagemill_gateway.relay.keep_alive import KeepAlive, Write
 from pagemill_gateway.relay.prompt_hashes import PromptHashes
+from pagemill_gateway.relay.routing_requests import HeaderOf, make_routing_request, prompt_keys, session_key
 from pagemill_protocol.errors import PagemillError, unavailable
 from pagemill_protocol.generate import Dialect, GenerateRequest
 from pagemill_protocol.openai.parse import parse_body
@@ -50,7 +50,7 @@ class Prepared(NamedTuple):
     target: Target
     requests: list[GenerateRequest]
     """One per prompt, all of the same client request."""
-    asks: list[Ask]
+    asks: list[RoutingRequest]
     """What routing may know of each."""
     stream: bool
 
@@ -79,7 +79,7 @@ class Preparation:
             raise unavailable(f"The model's tokenizer cannot be used: {error}", code="model_not_ready") from error
 
     async def prepare(
-        self, raw: bytes, dialect: Dialect, caller: Caller, header_of: HeaderOf, claim: Claim, write: Write
+        self, raw: bytes, dialect: Dialect, caller: Caller, header_of: HeaderOf, claim: QueueTicket, write: Write
     ) -> Prepared:
         """Everything the engines need. Raises `PagemillError` for a body nobody can serve.
 
@@ -97,7 +97,7 @@ class Preparation:
         return await self._completions(body, sampling, target, len(raw), caller, header_of)
 
     async def _find(
-        self, body: ChatCompletionRequest | CompletionRequest, caller: Caller, claim: Claim, write: Write
+        self, body: ChatCompletionRequest | CompletionRequest, caller: Caller, claim: QueueTicket, write: Write
     ) -> Target:
         """The deployment, if `caller` may use it. Raises `PagemillError` as if it were not there otherwise."""
         check_model(caller, body.model)
@@ -175,7 +175,8 @@ class Preparation:
         if target.adapter_digest:
             requests = [msgspec.structs.replace(each, adapter_digest=target.adapter_digest) for each in requests]
         asks = [
-            make_ask(request, target, self.hashes, key, session) for request, key in zip(requests, keys, strict=True)
+            make_routing_request(request, target, self.hashes, key, session)
+            for request, key in zip(requests, keys, strict=True)
         ]
         return Prepared(target, requests, asks, requests[0].stream)
 

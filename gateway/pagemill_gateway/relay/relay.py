@@ -17,17 +17,17 @@ from pagemill_gateway.admission.attempts import Attempts
 from pagemill_gateway.brain.interface import (
     NOT_READY,
     OTHER_WEIGHTS,
-    Again,
-    Ask,
+    Assignment,
     Brain,
-    Choice,
+    CompletedRequest,
     FailureKind,
-    Served,
+    RetryContext,
+    RoutingRequest,
     Target,
 )
 from pagemill_gateway.metrics.worker import WorkerMetrics
-from pagemill_gateway.relay.delivery import Answer, AnswerBroken, pass_on
-from pagemill_gateway.relay.journal import Journal, JournalRoom
+from pagemill_gateway.relay.delivery import AnswerBroken, Delivery, pass_on
+from pagemill_gateway.relay.journal import Journal, JournalCapacity
 from pagemill_gateway.relay.keep_alive import KeepAlive
 from pagemill_gateway.relay.sinks import Sink
 from pagemill_gateway.relay.upstream import Frame, Upstream, UpstreamFailure
@@ -56,15 +56,17 @@ class Relay:
         self._upstream = upstream
         self._keep_alive = keep_alive
         self._max_attempts = max_attempts
-        self.journal_room = JournalRoom(journal_tokens)
+        self.journal_room = JournalCapacity(journal_tokens)
 
-    async def run(self, target: Target, request: GenerateRequest, ask: Ask, sink: Sink, record: RequestRecord) -> Usage:
+    async def run(
+        self, target: Target, request: GenerateRequest, ask: RoutingRequest, sink: Sink, record: RequestRecord
+    ) -> Usage:
         """The whole answer into `sink`; returns its usage.
 
         Raises `PagemillError` when the client has seen nothing of it, `AnswerBroken` when it has.
         """
         journal = Journal(request, self.journal_room)
-        answer = Answer(target, request, ask, sink, record, journal, Attempts(self._max_attempts))
+        answer = Delivery(target, request, ask, sink, record, journal, Attempts(self._max_attempts))
         try:
             return await self._serve(answer)
         except PagemillError as error:
@@ -75,9 +77,9 @@ class Relay:
         finally:
             journal.close()
 
-    async def _serve(self, answer: Answer) -> Usage:
+    async def _serve(self, answer: Delivery) -> Usage:
         record = answer.record
-        again: Again | None = None
+        again: RetryContext | None = None
         while True:
             choice = await self._choose(answer, again)
             num_tokens = answer.journal.num_tokens
@@ -106,7 +108,7 @@ class Relay:
                     self._metrics.cached(record.model, choice, usage.cached_tokens)
                 return usage
 
-    async def _choose(self, answer: Answer, again: Again | None) -> Choice:
+    async def _choose(self, answer: Delivery, again: RetryContext | None) -> Assignment:
         attempts = answer.attempts
         if pause_s := answer.ends.take_pause_s():
             await self._keep_alive.during(asyncio.sleep(pause_s), answer.sink.comment)
@@ -122,7 +124,7 @@ class Relay:
             self._tried_again(answer, again.kind)
         return choice
 
-    async def _ask_brain(self, answer: Answer, again: Again | None) -> Choice:
+    async def _ask_brain(self, answer: Delivery, again: RetryContext | None) -> Assignment:
         target, request, attempts, record = answer.target, answer.request, answer.attempts, answer.record
         asked_at = time.perf_counter()
         claim = record.claim._replace(
@@ -143,7 +145,7 @@ class Relay:
             record.queued_s = max(record.queued_s, target.queued_s + attempts.queued_s)
         return choice
 
-    async def _attempt(self, choice: Choice, answer: Answer) -> tuple[Usage, Served]:
+    async def _attempt(self, choice: Assignment, answer: Delivery) -> tuple[Usage, CompletedRequest]:
         body = answer.begin(choice)
         is_alive = partial(self._brain.alive, choice.endpoint_id)
         sent_at = time.perf_counter()
@@ -159,13 +161,15 @@ class Relay:
             while frames:
                 usage = await pass_on(frames, stream, answer)
                 if usage is not None:
-                    pace = _ms_per_token(answer.journal.num_tokens - num_tokens, stream.waited_s - waited_s)
+                    ms_per_token = _ms_per_token(answer.journal.num_tokens - num_tokens, stream.waited_s - waited_s)
                     await stream.finish()
-                    return usage, Served(usage.completion_tokens, pace)
+                    return usage, CompletedRequest(usage.completion_tokens, ms_per_token)
                 frames = await stream.read()
         raise UpstreamFailure("lost", "The engine's answer ended before its last frame.")
 
-    def _judge(self, failure: UpstreamFailure, choice: Choice, answer: Answer, *, got_tokens: bool) -> Again:
+    def _judge(
+        self, failure: UpstreamFailure, choice: Assignment, answer: Delivery, *, got_tokens: bool
+    ) -> RetryContext:
         """What the next attempt must be like. Raises `PagemillError` when there may be none."""
         journal, attempts = answer.journal, answer.attempts
         answer.last_failure = failure.kind
@@ -179,7 +183,7 @@ class Relay:
             raise attempts.verdict() from failure
         if not journal.can_continue:
             answer.begin_anew()
-        return Again(
+        return RetryContext(
             choice.decision,
             choice.endpoint_id,
             failure.kind,
@@ -188,7 +192,7 @@ class Relay:
             answer.ends.told,
         )
 
-    def _tried_again(self, answer: Answer, reason: FailureKind) -> None:
+    def _tried_again(self, answer: Delivery, reason: FailureKind) -> None:
         record, journal = answer.record, answer.journal
         if not journal.can_continue:
             self._metrics.retry(record.model, reason)
@@ -198,7 +202,7 @@ class Relay:
         record.num_migrations += 1
         record.num_migrated_tokens += journal.num_kept
 
-    def _note(self, failure: UpstreamFailure, choice: Choice, answer: Answer) -> None:
+    def _note(self, failure: UpstreamFailure, choice: Assignment, answer: Delivery) -> None:
         attempts, record = answer.attempts, answer.record
         answer.attempt.ended(failure.kind)
         self._metrics.attempt(record.model, choice.endpoint_id, failure.kind)

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import msgspec
 
-from pagemill_gateway.brain.interface import Choice, FailureKind
+from pagemill_gateway.brain.interface import Assignment, FailureKind
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.patience import Patience
 from pagemill_gateway.relay.engine_connection import EngineConnection
@@ -146,7 +146,7 @@ class Upstream:
 
     @asynccontextmanager
     async def generate(
-        self, choice: Choice, body: bytes, request_id: str, is_alive: IsAlive
+        self, choice: Assignment, body: bytes, request_id: str, is_alive: IsAlive
     ) -> AsyncIterator[FrameStream]:
         """Send an encoded `GenerateRequest`; the engine has accepted it once the block is entered.
 
@@ -167,7 +167,7 @@ class Upstream:
             self._pool.give_back(origin, connection)
 
     async def _ask(
-        self, choice: Choice, body: bytes, request_id: str, is_alive: IsAlive
+        self, choice: Assignment, body: bytes, request_id: str, is_alive: IsAlive
     ) -> tuple[Origin, EngineConnection]:
         """A connection on which the engine has begun to answer."""
         try:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from starlette.types import Message, Receive, Scope
 
-from pagemill_gateway.admission.gate import Place
+from pagemill_gateway.admission.gate import GateSlot
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.http.door import header, read_body
 
 
-async def read_counted(scope: Scope, receive: Receive, place: Place, max_body_bytes: int) -> bytes:
+async def read_counted(scope: Scope, receive: Receive, place: GateSlot, max_body_bytes: int) -> bytes:
     """The whole body, held in `place`. Raises `PagemillError` 503 without room, 499 when the client leaves first."""
     more = True
 

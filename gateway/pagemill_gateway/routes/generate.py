@@ -15,16 +15,16 @@ from functools import partial
 
 from starlette.types import Receive, Scope, Send
 
-from pagemill_gateway.brain.interface import Claim
+from pagemill_gateway.brain.interface import QueueTicket
 from pagemill_gateway.limits.caller import Caller
 from pagemill_gateway.relay import answers
-from pagemill_gateway.relay.asks import HeaderOf
 from pagemill_gateway.relay.delivery import AnswerBroken
 from pagemill_gateway.relay.preparation import Prepared
+from pagemill_gateway.relay.routing_requests import HeaderOf
 from pagemill_gateway.request_record import RequestRecord
 from pagemill_gateway.routes.access import record_of
 from pagemill_gateway.routes.body import read_counted
-from pagemill_gateway.routes.client import Client, ClientTooSlow
+from pagemill_gateway.routes.client import ClientResponse, ClientTooSlow
 from pagemill_gateway.routes.connection import while_connected
 from pagemill_gateway.worker import Worker
 from pagemill_protocol.errors import PagemillError, internal_error, invalid_field
@@ -52,7 +52,7 @@ class GenerateRoute:
         with worker.gate.enter() as place:
             raw = await read_counted(scope, receive, place, worker.config.max_body_bytes)
             header_of = partial(_header, scope)
-            client = Client(send, worker.config.slow_client_timeout_s)
+            client = ClientResponse(send, worker.config.slow_client_timeout_s)
             try:
                 stayed = await while_connected(self._serve(raw, caller, header_of, timeout_s, client, record), receive)
             finally:
@@ -66,7 +66,7 @@ class GenerateRoute:
         caller: Caller,
         header_of: HeaderOf,
         timeout_s: float | None,
-        client: Client,
+        client: ClientResponse,
         record: RequestRecord,
     ) -> None:
         """Answer, or tell the client why not. Raises nothing."""
@@ -90,7 +90,7 @@ class GenerateRoute:
             await client.fail(internal_error())
 
     async def _answer(
-        self, raw: bytes, caller: Caller, header_of: HeaderOf, client: Client, record: RequestRecord
+        self, raw: bytes, caller: Caller, header_of: HeaderOf, client: ClientResponse, record: RequestRecord
     ) -> None:
         worker = self._worker
         worker.limiter.check(caller)
@@ -108,7 +108,7 @@ class GenerateRoute:
         finally:
             reservation.settle(record, cut_off=cut_off)
 
-    async def _relay(self, prepared: Prepared, client: Client, record: RequestRecord) -> None:
+    async def _relay(self, prepared: Prepared, client: ClientResponse, record: RequestRecord) -> None:
         worker = self._worker
         if prepared.stream:
             await answers.stream(worker.relay, prepared, client.write, record)
@@ -124,9 +124,9 @@ def _header(scope: Scope, name: str) -> str | None:
     return header(scope, name.encode())
 
 
-def _claim(raw: bytes, caller: Caller, timeout_s: float | None, record: RequestRecord) -> Claim:
+def _claim(raw: bytes, caller: Caller, timeout_s: float | None, record: RequestRecord) -> QueueTicket:
     deadline_at = math.inf if timeout_s is None else time.monotonic() + timeout_s
-    return Claim(key=caller.account, num_bytes=len(raw), arrived_at=record.started_at, deadline_at=deadline_at)
+    return QueueTicket(key=caller.account, num_bytes=len(raw), arrived_at=record.started_at, deadline_at=deadline_at)
 
 
 def _timeout_s(scope: Scope, default: float | None) -> float | None:

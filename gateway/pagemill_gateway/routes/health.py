@@ -12,14 +12,14 @@ from importlib.metadata import version
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from pagemill_gateway.desks import HeadDesk
+from pagemill_gateway.ports import ControlProcessPort
 from pagemill_protocol.openai.openapi import document
 
 VERSION = version("pagemill-gateway")
 
 
 class HealthRoutes:
-    def __init__(self, head: HeadDesk, is_draining: Callable[[], bool]) -> None:
+    def __init__(self, head: ControlProcessPort, is_draining: Callable[[], bool]) -> None:
         """`is_draining`: whether who answers here is on its way out."""
         self._head = head
         self._is_draining = is_draining

@@ -11,7 +11,7 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from pagemill_gateway.brain.load.measure import same_but_older
-from pagemill_gateway.head import Head
+from pagemill_gateway.control_process import ControlProcess
 from pagemill_gateway.routes.connection import departure
 from pagemill_protocol.frames import LOAD_CONTENT_TYPE, encode_load
 from pagemill_protocol.load import DeploymentLoad, LoadFrame
@@ -23,7 +23,7 @@ HEARTBEAT_S = 2.0
 
 
 class LoadStream:
-    def __init__(self, head: Head) -> None:
+    def __init__(self, head: ControlProcess) -> None:
         self._head = head
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from pagemill_gateway.routing.pace import Pace
+from pagemill_gateway.routing.step_time_snapshot import StepTimeSnapshot
 
 
 class PodReport(NamedTuple):
@@ -25,5 +25,5 @@ class PodReport(NamedTuple):
     num_blocks_available: int
     """Free, or evictable."""
     num_blocks_active: int
-    pace: Pace | None
+    step_time: StepTimeSnapshot | None
     """`None`: it has not told how fast it is."""

@@ -18,10 +18,10 @@ from pagemill_gateway.admission.attempts import Attempts
 from pagemill_gateway.admission.fair_queue import FairQueue
 from pagemill_gateway.admission.output_tokens import OutputTokens
 from pagemill_gateway.admission.reservations import Need
-from pagemill_gateway.brain.interface import Experience, FailureKind
-from pagemill_gateway.brain.load.traffic import Traffic
+from pagemill_gateway.brain.interface import FailureKind, RequestOutcome
+from pagemill_gateway.brain.load.traffic import TrafficMeter
 from pagemill_gateway.config import GatewayConfig
-from pagemill_gateway.routing.policies import Policies
+from pagemill_gateway.routing.policies import RoutingPolicies
 from pagemill_gateway.routing.policy import RequestView
 from pagemill_simulator.events import Events
 from pagemill_simulator.fleet.fast_course import Course, Site, Waiting
@@ -62,7 +62,7 @@ class FastGateway:
         self._ended = ended
         self._emptied = emptied
         self._rng = random.Random(f"{settings.seed} gateway")
-        policies = Policies(settings.routing_policy, GatewayConfig().routing_session_ms)
+        policies = RoutingPolicies(settings.routing_policy, GatewayConfig().routing_session_ms)
         self._policy = None if settings.routing_policy == "Cost" else policies.named(settings.routing_policy)
         """None: the default one, which the table knows by heart."""
         self._queue: FairQueue[Waiting] = FairQueue(settings.queue.max_requests, settings.queue.max_bytes)
@@ -74,7 +74,7 @@ class FastGateway:
         self._by_slot: dict[int, Site] = {}
         self.sites: dict[str, Site] = {}
         """By name, draining ones too."""
-        self.traffic = Traffic(events.now)
+        self.traffic = TrafficMeter(events.now)
         self.traffic.keep({DEPLOYMENT})
         self.num_sampled_gone = 0
         """Tokens that pods had made that are gone."""
@@ -349,7 +349,7 @@ class FastGateway:
         self._output_tokens.ended(course.num_made, course.max_tokens)
         served = course.served("served")
         self.traffic.experienced(
-            Experience(
+            RequestOutcome(
                 DEPLOYMENT,
                 course.num_prompt_tokens,
                 course.num_cached_tokens,

@@ -66,7 +66,7 @@ class Starts:
 
 
 @dataclass(slots=True)
-class Deployment:
+class DeploymentRecord:
     model: CatalogModel
     records: list[EndpointRecord] = field(default_factory=list)
     last_served_at: float | None = None

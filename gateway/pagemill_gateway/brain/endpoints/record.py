@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pagemill_gateway.admission.reservations import Fullness, Need, Reservations
+from pagemill_gateway.admission.reservations import Need, RefusalBackoff, Reservations
 from pagemill_gateway.brain.endpoints.adapters import Adapters
 from pagemill_gateway.brain.endpoints.dispatches import Dispatches
-from pagemill_gateway.brain.endpoints.reports import Reports
-from pagemill_gateway.brain.endpoints.ttft_estimator import Outlook
+from pagemill_gateway.brain.endpoints.reports import EndpointReports
+from pagemill_gateway.brain.endpoints.ttft_estimator import TtftEstimator
 from pagemill_gateway.routing.policy import Candidate
 from pagemill_gateway.routing.report import PodReport
 from pagemill_protocol.catalog import Endpoint
@@ -21,7 +21,7 @@ class EndpointRecord:
 
     endpoint: Endpoint
     deployment: str
-    reports: Reports
+    reports: EndpointReports
     in_flight: int = 0
     last_chosen: int = 0
     dispatches: Dispatches = field(default_factory=Dispatches)
@@ -32,10 +32,10 @@ class EndpointRecord:
     seen: dict[int, Candidate] = field(default_factory=dict)
     """What `brain.placement.candidates` made of it, while that is true."""
     adapters: Adapters = field(default_factory=Adapters)
-    outlook: Outlook = field(default_factory=Outlook)
+    ttft_estimator: TtftEstimator = field(default_factory=TtftEstimator)
     reserved: Reservations = field(default_factory=Reservations)
     """What was sent there, in blocks and sequences."""
-    fullness: Fullness = field(default_factory=Fullness)
+    fullness: RefusalBackoff = field(default_factory=RefusalBackoff)
     phase: str = "unreachable"
     """While it is not ready, or its stream is down: what its `/readyz` said last."""
     detail: str = ""
@@ -125,7 +125,7 @@ class EndpointRecord:
         return self.reports.external() if self.reports.fresh(now) else 0
 
 
-def has_room(record: EndpointRecord, need: Need, now: float) -> bool:
+def has_capacity(record: EndpointRecord, need: Need, now: float) -> bool:
     """Whether the engine has capacity for one more request, by its latest report and what this gateway has sent since.
 
     Sequences: our own are counted exactly, those of others by the reports. Blocks: what is free or evictable, less what

@@ -5,25 +5,25 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from pagemill_gateway.brain.endpoints.deployment import Deployment
+from pagemill_gateway.brain.endpoints.deployment import DeploymentRecord
 from pagemill_gateway.brain.endpoints.record import EndpointRecord
-from pagemill_gateway.brain.endpoints.reports import Reports
+from pagemill_gateway.brain.endpoints.reports import EndpointReports
 from pagemill_protocol.catalog import Catalog, Endpoint
 
 
 class Registry:
     def __init__(self, *, stale_after_s: float) -> None:
         self._stale_after_s = stale_after_s
-        self.deployments: dict[str, Deployment] = {}
+        self.deployments: dict[str, DeploymentRecord] = {}
         self.endpoints: dict[str, EndpointRecord] = {}
-        self._by_name: dict[str, list[Deployment]] = {}
+        self._by_name: dict[str, list[DeploymentRecord]] = {}
 
     def apply(self, catalog: Catalog, now: float) -> None:
         """Replace what is served. Records of endpoints that stay keep their counts, reports and ejection."""
         known, known_deployments = self.endpoints, self.deployments
         self.deployments, self.endpoints, self._by_name = {}, {}, {}
         for model in catalog.models:
-            deployment = Deployment(model)
+            deployment = DeploymentRecord(model)
             before = known_deployments.get(deployment.key)
             if before is not None:
                 deployment.last_served_at, deployment.output_tokens = before.last_served_at, before.output_tokens
@@ -39,7 +39,7 @@ class Registry:
                 self._by_name.setdefault(name, []).append(deployment)
 
     def changed(self, record: EndpointRecord) -> None:
-        """As `Deployment.changed`, of its own one."""
+        """As `DeploymentRecord.changed`, of its own one."""
         deployment = self.deployments.get(record.deployment)
         if deployment is not None:
             deployment.changed()
@@ -50,7 +50,7 @@ class Registry:
         digests = {record.bundle_digest for record in self.endpoints.values()}
         return digests | {deployment.bundle_digest for deployment in self.deployments.values()}
 
-    def named(self, name: str) -> list[Deployment]:
+    def named(self, name: str) -> list[DeploymentRecord]:
         return self._by_name.get(name, [])
 
     def names(self) -> list[str]:
@@ -59,7 +59,7 @@ class Registry:
     def _record(self, known: EndpointRecord | None, endpoint: Endpoint, deployment: str) -> EndpointRecord:
         # Same id at another address: nothing known of it is true any more.
         if known is None or known.endpoint.data_url != endpoint.data_url or known.deployment != deployment:
-            return EndpointRecord(endpoint, deployment, Reports(self._stale_after_s))
+            return EndpointRecord(endpoint, deployment, EndpointReports(self._stale_after_s))
         known.endpoint = endpoint
         return known
 
@@ -68,7 +68,7 @@ def _was_probed_ready(record: EndpointRecord | None) -> bool:
     return record is not None and record.endpoint.probed_ready
 
 
-class News:
+class ChangeNotifier:
     """Wakes those who wait for a change in what the brain knows. What changed they look up themselves."""
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ class StateGap(Exception):
     """A frame is missing: what the stream says from here on cannot be applied. Connect again for a snapshot."""
 
 
-class Reports:
+class EndpointReports:
     def __init__(self, stale_after_s: float) -> None:
         self._stale_after_s = stale_after_s
         self._connected = False

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import msgspec
 
-from pagemill_gateway.brain.endpoints.deployment import Deployment
+from pagemill_gateway.brain.endpoints.deployment import DeploymentRecord
 from pagemill_gateway.brain.endpoints.record import EndpointRecord
 from pagemill_gateway.brain.endpoints.registry import Registry
-from pagemill_gateway.brain.load.traffic import Traffic
+from pagemill_gateway.brain.load.traffic import TrafficMeter
 from pagemill_gateway.brain.queue.queues import Queues, QueueState
 from pagemill_protocol.load import (
     Arrivals,
@@ -29,7 +29,7 @@ BYTES_PER_TOKEN = 3
 """Of request bodies that wait before anything is known of how they are tokenized."""
 
 
-def measure_load(registry: Registry, queues: Queues, traffic: Traffic, now: float) -> list[DeploymentLoad]:
+def measure_load(registry: Registry, queues: Queues, traffic: TrafficMeter, now: float) -> list[DeploymentLoad]:
     """One entry per deployment. Reports that are no longer believed do not count."""
     return [
         _of_deployment(deployment, queues.state(deployment.key), traffic, now)
@@ -51,7 +51,9 @@ def _ageless(load: DeploymentLoad) -> DeploymentLoad:
     )
 
 
-def _of_deployment(deployment: Deployment, queue: QueueState, traffic: Traffic, now: float) -> DeploymentLoad:
+def _of_deployment(
+    deployment: DeploymentRecord, queue: QueueState, traffic: TrafficMeter, now: float
+) -> DeploymentLoad:
     pods = _pods(deployment.records)
     return DeploymentLoad(
         namespace=deployment.model.namespace,
@@ -74,7 +76,7 @@ def _of_deployment(deployment: Deployment, queue: QueueState, traffic: Traffic, 
     )
 
 
-def _is_asked(deployment: Deployment) -> bool:
+def _is_asked(deployment: DeploymentRecord) -> bool:
     """By a request of ours: the engine's reports may not show it yet."""
     return any(record.in_flight for record in deployment.records)
 

@@ -2,7 +2,7 @@
 
 Arrivals are counted when a request first asks for an engine, at the time when it reached the gateway, so that those who
 had to wait for an engine do not look like a burst when it comes. Latencies and lengths come when a request is over
-(`Experience`). Time comes from outside. Neighbours: `brain` tells it, `load` reads it.
+(`RequestOutcome`). Time comes from outside. Neighbours: `brain` tells it, `load` reads it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable
 
-from pagemill_gateway.brain.interface import Experience
+from pagemill_gateway.brain.interface import RequestOutcome
 from pagemill_protocol.histogram import Histogram, bin_of
 from pagemill_protocol.load import Arrivals, Latencies, Lengths
 
@@ -24,17 +24,17 @@ MAX_LENGTHS = 512.0
 LATENCY_SLOTS = 6
 
 
-class Traffic:
+class TrafficMeter:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._deployments: dict[str, _Traffic] = {}
+        self._deployments: dict[str, _DeploymentTraffic] = {}
 
     def keep(self, deployments: set[str]) -> None:
         """These are served now; all others are forgotten."""
         for gone in self._deployments.keys() - deployments:
             del self._deployments[gone]
         for new in deployments - self._deployments.keys():
-            self._deployments[new] = _Traffic(self._clock())
+            self._deployments[new] = _DeploymentTraffic(self._clock())
 
     def arrived(self, deployment: str, num_tokens: int, at: float) -> None:
         """A request asks for an engine for the first time; it came at `at` (0: now)."""
@@ -43,7 +43,7 @@ class Traffic:
             now = self._clock()
             traffic.arrived(num_tokens, min(at, now) if at > 0 else now, now)
 
-    def experienced(self, experience: Experience) -> None:
+    def experienced(self, experience: RequestOutcome) -> None:
         traffic = self._deployments.get(experience.deployment)
         if traffic is not None:
             traffic.experienced(experience, self._clock())
@@ -62,7 +62,7 @@ class Traffic:
         return traffic.lengths() if traffic is not None else Lengths()
 
 
-class _Traffic:
+class _DeploymentTraffic:
     """One deployment's."""
 
     def __init__(self, now: float) -> None:
@@ -71,9 +71,9 @@ class _Traffic:
         """When somebody was known to be here."""
         self._ticks: deque[tuple[int, int, int]] = deque(maxlen=(WINDOW_S + 2) * TICKS_PER_S)
         """(tick, requests, tokens) of the ticks in which something came, in their order."""
-        self._ttft = _Window()
-        self._tpot = _Window()
-        self._prompt, self._computed, self._output = _Lengths(), _Lengths(), _Lengths()
+        self._ttft = _LatencyWindow()
+        self._tpot = _LatencyWindow()
+        self._prompt, self._computed, self._output = _LengthHistogram(), _LengthHistogram(), _LengthHistogram()
 
     def arrived(self, num_tokens: int, at: float, now: float) -> None:
         self._latest = now
@@ -92,7 +92,7 @@ class _Traffic:
         if len(self._ticks) > 1 and self._ticks[-2][0] > tick:
             self._ticks = deque(sorted(self._ticks), maxlen=self._ticks.maxlen)
 
-    def experienced(self, experience: Experience, now: float) -> None:
+    def experienced(self, experience: RequestOutcome, now: float) -> None:
         if experience.ttft_ms is not None:
             self._ttft.add(experience.ttft_ms, now)
         if experience.tpot_ms is not None:
@@ -140,7 +140,7 @@ class _Traffic:
             self._ticks.popleft()
 
 
-class _Window:
+class _LatencyWindow:
     """A histogram of the last minute, in slots that are dropped as they age."""
 
     def __init__(self) -> None:
@@ -160,7 +160,7 @@ class _Window:
         return Histogram({index: float(count) for index, count in total.items()})
 
 
-class _Lengths:
+class _LengthHistogram:
     """A histogram of the latest requests, however old they are."""
 
     def __init__(self) -> None:

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 from pagemill_gateway.brain.endpoints.record import EndpointRecord
 from pagemill_gateway.brain.placement.pod_reports import with_own_counts
-from pagemill_gateway.routing.expected import Standing, standing_of
+from pagemill_gateway.routing.cost_terms import CostBasis, cost_basis_of
 from pagemill_gateway.routing.policy import Candidate
 from pagemill_gateway.routing.report import PodReport
 
-PLAIN, UNHEARD = 0, -1
+PLAIN, STALE = 0, -1
 """Keys of what is kept: believed, with nothing of the prompt and no session; not believed, with no session."""
 MAX_KEPT = 64
 """Of one endpoint: requests that find different numbers of tokens see it differently."""
@@ -22,12 +22,12 @@ MAX_KEPT = 64
 
 def candidate_of(record: EndpointRecord, now: float, num_cached_tokens: int = 0, session: bool = False) -> Candidate:
     believed = record.reports.fresh(now)
-    key = PLAIN + 2 * num_cached_tokens + session if believed else UNHEARD - session
+    key = PLAIN + 2 * num_cached_tokens + session if believed else STALE - session
     candidate = record.seen.get(key)
     if candidate is None:
         if len(record.seen) >= MAX_KEPT:
             record.seen.clear()
-        candidate = _believed(record, num_cached_tokens, session) if believed else _unheard(record, session)
+        candidate = _believed(record, num_cached_tokens, session) if believed else _stale(record, session)
         record.seen[key] = candidate
     return candidate
 
@@ -59,11 +59,11 @@ def _believed(record: EndpointRecord, num_cached_tokens: int, session: bool) -> 
         dispatches.num_unreported,
         dispatches.num_unreported_tokens,
         session,
-        _standing(report, dispatches.num_unreported, dispatches.num_unreported_tokens),
+        _cost_basis(report, dispatches.num_unreported, dispatches.num_unreported_tokens),
     )
 
 
-def _unheard(record: EndpointRecord, session: bool) -> Candidate:
+def _stale(record: EndpointRecord, session: bool) -> Candidate:
     dispatches, report = record.dispatches, record.pod_report
     if report is not None:
         report = with_own_counts(report, record.in_flight - dispatches.num_uncomputed)
@@ -76,11 +76,11 @@ def _unheard(record: EndpointRecord, session: bool) -> Candidate:
         num_unreported=dispatches.num_uncomputed,
         num_unreported_tokens=dispatches.num_uncomputed_tokens,
         session=session,
-        standing=_standing(report, dispatches.num_uncomputed, dispatches.num_uncomputed_tokens),
+        cost_basis=_cost_basis(report, dispatches.num_uncomputed, dispatches.num_uncomputed_tokens),
     )
 
 
-def _standing(report: PodReport | None, num_unreported: int, num_unreported_tokens: int) -> Standing | None:
-    if report is None or report.pace is None:
+def _cost_basis(report: PodReport | None, num_unreported: int, num_unreported_tokens: int) -> CostBasis | None:
+    if report is None or report.step_time is None:
         return None
-    return standing_of(report, report.pace, num_unreported, num_unreported_tokens)
+    return cost_basis_of(report, report.step_time, num_unreported, num_unreported_tokens)

@@ -10,25 +10,25 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from pagemill_gateway.routing.policy import Candidate, Ruling
+from pagemill_gateway.routing.policy import Candidate, RoutingDecision
 
 MAX_SHOWN_CANDIDATES = 16
 
 
-class Decision(NamedTuple):
+class DecisionRecord(NamedTuple):
     number: int
     unix_s: float
     deployment: str
     policy: str
     num_prompt_tokens: int
     candidates: Sequence[Candidate]
-    ruling: Ruling
+    decision: RoutingDecision
     predicted_ttft_ms: float | None
 
 
 class DecisionLog:
     def __init__(self, max_decisions: int) -> None:
-        self._decisions: deque[Decision] = deque(maxlen=max_decisions)
+        self._decisions: deque[DecisionRecord] = deque(maxlen=max_decisions)
         self._measured_ttft_ms: dict[int, float] = {}
         """Of the decisions that are kept, and of some that are not any more."""
 
@@ -39,11 +39,13 @@ class DecisionLog:
         policy: str,
         num_prompt_tokens: int,
         candidates: Sequence[Candidate],
-        ruling: Ruling,
+        decision: RoutingDecision,
         predicted_ttft_ms: float | None,
     ) -> None:
         self._decisions.append(
-            Decision(number, time.time(), deployment, policy, num_prompt_tokens, candidates, ruling, predicted_ttft_ms)
+            DecisionRecord(
+                number, time.time(), deployment, policy, num_prompt_tokens, candidates, decision, predicted_ttft_ms
+            )
         )
 
     def measured(self, number: int, ttft_ms: float) -> None:
@@ -61,42 +63,42 @@ class DecisionLog:
         return [_describe(each, self._measured_ttft_ms.get(each.number)) for each in reversed(chosen)]
 
 
-def _describe(decision: Decision, measured_ttft_ms: float | None) -> dict[str, Any]:
-    ruling = decision.ruling
-    rows = [_describe_candidate(decision, index) for index in range(len(decision.candidates))]
+def _describe(record: DecisionRecord, measured_ttft_ms: float | None) -> dict[str, Any]:
+    decision = record.decision
+    rows = [_describe_candidate(record, index) for index in range(len(record.candidates))]
     rows.sort(key=lambda row: (not row["chosen"], -row["rank"]))
     for row in rows:
         del row["rank"]
     return {
-        "decision": decision.number,
-        "unix_s": round(decision.unix_s, 3),
-        "deployment": decision.deployment,
-        "policy": decision.policy,
-        "prompt_tokens": decision.num_prompt_tokens,
-        "choice": ruling.chosen.endpoint_id,
-        "why": ruling.why,
-        "predicted_ttft_ms": _rounded(decision.predicted_ttft_ms),
+        "decision": record.number,
+        "unix_s": round(record.unix_s, 3),
+        "deployment": record.deployment,
+        "policy": record.policy,
+        "prompt_tokens": record.num_prompt_tokens,
+        "choice": decision.chosen.endpoint_id,
+        "why": decision.why,
+        "predicted_ttft_ms": _rounded(record.predicted_ttft_ms),
         "measured_ttft_ms": _rounded(measured_ttft_ms),
         "num_candidates": len(rows),
         "candidates": rows[:MAX_SHOWN_CANDIDATES],
     }
 
 
-def _describe_candidate(decision: Decision, index: int) -> dict[str, Any]:
-    candidate, ruling = decision.candidates[index], decision.ruling
-    terms = dict(zip(ruling.columns, ruling.rows[index], strict=True)) if ruling.rows else {}
+def _describe_candidate(record: DecisionRecord, index: int) -> dict[str, Any]:
+    candidate, decision = record.candidates[index], record.decision
+    terms = dict(zip(decision.columns, decision.rows[index], strict=True)) if decision.rows else {}
     # The last column is what is compared: of a cost the smallest is best, of a score the largest.
-    value = ruling.rows[index][-1] if ruling.rows else 0.0
+    value = decision.rows[index][-1] if decision.rows else 0.0
     return {
         "endpoint": candidate.endpoint_id,
-        "chosen": candidate is ruling.chosen,
+        "chosen": candidate is decision.chosen,
         "state": "reported" if candidate.believed else "own_counts",
         "in_flight": candidate.in_flight,
         "elsewhere": candidate.external,
         "cached_tokens": candidate.num_cached_tokens,
         "session": candidate.session,
         "terms": {name: round(term, 3) for name, term in terms.items()},
-        "rank": value if ruling.largest_wins else -value,
+        "rank": value if decision.largest_wins else -value,
     }
 
 

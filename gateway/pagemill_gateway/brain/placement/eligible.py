@@ -10,17 +10,17 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from pagemill_gateway.brain.endpoints.deployment import Deployment
+from pagemill_gateway.brain.endpoints.deployment import DeploymentRecord
 from pagemill_gateway.brain.endpoints.record import EndpointRecord
 from pagemill_gateway.brain.endpoints.registry import Registry
 from pagemill_gateway.brain.endpoints.reports import NO_SCHEME
 from pagemill_gateway.brain.interface import NOT_READY, OTHER_WEIGHTS, HashScheme, Target
-from pagemill_gateway.brain.placement.requests import Order
-from pagemill_gateway.brain.resilience.poison_requests import Suspects
+from pagemill_gateway.brain.placement.requests import PlacementRequest
+from pagemill_gateway.brain.resilience.poison_requests import PoisonDetection
 from pagemill_gateway.brain.resilience.recovery import Recovery
 from pagemill_protocol.errors import PagemillError, model_not_found, unavailable
 
-_Share = tuple[Deployment, list[EndpointRecord]]
+_Share = tuple[DeploymentRecord, list[EndpointRecord]]
 """A deployment and who of it may get a request."""
 
 LOADING_RETRY_AFTER_S = 5.0
@@ -32,7 +32,7 @@ class Eligible:
         self,
         registry: Registry,
         recovery: Recovery,
-        suspects: Suspects,
+        suspects: PoisonDetection,
         rng: random.Random,
         clock: Callable[[], float],
         *,
@@ -65,7 +65,7 @@ class Eligible:
         deployments = self._registry.named(model)
         return not deployments or self._share(deployments) is not None
 
-    def endpoints(self, target: Target) -> tuple[Deployment | None, list[EndpointRecord]]:
+    def endpoints(self, target: Target) -> tuple[DeploymentRecord | None, list[EndpointRecord]]:
         """The target's deployment, and the endpoints that understand its token ids."""
         deployment = self._registry.deployments.get(target.deployment)
         if deployment is None:
@@ -75,7 +75,7 @@ class Eligible:
             return deployment, usable
         return deployment, [each for each in self._departing(deployment) if each.bundle_digest == target.bundle_digest]
 
-    def able(self, records: list[EndpointRecord], order: Order, now: float) -> list[EndpointRecord]:
+    def able(self, records: list[EndpointRecord], order: PlacementRequest, now: float) -> list[EndpointRecord]:
         """Those of `records` that may take it, whether it is new or what another one did not finish; none: not now.
 
         Raises `PagemillError` when none serves adapters and it is for one, and (`OTHER_WEIGHTS`) when only others could
@@ -105,7 +105,7 @@ class Eligible:
         healthy = [record for record in untried if record.endpoint.id not in out]
         return healthy or untried or records
 
-    def _target(self, deployment: Deployment, usable: list[EndpointRecord]) -> Target:
+    def _target(self, deployment: DeploymentRecord, usable: list[EndpointRecord]) -> Target:
         digest = self._rng.choice(usable).bundle_digest
         if usable is not deployment.usable():
             return _target(deployment, usable, digest)
@@ -114,11 +114,11 @@ class Eligible:
             target = deployment.targets[digest] = _target(deployment, usable, digest)
         return target
 
-    def _departing(self, deployment: Deployment) -> list[EndpointRecord]:
+    def _departing(self, deployment: DeploymentRecord) -> list[EndpointRecord]:
         departing = deployment.departing()
         return [each for each in departing if self._keeps_terminating or not each.endpoint.terminating]
 
-    def _share(self, deployments: list[Deployment]) -> _Share | None:
+    def _share(self, deployments: list[DeploymentRecord]) -> _Share | None:
         """One of the deployments that can serve, drawn by weight: by those that stay; failing that, that leave."""
         wanted = [deployment for deployment in deployments if deployment.model.weight > 0]
         ready = [(each, usable) for each in wanted if (usable := each.usable())]
@@ -129,7 +129,7 @@ class Eligible:
         return self._rng.choices(ready, weights=[deployment.model.weight for deployment, _ in ready])[0]
 
 
-def _target(deployment: Deployment, usable: list[EndpointRecord], digest: str) -> Target:
+def _target(deployment: DeploymentRecord, usable: list[EndpointRecord], digest: str) -> Target:
     return Target(
         deployment=deployment.key,
         model=deployment.model.name,
@@ -150,7 +150,7 @@ def _no_adapters(target: Target) -> PagemillError:
     )
 
 
-def _nothing_ready(model: str, deployments: list[Deployment], now: float) -> PagemillError:
+def _nothing_ready(model: str, deployments: list[DeploymentRecord], now: float) -> PagemillError:
     records = [record for deployment in deployments for record in deployment.records]
     if not records:
         reason = "it has no engine running"

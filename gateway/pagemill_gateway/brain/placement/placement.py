@@ -10,16 +10,16 @@ import random
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from pagemill_gateway.brain.endpoints.deployment import Deployment
+from pagemill_gateway.brain.endpoints.deployment import DeploymentRecord
 from pagemill_gateway.brain.endpoints.dispatches import Dispatch
 from pagemill_gateway.brain.endpoints.record import EndpointRecord
-from pagemill_gateway.brain.interface import Ask
-from pagemill_gateway.brain.placement.candidates import PLAIN, UNHEARD, candidate_of, with_adapter
+from pagemill_gateway.brain.interface import RoutingRequest
+from pagemill_gateway.brain.placement.candidates import PLAIN, STALE, candidate_of, with_adapter
 from pagemill_gateway.brain.placement.decisions import DecisionLog
 from pagemill_gateway.brain.placement.pod_reports import read_report
 from pagemill_gateway.brain.placement.predictions import Predictions
 from pagemill_gateway.brain.placement.prefix_index import PrefixIndex
-from pagemill_gateway.routing.policy import Candidate, Policy, RequestView, Ruling
+from pagemill_gateway.routing.policy import Candidate, RequestView, RoutingDecision, RoutingPolicy
 from pagemill_protocol.state import StateFrame
 
 Fits = Callable[[EndpointRecord, int], bool]
@@ -27,7 +27,7 @@ Fits = Callable[[EndpointRecord, int], bool]
 MAX_SESSIONS = 65536
 
 
-class Placed(NamedTuple):
+class PlacementResult(NamedTuple):
     number: int
     """Of the decision."""
     record: EndpointRecord
@@ -47,14 +47,14 @@ class Placement:
     def place(
         self,
         number: int,
-        ask: Ask,
+        ask: RoutingRequest,
         num_sequences: int,
-        policy: Policy,
-        deployment: Deployment,
+        policy: RoutingPolicy,
+        deployment: DeploymentRecord,
         records: Sequence[EndpointRecord],
         fits: Fits,
         now: float,
-    ) -> Placed | None:
+    ) -> PlacementResult | None:
         """Choose one of `records` and account decision `number` there; None when the request fits nowhere."""
         self.predictions.expire(now)
         candidates = self._candidates(ask, deployment.key, records, now)
@@ -67,30 +67,30 @@ class Placement:
             self._rng.random(),
             ask.adapter_digest != "",
         )
-        ruling = policy.choose(request, candidates)
-        index = _place_of(ruling.chosen, candidates)
-        if not fits(records[index], ruling.chosen.num_cached_tokens):
+        decision = policy.choose(request, candidates)
+        index = _place_of(decision.chosen, candidates)
+        if not fits(records[index], decision.chosen.num_cached_tokens):
             # Rarely are engines full, so only now all are looked at.
             pairs = zip(records, candidates, strict=True)
             roomy = [(record, each) for record, each in pairs if fits(record, each.num_cached_tokens)]
             if not roomy:
                 return None
             records, candidates = [record for record, _ in roomy], [each for _, each in roomy]
-            ruling = policy.choose(request, candidates)
-            index = _place_of(ruling.chosen, candidates)
-        chosen = ruling.chosen
+            decision = policy.choose(request, candidates)
+            index = _place_of(decision.chosen, candidates)
+        chosen = decision.chosen
         dispatch = self._account(number, ask, num_sequences, records[index], chosen)
         if ask.adapter_digest:
             records[index].adapters.expect(number, ask.adapter_digest, now)
         if ask.session:
             self._sessions.chosen(deployment.key, ask.session, chosen.endpoint_id)
-        predicted_ttft_ms = _predicted_ttft_ms(ruling, index, records[index], number, dispatch, now)
+        predicted_ttft_ms = _predicted_ttft_ms(decision, index, records[index], number, dispatch, now)
         self.decisions.note(
-            number, deployment.key, policy.name, ask.num_prompt_tokens, candidates, ruling, predicted_ttft_ms
+            number, deployment.key, policy.name, ask.num_prompt_tokens, candidates, decision, predicted_ttft_ms
         )
-        return Placed(number, records[index], chosen, policy.name, predicted_ttft_ms)
+        return PlacementResult(number, records[index], chosen, policy.name, predicted_ttft_ms)
 
-    def most_cached_tokens(self, ask: Ask, records: Sequence[EndpointRecord], now: float) -> int:
+    def most_cached_tokens(self, ask: RoutingRequest, records: Sequence[EndpointRecord], now: float) -> int:
         """Of the prompt, on the endpoint that has most of it."""
         return max(self._cached_tokens(ask, records, now).values(), default=0)
 
@@ -123,7 +123,7 @@ class Placement:
         """The first token of decision `number` is here."""
         record.dispatches.computed(number)
         record.seen.clear()
-        record.outlook.started(number, ttft_ms)
+        record.ttft_estimator.started(number, ttft_ms)
         if ttft_ms is not None:
             self.decisions.measured(number, ttft_ms)
         self.predictions.computed(number, now)
@@ -133,7 +133,7 @@ class Placement:
         num_answers = 0 if failed else record.dispatches.num_answers(number)
         record.dispatches.ended(number)
         record.seen.clear()
-        record.outlook.ended(number, num_answers)
+        record.ttft_estimator.ended(number, num_answers)
         if not num_answers:
             # It failed, or its client left before its prompt was through: of the rest nothing will come.
             self.predictions.drop(number)
@@ -145,17 +145,19 @@ class Placement:
     def _look_ahead(self, record: EndpointRecord, frame: StateFrame, now: float) -> None:
         dispatches, load, report = record.dispatches, frame.load, record.pod_report
         is_ours = not record.reports.external()
-        record.outlook.told(
+        record.ttft_estimator.told(
             load,
             frame.load_age_ms,
-            report.pace.model if report is not None and report.pace is not None else None,
+            report.step_time.model if report is not None and report.step_time is not None else None,
             frame.max_num_batched_tokens,
             dispatches.waiting(load.num_requests_waiting) if is_ours else None,
             dispatches.unreported(),
             now,
         )
 
-    def _candidates(self, ask: Ask, deployment: str, records: Sequence[EndpointRecord], now: float) -> list[Candidate]:
+    def _candidates(
+        self, ask: RoutingRequest, deployment: str, records: Sequence[EndpointRecord], now: float
+    ) -> list[Candidate]:
         cached = self._cached_tokens(ask, records, now)
         session = self._sessions.endpoint(deployment, ask.session) if ask.session else None
         if cached or session is not None:
@@ -165,11 +167,11 @@ class Placement:
             ]
         # As most are, and as they were seen before, without a call for each.
         return [
-            record.seen.get(PLAIN if record.reports.fresh(now) else UNHEARD) or candidate_of(record, now)
+            record.seen.get(PLAIN if record.reports.fresh(now) else STALE) or candidate_of(record, now)
             for record in records
         ]
 
-    def _cached_tokens(self, ask: Ask, records: Sequence[EndpointRecord], now: float) -> dict[str, int]:
+    def _cached_tokens(self, ask: RoutingRequest, records: Sequence[EndpointRecord], now: float) -> dict[str, int]:
         """Of the prompt, on each endpoint that has some and is believed."""
         # The last token is always computed anew, so a prompt is never found as a whole.
         num_findable = (ask.num_prompt_tokens - 1) // ask.granule_tokens if ask.granules else 0
@@ -181,7 +183,7 @@ class Placement:
         return {bits[bit].endpoint.id: depth * ask.granule_tokens for bit, depth in depths.items()}
 
     def _account(
-        self, number: int, ask: Ask, num_sequences: int, record: EndpointRecord, chosen: Candidate
+        self, number: int, ask: RoutingRequest, num_sequences: int, record: EndpointRecord, chosen: Candidate
     ) -> Dispatch:
         record.in_flight += 1
         record.last_chosen = number
@@ -201,18 +203,18 @@ def _place_of(chosen: Candidate, candidates: Sequence[Candidate]) -> int:
 
 
 def _predicted_ttft_ms(
-    ruling: Ruling, index: int, record: EndpointRecord, number: int, dispatch: Dispatch, now: float
+    decision: RoutingDecision, index: int, record: EndpointRecord, number: int, dispatch: Dispatch, now: float
 ) -> float | None:
     """Where the policy goes by it. As exactly as it can be told, which for all candidates would cost too much."""
-    if "ttft_ms" not in ruling.columns:
+    if "ttft_ms" not in decision.columns:
         return None
-    chosen, ttft_ms = ruling.chosen, None
+    chosen, ttft_ms = decision.chosen, None
     if chosen.believed:
-        ttft_ms = record.outlook.ttft_ms(number, dispatch, now, held_ms=chosen.adapter_ms)
-    row = ruling.rows[index]
+        ttft_ms = record.ttft_estimator.ttft_ms(number, dispatch, now, held_ms=chosen.adapter_ms)
+    row = decision.rows[index]
     if ttft_ms is None:
-        return row[ruling.columns.index("ttft_ms")]
-    return ttft_ms + row[ruling.columns.index("wait_ms")]
+        return row[decision.columns.index("ttft_ms")]
+    return ttft_ms + row[decision.columns.index("wait_ms")]
 
 
 class Sessions:

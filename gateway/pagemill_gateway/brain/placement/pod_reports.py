@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from pagemill_gateway.routing.pace import pace_of
 from pagemill_gateway.routing.report import PodReport
+from pagemill_gateway.routing.step_time_snapshot import take_snapshot
 from pagemill_protocol.state import StateFrame, StepTimeParams
 from pagemill_protocol.step_time import StepTimeModel
 
@@ -27,7 +27,7 @@ def read_report(frame: StateFrame, before: PodReport | None, params_before: Step
         num_blocks_total=load.num_blocks_total,
         num_blocks_available=load.num_blocks_free + load.num_blocks_evictable,
         num_blocks_active=load.num_blocks_active,
-        pace=pace_of(model, frame.max_num_batched_tokens, load.num_requests_running, load.num_tokens_running)
+        step_time=take_snapshot(model, frame.max_num_batched_tokens, load.num_requests_running, load.num_tokens_running)
         if model is not None
         else None,
     )
@@ -37,7 +37,7 @@ def with_own_counts(report: PodReport, num_running: int) -> PodReport:
     """A report that is not believed any more: what the pod is stays true, its load is what we know ourselves."""
     model = _model_of(report)
     return report._replace(
-        pace=pace_of(model, report.max_step_tokens, num_running, 0) if model is not None else None,
+        step_time=take_snapshot(model, report.max_step_tokens, num_running, 0) if model is not None else None,
         num_running=num_running,
         num_waiting=0,
         num_tokens_running=0,
@@ -49,7 +49,7 @@ def with_own_counts(report: PodReport, num_running: int) -> PodReport:
 
 
 def _model_of(report: PodReport | None) -> StepTimeModel | None:
-    return report.pace.model if report is not None and report.pace is not None else None
+    return report.step_time.model if report is not None and report.step_time is not None else None
 
 
 def _model(params: StepTimeParams) -> StepTimeModel | None:

@@ -5,27 +5,27 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from pagemill_gateway.admission.reservations import Need
-from pagemill_gateway.brain.endpoints.deployment import Deployment
+from pagemill_gateway.brain.endpoints.deployment import DeploymentRecord
 from pagemill_gateway.brain.endpoints.record import EndpointRecord
-from pagemill_gateway.brain.interface import Again, Ask, Claim, Target, Trial
+from pagemill_gateway.brain.interface import Probe, QueueTicket, RetryContext, RoutingRequest, Target
 
 
-class Order(NamedTuple):
+class PlacementRequest(NamedTuple):
     """A request that is to be placed."""
 
     target: Target
     tried: frozenset[str]
-    ask: Ask
-    claim: Claim
-    again: Again | None
+    ask: RoutingRequest
+    claim: QueueTicket
+    again: RetryContext | None
     need: Need
     """As if nothing of the prompt were cached."""
-    trial: Trial = "none"
+    trial: Probe = "none"
     charged_tokens: int | None = None
     """For its turn in the queue; None: it has not waited."""
 
     @property
-    def work(self) -> Ask:
+    def work(self) -> RoutingRequest:
         """What an engine has to compute before its next token: of an answer that is continued, all of it so far."""
         if self.again is None or not self.again.num_tokens:
             return self.ask
@@ -53,7 +53,7 @@ class Order(NamedTuple):
         return f"{self.trial} {self.again.weights_digest}"
 
 
-class Sent(NamedTuple):
+class InFlightRequest(NamedTuple):
     """A request that is at an engine."""
 
     record: EndpointRecord
@@ -64,15 +64,15 @@ class Sent(NamedTuple):
     """For its turn; as much as it was thought to cost here where it had to wait for none."""
 
 
-def make_order(
-    deployment: Deployment | None,
+def make_placement_request(
+    deployment: DeploymentRecord | None,
     target: Target,
     tried: frozenset[str],
-    ask: Ask,
-    claim: Claim,
-    again: Again | None,
-    trial: Trial = "none",
-) -> Order:
+    ask: RoutingRequest,
+    claim: QueueTicket,
+    again: RetryContext | None,
+    trial: Probe = "none",
+) -> PlacementRequest:
     """Output as learned from the deployment's answers and within its context; what is there already is part of it."""
     num_output_tokens = 1
     if deployment is not None:
@@ -80,4 +80,4 @@ def make_order(
         expected = max(deployment.output_tokens.expect(claim.max_tokens), num_there + 1)
         num_output_tokens = max(1, min(expected, target.max_model_len - ask.num_prompt_tokens))
     need = Need(ask.num_prompt_tokens, ask.num_prompt_tokens, num_output_tokens, claim.num_sequences, claim.max_tokens)
-    return Order(target, tried, ask, claim, again, need, trial)
+    return PlacementRequest(target, tried, ask, claim, again, need, trial)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pagemill_gateway.brain.endpoints.deployment import Deployment
+from pagemill_gateway.brain.endpoints.deployment import DeploymentRecord
 from pagemill_gateway.brain.endpoints.registry import Registry
 from pagemill_protocol.catalog import QueueLimits
 
@@ -40,14 +40,14 @@ class Outages:
         self._wait_s = wait_s
         self._clock = clock
 
-    def wanted(self, model: str) -> list[Deployment]:
+    def wanted(self, model: str) -> list[DeploymentRecord]:
         return [each for each in self._registry.named(model) if each.model.weight > 0]
 
     def lefts_s(self, model: str) -> dict[str, float]:
         """How much longer an engine of each deployment of that name may be waited for."""
         return {each.key: self.left_s(each) for each in self.wanted(model)}
 
-    def left_s(self, deployment: Deployment) -> float:
+    def left_s(self, deployment: DeploymentRecord) -> float:
         """How much longer requests may wait for an engine: one that was lost a moment ago, or is known to be ready."""
         if deployment.model.wakes:
             return self._limits(deployment.key).timeout_s
@@ -60,7 +60,7 @@ class Outages:
             return 0.0
         return max(0.0, deployment.last_served_at + wait_s - self._clock())
 
-    def wish_for(self, deployments: list[Deployment]) -> None:
+    def wish_for(self, deployments: list[DeploymentRecord]) -> None:
         """None of them has an engine, and somebody waits for one.
 
         One that is up and was not heard yet does not start: how soon it is heard says nothing of a start.

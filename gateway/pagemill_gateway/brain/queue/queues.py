@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Literal, NamedTuple, TypeVar
 
-from pagemill_gateway.brain.interface import Claim
+from pagemill_gateway.brain.interface import QueueTicket
 from pagemill_gateway.brain.queue.deployment_queue import DeploymentQueue, QueueEntry
 from pagemill_protocol.catalog import QueueLimits
 from pagemill_protocol.errors import PagemillError, deadline_exceeded, internal_error, unavailable
@@ -69,7 +69,7 @@ class Queues:
         waiting = queue.waiting
         return QueueState(len(waiting), waiting.num_bytes, waiting.num_tokens, max(0.0, self._clock() - oldest))
 
-    def left_s(self, deployment: str, claim: Claim) -> float | None:
+    def left_s(self, deployment: str, claim: QueueTicket) -> float | None:
         """How much longer the request of `claim` will wait here, an engine's start included; `None`: nobody knows."""
         queue = self._queues.get(deployment)
         start_left_s = self._start_left_s(deployment)
@@ -95,7 +95,7 @@ class Queues:
         self,
         deployment: str,
         limits: QueueLimits,
-        claim: Claim,
+        claim: QueueTicket,
         wish: Callable[[], Found | None],
         *,
         group: str,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pagemill_gateway.brain.endpoints.record import EndpointRecord
-from pagemill_gateway.brain.interface import End, EndKind
+from pagemill_gateway.brain.interface import EngineFailure, EngineFailureKind
 
 MAX_INCIDENTS = 256
 SAME_INCIDENT_S = 30.0
@@ -24,7 +24,7 @@ class Incident(NamedTuple):
     at: float
     deployment: str
     endpoint_id: str
-    kind: EndKind
+    kind: EngineFailureKind
     aboard: frozenset[int]
     """Decisions of this gateway's requests that were there."""
     unstarted: frozenset[int]
@@ -39,7 +39,7 @@ class Incidents:
     def __init__(self) -> None:
         self._incidents: deque[Incident] = deque(maxlen=MAX_INCIDENTS)
 
-    def note(self, record: EndpointRecord, kind: EndKind | None, trials: frozenset[int], now: float) -> None:
+    def note(self, record: EndpointRecord, kind: EngineFailureKind | None, trials: frozenset[int], now: float) -> None:
         """The endpoint's engine ended; `trials` are the decisions of all suspects. `None`: nobody knows how."""
         since = max(record.reports.connected_at, now - SAME_INCIDENT_S)
         for place, known in enumerate(self._incidents):
@@ -61,21 +61,21 @@ class Incidents:
             )
         )
 
-    def had(self, end: End) -> bool:
+    def had(self, end: EngineFailure) -> bool:
         """Whether the request was there when the engine ended; else it came too late, or nobody knows any more."""
         return self._of(end.decision) is not None
 
-    def was_only_one(self, end: End) -> bool:
+    def was_only_one(self, end: EngineFailure) -> bool:
         """Of this gateway's requests there no other one waited for its first token."""
         incident = self._of(end.decision)
         return incident is not None and incident.unstarted == {end.decision}
 
-    def was_shared(self, end: End) -> bool:
+    def was_shared(self, end: EngineFailure) -> bool:
         """Other gateways had requests there as well."""
         incident = self._of(end.decision)
         return incident is not None and incident.num_elsewhere > 0
 
-    def is_chance(self, deployment: str, ends: Sequence[End]) -> bool:
+    def is_chance(self, deployment: str, ends: Sequence[EngineFailure]) -> bool:
         """Whether engines of the deployment end in the same way without the request that saw these ends.
 
         From shortly before the first of them. An end that the trial of another suspect explains does not count. What

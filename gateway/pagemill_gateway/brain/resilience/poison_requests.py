@@ -32,11 +32,11 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from pagemill_gateway.brain.endpoints.record import EndpointRecord
-from pagemill_gateway.brain.interface import End, EndKind, Trial
+from pagemill_gateway.brain.interface import EngineFailure, EngineFailureKind, Probe
 from pagemill_gateway.brain.resilience.incidents import Incidents
 from pagemill_protocol.errors import request_crashed_engine
 
-FREE_LOSSES = 2
+TOLERATED_LOSSES = 2
 """Engines in a row that are just gone, before that is more than bad luck."""
 HOLD_S = 1.0
 """An engine takes no newcomers this long for a suspect that is to be alone there; held again while that one waits."""
@@ -47,16 +47,16 @@ OUTCOMES: tuple[Outcome, ...] = ("acquitted", "ended", "convicted", "left")
 """`ended`: its engine ended, which may have been chance. `left`: its client did, or the engine did not take it."""
 
 
-class _Place(NamedTuple):
+class _RunningProbe(NamedTuple):
     deployment: str
     endpoint_id: str
     closed_until: float
 
 
-class Suspects:
+class PoisonDetection:
     def __init__(self) -> None:
         self._incidents = Incidents()
-        self._trials: dict[int, _Place] = {}
+        self._trials: dict[int, _RunningProbe] = {}
         """By decision."""
         self._held: dict[str, float] = {}
         """Endpoints that are being emptied of those without a token for a trial, until when."""
@@ -67,7 +67,7 @@ class Suspects:
         for key in [key for key in self.outcomes if key[0] not in deployments]:
             del self.outcomes[key]
 
-    def trial_of(self, deployment: str, ends: Sequence[End]) -> Trial:
+    def trial_of(self, deployment: str, ends: Sequence[EngineFailure]) -> Probe:
         """What its next engine must be for a request that saw these ends. Raises `PagemillError` 500 when convicted."""
         if ends and self._convicts(deployment, ends):
             self.outcomes[deployment, "convicted"] += 1
@@ -76,12 +76,12 @@ class Suspects:
         telling = [end for end in recent if end.kind != "killed"]
         if any(end.trial != "none" and not end.progressed for end in telling):
             return "alone"
-        suspicious = len(telling) >= FREE_LOSSES or any(end.kind == "crashed" for end in telling)
+        suspicious = len(telling) >= TOLERATED_LOSSES or any(end.kind == "crashed" for end in telling)
         return "shared" if suspicious else "none"
 
     # Where trials are.
 
-    def places(self, records: Sequence[EndpointRecord], trial: Trial, now: float) -> list[EndpointRecord]:
+    def places(self, records: Sequence[EndpointRecord], trial: Probe, now: float) -> list[EndpointRecord]:
         """Those of `records` that may have a request with such a trial now."""
         if trial == "none":
             return self._open(records, now)
@@ -96,10 +96,10 @@ class Suspects:
             self._held[min(free, key=self._num_before).endpoint.id] = now + HOLD_S
         return quiet
 
-    def began(self, decision: int, record: EndpointRecord, trial: Trial, now: float) -> None:
+    def began(self, decision: int, record: EndpointRecord, trial: Probe, now: float) -> None:
         if trial != "none":
             closed_until = now + ALONE_S if trial == "alone" else now
-            self._trials[decision] = _Place(record.deployment, record.endpoint.id, closed_until)
+            self._trials[decision] = _RunningProbe(record.deployment, record.endpoint.id, closed_until)
             self._held.pop(record.endpoint.id, None)
 
     def acquitted(self, decision: int) -> bool:
@@ -110,7 +110,7 @@ class Suspects:
         """It is not at its engine any more, for whatever reason."""
         self._close(decision, "left")
 
-    def ended(self, decision: int, record: EndpointRecord, kind: EndKind, now: float) -> None:
+    def ended(self, decision: int, record: EndpointRecord, kind: EngineFailureKind, now: float) -> None:
         """The engine of `decision` is said to have ended; before any of those that were there is released."""
         self._note(record, kind, now)
         self._close(decision, "ended")
@@ -119,10 +119,10 @@ class Suspects:
         """The endpoint's own stream broke off, whoever was there."""
         self._note(record, None, now)
 
-    def _note(self, record: EndpointRecord, kind: EndKind | None, now: float) -> None:
+    def _note(self, record: EndpointRecord, kind: EngineFailureKind | None, now: float) -> None:
         self._incidents.note(record, kind, frozenset(self._trials), now)
 
-    def _convicts(self, deployment: str, ends: Sequence[End]) -> bool:
+    def _convicts(self, deployment: str, ends: Sequence[EngineFailure]) -> bool:
         last = ends[-1]
         if last.kind == "killed" or last.trial == "none" or last.progressed:
             return False
@@ -149,7 +149,7 @@ class Suspects:
         return True
 
 
-def _since_last_token(ends: Sequence[End]) -> Sequence[End]:
+def _since_last_token(ends: Sequence[EngineFailure]) -> Sequence[EngineFailure]:
     """What happened before is forgotten. What crashed after a token may be the request's doing, with the next one."""
     for place in reversed(range(len(ends))):
         if ends[place].progressed:

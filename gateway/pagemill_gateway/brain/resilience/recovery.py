@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from weakref import WeakKeyDictionary
 
 from pagemill_gateway.brain.endpoints.record import EndpointRecord
-from pagemill_gateway.brain.interface import Again, FailureKind, Served
+from pagemill_gateway.brain.interface import CompletedRequest, FailureKind, RetryContext
 from pagemill_gateway.brain.resilience.ejection import Ejection
 from pagemill_gateway.brain.resilience.slowness import Slowness
 from pagemill_protocol.errors import unavailable
@@ -58,7 +58,7 @@ class Recovery:
 
     # Who may try.
 
-    def admit(self, deployment: str, again: Again | None, failed_at: EndpointRecord | None, now: float) -> None:
+    def admit(self, deployment: str, again: RetryContext | None, failed_at: EndpointRecord | None, now: float) -> None:
         """Count one try of a request. Raises `PagemillError` 503 when it is a retry that the budget does not hold."""
         budget = self._budgets.setdefault(deployment, RetryBudget(self._retry_share))
         if again is None:
@@ -112,7 +112,7 @@ class Recovery:
         self,
         record: EndpointRecord,
         decision: int,
-        served: Served,
+        served: CompletedRequest,
         siblings: Iterable[EndpointRecord],
         newest: int,
         now: float,
@@ -140,8 +140,8 @@ class RetryBudget:
 
     def __init__(self, share: float) -> None:
         self._share = share
-        self._requests = _Window()
-        self._retries = _Window()
+        self._requests = _EventWindow()
+        self._retries = _EventWindow()
 
     def began(self, now: float) -> None:
         self._requests.add(now)
@@ -154,7 +154,7 @@ class RetryBudget:
         return True
 
 
-class _Window:
+class _EventWindow:
     """Events of the last `WINDOW_S`, counted by tenths of it: memory does not grow with the load."""
 
     def __init__(self) -> None:

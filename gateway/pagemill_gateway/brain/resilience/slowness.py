@@ -21,24 +21,24 @@ LEAST_EXCESS_MS = 20.0
 """Per token; a difference nobody feels ejects nobody."""
 
 
-class _Pace(NamedTuple):
+class _Sample(NamedTuple):
     ms_per_token: float
     at: float
 
 
 class Slowness:
     def __init__(self) -> None:
-        self._samples: dict[str, deque[_Pace]] = {}
-        self._typical: dict[str, _Pace] = {}
+        self._samples: dict[str, deque[_Sample]] = {}
+        self._typical: dict[str, _Sample] = {}
         """Of endpoints with enough samples, as of the latest one."""
 
     def note(self, endpoint_id: str, ms_per_token: float, now: float) -> None:
         samples = self._samples.setdefault(endpoint_id, deque(maxlen=NUM_SAMPLES))
-        samples.append(_Pace(ms_per_token, now))
+        samples.append(_Sample(ms_per_token, now))
         while now - samples[0].at > MAX_AGE_S:
             samples.popleft()
         if len(samples) >= LEAST_SAMPLES:
-            self._typical[endpoint_id] = _Pace(median(each.ms_per_token for each in samples), now)
+            self._typical[endpoint_id] = _Sample(median(each.ms_per_token for each in samples), now)
         else:
             self._typical.pop(endpoint_id, None)
 

@@ -10,33 +10,33 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from pagemill_gateway.brain.interface import Choice, End, FailureKind
+from pagemill_gateway.brain.interface import Assignment, EngineFailure, FailureKind
 
-TRIAL_PAUSE_BASE_S = 0.5
-TRIAL_PAUSE_MAX_S = 8.0
+PROBE_PAUSE_BASE_S = 0.5
+PROBE_PAUSE_MAX_S = 8.0
 """Before a trial that follows another one; doubles each time. What ends engines by chance is over then, or known."""
 
 
-class Ends:
+class EngineFailures:
     def __init__(self, uniform: Callable[[float, float], float] = random.uniform) -> None:
         """`uniform`: chance, which simulations replay."""
         self._uniform = uniform
-        self._ends: list[End] = []
+        self._ends: list[EngineFailure] = []
         self._num_trials = 0
         """In a row whose engines ended."""
         self._owes_pause = False
 
     @property
-    def told(self) -> tuple[End, ...]:
+    def told(self) -> tuple[EngineFailure, ...]:
         return tuple(self._ends)
 
-    def failed(self, choice: Choice, kind: FailureKind, *, progressed: bool) -> None:
+    def failed(self, choice: Assignment, kind: FailureKind, *, progressed: bool) -> None:
         """One try ended; `progressed`: it brought tokens, which no engine gets from a request that brings it down."""
         if progressed:
             self._num_trials = 0
         match kind:
             case "crashed" | "lost" | "killed":
-                self._ends.append(End(choice.decision, kind, choice.trial, progressed))
+                self._ends.append(EngineFailure(choice.decision, kind, choice.trial, progressed))
                 self._num_trials += choice.trial != "none" and not progressed
                 self._owes_pause = self._num_trials > 0
 
@@ -45,4 +45,4 @@ class Ends:
         if not self._owes_pause:
             return 0.0
         self._owes_pause = False
-        return min(TRIAL_PAUSE_MAX_S, TRIAL_PAUSE_BASE_S * 2.0 ** (self._num_trials - 1)) * self._uniform(0.5, 1.0)
+        return min(PROBE_PAUSE_MAX_S, PROBE_PAUSE_BASE_S * 2.0 ** (self._num_trials - 1)) * self._uniform(0.5, 1.0)

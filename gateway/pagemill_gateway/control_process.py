@@ -1,7 +1,7 @@
 """What there is once in a gateway, wired: discovery, the brain, the limits' store, and the numbers of all together.
 
 Opened inside the event loop, closed after the drain. Workers (`worker`) hold the connections of clients; what they ask
-is `desks.HeadDesk`, what they are told and asked `desks.WorkerDesk`.
+is `ports.HeadDesk`, what they are told and asked `ports.WorkerPort`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import msgspec
 
 from pagemill_gateway.brain.brain import LocalBrain
 from pagemill_gateway.config import GatewayConfig, SettingsError
-from pagemill_gateway.desks import Measures, Standing, WorkerDesk
 from pagemill_gateway.discovery.bundles import BundleError, Bundles
 from pagemill_gateway.discovery.kubernetes.credentials import Credentials, CredentialsError, load_credentials
 from pagemill_gateway.discovery.kubernetes.discovery import KubernetesDiscovery
@@ -25,7 +24,8 @@ from pagemill_gateway.discovery.state_streams import StateStreams
 from pagemill_gateway.limits.caller import Caller
 from pagemill_gateway.limits.recount import Recount
 from pagemill_gateway.limits.sharing import Sharing, open_sharing
-from pagemill_gateway.metrics.head import HeadMetrics
+from pagemill_gateway.metrics.control_process import ControlProcessMetrics
+from pagemill_gateway.ports import GatewayStatus, WorkerMeasurements, WorkerPort
 from pagemill_protocol.catalog import Catalog
 from pagemill_protocol.errors import unavailable
 
@@ -37,7 +37,7 @@ DECISIONS_OF_ONE_BRAIN = 2**40
 """No two brains of one gateway give the same number."""
 
 
-class Head:
+class ControlProcess:
     """Create and use inside a running event loop; `close` frees everything."""
 
     def __init__(
@@ -60,10 +60,10 @@ class Head:
         self.closing = asyncio.Event()
         """The drain is over: what streams for ever ends now."""
         credentials = _credentials(config) if config.discovery == "kubernetes" else None
-        self.metrics = HeadMetrics()
+        self.metrics = ControlProcessMetrics()
         self.metrics.brain_restarted(num_before)
         self.brain = LocalBrain(config, first_decision=num_before * DECISIONS_OF_ONE_BRAIN)
-        self._workers: list[WorkerDesk] = []
+        self._workers: list[WorkerPort] = []
         self.recount = Recount(config.workers if num_before else 0)
         self._shared_keys: list[Caller] | None = None
         self._templates: frozenset[str] = frozenset()
@@ -85,8 +85,8 @@ class Head:
 
     # What workers ask.
 
-    async def standing(self) -> Standing:
-        return Standing(self.ready, self.draining, self.detail, self.started_unix_s)
+    async def standing(self) -> GatewayStatus:
+        return GatewayStatus(self.ready, self.draining, self.detail, self.started_unix_s)
 
     async def metrics_text(self) -> bytes:
         """The text of a scrape: of head and workers together."""
@@ -104,19 +104,19 @@ class Head:
 
     # Who the workers are.
 
-    def attach(self, worker: WorkerDesk) -> None:
+    def attach(self, worker: WorkerPort) -> None:
         """It is told at once what is in use: the word that the worker waits for."""
         self._workers.append(worker)
         self._tell_bundles(worker)
         if self._shared_keys is not None:
             worker.replace_shared_keys(self._shared_keys)
 
-    def detach(self, worker: WorkerDesk, last: Measures) -> None:
+    def detach(self, worker: WorkerPort, last: WorkerMeasurements) -> None:
         """It is gone, and these were its latest numbers."""
         self._workers.remove(worker)
         self.metrics.worker_left(last.samples, lost=not self.draining)
 
-    async def measure(self) -> list[Measures]:
+    async def measure(self) -> list[WorkerMeasurements]:
         endpoint_ids = frozenset(self.brain.registry.endpoints)
         return await asyncio.gather(*(worker.measure(endpoint_ids) for worker in self._workers))
 
@@ -184,7 +184,7 @@ class Head:
         for worker in self._workers:
             self._tell_bundles(worker)
 
-    def _tell_bundles(self, worker: WorkerDesk) -> None:
+    def _tell_bundles(self, worker: WorkerPort) -> None:
         """Workers outlive heads: what they have is not forgotten before the engines were asked what they need."""
         worker.keep_bundles(self.bundles.digests, self._templates, whole=self._has_asked_all())
 

@@ -1,8 +1,8 @@
 """What a worker and the brain's process ask and tell each other, besides decisions and limits. Plain values only.
 
-A worker (`worker.Worker`) holds the connections of clients and engines, the head (`head.Head`) everything that there is
-once in a gateway. In a gateway of one process they call each other, else `ipc` stands between them. Decisions are
-`brain.interface`'s, limits `limits.store`'s.
+A worker (`worker.Worker`) holds the connections of clients and engines, the head (`control_process.Head`) everything
+that there is once in a gateway. In a gateway of one process they call each other, else `ipc` stands between them.
+Decisions are `brain.interface`'s, limits `limits.store`'s.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pagemill_gateway.limits.caller import Caller
 from pagemill_protocol.metrics import Samples
 
 
-class Standing(NamedTuple):
+class GatewayStatus(NamedTuple):
     """How the gateway as a whole is."""
 
     ready: bool
@@ -24,7 +24,7 @@ class Standing(NamedTuple):
     started_unix_s: int
 
 
-class Measures(NamedTuple):
+class WorkerMeasurements(NamedTuple):
     """What one worker has measured since it was started."""
 
     samples: Samples
@@ -32,20 +32,20 @@ class Measures(NamedTuple):
     """Inside it now."""
 
 
-class HeadDesk(Protocol):
+class ControlProcessPort(Protocol):
     """What workers ask."""
 
-    async def standing(self) -> Standing: ...
+    async def standing(self) -> GatewayStatus: ...
 
     async def bundle(self, digest: str) -> bytes:
         """The tokenizer bundle of this digest. Raises `PagemillError` 503 when no engine has it any more."""
         ...
 
 
-class WorkerDesk(Protocol):
+class WorkerPort(Protocol):
     """What the head asks and tells."""
 
-    async def measure(self, endpoint_ids: frozenset[str]) -> Measures:
+    async def measure(self, endpoint_ids: frozenset[str]) -> WorkerMeasurements:
         """Only these endpoints are of interest any more. Never fails: who cannot be asked is as it was before."""
         ...
 
@@ -58,7 +58,7 @@ class WorkerDesk(Protocol):
         ...
 
 
-class LocalWorker(WorkerDesk, Protocol):
+class LocalWorkerPort(WorkerPort, Protocol):
     """A worker in its own process."""
 
     @property
@@ -66,6 +66,6 @@ class LocalWorker(WorkerDesk, Protocol):
         """Grows with whatever is measured."""
         ...
 
-    def measures(self) -> Measures:
+    def measures(self) -> WorkerMeasurements:
         """What `measure` would say."""
         ...

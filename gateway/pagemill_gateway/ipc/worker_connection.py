@@ -15,33 +15,33 @@ from pathlib import Path
 
 import msgspec
 
-from pagemill_gateway.brain.interface import Choice
-from pagemill_gateway.desks import Measures
-from pagemill_gateway.head import Head
+from pagemill_gateway.brain.interface import Assignment
+from pagemill_gateway.control_process import ControlProcess
 from pagemill_gateway.ipc import messages
-from pagemill_gateway.ipc.line import Line, LineLost
+from pagemill_gateway.ipc.connection import IpcConnection, IpcConnectionLost
 from pagemill_gateway.limits.caller import Caller
 from pagemill_gateway.limits.store import Answer, Ask
+from pagemill_gateway.ports import WorkerMeasurements
 
 logger = logging.getLogger("pagemill.gateway.ipc")
 
 MEASURE_TIMEOUT_S = 1.0
-_to_brain = msgspec.msgpack.Decoder(messages.ToBrain)
-_measures = msgspec.msgpack.Decoder(Measures)
+_to_brain = msgspec.msgpack.Decoder(messages.ToControlProcess)
+_measures = msgspec.msgpack.Decoder(WorkerMeasurements)
 
 
-class WorkerLine:
-    def __init__(self, head: Head) -> None:
+class WorkerConnection:
+    def __init__(self, head: ControlProcess) -> None:
         """Of a connection that is being made."""
         self._head = head
         self._brain = head.brain
         self._store = head.sharing.store
-        self._held: dict[int, Choice] = {}
+        self._held: dict[int, Assignment] = {}
         """Decisions under way."""
         self._leases: set[str] = set()
-        self._last: Measures | msgspec.Raw = Measures({}, 0)
+        self._last: WorkerMeasurements | msgspec.Raw = WorkerMeasurements({}, 0)
         """What it measured, as it told last: asked for, or unasked and not read yet."""
-        self.line: Line[messages.ToBrain] = Line(
+        self.line: IpcConnection[messages.ToControlProcess] = IpcConnection(
             _to_brain,
             on_question=self._answer,
             on_note=self._note,
@@ -51,22 +51,22 @@ class WorkerLine:
 
     # What the head asks and tells.
 
-    async def measure(self, endpoint_ids: frozenset[str]) -> Measures:
+    async def measure(self, endpoint_ids: frozenset[str]) -> WorkerMeasurements:
         try:
             async with asyncio.timeout(MEASURE_TIMEOUT_S):
                 self._last = measures = await self.line.ask(messages.Measure(endpoint_ids), _measures)
                 return measures
         except TimeoutError:
             logger.warning("a worker does not answer")
-        except LineLost:
-            return Measures({}, 0)  # what it has counted is the head's by now
+        except IpcConnectionLost:
+            return WorkerMeasurements({}, 0)  # what it has counted is the head's by now
         return self._latest()
 
     def keep_bundles(self, digests: frozenset[str], templates: frozenset[str], *, whole: bool) -> None:
         self.line.tell(messages.KeepBundles(digests, templates, whole))
 
     def replace_shared_keys(self, callers: list[Caller]) -> None:
-        self.line.tell(messages.SharedKeys(callers))
+        self.line.tell(messages.ReplaceSharedKeys(callers))
 
     # What the worker asks and tells.
 
@@ -82,13 +82,13 @@ class WorkerLine:
                 return await self._reserve(ask)
             case messages.LookUp(model):
                 return await self._brain.look_up(model)
-            case messages.Names():
+            case messages.GetNames():
                 return await self._brain.names()
             case messages.Alive(endpoint_id):
                 return await self._brain.alive(endpoint_id)
             case messages.Expected(model, claim):
                 return await self._brain.expected_s(model, claim)
-            case messages.GetStanding():
+            case messages.GetStatus():
                 return await self._head.standing()
             case messages.GetBundle(digest):
                 return await self._head.bundle(digest)
@@ -103,11 +103,11 @@ class WorkerLine:
                 self._brain.finished(self._held.pop(decision), served)
             case messages.Failed(decision, kind) if decision in self._held:
                 self._brain.failed(self._held.pop(decision), kind)
-            case messages.GivenBack(decision) if decision in self._held:
+            case messages.Withdrawn(decision) if decision in self._held:
                 self._brain.given_back(self._held.pop(decision))
-            case messages.Experienced(experience):
+            case messages.RecordOutcome(experience):
                 self._brain.experienced(experience)
-            case messages.Measured(measures):
+            case messages.PublishMeasurements(measures):
                 self._last = measures.copy()
             case messages.Settle(lease, tokens):
                 self._leases.discard(lease)
@@ -125,7 +125,7 @@ class WorkerLine:
             self._leases.add(ask.lease)
         return answer
 
-    def _latest(self) -> Measures:
+    def _latest(self) -> WorkerMeasurements:
         if isinstance(self._last, msgspec.Raw):
             self._last = _measures.decode(self._last)
         return self._last
@@ -143,14 +143,14 @@ class WorkerLine:
 
 
 @asynccontextmanager
-async def serving_workers(head: Head, path: Path) -> AsyncIterator[None]:
+async def serving_workers(head: ControlProcess, path: Path) -> AsyncIterator[None]:
     """While the block runs. Who may open the folder of `path` may connect."""
     loop = asyncio.get_running_loop()
-    workers: list[WorkerLine] = []
+    workers: list[WorkerConnection] = []
 
     def new_line() -> asyncio.BaseProtocol:
         workers[:] = [each for each in workers if not each.line.lost]
-        workers.append(worker := WorkerLine(head))
+        workers.append(worker := WorkerConnection(head))
         return worker.line
 
     server = await loop.create_unix_server(new_line, sock=_bound(path))

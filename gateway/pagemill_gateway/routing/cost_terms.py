@@ -11,14 +11,14 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from pagemill_gateway.routing.pace import Pace
 from pagemill_gateway.routing.report import PodReport
+from pagemill_gateway.routing.step_time_snapshot import StepTimeSnapshot
 
 HARM_SHARE = 0.1
 """What a millisecond by which a running answer falls behind counts against one of waiting for the first token."""
 
 
-class Terms(NamedTuple):
+class CostTerms(NamedTuple):
     step_ms: float
     """Left of the step that runs now."""
     wait_ms: float
@@ -33,7 +33,7 @@ class Terms(NamedTuple):
         return self.step_ms + self.wait_ms + self.prefill_ms
 
 
-class Standing(NamedTuple):
+class CostBasis(NamedTuple):
     """What a pod's own state says of every request's cost: worked out when it changes, read by every decision."""
 
     predict_ms: Callable[[int, int, int], float]
@@ -59,26 +59,28 @@ class Standing(NamedTuple):
     num_blocks_active: int
 
 
-def standing_of(report: PodReport, pace: Pace, num_unreported: int, num_unreported_tokens: int) -> Standing:
-    """`pace`: the pod's own, or that of one like it while the pod has told none."""
-    num_running, budget = report.num_running, pace.budget
+def cost_basis_of(
+    report: PodReport, snapshot: StepTimeSnapshot, num_unreported: int, num_unreported_tokens: int
+) -> CostBasis:
+    """`snapshot`: the pod's own, or that of one like it while the pod has told none."""
+    num_running, budget = report.num_running, snapshot.budget
     num_ahead = report.num_tokens_waiting + num_unreported_tokens
     num_before = num_running + report.num_waiting + num_unreported
     step_ms = 0.0
     if num_running or num_ahead:
-        step_ms = pace.full_ms if num_ahead >= budget else pace.step_ms(num_ahead)
+        step_ms = snapshot.full_ms if num_ahead >= budget else snapshot.step_ms(num_ahead)
     waits_for_blocks = num_before > 0 and report.num_blocks_active > 0
-    return Standing(
-        pace.model.predict_ms,
-        pace.num_running,
-        pace.num_context_tokens,
+    return CostBasis(
+        snapshot.model.predict_ms,
+        snapshot.num_running,
+        snapshot.num_context_tokens,
         num_ahead,
         num_ahead * num_ahead / 2,
         budget,
-        pace.full_ms,
+        snapshot.full_ms,
         step_ms,
-        pace.decode_ms,
-        HARM_SHARE * num_running * (max(0.0, pace.full_ms - pace.decode_ms) / budget),
+        snapshot.decode_ms,
+        HARM_SHARE * num_running * (max(0.0, snapshot.full_ms - snapshot.decode_ms) / budget),
         num_before + 1 - report.max_num_seqs if 0 < report.max_num_seqs <= num_before else 0,
         report.max_num_seqs,
         report.num_blocks_available * report.block_size if waits_for_blocks else math.inf,
@@ -88,19 +90,19 @@ def standing_of(report: PodReport, pace: Pace, num_unreported: int, num_unreport
     )
 
 
-def expected(
-    standings: Sequence[Standing], cached: Sequence[int], num_prompt_tokens: int, num_output_tokens: float
+def cost_terms(
+    bases: Sequence[CostBasis], cached: Sequence[int], num_prompt_tokens: int, num_output_tokens: float
 ) -> list[tuple[float, float, float, float]]:
-    """Of each pod, of whose caches and by how it stands, the four `Terms`.
+    """Of each pod, of whose caches and by how it stands, the four `CostTerms`.
 
     In one go and without names for them: every decision asks that of every pod.
     """
     rows = []
-    for standing, num_cached in zip(standings, cached, strict=True):
+    for cost_basis, num_cached in zip(bases, cached, strict=True):
         (
             predict_ms, num_running, num_context_tokens, num_ahead, ahead_products, budget, full_ms, step_ms, decode_ms,
             harm_ms, num_over, max_num_seqs, num_roomy_tokens, block_size, num_blocks_available, num_blocks_active,
-        ) = standing  # fmt: skip
+        ) = cost_basis  # fmt: skip
         num_uncached = num_prompt_tokens - num_cached
         if num_uncached < 1:
             num_uncached = 1

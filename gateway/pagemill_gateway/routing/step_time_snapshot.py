@@ -10,7 +10,7 @@ DEFAULT_STEP_TOKENS = 512
 """Budget of a step where the pod has not told it."""
 
 
-class Pace(NamedTuple):
+class StepTimeSnapshot(NamedTuple):
     model: StepTimeModel
     num_running: int
     num_context_tokens: int
@@ -27,9 +27,11 @@ class Pace(NamedTuple):
         return self.model.predict_ms(self.num_running + num_prompt_tokens, self.num_context_tokens, int(products))
 
 
-def pace_of(model: StepTimeModel, max_step_tokens: int, num_running: int, num_context_tokens: int) -> Pace:
+def take_snapshot(
+    model: StepTimeModel, max_step_tokens: int, num_running: int, num_context_tokens: int
+) -> StepTimeSnapshot:
     budget = max(1, (max_step_tokens or DEFAULT_STEP_TOKENS) - num_running)
-    return Pace(
+    return StepTimeSnapshot(
         model=model,
         num_running=num_running,
         num_context_tokens=num_context_tokens,

@@ -16,7 +16,7 @@ from pagemill_protocol import metrics as specs
 PHASES = ("ready", "starting", "stale", "ejected", "sleeping", "draining")
 
 
-class HeadMetrics:
+class ControlProcessMetrics:
     def __init__(self) -> None:
         self._metrics = specs.Metrics(specs.GATEWAY_METRICS)
         self._endpoints: set[tuple[str, str]] = set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from hashlib import blake2b
 
-from pagemill_gateway.brain.interface import Ask, Target
+from pagemill_gateway.brain.interface import RoutingRequest, Target
 from pagemill_gateway.relay.prompt_hashes import PromptHashes
 from pagemill_gateway.routing.prefix_hash import PREFIX_CHARS
 from pagemill_protocol.generate import GenerateRequest
@@ -16,8 +16,10 @@ HeaderOf = Callable[[str], str | None]
 _KEY_BYTES = 16
 
 
-def make_ask(request: GenerateRequest, target: Target, hashes: PromptHashes, prompt_key: bytes, session: bytes) -> Ask:
-    return Ask(
+def make_routing_request(
+    request: GenerateRequest, target: Target, hashes: PromptHashes, prompt_key: bytes, session: bytes
+) -> RoutingRequest:
+    return RoutingRequest(
         num_prompt_tokens=len(request.prompt_token_ids),
         granules=hashes.hashes(
             target.scheme, request.cache_salt, request.prompt_token_ids, adapter_digest=target.adapter_digest

@@ -18,21 +18,21 @@ from typing import Any, TypeVar
 import msgspec
 
 from pagemill_gateway.brain.interface import (
-    NOBODY,
-    Again,
-    Ask,
-    Choice,
-    Claim,
-    Experience,
+    DEFAULT_TICKET,
+    Assignment,
+    CompletedRequest,
     FailureKind,
-    Served,
+    QueueTicket,
+    RequestOutcome,
+    RetryContext,
+    RoutingRequest,
     ServedName,
     Target,
 )
-from pagemill_gateway.desks import LocalWorker, Standing
 from pagemill_gateway.ipc import messages
-from pagemill_gateway.ipc.line import Line, LineLost
+from pagemill_gateway.ipc.connection import IpcConnection, IpcConnectionLost
 from pagemill_gateway.limits import store
+from pagemill_gateway.ports import GatewayStatus, LocalWorkerPort
 from pagemill_protocol.errors import PagemillError, unavailable
 
 CONNECT_INTERVAL_S = 0.05
@@ -45,21 +45,21 @@ MEASURES_INTERVAL_S = 1.0
 MAX_ASKED = 2
 """Heads that one question is put to."""
 
-_Line = Line[messages.ToWorker]
+_Line = IpcConnection[messages.ToWorker]
 Value = TypeVar("Value")
 _to_worker = msgspec.msgpack.Decoder(messages.ToWorker)
 _names = msgspec.msgpack.Decoder(list[ServedName])
 _target = msgspec.msgpack.Decoder(Target)
-_choice = msgspec.msgpack.Decoder(Choice)
+_choice = msgspec.msgpack.Decoder(Assignment)
 _bool = msgspec.msgpack.Decoder(bool)
 _seconds: msgspec.msgpack.Decoder[float | None] = msgspec.msgpack.Decoder(float | None)
 _answer = msgspec.msgpack.Decoder(store.Answer)
-_standing = msgspec.msgpack.Decoder(Standing)
+_standing = msgspec.msgpack.Decoder(GatewayStatus)
 _bytes = msgspec.msgpack.Decoder(bytes)
 _encoder = msgspec.msgpack.Encoder()
 
 
-class HeadLine:
+class ControlProcessClient:
     """Create inside a running event loop, `start` with the worker, `close` at its end."""
 
     def __init__(self, path: Path) -> None:
@@ -68,14 +68,14 @@ class HeadLine:
         self._line: _Line | None = None
         self._connected = asyncio.Event()
         self._lost = asyncio.Event()
-        self._worker: LocalWorker | None = None
+        self._worker: LocalWorkerPort | None = None
         self._num_told = -1
         """Of what the worker has measured, when this head was last told."""
         self._reserved: dict[str, store.Ask] = {}
-        self._standing = Standing(False, False, AWAY, 0)
+        self._standing = GatewayStatus(False, False, AWAY, 0)
         self._tasks: list[asyncio.Task[None]] = []
 
-    def start(self, worker: LocalWorker) -> None:
+    def start(self, worker: LocalWorkerPort) -> None:
         self._worker = worker
         self._tasks = [asyncio.create_task(self._stay_connected()), asyncio.create_task(self._tell_measures(worker))]
 
@@ -92,56 +92,56 @@ class HeadLine:
     # `brain.interface.Brain`.
 
     async def names(self) -> list[ServedName]:
-        return await self._ask(messages.Names(), _names)
+        return await self._ask(messages.GetNames(), _names)
 
     async def look_up(self, model: str) -> Target:
         return await self._ask(messages.LookUp(model), _target)
 
-    async def find(self, model: str, claim: Claim = NOBODY) -> Target:
+    async def find(self, model: str, claim: QueueTicket = DEFAULT_TICKET) -> Target:
         return await self._ask(messages.Find(model, claim), _target)
 
     async def choose(
         self,
         target: Target,
         tried: frozenset[str],
-        ask: Ask,
+        ask: RoutingRequest,
         *,
-        claim: Claim = NOBODY,
-        again: Again | None = None,
-    ) -> Choice:
+        claim: QueueTicket = DEFAULT_TICKET,
+        again: RetryContext | None = None,
+    ) -> Assignment:
         return await self._ask(messages.Choose(target, tried, ask, claim, again), _choice, undo=_give_back)
 
-    def accepted(self, choice: Choice) -> None:
+    def accepted(self, choice: Assignment) -> None:
         self._tell(messages.Accepted(choice.decision))
 
-    def started(self, choice: Choice, ttft_ms: float | None = None) -> None:
+    def started(self, choice: Assignment, ttft_ms: float | None = None) -> None:
         self._tell(messages.Started(choice.decision, ttft_ms))
 
     async def alive(self, endpoint_id: str) -> bool:
         """While the head is away nobody can say, and no answer is to suffer of that."""
         if self._line is not None:
-            with suppress(LineLost):
+            with suppress(IpcConnectionLost):
                 return await self._line.ask(messages.Alive(endpoint_id), _bool)
         return True
 
-    async def expected_s(self, model: str, claim: Claim) -> float | None:
+    async def expected_s(self, model: str, claim: QueueTicket) -> float | None:
         """Nobody knows while the head is away."""
         if self._line is not None:
-            with suppress(LineLost):
+            with suppress(IpcConnectionLost):
                 return await self._line.ask(messages.Expected(model, claim), _seconds)
         return None
 
-    def finished(self, choice: Choice, served: Served | None = None) -> None:
+    def finished(self, choice: Assignment, served: CompletedRequest | None = None) -> None:
         self._tell(messages.Finished(choice.decision, served))
 
-    def failed(self, choice: Choice, kind: FailureKind) -> None:
+    def failed(self, choice: Assignment, kind: FailureKind) -> None:
         self._tell(messages.Failed(choice.decision, kind))
 
-    def given_back(self, choice: Choice) -> None:
-        self._tell(messages.GivenBack(choice.decision))
+    def given_back(self, choice: Assignment) -> None:
+        self._tell(messages.Withdrawn(choice.decision))
 
-    def experienced(self, experience: Experience) -> None:
-        self._tell(messages.Experienced(experience))
+    def experienced(self, experience: RequestOutcome) -> None:
+        self._tell(messages.RecordOutcome(experience))
 
     # `limits.store.Store`; `close` is this one's as well.
 
@@ -163,13 +163,13 @@ class HeadLine:
         self._reserved[ask.lease] = ask
         self._tell(messages.Adopt([ask]))
 
-    # `desks.HeadDesk`.
+    # `ports.HeadDesk`.
 
-    async def standing(self) -> Standing:
+    async def standing(self) -> GatewayStatus:
         """The latest one while the head is away: probes must neither wait nor fail for that."""
         if self._line is not None:
-            with suppress(LineLost):
-                self._standing = await self._line.ask(messages.GetStanding(), _standing)
+            with suppress(IpcConnectionLost):
+                self._standing = await self._line.ask(messages.GetStatus(), _standing)
                 return self._standing
         return self._standing._replace(detail=AWAY)
 
@@ -187,7 +187,7 @@ class HeadLine:
         """Asked anew when the head dies over it, but not for ever: the question may be the cause."""
         for _ in range(MAX_ASKED):
             line = await self._some_line()
-            with suppress(LineLost):
+            with suppress(IpcConnectionLost):
                 return await line.ask(question, decoder, partial(undo, line) if undo is not None else None)
         raise _undecided()
 
@@ -204,13 +204,13 @@ class HeadLine:
         if self._line is not None:
             self._line.tell(note)
 
-    async def _tell_measures(self, worker: LocalWorker) -> None:
+    async def _tell_measures(self, worker: LocalWorkerPort) -> None:
         """Once a second, while anything is measured."""
         while True:
             await asyncio.sleep(MEASURES_INTERVAL_S)
             if self._line is not None and worker.num_measured != self._num_told:
                 self._num_told = worker.num_measured
-                self._tell(messages.Measured(msgspec.Raw(_encoder.encode(worker.measures()))))
+                self._tell(messages.PublishMeasurements(msgspec.Raw(_encoder.encode(worker.measures()))))
 
     async def _stay_connected(self) -> None:
         loop = asyncio.get_running_loop()
@@ -222,7 +222,7 @@ class HeadLine:
             await asyncio.sleep(CONNECT_INTERVAL_S)
 
     def _new_line(self) -> _Line:
-        line: _Line = Line(
+        line: _Line = IpcConnection(
             _to_worker, on_question=self._answer, on_note=lambda note: self._note(line, note), on_lost=self._end
         )
         return line
@@ -246,20 +246,20 @@ class HeadLine:
                 return await self._worker.measure(endpoint_ids)
         raise ValueError(f"nobody asks a worker {type(question).__name__}")
 
-    def _note(self, line: _Line, note: messages.HeadNote) -> None:
+    def _note(self, line: _Line, note: messages.ControlNote) -> None:
         assert self._worker is not None
         if self._line is None:
             self._begin(line)
         match note:
             case messages.KeepBundles(digests, templates, whole):
                 self._worker.keep_bundles(digests, templates, whole=whole)
-            case messages.SharedKeys(callers):
+            case messages.ReplaceSharedKeys(callers):
                 self._worker.replace_shared_keys(callers)
 
 
-def _give_back(line: _Line, choice: Choice) -> None:
+def _give_back(line: _Line, choice: Assignment) -> None:
     """Nobody waits for it any more."""
-    line.tell(messages.GivenBack(choice.decision))
+    line.tell(messages.Withdrawn(choice.decision))
 
 
 def _undecided() -> PagemillError:

@@ -21,7 +21,7 @@ MAX_STEPS = 512
 """More are not played, forward or to catch up: the rest of a prompt counts as full steps like the last one."""
 
 
-class Coming(NamedTuple):
+class PendingPrompt(NamedTuple):
     """Prompt tokens that wait for their steps."""
 
     at_s: float
@@ -33,7 +33,7 @@ class Coming(NamedTuple):
     """That run once its prompt is through; 0: counted already."""
 
 
-class Course:
+class StepSimulation:
     """An engine's steps from now on. All times are the reader's clock, in seconds."""
 
     def __init__(self, model: StepTimeModel, max_step_tokens: int, *, overlaps: bool, drift: float = 0.0) -> None:
@@ -47,7 +47,7 @@ class Course:
         """Rows that take a token of every step."""
         self.num_context_tokens = 0
         """What those read."""
-        self.queue: deque[Coming] = deque()
+        self.queue: deque[PendingPrompt] = deque()
         self._end_s: float | None = None
         """Of the step that runs; `None`: none does."""
         self._next_ms = 0.0
@@ -78,7 +78,7 @@ class Course:
                 self._step(self._end_s)
         self._end_s = now_s
 
-    def through_s(self, coming: Coming) -> float:
+    def through_s(self, coming: PendingPrompt) -> float:
         """When this prompt has its first token, if it comes behind all others. Changes nothing."""
         play = self._copy()
         play.advance(coming.at_s)
@@ -92,8 +92,8 @@ class Course:
                 return play._through_s
         return play._rest_s()
 
-    def _copy(self) -> Course:
-        play = Course.__new__(Course)
+    def _copy(self) -> StepSimulation:
+        play = StepSimulation.__new__(StepSimulation)
         play._model, play._max_step_tokens, play._overlaps = self._model, self._max_step_tokens, self._overlaps
         play._decode_factor, play._prompt_factor = self._decode_factor, self._prompt_factor
         play.num_answers, play.num_context_tokens = self.num_answers, self.num_context_tokens

@@ -14,7 +14,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import msgspec
 
-from pagemill_gateway.ipc.messages import Answer, Call, GivenUp, Refusal
+from pagemill_gateway.ipc.messages import Abandoned, Call, Refusal, Reply
 from pagemill_protocol.errors import PagemillError, internal_error
 from pagemill_protocol.frames import FrameError, MessageDecoder, encode_message
 
@@ -31,17 +31,17 @@ Asked = Callable[[Any], Coroutine[Any, Any, object]]
 """Answers a question of the peer."""
 
 
-class LineLost(ConnectionError):
+class IpcConnectionLost(ConnectionError):
     """The peer is gone."""
 
 
-class _Waiting(NamedTuple):
+class _PendingReply(NamedTuple):
     future: asyncio.Future[Any]
     decoder: msgspec.msgpack.Decoder[Any]
     undo: Callable[[Any], None] | None
 
 
-class Line(asyncio.Protocol, Generic[Incoming]):
+class IpcConnection(asyncio.Protocol, Generic[Incoming]):
     """One end. `Incoming`: what the peer may say."""
 
     def __init__(
@@ -61,7 +61,7 @@ class Line(asyncio.Protocol, Generic[Incoming]):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._outbox: list[bytes] = []
-        self._waiting: dict[int, _Waiting] = {}
+        self._waiting: dict[int, _PendingReply] = {}
         self._num_questions = 0
         self._answering: dict[int, asyncio.Task[None]] = {}
         self.lost = False
@@ -72,15 +72,15 @@ class Line(asyncio.Protocol, Generic[Incoming]):
     async def ask(
         self, question: object, decoder: msgspec.msgpack.Decoder[Value], undo: Callable[[Value], None] | None = None
     ) -> Value:
-        """The peer's answer. Raises `PagemillError` when it refuses, `LineLost` when it is gone.
+        """The peer's answer. Raises `PagemillError` when it refuses, `IpcConnectionLost` when it is gone.
 
         `undo` gets an answer that came although nobody waited for it any more.
         """
         if self.lost:
-            raise LineLost
+            raise IpcConnectionLost
         self._num_questions = number = self._num_questions + 1
         future: asyncio.Future[Value] = self._loop.create_future()
-        self._waiting[number] = _Waiting(future, decoder, undo)
+        self._waiting[number] = _PendingReply(future, decoder, undo)
         self._send(Call(number, question))
         try:
             return await future
@@ -88,7 +88,7 @@ class Line(asyncio.Protocol, Generic[Incoming]):
             if not future.cancelled() and future.exception() is None and undo is not None:
                 undo(future.result())
             elif number in self._waiting:
-                self._send(GivenUp(number))
+                self._send(Abandoned(number))
             raise
 
     def tell(self, note: object) -> None:
@@ -124,14 +124,14 @@ class Line(asyncio.Protocol, Generic[Incoming]):
         waiting, self._waiting = self._waiting, {}
         for each in waiting.values():
             if not each.future.done():
-                each.future.set_exception(LineLost())
+                each.future.set_exception(IpcConnectionLost())
         self._on_lost()
         self._gone.set_result(None)
 
     # Inside.
 
     def _take(self, message: object) -> None:
-        if isinstance(message, Answer):
+        if isinstance(message, Reply):
             self._answered(message)
         elif isinstance(message, Refusal):
             self._refused(message)
@@ -139,7 +139,7 @@ class Line(asyncio.Protocol, Generic[Incoming]):
             task = self._loop.create_task(self._answer(message.number, message.question))
             self._answering[message.number] = task
             task.add_done_callback(partial(self._done, message.number))
-        elif isinstance(message, GivenUp):
+        elif isinstance(message, Abandoned):
             if message.number in self._answering:
                 self._answering[message.number].cancel()
         else:
@@ -152,7 +152,7 @@ class Line(asyncio.Protocol, Generic[Incoming]):
             # It is about one request; all others of the peer's must not suffer.
             logger.exception("a note of the other process cannot be taken")
 
-    def _answered(self, answer: Answer) -> None:
+    def _answered(self, answer: Reply) -> None:
         waiting = self._waiting.pop(answer.number, None)
         if waiting is None:
             return
@@ -176,7 +176,7 @@ class Line(asyncio.Protocol, Generic[Incoming]):
             logger.exception("a question of the other process cannot be answered")
             self._send(refusal_of(number, internal_error()))
         else:
-            self._send(Answer(number, msgspec.Raw(_encoder.encode(value))))
+            self._send(Reply(number, msgspec.Raw(_encoder.encode(value))))
 
     def _done(self, number: int, task: asyncio.Task[None]) -> None:
         """One answer or refusal, whatever happened: the peer keeps its question until then."""
