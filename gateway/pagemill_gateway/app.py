@@ -25,7 +25,7 @@ MAX_CATALOG_BYTES = 64 * 1024 * 1024
 def data_app(worker: Worker) -> ASGIApp:
     """What clients see."""
     models, tokens = ModelRoutes(worker), TokenRoutes(worker)
-    health = HealthRoutes(worker.head, lambda: worker.draining)
+    health = HealthRoutes(worker.control, lambda: worker.draining)
     hot: dict[str, ASGIApp] = {
         "/v1/chat/completions": GenerateRoute(worker, "chat"),
         "/v1/completions": GenerateRoute(worker, "completions"),

@@ -61,7 +61,7 @@ class ControlProcess:
         """The drain is over: what streams for ever ends now."""
         credentials = _credentials(config) if config.discovery == "kubernetes" else None
         self.metrics = ControlProcessMetrics()
-        self.metrics.brain_restarted(num_before)
+        self.metrics.control_process_restarted(num_before)
         self.brain = LocalBrain(config, first_decision=num_before * DECISIONS_OF_ONE_BRAIN)
         self._workers: list[WorkerPort] = []
         self.recount = Recount(config.workers if num_before else 0)
@@ -73,7 +73,7 @@ class ControlProcess:
         self.session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0), cookie_jar=aiohttp.DummyCookieJar(), trust_env=False
         )
-        self.bundles = Bundles(self.session, keeps_tokenizers=keeps_tokenizers, on_news=self._publish_bundles)
+        self.bundles = Bundles(self.session, keeps_tokenizers=keeps_tokenizers, on_change=self._publish_bundles)
         self._streams = StateStreams(self.session, self.brain, self.bundles, config)
         self.discovery: KubernetesDiscovery | None = None
         if credentials is not None:
@@ -85,7 +85,7 @@ class ControlProcess:
 
     # What workers ask.
 
-    async def standing(self) -> GatewayStatus:
+    async def status(self) -> GatewayStatus:
         return GatewayStatus(self.ready, self.draining, self.detail, self.started_unix_s)
 
     async def metrics_text(self) -> bytes:
@@ -107,7 +107,7 @@ class ControlProcess:
     def attach(self, worker: WorkerPort) -> None:
         """It is told at once what is in use: the word that the worker waits for."""
         self._workers.append(worker)
-        self._tell_bundles(worker)
+        self._send_bundles(worker)
         if self._shared_keys is not None:
             worker.replace_shared_keys(self._shared_keys)
 
@@ -182,9 +182,9 @@ class ControlProcess:
 
     def _publish_bundles(self) -> None:
         for worker in self._workers:
-            self._tell_bundles(worker)
+            self._send_bundles(worker)
 
-    def _tell_bundles(self, worker: WorkerPort) -> None:
+    def _send_bundles(self, worker: WorkerPort) -> None:
         """Workers outlive heads: what they have is not forgotten before the engines were asked what they need."""
         worker.keep_bundles(self.bundles.digests, self._templates, whole=self._has_asked_all())
 

@@ -10,21 +10,21 @@ from pagemill_gateway.worker import Worker
 
 
 class Gateway(NamedTuple):
-    head: ControlProcess
+    control: ControlProcess
     worker: Worker
 
     async def close(self) -> None:
         await self.worker.close()
-        await self.head.close()
+        await self.control.close()
 
 
 async def open_gateway(config: GatewayConfig) -> Gateway:
     """Raises `SettingsError`."""
-    head = ControlProcess(config)
+    control = ControlProcess(config)
     try:
-        worker = Worker(config, head.brain, head.sharing.store, head, head.bundles)
+        worker = Worker(config, control.brain, control.sharing.store, control, control.bundles)
     except BaseException:
-        await head.close()
+        await control.close()
         raise
-    head.attach(worker)
-    return Gateway(head, worker)
+    control.attach(worker)
+    return Gateway(control, worker)

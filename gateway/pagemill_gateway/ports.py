@@ -35,7 +35,7 @@ class WorkerMeasurements(NamedTuple):
 class ControlProcessPort(Protocol):
     """What workers ask."""
 
-    async def standing(self) -> GatewayStatus: ...
+    async def status(self) -> GatewayStatus: ...
 
     async def bundle(self, digest: str) -> bytes:
         """The tokenizer bundle of this digest. Raises `PagemillError` 503 when no engine has it any more."""

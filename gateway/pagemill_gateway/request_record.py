@@ -41,7 +41,7 @@ class RequestRecord:
     route: str
     request_id: str = ""
     started_at: float = field(default_factory=time.monotonic)
-    claim: QueueTicket = DEFAULT_TICKET
+    ticket: QueueTicket = DEFAULT_TICKET
     """Who asks, as far as all prompts of the request have it in common."""
     model: str = ""
     """The deployment's own name, never what the client wrote: metrics must not grow with what clients invent."""
@@ -91,19 +91,19 @@ class RequestRecord:
         self.queued_s = target.queued_s
         self.prepare_s = self.duration_s() - target.queued_s
         if len(requests) > 1:
-            self.claim = self.claim._replace(num_bytes=self.claim.num_bytes // len(requests))
+            self.ticket = self.ticket._replace(num_bytes=self.ticket.num_bytes // len(requests))
 
     @property
     def endpoints(self) -> list[str]:
         return [attempt.endpoint_id for attempt in self.attempts]
 
-    def chosen(self, choice: Assignment) -> AttemptRecord:
+    def chosen(self, assignment: Assignment) -> AttemptRecord:
         """The attempt at it begins."""
-        cached = choice.predicted_cached_tokens
-        attempt = AttemptRecord(choice.endpoint_id, choice.policy, cached, choice.queued_s)
+        cached = assignment.predicted_cached_tokens
+        attempt = AttemptRecord(assignment.endpoint_id, assignment.policy, cached, assignment.queued_s)
         self.attempts.append(attempt)
-        basis = "" if choice.believed else "; own counts"
-        route = f"{choice.policy}; {choice.endpoint_id}; cached={cached}; decision={choice.decision}"
+        basis = "" if assignment.believed else "; own counts"
+        route = f"{assignment.policy}; {assignment.endpoint_id}; cached={cached}; decision={assignment.decision}"
         self.route_header = f"{route}{basis}"
         return attempt
 

@@ -47,7 +47,7 @@ async def serve(config: GatewayConfig) -> None:
                 collect_seldom()
                 log_event("listening", url=url_of(data_socket), control_url=url_of(control_socket))
                 await stopped(stop, data, control)
-                gateway.head.draining = True
+                gateway.control.draining = True
                 await drain(gateway.worker, stop, data.refuse_connections)
     finally:
         await gateway.close()
@@ -65,15 +65,15 @@ async def listening(
     gateway: Gateway, data_socket: socket.socket, control_socket: socket.socket
 ) -> AsyncIterator[tuple[Listening, Listening]]:
     """Serve both ports while the block runs."""
-    config = gateway.head.config
+    config = gateway.control.config
     async with (
         serving(data_app(gateway.worker), data_socket, config) as data,
-        serving(control_app(gateway.head), control_socket, config) as control,
+        serving(control_app(gateway.control), control_socket, config) as control,
     ):
         try:
             yield data, control
         finally:
-            gateway.head.closing.set()
+            gateway.control.closing.set()
 
 
 @asynccontextmanager

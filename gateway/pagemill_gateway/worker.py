@@ -45,14 +45,14 @@ class Worker:
         config: GatewayConfig,
         brain: Brain,
         store: Store,
-        head: ControlProcessPort,
+        control: ControlProcessPort,
         bundles: Bundles | None = None,
     ) -> None:
         """`bundles`: those of the head, where it is in this process."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self.config = config
         self.brain = brain
-        self.head = head
+        self.control = control
         self.draining = False
         shares_keys = config.redis is not None and config.redis.keys
         self.keys = KeyRing(config.api_keys, open_keys_file(config.api_keys_file), shared=shares_keys)
@@ -63,10 +63,10 @@ class Worker:
         self.limiter = Limiter(store, self.metrics)
         self.tracing = open_tracing(config.tracing)
         self._owns_bundles = bundles is None
-        self.bundles = bundles if bundles is not None else Bundles(None, source=head.bundle)
+        self.bundles = bundles if bundles is not None else Bundles(None, source=control.bundle)
         self._loading: set[asyncio.Task[None]] = set()
         self._keep_alive = KeepAlive(config.keep_alive_interval_s)
-        self.preparation = Preparation(brain, self.bundles, self._keep_alive, config.remembered_granules)
+        self.preparation = Preparation(brain, self.bundles, self._keep_alive, config.remembered_prefix_chunks)
         self._upstream = Upstream(config, UPSTREAM_KEEPALIVE_S)
         self.relay = Relay(
             brain,
@@ -89,7 +89,7 @@ class Worker:
 
     def measures(self) -> WorkerMeasurements:
         samples = self.metrics.samples(
-            body_bytes=self.gate.num_bytes, journal_tokens=self.relay.journal_room.num_tokens
+            body_bytes=self.gate.num_bytes, journal_tokens=self.relay.journal_capacity.num_tokens
         )
         return WorkerMeasurements(samples, self.gate.num_inside)
 

@@ -147,13 +147,13 @@ class ClusterSimulation:
     async def _route(self, conversation: Conversation, turn: int, token_ids: list[int]) -> None:
         arrival_s = self._events.now_s
         target = self.brain.resolve(conversation.adapter or MODEL)
-        granules = self._hashes.hashes(target.scheme, "", token_ids, adapter_digest=target.adapter_digest)
+        prefix_chunks = self._hashes.hashes(target.scheme, "", token_ids, adapter_digest=target.adapter_digest)
         key = token_bytes(conversation.user_token_ids[:KEY_TOKENS])
-        ask = RoutingRequest(
-            len(token_ids), granules, target.scheme.granule_tokens, key, adapter_digest=target.adapter_digest
+        routing_request = RoutingRequest(
+            len(token_ids), prefix_chunks, target.scheme.prefix_chunk_tokens, key, adapter_digest=target.adapter_digest
         )
-        claim = QueueTicket(arrived_at=arrival_s, max_tokens=conversation.turns[turn].num_output_tokens)
-        choice = await self.brain.choose(target, frozenset(), ask, claim=claim)
+        ticket = QueueTicket(arrived_at=arrival_s, max_tokens=conversation.turns[turn].num_output_tokens)
+        choice = await self.brain.choose(target, frozenset(), routing_request, ticket=ticket)
         self._send(choice, conversation, turn, token_ids, arrival_s)
 
     def _send(
@@ -193,7 +193,7 @@ class ClusterSimulation:
         self._totals[0] += len(course.token_ids)
         self._totals[1] += num_cached_tokens
         missed = num_cached_tokens - course.choice.predicted_cached_tokens
-        self._totals[2] += 0 <= missed < course.choice.granule_tokens
+        self._totals[2] += 0 <= missed < course.choice.prefix_chunk_tokens
 
     def _finish(self, course: _Course) -> None:
         self.brain.finished(course.choice, CompletedRequest(len(course.output)))

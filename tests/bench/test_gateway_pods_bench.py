@@ -101,7 +101,7 @@ def test_a_gateway_is_whole_when_every_pod_is_ready_and_every_granule_known() ->
         return (
             f'pagemill_gateway_endpoints{{model="m",phase="stale"}} 0.0\n'
             f'pagemill_gateway_endpoints{{model="m",phase="ready"}} {ready}.0\n'
-            f"pagemill_gateway_prefix_granules {granules}.0\n"
+            f"pagemill_gateway_prefix_chunks {granules}.0\n"
         )
 
     assert SIZE.num_distinct == 3 * 48 + 16

@@ -296,7 +296,7 @@ class GatewayUnderTest:
         self.session = aiohttp.ClientSession()
 
     def record(self, engine: FakeEngine) -> Any:
-        return self.gateway.head.brain.registry.endpoints[engine.name]
+        return self.gateway.control.brain.registry.endpoints[engine.name]
 
     async def know(self, *engines: FakeEngine) -> None:
         """Return when the gateway can route to all of `engines`."""

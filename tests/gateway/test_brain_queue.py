@@ -147,11 +147,11 @@ async def test_a_queue_of_length_zero_lets_nobody_wait() -> None:
 async def test_a_wait_that_is_too_long_ends_with_503_and_counts_all_waits() -> None:
     world = World(Pod("a", seats=1, blocks=1000), queue=limits(timeout_s=10))
     await world.ask()
-    first, again = world.ask(), world.ask(waited_s=8.0)
+    first, retry = world.ask(), world.ask(waited_s=8.0)
     await settle()
     await world.pass_time(3)
     with pytest.raises(PagemillError) as refusal:
-        await again
+        await retry
     assert (refusal.value.status, refusal.value.code) == (503, "server_is_overloaded")
     assert refusal.value.retry_after_s is not None
     assert 1 <= refusal.value.retry_after_s <= 120
@@ -199,15 +199,15 @@ async def test_after_two_reroutes_a_request_waits_although_others_say_that_they_
     world = World(*[Pod(name, seats=8, blocks=1000) for name in "abcde"])
     tried: frozenset[str] = frozenset()
     for num_refusals in range(3):
-        claim = QueueTicket(num_refusals=num_refusals, arrived_at=world.clock.now)
-        question = spawn(world.brain.choose(world.target, tried, RoutingRequest(100), claim=claim))
+        ticket = QueueTicket(num_refusals=num_refusals, arrived_at=world.clock.now)
+        question = spawn(world.brain.choose(world.target, tried, RoutingRequest(100), ticket=ticket))
         await settle()
         choice = await question
         assert choice.endpoint_id not in tried
         tried |= {choice.endpoint_id}
         world.brain.failed(choice, "refused")
-    claim = QueueTicket(num_refusals=3, paid=True, arrived_at=world.clock.now)
-    waiting = spawn(world.brain.choose(world.target, tried, RoutingRequest(100), claim=claim))
+    ticket = QueueTicket(num_refusals=3, paid=True, arrived_at=world.clock.now)
+    waiting = spawn(world.brain.choose(world.target, tried, RoutingRequest(100), ticket=ticket))
     await settle()
     assert not waiting.done()
     world.report()
@@ -235,7 +235,7 @@ async def test_requests_wait_in_the_same_queue_while_the_only_pod_is_gone() -> N
     finding = asyncio.ensure_future(world.brain.find("m", QueueTicket(num_bytes=70, arrived_at=world.clock.now)))
     placing = spawn(
         world.brain.choose(
-            target, frozenset(), RoutingRequest(10), claim=QueueTicket(num_bytes=30, arrived_at=world.clock.now)
+            target, frozenset(), RoutingRequest(10), ticket=QueueTicket(num_bytes=30, arrived_at=world.clock.now)
         )
     )
     await settle()
@@ -405,9 +405,9 @@ async def test_a_lost_answer_leaves_nothing_behind_and_is_reserved_once_more_els
     world.arrive(choice, 100)
     before = world.brain.registry.endpoints[choice.endpoint_id]
     num_blocks = before.reserved.num_blocks
-    again = world.kill(choice, num_tokens=7)
+    retry = world.kill(choice, num_tokens=7)
     assert (before.in_flight, len(before.reserved), before.reserved.num_blocks) == (0, 0, 0)
-    second = await world.ask_again(again)
+    second = await world.ask_again(retry)
     after = world.brain.registry.endpoints[second.endpoint_id]
     assert second.endpoint_id != choice.endpoint_id
     assert after.reserved.num_blocks == num_blocks, "prompt and whole answer, as it was"
@@ -520,10 +520,10 @@ async def test_what_waits_for_its_own_weights_holds_up_nobody() -> None:
 async def test_continuing_costs_its_key_nothing_and_its_engine_all_that_is_there() -> None:
     world = World(Pod("a", seats=1, blocks=1000))
     deployment = world.brain.registry.deployments["default/d"]
-    claim = QueueTicket(key="k", max_tokens=20)
+    ticket = QueueTicket(key="k", max_tokens=20)
 
-    def order(again: RetryContext | None, trial: Probe = "none") -> PlacementRequest:
-        return make_placement_request(deployment, world.target, frozenset(), RoutingRequest(100), claim, again, trial)
+    def order(retry: RetryContext | None, probe: Probe = "none") -> PlacementRequest:
+        return make_placement_request(deployment, world.target, frozenset(), RoutingRequest(100), ticket, retry, probe)
 
     first, continued = order(None), order(RetryContext(1, "a", "lost", "w", 10))
     assert (first.work.num_prompt_tokens, continued.work.num_prompt_tokens) == (100, 110)

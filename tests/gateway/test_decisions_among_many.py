@@ -212,23 +212,23 @@ class World:
             case 8 if self.choices and rng.random() < 0.3:
                 brain.failed(self.choices.pop(rng.randrange(len(self.choices))), rng.choice(FAILURES))
             case 9:
-                rng.choice([brain.unreachable, brain.let_go])(name)
+                rng.choice([brain.unreachable, brain.drain])(name)
 
     def ask(self) -> RoutingRequest:
-        granules = PREFIX[: self.rng.randrange(5)]
+        prefix_chunks = PREFIX[: self.rng.randrange(5)]
         session = self.rng.choice([b"", b"", b"s"])
-        return RoutingRequest(self.rng.choice([10, 257, 900]), granules, GRANULE_TOKENS, b"", session)
+        return RoutingRequest(self.rng.choice([10, 257, 900]), prefix_chunks, GRANULE_TOKENS, b"", session)
 
-    def seen_anew(self, record: EndpointRecord, ask: RoutingRequest) -> Candidate:
+    def seen_anew(self, record: EndpointRecord, routing_request: RoutingRequest) -> Candidate:
         placement = self.brain.placement
         fresh, session = record.reports.fresh(self.clock.now), False
-        if ask.session:
-            session = placement._sessions.endpoint("default/d", ask.session) == record.endpoint.id
+        if routing_request.session:
+            session = placement._sessions.endpoint("default/d", routing_request.session) == record.endpoint.id
         bit, depth = placement.index.bit(record.endpoint.id), 0
-        findable = ask.granules[: (ask.num_prompt_tokens - 1) // GRANULE_TOKENS]
+        findable = routing_request.prefix_chunks[: (routing_request.num_prompt_tokens - 1) // GRANULE_TOKENS]
         while fresh and depth < len(findable):
-            granule = findable[depth]
-            if not (placement.index.has(granule, bit) or placement.predictions.pods.get(granule, 0) & bit):
+            chunk = findable[depth]
+            if not (placement.index.has(chunk, bit) or placement.predictions.pods.get(chunk, 0) & bit):
                 break
             depth += 1
         record.seen.clear()
@@ -248,14 +248,14 @@ def test_what_the_brain_keeps_of_endpoints_is_what_it_would_find_if_it_looked_ag
         usable = [name for name, record in twin.brain.registry.endpoints.items() if record.usable]
         if not usable:
             continue
-        ask, same = world.ask(), twin.ask()
-        assert ask == same
+        routing_request, same = world.ask(), twin.ask()
+        assert routing_request == same
         target = world.brain.resolve("m")
         assert target == twin.brain.resolve("m")
         twin.brain.placement.predictions.expire(twin.clock.now)
         among = [twin.brain.registry.endpoints[name] for name in usable]
-        expected = [twin.seen_anew(record, ask) for record in among]
-        choices = [asyncio.run(each.brain.choose(target, NOTHING, ask)) for each in (world, twin)]
+        expected = [twin.seen_anew(record, routing_request) for record in among]
+        choices = [asyncio.run(each.brain.choose(target, NOTHING, routing_request)) for each in (world, twin)]
         assert choices[0] == choices[1]
         for each, choice in zip((world, twin), choices, strict=True):
             each.choices.append(choice)

@@ -72,7 +72,7 @@ def test_an_engine_that_never_spoke_is_unknown_and_none_at_all_is_a_zero() -> No
 def test_an_engine_that_left_and_is_silent_is_no_riddle() -> None:
     registry = registry_with(EngineLoad(num_blocks_total=10), None)
     for record in registry.endpoints.values():
-        record.let_go = True
+        record.draining = True
     assert measured(registry, 200.0).engines.truth == "value", "both were on their way out"
 
 
@@ -154,7 +154,7 @@ async def test_somebody_who_waits_for_an_engine_is_told_at_once_and_served_when_
     answer = await waiting
     assert (await answer.content.readline()).startswith(b": waiting")
     await engines[0].start()
-    gateway.gateway.head.apply_catalog(fake.catalog_of(engines[0], wakes=True, queue=queue))
+    gateway.gateway.control.apply_catalog(fake.catalog_of(engines[0], wakes=True, queue=queue))
     assert (await answer.read()).endswith(b"data: [DONE]\n\n")
 
 
@@ -188,7 +188,7 @@ async def test_the_stream_ends_with_the_gateway(engines, gateways) -> None:
     gateway = await gateways(engines[0], control_token="t0ken")
     async with reading(gateway, "t0ken") as response:
         await response.content.readany()
-        gateway.gateway.head.closing.set()
+        gateway.gateway.control.closing.set()
         async with asyncio.timeout(5):
             while await response.content.readany():
                 pass

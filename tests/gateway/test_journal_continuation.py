@@ -94,12 +94,12 @@ class Engines:
         self,
         target: Target,
         tried: frozenset[str],
-        ask: RoutingRequest,
+        routing_request: RoutingRequest,
         *,
-        claim: QueueTicket = DEFAULT_TICKET,
-        again: RetryContext | None = None,
+        ticket: QueueTicket = DEFAULT_TICKET,
+        retry: RetryContext | None = None,
     ) -> Assignment:
-        self.agains.append(again)
+        self.agains.append(retry)
         return Assignment(len(self.agains), f"engine-{len(self.agains)}", "", "")
 
     def accepted(self, choice: Assignment) -> None: ...
@@ -109,7 +109,7 @@ class Engines:
     async def alive(self, endpoint_id: str) -> bool:
         return True
 
-    async def expected_s(self, model: str, claim: QueueTicket) -> float | None:
+    async def expected_s(self, model: str, ticket: QueueTicket) -> float | None:
         return None
 
     def finished(self, choice: Assignment, served: CompletedRequest | None = None) -> None: ...
@@ -195,7 +195,9 @@ def _by_choice(data: bytes) -> dict[int, list[bytes]]:
     return events
 
 
-def serve(engines: Engines, request: GenerateRequest, room: int = 10_000, max_attempts: int = 5) -> tuple[bytes, Usage]:
+def serve(
+    engines: Engines, request: GenerateRequest, capacity: int = 10_000, max_attempts: int = 5
+) -> tuple[bytes, Usage]:
     """The client's bytes and the usage."""
     written: list[bytes] = []
 
@@ -210,7 +212,7 @@ def serve(engines: Engines, request: GenerateRequest, room: int = 10_000, max_at
             WorkerMetrics(),
             keep_alive,
             max_attempts=max_attempts,
-            journal_tokens=room,
+            journal_tokens=capacity,
         )
         sink = StreamSink(write) if request.stream else BodySink()
         record = engines.record = RequestRecord(route="/v1/completions", stream=request.stream)
@@ -218,7 +220,7 @@ def serve(engines: Engines, request: GenerateRequest, room: int = 10_000, max_at
             usage = await relay.run(TARGET, request, RoutingRequest(len(request.prompt_token_ids)), sink, record)
         finally:
             keep_alive.close()
-            assert relay.journal_room.num_tokens == 0
+            assert relay.journal_capacity.num_tokens == 0
         if isinstance(sink, BodySink):
             written.append(sink.body)
         return usage
@@ -279,9 +281,9 @@ def test_the_next_engine_computes_only_what_is_missing(byte_tokenizer: Tokenizer
     assert len(resume.token_ids) > 50
     assert engines.num_computed == len(text) + len(text) - len(resume.token_ids)
     assert (second.request_id, second.response_id) == ("r-try2", "r")
-    again = engines.agains[1]
-    assert again is not None
-    assert (again.decision, again.kind, again.weights_digest) == (1, "lost", "w")
+    retry = engines.agains[1]
+    assert retry is not None
+    assert (retry.decision, retry.kind, retry.weights_digest) == (1, "lost", "w")
 
 
 @pytest.mark.parametrize("fields", [{"logprobs": 1}, {"use_beam_search": True, "best_of": 1}])
@@ -293,22 +295,22 @@ def test_a_body_that_cannot_be_continued_runs_anew(byte_tokenizer: Tokenizer, fi
 
 def test_an_answer_without_room_in_the_journal_is_served_and_cannot_be_continued(byte_tokenizer: Tokenizer) -> None:
     request = make_request(["x" * 50], stream=True)
-    whole, _ = serve(Engines(byte_tokenizer, ["x" * 50], []), request, room=10)
+    whole, _ = serve(Engines(byte_tokenizer, ["x" * 50], []), request, capacity=10)
     assert whole.endswith(b"data: [DONE]\n\n")
     with pytest.raises(AnswerBroken) as broken:
-        serve(Engines(byte_tokenizer, ["x" * 50], [Break(0.5, 50, "reset")]), request, room=10)
+        serve(Engines(byte_tokenizer, ["x" * 50], [Break(0.5, 50, "reset")]), request, capacity=10)
     assert broken.value.error.code == "bad_upstream"
 
 
-@pytest.mark.parametrize("room", [10_000, 10])
-def test_tokens_are_counted_once_however_often_they_were_computed(byte_tokenizer: Tokenizer, room: int) -> None:
+@pytest.mark.parametrize("capacity", [10_000, 10])
+def test_tokens_are_counted_once_however_often_they_were_computed(byte_tokenizer: Tokenizer, capacity: int) -> None:
     """Continued where the journal has room, begun anew where it has none."""
     request = make_request(["x" * 100], stream=False)
     undisturbed = Engines(byte_tokenizer, ["x" * 100], [])
-    usage = serve(undisturbed, request, room)[1]
+    usage = serve(undisturbed, request, capacity)[1]
     engines = Engines(byte_tokenizer, ["x" * 100], [Break(0.9, 50, "reset")])
-    assert serve(engines, request, room)[1].completion_tokens == usage.completion_tokens == 100
-    assert (engines.record.num_migrations, engines.record.num_retries) == ((1, 0) if room > 100 else (0, 1))
+    assert serve(engines, request, capacity)[1].completion_tokens == usage.completion_tokens == 100
+    assert (engines.record.num_migrations, engines.record.num_retries) == ((1, 0) if capacity > 100 else (0, 1))
     assert engines.record.num_delivered == undisturbed.record.num_delivered
 
 
@@ -335,10 +337,10 @@ def test_the_brain_hears_of_every_engine_that_ended_and_they_are_bounded(byte_to
         serve(engines, make_request(["x" * 100], stream=False))
     assert error.value.code == "bad_upstream"
     assert len(engines.requests) == MOST_ENDS, "one with tokens begins a new row"
-    ends = engines.agains[-1].ends  # type: ignore[union-attr]
-    assert [end.decision for end in ends] == list(range(1, MOST_ENDS))
-    assert [end.progressed for end in ends] == [True] + [False] * (MOST_ENDS - 2)
-    assert {end.kind for end in ends} == {"lost"}
+    engine_failures = engines.agains[-1].engine_failures  # type: ignore[union-attr]
+    assert [end.decision for end in engine_failures] == list(range(1, MOST_ENDS))
+    assert [end.progressed for end in engine_failures] == [True] + [False] * (MOST_ENDS - 2)
+    assert {end.kind for end in engine_failures} == {"lost"}
 
 
 # -- the journal itself ------------------------------------------------------------------------------------------------
@@ -365,13 +367,13 @@ def test_frames_that_skip_or_repeat_tokens_are_refused() -> None:
 
 
 def test_journals_share_one_room_and_give_it_back() -> None:
-    room = JournalCapacity(5)
-    first, second = (Journal(make_request(["a"], stream=True), room) for _ in range(2))
+    capacity = JournalCapacity(5)
+    first, second = (Journal(make_request(["a"], stream=True), capacity) for _ in range(2))
     first.note(FrameMeta(token_ids=[1, 2, 3], position=3), "w")
     second.note(FrameMeta(token_ids=[1, 2], position=2), "w")
-    assert (room.num_tokens, second.can_continue) == (5, True)
+    assert (capacity.num_tokens, second.can_continue) == (5, True)
     second.note(FrameMeta(token_ids=[3], position=3), "w")
-    assert (room.num_tokens, first.can_continue, second.can_continue) == (3, True, False)
+    assert (capacity.num_tokens, first.can_continue, second.can_continue) == (3, True, False)
     assert second.continuation().resume == []
     first.close()
-    assert room.num_tokens == 0
+    assert capacity.num_tokens == 0

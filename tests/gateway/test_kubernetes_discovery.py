@@ -52,7 +52,7 @@ class Started:
         ).checked()
         gateway = await open_gateway(settings_)
         self._stack.push_async_callback(gateway.close)
-        return gateway.head
+        return gateway.control
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from pagemill_gateway.routing.cost import CostPolicy
 from pagemill_gateway.routing.policies import RoutingPolicies
 from pagemill_gateway.routing.policy import Candidate, RequestView, RoutingDecision
 from pagemill_gateway.routing.power_of_two import PowerOfTwo, drawn_pair
-from pagemill_gateway.routing.prefix_hash import PrefixHash, has_room, ring, ring_hash
+from pagemill_gateway.routing.prefix_hash import PrefixHash, ring, ring_hash, within_load_bound
 from pagemill_gateway.routing.report import PodReport
 from pagemill_gateway.routing.round_robin import RoundRobin
 from pagemill_gateway.routing.step_time_snapshot import take_snapshot
@@ -204,7 +204,7 @@ def test_kubeai_lets_no_endpoint_pass_a_quarter_more_than_the_mean(
     load: int, total: int, count: int, room: bool
 ) -> None:
     """KubeAI's rule with its default of 125 %: load + 1 <= (total + 1) / endpoints * 1.25; idle takes anything."""
-    assert has_room(load, total, count) is room
+    assert within_load_bound(load, total, count) is room
 
 
 def test_prefix_hash_keeps_equal_beginnings_together_and_walks_on_when_full() -> None:

@@ -49,7 +49,9 @@ class Front:
 
     def ask(self) -> asyncio.Task[Assignment]:
         async def choose() -> Assignment:
-            return await self.brain.choose(await self.brain.find("m"), NOTHING, RoutingRequest(1), claim=DEFAULT_TICKET)
+            return await self.brain.choose(
+                await self.brain.find("m"), NOTHING, RoutingRequest(1), ticket=DEFAULT_TICKET
+            )
 
         return asyncio.ensure_future(choose())
 

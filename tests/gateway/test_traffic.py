@@ -25,7 +25,7 @@ def traffic(clock: Clock) -> TrafficMeter:
     return traffic
 
 
-def experience(**fields: int | float | None) -> RequestOutcome:
+def outcome(**fields: int | float | None) -> RequestOutcome:
     known = {"num_prompt_tokens": 100, "num_cached_tokens": 64, "num_output_tokens": 20}
     return RequestOutcome(KEY, **(known | fields))  # type: ignore[arg-type]
 
@@ -85,7 +85,7 @@ def test_every_arrival_of_the_window_counts_once_in_any_order(ages: list[float])
 
 def test_latencies_are_of_the_last_minute_and_lengths_of_the_last_requests(traffic: TrafficMeter, clock: Clock) -> None:
     for _ in range(10):
-        traffic.experienced(experience(ttft_ms=100.0, tpot_ms=20.0))
+        traffic.record_outcome(outcome(ttft_ms=100.0, tpot_ms=20.0))
     latencies = traffic.latencies(KEY)
     assert latencies.ttft_ms.quantile(0.95) == pytest.approx(100, rel=0.05)
     assert latencies.tpot_ms.quantile(0.95) == pytest.approx(20, rel=0.05)
@@ -99,14 +99,14 @@ def test_latencies_are_of_the_last_minute_and_lengths_of_the_last_requests(traff
 
 def test_a_changed_workload_is_learned(traffic: TrafficMeter) -> None:
     for _ in range(3000):
-        traffic.experienced(experience(num_output_tokens=10))
+        traffic.record_outcome(outcome(num_output_tokens=10))
     for _ in range(3000):
-        traffic.experienced(experience(num_output_tokens=1000))
+        traffic.record_outcome(outcome(num_output_tokens=1000))
     assert traffic.lengths(KEY).output.mean() == pytest.approx(1000, rel=0.1)
 
 
 def test_what_is_not_streamed_has_lengths_but_no_latency(traffic: TrafficMeter) -> None:
-    traffic.experienced(experience())
+    traffic.record_outcome(outcome())
     assert traffic.latencies(KEY).truth == "unknown"
     assert traffic.lengths(KEY).truth == "value"
 
@@ -114,5 +114,5 @@ def test_what_is_not_streamed_has_lengths_but_no_latency(traffic: TrafficMeter) 
 def test_a_deployment_that_is_gone_is_forgotten(traffic: TrafficMeter) -> None:
     traffic.arrived(KEY, 1, 0.0)
     traffic.keep(set())
-    traffic.experienced(experience())
+    traffic.record_outcome(outcome())
     assert traffic.arrivals(KEY).truth == "unknown"

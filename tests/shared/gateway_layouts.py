@@ -28,7 +28,7 @@ async def one_process(config: GatewayConfig) -> AsyncIterator[Gateway]:
 async def apart(config: GatewayConfig) -> AsyncIterator[Gateway]:
     """Head and worker have nothing in common but a socket, although both are here to be looked at."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "head.sock")
+        path = Path(folder, "control.sock")
         head = ControlProcess(config, keeps_tokenizers=False)
         line = ControlProcessClient(path)
         worker = Worker(config, line, line, line)

@@ -69,8 +69,8 @@ class World:
         return self.brain.queues.state("default/d").num_requests
 
     def ask(self, prompt: int = 100, **fields: Any) -> asyncio.Task[Assignment]:
-        claim = DEFAULT_TICKET._replace(**{"arrived_at": self.clock.now, "max_tokens": 20} | fields)
-        return spawn(self.brain.choose(self.target, frozenset(), RoutingRequest(prompt), claim=claim))
+        ticket = DEFAULT_TICKET._replace(**{"arrived_at": self.clock.now, "max_tokens": 20} | fields)
+        return spawn(self.brain.choose(self.target, frozenset(), RoutingRequest(prompt), ticket=ticket))
 
     def arrive(self, choice: Assignment, tokens: int) -> None:
         """The request is at its engine, which has begun to answer."""
@@ -91,11 +91,11 @@ class World:
             choice.decision, choice.endpoint_id, "lost", self.pods[choice.endpoint_id].weights, num_tokens
         )
 
-    def ask_again(self, again: RetryContext, prompt: int = 100, **fields: Any) -> asyncio.Task[Assignment]:
-        claim = DEFAULT_TICKET._replace(**{"max_tokens": 20, "paid": True} | fields)
+    def ask_again(self, retry: RetryContext, prompt: int = 100, **fields: Any) -> asyncio.Task[Assignment]:
+        ticket = DEFAULT_TICKET._replace(**{"max_tokens": 20, "paid": True} | fields)
         return spawn(
             self.brain.choose(
-                self.target, frozenset({again.endpoint_id}), RoutingRequest(prompt), claim=claim, again=again
+                self.target, frozenset({retry.endpoint_id}), RoutingRequest(prompt), ticket=ticket, retry=retry
             )
         )
 

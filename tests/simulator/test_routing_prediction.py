@@ -80,7 +80,7 @@ def test_with_nobody_coming_later_the_prediction_is_what_happens(seed: int, over
     ttft_estimator.accepted(-1, 2 * NETWORK_S)
     model = StepTimeModel.from_params(STEP_TIME)
     # The report came this instant: whatever it does not say has not happened.
-    ttft_estimator.told(frame.load, frame.load_age_ms, model, 512, None, [], asked_s)
+    ttft_estimator.received(frame.load, frame.load_age_ms, model, 512, None, [], asked_s)
     predicted_ms = ttft_estimator.ttft_ms(0, Dispatch(len(request.prompt_token_ids)), asked_s)
     events.after(NETWORK_S, partial(running.enter, request))
     while request.request_id not in firsts_s:

@@ -50,11 +50,11 @@ class Gate:
         self._num_inside += 1
         self._num_entered += 1
         self._empty.clear()
-        place = GateSlot(self)
+        slot = GateSlot(self)
         try:
-            yield place
+            yield slot
         finally:
-            self._num_bytes -= place.num_bytes
+            self._num_bytes -= slot.num_bytes
             self._num_inside -= 1
             if self._num_inside == 0:
                 self._empty.set()
@@ -72,13 +72,13 @@ class Gate:
             if self._num_entered == num_entered:
                 return
 
-    def has_room(self, num_bytes: int) -> bool:
+    def has_capacity(self, num_bytes: int) -> bool:
         return self._num_bytes + num_bytes <= self._max_bytes
 
     def take(self, num_bytes: int) -> None:
         self._num_bytes += num_bytes
 
-    def no_room(self) -> PagemillError:
+    def over_capacity(self) -> PagemillError:
         return unavailable(
             f"The gateway holds {self._num_bytes} bytes of request bodies and its limit is {self._max_bytes}. "
             "Try again shortly, or send less text in one request.",
@@ -95,8 +95,8 @@ class GateSlot:
 
     def expect(self, num_bytes: int) -> None:
         """Raises `PagemillError` (503) where a body of this length would find no room; nothing is held for it yet."""
-        if not self._gate.has_room(num_bytes):
-            raise self._gate.no_room()
+        if not self._gate.has_capacity(num_bytes):
+            raise self._gate.over_capacity()
 
     def hold(self, num_bytes: int) -> None:
         """Count bytes that have arrived. Raises `PagemillError` (503) and holds nothing when they find no room."""

@@ -61,7 +61,7 @@ class EngineFailure(NamedTuple):
 
     decision: int
     kind: EngineFailureKind
-    trial: Probe = "none"
+    probe: Probe = "none"
     """What the request was there for."""
     progressed: bool = False
     """It had got a token there: its trial, if it was one, was over."""
@@ -78,7 +78,7 @@ class RetryContext(NamedTuple):
     """Part of the answer exists: only these weights can continue it. Empty: any may begin it."""
     num_tokens: int = 0
     """Of that part, all sequences together: the next engine computes them along with the prompt."""
-    ends: tuple[EngineFailure, ...] = ()
+    engine_failures: tuple[EngineFailure, ...] = ()
     """Engines that ended with it so far, one after the other."""
 
 
@@ -100,7 +100,7 @@ class HashScheme(NamedTuple):
     granule_blocks: int
 
     @property
-    def granule_tokens(self) -> int:
+    def prefix_chunk_tokens(self) -> int:
         return self.block_size * self.granule_blocks
 
 
@@ -108,9 +108,9 @@ class RoutingRequest(NamedTuple):
     """What routing may know of one engine request. No text and no token of it."""
 
     num_prompt_tokens: int
-    granules: tuple[bytes, ...] = ()
+    prefix_chunks: tuple[bytes, ...] = ()
     """Hashes of the prompt's full granules under the target's scheme and the caller's salt."""
-    granule_tokens: int = 0
+    prefix_chunk_tokens: int = 0
     prompt_key: bytes = b""
     """Hash of the prompt's first characters."""
     session: bytes = b""
@@ -151,13 +151,13 @@ class Assignment(NamedTuple):
     believed: bool = False
     """The endpoint's own report was weighed, not just our counts."""
     predicted_cached_tokens: int = 0
-    granule_tokens: int = 0
+    prefix_chunk_tokens: int = 0
     """What the engine finds beyond the prediction and below this much more, no report could have told."""
     predicted_ttft_ms: float | None = None
     """From the decision to the first token; `None`: the policy did not predict any."""
     queued_s: float = 0.0
     """How long the request waited for room; 0: it did not."""
-    trial: Probe = "none"
+    probe: Probe = "none"
 
 
 class RequestOutcome(NamedTuple):
@@ -197,7 +197,7 @@ class Brain(Protocol):
         """
         ...
 
-    async def find(self, model: str, claim: QueueTicket = DEFAULT_TICKET) -> Target:
+    async def find(self, model: str, ticket: QueueTicket = DEFAULT_TICKET) -> Target:
         """As `look_up`, but waits in the deployment's queue for an engine that is expected to come (back)."""
         ...
 
@@ -205,24 +205,24 @@ class Brain(Protocol):
         self,
         target: Target,
         tried: frozenset[str],
-        ask: RoutingRequest,
+        request: RoutingRequest,
         *,
-        claim: QueueTicket = DEFAULT_TICKET,
-        again: RetryContext | None = None,
+        ticket: QueueTicket = DEFAULT_TICKET,
+        retry: RetryContext | None = None,
     ) -> Assignment:
         """An endpoint with room, preferring those not in `tried`; waits in the deployment's queue until there is one.
 
         Raises `PagemillError`: 503 when there is no engine at all or the wait was too long, 429 when the queue is full.
-        With `again` also when the retry budget is spent, or (`OTHER_WEIGHTS`) when none could continue the answer; 500
+        With `retry` also when the retry budget is spent, or (`OTHER_WEIGHTS`) when none could continue the answer; 500
         when it is what brings engines down.
         """
         ...
 
-    def accepted(self, choice: Assignment) -> None:
+    def accepted(self, assignment: Assignment) -> None:
         """The engine has taken the request: its coming reports count it."""
         ...
 
-    def started(self, choice: Assignment, ttft_ms: float | None = None) -> None:
+    def started(self, assignment: Assignment, ttft_ms: float | None = None) -> None:
         """The first frame arrived; of a stream, so many milliseconds after the request was sent."""
         ...
 
@@ -230,22 +230,22 @@ class Brain(Protocol):
         """Whether the engine still reports its state and makes steps: it is busy then, not gone."""
         ...
 
-    async def expected_s(self, model: str, claim: QueueTicket) -> float | None:
-        """How much longer the request of `claim`, which waits, will wait for an engine; `None`: nobody knows."""
+    async def expected_s(self, model: str, ticket: QueueTicket) -> float | None:
+        """How much longer the request of `ticket`, which waits, will wait for an engine; `None`: nobody knows."""
         ...
 
-    def finished(self, choice: Assignment, served: CompletedRequest | None = None) -> None:
+    def finished(self, assignment: Assignment, served: CompletedRequest | None = None) -> None:
         """The request left the endpoint: served, or for whatever reason that is no fault of the endpoint's."""
         ...
 
-    def failed(self, choice: Assignment, kind: FailureKind) -> None:
+    def failed(self, assignment: Assignment, kind: FailureKind) -> None:
         """The endpoint did not serve the request."""
         ...
 
-    def given_back(self, choice: Assignment) -> None:
+    def withdrawn(self, assignment: Assignment) -> None:
         """The request was never sent: whoever asked has left meanwhile."""
         ...
 
-    def experienced(self, experience: RequestOutcome) -> None:
+    def record_outcome(self, outcome: RequestOutcome) -> None:
         """A client request is over, with all its engine requests."""
         ...

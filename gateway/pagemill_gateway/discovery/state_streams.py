@@ -66,7 +66,7 @@ class StateStreams:
         self._hint({record.endpoint.id for record in records if record.endpoint.probed_ready})
         for endpoint_id, control_url in wanted - self._tasks.keys():
             self._hints[endpoint_id] = asyncio.Event()
-            self._brain.being_asked(endpoint_id)
+            self._brain.awaiting_first_report(endpoint_id)
             follower = self._follow(endpoint_id, control_url)
             self._tasks[endpoint_id, control_url] = asyncio.create_task(follower, name=f"state:{endpoint_id}")
 

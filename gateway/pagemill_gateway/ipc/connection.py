@@ -91,7 +91,7 @@ class IpcConnection(asyncio.Protocol, Generic[Incoming]):
                 self._send(Abandoned(number))
             raise
 
-    def tell(self, note: object) -> None:
+    def notify(self, note: object) -> None:
         """Nobody answers, and what a lost peer is told is told to nobody."""
         self._send(note)
 

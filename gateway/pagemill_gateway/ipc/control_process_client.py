@@ -54,7 +54,7 @@ _choice = msgspec.msgpack.Decoder(Assignment)
 _bool = msgspec.msgpack.Decoder(bool)
 _seconds: msgspec.msgpack.Decoder[float | None] = msgspec.msgpack.Decoder(float | None)
 _answer = msgspec.msgpack.Decoder(store.Answer)
-_standing = msgspec.msgpack.Decoder(GatewayStatus)
+_status = msgspec.msgpack.Decoder(GatewayStatus)
 _bytes = msgspec.msgpack.Decoder(bytes)
 _encoder = msgspec.msgpack.Encoder()
 
@@ -69,15 +69,18 @@ class ControlProcessClient:
         self._connected = asyncio.Event()
         self._lost = asyncio.Event()
         self._worker: LocalWorkerPort | None = None
-        self._num_told = -1
+        self._num_published = -1
         """Of what the worker has measured, when this head was last told."""
         self._reserved: dict[str, store.Ask] = {}
-        self._standing = GatewayStatus(False, False, AWAY, 0)
+        self._status = GatewayStatus(False, False, AWAY, 0)
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self, worker: LocalWorkerPort) -> None:
         self._worker = worker
-        self._tasks = [asyncio.create_task(self._stay_connected()), asyncio.create_task(self._tell_measures(worker))]
+        self._tasks = [
+            asyncio.create_task(self._stay_connected()),
+            asyncio.create_task(self._publish_measurements(worker)),
+        ]
 
     async def wait_connected(self) -> None:
         await self._connected.wait()
@@ -97,8 +100,8 @@ class ControlProcessClient:
     async def look_up(self, model: str) -> Target:
         return await self._ask(messages.LookUp(model), _target)
 
-    async def find(self, model: str, claim: QueueTicket = DEFAULT_TICKET) -> Target:
-        return await self._ask(messages.Find(model, claim), _target)
+    async def find(self, model: str, ticket: QueueTicket = DEFAULT_TICKET) -> Target:
+        return await self._ask(messages.Find(model, ticket), _target)
 
     async def choose(
         self,
@@ -106,16 +109,16 @@ class ControlProcessClient:
         tried: frozenset[str],
         ask: RoutingRequest,
         *,
-        claim: QueueTicket = DEFAULT_TICKET,
-        again: RetryContext | None = None,
+        ticket: QueueTicket = DEFAULT_TICKET,
+        retry: RetryContext | None = None,
     ) -> Assignment:
-        return await self._ask(messages.Choose(target, tried, ask, claim, again), _choice, undo=_give_back)
+        return await self._ask(messages.Choose(target, tried, ask, ticket, retry), _choice, undo=_give_back)
 
-    def accepted(self, choice: Assignment) -> None:
-        self._tell(messages.Accepted(choice.decision))
+    def accepted(self, assignment: Assignment) -> None:
+        self._notify(messages.Accepted(assignment.decision))
 
-    def started(self, choice: Assignment, ttft_ms: float | None = None) -> None:
-        self._tell(messages.Started(choice.decision, ttft_ms))
+    def started(self, assignment: Assignment, ttft_ms: float | None = None) -> None:
+        self._notify(messages.Started(assignment.decision, ttft_ms))
 
     async def alive(self, endpoint_id: str) -> bool:
         """While the head is away nobody can say, and no answer is to suffer of that."""
@@ -124,24 +127,24 @@ class ControlProcessClient:
                 return await self._line.ask(messages.Alive(endpoint_id), _bool)
         return True
 
-    async def expected_s(self, model: str, claim: QueueTicket) -> float | None:
+    async def expected_s(self, model: str, ticket: QueueTicket) -> float | None:
         """Nobody knows while the head is away."""
         if self._line is not None:
             with suppress(IpcConnectionLost):
-                return await self._line.ask(messages.Expected(model, claim), _seconds)
+                return await self._line.ask(messages.Expected(model, ticket), _seconds)
         return None
 
-    def finished(self, choice: Assignment, served: CompletedRequest | None = None) -> None:
-        self._tell(messages.Finished(choice.decision, served))
+    def finished(self, assignment: Assignment, served: CompletedRequest | None = None) -> None:
+        self._notify(messages.Finished(assignment.decision, served))
 
-    def failed(self, choice: Assignment, kind: FailureKind) -> None:
-        self._tell(messages.Failed(choice.decision, kind))
+    def failed(self, assignment: Assignment, kind: FailureKind) -> None:
+        self._notify(messages.Failed(assignment.decision, kind))
 
-    def given_back(self, choice: Assignment) -> None:
-        self._tell(messages.Withdrawn(choice.decision))
+    def withdrawn(self, assignment: Assignment) -> None:
+        self._notify(messages.Withdrawn(assignment.decision))
 
-    def experienced(self, experience: RequestOutcome) -> None:
-        self._tell(messages.RecordOutcome(experience))
+    def record_outcome(self, outcome: RequestOutcome) -> None:
+        self._notify(messages.RecordOutcome(outcome))
 
     # `limits.store.Store`; `close` is this one's as well.
 
@@ -149,7 +152,7 @@ class ControlProcessClient:
         try:
             answer = await self._ask(messages.Reserve(ask), _answer)
         except asyncio.CancelledError:
-            self._tell(messages.Settle(ask.lease, 0))
+            self._notify(messages.Settle(ask.lease, 0))
             raise
         if answer.refused is None:
             self._reserved[ask.lease] = ask
@@ -157,21 +160,21 @@ class ControlProcessClient:
 
     def settle(self, lease: str, tokens: int) -> None:
         self._reserved.pop(lease, None)
-        self._tell(messages.Settle(lease, tokens))
+        self._notify(messages.Settle(lease, tokens))
 
     def adopt(self, ask: store.Ask) -> None:
         self._reserved[ask.lease] = ask
-        self._tell(messages.Adopt([ask]))
+        self._notify(messages.Adopt([ask]))
 
     # `ports.HeadDesk`.
 
-    async def standing(self) -> GatewayStatus:
+    async def status(self) -> GatewayStatus:
         """The latest one while the head is away: probes must neither wait nor fail for that."""
         if self._line is not None:
             with suppress(IpcConnectionLost):
-                self._standing = await self._line.ask(messages.GetStatus(), _standing)
-                return self._standing
-        return self._standing._replace(detail=AWAY)
+                self._status = await self._line.ask(messages.GetStatus(), _status)
+                return self._status
+        return self._status._replace(detail=AWAY)
 
     async def bundle(self, digest: str) -> bytes:
         return await self._ask(messages.GetBundle(digest), _bytes)
@@ -200,17 +203,17 @@ class ControlProcessClient:
             raise _undecided() from None
         return self._line
 
-    def _tell(self, note: messages.WorkerNote) -> None:
+    def _notify(self, note: messages.WorkerNote) -> None:
         if self._line is not None:
-            self._line.tell(note)
+            self._line.notify(note)
 
-    async def _tell_measures(self, worker: LocalWorkerPort) -> None:
+    async def _publish_measurements(self, worker: LocalWorkerPort) -> None:
         """Once a second, while anything is measured."""
         while True:
             await asyncio.sleep(MEASURES_INTERVAL_S)
-            if self._line is not None and worker.num_measured != self._num_told:
-                self._num_told = worker.num_measured
-                self._tell(messages.PublishMeasurements(msgspec.Raw(_encoder.encode(worker.measures()))))
+            if self._line is not None and worker.num_measured != self._num_published:
+                self._num_published = worker.num_measured
+                self._notify(messages.PublishMeasurements(msgspec.Raw(_encoder.encode(worker.measures()))))
 
     async def _stay_connected(self) -> None:
         loop = asyncio.get_running_loop()
@@ -230,8 +233,8 @@ class ControlProcessClient:
     def _begin(self, line: _Line) -> None:
         """The head has said its first word. Before that it may be one that is dying, whose socket still takes us."""
         self._line = line
-        self._num_told = -1
-        line.tell(messages.Adopt(list(self._reserved.values())))
+        self._num_published = -1
+        line.notify(messages.Adopt(list(self._reserved.values())))
         self._connected.set()
 
     def _end(self) -> None:
@@ -257,9 +260,9 @@ class ControlProcessClient:
                 self._worker.replace_shared_keys(callers)
 
 
-def _give_back(line: _Line, choice: Assignment) -> None:
+def _give_back(line: _Line, assignment: Assignment) -> None:
     """Nobody waits for it any more."""
-    line.tell(messages.Withdrawn(choice.decision))
+    line.notify(messages.Withdrawn(assignment.decision))
 
 
 def _undecided() -> PagemillError:

@@ -72,7 +72,7 @@ class Find(msgspec.Struct, frozen=True, array_like=True, tag="find"):
     """A `Target`."""
 
     model: str
-    claim: QueueTicket
+    ticket: QueueTicket
 
 
 class Choose(msgspec.Struct, frozen=True, array_like=True, tag="choose"):
@@ -81,8 +81,8 @@ class Choose(msgspec.Struct, frozen=True, array_like=True, tag="choose"):
     target: Target
     tried: frozenset[str]
     ask: RoutingRequest
-    claim: QueueTicket
-    again: RetryContext | None
+    ticket: QueueTicket
+    retry: RetryContext | None
 
 
 class Alive(msgspec.Struct, frozen=True, array_like=True, tag="alive"):
@@ -95,7 +95,7 @@ class Expected(msgspec.Struct, frozen=True, array_like=True, tag="expected"):
     """A float, or nothing."""
 
     model: str
-    claim: QueueTicket
+    ticket: QueueTicket
 
 
 class Reserve(msgspec.Struct, frozen=True, array_like=True, tag="reserve"):
@@ -104,7 +104,7 @@ class Reserve(msgspec.Struct, frozen=True, array_like=True, tag="reserve"):
     ask: store.Ask
 
 
-class GetStatus(msgspec.Struct, frozen=True, array_like=True, tag="standing"):
+class GetStatus(msgspec.Struct, frozen=True, array_like=True, tag="status"):
     """A `Standing`."""
 
 
@@ -141,7 +141,7 @@ class Withdrawn(msgspec.Struct, frozen=True, array_like=True, tag="given_back"):
 
 
 class RecordOutcome(msgspec.Struct, frozen=True, array_like=True, tag="experienced"):
-    experience: RequestOutcome
+    outcome: RequestOutcome
 
 
 class PublishMeasurements(msgspec.Struct, frozen=True, array_like=True, tag="measured"):

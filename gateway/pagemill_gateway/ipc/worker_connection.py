@@ -31,11 +31,11 @@ _measures = msgspec.msgpack.Decoder(WorkerMeasurements)
 
 
 class WorkerConnection:
-    def __init__(self, head: ControlProcess) -> None:
+    def __init__(self, control: ControlProcess) -> None:
         """Of a connection that is being made."""
-        self._head = head
-        self._brain = head.brain
-        self._store = head.sharing.store
+        self._control = control
+        self._brain = control.brain
+        self._store = control.sharing.store
         self._held: dict[int, Assignment] = {}
         """Decisions under way."""
         self._leases: set[str] = set()
@@ -46,7 +46,7 @@ class WorkerConnection:
             on_question=self._answer,
             on_note=self._note,
             on_lost=self._lost,
-            on_made=lambda: head.attach(self),
+            on_made=lambda: control.attach(self),
         )
 
     # What the head asks and tells.
@@ -63,21 +63,21 @@ class WorkerConnection:
         return self._latest()
 
     def keep_bundles(self, digests: frozenset[str], templates: frozenset[str], *, whole: bool) -> None:
-        self.line.tell(messages.KeepBundles(digests, templates, whole))
+        self.line.notify(messages.KeepBundles(digests, templates, whole))
 
     def replace_shared_keys(self, callers: list[Caller]) -> None:
-        self.line.tell(messages.ReplaceSharedKeys(callers))
+        self.line.notify(messages.ReplaceSharedKeys(callers))
 
     # What the worker asks and tells.
 
     async def _answer(self, question: messages.WorkerQuestion) -> object:
         match question:
-            case messages.Choose(target, tried, ask, claim, again):
-                choice = await self._brain.choose(target, tried, ask, claim=claim, again=again)
-                self._held[choice.decision] = choice
-                return choice
-            case messages.Find(model, claim):
-                return await self._brain.find(model, claim)
+            case messages.Choose(target, tried, ask, ticket, retry):
+                assignment = await self._brain.choose(target, tried, ask, ticket=ticket, retry=retry)
+                self._held[assignment.decision] = assignment
+                return assignment
+            case messages.Find(model, ticket):
+                return await self._brain.find(model, ticket)
             case messages.Reserve(ask):
                 return await self._reserve(ask)
             case messages.LookUp(model):
@@ -86,12 +86,12 @@ class WorkerConnection:
                 return await self._brain.names()
             case messages.Alive(endpoint_id):
                 return await self._brain.alive(endpoint_id)
-            case messages.Expected(model, claim):
-                return await self._brain.expected_s(model, claim)
+            case messages.Expected(model, ticket):
+                return await self._brain.expected_s(model, ticket)
             case messages.GetStatus():
-                return await self._head.standing()
+                return await self._control.status()
             case messages.GetBundle(digest):
-                return await self._head.bundle(digest)
+                return await self._control.bundle(digest)
 
     def _note(self, note: messages.WorkerNote) -> None:
         match note:
@@ -104,9 +104,9 @@ class WorkerConnection:
             case messages.Failed(decision, kind) if decision in self._held:
                 self._brain.failed(self._held.pop(decision), kind)
             case messages.Withdrawn(decision) if decision in self._held:
-                self._brain.given_back(self._held.pop(decision))
-            case messages.RecordOutcome(experience):
-                self._brain.experienced(experience)
+                self._brain.withdrawn(self._held.pop(decision))
+            case messages.RecordOutcome(outcome):
+                self._brain.record_outcome(outcome)
             case messages.PublishMeasurements(measures):
                 self._last = measures.copy()
             case messages.Settle(lease, tokens):
@@ -116,10 +116,10 @@ class WorkerConnection:
                 for ask in asks:
                     self._leases.add(ask.lease)
                     self._store.adopt(ask)
-                self._head.recount.told_by(self)
+                self._control.recount.told_by(self)
 
     async def _reserve(self, ask: Ask) -> Answer:
-        await self._head.recount.done()
+        await self._control.recount.done()
         answer = await self._store.reserve(ask)
         if answer.refused is None:
             self._leases.add(ask.lease)
@@ -134,23 +134,23 @@ class WorkerConnection:
         if self._held or self._leases:
             logger.warning("a worker is gone that served %d requests at engines", len(self._held))
         held, self._held = self._held, {}
-        for choice in held.values():
-            self._brain.finished(choice)
+        for assignment in held.values():
+            self._brain.finished(assignment)
         for lease in self._leases:
             self._store.settle(lease, 0)
         self._leases.clear()
-        self._head.detach(self, self._latest())
+        self._control.detach(self, self._latest())
 
 
 @asynccontextmanager
-async def serving_workers(head: ControlProcess, path: Path) -> AsyncIterator[None]:
+async def serving_workers(control: ControlProcess, path: Path) -> AsyncIterator[None]:
     """While the block runs. Who may open the folder of `path` may connect."""
     loop = asyncio.get_running_loop()
     workers: list[WorkerConnection] = []
 
     def new_line() -> asyncio.BaseProtocol:
         workers[:] = [each for each in workers if not each.line.lost]
-        workers.append(worker := WorkerConnection(head))
+        workers.append(worker := WorkerConnection(control))
         return worker.line
 
     server = await loop.create_unix_server(new_line, sock=_bound(path))

@@ -33,9 +33,9 @@ class ControlProcessMetrics:
     def redis_up(self, up: bool) -> None:
         self._metrics.gauge(specs.GATEWAY_REDIS_UP).set(int(up))
 
-    def brain_restarted(self, times: int) -> None:
+    def control_process_restarted(self, times: int) -> None:
         """Before this process was started."""
-        self._metrics.counter(specs.GATEWAY_BRAIN_RESTARTS).inc(times)
+        self._metrics.counter(specs.GATEWAY_CONTROL_PROCESS_RESTARTS).inc(times)
 
     def worker_left(self, samples: specs.Samples, *, lost: bool) -> None:
         """One ended, whose last values were these."""
@@ -47,7 +47,7 @@ class ControlProcessMetrics:
         self._metrics.gauge(specs.GATEWAY_READY).set(int(ready))
         self._metrics.gauge(specs.GATEWAY_CATALOG_CURRENT).set(int(current))
         self._metrics.gauge(specs.GATEWAY_WORKERS).set(len(workers))
-        self._metrics.gauge(specs.GATEWAY_PREFIX_GRANULES).set(len(brain.placement.index))
+        self._metrics.gauge(specs.GATEWAY_PREFIX_CHUNKS).set(len(brain.placement.index))
         self._set_deployments(brain)
         departed = _of_endpoints(self._departed, brain.registry.endpoints)
         together = specs.add_up([self._metrics.samples(), departed, *workers])
@@ -99,7 +99,8 @@ class ControlProcessMetrics:
             key = deployment.key
             ended = [(specs.GATEWAY_QUEUE_ENDED, each, brain.queues.outcomes[key, each]) for each in queues.OUTCOMES]
             tried = [
-                (specs.GATEWAY_TRIALS, each, brain.suspects.outcomes[key, each]) for each in poison_requests.OUTCOMES
+                (specs.GATEWAY_POISON_PROBES, each, brain.poison_detection.outcomes[key, each])
+                for each in poison_requests.OUTCOMES
             ]
             for spec, outcome, total in [*ended, *tried]:
                 before = self._counted.get((spec.name, key, outcome), 0)

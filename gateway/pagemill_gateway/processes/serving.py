@@ -21,29 +21,29 @@ from pagemill_gateway.worker import Worker
 
 async def serve_control(setup: Setup) -> None:
     """Raises `SettingsError` when it cannot start."""
-    head = ControlProcess(
+    control = ControlProcess(
         setup.config, keeps_tokenizers=False, catalog_file=setup.catalog_file, num_before=setup.restarts
     )
     stop = Stop()
     try:
         with stop.on_signals():
             async with (
-                serving_workers(head, setup.head_socket),
-                serving(control_app(head), setup.listening_socket(), setup.config) as control,
+                serving_workers(control, setup.control_socket),
+                serving(control_app(control), setup.listening_socket(), setup.config) as listening,
             ):
                 collect_seldom()
                 say_up()
-                await stopped(stop, control)
-                head.draining = True
+                await stopped(stop, listening)
+                control.draining = True
                 await stop.wait(2)
-                head.closing.set()
+                control.closing.set()
     finally:
-        await head.close()
+        await control.close()
 
 
 async def serve_data(setup: Setup) -> None:
     """Raises `SettingsError` when it cannot start."""
-    line = ControlProcessClient(setup.head_socket)
+    line = ControlProcessClient(setup.control_socket)
     worker = Worker(setup.config, line, line, line)
     line.start(worker)
     stop = Stop()

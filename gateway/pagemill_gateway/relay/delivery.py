@@ -24,13 +24,13 @@ _encoder = msgspec.msgpack.Encoder()
 class AnswerBroken(Exception):
     """The answer ended early after the client had seen part of it.
 
-    `error` is what happened; `told` whether the client already got it as the engine's own error event.
+    `error` is what happened; `reported` whether the client already got it as the engine's own error event.
     """
 
-    def __init__(self, error: PagemillError, *, told: bool) -> None:
+    def __init__(self, error: PagemillError, *, reported: bool) -> None:
         super().__init__(error.message)
         self.error = error
-        self.told = told
+        self.reported = reported
 
 
 class Delivery:
@@ -40,7 +40,7 @@ class Delivery:
         self,
         target: Target,
         request: GenerateRequest,
-        ask: RoutingRequest,
+        routing_request: RoutingRequest,
         sink: Sink,
         record: RequestRecord,
         journal: Journal,
@@ -48,12 +48,12 @@ class Delivery:
     ) -> None:
         self.target = target
         self.request = request
-        self.ask = ask
+        self.routing_request = routing_request
         self.sink = sink
         self.record = record
         self.journal = journal
         self.attempts = attempts
-        self.ends = EngineFailures()
+        self.engine_failures = EngineFailures()
         self.attempt: AttemptRecord
         """The latest; there is one once it has begun."""
         self.continues = False
@@ -79,29 +79,29 @@ class Delivery:
         self.journal.begin_anew()
 
 
-async def pass_on(frames: list[Frame], stream: FrameStream, answer: Delivery) -> Usage | None:
+async def pass_on(frames: list[Frame], stream: FrameStream, delivery: Delivery) -> Usage | None:
     """Hand the payloads of one group of frames on and note them; the usage once the last frame was among them."""
     metas = [meta for meta, _ in frames]
     failed = metas.pop() if metas[-1].error is not None else None
     try:
-        answer.journal.check(metas)
+        delivery.journal.check(metas)
     except JournalGap as gap:
         raise UpstreamFailure("broken", f"The engine's frames do not follow each other: {gap}.") from gap
     payloads: list[bytes] = []
     closing: bytes | None = None
     for meta, payload in frames[: len(metas)]:
-        _check_choice(meta, answer.request)
+        _check_choice(meta, delivery.request)
         if meta.last:
             closing = payload
         elif payload:
             payloads.append(payload)
     if payloads or closing is not None:
-        await answer.sink.take(payloads, closing)
+        await delivery.sink.take(payloads, closing)
     for meta in metas:
-        answer.record.saw(meta, answer.attempt)
-        answer.journal.note(meta, stream.weights_digest)
+        delivery.record.saw(meta, delivery.attempt)
+        delivery.journal.note(meta, stream.weights_digest)
     if failed is not None:
-        await _pass_on_error(failed, frames[-1][1], answer.sink)
+        await _pass_on_error(failed, frames[-1][1], delivery.sink)
     return (metas[-1].usage or Usage()) if closing is not None else None
 
 
@@ -117,7 +117,7 @@ async def _pass_on_error(meta: FrameMeta, payload: bytes, sink: Sink) -> None:
         raise error
     if payload:
         await sink.take([payload], None)
-    raise AnswerBroken(error, told=bool(payload))
+    raise AnswerBroken(error, reported=bool(payload))
 
 
 def _kind_of(error: PagemillError) -> FailureKind:

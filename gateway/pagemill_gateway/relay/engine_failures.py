@@ -21,28 +21,28 @@ class EngineFailures:
     def __init__(self, uniform: Callable[[float, float], float] = random.uniform) -> None:
         """`uniform`: chance, which simulations replay."""
         self._uniform = uniform
-        self._ends: list[EngineFailure] = []
-        self._num_trials = 0
+        self._failures: list[EngineFailure] = []
+        self._num_probes = 0
         """In a row whose engines ended."""
         self._owes_pause = False
 
     @property
-    def told(self) -> tuple[EngineFailure, ...]:
-        return tuple(self._ends)
+    def recorded(self) -> tuple[EngineFailure, ...]:
+        return tuple(self._failures)
 
-    def failed(self, choice: Assignment, kind: FailureKind, *, progressed: bool) -> None:
+    def failed(self, assignment: Assignment, kind: FailureKind, *, progressed: bool) -> None:
         """One try ended; `progressed`: it brought tokens, which no engine gets from a request that brings it down."""
         if progressed:
-            self._num_trials = 0
+            self._num_probes = 0
         match kind:
             case "crashed" | "lost" | "killed":
-                self._ends.append(EngineFailure(choice.decision, kind, choice.trial, progressed))
-                self._num_trials += choice.trial != "none" and not progressed
-                self._owes_pause = self._num_trials > 0
+                self._failures.append(EngineFailure(assignment.decision, kind, assignment.probe, progressed))
+                self._num_probes += assignment.probe != "none" and not progressed
+                self._owes_pause = self._num_probes > 0
 
     def take_pause_s(self) -> float:
         """How long to wait before the next try; once for each trial whose engine ended."""
         if not self._owes_pause:
             return 0.0
         self._owes_pause = False
-        return min(PROBE_PAUSE_MAX_S, PROBE_PAUSE_BASE_S * 2.0 ** (self._num_trials - 1)) * self._uniform(0.5, 1.0)
+        return min(PROBE_PAUSE_MAX_S, PROBE_PAUSE_BASE_S * 2.0 ** (self._num_probes - 1)) * self._uniform(0.5, 1.0)

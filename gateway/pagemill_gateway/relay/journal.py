@@ -54,9 +54,9 @@ class _ChoiceProgress:
 class Journal:
     """Of one `GenerateRequest`. `close` it when the answer is over."""
 
-    def __init__(self, request: GenerateRequest, room: JournalCapacity) -> None:
+    def __init__(self, request: GenerateRequest, capacity: JournalCapacity) -> None:
         self._request = request
-        self._room = room
+        self._capacity = capacity
         self._choices: dict[int, _ChoiceProgress] = {}
         self._first = request.prompt_index * request.sampling.n
         self._cached_tokens: int | None = None
@@ -82,7 +82,7 @@ class Journal:
         self.num_tokens += len(meta.token_ids)
         if not self._keeps:
             return
-        if not weights_digest or not self._room.take(len(meta.token_ids)):
+        if not weights_digest or not self._capacity.take(len(meta.token_ids)):
             self.close()
             return
         choice = self._choices.get(meta.choice)
@@ -140,7 +140,7 @@ class Journal:
         self._keeps = False
 
     def _forget(self) -> None:
-        self._room.give_back(self.num_kept)
+        self._capacity.give_back(self.num_kept)
         self._choices.clear()
         self._cached_tokens = None
         self.weights_digest = ""

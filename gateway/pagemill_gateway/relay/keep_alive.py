@@ -31,8 +31,8 @@ Result = TypeVar("Result")
 class _WaitingClient:
     write: Write
     expected: Expected
-    told_at: float
-    telling: asyncio.Task[None] | None = None
+    written_at: float
+    writing: asyncio.Task[None] | None = None
 
 
 async def _unknown() -> float | None:
@@ -60,9 +60,9 @@ class KeepAlive:
             return await question
         finally:
             del self._waiting[waiting]
-            if waiting.telling is not None:
+            if waiting.writing is not None:
                 # One that is not out yet waits for a slow reader; from now on others write.
-                waiting.telling.cancel()
+                waiting.writing.cancel()
 
     def _next_tick(self) -> asyncio.TimerHandle:
         return asyncio.get_running_loop().call_later(self._interval_s / TICKS_PER_INTERVAL, self._tick)
@@ -71,10 +71,10 @@ class KeepAlive:
         self._ticking = self._next_tick()
         now = time.monotonic()
         for waiting in self._waiting:
-            is_told = waiting.telling is None or waiting.telling.done()
-            if is_told and now - waiting.told_at >= self._interval_s:
-                waiting.told_at = now
-                waiting.telling = asyncio.create_task(_write_comment(waiting.write, waiting.expected))
+            is_written = waiting.writing is None or waiting.writing.done()
+            if is_written and now - waiting.written_at >= self._interval_s:
+                waiting.written_at = now
+                waiting.writing = asyncio.create_task(_write_comment(waiting.write, waiting.expected))
 
 
 async def _write_comment(write: Write, expected: Expected) -> None:

@@ -21,10 +21,10 @@ def make_routing_request(
 ) -> RoutingRequest:
     return RoutingRequest(
         num_prompt_tokens=len(request.prompt_token_ids),
-        granules=hashes.hashes(
+        prefix_chunks=hashes.hashes(
             target.scheme, request.cache_salt, request.prompt_token_ids, adapter_digest=target.adapter_digest
         ),
-        granule_tokens=target.scheme.granule_tokens,
+        prefix_chunk_tokens=target.scheme.prefix_chunk_tokens,
         prompt_key=prompt_key,
         session=session,
         adapter_digest=target.adapter_digest,

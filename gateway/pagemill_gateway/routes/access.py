@@ -63,7 +63,7 @@ class AccessLog:
             record.status = record.status or 500
             self._worker.metrics.finished(record)
             if record.finished:
-                self._worker.brain.experienced(_experience(record))
+                self._worker.brain.record_outcome(_experience(record))
             trace_id = self._worker.tracing.finished(record, scope)
             if record.route not in PROBES or record.status >= 400:
                 logger.info(_line(record, scope["method"], trace_id))

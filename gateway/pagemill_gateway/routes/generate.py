@@ -49,8 +49,8 @@ class GenerateRoute:
         record.tenant = caller.tenant
         timeout_s = _timeout_s(scope, worker.config.request_timeout_s)
         check_json_content_type(scope)
-        with worker.gate.enter() as place:
-            raw = await read_counted(scope, receive, place, worker.config.max_body_bytes)
+        with worker.gate.enter() as slot:
+            raw = await read_counted(scope, receive, slot, worker.config.max_body_bytes)
             header_of = partial(_header, scope)
             client = ClientResponse(send, worker.config.slow_client_timeout_s)
             try:
@@ -72,12 +72,12 @@ class GenerateRoute:
         """Answer, or tell the client why not. Raises nothing."""
         try:
             try:
-                record.claim = _claim(raw, caller, timeout_s, record)
+                record.ticket = _ticket(raw, caller, timeout_s, record)
                 async with self._worker.running.limited(timeout_s):
                     await self._answer(raw, caller, header_of, client, record)
             except AnswerBroken as broken:
                 record.failed(broken.error)
-                await (client.end() if broken.told else client.fail(broken.error))
+                await (client.end() if broken.reported else client.fail(broken.error))
             except PagemillError as error:
                 record.failed(error)
                 await client.fail(error)
@@ -94,7 +94,7 @@ class GenerateRoute:
     ) -> None:
         worker = self._worker
         worker.limiter.check(caller)
-        prepared = await worker.preparation.prepare(raw, self._dialect, caller, header_of, record.claim, client.write)
+        prepared = await worker.preparation.prepare(raw, self._dialect, caller, header_of, record.ticket, client.write)
         record.served_by(prepared.target, prepared.requests)
         worker.metrics.prepared(record)
         reservation = await worker.limiter.reserve(caller, prepared.target.model, prepared.requests)
@@ -124,7 +124,7 @@ def _header(scope: Scope, name: str) -> str | None:
     return header(scope, name.encode())
 
 
-def _claim(raw: bytes, caller: Caller, timeout_s: float | None, record: RequestRecord) -> QueueTicket:
+def _ticket(raw: bytes, caller: Caller, timeout_s: float | None, record: RequestRecord) -> QueueTicket:
     deadline_at = math.inf if timeout_s is None else time.monotonic() + timeout_s
     return QueueTicket(key=caller.account, num_bytes=len(raw), arrived_at=record.started_at, deadline_at=deadline_at)
 

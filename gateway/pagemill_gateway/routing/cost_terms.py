@@ -49,10 +49,10 @@ class CostBasis(NamedTuple):
     decode_ms: float
     harm_ms: float
     """By the token."""
-    num_over: int
+    num_over_capacity: int
     """Requests that have to end before there is a seat."""
     max_num_seqs: int
-    num_roomy_tokens: float
+    num_tokens_without_wait: float
     """With fewer tokens ahead, its own included, a request waits for no block."""
     block_size: int
     num_blocks_available: int
@@ -101,16 +101,17 @@ def cost_terms(
     for cost_basis, num_cached in zip(bases, cached, strict=True):
         (
             predict_ms, num_running, num_context_tokens, num_ahead, ahead_products, budget, full_ms, step_ms, decode_ms,
-            harm_ms, num_over, max_num_seqs, num_roomy_tokens, block_size, num_blocks_available, num_blocks_active,
+            harm_ms, num_over_capacity, max_num_seqs, num_tokens_without_wait, block_size, num_blocks_available,
+            num_blocks_active,
         ) = cost_basis  # fmt: skip
         num_uncached = num_prompt_tokens - num_cached
         if num_uncached < 1:
             num_uncached = 1
         num_rest, wait_ms, prefill_ms = num_ahead + num_uncached, 0.0, 0.0
         # Requests end one after the other: each frees a seat and its share of the blocks.
-        if num_over:
-            wait_ms = num_over * (num_output_tokens * decode_ms) / max_num_seqs
-        if num_rest >= num_roomy_tokens:
+        if num_over_capacity:
+            wait_ms = num_over_capacity * (num_output_tokens * decode_ms) / max_num_seqs
+        if num_rest >= num_tokens_without_wait:
             num_missing = num_rest // block_size + 1 - num_blocks_available
             wait_ms = max(wait_ms, num_missing * (num_output_tokens * decode_ms) / num_blocks_active)
         if num_rest > budget:

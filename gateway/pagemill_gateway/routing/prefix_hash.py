@@ -35,7 +35,7 @@ class PrefixHash:
             owner = owners[(start + step) % len(owners)]
             if owner in passed:
                 continue
-            if has_room(by_id[owner].in_flight, total, len(candidates)):
+            if within_load_bound(by_id[owner].in_flight, total, len(candidates)):
                 why = f"first on the ring with room, {len(passed)} passed"
                 return RoutingDecision(by_id[owner], why, ("requests",), rows)
             passed[owner] = None
@@ -43,7 +43,7 @@ class PrefixHash:
         return RoutingDecision(first, "first on the ring, none has room", ("requests",), rows)
 
 
-def has_room(load: int, total: int, count: int, factor: float = LOAD_FACTOR) -> bool:
+def within_load_bound(load: int, total: int, count: int, factor: float = LOAD_FACTOR) -> bool:
     """Whether one more request keeps the endpoint within `factor` of the mean; an idle service takes anything."""
     return total == 0 or load + 1 <= (total + 1) / count * factor
 

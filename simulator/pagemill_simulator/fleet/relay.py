@@ -65,7 +65,7 @@ class Course:
     max_tokens: int
     arrival_s: float
     attempts: Attempts
-    ends: EngineFailures
+    engine_failures: EngineFailures
     output: list[int] = field(default_factory=list)
     first_token_s: float | None = None
     last_token_s: float = 0.0
@@ -119,8 +119,8 @@ class Relay:
     async def serve(self, index: int, prompt: list[int], num_output_tokens: int) -> tuple[Served, list[int]]:
         """What became of it, and its answer."""
         attempts = Attempts(self._max_attempts, uniform=self._rng.uniform)
-        ends = EngineFailures(self._rng.uniform)
-        course = Course(index, prompt, max(1, num_output_tokens), self._events.now_s, attempts, ends)
+        engine_failures = EngineFailures(self._rng.uniform)
+        course = Course(index, prompt, max(1, num_output_tokens), self._events.now_s, attempts, engine_failures)
         try:
             is_served = await self._serve(course)
         except PagemillError:
@@ -157,18 +157,18 @@ class Relay:
 
     async def _serve(self, course: Course) -> bool:
         """Whether it was answered to its end. Raises `PagemillError` when it is turned away."""
-        claim = QueueTicket(
+        ticket = QueueTicket(
             num_bytes=len(course.prompt) * BYTES_PER_TOKEN, arrived_at=course.arrival_s, max_tokens=course.max_tokens
         )
-        target = await self._brain.find(MODEL, claim)
+        target = await self._brain.find(MODEL, ticket)
         room = target.max_model_len - len(course.prompt)
         if room < 1:
             return False
         course.max_tokens = min(course.max_tokens, room)
-        ask = self._ask(course, target)
-        again: RetryContext | None = None
+        routing_request = self._ask(course, target)
+        retry: RetryContext | None = None
         while True:
-            choice = await self._choose(course, target, ask, claim, again)
+            choice = await self._choose(course, target, routing_request, ticket, retry)
             failure = await self._attempt(course, choice)
             if failure is None:
                 self._finished(course, choice, target)
@@ -179,28 +179,38 @@ class Relay:
             self._brain.failed(choice, failure)
             if self._is_over(course, choice, failure):
                 return False
-            if pause_s := course.ends.take_pause_s():
+            if pause_s := course.engine_failures.take_pause_s():
                 await asyncio.sleep(pause_s)
-            ends, num_tokens = course.ends.told, len(course.output)
-            again = RetryContext(choice.decision, choice.endpoint_id, failure, course.weights_digest, num_tokens, ends)
+            engine_failures, num_tokens = course.engine_failures.recorded, len(course.output)
+            retry = RetryContext(
+                choice.decision, choice.endpoint_id, failure, course.weights_digest, num_tokens, engine_failures
+            )
 
     def _ask(self, course: Course, target: Target) -> RoutingRequest:
-        granules = self._hashes.hashes(target.scheme, "", course.prompt)
+        prefix_chunks = self._hashes.hashes(target.scheme, "", course.prompt)
         return RoutingRequest(
-            len(course.prompt), granules, target.scheme.granule_tokens, token_bytes(course.prompt[:KEY_TOKENS])
+            len(course.prompt),
+            prefix_chunks,
+            target.scheme.prefix_chunk_tokens,
+            token_bytes(course.prompt[:KEY_TOKENS]),
         )
 
     async def _choose(
-        self, course: Course, target: Target, ask: RoutingRequest, claim: QueueTicket, again: RetryContext | None
+        self,
+        course: Course,
+        target: Target,
+        routing_request: RoutingRequest,
+        ticket: QueueTicket,
+        retry: RetryContext | None,
     ) -> Assignment:
         attempts = course.attempts
-        claim = claim._replace(
+        ticket = ticket._replace(
             max_tokens=course.max_tokens,
             waited_s=target.queued_s + attempts.queued_s,
             num_refusals=attempts.num_refusals,
             paid=attempts.count > 0,
         )
-        choice = await self._brain.choose(target, attempts.tried, ask, claim=claim, again=again)
+        choice = await self._brain.choose(target, attempts.tried, routing_request, ticket=ticket, retry=retry)
         if choice.queued_s:
             attempts.queued(choice.queued_s)
         if pause_s := attempts.pause_s(choice.endpoint_id):
@@ -249,7 +259,7 @@ class Relay:
         num_tokens = len(course.output)
         self._brain.finished(choice, CompletedRequest(num_tokens, _pace_ms(course)))
         served = course.served("served")
-        self._brain.experienced(
+        self._brain.record_outcome(
             RequestOutcome(
                 target.deployment,
                 len(course.prompt),
@@ -274,7 +284,7 @@ class Relay:
             attempts.declined("gone")
         else:
             attempts.ended("lost", crashed=kind == "crashed")
-        course.ends.failed(choice, kind, progressed=progressed)
+        course.engine_failures.failed(choice, kind, progressed=progressed)
         return attempts.exhausted
 
 

@@ -17,7 +17,7 @@ from pagemill_protocol.state import AdapterSlots
 
 class Adapters:
     def __init__(self) -> None:
-        self._told = AdapterSlots()
+        self._reported = AdapterSlots()
         self._loads: list[str] = []
         """That run, wait, or are expected, in this order."""
         self._began_s = 0.0
@@ -28,14 +28,14 @@ class Adapters:
 
     @property
     def served(self) -> bool:
-        return self._told.num_slots > 0
+        return self._reported.num_slots > 0
 
-    def told(self, slots: AdapterSlots, now: float, *, anew: bool) -> None:
-        """What a frame says; `anew`: of an engine that may not be the one of before."""
+    def update(self, slots: AdapterSlots, now: float, *, new_engine: bool) -> None:
+        """What a frame says; `new_engine`: of an engine that may not be the one of before."""
         if not (slots.num_slots or self.served):
             return
-        self._told = slots
-        if anew:
+        self._reported = slots
+        if new_engine:
             self._decisions.clear()
         expected = set(self._decisions.values()).difference(slots.resident)
         self._load([*slots.loading, *(each for each in self._loads if each in expected)], now)
@@ -43,9 +43,9 @@ class Adapters:
     def wait_ms(self, digest: str, now: float, *, believed: bool) -> float:
         """Until a request that is sent now finds the adapter there. `believed`: what the pod told is true."""
         self._expire(now)
-        if believed and digest in self._told.resident:
+        if believed and digest in self._reported.resident:
             return 0.0
-        load_ms, loads = self._told.load_ms, self._loads
+        load_ms, loads = self._reported.load_ms, self._loads
         if not loads:
             return load_ms
         first_ms = max(0.0, load_ms - (now - self._began_s) * 1000)
@@ -53,7 +53,7 @@ class Adapters:
 
     def expect(self, decision: int, digest: str, now: float) -> None:
         """A request for the adapter was sent there."""
-        if digest not in self._told.resident:
+        if digest not in self._reported.resident:
             self._decisions[decision] = digest
             self._load([*self._loads, digest], now)
 
@@ -64,7 +64,7 @@ class Adapters:
 
     def drop(self, decision: int, now: float) -> None:
         digest = self._decisions.pop(decision, None)
-        if digest is not None and digest not in self._told.loading and digest not in self._decisions.values():
+        if digest is not None and digest not in self._reported.loading and digest not in self._decisions.values():
             self._load([each for each in self._loads if each != digest], now)
 
     def _load(self, loads: list[str], now: float) -> None:

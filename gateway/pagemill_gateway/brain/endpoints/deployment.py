@@ -27,40 +27,40 @@ class Starts:
     """
 
     def __init__(self) -> None:
-        self._took_s: dict[bool, deque[float]] = {anew: deque(maxlen=REMEMBERED) for anew in (True, False)}
-        self._told_s: float | None = None
-        self._wished_at: float | None = None
-        self._latest_wish_at = 0.0
-        self._anew = False
+        self._took_s: dict[bool, deque[float]] = {from_zero: deque(maxlen=REMEMBERED) for from_zero in (True, False)}
+        self._reported_s: float | None = None
+        self._requested_at: float | None = None
+        self._latest_request_at = 0.0
+        self._from_zero = False
 
-    def told(self, start_s: dict[str, float]) -> None:
+    def engine_reported(self, start_s: dict[str, float]) -> None:
         """What an engine says of its own start, by phase."""
         if start_s:
-            self._told_s = sum(start_s.values())
+            self._reported_s = sum(start_s.values())
 
-    def wished(self, now: float, *, anew: bool) -> None:
-        """Somebody needs an engine and none serves; `anew`: nor is one known that could come back."""
-        if self._wished_at is None or now - self._latest_wish_at > LAPSE_S:
-            self._wished_at, self._anew = now, anew
-        self._latest_wish_at = now
+    def requested(self, now: float, *, from_zero: bool) -> None:
+        """Somebody needs an engine and none serves; `from_zero`: nor is one known that could come back."""
+        if self._requested_at is None or now - self._latest_request_at > LAPSE_S:
+            self._requested_at, self._from_zero = now, from_zero
+        self._latest_request_at = now
 
     def served(self, now: float) -> None:
         """An engine serves."""
-        if self._wished_at is not None and now - self._latest_wish_at <= LAPSE_S:
-            self._took_s[self._anew].append(now - self._wished_at)
-        self._wished_at = None
+        if self._requested_at is not None and now - self._latest_request_at <= LAPSE_S:
+            self._took_s[self._from_zero].append(now - self._requested_at)
+        self._requested_at = None
 
-    def usual_s(self, *, anew: bool) -> float | None:
+    def usual_s(self, *, from_zero: bool) -> float | None:
         """What a start takes; `None`: nothing is learned."""
-        took_s = self._took_s[anew]
-        return median(took_s) if took_s else self._told_s
+        took_s = self._took_s[from_zero]
+        return median(took_s) if took_s else self._reported_s
 
     def left_s(self, now: float) -> float | None:
         """Until an engine serves that was wished for, or is now; `None`: nothing is learned."""
-        expected_s = self.usual_s(anew=self._anew)
+        expected_s = self.usual_s(from_zero=self._from_zero)
         if expected_s is None:
             return None
-        waited_s = now - self._wished_at if self._wished_at is not None else 0.0
+        waited_s = now - self._requested_at if self._requested_at is not None else 0.0
         # What is late already may well be late as much again.
         return max(LEAST_LEFT_S, abs(expected_s - waited_s))
 

@@ -35,20 +35,20 @@ class EndpointRecord:
     ttft_estimator: TtftEstimator = field(default_factory=TtftEstimator)
     reserved: Reservations = field(default_factory=Reservations)
     """What was sent there, in blocks and sequences."""
-    fullness: RefusalBackoff = field(default_factory=RefusalBackoff)
+    refusal_backoff: RefusalBackoff = field(default_factory=RefusalBackoff)
     phase: str = "unreachable"
     """While it is not ready, or its stream is down: what its `/readyz` said last."""
     detail: str = ""
 
-    let_go: bool = False
+    draining: bool = False
     """It takes no requests, or was promised none; until it starts anew, or wakes up."""
-    let_in_at: int = 0
+    readmitted_at: int = 0
     """The latest decision when it did: who was declined before says nothing of it."""
-    acknowledged: bool = False
+    drain_acknowledged: bool = False
     """It was told so."""
     unreachable: bool = False
     """Nobody listens at its address; until its next report."""
-    being_asked: bool = False
+    awaiting_first_report: bool = False
     """For the first time, what it is: who comes before the answer may wait for it."""
 
     @property
@@ -60,18 +60,18 @@ class EndpointRecord:
         state = self.reports.latest
         if state is None or state.max_model_len <= 0 or state.sleeping or state.draining:
             return False
-        return not (self.let_go or self.unreachable or self.endpoint.terminating)
+        return not (self.draining or self.unreachable or self.endpoint.terminating)
 
     @property
     def serving(self) -> bool:
         """It would take a request, although it may be on its way out."""
-        return self.max_model_len > 0 and not self.let_go and not self.unreachable and not self.sleeping
+        return self.max_model_len > 0 and not self.draining and not self.unreachable and not self.sleeping
 
     @property
     def expected(self) -> bool:
         """Its platform says that it is ready, or nobody can say yet that it is not, and it has not said so here."""
         unheard = self.max_model_len == 0 and not self.unreachable
-        return unheard and (self.endpoint.probed_ready or self.being_asked) and not self.leaving
+        return unheard and (self.endpoint.probed_ready or self.awaiting_first_report) and not self.leaving
 
     def phase_at(self, now: float) -> str:
         """One word: draining, sleeping, starting, stale or ready; the first that is true."""
@@ -85,10 +85,10 @@ class EndpointRecord:
 
     @property
     def leaving(self) -> bool:
-        return self.endpoint.terminating or self.draining
+        return self.endpoint.terminating or self.drain_reported
 
     @property
-    def draining(self) -> bool:
+    def drain_reported(self) -> bool:
         """By its own word."""
         state = self.reports.latest
         return state is not None and state.draining
@@ -133,7 +133,7 @@ def has_capacity(record: EndpointRecord, need: Need, now: float) -> bool:
     there are expected to have. Of an engine whose reports are stale only our own reservations count, and a limit that
     it never reported does not bind: the engine itself refuses in the end. An idle engine always has capacity.
     """
-    if not record.fullness.allows(record.in_flight, now):
+    if not record.refusal_backoff.allows(record.in_flight, now):
         return False
     frame = record.reports.latest
     if frame is None:

@@ -37,7 +37,7 @@ class TtftEstimator:
         self._transfer_s = _Median(prior=0)
         self._overhead_ms = _Median(prior=3)
 
-    def told(
+    def received(
         self,
         load: EngineLoad,
         age_ms: float,
@@ -52,15 +52,15 @@ class TtftEstimator:
         if model is None:
             return
         self._overlaps = self._overlaps or load.step_in_flight_ms > 0
-        told_s = now_s - age_ms / 1000
+        reported_s = now_s - age_ms / 1000
         budget = max_step_tokens or DEFAULT_STEP_TOKENS
         simulation = StepSimulation(model, budget, overlaps=self._overlaps, drift=_readable(load.step_drift))
         simulation.num_answers = load.num_requests_running - load.num_requests_prefilling
         simulation.num_context_tokens = load.num_tokens_running - load.num_tokens_prefilled
         simulation.queue.extend(_reported(load, waiting))
         for decision, dispatch in unreported:
-            simulation.queue.append(self._pending(dispatch, max(told_s, self._at_s(decision, now_s))))
-        simulation.begin(told_s, load.step_in_flight_ms, now_s)
+            simulation.queue.append(self._pending(dispatch, max(reported_s, self._at_s(decision, now_s))))
+        simulation.begin(reported_s, load.step_in_flight_ms, now_s)
         self._simulation = simulation
 
     def forget(self) -> None:

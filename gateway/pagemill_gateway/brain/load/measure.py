@@ -37,9 +37,9 @@ def measure_load(registry: Registry, queues: Queues, traffic: TrafficMeter, now:
     ]
 
 
-def same_but_older(load: DeploymentLoad, told: DeploymentLoad) -> bool:
+def same_but_older(load: DeploymentLoad, published: DeploymentLoad) -> bool:
     """Whether it would be no news: rates and ages change all the time."""
-    return _ageless(load) == _ageless(told)
+    return _ageless(load) == _ageless(published)
 
 
 def _ageless(load: DeploymentLoad) -> DeploymentLoad:
@@ -82,18 +82,18 @@ def _is_asked(deployment: DeploymentRecord) -> bool:
 
 
 def _engines(records: list[EndpointRecord], now: float) -> EnginesLoad:
-    told = [record for record in records if record.max_model_len > 0 and not _rests(record)]
-    fresh = [record for record in told if record.reports.fresh(now)]
+    published = [record for record in records if record.max_model_len > 0 and not _rests(record)]
+    fresh = [record for record in published if record.reports.fresh(now)]
     frames = [record.reports.latest for record in fresh if record.reports.latest is not None]
     if not frames:
         # Without any engine nothing runs: that is known. So it is of one that was on its way out and is silent now;
         # an engine that was never heard tells nothing.
-        expected = [record for record in records if not (record.leaving or record.let_go or record.sleeping)]
+        expected = [record for record in records if not (record.leaving or record.draining or record.sleeping)]
         silent = any(record.max_model_len > 0 for record in expected)
         return EnginesLoad(truth="stale" if silent else "unknown" if expected else "value")
     ages = [age for record in fresh if (age := record.reports.age_s(now)) is not None]
     loads = [frame.load for frame in frames]
-    is_whole = all(record.reports.fresh(now) for record in told if record.usable)
+    is_whole = all(record.reports.fresh(now) for record in published if record.usable)
     return EnginesLoad(
         truth="value" if is_whole else "stale",
         age_s=round(max(ages, default=0.0), 3),
@@ -129,7 +129,7 @@ def _most_experienced(frames: list[StateFrame]) -> StateFrame:
 
 
 def _pods(records: list[EndpointRecord]) -> PodsSeen:
-    leaving = sum(record.leaving or (record.let_go and not record.sleeping) for record in records)
+    leaving = sum(record.leaving or (record.draining and not record.sleeping) for record in records)
     ready = sum(record.usable and record.reports.connected for record in records)
     asleep = sum(_is_asleep(record) for record in records)
     loading = max(0, len(records) - leaving - ready - asleep)

@@ -43,10 +43,10 @@ class TrafficMeter:
             now = self._clock()
             traffic.arrived(num_tokens, min(at, now) if at > 0 else now, now)
 
-    def experienced(self, experience: RequestOutcome) -> None:
-        traffic = self._deployments.get(experience.deployment)
+    def record_outcome(self, outcome: RequestOutcome) -> None:
+        traffic = self._deployments.get(outcome.deployment)
         if traffic is not None:
-            traffic.experienced(experience, self._clock())
+            traffic.record_outcome(outcome, self._clock())
 
     def arrivals(self, deployment: str, *, busy: bool = False) -> Arrivals:
         """`busy`: somebody waits or is served now, so that nobody can say that it is idle."""
@@ -92,14 +92,14 @@ class _DeploymentTraffic:
         if len(self._ticks) > 1 and self._ticks[-2][0] > tick:
             self._ticks = deque(sorted(self._ticks), maxlen=self._ticks.maxlen)
 
-    def experienced(self, experience: RequestOutcome, now: float) -> None:
-        if experience.ttft_ms is not None:
-            self._ttft.add(experience.ttft_ms, now)
-        if experience.tpot_ms is not None:
-            self._tpot.add(experience.tpot_ms, now)
-        self._prompt.add(experience.num_prompt_tokens)
-        self._computed.add(experience.num_prompt_tokens - experience.num_cached_tokens)
-        self._output.add(experience.num_output_tokens)
+    def record_outcome(self, outcome: RequestOutcome, now: float) -> None:
+        if outcome.ttft_ms is not None:
+            self._ttft.add(outcome.ttft_ms, now)
+        if outcome.tpot_ms is not None:
+            self._tpot.add(outcome.tpot_ms, now)
+        self._prompt.add(outcome.num_prompt_tokens)
+        self._computed.add(outcome.num_prompt_tokens - outcome.num_cached_tokens)
+        self._output.add(outcome.num_output_tokens)
 
     def arrivals(self, now: float, busy: bool) -> Arrivals:
         self._latest = now if busy else self._latest

@@ -32,7 +32,7 @@ class Eligible:
         self,
         registry: Registry,
         recovery: Recovery,
-        suspects: PoisonDetection,
+        poison_detection: PoisonDetection,
         rng: random.Random,
         clock: Callable[[], float],
         *,
@@ -41,7 +41,7 @@ class Eligible:
         """`keeps_terminating`: what the catalogue calls terminating may be used while nothing else is there."""
         self._registry = registry
         self._recovery = recovery
-        self._suspects = suspects
+        self._poison_detection = poison_detection
         self._rng = rng
         self._clock = clock
         self._keeps_terminating = keeps_terminating
@@ -75,18 +75,18 @@ class Eligible:
             return deployment, usable
         return deployment, [each for each in self._departing(deployment) if each.bundle_digest == target.bundle_digest]
 
-    def able(self, records: list[EndpointRecord], order: PlacementRequest, now: float) -> list[EndpointRecord]:
+    def able(self, records: list[EndpointRecord], to_place: PlacementRequest, now: float) -> list[EndpointRecord]:
         """Those of `records` that may take it, whether it is new or what another one did not finish; none: not now.
 
         Raises `PagemillError` when none serves adapters and it is for one, and (`OTHER_WEIGHTS`) when only others could
         continue it.
         """
-        if order.ask.adapter_digest:
+        if to_place.request.adapter_digest:
             records = [record for record in records if record.adapters.served]
             if not records:
-                raise _no_adapters(order.target)
-        if order.again is not None and order.again.weights_digest:
-            digest = order.again.weights_digest
+                raise _no_adapters(to_place.target)
+        if to_place.retry is not None and to_place.retry.weights_digest:
+            digest = to_place.retry.weights_digest
             records = [record for record in records if record.weights_digest == digest]
             if not records:
                 raise unavailable(
@@ -94,7 +94,7 @@ class Eligible:
                     retry_after_s=1,
                     code=OTHER_WEIGHTS,
                 )
-        return self._suspects.places(records, order.trial, now)
+        return self._poison_detection.allowed(records, to_place.probe, now)
 
     def best(self, records: list[EndpointRecord], tried: frozenset[str], now: float) -> list[EndpointRecord]:
         """Healthy endpoints not tried before; failing that untried ones; failing that all."""

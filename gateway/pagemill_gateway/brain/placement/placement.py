@@ -47,7 +47,7 @@ class Placement:
     def place(
         self,
         number: int,
-        ask: RoutingRequest,
+        request: RoutingRequest,
         num_sequences: int,
         policy: RoutingPolicy,
         deployment: DeploymentRecord,
@@ -57,42 +57,42 @@ class Placement:
     ) -> PlacementResult | None:
         """Choose one of `records` and account decision `number` there; None when the request fits nowhere."""
         self.predictions.expire(now)
-        candidates = self._candidates(ask, deployment.key, records, now)
-        if ask.adapter_digest:
-            candidates = with_adapter(candidates, records, ask.adapter_digest, now)
-        request = RequestView(
-            ask.num_prompt_tokens,
+        candidates = self._candidates(request, deployment.key, records, now)
+        if request.adapter_digest:
+            candidates = with_adapter(candidates, records, request.adapter_digest, now)
+        view = RequestView(
+            request.num_prompt_tokens,
             deployment.output_tokens.mean,
-            ask.prompt_key,
+            request.prompt_key,
             self._rng.random(),
-            ask.adapter_digest != "",
+            request.adapter_digest != "",
         )
-        decision = policy.choose(request, candidates)
+        decision = policy.choose(view, candidates)
         index = _place_of(decision.chosen, candidates)
         if not fits(records[index], decision.chosen.num_cached_tokens):
             # Rarely are engines full, so only now all are looked at.
             pairs = zip(records, candidates, strict=True)
-            roomy = [(record, each) for record, each in pairs if fits(record, each.num_cached_tokens)]
-            if not roomy:
+            fitting = [(record, each) for record, each in pairs if fits(record, each.num_cached_tokens)]
+            if not fitting:
                 return None
-            records, candidates = [record for record, _ in roomy], [each for _, each in roomy]
-            decision = policy.choose(request, candidates)
+            records, candidates = [record for record, _ in fitting], [each for _, each in fitting]
+            decision = policy.choose(view, candidates)
             index = _place_of(decision.chosen, candidates)
         chosen = decision.chosen
-        dispatch = self._account(number, ask, num_sequences, records[index], chosen)
-        if ask.adapter_digest:
-            records[index].adapters.expect(number, ask.adapter_digest, now)
-        if ask.session:
-            self._sessions.chosen(deployment.key, ask.session, chosen.endpoint_id)
+        dispatch = self._account(number, request, num_sequences, records[index], chosen)
+        if request.adapter_digest:
+            records[index].adapters.expect(number, request.adapter_digest, now)
+        if request.session:
+            self._sessions.chosen(deployment.key, request.session, chosen.endpoint_id)
         predicted_ttft_ms = _predicted_ttft_ms(decision, index, records[index], number, dispatch, now)
         self.decisions.note(
-            number, deployment.key, policy.name, ask.num_prompt_tokens, candidates, decision, predicted_ttft_ms
+            number, deployment.key, policy.name, request.num_prompt_tokens, candidates, decision, predicted_ttft_ms
         )
         return PlacementResult(number, records[index], chosen, policy.name, predicted_ttft_ms)
 
-    def most_cached_tokens(self, ask: RoutingRequest, records: Sequence[EndpointRecord], now: float) -> int:
+    def most_cached_tokens(self, request: RoutingRequest, records: Sequence[EndpointRecord], now: float) -> int:
         """Of the prompt, on the endpoint that has most of it."""
-        return max(self._cached_tokens(ask, records, now).values(), default=0)
+        return max(self._cached_tokens(request, records, now).values(), default=0)
 
     def observe(self, record: EndpointRecord, frame: StateFrame, now: float) -> None:
         """Take what an accepted frame says of prefixes and load."""
@@ -106,7 +106,7 @@ class Placement:
             bit = self.index.bit(endpoint_id)
             self.predictions.reported(bit, frame.prefixes_added)
             self.predictions.reported(bit, frame.prefixes_removed)
-        record.adapters.told(frame.adapters, now, anew=frame.snapshot)
+        record.adapters.update(frame.adapters, now, new_engine=frame.snapshot)
         reported = frame.load.num_requests_running + frame.load.num_requests_waiting
         record.dispatches.reported(record.reserved.num_sequences + record.reports.external() - reported)
         record.pod_report = read_report(frame, record.pod_report, record.step_time_params)
@@ -145,7 +145,7 @@ class Placement:
     def _look_ahead(self, record: EndpointRecord, frame: StateFrame, now: float) -> None:
         dispatches, load, report = record.dispatches, frame.load, record.pod_report
         is_ours = not record.reports.external()
-        record.ttft_estimator.told(
+        record.ttft_estimator.received(
             load,
             frame.load_age_ms,
             report.step_time.model if report is not None and report.step_time is not None else None,
@@ -156,10 +156,10 @@ class Placement:
         )
 
     def _candidates(
-        self, ask: RoutingRequest, deployment: str, records: Sequence[EndpointRecord], now: float
+        self, request: RoutingRequest, deployment: str, records: Sequence[EndpointRecord], now: float
     ) -> list[Candidate]:
-        cached = self._cached_tokens(ask, records, now)
-        session = self._sessions.endpoint(deployment, ask.session) if ask.session else None
+        cached = self._cached_tokens(request, records, now)
+        session = self._sessions.endpoint(deployment, request.session) if request.session else None
         if cached or session is not None:
             return [
                 candidate_of(record, now, cached.get(record.endpoint.id, 0), record.endpoint.id == session)
@@ -171,30 +171,30 @@ class Placement:
             for record in records
         ]
 
-    def _cached_tokens(self, ask: RoutingRequest, records: Sequence[EndpointRecord], now: float) -> dict[str, int]:
+    def _cached_tokens(self, request: RoutingRequest, records: Sequence[EndpointRecord], now: float) -> dict[str, int]:
         """Of the prompt, on each endpoint that has some and is believed."""
         # The last token is always computed anew, so a prompt is never found as a whole.
-        num_findable = (ask.num_prompt_tokens - 1) // ask.granule_tokens if ask.granules else 0
-        if num_findable <= 0 or not self.index.knows(ask.granules[0], self.predictions.pods):
+        num_findable = (request.num_prompt_tokens - 1) // request.prefix_chunk_tokens if request.prefix_chunks else 0
+        if num_findable <= 0 or not self.index.knows(request.prefix_chunks[0], self.predictions.pods):
             return {}
         bits = {self.index.bit(record.endpoint.id): record for record in records if record.reports.fresh(now)}
         bits.pop(0, None)
-        depths = self.index.depths(ask.granules[:num_findable], sum(bits), self.predictions.pods)
-        return {bits[bit].endpoint.id: depth * ask.granule_tokens for bit, depth in depths.items()}
+        depths = self.index.depths(request.prefix_chunks[:num_findable], sum(bits), self.predictions.pods)
+        return {bits[bit].endpoint.id: depth * request.prefix_chunk_tokens for bit, depth in depths.items()}
 
     def _account(
-        self, number: int, ask: RoutingRequest, num_sequences: int, record: EndpointRecord, chosen: Candidate
+        self, number: int, request: RoutingRequest, num_sequences: int, record: EndpointRecord, chosen: Candidate
     ) -> Dispatch:
         record.in_flight += 1
         record.last_chosen = number
-        num_uncached = max(1, ask.num_prompt_tokens - chosen.num_cached_tokens)
-        dispatch = Dispatch(num_uncached, num_sequences, ask.num_prompt_tokens - num_uncached)
+        num_uncached = max(1, request.num_prompt_tokens - chosen.num_cached_tokens)
+        dispatch = Dispatch(num_uncached, num_sequences, request.num_prompt_tokens - num_uncached)
         record.dispatches.sent(number, dispatch)
         record.seen.clear()
         bit = self.index.bit(record.endpoint.id)
-        if bit and ask.granules and record.reports.scheme.granule_tokens == ask.granule_tokens:
+        if bit and request.prefix_chunks and record.reports.scheme.prefix_chunk_tokens == request.prefix_chunk_tokens:
             has = self.index.has
-            self.predictions.expect(number, bit, [each for each in ask.granules if not has(each, bit)])
+            self.predictions.expect(number, bit, [each for each in request.prefix_chunks if not has(each, bit)])
         return dispatch
 
 

@@ -17,7 +17,7 @@ from pagemill_gateway.brain.placement.prefix_index import clear
 
 class _Expected(NamedTuple):
     bit: int
-    granules: list[bytes]
+    prefix_chunks: list[bytes]
 
 
 class Predictions:
@@ -34,20 +34,20 @@ class Predictions:
         """Granule -> bits of the pods that will have it."""
         return self._pods
 
-    def expect(self, decision: int, bit: int, granules: Iterable[bytes]) -> None:
-        """Of `granules`, those that nobody else already expects there are tagged with `decision`."""
+    def expect(self, decision: int, bit: int, prefix_chunks: Iterable[bytes]) -> None:
+        """Of `prefix_chunks`, those that nobody else already expects there are tagged with `decision`."""
         pods = self._pods
-        new = [granule for granule in granules if not pods.get(granule, 0) & bit]
+        new = [chunk for chunk in prefix_chunks if not pods.get(chunk, 0) & bit]
         if not new:
             return
-        for granule in new:
-            pods[granule] = pods.get(granule, 0) | bit
+        for chunk in new:
+            pods[chunk] = pods.get(chunk, 0) | bit
         self._decisions[decision] = _Expected(bit, new)
 
-    def reported(self, bit: int, granules: Iterable[bytes]) -> None:
+    def reported(self, bit: int, prefix_chunks: Iterable[bytes]) -> None:
         """The pod itself has spoken of these: there or gone, its word counts."""
         if self._pods:
-            clear(self._pods, bit, granules)
+            clear(self._pods, bit, prefix_chunks)
 
     def computed(self, decision: int, now: float) -> None:
         """The request's prompt is through: what the pod does not report soon, it does not have."""

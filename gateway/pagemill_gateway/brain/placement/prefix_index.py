@@ -34,55 +34,55 @@ class PrefixIndex:
         """The pod's bit; 0 when it has told nothing."""
         return self._bits.get(endpoint_id, 0)
 
-    def snapshot(self, endpoint_id: str, granules: Iterable[bytes]) -> None:
+    def snapshot(self, endpoint_id: str, prefix_chunks: Iterable[bytes]) -> None:
         """The pod has exactly these."""
         self.forget(endpoint_id)
         self._bits[endpoint_id] = self._new_bit()
-        self.add(endpoint_id, granules)
+        self.add(endpoint_id, prefix_chunks)
 
-    def add(self, endpoint_id: str, granules: Iterable[bytes]) -> None:
+    def add(self, endpoint_id: str, prefix_chunks: Iterable[bytes]) -> None:
         bit, pods = self._bits[endpoint_id], self._pods
-        for granule in granules:
-            mask = pods.get(granule)
+        for chunk in prefix_chunks:
+            mask = pods.get(chunk)
             # The pod's own int is stored where it is the only one: most entries share a few objects.
-            pods[granule] = bit if mask is None else mask | bit
+            pods[chunk] = bit if mask is None else mask | bit
         self._sweep()
 
-    def remove(self, endpoint_id: str, granules: Iterable[bytes]) -> None:
-        clear(self._pods, self._bits[endpoint_id], granules)
+    def remove(self, endpoint_id: str, prefix_chunks: Iterable[bytes]) -> None:
+        clear(self._pods, self._bits[endpoint_id], prefix_chunks)
 
     def forget(self, endpoint_id: str) -> None:
         """The pod is gone, or says anew what it has."""
         self._retired |= self._bits.pop(endpoint_id, 0)
 
-    def knows(self, granule: bytes, expected: Mapping[bytes, int]) -> bool:
+    def knows(self, chunk: bytes, expected: Mapping[bytes, int]) -> bool:
         """Whether any pod has it, or will by `expected`."""
-        return granule in self._pods or granule in expected
+        return chunk in self._pods or chunk in expected
 
-    def depths(self, granules: Sequence[bytes], pods: int, expected: Mapping[bytes, int]) -> dict[int, int]:
+    def depths(self, prefix_chunks: Sequence[bytes], pods: int, expected: Mapping[bytes, int]) -> dict[int, int]:
         """How many leading granules each pod has, by its bit; pods without the first one are left out.
 
         `pods`: the bits in question. `expected`: further granules with their pods.
         """
         found: dict[int, int] = {}
         known, alive = self._pods, pods
-        for depth, granule in enumerate(granules):
-            having = alive & (known.get(granule, 0) | expected.get(granule, 0))
+        for depth, chunk in enumerate(prefix_chunks):
+            having = alive & (known.get(chunk, 0) | expected.get(chunk, 0))
             if depth and having != alive:
                 found.update(dict.fromkeys(_each(alive ^ having), depth))
             alive = having
             if not alive:
                 return found
-        found.update(dict.fromkeys(_each(alive), len(granules)))
+        found.update(dict.fromkeys(_each(alive), len(prefix_chunks)))
         return found
 
-    def has(self, granule: bytes, bit: int) -> bool:
-        return self._pods.get(granule, 0) & bit != 0
+    def has(self, chunk: bytes, bit: int) -> bool:
+        return self._pods.get(chunk, 0) & bit != 0
 
-    def granules_of(self, endpoint_id: str) -> set[bytes]:
+    def prefix_chunks_of(self, endpoint_id: str) -> set[bytes]:
         """Everything the pod has. O(table): for tests and people."""
         bit = self.bit(endpoint_id)
-        return {granule for granule, mask in self._pods.items() if mask & bit}
+        return {chunk for chunk, mask in self._pods.items() if mask & bit}
 
     def _new_bit(self) -> int:
         if self._free:
@@ -100,30 +100,30 @@ class PrefixIndex:
         gone, pods = self._sweeping, self._pods
         batch = self._unswept[-SWEEP_STEP:]
         del self._unswept[-SWEEP_STEP:]
-        for granule in batch:
-            mask = pods.get(granule, 0)
+        for chunk in batch:
+            mask = pods.get(chunk, 0)
             if not mask & gone:
                 continue
             left = mask & ~gone
             if left:
-                pods[granule] = left
+                pods[chunk] = left
             else:
-                del pods[granule]
+                del pods[chunk]
         if not self._unswept:
             self._free += _each(gone)
             self._sweeping = 0
 
 
-def clear(pods: dict[bytes, int], bit: int, granules: Iterable[bytes]) -> None:
+def clear(pods: dict[bytes, int], bit: int, prefix_chunks: Iterable[bytes]) -> None:
     """Take the pod's bit from the granules that have it; one that no pod has any more leaves the table."""
-    for granule in granules:
-        mask = pods.get(granule, 0)
+    for chunk in prefix_chunks:
+        mask = pods.get(chunk, 0)
         if not mask & bit:
             continue
         if mask == bit:
-            del pods[granule]
+            del pods[chunk]
         else:
-            pods[granule] = mask ^ bit
+            pods[chunk] = mask ^ bit
 
 
 def _each(mask: int) -> list[int]:

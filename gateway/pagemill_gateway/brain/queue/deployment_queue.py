@@ -72,7 +72,7 @@ class DrainRate:
 class QueueEntry(Waiter):
     """One waiting request, with what it waits for and where its result goes."""
 
-    wish: Callable[[], object | None]
+    attempt: Callable[[], object | None]
     future: asyncio.Future[Any]
     entered_at: float
     deadline_at: float

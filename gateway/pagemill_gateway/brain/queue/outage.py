@@ -8,7 +8,7 @@ from pagemill_gateway.brain.endpoints.deployment import DeploymentRecord
 from pagemill_gateway.brain.endpoints.registry import Registry
 from pagemill_protocol.catalog import QueueLimits
 
-PATIENCE = 2.0
+WAIT_FACTOR = 2.0
 """An engine that comes back may take so many times as long as it usually does."""
 
 
@@ -52,19 +52,19 @@ class Outages:
         if deployment.model.wakes:
             return self._limits(deployment.key).timeout_s
         wait_s = self._wait_s
-        if wait_s > 0 and (usual_s := deployment.starts.usual_s(anew=False)) is not None:
-            wait_s = max(wait_s, min(PATIENCE * usual_s, self._limits(deployment.key).timeout_s))
+        if wait_s > 0 and (usual_s := deployment.starts.usual_s(from_zero=False)) is not None:
+            wait_s = max(wait_s, min(WAIT_FACTOR * usual_s, self._limits(deployment.key).timeout_s))
         if any(record.expected for record in deployment.records):
             return wait_s
         if deployment.last_served_at is None:
             return 0.0
         return max(0.0, deployment.last_served_at + wait_s - self._clock())
 
-    def wish_for(self, deployments: list[DeploymentRecord]) -> None:
+    def note_demand(self, deployments: list[DeploymentRecord]) -> None:
         """None of them has an engine, and somebody waits for one.
 
         One that is up and was not heard yet does not start: how soon it is heard says nothing of a start.
         """
         for each in deployments:
             if not any(record.expected for record in each.records):
-                each.starts.wished(self._clock(), anew=not each.records)
+                each.starts.requested(self._clock(), from_zero=not each.records)

@@ -69,13 +69,13 @@ class Queues:
         waiting = queue.waiting
         return QueueState(len(waiting), waiting.num_bytes, waiting.num_tokens, max(0.0, self._clock() - oldest))
 
-    def left_s(self, deployment: str, claim: QueueTicket) -> float | None:
-        """How much longer the request of `claim` will wait here, an engine's start included; `None`: nobody knows."""
+    def left_s(self, deployment: str, ticket: QueueTicket) -> float | None:
+        """How much longer the request of `ticket` will wait here, an engine's start included; `None`: nobody knows."""
         queue = self._queues.get(deployment)
         start_left_s = self._start_left_s(deployment)
         if queue is None or (start_left_s is None and not self._is_serving(deployment)):
             return None
-        turn_s = queue.drain.wait_s(queue.waiting.tokens_until(claim.arrived_at))
+        turn_s = queue.drain.wait_s(queue.waiting.tokens_until(ticket.arrived_at))
         return start_left_s if turn_s is None else (start_left_s or 0.0) + turn_s
 
     def first_waiter(self) -> asyncio.Future[None]:
@@ -95,8 +95,8 @@ class Queues:
         self,
         deployment: str,
         limits: QueueLimits,
-        claim: QueueTicket,
-        wish: Callable[[], Found | None],
+        ticket: QueueTicket,
+        attempt: Callable[[], Found | None],
         *,
         group: str,
         cost_tokens: int,
@@ -114,23 +114,23 @@ class Queues:
         queue.set_limits(limits)
         now = self._clock()
         entry = QueueEntry(
-            key=claim.key,
-            priority=claim.priority,
-            cost_tokens=0 if claim.paid else cost_tokens,
-            num_bytes=claim.num_bytes,
-            arrived_at=claim.arrived_at,
-            expires_at=min(now + max(0.0, limits.timeout_s - claim.waited_s), claim.deadline_at),
+            key=ticket.key,
+            priority=ticket.priority,
+            cost_tokens=0 if ticket.paid else cost_tokens,
+            num_bytes=ticket.num_bytes,
+            arrived_at=ticket.arrived_at,
+            expires_at=min(now + max(0.0, limits.timeout_s - ticket.waited_s), ticket.deadline_at),
             group=group,
             kept=kept,
-            wish=wish,
+            attempt=attempt,
             future=asyncio.get_running_loop().create_future(),
             entered_at=now,
-            deadline_at=claim.deadline_at,
+            deadline_at=ticket.deadline_at,
         )
-        self._let_in(deployment, queue, entry)
+        self._admit(deployment, queue, entry)
         try:
             # One that was refused everywhere waits for news: what is known has just been tried.
-            if claim.num_refusals == 0:
+            if ticket.num_refusals == 0:
                 self.pump(deployment)
             found: Found = await entry.future
         except asyncio.CancelledError:
@@ -160,7 +160,7 @@ class Queues:
                 waiting.remove(entry)
                 continue
             try:
-                found = entry.wish()
+                found = entry.attempt()
             except PagemillError as error:
                 self._fail(deployment, queue, entry, error, "failed")
                 continue
@@ -200,7 +200,7 @@ class Queues:
                 for outcome in OUTCOMES:
                     self.outcomes.pop((deployment, outcome), None)
 
-    def _let_in(self, deployment: str, queue: DeploymentQueue, entry: QueueEntry) -> None:
+    def _admit(self, deployment: str, queue: DeploymentQueue, entry: QueueEntry) -> None:
         """Raises `PagemillError` when it must not wait."""
         if self._is_serving(deployment) and (wait_s := queue.hopeless_wait_s(entry)) is not None:
             self.outcomes[deployment, "deadline"] += 1
@@ -219,7 +219,7 @@ class Queues:
         self._keep_ticking()
         if was_empty:
             queue.drain.watch(self._clock(), self._is_serving(deployment))
-            self._tell_watchers()
+            self._notify_watchers()
 
     def _fail(
         self, deployment: str, queue: DeploymentQueue, entry: QueueEntry, error: PagemillError, outcome: Outcome
@@ -229,7 +229,7 @@ class Queues:
             self.outcomes[deployment, outcome] += 1
             entry.future.set_exception(error)
 
-    def _tell_watchers(self) -> None:
+    def _notify_watchers(self) -> None:
         for watcher in self._watchers:
             if not watcher.done():
                 watcher.set_result(None)

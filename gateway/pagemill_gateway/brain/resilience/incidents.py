@@ -25,11 +25,11 @@ class Incident(NamedTuple):
     deployment: str
     endpoint_id: str
     kind: EngineFailureKind
-    aboard: frozenset[int]
+    present: frozenset[int]
     """Decisions of this gateway's requests that were there."""
     unstarted: frozenset[int]
     """Those of them that had no token yet."""
-    on_trial: bool
+    had_probe: bool
     """A suspect was among them that had none."""
     num_elsewhere: int
     """Requests that were not ours, by its latest report."""
@@ -39,61 +39,61 @@ class Incidents:
     def __init__(self) -> None:
         self._incidents: deque[Incident] = deque(maxlen=MAX_INCIDENTS)
 
-    def note(self, record: EndpointRecord, kind: EngineFailureKind | None, trials: frozenset[int], now: float) -> None:
-        """The endpoint's engine ended; `trials` are the decisions of all suspects. `None`: nobody knows how."""
+    def note(self, record: EndpointRecord, kind: EngineFailureKind | None, probes: frozenset[int], now: float) -> None:
+        """The endpoint's engine ended; `probes` are the decisions of all suspects. `None`: nobody knows how."""
         since = max(record.reports.connected_at, now - SAME_INCIDENT_S)
         for place, known in enumerate(self._incidents):
             if known.endpoint_id == record.endpoint.id and known.at >= since:
                 if kind in ("crashed", "killed"):
                     self._incidents[place] = known._replace(kind=kind)
                 return
-        aboard, unstarted = record.dispatches.decisions, record.dispatches.uncomputed
+        present, unstarted = record.dispatches.decisions, record.dispatches.uncomputed
         self._incidents.append(
             Incident(
                 now,
                 record.deployment,
                 record.endpoint.id,
                 kind or "lost",
-                aboard,
+                present,
                 unstarted,
-                bool(trials & unstarted),
+                bool(probes & unstarted),
                 record.load_elsewhere(now),
             )
         )
 
-    def had(self, end: EngineFailure) -> bool:
+    def had(self, failure: EngineFailure) -> bool:
         """Whether the request was there when the engine ended; else it came too late, or nobody knows any more."""
-        return self._of(end.decision) is not None
+        return self._of(failure.decision) is not None
 
-    def was_only_one(self, end: EngineFailure) -> bool:
+    def was_only_one(self, failure: EngineFailure) -> bool:
         """Of this gateway's requests there no other one waited for its first token."""
-        incident = self._of(end.decision)
-        return incident is not None and incident.unstarted == {end.decision}
+        incident = self._of(failure.decision)
+        return incident is not None and incident.unstarted == {failure.decision}
 
-    def was_shared(self, end: EngineFailure) -> bool:
+    def was_shared(self, failure: EngineFailure) -> bool:
         """Other gateways had requests there as well."""
-        incident = self._of(end.decision)
+        incident = self._of(failure.decision)
         return incident is not None and incident.num_elsewhere > 0
 
-    def is_chance(self, deployment: str, ends: Sequence[EngineFailure]) -> bool:
+    def is_chance(self, deployment: str, failures: Sequence[EngineFailure]) -> bool:
         """Whether engines of the deployment end in the same way without the request that saw these ends.
 
         From shortly before the first of them. An end that the trial of another suspect explains does not count. What
         cannot be told any more may have been chance.
         """
-        first = self._of(ends[0].decision)
+        first = self._of(failures[0].decision)
         if first is None:
             return True
-        mine = {end.decision for end in ends}
-        kinds = ("crashed",) if ends[-1].kind == "crashed" else ("lost", "killed")
+        mine = {failure.decision for failure in failures}
+        kinds = ("crashed",) if failures[-1].kind == "crashed" else ("lost", "killed")
         return any(
             each.deployment == deployment
             and each.kind in kinds
             and each.at >= first.at - CHANCE_WINDOW_S
-            and not each.on_trial
-            and not each.aboard & mine
+            and not each.had_probe
+            and not each.present & mine
             for each in self._incidents
         )
 
     def _of(self, decision: int) -> Incident | None:
-        return next((each for each in reversed(self._incidents) if decision in each.aboard), None)
+        return next((each for each in reversed(self._incidents) if decision in each.present), None)

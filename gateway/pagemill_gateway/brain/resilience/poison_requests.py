@@ -42,8 +42,8 @@ HOLD_S = 1.0
 """An engine takes no newcomers this long for a suspect that is to be alone there; held again while that one waits."""
 ALONE_S = 15.0
 """Nobody follows a suspect for so long; an answer that comes as a whole at its end may take minutes."""
-Outcome = Literal["acquitted", "ended", "convicted", "left"]
-OUTCOMES: tuple[Outcome, ...] = ("acquitted", "ended", "convicted", "left")
+Outcome = Literal["cleared", "ended", "blamed", "left"]
+OUTCOMES: tuple[Outcome, ...] = ("cleared", "ended", "blamed", "left")
 """`ended`: its engine ended, which may have been chance. `left`: its client did, or the engine did not take it."""
 
 
@@ -56,7 +56,7 @@ class _RunningProbe(NamedTuple):
 class PoisonDetection:
     def __init__(self) -> None:
         self._incidents = Incidents()
-        self._trials: dict[int, _RunningProbe] = {}
+        self._probes: dict[int, _RunningProbe] = {}
         """By decision."""
         self._held: dict[str, float] = {}
         """Endpoints that are being emptied of those without a token for a trial, until when."""
@@ -67,67 +67,67 @@ class PoisonDetection:
         for key in [key for key in self.outcomes if key[0] not in deployments]:
             del self.outcomes[key]
 
-    def trial_of(self, deployment: str, ends: Sequence[EngineFailure]) -> Probe:
+    def next_probe(self, deployment: str, failures: Sequence[EngineFailure]) -> Probe:
         """What its next engine must be for a request that saw these ends. Raises `PagemillError` 500 when convicted."""
-        if ends and self._convicts(deployment, ends):
-            self.outcomes[deployment, "convicted"] += 1
+        if failures and self._blames(deployment, failures):
+            self.outcomes[deployment, "blamed"] += 1
             raise request_crashed_engine()
-        recent = [end for end in _since_last_token(ends) if self._incidents.had(end)]
-        telling = [end for end in recent if end.kind != "killed"]
-        if any(end.trial != "none" and not end.progressed for end in telling):
+        recent = [failure for failure in _since_last_token(failures) if self._incidents.had(failure)]
+        telling = [failure for failure in recent if failure.kind != "killed"]
+        if any(failure.probe != "none" and not failure.progressed for failure in telling):
             return "alone"
-        suspicious = len(telling) >= TOLERATED_LOSSES or any(end.kind == "crashed" for end in telling)
+        suspicious = len(telling) >= TOLERATED_LOSSES or any(failure.kind == "crashed" for failure in telling)
         return "shared" if suspicious else "none"
 
     # Where trials are.
 
-    def places(self, records: Sequence[EndpointRecord], trial: Probe, now: float) -> list[EndpointRecord]:
+    def allowed(self, records: Sequence[EndpointRecord], probe: Probe, now: float) -> list[EndpointRecord]:
         """Those of `records` that may have a request with such a trial now."""
-        if trial == "none":
+        if probe == "none":
             return self._open(records, now)
-        busy = {each.endpoint_id for each in self._trials.values()}
+        busy = {each.endpoint_id for each in self._probes.values()}
         free = [record for record in records if record.endpoint.id not in busy]
         # One that is gone already, without anybody's knowledge, proves nothing.
         free = [record for record in free if record.reports.fresh(now)] or free
-        if trial == "shared":
+        if probe == "shared":
             return self._open(free, now)
         quiet = [record for record in free if not record.dispatches.num_uncomputed]
         if free and not quiet:
             self._held[min(free, key=self._num_before).endpoint.id] = now + HOLD_S
         return quiet
 
-    def began(self, decision: int, record: EndpointRecord, trial: Probe, now: float) -> None:
-        if trial != "none":
-            closed_until = now + ALONE_S if trial == "alone" else now
-            self._trials[decision] = _RunningProbe(record.deployment, record.endpoint.id, closed_until)
+    def probe_started(self, decision: int, record: EndpointRecord, probe: Probe, now: float) -> None:
+        if probe != "none":
+            closed_until = now + ALONE_S if probe == "alone" else now
+            self._probes[decision] = _RunningProbe(record.deployment, record.endpoint.id, closed_until)
             self._held.pop(record.endpoint.id, None)
 
-    def acquitted(self, decision: int) -> bool:
+    def cleared(self, decision: int) -> bool:
         """Its first token is here. Whether it was on trial, so that somebody may be waiting for that."""
-        return self._close(decision, "acquitted")
+        return self._close(decision, "cleared")
 
     def released(self, decision: int) -> None:
         """It is not at its engine any more, for whatever reason."""
         self._close(decision, "left")
 
-    def ended(self, decision: int, record: EndpointRecord, kind: EngineFailureKind, now: float) -> None:
+    def engine_failed(self, decision: int, record: EndpointRecord, kind: EngineFailureKind, now: float) -> None:
         """The engine of `decision` is said to have ended; before any of those that were there is released."""
         self._note(record, kind, now)
         self._close(decision, "ended")
 
-    def vanished(self, record: EndpointRecord, now: float) -> None:
+    def stream_lost(self, record: EndpointRecord, now: float) -> None:
         """The endpoint's own stream broke off, whoever was there."""
         self._note(record, None, now)
 
     def _note(self, record: EndpointRecord, kind: EngineFailureKind | None, now: float) -> None:
-        self._incidents.note(record, kind, frozenset(self._trials), now)
+        self._incidents.note(record, kind, frozenset(self._probes), now)
 
-    def _convicts(self, deployment: str, ends: Sequence[EngineFailure]) -> bool:
-        last = ends[-1]
-        if last.kind == "killed" or last.trial == "none" or last.progressed:
+    def _blames(self, deployment: str, failures: Sequence[EngineFailure]) -> bool:
+        last = failures[-1]
+        if last.kind == "killed" or last.probe == "none" or last.progressed:
             return False
-        proven = last.trial == "alone" or (last.kind == "crashed" and not self._incidents.was_shared(last))
-        return proven and self._incidents.was_only_one(last) and not self._incidents.is_chance(deployment, ends)
+        proven = last.probe == "alone" or (last.kind == "crashed" and not self._incidents.was_shared(last))
+        return proven and self._incidents.was_only_one(last) and not self._incidents.is_chance(deployment, failures)
 
     def _num_before(self, record: EndpointRecord) -> tuple[bool, int]:
         """Who must have a token before a suspect is alone there; what is being emptied already comes first."""
@@ -135,23 +135,23 @@ class PoisonDetection:
 
     def _open(self, records: Sequence[EndpointRecord], now: float) -> list[EndpointRecord]:
         """Those that no suspect has to itself, or is about to have."""
-        if not self._trials and not self._held:
+        if not self._probes and not self._held:
             return list(records)
         self._held = {endpoint_id: until for endpoint_id, until in self._held.items() if until > now}
-        closed = {each.endpoint_id for each in self._trials.values() if each.closed_until > now} | self._held.keys()
+        closed = {each.endpoint_id for each in self._probes.values() if each.closed_until > now} | self._held.keys()
         return [record for record in records if record.endpoint.id not in closed]
 
     def _close(self, decision: int, outcome: Outcome) -> bool:
-        place = self._trials.pop(decision, None)
+        place = self._probes.pop(decision, None)
         if place is None:
             return False
         self.outcomes[place.deployment, outcome] += 1
         return True
 
 
-def _since_last_token(ends: Sequence[EngineFailure]) -> Sequence[EngineFailure]:
+def _since_last_token(failures: Sequence[EngineFailure]) -> Sequence[EngineFailure]:
     """What happened before is forgotten. What crashed after a token may be the request's doing, with the next one."""
-    for place in reversed(range(len(ends))):
-        if ends[place].progressed:
-            return ends[place:] if ends[place].kind == "crashed" else ends[place + 1 :]
-    return ends
+    for place in reversed(range(len(failures))):
+        if failures[place].progressed:
+            return failures[place:] if failures[place].kind == "crashed" else failures[place + 1 :]
+    return failures

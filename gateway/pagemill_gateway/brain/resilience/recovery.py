@@ -58,14 +58,14 @@ class Recovery:
 
     # Who may try.
 
-    def admit(self, deployment: str, again: RetryContext | None, failed_at: EndpointRecord | None, now: float) -> None:
+    def admit(self, deployment: str, retry: RetryContext | None, failed_at: EndpointRecord | None, now: float) -> None:
         """Count one try of a request. Raises `PagemillError` 503 when it is a retry that the budget does not hold."""
         budget = self._budgets.setdefault(deployment, RetryBudget(self._retry_share))
-        if again is None:
+        if retry is None:
             budget.began(now)
             return
-        same_incident = failed_at is not None and self.ejection(failed_at).covers(again.decision)
-        if again.kind not in BUDGETED or same_incident or budget.take(now):
+        same_incident = failed_at is not None and self.ejection(failed_at).covers(retry.decision)
+        if retry.kind not in BUDGETED or same_incident or budget.take(now):
             return
         raise unavailable(
             f"Too many requests of {deployment} are being tried a second time. Try again shortly.",

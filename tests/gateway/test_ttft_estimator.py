@@ -93,7 +93,7 @@ def test_first_tokens_teach_what_no_report_tells() -> None:
     load = EngineLoad(num_requests_running=10, step_in_flight_ms=30.0)
     for number in range(20):
         now_s = 10.0 * number
-        ttft_estimator.told(load, 5.0, MODEL, BUDGET, [], [], now_s)
+        ttft_estimator.received(load, 5.0, MODEL, BUDGET, [], [], now_s)
         predicted_ms = ttft_estimator.ttft_ms(number, Dispatch(40), now_s)
         ttft_estimator.accepted(number, now_s + 0.004)
         # 25 ms are left of the step; 7 ms of the way back are in no step.
@@ -103,7 +103,9 @@ def test_first_tokens_teach_what_no_report_tells() -> None:
 
 def test_a_request_sent_since_the_report_lengthens_the_next_ones_wait() -> None:
     ttft_estimator = TtftEstimator()
-    ttft_estimator.told(EngineLoad(num_requests_running=10, step_in_flight_ms=30.0), 0.0, MODEL, BUDGET, [], [], 0.0)
+    ttft_estimator.received(
+        EngineLoad(num_requests_running=10, step_in_flight_ms=30.0), 0.0, MODEL, BUDGET, [], [], 0.0
+    )
     alone_ms = ttft_estimator.ttft_ms(1, Dispatch(40), 0.001)
     behind_ms = ttft_estimator.ttft_ms(2, Dispatch(40), 0.002)
     assert alone_ms == pytest.approx(30 + 11 + 15 - 1)
@@ -112,7 +114,9 @@ def test_a_request_sent_since_the_report_lengthens_the_next_ones_wait() -> None:
 
 def test_an_answer_that_is_over_frees_the_rows_of_all_its_sequences() -> None:
     ttft_estimator = TtftEstimator()
-    ttft_estimator.told(EngineLoad(num_requests_running=10, step_in_flight_ms=30.0), 0.0, MODEL, BUDGET, [], [], 0.0)
+    ttft_estimator.received(
+        EngineLoad(num_requests_running=10, step_in_flight_ms=30.0), 0.0, MODEL, BUDGET, [], [], 0.0
+    )
     ttft_estimator.ended(7, 0)
     ttft_estimator.ended(8, 3)
     # Of the ten rows the step that is decided already has ten, the next one seven.
@@ -132,7 +136,7 @@ def test_only_sequences_that_have_begun_to_answer_are_rows() -> None:
 def test_an_engine_that_never_told_its_pace_is_not_foretold() -> None:
     ttft_estimator = TtftEstimator()
     assert ttft_estimator.ttft_ms(1, Dispatch(40), 0.0) is None
-    ttft_estimator.told(EngineLoad(), 0.0, None, BUDGET, [], [], 0.0)
+    ttft_estimator.received(EngineLoad(), 0.0, None, BUDGET, [], [], 0.0)
     assert ttft_estimator.ttft_ms(2, Dispatch(40), 0.0) is None
 
 

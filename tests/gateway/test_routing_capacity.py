@@ -54,7 +54,7 @@ def frame(
         max_model_len=4096,
         max_num_seqs=seats,
         step_time=FAST if fast else SLOW,
-        prefixes_added=[granule for each in cached for granule in each.granules],
+        prefixes_added=[chunk for each in cached for chunk in each.prefix_chunks],
         **known | fields,
     )
 
@@ -68,9 +68,9 @@ class World:
         for name, first in pods.items():
             self.brain.observe(name, first)
 
-    def choose(self, ask: RoutingRequest, **claim: Any) -> asyncio.Task[Assignment]:
-        wanted = QueueTicket(**{"max_tokens": 20, "arrived_at": self.clock.now} | claim)
-        question = self.brain.choose(self.brain.resolve("m"), frozenset(), ask, claim=wanted)
+    def choose(self, routing_request: RoutingRequest, **ticket: Any) -> asyncio.Task[Assignment]:
+        wanted = QueueTicket(**{"max_tokens": 20, "arrived_at": self.clock.now} | ticket)
+        question = self.brain.choose(self.brain.resolve("m"), frozenset(), routing_request, ticket=wanted)
         return asyncio.ensure_future(question)
 
     def record(self, name: str):
@@ -83,9 +83,9 @@ async def settle() -> None:
 
 
 async def test_only_blocks_that_are_not_cached_need_room_and_are_reserved() -> None:
-    ask = ask_of(1)
-    world = World(cold=frame(active=45), warm=frame(active=45, cached=(ask,)))
-    choice = await world.choose(ask)
+    routing_request = ask_of(1)
+    world = World(cold=frame(active=45), warm=frame(active=45, cached=(routing_request,)))
+    choice = await world.choose(routing_request)
     assert (choice.endpoint_id, choice.predicted_cached_tokens) == ("warm", 576)
     # One granule of the prompt is computed, since its last token always is; 20 tokens of output are two blocks.
     assert world.record("warm").reserved.num_blocks == GRANULE // BLOCK + 2
@@ -96,9 +96,9 @@ async def test_only_blocks_that_are_not_cached_need_room_and_are_reserved() -> N
 
 
 async def test_the_policy_chooses_among_those_with_room() -> None:
-    ask = ask_of(1)
-    world = World(a=frame(fast=False), b=frame(fast=False), full=frame(active=1, seats=1, cached=(ask,)))
-    choice = await world.choose(ask)
+    routing_request = ask_of(1)
+    world = World(a=frame(fast=False), b=frame(fast=False), full=frame(active=1, seats=1, cached=(routing_request,)))
+    choice = await world.choose(routing_request)
     assert choice.endpoint_id in "ab", "the policy alone would have taken the full one"
     assert (choice.policy, choice.predicted_cached_tokens) == ("Cost", 0)
     (decision,) = world.brain.placement.decisions.latest(1)
@@ -132,7 +132,7 @@ async def test_of_a_seat_given_to_a_client_that_left_no_prefix_is_expected() -> 
     waiting.cancel()  # it has its seat, and does not know yet
     await settle()
     assert waiting.cancelled()
-    assert not any(each in world.brain.placement.predictions.pods for each in ask_of(2).granules)
+    assert not any(each in world.brain.placement.predictions.pods for each in ask_of(2).prefix_chunks)
 
 
 @pytest.mark.parametrize(("has_token", "num_left"), [(False, 0), (True, 10)])
@@ -170,28 +170,28 @@ async def test_what_answers_took_before_is_what_the_next_one_reserves() -> None:
 
 
 async def test_a_prefix_that_no_report_speaks_of_is_not_expected_for_long() -> None:
-    world, ask = World(a=frame()), ask_of(1, 320)
-    first = await world.choose(ask)
+    world, routing_request = World(a=frame()), ask_of(1, 320)
+    first = await world.choose(routing_request)
     world.brain.started(first)
     found = []
     for _ in range(2):
         world.clock.now += 1.2
-        choice = await world.choose(ask)
+        choice = await world.choose(routing_request)
         found.append((choice.predicted_cached_tokens, choice.believed))
         world.brain.finished(choice, CompletedRequest(1))
     assert found == [(256, True), (0, True)]
 
 
 async def test_of_pods_that_fell_silent_neither_old_load_nor_old_prefixes_count() -> None:
-    ask = ask_of(1, 128)
+    routing_request = ask_of(1, 128)
     load = EngineLoad(num_requests_waiting=50, num_tokens_waiting=50_000, num_blocks_total=60, num_blocks_free=60)
-    world = World(loaded=msgspec.structs.replace(frame(cached=(ask,)), load=load), idle=frame())
+    world = World(loaded=msgspec.structs.replace(frame(cached=(routing_request,)), load=load), idle=frame())
     heard = [await world.choose(ask_of(2, 128)) for _ in range(2)]
     assert {each.endpoint_id for each in heard} == {"idle"}
     for each in heard:
         world.brain.finished(each, CompletedRequest(20))
     world.clock.now += 100
-    unheard = [await world.choose(ask) for _ in range(6)]
+    unheard = [await world.choose(routing_request) for _ in range(6)]
     assert Counter(each.endpoint_id for each in unheard) == {"loaded": 3, "idle": 3}, "by what we sent ourselves"
     assert {(each.policy, each.believed, each.predicted_cached_tokens) for each in unheard} == {("Cost", False, 0)}
 
@@ -201,13 +201,13 @@ async def test_keys_pay_for_the_tokens_that_are_computed_for_them() -> None:
     asks = {"cached": ask_of(1), "cold": ask_of(2)}
     world = World(a=frame(seats=1, cached=(asks["cached"],)))
     running = await world.choose(ask_of(3))
-    tasks = {key: [world.choose(ask, key=key) for _ in range(60)] for key, ask in asks.items()}
+    tasks = {key: [world.choose(routing_request, key=key) for _ in range(60)] for key, routing_request in asks.items()}
     await settle()
     turns, known = {"cached": 0, "cold": 0}, set[int]()
     for sequence in range(2, 52):
         world.brain.finished(running, CompletedRequest(20))
         # The engine has evicted what was not in use.
-        world.brain.observe("a", frame(sequence, seats=1, prefixes_removed=list(asks["cold"].granules)))
+        world.brain.observe("a", frame(sequence, seats=1, prefixes_removed=list(asks["cold"].prefix_chunks)))
         await settle()
         ((key, running),) = (
             (key, task.result())

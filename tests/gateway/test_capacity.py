@@ -261,28 +261,28 @@ def test_retry_after_stays_between_one_second_and_two_minutes() -> None:
 
 
 def test_a_refusal_binds_until_one_of_ours_ends_or_the_pause_is_over() -> None:
-    fullness = RefusalBackoff()
-    assert fullness.allows(10**6, 0.0)
-    fullness.refused(5, now=0.0)
-    assert not fullness.allows(5, 0.0)
-    assert fullness.allows(4, 0.0)
-    assert fullness.allows(5, BASE_PAUSE_S)
+    refusal_backoff = RefusalBackoff()
+    assert refusal_backoff.allows(10**6, 0.0)
+    refusal_backoff.refused(5, now=0.0)
+    assert not refusal_backoff.allows(5, 0.0)
+    assert refusal_backoff.allows(4, 0.0)
+    assert refusal_backoff.allows(5, BASE_PAUSE_S)
 
 
 def test_after_the_pause_one_request_asks_and_its_acceptance_ends_it() -> None:
-    fullness = RefusalBackoff()
-    fullness.refused(5, now=0.0)
-    fullness.chosen(5, BASE_PAUSE_S)
-    assert not fullness.allows(6, BASE_PAUSE_S)
-    fullness.accepted()
-    assert fullness.allows(100, BASE_PAUSE_S)
+    refusal_backoff = RefusalBackoff()
+    refusal_backoff.refused(5, now=0.0)
+    refusal_backoff.chosen(5, BASE_PAUSE_S)
+    assert not refusal_backoff.allows(6, BASE_PAUSE_S)
+    refusal_backoff.accepted()
+    assert refusal_backoff.allows(100, BASE_PAUSE_S)
 
 
 def test_pauses_grow_up_to_a_bound() -> None:
-    fullness, now = RefusalBackoff(), 0.0
+    refusal_backoff, now = RefusalBackoff(), 0.0
     for _ in range(30):
-        fullness.refused(0, now)
-        assert not fullness.allows(0, now + BASE_PAUSE_S * 0.9)
-        assert fullness.allows(0, now + MAX_PAUSE_S)
+        refusal_backoff.refused(0, now)
+        assert not refusal_backoff.allows(0, now + BASE_PAUSE_S * 0.9)
+        assert refusal_backoff.allows(0, now + MAX_PAUSE_S)
         now += MAX_PAUSE_S
-    assert not fullness.allows(0, now - MAX_PAUSE_S * 0.1)
+    assert not refusal_backoff.allows(0, now - MAX_PAUSE_S * 0.1)

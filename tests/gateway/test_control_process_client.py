@@ -76,9 +76,9 @@ def test_every_value_arrives_as_it_was(kind: Any, data: st.DataObject) -> None:
     assert encoded(value, kind) == value
 
 
-@given(number=st.integers(0, 2**40), claim=values_of(QueueTicket), ask=values_of(RoutingRequest))
-def test_questions_are_told_apart_from_notes(number: int, claim: QueueTicket, ask: RoutingRequest) -> None:
-    question = messages.Call(number, messages.Choose(TARGET, frozenset({"a", "b"}), ask, claim, None))
+@given(number=st.integers(0, 2**40), ticket=values_of(QueueTicket), routing_request=values_of(RoutingRequest))
+def test_questions_are_told_apart_from_notes(number: int, ticket: QueueTicket, routing_request: RoutingRequest) -> None:
+    question = messages.Call(number, messages.Choose(TARGET, frozenset({"a", "b"}), routing_request, ticket, None))
     assert encoded(question, messages.ToControlProcess) == question
     for note in (messages.Accepted(number), messages.Finished(number, None), messages.Settle("l", number)):
         assert encoded(note, messages.ToControlProcess) == note
@@ -117,7 +117,7 @@ class Place:
     """A folder in which a head can come and go, with one engine of one seat."""
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder / "head.sock"
+        self.path = folder / "control.sock"
         self._num_heads = 0
 
     @asynccontextmanager
@@ -247,7 +247,7 @@ async def test_a_worker_that_is_gone_holds_nothing_and_its_counters_stay(
                 told = head._workers[-1]
                 assert isinstance(told, WorkerConnection)
                 await fake.until(lambda: told._latest().num_requests == 1)
-        waiting = asyncio.create_task(other.choose(TARGET, frozenset(), ASK, claim=QueueTicket(priority=1)))
+        waiting = asyncio.create_task(other.choose(TARGET, frozenset(), ASK, ticket=QueueTicket(priority=1)))
         assert (await waiting).endpoint_id == "a", "who waited gets the seat"
         assert counted.num_held == 0
         text = (await head.metrics_text()).decode()
@@ -278,11 +278,11 @@ async def test_without_a_head_nothing_fails_that_can_wait(place: Place) -> None:
     async with place.worker() as line:
         question = asyncio.create_task(line.find("m", DEFAULT_TICKET))
         assert await line.alive("a"), "nobody can say"
-        assert not (await line.standing()).ready
+        assert not (await line.status()).ready
         async with place.head():
             assert (await question).deployment == "default/d"
-            assert (await line.standing()).ready
-        assert (await line.standing())[:3] == (True, False, "the process that decides is being replaced")
+            assert (await line.status()).ready
+        assert (await line.status())[:3] == (True, False, "the process that decides is being replaced")
 
 
 async def test_a_question_that_kills_heads_is_not_asked_for_ever(
