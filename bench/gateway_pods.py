@@ -117,7 +117,7 @@ def busy_options(size: Size) -> tuple[str, ...]:
 def is_whole(metrics: str, num_pods: int, num_granules: int) -> bool:
     """Whether the gateway that says so knows every pod and all that they have."""
     pods = re.search(r'^pagemill_gateway_endpoints\{[^}]*phase="ready"[^}]*\} (\S+)$', metrics, re.MULTILINE)
-    granules = re.search(r"^pagemill_gateway_prefix_granules (\S+)$", metrics, re.MULTILINE)
+    granules = re.search(r"^pagemill_gateway_prefix_chunks (\S+)$", metrics, re.MULTILINE)
     if pods is None or granules is None:
         return False
     return float(pods[1]) == num_pods and float(granules[1]) == num_granules

@@ -8,7 +8,7 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pagemill_gateway.head import Head
+from pagemill_gateway.control_process import ControlProcess
 from pagemill_gateway.routes.access import AccessLog
 from pagemill_gateway.routes.control import ControlRoutes
 from pagemill_gateway.routes.generate import GenerateRoute
@@ -25,7 +25,7 @@ MAX_CATALOG_BYTES = 64 * 1024 * 1024
 def data_app(worker: Worker) -> ASGIApp:
     """What clients see."""
     models, tokens = ModelRoutes(worker), TokenRoutes(worker)
-    health = HealthRoutes(worker.head, lambda: worker.draining)
+    health = HealthRoutes(worker.control, lambda: worker.draining)
     hot: dict[str, ASGIApp] = {
         "/v1/chat/completions": GenerateRoute(worker, "chat"),
         "/v1/completions": GenerateRoute(worker, "completions"),
@@ -68,7 +68,7 @@ class _HotPaths:
         await app(scope, receive, send)
 
 
-def control_app(head: Head) -> ASGIApp:
+def control_app(head: ControlProcess) -> ASGIApp:
     """What the platform sees."""
     control, health = ControlRoutes(head), HealthRoutes(head, lambda: head.draining)
     app = Starlette(

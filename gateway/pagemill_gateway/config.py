@@ -99,7 +99,7 @@ class TracingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return found
 
 
-class Bounds(NamedTuple):
+class WorkerBounds(NamedTuple):
     """Of what one worker may hold."""
 
     max_requests: int
@@ -204,7 +204,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """
     routing_session_ms: float = 50.0
     """Most predicted milliseconds that a session (`routing.sessionHeader`) gives for staying on its endpoint."""
-    remembered_granules: int = 65536
+    remembered_prefix_chunks: int = 65536
     """Pieces of prompts whose hashes are remembered, each of a block to 64 tokens or more; about 0.5 KB each."""
     decision_log_size: int = 256
     """Latest routing decisions that `/debug/decisions` can show."""
@@ -232,9 +232,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     drain_timeout_s: float = 30.0
     """After that, running requests get this long; then they end with an error event."""
 
-    def bounds_of_one_worker(self) -> Bounds:
+    def bounds_of_one_worker(self) -> WorkerBounds:
         """Its share, but never less than the largest body."""
-        return Bounds(
+        return WorkerBounds(
             max_requests=-(-self.max_requests // self.workers),
             max_body_bytes=max(self.max_body_bytes, self.max_in_flight_body_bytes // self.workers),
             journal_tokens=self.journal_tokens // self.workers,
@@ -270,7 +270,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             if not 0 <= getattr(self, field) <= 65535:
                 value = getattr(self, field)
                 raise SettingsError(f"{field}: {value} is not a port. Use 1 to 65535, or 0 for a free one.")
-        for field in ("max_body_bytes", "max_header_bytes", "max_requests", "max_attempts", "remembered_granules"):
+        for field in ("max_body_bytes", "max_header_bytes", "max_requests", "max_attempts", "remembered_prefix_chunks"):
             if getattr(self, field) < 1:
                 raise SettingsError(f"{field}: {getattr(self, field)} must be at least 1.")
         if not 1 <= self.workers <= MAX_WORKERS:

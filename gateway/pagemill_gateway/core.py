@@ -5,26 +5,26 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from pagemill_gateway.config import GatewayConfig
-from pagemill_gateway.head import Head
+from pagemill_gateway.control_process import ControlProcess
 from pagemill_gateway.worker import Worker
 
 
 class Gateway(NamedTuple):
-    head: Head
+    control: ControlProcess
     worker: Worker
 
     async def close(self) -> None:
         await self.worker.close()
-        await self.head.close()
+        await self.control.close()
 
 
 async def open_gateway(config: GatewayConfig) -> Gateway:
     """Raises `SettingsError`."""
-    head = Head(config)
+    control = ControlProcess(config)
     try:
-        worker = Worker(config, head.brain, head.sharing.store, head, head.bundles)
+        worker = Worker(config, control.brain, control.sharing.store, control, control.bundles)
     except BaseException:
-        await head.close()
+        await control.close()
         raise
-    head.attach(worker)
-    return Gateway(head, worker)
+    control.attach(worker)
+    return Gateway(control, worker)

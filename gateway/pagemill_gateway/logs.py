@@ -52,6 +52,6 @@ def configure(level: int = logging.INFO, *, process: str = "") -> None:
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
 
 
-def tell(event: str, **fields: str | int) -> None:
+def log_event(event: str, **fields: str | int) -> None:
     """One line that programs wait for."""
     logging.getLogger(EVENTS).info(orjson.dumps({"event": event, **fields}).decode())

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable
 from typing import Any, TypeVar
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 
 class Patience:
@@ -30,7 +30,7 @@ class Patience:
             self._timer.cancel()
             self._timer = None
 
-    async def wait(self, awaitable: Awaitable[Answer]) -> Answer:
+    async def wait(self, awaitable: Awaitable[Result]) -> Result:
         """Raises `TimeoutError` when it takes longer than the limit; it is cancelled then."""
         task = asyncio.current_task()
         if self._task is not None or task is None:  # one at a time; whoever comes second has a timer of its own

@@ -21,9 +21,9 @@ from pagemill_gateway.app import control_app, data_app
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.core import Gateway, open_gateway
 from pagemill_gateway.garbage import collect_seldom
-from pagemill_gateway.logs import tell
-from pagemill_gateway.processes.sockets import open_ports, url_of
-from pagemill_gateway.processes.stop import Stop
+from pagemill_gateway.logs import log_event
+from pagemill_gateway.sockets import open_ports, url_of
+from pagemill_gateway.stop_signals import Stop
 from pagemill_gateway.worker import Worker
 from pagemill_protocol.http.connection import bounded_protocol
 
@@ -45,9 +45,9 @@ async def serve(config: GatewayConfig) -> None:
         with stop.on_signals():
             async with listening(gateway, data_socket, control_socket) as (data, control):
                 collect_seldom()
-                tell("listening", url=url_of(data_socket), control_url=url_of(control_socket))
+                log_event("listening", url=url_of(data_socket), control_url=url_of(control_socket))
                 await stopped(stop, data, control)
-                gateway.head.draining = True
+                gateway.control.draining = True
                 await drain(gateway.worker, stop, data.refuse_connections)
     finally:
         await gateway.close()
@@ -65,15 +65,15 @@ async def listening(
     gateway: Gateway, data_socket: socket.socket, control_socket: socket.socket
 ) -> AsyncIterator[tuple[Listening, Listening]]:
     """Serve both ports while the block runs."""
-    config = gateway.head.config
+    config = gateway.control.config
     async with (
         serving(data_app(gateway.worker), data_socket, config) as data,
-        serving(control_app(gateway.head), control_socket, config) as control,
+        serving(control_app(gateway.control), control_socket, config) as control,
     ):
         try:
             yield data, control
         finally:
-            gateway.head.closing.set()
+            gateway.control.closing.set()
 
 
 @asynccontextmanager
@@ -98,7 +98,7 @@ async def stopped(stop: Stop, *listening: Listening) -> None:
 async def drain(worker: Worker, stop: Stop, refuse_connections: Callable[[], None] = lambda: None) -> None:
     """Take the worker out of service without cutting an answer short, if time allows."""
     worker.draining = True
-    tell("draining", num_requests=worker.gate.num_inside)
+    log_event("draining", num_requests=worker.gate.num_inside)
     hurry = asyncio.create_task(stop.wait(2))
     try:
         await asyncio.wait([hurry], timeout=worker.config.drain_delay_s)

@@ -1,7 +1,8 @@
 """Everything between a client's connection and an engine's, wired: one object that the routes of the data port share.
 
-Opened inside the event loop, closed after the drain. What there is once in a gateway is `head`'s, in this process or in
-another one: a worker asks through `brain.interface`, `limits.store` and `desks`, and shares nothing with it.
+Opened inside the event loop, closed after the drain. What there is once in a gateway is `control_process`'s, in this
+process or in another one: a worker asks through `brain.interface`, `limits.store` and `ports`, and shares nothing with
+it.
 """
 
 from __future__ import annotations
@@ -10,17 +11,16 @@ import asyncio
 import logging
 import sys
 
-from pagemill_gateway.admission.gate import Gate
-from pagemill_gateway.admission.running import Running
+from pagemill_gateway.admission.gate import Gate, RunningRequests
 from pagemill_gateway.brain.interface import Brain
 from pagemill_gateway.config import GatewayConfig, open_keys_file
-from pagemill_gateway.desks import HeadDesk, Measures
 from pagemill_gateway.discovery.bundles import BundleError, Bundles
 from pagemill_gateway.limits.caller import Caller
 from pagemill_gateway.limits.keys import KeyRing
 from pagemill_gateway.limits.limiter import Limiter
 from pagemill_gateway.limits.store import Store
 from pagemill_gateway.metrics.worker import WorkerMetrics
+from pagemill_gateway.ports import ControlProcessPort, WorkerMeasurements
 from pagemill_gateway.relay.keep_alive import KeepAlive
 from pagemill_gateway.relay.preparation import Preparation
 from pagemill_gateway.relay.relay import Relay
@@ -45,28 +45,28 @@ class Worker:
         config: GatewayConfig,
         brain: Brain,
         store: Store,
-        head: HeadDesk,
+        control: ControlProcessPort,
         bundles: Bundles | None = None,
     ) -> None:
         """`bundles`: those of the head, where it is in this process."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self.config = config
         self.brain = brain
-        self.head = head
+        self.control = control
         self.draining = False
         shares_keys = config.redis is not None and config.redis.keys
         self.keys = KeyRing(config.api_keys, open_keys_file(config.api_keys_file), shared=shares_keys)
         bounds = config.bounds_of_one_worker()
         self.gate = Gate(bounds.max_requests, bounds.max_body_bytes)
-        self.running = Running()
+        self.running = RunningRequests()
         self.metrics = WorkerMetrics()
         self.limiter = Limiter(store, self.metrics)
         self.tracing = open_tracing(config.tracing)
         self._owns_bundles = bundles is None
-        self.bundles = bundles if bundles is not None else Bundles(None, source=head.bundle)
+        self.bundles = bundles if bundles is not None else Bundles(None, source=control.bundle)
         self._loading: set[asyncio.Task[None]] = set()
         self._keep_alive = KeepAlive(config.keep_alive_interval_s)
-        self.preparation = Preparation(brain, self.bundles, self._keep_alive, config.remembered_granules)
+        self.preparation = Preparation(brain, self.bundles, self._keep_alive, config.remembered_prefix_chunks)
         self._upstream = Upstream(config, UPSTREAM_KEEPALIVE_S)
         self.relay = Relay(
             brain,
@@ -79,7 +79,7 @@ class Worker:
 
     # What the head asks and tells.
 
-    async def measure(self, endpoint_ids: frozenset[str]) -> Measures:
+    async def measure(self, endpoint_ids: frozenset[str]) -> WorkerMeasurements:
         self.metrics.forget_all_but(endpoint_ids)
         return self.measures()
 
@@ -87,11 +87,11 @@ class Worker:
     def num_measured(self) -> int:
         return self.metrics.num_updates
 
-    def measures(self) -> Measures:
+    def measures(self) -> WorkerMeasurements:
         samples = self.metrics.samples(
-            body_bytes=self.gate.num_bytes, journal_tokens=self.relay.journal_room.num_tokens
+            body_bytes=self.gate.num_bytes, journal_tokens=self.relay.journal_capacity.num_tokens
         )
-        return Measures(samples, self.gate.num_inside)
+        return WorkerMeasurements(samples, self.gate.num_inside)
 
     def keep_bundles(self, digests: frozenset[str], templates: frozenset[str], *, whole: bool) -> None:
         """New ones are made ready at once, so that the first client need not wait for it."""

@@ -201,7 +201,7 @@ GATEWAY_TTFT_ERROR = _gateway(
 GATEWAY_CACHED_PREDICTIONS = _gateway(
     "counter",
     "cached_token_predictions",
-    "Answers by whether the engine found as many cached prompt tokens as predicted, to the granule (exact), fewer "
+    "Answers by whether the engine found as many cached prompt tokens as predicted, to the prefix chunk (exact), fewer "
     "(over) or more (under).",
     ("model", "outcome"),
 )
@@ -211,7 +211,7 @@ GATEWAY_CACHED_ERROR_TOKENS = _gateway(
     "Cached prompt tokens by which predictions that were not exact were off.",
     ("model",),
 )
-GATEWAY_QUEUE_REQUESTS = _gateway("gauge", "queue_requests", "Requests that wait for room on an engine.", ("model",))
+GATEWAY_QUEUE_REQUESTS = _gateway("gauge", "queue_requests", "Requests that wait for capacity on an engine.", ("model",))
 GATEWAY_QUEUE_BYTES = _gateway("gauge", "queue_bytes", "Bytes of the bodies of requests that wait.", ("model",))
 GATEWAY_QUEUE_OLDEST_SECONDS = _gateway(
     "gauge", "queue_oldest_seconds", "How long the request that waits longest has been here.", ("model",)
@@ -252,11 +252,11 @@ GATEWAY_JOURNAL_TOKENS = _gateway("gauge", "journal_tokens", "Tokens kept so tha
 GATEWAY_BROKEN_STREAMS = _gateway(
     "counter", "broken_streams", "Streams that ended with an error event after their first byte.", ("model", "reason")
 )
-GATEWAY_TRIALS = _gateway(
+GATEWAY_POISON_PROBES = _gateway(
     "counter",
-    "suspect_trials",
-    "Requests tried apart because engines ended with them, by outcome: acquitted (a token came), ended (the engine did "
-    "too), left (neither) or convicted (never tried again).",
+    "poison_probes",
+    "Requests computed apart from others because engines ended with them, by outcome: cleared (a token came), ended (the "
+    "engine ended too), left (neither) or blamed (never tried again).",
     ("model", "outcome"),
 )
 GATEWAY_REJECTED = _gateway("counter", "requests_rejected", "Requests refused at the door, by error code.", ("code",))
@@ -267,7 +267,7 @@ GATEWAY_LIMITED = _gateway(
     ("reason",),
 )
 GATEWAY_RESERVE_SECONDS = _gateway(
-    "histogram", "limits_reserve_seconds", "Reserving room within the limits of one request's key.", buckets=_SHORT_S
+    "histogram", "limits_reserve_seconds", "Reserving within the limits of one request's key.", buckets=_SHORT_S
 )
 GATEWAY_LIMITS_ALONE = _gateway(
     "counter", "limits_decided_alone", "Reservations made with this gateway's own share, because Redis was away."
@@ -288,8 +288,8 @@ GATEWAY_ENDPOINT_IN_FLIGHT = _gateway(
 GATEWAY_STATE_AGE_SECONDS = _gateway(
     "gauge", "endpoint_state_age_seconds", "Age of the last state frame of one engine.", ("model", "endpoint")
 )
-GATEWAY_PREFIX_GRANULES = _gateway(
-    "gauge", "prefix_granules", "Pieces of prompts that engines have told to be in their prefix caches, each once."
+GATEWAY_PREFIX_CHUNKS = _gateway(
+    "gauge", "prefix_chunks", "Prefix chunks that engines report to be in their prefix caches, each once."
 )
 GATEWAY_CATALOG_MODELS = _gateway("gauge", "catalog_models", "Model names served, aliases not counted.")
 GATEWAY_CATALOG_CURRENT = _gateway(
@@ -298,7 +298,9 @@ GATEWAY_CATALOG_CURRENT = _gateway(
 GATEWAY_READY = _gateway("gauge", "ready", "1 when requests are accepted, else 0.")
 GATEWAY_WORKERS = _gateway("gauge", "workers", "Workers that serve clients (setting `workers`).")
 GATEWAY_WORKERS_LOST = _gateway("counter", "workers_lost", "Worker processes that ended before the gateway did.")
-GATEWAY_BRAIN_RESTARTS = _gateway("counter", "brain_restarts", "Times that the brain's process had to be replaced.")
+GATEWAY_CONTROL_PROCESS_RESTARTS = _gateway(
+    "counter", "control_process_restarts", "Times that the control process had to be replaced."
+)
 
 
 class Sample(NamedTuple):

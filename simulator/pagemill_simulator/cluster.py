@@ -18,7 +18,7 @@ import msgspec
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.messages import StepOutputs
 from pagemill_gateway.brain.brain import LocalBrain
-from pagemill_gateway.brain.interface import Ask, Choice, Claim, Served
+from pagemill_gateway.brain.interface import Assignment, CompletedRequest, QueueTicket, RoutingRequest
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.relay.prompt_hashes import PromptHashes
 from pagemill_gateway.routing.policies import PolicyName
@@ -69,7 +69,7 @@ class _Course:
     token_ids: list[int]
     arrival_s: float
     sent_s: float
-    choice: Choice
+    choice: Assignment
     output: list[int] = field(default_factory=list)
     first_token_s: float = 0.0
 
@@ -147,15 +147,17 @@ class ClusterSimulation:
     async def _route(self, conversation: Conversation, turn: int, token_ids: list[int]) -> None:
         arrival_s = self._events.now_s
         target = self.brain.resolve(conversation.adapter or MODEL)
-        granules = self._hashes.hashes(target.scheme, "", token_ids, adapter_digest=target.adapter_digest)
+        prefix_chunks = self._hashes.hashes(target.scheme, "", token_ids, adapter_digest=target.adapter_digest)
         key = token_bytes(conversation.user_token_ids[:KEY_TOKENS])
-        ask = Ask(len(token_ids), granules, target.scheme.granule_tokens, key, adapter_digest=target.adapter_digest)
-        claim = Claim(arrived_at=arrival_s, max_tokens=conversation.turns[turn].num_output_tokens)
-        choice = await self.brain.choose(target, frozenset(), ask, claim=claim)
+        routing_request = RoutingRequest(
+            len(token_ids), prefix_chunks, target.scheme.prefix_chunk_tokens, key, adapter_digest=target.adapter_digest
+        )
+        ticket = QueueTicket(arrived_at=arrival_s, max_tokens=conversation.turns[turn].num_output_tokens)
+        choice = await self.brain.choose(target, frozenset(), routing_request, ticket=ticket)
         self._send(choice, conversation, turn, token_ids, arrival_s)
 
     def _send(
-        self, choice: Choice, conversation: Conversation, turn: int, token_ids: list[int], arrival_s: float
+        self, choice: Assignment, conversation: Conversation, turn: int, token_ids: list[int], arrival_s: float
     ) -> None:
         name = f"sim-{next(self._names)}"
         self._courses[name] = _Course(conversation, turn, token_ids, arrival_s, self._events.now_s, choice)
@@ -191,10 +193,10 @@ class ClusterSimulation:
         self._totals[0] += len(course.token_ids)
         self._totals[1] += num_cached_tokens
         missed = num_cached_tokens - course.choice.predicted_cached_tokens
-        self._totals[2] += 0 <= missed < course.choice.granule_tokens
+        self._totals[2] += 0 <= missed < course.choice.prefix_chunk_tokens
 
     def _finish(self, course: _Course) -> None:
-        self.brain.finished(course.choice, Served(len(course.output)))
+        self.brain.finished(course.choice, CompletedRequest(len(course.output)))
         if len(course.output) > 1:
             self._report.tpot_ms.append((self._events.now_s - course.first_token_s) * 1000 / (len(course.output) - 1))
         following = course.turn + 1

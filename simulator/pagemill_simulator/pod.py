@@ -114,8 +114,8 @@ class SimulatedPod:
             sequence=self._sequence,
             snapshot=snapshot,
             load_age_ms=max(0.0, now_s - self._told_s) * 1000,
-            prefixes_added=[granule for granule, there in changes.items() if there],
-            prefixes_removed=[granule for granule, there in changes.items() if not there],
+            prefixes_added=[chunk for chunk, there in changes.items() if there],
+            prefixes_removed=[chunk for chunk, there in changes.items() if not there],
         )
 
     def _load_with_held(self) -> EngineLoad:

@@ -17,7 +17,7 @@ from routers.busy import Busy, Habit
 from routers.pod import FRAME_INTERVAL_S, Kind, Pod
 from routers.stage import Cores
 
-from pagemill_gateway.brain.prefix_index import PrefixIndex
+from pagemill_gateway.brain.placement.prefix_index import PrefixIndex
 from pagemill_protocol.frames import StateDecoder
 
 SIZE = Size(3, 0.2, num_granules=64, num_shared=16, steps_per_s=20.0, churn=2, num_restarts=1, num_workers=1)
@@ -101,7 +101,7 @@ def test_a_gateway_is_whole_when_every_pod_is_ready_and_every_granule_known() ->
         return (
             f'pagemill_gateway_endpoints{{model="m",phase="stale"}} 0.0\n'
             f'pagemill_gateway_endpoints{{model="m",phase="ready"}} {ready}.0\n'
-            f"pagemill_gateway_prefix_granules {granules}.0\n"
+            f"pagemill_gateway_prefix_chunks {granules}.0\n"
         )
 
     assert SIZE.num_distinct == 3 * 48 + 16

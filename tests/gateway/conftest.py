@@ -22,8 +22,8 @@ from killable_server import cut_off, serve
 
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.core import Gateway
-from pagemill_gateway.processes.sockets import bind, url_of
 from pagemill_gateway.server import listening
+from pagemill_gateway.sockets import bind, url_of
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.engine_token import derive_token
 from pagemill_protocol.frames import FRAMES_CONTENT_TYPE, STATE_CONTENT_TYPE, WEIGHTS_HEADER, encode_frame, encode_state
@@ -296,7 +296,7 @@ class GatewayUnderTest:
         self.session = aiohttp.ClientSession()
 
     def record(self, engine: FakeEngine) -> Any:
-        return self.gateway.head.brain.registry.endpoints[engine.name]
+        return self.gateway.control.brain.registry.endpoints[engine.name]
 
     async def know(self, *engines: FakeEngine) -> None:
         """Return when the gateway can route to all of `engines`."""

@@ -10,10 +10,10 @@ from hand_clock import Clock
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagemill_gateway.brain.adapters import Adapters
 from pagemill_gateway.brain.brain import LocalBrain
-from pagemill_gateway.brain.interface import Ask, Choice
-from pagemill_gateway.brain.predictions import EXPIRY_S
+from pagemill_gateway.brain.endpoints.adapters import Adapters
+from pagemill_gateway.brain.endpoints.dispatches import EXPIRY_S
+from pagemill_gateway.brain.interface import Assignment, RoutingRequest
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.discovery.catalog import check_catalog
 from pagemill_protocol.catalog import Catalog, CatalogAdapter, CatalogModel, Endpoint
@@ -63,9 +63,9 @@ def brain(clock: Clock) -> LocalBrain:
     return LocalBrain(GatewayConfig(), clock=clock, rng=random.Random(1))
 
 
-async def place(brain: LocalBrain, name: str) -> Choice:
+async def place(brain: LocalBrain, name: str) -> Assignment:
     target = brain.resolve(name)
-    return await brain.choose(target, NOTHING, Ask(50, adapter_digest=target.adapter_digest))
+    return await brain.choose(target, NOTHING, RoutingRequest(50, adapter_digest=target.adapter_digest))
 
 
 def adapter_ms(brain: LocalBrain) -> dict[str, float]:
@@ -79,7 +79,7 @@ def adapter_ms(brain: LocalBrain) -> dict[str, float]:
 
 def test_loads_wait_for_each_other_and_time_brings_them_nearer() -> None:
     pod = Adapters()
-    pod.told(slots("a", loading=("b",)), 10.0, anew=True)
+    pod.update(slots("a", loading=("b",)), 10.0, new_engine=True)
     waits = {digest: pod.wait_ms(digest, 10.0, believed=True) for digest in "abc"}
     assert waits == pytest.approx({"a": 0, "b": 200, "c": 400})
     assert pod.wait_ms("c", 10.15, believed=True) == pytest.approx(250)
@@ -88,29 +88,29 @@ def test_loads_wait_for_each_other_and_time_brings_them_nearer() -> None:
 
 def test_what_is_not_believed_is_not_resident_and_what_was_not_told_costs_nothing() -> None:
     pod = Adapters()
-    pod.told(slots("a"), 10.0, anew=True)
+    pod.update(slots("a"), 10.0, new_engine=True)
     assert pod.wait_ms("a", 10.0, believed=False) == pytest.approx(200)
-    pod.told(slots(load_ms=0.0), 10.0, anew=False)
+    pod.update(slots(load_ms=0.0), 10.0, new_engine=False)
     assert pod.wait_ms("a", 10.0, believed=True) == 0
 
 
 def test_a_decision_makes_an_adapter_expected_until_the_pod_speaks_of_it() -> None:
     pod = Adapters()
-    pod.told(slots("a"), 10.0, anew=True)
+    pod.update(slots("a"), 10.0, new_engine=True)
     pod.expect(1, "b", 10.0)
-    pod.told(slots("a"), 10.05, anew=False)
+    pod.update(slots("a"), 10.05, new_engine=False)
     assert pod.wait_ms("b", 10.05, believed=True) == pytest.approx(150), "the request is on its way"
-    pod.told(slots("a", loading=("b",)), 10.1, anew=False)
+    pod.update(slots("a", loading=("b",)), 10.1, new_engine=False)
     assert pod.wait_ms("b", 10.1, believed=True) == pytest.approx(100), "one load, not two"
-    pod.told(slots("a", "b"), 10.2, anew=False)
+    pod.update(slots("a", "b"), 10.2, new_engine=False)
     assert pod.wait_ms("b", 10.2, believed=True) == 0
-    pod.told(slots("a"), 10.4, anew=False)
+    pod.update(slots("a"), 10.4, new_engine=False)
     assert pod.wait_ms("b", 10.4, believed=True) == pytest.approx(200), "it made room"
 
 
 def test_an_expectation_goes_with_the_last_request_that_counts_on_it() -> None:
     pod = Adapters()
-    pod.told(slots(), 10.0, anew=True)
+    pod.update(slots(), 10.0, new_engine=True)
     pod.expect(1, "b", 10.0)
     pod.expect(2, "b", 10.1)
     assert pod.wait_ms("b", 10.1, believed=True) == pytest.approx(100)
@@ -122,18 +122,18 @@ def test_an_expectation_goes_with_the_last_request_that_counts_on_it() -> None:
 
 def test_an_expectation_expires_after_the_first_token_and_dies_with_the_engine() -> None:
     pod = Adapters()
-    pod.told(slots(), 10.0, anew=True)
+    pod.update(slots(), 10.0, new_engine=True)
     pod.expect(1, "b", 10.0)
     pod.computed(1, 10.5)
     assert pod.wait_ms("b", 10.5, believed=True) == 0
     assert pod.wait_ms("b", 10.5 + EXPIRY_S, believed=True) == pytest.approx(200)
     pod.expect(2, "c", 20.0)
-    pod.told(slots(), 20.1, anew=True)
+    pod.update(slots(), 20.1, new_engine=True)
     assert pod.wait_ms("c", 20.1, believed=True) == pytest.approx(200)
 
 
 events = st.lists(
-    st.tuples(st.sampled_from(["expect", "computed", "drop", "told"]), st.integers(1, 6), st.sampled_from("abc")),
+    st.tuples(st.sampled_from(["expect", "computed", "drop", "update"]), st.integers(1, 6), st.sampled_from("abc")),
     max_size=40,
 )
 
@@ -143,7 +143,7 @@ def test_whatever_happens_a_wait_is_that_of_the_loads_there_at_most_and_nothing_
     happened: list[tuple[str, int, str]],
 ) -> None:
     pod, now, under_way = Adapters(), 10.0, list[int]()
-    pod.told(slots(), now, anew=True)
+    pod.update(slots(), now, new_engine=True)
     for number, (what, place, digest) in enumerate(happened):
         now += 0.07
         match what:
@@ -154,20 +154,22 @@ def test_whatever_happens_a_wait_is_that_of_the_loads_there_at_most_and_nothing_
                 pod.computed(under_way[place % len(under_way)], now)
             case "drop" if under_way:
                 pod.drop(under_way.pop(place % len(under_way)), now)
-            case "told":
-                pod.told(slots(digest, loading=tuple(each for each in "ab"[:place] if each != digest)), now, anew=False)
+            case "update":
+                pod.update(
+                    slots(digest, loading=tuple(each for each in "ab"[:place] if each != digest)), now, new_engine=False
+                )
         assert all(0 <= pod.wait_ms(each, now, believed=True) <= 3 * 200 for each in "abc")
     for number in under_way:
         pod.computed(number, now)
-    pod.told(slots(), now, anew=False)
+    pod.update(slots(), now, new_engine=False)
     assert pod.wait_ms("a", now + EXPIRY_S, believed=True) == 200
     assert not pod._loads
     assert not pod._decisions
 
 
 def test_frames_carry_what_an_engine_holds() -> None:
-    told = frame(slots("p", loading=("t",)))
-    assert StateDecoder().feed(encode_state(told)) == [told]
+    update = frame(slots("p", loading=("t",)))
+    assert StateDecoder().feed(encode_state(update)) == [update]
 
 
 # -- the brain
@@ -199,7 +201,7 @@ async def test_a_decision_counts_at_once_and_one_that_is_given_back_no_more(brai
     assert adapter_ms(brain) == pytest.approx({first.endpoint_id: 50, other: 200})
     other_first = await place(brain, "terse")
     assert other_first.endpoint_id == other, "here it would wait behind a load"
-    brain.given_back(other_first)
+    brain.withdrawn(other_first)
     brain.finished(await place(brain, "terse"))
     assert adapter_ms(brain)[other] == pytest.approx(200)
 

@@ -7,8 +7,7 @@ import asyncio
 import pytest
 
 from pagemill_gateway.admission.attempts import MOST_CRASHES, MOST_ENDS, MOST_FAILURES, RETRY_PAUSE_MAX_S, Attempts
-from pagemill_gateway.admission.gate import Gate
-from pagemill_gateway.admission.running import Running
+from pagemill_gateway.admission.gate import Gate, RunningRequests
 from pagemill_protocol.errors import PagemillError
 
 
@@ -132,7 +131,7 @@ def test_another_endpoint_is_asked_at_once_the_same_one_after_a_pause() -> None:
 
 
 async def test_a_deadline_becomes_a_504_and_the_end_of_the_drain_a_503() -> None:
-    running = Running()
+    running = RunningRequests()
     with pytest.raises(PagemillError) as error:
         async with running.limited(0.01):
             await asyncio.Event().wait()
@@ -154,12 +153,12 @@ async def test_a_deadline_becomes_a_504_and_the_end_of_the_drain_a_503() -> None
 
 async def test_a_time_out_of_something_inside_is_not_mistaken_for_the_deadline() -> None:
     with pytest.raises(TimeoutError):
-        async with Running().limited(60):
+        async with RunningRequests().limited(60):
             raise TimeoutError
 
 
 async def test_the_end_of_all_requests_passes_over_those_whose_time_is_up_already() -> None:
-    running = Running()
+    running = RunningRequests()
     leaving, ended = asyncio.Event(), []
 
     async def run(timeout_s: float | None, seconds_to_leave: float) -> None:

@@ -9,9 +9,9 @@ import pytest
 from hand_clock import Clock
 
 from pagemill_gateway.brain.brain import LocalBrain
-from pagemill_gateway.brain.ejection import Ejection
-from pagemill_gateway.brain.interface import Ask, Choice
-from pagemill_gateway.brain.reports import EXTERNAL_WINDOW, StateGap
+from pagemill_gateway.brain.endpoints.reports import EXTERNAL_WINDOW, StateGap
+from pagemill_gateway.brain.interface import Assignment, RoutingRequest
+from pagemill_gateway.brain.resilience.ejection import Ejection
 from pagemill_gateway.config import GatewayConfig
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.errors import PagemillError
@@ -54,8 +54,8 @@ def frame(
     )
 
 
-async def place(brain: LocalBrain, name: str = "m", tried: frozenset[str] = NOTHING) -> Choice:
-    return await brain.choose(brain.resolve(name), tried, Ask(1))
+async def place(brain: LocalBrain, name: str = "m", tried: frozenset[str] = NOTHING) -> Assignment:
+    return await brain.choose(brain.resolve(name), tried, RoutingRequest(1))
 
 
 def test_an_unknown_model_is_a_404_that_lists_the_known_ones(brain: LocalBrain) -> None:
@@ -111,7 +111,7 @@ async def test_prompts_only_go_to_engines_with_the_tokenizer_they_were_made_with
     brain.observe("new", frame(digest="2", length=200))
     for _ in range(20):
         target = brain.resolve("m")
-        choice = await brain.choose(target, NOTHING, Ask(1))
+        choice = await brain.choose(target, NOTHING, RoutingRequest(1))
         assert (target.bundle_digest, target.max_model_len, choice.endpoint_id) in {
             ("1", 100, "old"),
             ("2", 200, "new"),

@@ -13,16 +13,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from queued_world import BLOCK, Pod, World, limits, served, settle, spawn
 
-from pagemill_gateway.admission.drain_rate import UNKNOWN_WAIT_S
-from pagemill_gateway.brain.interface import Again, Ask, Choice, Claim, FailureKind, Served, Trial
-from pagemill_gateway.brain.orders import Order, make_order
+from pagemill_gateway.brain.interface import (
+    Assignment,
+    CompletedRequest,
+    FailureKind,
+    Probe,
+    QueueTicket,
+    RetryContext,
+    RoutingRequest,
+)
+from pagemill_gateway.brain.placement.requests import PlacementRequest, make_placement_request
+from pagemill_gateway.brain.queue.deployment_queue import UNKNOWN_WAIT_S
 from pagemill_protocol.catalog import Catalog, Endpoint
 from pagemill_protocol.errors import PagemillError
 
 
 async def test_an_idle_deployment_is_passed_without_giving_up_the_turn() -> None:
     world = World(Pod("a", seats=4, blocks=1000))
-    question = world.brain.choose(world.target, frozenset(), Ask(100))
+    question = world.brain.choose(world.target, frozenset(), RoutingRequest(100))
     with pytest.raises(StopIteration) as answer:
         question.send(None)
     assert answer.value.value.queued_s == 0
@@ -139,11 +147,11 @@ async def test_a_queue_of_length_zero_lets_nobody_wait() -> None:
 async def test_a_wait_that_is_too_long_ends_with_503_and_counts_all_waits() -> None:
     world = World(Pod("a", seats=1, blocks=1000), queue=limits(timeout_s=10))
     await world.ask()
-    first, again = world.ask(), world.ask(waited_s=8.0)
+    first, retry = world.ask(), world.ask(waited_s=8.0)
     await settle()
     await world.pass_time(3)
     with pytest.raises(PagemillError) as refusal:
-        await again
+        await retry
     assert (refusal.value.status, refusal.value.code) == (503, "server_is_overloaded")
     assert refusal.value.retry_after_s is not None
     assert 1 <= refusal.value.retry_after_s <= 120
@@ -191,15 +199,15 @@ async def test_after_two_reroutes_a_request_waits_although_others_say_that_they_
     world = World(*[Pod(name, seats=8, blocks=1000) for name in "abcde"])
     tried: frozenset[str] = frozenset()
     for num_refusals in range(3):
-        claim = Claim(num_refusals=num_refusals, arrived_at=world.clock.now)
-        question = spawn(world.brain.choose(world.target, tried, Ask(100), claim=claim))
+        ticket = QueueTicket(num_refusals=num_refusals, arrived_at=world.clock.now)
+        question = spawn(world.brain.choose(world.target, tried, RoutingRequest(100), ticket=ticket))
         await settle()
         choice = await question
         assert choice.endpoint_id not in tried
         tried |= {choice.endpoint_id}
         world.brain.failed(choice, "refused")
-    claim = Claim(num_refusals=3, paid=True, arrived_at=world.clock.now)
-    waiting = spawn(world.brain.choose(world.target, tried, Ask(100), claim=claim))
+    ticket = QueueTicket(num_refusals=3, paid=True, arrived_at=world.clock.now)
+    waiting = spawn(world.brain.choose(world.target, tried, RoutingRequest(100), ticket=ticket))
     await settle()
     assert not waiting.done()
     world.report()
@@ -224,9 +232,11 @@ async def test_requests_wait_in_the_same_queue_while_the_only_pod_is_gone() -> N
     world = World(Pod("a", seats=8, blocks=1000), queue=limits(max_requests=3), outage_wait_s=30.0)
     target = world.brain.resolve("m")
     world.brain.unreachable("a")
-    finding = asyncio.ensure_future(world.brain.find("m", Claim(num_bytes=70, arrived_at=world.clock.now)))
+    finding = asyncio.ensure_future(world.brain.find("m", QueueTicket(num_bytes=70, arrived_at=world.clock.now)))
     placing = spawn(
-        world.brain.choose(target, frozenset(), Ask(10), claim=Claim(num_bytes=30, arrived_at=world.clock.now))
+        world.brain.choose(
+            target, frozenset(), RoutingRequest(10), ticket=QueueTicket(num_bytes=30, arrived_at=world.clock.now)
+        )
     )
     await settle()
     world.clock.now += 4
@@ -247,7 +257,7 @@ async def test_an_outage_that_lasts_ends_the_wait_of_all() -> None:
     world = World(Pod("a", seats=8, blocks=1000), outage_wait_s=5.0)
     target = world.brain.resolve("m")
     world.brain.unreachable("a")
-    waiting = [spawn(world.brain.choose(target, frozenset(), Ask(10))) for _ in range(3)]
+    waiting = [spawn(world.brain.choose(target, frozenset(), RoutingRequest(10))) for _ in range(3)]
     await settle()
     await world.pass_time(4)
     assert not any(task.done() for task in waiting)
@@ -262,7 +272,7 @@ async def test_an_outage_may_last_twice_as_long_as_engines_usually_need() -> Non
     for took_s, longest_s in ((4.0, 5.0), (4.9, 8.0), (7.0, 8.9), (7.0, 9.8)):
         world.brain.unreachable("a")
         lost_at = world.clock.now
-        waiting = spawn(world.brain.choose(world.target, frozenset(), Ask(10)))
+        waiting = spawn(world.brain.choose(world.target, frozenset(), RoutingRequest(10)))
         await settle()
         assert world.brain._outages.left_s(world.brain.registry.deployments["default/d"]) == pytest.approx(longest_s)
         await world.pass_time(took_s)
@@ -312,8 +322,8 @@ def test_whatever_happens_nobody_is_lost_and_nothing_stays_reserved(data: st.Dat
 async def live_through(data: st.DataObject) -> None:
     pods = [Pod(name, seats=data.draw(st.integers(1, 3)), blocks=data.draw(st.integers(5, 40))) for name in "ab"]
     world = World(*pods, queue=limits(max_requests=data.draw(st.integers(0, 5)), timeout_s=20), outage_wait_s=10.0)
-    brain, tasks = world.brain, list[asyncio.Task[Choice]]()
-    at_engines: dict[int, Choice] = {}
+    brain, tasks = world.brain, list[asyncio.Task[Assignment]]()
+    at_engines: dict[int, Assignment] = {}
     known: set[int] = set()
 
     async def look() -> None:
@@ -355,7 +365,7 @@ async def live_through(data: st.DataObject) -> None:
                 del at_engines[choice.decision]
                 world.pods[choice.endpoint_id].inside.pop(choice.decision, None)
                 if action == "finish":
-                    brain.finished(choice, data.draw(st.none() | st.builds(Served, st.integers(1, 500))))
+                    brain.finished(choice, data.draw(st.none() | st.builds(CompletedRequest, st.integers(1, 500))))
                 else:
                     brain.failed(choice, "refused" if action == "refuse" else "broken")
         elif action == "cancel" and tasks:
@@ -395,9 +405,9 @@ async def test_a_lost_answer_leaves_nothing_behind_and_is_reserved_once_more_els
     world.arrive(choice, 100)
     before = world.brain.registry.endpoints[choice.endpoint_id]
     num_blocks = before.reserved.num_blocks
-    again = world.kill(choice, num_tokens=7)
+    retry = world.kill(choice, num_tokens=7)
     assert (before.in_flight, len(before.reserved), before.reserved.num_blocks) == (0, 0, 0)
-    second = await world.ask_again(again)
+    second = await world.ask_again(retry)
     after = world.brain.registry.endpoints[second.endpoint_id]
     assert second.endpoint_id != choice.endpoint_id
     assert after.reserved.num_blocks == num_blocks, "prompt and whole answer, as it was"
@@ -463,8 +473,12 @@ async def test_a_noisy_neighbour_gets_no_more_of_the_engines_than_anybody() -> N
     draw = random.Random(5)
     world = World(*(Pod(name, seats=3, blocks=100_000) for name in "ab"), queue=limits(max_requests=60))
     waiting = {"noisy": 30} | {f"quiet-{number}": 3 for number in range(4)}
-    tasks: dict[str, list[asyncio.Task[Choice]]] = {key: [] for key in waiting}
-    tokens, prompts, open_ = Counter[str](), dict[asyncio.Task[Choice], int](), list[tuple[str, asyncio.Task[Choice]]]()
+    tasks: dict[str, list[asyncio.Task[Assignment]]] = {key: [] for key in waiting}
+    tokens, prompts, open_ = (
+        Counter[str](),
+        dict[asyncio.Task[Assignment], int](),
+        list[tuple[str, asyncio.Task[Assignment]]](),
+    )
     for _ in range(600):
         for key, count in waiting.items():
             while len(tasks[key]) < count:
@@ -506,16 +520,16 @@ async def test_what_waits_for_its_own_weights_holds_up_nobody() -> None:
 async def test_continuing_costs_its_key_nothing_and_its_engine_all_that_is_there() -> None:
     world = World(Pod("a", seats=1, blocks=1000))
     deployment = world.brain.registry.deployments["default/d"]
-    claim = Claim(key="k", max_tokens=20)
+    ticket = QueueTicket(key="k", max_tokens=20)
 
-    def order(again: Again | None, trial: Trial = "none") -> Order:
-        return make_order(deployment, world.target, frozenset(), Ask(100), claim, again, trial)
+    def order(retry: RetryContext | None, probe: Probe = "none") -> PlacementRequest:
+        return make_placement_request(deployment, world.target, frozenset(), RoutingRequest(100), ticket, retry, probe)
 
-    first, continued = order(None), order(Again(1, "a", "lost", "w", 10))
+    first, continued = order(None), order(RetryContext(1, "a", "lost", "w", 10))
     assert (first.work.num_prompt_tokens, continued.work.num_prompt_tokens) == (100, 110)
     assert first.need == continued.need, "the answer is as long as before"
-    assert order(Again(1, "a", "lost", "w", 300)).need.num_output_tokens == 301, "longer than was thought"
+    assert order(RetryContext(1, "a", "lost", "w", 300)).need.num_output_tokens == 301, "longer than was thought"
     assert (first.line, first.group) == ("k", "t")
     assert continued.line != "k"
-    assert order(Again(1, "a", "crashed"), "shared").group not in (first.group, continued.group)
-    assert order(Again(1, "a", "refused")).line == "k", "nothing is special about it"
+    assert order(RetryContext(1, "a", "crashed"), "shared").group not in (first.group, continued.group)
+    assert order(RetryContext(1, "a", "refused")).line == "k", "nothing is special about it"

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from pagemill_crds import quantities
 from pagemill_gateway.discovery.catalog import check_catalog
-from pagemill_gateway.discovery.kubernetes.builder import build_catalog
+from pagemill_gateway.discovery.kubernetes.builder import build_catalog, duration_seconds, memory_bytes
 from pagemill_gateway.discovery.kubernetes.objects import EndpointSlice, LLMDeployment
-from pagemill_gateway.discovery.kubernetes.quantities import duration_seconds, memory_bytes
 from pagemill_protocol.catalog import Catalog, Endpoint, QueueLimits
 from pagemill_protocol.engine_token import EngineKeys, derive_token
 

@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagemill_gateway.brain.brain import LocalBrain
-from pagemill_gateway.brain.candidates import candidate_of
-from pagemill_gateway.brain.interface import Ask, Choice, FailureKind, Served
-from pagemill_gateway.brain.registry import EndpointRecord
+from pagemill_gateway.brain.endpoints.record import EndpointRecord
+from pagemill_gateway.brain.interface import Assignment, CompletedRequest, FailureKind, RoutingRequest
+from pagemill_gateway.brain.placement.candidates import candidate_of
 from pagemill_gateway.config import GatewayConfig
-from pagemill_gateway.routing.cost import NEAR_MS, NEAR_SHARE, Cost
-from pagemill_gateway.routing.expected import HARM_SHARE, standing_of
-from pagemill_gateway.routing.pace import Pace, pace_of
+from pagemill_gateway.routing.cost import NEAR_MS, NEAR_SHARE, CostPolicy
+from pagemill_gateway.routing.cost_terms import HARM_SHARE, cost_basis_of
 from pagemill_gateway.routing.policy import Candidate, RequestView, least_busy
 from pagemill_gateway.routing.report import PodReport
+from pagemill_gateway.routing.step_time_snapshot import StepTimeSnapshot, take_snapshot
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.state import Digests, EngineLoad, StateFrame, StepTimeParams
 from pagemill_protocol.step_time import StepTimeModel
@@ -41,28 +41,30 @@ def params(factor: float) -> StepTimeParams:
 MODELS = [StepTimeModel.from_params(params(1 + number / 50)) for number in range(4)]
 
 
-def cost(request: RequestView, candidate: Candidate, report: PodReport, pace: Pace) -> tuple[float, ...]:
+def cost(
+    request: RequestView, candidate: Candidate, report: PodReport, snapshot: StepTimeSnapshot
+) -> tuple[float, ...]:
     """Step, wait, prefill, harm and first token of one candidate, a term after the other."""
-    num_running, budget = report.num_running, pace.budget
+    num_running, budget = report.num_running, snapshot.budget
     num_uncached = max(1, request.num_prompt_tokens - candidate.num_cached_tokens)
     num_ahead = report.num_tokens_waiting + candidate.num_unreported_tokens
     num_full, num_rest = divmod(num_ahead + num_uncached, budget)
     if not num_rest:
         num_full, num_rest = num_full - 1, budget
     products = num_uncached * (num_uncached / 2 + candidate.num_cached_tokens) + num_ahead * num_ahead / 2
-    prefill_ms = num_full * pace.full_ms + pace.step_ms(num_rest, products)
+    prefill_ms = num_full * snapshot.full_ms + snapshot.step_ms(num_rest, products)
     step_ms = 0.0
     if num_running or num_ahead:
-        step_ms = pace.full_ms if num_ahead >= budget else pace.step_ms(num_ahead)
+        step_ms = snapshot.full_ms if num_ahead >= budget else snapshot.step_ms(num_ahead)
     wait_ms = 0.0
     num_before = num_running + report.num_waiting + candidate.num_unreported
-    answer_ms = request.num_output_tokens * pace.decode_ms
+    answer_ms = request.num_output_tokens * snapshot.decode_ms
     if 0 < report.max_num_seqs <= num_before:
         wait_ms = (num_before + 1 - report.max_num_seqs) * answer_ms / report.max_num_seqs
     missing = (num_uncached + num_ahead) // report.block_size + 1 - report.num_blocks_available
     if num_before and report.num_blocks_active and missing > 0:
         wait_ms = max(wait_ms, missing * answer_ms / report.num_blocks_active)
-    token_ms = max(0.0, pace.full_ms - pace.decode_ms) / budget
+    token_ms = max(0.0, snapshot.full_ms - snapshot.decode_ms) / budget
     harm_ms = HARM_SHARE * num_running * token_ms * (num_uncached + request.num_output_tokens)
     return step_ms, wait_ms, prefill_ms, harm_ms, step_ms + wait_ms + prefill_ms
 
@@ -72,8 +74,8 @@ def one_by_one(request: RequestView, candidates: list[Candidate]) -> tuple[Candi
     rows = []
     for each in candidates:
         assert each.report is not None
-        assert each.report.pace is not None
-        terms = cost(request, each, each.report, each.report.pace)
+        assert each.report.step_time is not None
+        terms = cost(request, each, each.report, each.report.step_time)
         affinity_ms = SESSION_MS if any(other.session for other in candidates) and not each.session else 0.0
         cost_ms = terms[4] + terms[3] + each.adapter_ms + affinity_ms
         rows.append((*terms[:4], each.adapter_ms, terms[4] + each.adapter_ms, affinity_ms, cost_ms))
@@ -89,7 +91,7 @@ def one_by_one(request: RequestView, candidates: list[Candidate]) -> tuple[Candi
 @st.composite
 def candidates(draw: st.DrawFn) -> Candidate:
     num_running, num_tokens_running = draw(st.integers(0, 60)), draw(st.integers(0, 20000))
-    pace = pace_of(draw(st.sampled_from(MODELS)), 512, num_running, num_tokens_running)
+    snapshot = take_snapshot(draw(st.sampled_from(MODELS)), 512, num_running, num_tokens_running)
     report = PodReport(
         block_size=16,
         max_step_tokens=512,
@@ -101,7 +103,7 @@ def candidates(draw: st.DrawFn) -> Candidate:
         num_blocks_total=1000,
         num_blocks_available=draw(st.sampled_from([0, 7, 1000])),
         num_blocks_active=draw(st.integers(0, 1000)),
-        pace=pace,
+        step_time=snapshot,
     )
     num_unreported, num_tokens = draw(st.sampled_from([(0, 0), (1, 1), (2, 200), (9, 4000)]))
     kept = draw(st.booleans())
@@ -116,7 +118,7 @@ def candidates(draw: st.DrawFn) -> Candidate:
         num_unreported,
         num_tokens,
         False,
-        standing_of(report, pace, num_unreported, num_tokens) if kept else None,
+        cost_basis_of(report, snapshot, num_unreported, num_tokens) if kept else None,
         draw(st.sampled_from([0.0, 1.0, 250.0])),
     )
 
@@ -136,11 +138,11 @@ def test_the_choice_its_reason_and_all_terms_are_those_of_weighing_one_by_one(
     pods = [each._replace(endpoint_id=str(number), session=number == session) for number, each in enumerate(drawn)]
     if not is_for_adapter:
         pods = [each._replace(adapter_ms=0.0) for each in pods]
-    ruling = Cost(SESSION_MS).choose(request, pods)
+    decision = CostPolicy(SESSION_MS).choose(request, pods)
     chosen, why, rows = one_by_one(request, pods)
-    assert ruling.chosen is chosen
-    assert ruling.why == why
-    assert list(ruling.rows) == rows
+    assert decision.chosen is chosen
+    assert decision.why == why
+    assert list(decision.rows) == rows
 
 
 NUM_ENDPOINTS = 5
@@ -156,7 +158,7 @@ class World:
         self.clock = Clock()
         self.brain = LocalBrain(GatewayConfig(routing_session_ms=SESSION_MS), clock=self.clock, rng=random.Random(1))
         self.sequences: dict[str, int] = {}
-        self.choices: list[Choice] = []
+        self.choices: list[Assignment] = []
         self.names = [f"e{number}" for number in range(NUM_ENDPOINTS)]
         endpoints = [
             Endpoint(id=name, data_url=f"http://{name}:1", control_url=f"http://{name}:2") for name in self.names
@@ -206,27 +208,27 @@ class World:
             case 6 if self.choices:
                 brain.started(rng.choice(self.choices), 20.0)
             case 7 if self.choices:
-                brain.finished(self.choices.pop(rng.randrange(len(self.choices))), Served(10, 8.0))
+                brain.finished(self.choices.pop(rng.randrange(len(self.choices))), CompletedRequest(10, 8.0))
             case 8 if self.choices and rng.random() < 0.3:
                 brain.failed(self.choices.pop(rng.randrange(len(self.choices))), rng.choice(FAILURES))
             case 9:
-                rng.choice([brain.unreachable, brain.let_go])(name)
+                rng.choice([brain.unreachable, brain.drain])(name)
 
-    def ask(self) -> Ask:
-        granules = PREFIX[: self.rng.randrange(5)]
+    def ask(self) -> RoutingRequest:
+        prefix_chunks = PREFIX[: self.rng.randrange(5)]
         session = self.rng.choice([b"", b"", b"s"])
-        return Ask(self.rng.choice([10, 257, 900]), granules, GRANULE_TOKENS, b"", session)
+        return RoutingRequest(self.rng.choice([10, 257, 900]), prefix_chunks, GRANULE_TOKENS, b"", session)
 
-    def seen_anew(self, record: EndpointRecord, ask: Ask) -> Candidate:
+    def seen_anew(self, record: EndpointRecord, routing_request: RoutingRequest) -> Candidate:
         placement = self.brain.placement
         fresh, session = record.reports.fresh(self.clock.now), False
-        if ask.session:
-            session = placement._sessions.endpoint("default/d", ask.session) == record.endpoint.id
+        if routing_request.session:
+            session = placement._sessions.endpoint("default/d", routing_request.session) == record.endpoint.id
         bit, depth = placement.index.bit(record.endpoint.id), 0
-        findable = ask.granules[: (ask.num_prompt_tokens - 1) // GRANULE_TOKENS]
+        findable = routing_request.prefix_chunks[: (routing_request.num_prompt_tokens - 1) // GRANULE_TOKENS]
         while fresh and depth < len(findable):
-            granule = findable[depth]
-            if not (placement.index.has(granule, bit) or placement.predictions.pods.get(granule, 0) & bit):
+            chunk = findable[depth]
+            if not (placement.index.has(chunk, bit) or placement.predictions.pods.get(chunk, 0) & bit):
                 break
             depth += 1
         record.seen.clear()
@@ -246,14 +248,14 @@ def test_what_the_brain_keeps_of_endpoints_is_what_it_would_find_if_it_looked_ag
         usable = [name for name, record in twin.brain.registry.endpoints.items() if record.usable]
         if not usable:
             continue
-        ask, same = world.ask(), twin.ask()
-        assert ask == same
+        routing_request, same = world.ask(), twin.ask()
+        assert routing_request == same
         target = world.brain.resolve("m")
         assert target == twin.brain.resolve("m")
         twin.brain.placement.predictions.expire(twin.clock.now)
         among = [twin.brain.registry.endpoints[name] for name in usable]
-        expected = [twin.seen_anew(record, ask) for record in among]
-        choices = [asyncio.run(each.brain.choose(target, NOTHING, ask)) for each in (world, twin)]
+        expected = [twin.seen_anew(record, routing_request) for record in among]
+        choices = [asyncio.run(each.brain.choose(target, NOTHING, routing_request)) for each in (world, twin)]
         assert choices[0] == choices[1]
         for each, choice in zip((world, twin), choices, strict=True):
             each.choices.append(choice)

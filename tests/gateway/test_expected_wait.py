@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from pagemill_gateway.admission.fair_queue import FairQueue, Waiter
 from pagemill_gateway.brain.brain import LocalBrain
-from pagemill_gateway.brain.interface import Ask, Choice, Claim, Served
-from pagemill_gateway.brain.starts import LAPSE_S, Starts
+from pagemill_gateway.brain.endpoints.deployment import LAPSE_S, Starts
+from pagemill_gateway.brain.interface import Assignment, CompletedRequest, QueueTicket, RoutingRequest
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.relay.keep_alive import KeepAlive
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint, QueueLimits
@@ -24,9 +24,9 @@ from pagemill_protocol.state import Digests, StateFrame
 # -- starts ------------------------------------------------------------------------------------------------------------
 
 
-def start(starts: Starts, at: float, took_s: float, *, anew: bool = True) -> None:
-    starts.wished(at, anew=anew)
-    starts.wished(at + took_s, anew=anew)
+def start(starts: Starts, at: float, took_s: float, *, from_zero: bool = True) -> None:
+    starts.requested(at, from_zero=from_zero)
+    starts.requested(at + took_s, from_zero=from_zero)
     starts.served(at + took_s)
 
 
@@ -35,7 +35,7 @@ def test_the_next_start_takes_what_the_latest_ones_took() -> None:
     assert starts.left_s(0.0) is None
     for number, took_s in enumerate((10.0, 30.0, 50.0, 60.0, 250.0, 45.0)):
         start(starts, number * 1e6, took_s)
-    starts.wished(1e9, anew=True)
+    starts.requested(1e9, from_zero=True)
     assert starts.left_s(1e9) == 50.0
     assert starts.left_s(1e9 + 20) == 30.0
     assert starts.left_s(1e9 + 49.9) == 1.0, "any moment now"
@@ -45,32 +45,32 @@ def test_the_next_start_takes_what_the_latest_ones_took() -> None:
 def test_coming_back_is_learned_apart_from_coming_from_nothing() -> None:
     starts = Starts()
     start(starts, 0.0, 90.0)
-    start(starts, 1e6, 5.0, anew=False)
-    starts.wished(2e6, anew=True)
+    start(starts, 1e6, 5.0, from_zero=False)
+    starts.requested(2e6, from_zero=True)
     assert starts.left_s(2e6) == 90.0
     starts.served(2e6)
-    starts.wished(3e6, anew=False)
+    starts.requested(3e6, from_zero=False)
     assert starts.left_s(3e6) == 5.0
 
 
 def test_what_engines_tell_of_their_starts_has_to_do_until_one_was_seen() -> None:
     starts = Starts()
-    starts.told({})
+    starts.engine_reported({})
     assert starts.left_s(0.0) is None
-    starts.told({"load": 8.0, "warm": 3.0, "first_token": 1.0})
+    starts.engine_reported({"load": 8.0, "warm": 3.0, "first_token": 1.0})
     assert starts.left_s(0.0) == 12.0
     start(starts, 0.0, 70.0)
-    starts.wished(1e6, anew=True)
+    starts.requested(1e6, from_zero=True)
     assert starts.left_s(1e6) == 70.0
 
 
 def test_a_wish_that_nobody_repeats_is_forgotten() -> None:
     starts = Starts()
-    starts.wished(0.0, anew=True)
+    starts.requested(0.0, from_zero=True)
     starts.served(LAPSE_S * 2)
     assert starts.left_s(LAPSE_S * 2) is None, "nobody knows when it was ordered"
-    starts.wished(1e6, anew=True)
-    starts.wished(1e6 + LAPSE_S * 2, anew=True)
+    starts.requested(1e6, from_zero=True)
+    starts.requested(1e6 + LAPSE_S * 2, from_zero=True)
     starts.served(1e6 + LAPSE_S * 2 + 7.0)
     assert starts.left_s(2e6) == 7.0
 
@@ -126,19 +126,19 @@ class Fleet:
         frame = StateFrame(sequence=1, snapshot=True, max_model_len=100, max_num_seqs=1, digests=digests, **fields)
         self.brain.observe(name, frame)
 
-    def ask(self) -> asyncio.Task[Choice]:
+    def ask(self) -> asyncio.Task[Assignment]:
         self.clock.now += 0.001
         self.arrivals.append(self.clock.now)
-        claim = Claim(arrived_at=self.clock.now, max_tokens=10)
+        ticket = QueueTicket(arrived_at=self.clock.now, max_tokens=10)
 
-        async def work() -> Choice:
-            target = await self.brain.find("m", claim)
-            return await self.brain.choose(target, frozenset(), Ask(10), claim=claim)
+        async def work() -> Assignment:
+            target = await self.brain.find("m", ticket)
+            return await self.brain.choose(target, frozenset(), RoutingRequest(10), ticket=ticket)
 
         return asyncio.ensure_future(work())
 
     async def expected_s(self, arrived_at: float | None = None) -> float | None:
-        return await self.brain.expected_s("m", Claim(arrived_at=arrived_at or self.clock.now))
+        return await self.brain.expected_s("m", QueueTicket(arrived_at=arrived_at or self.clock.now))
 
 
 async def settle() -> None:
@@ -201,7 +201,7 @@ async def test_who_waits_for_a_seat_is_told_by_how_fast_the_queue_moves() -> Non
     await settle()
     for number in range(10):  # one a second
         fleet.clock.now += 1.0
-        fleet.brain.finished(tasks[number].result(), Served(10))
+        fleet.brain.finished(tasks[number].result(), CompletedRequest(10))
         await settle()
     left_s = [await fleet.expected_s(at) for at in fleet.arrivals]
     waiting_s = [each for each in left_s[11:] if each is not None]
@@ -215,7 +215,7 @@ async def test_who_waits_for_a_seat_is_told_by_how_fast_the_queue_moves() -> Non
 
 
 async def test_nobody_knows_of_a_name_that_is_not_served() -> None:
-    assert await Fleet().brain.expected_s("other", Claim()) is None
+    assert await Fleet().brain.expected_s("other", QueueTicket()) is None
 
 
 # -- the comment -------------------------------------------------------------------------------------------------------
@@ -226,13 +226,13 @@ async def test_nobody_knows_of_a_name_that_is_not_served() -> None:
     [(33.6, b": waiting, about 34 s\n\n"), (0.0, b": waiting, about 1 s\n\n"), (None, b": waiting\n\n")],
 )
 async def test_comments_say_how_long_it_may_take(left_s: float | None, comment: bytes) -> None:
-    told: asyncio.Queue[bytes] = asyncio.Queue()
+    engine_reported: asyncio.Queue[bytes] = asyncio.Queue()
     keep_alive = KeepAlive(0.02)
 
     async def expected() -> float | None:
         return left_s
 
     async with asyncio.timeout(10):
-        heard = asyncio.create_task(told.get())
-        assert await keep_alive.during(heard, told.put, expected) == comment
+        heard = asyncio.create_task(engine_reported.get())
+        assert await keep_alive.during(heard, engine_reported.put, expected) == comment
     keep_alive.close()

@@ -75,7 +75,7 @@ async def kill_in_mid_stream(gateway, engines, fake, stream):
     reply = asyncio.create_task(stream())
     await fake.until(lambda: sum(num_requests(engines)) == 1)
     begun = next(engine for engine in engines if engine.requests)
-    await fake.until(lambda: gateway.gateway.worker.relay.journal_room.num_tokens == 1)
+    await fake.until(lambda: gateway.gateway.worker.relay.journal_capacity.num_tokens == 1)
     await begun.kill()
     return begun, reply
 
@@ -190,8 +190,8 @@ async def test_a_request_that_crashes_two_engines_is_not_tried_on_a_third(engine
     assert (reply.status, reply.error["code"]) == (500, "request_crashed_engine")
     assert sorted(num_requests(engines)) == [0, 1, 1]
     scrape = (await gateway.get("/metrics", control=True)).raw.decode()
-    assert 'suspect_trials_total{model="tiny",outcome="ended"} 1.0' in scrape
-    assert 'suspect_trials_total{model="tiny",outcome="convicted"} 1.0' in scrape
+    assert 'poison_probes_total{model="tiny",outcome="ended"} 1.0' in scrape
+    assert 'poison_probes_total{model="tiny",outcome="blamed"} 1.0' in scrape
 
 
 async def test_a_request_whose_engines_were_all_killed_is_no_suspect(engines, gateways, fake) -> None:
@@ -203,7 +203,7 @@ async def test_a_request_whose_engines_were_all_killed_is_no_suspect(engines, ga
     assert (reply.streamed_text, sum(num_requests(engines))) == ("ab", len(engines) + 1)
     scrape = (await gateway.get("/metrics", control=True)).raw.decode()
     assert 'upstream_retries_total{model="tiny",reason="killed"} 3.0' in scrape
-    assert 'suspect_trials_total{model="tiny",outcome="acquitted"} 0.0' in scrape
+    assert 'poison_probes_total{model="tiny",outcome="cleared"} 0.0' in scrape
 
 
 async def test_a_stream_that_gets_on_survives_crashes(engines, gateways, fake) -> None:
@@ -229,7 +229,7 @@ async def test_requests_beside_a_crash_are_tried_one_at_a_time(engines, gateways
     crash.behaviour = crashes_with_all
     clients = [asyncio.create_task(gateway.chat()) for _ in range(3)]
     await fake.until(lambda: len(crash.requests) == 3)
-    gateway.gateway.head.apply_catalog(fake.catalog_of(*engines))
+    gateway.gateway.control.apply_catalog(fake.catalog_of(*engines))
     await gateway.know(*engines)
     gates = {engine.name: asyncio.Event() for engine in engines}
 
@@ -268,7 +268,7 @@ async def test_an_engine_that_reports_and_makes_no_step_is_left_behind(engines, 
         engine.behaviours.append(fake.says("a", "b", gate=asyncio.Event()))
         engine.behaviour = fake.says("a", "b")
     task = asyncio.create_task(gateway.chat(stream=True))
-    await fake.until(lambda: gateway.gateway.worker.relay.journal_room.num_tokens == 1)
+    await fake.until(lambda: gateway.gateway.worker.relay.journal_capacity.num_tokens == 1)
     stuck, other = sorted(engines[:2], key=lambda engine: not engine.requests)
     other.behaviours.clear()
     await stuck.push_state(silent_s=4.0)
@@ -296,9 +296,9 @@ async def remaining_tokens(gateway) -> int:
 
 def held(gateway, engines) -> list[int]:
     """Whatever requests hold while they are under way."""
-    brain, records = gateway.gateway.head.brain, [gateway.record(engine) for engine in engines]
+    brain, records = gateway.gateway.control.brain, [gateway.record(engine) for engine in engines]
     queue = brain.queues.state("default/d")
-    counts = [len(brain._open), gateway.gateway.worker.relay.journal_room.num_tokens, queue.num_requests]
+    counts = [len(brain._open), gateway.gateway.worker.relay.journal_capacity.num_tokens, queue.num_requests]
     for record in records:
         counts += [record.in_flight, len(record.reserved), record.reserved.num_blocks, record.dispatches.num_open]
     return counts
@@ -354,12 +354,12 @@ async def test_a_killed_stream_waits_for_room_elsewhere_and_goes_on(engines, gat
         engine.behaviours.append(fake.says("a", "b", "c", gate=gate))
         engine.behaviour = fake.says("a", "b", "c")
     streams = [asyncio.create_task(gateway.chat(stream=True)) for _ in range(2)]
-    await fake.until(lambda: gateway.gateway.worker.relay.journal_room.num_tokens == 2)
+    await fake.until(lambda: gateway.gateway.worker.relay.journal_capacity.num_tokens == 2)
     waiting = [asyncio.create_task(gateway.chat(stream=True)) for _ in range(3)]
-    await fake.until(lambda: gateway.gateway.head.brain.queues.state("default/d").num_requests == 3)
+    await fake.until(lambda: gateway.gateway.control.brain.queues.state("default/d").num_requests == 3)
     with caplog.at_level("INFO", logger="pagemill.gateway.access"):
         await first.kill()
-        await fake.until(lambda: gateway.gateway.head.brain.queues.state("default/d").num_requests == 4)
+        await fake.until(lambda: gateway.gateway.control.brain.queues.state("default/d").num_requests == 4)
         await asyncio.sleep(0.2)
         gates[1].set()
         replies = await asyncio.gather(*streams, *waiting)

@@ -194,7 +194,9 @@ async def test_an_engines_own_error_frame_is_retried_while_nothing_was_seen(engi
     engines[0].behaviour = fails_with(status, after=0, stream=True, fake=fake)
     for _ in range(4):
         assert (await gateway.chat(stream=True)).streamed_text == "hello world"
-    assert gateway.record(engines[0]).ejection.num_failures == 0, "one request's fault is not the engine's"
+    assert gateway.gateway.control.brain.recovery.ejection(gateway.record(engines[0])).num_failures == 0, (
+        "one request's fault is not the engine's"
+    )
 
 
 async def test_an_engines_own_error_event_ends_a_stream_that_had_begun(engines, gateways, fake) -> None:
@@ -220,7 +222,7 @@ async def test_a_client_that_leaves_stops_the_engine_at_once(engines, gateways, 
             await fake.until(lambda stream=stream: engines[0].num_aborted == 1 + stream)
             await fake.until(lambda: gateway.record(engines[0]).in_flight == 0)
             await fake.until(lambda stream=stream: caplog.text.count('"status":499') == 1 + stream)
-        assert gateway.record(engines[0]).ejection.num_failures == 0
+        assert gateway.gateway.control.brain.recovery.ejection(gateway.record(engines[0])).num_failures == 0
     assert gateway.gateway.worker.gate.num_inside == 0
 
 
@@ -294,7 +296,7 @@ async def test_a_failed_engine_is_left_alone_then_probed_then_used_again(engines
         await gateway.chat()
     assert len(bad.requests) == 1
     bad.behaviour = fake.says("back")
-    await fake.until(lambda: gateway.gateway.head.brain.phase(gateway.record(bad)) == "ready")
+    await fake.until(lambda: gateway.gateway.control.brain.phase(gateway.record(bad)) == "ready")
     replies = [(await gateway.chat()).text for _ in range(10)]
     assert replies.count("back") == 5
 
@@ -409,4 +411,4 @@ async def test_a_hundred_clients_lose_nothing_when_an_engine_dies_and_comes_back
     await engines[0].start()
     await clients
     assert num_done == 240
-    assert all(record.in_flight == 0 for record in gateway.gateway.head.brain.registry.endpoints.values())
+    assert all(record.in_flight == 0 for record in gateway.gateway.control.brain.registry.endpoints.values())

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from pagemill_gateway.brain.brain import LocalBrain
-from pagemill_gateway.brain.interface import Ask
-from pagemill_gateway.brain.news import News
+from pagemill_gateway.brain.endpoints.registry import ChangeNotifier
+from pagemill_gateway.brain.interface import RoutingRequest
 from pagemill_gateway.config import GatewayConfig
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.errors import PagemillError
@@ -26,7 +26,7 @@ async def test_the_engine_is_told_when_nothing_goes_there_any_more(engines, gate
     await engines[0].push_state(draining=True)
     await fake.until(lambda: engines[0].num_drained == 1)
     assert [len(set(engine.gateways)) for engine in engines[:1]] == [1], "the stream and the word are from one gateway"
-    assert gateway.record(engines[0]).let_go
+    assert gateway.record(engines[0]).draining
     await engines[0].push_state()
     await engines[0].push_state()
     for _ in range(4):
@@ -37,7 +37,7 @@ async def test_the_engine_is_told_when_nothing_goes_there_any_more(engines, gate
 
 async def test_the_word_carries_the_token_of_now_not_that_of_the_stream(engines, gateways, fake) -> None:
     gateway = await gateways(*engines[:2], handover_timeout_s=30.0)
-    gateway.gateway.head.apply_catalog(fake.catalog_of(*engines[:2], engine_token="turned"))
+    gateway.gateway.control.apply_catalog(fake.catalog_of(*engines[:2], engine_token="turned"))
     await engines[0].push_state(draining=True, token="turned")
     await fake.until(lambda: engines[0].num_drained == 1)
     assert engines[0].num_unauthorized == 0
@@ -47,10 +47,10 @@ async def test_an_engine_that_refuses_the_token_has_not_heard(engines, gateways,
     gateway = await gateways(*engines[:2], handover_timeout_s=30.0)
     await engines[0].push_state(draining=True, token="turned")
     await fake.until(lambda: engines[0].num_unauthorized == 1)
-    assert not gateway.record(engines[0]).acknowledged
-    gateway.gateway.head.apply_catalog(fake.catalog_of(*engines[:2], engine_token="turned"))
+    assert not gateway.record(engines[0]).drain_acknowledged
+    gateway.gateway.control.apply_catalog(fake.catalog_of(*engines[:2], engine_token="turned"))
     await fake.until(lambda: engines[0].num_drained == 1)
-    await fake.until(lambda: gateway.record(engines[0]).acknowledged)
+    await fake.until(lambda: gateway.record(engines[0]).drain_acknowledged)
 
 
 async def test_the_last_engine_stays_in_use_until_another_one_can_take_over(engines, gateways, fake) -> None:
@@ -59,7 +59,7 @@ async def test_the_last_engine_stays_in_use_until_another_one_can_take_over(engi
     await fake.until(lambda: gateway.record(engines[0]).leaving)
     assert (await gateway.chat()).status == 200
     assert engines[0].num_drained == 0
-    gateway.gateway.head.apply_catalog(fake.catalog_of(*engines[:2]))
+    gateway.gateway.control.apply_catalog(fake.catalog_of(*engines[:2]))
     await fake.until(lambda: engines[0].num_drained == 1)
     assert (await gateway.chat()).status == 200
     assert num_served(engines) == [1, 1, 0]
@@ -77,7 +77,7 @@ async def test_a_deployment_that_is_deleted_lets_its_engines_go(engines, gateway
     gateway = await gateways(engines[0], handover_timeout_s=30.0)
     await engines[0].push_state(draining=True)
     await fake.until(lambda: gateway.record(engines[0]).leaving)
-    gateway.gateway.head.apply_catalog(Catalog())
+    gateway.gateway.control.apply_catalog(Catalog())
     await fake.until(lambda: not engines[0]._streams)
 
 
@@ -85,7 +85,7 @@ async def test_what_a_static_catalogue_calls_terminating_is_let_go_at_once(engin
     gateway = await gateways(engines[0], handover_timeout_s=30.0)
     catalog = fake.catalog_of(engines[0])
     catalog.models[0].endpoints[0] = msgspec.structs.replace(engines[0].endpoint, terminating=True)
-    gateway.gateway.head.apply_catalog(catalog)
+    gateway.gateway.control.apply_catalog(catalog)
     assert (await gateway.chat()).status == 503
     await engines[0].push_state(draining=True)
     await fake.until(lambda: engines[0].num_drained == 1)
@@ -101,14 +101,14 @@ async def test_an_engine_that_takes_nothing_costs_no_attempt(engines, gateways, 
         assert (await gateway.chat(stream=stream)).status == 200
     assert num_served(engines)[2] == 3
     assert max(num_served(engines)[:2]) <= 1, "once is enough to know"
-    assert gateway.record(engines[0]).ejection.num_failures == 0
+    assert gateway.gateway.control.brain.recovery.ejection(gateway.record(engines[0])).num_failures == 0
 
 
 async def test_an_engine_that_starts_anew_is_used_again(engines, gateways, fake) -> None:
     gateway = await gateways(engines[0], reconnect_base_s=0.01, reconnect_max_s=0.05, outage_wait_s=10.0)
     engines[0].behaviours.append(fake.refuses(503, code="draining", message="going"))
     reply = asyncio.create_task(gateway.chat())
-    await fake.until(lambda: gateway.record(engines[0]).let_go)
+    await fake.until(lambda: gateway.record(engines[0]).draining)
     await engines[0].kill()
     await engines[0].start()
     assert (await reply).status == 200
@@ -155,7 +155,7 @@ async def test_a_pod_found_ready_by_its_platform_is_asked_without_delay(engines,
     await engines[0].start()
     catalog = fake.catalog_of(engines[0])
     catalog.models[0].endpoints[0] = msgspec.structs.replace(engines[0].endpoint, probed_ready=True)
-    gateway.gateway.head.apply_catalog(catalog)
+    gateway.gateway.control.apply_catalog(catalog)
     await gateway.know(engines[0])
 
 
@@ -172,8 +172,8 @@ def cluster_brain(**fields: bool) -> LocalBrain:
 async def test_a_terminating_pod_is_the_last_resort_until_it_is_let_go() -> None:
     brain = cluster_brain(terminating=True)
     brain.observe("a", StateFrame(sequence=1, snapshot=True, max_model_len=100))
-    assert (await brain.choose(await brain.find("m"), frozenset(), Ask(1))).endpoint_id == "a"
-    brain.let_go("a")
+    assert (await brain.choose(await brain.find("m"), frozenset(), RoutingRequest(1))).endpoint_id == "a"
+    brain.drain("a")
     with pytest.raises(PagemillError):
         await brain.find("m")
 
@@ -210,16 +210,16 @@ async def test_a_terminating_pod_that_went_silent_is_no_resort() -> None:
 
 
 async def test_news_wake_everybody_who_waits() -> None:
-    news, state = News(), []
-    waiting = [asyncio.create_task(news.wait_until(lambda: bool(state), 5)) for _ in range(3)]
+    changes, state = ChangeNotifier(), []
+    waiting = [asyncio.create_task(changes.wait_until(lambda: bool(state), 5)) for _ in range(3)]
     await asyncio.sleep(0)
-    news.publish()
+    changes.publish()
     await asyncio.sleep(0)
     assert not any(task.done() for task in waiting)
     state.append(1)
-    news.publish()
+    changes.publish()
     assert [await task for task in waiting] == [True] * 3
-    assert not await News().wait_until(lambda: False, 0.01)
+    assert not await ChangeNotifier().wait_until(lambda: False, 0.01)
 
 
 async def test_who_finds_nobody_listening_waits_for_the_next_report() -> None:
@@ -230,12 +230,12 @@ async def test_who_finds_nobody_listening_waits_for_the_next_report() -> None:
     brain.apply_catalog(Catalog(models=[CatalogModel(deployment="d", name="m", endpoints=endpoints)]))
     brain.observe("a", StateFrame(sequence=1, snapshot=True, max_model_len=100))
     target = await brain.find("m")
-    brain.failed(await brain.choose(target, frozenset(), Ask(1)), "unreachable")
-    again = asyncio.create_task(brain.choose(target, frozenset({"a"}), Ask(1)))
+    brain.failed(await brain.choose(target, frozenset(), RoutingRequest(1)), "unreachable")
+    retry = asyncio.create_task(brain.choose(target, frozenset({"a"}), RoutingRequest(1)))
     await asyncio.sleep(0)
-    assert not again.done()
+    assert not retry.done()
     brain.observe("a", StateFrame(sequence=1, snapshot=True, max_model_len=100))
-    assert (await again).endpoint_id == "a"
+    assert (await retry).endpoint_id == "a"
 
 
 async def test_an_engine_that_went_before_it_was_heard_is_waited_for() -> None:

@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 from load_stream import load_frames
 
-from pagemill_gateway.brain.load import measure_load
-from pagemill_gateway.brain.queues import Queues
-from pagemill_gateway.brain.registry import Registry
-from pagemill_gateway.brain.traffic import Traffic
+from pagemill_gateway.brain.endpoints.registry import Registry
+from pagemill_gateway.brain.load.measure import measure_load
+from pagemill_gateway.brain.load.traffic import TrafficMeter
+from pagemill_gateway.brain.queue.queues import Queues
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint, QueueLimits
 from pagemill_protocol.load import DeploymentLoad, EngineHeld, EngineStart
 from pagemill_protocol.state import EngineLoad, StateFrame, StepTimeParams
 
 
 def registry_with(*loads: EngineLoad | None) -> Registry:
-    registry = Registry(stale_after_s=3.0, ejection_base_s=1.0, ejection_max_s=1.0)
+    registry = Registry(stale_after_s=3.0)
     endpoints = [
         Endpoint(id=str(index), data_url=f"http://e{index}:1", control_url=f"http://e{index}:2")
         for index in range(len(loads))
@@ -35,7 +35,7 @@ def registry_with(*loads: EngineLoad | None) -> Registry:
 
 
 def measured(registry: Registry, now: float) -> DeploymentLoad:
-    (load,) = measure_load(registry, Queues(lambda: 0.0, lambda _: True), Traffic(lambda: now), now)
+    (load,) = measure_load(registry, Queues(lambda: 0.0, lambda _: True), TrafficMeter(lambda: now), now)
     return load
 
 
@@ -72,7 +72,7 @@ def test_an_engine_that_never_spoke_is_unknown_and_none_at_all_is_a_zero() -> No
 def test_an_engine_that_left_and_is_silent_is_no_riddle() -> None:
     registry = registry_with(EngineLoad(num_blocks_total=10), None)
     for record in registry.endpoints.values():
-        record.let_go = True
+        record.draining = True
     assert measured(registry, 200.0).engines.truth == "value", "both were on their way out"
 
 
@@ -154,7 +154,7 @@ async def test_somebody_who_waits_for_an_engine_is_told_at_once_and_served_when_
     answer = await waiting
     assert (await answer.content.readline()).startswith(b": waiting")
     await engines[0].start()
-    gateway.gateway.head.apply_catalog(fake.catalog_of(engines[0], wakes=True, queue=queue))
+    gateway.gateway.control.apply_catalog(fake.catalog_of(engines[0], wakes=True, queue=queue))
     assert (await answer.read()).endswith(b"data: [DONE]\n\n")
 
 
@@ -188,7 +188,7 @@ async def test_the_stream_ends_with_the_gateway(engines, gateways) -> None:
     gateway = await gateways(engines[0], control_token="t0ken")
     async with reading(gateway, "t0ken") as response:
         await response.content.readany()
-        gateway.gateway.head.closing.set()
+        gateway.gateway.control.closing.set()
         async with asyncio.timeout(5):
             while await response.content.readany():
                 pass

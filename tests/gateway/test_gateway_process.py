@@ -180,7 +180,7 @@ async def test_after_kill_9_the_next_process_serves_the_first_that_comes(engines
     before = await start(catalog=fake.catalog_of(*engines))
     before.process.kill()
     await before.process.communicate()
-    let_go = [engine.hold_state() for engine in engines]
+    draining = [engine.hold_state() for engine in engines]
     gateway = await start(catalog=fake.catalog_of(*engines))
 
     async def model() -> Any:
@@ -193,7 +193,7 @@ async def test_after_kill_9_the_next_process_serves_the_first_that_comes(engines
         first = asyncio.create_task(session.post(gateway.url + "/v1/chat/completions", json=body))
         while not (await model())["queue"]["num_requests"]:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-        for event in let_go:
+        for event in draining:
             event.set()
         async with await first as response:
             assert response.status == 200, await response.text()

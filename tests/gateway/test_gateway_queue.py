@@ -24,7 +24,7 @@ def limits(max_requests: int = 1000, max_bytes: int = 10**8, timeout_s: float = 
 
 
 def num_waiting(gateway: Any) -> int:
-    return gateway.gateway.head.brain.queues.state(DEPLOYMENT).num_requests
+    return gateway.gateway.control.brain.queues.state(DEPLOYMENT).num_requests
 
 
 async def busy(gateway: Any, engine: Any, fake: Any) -> tuple[asyncio.Task[Any], asyncio.Event]:
@@ -229,8 +229,8 @@ async def test_three_engines_at_most_are_asked_before_a_request_waits(engines, g
 
 @pytest.mark.layouts
 async def test_what_a_client_asks_for_is_what_is_reserved_for_it(engines, gateways, fake) -> None:
-    gateway, let_go = await gateways(engines[0]), asyncio.Event()
-    engines[0].behaviour = fake.says("a", "b", gate=let_go)
+    gateway, draining = await gateways(engines[0]), asyncio.Event()
+    engines[0].behaviour = fake.says("a", "b", gate=draining)
     asked = [
         asyncio.create_task(gateway.chat(n=3, max_tokens=8, stream=True)),
         asyncio.create_task(gateway.complete(prompt=["x", "y"], n=2, max_tokens=8, stream=True)),
@@ -238,7 +238,7 @@ async def test_what_a_client_asks_for_is_what_is_reserved_for_it(engines, gatewa
     reserved = gateway.record(engines[0]).reserved
     await fake.until(lambda: len(reserved) == 3)
     needs = sorted((each.need.num_sequences, each.need.num_output_tokens) for each in reserved._open.values())
-    let_go.set()
+    draining.set()
     assert needs == [(2, 8), (2, 8), (3, 8)]
     assert {(await each).status for each in asked} == {200}
     await fake.until(lambda: (reserved.num_sequences, reserved.num_blocks) == (0, 0))

@@ -204,7 +204,7 @@ async def test_a_bad_sampling_value_is_refused_before_anything_is_rendered(
 async def test_a_bad_sampling_value_wakes_nobody_and_waits_for_nobody(gateways, fake, fields, param) -> None:
     queue = QueueLimits(max_requests=10, max_bytes=10**6, timeout_s=60.0)
     gateway = await gateways(catalog=fake.catalog_of(wakes=True, queue=queue))
-    queues = gateway.gateway.head.brain.queues
+    queues = gateway.gateway.control.brain.queues
     for reply in (await gateway.chat(**fields), await gateway.complete(**fields)):
         assert (reply.status, reply.error["param"]) == (400, param)
     assert not queues.outcomes

@@ -48,10 +48,10 @@ async def test_stale_state_is_shown_and_traffic_goes_on_by_own_counts(engines, g
     engines[0].load = EngineLoad(num_requests_waiting=100)
     for _ in range(5):
         await engines[0].push_state()
-    await fake.until(lambda: gateway.gateway.head.brain.load_elsewhere(gateway.record(engines[0])) == 100)
+    await fake.until(lambda: gateway.gateway.control.brain.load_elsewhere(gateway.record(engines[0])) == 100)
     await asyncio.gather(*(gateway.chat() for _ in range(4)))
     assert ids_served(engines) == [1, 5, 0], "load from elsewhere counts while it is fresh"
-    brain = gateway.gateway.head.brain
+    brain = gateway.gateway.control.brain
     await fake.until(lambda: all(brain.phase(gateway.record(engine)) == "stale" for engine in engines[:2]))
     status = (await gateway.get("/status", control=True)).json
     assert [endpoint["phase"] for endpoint in status["models"][0]["endpoints"]] == ["stale", "stale"]
@@ -89,7 +89,7 @@ async def test_the_tokenizer_is_there_before_the_engine_is_ready(engines, gatewa
     engine = engines[0]
     engine.max_model_len = 0
     gateway = await gateways(engine, wait=False)
-    await fake.until(lambda: engine.bundle_digest in gateway.gateway.head.bundles)
+    await fake.until(lambda: engine.bundle_digest in gateway.gateway.control.bundles)
     assert not gateway.record(engine).usable
     engine.bundle_bytes = b"asked for too late"
     await engine.push_state(max_model_len=fake.MAX_MODEL_LEN)
@@ -113,7 +113,7 @@ async def test_the_tokenizer_of_a_deployment_at_zero_is_kept_until_the_deploymen
 ) -> None:
     engine, digest = engines[0], engines[0].bundle_digest
     gateway = await gateways(engine)
-    head = gateway.gateway.head
+    head = gateway.gateway.control
     head.apply_catalog(fake.catalog_of())
     assert digest in head.bundles
     head.apply_catalog(fake.catalog_of(engine))
@@ -139,12 +139,12 @@ async def test_an_engine_that_is_not_up_yet_is_found_when_it_comes(engines, gate
 @pytest.mark.layouts
 async def test_who_comes_before_the_engines_were_asked_waits_for_their_answer(engines, gateways, fake) -> None:
     """As after a restart: who knows the engines' addresses is usable at once."""
-    let_go = engines[0].hold_state()
+    draining = engines[0].hold_state()
     gateway = await gateways(engines[0], wait=False, outage_wait_s=30.0)
     early = [asyncio.create_task(gateway.chat(stream=stream)) for stream in (False, True)]
-    brain = gateway.gateway.head.brain
+    brain = gateway.gateway.control.brain
     await fake.until(lambda: brain.queues.state("default/d").num_requests == 2)
-    let_go.set()
+    draining.set()
     assert [(await each).status for each in early] == [200, 200]
 
 
@@ -155,14 +155,14 @@ async def test_who_waits_for_the_engines_first_answer_is_told_at_once_that_it_is
     engine = engines[0]
     engine.max_model_len = 0
     engine.readyz = (503, {"phase": "loading", "detail": "weights 40 %"})
-    let_go = engine.hold_state()
+    draining = engine.hold_state()
     if not is_up:
         await engine.kill()
     gateway = await gateways(engine, wait=False, outage_wait_s=3600.0, queue=NEVER_TIRED)
     early = asyncio.create_task(gateway.chat())
     if is_up:
-        await fake.until(lambda: gateway.gateway.head.brain.queues.state("default/d").num_requests == 1)
-        let_go.set()
+        await fake.until(lambda: gateway.gateway.control.brain.queues.state("default/d").num_requests == 1)
+        draining.set()
     reply = await asyncio.wait_for(early, 30)
     assert (reply.status, reply.error["code"]) == (503, "model_not_ready")
     assert ("loading: weights 40 %" if is_up else "unreachable") in reply.error["message"]
@@ -199,7 +199,7 @@ async def test_a_terminating_endpoint_gets_nothing_new(engines, gateways, fake) 
 async def test_only_leaving_engines_left_is_a_503_that_says_so(engines, gateways, fake) -> None:
     gateway = await gateways(engines[0])
     await engines[0].push_state(draining=True)
-    await fake.until(lambda: gateway.record(engines[0]).let_go)
+    await fake.until(lambda: gateway.record(engines[0]).draining)
     reply = await gateway.chat()
     assert (reply.status, reply.error["code"]) == (503, "model_not_ready")
     assert "shutting down" in reply.error["message"]
@@ -232,7 +232,7 @@ async def test_a_broken_chat_template_is_the_deployments_fault_not_the_clients(e
 
 async def test_an_engine_that_left_the_catalogue_is_followed_no_more(engines, gateways, fake) -> None:
     gateway = await gateways(*engines[:2])
-    gateway.gateway.head.apply_catalog(fake.catalog_of(engines[1]))
+    gateway.gateway.control.apply_catalog(fake.catalog_of(engines[1]))
     await fake.until(lambda: not engines[0]._streams)
     assert (await gateway.chat()).status == 200
     text = (await gateway.get("/metrics", control=True)).raw.decode()

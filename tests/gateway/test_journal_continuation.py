@@ -22,15 +22,25 @@ from hypothesis import strategies as st
 from pagemill_engine.ipc.messages import LogprobsOut, TokensOut
 from pagemill_engine.output.processor import OutputProcessor
 from pagemill_gateway.admission.attempts import MOST_ENDS
-from pagemill_gateway.brain.interface import NOBODY, Again, Ask, Choice, Claim, FailureKind, HashScheme, Served, Target
+from pagemill_gateway.brain.interface import (
+    DEFAULT_TICKET,
+    Assignment,
+    CompletedRequest,
+    FailureKind,
+    HashScheme,
+    QueueTicket,
+    RetryContext,
+    RoutingRequest,
+    Target,
+)
 from pagemill_gateway.metrics.worker import WorkerMetrics
 from pagemill_gateway.relay.delivery import AnswerBroken
-from pagemill_gateway.relay.journal import Journal, JournalGap, JournalRoom
+from pagemill_gateway.relay.journal import Journal, JournalCapacity, JournalGap
 from pagemill_gateway.relay.keep_alive import KeepAlive
-from pagemill_gateway.relay.record import RequestRecord
 from pagemill_gateway.relay.relay import Relay
 from pagemill_gateway.relay.sinks import BodySink, StreamSink
 from pagemill_gateway.relay.upstream import FrameStream, IsAlive
+from pagemill_gateway.request_record import RequestRecord
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.frames import encode_frame
 from pagemill_protocol.generate import ChoiceResume, FrameMeta, GenerateRequest, Usage
@@ -67,7 +77,7 @@ class Engines:
 
     def __init__(self, tokenizer: Tokenizer, texts: list[str], breaks: list[Break]) -> None:
         self.requests: list[GenerateRequest] = []
-        self.agains: list[Again | None] = []
+        self.agains: list[RetryContext | None] = []
         self.num_computed = 0
         """Tokens that engines generated."""
         self.weights_digests: list[str] = []
@@ -81,30 +91,36 @@ class Engines:
     # The brain.
 
     async def choose(
-        self, target: Target, tried: frozenset[str], ask: Ask, *, claim: Claim = NOBODY, again: Again | None = None
-    ) -> Choice:
-        self.agains.append(again)
-        return Choice(len(self.agains), f"engine-{len(self.agains)}", "", "")
+        self,
+        target: Target,
+        tried: frozenset[str],
+        routing_request: RoutingRequest,
+        *,
+        ticket: QueueTicket = DEFAULT_TICKET,
+        retry: RetryContext | None = None,
+    ) -> Assignment:
+        self.agains.append(retry)
+        return Assignment(len(self.agains), f"engine-{len(self.agains)}", "", "")
 
-    def accepted(self, choice: Choice) -> None: ...
+    def accepted(self, choice: Assignment) -> None: ...
 
-    def started(self, choice: Choice, ttft_ms: float | None = None) -> None: ...
+    def started(self, choice: Assignment, ttft_ms: float | None = None) -> None: ...
 
     async def alive(self, endpoint_id: str) -> bool:
         return True
 
-    async def expected_s(self, model: str, claim: Claim) -> float | None:
+    async def expected_s(self, model: str, ticket: QueueTicket) -> float | None:
         return None
 
-    def finished(self, choice: Choice, served: Served | None = None) -> None: ...
+    def finished(self, choice: Assignment, served: CompletedRequest | None = None) -> None: ...
 
-    def failed(self, choice: Choice, kind: FailureKind) -> None: ...
+    def failed(self, choice: Assignment, kind: FailureKind) -> None: ...
 
     # The network.
 
     @asynccontextmanager
     async def generate(
-        self, choice: Choice, body: bytes, request_id: str, is_alive: IsAlive
+        self, choice: Assignment, body: bytes, request_id: str, is_alive: IsAlive
     ) -> AsyncIterator[FrameStream]:
         request = msgspec.msgpack.decode(body, type=GenerateRequest)
         self.requests.append(request)
@@ -179,7 +195,9 @@ def _by_choice(data: bytes) -> dict[int, list[bytes]]:
     return events
 
 
-def serve(engines: Engines, request: GenerateRequest, room: int = 10_000, max_attempts: int = 5) -> tuple[bytes, Usage]:
+def serve(
+    engines: Engines, request: GenerateRequest, capacity: int = 10_000, max_attempts: int = 5
+) -> tuple[bytes, Usage]:
     """The client's bytes and the usage."""
     written: list[bytes] = []
 
@@ -194,15 +212,15 @@ def serve(engines: Engines, request: GenerateRequest, room: int = 10_000, max_at
             WorkerMetrics(),
             keep_alive,
             max_attempts=max_attempts,
-            journal_tokens=room,
+            journal_tokens=capacity,
         )
         sink = StreamSink(write) if request.stream else BodySink()
         record = engines.record = RequestRecord(route="/v1/completions", stream=request.stream)
         try:
-            usage = await relay.run(TARGET, request, Ask(len(request.prompt_token_ids)), sink, record)
+            usage = await relay.run(TARGET, request, RoutingRequest(len(request.prompt_token_ids)), sink, record)
         finally:
             keep_alive.close()
-            assert relay.journal_room.num_tokens == 0
+            assert relay.journal_capacity.num_tokens == 0
         if isinstance(sink, BodySink):
             written.append(sink.body)
         return usage
@@ -263,9 +281,9 @@ def test_the_next_engine_computes_only_what_is_missing(byte_tokenizer: Tokenizer
     assert len(resume.token_ids) > 50
     assert engines.num_computed == len(text) + len(text) - len(resume.token_ids)
     assert (second.request_id, second.response_id) == ("r-try2", "r")
-    again = engines.agains[1]
-    assert again is not None
-    assert (again.decision, again.kind, again.weights_digest) == (1, "lost", "w")
+    retry = engines.agains[1]
+    assert retry is not None
+    assert (retry.decision, retry.kind, retry.weights_digest) == (1, "lost", "w")
 
 
 @pytest.mark.parametrize("fields", [{"logprobs": 1}, {"use_beam_search": True, "best_of": 1}])
@@ -277,22 +295,22 @@ def test_a_body_that_cannot_be_continued_runs_anew(byte_tokenizer: Tokenizer, fi
 
 def test_an_answer_without_room_in_the_journal_is_served_and_cannot_be_continued(byte_tokenizer: Tokenizer) -> None:
     request = make_request(["x" * 50], stream=True)
-    whole, _ = serve(Engines(byte_tokenizer, ["x" * 50], []), request, room=10)
+    whole, _ = serve(Engines(byte_tokenizer, ["x" * 50], []), request, capacity=10)
     assert whole.endswith(b"data: [DONE]\n\n")
     with pytest.raises(AnswerBroken) as broken:
-        serve(Engines(byte_tokenizer, ["x" * 50], [Break(0.5, 50, "reset")]), request, room=10)
+        serve(Engines(byte_tokenizer, ["x" * 50], [Break(0.5, 50, "reset")]), request, capacity=10)
     assert broken.value.error.code == "bad_upstream"
 
 
-@pytest.mark.parametrize("room", [10_000, 10])
-def test_tokens_are_counted_once_however_often_they_were_computed(byte_tokenizer: Tokenizer, room: int) -> None:
+@pytest.mark.parametrize("capacity", [10_000, 10])
+def test_tokens_are_counted_once_however_often_they_were_computed(byte_tokenizer: Tokenizer, capacity: int) -> None:
     """Continued where the journal has room, begun anew where it has none."""
     request = make_request(["x" * 100], stream=False)
     undisturbed = Engines(byte_tokenizer, ["x" * 100], [])
-    usage = serve(undisturbed, request, room)[1]
+    usage = serve(undisturbed, request, capacity)[1]
     engines = Engines(byte_tokenizer, ["x" * 100], [Break(0.9, 50, "reset")])
-    assert serve(engines, request, room)[1].completion_tokens == usage.completion_tokens == 100
-    assert (engines.record.num_migrations, engines.record.num_retries) == ((1, 0) if room > 100 else (0, 1))
+    assert serve(engines, request, capacity)[1].completion_tokens == usage.completion_tokens == 100
+    assert (engines.record.num_migrations, engines.record.num_retries) == ((1, 0) if capacity > 100 else (0, 1))
     assert engines.record.num_delivered == undisturbed.record.num_delivered
 
 
@@ -319,10 +337,10 @@ def test_the_brain_hears_of_every_engine_that_ended_and_they_are_bounded(byte_to
         serve(engines, make_request(["x" * 100], stream=False))
     assert error.value.code == "bad_upstream"
     assert len(engines.requests) == MOST_ENDS, "one with tokens begins a new row"
-    ends = engines.agains[-1].ends  # type: ignore[union-attr]
-    assert [end.decision for end in ends] == list(range(1, MOST_ENDS))
-    assert [end.progressed for end in ends] == [True] + [False] * (MOST_ENDS - 2)
-    assert {end.kind for end in ends} == {"lost"}
+    engine_failures = engines.agains[-1].engine_failures  # type: ignore[union-attr]
+    assert [end.decision for end in engine_failures] == list(range(1, MOST_ENDS))
+    assert [end.progressed for end in engine_failures] == [True] + [False] * (MOST_ENDS - 2)
+    assert {end.kind for end in engine_failures} == {"lost"}
 
 
 # -- the journal itself ------------------------------------------------------------------------------------------------
@@ -330,7 +348,7 @@ def test_the_brain_hears_of_every_engine_that_ended_and_they_are_bounded(byte_to
 
 def test_frames_that_skip_or_repeat_tokens_are_refused() -> None:
     request = make_request(["a"], stream=True)
-    journal = Journal(request, JournalRoom(100))
+    journal = Journal(request, JournalCapacity(100))
     journal.note(FrameMeta(token_ids=[1, 2], position=2), "w")
     journal.check([FrameMeta(token_ids=[3], position=3), FrameMeta(token_ids=[4, 5], position=5)])
     for wrong in (
@@ -349,13 +367,13 @@ def test_frames_that_skip_or_repeat_tokens_are_refused() -> None:
 
 
 def test_journals_share_one_room_and_give_it_back() -> None:
-    room = JournalRoom(5)
-    first, second = (Journal(make_request(["a"], stream=True), room) for _ in range(2))
+    capacity = JournalCapacity(5)
+    first, second = (Journal(make_request(["a"], stream=True), capacity) for _ in range(2))
     first.note(FrameMeta(token_ids=[1, 2, 3], position=3), "w")
     second.note(FrameMeta(token_ids=[1, 2], position=2), "w")
-    assert (room.num_tokens, second.can_continue) == (5, True)
+    assert (capacity.num_tokens, second.can_continue) == (5, True)
     second.note(FrameMeta(token_ids=[3], position=3), "w")
-    assert (room.num_tokens, first.can_continue, second.can_continue) == (3, True, False)
+    assert (capacity.num_tokens, first.can_continue, second.can_continue) == (3, True, False)
     assert second.continuation().resume == []
     first.close()
-    assert room.num_tokens == 0
+    assert capacity.num_tokens == 0

@@ -17,9 +17,9 @@ import aiohttp
 import pytest
 
 from pagemill_gateway.config import GatewayConfig, KeysSecret, KubernetesConfig, SettingsError
+from pagemill_gateway.control_process import ControlProcess
 from pagemill_gateway.core import open_gateway
 from pagemill_gateway.discovery.kubernetes.credentials import CredentialsError, from_kubeconfig, in_cluster
-from pagemill_gateway.head import Head
 from pagemill_protocol.engine_token import GATEWAY_CONTROL, derive_token
 
 
@@ -29,7 +29,7 @@ class Started:
         self._folder = folder
         self._api = api
 
-    async def gateway(self, **settings: Any) -> Head:
+    async def gateway(self, **settings: Any) -> ControlProcess:
         kubeconfig = self._folder / "kubeconfig"
         kubeconfig.write_text(
             json.dumps(
@@ -52,7 +52,7 @@ class Started:
         ).checked()
         gateway = await open_gateway(settings_)
         self._stack.push_async_callback(gateway.close)
-        return gateway.head
+        return gateway.control
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ async def start(api: Any, tmp_path: Path) -> AsyncIterator[Started]:
         yield Started(stack, api, tmp_path)
 
 
-def models(gateway: Head) -> list[str]:
+def models(gateway: ControlProcess) -> list[str]:
     return gateway.brain.registry.names()
 
 
@@ -383,7 +383,7 @@ def test_a_kubeconfig_that_makes_no_sense_is_named(tmp_path: Path, content: str)
 async def test_without_credentials_the_gateway_does_not_start(tmp_path: Path) -> None:
     config = KubernetesConfig(kubeconfig=str(tmp_path / "none"))
     with pytest.raises(SettingsError, match="none"):
-        Head(GatewayConfig(discovery="kubernetes", kubernetes=config))
+        ControlProcess(GatewayConfig(discovery="kubernetes", kubernetes=config))
 
 
 def _kubeconfig(users: list[Any]) -> dict[str, Any]:

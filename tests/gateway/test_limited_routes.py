@@ -15,7 +15,7 @@ from redis_server import RedisServer, redis_server
 from pagemill_gateway.limits.limiter import used_tokens
 from pagemill_gateway.limits.memory import MemoryStore
 from pagemill_gateway.limits.refusals import duration
-from pagemill_gateway.relay.record import AttemptRecord, RequestRecord
+from pagemill_gateway.request_record import AttemptRecord, RequestRecord
 from pagemill_protocol.catalog import Catalog
 from pagemill_protocol.generate import Usage
 from pagemill_protocol.http.auth import hash_key
@@ -108,7 +108,7 @@ async def test_counting_tokens_is_a_request_that_costs_none(engines, gateways, f
 
 async def test_counting_tokens_takes_a_place_and_gives_it_back(engines, gateways, fake) -> None:
     gateway = await gateways(engines[0], api_keys=[entry("concurrency=1 tenant=a"), entry(key="sk-two")])
-    store = gateway.gateway.head.sharing.store
+    store = gateway.gateway.control.sharing.store
     assert isinstance(store, MemoryStore)
     engines[0].behaviour = fake.hangs
     running = asyncio.create_task(gateway.chat(headers=KEY))
@@ -159,7 +159,7 @@ async def test_a_budget_is_a_quota(engines, gateways) -> None:
 @pytest.mark.layouts
 async def test_places_come_back_however_a_request_ends(engines, gateways, fake) -> None:
     gateway = await gateways(engines[0], api_keys=[entry("concurrency=1")], max_attempts=1, ejection_base_s=0.01)
-    store = gateway.gateway.head.sharing.store
+    store = gateway.gateway.control.sharing.store
     assert isinstance(store, MemoryStore)
     engines[0].behaviours.extend([fake.says("a"), fake.refuses(400, code="bad"), fake.refuses(500, code="bug")])
     assert (await gateway.chat(headers=KEY, stream=True)).status == 200
@@ -297,7 +297,7 @@ async def test_two_gateways_with_one_redis_share_a_limit_and_lose_no_request_wit
         "redis": {"url": server.url, "timeout_ms": 10_000.0},
     }
     one, two = [await start_shared(gateways, engines[0], settings) for _ in range(2)]
-    await fake.until(lambda: all(each.gateway.head.sharing.up for each in (one, two)), 30)
+    await fake.until(lambda: all(each.gateway.control.sharing.up for each in (one, two)), 30)
     replies = await asyncio.gather(*(each.chat(headers=KEY) for _ in range(15) for each in (one, two)))
     assert sorted(reply.status for reply in replies) == [200] * 20 + [429] * 10
     assert "pagemill_gateway_redis_up 1.0" in (await one.get("/metrics", control=True)).raw.decode()
@@ -309,7 +309,7 @@ async def test_redis_killed_under_load_and_back_is_no_error_to_anybody(engines, 
         "redis": {"url": server.url},
     }
     gateway = await start_shared(gateways, engines[0], settings)
-    await fake.until(lambda: gateway.gateway.head.sharing.up, 30)
+    await fake.until(lambda: gateway.gateway.control.sharing.up, 30)
     statuses: list[int] = []
     done = asyncio.Event()
 
@@ -320,18 +320,18 @@ async def test_redis_killed_under_load_and_back_is_no_error_to_anybody(engines, 
     clients = [asyncio.create_task(load()) for _ in range(4)]
     await fake.until(lambda: len(statuses) > 20, 30)
     await asyncio.to_thread(server.kill)
-    await fake.until(lambda: not gateway.gateway.head.sharing.up, 30)
+    await fake.until(lambda: not gateway.gateway.control.sharing.up, 30)
     so_far = len(statuses)
     await fake.until(lambda: len(statuses) > so_far + 20, 30)
     assert "pagemill_gateway_redis_up 0.0" in (await gateway.get("/metrics", control=True)).raw.decode()
     await asyncio.to_thread(server.start)
-    await fake.until(lambda: gateway.gateway.head.sharing.up, 30)
+    await fake.until(lambda: gateway.gateway.control.sharing.up, 30)
     so_far = len(statuses)
     await fake.until(lambda: len(statuses) > so_far + 20, 30)
     done.set()
     await asyncio.gather(*clients)
     assert set(statuses) == {200}
-    store = gateway.gateway.head.sharing.store
+    store = gateway.gateway.control.sharing.store
     await fake.until(lambda: store.num_untold == 0 and store.local.num_held == 0, 30)
     text = (await gateway.get("/metrics", control=True)).raw.decode()
     assert "pagemill_gateway_limits_decided_alone_total" in text

@@ -49,7 +49,7 @@ async def test_an_engine_far_slower_than_its_siblings_is_left_alone_and_comes_ba
     slow = engines[0]
     for engine in engines:
         engine.behaviour = at_pace(fake, 120.0 if engine is slow else 2.0)
-    phase = gateway.gateway.head.brain.phase
+    phase = gateway.gateway.control.brain.phase
     assert await asked(gateway, engines, 3 * NUM_STREAMS) == [NUM_STREAMS] * 3
     assert phase(gateway.record(slow)) == "ejected"
     assert await asked(gateway, engines, 6) == [0, 3, 3]
@@ -69,10 +69,10 @@ async def test_an_engine_whose_answers_turn_to_garbage_is_left_alone_and_comes_b
     for engine in engines:
         engine.behaviour = garbage_in_mid_answer(fake) if engine is bad else fake.says(*PIECES)
     assert (await asked(gateway, engines, 3))[0] == 1
-    assert gateway.gateway.head.brain.phase(gateway.record(bad)) == "ejected"
+    assert gateway.gateway.control.brain.phase(gateway.record(bad)) == "ejected"
     assert (await asked(gateway, engines, 6))[0] == 0
     bad.behaviour = fake.says(*PIECES)
-    await fake.until(lambda: gateway.gateway.head.brain.phase(gateway.record(bad)) != "ejected")
+    await fake.until(lambda: gateway.gateway.control.brain.phase(gateway.record(bad)) != "ejected")
     while not (await asked(gateway, engines, 1))[0]:
         pass
     assert await asked(gateway, engines, 6) == [2, 2, 2]

@@ -14,11 +14,11 @@ from pagemill_engine.ipc.messages import PrefixEvents
 from pagemill_engine.kv.manager import KVCacheManager
 from pagemill_engine.server.state_stream import StatePublisher
 from pagemill_gateway.brain.brain import LocalBrain
-from pagemill_gateway.brain.dispatches import Dispatch, Dispatches
-from pagemill_gateway.brain.interface import Ask
-from pagemill_gateway.brain.predictions import EXPIRY_S, Predictions
-from pagemill_gateway.brain.prefix_index import PrefixIndex
-from pagemill_gateway.brain.reports import StateGap
+from pagemill_gateway.brain.endpoints.dispatches import EXPIRY_S, Dispatch, Dispatches
+from pagemill_gateway.brain.endpoints.reports import StateGap
+from pagemill_gateway.brain.interface import RoutingRequest
+from pagemill_gateway.brain.placement.predictions import Predictions
+from pagemill_gateway.brain.placement.prefix_index import PrefixIndex
 from pagemill_gateway.config import GatewayConfig
 from pagemill_protocol import hashes
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
@@ -62,7 +62,7 @@ class Pod:
         ):
             if not self.rows:
                 return
-            self.let_go(0)
+            self.evict(0)
         self.kv.start(row, self.kv.get_computed_blocks(row))
         due = len(token_ids) - row.num_computed_tokens
         assert self.kv.allocate_slots(row, due) is not None
@@ -70,7 +70,7 @@ class Pod:
         self.kv.commit(row, due)
         self.rows.append(row)
 
-    def let_go(self, index: int) -> None:
+    def evict(self, index: int) -> None:
         if self.rows:
             self.kv.free(self.rows.pop(index % len(self.rows)))
 
@@ -100,7 +100,7 @@ class Pod:
         return self.publisher.snapshot()
 
     @property
-    def granules(self) -> set[bytes]:
+    def prefix_chunks(self) -> set[bytes]:
         return set(self.kv.prefix_cache.snapshot())
 
 
@@ -116,7 +116,7 @@ prompts = st.tuples(st.integers(0, 3), st.integers(0, 40), st.integers(0, 3)).ma
 )
 events = st.one_of(
     st.tuples(st.just("serve"), st.sampled_from(PODS), prompts),
-    st.tuples(st.sampled_from(["let_go", "fail"]), st.sampled_from(PODS), st.integers(0, 9)),
+    st.tuples(st.sampled_from(["evict", "fail"]), st.sampled_from(PODS), st.integers(0, 9)),
     st.tuples(st.sampled_from(["report", "connect", "lose", "leave"]), st.sampled_from(PODS), st.just(0)),
 )
 
@@ -151,7 +151,7 @@ def test_after_any_evictions_losses_and_departures_the_index_equals_the_engines_
         feed(brain, name, [])
         if not brain.registry.endpoints[name].reports.connected:
             feed(brain, name, pod.frames(connect=True))
-        assert brain.placement.index.granules_of(name) == pod.granules
+        assert brain.placement.index.prefix_chunks_of(name) == pod.prefix_chunks
 
 
 def make_brain_catalog() -> Catalog:
@@ -175,13 +175,13 @@ def test_depths_count_the_leading_granules_of_each_pod(states: list[dict[str, se
     index = PrefixIndex()
     truth: dict[str, set[int]] = {}
     for state in states:
-        for name, granules in state.items():
-            truth[name] = granules
-            index.snapshot(name, [bytes([each]) for each in granules])
+        for name, prefix_chunks in state.items():
+            truth[name] = prefix_chunks
+            index.snapshot(name, [bytes([each]) for each in prefix_chunks])
     bits = {name: index.bit(name) for name in truth}
     found = index.depths([bytes([each]) for each in prompt], sum(bits.values()), {})
-    for name, granules in truth.items():
-        depth = next((place for place, each in enumerate(prompt) if each not in granules), len(prompt))
+    for name, prefix_chunks in truth.items():
+        depth = next((place for place, each in enumerate(prompt) if each not in prefix_chunks), len(prompt))
         assert found.get(bits[name], 0) == depth
 
 
@@ -196,7 +196,7 @@ def test_the_slots_of_pods_that_went_are_swept_and_used_again() -> None:
     assert len(index) == 1
     index.snapshot("new", [b"s"])
     assert index.bit("new") < 2**20
-    assert index.granules_of("stays") == index.granules_of("new") == {b"s"}
+    assert index.prefix_chunks_of("stays") == index.prefix_chunks_of("new") == {b"s"}
 
 
 def test_a_hundred_pods_of_eight_thousand_granules_fit_in_a_hundred_bytes_a_granule() -> None:
@@ -253,15 +253,15 @@ async def test_a_dispatched_prefix_counts_as_cached_where_it_went_until_that_req
     for name in PODS:
         brain.observe(name, StateFrame(sequence=1, snapshot=True, max_model_len=4096, digests=Digests(weights="w")))
     token_ids = list(range(640))
-    granules = tuple(hashes.block_hashes(ROOT, token_ids, 64))
-    ask = Ask(640, granules, 64)
-    first = await brain.choose(brain.resolve("m"), frozenset(), ask)
+    prefix_chunks = tuple(hashes.block_hashes(ROOT, token_ids, 64))
+    routing_request = RoutingRequest(640, prefix_chunks, 64)
+    first = await brain.choose(brain.resolve("m"), frozenset(), routing_request)
     assert first.predicted_cached_tokens == 0
-    choices = [await brain.choose(brain.resolve("m"), frozenset(), ask) for _ in range(5)]
-    again = [each for each in choices if each.endpoint_id == first.endpoint_id]
+    choices = [await brain.choose(brain.resolve("m"), frozenset(), routing_request) for _ in range(5)]
+    retry = [each for each in choices if each.endpoint_id == first.endpoint_id]
     # All but the last token's granule can be found.
-    assert again
-    assert {each.predicted_cached_tokens for each in again} == {576}
+    assert retry
+    assert {each.predicted_cached_tokens for each in retry} == {576}
     index, predictions = brain.placement.index, brain.placement.predictions
     assert len(index) == 0, "only frames write it"
     brain.failed(first, "broken")

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagemill_gateway.brain.interface import HashScheme
-from pagemill_gateway.relay.asks import prompt_keys, session_key
 from pagemill_gateway.relay.prompt_hashes import PromptHashes
+from pagemill_gateway.relay.routing_requests import prompt_keys, session_key
 from pagemill_protocol import hashes
 from pagemill_protocol.openai.schemas import ChatCompletionRequest, CompletionRequest
 
@@ -61,7 +61,7 @@ def test_what_is_remembered_is_bounded_and_threads_may_share_it() -> None:
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda each: prompts.hashes(SCHEME, "", each), conversations * 5))
     assert found == expected * 5
-    assert prompts._granule.cache_info().currsize <= 50
+    assert prompts._chunk.cache_info().currsize <= 50
 
 
 def test_without_a_known_scheme_there_are_none() -> None:

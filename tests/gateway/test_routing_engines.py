@@ -72,7 +72,7 @@ class EngineProcess:
     def endpoint(self) -> Endpoint:
         return Endpoint(id=self.name, data_url=self.url, control_url=self.control_url)
 
-    async def granules(self) -> set[bytes]:
+    async def prefix_chunks(self) -> set[bytes]:
         """All that the engine says it has, as a gateway that connects now would hear it."""
         async with aiohttp.ClientSession() as session, session.get(f"{self.control_url}/internal/state") as response:
             decoder = StateDecoder()
@@ -146,7 +146,7 @@ class Conversation:
     async def _read_the_answer(self, answer: Any, fake: Any) -> None:
         """People need longer for it than engines for their next two frames."""
         endpoint_id = answer.headers["x-pagemill-route"].split("; ")[1]
-        reports = self._gateway.gateway.head.brain.registry.endpoints[endpoint_id].reports
+        reports = self._gateway.gateway.control.brain.registry.endpoints[endpoint_id].reports
         seen = reports.latest.sequence
         await fake.until(lambda: reports.latest.sequence >= seen + 2, 30.0)
 
@@ -161,7 +161,7 @@ async def test_predicted_cached_tokens_are_what_engines_find_and_the_index_is_th
         endpoints=[engine.endpoint for engine in engine_processes],
     )
     gateway = await gateways(wait=False, catalog=Catalog(models=[model]))
-    endpoints = gateway.gateway.head.brain.registry.endpoints
+    endpoints = gateway.gateway.control.brain.registry.endpoints
     await fake.until(lambda: all(record.usable for record in endpoints.values()), 60.0)
     conversations = [Conversation(number, gateway) for number in range(NUM_CONVERSATIONS)]
     await asyncio.gather(*(conversation.run(fake) for conversation in conversations))
@@ -170,12 +170,12 @@ async def test_predicted_cached_tokens_are_what_engines_find_and_the_index_is_th
     misses = [miss for conversation in conversations for miss in conversation.misses]
     assert sum(each.num_exact for each in conversations) >= 0.99 * num_requests, misses
 
-    index = gateway.gateway.head.brain.placement.index
+    index = gateway.gateway.control.brain.placement.index
     seen_by = set().union(*(conversation.seen_by for conversation in conversations))
     for engine in engine_processes:
-        told = await engine.granules()
+        told = await engine.prefix_chunks()
         assert bool(told) == (engine.name in seen_by)
-        await fake.until(lambda name=engine.name, told=told: index.granules_of(name) == told)
+        await fake.until(lambda name=engine.name, told=told: index.prefix_chunks_of(name) == told)
 
     shown = (await gateway.get("/debug/decisions?limit=5", control=True)).json["decisions"]
     assert [each["decision"] for each in shown] == list(range(num_requests, num_requests - 5, -1))
@@ -219,7 +219,7 @@ async def test_whatever_a_client_sends_its_cached_tokens_are_foretold_and_its_to
         for name, engine in (("caching", caching), ("forgetful", forgetful))
     ]
     gateway = await gateways(wait=False, catalog=Catalog(models=models))
-    brain = gateway.gateway.head.brain
+    brain = gateway.gateway.control.brain
     await fake.until(lambda: all(record.usable for record in brain.registry.endpoints.values()), 60.0)
 
     async def ask(model: str, body: dict[str, Any]) -> Any:

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagemill_gateway.routing.cost import Cost
-from pagemill_gateway.routing.pace import pace_of
-from pagemill_gateway.routing.policies import Policies
-from pagemill_gateway.routing.policy import Candidate, RequestView, Ruling
+from pagemill_gateway.routing.cost import CostPolicy
+from pagemill_gateway.routing.policies import RoutingPolicies
+from pagemill_gateway.routing.policy import Candidate, RequestView, RoutingDecision
 from pagemill_gateway.routing.power_of_two import PowerOfTwo, drawn_pair
-from pagemill_gateway.routing.prefix_hash import PrefixHash, has_room, ring, ring_hash
+from pagemill_gateway.routing.prefix_hash import PrefixHash, ring, ring_hash, within_load_bound
 from pagemill_gateway.routing.report import PodReport
 from pagemill_gateway.routing.round_robin import RoundRobin
+from pagemill_gateway.routing.step_time_snapshot import take_snapshot
 from pagemill_gateway.routing.weighted322 import Weighted322, queue_scores
 from pagemill_protocol.state import StepTimeParams
 from pagemill_protocol.step_time import StepTimeModel
@@ -32,7 +32,7 @@ def pod(name: str = "a", *, in_flight: int = 0, last_chosen: int = 0, cached: in
         if key in fields
     }
     model = fields.pop("model", PLAIN)
-    pace = pace_of(model, 100, fields.get("num_running", 0), 0) if model is not None else None
+    snapshot = take_snapshot(model, 100, fields.get("num_running", 0), 0) if model is not None else None
     report = PodReport(
         **{
             "block_size": 16,
@@ -45,34 +45,34 @@ def pod(name: str = "a", *, in_flight: int = 0, last_chosen: int = 0, cached: in
             "num_blocks_total": 100,
             "num_blocks_available": 100,
             "num_blocks_active": 0,
-            "pace": pace,
+            "step_time": snapshot,
             **fields,
         }
     )
     return Candidate(name, in_flight, 0, last_chosen, report, True, cached, **own)
 
 
-def terms(ruling: Ruling, index: int = 0) -> dict[str, float]:
-    return dict(zip(ruling.columns, ruling.rows[index], strict=True))
+def terms(decision: RoutingDecision, index: int = 0) -> dict[str, float]:
+    return dict(zip(decision.columns, decision.rows[index], strict=True))
 
 
 def test_an_idle_pod_costs_the_steps_of_the_prompt_and_cached_tokens_cost_nothing() -> None:
     request = RequestView(250)
-    assert terms(Cost().choose(request, [pod()]))["ttft_ms"] == pytest.approx(109 + 109 + 59)
-    assert terms(Cost().choose(request, [pod(cached=192)]))["ttft_ms"] == pytest.approx(9 + 58)
+    assert terms(CostPolicy().choose(request, [pod()]))["ttft_ms"] == pytest.approx(109 + 109 + 59)
+    assert terms(CostPolicy().choose(request, [pod(cached=192)]))["ttft_ms"] == pytest.approx(9 + 58)
 
 
 def test_tokens_that_wait_there_come_first_reported_or_not() -> None:
     request = RequestView(50)
-    reported = terms(Cost().choose(request, [pod(num_waiting=1, num_tokens_waiting=150)]))
-    unreported = terms(Cost().choose(request, [pod(num_unreported=1, num_unreported_tokens=150)]))
+    reported = terms(CostPolicy().choose(request, [pod(num_waiting=1, num_tokens_waiting=150)]))
+    unreported = terms(CostPolicy().choose(request, [pod(num_unreported=1, num_unreported_tokens=150)]))
     assert reported == unreported
     assert reported["prefill_ms"] == pytest.approx(2 * 109)
     assert reported["step_ms"] == pytest.approx(109)
 
 
 def test_running_requests_take_their_share_of_the_budget_and_are_harmed() -> None:
-    row = terms(Cost().choose(RequestView(90, num_output_tokens=0.0), [pod(num_running=10, in_flight=10)]))
+    row = terms(CostPolicy().choose(RequestView(90, num_output_tokens=0.0), [pod(num_running=10, in_flight=10)]))
     assert row["step_ms"] == pytest.approx(19)
     assert row["prefill_ms"] == pytest.approx(109)
     assert row["harm_ms"] == pytest.approx(0.1 * 10 * (109 - 20) / 90 * 90)
@@ -81,46 +81,49 @@ def test_running_requests_take_their_share_of_the_budget_and_are_harmed() -> Non
 def test_without_a_seat_or_blocks_a_request_waits_for_others_to_end() -> None:
     request = RequestView(32, num_output_tokens=10.0)
     full = pod(num_running=4, max_num_seqs=4)
-    assert terms(Cost().choose(request, [full]))["wait_ms"] == pytest.approx(1 * 10 * 14 / 4)
+    assert terms(CostPolicy().choose(request, [full]))["wait_ms"] == pytest.approx(1 * 10 * 14 / 4)
     packed = pod(num_running=4, num_blocks_active=100, num_blocks_available=1)
-    assert terms(Cost().choose(request, [packed]))["wait_ms"] == pytest.approx(2 * 10 * 14 / 100)
+    assert terms(CostPolicy().choose(request, [packed]))["wait_ms"] == pytest.approx(2 * 10 * 14 / 100)
 
 
 def test_a_hot_prefix_spreads_once_waiting_for_it_costs_more_than_computing_it() -> None:
     cold, request = pod("cold"), RequestView(200)
-    assert Cost().choose(request, [cold, pod("hot", cached=192, num_unreported_tokens=80)]).chosen.endpoint_id == "hot"
+    assert (
+        CostPolicy().choose(request, [cold, pod("hot", cached=192, num_unreported_tokens=80)]).chosen.endpoint_id
+        == "hot"
+    )
     busy = pod("hot", cached=192, num_unreported_tokens=400)
-    assert Cost().choose(request, [cold, busy]).chosen.endpoint_id == "cold"
+    assert CostPolicy().choose(request, [cold, busy]).chosen.endpoint_id == "cold"
 
 
 def test_a_faster_pod_is_worth_a_longer_queue() -> None:
     slow = StepTimeModel.from_params(StepTimeParams(knots_tokens=[1, 101], knot_ms=[100.0, 1100.0]))
     candidates = [pod("slow", model=slow), pod("fast", num_waiting=2, num_tokens_waiting=300)]
-    assert Cost().choose(RequestView(100), candidates).chosen.endpoint_id == "fast"
+    assert CostPolicy().choose(RequestView(100), candidates).chosen.endpoint_id == "fast"
 
 
 def test_an_adapter_that_is_there_is_worth_a_queue_up_to_what_its_load_takes() -> None:
     """50 tokens take 59 ms; 100 before them add a step of 109 ms that runs and the same again."""
     request, queue = RequestView(50, is_for_adapter=True), {"num_waiting": 1, "num_tokens_waiting": 100}
     for load_ms, chosen in ((200.0, "loads"), (250.0, "has it")):
-        ruling = Cost().choose(request, [pod("has it", **queue), pod("loads", adapter_ms=load_ms)])
-        assert ruling.chosen.endpoint_id == chosen
-    assert terms(ruling, 1)["adapter_ms"] == 250
-    assert terms(ruling, 1)["ttft_ms"] == pytest.approx(59 + 250)
+        decision = CostPolicy().choose(request, [pod("has it", **queue), pod("loads", adapter_ms=load_ms)])
+        assert decision.chosen.endpoint_id == chosen
+    assert terms(decision, 1)["adapter_ms"] == 250
+    assert terms(decision, 1)["ttft_ms"] == pytest.approx(59 + 250)
 
 
 def test_near_ties_are_split_by_requests_and_turn() -> None:
     candidates = [pod("a", in_flight=2), pod("b", in_flight=1, last_chosen=7), pod("c", in_flight=1, last_chosen=3)]
-    ruling = Cost().choose(RequestView(100), candidates)
-    assert (ruling.chosen.endpoint_id, ruling.why) == ("c", "3 costs nearly equal: fewest requests")
+    decision = CostPolicy().choose(RequestView(100), candidates)
+    assert (decision.chosen.endpoint_id, decision.why) == ("c", "3 costs nearly equal: fewest requests")
 
 
 @given(lost_ms=st.integers(0, 100))
 def test_a_session_stays_until_it_loses_more_than_it_may(lost_ms: int) -> None:
     here, elsewhere = pod("here", session=True), pod("elsewhere", cached=lost_ms // 16 * 16)
-    ruling = Cost(session_ms=50.0).choose(RequestView(100), [elsewhere, here])
-    lost = terms(ruling, 1)["ttft_ms"] - terms(ruling, 0)["ttft_ms"]
-    assert ruling.chosen.endpoint_id == ("here" if lost <= 50 else "elsewhere")
+    decision = CostPolicy(session_ms=50.0).choose(RequestView(100), [elsewhere, here])
+    lost = terms(decision, 1)["ttft_ms"] - terms(decision, 0)["ttft_ms"]
+    assert decision.chosen.endpoint_id == ("here" if lost <= 50 else "elsewhere")
 
 
 @given(num_ahead=st.integers(0, 100_000), num_more=st.integers(0, 300), in_flight=st.integers(0, 3))
@@ -129,19 +132,19 @@ def test_however_long_all_wait_a_session_gives_no_more_for_its_pod(
 ) -> None:
     here = pod("here", session=True, num_waiting=1, num_tokens_waiting=num_ahead + num_more)
     elsewhere = pod("elsewhere", num_waiting=1, num_tokens_waiting=num_ahead, in_flight=in_flight)
-    ruling = Cost(session_ms=50.0).choose(RequestView(100), [elsewhere, here])
-    costs = [terms(ruling, index) for index in range(2)]
+    decision = CostPolicy(session_ms=50.0).choose(RequestView(100), [elsewhere, here])
+    costs = [terms(decision, index) for index in range(2)]
     lost_ms = costs[1]["cost_ms"] - (costs[0]["cost_ms"] - costs[0]["affinity_ms"])
-    assert ruling.chosen.endpoint_id == ("here" if lost_ms <= 50 else "elsewhere")
+    assert decision.chosen.endpoint_id == ("here" if lost_ms <= 50 else "elsewhere")
 
 
 def test_a_pod_that_told_no_speed_counts_as_fast_as_the_others_and_none_means_fewest_requests() -> None:
     silent = pod("silent", model=None, num_waiting=1, num_tokens_waiting=500)
-    ruling = Cost().choose(RequestView(100), [silent, pod("b", num_tokens_waiting=100, in_flight=9)])
-    assert ruling.chosen.endpoint_id == "b"
+    decision = CostPolicy().choose(RequestView(100), [silent, pod("b", num_tokens_waiting=100, in_flight=9)])
+    assert decision.chosen.endpoint_id == "b"
     nothing_known = [pod("a", in_flight=3)._replace(report=None), pod("b", in_flight=2)]
-    ruling = Cost().choose(RequestView(100), nothing_known)
-    assert (ruling.chosen.endpoint_id, ruling.rows) == ("b", ())
+    decision = CostPolicy().choose(RequestView(100), nothing_known)
+    assert (decision.chosen.endpoint_id, decision.rows) == ("b", ())
 
 
 pods = st.builds(
@@ -166,10 +169,10 @@ pods = st.builds(
 def test_the_chosen_cost_is_the_smallest_but_for_near_ties_and_never_negative(
     candidates: list[Candidate], prompt: int
 ) -> None:
-    ruling = Cost().choose(RequestView(prompt), candidates)
-    costs = [row[-1] for row in ruling.rows]
-    assert all(value >= 0 for row in ruling.rows for value in row)
-    chosen = costs[candidates.index(ruling.chosen)]
+    decision = CostPolicy().choose(RequestView(prompt), candidates)
+    costs = [row[-1] for row in decision.rows]
+    assert all(value >= 0 for row in decision.rows for value in row)
+    chosen = costs[candidates.index(decision.chosen)]
     assert chosen <= min(costs) + max(0.5, min(costs) * 0.02)
 
 
@@ -186,9 +189,9 @@ def test_weighted322_adds_queue_kv_and_prefix_with_their_weights() -> None:
         pod("b", num_waiting=2, num_blocks_active=20, cached=64),
         pod("c", num_waiting=4, num_blocks_active=50, cached=128),
     ]
-    ruling = Weighted322().choose(RequestView(128), candidates)
-    assert [row[-1] for row in ruling.rows] == pytest.approx([2 + 0.4, 1 + 1.6 + 1.5, 0 + 1 + 3])
-    assert ruling.chosen.endpoint_id == "b"
+    decision = Weighted322().choose(RequestView(128), candidates)
+    assert [row[-1] for row in decision.rows] == pytest.approx([2 + 0.4, 1 + 1.6 + 1.5, 0 + 1 + 3])
+    assert decision.chosen.endpoint_id == "b"
     tied = [pod(name) for name in "abcd"]
     assert Weighted322().choose(RequestView(128, draw=0.6), tied).chosen.endpoint_id == "c"
 
@@ -201,7 +204,7 @@ def test_kubeai_lets_no_endpoint_pass_a_quarter_more_than_the_mean(
     load: int, total: int, count: int, room: bool
 ) -> None:
     """KubeAI's rule with its default of 125 %: load + 1 <= (total + 1) / endpoints * 1.25; idle takes anything."""
-    assert has_room(load, total, count) is room
+    assert within_load_bound(load, total, count) is room
 
 
 def test_prefix_hash_keeps_equal_beginnings_together_and_walks_on_when_full() -> None:
@@ -262,7 +265,7 @@ def test_round_robin_takes_turns_whatever_the_load() -> None:
 
 
 def test_a_deployment_names_its_policy_and_the_gateway_decides_for_the_rest() -> None:
-    policies = Policies("PowerOfTwo", 50.0)
+    policies = RoutingPolicies("PowerOfTwo", 50.0)
     names = ["Auto", "LeastInFlight", "LeastRequest", "RoundRobin", "PrefixHash", "Weighted322", "OfTheFuture"]
     chosen = [policies.named(name).name for name in names]
     assert chosen == [

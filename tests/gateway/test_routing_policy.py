@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagemill_gateway.brain.brain import LocalBrain
-from pagemill_gateway.brain.interface import Ask
+from pagemill_gateway.brain.interface import RoutingRequest
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.routing.least_request import LeastRequest
 from pagemill_gateway.routing.policy import Candidate, RequestView
@@ -71,7 +71,7 @@ def test_in_flight_stays_balanced_and_a_leaving_endpoint_is_the_last_resort(
         records = brain.registry.endpoints
         if step is None:
             before = {name: records[name].in_flight for name in staying}
-            choice = asyncio.run(brain.choose(target, NOTHING, Ask(10)))
+            choice = asyncio.run(brain.choose(target, NOTHING, RoutingRequest(10)))
             assert choice.endpoint_id in staying
             assert before[choice.endpoint_id] == min(before.values())
             under_way.append(choice)
@@ -90,7 +90,7 @@ def test_no_endpoint_starves(num_endpoints: int, num_rounds: int) -> None:
     target = brain.resolve("m")
     chosen = []
     for _ in range(num_endpoints * num_rounds):
-        choice = asyncio.run(brain.choose(target, NOTHING, Ask(10)))
+        choice = asyncio.run(brain.choose(target, NOTHING, RoutingRequest(10)))
         chosen.append(choice.endpoint_id)
         brain.finished(choice)
     assert all(chosen.count(f"e{index}") == num_rounds for index in range(num_endpoints))
@@ -101,7 +101,7 @@ def test_decisions_of_one_instant_count_before_the_engines_report_them() -> None
     target = brain.resolve("m")
 
     async def arrive_together() -> list[str]:
-        choices = await asyncio.gather(*(brain.choose(target, NOTHING, Ask(10)) for _ in range(100)))
+        choices = await asyncio.gather(*(brain.choose(target, NOTHING, RoutingRequest(10)) for _ in range(100)))
         return [choice.endpoint_id for choice in choices]
 
     chosen = asyncio.run(arrive_together())

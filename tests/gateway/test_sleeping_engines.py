@@ -10,9 +10,9 @@ import pytest
 from hand_clock import Clock
 
 from pagemill_gateway.brain.brain import LocalBrain
-from pagemill_gateway.brain.interface import NOBODY, Ask, Choice
+from pagemill_gateway.brain.interface import DEFAULT_TICKET, Assignment, RoutingRequest
 from pagemill_gateway.config import GatewayConfig
-from pagemill_gateway.metrics.head import HeadMetrics
+from pagemill_gateway.metrics.control_process import ControlProcessMetrics
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.load import DeploymentLoad, EngineStart, PodsSeen
@@ -47,9 +47,11 @@ class Front:
         )
         self.brain.observe(name, frame)
 
-    def ask(self) -> asyncio.Task[Choice]:
-        async def choose() -> Choice:
-            return await self.brain.choose(await self.brain.find("m"), NOTHING, Ask(1), claim=NOBODY)
+    def ask(self) -> asyncio.Task[Assignment]:
+        async def choose() -> Assignment:
+            return await self.brain.choose(
+                await self.brain.find("m"), NOTHING, RoutingRequest(1), ticket=DEFAULT_TICKET
+            )
 
         return asyncio.ensure_future(choose())
 
@@ -137,7 +139,7 @@ def test_its_wakes_are_told_with_its_start() -> None:
 def test_metrics_count_it_under_its_own_phase() -> None:
     front = Front("a", "b")
     front.says("a", sleeping=True)
-    text = HeadMetrics().render(front.brain, [], ready=True, current=True).decode()
+    text = ControlProcessMetrics().render(front.brain, [], ready=True, current=True).decode()
     lines = {line for line in text.splitlines() if line.startswith("pagemill_gateway_endpoints{")}
     assert any('phase="sleeping"' in line and line.endswith(" 1.0") for line in lines)
     assert any('phase="starting"' in line and line.endswith(" 0.0") for line in lines)

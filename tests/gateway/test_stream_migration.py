@@ -190,7 +190,7 @@ def metric(gateway: Any, name: str) -> Callable[[], Any]:
 
 
 async def until_ready(gateway: Any, fake: Any, engine: EngineProcess) -> None:
-    await fake.until(lambda: gateway.gateway.head.brain.phase(gateway.record(engine)) == "ready", 60)
+    await fake.until(lambda: gateway.gateway.control.brain.phase(gateway.record(engine)) == "ready", 60)
 
 
 def strike(gateway: Any, engines: list[EngineProcess], number: signal.Signals) -> EngineProcess:

@@ -7,8 +7,8 @@ from hand_clock import Clock
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagemill_gateway.brain.interface import Experience
-from pagemill_gateway.brain.traffic import WINDOW_S, Traffic
+from pagemill_gateway.brain.interface import RequestOutcome
+from pagemill_gateway.brain.load.traffic import WINDOW_S, TrafficMeter
 
 KEY = "ns/d"
 
@@ -19,18 +19,18 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def traffic(clock: Clock) -> Traffic:
-    traffic = Traffic(clock)
+def traffic(clock: Clock) -> TrafficMeter:
+    traffic = TrafficMeter(clock)
     traffic.keep({KEY})
     return traffic
 
 
-def experience(**fields: int | float | None) -> Experience:
+def outcome(**fields: int | float | None) -> RequestOutcome:
     known = {"num_prompt_tokens": 100, "num_cached_tokens": 64, "num_output_tokens": 20}
-    return Experience(KEY, **(known | fields))  # type: ignore[arg-type]
+    return RequestOutcome(KEY, **(known | fields))  # type: ignore[arg-type]
 
 
-def test_rates_are_taken_over_a_minute_and_over_the_last_seconds(traffic: Traffic, clock: Clock) -> None:
+def test_rates_are_taken_over_a_minute_and_over_the_last_seconds(traffic: TrafficMeter, clock: Clock) -> None:
     for second in range(60):
         clock.now = 1000.0 + second
         for _ in range(5 if second >= 54 else 1):
@@ -44,7 +44,7 @@ def test_rates_are_taken_over_a_minute_and_over_the_last_seconds(traffic: Traffi
     assert arrivals.idle_s == 1.0
 
 
-def test_no_traffic_is_zero_and_an_unknown_deployment_is_unknown(traffic: Traffic, clock: Clock) -> None:
+def test_no_traffic_is_zero_and_an_unknown_deployment_is_unknown(traffic: TrafficMeter, clock: Clock) -> None:
     clock.now += 300
     arrivals = traffic.arrivals(KEY)
     assert (arrivals.truth, arrivals.requests_per_s, arrivals.idle_s) == ("value", 0.0, 300.0)
@@ -53,7 +53,7 @@ def test_no_traffic_is_zero_and_an_unknown_deployment_is_unknown(traffic: Traffi
     assert traffic.lengths(KEY).truth == "unknown"
 
 
-def test_who_is_still_served_is_not_idle(traffic: Traffic, clock: Clock) -> None:
+def test_who_is_still_served_is_not_idle(traffic: TrafficMeter, clock: Clock) -> None:
     traffic.arrived(KEY, 1, clock.now)
     clock.now += 500
     assert traffic.arrivals(KEY, busy=True).idle_s == 0.0
@@ -61,7 +61,7 @@ def test_who_is_still_served_is_not_idle(traffic: Traffic, clock: Clock) -> None
     assert traffic.arrivals(KEY).idle_s == 20.0
 
 
-def test_those_who_waited_count_when_they_came(traffic: Traffic, clock: Clock) -> None:
+def test_those_who_waited_count_when_they_came(traffic: TrafficMeter, clock: Clock) -> None:
     clock.now = 1060.0
     for at in range(1010, 1050):
         traffic.arrived(KEY, 1, float(at))
@@ -73,7 +73,7 @@ def test_those_who_waited_count_when_they_came(traffic: Traffic, clock: Clock) -
 @given(st.lists(st.floats(0, 3 * WINDOW_S), min_size=1, max_size=100))
 def test_every_arrival_of_the_window_counts_once_in_any_order(ages: list[float]) -> None:
     clock = Clock(1000.0)
-    traffic = Traffic(clock)
+    traffic = TrafficMeter(clock)
     traffic.keep({KEY})
     clock.now = 2000.0
     for age in ages:
@@ -83,9 +83,9 @@ def test_every_arrival_of_the_window_counts_once_in_any_order(ages: list[float])
     assert surely <= counted <= sum(age <= WINDOW_S for age in ages)
 
 
-def test_latencies_are_of_the_last_minute_and_lengths_of_the_last_requests(traffic: Traffic, clock: Clock) -> None:
+def test_latencies_are_of_the_last_minute_and_lengths_of_the_last_requests(traffic: TrafficMeter, clock: Clock) -> None:
     for _ in range(10):
-        traffic.experienced(experience(ttft_ms=100.0, tpot_ms=20.0))
+        traffic.record_outcome(outcome(ttft_ms=100.0, tpot_ms=20.0))
     latencies = traffic.latencies(KEY)
     assert latencies.ttft_ms.quantile(0.95) == pytest.approx(100, rel=0.05)
     assert latencies.tpot_ms.quantile(0.95) == pytest.approx(20, rel=0.05)
@@ -97,22 +97,22 @@ def test_latencies_are_of_the_last_minute_and_lengths_of_the_last_requests(traff
     assert lengths.output.mean() == pytest.approx(20, rel=0.05)
 
 
-def test_a_changed_workload_is_learned(traffic: Traffic) -> None:
+def test_a_changed_workload_is_learned(traffic: TrafficMeter) -> None:
     for _ in range(3000):
-        traffic.experienced(experience(num_output_tokens=10))
+        traffic.record_outcome(outcome(num_output_tokens=10))
     for _ in range(3000):
-        traffic.experienced(experience(num_output_tokens=1000))
+        traffic.record_outcome(outcome(num_output_tokens=1000))
     assert traffic.lengths(KEY).output.mean() == pytest.approx(1000, rel=0.1)
 
 
-def test_what_is_not_streamed_has_lengths_but_no_latency(traffic: Traffic) -> None:
-    traffic.experienced(experience())
+def test_what_is_not_streamed_has_lengths_but_no_latency(traffic: TrafficMeter) -> None:
+    traffic.record_outcome(outcome())
     assert traffic.latencies(KEY).truth == "unknown"
     assert traffic.lengths(KEY).truth == "value"
 
 
-def test_a_deployment_that_is_gone_is_forgotten(traffic: Traffic) -> None:
+def test_a_deployment_that_is_gone_is_forgotten(traffic: TrafficMeter) -> None:
     traffic.arrived(KEY, 1, 0.0)
     traffic.keep(set())
-    traffic.experienced(experience())
+    traffic.record_outcome(outcome())
     assert traffic.arrivals(KEY).truth == "unknown"

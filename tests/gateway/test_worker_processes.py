@@ -256,11 +256,11 @@ async def test_a_brain_that_hangs_is_replaced_and_streams_go_on(engines, fake, s
     gate = asyncio.Event()
     engines[0].behaviours.append(fake.says("a", "b", gate=gate))
     stream = await Stream(family).begin()
-    os.kill(family.pid("brain"), signal.SIGSTOP)
+    os.kill(family.pid("control"), signal.SIGSTOP)
     assert await family.chat() == 200, "it waits for the next one"
     gate.set()
     assert await stream.text() == "ab"
-    assert await family.metric("pagemill_gateway_brain_restarts_total") == 1
+    assert await family.metric("pagemill_gateway_control_process_restarts_total") == 1
 
 
 async def test_when_the_brain_is_killed_streams_go_on_and_requests_wait_for_the_next_one(engines, fake, start) -> None:
@@ -273,17 +273,17 @@ async def test_when_the_brain_is_killed_streams_go_on_and_requests_wait_for_the_
     gate = asyncio.Event()
     engines[0].behaviours.append(fake.says("a", "b", gate=gate))
     stream = await Stream(family).begin()
-    old = family.pid("brain")
+    old = family.pid("control")
     os.kill(old, signal.SIGKILL)
     at_once = await asyncio.gather(*(family.chat() for _ in range(6)))
     assert set(at_once) == {429}, (
         "they waited for the next one, which gave no place before both workers had told theirs"
     )
-    assert family.pid("brain") != old
+    assert family.pid("control") != old
     gate.set()
     assert await stream.text() == "ab"
     await family.ready()
-    assert await family.metric("pagemill_gateway_brain_restarts_total") == 1
+    assert await family.metric("pagemill_gateway_control_process_restarts_total") == 1
     assert await family.metric("pagemill_gateway_requests_total{") >= 4, "workers have not forgotten"
     assert await family.in_flight() == 0
 
@@ -325,7 +325,7 @@ async def until_gone(pids: set[int]) -> None:
 def _folders(pid: int) -> set[Path]:
     """Of the Unix sockets that the process listens on."""
     paths = {Path(each.laddr) for each in psutil.Process(pid).net_connections("unix") if each.laddr}
-    return {path.parent for path in paths if path.name == "head.sock"}
+    return {path.parent for path in paths if path.name == "control.sock"}
 
 
 async def test_a_process_that_cannot_start_is_told_by_name_and_ends_all(tmp_path: Path) -> None:

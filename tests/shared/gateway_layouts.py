@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from pagemill_gateway.config import GatewayConfig
+from pagemill_gateway.control_process import ControlProcess
 from pagemill_gateway.core import Gateway, open_gateway
-from pagemill_gateway.head import Head
-from pagemill_gateway.ipc.head_line import HeadLine
-from pagemill_gateway.ipc.serving import serving_workers
+from pagemill_gateway.ipc.control_process_client import ControlProcessClient
+from pagemill_gateway.ipc.worker_connection import serving_workers
 from pagemill_gateway.worker import Worker
 
 
@@ -28,9 +28,9 @@ async def one_process(config: GatewayConfig) -> AsyncIterator[Gateway]:
 async def apart(config: GatewayConfig) -> AsyncIterator[Gateway]:
     """Head and worker have nothing in common but a socket, although both are here to be looked at."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "head.sock")
-        head = Head(config, keeps_tokenizers=False)
-        line = HeadLine(path)
+        path = Path(folder, "control.sock")
+        head = ControlProcess(config, keeps_tokenizers=False)
+        line = ControlProcessClient(path)
         worker = Worker(config, line, line, line)
         async with serving_workers(head, path):
             line.start(worker)

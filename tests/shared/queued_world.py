@@ -10,7 +10,7 @@ from typing import Any
 from hand_clock import Clock
 
 from pagemill_gateway.brain.brain import LocalBrain
-from pagemill_gateway.brain.interface import NOBODY, Again, Ask, Choice, Served
+from pagemill_gateway.brain.interface import DEFAULT_TICKET, Assignment, CompletedRequest, RetryContext, RoutingRequest
 from pagemill_gateway.config import GatewayConfig
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint, QueueLimits
 from pagemill_protocol.state import Digests, EngineLoad, StateFrame
@@ -68,31 +68,35 @@ class World:
     def num_waiting(self) -> int:
         return self.brain.queues.state("default/d").num_requests
 
-    def ask(self, prompt: int = 100, **fields: Any) -> asyncio.Task[Choice]:
-        claim = NOBODY._replace(**{"arrived_at": self.clock.now, "max_tokens": 20} | fields)
-        return spawn(self.brain.choose(self.target, frozenset(), Ask(prompt), claim=claim))
+    def ask(self, prompt: int = 100, **fields: Any) -> asyncio.Task[Assignment]:
+        ticket = DEFAULT_TICKET._replace(**{"arrived_at": self.clock.now, "max_tokens": 20} | fields)
+        return spawn(self.brain.choose(self.target, frozenset(), RoutingRequest(prompt), ticket=ticket))
 
-    def arrive(self, choice: Choice, tokens: int) -> None:
+    def arrive(self, choice: Assignment, tokens: int) -> None:
         """The request is at its engine, which has begun to answer."""
         self.pods[choice.endpoint_id].inside[choice.decision] = tokens
         self.brain.accepted(choice)
         self.brain.started(choice)
 
-    def leave(self, choice: Choice, num_tokens: int | None = 20) -> None:
+    def leave(self, choice: Assignment, num_tokens: int | None = 20) -> None:
         self.pods[choice.endpoint_id].inside.pop(choice.decision, None)
-        self.brain.finished(choice, Served(num_tokens) if num_tokens is not None else None)
+        self.brain.finished(choice, CompletedRequest(num_tokens) if num_tokens is not None else None)
 
-    def kill(self, choice: Choice, num_tokens: int) -> Again:
+    def kill(self, choice: Assignment, num_tokens: int) -> RetryContext:
         """Its engine is gone in mid-answer; what the relay says of it when it asks for another one."""
         self.pods[choice.endpoint_id].inside.clear()
         self.brain.failed(choice, "lost")
         self.brain.unreachable(choice.endpoint_id)
-        return Again(choice.decision, choice.endpoint_id, "lost", self.pods[choice.endpoint_id].weights, num_tokens)
+        return RetryContext(
+            choice.decision, choice.endpoint_id, "lost", self.pods[choice.endpoint_id].weights, num_tokens
+        )
 
-    def ask_again(self, again: Again, prompt: int = 100, **fields: Any) -> asyncio.Task[Choice]:
-        claim = NOBODY._replace(**{"max_tokens": 20, "paid": True} | fields)
+    def ask_again(self, retry: RetryContext, prompt: int = 100, **fields: Any) -> asyncio.Task[Assignment]:
+        ticket = DEFAULT_TICKET._replace(**{"max_tokens": 20, "paid": True} | fields)
         return spawn(
-            self.brain.choose(self.target, frozenset({again.endpoint_id}), Ask(prompt), claim=claim, again=again)
+            self.brain.choose(
+                self.target, frozenset({retry.endpoint_id}), RoutingRequest(prompt), ticket=ticket, retry=retry
+            )
         )
 
     def report(self) -> None:
@@ -105,7 +109,7 @@ class World:
         await settle()
 
 
-def spawn(work: Coroutine[Any, Any, Choice]) -> asyncio.Task[Choice]:
+def spawn(work: Coroutine[Any, Any, Assignment]) -> asyncio.Task[Assignment]:
     return asyncio.ensure_future(work)
 
 
@@ -114,7 +118,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def served(tasks: list[asyncio.Task[Choice]]) -> list[Choice]:
+def served(tasks: list[asyncio.Task[Assignment]]) -> list[Assignment]:
     return [task.result() for task in tasks if task.done() and not task.cancelled() and task.exception() is None]
 
 

@@ -9,14 +9,12 @@ from hypothesis import strategies as st
 
 from pagemill_engine.scheduler.limits import SchedulerLimits
 from pagemill_gateway.admission.reservations import Need, Reservations
-from pagemill_gateway.brain.ejection import Ejection
-from pagemill_gateway.brain.registry import EndpointRecord
-from pagemill_gateway.brain.reports import Reports
-from pagemill_gateway.brain.room import has_room
-from pagemill_gateway.routing.cost import Cost
-from pagemill_gateway.routing.pace import pace_of
+from pagemill_gateway.brain.endpoints.record import EndpointRecord, has_capacity
+from pagemill_gateway.brain.endpoints.reports import EndpointReports
+from pagemill_gateway.routing.cost import CostPolicy
 from pagemill_gateway.routing.policy import Candidate, RequestView
 from pagemill_gateway.routing.report import PodReport
+from pagemill_gateway.routing.step_time_snapshot import take_snapshot
 from pagemill_protocol.catalog import Endpoint
 from pagemill_protocol.state import EngineLoad, StateFrame, StepTimeParams
 from pagemill_simulator.fleet.fast_pod import PodLoad
@@ -67,8 +65,7 @@ def make_record(number: int, pod: Drawn, in_flight: int) -> EndpointRecord:
     record = EndpointRecord(
         Endpoint(id=f"pod-{number}", data_url="http://127.0.0.1:1", control_url="http://127.0.0.1:2"),
         "sim",
-        Reports(stale_after_s=1e9),
-        Ejection(base_s=1.0, max_s=1.0),
+        EndpointReports(stale_after_s=1e9),
         in_flight=in_flight,
     )
     reported = EngineLoad(
@@ -90,7 +87,7 @@ def make_record(number: int, pod: Drawn, in_flight: int) -> EndpointRecord:
 def make_candidate(number: int, pod: Drawn, in_flight: int, last_chosen: int) -> Candidate:
     load = pod.load
     budget = LIMITS.max_num_batched_tokens
-    pace = pace_of(STEPS.model, budget, load.num_running, load.num_tokens_running)
+    snapshot = take_snapshot(STEPS.model, budget, load.num_running, load.num_tokens_running)
     report = PodReport(
         block_size=LIMITS.block_size,
         max_step_tokens=budget,
@@ -102,7 +99,7 @@ def make_candidate(number: int, pod: Drawn, in_flight: int, last_chosen: int) ->
         num_blocks_total=LIMITS.num_blocks,
         num_blocks_available=load.num_blocks_available,
         num_blocks_active=load.num_blocks_active,
-        pace=pace,
+        step_time=snapshot,
     )
     missing = [each.num_prompt_tokens for each in pod.sent if not each.is_reported]
     return Candidate(
@@ -121,7 +118,7 @@ def make_candidate(number: int, pod: Drawn, in_flight: int, last_chosen: int) ->
 def real_choice(
     drawn: list[Drawn], reserved: list[Reservations], last_chosen: list[int], need: Need, mean: float
 ) -> int | None:
-    """As `brain.placement` does it."""
+    """As `brain.placement.placement` does it."""
     candidates, records = [], []
     for number, pod in enumerate(drawn):
         candidates.append(make_candidate(number, pod, len(pod.sent), last_chosen[number]))
@@ -130,16 +127,16 @@ def real_choice(
     view = RequestView(need.num_prompt_tokens, mean)
 
     def fits(number: int) -> bool:
-        return has_room(records[number], need.with_cached(drawn[number].num_cached_tokens), 0.0)
+        return has_capacity(records[number], need.with_cached(drawn[number].num_cached_tokens), 0.0)
 
-    chosen = candidates.index(Cost().choose(view, candidates).chosen)
+    chosen = candidates.index(CostPolicy().choose(view, candidates).chosen)
     if fits(chosen):
         return chosen
     roomy = [number for number in range(len(drawn)) if fits(number)]
     if not roomy:
         return None
     among = [candidates[number] for number in roomy]
-    return roomy[among.index(Cost().choose(view, among).chosen)]
+    return roomy[among.index(CostPolicy().choose(view, among).chosen)]
 
 
 @settings(max_examples=200, deadline=None)

@@ -10,8 +10,8 @@ import pytest
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.messages import StepOutputs
-from pagemill_gateway.brain.dispatches import Dispatch
-from pagemill_gateway.brain.outlook import Outlook
+from pagemill_gateway.brain.endpoints.dispatches import Dispatch
+from pagemill_gateway.brain.endpoints.ttft_estimator import TtftEstimator
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.sampling import SamplingParams
 from pagemill_protocol.state import StateFrame, StepTimeParams
@@ -75,13 +75,13 @@ def test_with_nobody_coming_later_the_prediction_is_what_happens(seed: int, over
         events.step()
     frame = frames[-1]
     asked_s, request = events.now_s, _request(draw, 10)
-    outlook = Outlook()
-    outlook.ttft_ms(-1, Dispatch(1), 0.0)
-    outlook.accepted(-1, 2 * NETWORK_S)
+    ttft_estimator = TtftEstimator()
+    ttft_estimator.ttft_ms(-1, Dispatch(1), 0.0)
+    ttft_estimator.accepted(-1, 2 * NETWORK_S)
     model = StepTimeModel.from_params(STEP_TIME)
     # The report came this instant: whatever it does not say has not happened.
-    outlook.told(frame.load, frame.load_age_ms, model, 512, None, [], asked_s)
-    predicted_ms = outlook.ttft_ms(0, Dispatch(len(request.prompt_token_ids)), asked_s)
+    ttft_estimator.received(frame.load, frame.load_age_ms, model, 512, None, [], asked_s)
+    predicted_ms = ttft_estimator.ttft_ms(0, Dispatch(len(request.prompt_token_ids)), asked_s)
     events.after(NETWORK_S, partial(running.enter, request))
     while request.request_id not in firsts_s:
         events.step()

@@ -6,7 +6,7 @@ newest request of the lowest priority, of the key that holds most of the queue, 
 `MAX_KEPT` of those are spared, and the queue may be longer than its bounds by them.
 
 Pure: no clock and no futures. Whether there is room for the one whose turn it is, and waking it, is
-`pagemill_gateway.brain.queues`' part.
+`pagemill_gateway.brain.queue.queues`' part.
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@ queue here; a request that does not fit is told when to come back.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
-from pagemill_protocol.errors import PagemillError, unavailable
+from pagemill_protocol.errors import PagemillError, deadline_exceeded, unavailable
 
 
 class Gate:
@@ -38,7 +38,7 @@ class Gate:
         self._closed_reason = reason
 
     @contextmanager
-    def enter(self) -> Iterator[Place]:
+    def enter(self) -> Iterator[GateSlot]:
         """Hold one place for the body of the `with`; raises `PagemillError` (503) at once when there is none."""
         if self._closed_reason is not None:
             raise unavailable(self._closed_reason, retry_after_s=1, code="draining")
@@ -50,11 +50,11 @@ class Gate:
         self._num_inside += 1
         self._num_entered += 1
         self._empty.clear()
-        place = Place(self)
+        slot = GateSlot(self)
         try:
-            yield place
+            yield slot
         finally:
-            self._num_bytes -= place.num_bytes
+            self._num_bytes -= slot.num_bytes
             self._num_inside -= 1
             if self._num_inside == 0:
                 self._empty.set()
@@ -72,13 +72,13 @@ class Gate:
             if self._num_entered == num_entered:
                 return
 
-    def has_room(self, num_bytes: int) -> bool:
+    def has_capacity(self, num_bytes: int) -> bool:
         return self._num_bytes + num_bytes <= self._max_bytes
 
     def take(self, num_bytes: int) -> None:
         self._num_bytes += num_bytes
 
-    def no_room(self) -> PagemillError:
+    def over_capacity(self) -> PagemillError:
         return unavailable(
             f"The gateway holds {self._num_bytes} bytes of request bodies and its limit is {self._max_bytes}. "
             "Try again shortly, or send less text in one request.",
@@ -86,7 +86,7 @@ class Gate:
         )
 
 
-class Place:
+class GateSlot:
     """What one request holds of the gate."""
 
     def __init__(self, gate: Gate) -> None:
@@ -95,11 +95,48 @@ class Place:
 
     def expect(self, num_bytes: int) -> None:
         """Raises `PagemillError` (503) where a body of this length would find no room; nothing is held for it yet."""
-        if not self._gate.has_room(num_bytes):
-            raise self._gate.no_room()
+        if not self._gate.has_capacity(num_bytes):
+            raise self._gate.over_capacity()
 
     def hold(self, num_bytes: int) -> None:
         """Count bytes that have arrived. Raises `PagemillError` (503) and holds nothing when they find no room."""
         self.expect(num_bytes)
         self._gate.take(num_bytes)
         self.num_bytes += num_bytes
+
+
+class RunningRequests:
+    """Requests under way: each with its deadline, all of them endable when the drain has lasted long enough."""
+
+    def __init__(self) -> None:
+        self._limits: set[asyncio.Timeout] = set()
+        self._ending = False
+
+    @asynccontextmanager
+    async def limited(self, timeout_s: float | None) -> AsyncIterator[None]:
+        """Run the block for at most `timeout_s`, or until `end_all`. Raises `PagemillError` when it was cut short."""
+        try:
+            async with asyncio.timeout(0 if self._ending else timeout_s) as limit:
+                self._limits.add(limit)
+                try:
+                    yield
+                finally:
+                    self._limits.discard(limit)
+        except TimeoutError:
+            if limit.expired():
+                raise self._cause() from None
+            raise
+
+    def end_all(self) -> None:
+        """Cut every block short, now and in future."""
+        self._ending = True
+        now = asyncio.get_running_loop().time()
+        for limit in self._limits:
+            # One whose time is up already is on its way out and cannot be moved any more.
+            if not limit.expired():
+                limit.reschedule(now)
+
+    def _cause(self) -> PagemillError:
+        if self._ending:
+            return unavailable("The gateway is shutting down and cut the answer short.", 1, code="draining")
+        return deadline_exceeded()

@@ -2,7 +2,7 @@
 
 A request is reserved when it is sent: the blocks of its prompt that are not cached, and of the output that is expected.
 Once the engine has accepted it and two reports have come since, its blocks are in the reports, and only the growth of
-its output is still reserved. Pure bookkeeping of one engine; `brain.room` judges with it.
+its output is still reserved. Pure bookkeeping of one engine; `brain.endpoints.record` judges with it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 REPORTS_UNTIL_SEEN = 2
 """After the acceptance: the first report may have been under way before it."""
+BASE_PAUSE_S = 0.25
+MAX_PAUSE_S = 4.0
 
 
 class Need(NamedTuple):
@@ -108,3 +110,35 @@ class Reservations:
         self.num_seen_sequences += sign * need.num_sequences
         self.num_seen_prompt_tokens += sign * need.num_sequences * need.num_prompt_tokens
         self.num_seen_output_tokens += sign * need.num_sequences * need.num_output_tokens
+
+
+class RefusalBackoff:
+    """What a refusal teaches: the engine takes no more of our requests than it had, until one ends or a pause is over.
+
+    After the pause one request at a time tries again; each refusal in a row doubles the pause. This replaces what is
+    unknown of an engine whose reports are stale, lag, or omit its limits.
+    """
+
+    def __init__(self) -> None:
+        self._full_at: int | None = None
+        """So many of our requests were there when it refused one more; `None`: it did not."""
+        self._until = 0.0
+        self._num_refusals = 0
+
+    def refused(self, in_flight: int, now: float) -> None:
+        """It refused one request while `in_flight` others of ours were there."""
+        self._full_at = in_flight
+        self._until = now + min(MAX_PAUSE_S, BASE_PAUSE_S * 2.0 ** min(self._num_refusals, 10))
+        self._num_refusals += 1
+
+    def accepted(self) -> None:
+        self._full_at = None
+        self._num_refusals = 0
+
+    def allows(self, in_flight: int, now: float) -> bool:
+        return self._full_at is None or in_flight < self._full_at or now >= self._until
+
+    def chosen(self, in_flight: int, now: float) -> None:
+        """One goes there while `in_flight` others are: beyond what was refused, it is the one that asks again."""
+        if self._full_at is not None and in_flight >= self._full_at:
+            self._until = now + MAX_PAUSE_S

@@ -11,35 +11,35 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from pagemill_gateway.brain.eligible import Eligible
+from pagemill_gateway.brain.endpoints.deployment import DeploymentRecord
+from pagemill_gateway.brain.endpoints.record import EndpointRecord, has_capacity
+from pagemill_gateway.brain.endpoints.registry import ChangeNotifier, Registry
 from pagemill_gateway.brain.interface import (
+    DEFAULT_TICKET,
     MAX_REROUTES,
-    NOBODY,
     NOT_READY,
     UNSERVED,
-    Again,
-    Ask,
-    Choice,
-    Claim,
-    Experience,
+    Assignment,
+    CompletedRequest,
     FailureKind,
-    Served,
+    QueueTicket,
+    RequestOutcome,
+    RetryContext,
+    RoutingRequest,
     ServedName,
     Target,
 )
-from pagemill_gateway.brain.load import measure_load
-from pagemill_gateway.brain.news import News
-from pagemill_gateway.brain.orders import Order, Sent, make_order
-from pagemill_gateway.brain.outage import Outage, Outages
-from pagemill_gateway.brain.placement import Placed, Placement
-from pagemill_gateway.brain.queues import Queues
-from pagemill_gateway.brain.recovery import Recovery
-from pagemill_gateway.brain.registry import Deployment, EndpointRecord, Registry
-from pagemill_gateway.brain.room import has_room
-from pagemill_gateway.brain.suspects import Suspects
-from pagemill_gateway.brain.traffic import Traffic
+from pagemill_gateway.brain.load.measure import measure_load
+from pagemill_gateway.brain.load.traffic import TrafficMeter
+from pagemill_gateway.brain.placement.eligible import Eligible
+from pagemill_gateway.brain.placement.placement import Placement, PlacementResult
+from pagemill_gateway.brain.placement.requests import InFlightRequest, PlacementRequest, make_placement_request
+from pagemill_gateway.brain.queue.outage import Outage, Outages
+from pagemill_gateway.brain.queue.queues import Queues
+from pagemill_gateway.brain.resilience.poison_requests import PoisonDetection
+from pagemill_gateway.brain.resilience.recovery import Recovery
 from pagemill_gateway.config import GatewayConfig
-from pagemill_gateway.routing.policies import Policies
+from pagemill_gateway.routing.policies import RoutingPolicies
 from pagemill_protocol.catalog import Catalog, QueueLimits
 from pagemill_protocol.errors import PagemillError, unavailable
 from pagemill_protocol.load import DeploymentLoad
@@ -59,28 +59,29 @@ class LocalBrain:
     ) -> None:
         self._clock = clock
         rng = rng or random.Random()
-        self._policies = Policies(config.routing_policy, config.routing_session_ms)
+        self._policies = RoutingPolicies(config.routing_policy, config.routing_session_ms)
         self.placement = Placement(rng, config.decision_log_size)
         self._num_decisions = first_decision
-        self._open: dict[int, Sent] = {}
+        self._open: dict[int, InFlightRequest] = {}
         self._stall_timeout_s = config.stall_timeout_s
         # A static catalogue says `terminating` when nothing may go there any more; a cluster says so at once, while
         # the replacement may not be known here yet.
         self._keeps_terminating = config.discovery == "kubernetes"
-        self.news = News()
-        self.traffic = Traffic(clock)
+        self.changes = ChangeNotifier()
+        self.traffic = TrafficMeter(clock)
         self.queues = Queues(clock, self._is_serving, self._start_left_s)
         self._queue_limits = config.queue
-        self.registry = Registry(
-            stale_after_s=config.state_stale_after_s,
+        self.registry = Registry(stale_after_s=config.state_stale_after_s)
+        self._outages = Outages(self.registry, self._limits, config.outage_wait_s, clock)
+        self.recovery = Recovery(
             ejection_base_s=config.ejection_base_s,
             ejection_max_s=config.ejection_max_s,
+            max_ejected_share=config.max_ejected_share,
+            retry_share=config.retry_share,
         )
-        self._outages = Outages(self.registry, self._limits, config.outage_wait_s, clock)
-        self._recovery = Recovery(max_ejected_share=config.max_ejected_share, retry_share=config.retry_share)
-        self.suspects = Suspects()
+        self.poison_detection = PoisonDetection()
         self._eligible = Eligible(
-            self.registry, self._recovery, self.suspects, rng, clock, keeps_terminating=self._keeps_terminating
+            self.registry, self.recovery, self.poison_detection, rng, clock, keeps_terminating=self._keeps_terminating
         )
 
     # What discovery feeds.
@@ -88,12 +89,12 @@ class LocalBrain:
     def apply_catalog(self, catalog: Catalog) -> None:
         known, before = self.registry.endpoints, set(self.registry.deployments)
         self.registry.apply(catalog, self._clock())
-        self._recovery.know(self.registry.deployments, self.registry.endpoints)
+        self.recovery.know(self.registry.deployments, self.registry.endpoints)
         for endpoint_id, record in known.items():
             if self.registry.endpoints.get(endpoint_id) is not record:
                 self.placement.forget(endpoint_id)
         self.traffic.keep(set(self.registry.deployments))
-        self.suspects.keep(set(self.registry.deployments))
+        self.poison_detection.keep(set(self.registry.deployments))
         self._announce()
         self.queues.forget(before - self.registry.deployments.keys())
 
@@ -109,18 +110,18 @@ class LocalBrain:
         record.reserved.reported()
         self.placement.observe(record, frame, now)
         record.unreachable = False
-        record.being_asked = record.being_asked and not frame.max_model_len
+        record.awaiting_first_report = record.awaiting_first_report and not frame.max_model_len
         if (frame.snapshot or slept) and not (frame.draining or frame.sleeping):
-            record.let_go = record.acknowledged = False
-            record.let_in_at = self._num_decisions
+            record.draining = record.drain_acknowledged = False
+            record.readmitted_at = self._num_decisions
         if not was_connected:
-            record.ejection.probe_now()
+            self.recovery.ejection(record).probe_now()
         if frame.max_model_len > 0:
             record.phase, record.detail = "sleeping" if frame.sleeping else "ready", ""
         deployment = self.registry.deployments[record.deployment]
         deployment.bundle_digest = record.bundle_digest or deployment.bundle_digest
         if frame.snapshot:
-            deployment.starts.told(frame.start_s)
+            deployment.starts.engine_reported(frame.start_s)
         if record.serving:
             deployment.last_served_at = now
             deployment.starts.served(now)
@@ -137,8 +138,8 @@ class LocalBrain:
         record = self.registry.endpoints.get(endpoint_id)
         if record is None:
             return
-        if record.reports.connected and not (record.leaving or record.let_go):
-            self.suspects.vanished(record, self._clock())
+        if record.reports.connected and not (record.leaving or record.draining):
+            self.poison_detection.stream_lost(record, self._clock())
         record.reports.disconnected()
 
     def unreachable(self, endpoint_id: str) -> None:
@@ -148,34 +149,34 @@ class LocalBrain:
             record.unreachable = True
             self.registry.changed(record)
 
-    def let_go(self, endpoint_id: str) -> None:
+    def drain(self, endpoint_id: str) -> None:
         """Promise never to choose the endpoint again, unless it starts anew."""
         record = self.registry.endpoints.get(endpoint_id)
         if record is not None:
-            record.let_go = True
+            record.draining = True
             self.registry.changed(record)
 
-    def acknowledged(self, endpoint_id: str) -> None:
+    def drain_acknowledged(self, endpoint_id: str) -> None:
         """The endpoint has heard that it is let go."""
         record = self.registry.endpoints.get(endpoint_id)
         if record is not None:
-            record.acknowledged = True
+            record.drain_acknowledged = True
 
     def replaceable(self, endpoint_id: str) -> bool:
         """Whether its deployment can do without the endpoint: another one is usable, or the deployment is gone."""
         record = self.registry.endpoints.get(endpoint_id)
         deployment = self.registry.deployments.get(record.deployment) if record is not None else None
-        if record is None or deployment is None or record.let_go:
+        if record is None or deployment is None or record.draining:
             return True
         if record.endpoint.terminating and not self._keeps_terminating:
             return True
         return any(other.usable for other in deployment.records)
 
-    def being_asked(self, endpoint_id: str) -> None:
+    def awaiting_first_report(self, endpoint_id: str) -> None:
         """Somebody asks the endpoint what it is, and nothing is known of it."""
         record = self.registry.endpoints.get(endpoint_id)
         if record is not None:
-            record.being_asked = True
+            record.awaiting_first_report = True
 
     def note_phase(self, endpoint_id: str, phase: str, detail: str) -> None:
         """What the `/readyz` of an endpoint that is not ready said, for people and error messages."""
@@ -183,8 +184,8 @@ class LocalBrain:
         if record is None:
             return
         record.phase, record.detail = phase, detail
-        if record.being_asked:
-            record.being_asked = False
+        if record.awaiting_first_report:
+            record.awaiting_first_report = False
             self.queues.pump(record.deployment)
 
     def ready(self, endpoint_id: str) -> bool:
@@ -214,20 +215,20 @@ class LocalBrain:
     async def names(self) -> list[ServedName]:
         return [self._served_name(name) for name in self.registry.names()]
 
-    async def find(self, model: str, claim: Claim = NOBODY) -> Target:
+    async def find(self, model: str, ticket: QueueTicket = DEFAULT_TICKET) -> Target:
         try:
             return self.resolve(model)
         except PagemillError as error:
             if error.code != NOT_READY:
                 raise
-        self._outages.wish_for(self._outages.wanted(model))
+        self._outages.note_demand(self._outages.wanted(model))
         left_s = self._outages.lefts_s(model)
         if max(left_s.values(), default=0.0) <= 0:
             return self.resolve(model)
         key = max(left_s, key=lambda each: left_s[each])
-        wish = partial(self._resolve_in_time, model, self._clock() + left_s[key])
+        attempt = partial(self._resolve_in_time, model, self._clock() + left_s[key])
         target, queued_s = await self.queues.wait(
-            key, self._limits(key), claim, wish, group=f"find {model}", cost_tokens=0, undo=_nothing
+            key, self._limits(key), ticket, attempt, group=f"find {model}", cost_tokens=0, undo=_nothing
         )
         return target._replace(queued_s=queued_s)
 
@@ -235,51 +236,56 @@ class LocalBrain:
         self,
         target: Target,
         tried: frozenset[str],
-        ask: Ask,
+        request: RoutingRequest,
         *,
-        claim: Claim = NOBODY,
-        again: Again | None = None,
-    ) -> Choice:
+        ticket: QueueTicket = DEFAULT_TICKET,
+        retry: RetryContext | None = None,
+    ) -> Assignment:
         key = target.deployment
-        failed_at = self.registry.endpoints.get(again.endpoint_id) if again is not None else None
-        self._recovery.admit(key, again, failed_at, self._clock())
-        trial = self.suspects.trial_of(key, again.ends) if again is not None else "none"
-        order = make_order(self.registry.deployments.get(key), target, tried, ask, claim, again, trial)
+        failed_at = self.registry.endpoints.get(retry.endpoint_id) if retry is not None else None
+        self.recovery.admit(key, retry, failed_at, self._clock())
+        probe = self.poison_detection.next_probe(key, retry.engine_failures) if retry is not None else "none"
+        to_place = make_placement_request(
+            self.registry.deployments.get(key), target, tried, request, ticket, retry, probe
+        )
         outage = Outage()
-        if again is None and not (claim.paid or claim.num_refusals or tried):
-            self.traffic.arrived(key, ask.num_prompt_tokens, claim.arrived_at)
-        if claim.num_refusals <= MAX_REROUTES and self.queues.is_empty(key):
-            choice = self._place(order, outage)
-            if choice is not None:
-                return choice
-        cost_tokens = self._cost_of_turn(order)
-        wish: Callable[[], Choice | None] = partial(self._place, order._replace(charged_tokens=cost_tokens), outage)
+        if retry is None and not (ticket.paid or ticket.num_refusals or tried):
+            self.traffic.arrived(key, request.num_prompt_tokens, ticket.arrived_at)
+        if ticket.num_refusals <= MAX_REROUTES and self.queues.is_empty(key):
+            assignment = self._place(to_place, outage)
+            if assignment is not None:
+                return assignment
+        cost_tokens = self._cost_of_turn(to_place)
+        attempt: Callable[[], Assignment | None] = partial(
+            self._place, to_place._replace(charged_tokens=cost_tokens), outage
+        )
         placed, queued_s = await self.queues.wait(
             key,
             self._limits(key),
-            claim._replace(key=order.line),
-            wish,
-            group=order.group,
+            ticket._replace(key=to_place.line),
+            attempt,
+            group=to_place.group,
             cost_tokens=cost_tokens,
-            undo=self.given_back,
-            kept=again is not None and (again.kind not in UNSERVED or bool(again.ends) or again.num_tokens > 0),
+            undo=self.withdrawn,
+            kept=retry is not None
+            and (retry.kind not in UNSERVED or bool(retry.engine_failures) or retry.num_tokens > 0),
         )
         return placed._replace(queued_s=queued_s)
 
-    def accepted(self, choice: Choice) -> None:
-        sent = self._open.get(choice.decision)
+    def accepted(self, assignment: Assignment) -> None:
+        sent = self._open.get(assignment.decision)
         if sent is not None:
-            sent.record.fullness.accepted()
-            sent.record.reserved.accepted(choice.decision)
-            sent.record.outlook.accepted(choice.decision, self._clock())
+            sent.record.refusal_backoff.accepted()
+            sent.record.reserved.accepted(assignment.decision)
+            sent.record.ttft_estimator.accepted(assignment.decision, self._clock())
 
-    def started(self, choice: Choice, ttft_ms: float | None = None) -> None:
-        sent = self._open.get(choice.decision)
+    def started(self, assignment: Assignment, ttft_ms: float | None = None) -> None:
+        sent = self._open.get(assignment.decision)
         if sent is None:
             return
-        sent.record.ejection.answered(choice.decision)
-        self.placement.computed(choice.decision, sent.record, self._clock(), ttft_ms)
-        if self.suspects.acquitted(choice.decision):
+        self.recovery.ejection(sent.record).answered(assignment.decision)
+        self.placement.computed(assignment.decision, sent.record, self._clock(), ttft_ms)
+        if self.poison_detection.cleared(assignment.decision):
             self.queues.pump(sent.record.deployment)
 
     async def alive(self, endpoint_id: str) -> bool:
@@ -289,44 +295,44 @@ class LocalBrain:
         report = record.reports.latest
         return report is not None and report.silent_s <= self._stall_timeout_s
 
-    async def expected_s(self, model: str, claim: Claim) -> float | None:
-        waits_s = [self.queues.left_s(each.key, claim) for each in self.registry.named(model)]
+    async def expected_s(self, model: str, ticket: QueueTicket) -> float | None:
+        waits_s = [self.queues.left_s(each.key, ticket) for each in self.registry.named(model)]
         return min((wait_s for wait_s in waits_s if wait_s is not None), default=None)
 
-    def finished(self, choice: Choice, served: Served | None = None) -> None:
-        sent = self._release(choice, failed=False)
+    def finished(self, assignment: Assignment, served: CompletedRequest | None = None) -> None:
+        sent = self._release(assignment, failed=False)
         if sent is None:
             return
         if served is not None:
-            self._learn(choice, sent, served)
+            self._learn(assignment, sent, served)
         self.queues.pump(sent.record.deployment)
 
-    def failed(self, choice: Choice, kind: FailureKind) -> None:
-        sent = self._open.get(choice.decision)
+    def failed(self, assignment: Assignment, kind: FailureKind) -> None:
+        sent = self._open.get(assignment.decision)
         if sent is None:
             return
         record, now = sent.record, self._clock()
         match kind:
             case "lost" | "killed" | "crashed":
-                self.suspects.ended(choice.decision, record, kind, now)
-        self._release(choice, failed=kind != "request")
+                self.poison_detection.engine_failed(assignment.decision, record, kind, now)
+        self._release(assignment, failed=kind != "request")
         if kind == "unreachable":
             record.unreachable = True
         elif kind == "declined":
-            record.let_go = record.let_go or choice.decision > record.let_in_at
+            record.draining = record.draining or assignment.decision > record.readmitted_at
         elif kind == "refused":
-            record.fullness.refused(record.in_flight, now)
+            record.refusal_backoff.refused(record.in_flight, now)
         self.registry.changed(record)
-        self._recovery.failed(record, choice.decision, kind, self._num_decisions, now)
+        self.recovery.failed(record, assignment.decision, kind, self._num_decisions, now)
         self.queues.pump(record.deployment)
 
-    def given_back(self, choice: Choice) -> None:
-        sent = self._release(choice, failed=True)
+    def withdrawn(self, assignment: Assignment) -> None:
+        sent = self._release(assignment, failed=True)
         if sent is not None:
             self.queues.pump(sent.record.deployment)
 
-    def experienced(self, experience: Experience) -> None:
-        self.traffic.experienced(experience)
+    def record_outcome(self, outcome: RequestOutcome) -> None:
+        self.traffic.record_outcome(outcome)
 
     # What status and metrics read.
 
@@ -343,14 +349,18 @@ class LocalBrain:
         return measure_load(self.registry, self.queues, self.traffic, self._clock())
 
     def phase(self, record: EndpointRecord) -> str:
-        return record.phase_at(self._clock())
+        """`EndpointRecord.phase_at`, or ejected where it would be stale or ready."""
+        now = self._clock()
+        phase = record.phase_at(now)
+        is_ejected = phase in ("stale", "ready") and not self.recovery.ejection(record).allows(now)
+        return "ejected" if is_ejected else phase
 
     def _resolve_in_time(self, model: str, until: float) -> Target | None:
         """As `resolve`, but None while an engine may still come."""
         is_over = self._clock() >= until or max(self._outages.lefts_s(model).values(), default=0.0) <= 0
         if is_over or self._eligible.settled(model):
             return self.resolve(model)
-        self._outages.wish_for(self.registry.named(model))
+        self._outages.note_demand(self.registry.named(model))
         return None
 
     def _served_name(self, name: str) -> ServedName:
@@ -360,9 +370,9 @@ class LocalBrain:
         first = deployments[0]
         return ServedName(name, first.model.name, min(lengths, default=None), first.adapter_digest(name) != "")
 
-    def _place(self, order: Order, outage: Outage) -> Choice | None:
+    def _place(self, to_place: PlacementRequest, outage: Outage) -> Assignment | None:
         """Decide and account; None while there is no room, or no engine but one is expected."""
-        now, target, need = self._clock(), order.target, order.need
+        now, target, need = self._clock(), to_place.target, to_place.need
         deployment, usable = self._eligible.endpoints(target)
         if deployment is None or (not usable and outage.is_over(now, self._outages.left_s(deployment))):
             raise unavailable(
@@ -371,36 +381,36 @@ class LocalBrain:
                 code=NOT_READY,
             )
         if not usable:
-            self._outages.wish_for([deployment])
+            self._outages.note_demand([deployment])
             return None
         outage.ended()
 
         def fits(record: EndpointRecord, num_cached_tokens: int) -> bool:
-            return has_room(record, need.with_cached(num_cached_tokens), now)
+            return has_capacity(record, need.with_cached(num_cached_tokens), now)
 
-        pool = self._eligible.best(self._eligible.able(usable, order, now), order.tried, now)
-        if order.charged_tokens is not None:
+        pool = self._eligible.best(self._eligible.able(usable, to_place, now), to_place.tried, now)
+        if to_place.charged_tokens is not None:
             # Who waits looks again with every report, mostly in vain: engines that are full anyhow are not weighed.
             pool = [record for record in pool if fits(record, need.num_prompt_tokens)]
         if not pool:
             return None
         number, policy = self._num_decisions + 1, self._policies.named(deployment.model.routing_policy)
-        placed = self.placement.place(number, order.work, need.num_sequences, policy, deployment, pool, fits, now)
-        return self._account(placed, deployment, order, now) if placed is not None else None
+        placed = self.placement.place(number, to_place.work, need.num_sequences, policy, deployment, pool, fits, now)
+        return self._account(placed, deployment, to_place, now) if placed is not None else None
 
-    def _cost_of_turn(self, order: Order) -> int:
+    def _cost_of_turn(self, to_place: PlacementRequest) -> int:
         """Before it is known where the turn leads: as on the engine that has most of the prompt."""
-        _, usable = self._eligible.endpoints(order.target)
-        num_cached_tokens = self.placement.most_cached_tokens(order.ask, usable, self._clock())
-        return order.need.with_cached(num_cached_tokens).cost_tokens
+        _, usable = self._eligible.endpoints(to_place.target)
+        num_cached_tokens = self.placement.most_cached_tokens(to_place.request, usable, self._clock())
+        return to_place.need.with_cached(num_cached_tokens).cost_tokens
 
-    def _learn(self, choice: Choice, sent: Sent, served: Served) -> None:
+    def _learn(self, assignment: Assignment, sent: InFlightRequest, served: CompletedRequest) -> None:
         record, need = sent.record, sent.need
         deployment = self.registry.deployments.get(record.deployment)
         if deployment is None:
             return
         siblings = (each for each in deployment.records if each.usable)
-        self._recovery.served(record, choice.decision, served, siblings, self._num_decisions, self._clock())
+        self.recovery.served(record, assignment.decision, served, siblings, self._num_decisions, self._clock())
         deployment.output_tokens.ended(served.num_output_tokens / need.num_sequences, need.max_tokens)
         surplus = need.num_uncached_tokens + served.num_output_tokens - sent.charged_tokens
         self.queues.settle(deployment.key, sent.key, sent.priority, surplus)
@@ -420,20 +430,22 @@ class LocalBrain:
 
     def _announce(self) -> None:
         """Who may get requests has changed: everybody who waits looks again."""
-        self.news.publish()
+        self.changes.publish()
         self.queues.pump_all()
 
-    def _account(self, placed: Placed, deployment: Deployment, order: Order, now: float) -> Choice:
+    def _account(
+        self, placed: PlacementResult, deployment: DeploymentRecord, to_place: PlacementRequest, now: float
+    ) -> Assignment:
         self._num_decisions = decision = placed.number
-        record, candidate, claim = placed.record, placed.candidate, order.claim
-        need = order.need.with_cached(candidate.num_cached_tokens)
-        charged_tokens = need.cost_tokens if order.charged_tokens is None else order.charged_tokens
-        record.fullness.chosen(candidate.in_flight, now)
-        record.ejection.chosen(decision, now)
+        record, candidate, ticket = placed.record, placed.candidate, to_place.ticket
+        need = to_place.need.with_cached(candidate.num_cached_tokens)
+        charged_tokens = need.cost_tokens if to_place.charged_tokens is None else to_place.charged_tokens
+        record.refusal_backoff.chosen(candidate.in_flight, now)
+        self.recovery.ejection(record).chosen(decision, now)
         record.reserved.reserve(decision, need, record.block_size)
-        self._open[decision] = Sent(record, need, claim.key, claim.priority, charged_tokens)
-        self.suspects.began(decision, record, order.trial, now)
-        return Choice(
+        self._open[decision] = InFlightRequest(record, need, ticket.key, ticket.priority, charged_tokens)
+        self.poison_detection.probe_started(decision, record, to_place.probe, now)
+        return Assignment(
             decision=decision,
             endpoint_id=record.endpoint.id,
             data_url=record.endpoint.data_url,
@@ -441,21 +453,21 @@ class LocalBrain:
             policy=placed.policy,
             believed=candidate.believed,
             predicted_cached_tokens=candidate.num_cached_tokens,
-            granule_tokens=order.ask.granule_tokens,
+            prefix_chunk_tokens=to_place.request.prefix_chunk_tokens,
             predicted_ttft_ms=placed.predicted_ttft_ms,
-            trial=order.trial,
+            probe=to_place.probe,
         )
 
-    def _release(self, choice: Choice, *, failed: bool) -> Sent | None:
-        sent = self._open.pop(choice.decision, None)
+    def _release(self, assignment: Assignment, *, failed: bool) -> InFlightRequest | None:
+        sent = self._open.pop(assignment.decision, None)
         if sent is None:
             return None
         record = sent.record
         record.in_flight -= 1
-        record.ejection.released(choice.decision)
-        self.suspects.released(choice.decision)
-        record.reserved.release(choice.decision)
-        self.placement.ended(choice.decision, record, self._clock(), failed=failed)
+        self.recovery.ejection(record).released(assignment.decision)
+        self.poison_detection.released(assignment.decision)
+        record.reserved.release(assignment.decision)
+        self.placement.ended(assignment.decision, record, self._clock(), failed=failed)
         return sent
 
 

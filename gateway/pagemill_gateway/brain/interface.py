@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Literal, NamedTuple, Protocol
 
-EndKind = Literal["lost", "killed", "crashed"]
+EngineFailureKind = Literal["lost", "killed", "crashed"]
 FailureKind = Literal["refused", "declined", "unreachable", "lost", "killed", "stalled", "crashed", "broken", "request"]
 """`refused`: the engine works but is full. `declined`: it is shutting down or starting and takes nothing.
 `unreachable`: nobody listens there. `lost`: the connection ended without a word. `killed`: it said that it was ended
@@ -19,7 +19,7 @@ garbage, or fails whatever it is asked. `request`: the engine works but failed t
 UNSERVED: frozenset[FailureKind] = frozenset({"refused", "declined", "unreachable"})
 """No engine has worked for the request."""
 
-Trial = Literal["none", "shared", "alone"]
+Probe = Literal["none", "shared", "alone"]
 """Of a request that may be what brings engines down: not thought so; beside others that are not; nobody else starts."""
 
 NOT_READY = "model_not_ready"
@@ -30,7 +30,7 @@ MAX_REROUTES = 2
 """After refusals in a row, before a request goes to the queue."""
 
 
-class Claim(NamedTuple):
+class QueueTicket(NamedTuple):
     """Who asks and how long that may take: what the queue goes by. Times are of the monotonic clock."""
 
     key: str = ""
@@ -52,22 +52,22 @@ class Claim(NamedTuple):
     """It was at an engine before: its key has paid for its turn."""
 
 
-NOBODY = Claim()
+DEFAULT_TICKET = QueueTicket()
 """Somebody without a key, who has just come."""
 
 
-class End(NamedTuple):
+class EngineFailure(NamedTuple):
     """An engine that ended with a request."""
 
     decision: int
-    kind: EndKind
-    trial: Trial = "none"
+    kind: EngineFailureKind
+    probe: Probe = "none"
     """What the request was there for."""
     progressed: bool = False
     """It had got a token there: its trial, if it was one, was over."""
 
 
-class Again(NamedTuple):
+class RetryContext(NamedTuple):
     """Why a request is tried once more, and what its next engine must be like."""
 
     decision: int
@@ -78,11 +78,11 @@ class Again(NamedTuple):
     """Part of the answer exists: only these weights can continue it. Empty: any may begin it."""
     num_tokens: int = 0
     """Of that part, all sequences together: the next engine computes them along with the prompt."""
-    ends: tuple[End, ...] = ()
+    engine_failures: tuple[EngineFailure, ...] = ()
     """Engines that ended with it so far, one after the other."""
 
 
-class Served(NamedTuple):
+class CompletedRequest(NamedTuple):
     """How a request was served to its end."""
 
     num_output_tokens: int
@@ -100,17 +100,17 @@ class HashScheme(NamedTuple):
     granule_blocks: int
 
     @property
-    def granule_tokens(self) -> int:
+    def prefix_chunk_tokens(self) -> int:
         return self.block_size * self.granule_blocks
 
 
-class Ask(NamedTuple):
+class RoutingRequest(NamedTuple):
     """What routing may know of one engine request. No text and no token of it."""
 
     num_prompt_tokens: int
-    granules: tuple[bytes, ...] = ()
+    prefix_chunks: tuple[bytes, ...] = ()
     """Hashes of the prompt's full granules under the target's scheme and the caller's salt."""
-    granule_tokens: int = 0
+    prefix_chunk_tokens: int = 0
     prompt_key: bytes = b""
     """Hash of the prompt's first characters."""
     session: bytes = b""
@@ -140,7 +140,7 @@ class Target(NamedTuple):
     """Content of the adapter that the client named; empty: it named the model."""
 
 
-class Choice(NamedTuple):
+class Assignment(NamedTuple):
     """One decision: accounted from the moment it is made until `finished` or `failed` gets it back."""
 
     decision: int
@@ -151,16 +151,16 @@ class Choice(NamedTuple):
     believed: bool = False
     """The endpoint's own report was weighed, not just our counts."""
     predicted_cached_tokens: int = 0
-    granule_tokens: int = 0
+    prefix_chunk_tokens: int = 0
     """What the engine finds beyond the prediction and below this much more, no report could have told."""
     predicted_ttft_ms: float | None = None
     """From the decision to the first token; `None`: the policy did not predict any."""
     queued_s: float = 0.0
     """How long the request waited for room; 0: it did not."""
-    trial: Trial = "none"
+    probe: Probe = "none"
 
 
-class Experience(NamedTuple):
+class RequestOutcome(NamedTuple):
     """How one client request fared that came to its own end, as its client saw it."""
 
     deployment: str
@@ -197,7 +197,7 @@ class Brain(Protocol):
         """
         ...
 
-    async def find(self, model: str, claim: Claim = NOBODY) -> Target:
+    async def find(self, model: str, ticket: QueueTicket = DEFAULT_TICKET) -> Target:
         """As `look_up`, but waits in the deployment's queue for an engine that is expected to come (back)."""
         ...
 
@@ -205,24 +205,24 @@ class Brain(Protocol):
         self,
         target: Target,
         tried: frozenset[str],
-        ask: Ask,
+        request: RoutingRequest,
         *,
-        claim: Claim = NOBODY,
-        again: Again | None = None,
-    ) -> Choice:
+        ticket: QueueTicket = DEFAULT_TICKET,
+        retry: RetryContext | None = None,
+    ) -> Assignment:
         """An endpoint with room, preferring those not in `tried`; waits in the deployment's queue until there is one.
 
         Raises `PagemillError`: 503 when there is no engine at all or the wait was too long, 429 when the queue is full.
-        With `again` also when the retry budget is spent, or (`OTHER_WEIGHTS`) when none could continue the answer; 500
+        With `retry` also when the retry budget is spent, or (`OTHER_WEIGHTS`) when none could continue the answer; 500
         when it is what brings engines down.
         """
         ...
 
-    def accepted(self, choice: Choice) -> None:
+    def accepted(self, assignment: Assignment) -> None:
         """The engine has taken the request: its coming reports count it."""
         ...
 
-    def started(self, choice: Choice, ttft_ms: float | None = None) -> None:
+    def started(self, assignment: Assignment, ttft_ms: float | None = None) -> None:
         """The first frame arrived; of a stream, so many milliseconds after the request was sent."""
         ...
 
@@ -230,22 +230,22 @@ class Brain(Protocol):
         """Whether the engine still reports its state and makes steps: it is busy then, not gone."""
         ...
 
-    async def expected_s(self, model: str, claim: Claim) -> float | None:
-        """How much longer the request of `claim`, which waits, will wait for an engine; `None`: nobody knows."""
+    async def expected_s(self, model: str, ticket: QueueTicket) -> float | None:
+        """How much longer the request of `ticket`, which waits, will wait for an engine; `None`: nobody knows."""
         ...
 
-    def finished(self, choice: Choice, served: Served | None = None) -> None:
+    def finished(self, assignment: Assignment, served: CompletedRequest | None = None) -> None:
         """The request left the endpoint: served, or for whatever reason that is no fault of the endpoint's."""
         ...
 
-    def failed(self, choice: Choice, kind: FailureKind) -> None:
+    def failed(self, assignment: Assignment, kind: FailureKind) -> None:
         """The endpoint did not serve the request."""
         ...
 
-    def given_back(self, choice: Choice) -> None:
+    def withdrawn(self, assignment: Assignment) -> None:
         """The request was never sent: whoever asked has left meanwhile."""
         ...
 
-    def experienced(self, experience: Experience) -> None:
+    def record_outcome(self, outcome: RequestOutcome) -> None:
         """A client request is over, with all its engine requests."""
         ...

@@ -37,16 +37,16 @@ class Bundles:
         *,
         source: Source | None = None,
         keeps_tokenizers: bool = True,
-        on_news: Callable[[], None] = lambda: None,
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
         """`session`: for `fetch`; `None`: all comes from the source.
         `source`: where a bundle that is not known can be had. `keeps_tokenizers`: prompts are tokenized here.
-        `on_news`: one more is known.
+        `on_change`: one more is known.
         """
         self._session = session
         self._source = source
         self._keeps_tokenizers = keeps_tokenizers
-        self._on_news = on_news
+        self._on_change = on_change
         self._bundles: dict[str, TokenizerBundle] = {}
         self._tokenizers: dict[tuple[str, str | None], Tokenizer] = {}
         self._warm_ups: set[asyncio.Task[None]] = set()
@@ -121,7 +121,7 @@ class Bundles:
             if self._keeps_tokenizers:
                 self._tokenizers[digest, None] = tokenizer
             self._bundles[digest] = bundle
-            self._on_news()
+            self._on_change()
         if not self._keeps_tokenizers:
             tokenizer.close()
             return

@@ -40,7 +40,7 @@ class Handovers:
         `token` is used where the catalogue no longer has one: the deployment is gone by then.
         """
         record = self._brain.registry.endpoints.get(endpoint_id)
-        if endpoint_id in self._under_way or record is None or record.acknowledged:
+        if endpoint_id in self._under_way or record is None or record.drain_acknowledged:
             return
         work = self._run(endpoint_id, control_url, token)
         task = self._under_way[endpoint_id] = asyncio.create_task(work, name=f"handover:{endpoint_id}")
@@ -53,15 +53,15 @@ class Handovers:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run(self, endpoint_id: str, control_url: str, token: str) -> None:
-        await self._brain.news.wait_until(lambda: self._brain.replaceable(endpoint_id), self._timeout_s)
-        self._brain.let_go(endpoint_id)
+        await self._brain.changes.wait_until(lambda: self._brain.replaceable(endpoint_id), self._timeout_s)
+        self._brain.drain(endpoint_id)
         for _ in range(NUM_TRIES):
             # Keys may have turned since the stream was opened.
             token = self._token_now(endpoint_id) or token
             if await self._acknowledge(control_url, token):
-                self._brain.acknowledged(endpoint_id)
+                self._brain.drain_acknowledged(endpoint_id)
                 return
-            await self._brain.news.wait_until(partial(self._has_turned, endpoint_id, token), RETRY_S)
+            await self._brain.changes.wait_until(partial(self._has_turned, endpoint_id, token), RETRY_S)
 
     def _has_turned(self, endpoint_id: str, token: str) -> bool:
         return self._token_now(endpoint_id) not in ("", token)

@@ -10,6 +10,7 @@ endpoint is usable before its prompts can be tokenized. An engine that drains is
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import random
 import secrets
@@ -17,14 +18,14 @@ import socket
 from contextlib import suppress
 
 import aiohttp
+import msgspec
 
+from pagemill_gateway.bounded import TooLarge, read_bounded
 from pagemill_gateway.brain.brain import LocalBrain
-from pagemill_gateway.brain.reports import StateGap
+from pagemill_gateway.brain.endpoints.reports import StateGap
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.discovery.bundles import BundleError, Bundles
 from pagemill_gateway.discovery.handover import Handovers
-from pagemill_gateway.discovery.readyz import fetch_phase
-from pagemill_gateway.refused import is_refused
 from pagemill_protocol.frames import FrameError, StateDecoder
 from pagemill_protocol.state import GATEWAY_HEADER, StateFrame
 
@@ -34,6 +35,8 @@ LONG_FAILING_SHARE = 0.1
 LONGEST_PAUSE_S = 30.0
 """An endpoint that has failed for long is asked less and less; its platform tells when that is worth it again."""
 STREAM_FAULTS = (aiohttp.ClientError, TimeoutError, OSError, FrameError, StateGap, BundleError)
+READYZ_TIMEOUT_S = 1.0
+READYZ_MAX_BYTES = 64 * 1024
 
 
 class StateStreams:
@@ -63,7 +66,7 @@ class StateStreams:
         self._hint({record.endpoint.id for record in records if record.endpoint.probed_ready})
         for endpoint_id, control_url in wanted - self._tasks.keys():
             self._hints[endpoint_id] = asyncio.Event()
-            self._brain.being_asked(endpoint_id)
+            self._brain.awaiting_first_report(endpoint_id)
             follower = self._follow(endpoint_id, control_url)
             self._tasks[endpoint_id, control_url] = asyncio.create_task(follower, name=f"state:{endpoint_id}")
 
@@ -168,3 +171,24 @@ class _Connection:
     opened = False
     refused = False
     """Nobody listens there."""
+
+
+class _Readyz(msgspec.Struct):
+    phase: str = ""
+    detail: str = ""
+
+
+async def fetch_phase(session: aiohttp.ClientSession, control_url: str, otherwise: str) -> tuple[str, str]:
+    """`(phase, detail)`, such as `("loading", "weights 40 %")`; `("unreachable", otherwise)` when nobody answers."""
+    timeout = aiohttp.ClientTimeout(total=READYZ_TIMEOUT_S)
+    try:
+        async with session.get(f"{control_url}/readyz", timeout=timeout, allow_redirects=False) as response:
+            answer = msgspec.json.decode(await read_bounded(response, READYZ_MAX_BYTES), type=_Readyz)
+    except (aiohttp.ClientError, TimeoutError, OSError, TooLarge, msgspec.DecodeError, UnicodeDecodeError):
+        return "unreachable", otherwise
+    return answer.phase[:100] or "not ready", answer.detail[:300] or otherwise
+
+
+def is_refused(error: BaseException) -> bool:
+    """Whether nothing listens on the port: the request was not begun and nothing is lost."""
+    return isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno == errno.ECONNREFUSED

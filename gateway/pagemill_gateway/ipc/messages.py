@@ -1,7 +1,7 @@
 """What workers and the brain's process say to each other: tagged msgspec structs, msgpack on the wire.
 
 A question has a number and gets one answer or one refusal under it; all else is told and not answered. The values
-inside are those of `brain.interface`, `limits.store` and `desks`.
+inside are those of `brain.interface`, `limits.store` and `ports`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,15 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from pagemill_gateway.brain.interface import Again, Ask, Claim, Experience, FailureKind, Served, Target
+from pagemill_gateway.brain.interface import (
+    CompletedRequest,
+    FailureKind,
+    QueueTicket,
+    RequestOutcome,
+    RetryContext,
+    RoutingRequest,
+    Target,
+)
 from pagemill_gateway.limits import store
 from pagemill_gateway.limits.caller import Caller
 
@@ -23,7 +31,7 @@ class Call(msgspec.Struct, Generic[Question], frozen=True, array_like=True, tag=
     question: Question
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
+class Reply(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
     number: int
     value: msgspec.Raw
 
@@ -41,7 +49,7 @@ class Refusal(msgspec.Struct, frozen=True, array_like=True, tag="refusal"):
     retry_after_s: float | None
 
 
-class GivenUp(msgspec.Struct, frozen=True, array_like=True, tag="given_up"):
+class Abandoned(msgspec.Struct, frozen=True, array_like=True, tag="given_up"):
     """Nobody waits for the answer any more."""
 
     number: int
@@ -50,7 +58,7 @@ class GivenUp(msgspec.Struct, frozen=True, array_like=True, tag="given_up"):
 # What workers ask.
 
 
-class Names(msgspec.Struct, frozen=True, array_like=True, tag="names"):
+class GetNames(msgspec.Struct, frozen=True, array_like=True, tag="names"):
     """A list of `ServedName`."""
 
 
@@ -64,7 +72,7 @@ class Find(msgspec.Struct, frozen=True, array_like=True, tag="find"):
     """A `Target`."""
 
     model: str
-    claim: Claim
+    ticket: QueueTicket
 
 
 class Choose(msgspec.Struct, frozen=True, array_like=True, tag="choose"):
@@ -72,9 +80,9 @@ class Choose(msgspec.Struct, frozen=True, array_like=True, tag="choose"):
 
     target: Target
     tried: frozenset[str]
-    ask: Ask
-    claim: Claim
-    again: Again | None
+    ask: RoutingRequest
+    ticket: QueueTicket
+    retry: RetryContext | None
 
 
 class Alive(msgspec.Struct, frozen=True, array_like=True, tag="alive"):
@@ -87,16 +95,16 @@ class Expected(msgspec.Struct, frozen=True, array_like=True, tag="expected"):
     """A float, or nothing."""
 
     model: str
-    claim: Claim
+    ticket: QueueTicket
 
 
 class Reserve(msgspec.Struct, frozen=True, array_like=True, tag="reserve"):
-    """An `Answer` of `limits.store`."""
+    """An `Reply` of `limits.store`."""
 
     ask: store.Ask
 
 
-class GetStanding(msgspec.Struct, frozen=True, array_like=True, tag="standing"):
+class GetStatus(msgspec.Struct, frozen=True, array_like=True, tag="status"):
     """A `Standing`."""
 
 
@@ -120,7 +128,7 @@ class Started(msgspec.Struct, frozen=True, array_like=True, tag="started"):
 
 class Finished(msgspec.Struct, frozen=True, array_like=True, tag="finished"):
     decision: int
-    served: Served | None
+    served: CompletedRequest | None
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
@@ -128,15 +136,15 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     kind: FailureKind
 
 
-class GivenBack(msgspec.Struct, frozen=True, array_like=True, tag="given_back"):
+class Withdrawn(msgspec.Struct, frozen=True, array_like=True, tag="given_back"):
     decision: int
 
 
-class Experienced(msgspec.Struct, frozen=True, array_like=True, tag="experienced"):
-    experience: Experience
+class RecordOutcome(msgspec.Struct, frozen=True, array_like=True, tag="experienced"):
+    outcome: RequestOutcome
 
 
-class Measured(msgspec.Struct, frozen=True, array_like=True, tag="measured"):
+class PublishMeasurements(msgspec.Struct, frozen=True, array_like=True, tag="measured"):
     """Unasked, so that little is lost with a worker that dies."""
 
     measures: msgspec.Raw
@@ -154,9 +162,9 @@ class Adopt(msgspec.Struct, frozen=True, array_like=True, tag="adopt"):
     asks: list[store.Ask]
 
 
-WorkerQuestion = Names | LookUp | Find | Choose | Alive | Expected | Reserve | GetStanding | GetBundle
-WorkerNote = Accepted | Started | Finished | Failed | GivenBack | Experienced | Measured | Settle | Adopt
-ToBrain = Call[WorkerQuestion] | Answer | Refusal | GivenUp | WorkerNote
+WorkerQuestion = GetNames | LookUp | Find | Choose | Alive | Expected | Reserve | GetStatus | GetBundle
+WorkerNote = Accepted | Started | Finished | Failed | Withdrawn | RecordOutcome | PublishMeasurements | Settle | Adopt
+ToControlProcess = Call[WorkerQuestion] | Reply | Refusal | Abandoned | WorkerNote
 
 
 # What the brain's process asks and tells.
@@ -174,9 +182,9 @@ class KeepBundles(msgspec.Struct, frozen=True, array_like=True, tag="keep_bundle
     whole: bool
 
 
-class SharedKeys(msgspec.Struct, frozen=True, array_like=True, tag="shared_keys"):
+class ReplaceSharedKeys(msgspec.Struct, frozen=True, array_like=True, tag="shared_keys"):
     callers: list[Caller]
 
 
-HeadNote = KeepBundles | SharedKeys
-ToWorker = Call[Measure] | Answer | Refusal | GivenUp | HeadNote
+ControlNote = KeepBundles | ReplaceSharedKeys
+ToWorker = Call[Measure] | Reply | Refusal | Abandoned | ControlNote

@@ -17,7 +17,7 @@ from pagemill_gateway.limits.estimate import AnswerLengths
 from pagemill_gateway.limits.refusals import Headers, level_headers, refusal, too_large
 from pagemill_gateway.limits.store import Answer, Ask, Store
 from pagemill_gateway.metrics.worker import WorkerMetrics
-from pagemill_gateway.relay.record import RequestRecord
+from pagemill_gateway.request_record import RequestRecord
 from pagemill_protocol.generate import GenerateRequest
 
 REMEMBER_REFUSAL_S = 1.0

@@ -1,14 +1,15 @@
 """What one worker measures of the requests that pass through it.
 
-Counters and histograms move as things happen; the head adds up those of all workers when somebody asks (`head`).
+Counters and histograms move as things happen; the head adds up those of all workers when somebody asks
+(`control_process`).
 """
 
 from __future__ import annotations
 
 from typing import get_args
 
-from pagemill_gateway.brain.interface import Choice, FailureKind
-from pagemill_gateway.relay.record import RequestRecord
+from pagemill_gateway.brain.interface import Assignment, FailureKind
+from pagemill_gateway.request_record import RequestRecord
 from pagemill_protocol import metrics as specs
 
 OUTCOMES = ("served", *get_args(FailureKind))
@@ -45,21 +46,21 @@ class WorkerMetrics:
         ):
             self._metrics.counter(specs.GATEWAY_TOKENS, model=model, kind=kind).inc(tokens)
 
-    def routed(self, model: str, choice: Choice, seconds: float) -> None:
+    def routed(self, model: str, assignment: Assignment, seconds: float) -> None:
         self._metrics.histogram(specs.GATEWAY_ROUTING_SECONDS, model=model).observe(seconds)
-        basis = "reported" if choice.believed else "own_counts"
-        self._metrics.counter(specs.GATEWAY_ROUTING_DECISIONS, model=model, policy=choice.policy, basis=basis).inc()
+        basis = "reported" if assignment.believed else "own_counts"
+        self._metrics.counter(specs.GATEWAY_ROUTING_DECISIONS, model=model, policy=assignment.policy, basis=basis).inc()
 
-    def first_token(self, model: str, choice: Choice, seconds: float) -> None:
+    def first_token(self, model: str, assignment: Assignment, seconds: float) -> None:
         """The first token of a stream is here, this long after it was sent to the engine."""
-        if choice.predicted_ttft_ms is not None and seconds > 0:
-            error = abs(choice.predicted_ttft_ms / 1000 - seconds) / seconds
+        if assignment.predicted_ttft_ms is not None and seconds > 0:
+            error = abs(assignment.predicted_ttft_ms / 1000 - seconds) / seconds
             self._metrics.histogram(specs.GATEWAY_TTFT_ERROR, model=model).observe(error)
 
-    def cached(self, model: str, choice: Choice, num_cached_tokens: int) -> None:
+    def cached(self, model: str, assignment: Assignment, num_cached_tokens: int) -> None:
         """How many cached tokens the engine really found."""
-        missed = num_cached_tokens - choice.predicted_cached_tokens
-        outcome = "under" if missed >= max(1, choice.granule_tokens) else "over" if missed < 0 else "exact"
+        missed = num_cached_tokens - assignment.predicted_cached_tokens
+        outcome = "under" if missed >= max(1, assignment.prefix_chunk_tokens) else "over" if missed < 0 else "exact"
         self._metrics.counter(specs.GATEWAY_CACHED_PREDICTIONS, model=model, outcome=outcome).inc()
         if outcome != "exact":
             self._metrics.counter(specs.GATEWAY_CACHED_ERROR_TOKENS, model=model).inc(abs(missed))

@@ -29,7 +29,7 @@ def _run(setup: Setup) -> None:
     from pagemill_gateway.processes.serving import serve_control, serve_data
 
     logs.configure(process=setup.name)
-    serve = serve_control if setup.role == "brain" else serve_data
+    serve = serve_control if setup.role == "control" else serve_data
 
     async def run() -> None:
         beating = asyncio.create_task(beat())

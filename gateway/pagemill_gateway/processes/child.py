@@ -22,7 +22,7 @@ import msgspec
 
 from pagemill_gateway.config import GatewayConfig
 
-Role = Literal["brain", "worker"]
+Role = Literal["control", "worker"]
 UP = b"up\n"
 BEAT = b"\n"
 BEAT_INTERVAL_S = 0.5
@@ -42,8 +42,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """How often it was replaced before."""
 
     @property
-    def head_socket(self) -> Path:
-        return Path(self.folder, "head.sock")
+    def control_socket(self) -> Path:
+        return Path(self.folder, "control.sock")
 
     @property
     def catalog_file(self) -> Path:

@@ -9,39 +9,41 @@ from __future__ import annotations
 import asyncio
 
 from pagemill_gateway.app import control_app, data_app
+from pagemill_gateway.control_process import ControlProcess
 from pagemill_gateway.garbage import collect_seldom
-from pagemill_gateway.head import Head
-from pagemill_gateway.ipc.head_line import HeadLine
-from pagemill_gateway.ipc.serving import serving_workers
+from pagemill_gateway.ipc.control_process_client import ControlProcessClient
+from pagemill_gateway.ipc.worker_connection import serving_workers
 from pagemill_gateway.processes.child import Setup, say_up
-from pagemill_gateway.processes.stop import Stop
 from pagemill_gateway.server import drain, serving, stopped
+from pagemill_gateway.stop_signals import Stop
 from pagemill_gateway.worker import Worker
 
 
 async def serve_control(setup: Setup) -> None:
     """Raises `SettingsError` when it cannot start."""
-    head = Head(setup.config, keeps_tokenizers=False, catalog_file=setup.catalog_file, num_before=setup.restarts)
+    control = ControlProcess(
+        setup.config, keeps_tokenizers=False, catalog_file=setup.catalog_file, num_before=setup.restarts
+    )
     stop = Stop()
     try:
         with stop.on_signals():
             async with (
-                serving_workers(head, setup.head_socket),
-                serving(control_app(head), setup.listening_socket(), setup.config) as control,
+                serving_workers(control, setup.control_socket),
+                serving(control_app(control), setup.listening_socket(), setup.config) as listening,
             ):
                 collect_seldom()
                 say_up()
-                await stopped(stop, control)
-                head.draining = True
+                await stopped(stop, listening)
+                control.draining = True
                 await stop.wait(2)
-                head.closing.set()
+                control.closing.set()
     finally:
-        await head.close()
+        await control.close()
 
 
 async def serve_data(setup: Setup) -> None:
     """Raises `SettingsError` when it cannot start."""
-    line = HeadLine(setup.head_socket)
+    line = ControlProcessClient(setup.control_socket)
     worker = Worker(setup.config, line, line, line)
     line.start(worker)
     stop = Stop()

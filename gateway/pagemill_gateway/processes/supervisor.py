@@ -12,11 +12,11 @@ import tempfile
 from typing import Any
 
 from pagemill_gateway.config import GatewayConfig
-from pagemill_gateway.logs import tell
+from pagemill_gateway.logs import log_event
 from pagemill_gateway.processes.child import Setup
 from pagemill_gateway.processes.keeper import Keeper
-from pagemill_gateway.processes.sockets import open_ports, url_of
-from pagemill_gateway.processes.stop import Stop
+from pagemill_gateway.sockets import open_ports, url_of
+from pagemill_gateway.stop_signals import Stop
 
 DRAIN_MARGIN_S = 30.0
 """A worker that drains for so much longer than the settings allow hangs."""
@@ -37,7 +37,7 @@ async def supervise(config: GatewayConfig) -> int:
             if not await family.start(stop):
                 return 1
             if family.all_up:
-                tell("listening", url=url_of(data_socket), control_url=url_of(control_socket))
+                log_event("listening", url=url_of(data_socket), control_url=url_of(control_socket))
             await stop.wait(1)
             # Workers close theirs when the delay is over; this one must not keep the port open then.
             data_socket.close()
@@ -53,8 +53,8 @@ class Family:
     """All processes of one gateway."""
 
     def __init__(self, config: GatewayConfig, folder: str, data_listener: int, control_listener: int) -> None:
-        brain = Setup(role="brain", name="brain", config=config, folder=folder, listener=control_listener)
-        self._brain = Keeper(brain, self._came_up)
+        control = Setup(role="control", name="control", config=config, folder=folder, listener=control_listener)
+        self._control = Keeper(control, self._came_up)
         self._workers = [
             Keeper(
                 Setup(role="worker", name=f"worker-{number}", config=config, folder=folder, listener=data_listener),
@@ -72,7 +72,7 @@ class Family:
 
     async def start(self, stop: Stop) -> bool:
         """Whether all serve, or are to stop before that. False: one never came up."""
-        everybody = [self._brain, *self._workers]
+        everybody = [self._control, *self._workers]
         self._tasks = {each: asyncio.create_task(each.run(), name=each.name) for each in everybody}
         up = asyncio.gather(*(each.up.wait() for each in everybody))
         stopped = asyncio.create_task(stop.wait(1))
@@ -88,16 +88,16 @@ class Family:
     async def drain(self, stop: Stop) -> None:
         """Until every worker has served what it had, or a second signal came. The brain goes last."""
         self._draining = True
-        if self._brain.up.is_set():
-            self._brain.ask_to_stop()
+        if self._control.up.is_set():
+            self._control.ask_to_stop()
         self._stop_workers()
         hurry = asyncio.create_task(stop.wait(2))
         hurry.add_done_callback(lambda _: None if hurry.cancelled() else self._stop_workers())
         await asyncio.wait([self._tasks[each] for each in self._workers], timeout=self._longest_drain_s)
         hurry.cancel()
-        self._brain.wanted = False
-        self._brain.ask_to_stop()
-        await asyncio.wait([self._tasks[self._brain]], timeout=END_TIMEOUT_S)
+        self._control.wanted = False
+        self._control.ask_to_stop()
+        await asyncio.wait([self._tasks[self._control]], timeout=END_TIMEOUT_S)
 
     async def end(self) -> None:
         """Whoever is left is killed."""
@@ -112,5 +112,5 @@ class Family:
 
     def _came_up(self, keeper: Keeper) -> None:
         """A brain that took another one's place does not know yet that the gateway is on its way out."""
-        if self._draining and keeper is self._brain:
+        if self._draining and keeper is self._control:
             keeper.ask_to_stop()

@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from pagemill_gateway.brain.interface import Ask
+from pagemill_gateway.brain.interface import RoutingRequest
 from pagemill_gateway.relay.preparation import Prepared
-from pagemill_gateway.relay.record import RequestRecord
 from pagemill_gateway.relay.relay import Relay
 from pagemill_gateway.relay.sinks import BodySink, Sink, StreamSink, Write
+from pagemill_gateway.request_record import RequestRecord
 from pagemill_protocol.generate import GenerateRequest, Usage
 from pagemill_protocol.openai import render
 
@@ -26,7 +26,9 @@ async def stream(relay: Relay, prepared: Prepared, write: Write, record: Request
     """Write the whole answer as SSE events. Raises as `Relay.run`."""
     requests = prepared.requests
     if len(requests) == 1:
-        record.add_usage(await relay.run(prepared.target, requests[0], prepared.asks[0], StreamSink(write), record))
+        record.add_usage(
+            await relay.run(prepared.target, requests[0], prepared.routing_requests[0], StreamSink(write), record)
+        )
         return
     turn = asyncio.Lock()
 
@@ -47,7 +49,9 @@ async def collect(relay: Relay, prepared: Prepared, record: RequestRecord) -> by
     """The whole answer as one JSON body. Raises `PagemillError`."""
     sinks = [BodySink() for _ in prepared.requests]
     if len(sinks) == 1:
-        record.add_usage(await relay.run(prepared.target, prepared.requests[0], prepared.asks[0], sinks[0], record))
+        record.add_usage(
+            await relay.run(prepared.target, prepared.requests[0], prepared.routing_requests[0], sinks[0], record)
+        )
         return sinks[0].body
     await _run_all(relay, prepared, sinks, record)
     return await asyncio.to_thread(render.merge_completion_bodies, [sink.body for sink in sinks])
@@ -57,13 +61,13 @@ async def _run_all(relay: Relay, prepared: Prepared, sinks: Sequence[Sink], reco
     """All requests, or the first error; the others are aborted then."""
     places = asyncio.Semaphore(MAX_CONCURRENT_PROMPTS)
 
-    async def run_one(request: GenerateRequest, ask: Ask, sink: Sink) -> Usage:
+    async def run_one(request: GenerateRequest, routing_request: RoutingRequest, sink: Sink) -> Usage:
         async with places:
-            return await relay.run(prepared.target, request, ask, sink, record)
+            return await relay.run(prepared.target, request, routing_request, sink, record)
 
     try:
         async with asyncio.TaskGroup() as group:
-            jobs = zip(prepared.requests, prepared.asks, sinks, strict=True)
+            jobs = zip(prepared.requests, prepared.routing_requests, sinks, strict=True)
             tasks = [group.create_task(run_one(*job)) for job in jobs]
     except BaseExceptionGroup as errors:
         # The group holds what made it fail first and what the others met while they were being cancelled.

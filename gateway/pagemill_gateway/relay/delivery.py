@@ -9,12 +9,12 @@ from __future__ import annotations
 import msgspec
 
 from pagemill_gateway.admission.attempts import Attempts
-from pagemill_gateway.brain.interface import Ask, Choice, FailureKind, Target
-from pagemill_gateway.relay.ends import Ends
+from pagemill_gateway.brain.interface import Assignment, FailureKind, RoutingRequest, Target
+from pagemill_gateway.relay.engine_failures import EngineFailures
 from pagemill_gateway.relay.journal import Journal, JournalGap
-from pagemill_gateway.relay.record import AttemptRecord, RequestRecord
 from pagemill_gateway.relay.sinks import Sink
 from pagemill_gateway.relay.upstream import DECLINES, Frame, FrameStream, UpstreamFailure, parse_error
+from pagemill_gateway.request_record import AttemptRecord, RequestRecord
 from pagemill_protocol.errors import ENGINE_CRASHED, ENGINE_FAILED, PagemillError
 from pagemill_protocol.generate import FrameMeta, GenerateRequest, Usage
 
@@ -24,23 +24,23 @@ _encoder = msgspec.msgpack.Encoder()
 class AnswerBroken(Exception):
     """The answer ended early after the client had seen part of it.
 
-    `error` is what happened; `told` whether the client already got it as the engine's own error event.
+    `error` is what happened; `reported` whether the client already got it as the engine's own error event.
     """
 
-    def __init__(self, error: PagemillError, *, told: bool) -> None:
+    def __init__(self, error: PagemillError, *, reported: bool) -> None:
         super().__init__(error.message)
         self.error = error
-        self.told = told
+        self.reported = reported
 
 
-class Answer:
+class Delivery:
     """One engine request on its way through its attempts."""
 
     def __init__(
         self,
         target: Target,
         request: GenerateRequest,
-        ask: Ask,
+        routing_request: RoutingRequest,
         sink: Sink,
         record: RequestRecord,
         journal: Journal,
@@ -48,19 +48,19 @@ class Answer:
     ) -> None:
         self.target = target
         self.request = request
-        self.ask = ask
+        self.routing_request = routing_request
         self.sink = sink
         self.record = record
         self.journal = journal
         self.attempts = attempts
-        self.ends = Ends()
+        self.engine_failures = EngineFailures()
         self.attempt: AttemptRecord
         """The latest; there is one once it has begun."""
         self.continues = False
         """The latest attempt goes on where another one ended."""
         self.last_failure: FailureKind = "broken"
 
-    def begin(self, choice: Choice) -> bytes:
+    def begin(self, choice: Assignment) -> bytes:
         """The body of one attempt. Each has its own id: the engine may not know yet that the one before has ended."""
         self.attempts.chose(choice.endpoint_id)
         self.attempt = self.record.chosen(choice)
@@ -79,29 +79,29 @@ class Answer:
         self.journal.begin_anew()
 
 
-async def pass_on(frames: list[Frame], stream: FrameStream, answer: Answer) -> Usage | None:
+async def pass_on(frames: list[Frame], stream: FrameStream, delivery: Delivery) -> Usage | None:
     """Hand the payloads of one group of frames on and note them; the usage once the last frame was among them."""
     metas = [meta for meta, _ in frames]
     failed = metas.pop() if metas[-1].error is not None else None
     try:
-        answer.journal.check(metas)
+        delivery.journal.check(metas)
     except JournalGap as gap:
         raise UpstreamFailure("broken", f"The engine's frames do not follow each other: {gap}.") from gap
     payloads: list[bytes] = []
     closing: bytes | None = None
     for meta, payload in frames[: len(metas)]:
-        _check_choice(meta, answer.request)
+        _check_choice(meta, delivery.request)
         if meta.last:
             closing = payload
         elif payload:
             payloads.append(payload)
     if payloads or closing is not None:
-        await answer.sink.take(payloads, closing)
+        await delivery.sink.take(payloads, closing)
     for meta in metas:
-        answer.record.saw(meta, answer.attempt)
-        answer.journal.note(meta, stream.weights_digest)
+        delivery.record.saw(meta, delivery.attempt)
+        delivery.journal.note(meta, stream.weights_digest)
     if failed is not None:
-        await _pass_on_error(failed, frames[-1][1], answer.sink)
+        await _pass_on_error(failed, frames[-1][1], delivery.sink)
     return (metas[-1].usage or Usage()) if closing is not None else None
 
 
@@ -117,7 +117,7 @@ async def _pass_on_error(meta: FrameMeta, payload: bytes, sink: Sink) -> None:
         raise error
     if payload:
         await sink.take([payload], None)
-    raise AnswerBroken(error, told=bool(payload))
+    raise AnswerBroken(error, reported=bool(payload))
 
 
 def _kind_of(error: PagemillError) -> FailureKind:

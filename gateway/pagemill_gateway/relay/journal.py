@@ -22,7 +22,7 @@ class JournalGap(Exception):
     """The frames do not follow each other: a token is missing or doubled, so the engine cannot be believed."""
 
 
-class JournalRoom:
+class JournalCapacity:
     """Tokens that all journals of a gateway may hold together."""
 
     def __init__(self, max_tokens: int) -> None:
@@ -45,7 +45,7 @@ class JournalRoom:
 
 
 @dataclass(slots=True)
-class _Choice:
+class _ChoiceProgress:
     token_ids: array[int] = field(default_factory=lambda: array("I"))
     num_text_chars: int = 0
     finish_reason: FinishReason | None = None
@@ -54,10 +54,10 @@ class _Choice:
 class Journal:
     """Of one `GenerateRequest`. `close` it when the answer is over."""
 
-    def __init__(self, request: GenerateRequest, room: JournalRoom) -> None:
+    def __init__(self, request: GenerateRequest, capacity: JournalCapacity) -> None:
         self._request = request
-        self._room = room
-        self._choices: dict[int, _Choice] = {}
+        self._capacity = capacity
+        self._choices: dict[int, _ChoiceProgress] = {}
         self._first = request.prompt_index * request.sampling.n
         self._cached_tokens: int | None = None
         self._keeps = can_be_continued(request)
@@ -82,12 +82,12 @@ class Journal:
         self.num_tokens += len(meta.token_ids)
         if not self._keeps:
             return
-        if not weights_digest or not self._room.take(len(meta.token_ids)):
+        if not weights_digest or not self._capacity.take(len(meta.token_ids)):
             self.close()
             return
         choice = self._choices.get(meta.choice)
         if choice is None:
-            choice = self._choices[meta.choice] = _Choice()
+            choice = self._choices[meta.choice] = _ChoiceProgress()
         choice.token_ids.extend(meta.token_ids)
         choice.num_text_chars = meta.num_text_chars
         choice.finish_reason = meta.finish_reason
@@ -140,7 +140,7 @@ class Journal:
         self._keeps = False
 
     def _forget(self) -> None:
-        self._room.give_back(self.num_kept)
+        self._capacity.give_back(self.num_kept)
         self._choices.clear()
         self._cached_tokens = None
         self.weights_digest = ""

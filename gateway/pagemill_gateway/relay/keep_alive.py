@@ -24,15 +24,15 @@ EXPECTED_TIMEOUT_S = 1.0
 Write = Callable[[bytes], Awaitable[None]]
 Expected = Callable[[], Awaitable[float | None]]
 """Seconds that are left; `None`: nobody knows."""
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 
 @dataclass(slots=True, eq=False)
-class _Waiting:
+class _WaitingClient:
     write: Write
     expected: Expected
-    told_at: float
-    telling: asyncio.Task[None] | None = None
+    written_at: float
+    writing: asyncio.Task[None] | None = None
 
 
 async def _unknown() -> float | None:
@@ -44,25 +44,25 @@ class KeepAlive:
 
     def __init__(self, interval_s: float) -> None:
         self._interval_s = interval_s
-        self._waiting: dict[_Waiting, None] = {}
+        self._waiting: dict[_WaitingClient, None] = {}
         self._ticking = self._next_tick()
 
     def close(self) -> None:
         self._ticking.cancel()
 
-    async def during(self, question: Awaitable[Answer], write: Write | None, expected: Expected = _unknown) -> Answer:
+    async def during(self, question: Awaitable[Result], write: Write | None, expected: Expected = _unknown) -> Result:
         """The answer to `question`; while it takes long, comments go out through `write`."""
         if write is None:
             return await question
-        waiting = _Waiting(write, expected, time.monotonic())
+        waiting = _WaitingClient(write, expected, time.monotonic())
         self._waiting[waiting] = None
         try:
             return await question
         finally:
             del self._waiting[waiting]
-            if waiting.telling is not None:
+            if waiting.writing is not None:
                 # One that is not out yet waits for a slow reader; from now on others write.
-                waiting.telling.cancel()
+                waiting.writing.cancel()
 
     def _next_tick(self) -> asyncio.TimerHandle:
         return asyncio.get_running_loop().call_later(self._interval_s / TICKS_PER_INTERVAL, self._tick)
@@ -71,13 +71,13 @@ class KeepAlive:
         self._ticking = self._next_tick()
         now = time.monotonic()
         for waiting in self._waiting:
-            is_told = waiting.telling is None or waiting.telling.done()
-            if is_told and now - waiting.told_at >= self._interval_s:
-                waiting.told_at = now
-                waiting.telling = asyncio.create_task(_tell(waiting.write, waiting.expected))
+            is_written = waiting.writing is None or waiting.writing.done()
+            if is_written and now - waiting.written_at >= self._interval_s:
+                waiting.written_at = now
+                waiting.writing = asyncio.create_task(_write_comment(waiting.write, waiting.expected))
 
 
-async def _tell(write: Write, expected: Expected) -> None:
+async def _write_comment(write: Write, expected: Expected) -> None:
     try:
         await write(await _comment(expected))
     except Exception:

@@ -17,14 +17,14 @@ from typing import NamedTuple, TypeVar
 import msgspec
 from pydantic import BaseModel
 
-from pagemill_gateway.brain.interface import Ask, Brain, Claim, Target
+from pagemill_gateway.brain.interface import Brain, QueueTicket, RoutingRequest, Target
 from pagemill_gateway.discovery.bundles import BundleError, Bundles
 from pagemill_gateway.limits.caller import Caller
 from pagemill_gateway.limits.refusals import check_model, told_to
 from pagemill_gateway.limits.scope import cache_salt
-from pagemill_gateway.relay.asks import HeaderOf, make_ask, prompt_keys, session_key
 from pagemill_gateway.relay.keep_alive import KeepAlive, Write
 from pagemill_gateway.relay.prompt_hashes import PromptHashes
+from pagemill_gateway.relay.routing_requests import HeaderOf, make_routing_request, prompt_keys, session_key
 from pagemill_protocol.errors import PagemillError, unavailable
 from pagemill_protocol.generate import Dialect, GenerateRequest
 from pagemill_protocol.openai.parse import parse_body
@@ -50,17 +50,17 @@ class Prepared(NamedTuple):
     target: Target
     requests: list[GenerateRequest]
     """One per prompt, all of the same client request."""
-    asks: list[Ask]
+    routing_requests: list[RoutingRequest]
     """What routing may know of each."""
     stream: bool
 
 
 class Preparation:
-    def __init__(self, brain: Brain, bundles: Bundles, keep_alive: KeepAlive, max_granules: int) -> None:
+    def __init__(self, brain: Brain, bundles: Bundles, keep_alive: KeepAlive, max_prefix_chunks: int) -> None:
         self._brain = brain
         self._keep_alive = keep_alive
         self._bundles = bundles
-        self.hashes = PromptHashes(max_granules)
+        self.hashes = PromptHashes(max_prefix_chunks)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="prepare")
 
     def close(self) -> None:
@@ -79,7 +79,7 @@ class Preparation:
             raise unavailable(f"The model's tokenizer cannot be used: {error}", code="model_not_ready") from error
 
     async def prepare(
-        self, raw: bytes, dialect: Dialect, caller: Caller, header_of: HeaderOf, claim: Claim, write: Write
+        self, raw: bytes, dialect: Dialect, caller: Caller, header_of: HeaderOf, ticket: QueueTicket, write: Write
     ) -> Prepared:
         """Everything the engines need. Raises `PagemillError` for a body nobody can serve.
 
@@ -89,22 +89,22 @@ class Preparation:
         if dialect == "chat":
             chat = await self.parse(raw, ChatCompletionRequest)
             sampling = sampling_of(chat, seed=_new_seed())
-            target = await self._find(chat, caller, claim, write)
+            target = await self._find(chat, caller, ticket, write)
             return await self._chat(chat, sampling, target, len(raw), caller, header_of)
         body = await self.parse(raw, CompletionRequest)
         sampling = sampling_of(body)
-        target = await self._find(body, caller, claim, write)
+        target = await self._find(body, caller, ticket, write)
         return await self._completions(body, sampling, target, len(raw), caller, header_of)
 
     async def _find(
-        self, body: ChatCompletionRequest | CompletionRequest, caller: Caller, claim: Claim, write: Write
+        self, body: ChatCompletionRequest | CompletionRequest, caller: Caller, ticket: QueueTicket, write: Write
     ) -> Target:
         """The deployment, if `caller` may use it. Raises `PagemillError` as if it were not there otherwise."""
         check_model(caller, body.model)
-        claim = claim._replace(priority=caller.priority(body.priority))
-        expected = partial(self._brain.expected_s, body.model, claim)
+        ticket = ticket._replace(priority=caller.priority(body.priority))
+        expected = partial(self._brain.expected_s, body.model, ticket)
         try:
-            question = self._brain.find(body.model, claim)
+            question = self._brain.find(body.model, ticket)
             return await self._keep_alive.during(question, write if body.stream else None, expected)
         except PagemillError as error:
             raise told_to(caller, error, body.model) from error
@@ -174,10 +174,11 @@ class Preparation:
     def _prepared(self, target: Target, requests: list[GenerateRequest], keys: list[bytes], session: bytes) -> Prepared:
         if target.adapter_digest:
             requests = [msgspec.structs.replace(each, adapter_digest=target.adapter_digest) for each in requests]
-        asks = [
-            make_ask(request, target, self.hashes, key, session) for request, key in zip(requests, keys, strict=True)
+        routing_requests = [
+            make_routing_request(request, target, self.hashes, key, session)
+            for request, key in zip(requests, keys, strict=True)
         ]
-        return Prepared(target, requests, asks, requests[0].stream)
+        return Prepared(target, requests, routing_requests, requests[0].stream)
 
 
 def _seeded(request: GenerateRequest) -> GenerateRequest:

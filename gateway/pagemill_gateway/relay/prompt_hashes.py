@@ -17,29 +17,29 @@ MAX_ROOTS = 4096
 
 
 class PromptHashes:
-    def __init__(self, max_granules: int) -> None:
-        self._granule = lru_cache(maxsize=max_granules)(granule_hash)
+    def __init__(self, max_prefix_chunks: int) -> None:
+        self._chunk = lru_cache(maxsize=max_prefix_chunks)(granule_hash)
         self._root = lru_cache(maxsize=MAX_ROOTS)(_root)
 
     @property
     def num_hashed(self) -> int:
         """Granules hashed so far; all others were remembered."""
-        return self._granule.cache_info().misses
+        return self._chunk.cache_info().misses
 
     def hashes(
         self, scheme: HashScheme, salt: str, token_ids: Sequence[int], *, adapter_digest: str = ""
     ) -> tuple[bytes, ...]:
         """One hash for each full granule of the prompt; none where the engines' scheme is not known."""
-        granule_tokens = scheme.granule_tokens
-        if not granule_tokens:
+        prefix_chunk_tokens = scheme.prefix_chunk_tokens
+        if not prefix_chunk_tokens:
             return ()
-        num_granules = len(token_ids) // granule_tokens
-        data = token_bytes(token_ids[: num_granules * granule_tokens])
-        size, block_size, granule = granule_tokens * TOKEN_BYTES, scheme.block_size, self._granule
+        num_chunks = len(token_ids) // prefix_chunk_tokens
+        data = token_bytes(token_ids[: num_chunks * prefix_chunk_tokens])
+        size, block_size, chunk = prefix_chunk_tokens * TOKEN_BYTES, scheme.block_size, self._chunk
         parent = self._root(scheme, salt, adapter_digest)
         hashes = []
         for start in range(0, len(data), size):
-            parent = granule(parent, data[start : start + size], block_size)
+            parent = chunk(parent, data[start : start + size], block_size)
             hashes.append(parent)
         return tuple(hashes)
 

@@ -17,21 +17,21 @@ from pagemill_gateway.admission.attempts import Attempts
 from pagemill_gateway.brain.interface import (
     NOT_READY,
     OTHER_WEIGHTS,
-    Again,
-    Ask,
+    Assignment,
     Brain,
-    Choice,
+    CompletedRequest,
     FailureKind,
-    Served,
+    RetryContext,
+    RoutingRequest,
     Target,
 )
 from pagemill_gateway.metrics.worker import WorkerMetrics
-from pagemill_gateway.relay.delivery import Answer, AnswerBroken, pass_on
-from pagemill_gateway.relay.journal import Journal, JournalRoom
+from pagemill_gateway.relay.delivery import AnswerBroken, Delivery, pass_on
+from pagemill_gateway.relay.journal import Journal, JournalCapacity
 from pagemill_gateway.relay.keep_alive import KeepAlive
-from pagemill_gateway.relay.record import RequestRecord
 from pagemill_gateway.relay.sinks import Sink
 from pagemill_gateway.relay.upstream import Frame, Upstream, UpstreamFailure
+from pagemill_gateway.request_record import RequestRecord
 from pagemill_protocol.errors import PagemillError, bad_upstream
 from pagemill_protocol.generate import GenerateRequest, Usage
 
@@ -56,76 +56,83 @@ class Relay:
         self._upstream = upstream
         self._keep_alive = keep_alive
         self._max_attempts = max_attempts
-        self.journal_room = JournalRoom(journal_tokens)
+        self.journal_capacity = JournalCapacity(journal_tokens)
 
-    async def run(self, target: Target, request: GenerateRequest, ask: Ask, sink: Sink, record: RequestRecord) -> Usage:
+    async def run(
+        self,
+        target: Target,
+        request: GenerateRequest,
+        routing_request: RoutingRequest,
+        sink: Sink,
+        record: RequestRecord,
+    ) -> Usage:
         """The whole answer into `sink`; returns its usage.
 
         Raises `PagemillError` when the client has seen nothing of it, `AnswerBroken` when it has.
         """
-        journal = Journal(request, self.journal_room)
-        answer = Answer(target, request, ask, sink, record, journal, Attempts(self._max_attempts))
+        journal = Journal(request, self.journal_capacity)
+        delivery = Delivery(target, request, routing_request, sink, record, journal, Attempts(self._max_attempts))
         try:
-            return await self._serve(answer)
+            return await self._serve(delivery)
         except PagemillError as error:
             if not sink.delivered:
                 raise
-            self._metrics.stream_broke(record.model, answer.last_failure)
-            raise AnswerBroken(error, told=False) from error
+            self._metrics.stream_broke(record.model, delivery.last_failure)
+            raise AnswerBroken(error, reported=False) from error
         finally:
             journal.close()
 
-    async def _serve(self, answer: Answer) -> Usage:
-        record = answer.record
-        again: Again | None = None
+    async def _serve(self, delivery: Delivery) -> Usage:
+        record = delivery.record
+        retry: RetryContext | None = None
         while True:
-            choice = await self._choose(answer, again)
-            num_tokens = answer.journal.num_tokens
+            assignment = await self._choose(delivery, retry)
+            num_tokens = delivery.journal.num_tokens
             try:
-                if pause_s := answer.attempts.pause_s(choice.endpoint_id):
+                if pause_s := delivery.attempts.pause_s(assignment.endpoint_id):
                     await asyncio.sleep(pause_s)
-                usage, served = await self._attempt(choice, answer)
+                usage, served = await self._attempt(assignment, delivery)
             except UpstreamFailure as failure:
-                self._brain.failed(choice, failure.kind)
-                again = self._judge(failure, choice, answer, got_tokens=answer.journal.num_tokens > num_tokens)
+                self._brain.failed(assignment, failure.kind)
+                retry = self._judge(failure, assignment, delivery, got_tokens=delivery.journal.num_tokens > num_tokens)
             except AnswerBroken:
-                answer.attempt.ended("request")
+                delivery.attempt.ended("request")
                 # The engine works and said so itself: nobody could serve this one request.
-                self._brain.failed(choice, "request")
-                self._metrics.attempt(record.model, choice.endpoint_id, "request")
+                self._brain.failed(assignment, "request")
+                self._metrics.attempt(record.model, assignment.endpoint_id, "request")
                 self._metrics.stream_broke(record.model, "request")
                 raise
             except BaseException:
-                self._brain.finished(choice)
+                self._brain.finished(assignment)
                 raise
             else:
-                answer.attempt.ended("served")
-                self._brain.finished(choice, served)
-                self._metrics.attempt(record.model, choice.endpoint_id, "served")
-                if not answer.continues:
-                    self._metrics.cached(record.model, choice, usage.cached_tokens)
+                delivery.attempt.ended("served")
+                self._brain.finished(assignment, served)
+                self._metrics.attempt(record.model, assignment.endpoint_id, "served")
+                if not delivery.continues:
+                    self._metrics.cached(record.model, assignment, usage.cached_tokens)
                 return usage
 
-    async def _choose(self, answer: Answer, again: Again | None) -> Choice:
-        attempts = answer.attempts
-        if pause_s := answer.ends.take_pause_s():
-            await self._keep_alive.during(asyncio.sleep(pause_s), answer.sink.comment)
+    async def _choose(self, delivery: Delivery, retry: RetryContext | None) -> Assignment:
+        attempts = delivery.attempts
+        if pause_s := delivery.engine_failures.take_pause_s():
+            await self._keep_alive.during(asyncio.sleep(pause_s), delivery.sink.comment)
         try:
-            choice = await self._ask_brain(answer, again)
+            assignment = await self._ask_brain(delivery, retry)
         except PagemillError as error:
-            if again is not None and error.code == OTHER_WEIGHTS and not answer.sink.delivered:
-                answer.begin_anew()
-                return await self._choose(answer, again._replace(weights_digest="", num_tokens=0))
-            is_left = error.code in (NOT_READY, OTHER_WEIGHTS) and (attempts.num_counted or answer.sink.delivered)
+            if retry is not None and error.code == OTHER_WEIGHTS and not delivery.sink.delivered:
+                delivery.begin_anew()
+                return await self._choose(delivery, retry._replace(weights_digest="", num_tokens=0))
+            is_left = error.code in (NOT_READY, OTHER_WEIGHTS) and (attempts.num_counted or delivery.sink.delivered)
             raise (attempts.verdict() if is_left else error) from error
-        if again is not None:
-            self._tried_again(answer, again.kind)
-        return choice
+        if retry is not None:
+            self._tried_again(delivery, retry.kind)
+        return assignment
 
-    async def _ask_brain(self, answer: Answer, again: Again | None) -> Choice:
-        target, request, attempts, record = answer.target, answer.request, answer.attempts, answer.record
+    async def _ask_brain(self, delivery: Delivery, retry: RetryContext | None) -> Assignment:
+        target, request, attempts, record = delivery.target, delivery.request, delivery.attempts, delivery.record
         asked_at = time.perf_counter()
-        claim = record.claim._replace(
+        ticket = record.ticket._replace(
             priority=request.priority,
             waited_s=target.queued_s + attempts.queued_s,
             num_sequences=request.sampling.num_sequences,
@@ -133,63 +140,65 @@ class Relay:
             num_refusals=attempts.num_refusals,
             paid=attempts.count > 0,
         )
-        question = self._brain.choose(target, attempts.tried, answer.ask, claim=claim, again=again)
-        expected = partial(self._brain.expected_s, target.model, claim)
-        choice = await self._keep_alive.during(question, answer.sink.comment, expected)
-        self._metrics.routed(target.model, choice, time.perf_counter() - asked_at - choice.queued_s)
-        if choice.queued_s:
-            attempts.queued(choice.queued_s)
-            self._metrics.queued(target.model, choice.queued_s)
+        question = self._brain.choose(target, attempts.tried, delivery.routing_request, ticket=ticket, retry=retry)
+        expected = partial(self._brain.expected_s, target.model, ticket)
+        assignment = await self._keep_alive.during(question, delivery.sink.comment, expected)
+        self._metrics.routed(target.model, assignment, time.perf_counter() - asked_at - assignment.queued_s)
+        if assignment.queued_s:
+            attempts.queued(assignment.queued_s)
+            self._metrics.queued(target.model, assignment.queued_s)
             record.queued_s = max(record.queued_s, target.queued_s + attempts.queued_s)
-        return choice
+        return assignment
 
-    async def _attempt(self, choice: Choice, answer: Answer) -> tuple[Usage, Served]:
-        body = answer.begin(choice)
-        is_alive = partial(self._brain.alive, choice.endpoint_id)
+    async def _attempt(self, assignment: Assignment, delivery: Delivery) -> tuple[Usage, CompletedRequest]:
+        body = delivery.begin(assignment)
+        is_alive = partial(self._brain.alive, assignment.endpoint_id)
         sent_at = time.perf_counter()
-        async with self._upstream.generate(choice, body, answer.record.request_id, is_alive) as stream:
-            self._brain.accepted(choice)
+        async with self._upstream.generate(assignment, body, delivery.record.request_id, is_alive) as stream:
+            self._brain.accepted(assignment)
             frames = await stream.read()
             if frames[0][0].error is None:
-                ttft_s = time.perf_counter() - sent_at if answer.request.stream else None
-                self._brain.started(choice, 1000 * ttft_s if ttft_s is not None else None)
+                ttft_s = time.perf_counter() - sent_at if delivery.request.stream else None
+                self._brain.started(assignment, 1000 * ttft_s if ttft_s is not None else None)
                 if ttft_s is not None:
-                    self._metrics.first_token(answer.record.model, choice, ttft_s)
-            num_tokens, waited_s = answer.journal.num_tokens + _count_tokens(frames), stream.waited_s
+                    self._metrics.first_token(delivery.record.model, assignment, ttft_s)
+            num_tokens, waited_s = delivery.journal.num_tokens + _count_tokens(frames), stream.waited_s
             while frames:
-                usage = await pass_on(frames, stream, answer)
+                usage = await pass_on(frames, stream, delivery)
                 if usage is not None:
-                    pace = _ms_per_token(answer.journal.num_tokens - num_tokens, stream.waited_s - waited_s)
+                    ms_per_token = _ms_per_token(delivery.journal.num_tokens - num_tokens, stream.waited_s - waited_s)
                     await stream.finish()
-                    return usage, Served(usage.completion_tokens, pace)
+                    return usage, CompletedRequest(usage.completion_tokens, ms_per_token)
                 frames = await stream.read()
         raise UpstreamFailure("lost", "The engine's answer ended before its last frame.")
 
-    def _judge(self, failure: UpstreamFailure, choice: Choice, answer: Answer, *, got_tokens: bool) -> Again:
+    def _judge(
+        self, failure: UpstreamFailure, assignment: Assignment, delivery: Delivery, *, got_tokens: bool
+    ) -> RetryContext:
         """What the next attempt must be like. Raises `PagemillError` when there may be none."""
-        journal, attempts = answer.journal, answer.attempts
-        answer.last_failure = failure.kind
+        journal, attempts = delivery.journal, delivery.attempts
+        delivery.last_failure = failure.kind
         if got_tokens and journal.can_continue:
             attempts.progressed()
-        self._note(failure, choice, answer)
-        answer.ends.failed(choice, failure.kind, progressed=got_tokens)
-        if answer.sink.delivered and not journal.can_continue:
+        self._note(failure, assignment, delivery)
+        delivery.engine_failures.failed(assignment, failure.kind, progressed=got_tokens)
+        if delivery.sink.delivered and not journal.can_continue:
             raise bad_upstream(f"The answer broke off: {failure.message}") from failure
         if attempts.exhausted:
             raise attempts.verdict() from failure
         if not journal.can_continue:
-            answer.begin_anew()
-        return Again(
-            choice.decision,
-            choice.endpoint_id,
+            delivery.begin_anew()
+        return RetryContext(
+            assignment.decision,
+            assignment.endpoint_id,
             failure.kind,
             journal.weights_digest,
             journal.num_kept,
-            answer.ends.told,
+            delivery.engine_failures.recorded,
         )
 
-    def _tried_again(self, answer: Answer, reason: FailureKind) -> None:
-        record, journal = answer.record, answer.journal
+    def _tried_again(self, delivery: Delivery, reason: FailureKind) -> None:
+        record, journal = delivery.record, delivery.journal
         if not journal.can_continue:
             self._metrics.retry(record.model, reason)
             record.num_retries += 1
@@ -198,10 +207,10 @@ class Relay:
         record.num_migrations += 1
         record.num_migrated_tokens += journal.num_kept
 
-    def _note(self, failure: UpstreamFailure, choice: Choice, answer: Answer) -> None:
-        attempts, record = answer.attempts, answer.record
-        answer.attempt.ended(failure.kind)
-        self._metrics.attempt(record.model, choice.endpoint_id, failure.kind)
+    def _note(self, failure: UpstreamFailure, assignment: Assignment, delivery: Delivery) -> None:
+        attempts, record = delivery.attempts, delivery.record
+        delivery.attempt.ended(failure.kind)
+        self._metrics.attempt(record.model, assignment.endpoint_id, failure.kind)
         if failure.kind == "refused":
             attempts.refused(failure.message)
         elif failure.kind in ("declined", "unreachable"):
@@ -215,8 +224,8 @@ class Relay:
             "request %s: attempt %d at %s failed after %d tokens (%s): %s",
             record.request_id,
             attempts.count,
-            choice.endpoint_id,
-            answer.journal.num_tokens,
+            assignment.endpoint_id,
+            delivery.journal.num_tokens,
             failure.kind,
             failure.message,
         )

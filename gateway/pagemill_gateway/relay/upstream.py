@@ -13,7 +13,7 @@ from typing import Protocol
 
 import msgspec
 
-from pagemill_gateway.brain.interface import Choice, FailureKind
+from pagemill_gateway.brain.interface import Assignment, FailureKind
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.patience import Patience
 from pagemill_gateway.relay.engine_connection import EngineConnection
@@ -146,14 +146,14 @@ class Upstream:
 
     @asynccontextmanager
     async def generate(
-        self, choice: Choice, body: bytes, request_id: str, is_alive: IsAlive
+        self, assignment: Assignment, body: bytes, request_id: str, is_alive: IsAlive
     ) -> AsyncIterator[FrameStream]:
         """Send an encoded `GenerateRequest`; the engine has accepted it once the block is entered.
 
         Leaving the block before the last frame closes the connection, which aborts the request in the engine. Raises
         `UpstreamFailure`, or `PagemillError` for a request that no engine would take.
         """
-        origin, connection = await self._ask(choice, body, request_id, is_alive)
+        origin, connection = await self._ask(assignment, body, request_id, is_alive)
         try:
             await _check_accepted(connection)
             weights_digest = connection.header(WEIGHTS_HEADER.encode())[:MAX_DIGEST_CHARS]
@@ -167,13 +167,13 @@ class Upstream:
             self._pool.give_back(origin, connection)
 
     async def _ask(
-        self, choice: Choice, body: bytes, request_id: str, is_alive: IsAlive
+        self, assignment: Assignment, body: bytes, request_id: str, is_alive: IsAlive
     ) -> tuple[Origin, EngineConnection]:
         """A connection on which the engine has begun to answer."""
         try:
             async with asyncio.timeout(self._accept_timeout_s) as limit, self._watched(limit, is_alive):
-                origin = origin_of(choice.data_url)
-                head = _head(origin, choice.token, request_id, len(body))
+                origin = origin_of(assignment.data_url)
+                head = _head(origin, assignment.token, request_id, len(body))
                 connection = await self._pool.take(origin)
                 try:
                     await connection.ask(head, body)

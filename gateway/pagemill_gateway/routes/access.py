@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import orjson
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pagemill_gateway.brain.interface import Experience
-from pagemill_gateway.relay.record import RequestRecord
+from pagemill_gateway.brain.interface import RequestOutcome
+from pagemill_gateway.request_record import RequestRecord
 from pagemill_gateway.worker import Worker
 from pagemill_protocol.http.door import request_id
 
@@ -63,7 +63,7 @@ class AccessLog:
             record.status = record.status or 500
             self._worker.metrics.finished(record)
             if record.finished:
-                self._worker.brain.experienced(_experience(record))
+                self._worker.brain.record_outcome(_experience(record))
             trace_id = self._worker.tracing.finished(record, scope)
             if record.route not in PROBES or record.status >= 400:
                 logger.info(_line(record, scope["method"], trace_id))
@@ -77,13 +77,13 @@ class AccessLog:
             yield b"connection", b"close"
 
 
-def _experience(record: RequestRecord) -> Experience:
+def _experience(record: RequestRecord) -> RequestOutcome:
     """Per sequence, as far as several were asked for."""
     usage, num_choices = record.usage, max(1, record.num_choices)
     num_output_tokens = usage.completion_tokens // num_choices
     ttft_s = record.ttft_s if record.stream else None
     after_first_s = record.duration_s() - ttft_s if ttft_s is not None else None
-    return Experience(
+    return RequestOutcome(
         deployment=record.deployment,
         num_prompt_tokens=usage.prompt_tokens // max(1, record.num_prompts),
         num_cached_tokens=usage.cached_tokens // max(1, record.num_prompts),

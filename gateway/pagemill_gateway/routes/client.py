@@ -28,7 +28,7 @@ class ClientTooSlow(Exception):
     """The client has taken nothing for too long; its connection is no use any more."""
 
 
-class Client:
+class ClientResponse:
     def __init__(self, send: Send, slow_timeout_s: float) -> None:
         self._send = send
         self._patience = Patience(slow_timeout_s)

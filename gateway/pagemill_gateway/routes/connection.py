@@ -20,8 +20,8 @@ async def while_connected(work: Awaitable[None], receive: Receive) -> bool:
             left = True
             task.cancel()
 
-    departure = asyncio.ensure_future(_departure(receive))
-    departure.add_done_callback(leave)
+    departing = asyncio.ensure_future(departure(receive))
+    departing.add_done_callback(leave)
     try:
         await work
     except asyncio.CancelledError:
@@ -31,12 +31,13 @@ async def while_connected(work: Awaitable[None], receive: Receive) -> bool:
         raise
     finally:
         over = True
-        departure.cancel()
+        departing.cancel()
     if left:  # the work ended all the same
         task.uncancel()
     return True
 
 
-async def _departure(receive: Receive) -> None:
+async def departure(receive: Receive) -> None:
+    """Return when the client leaves."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -10,9 +10,10 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from pagemill_gateway.brain.registry import Deployment, EndpointRecord
+from pagemill_gateway.brain.endpoints.deployment import DeploymentRecord
+from pagemill_gateway.brain.endpoints.record import EndpointRecord
+from pagemill_gateway.control_process import ControlProcess
 from pagemill_gateway.discovery.catalog import decode_catalog
-from pagemill_gateway.head import Head
 from pagemill_gateway.routes.load import LoadStream
 from pagemill_protocol.errors import PagemillError, invalid_field
 from pagemill_protocol.frames import LOAD_CONTENT_TYPE
@@ -23,7 +24,7 @@ DEFAULT_DECISIONS = 20
 
 
 class ControlRoutes:
-    def __init__(self, head: Head) -> None:
+    def __init__(self, head: ControlProcess) -> None:
         self._head = head
 
     async def put_catalog(self, request: Request) -> Response:
@@ -74,7 +75,7 @@ class ControlRoutes:
             raise invalid_field("limit", f"limit must be a whole number of decisions, got {text[:40]!r}.")
         return JSONResponse({"decisions": self._head.brain.placement.decisions.latest(int(text))})
 
-    def _model(self, deployment: Deployment) -> dict[str, Any]:
+    def _model(self, deployment: DeploymentRecord) -> dict[str, Any]:
         model = deployment.model
         return {
             "namespace": model.namespace,
@@ -104,7 +105,7 @@ class ControlRoutes:
             "unreported_requests": record.dispatches.num_unreported,
             "reserved_blocks": record.reserved.num_blocks,
             "in_flight_elsewhere": brain.load_elsewhere(record),
-            "failures": record.ejection.num_failures,
+            "failures": brain.recovery.ejection(record).num_failures,
             "max_model_len": record.max_model_len,
             "adapters_resident": state.adapters.resident if state is not None else [],
             "load": msgspec.structs.asdict(state.load) if state is not None else None,

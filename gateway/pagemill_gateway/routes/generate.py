@@ -15,16 +15,16 @@ from functools import partial
 
 from starlette.types import Receive, Scope, Send
 
-from pagemill_gateway.brain.interface import Claim
+from pagemill_gateway.brain.interface import QueueTicket
 from pagemill_gateway.limits.caller import Caller
 from pagemill_gateway.relay import answers
-from pagemill_gateway.relay.asks import HeaderOf
 from pagemill_gateway.relay.delivery import AnswerBroken
 from pagemill_gateway.relay.preparation import Prepared
-from pagemill_gateway.relay.record import RequestRecord
+from pagemill_gateway.relay.routing_requests import HeaderOf
+from pagemill_gateway.request_record import RequestRecord
 from pagemill_gateway.routes.access import record_of
 from pagemill_gateway.routes.body import read_counted
-from pagemill_gateway.routes.client import Client, ClientTooSlow
+from pagemill_gateway.routes.client import ClientResponse, ClientTooSlow
 from pagemill_gateway.routes.connection import while_connected
 from pagemill_gateway.worker import Worker
 from pagemill_protocol.errors import PagemillError, internal_error, invalid_field
@@ -49,10 +49,10 @@ class GenerateRoute:
         record.tenant = caller.tenant
         timeout_s = _timeout_s(scope, worker.config.request_timeout_s)
         check_json_content_type(scope)
-        with worker.gate.enter() as place:
-            raw = await read_counted(scope, receive, place, worker.config.max_body_bytes)
+        with worker.gate.enter() as slot:
+            raw = await read_counted(scope, receive, slot, worker.config.max_body_bytes)
             header_of = partial(_header, scope)
-            client = Client(send, worker.config.slow_client_timeout_s)
+            client = ClientResponse(send, worker.config.slow_client_timeout_s)
             try:
                 stayed = await while_connected(self._serve(raw, caller, header_of, timeout_s, client, record), receive)
             finally:
@@ -66,18 +66,18 @@ class GenerateRoute:
         caller: Caller,
         header_of: HeaderOf,
         timeout_s: float | None,
-        client: Client,
+        client: ClientResponse,
         record: RequestRecord,
     ) -> None:
         """Answer, or tell the client why not. Raises nothing."""
         try:
             try:
-                record.claim = _claim(raw, caller, timeout_s, record)
+                record.ticket = _ticket(raw, caller, timeout_s, record)
                 async with self._worker.running.limited(timeout_s):
                     await self._answer(raw, caller, header_of, client, record)
             except AnswerBroken as broken:
                 record.failed(broken.error)
-                await (client.end() if broken.told else client.fail(broken.error))
+                await (client.end() if broken.reported else client.fail(broken.error))
             except PagemillError as error:
                 record.failed(error)
                 await client.fail(error)
@@ -90,11 +90,11 @@ class GenerateRoute:
             await client.fail(internal_error())
 
     async def _answer(
-        self, raw: bytes, caller: Caller, header_of: HeaderOf, client: Client, record: RequestRecord
+        self, raw: bytes, caller: Caller, header_of: HeaderOf, client: ClientResponse, record: RequestRecord
     ) -> None:
         worker = self._worker
         worker.limiter.check(caller)
-        prepared = await worker.preparation.prepare(raw, self._dialect, caller, header_of, record.claim, client.write)
+        prepared = await worker.preparation.prepare(raw, self._dialect, caller, header_of, record.ticket, client.write)
         record.served_by(prepared.target, prepared.requests)
         worker.metrics.prepared(record)
         reservation = await worker.limiter.reserve(caller, prepared.target.model, prepared.requests)
@@ -108,7 +108,7 @@ class GenerateRoute:
         finally:
             reservation.settle(record, cut_off=cut_off)
 
-    async def _relay(self, prepared: Prepared, client: Client, record: RequestRecord) -> None:
+    async def _relay(self, prepared: Prepared, client: ClientResponse, record: RequestRecord) -> None:
         worker = self._worker
         if prepared.stream:
             await answers.stream(worker.relay, prepared, client.write, record)
@@ -124,9 +124,9 @@ def _header(scope: Scope, name: str) -> str | None:
     return header(scope, name.encode())
 
 
-def _claim(raw: bytes, caller: Caller, timeout_s: float | None, record: RequestRecord) -> Claim:
+def _ticket(raw: bytes, caller: Caller, timeout_s: float | None, record: RequestRecord) -> QueueTicket:
     deadline_at = math.inf if timeout_s is None else time.monotonic() + timeout_s
-    return Claim(key=caller.account, num_bytes=len(raw), arrived_at=record.started_at, deadline_at=deadline_at)
+    return QueueTicket(key=caller.account, num_bytes=len(raw), arrived_at=record.started_at, deadline_at=deadline_at)
 
 
 def _timeout_s(scope: Scope, default: float | None) -> float | None:

@@ -7,30 +7,32 @@ gateway, so far as it is not itself on its way out.
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.metadata import version
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from pagemill_gateway.desks import HeadDesk
-from pagemill_gateway.version import VERSION
+from pagemill_gateway.ports import ControlProcessPort
 from pagemill_protocol.openai.openapi import document
+
+VERSION = version("pagemill-gateway")
 
 
 class HealthRoutes:
-    def __init__(self, head: HeadDesk, is_draining: Callable[[], bool]) -> None:
+    def __init__(self, control: ControlProcessPort, is_draining: Callable[[], bool]) -> None:
         """`is_draining`: whether who answers here is on its way out."""
-        self._head = head
+        self._control = control
         self._is_draining = is_draining
 
     async def livez(self, request: Request) -> Response:
         return JSONResponse({"live": True})
 
     async def readyz(self, request: Request) -> Response:
-        standing = await self._head.standing()
-        draining = standing.draining or self._is_draining()
-        ready = standing.ready and not draining
+        status = await self._control.status()
+        draining = status.draining or self._is_draining()
+        ready = status.ready and not draining
         phase = "draining" if draining else "ready" if ready else "starting"
-        detail = standing.detail or ("the gateway is shutting down" if draining else "")
+        detail = status.detail or ("the gateway is shutting down" if draining else "")
         return JSONResponse({"ready": ready, "phase": phase, "detail": detail}, status_code=200 if ready else 503)
 
     async def version(self, request: Request) -> Response:

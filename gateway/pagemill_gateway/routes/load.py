@@ -10,8 +10,9 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from pagemill_gateway.brain.load import same_but_older
-from pagemill_gateway.head import Head
+from pagemill_gateway.brain.load.measure import same_but_older
+from pagemill_gateway.control_process import ControlProcess
+from pagemill_gateway.routes.connection import departure
 from pagemill_protocol.frames import LOAD_CONTENT_TYPE, encode_load
 from pagemill_protocol.load import DeploymentLoad, LoadFrame
 
@@ -22,43 +23,38 @@ HEARTBEAT_S = 2.0
 
 
 class LoadStream:
-    def __init__(self, head: Head) -> None:
-        self._head = head
+    def __init__(self, control: ControlProcess) -> None:
+        self._control = control
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        departure = asyncio.create_task(_departure(receive))
+        departing = asyncio.create_task(departure(receive))
         headers = [(b"content-type", LOAD_CONTENT_TYPE.encode())]
         try:
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-            await self._tell(send, departure)
+            await self._publish(send, departing)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
-            departure.cancel()
+            departing.cancel()
 
-    async def _tell(self, send: Send, departure: asyncio.Task[None]) -> None:
+    async def _publish(self, send: Send, departing: asyncio.Task[None]) -> None:
         """Until the reader leaves or the gateway ends."""
         loop = asyncio.get_running_loop()
-        told: list[DeploymentLoad] = []
-        told_at, sequence = -HEARTBEAT_S, 0
-        while not departure.done() and not self._head.closing.is_set():
-            load = self._head.brain.load()
-            if loop.time() - told_at >= HEARTBEAT_S or not _same(load, told):
+        published: list[DeploymentLoad] = []
+        published_at, sequence = -HEARTBEAT_S, 0
+        while not departing.done() and not self._control.closing.is_set():
+            load = self._control.brain.load()
+            if loop.time() - published_at >= HEARTBEAT_S or not _same(load, published):
                 body = encode_load(LoadFrame(sequence=sequence, deployments=load))
                 await send({"type": "http.response.body", "body": body, "more_body": True})
-                told, told_at, sequence = load, loop.time(), sequence + 1
+                published, published_at, sequence = load, loop.time(), sequence + 1
             # Somebody who waits where nobody did is told at once: an engine may have to be started for them.
-            ending = asyncio.ensure_future(self._head.closing.wait())
-            waiter = self._head.brain.queues.first_waiter()
-            events: list[asyncio.Future[Any]] = [departure, ending, waiter]
+            ending = asyncio.ensure_future(self._control.closing.wait())
+            waiter = self._control.brain.queues.first_waiter()
+            events: list[asyncio.Future[Any]] = [departing, ending, waiter]
             await asyncio.wait(events, timeout=INTERVAL_S, return_when=asyncio.FIRST_COMPLETED)
             ending.cancel()
             waiter.cancel()
 
 
-def _same(load: list[DeploymentLoad], told: list[DeploymentLoad]) -> bool:
-    return len(load) == len(told) and all(map(same_but_older, load, told))
-
-
-async def _departure(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+def _same(load: list[DeploymentLoad], published: list[DeploymentLoad]) -> bool:
+    return len(load) == len(published) and all(map(same_but_older, load, published))

@@ -37,7 +37,7 @@ class ModelRoutes:
         return {each.name: each for each in await self._worker.brain.names() if caller.may_use(each.name)}
 
     async def _started_unix_s(self) -> int:
-        return (await self._worker.head.standing()).started_unix_s
+        return (await self._worker.control.status()).started_unix_s
 
 
 def _card(served: ServedName, started_unix_s: int) -> render.ModelCard:

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pagemill_gateway.admission.gate import Place
+from pagemill_gateway.admission.gate import GateSlot
 from pagemill_gateway.brain.interface import Target
 from pagemill_gateway.limits.caller import Caller
 from pagemill_gateway.limits.refusals import check_model, told_to
@@ -72,7 +72,7 @@ class TokenRoutes:
         response.headers.update(headers)
         return response
 
-    async def _read(self, request: Request, place: Place) -> bytes:
+    async def _read(self, request: Request, place: GateSlot) -> bytes:
         return await read_counted(request.scope, request.receive, place, self._worker.config.max_body_bytes)
 
     async def _resolve(self, model: str, caller: Caller) -> Target:

@@ -1,6 +1,6 @@
 """The default policy: the pod where the request costs the fewest milliseconds.
 
-Cost is the expected time to the first token, the harm to running requests (`routing.expected`), the time until the
+Cost is the expected time to the first token, the harm to running requests (`routing.cost_terms`), the time until the
 request's adapter is loaded there, and what leaving the session's pod counts: a constant, so that a session stays
 exactly as long as it loses less than that by staying. Costs that are equal for all anybody can predict are split by the
 number of requests, so that many at once, or many gateways, do not all run to the same pod.
@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import overload
 
-from pagemill_gateway.routing.expected import Standing, Terms, expected, standing_of
-from pagemill_gateway.routing.pace import DEFAULT_STEP_TOKENS, Pace, pace_of
-from pagemill_gateway.routing.policy import Candidate, RequestView, Ruling, least_busy
+from pagemill_gateway.routing.cost_terms import CostBasis, CostTerms, cost_basis_of, cost_terms
+from pagemill_gateway.routing.policy import Candidate, RequestView, RoutingDecision, least_busy
 from pagemill_gateway.routing.report import PodReport
+from pagemill_gateway.routing.step_time_snapshot import DEFAULT_STEP_TOKENS, StepTimeSnapshot, take_snapshot
 from pagemill_protocol.step_time import StepTimeModel
 
 NEAR_SHARE = 0.02
@@ -26,19 +26,19 @@ NEAR_MS = 0.5
 COLUMNS = ("step_ms", "wait_ms", "prefill_ms", "harm_ms", "adapter_ms", "ttft_ms", "affinity_ms", "cost_ms")
 
 
-class Cost:
+class CostPolicy:
     name = "Cost"
 
     def __init__(self, session_ms: float = 50.0) -> None:
         """`session_ms`: most predicted milliseconds that a session gives for staying on its pod."""
         self._session_ms = session_ms
 
-    def choose(self, request: RequestView, candidates: Sequence[Candidate]) -> Ruling:
-        standings = _standings(candidates)
-        if standings is None:
-            return Ruling(least_busy(candidates), "no engine has told how fast it is: fewest requests")
+    def choose(self, request: RequestView, candidates: Sequence[Candidate]) -> RoutingDecision:
+        bases = _cost_bases(candidates)
+        if bases is None:
+            return RoutingDecision(least_busy(candidates), "no engine has told how fast it is: fewest requests")
         cached = [each.num_cached_tokens for each in candidates]
-        terms = expected(standings, cached, request.num_prompt_tokens, request.num_output_tokens)
+        terms = cost_terms(bases, cached, request.num_prompt_tokens, request.num_output_tokens)
         costs = [step_ms + wait_ms + prefill_ms + harm_ms for step_ms, wait_ms, prefill_ms, harm_ms in terms]
         if request.is_for_adapter:
             costs = [cost + each.adapter_ms for each, cost in zip(candidates, costs, strict=True)]
@@ -54,18 +54,18 @@ class Cost:
             stays = [each for each, cost in zip(candidates, costs, strict=True) if each.session and cost == best]
             near = stays or [each for each in near if not each.session]
         why = "smallest cost" if len(near) == 1 else f"{len(near)} costs nearly equal: fewest requests"
-        return Ruling(least_busy(near), why, COLUMNS, _Rows(request, candidates, standings, affinity_ms))
+        return RoutingDecision(least_busy(near), why, COLUMNS, _Rows(request, candidates, bases, affinity_ms))
 
 
 class _Rows(Sequence[Sequence[float]]):
     """What each costs, worked out again when somebody looks: decisions are kept by the hundred and shown seldom."""
 
     def __init__(
-        self, request: RequestView, candidates: Sequence[Candidate], standings: Sequence[Standing], affinity_ms: float
+        self, request: RequestView, candidates: Sequence[Candidate], bases: Sequence[CostBasis], affinity_ms: float
     ) -> None:
         self._request = request
         self._candidates = candidates
-        self._standings = standings
+        self._bases = bases
         self._affinity_ms = affinity_ms
 
     def __len__(self) -> int:
@@ -80,28 +80,32 @@ class _Rows(Sequence[Sequence[float]]):
             return [self[each] for each in range(*index.indices(len(self)))]
         candidate, request = self._candidates[index], self._request
         cached = [candidate.num_cached_tokens]
-        rows = expected([self._standings[index]], cached, request.num_prompt_tokens, request.num_output_tokens)
-        terms = Terms(*rows[0])
+        rows = cost_terms([self._bases[index]], cached, request.num_prompt_tokens, request.num_output_tokens)
+        terms = CostTerms(*rows[0])
         adapter_ms, affinity_ms = candidate.adapter_ms, 0.0 if candidate.session else self._affinity_ms
         cost_ms = terms.ttft_ms + terms.harm_ms + adapter_ms + affinity_ms
         return (*terms, adapter_ms, terms.ttft_ms + adapter_ms, affinity_ms, cost_ms)
 
 
-def _standings(candidates: Sequence[Candidate]) -> Sequence[Standing] | None:
+def _cost_bases(candidates: Sequence[Candidate]) -> Sequence[CostBasis] | None:
     """Of each, by what it told; a speed that is missing is the median of the others. `None`: not enough was told."""
-    standings = [each.standing for each in candidates if each.standing is not None]
-    if len(standings) == len(candidates):
-        return standings
+    bases = [each.cost_basis for each in candidates if each.cost_basis is not None]
+    if len(bases) == len(candidates):
+        return bases
     reports = [each.report for each in candidates if each.report is not None]
-    paces = [report.pace for report in reports if report.pace is not None]
-    if len(reports) < len(candidates) or not paces:
+    snapshots = [report.step_time for report in reports if report.step_time is not None]
+    if len(reports) < len(candidates) or not snapshots:
         return None
-    usual = sorted(paces, key=lambda pace: pace.model.predict_ms(DEFAULT_STEP_TOKENS))[len(paces) // 2].model
+    usual = sorted(snapshots, key=lambda snapshot: snapshot.model.predict_ms(DEFAULT_STEP_TOKENS))[
+        len(snapshots) // 2
+    ].model
     return [
-        standing_of(report, report.pace or _as_fast_as(usual, report), each.num_unreported, each.num_unreported_tokens)
+        cost_basis_of(
+            report, report.step_time or _with_model(usual, report), each.num_unreported, each.num_unreported_tokens
+        )
         for each, report in zip(candidates, reports, strict=True)
     ]
 
 
-def _as_fast_as(model: StepTimeModel, report: PodReport) -> Pace:
-    return pace_of(model, report.max_step_tokens, report.num_running, report.num_tokens_running)
+def _with_model(model: StepTimeModel, report: PodReport) -> StepTimeSnapshot:
+    return take_snapshot(model, report.max_step_tokens, report.num_running, report.num_tokens_running)

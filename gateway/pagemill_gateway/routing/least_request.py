@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pagemill_gateway.routing.policy import Candidate, RequestView, Ruling, least_busy
+from pagemill_gateway.routing.policy import Candidate, RequestView, RoutingDecision, least_busy
 
 
 class LeastRequest:
     name = "LeastRequest"
 
-    def choose(self, request: RequestView, candidates: Sequence[Candidate]) -> Ruling:
+    def choose(self, request: RequestView, candidates: Sequence[Candidate]) -> RoutingDecision:
         rows = [(float(each.num_requests),) for each in candidates]
-        return Ruling(least_busy(candidates), "fewest requests", ("requests",), rows)
+        return RoutingDecision(least_busy(candidates), "fewest requests", ("requests",), rows)

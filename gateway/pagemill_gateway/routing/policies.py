@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-from pagemill_gateway.routing.cost import Cost
+from pagemill_gateway.routing.cost import CostPolicy
 from pagemill_gateway.routing.least_request import LeastRequest
-from pagemill_gateway.routing.policy import Policy
+from pagemill_gateway.routing.policy import RoutingPolicy
 from pagemill_gateway.routing.power_of_two import PowerOfTwo
 from pagemill_gateway.routing.prefix_hash import PrefixHash
 from pagemill_gateway.routing.round_robin import RoundRobin
@@ -15,7 +15,7 @@ from pagemill_gateway.routing.weighted322 import Weighted322
 
 PolicyName = Literal["Cost", "LeastRequest", "RoundRobin", "PowerOfTwo", "PrefixHash", "Weighted322"]
 
-_MAKERS: dict[str, Callable[[], Policy]] = {
+_MAKERS: dict[str, Callable[[], RoutingPolicy]] = {
     "LeastRequest": LeastRequest,
     "LeastInFlight": LeastRequest,
     "RoundRobin": RoundRobin,
@@ -25,14 +25,14 @@ _MAKERS: dict[str, Callable[[], Policy]] = {
 }
 
 
-class Policies:
+class RoutingPolicies:
     """One object a policy; deployments share them."""
 
     def __init__(self, default: PolicyName, session_ms: float) -> None:
         self._policies = {name: make() for name, make in _MAKERS.items()}
-        self._policies["Cost"] = Cost(session_ms)
+        self._policies["Cost"] = CostPolicy(session_ms)
         self._default = self._policies[default]
 
-    def named(self, name: str) -> Policy:
+    def named(self, name: str) -> RoutingPolicy:
         """`Auto`, and a name that only a newer operator knows, is the gateway's own choice."""
         return self._policies.get(name, self._default)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from pagemill_gateway.routing.expected import Standing
+from pagemill_gateway.routing.cost_terms import CostBasis
 from pagemill_gateway.routing.report import PodReport
 
 
@@ -37,7 +37,7 @@ class Candidate(NamedTuple):
     """Uncached prompt tokens of those."""
     session: bool = False
     """The request's session was here last."""
-    standing: Standing | None = None
+    cost_basis: CostBasis | None = None
     """Of the report and what it does not count, where that was worked out before."""
     adapter_ms: float = 0.0
     """Until the request's adapter is loaded there; 0: it is, or the request is for none."""
@@ -60,7 +60,7 @@ class RequestView(NamedTuple):
     is_for_adapter: bool = False
 
 
-class Ruling(NamedTuple):
+class RoutingDecision(NamedTuple):
     """A choice, and what it was made from: one row of terms a candidate, in order; the last column was compared.
 
     Rows may be worked out when they are looked at: a decision is made often, and shown seldom.
@@ -73,10 +73,10 @@ class Ruling(NamedTuple):
     largest_wins: bool = False
 
 
-class Policy(Protocol):
+class RoutingPolicy(Protocol):
     name: str
 
-    def choose(self, request: RequestView, candidates: Sequence[Candidate]) -> Ruling:
+    def choose(self, request: RequestView, candidates: Sequence[Candidate]) -> RoutingDecision:
         """The candidate to send `request` to. `candidates` is never empty."""
         ...
 

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pagemill_gateway.routing.policy import Candidate, RequestView, Ruling, least_busy
+from pagemill_gateway.routing.policy import Candidate, RequestView, RoutingDecision, least_busy
 
 
 class PowerOfTwo:
     name = "PowerOfTwo"
 
-    def choose(self, request: RequestView, candidates: Sequence[Candidate]) -> Ruling:
+    def choose(self, request: RequestView, candidates: Sequence[Candidate]) -> RoutingDecision:
         first, second = drawn_pair(request.draw, len(candidates))
         pair = [candidates[first], candidates[second]]
         rows = [(float(each.num_requests),) for each in candidates]
         why = f"fewer requests of the pair {pair[0].endpoint_id}, {pair[1].endpoint_id}"
-        return Ruling(least_busy(pair), why, ("requests",), rows)
+        return RoutingDecision(least_busy(pair), why, ("requests",), rows)
 
 
 def drawn_pair(draw: float, count: int) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from hashlib import blake2b
 
-from pagemill_gateway.routing.policy import Candidate, RequestView, Ruling
+from pagemill_gateway.routing.policy import Candidate, RequestView, RoutingDecision
 
 LOAD_FACTOR = 1.25
 REPLICAS = 256
@@ -24,7 +24,7 @@ PREFIX_CHARS = 100
 class PrefixHash:
     name = "PrefixHash"
 
-    def choose(self, request: RequestView, candidates: Sequence[Candidate]) -> Ruling:
+    def choose(self, request: RequestView, candidates: Sequence[Candidate]) -> RoutingDecision:
         by_id = {each.endpoint_id: each for each in candidates}
         points, owners = ring(tuple(sorted(by_id)))
         start = bisect_left(points, ring_hash(request.prompt_key))
@@ -35,15 +35,15 @@ class PrefixHash:
             owner = owners[(start + step) % len(owners)]
             if owner in passed:
                 continue
-            if has_room(by_id[owner].in_flight, total, len(candidates)):
+            if within_load_bound(by_id[owner].in_flight, total, len(candidates)):
                 why = f"first on the ring with room, {len(passed)} passed"
-                return Ruling(by_id[owner], why, ("requests",), rows)
+                return RoutingDecision(by_id[owner], why, ("requests",), rows)
             passed[owner] = None
         first = by_id[next(iter(passed))]
-        return Ruling(first, "first on the ring, none has room", ("requests",), rows)
+        return RoutingDecision(first, "first on the ring, none has room", ("requests",), rows)
 
 
-def has_room(load: int, total: int, count: int, factor: float = LOAD_FACTOR) -> bool:
+def within_load_bound(load: int, total: int, count: int, factor: float = LOAD_FACTOR) -> bool:
     """Whether one more request keeps the endpoint within `factor` of the mean; an idle service takes anything."""
     return total == 0 or load + 1 <= (total + 1) / count * factor
 

@@ -1,10 +1,10 @@
-"""What a pod said of itself, in routing's words. Engines' frames become such reports in `brain.pod_reports`."""
+"""What a pod said of itself, in routing's words; `brain.placement.pod_reports` makes it from an engine's frame."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from pagemill_gateway.routing.pace import Pace
+from pagemill_gateway.routing.step_time_snapshot import StepTimeSnapshot
 
 
 class PodReport(NamedTuple):
@@ -25,5 +25,5 @@ class PodReport(NamedTuple):
     num_blocks_available: int
     """Free, or evictable."""
     num_blocks_active: int
-    pace: Pace | None
+    step_time: StepTimeSnapshot | None
     """`None`: it has not told how fast it is."""

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pagemill_gateway.routing.policy import Candidate, RequestView, Ruling
+from pagemill_gateway.routing.policy import Candidate, RequestView, RoutingDecision
 
 
 class RoundRobin:
     name = "RoundRobin"
 
-    def choose(self, request: RequestView, candidates: Sequence[Candidate]) -> Ruling:
+    def choose(self, request: RequestView, candidates: Sequence[Candidate]) -> RoutingDecision:
         chosen = min(candidates, key=_turn)
-        return Ruling(chosen, "its turn", ("last_chosen",), [(float(each.last_chosen),) for each in candidates])
+        return RoutingDecision(
+            chosen, "its turn", ("last_chosen",), [(float(each.last_chosen),) for each in candidates]
+        )
 
 
 def _turn(candidate: Candidate) -> tuple[int, str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pagemill_gateway.routing.policy import Candidate, RequestView, Ruling
+from pagemill_gateway.routing.policy import Candidate, RequestView, RoutingDecision
 
 QUEUE_WEIGHT, KV_WEIGHT, PREFIX_WEIGHT = 2.0, 2.0, 3.0
 
@@ -17,7 +17,7 @@ QUEUE_WEIGHT, KV_WEIGHT, PREFIX_WEIGHT = 2.0, 2.0, 3.0
 class Weighted322:
     name = "Weighted322"
 
-    def choose(self, request: RequestView, candidates: Sequence[Candidate]) -> Ruling:
+    def choose(self, request: RequestView, candidates: Sequence[Candidate]) -> RoutingDecision:
         queues = queue_scores([_num_waiting(each) for each in candidates])
         rows = []
         for candidate, queue in zip(candidates, queues, strict=True):
@@ -26,7 +26,9 @@ class Weighted322:
         best = max(row[-1] for row in rows)
         tied = [each for each, row in zip(candidates, rows, strict=True) if row[-1] == best]
         chosen = tied[int(request.draw * len(tied))]
-        return Ruling(chosen, "largest weighted score", ("queue", "kv", "prefix", "score"), rows, largest_wins=True)
+        return RoutingDecision(
+            chosen, "largest weighted score", ("queue", "kv", "prefix", "score"), rows, largest_wins=True
+        )
 
 
 def queue_scores(waiting: Sequence[int]) -> list[float]:

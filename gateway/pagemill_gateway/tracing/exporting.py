@@ -18,7 +18,7 @@ from opentelemetry.trace import Tracer
 from starlette.types import Scope
 
 from pagemill_gateway.config import TracingConfig
-from pagemill_gateway.relay.record import RequestRecord
+from pagemill_gateway.request_record import RequestRecord
 from pagemill_gateway.tracing import spans
 
 GATEWAY = "pagemill-gateway"
@@ -40,7 +40,7 @@ class ExportedTraces:
         self._tracers = spans.Tracers(*(self._tracer(name, sampler) for name in (GATEWAY, ENGINE)))
 
     def finished(self, record: RequestRecord, scope: Scope) -> str:
-        return spans.tell(record, scope, self._tracers)
+        return spans.record_spans(record, scope, self._tracers)
 
     async def close(self) -> None:
         await asyncio.to_thread(self._processor.shutdown)

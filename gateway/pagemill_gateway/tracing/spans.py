@@ -22,7 +22,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from opentelemetry.util.types import AttributeValue
 from starlette.types import Scope
 
-from pagemill_gateway.relay.record import AttemptRecord, RequestRecord
+from pagemill_gateway.request_record import AttemptRecord, RequestRecord
 from pagemill_protocol.generate import Dialect
 from pagemill_protocol.http.door import header
 
@@ -37,7 +37,7 @@ class Tracers(NamedTuple):
     engine: Tracer
 
 
-class Clock:
+class SpanClock:
     """Monotonic seconds of a record as the nanoseconds since 1970 that spans have."""
 
     def __init__(self) -> None:
@@ -47,9 +47,9 @@ class Clock:
         return int(at_s * 1e9) + self._offset_ns
 
 
-def tell(record: RequestRecord, scope: Scope, tracers: Tracers) -> str:
+def record_spans(record: RequestRecord, scope: Scope, tracers: Tracers) -> str:
     """Start and end every span of the request; the trace's id in hex, empty where it is not sampled."""
-    clock = Clock()
+    clock = SpanClock()
     root = tracers.gateway.start_span(
         f"{scope['method']} {record.route}",
         context=_parent(scope),
@@ -59,7 +59,7 @@ def tell(record: RequestRecord, scope: Scope, tracers: Tracers) -> str:
     if root.is_recording():
         root.set_attributes(dict(_of_request(record, scope["method"])))
         root.set_status(_status(record.error_code))
-        _tell_parts(record, set_span_in_context(root), tracers, clock)
+        _record_parts(record, set_span_in_context(root), tracers, clock)
     root.end(clock(time.monotonic()))
     context = root.get_span_context()
     return f"{context.trace_id:032x}" if context.trace_flags.sampled else ""
@@ -71,7 +71,7 @@ def _parent(scope: Scope) -> Context | None:
     return _propagator.extract(carrier, Context()) if carrier else Context()
 
 
-def _tell_parts(record: RequestRecord, within: Context, tracers: Tracers, clock: Clock) -> None:
+def _record_parts(record: RequestRecord, within: Context, tracers: Tracers, clock: SpanClock) -> None:
     if record.prepare_s is not None:
         started_at = record.started_at
         span = tracers.gateway.start_span("prepare", within, start_time=clock(started_at))
@@ -80,11 +80,11 @@ def _tell_parts(record: RequestRecord, within: Context, tracers: Tracers, clock:
         if attempt.queued_s:
             span = tracers.gateway.start_span("queue", within, start_time=clock(attempt.started_at - attempt.queued_s))
             span.end(clock(attempt.started_at))
-        _tell_attempt(record, attempt, within, tracers, clock)
+        _record_attempt(record, attempt, within, tracers, clock)
 
 
-def _tell_attempt(
-    record: RequestRecord, attempt: AttemptRecord, within: Context, tracers: Tracers, clock: Clock
+def _record_attempt(
+    record: RequestRecord, attempt: AttemptRecord, within: Context, tracers: Tracers, clock: SpanClock
 ) -> None:
     span = tracers.gateway.start_span(
         f"{_operation(record)} {record.model}",

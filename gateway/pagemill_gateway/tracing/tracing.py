@@ -7,7 +7,7 @@ from typing import Protocol
 from starlette.types import Scope
 
 from pagemill_gateway.config import TracingConfig
-from pagemill_gateway.relay.record import RequestRecord
+from pagemill_gateway.request_record import RequestRecord
 
 
 class Tracing(Protocol):

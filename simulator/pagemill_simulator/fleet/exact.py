@@ -82,7 +82,7 @@ class _ExactFleet:
             events,
             self._loop,
             self._sites,
-            PromptHashes(config.remembered_granules),
+            PromptHashes(config.remembered_prefix_chunks),
             max_attempts=settings.max_attempts,
             seed=settings.seed,
             on_empty=self._look_whether_empty,
@@ -178,11 +178,11 @@ class _ExactFleet:
         """As `discovery.handover`: nothing more goes there, once another one can take over."""
         brain, name = self._brain, site.pod_name
         await asyncio.sleep(2 * NETWORK_S)
-        await brain.news.wait_until(lambda: brain.replaceable(name), self._handover_timeout_s)
-        brain.let_go(name)
+        await brain.changes.wait_until(lambda: brain.replaceable(name), self._handover_timeout_s)
+        brain.drain(name)
         # What was sent before is there by then.
         await asyncio.sleep(2 * NETWORK_S)
-        brain.acknowledged(name)
+        brain.drain_acknowledged(name)
         site.takes_more = False
         self._look_whether_empty(site)
 

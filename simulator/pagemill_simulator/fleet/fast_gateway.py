@@ -18,10 +18,10 @@ from pagemill_gateway.admission.attempts import Attempts
 from pagemill_gateway.admission.fair_queue import FairQueue
 from pagemill_gateway.admission.output_tokens import OutputTokens
 from pagemill_gateway.admission.reservations import Need
-from pagemill_gateway.brain.interface import Experience, FailureKind
-from pagemill_gateway.brain.traffic import Traffic
+from pagemill_gateway.brain.interface import FailureKind, RequestOutcome
+from pagemill_gateway.brain.load.traffic import TrafficMeter
 from pagemill_gateway.config import GatewayConfig
-from pagemill_gateway.routing.policies import Policies
+from pagemill_gateway.routing.policies import RoutingPolicies
 from pagemill_gateway.routing.policy import RequestView
 from pagemill_simulator.events import Events
 from pagemill_simulator.fleet.fast_course import Course, Site, Waiting
@@ -49,7 +49,7 @@ class FastGateway:
         limits: SchedulerLimits,
         table: PodTable,
         *,
-        granule_tokens: int,
+        prefix_chunk_tokens: int,
         ended: Callable[[Course, Ending], None],
         emptied: Callable[[Site], None],
     ) -> None:
@@ -58,11 +58,11 @@ class FastGateway:
         self._settings = settings
         self._limits = limits
         self._table = table
-        self._granule_tokens = granule_tokens
+        self._granule_tokens = prefix_chunk_tokens
         self._ended = ended
         self._emptied = emptied
         self._rng = random.Random(f"{settings.seed} gateway")
-        policies = Policies(settings.routing_policy, GatewayConfig().routing_session_ms)
+        policies = RoutingPolicies(settings.routing_policy, GatewayConfig().routing_session_ms)
         self._policy = None if settings.routing_policy == "Cost" else policies.named(settings.routing_policy)
         """None: the default one, which the table knows by heart."""
         self._queue: FairQueue[Waiting] = FairQueue(settings.queue.max_requests, settings.queue.max_bytes)
@@ -74,7 +74,7 @@ class FastGateway:
         self._by_slot: dict[int, Site] = {}
         self.sites: dict[str, Site] = {}
         """By name, draining ones too."""
-        self.traffic = Traffic(events.now)
+        self.traffic = TrafficMeter(events.now)
         self.traffic.keep({DEPLOYMENT})
         self.num_sampled_gone = 0
         """Tokens that pods had made that are gone."""
@@ -221,13 +221,13 @@ class FastGateway:
         """Leading tokens of its prompt that pods have, by slot; the last one is always computed."""
         if course.session is None or course.session not in self._places:
             return {}
-        granule, found = self._granule_tokens, {}
-        most = (course.num_prompt_tokens - 1) // granule
+        chunk, found = self._granule_tokens, {}
+        most = (course.num_prompt_tokens - 1) // chunk
         for site in self._places[course.session]:
             kv = site.pod.kv
-            num_granules = min(most, kv.num_cached_of(course.session) * kv.block_size // granule)
-            if num_granules and site.is_open:
-                found[site.slot] = num_granules * granule
+            num_chunks = min(most, kv.num_cached_of(course.session) * kv.block_size // chunk)
+            if num_chunks and site.is_open:
+                found[site.slot] = num_chunks * chunk
         return found
 
     def _send(self, course: Course, site: Site) -> None:
@@ -348,8 +348,8 @@ class FastGateway:
             self._places.setdefault(course.session, {})[site] = None
         self._output_tokens.ended(course.num_made, course.max_tokens)
         served = course.served("served")
-        self.traffic.experienced(
-            Experience(
+        self.traffic.record_outcome(
+            RequestOutcome(
                 DEPLOYMENT,
                 course.num_prompt_tokens,
                 course.num_cached_tokens,

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from pagemill_engine.scheduler.limits import SchedulerLimits
-from pagemill_gateway.routing.pace import pace_of
-from pagemill_gateway.routing.policy import Candidate, Policy, RequestView
+from pagemill_gateway.routing.policy import Candidate, RequestView, RoutingPolicy
 from pagemill_gateway.routing.report import PodReport
+from pagemill_gateway.routing.step_time_snapshot import take_snapshot
 from pagemill_protocol.step_time import StepTimeModel
 from pagemill_simulator.fleet.fast_pod import PodLoad
 
 
 def choose_by(
-    policy: Policy, view: RequestView, candidates: Mapping[int, Candidate], fits: Callable[[int], bool]
+    policy: RoutingPolicy, view: RequestView, candidates: Mapping[int, Candidate], fits: Callable[[int], bool]
 ) -> int | None:
     """The slot that `policy` chooses, of those with room if that one has none; None: there is no room."""
     if not candidates:
@@ -37,11 +37,11 @@ def report_of(load: PodLoad, limits: SchedulerLimits, model: StepTimeModel) -> P
         num_blocks_total=limits.num_blocks,
         num_blocks_available=load.num_blocks_available,
         num_blocks_active=load.num_blocks_active,
-        pace=pace_of(model, limits.max_num_batched_tokens, load.num_running, load.num_tokens_running),
+        step_time=take_snapshot(model, limits.max_num_batched_tokens, load.num_running, load.num_tokens_running),
     )
 
 
-def _chosen(policy: Policy, view: RequestView, candidates: Mapping[int, Candidate], slots: Sequence[int]) -> int:
+def _chosen(policy: RoutingPolicy, view: RequestView, candidates: Mapping[int, Candidate], slots: Sequence[int]) -> int:
     among = [candidates[slot] for slot in slots]
     chosen = policy.choose(view, among).chosen
     return next(slot for slot, each in zip(slots, among, strict=True) if each is chosen)

@@ -1,9 +1,9 @@
 """Where a request goes among many pods at the cost of some array operations: the default policy and the room check.
 
-The same formulas as `pagemill_gateway.routing.cost` with `routing.expected`, and `pagemill_gateway.brain.room`, over
-all pods at once; the tests hold them against those. What of a formula depends on the pod alone is worked out when the
-pod changes, not when it is asked. Pods are alike: one engine configuration, one law of step times. What a pod
-has not reported yet is added to its report.
+The same formulas as `pagemill_gateway.routing.cost` with `routing.cost_terms`, and
+`pagemill_gateway.brain.endpoints.record`, over all pods at once; the tests hold them against those. What of a formula
+depends on the pod alone is worked out when the pod changes, not when it is asked. Pods are alike: one engine
+configuration, one law of step times. What a pod has not reported yet is added to its report.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from pagemill_engine.scheduler.limits import SchedulerLimits
 from pagemill_gateway.admission.reservations import Need, Reservations
 from pagemill_gateway.routing.cost import NEAR_MS, NEAR_SHARE
-from pagemill_gateway.routing.expected import HARM_SHARE
-from pagemill_gateway.routing.policy import Candidate, Policy, RequestView
+from pagemill_gateway.routing.cost_terms import HARM_SHARE
+from pagemill_gateway.routing.policy import Candidate, RequestView, RoutingPolicy
 from pagemill_simulator.fleet.fast_pod import PodLoad
 from pagemill_simulator.fleet.fast_policies import choose_by, report_of
 from pagemill_simulator.fleet.fast_steps import StepTimes
@@ -149,7 +149,7 @@ class PodTable:
         return self._best(np.where(self._roomy(need, cached), costs, np.inf))
 
     def choose_by(
-        self, policy: Policy, view: RequestView, need: Need, cached: Mapping[int, int] = _NONE_CACHED
+        self, policy: RoutingPolicy, view: RequestView, need: Need, cached: Mapping[int, int] = _NONE_CACHED
     ) -> int | None:
         """As `choose`, by another policy."""
         candidates = {

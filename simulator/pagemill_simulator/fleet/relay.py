@@ -16,9 +16,17 @@ from functools import partial
 from pagemill_engine.ipc.messages import StepOutputs
 from pagemill_gateway.admission.attempts import Attempts
 from pagemill_gateway.brain.brain import LocalBrain
-from pagemill_gateway.brain.interface import Again, Ask, Choice, Claim, Experience, FailureKind, Target
-from pagemill_gateway.brain.interface import Served as ServedThere
-from pagemill_gateway.relay.ends import Ends
+from pagemill_gateway.brain.interface import (
+    Assignment,
+    CompletedRequest,
+    FailureKind,
+    QueueTicket,
+    RequestOutcome,
+    RetryContext,
+    RoutingRequest,
+    Target,
+)
+from pagemill_gateway.relay.engine_failures import EngineFailures
 from pagemill_gateway.relay.prompt_hashes import PromptHashes
 from pagemill_gateway.relay.relay import LEAST_TIMED_TOKENS
 from pagemill_protocol.errors import PagemillError
@@ -57,7 +65,7 @@ class Course:
     max_tokens: int
     arrival_s: float
     attempts: Attempts
-    ends: Ends
+    engine_failures: EngineFailures
     output: list[int] = field(default_factory=list)
     first_token_s: float | None = None
     last_token_s: float = 0.0
@@ -66,7 +74,7 @@ class Course:
     weights_digest: str = ""
     was_accepted: bool = False
     """An engine has had it."""
-    choice: Choice | None = None
+    choice: Assignment | None = None
     """Of the latest attempt."""
     ended: asyncio.Future[FailureKind | PagemillError | None] | None = None
     """How the latest attempt has: None is well."""
@@ -111,8 +119,8 @@ class Relay:
     async def serve(self, index: int, prompt: list[int], num_output_tokens: int) -> tuple[Served, list[int]]:
         """What became of it, and its answer."""
         attempts = Attempts(self._max_attempts, uniform=self._rng.uniform)
-        ends = Ends(self._rng.uniform)
-        course = Course(index, prompt, max(1, num_output_tokens), self._events.now_s, attempts, ends)
+        engine_failures = EngineFailures(self._rng.uniform)
+        course = Course(index, prompt, max(1, num_output_tokens), self._events.now_s, attempts, engine_failures)
         try:
             is_served = await self._serve(course)
         except PagemillError:
@@ -149,18 +157,18 @@ class Relay:
 
     async def _serve(self, course: Course) -> bool:
         """Whether it was answered to its end. Raises `PagemillError` when it is turned away."""
-        claim = Claim(
+        ticket = QueueTicket(
             num_bytes=len(course.prompt) * BYTES_PER_TOKEN, arrived_at=course.arrival_s, max_tokens=course.max_tokens
         )
-        target = await self._brain.find(MODEL, claim)
+        target = await self._brain.find(MODEL, ticket)
         room = target.max_model_len - len(course.prompt)
         if room < 1:
             return False
         course.max_tokens = min(course.max_tokens, room)
-        ask = self._ask(course, target)
-        again: Again | None = None
+        routing_request = self._ask(course, target)
+        retry: RetryContext | None = None
         while True:
-            choice = await self._choose(course, target, ask, claim, again)
+            choice = await self._choose(course, target, routing_request, ticket, retry)
             failure = await self._attempt(course, choice)
             if failure is None:
                 self._finished(course, choice, target)
@@ -171,24 +179,38 @@ class Relay:
             self._brain.failed(choice, failure)
             if self._is_over(course, choice, failure):
                 return False
-            if pause_s := course.ends.take_pause_s():
+            if pause_s := course.engine_failures.take_pause_s():
                 await asyncio.sleep(pause_s)
-            ends, num_tokens = course.ends.told, len(course.output)
-            again = Again(choice.decision, choice.endpoint_id, failure, course.weights_digest, num_tokens, ends)
+            engine_failures, num_tokens = course.engine_failures.recorded, len(course.output)
+            retry = RetryContext(
+                choice.decision, choice.endpoint_id, failure, course.weights_digest, num_tokens, engine_failures
+            )
 
-    def _ask(self, course: Course, target: Target) -> Ask:
-        granules = self._hashes.hashes(target.scheme, "", course.prompt)
-        return Ask(len(course.prompt), granules, target.scheme.granule_tokens, token_bytes(course.prompt[:KEY_TOKENS]))
+    def _ask(self, course: Course, target: Target) -> RoutingRequest:
+        prefix_chunks = self._hashes.hashes(target.scheme, "", course.prompt)
+        return RoutingRequest(
+            len(course.prompt),
+            prefix_chunks,
+            target.scheme.prefix_chunk_tokens,
+            token_bytes(course.prompt[:KEY_TOKENS]),
+        )
 
-    async def _choose(self, course: Course, target: Target, ask: Ask, claim: Claim, again: Again | None) -> Choice:
+    async def _choose(
+        self,
+        course: Course,
+        target: Target,
+        routing_request: RoutingRequest,
+        ticket: QueueTicket,
+        retry: RetryContext | None,
+    ) -> Assignment:
         attempts = course.attempts
-        claim = claim._replace(
+        ticket = ticket._replace(
             max_tokens=course.max_tokens,
             waited_s=target.queued_s + attempts.queued_s,
             num_refusals=attempts.num_refusals,
             paid=attempts.count > 0,
         )
-        choice = await self._brain.choose(target, attempts.tried, ask, claim=claim, again=again)
+        choice = await self._brain.choose(target, attempts.tried, routing_request, ticket=ticket, retry=retry)
         if choice.queued_s:
             attempts.queued(choice.queued_s)
         if pause_s := attempts.pause_s(choice.endpoint_id):
@@ -196,13 +218,13 @@ class Relay:
         attempts.chose(choice.endpoint_id)
         return choice
 
-    async def _attempt(self, course: Course, choice: Choice) -> FailureKind | PagemillError | None:
+    async def _attempt(self, course: Course, choice: Assignment) -> FailureKind | PagemillError | None:
         course.choice, course.attempt_first_s, course.num_tokens_before = choice, None, len(course.output)
         course.ended, course.attempt_sent_s = self._loop.create_future(), self._events.now_s
         self._events.after(NETWORK_S, partial(self._enter, course, choice))
         return await course.ended
 
-    def _enter(self, course: Course, choice: Choice) -> None:
+    def _enter(self, course: Course, choice: Assignment) -> None:
         """The request is at the pod."""
         site = self._sites.get(choice.endpoint_id)
         if site is None or not site.takes_more:
@@ -233,12 +255,12 @@ class Relay:
         assert course.ended is not None
         course.ended.set_result(how)
 
-    def _finished(self, course: Course, choice: Choice, target: Target) -> None:
+    def _finished(self, course: Course, choice: Assignment, target: Target) -> None:
         num_tokens = len(course.output)
-        self._brain.finished(choice, ServedThere(num_tokens, _pace_ms(course)))
+        self._brain.finished(choice, CompletedRequest(num_tokens, _pace_ms(course)))
         served = course.served("served")
-        self._brain.experienced(
-            Experience(
+        self._brain.record_outcome(
+            RequestOutcome(
                 target.deployment,
                 len(course.prompt),
                 course.num_cached_tokens,
@@ -248,7 +270,7 @@ class Relay:
             )
         )
 
-    def _is_over(self, course: Course, choice: Choice, kind: FailureKind) -> bool:
+    def _is_over(self, course: Course, choice: Assignment, kind: FailureKind) -> bool:
         """Whether it may not be tried again."""
         attempts = course.attempts
         progressed = len(course.output) > course.num_tokens_before
@@ -262,7 +284,7 @@ class Relay:
             attempts.declined("gone")
         else:
             attempts.ended("lost", crashed=kind == "crashed")
-        course.ends.failed(choice, kind, progressed=progressed)
+        course.engine_failures.failed(choice, kind, progressed=progressed)
         return attempts.exhausted
 
 

@@ -44,7 +44,7 @@ class Page(NamedTuple):
     resource_version: str
 
 
-class Event(NamedTuple):
+class WatchEvent(NamedTuple):
     kind: str
     """ADDED, MODIFIED, DELETED or BOOKMARK."""
     object: msgspec.Raw
@@ -98,7 +98,7 @@ class ApiClient:
         timeout_s: int,
         idle_timeout_s: float,
         on_open: Callable[[], None],
-    ) -> AsyncGenerator[Event, None]:
+    ) -> AsyncGenerator[WatchEvent, None]:
         """Changes since `resource_version`, until the server ends it in good order after `timeout_s`.
 
         `on_open` is called once the server has agreed; it may have nothing to tell for long.
@@ -145,12 +145,12 @@ async def _check(response: aiohttp.ClientResponse) -> None:
     _refuse(response.status, status)
 
 
-def _decode_event(line: bytes) -> Event:
+def _decode_event(line: bytes) -> WatchEvent:
     event = msgspec.json.decode(line, type=_Event)
     if event.type == "ERROR":
         status = msgspec.json.decode(event.object, type=_Status)
         _refuse(status.code, status)
-    return Event(event.type, event.object)
+    return WatchEvent(event.type, event.object)
 
 
 def _refuse(code: int, status: _Status) -> None:

@@ -7,12 +7,13 @@ the same rule of names, but a gateway must not send an older deployment's reques
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from decimal import Decimal
 from typing import NamedTuple
 
 from pagemill_gateway.discovery.kubernetes.objects import EndpointSlice, LLMDeployment, Queue, SliceEndpoint
-from pagemill_gateway.discovery.kubernetes.quantities import duration_seconds, memory_bytes
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint, QueueLimits
 from pagemill_protocol.engine_token import EngineKeys
 
@@ -22,6 +23,14 @@ DEFAULT_WEIGHT = 100
 SCALED_BY_SOMEBODY = ("Active", "External")
 """Modes of autoscaling in which requests that wait bring an engine: by the operator, or by who sees the queue."""
 _ADDRESS_PREFERENCE = {"IPv4": 0, "IPv6": 1}
+# Kubernetes quantities and durations, by the rules of `pagemill_crds.quantities`, which gateways do not carry; a test
+# holds the two together.
+_MEMORY = re.compile(r"([0-9]+(?:\.[0-9]+)?)(Ki|Mi|Gi|Ti|Pi|k|M|G|T|P)?")
+_DURATION = re.compile(r"(?:[0-9]+(?:\.[0-9]+)?(?:ms|s|m|h))+")
+_DURATION_PART = re.compile(r"([0-9.]+)(ms|s|m|h)")
+_FACTORS = {unit: 10 ** (3 * power) for power, unit in enumerate(("k", "M", "G", "T", "P"), 1)}
+_FACTORS |= {f"{unit}i": 2 ** (10 * power) for power, unit in enumerate(("K", "M", "G", "T", "P"), 1)}
+_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def build_catalog(
@@ -155,3 +164,18 @@ def _endpoint(uid: str, found: list[_Found]) -> Endpoint:
         terminating=terminating,
         probed_ready=not terminating and any(each.ready for each in found),
     )
+
+
+def memory_bytes(quantity: int | str) -> int | None:
+    """`"256Mi"` -> 268435456; None for what is no amount of memory."""
+    if isinstance(quantity, int):
+        return quantity
+    match = _MEMORY.fullmatch(quantity)
+    return int(Decimal(match[1]) * _FACTORS.get(match[2], 1)) if match else None
+
+
+def duration_seconds(duration: str) -> float | None:
+    """`"1m30s"` -> 90.0; None for what is no duration."""
+    if not _DURATION.fullmatch(duration):
+        return None
+    return sum(float(number) * _SECONDS[unit] for number, unit in _DURATION_PART.findall(duration))

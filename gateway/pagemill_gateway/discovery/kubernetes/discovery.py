@@ -7,6 +7,8 @@ one, or none; afterwards an API server that goes away changes nothing. A namespa
 from __future__ import annotations
 
 import asyncio
+import base64
+import binascii
 import logging
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -19,12 +21,11 @@ from pagemill_gateway.config import KubernetesConfig
 from pagemill_gateway.discovery.kubernetes.api import ApiClient
 from pagemill_gateway.discovery.kubernetes.builder import build_catalog
 from pagemill_gateway.discovery.kubernetes.credentials import Credentials
-from pagemill_gateway.discovery.kubernetes.keys import KeysError, keys_of
 from pagemill_gateway.discovery.kubernetes.list_watch import ListWatch
 from pagemill_gateway.discovery.kubernetes.objects import EndpointSlice, LLMDeployment, Secret
 from pagemill_gateway.discovery.last_known import Known, read_last_known, write_last_known
 from pagemill_protocol.catalog import Catalog
-from pagemill_protocol.engine_token import GATEWAY_CONTROL, EngineKeys
+from pagemill_protocol.engine_token import CURRENT, GATEWAY_CONTROL, MIN_KEY_BYTES, NEXT, PREVIOUS, EngineKeys
 
 logger = logging.getLogger("pagemill.gateway.kubernetes")
 
@@ -169,3 +170,29 @@ def _answered(watches: Sequence[ListWatch[Any]]) -> bool:
 
 def _path(group: str, namespace: str | None, resource: str) -> str:
     return f"{group}/namespaces/{namespace}/{resource}" if namespace else f"{group}/{resource}"
+
+
+class KeysError(ValueError):
+    """The Secret does not hold what it should; the message never shows what it holds."""
+
+
+def keys_of(secret: Secret) -> EngineKeys:
+    """Raises `KeysError`. Where only `current` exists, it stands for all three."""
+    data = secret.data or {}
+    current = _key(data, CURRENT)
+    if current is None:
+        raise KeysError(f"it has no `{CURRENT}`")
+    return EngineKeys(current, _key(data, NEXT) or current, _key(data, PREVIOUS) or current)
+
+
+def _key(data: dict[str, str], name: str) -> bytes | None:
+    text = data.get(name)
+    if not text:
+        return None
+    try:
+        key = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise KeysError(f"`{name}` is no base64") from None
+    if len(key) < MIN_KEY_BYTES:
+        raise KeysError(f"`{name}` has {len(key)} bytes; at least {MIN_KEY_BYTES} make a secret")
+    return key

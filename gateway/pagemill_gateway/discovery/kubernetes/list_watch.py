@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from pagemill_gateway.config import KubernetesConfig
-from pagemill_gateway.discovery.kubernetes.api import FAULTS, ApiClient, ApiFault, Event, Gone
+from pagemill_gateway.discovery.kubernetes.api import FAULTS, ApiClient, ApiFault, Gone, WatchEvent
 from pagemill_gateway.discovery.kubernetes.credentials import CredentialsError
 from pagemill_gateway.discovery.kubernetes.objects import NAMESPACE_OF_NOBODY, EndpointSlice, LLMDeployment, Secret
 
@@ -161,14 +161,14 @@ class ListWatch(Generic[Object]):
             async for event in events:
                 self._apply(event)
 
-    def _apply(self, event: Event) -> None:
+    def _apply(self, event: WatchEvent) -> None:
         self._was_gone = False
         version = msgspec.json.decode(event.object, type=_Bare).metadata.resource_version
         if event.kind != "BOOKMARK":
             self._take(event)
         self._version = version or self._version
 
-    def _take(self, event: Event) -> None:
+    def _take(self, event: WatchEvent) -> None:
         key = _key(event.object)
         if event.kind == "DELETED":
             if self.objects.pop(key, None) is not None:

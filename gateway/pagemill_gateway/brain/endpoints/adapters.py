@@ -1,0 +1,78 @@
+"""Which LoRA adapters one pod has or will have, and how long a request for one would wait there for its load.
+
+What is resident only the pod's frames say. Loads are played forward: one after the other, each as long as the pod told.
+A decision that needs a load makes the pod expected to have the adapter; that goes with the decision as predictions of
+prefixes do (`brain.placement.predictions`): when the request failed, when the pod has spoken, or a while after its
+first token. Which adapter makes room for another is the pod's matter and known once it says so. Times come from
+outside.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from pagemill_gateway.brain.endpoints.dispatches import EXPIRY_S
+from pagemill_protocol.state import AdapterSlots
+
+
+class Adapters:
+    def __init__(self) -> None:
+        self._reported = AdapterSlots()
+        self._loads: list[str] = []
+        """That run, wait, or are expected, in this order."""
+        self._began_s = 0.0
+        """The first of them."""
+        self._decisions: dict[int, str] = {}
+        """Ours that brought loads about, or count on them."""
+        self._expiring: deque[tuple[float, int]] = deque()
+
+    @property
+    def served(self) -> bool:
+        return self._reported.num_slots > 0
+
+    def update(self, slots: AdapterSlots, now: float, *, new_engine: bool) -> None:
+        """What a frame says; `new_engine`: of an engine that may not be the one of before."""
+        if not (slots.num_slots or self.served):
+            return
+        self._reported = slots
+        if new_engine:
+            self._decisions.clear()
+        expected = set(self._decisions.values()).difference(slots.resident)
+        self._load([*slots.loading, *(each for each in self._loads if each in expected)], now)
+
+    def wait_ms(self, digest: str, now: float, *, believed: bool) -> float:
+        """Until a request that is sent now finds the adapter there. `believed`: what the pod told is true."""
+        self._expire(now)
+        if believed and digest in self._reported.resident:
+            return 0.0
+        load_ms, loads = self._reported.load_ms, self._loads
+        if not loads:
+            return load_ms
+        first_ms = max(0.0, load_ms - (now - self._began_s) * 1000)
+        return first_ms + load_ms * (loads.index(digest) if digest in loads else len(loads))
+
+    def expect(self, decision: int, digest: str, now: float) -> None:
+        """A request for the adapter was sent there."""
+        if digest not in self._reported.resident:
+            self._decisions[decision] = digest
+            self._load([*self._loads, digest], now)
+
+    def computed(self, decision: int, now: float) -> None:
+        """The request's first token is here: what the pod does not report soon, it does not have."""
+        if decision in self._decisions:
+            self._expiring.append((now + EXPIRY_S, decision))
+
+    def drop(self, decision: int, now: float) -> None:
+        digest = self._decisions.pop(decision, None)
+        if digest is not None and digest not in self._reported.loading and digest not in self._decisions.values():
+            self._load([each for each in self._loads if each != digest], now)
+
+    def _load(self, loads: list[str], now: float) -> None:
+        loads = list(dict.fromkeys(loads))
+        if loads[:1] != self._loads[:1]:
+            self._began_s = now
+        self._loads = loads
+
+    def _expire(self, now: float) -> None:
+        while self._expiring and self._expiring[0][0] <= now:
+            self.drop(self._expiring.popleft()[1], now)

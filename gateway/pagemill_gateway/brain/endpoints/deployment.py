@@ -1,0 +1,121 @@
+"""One deployment: its endpoints, what was learned of its answers, and how long its engines take to start."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
+
+from pagemill_gateway.admission.output_tokens import OutputTokens
+from pagemill_gateway.brain.endpoints.record import EndpointRecord
+from pagemill_gateway.brain.interface import Target
+from pagemill_protocol.catalog import CatalogModel
+
+REMEMBERED = 5
+LAPSE_S = 300.0
+"""A wish that nobody has repeated for this long is forgotten, and who asks then asks anew."""
+LEAST_LEFT_S = 1.0
+
+
+class Starts:
+    """How much longer a deployment without an engine has to wait for one, learned from how long it took before.
+
+    The time counts from the first request that found no engine, which is when a deployment that scaled to zero gets
+    one, to the first report of an engine that serves. Starts from nothing and returns are learned apart: a pod that
+    must be scheduled takes longer than a container that restarts. Before the first of either, the start times that
+    engines report are used.
+    """
+
+    def __init__(self) -> None:
+        self._took_s: dict[bool, deque[float]] = {from_zero: deque(maxlen=REMEMBERED) for from_zero in (True, False)}
+        self._reported_s: float | None = None
+        self._requested_at: float | None = None
+        self._latest_request_at = 0.0
+        self._from_zero = False
+
+    def engine_reported(self, start_s: dict[str, float]) -> None:
+        """What an engine says of its own start, by phase."""
+        if start_s:
+            self._reported_s = sum(start_s.values())
+
+    def requested(self, now: float, *, from_zero: bool) -> None:
+        """Somebody needs an engine and none serves; `from_zero`: nor is one known that could come back."""
+        if self._requested_at is None or now - self._latest_request_at > LAPSE_S:
+            self._requested_at, self._from_zero = now, from_zero
+        self._latest_request_at = now
+
+    def served(self, now: float) -> None:
+        """An engine serves."""
+        if self._requested_at is not None and now - self._latest_request_at <= LAPSE_S:
+            self._took_s[self._from_zero].append(now - self._requested_at)
+        self._requested_at = None
+
+    def usual_s(self, *, from_zero: bool) -> float | None:
+        """What a start takes; `None`: nothing is learned."""
+        took_s = self._took_s[from_zero]
+        return median(took_s) if took_s else self._reported_s
+
+    def left_s(self, now: float) -> float | None:
+        """Until an engine serves that was wished for, or is now; `None`: nothing is learned."""
+        expected_s = self.usual_s(from_zero=self._from_zero)
+        if expected_s is None:
+            return None
+        waited_s = now - self._requested_at if self._requested_at is not None else 0.0
+        # What is late already may well be late as much again.
+        return max(LEAST_LEFT_S, abs(expected_s - waited_s))
+
+
+@dataclass(slots=True)
+class DeploymentRecord:
+    model: CatalogModel
+    records: list[EndpointRecord] = field(default_factory=list)
+    last_served_at: float | None = None
+    """When an endpoint last reported and would take requests, or its platform began to call one ready."""
+    output_tokens: OutputTokens = field(default_factory=OutputTokens)
+    bundle_digest: str = ""
+    """Of the tokenizer that one of its endpoints named last: who comes after it will most likely have the same."""
+    starts: Starts = field(default_factory=Starts)
+    targets: dict[str, Target] = field(default_factory=dict)
+    """What requests are told that find it, by the tokenizer of its endpoints, while that is true."""
+    _usable: list[EndpointRecord] | None = None
+    _with_bundle: dict[str, list[EndpointRecord]] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        return deployment_key(self.model)
+
+    @property
+    def serving(self) -> bool:
+        return any(record.serving for record in self.records)
+
+    def adapter_digest(self, name: str) -> str:
+        """Of the adapter that clients ask for by `name`; empty: that is none of its adapters."""
+        return next((each.digest for each in self.model.adapters if each.name == name), "")
+
+    def usable(self) -> list[EndpointRecord]:
+        """Every request asks for them, so they are looked for again only after `changed`."""
+        if self._usable is None:
+            self._usable = [record for record in self.records if record.usable]
+        return self._usable
+
+    def usable_with(self, bundle_digest: str) -> list[EndpointRecord]:
+        """Those that understand the token ids of such a tokenizer."""
+        records = self._with_bundle.get(bundle_digest)
+        if records is None:
+            records = [record for record in self.usable() if record.bundle_digest == bundle_digest]
+            self._with_bundle[bundle_digest] = records
+        return records
+
+    def changed(self) -> None:
+        """One of its endpoints may be usable now, or not any more, or is another engine than before."""
+        self._usable = None
+        self._with_bundle.clear()
+        self.targets.clear()
+
+    def departing(self) -> list[EndpointRecord]:
+        """Those on their way out that still take requests: better than nothing at all."""
+        return [record for record in self.records if record.serving and record.leaving and record.reports.connected]
+
+
+def deployment_key(model: CatalogModel) -> str:
+    return f"{model.namespace}/{model.deployment}"

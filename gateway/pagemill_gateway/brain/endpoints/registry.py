@@ -1,0 +1,99 @@
+"""The endpoints and deployments the brain knows: records, lookup by name, and going from one catalogue to the next."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from pagemill_gateway.brain.endpoints.deployment import DeploymentRecord
+from pagemill_gateway.brain.endpoints.record import EndpointRecord
+from pagemill_gateway.brain.endpoints.reports import EndpointReports
+from pagemill_protocol.catalog import Catalog, Endpoint
+
+
+class Registry:
+    def __init__(self, *, stale_after_s: float) -> None:
+        self._stale_after_s = stale_after_s
+        self.deployments: dict[str, DeploymentRecord] = {}
+        self.endpoints: dict[str, EndpointRecord] = {}
+        self._by_name: dict[str, list[DeploymentRecord]] = {}
+
+    def apply(self, catalog: Catalog, now: float) -> None:
+        """Replace what is served. Records of endpoints that stay keep their counts, reports and ejection."""
+        known, known_deployments = self.endpoints, self.deployments
+        self.deployments, self.endpoints, self._by_name = {}, {}, {}
+        for model in catalog.models:
+            deployment = DeploymentRecord(model)
+            before = known_deployments.get(deployment.key)
+            if before is not None:
+                deployment.last_served_at, deployment.output_tokens = before.last_served_at, before.output_tokens
+                deployment.starts, deployment.bundle_digest = before.starts, before.bundle_digest
+            self.deployments[deployment.key] = deployment
+            for endpoint in model.endpoints:
+                if endpoint.probed_ready and not _was_probed_ready(known.get(endpoint.id)):
+                    deployment.last_served_at = now
+                record = self._record(known.get(endpoint.id), endpoint, deployment.key)
+                self.endpoints[endpoint.id] = record
+                deployment.records.append(record)
+            for name in dict.fromkeys([model.name, *model.aliases, *(each.name for each in model.adapters)]):
+                self._by_name.setdefault(name, []).append(deployment)
+
+    def changed(self, record: EndpointRecord) -> None:
+        """As `DeploymentRecord.changed`, of its own one."""
+        deployment = self.deployments.get(record.deployment)
+        if deployment is not None:
+            deployment.changed()
+
+    @property
+    def bundle_digests(self) -> set[str]:
+        """Of the tokenizers in use; that of a deployment without endpoints as well, which may have some soon."""
+        digests = {record.bundle_digest for record in self.endpoints.values()}
+        return digests | {deployment.bundle_digest for deployment in self.deployments.values()}
+
+    def named(self, name: str) -> list[DeploymentRecord]:
+        return self._by_name.get(name, [])
+
+    def names(self) -> list[str]:
+        return list(self._by_name)
+
+    def _record(self, known: EndpointRecord | None, endpoint: Endpoint, deployment: str) -> EndpointRecord:
+        # Same id at another address: nothing known of it is true any more.
+        if known is None or known.endpoint.data_url != endpoint.data_url or known.deployment != deployment:
+            return EndpointRecord(endpoint, deployment, EndpointReports(self._stale_after_s))
+        known.endpoint = endpoint
+        return known
+
+
+def _was_probed_ready(record: EndpointRecord | None) -> bool:
+    return record is not None and record.endpoint.probed_ready
+
+
+class ChangeNotifier:
+    """Wakes those who wait for a change in what the brain knows. What changed they look up themselves."""
+
+    def __init__(self) -> None:
+        self._waiting: set[asyncio.Future[None]] = set()
+
+    def publish(self) -> None:
+        waiting, self._waiting = self._waiting, set()
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
+
+    async def wait_until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+        """Whether `condition` came to hold within the time; looked at now and after every change."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not condition():
+                    await self._next()
+        except TimeoutError:
+            return condition()
+        return True
+
+    async def _next(self) -> None:
+        future = asyncio.get_running_loop().create_future()
+        self._waiting.add(future)
+        try:
+            await future
+        finally:
+            self._waiting.discard(future)

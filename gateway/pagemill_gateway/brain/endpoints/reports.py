@@ -1,0 +1,91 @@
+"""What one endpoint last said about itself, and how far that can be trusted.
+
+Pure bookkeeping of one state stream (`pagemill_protocol.state`): sequence gaps, age, and the load that comes from
+elsewhere. The stream itself is read by `pagemill_gateway.discovery.state_streams`. A report that cannot be trusted
+never makes an endpoint unusable: the brain then goes on with its own in-flight count.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from pagemill_gateway.brain.interface import HashScheme
+from pagemill_protocol.hashes import HASH_VERSION, blocks_per_granule
+from pagemill_protocol.state import Digests, StateFrame
+
+EXTERNAL_WINDOW = 4
+"""Reports whose minimum counts as load from elsewhere: one that was overtaken by our own finish must not."""
+NO_SCHEME = HashScheme("", "", 0, 0)
+
+
+class StateGap(Exception):
+    """A frame is missing: what the stream says from here on cannot be applied. Connect again for a snapshot."""
+
+
+class EndpointReports:
+    def __init__(self, stale_after_s: float) -> None:
+        self._stale_after_s = stale_after_s
+        self._connected = False
+        self._received_at = 0.0
+        self._external: deque[int] = deque(maxlen=EXTERNAL_WINDOW)
+        self.latest: StateFrame | None = None
+        """Kept over reconnects: digests and limits stay true while the stream is down."""
+        self.scheme = NO_SCHEME
+        """How it hashes its blocks."""
+        self.connected_at = 0.0
+        """When the latest stream's snapshot arrived."""
+        self.num_gaps = 0
+        self.num_identities = 0
+        """Grows when it says something else of what it is: tokenizer, weights, blocks, context."""
+
+    @property
+    def connected(self) -> bool:
+        """A stream is open and its snapshot has arrived."""
+        return self._connected
+
+    def accept(self, frame: StateFrame, in_flight: int, now: float) -> None:
+        """Apply one frame; `in_flight` is our own count at this instant. Raises `StateGap`."""
+        if not frame.snapshot and not self._follows(frame):
+            self.disconnected()
+            self.num_gaps += 1
+            raise StateGap(f"state frame {frame.sequence} does not follow")
+        if frame.snapshot:
+            self.connected_at = now
+        if self.latest is None or _identity(frame) != _identity(self.latest):
+            self.scheme = scheme_of(frame)
+            self.num_identities += 1
+        self._connected = True
+        self._received_at = now
+        self.latest = frame
+        reported = frame.load.num_requests_running + frame.load.num_requests_waiting
+        self._external.append(max(0, reported - in_flight))
+
+    def disconnected(self) -> None:
+        self._connected = False
+        self._external.clear()
+
+    def age_s(self, now: float) -> float | None:
+        return now - self._received_at if self.latest is not None else None
+
+    def fresh(self, now: float) -> bool:
+        """Whether the load can be believed: engines send a frame at least every second."""
+        return self._connected and now - self._received_at <= self._stale_after_s
+
+    def external(self) -> int:
+        """Requests there that are not ours, by the reports of the last moments."""
+        return min(self._external, default=0)
+
+    def _follows(self, frame: StateFrame) -> bool:
+        return self._connected and self.latest is not None and frame.sequence == self.latest.sequence + 1
+
+
+def _identity(frame: StateFrame) -> tuple[Digests, int, int, int]:
+    return frame.digests, frame.block_size, frame.granule_blocks, frame.max_model_len
+
+
+def scheme_of(frame: StateFrame) -> HashScheme:
+    """`NO_SCHEME`: it does not say, or hashes another way than we do."""
+    if frame.block_size < 1 or not frame.digests.weights or frame.digests.hash_version != HASH_VERSION:
+        return NO_SCHEME
+    granule_blocks = frame.granule_blocks or blocks_per_granule(frame.block_size)
+    return HashScheme(frame.digests.weights, frame.digests.kv_dtype, frame.block_size, granule_blocks)

@@ -1,0 +1,153 @@
+"""When a request that is sent to one pod now will have its first token there: the pod's course, kept up to date.
+
+Every report starts the course anew from what the engine was doing when it spoke; requests that were sent since are put
+into it. Two things no report tells and first tokens teach: how long a request takes to get there, and what comes on top
+of the steps, a constant of the pod. Which of our requests a report does not count yet is `brain.endpoints.dispatches`'.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Sequence
+
+from pagemill_gateway.brain.endpoints.dispatches import Dispatch
+from pagemill_gateway.routing.step_simulation import PendingPrompt, StepSimulation
+from pagemill_gateway.routing.step_time_snapshot import DEFAULT_STEP_TOKENS
+from pagemill_protocol.state import EngineLoad
+from pagemill_protocol.step_time import StepTimeModel
+
+WINDOW = 32
+"""Requests whose median is what is learned."""
+LARGEST_DRIFT = 1.5
+"""More than any engine tells."""
+MAX_TRANSFER_S = 0.1
+"""A longer way to the engine is an accident, not the rule."""
+
+
+LONG_AGO = float("-inf")
+
+
+class TtftEstimator:
+    def __init__(self) -> None:
+        self._simulation: StepSimulation | None = None
+        self._overlaps = False
+        self._sent: dict[int, tuple[float, float | None]] = {}
+        """When our requests were sent, and in how many milliseconds their steps would be done."""
+        self._transfer_s = _Median(prior=0)
+        self._overhead_ms = _Median(prior=3)
+
+    def received(
+        self,
+        load: EngineLoad,
+        age_ms: float,
+        model: StepTimeModel | None,
+        max_step_tokens: int,
+        waiting: Sequence[Dispatch] | None,
+        unreported: Sequence[tuple[int, Dispatch]],
+        now_s: float,
+    ) -> None:
+        """A report. `waiting`: ours that it counts as waiting, where those are all; `unreported`: those it lacks."""
+        self._simulation = None
+        if model is None:
+            return
+        self._overlaps = self._overlaps or load.step_in_flight_ms > 0
+        reported_s = now_s - age_ms / 1000
+        budget = max_step_tokens or DEFAULT_STEP_TOKENS
+        simulation = StepSimulation(model, budget, overlaps=self._overlaps, drift=_readable(load.step_drift))
+        simulation.num_answers = load.num_requests_running - load.num_requests_prefilling
+        simulation.num_context_tokens = load.num_tokens_running - load.num_tokens_prefilled
+        simulation.queue.extend(_reported(load, waiting))
+        for decision, dispatch in unreported:
+            simulation.queue.append(self._pending(dispatch, max(reported_s, self._at_s(decision, now_s))))
+        simulation.begin(reported_s, load.step_in_flight_ms, now_s)
+        self._simulation = simulation
+
+    def forget(self) -> None:
+        """Nothing is known of what the engine does."""
+        self._simulation = None
+
+    def ttft_ms(self, decision: int, dispatch: Dispatch, now_s: float, held_ms: float = 0.0) -> float | None:
+        """Decision `decision` goes there now: milliseconds to its first token. `None`: nobody can say.
+
+        `held_ms`: for so long it waits there for something else, and the steps go on without it.
+        """
+        at_s = now_s + self._transfer_s.value + held_ms / 1000
+        steps_ms = None
+        if self._simulation is not None:
+            self._simulation.advance(now_s)
+            coming = self._pending(dispatch, at_s)
+            steps_ms = (self._simulation.through_s(coming) - now_s) * 1000
+            if not held_ms:
+                self._simulation.queue.append(coming)
+        teaches = self._transfer_s.known and not held_ms
+        self._sent[decision] = now_s, steps_ms if teaches else None
+        return max(steps_ms / 2, steps_ms + self._overhead_ms.value) if steps_ms is not None else None
+
+    def accepted(self, decision: int, now_s: float) -> None:
+        """The engine has it, and said so."""
+        if decision in self._sent:
+            self._transfer_s.learn(min(MAX_TRANSFER_S, max(0.0, now_s - self._sent[decision][0])))
+
+    def started(self, decision: int, ttft_ms: float | None) -> None:
+        """Its first token is here, so long after it was sent; `None`: nobody measured it."""
+        _, steps_ms = self._sent.get(decision, (0.0, None))
+        if steps_ms is None or ttft_ms is None:
+            return
+        self._overhead_ms.learn(ttft_ms - steps_ms)
+
+    def ended(self, decision: int, num_answers: int) -> None:
+        """It is over, and so many sequences of it answered."""
+        self._sent.pop(decision, None)
+        if self._simulation is not None:
+            self._simulation.num_answers = max(0, self._simulation.num_answers - num_answers)
+
+    def _at_s(self, decision: int, now_s: float) -> float:
+        sent_s, _ = self._sent.get(decision, (now_s, None))
+        return sent_s + self._transfer_s.value
+
+    def _pending(self, dispatch: Dispatch, at_s: float) -> PendingPrompt:
+        return PendingPrompt(at_s, dispatch.num_uncached_tokens, dispatch.num_cached_tokens, dispatch.num_sequences)
+
+
+class _Median:
+    """Of the latest values; 0 before there are some."""
+
+    def __init__(self, prior: int) -> None:
+        """`prior`: zeros to begin with, so that one odd value teaches nothing."""
+        self.value = 0.0
+        self._values = deque([0.0] * prior)
+        self._sorted = [0.0] * prior
+
+    @property
+    def known(self) -> bool:
+        return len(self._values) > 0
+
+    def learn(self, value: float) -> None:
+        if len(self._values) == WINDOW:
+            del self._sorted[bisect_left(self._sorted, self._values.popleft())]
+        self._values.append(value)
+        insort(self._sorted, value)
+        self.value = self._sorted[len(self._sorted) // 2]
+
+
+def _readable(drift: float) -> float:
+    return max(-LARGEST_DRIFT, min(LARGEST_DRIFT, drift)) if drift == drift else 0.0
+
+
+def _reported(load: EngineLoad, waiting: Sequence[Dispatch] | None) -> list[PendingPrompt]:
+    """What waited when the engine spoke. It counts cached tokens of those that wait: of ours more is known."""
+    rows = []
+    if load.num_tokens_prefilling:
+        rows.append(
+            PendingPrompt(LONG_AGO, load.num_tokens_prefilling, load.num_tokens_prefilled, load.num_requests_prefilling)
+        )
+    if waiting is not None:
+        return rows + [
+            PendingPrompt(LONG_AGO, each.num_uncached_tokens, each.num_cached_tokens, each.num_sequences)
+            for each in waiting
+        ]
+    num_tokens = load.num_tokens_waiting - load.num_tokens_prefilling
+    if num_tokens > 0:
+        rows.append(PendingPrompt(LONG_AGO, num_tokens, 0, load.num_requests_waiting))
+    return rows

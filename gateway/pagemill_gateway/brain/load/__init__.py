@@ -1,0 +1,1 @@
+"""What the operator is given of each deployment: demand, queue and load of the engines."""

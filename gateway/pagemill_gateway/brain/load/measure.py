@@ -1,0 +1,147 @@
+"""What this gateway tells the operator of each deployment (`pagemill_protocol.load`). Pure.
+
+All engines together, without the detail that routing needs; this gateway's own queue, arrivals and latencies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from pagemill_gateway.brain.endpoints.deployment import DeploymentRecord
+from pagemill_gateway.brain.endpoints.record import EndpointRecord
+from pagemill_gateway.brain.endpoints.registry import Registry
+from pagemill_gateway.brain.load.traffic import TrafficMeter
+from pagemill_gateway.brain.queue.queues import Queues, QueueState
+from pagemill_protocol.load import (
+    Arrivals,
+    DeploymentLoad,
+    EngineHeld,
+    EnginesLoad,
+    EngineStart,
+    PodsSeen,
+    QueueLoad,
+)
+from pagemill_protocol.state import EngineLoad, StateFrame
+
+BYTES_PER_TOKEN = 3
+"""Of request bodies that wait before anything is known of how they are tokenized."""
+
+
+def measure_load(registry: Registry, queues: Queues, traffic: TrafficMeter, now: float) -> list[DeploymentLoad]:
+    """One entry per deployment. Reports that are no longer believed do not count."""
+    return [
+        _of_deployment(deployment, queues.state(deployment.key), traffic, now)
+        for deployment in registry.deployments.values()
+    ]
+
+
+def same_but_older(load: DeploymentLoad, published: DeploymentLoad) -> bool:
+    """Whether it would be no news: rates and ages change all the time."""
+    return _ageless(load) == _ageless(published)
+
+
+def _ageless(load: DeploymentLoad) -> DeploymentLoad:
+    return msgspec.structs.replace(
+        load,
+        engines=msgspec.structs.replace(load.engines, age_s=0.0),
+        queue=msgspec.structs.replace(load.queue, oldest_s=None),
+        arrivals=Arrivals(),
+    )
+
+
+def _of_deployment(
+    deployment: DeploymentRecord, queue: QueueState, traffic: TrafficMeter, now: float
+) -> DeploymentLoad:
+    pods = _pods(deployment.records)
+    return DeploymentLoad(
+        namespace=deployment.model.namespace,
+        name=deployment.model.deployment,
+        engines=_engines(deployment.records, now),
+        pods=pods,
+        held=[_held(record) for record in deployment.records if record.reports.fresh(now)],
+        starts=list(_starts(deployment.records, now)),
+        asleep=[record.endpoint.id for record in deployment.records if _is_asleep(record)],
+        queue=QueueLoad(
+            num_requests=queue.num_requests,
+            num_bytes=queue.num_bytes,
+            num_tokens=queue.num_tokens or queue.num_bytes // BYTES_PER_TOKEN,
+            oldest_s=round(queue.oldest_age_s, 3) if queue.num_requests else None,
+            needs_engine=queue.num_requests > 0 and pods.ready + pods.loading == 0,
+        ),
+        arrivals=traffic.arrivals(deployment.key, busy=queue.num_requests > 0 or _is_asked(deployment)),
+        latencies=traffic.latencies(deployment.key),
+        lengths=traffic.lengths(deployment.key),
+    )
+
+
+def _is_asked(deployment: DeploymentRecord) -> bool:
+    """By a request of ours: the engine's reports may not show it yet."""
+    return any(record.in_flight for record in deployment.records)
+
+
+def _engines(records: list[EndpointRecord], now: float) -> EnginesLoad:
+    published = [record for record in records if record.max_model_len > 0 and not _rests(record)]
+    fresh = [record for record in published if record.reports.fresh(now)]
+    frames = [record.reports.latest for record in fresh if record.reports.latest is not None]
+    if not frames:
+        # Without any engine nothing runs: that is known. So it is of one that was on its way out and is silent now;
+        # an engine that was never heard tells nothing.
+        expected = [record for record in records if not (record.leaving or record.draining or record.sleeping)]
+        silent = any(record.max_model_len > 0 for record in expected)
+        return EnginesLoad(truth="stale" if silent else "unknown" if expected else "value")
+    ages = [age for record in fresh if (age := record.reports.age_s(now)) is not None]
+    loads = [frame.load for frame in frames]
+    is_whole = all(record.reports.fresh(now) for record in published if record.usable)
+    return EnginesLoad(
+        truth="value" if is_whole else "stale",
+        age_s=round(max(ages, default=0.0), 3),
+        num_reporting=len(frames),
+        num_blocks_total=sum(load.num_blocks_total for load in loads),
+        num_blocks_active=sum(load.num_blocks_active for load in loads),
+        num_requests_running=sum(load.num_requests_running for load in loads),
+        num_requests_waiting=sum(load.num_requests_waiting for load in loads),
+        num_tokens_running=sum(load.num_tokens_running for load in loads),
+        num_tokens_waiting=sum(load.num_tokens_waiting for load in loads),
+        block_size=min(frame.block_size for frame in frames),
+        max_num_seqs=min(frame.max_num_seqs for frame in frames),
+        max_step_tokens=min(frame.max_num_batched_tokens for frame in frames),
+        step_time=_most_experienced(frames).step_time,
+    )
+
+
+def _held(record: EndpointRecord) -> EngineHeld:
+    load = record.reports.latest.load if record.reports.latest is not None else EngineLoad()
+    num_told = load.num_requests_running + load.num_requests_waiting
+    return EngineHeld(record.endpoint.id, load.num_blocks_active, max(num_told, record.in_flight))
+
+
+def _starts(records: list[EndpointRecord], now: float) -> Iterator[EngineStart]:
+    for record in records:
+        if record.reports.latest is not None and record.reports.latest.start_s and record.reports.fresh(now):
+            frame = record.reports.latest
+            yield EngineStart(record.endpoint.id, frame.start_s, frame.num_wakes)
+
+
+def _most_experienced(frames: list[StateFrame]) -> StateFrame:
+    return max(frames, key=lambda frame: frame.step_time.num_steps_observed)
+
+
+def _pods(records: list[EndpointRecord]) -> PodsSeen:
+    leaving = sum(record.leaving or (record.draining and not record.sleeping) for record in records)
+    ready = sum(record.usable and record.reports.connected for record in records)
+    asleep = sum(_is_asleep(record) for record in records)
+    loading = max(0, len(records) - leaving - ready - asleep)
+    return PodsSeen(loading=loading, ready=ready, leaving=leaving, asleep=asleep)
+
+
+def _is_asleep(record: EndpointRecord) -> bool:
+    """Or on its way there: to nobody who asks now it is of use."""
+    return record.sleeping and record.reports.connected and not record.leaving
+
+
+def _rests(record: EndpointRecord) -> bool:
+    """Nothing runs there and nothing will: it is no capacity. What still runs before it sleeps counts as load."""
+    state = record.reports.latest
+    return record.sleeping and (state is None or not state.load.num_requests_running + state.load.num_requests_waiting)

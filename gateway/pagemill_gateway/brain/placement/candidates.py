@@ -1,0 +1,86 @@
+"""An endpoint as routing sees it: made from its record, and kept there until something of it changes.
+
+Most endpoints look to a request as they looked to the one before, so a decision among many makes few of them anew.
+Whoever changes what is in here empties `EndpointRecord.seen`; that is `brain.placement.placement`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pagemill_gateway.brain.endpoints.record import EndpointRecord
+from pagemill_gateway.brain.placement.pod_reports import with_own_counts
+from pagemill_gateway.routing.cost_terms import CostBasis, cost_basis_of
+from pagemill_gateway.routing.policy import Candidate
+from pagemill_gateway.routing.report import PodReport
+
+PLAIN, STALE = 0, -1
+"""Keys of what is kept: believed, with nothing of the prompt and no session; not believed, with no session."""
+MAX_KEPT = 64
+"""Of one endpoint: requests that find different numbers of tokens see it differently."""
+
+
+def candidate_of(record: EndpointRecord, now: float, num_cached_tokens: int = 0, session: bool = False) -> Candidate:
+    believed = record.reports.fresh(now)
+    key = PLAIN + 2 * num_cached_tokens + session if believed else STALE - session
+    candidate = record.seen.get(key)
+    if candidate is None:
+        if len(record.seen) >= MAX_KEPT:
+            record.seen.clear()
+        candidate = _believed(record, num_cached_tokens, session) if believed else _stale(record, session)
+        record.seen[key] = candidate
+    return candidate
+
+
+def with_adapter(
+    candidates: Sequence[Candidate], records: Sequence[EndpointRecord], digest: str, now: float
+) -> list[Candidate]:
+    """`candidates`, made from `records`, to a request for that adapter."""
+    waits_ms = [
+        record.adapters.wait_ms(digest, now, believed=each.believed)
+        for record, each in zip(records, candidates, strict=True)
+    ]
+    return [
+        each._replace(adapter_ms=wait_ms) if wait_ms else each
+        for each, wait_ms in zip(candidates, waits_ms, strict=True)
+    ]
+
+
+def _believed(record: EndpointRecord, num_cached_tokens: int, session: bool) -> Candidate:
+    dispatches, report = record.dispatches, record.pod_report
+    return Candidate(
+        record.endpoint.id,
+        record.in_flight,
+        record.reports.external(),
+        record.last_chosen,
+        report,
+        True,
+        num_cached_tokens,
+        dispatches.num_unreported,
+        dispatches.num_unreported_tokens,
+        session,
+        _cost_basis(report, dispatches.num_unreported, dispatches.num_unreported_tokens),
+    )
+
+
+def _stale(record: EndpointRecord, session: bool) -> Candidate:
+    dispatches, report = record.dispatches, record.pod_report
+    if report is not None:
+        report = with_own_counts(report, record.in_flight - dispatches.num_uncomputed)
+    return Candidate(
+        record.endpoint.id,
+        record.in_flight,
+        0,
+        record.last_chosen,
+        report,
+        num_unreported=dispatches.num_uncomputed,
+        num_unreported_tokens=dispatches.num_uncomputed_tokens,
+        session=session,
+        cost_basis=_cost_basis(report, dispatches.num_uncomputed, dispatches.num_uncomputed_tokens),
+    )
+
+
+def _cost_basis(report: PodReport | None, num_unreported: int, num_unreported_tokens: int) -> CostBasis | None:
+    if report is None or report.step_time is None:
+        return None
+    return cost_basis_of(report, report.step_time, num_unreported, num_unreported_tokens)

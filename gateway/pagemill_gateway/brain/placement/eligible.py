@@ -1,0 +1,179 @@
+"""Who may get a request at all: which deployment stands behind a name, and which of its endpoints may be asked.
+
+By what is known of deployments and endpoints; where a request then goes is `brain.placement.placement`'s, whether there
+is room `brain.endpoints.record`'s. It waits for nothing and accounts nothing.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from pagemill_gateway.brain.endpoints.deployment import DeploymentRecord
+from pagemill_gateway.brain.endpoints.record import EndpointRecord
+from pagemill_gateway.brain.endpoints.registry import Registry
+from pagemill_gateway.brain.endpoints.reports import NO_SCHEME
+from pagemill_gateway.brain.interface import NOT_READY, OTHER_WEIGHTS, HashScheme, Target
+from pagemill_gateway.brain.placement.requests import PlacementRequest
+from pagemill_gateway.brain.resilience.poison_requests import PoisonDetection
+from pagemill_gateway.brain.resilience.recovery import Recovery
+from pagemill_protocol.errors import PagemillError, model_not_found, unavailable
+
+_Share = tuple[DeploymentRecord, list[EndpointRecord]]
+"""A deployment and who of it may get a request."""
+
+LOADING_RETRY_AFTER_S = 5.0
+"""Where nothing is known of how long engines take to start."""
+
+
+class Eligible:
+    def __init__(
+        self,
+        registry: Registry,
+        recovery: Recovery,
+        poison_detection: PoisonDetection,
+        rng: random.Random,
+        clock: Callable[[], float],
+        *,
+        keeps_terminating: bool,
+    ) -> None:
+        """`keeps_terminating`: what the catalogue calls terminating may be used while nothing else is there."""
+        self._registry = registry
+        self._recovery = recovery
+        self._poison_detection = poison_detection
+        self._rng = rng
+        self._clock = clock
+        self._keeps_terminating = keeps_terminating
+
+    def resolve(self, model: str) -> Target:
+        """Raises `PagemillError`: 404 for an unknown name, 503 with the reason when no engine is ready yet."""
+        deployments = self._registry.named(model)
+        if not deployments:
+            raise model_not_found(model, self._registry.names())
+        shared = self._share(deployments)
+        if shared is None:
+            raise _nothing_ready(model, deployments, self._clock())
+        deployment, usable = shared
+        target = self._target(deployment, usable)
+        if deployment.model.adapters and (adapter_digest := deployment.adapter_digest(model)):
+            return target._replace(adapter_digest=adapter_digest)
+        return target
+
+    def settled(self, model: str) -> bool:
+        """Nothing is left to wait for: somebody serves the name, or nobody has it any more."""
+        deployments = self._registry.named(model)
+        return not deployments or self._share(deployments) is not None
+
+    def endpoints(self, target: Target) -> tuple[DeploymentRecord | None, list[EndpointRecord]]:
+        """The target's deployment, and the endpoints that understand its token ids."""
+        deployment = self._registry.deployments.get(target.deployment)
+        if deployment is None:
+            return None, []
+        usable = deployment.usable_with(target.bundle_digest)
+        if usable:
+            return deployment, usable
+        return deployment, [each for each in self._departing(deployment) if each.bundle_digest == target.bundle_digest]
+
+    def able(self, records: list[EndpointRecord], to_place: PlacementRequest, now: float) -> list[EndpointRecord]:
+        """Those of `records` that may take it, whether it is new or what another one did not finish; none: not now.
+
+        Raises `PagemillError` when none serves adapters and it is for one, and (`OTHER_WEIGHTS`) when only others could
+        continue it.
+        """
+        if to_place.request.adapter_digest:
+            records = [record for record in records if record.adapters.served]
+            if not records:
+                raise _no_adapters(to_place.target)
+        if to_place.retry is not None and to_place.retry.weights_digest:
+            digest = to_place.retry.weights_digest
+            records = [record for record in records if record.weights_digest == digest]
+            if not records:
+                raise unavailable(
+                    "No engine has the weights that the answer was begun with. Try again.",
+                    retry_after_s=1,
+                    code=OTHER_WEIGHTS,
+                )
+        return self._poison_detection.allowed(records, to_place.probe, now)
+
+    def best(self, records: list[EndpointRecord], tried: frozenset[str], now: float) -> list[EndpointRecord]:
+        """Healthy endpoints not tried before; failing that untried ones; failing that all."""
+        out = self._recovery.out(records, now)
+        if not out and not tried:
+            return records
+        untried = [record for record in records if record.endpoint.id not in tried]
+        healthy = [record for record in untried if record.endpoint.id not in out]
+        return healthy or untried or records
+
+    def _target(self, deployment: DeploymentRecord, usable: list[EndpointRecord]) -> Target:
+        digest = self._rng.choice(usable).bundle_digest
+        if usable is not deployment.usable():
+            return _target(deployment, usable, digest)
+        target = deployment.targets.get(digest)
+        if target is None:
+            target = deployment.targets[digest] = _target(deployment, usable, digest)
+        return target
+
+    def _departing(self, deployment: DeploymentRecord) -> list[EndpointRecord]:
+        departing = deployment.departing()
+        return [each for each in departing if self._keeps_terminating or not each.endpoint.terminating]
+
+    def _share(self, deployments: list[DeploymentRecord]) -> _Share | None:
+        """One of the deployments that can serve, drawn by weight: by those that stay; failing that, that leave."""
+        wanted = [deployment for deployment in deployments if deployment.model.weight > 0]
+        ready = [(each, usable) for each in wanted if (usable := each.usable())]
+        if not ready:
+            ready = [(each, departing) for each in wanted if (departing := self._departing(each))]
+        if len(ready) <= 1:
+            return ready[0] if ready else None
+        return self._rng.choices(ready, weights=[deployment.model.weight for deployment, _ in ready])[0]
+
+
+def _target(deployment: DeploymentRecord, usable: list[EndpointRecord], digest: str) -> Target:
+    return Target(
+        deployment=deployment.key,
+        model=deployment.model.name,
+        bundle_digest=digest,
+        max_model_len=min(record.max_model_len for record in usable if record.bundle_digest == digest),
+        chat_template=deployment.model.chat_template,
+        prefix_scope=deployment.model.prefix_scope,
+        scheme=common_scheme(record.reports.scheme for record in usable),
+        session_header=deployment.model.session_header.lower(),
+    )
+
+
+def _no_adapters(target: Target) -> PagemillError:
+    return unavailable(
+        f"No engine of {target.deployment} serves adapters now. Ask for its model `{target.model}`, or try again.",
+        retry_after_s=LOADING_RETRY_AFTER_S,
+        code="adapter_not_served",
+    )
+
+
+def _nothing_ready(model: str, deployments: list[DeploymentRecord], now: float) -> PagemillError:
+    records = [record for deployment in deployments for record in deployment.records]
+    if not records:
+        reason = "it has no engine running"
+    elif all(record.leaving for record in records):
+        reason = "its engines are shutting down"
+    elif all(deployment.model.weight <= 0 for deployment in deployments):
+        reason = "its routing weight is 0"
+    else:
+        states = Counter(f"{record.phase}: {record.detail}".rstrip(": ") for record in records if not record.usable)
+        reason = "; ".join(f"{count} engine(s) {state}" for state, count in states.most_common(3))
+    lefts_s = [left_s for each in deployments if (left_s := each.starts.left_s(now)) is not None]
+    return unavailable(
+        f"The model `{model[:200]}` is not ready yet ({reason}). Try again later.",
+        retry_after_s=min(lefts_s, default=LOADING_RETRY_AFTER_S),
+        code=NOT_READY,
+    )
+
+
+def common_scheme(schemes: Iterable[HashScheme]) -> HashScheme:
+    """That of most of them: during a rollout prompts are looked up among the others in vain, which is true there.
+
+    Without tokens a granule: nobody has told how it hashes, or none the way we do.
+    """
+    counts = Counter(schemes)
+    del counts[NO_SCHEME]
+    return max(counts, key=counts.__getitem__) if counts else NO_SCHEME

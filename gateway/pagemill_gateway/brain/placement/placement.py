@@ -1,0 +1,234 @@
+"""Where a request goes among the endpoints in question, and what is known of them for that.
+
+It keeps the prefix index, the predictions, sessions and per-endpoint accounts up to date, shows the policy its
+candidates, accounts the choice at once and remembers why. Which endpoints may be asked at all is `brain.brain`'s.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from pagemill_gateway.brain.endpoints.deployment import DeploymentRecord
+from pagemill_gateway.brain.endpoints.dispatches import Dispatch
+from pagemill_gateway.brain.endpoints.record import EndpointRecord
+from pagemill_gateway.brain.interface import RoutingRequest
+from pagemill_gateway.brain.placement.candidates import PLAIN, STALE, candidate_of, with_adapter
+from pagemill_gateway.brain.placement.decisions import DecisionLog
+from pagemill_gateway.brain.placement.pod_reports import read_report
+from pagemill_gateway.brain.placement.predictions import Predictions
+from pagemill_gateway.brain.placement.prefix_index import PrefixIndex
+from pagemill_gateway.routing.policy import Candidate, RequestView, RoutingDecision, RoutingPolicy
+from pagemill_protocol.state import StateFrame
+
+Fits = Callable[[EndpointRecord, int], bool]
+"""Whether an endpoint has room for a request of whose prompt it has so many tokens cached."""
+MAX_SESSIONS = 65536
+
+
+class PlacementResult(NamedTuple):
+    number: int
+    """Of the decision."""
+    record: EndpointRecord
+    candidate: Candidate
+    policy: str
+    predicted_ttft_ms: float | None
+
+
+class Placement:
+    def __init__(self, rng: random.Random, max_decisions: int) -> None:
+        self._rng = rng
+        self._sessions = Sessions()
+        self.index = PrefixIndex()
+        self.predictions = Predictions()
+        self.decisions = DecisionLog(max_decisions)
+
+    def place(
+        self,
+        number: int,
+        request: RoutingRequest,
+        num_sequences: int,
+        policy: RoutingPolicy,
+        deployment: DeploymentRecord,
+        records: Sequence[EndpointRecord],
+        fits: Fits,
+        now: float,
+    ) -> PlacementResult | None:
+        """Choose one of `records` and account decision `number` there; None when the request fits nowhere."""
+        self.predictions.expire(now)
+        candidates = self._candidates(request, deployment.key, records, now)
+        if request.adapter_digest:
+            candidates = with_adapter(candidates, records, request.adapter_digest, now)
+        view = RequestView(
+            request.num_prompt_tokens,
+            deployment.output_tokens.mean,
+            request.prompt_key,
+            self._rng.random(),
+            request.adapter_digest != "",
+        )
+        decision = policy.choose(view, candidates)
+        index = _place_of(decision.chosen, candidates)
+        if not fits(records[index], decision.chosen.num_cached_tokens):
+            # Rarely are engines full, so only now all are looked at.
+            pairs = zip(records, candidates, strict=True)
+            fitting = [(record, each) for record, each in pairs if fits(record, each.num_cached_tokens)]
+            if not fitting:
+                return None
+            records, candidates = [record for record, _ in fitting], [each for _, each in fitting]
+            decision = policy.choose(view, candidates)
+            index = _place_of(decision.chosen, candidates)
+        chosen = decision.chosen
+        dispatch = self._account(number, request, num_sequences, records[index], chosen)
+        if request.adapter_digest:
+            records[index].adapters.expect(number, request.adapter_digest, now)
+        if request.session:
+            self._sessions.chosen(deployment.key, request.session, chosen.endpoint_id)
+        predicted_ttft_ms = _predicted_ttft_ms(decision, index, records[index], number, dispatch, now)
+        self.decisions.note(
+            number, deployment.key, policy.name, request.num_prompt_tokens, candidates, decision, predicted_ttft_ms
+        )
+        return PlacementResult(number, records[index], chosen, policy.name, predicted_ttft_ms)
+
+    def most_cached_tokens(self, request: RoutingRequest, records: Sequence[EndpointRecord], now: float) -> int:
+        """Of the prompt, on the endpoint that has most of it."""
+        return max(self._cached_tokens(request, records, now).values(), default=0)
+
+    def observe(self, record: EndpointRecord, frame: StateFrame, now: float) -> None:
+        """Take what an accepted frame says of prefixes and load."""
+        endpoint_id = record.endpoint.id
+        if frame.snapshot:
+            self.forget(endpoint_id)
+            self.index.snapshot(endpoint_id, frame.prefixes_added)
+        else:
+            self.index.remove(endpoint_id, frame.prefixes_removed)
+            self.index.add(endpoint_id, frame.prefixes_added)
+            bit = self.index.bit(endpoint_id)
+            self.predictions.reported(bit, frame.prefixes_added)
+            self.predictions.reported(bit, frame.prefixes_removed)
+        record.adapters.update(frame.adapters, now, new_engine=frame.snapshot)
+        reported = frame.load.num_requests_running + frame.load.num_requests_waiting
+        record.dispatches.reported(record.reserved.num_sequences + record.reports.external() - reported)
+        record.pod_report = read_report(frame, record.pod_report, record.step_time_params)
+        record.step_time_params = frame.step_time
+        record.seen.clear()
+        self._look_ahead(record, frame, now)
+
+    def forget(self, endpoint_id: str) -> None:
+        """Nothing is known of what the endpoint has cached."""
+        self.predictions.forget(self.index.bit(endpoint_id))
+        self.index.forget(endpoint_id)
+
+    def computed(self, number: int, record: EndpointRecord, now: float, ttft_ms: float | None) -> None:
+        """The first token of decision `number` is here."""
+        record.dispatches.computed(number)
+        record.seen.clear()
+        record.ttft_estimator.started(number, ttft_ms)
+        if ttft_ms is not None:
+            self.decisions.measured(number, ttft_ms)
+        self.predictions.computed(number, now)
+        record.adapters.computed(number, now)
+
+    def ended(self, number: int, record: EndpointRecord, now: float, *, failed: bool) -> None:
+        num_answers = 0 if failed else record.dispatches.num_answers(number)
+        record.dispatches.ended(number)
+        record.seen.clear()
+        record.ttft_estimator.ended(number, num_answers)
+        if not num_answers:
+            # It failed, or its client left before its prompt was through: of the rest nothing will come.
+            self.predictions.drop(number)
+            record.adapters.drop(number, now)
+        else:
+            self.predictions.computed(number, now)
+            record.adapters.computed(number, now)
+
+    def _look_ahead(self, record: EndpointRecord, frame: StateFrame, now: float) -> None:
+        dispatches, load, report = record.dispatches, frame.load, record.pod_report
+        is_ours = not record.reports.external()
+        record.ttft_estimator.received(
+            load,
+            frame.load_age_ms,
+            report.step_time.model if report is not None and report.step_time is not None else None,
+            frame.max_num_batched_tokens,
+            dispatches.waiting(load.num_requests_waiting) if is_ours else None,
+            dispatches.unreported(),
+            now,
+        )
+
+    def _candidates(
+        self, request: RoutingRequest, deployment: str, records: Sequence[EndpointRecord], now: float
+    ) -> list[Candidate]:
+        cached = self._cached_tokens(request, records, now)
+        session = self._sessions.endpoint(deployment, request.session) if request.session else None
+        if cached or session is not None:
+            return [
+                candidate_of(record, now, cached.get(record.endpoint.id, 0), record.endpoint.id == session)
+                for record in records
+            ]
+        # As most are, and as they were seen before, without a call for each.
+        return [
+            record.seen.get(PLAIN if record.reports.fresh(now) else STALE) or candidate_of(record, now)
+            for record in records
+        ]
+
+    def _cached_tokens(self, request: RoutingRequest, records: Sequence[EndpointRecord], now: float) -> dict[str, int]:
+        """Of the prompt, on each endpoint that has some and is believed."""
+        # The last token is always computed anew, so a prompt is never found as a whole.
+        num_findable = (request.num_prompt_tokens - 1) // request.prefix_chunk_tokens if request.prefix_chunks else 0
+        if num_findable <= 0 or not self.index.knows(request.prefix_chunks[0], self.predictions.pods):
+            return {}
+        bits = {self.index.bit(record.endpoint.id): record for record in records if record.reports.fresh(now)}
+        bits.pop(0, None)
+        depths = self.index.depths(request.prefix_chunks[:num_findable], sum(bits), self.predictions.pods)
+        return {bits[bit].endpoint.id: depth * request.prefix_chunk_tokens for bit, depth in depths.items()}
+
+    def _account(
+        self, number: int, request: RoutingRequest, num_sequences: int, record: EndpointRecord, chosen: Candidate
+    ) -> Dispatch:
+        record.in_flight += 1
+        record.last_chosen = number
+        num_uncached = max(1, request.num_prompt_tokens - chosen.num_cached_tokens)
+        dispatch = Dispatch(num_uncached, num_sequences, request.num_prompt_tokens - num_uncached)
+        record.dispatches.sent(number, dispatch)
+        record.seen.clear()
+        bit = self.index.bit(record.endpoint.id)
+        if bit and request.prefix_chunks and record.reports.scheme.prefix_chunk_tokens == request.prefix_chunk_tokens:
+            has = self.index.has
+            self.predictions.expect(number, bit, [each for each in request.prefix_chunks if not has(each, bit)])
+        return dispatch
+
+
+def _place_of(chosen: Candidate, candidates: Sequence[Candidate]) -> int:
+    return next(place for place, each in enumerate(candidates) if each is chosen)
+
+
+def _predicted_ttft_ms(
+    decision: RoutingDecision, index: int, record: EndpointRecord, number: int, dispatch: Dispatch, now: float
+) -> float | None:
+    """Where the policy goes by it. As exactly as it can be told, which for all candidates would cost too much."""
+    if "ttft_ms" not in decision.columns:
+        return None
+    chosen, ttft_ms = decision.chosen, None
+    if chosen.believed:
+        ttft_ms = record.ttft_estimator.ttft_ms(number, dispatch, now, held_ms=chosen.adapter_ms)
+    row = decision.rows[index]
+    if ttft_ms is None:
+        return row[decision.columns.index("ttft_ms")]
+    return ttft_ms + row[decision.columns.index("wait_ms")]
+
+
+class Sessions:
+    """Which endpoint a session was on last. Bounded: the sessions that are longest unused are forgotten first."""
+
+    def __init__(self, max_sessions: int = MAX_SESSIONS) -> None:
+        self._max_sessions = max_sessions
+        self._endpoints: dict[tuple[str, bytes], str] = {}
+
+    def endpoint(self, deployment: str, session: bytes) -> str | None:
+        return self._endpoints.get((deployment, session))
+
+    def chosen(self, deployment: str, session: bytes, endpoint_id: str) -> None:
+        self._endpoints.pop((deployment, session), None)
+        self._endpoints[deployment, session] = endpoint_id
+        if len(self._endpoints) > self._max_sessions:
+            del self._endpoints[next(iter(self._endpoints))]

@@ -1,0 +1,121 @@
+"""The queue of one deployment: its waiting requests, how fast it empties, and the errors its clients get.
+
+The order and the bounds are `admission.fair_queue`'s; waking requests is `brain.queue.queues`'s. Time comes from
+outside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pagemill_gateway.admission.fair_queue import FairQueue, Waiter
+from pagemill_protocol.catalog import QueueLimits
+from pagemill_protocol.errors import PagemillError, unavailable
+
+HALF_LIFE_S = 20.0
+LEAST_SECONDS = 0.5
+"""Of waiting, before the rate means anything."""
+UNKNOWN_WAIT_S = 5.0
+MAX_WAIT_S = 120.0
+
+
+class DrainRate:
+    """How fast the queue empties while requests wait: the source of `Retry-After` and of the chances of a deadline.
+
+    Tokens served per second of waiting. Both fade with a half-life, so the rate follows a deployment that grows or
+    shrinks.
+    """
+
+    def __init__(self) -> None:
+        self._tokens = 0.0
+        self._seconds = 0.0
+        self._since: float | None = None
+        """Up to when waiting is counted; `None` while nobody waits."""
+
+    def watch(self, now: float, waiting: bool) -> None:
+        """Count the time since the call before, if somebody waited then; `waiting`: whether somebody does now."""
+        if self._since is not None and now > self._since:
+            elapsed_s = now - self._since
+            fading = 0.5 ** (elapsed_s / HALF_LIFE_S)
+            self._tokens *= fading
+            self._seconds = self._seconds * fading + elapsed_s
+        self._since = now if waiting else None
+
+    def served(self, cost_tokens: int) -> None:
+        """One that waited got its turn."""
+        self._tokens += cost_tokens
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        if self._seconds < LEAST_SECONDS or self._tokens <= 0:
+            return None
+        return self._tokens / self._seconds
+
+    def wait_s(self, num_tokens: int) -> float | None:
+        """Until so many tokens are served; `None` while nothing is learned."""
+        rate = self.tokens_per_s
+        return num_tokens / rate if rate is not None else None
+
+    def retry_after_s(self, num_tokens: int, start_s: float | None = None) -> float:
+        """When it is worth coming back to a queue of so many tokens, whose engine is to start first in `start_s`."""
+        wait_s = self.wait_s(num_tokens)
+        if wait_s is None and start_s is None:
+            return UNKNOWN_WAIT_S
+        return min(MAX_WAIT_S, max(1.0, (wait_s or 0.0) + (start_s or 0.0)))
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class QueueEntry(Waiter):
+    """One waiting request, with what it waits for and where its result goes."""
+
+    attempt: Callable[[], object | None]
+    future: asyncio.Future[Any]
+    entered_at: float
+    deadline_at: float
+
+
+class DeploymentQueue:
+    """The waiting requests of one deployment."""
+
+    def __init__(self, limits: QueueLimits, start_left_s: Callable[[], float | None]) -> None:
+        self._start_left_s = start_left_s
+        self.waiting: FairQueue[QueueEntry] = FairQueue(limits.max_requests, limits.max_bytes)
+        self.drain = DrainRate()
+
+    def set_limits(self, limits: QueueLimits) -> None:
+        self.waiting.max_requests, self.waiting.max_bytes = limits.max_requests, limits.max_bytes
+
+    def hopeless_wait_s(self, entry: QueueEntry) -> float | None:
+        """How long it would wait, if that is longer than its deadline allows."""
+        if entry.deadline_at == math.inf or not len(self.waiting):
+            return None
+        num_tokens = self.waiting.tokens_before(entry.key, entry.priority, entry.cost_tokens)
+        wait_s = self.drain.wait_s(num_tokens)
+        return wait_s if wait_s is not None and entry.entered_at + wait_s > entry.deadline_at else None
+
+    def retry_after_s(self) -> float:
+        return self.drain.retry_after_s(self.waiting.num_tokens, self._start_left_s())
+
+    def full(self) -> PagemillError:
+        """429: the queue's bounds."""
+        return PagemillError(
+            f"All engines of this model are busy and {len(self.waiting)} requests wait already, with "
+            f"{self.waiting.num_bytes} bytes; at most {self.waiting.max_requests} and {self.waiting.max_bytes} may. "
+            "Try again later.",
+            status=429,
+            type="rate_limit_error",
+            code="queue_full",
+            retry_after_s=self.retry_after_s(),
+        )
+
+    def timed_out(self, waited_s: float) -> PagemillError:
+        """503: nothing came free in time."""
+        return unavailable(
+            f"All engines of this model are busy: the request waited {waited_s:.0f} s for its turn, the longest that "
+            "is allowed. Try again later.",
+            retry_after_s=self.retry_after_s(),
+        )

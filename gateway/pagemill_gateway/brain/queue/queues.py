@@ -1,0 +1,245 @@
+"""The one place where requests wait: a fair queue per deployment, for room on an engine or for any engine at all.
+
+What a request waits for is its wish: called when it is its turn, it returns what was wished for, or None to go on
+waiting, or raises what the client is told. The order, the bounds and who is shed are `admission.fair_queue`'s; here are
+the futures, the clock and the errors. Whoever changes what wishes depend on calls `pump`; while somebody waits a tick
+looks after what only time changes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Literal, NamedTuple, TypeVar
+
+from pagemill_gateway.brain.interface import QueueTicket
+from pagemill_gateway.brain.queue.deployment_queue import DeploymentQueue, QueueEntry
+from pagemill_protocol.catalog import QueueLimits
+from pagemill_protocol.errors import PagemillError, deadline_exceeded, internal_error, unavailable
+
+logger = logging.getLogger("pagemill.gateway.brain")
+TICK_S = 0.1
+Outcome = Literal["served", "shed", "full", "timeout", "deadline", "failed", "left"]
+OUTCOMES: tuple[Outcome, ...] = ("served", "shed", "full", "timeout", "deadline", "failed", "left")
+"""`shed`: another one needed its place more. `full`: it found none. `deadline`: it could not have made it, or did not.
+`failed`: what it waited for cannot be had any more. `left`: its client did."""
+Found = TypeVar("Found")
+
+
+class QueueState(NamedTuple):
+    num_requests: int = 0
+    num_bytes: int = 0
+    num_tokens: int = 0
+    """What their turns are thought to cost; 0 for those that cannot be tokenized yet."""
+    oldest_age_s: float = 0.0
+    """How long the one that waits longest has been at the gateway."""
+
+
+class Queues:
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        is_serving: Callable[[str], bool],
+        start_left_s: Callable[[str], float | None] = lambda _: None,
+    ) -> None:
+        """`is_serving`: whether a deployment has an engine that serves; only then its speed can be learned.
+        `start_left_s`: until it has one again, if it has none and that is known.
+        """
+        self._clock = clock
+        self._is_serving = is_serving
+        self._start_left_s = start_left_s
+        self._queues: dict[str, DeploymentQueue] = {}
+        self._ticking: asyncio.TimerHandle | None = None
+        self.outcomes: Counter[tuple[str, Outcome]] = Counter()
+        """By deployment, since the start."""
+        self._watchers: set[asyncio.Future[None]] = set()
+
+    def is_empty(self, deployment: str) -> bool:
+        queue = self._queues.get(deployment)
+        return queue is None or not len(queue.waiting)
+
+    def state(self, deployment: str) -> QueueState:
+        queue = self._queues.get(deployment)
+        oldest = queue.waiting.oldest_arrival() if queue is not None else None
+        if queue is None or oldest is None:
+            return QueueState()
+        waiting = queue.waiting
+        return QueueState(len(waiting), waiting.num_bytes, waiting.num_tokens, max(0.0, self._clock() - oldest))
+
+    def left_s(self, deployment: str, ticket: QueueTicket) -> float | None:
+        """How much longer the request of `ticket` will wait here, an engine's start included; `None`: nobody knows."""
+        queue = self._queues.get(deployment)
+        start_left_s = self._start_left_s(deployment)
+        if queue is None or (start_left_s is None and not self._is_serving(deployment)):
+            return None
+        turn_s = queue.drain.wait_s(queue.waiting.tokens_until(ticket.arrived_at))
+        return start_left_s if turn_s is None else (start_left_s or 0.0) + turn_s
+
+    def first_waiter(self) -> asyncio.Future[None]:
+        """Done when somebody waits for a deployment for which nobody did. Cancel it when it is of no use any more."""
+        watcher = asyncio.get_running_loop().create_future()
+        self._watchers.add(watcher)
+        watcher.add_done_callback(self._watchers.discard)
+        return watcher
+
+    def settle(self, deployment: str, key: str, priority: int, num_tokens: int) -> None:
+        """A turn cost so many tokens more than was thought, or fewer."""
+        queue = self._queues.get(deployment)
+        if queue is not None:
+            queue.waiting.settle(key, priority, num_tokens)
+
+    async def wait(
+        self,
+        deployment: str,
+        limits: QueueLimits,
+        ticket: QueueTicket,
+        attempt: Callable[[], Found | None],
+        *,
+        group: str,
+        cost_tokens: int,
+        undo: Callable[[Found], None],
+        kept: bool = False,
+    ) -> tuple[Found, float]:
+        """What was wished for, and for how long it was waited. Raises `PagemillError`.
+
+        `group`: who waits for the same; `undo` takes back what came too late for a client that left; `kept`: however
+        many wait, it may.
+        """
+        queue = self._queues.get(deployment)
+        if queue is None:
+            queue = self._queues[deployment] = DeploymentQueue(limits, partial(self._start_left_s, deployment))
+        queue.set_limits(limits)
+        now = self._clock()
+        entry = QueueEntry(
+            key=ticket.key,
+            priority=ticket.priority,
+            cost_tokens=0 if ticket.paid else cost_tokens,
+            num_bytes=ticket.num_bytes,
+            arrived_at=ticket.arrived_at,
+            expires_at=min(now + max(0.0, limits.timeout_s - ticket.waited_s), ticket.deadline_at),
+            group=group,
+            kept=kept,
+            attempt=attempt,
+            future=asyncio.get_running_loop().create_future(),
+            entered_at=now,
+            deadline_at=ticket.deadline_at,
+        )
+        self._admit(deployment, queue, entry)
+        try:
+            # One that was refused everywhere waits for news: what is known has just been tried.
+            if ticket.num_refusals == 0:
+                self.pump(deployment)
+            found: Found = await entry.future
+        except asyncio.CancelledError:
+            if not entry.future.done() or entry.future.cancelled():
+                self.outcomes[deployment, "left"] += 1
+            elif entry.future.exception() is None:
+                undo(entry.future.result())
+            raise
+        finally:
+            if entry in queue.waiting:
+                queue.waiting.remove(entry)
+                self.pump(deployment)
+            # A refusal that was set on its future holds this frame, which would hold it and the request's body.
+            del entry
+        return found, self._clock() - now
+
+    def pump(self, deployment: str) -> None:
+        """Give everybody a turn whose wish can be fulfilled now."""
+        queue = self._queues.get(deployment)
+        if queue is None or not len(queue.waiting):
+            return
+        now, waiting = self._clock(), queue.waiting
+        queue.drain.watch(now, self._is_serving(deployment))
+        blocked: set[str] = set()
+        while (entry := waiting.first(blocked)) is not None:
+            if entry.future.done():
+                waiting.remove(entry)
+                continue
+            try:
+                found = entry.attempt()
+            except PagemillError as error:
+                self._fail(deployment, queue, entry, error, "failed")
+                continue
+            except Exception:
+                # It is some other request, or a report, that made this one look: that must not suffer.
+                logger.exception("a request of %s cannot be placed", deployment)
+                self._fail(deployment, queue, entry, internal_error(), "failed")
+                continue
+            if found is None:
+                blocked.add(entry.group)
+                continue
+            waiting.take(entry)
+            queue.drain.served(entry.cost_tokens)
+            self.outcomes[deployment, "served"] += 1
+            entry.future.set_result(found)
+        if not len(waiting):
+            queue.drain.watch(now, waiting=False)
+
+    def pump_all(self) -> None:
+        for deployment in list(self._queues):
+            self.pump(deployment)
+
+    def tick(self) -> None:
+        """What time alone brings: some have waited too long, pauses are over."""
+        for deployment, queue in list(self._queues.items()):
+            for entry in queue.waiting.expired(self._clock()):
+                late = entry.deadline_at <= entry.expires_at
+                error = deadline_exceeded() if late else queue.timed_out(self._clock() - entry.entered_at)
+                self._fail(deployment, queue, entry, error, "deadline" if late else "timeout")
+            self.pump(deployment)
+
+    def forget(self, deployments: set[str]) -> None:
+        """These are gone; nobody waits for them any more, since their wishes have failed."""
+        for deployment in deployments:
+            if self.is_empty(deployment):
+                self._queues.pop(deployment, None)
+                for outcome in OUTCOMES:
+                    self.outcomes.pop((deployment, outcome), None)
+
+    def _admit(self, deployment: str, queue: DeploymentQueue, entry: QueueEntry) -> None:
+        """Raises `PagemillError` when it must not wait."""
+        if self._is_serving(deployment) and (wait_s := queue.hopeless_wait_s(entry)) is not None:
+            self.outcomes[deployment, "deadline"] += 1
+            raise unavailable(
+                f"The request would wait about {wait_s:.0f} s for its turn, longer than its deadline allows. Try again "
+                "later, or allow more time.",
+                retry_after_s=queue.retry_after_s(),
+                code="deadline_unreachable",
+            )
+        was_empty = not len(queue.waiting)
+        for gone in queue.waiting.add(entry):
+            if gone is entry:
+                self.outcomes[deployment, "full"] += 1
+                raise queue.full()
+            self._fail(deployment, queue, gone, queue.full(), "shed")
+        self._keep_ticking()
+        if was_empty:
+            queue.drain.watch(self._clock(), self._is_serving(deployment))
+            self._notify_watchers()
+
+    def _fail(
+        self, deployment: str, queue: DeploymentQueue, entry: QueueEntry, error: PagemillError, outcome: Outcome
+    ) -> None:
+        queue.waiting.remove(entry)
+        if not entry.future.done():
+            self.outcomes[deployment, outcome] += 1
+            entry.future.set_exception(error)
+
+    def _notify_watchers(self) -> None:
+        for watcher in self._watchers:
+            if not watcher.done():
+                watcher.set_result(None)
+
+    def _keep_ticking(self) -> None:
+        if self._ticking is None:
+            self._ticking = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+
+    def _tick(self) -> None:
+        self._ticking = None
+        self.tick()
+        if any(len(queue.waiting) for queue in self._queues.values()):
+            self._keep_ticking()

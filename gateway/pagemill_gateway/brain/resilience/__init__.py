@@ -1,0 +1,1 @@
+"""What follows from failures: who is ejected, who may try again, and which request is the cause."""

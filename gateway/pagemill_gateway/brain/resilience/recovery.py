@@ -1,0 +1,180 @@
+"""After a failure: which endpoints stay out, and who may try again.
+
+Between the brain, which decides where requests go, and the breakers (`brain.resilience.ejection`), the retry budget and
+slowness. Pure bookkeeping of decisions: it speaks to nobody and waits for nothing. Whether a request is the cause is
+`brain.resilience.poison_requests`'.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from weakref import WeakKeyDictionary
+
+from pagemill_gateway.brain.endpoints.record import EndpointRecord
+from pagemill_gateway.brain.interface import CompletedRequest, FailureKind, RetryContext
+from pagemill_gateway.brain.resilience.ejection import Ejection
+from pagemill_gateway.brain.resilience.slowness import Slowness
+from pagemill_protocol.errors import unavailable
+
+SLOW_EJECTION_FACTOR = 20.0
+"""A slow endpoint stays out that many times longer than one that failed: it can be judged only by many requests."""
+EJECTING: frozenset[FailureKind] = frozenset({"unreachable", "broken", "lost", "killed", "stalled", "crashed"})
+BUDGETED: frozenset[FailureKind] = frozenset({"request", "broken"})
+"""Tries after these may repeat work that fails again. Others are free: a refusal costs an engine nothing, and what a
+dead engine was doing has to be done elsewhere."""
+WINDOW_S = 10.0
+FREE_RETRIES = 10
+"""In a window, whatever the number of requests."""
+
+
+class Recovery:
+    def __init__(
+        self, *, ejection_base_s: float, ejection_max_s: float, max_ejected_share: float, retry_share: float
+    ) -> None:
+        self._ejection_base_s = ejection_base_s
+        self._ejection_max_s = ejection_max_s
+        self._max_ejected_share = max_ejected_share
+        self._retry_share = retry_share
+        self._budgets: dict[str, RetryBudget] = {}
+        self._slowness = Slowness()
+        self._ejections: WeakKeyDictionary[EndpointRecord, Ejection] = WeakKeyDictionary()
+        """By record: an endpoint that takes over the id of another one has a record of its own."""
+        self._failed: set[str] = set()
+        """Endpoints that failed and may be ejected: mostly none is, and no decision has to look at all of them."""
+
+    def know(self, deployments: Iterable[str], endpoint_ids: Iterable[str]) -> None:
+        """The catalogue changed: forget all others."""
+        known, known_endpoints = set(deployments), set(endpoint_ids)
+        self._budgets = {key: budget for key, budget in self._budgets.items() if key in known}
+        self._slowness.keep_only(known_endpoints)
+        self._failed &= known_endpoints
+
+    def ejection(self, record: EndpointRecord) -> Ejection:
+        ejection = self._ejections.get(record)
+        if ejection is None:
+            ejection = self._ejections[record] = Ejection(self._ejection_base_s, self._ejection_max_s)
+        return ejection
+
+    # Who may try.
+
+    def admit(self, deployment: str, retry: RetryContext | None, failed_at: EndpointRecord | None, now: float) -> None:
+        """Count one try of a request. Raises `PagemillError` 503 when it is a retry that the budget does not hold."""
+        budget = self._budgets.setdefault(deployment, RetryBudget(self._retry_share))
+        if retry is None:
+            budget.began(now)
+            return
+        same_incident = failed_at is not None and self.ejection(failed_at).covers(retry.decision)
+        if retry.kind not in BUDGETED or same_incident or budget.take(now):
+            return
+        raise unavailable(
+            f"Too many requests of {deployment} are being tried a second time. Try again shortly.",
+            retry_after_s=1,
+            code="retry_budget_exhausted",
+        )
+
+    # Who stays out.
+
+    def out(self, records: Sequence[EndpointRecord], now: float) -> set[str]:
+        """Endpoints of one deployment that should get nothing now.
+
+        Of those that report and look healthy, at most a share and at least one: if more seem to fail, the fault may be
+        elsewhere. One that is silent as well is no suspicion but a loss: while others report, no request probes it
+        before it does. If all are ejected, none is.
+        """
+        if not self._failed:
+            return set()
+        self._failed -= {record.endpoint.id for record in records if not self.ejection(record).ejected}
+        if not any(self.ejection(record).ejected for record in records):
+            return set()
+        fresh = {record.endpoint.id for record in records if record.reports.fresh(now)}
+        ejected = [
+            record
+            for record in records
+            if not self.ejection(record).allows(now)
+            or (self.ejection(record).ejected and fresh and record.endpoint.id not in fresh)
+        ]
+        if len(ejected) == len(records):
+            return set()
+        reporting = [record for record in ejected if record.endpoint.id in fresh]
+        reporting.sort(key=lambda record: -self.ejection(record).num_failures)
+        most = max(1, int(self._max_ejected_share * len(records)))
+        return {record.endpoint.id for record in ejected} - {record.endpoint.id for record in reporting[most:]}
+
+    def failed(self, record: EndpointRecord, decision: int, kind: FailureKind, newest: int, now: float) -> None:
+        """`decision` was not served there."""
+        if kind in EJECTING:
+            self._eject(record, now, newest)
+        elif kind in ("refused", "request"):
+            self.ejection(record).succeeded(decision)
+
+    def served(
+        self,
+        record: EndpointRecord,
+        decision: int,
+        served: CompletedRequest,
+        siblings: Iterable[EndpointRecord],
+        newest: int,
+        now: float,
+    ) -> None:
+        """`decision` was served to its end; `siblings` are the endpoints of the deployment, looked at when needed."""
+        endpoint_id = record.endpoint.id
+        self.ejection(record).succeeded(decision)
+        if served.ms_per_token is None or self.ejection(record).covers(decision):
+            return
+        self._slowness.note(endpoint_id, served.ms_per_token, now)
+        if self._slowness.is_slow(endpoint_id, (each.endpoint.id for each in siblings), now):
+            self._slowness.forget(endpoint_id)
+            self._eject(record, now, newest, factor=SLOW_EJECTION_FACTOR)
+
+    def _eject(self, record: EndpointRecord, now: float, newest: int, *, factor: float = 1.0) -> None:
+        self.ejection(record).failed(now, newest, factor=factor)
+        self._failed.add(record.endpoint.id)
+
+
+class RetryBudget:
+    """How many tries beyond the first a deployment's requests may have together, so that retries never become the load.
+
+    A share of the requests that began in the last seconds, and a few in any case.
+    """
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._requests = _EventWindow()
+        self._retries = _EventWindow()
+
+    def began(self, now: float) -> None:
+        self._requests.add(now)
+
+    def take(self, now: float) -> bool:
+        """Whether one more retry is in the budget; it is spent then."""
+        if self._retries.count(now) >= max(FREE_RETRIES, self._share * self._requests.count(now)):
+            return False
+        self._retries.add(now)
+        return True
+
+
+class _EventWindow:
+    """Events of the last `WINDOW_S`, counted by tenths of it: memory does not grow with the load."""
+
+    def __init__(self) -> None:
+        self._slots: deque[tuple[int, int]] = deque()
+        self._total = 0
+
+    def add(self, now: float) -> None:
+        slot = _slot(now)
+        if self._slots and self._slots[-1][0] == slot:
+            self._slots[-1] = (slot, self._slots[-1][1] + 1)
+        else:
+            self._slots.append((slot, 1))
+        self._total += 1
+
+    def count(self, now: float) -> int:
+        oldest = _slot(now - WINDOW_S)
+        while self._slots and self._slots[0][0] <= oldest:
+            self._total -= self._slots.popleft()[1]
+        return self._total
+
+
+def _slot(now: float) -> int:
+    return int(now / (WINDOW_S / 10))

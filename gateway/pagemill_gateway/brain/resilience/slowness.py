@@ -1,0 +1,67 @@
+"""Endpoints that decode far slower than their siblings: judged by what requests got, never by one request alone.
+
+Pure: time comes in. Each endpoint is represented by the median of its latest requests' time per token; one whose median
+is several times that of the median sibling is slow. Who is ejected for it, and how many may be, is
+`brain.resilience.recovery`'s.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from statistics import median
+from typing import NamedTuple
+
+MAX_AGE_S = 60.0
+NUM_SAMPLES = 16
+LEAST_SAMPLES = 8
+"""Of an endpoint, before it is judged or compared with."""
+SLOW_FACTOR = 4.0
+LEAST_EXCESS_MS = 20.0
+"""Per token; a difference nobody feels ejects nobody."""
+
+
+class _Sample(NamedTuple):
+    ms_per_token: float
+    at: float
+
+
+class Slowness:
+    def __init__(self) -> None:
+        self._samples: dict[str, deque[_Sample]] = {}
+        self._typical: dict[str, _Sample] = {}
+        """Of endpoints with enough samples, as of the latest one."""
+
+    def note(self, endpoint_id: str, ms_per_token: float, now: float) -> None:
+        samples = self._samples.setdefault(endpoint_id, deque(maxlen=NUM_SAMPLES))
+        samples.append(_Sample(ms_per_token, now))
+        while now - samples[0].at > MAX_AGE_S:
+            samples.popleft()
+        if len(samples) >= LEAST_SAMPLES:
+            self._typical[endpoint_id] = _Sample(median(each.ms_per_token for each in samples), now)
+        else:
+            self._typical.pop(endpoint_id, None)
+
+    def forget(self, endpoint_id: str) -> None:
+        """What it did before says nothing of what it does when it is back."""
+        self._samples.pop(endpoint_id, None)
+        self._typical.pop(endpoint_id, None)
+
+    def keep_only(self, endpoint_ids: Iterable[str]) -> None:
+        for gone in self._samples.keys() - set(endpoint_ids):
+            self.forget(gone)
+
+    def is_slow(self, endpoint_id: str, siblings: Iterable[str], now: float) -> bool:
+        """`siblings` is looked at only when the endpoint's pace could be felt."""
+        mine = self._typical_ms(endpoint_id, now)
+        if mine is None or mine <= LEAST_EXCESS_MS:
+            return False
+        others = [ms for each in siblings if each != endpoint_id and (ms := self._typical_ms(each, now)) is not None]
+        if not others:
+            return False
+        usual = median(others)
+        return mine > SLOW_FACTOR * usual and mine - usual > LEAST_EXCESS_MS
+
+    def _typical_ms(self, endpoint_id: str, now: float) -> float | None:
+        typical = self._typical.get(endpoint_id)
+        return typical.ms_per_token if typical is not None and now - typical.at <= MAX_AGE_S else None

@@ -1,0 +1,212 @@
+"""What there is once in a gateway, wired: discovery, the brain, the limits' store, and the numbers of all together.
+
+Opened inside the event loop, closed after the drain. Workers (`worker`) hold the connections of clients; what they ask
+is `ports.HeadDesk`, what they are told and asked `ports.WorkerPort`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+
+import aiohttp
+import msgspec
+
+from pagemill_gateway.brain.brain import LocalBrain
+from pagemill_gateway.config import GatewayConfig, SettingsError
+from pagemill_gateway.discovery.bundles import BundleError, Bundles
+from pagemill_gateway.discovery.kubernetes.credentials import Credentials, CredentialsError, load_credentials
+from pagemill_gateway.discovery.kubernetes.discovery import KubernetesDiscovery
+from pagemill_gateway.discovery.last_known import Known, read_last_known, write_last_known
+from pagemill_gateway.discovery.state_streams import StateStreams
+from pagemill_gateway.limits.caller import Caller
+from pagemill_gateway.limits.recount import Recount
+from pagemill_gateway.limits.sharing import Sharing, open_sharing
+from pagemill_gateway.metrics.control_process import ControlProcessMetrics
+from pagemill_gateway.ports import GatewayStatus, WorkerMeasurements, WorkerPort
+from pagemill_protocol.catalog import Catalog
+from pagemill_protocol.errors import unavailable
+
+logger = logging.getLogger("pagemill.gateway")
+
+SETTLE_TIMEOUT_S = 20.0
+"""After the start, engines that do not answer delay the readiness no longer than this."""
+DECISIONS_OF_ONE_BRAIN = 2**40
+"""No two brains of one gateway give the same number."""
+
+
+class ControlProcess:
+    """Create and use inside a running event loop; `close` frees everything."""
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        *,
+        keeps_tokenizers: bool = True,
+        catalog_file: Path | None = None,
+        num_before: int = 0,
+    ) -> None:
+        """`keeps_tokenizers`: a worker of this process uses them. `catalog_file`: keeps a static catalogue for the
+        process after this one. `num_before`: processes that this one takes the place of.
+        """
+        self.config = config
+        self.started_unix_s = int(time.time())
+        self._started_at = time.monotonic()
+        self._was_ready = False
+        self._catalog_file = catalog_file
+        self.draining = False
+        self.closing = asyncio.Event()
+        """The drain is over: what streams for ever ends now."""
+        credentials = _credentials(config) if config.discovery == "kubernetes" else None
+        self.metrics = ControlProcessMetrics()
+        self.metrics.control_process_restarted(num_before)
+        self.brain = LocalBrain(config, first_decision=num_before * DECISIONS_OF_ONE_BRAIN)
+        self._workers: list[WorkerPort] = []
+        self.recount = Recount(config.workers if num_before else 0)
+        self._shared_keys: list[Caller] | None = None
+        self._templates: frozenset[str] = frozenset()
+        self.sharing: Sharing = open_sharing(
+            config.redis, on_fallback=self.metrics.decided_alone, on_keys=self._publish_keys
+        )
+        self.session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), cookie_jar=aiohttp.DummyCookieJar(), trust_env=False
+        )
+        self.bundles = Bundles(self.session, keeps_tokenizers=keeps_tokenizers, on_change=self._publish_bundles)
+        self._streams = StateStreams(self.session, self.brain, self.bundles, config)
+        self.discovery: KubernetesDiscovery | None = None
+        if credentials is not None:
+            self.discovery = KubernetesDiscovery(config.kubernetes, credentials, self.apply_catalog)
+            self.discovery.start()
+        else:
+            last = read_last_known(catalog_file) if catalog_file is not None else None
+            self.apply_catalog(_served_before(last.catalog) if last is not None else config.catalog)
+
+    # What workers ask.
+
+    async def status(self) -> GatewayStatus:
+        return GatewayStatus(self.ready, self.draining, self.detail, self.started_unix_s)
+
+    async def metrics_text(self) -> bytes:
+        """The text of a scrape: of head and workers together."""
+        measures = await self.measure()
+        if self.sharing.up is not None:
+            self.metrics.redis_up(self.sharing.up)
+        current = self.discovery is None or not self.discovery.detail
+        return self.metrics.render(self.brain, [each.samples for each in measures], ready=self.ready, current=current)
+
+    async def bundle(self, digest: str) -> bytes:
+        try:
+            return self.bundles.data(digest)
+        except BundleError as error:
+            raise unavailable(f"The model's tokenizer cannot be used: {error}", code="model_not_ready") from error
+
+    # Who the workers are.
+
+    def attach(self, worker: WorkerPort) -> None:
+        """It is told at once what is in use: the word that the worker waits for."""
+        self._workers.append(worker)
+        self._send_bundles(worker)
+        if self._shared_keys is not None:
+            worker.replace_shared_keys(self._shared_keys)
+
+    def detach(self, worker: WorkerPort, last: WorkerMeasurements) -> None:
+        """It is gone, and these were its latest numbers."""
+        self._workers.remove(worker)
+        self.metrics.worker_left(last.samples, lost=not self.draining)
+
+    async def measure(self) -> list[WorkerMeasurements]:
+        endpoint_ids = frozenset(self.brain.registry.endpoints)
+        return await asyncio.gather(*(worker.measure(endpoint_ids) for worker in self._workers))
+
+    # What discovery and the platform do.
+
+    @property
+    def ready(self) -> bool:
+        """It takes requests and knows whom to ask; a catalogue of before will do.
+
+        Once it was ready, only the drain ends that: engines and the API server may come and go.
+        """
+        self._was_ready = self._was_ready or self._can_begin()
+        return self._was_ready and not self.draining
+
+    def _can_begin(self) -> bool:
+        return self.discovery is None or self._has_asked_all()
+
+    def _has_asked_all(self) -> bool:
+        """Every engine that should be there, as far as that may take."""
+        if self.discovery is not None and not self.discovery.known:
+            return False
+        return self._streams.settled or time.monotonic() - self._started_at > SETTLE_TIMEOUT_S
+
+    @property
+    def detail(self) -> str:
+        """What is out of order, for people."""
+        if self.draining:
+            return "the gateway is shutting down"
+        if self.discovery is None:
+            return ""
+        return self.discovery.detail or ("" if self._was_ready else "connecting to the engines")
+
+    def apply_catalog(self, catalog: Catalog) -> None:
+        """Serve `catalog` from now on. Requests under way finish where they are."""
+        if self._catalog_file is not None and self.discovery is None:
+            self._keep(catalog, self._catalog_file)
+        self.brain.apply_catalog(catalog)
+        self._streams.sync()
+        self._templates = frozenset(each.chat_template for each in catalog.models if each.chat_template is not None)
+        self.bundles.forget_all_but(self.brain.registry.bundle_digests, self._templates)
+        self._publish_bundles()
+
+    def control_tokens(self) -> tuple[str, ...] | None:
+        """Who may use the control port's guarded routes; `None`: loopback peers."""
+        fixed = (self.config.control_token,) if self.config.control_token else ()
+        if self.discovery is not None:
+            return (*fixed, *self.discovery.control_tokens)
+        return fixed or None
+
+    async def close(self) -> None:
+        if self.discovery is not None:
+            await self.discovery.close()
+        await self._streams.close()
+        await self.session.close()
+        await self.sharing.close()
+        await self.bundles.close()
+
+    def _keep(self, catalog: Catalog, path: Path) -> None:
+        try:
+            write_last_known(path, Known(catalog, []))
+        except OSError as error:
+            logger.warning("the catalogue cannot be kept in %s: %s", path, error.strerror)
+
+    def _publish_bundles(self) -> None:
+        for worker in self._workers:
+            self._send_bundles(worker)
+
+    def _send_bundles(self, worker: WorkerPort) -> None:
+        """Workers outlive heads: what they have is not forgotten before the engines were asked what they need."""
+        worker.keep_bundles(self.bundles.digests, self._templates, whole=self._has_asked_all())
+
+    def _publish_keys(self, callers: list[Caller]) -> None:
+        self._shared_keys = callers
+        for worker in self._workers:
+            worker.replace_shared_keys(callers)
+
+
+def _served_before(catalog: Catalog) -> Catalog:
+    """By the process before this one: whoever asks before the engines have reported here waits for them."""
+    models = [
+        msgspec.structs.replace(
+            model, endpoints=[msgspec.structs.replace(each, probed_ready=True) for each in model.endpoints]
+        )
+        for model in catalog.models
+    ]
+    return msgspec.structs.replace(catalog, models=models)
+
+
+def _credentials(config: GatewayConfig) -> Credentials:
+    try:
+        return load_credentials(config.kubernetes)
+    except CredentialsError as error:
+        raise SettingsError(f"discovery: the API server cannot be asked: {error}") from error

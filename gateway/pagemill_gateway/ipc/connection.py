@@ -1,0 +1,212 @@
+"""One connection between two processes: questions with answers both ways, and notes, over a stream of frames.
+
+What is sent in one turn of the event loop goes out in one write. A peer that is gone ends every question that waits
+for it; what that means is for `head_line` and `worker_line` to know, which are the two ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any, Generic, NamedTuple, TypeVar, cast
+
+import msgspec
+
+from pagemill_gateway.ipc.messages import Abandoned, Call, Refusal, Reply
+from pagemill_protocol.errors import PagemillError, internal_error
+from pagemill_protocol.frames import FrameError, MessageDecoder, encode_message
+
+logger = logging.getLogger("pagemill.gateway.ipc")
+
+MAX_MESSAGE_BYTES = 192 * 1024 * 1024
+"""The largest tokenizer bundle, and room."""
+WHAT = "process"
+_encoder = msgspec.msgpack.Encoder()
+
+Value = TypeVar("Value")
+Incoming = TypeVar("Incoming")
+Asked = Callable[[Any], Coroutine[Any, Any, object]]
+"""Answers a question of the peer."""
+
+
+class IpcConnectionLost(ConnectionError):
+    """The peer is gone."""
+
+
+class _PendingReply(NamedTuple):
+    future: asyncio.Future[Any]
+    decoder: msgspec.msgpack.Decoder[Any]
+    undo: Callable[[Any], None] | None
+
+
+class IpcConnection(asyncio.Protocol, Generic[Incoming]):
+    """One end. `Incoming`: what the peer may say."""
+
+    def __init__(
+        self,
+        decoder: msgspec.msgpack.Decoder[Incoming],
+        *,
+        on_question: Asked,
+        on_note: Callable[[Any], None],
+        on_lost: Callable[[], None],
+        on_made: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._decoder = MessageDecoder(WHAT, decoder, MAX_MESSAGE_BYTES)
+        self._on_question = on_question
+        self._on_note = on_note
+        self._on_lost = on_lost
+        self._on_made = on_made
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._outbox: list[bytes] = []
+        self._waiting: dict[int, _PendingReply] = {}
+        self._num_questions = 0
+        self._answering: dict[int, asyncio.Task[None]] = {}
+        self.lost = False
+        self._gone: asyncio.Future[None] = self._loop.create_future()
+
+    # Asking and telling.
+
+    async def ask(
+        self, question: object, decoder: msgspec.msgpack.Decoder[Value], undo: Callable[[Value], None] | None = None
+    ) -> Value:
+        """The peer's answer. Raises `PagemillError` when it refuses, `IpcConnectionLost` when it is gone.
+
+        `undo` gets an answer that came although nobody waited for it any more.
+        """
+        if self.lost:
+            raise IpcConnectionLost
+        self._num_questions = number = self._num_questions + 1
+        future: asyncio.Future[Value] = self._loop.create_future()
+        self._waiting[number] = _PendingReply(future, decoder, undo)
+        self._send(Call(number, question))
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if not future.cancelled() and future.exception() is None and undo is not None:
+                undo(future.result())
+            elif number in self._waiting:
+                self._send(Abandoned(number))
+            raise
+
+    def notify(self, note: object) -> None:
+        """Nobody answers, and what a lost peer is told is told to nobody."""
+        self._send(note)
+
+    async def close(self) -> None:
+        """What was said before still goes out."""
+        self._flush()
+        if self._transport is not None:
+            self._transport.close()
+            await self._gone
+
+    # What the transport calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._on_made()
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for message in self._decoder.feed(data):
+                self._take(message)
+        except (FrameError, msgspec.DecodeError):
+            logger.exception("the other process cannot be understood")
+            if self._transport is not None:
+                self._transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.lost = True
+        for task in [*self._answering.values()]:
+            task.cancel()
+        waiting, self._waiting = self._waiting, {}
+        for each in waiting.values():
+            if not each.future.done():
+                each.future.set_exception(IpcConnectionLost())
+        self._on_lost()
+        self._gone.set_result(None)
+
+    # Inside.
+
+    def _take(self, message: object) -> None:
+        if isinstance(message, Reply):
+            self._answered(message)
+        elif isinstance(message, Refusal):
+            self._refused(message)
+        elif isinstance(message, Call):
+            task = self._loop.create_task(self._answer(message.number, message.question))
+            self._answering[message.number] = task
+            task.add_done_callback(partial(self._done, message.number))
+        elif isinstance(message, Abandoned):
+            if message.number in self._answering:
+                self._answering[message.number].cancel()
+        else:
+            self._noted(message)
+
+    def _noted(self, note: object) -> None:
+        try:
+            self._on_note(note)
+        except Exception:
+            # It is about one request; all others of the peer's must not suffer.
+            logger.exception("a note of the other process cannot be taken")
+
+    def _answered(self, answer: Reply) -> None:
+        waiting = self._waiting.pop(answer.number, None)
+        if waiting is None:
+            return
+        value = waiting.decoder.decode(answer.value)
+        if not waiting.future.done():
+            waiting.future.set_result(value)
+        elif waiting.undo is not None:
+            waiting.undo(value)
+
+    def _refused(self, refusal: Refusal) -> None:
+        waiting = self._waiting.pop(refusal.number, None)
+        if waiting is not None and not waiting.future.done():
+            waiting.future.set_exception(error_of(refusal))
+
+    async def _answer(self, number: int, question: object) -> None:
+        try:
+            value = await self._on_question(question)
+        except PagemillError as error:
+            self._send(refusal_of(number, error))
+        except Exception:
+            logger.exception("a question of the other process cannot be answered")
+            self._send(refusal_of(number, internal_error()))
+        else:
+            self._send(Reply(number, msgspec.Raw(_encoder.encode(value))))
+
+    def _done(self, number: int, task: asyncio.Task[None]) -> None:
+        """One answer or refusal, whatever happened: the peer keeps its question until then."""
+        del self._answering[number]
+        if task.cancelled():
+            self._send(refusal_of(number, internal_error()))
+
+    def _send(self, message: object) -> None:
+        if self.lost:
+            return
+        if not self._outbox:
+            self._loop.call_soon(self._flush)
+        self._outbox.append(encode_message(WHAT, message, MAX_MESSAGE_BYTES))
+
+    def _flush(self) -> None:
+        outbox, self._outbox = self._outbox, []
+        if outbox and self._transport is not None and not self._transport.is_closing():
+            self._transport.write(b"".join(outbox))
+
+
+def refusal_of(number: int, error: PagemillError) -> Refusal:
+    return Refusal(number, error.message, error.status, error.type, error.param, error.code, error.retry_after_s)
+
+
+def error_of(refusal: Refusal) -> PagemillError:
+    return PagemillError(
+        refusal.message,
+        status=refusal.status,
+        type=refusal.kind,
+        param=refusal.param,
+        code=refusal.code,
+        retry_after_s=refusal.retry_after_s,
+    )

@@ -1,0 +1,169 @@
+"""The head's end of the line to one worker: answers what it asks, and remembers what it holds.
+
+A worker that dies holds nothing any more: what it waited for is given up, its decisions are released as no fault of any
+engine, its limits are settled as if nothing had been used, since its clients got nothing that they can use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+
+from pagemill_gateway.brain.interface import Assignment
+from pagemill_gateway.control_process import ControlProcess
+from pagemill_gateway.ipc import messages
+from pagemill_gateway.ipc.connection import IpcConnection, IpcConnectionLost
+from pagemill_gateway.limits.caller import Caller
+from pagemill_gateway.limits.store import Answer, Ask
+from pagemill_gateway.ports import WorkerMeasurements
+
+logger = logging.getLogger("pagemill.gateway.ipc")
+
+MEASURE_TIMEOUT_S = 1.0
+_to_brain = msgspec.msgpack.Decoder(messages.ToControlProcess)
+_measures = msgspec.msgpack.Decoder(WorkerMeasurements)
+
+
+class WorkerConnection:
+    def __init__(self, control: ControlProcess) -> None:
+        """Of a connection that is being made."""
+        self._control = control
+        self._brain = control.brain
+        self._store = control.sharing.store
+        self._held: dict[int, Assignment] = {}
+        """Decisions under way."""
+        self._leases: set[str] = set()
+        self._last: WorkerMeasurements | msgspec.Raw = WorkerMeasurements({}, 0)
+        """What it measured, as it told last: asked for, or unasked and not read yet."""
+        self.line: IpcConnection[messages.ToControlProcess] = IpcConnection(
+            _to_brain,
+            on_question=self._answer,
+            on_note=self._note,
+            on_lost=self._lost,
+            on_made=lambda: control.attach(self),
+        )
+
+    # What the head asks and tells.
+
+    async def measure(self, endpoint_ids: frozenset[str]) -> WorkerMeasurements:
+        try:
+            async with asyncio.timeout(MEASURE_TIMEOUT_S):
+                self._last = measures = await self.line.ask(messages.Measure(endpoint_ids), _measures)
+                return measures
+        except TimeoutError:
+            logger.warning("a worker does not answer")
+        except IpcConnectionLost:
+            return WorkerMeasurements({}, 0)  # what it has counted is the head's by now
+        return self._latest()
+
+    def keep_bundles(self, digests: frozenset[str], templates: frozenset[str], *, whole: bool) -> None:
+        self.line.notify(messages.KeepBundles(digests, templates, whole))
+
+    def replace_shared_keys(self, callers: list[Caller]) -> None:
+        self.line.notify(messages.ReplaceSharedKeys(callers))
+
+    # What the worker asks and tells.
+
+    async def _answer(self, question: messages.WorkerQuestion) -> object:
+        match question:
+            case messages.Choose(target, tried, ask, ticket, retry):
+                assignment = await self._brain.choose(target, tried, ask, ticket=ticket, retry=retry)
+                self._held[assignment.decision] = assignment
+                return assignment
+            case messages.Find(model, ticket):
+                return await self._brain.find(model, ticket)
+            case messages.Reserve(ask):
+                return await self._reserve(ask)
+            case messages.LookUp(model):
+                return await self._brain.look_up(model)
+            case messages.GetNames():
+                return await self._brain.names()
+            case messages.Alive(endpoint_id):
+                return await self._brain.alive(endpoint_id)
+            case messages.Expected(model, ticket):
+                return await self._brain.expected_s(model, ticket)
+            case messages.GetStatus():
+                return await self._control.status()
+            case messages.GetBundle(digest):
+                return await self._control.bundle(digest)
+
+    def _note(self, note: messages.WorkerNote) -> None:
+        match note:
+            case messages.Accepted(decision) if decision in self._held:
+                self._brain.accepted(self._held[decision])
+            case messages.Started(decision, ttft_ms) if decision in self._held:
+                self._brain.started(self._held[decision], ttft_ms)
+            case messages.Finished(decision, served) if decision in self._held:
+                self._brain.finished(self._held.pop(decision), served)
+            case messages.Failed(decision, kind) if decision in self._held:
+                self._brain.failed(self._held.pop(decision), kind)
+            case messages.Withdrawn(decision) if decision in self._held:
+                self._brain.withdrawn(self._held.pop(decision))
+            case messages.RecordOutcome(outcome):
+                self._brain.record_outcome(outcome)
+            case messages.PublishMeasurements(measures):
+                self._last = measures.copy()
+            case messages.Settle(lease, tokens):
+                self._leases.discard(lease)
+                self._store.settle(lease, tokens)
+            case messages.Adopt(asks):
+                for ask in asks:
+                    self._leases.add(ask.lease)
+                    self._store.adopt(ask)
+                self._control.recount.told_by(self)
+
+    async def _reserve(self, ask: Ask) -> Answer:
+        await self._control.recount.done()
+        answer = await self._store.reserve(ask)
+        if answer.refused is None:
+            self._leases.add(ask.lease)
+        return answer
+
+    def _latest(self) -> WorkerMeasurements:
+        if isinstance(self._last, msgspec.Raw):
+            self._last = _measures.decode(self._last)
+        return self._last
+
+    def _lost(self) -> None:
+        if self._held or self._leases:
+            logger.warning("a worker is gone that served %d requests at engines", len(self._held))
+        held, self._held = self._held, {}
+        for assignment in held.values():
+            self._brain.finished(assignment)
+        for lease in self._leases:
+            self._store.settle(lease, 0)
+        self._leases.clear()
+        self._control.detach(self, self._latest())
+
+
+@asynccontextmanager
+async def serving_workers(control: ControlProcess, path: Path) -> AsyncIterator[None]:
+    """While the block runs. Who may open the folder of `path` may connect."""
+    loop = asyncio.get_running_loop()
+    workers: list[WorkerConnection] = []
+
+    def new_line() -> asyncio.BaseProtocol:
+        workers[:] = [each for each in workers if not each.line.lost]
+        workers.append(worker := WorkerConnection(control))
+        return worker.line
+
+    server = await loop.create_unix_server(new_line, sock=_bound(path))
+    try:
+        yield
+    finally:
+        server.close()
+        await asyncio.gather(*(each.line.close() for each in workers if not each.line.lost))
+
+
+def _bound(path: Path) -> socket.socket:
+    """In place of one that a process before left there."""
+    path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(path))
+    return listener

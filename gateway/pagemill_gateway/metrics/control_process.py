@@ -1,0 +1,133 @@
+"""What there is once in a gateway, brought up to date at the scrape, and what workers have measured, added up.
+
+A worker's counters outlive it up to its last second, so that totals do not fall when one is replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pagemill_gateway.brain.brain import LocalBrain
+from pagemill_gateway.brain.queue import queues
+from pagemill_gateway.brain.queue.queues import QueueState
+from pagemill_gateway.brain.resilience import poison_requests
+from pagemill_protocol import metrics as specs
+
+PHASES = ("ready", "starting", "stale", "ejected", "sleeping", "draining")
+
+
+class ControlProcessMetrics:
+    def __init__(self) -> None:
+        self._metrics = specs.Metrics(specs.GATEWAY_METRICS)
+        self._endpoints: set[tuple[str, str]] = set()
+        self._models: set[str] = set()
+        self._queued_models: set[str] = set()
+        self._counted: dict[tuple[str, str, str], int] = {}
+        """By metric, deployment and outcome: what the brain said at the latest scrape."""
+        self._departed: specs.Samples = {}
+
+    def decided_alone(self) -> None:
+        """Redis could not be asked."""
+        self._metrics.counter(specs.GATEWAY_LIMITS_ALONE).inc()
+
+    def redis_up(self, up: bool) -> None:
+        self._metrics.gauge(specs.GATEWAY_REDIS_UP).set(int(up))
+
+    def control_process_restarted(self, times: int) -> None:
+        """Before this process was started."""
+        self._metrics.counter(specs.GATEWAY_CONTROL_PROCESS_RESTARTS).inc(times)
+
+    def worker_left(self, samples: specs.Samples, *, lost: bool) -> None:
+        """One ended, whose last values were these."""
+        self._metrics.counter(specs.GATEWAY_WORKERS_LOST).inc(int(lost))
+        self._departed = specs.add_up([self._departed, _totals(samples)])
+
+    def render(self, brain: LocalBrain, workers: list[specs.Samples], *, ready: bool, current: bool) -> bytes:
+        """The text of a scrape, gauges brought up to date."""
+        self._metrics.gauge(specs.GATEWAY_READY).set(int(ready))
+        self._metrics.gauge(specs.GATEWAY_CATALOG_CURRENT).set(int(current))
+        self._metrics.gauge(specs.GATEWAY_WORKERS).set(len(workers))
+        self._metrics.gauge(specs.GATEWAY_PREFIX_CHUNKS).set(len(brain.placement.index))
+        self._set_deployments(brain)
+        departed = _of_endpoints(self._departed, brain.registry.endpoints)
+        together = specs.add_up([self._metrics.samples(), departed, *workers])
+        return specs.render_samples(specs.GATEWAY_METRICS, together)
+
+    def _set_deployments(self, brain: LocalBrain) -> None:
+        deployments = brain.registry.deployments.values()
+        self._metrics.gauge(specs.GATEWAY_CATALOG_MODELS).set(len({each.model.name for each in deployments}))
+        phases = dict.fromkeys(((model, phase) for model in self._models for phase in PHASES), 0)
+        self._models = {deployment.model.name for deployment in deployments}
+        phases.update(dict.fromkeys(((model, phase) for model in self._models for phase in PHASES), 0))
+        self._set_queues(brain)
+        self._count(brain)
+        endpoints: set[tuple[str, str]] = set()
+        for deployment in deployments:
+            model = deployment.model.name
+            for record in deployment.records:
+                phases[model, brain.phase(record)] += 1
+                endpoints.add((model, record.endpoint.id))
+                labels = {"model": model, "endpoint": record.endpoint.id}
+                self._metrics.gauge(specs.GATEWAY_ENDPOINT_IN_FLIGHT, **labels).set(record.in_flight)
+                self._metrics.gauge(specs.GATEWAY_RESERVED_BLOCKS, **labels).set(record.reserved.num_blocks)
+                age_s = brain.state_age_s(record)
+                if age_s is not None:
+                    self._metrics.gauge(specs.GATEWAY_STATE_AGE_SECONDS, **labels).set(age_s)
+        for (model, phase), count in phases.items():
+            self._metrics.gauge(specs.GATEWAY_ENDPOINTS, model=model, phase=phase).set(count)
+        self._forget(self._endpoints - endpoints)
+        self._endpoints = endpoints
+
+    def _set_queues(self, brain: LocalBrain) -> None:
+        """Deployments that share a name share its series."""
+        waiting = {model: [QueueState()] for model in self._models | self._queued_models}
+        self._queued_models = set(self._models)
+        for deployment in brain.registry.deployments.values():
+            waiting[deployment.model.name].append(brain.queues.state(deployment.key))
+        for model, states in waiting.items():
+            requests, sizes, _, ages = zip(*states, strict=True)
+            self._metrics.gauge(specs.GATEWAY_QUEUE_REQUESTS, model=model).set(sum(requests))
+            self._metrics.gauge(specs.GATEWAY_QUEUE_BYTES, model=model).set(sum(sizes))
+            self._metrics.gauge(specs.GATEWAY_QUEUE_OLDEST_SECONDS, model=model).set(max(ages))
+            # Workers count from the first request on; to whoever scales by it, no traffic must be a number.
+            self._metrics.gauge(specs.GATEWAY_IN_FLIGHT, model=model).set(0)
+
+    def _count(self, brain: LocalBrain) -> None:
+        """What the brain has counted since the latest scrape."""
+        counted: dict[tuple[str, str, str], int] = {}
+        for deployment in brain.registry.deployments.values():
+            key = deployment.key
+            ended = [(specs.GATEWAY_QUEUE_ENDED, each, brain.queues.outcomes[key, each]) for each in queues.OUTCOMES]
+            tried = [
+                (specs.GATEWAY_POISON_PROBES, each, brain.poison_detection.outcomes[key, each])
+                for each in poison_requests.OUTCOMES
+            ]
+            for spec, outcome, total in [*ended, *tried]:
+                before = self._counted.get((spec.name, key, outcome), 0)
+                counted[spec.name, key, outcome] = total
+                labels = {"model": deployment.model.name, "outcome": outcome}
+                self._metrics.counter(spec, **labels).inc(max(0, total - before))
+        self._counted = counted
+
+    def _forget(self, gone: set[tuple[str, str]]) -> None:
+        for model, endpoint_id in gone:
+            for spec in (
+                specs.GATEWAY_ENDPOINT_IN_FLIGHT,
+                specs.GATEWAY_RESERVED_BLOCKS,
+                specs.GATEWAY_STATE_AGE_SECONDS,
+            ):
+                self._metrics.forget(spec, model=model, endpoint=endpoint_id)
+
+
+def _totals(samples: specs.Samples) -> specs.Samples:
+    """Without gauges: what is so only now."""
+    return {each.name: samples.get(each.name, []) for each in specs.GATEWAY_METRICS if each.kind != "gauge"}
+
+
+def _of_endpoints(samples: specs.Samples, endpoint_ids: Iterable[str]) -> specs.Samples:
+    """Without those of endpoints that are gone."""
+    known = {None, *endpoint_ids}
+    return {
+        family: [each for each in series if dict(each.labels).get("endpoint") in known]
+        for family, series in samples.items()
+    }

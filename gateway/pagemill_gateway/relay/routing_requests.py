@@ -1,0 +1,50 @@
+"""What routing is told of a request: hashes and numbers, made from its tokens, its text and its headers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from hashlib import blake2b
+
+from pagemill_gateway.brain.interface import RoutingRequest, Target
+from pagemill_gateway.relay.prompt_hashes import PromptHashes
+from pagemill_gateway.routing.prefix_hash import PREFIX_CHARS
+from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.openai.schemas import ChatCompletionRequest, CompletionRequest
+
+HeaderOf = Callable[[str], str | None]
+"""The client's header of that name (lower case)."""
+_KEY_BYTES = 16
+
+
+def make_routing_request(
+    request: GenerateRequest, target: Target, hashes: PromptHashes, prompt_key: bytes, session: bytes
+) -> RoutingRequest:
+    return RoutingRequest(
+        num_prompt_tokens=len(request.prompt_token_ids),
+        prefix_chunks=hashes.hashes(
+            target.scheme, request.cache_salt, request.prompt_token_ids, adapter_digest=target.adapter_digest
+        ),
+        prefix_chunk_tokens=target.scheme.prefix_chunk_tokens,
+        prompt_key=prompt_key,
+        session=session,
+        adapter_digest=target.adapter_digest,
+    )
+
+
+def session_key(target: Target, key_hash: str | None, header_of: HeaderOf) -> bytes:
+    """Of the session that the client names, apart for each key; empty when it names none."""
+    name = header_of(target.session_header) if target.session_header else None
+    if not name:
+        return b""
+    return _key(f"{key_hash or ''}\0{name}")
+
+
+def prompt_keys(body: ChatCompletionRequest | CompletionRequest) -> list[bytes]:
+    """One a prompt: of the beginning of the first user message, or of the prompt."""
+    if isinstance(body, ChatCompletionRequest):
+        return [_key(next((each.content for each in body.messages if each.role == "user"), "")[:PREFIX_CHARS])]
+    return [_key(each[:PREFIX_CHARS] if isinstance(each, str) else repr(each[:PREFIX_CHARS])) for each in body.prompt]
+
+
+def _key(text: str) -> bytes:
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=_KEY_BYTES).digest()

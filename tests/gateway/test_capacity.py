@@ -1,0 +1,288 @@
+"""What one request will take, what an engine has left, and what refusals and finished answers teach."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagemill_gateway.admission.output_tokens import PRIOR_TOKENS, OutputTokens
+from pagemill_gateway.admission.reservations import BASE_PAUSE_S, MAX_PAUSE_S, Need, RefusalBackoff, Reservations
+from pagemill_gateway.brain.endpoints.record import EndpointRecord, has_capacity
+from pagemill_gateway.brain.endpoints.reports import EndpointReports
+from pagemill_gateway.brain.queue.deployment_queue import UNKNOWN_WAIT_S, DrainRate
+from pagemill_protocol.catalog import Endpoint
+from pagemill_protocol.state import EngineLoad, StateFrame
+
+
+class Engine:
+    """An endpoint's record, and the reports that it gets."""
+
+    def __init__(self, *, max_num_seqs: int = 0, blocks: int = 0) -> None:
+        endpoint = Endpoint(id="e", data_url="http://e:1", control_url="http://e:2")
+        self.record = EndpointRecord(endpoint, "d", EndpointReports(3.0))
+        self.max_num_seqs, self.blocks = max_num_seqs, blocks
+        self.now = 0.0
+        self._sequence = 0
+        self._decision = 0
+
+    def report(self, *, active: int = 0, **load: int) -> None:
+        self._sequence += 1
+        free = self.blocks - active
+        frame = StateFrame(
+            sequence=self._sequence,
+            snapshot=self._sequence == 1,
+            max_model_len=1000,
+            max_num_seqs=self.max_num_seqs,
+            block_size=10,
+            load=EngineLoad(num_blocks_total=self.blocks, num_blocks_free=free, num_blocks_active=active, **load),
+        )
+        self.record.reports.accept(frame, self.record.reserved.num_sequences, self.now)
+        self.record.reserved.reported()
+
+    def fits(self, need: Need) -> bool:
+        return has_capacity(self.record, need, self.now)
+
+    def send(self, need: Need) -> int:
+        self._decision += 1
+        self.record.in_flight += 1
+        self.record.reserved.reserve(self._decision, need, 10)
+        return self._decision
+
+    def fill(self, need: Need) -> int:
+        """How many such requests find room, one after the other."""
+        count = 0
+        while self.fits(need):
+            self.send(need)
+            count += 1
+        return count
+
+
+def need(prompt: int = 20, output: int = 30, sequences: int = 1) -> Need:
+    return Need(prompt, prompt, output, sequences)
+
+
+def test_seats_are_counted_until_the_engine_has_no_more() -> None:
+    engine = Engine(max_num_seqs=8)
+    engine.report()
+    assert engine.fill(need()) == 8
+
+
+def test_each_sequence_takes_a_seat_and_one_request_always_fits_an_idle_engine() -> None:
+    engine = Engine(max_num_seqs=8)
+    engine.report()
+    assert engine.fill(need(sequences=3)) == 2
+    small = Engine(max_num_seqs=2)
+    small.report()
+    assert small.fill(need(sequences=3)) == 1
+
+
+def test_sequences_share_the_blocks_of_their_prompt() -> None:
+    assert need(prompt=21, output=30).num_blocks(10) == 3 + 3
+    assert need(prompt=21, output=30, sequences=4).num_blocks(10) == 3 + 4 * 3
+
+
+def test_blocks_are_reserved_before_any_report_shows_them() -> None:
+    engine = Engine(blocks=23)
+    engine.report()
+    assert engine.fill(need()) == 4
+
+
+def test_blocks_of_others_count() -> None:
+    engine = Engine(blocks=23)
+    engine.report(active=9, num_requests_running=1)
+    assert engine.fill(need()) == 2
+
+
+def test_seats_of_others_count_while_the_report_is_believed() -> None:
+    engine = Engine(max_num_seqs=8)
+    engine.report(num_requests_running=3)
+    assert engine.fill(need()) == 5
+    stale = Engine(max_num_seqs=8)
+    stale.report(num_requests_running=3)
+    stale.now = 10.0
+    assert stale.fill(need()) == 8, "only our own counts are left"
+
+
+def test_of_a_silent_engine_only_our_own_reservations_count() -> None:
+    engine = Engine(blocks=20)
+    engine.report(active=20, num_requests_running=1)
+    engine.now = 10.0
+    assert engine.fill(need()) == 4
+
+
+def test_an_engine_that_told_nothing_is_bound_by_its_own_refusals_only() -> None:
+    engine = Engine()
+    assert engine.fits(need())
+    engine.report()
+    engine.send(need(prompt=10**6))
+    assert engine.fits(need())
+
+
+def test_a_request_larger_than_the_cache_waits_for_an_idle_engine_and_gets_it() -> None:
+    engine = Engine(blocks=10)
+    engine.report()
+    decision = engine.send(need(output=10))
+    assert not engine.fits(need(prompt=500))
+    engine.record.reserved.release(decision)
+    assert engine.fits(need(prompt=500))
+
+
+def test_once_reported_twice_after_its_acceptance_only_growth_is_reserved() -> None:
+    engine = Engine(blocks=100)
+    engine.report()
+    decision = engine.send(need(prompt=100, output=200))
+    engine.report(active=10, num_requests_running=1, num_tokens_running=100)
+    assert engine.record.reserved.num_unseen_blocks == 30, "the engine has not accepted it"
+    engine.record.reserved.accepted(decision)
+    engine.report(active=10, num_requests_running=1, num_tokens_running=100)
+    assert engine.record.reserved.num_unseen_blocks == 30, "that report may have been under way"
+    engine.report(active=10, num_requests_running=1, num_tokens_running=100)
+    assert engine.record.reserved.num_unseen_blocks == 0
+    free = 100 - 10 - 20 - 1  # one for a last block that is not full
+    assert engine.fits(need(prompt=10 * free, output=0))
+    assert not engine.fits(need(prompt=10 * free + 1, output=0))
+    engine.report(active=25, num_requests_running=1, num_tokens_running=250)
+    assert engine.fits(need(prompt=10 * (100 - 25 - 5 - 1), output=0))
+
+
+def test_what_waits_in_the_engine_takes_its_blocks_first() -> None:
+    engine = Engine(blocks=50)
+    engine.report(num_requests_waiting=1, num_tokens_waiting=300)
+    assert engine.fits(need(prompt=200, output=0))
+    assert not engine.fits(need(prompt=201, output=0))
+
+
+@given(st.data())
+def test_every_reservation_is_given_back_in_full(data: st.DataObject) -> None:
+    reserved, open_decisions = Reservations(), set()
+    for decision in range(data.draw(st.integers(1, 60))):
+        action = data.draw(st.sampled_from(["reserve", "accepted", "reported", "release"]))
+        if action == "reserve":
+            prompt, output = data.draw(st.integers(0, 99)), data.draw(st.integers(1, 99))
+            reserved.reserve(decision, need(prompt, output, data.draw(st.integers(1, 4))), 16)
+            open_decisions.add(decision)
+        elif action == "accepted" and open_decisions:
+            reserved.accepted(data.draw(st.sampled_from(sorted(open_decisions))))
+        elif action == "reported":
+            reserved.reported()
+        elif action == "release" and open_decisions:
+            gone = data.draw(st.sampled_from(sorted(open_decisions)))
+            open_decisions.remove(gone)
+            assert reserved.release(gone) is not None
+            assert reserved.release(gone) is None
+        assert 0 <= reserved.num_unseen_blocks <= reserved.num_blocks
+        assert len(reserved) == len(open_decisions)
+    for decision in open_decisions:
+        reserved.release(decision)
+    counts = (
+        reserved.num_sequences,
+        reserved.num_blocks,
+        reserved.num_unseen_blocks,
+        reserved.num_seen_sequences,
+        reserved.num_seen_prompt_tokens,
+        reserved.num_seen_output_tokens,
+    )
+    assert counts == (0,) * 6
+
+
+# -- lengths of answers ------------------------------------------------------------------------------------------------
+
+
+def test_before_anything_is_learned_a_guess_within_the_limit_counts() -> None:
+    outputs = OutputTokens()
+    assert outputs.expect(None) == PRIOR_TOKENS
+    assert outputs.expect(40) == 40
+    assert outputs.expect(100_000) == PRIOR_TOKENS
+
+
+def test_lengths_are_learned_for_each_size_of_limit() -> None:
+    outputs = OutputTokens()
+    for _ in range(100):
+        outputs.ended(30, 4096)
+        outputs.ended(900, 1000)
+    assert 30 <= outputs.expect(4096) <= 45
+    assert 900 <= outputs.expect(1000) <= 1000
+    assert outputs.expect(16) == 16, "of such a limit nothing is known: the lengths of all, within it"
+    assert outputs.expect(None) >= 900
+
+
+def test_a_changed_workload_is_learned_anew() -> None:
+    outputs = OutputTokens()
+    for _ in range(5000):
+        outputs.ended(2000, None)
+    for _ in range(3000):
+        outputs.ended(50, None)
+    assert outputs.expect(None) <= 80
+
+
+@given(lengths=st.lists(st.integers(0, 200_000), min_size=8, max_size=200), limit=st.none() | st.integers(1, 10**6))
+def test_an_expectation_covers_most_answers_and_stays_within_the_limit(lengths: list[int], limit: int | None) -> None:
+    outputs = OutputTokens()
+    for length in lengths:
+        outputs.ended(length, limit)
+    expected = outputs.expect(limit)
+    assert 1 <= expected <= (math.inf if limit is None else limit)
+    covered = sum(length <= expected for length in lengths) / len(lengths)
+    assert covered >= 0.8 - 1e-9 or expected == limit
+
+
+# -- how fast a queue empties ------------------------------------------------------------------------------------------
+
+
+def test_before_anything_is_learned_the_wait_is_a_guess() -> None:
+    assert DrainRate().retry_after_s(10**9) == UNKNOWN_WAIT_S
+    assert DrainRate().wait_s(10) is None
+
+
+def test_the_rate_is_that_of_the_time_in_which_somebody_waited() -> None:
+    drain = DrainRate()
+    drain.watch(0.0, waiting=True)
+    for second in range(1, 11):
+        drain.served(100)
+        drain.watch(float(second), waiting=True)
+    drain.watch(10.0, waiting=False)
+    drain.watch(1000.0, waiting=True)
+    assert drain.wait_s(1000) == pytest.approx(10.0, rel=0.3)
+
+
+def test_retry_after_stays_between_one_second_and_two_minutes() -> None:
+    drain = DrainRate()
+    drain.watch(0.0, waiting=True)
+    drain.watch(1.0, waiting=True)
+    drain.served(100)
+    assert drain.retry_after_s(1) == 1.0
+    assert drain.retry_after_s(10**9) == 120.0
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_refusal_binds_until_one_of_ours_ends_or_the_pause_is_over() -> None:
+    refusal_backoff = RefusalBackoff()
+    assert refusal_backoff.allows(10**6, 0.0)
+    refusal_backoff.refused(5, now=0.0)
+    assert not refusal_backoff.allows(5, 0.0)
+    assert refusal_backoff.allows(4, 0.0)
+    assert refusal_backoff.allows(5, BASE_PAUSE_S)
+
+
+def test_after_the_pause_one_request_asks_and_its_acceptance_ends_it() -> None:
+    refusal_backoff = RefusalBackoff()
+    refusal_backoff.refused(5, now=0.0)
+    refusal_backoff.chosen(5, BASE_PAUSE_S)
+    assert not refusal_backoff.allows(6, BASE_PAUSE_S)
+    refusal_backoff.accepted()
+    assert refusal_backoff.allows(100, BASE_PAUSE_S)
+
+
+def test_pauses_grow_up_to_a_bound() -> None:
+    refusal_backoff, now = RefusalBackoff(), 0.0
+    for _ in range(30):
+        refusal_backoff.refused(0, now)
+        assert not refusal_backoff.allows(0, now + BASE_PAUSE_S * 0.9)
+        assert refusal_backoff.allows(0, now + MAX_PAUSE_S)
+        now += MAX_PAUSE_S
+    assert not refusal_backoff.allows(0, now - MAX_PAUSE_S * 0.1)

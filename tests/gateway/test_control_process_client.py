@@ -1,0 +1,365 @@
+"""The line between a worker and the head: every message as it was, what comes too late, and what death undoes."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagemill_gateway.brain.interface import (
+    DEFAULT_TICKET,
+    Assignment,
+    CompletedRequest,
+    HashScheme,
+    QueueTicket,
+    RequestOutcome,
+    RetryContext,
+    RoutingRequest,
+    Target,
+)
+from pagemill_gateway.config import GatewayConfig
+from pagemill_gateway.control_process import ControlProcess
+from pagemill_gateway.discovery.last_known import Known, write_last_known
+from pagemill_gateway.ipc import messages
+from pagemill_gateway.ipc.control_process_client import ControlProcessClient
+from pagemill_gateway.ipc.worker_connection import WorkerConnection, serving_workers
+from pagemill_gateway.limits import store
+from pagemill_gateway.limits.caller import Caller, Limits
+from pagemill_gateway.limits.memory import MemoryStore
+from pagemill_gateway.ports import WorkerMeasurements
+from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint, QueueLimits
+from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.metrics import GATEWAY_IN_FLIGHT, GATEWAY_REQUESTS, Sample
+from pagemill_protocol.state import Digests, EngineLoad, StateFrame
+
+TARGET = Target("default/d", "m", "bundle", 100, None, "deployment", HashScheme("w", "f16", 16, 4))
+ASK = RoutingRequest(10)
+ENTRY = store.Ask("a", "lease", 5, Limits(concurrency=1))
+NAMED = [QueueTicket, RetryContext, RoutingRequest, Target, CompletedRequest, RequestOutcome, store.Ask, Caller]
+"""Read from their annotations."""
+
+
+def encoded(message: Any, kind: Any) -> Any:
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=kind)
+
+
+def values_of(kind: Any) -> st.SearchStrategy[Any]:
+    """Any but those with integers beyond 64 bits, which no request may hold, and with what equals nothing."""
+    return st.from_type(kind).filter(lambda value: not _has_nan(value) and _fits(value))
+
+
+def _has_nan(value: Any) -> bool:
+    return any(map(_has_nan, value)) if isinstance(value, tuple) else value != value
+
+
+def _fits(value: Any) -> bool:
+    try:
+        msgspec.msgpack.encode(value)
+    except OverflowError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("kind", NAMED)
+@given(data=st.data())
+def test_every_value_arrives_as_it_was(kind: Any, data: st.DataObject) -> None:
+    value = data.draw(values_of(kind))
+    assert encoded(value, kind) == value
+
+
+@given(number=st.integers(0, 2**40), ticket=values_of(QueueTicket), routing_request=values_of(RoutingRequest))
+def test_questions_are_told_apart_from_notes(number: int, ticket: QueueTicket, routing_request: RoutingRequest) -> None:
+    question = messages.Call(number, messages.Choose(TARGET, frozenset({"a", "b"}), routing_request, ticket, None))
+    assert encoded(question, messages.ToControlProcess) == question
+    for note in (messages.Accepted(number), messages.Finished(number, None), messages.Settle("l", number)):
+        assert encoded(note, messages.ToControlProcess) == note
+    for told in (
+        messages.KeepBundles(frozenset({"a"}), frozenset(), True),
+        messages.ReplaceSharedKeys([Caller("h", "t")]),
+    ):
+        assert encoded(told, messages.ToWorker) == told
+
+
+class WorkerStub:
+    """As the head sees a worker."""
+
+    def __init__(self) -> None:
+        self.latest = WorkerMeasurements({}, 0)
+        self.num_measured = 0
+        self.digests: frozenset[str] | None = None
+        self.whole = False
+        self.callers: list[Caller] = []
+
+    async def measure(self, endpoint_ids: frozenset[str]) -> WorkerMeasurements:
+        return self.latest
+
+    def measures(self) -> WorkerMeasurements:
+        return self.latest
+
+    def keep_bundles(self, digests: frozenset[str], templates: frozenset[str], *, whole: bool) -> None:
+        self.digests = digests
+        self.whole = whole
+
+    def replace_shared_keys(self, callers: list[Caller]) -> None:
+        self.callers = callers
+
+
+class Place:
+    """A folder in which a head can come and go, with one engine of one seat."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "control.sock"
+        self._num_heads = 0
+
+    @asynccontextmanager
+    async def head(self) -> AsyncIterator[ControlProcess]:
+        config = GatewayConfig(queue=QueueLimits(max_requests=9, max_bytes=99, timeout_s=60.0))
+        head = ControlProcess(config, num_before=self._num_heads)
+        self._num_heads += 1
+        head.brain.apply_catalog(CATALOG)
+        head.brain.observe("a", FRAME)
+        try:
+            async with serving_workers(head, self.path):
+                yield head
+        finally:
+            await head.close()
+
+    @asynccontextmanager
+    async def worker(self) -> AsyncIterator[ControlProcessClient]:
+        line = ControlProcessClient(self.path)
+        line.start(WorkerStub())
+        try:
+            yield line
+        finally:
+            await line.close()
+
+
+ENDPOINT = Endpoint(id="a", data_url="http://127.0.0.1:1", control_url="http://127.0.0.1:1")
+CATALOG = Catalog(models=[CatalogModel(deployment="d", name="m", endpoints=[ENDPOINT])])
+FRAME = StateFrame(
+    sequence=0,
+    snapshot=True,
+    load=EngineLoad(),
+    digests=Digests(weights="w", tokenizer_bundle="bundle"),
+    max_model_len=100,
+    max_num_seqs=1,
+    models=["m"],
+)
+
+
+@pytest.fixture
+def place() -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        yield Place(Path(folder))
+
+
+def in_flight(head: ControlProcess) -> int:
+    return head.brain.registry.endpoints["a"].in_flight
+
+
+async def test_a_decision_is_accounted_and_released_across_the_line(place: Place, fake: SimpleNamespace) -> None:
+    async with place.head() as head, place.worker() as line:
+        choice = await line.choose(TARGET, frozenset(), ASK)
+        assert (choice.endpoint_id, in_flight(head)) == ("a", 1)
+        line.accepted(choice)
+        line.started(choice)
+        line.finished(choice, CompletedRequest(3, None))
+        await fake.until(lambda: in_flight(head) == 0)
+
+
+async def test_a_refusal_is_the_same_error_on_this_side(place: Place) -> None:
+    async with place.head() as head, place.worker() as line:
+        with pytest.raises(PagemillError) as here:
+            await head.brain.look_up("none")
+        with pytest.raises(PagemillError) as there:
+            await line.look_up("none")
+        assert vars(there.value) == vars(here.value)
+
+
+async def test_a_note_that_cannot_be_taken_harms_nothing_else(
+    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fake: SimpleNamespace
+) -> None:
+    async with place.head() as head, place.worker() as line:
+        choice = await line.choose(TARGET, frozenset(), ASK)
+        monkeypatch.setattr(head.brain, "started", None)
+        line.started(choice)
+        assert (await line.look_up("m")).deployment == "default/d"
+        assert "cannot be taken" in caplog.text
+        line.finished(choice)
+        await fake.until(lambda: in_flight(head) == 0)
+
+
+async def test_what_was_given_up_holds_nothing(place: Place, fake: SimpleNamespace) -> None:
+    """Whether the answer was on its way already, or its question still waited."""
+    async with place.head() as head, place.worker() as line:
+        await line.wait_connected()
+        for num_turns in range(12):
+            question = asyncio.create_task(line.choose(TARGET, frozenset(), ASK))
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            question.cancel()
+            with suppress(asyncio.CancelledError):
+                line.finished(await question)
+            await fake.until(lambda: in_flight(head) == 0)
+        choice = await line.choose(TARGET, frozenset(), ASK)
+        waiting = asyncio.create_task(line.choose(TARGET, frozenset(), ASK))
+        await fake.until(lambda: not head.brain.queues.is_empty("default/d"))
+        waiting.cancel()
+        await fake.until(lambda: head.brain.queues.is_empty("default/d"))
+        line.finished(choice)
+        await fake.until(lambda: in_flight(head) == 0)
+
+
+@pytest.mark.parametrize("asked", [True, False])
+async def test_a_worker_that_is_gone_holds_nothing_and_its_counters_stay(
+    place: Place, fake: SimpleNamespace, asked: bool
+) -> None:
+    """Whether there was a scrape, or it told unasked."""
+    async with place.head() as head, place.worker() as other:
+        counted = head.sharing.store
+        assert isinstance(counted, MemoryStore)
+        async with place.worker() as line:
+            stub = line._worker
+            assert isinstance(stub, WorkerStub)
+            labels = (("model", "m"), ("route", "r"), ("status", "200"))
+            stub.latest = WorkerMeasurements(
+                {
+                    GATEWAY_REQUESTS.name: [Sample(GATEWAY_REQUESTS.exported_name, labels, 3.0)],
+                    GATEWAY_IN_FLIGHT.name: [Sample(GATEWAY_IN_FLIGHT.name, (("model", "m"),), 1.0)],
+                },
+                1,
+            )
+            stub.num_measured += 1
+            await line.choose(TARGET, frozenset(), ASK)
+            assert (await line.reserve(ENTRY)).refused is None
+            if asked:
+                await head.metrics_text()
+            else:
+                told = head._workers[-1]
+                assert isinstance(told, WorkerConnection)
+                await fake.until(lambda: told._latest().num_requests == 1)
+        waiting = asyncio.create_task(other.choose(TARGET, frozenset(), ASK, ticket=QueueTicket(priority=1)))
+        assert (await waiting).endpoint_id == "a", "who waited gets the seat"
+        assert counted.num_held == 0
+        text = (await head.metrics_text()).decode()
+        assert 'requests_total{model="m",route="r",status="200"} 3.0' in text
+        assert 'in_flight_requests{model="m"} 0.0' in text
+        assert "workers_lost_total 1.0" in text
+
+
+async def test_a_new_head_knows_what_is_reserved_and_nothing_of_old_decisions(
+    place: Place, fake: SimpleNamespace
+) -> None:
+    async with place.worker() as line:
+        async with place.head():
+            old = await line.choose(TARGET, frozenset(), ASK)
+            assert (await line.reserve(ENTRY)).refused is None
+        async with place.head() as head:
+            assert (await line.reserve(ENTRY._replace(lease="other"))).refused == "concurrency"
+            new = await line.choose(TARGET, frozenset(), ASK)
+            assert new.decision != old.decision
+            line.finished(old, CompletedRequest(3, None))
+            assert await line.alive("a")
+            assert in_flight(head) == 1
+            line.settle("lease", 1)
+            assert (await line.reserve(ENTRY._replace(lease="other"))).refused is None
+
+
+async def test_without_a_head_nothing_fails_that_can_wait(place: Place) -> None:
+    async with place.worker() as line:
+        question = asyncio.create_task(line.find("m", DEFAULT_TICKET))
+        assert await line.alive("a"), "nobody can say"
+        assert not (await line.status()).ready
+        async with place.head():
+            assert (await question).deployment == "default/d"
+            assert (await line.status()).ready
+        assert (await line.status())[:3] == (True, False, "the process that decides is being replaced")
+
+
+async def test_a_question_that_kills_heads_is_not_asked_for_ever(
+    place: Place, monkeypatch: pytest.MonkeyPatch, fake: SimpleNamespace
+) -> None:
+    num_asked = 0
+
+    async with place.worker() as line:
+        question = asyncio.create_task(line.look_up("m"))
+        while not question.done():
+            async with place.head() as head:
+                asked = asyncio.Event()
+
+                async def dies(model: str, asked: asyncio.Event = asked) -> Target:
+                    nonlocal num_asked
+                    num_asked += 1
+                    asked.set()
+                    return await asyncio.Event().wait()  # type: ignore[return-value]
+
+                monkeypatch.setattr(head.brain, "look_up", dies)
+                await asyncio.wait(
+                    [question, waiting := asyncio.create_task(asked.wait())], return_when="FIRST_COMPLETED"
+                )
+                waiting.cancel()
+        with pytest.raises(PagemillError, match="cannot decide"):
+            await question
+        assert num_asked == 2
+
+
+async def test_a_head_that_dies_without_a_word_was_none(place: Place, fake: SimpleNamespace) -> None:
+    """The socket of a process that was killed takes connections for a moment longer."""
+    num_taken = 0
+
+    async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_taken
+        num_taken += 1
+        writer.close()
+        await writer.wait_closed()
+
+    async with place.worker() as line:
+        question = asyncio.create_task(line.look_up("m"))
+        async with await asyncio.start_unix_server(hang_up, place.path):
+            await fake.until(lambda: num_taken > 3)
+        assert not question.done()
+        async with place.head():
+            assert (await question).deployment == "default/d"
+
+
+async def test_keys_and_bundles_are_told_to_who_comes_later(place: Place, fake: SimpleNamespace) -> None:
+    async with place.head() as head:
+        head._publish_keys([Caller("h" * 64, "tenant")])
+        async with place.worker() as line:
+            stub = line._worker
+            assert isinstance(stub, WorkerStub)
+            await fake.until(lambda: stub.digests == frozenset())
+            assert stub.callers == [Caller("h" * 64, "tenant")]
+
+
+async def test_a_head_that_took_over_has_nothing_forgotten_before_it_asked_the_engines(
+    tmp_path: Path, fake: SimpleNamespace
+) -> None:
+    """And requests that come before wait for them."""
+    write_last_known(tmp_path / "catalog.json", Known(CATALOG, []))
+    head = ControlProcess(GatewayConfig(), catalog_file=tmp_path / "catalog.json", num_before=1)
+    try:
+        head.attach(stub := WorkerStub())
+        assert not stub.whole
+        question = asyncio.create_task(head.brain.find("m"))
+        await fake.until(lambda: head._streams.settled)
+        assert not question.done()
+        question.cancel()
+        head.apply_catalog(Catalog())
+        assert stub.whole
+    finally:
+        await head.close()
+
+
+def test_choices_are_plain_values() -> None:
+    choice = Assignment(1, "a", "http://a", "t", "Cost", True, 16, 64, 1.5, 0.25)
+    assert encoded(choice, Assignment) == choice

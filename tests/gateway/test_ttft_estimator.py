@@ -1,0 +1,151 @@
+"""An engine's steps played forward: when a prompt is through, by examples that can be worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from pagemill_gateway.brain.endpoints.dispatches import Dispatch, Dispatches
+from pagemill_gateway.brain.endpoints.ttft_estimator import TtftEstimator
+from pagemill_gateway.routing.step_simulation import PendingPrompt, StepSimulation
+from pagemill_protocol.state import EngineLoad, StepTimeParams
+from pagemill_protocol.step_time import StepTimeModel
+
+# 10 ms and 0.1 ms a token.
+MODEL = StepTimeModel.from_params(StepTimeParams(knots_tokens=[1, 1001], knot_ms=[10.1, 110.1]))
+BUDGET = 100
+
+
+def course(*, num_answers: int = 0, overlaps: bool = True) -> StepSimulation:
+    one = StepSimulation(MODEL, BUDGET, overlaps=overlaps)
+    one.num_answers = num_answers
+    return one
+
+
+def through_ms(one: StepSimulation, at_ms: float, num_tokens: int) -> float:
+    return 1000 * one.through_s(PendingPrompt(at_ms / 1000, num_tokens))
+
+
+def test_an_idle_engine_begins_at_once() -> None:
+    assert through_ms(course(), 5, 50) == pytest.approx(5 + 15)
+
+
+def test_a_long_prompt_takes_as_many_steps_as_the_budget_makes_of_it() -> None:
+    assert through_ms(course(), 0, 250) == pytest.approx(20 + 20 + 15)
+
+
+def test_who_comes_while_a_step_runs_waits_for_it_and_for_the_one_decided_behind_it() -> None:
+    one = course(num_answers=10)
+    one.begin(0.0, 30.0, 0.0)
+    # The rest of the step, one of ten answers, then one of those and the prompt.
+    assert through_ms(one, 12, 40) == pytest.approx(30 + 11 + (11 + 4))
+
+
+def test_an_engine_that_decides_one_step_after_the_other_takes_it_into_the_next_one() -> None:
+    one = course(num_answers=10, overlaps=False)
+    one.begin(0.0, 30.0, 0.0)
+    assert through_ms(one, 12, 40) == pytest.approx(30 + (11 + 4))
+
+
+def test_who_came_before_is_computed_first_and_answers_from_then_on() -> None:
+    one = course(num_answers=10)
+    one.queue.append(PendingPrompt(0.0, 150))
+    one.begin(0.0, 30.0, 0.0)
+    # The step behind the running one has 90 tokens of the first prompt; the one after it the other 60 and 30 of ours,
+    # which then needs one more, beside 11 answers.
+    assert through_ms(one, 1, 70) == pytest.approx(30 + 20 + 20 + (10 + 1.1 + 4))
+
+
+def test_an_engine_whose_latest_steps_were_slow_is_slow_now_with_prompts_half_as_much() -> None:
+    one = StepSimulation(MODEL, BUDGET, overlaps=False, drift=math.log(1.44))
+    one.num_answers = 10
+    one.begin(0.0, 0.0, 0.0)
+    # The step that begins has ten answers, the next one those and the prompt.
+    assert through_ms(one, 1, 40) == pytest.approx(11 * 1.44 + 15 * 1.2)
+
+
+def test_asking_changes_nothing_and_time_is_made_up_for() -> None:
+    one = course(num_answers=10)
+    one.begin(0.0, 30.0, 0.0)
+    first = through_ms(one, 200, 40)
+    assert through_ms(one, 200, 40) == first
+    one.advance(0.2)
+    assert through_ms(one, 200, 40) == pytest.approx(first)
+    # Steps of 11 ms begin at 30 ms: one ends at 206.
+    assert first == pytest.approx(206 + 11 + 15)
+
+
+def test_a_step_that_takes_longer_than_expected_runs_until_the_engine_says_more() -> None:
+    one = course(num_answers=10)
+    one.begin(0.0, 30.0, 0.046)
+    assert through_ms(one, 45, 40) == pytest.approx(46 + 11 + 15)
+
+
+def test_no_prompt_is_so_long_that_it_is_not_told() -> None:
+    one = course(num_answers=50)
+    one.begin(0.0, 15.0, 0.0)
+    assert through_ms(one, 0, 10**6) == pytest.approx(10**6 / 50 * 20, rel=0.01)
+
+
+def test_first_tokens_teach_what_no_report_tells() -> None:
+    ttft_estimator = TtftEstimator()
+    load = EngineLoad(num_requests_running=10, step_in_flight_ms=30.0)
+    for number in range(20):
+        now_s = 10.0 * number
+        ttft_estimator.received(load, 5.0, MODEL, BUDGET, [], [], now_s)
+        predicted_ms = ttft_estimator.ttft_ms(number, Dispatch(40), now_s)
+        ttft_estimator.accepted(number, now_s + 0.004)
+        # 25 ms are left of the step; 7 ms of the way back are in no step.
+        ttft_estimator.started(number, 25 + 11 + 15 + 7)
+    assert predicted_ms == pytest.approx(25 + 11 + 15 + 7)
+
+
+def test_a_request_sent_since_the_report_lengthens_the_next_ones_wait() -> None:
+    ttft_estimator = TtftEstimator()
+    ttft_estimator.received(
+        EngineLoad(num_requests_running=10, step_in_flight_ms=30.0), 0.0, MODEL, BUDGET, [], [], 0.0
+    )
+    alone_ms = ttft_estimator.ttft_ms(1, Dispatch(40), 0.001)
+    behind_ms = ttft_estimator.ttft_ms(2, Dispatch(40), 0.002)
+    assert alone_ms == pytest.approx(30 + 11 + 15 - 1)
+    assert behind_ms == pytest.approx(30 + 11 + 19 - 2)
+
+
+def test_an_answer_that_is_over_frees_the_rows_of_all_its_sequences() -> None:
+    ttft_estimator = TtftEstimator()
+    ttft_estimator.received(
+        EngineLoad(num_requests_running=10, step_in_flight_ms=30.0), 0.0, MODEL, BUDGET, [], [], 0.0
+    )
+    ttft_estimator.ended(7, 0)
+    ttft_estimator.ended(8, 3)
+    # Of the ten rows the step that is decided already has ten, the next one seven.
+    assert ttft_estimator.ttft_ms(1, Dispatch(40), 0.0) == pytest.approx(30 + 11 + 14.7)
+
+
+def test_only_sequences_that_have_begun_to_answer_are_rows() -> None:
+    dispatches = Dispatches()
+    dispatches.sent(1, Dispatch(10, num_sequences=3))
+    assert dispatches.num_answers(1) == 0
+    dispatches.computed(1)
+    assert dispatches.num_answers(1) == 3
+    dispatches.ended(1)
+    assert dispatches.num_answers(1) == 0
+
+
+def test_an_engine_that_never_told_its_pace_is_not_foretold() -> None:
+    ttft_estimator = TtftEstimator()
+    assert ttft_estimator.ttft_ms(1, Dispatch(40), 0.0) is None
+    ttft_estimator.received(EngineLoad(), 0.0, None, BUDGET, [], [], 0.0)
+    assert ttft_estimator.ttft_ms(2, Dispatch(40), 0.0) is None
+
+
+def test_of_our_requests_the_newest_wait() -> None:
+    dispatches = Dispatches()
+    for number in range(5):
+        dispatches.sent(number, Dispatch(10 + number))
+    dispatches.reported(2)
+    assert dispatches.unreported() == [(3, Dispatch(13)), (4, Dispatch(14))]
+    assert dispatches.waiting(2) == [Dispatch(11), Dispatch(12)]
+    assert dispatches.waiting(0) == []
+    assert dispatches.waiting(4) is None
