@@ -42,7 +42,7 @@ class BeamSearches:
         self._queue = queue
         self._leave = leave
 
-    def take(self, sequence: Sequence, search: BeamSearch, candidates: TokenLogprobs | None) -> None:
+    def take(self, sequence: Sequence, search: BeamSearch[Sequence], candidates: TokenLogprobs | None) -> None:
         """Record that a sequence has computed its tokens and left the batch. The last one of its search triggers the
         decision."""
         sequence.state = SequenceState.REPORTED
@@ -95,7 +95,7 @@ class BeamSearches:
         self._outputs.failure(sequence, message)
         self._leave(sequence)
 
-    def _go_on(self, search: BeamSearch, continuations: list[Continuation]) -> None:
+    def _go_on(self, search: BeamSearch[Sequence], continuations: list[Continuation[Sequence]]) -> None:
         sequences: list[Sequence] = []
         for parent in (each.beam.sequence for each in continuations):
             sequences.append(parent if parent not in sequences else self._fork(search, parent))
@@ -108,7 +108,7 @@ class BeamSearches:
         for sequence in sequences:
             self._queue(sequence)
 
-    def _fork(self, search: BeamSearch, parent: Sequence) -> Sequence:
+    def _fork(self, search: BeamSearch[Sequence], parent: Sequence) -> Sequence:
         number = search.num_sequences_made
         search.num_sequences_made += 1
         child = dataclasses.replace(

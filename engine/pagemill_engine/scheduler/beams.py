@@ -15,19 +15,33 @@ import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from pagemill_engine.scheduler.sequence import Sequence
 from pagemill_engine.scheduler.step import TokenLogprobs
 from pagemill_protocol.generate import FinishReason
 from pagemill_protocol.sampling import SamplingParams
 
 
+class BeamSequence(Protocol):
+    """What a search needs of a sequence."""
+
+    token_ids: list[int]
+    num_prompt_tokens: int
+    max_total_tokens: int
+    stop_ids: frozenset[int]
+
+    @property
+    def num_output_tokens(self) -> int: ...
+
+
+S = TypeVar("S", bound=BeamSequence)
+
+
 @dataclass(slots=True, eq=False)
-class Beam:
+class Beam(Generic[S]):
     """One running sequence."""
 
-    sequence: Sequence
+    sequence: S
     score: float = 0.0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """One entry per output token, for clients that want them."""
@@ -45,20 +59,20 @@ class Answer(NamedTuple):
     finish_reason: FinishReason
 
 
-class Continuation(NamedTuple):
+class Continuation(NamedTuple, Generic[S]):
     """A running sequence with one token more."""
 
-    beam: Beam
+    beam: Beam[S]
     token_id: int
     score: float
     rank: int
     """The token's rank among its sequence's candidates, from 1."""
 
 
-class BeamSearch:
+class BeamSearch(Generic[S]):
     """One search. The scheduler calls `report` for each sequence, `decide` when all have reported, then `go_on`."""
 
-    def __init__(self, root: Sequence, sampling: SamplingParams, first_choice: int) -> None:
+    def __init__(self, root: S, sampling: SamplingParams, first_choice: int) -> None:
         """`sampling`: as sent by the client. `first_choice`: the index of the best answer."""
         self.beams = [Beam(root)]
         """Running sequences, best first."""
@@ -75,13 +89,13 @@ class BeamSearch:
         self._max_output_tokens = root.max_total_tokens - root.num_prompt_tokens
 
     @property
-    def sequences(self) -> list[Sequence]:
+    def sequences(self) -> list[S]:
         return [beam.sequence for beam in self.beams]
 
-    def waits_for_others(self, sequence: Sequence) -> bool:
+    def waits_for_others(self, sequence: S) -> bool:
         return any(beam.sequence is sequence and beam.candidates is not None for beam in self.beams)
 
-    def report(self, sequence: Sequence, candidates: TokenLogprobs) -> bool:
+    def report(self, sequence: S, candidates: TokenLogprobs) -> bool:
         """Record the candidates of `sequence`. Returns true when every sequence has reported."""
         all_reported = True
         for beam in self.beams:
@@ -90,11 +104,11 @@ class BeamSearch:
             all_reported = all_reported and beam.candidates is not None
         return all_reported
 
-    def decide(self) -> list[Continuation]:
+    def decide(self) -> list[Continuation[S]]:
         """The continuations, best first. Empty: the search is over and `pool` holds its answers."""
         num_tokens = self.beams[0].sequence.num_output_tokens + 1
         last = num_tokens >= self._max_output_tokens
-        going_on: list[Continuation] = []
+        going_on: list[Continuation[S]] = []
         for place, candidate in enumerate(sorted(self._candidates(), key=attrgetter("score"), reverse=True)):
             if last or candidate.token_id in self._stop_ids:
                 # A complete sequence counts only if it is among the best: otherwise a running one beats it.
@@ -106,14 +120,14 @@ class BeamSearch:
         del self.pool[self._width :]
         return [] if self._over(going_on, num_tokens) else going_on
 
-    def go_on(self, continuations: Collection[Continuation], sequences: Collection[Sequence]) -> None:
+    def go_on(self, continuations: Collection[Continuation[S]], sequences: Collection[S]) -> None:
         """Continue with `sequences`, which hold the continuations' tokens."""
         self.beams = [
             Beam(sequence, each.score, [*each.beam.logprobs, *self._client_logprobs(each)])
             for each, sequence in zip(continuations, sequences, strict=True)
         ]
 
-    def _candidates(self) -> Iterator[Continuation]:
+    def _candidates(self) -> Iterator[Continuation[S]]:
         for beam in self.beams:
             found = beam.candidates
             assert found is not None, "decided before all sequences reported"
@@ -122,7 +136,7 @@ class BeamSearch:
                 if not (too_short and token_id in self._stop_ids):
                     yield Continuation(beam, token_id, beam.score + logprob, rank)
 
-    def _complete(self, candidate: Continuation, num_tokens: int) -> None:
+    def _complete(self, candidate: Continuation[S], num_tokens: int) -> None:
         logprobs = None
         if self._sampling.logprobs is not None:
             logprobs = [*candidate.beam.logprobs, *self._client_logprobs(candidate)]
@@ -136,7 +150,7 @@ class BeamSearch:
             )
         )
 
-    def _over(self, going_on: list[Continuation], num_tokens: int) -> bool:
+    def _over(self, going_on: list[Continuation[S]], num_tokens: int) -> bool:
         if not going_on:
             return True
         if len(self.pool) < self._width:
@@ -153,7 +167,7 @@ class BeamSearch:
     def _normalised(self, score: float, num_tokens: int) -> float:
         return score / math.pow(num_tokens, self._sampling.length_penalty)
 
-    def _client_logprobs(self, candidate: Continuation) -> list[TokenLogprobs]:
+    def _client_logprobs(self, candidate: Continuation[S]) -> list[TokenLogprobs]:
         num_top = self._sampling.logprobs
         found = candidate.beam.candidates
         if num_top is None or found is None:

@@ -49,7 +49,7 @@ class OutputQueue:
             sequence.reported = True
         self._outputs.append(output)
 
-    def search(self, sequence: Sequence, search: BeamSearch) -> None:
+    def search(self, sequence: Sequence, search: BeamSearch[Sequence]) -> None:
         """Queue the best answers of a finished beam search. `sequence`: any of its sequences."""
         search.end_reported = True
         for choice, answer in zip(search.choices, search.pool, strict=False):

@@ -9,12 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING
 
+from pagemill_engine.scheduler.beams import BeamSearch
 from pagemill_protocol.sampling import SamplingParams
-
-if TYPE_CHECKING:
-    from pagemill_engine.scheduler.beams import BeamSearch
 
 
 class SequenceState(IntEnum):
@@ -66,7 +63,7 @@ class Sequence:
     reported: bool = False
     """Its first output was sent."""
     first_scheduled_s: float | None = None
-    search: BeamSearch | None = None
+    search: BeamSearch[Sequence] | None = None
     """The beam search that the sequence belongs to."""
 
     @property
