@@ -23,7 +23,7 @@ from pagemill_engine.runner.factory import create_runner
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.sampling import SamplingParams
 from pagemill_protocol.sources import resolve_source
-from pagemill_protocol.text.bundle import load_bundle
+from pagemill_protocol.text.load_bundle import load_bundle
 from pagemill_protocol.text.tokenizer import Tokenizer
 
 TEXT = Path(__file__).parents[1] / "LICENSE"

@@ -29,7 +29,7 @@ from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan
 from pagemill_protocol.model_spec import ModelSpec, load_model_spec
 from pagemill_protocol.sampling import SamplingParams
 from pagemill_protocol.sources import resolve_source
-from pagemill_protocol.text.bundle import load_bundle
+from pagemill_protocol.text.load_bundle import load_bundle
 from pagemill_protocol.text.tokenizer import Tokenizer
 
 TEXT = ROOT / "bench" / "quality.txt"

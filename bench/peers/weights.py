@@ -61,7 +61,7 @@ def write_folder(source: Path, folder: Path) -> None:
 
 
 def _write_tokenizer(source: Path, folder: Path, config: dict[str, Any]) -> None:
-    from pagemill_protocol.text.bundle import load_bundle
+    from pagemill_protocol.text.load_bundle import load_bundle
 
     bundle = load_bundle(source)
     config |= {"bos_token_id": bundle.bos_token_id, "eos_token_id": bundle.eos_token_ids[0]}

@@ -13,7 +13,8 @@ from report import ROOT
 from workload import MODEL as SOURCE
 
 from pagemill_protocol.sources import resolve_source
-from pagemill_protocol.text.bundle import TokenizerBundle, load_bundle
+from pagemill_protocol.text.bundle import TokenizerBundle
+from pagemill_protocol.text.load_bundle import load_bundle
 from pagemill_protocol.text.tokenizer import Tokenizer
 from routers.generator import NONCE
 

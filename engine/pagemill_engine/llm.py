@@ -30,7 +30,7 @@ from pagemill_protocol.errors import PagemillError, invalid_field
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.sampling import MAX_TOP_LOGPROBS, BeamSearchParams, SamplingParams
 from pagemill_protocol.sources import resolve_source
-from pagemill_protocol.text.bundle import load_bundle
+from pagemill_protocol.text.load_bundle import load_bundle
 from pagemill_protocol.text.tokenizer import Tokenizer
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]

@@ -255,7 +255,7 @@ GATEWAY_BROKEN_STREAMS = _gateway(
 GATEWAY_POISON_PROBES = _gateway(
     "counter",
     "poison_probes",
-    "Requests probed because engines ended with them, by outcome: cleared (a token came), ended (the engine ended too), "
+    "Requests probed because engines ended with them, by outcome: cleared (a token came), ended (the engine did too), "
     "left (neither) or blamed (never tried again).",
     ("model", "outcome"),
 )

@@ -14,7 +14,7 @@ from peers import weights
 from pagemill_engine.loading.source import open_weights
 from pagemill_protocol.model_spec import load_model_spec
 from pagemill_protocol.sources import resolve_source
-from pagemill_protocol.text.bundle import load_bundle
+from pagemill_protocol.text.load_bundle import load_bundle
 from pagemill_protocol.text.tokenizer import Tokenizer
 
 BF16 = gguf.GGMLQuantizationType.BF16

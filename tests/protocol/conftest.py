@@ -13,7 +13,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from pagemill_protocol.sources import resolve_source
-from pagemill_protocol.text.bundle import TokenizerBundle, load_bundle
+from pagemill_protocol.text.bundle import TokenizerBundle
+from pagemill_protocol.text.load_bundle import load_bundle
 from pagemill_protocol.text.tokenizer import Tokenizer
 
 CHAT_TEMPLATE = (

@@ -18,7 +18,8 @@ from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.gguf_file import GGUFError, GGUFFile
 from pagemill_protocol.sources import SourceError, UnreadableModelError
 from pagemill_protocol.text import byte_level
-from pagemill_protocol.text.bundle import TokenizerBundle, bundle_digest, load_bundle
+from pagemill_protocol.text.bundle import TokenizerBundle, bundle_digest
+from pagemill_protocol.text.load_bundle import load_bundle
 from pagemill_protocol.text.pre_tokenizers import PRE_TOKENIZERS
 from pagemill_protocol.text.tokenizer import Tokenizer
 

@@ -40,7 +40,8 @@ from pagemill_engine.server.tokens import InternalTokens
 from pagemill_protocol.errors import ENGINE_CRASHED, ENGINE_FAILED, PagemillError, unavailable
 from pagemill_protocol.http.connection import bounded_protocol
 from pagemill_protocol.sources import SourceError, default_name, resolve_source
-from pagemill_protocol.text.bundle import TokenizerBundle, load_bundle
+from pagemill_protocol.text.bundle import TokenizerBundle
+from pagemill_protocol.text.load_bundle import load_bundle
 from pagemill_protocol.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

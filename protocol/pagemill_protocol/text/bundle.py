@@ -1,13 +1,12 @@
 """TokenizerBundle: everything that turns text into token ids and back, as one content-addressed value.
 
 Written by engines, which have the model's files, and cached by gateways by `digest`. It has no behaviour: `tokenizer`
-encodes, decodes and renders with it. Built from a GGUF file by `gguf_tokenizer`, from a folder by `hf_folder`.
+encodes, decodes and renders with it. `load_bundle` builds it from a model's files.
 """
 
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
 
 import msgspec
 
@@ -75,19 +74,6 @@ def bundle_digest(raw: bytes) -> str:
     Receivers check this: a bundle of a newer version that is decoded and encoded again would lose its new fields.
     """
     return hashlib.blake2b(raw, digest_size=32).hexdigest()
-
-
-def load_bundle(path: str | Path) -> TokenizerBundle:
-    """The bundle of the model at `path`: a `.gguf` file or a Hugging Face folder. Raises `SourceError`."""
-    path = Path(path)
-    if path.is_dir():
-        from pagemill_protocol.text.hf_folder import bundle_from_folder
-
-        return bundle_from_folder(path)
-    from pagemill_protocol.gguf_file import GGUFFile
-    from pagemill_protocol.text.gguf_tokenizer import bundle_from_gguf
-
-    return bundle_from_gguf(GGUFFile(path))
 
 
 def eos_ids(declared: list[int | None], control_ids: dict[str, int]) -> list[int]:

@@ -38,7 +38,7 @@ _FORMS = (
 @pytest.fixture(scope="module")
 def prompts(smollm2_path: Path) -> list[list[int]]:
     """200 prompts: questions in the chat format and plain text to go on with."""
-    from pagemill_protocol.text.bundle import load_bundle
+    from pagemill_protocol.text.load_bundle import load_bundle
     from pagemill_protocol.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(load_bundle(smollm2_path))
