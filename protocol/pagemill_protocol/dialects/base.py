@@ -1,0 +1,137 @@
+"""What a dialect is: from a client's body to engine requests, and from tokens and text to the client's bytes.
+
+Implementations are `chat` and `completions`; `registry` lists them. They neither open sockets nor sample tokens; the
+order of events (which chunk when) is `pagemill_engine.output`'s, the transport is the routes'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.generate import FinishReason, GenerateRequest, Usage
+from pagemill_protocol.openai.logprobs import PositionLogprobs
+from pagemill_protocol.openai.schemas import SamplingFields
+from pagemill_protocol.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from pagemill_protocol.text.tokenizer import Tokenizer
+
+SSE_CONTENT_TYPE = "text/event-stream; charset=utf-8"
+
+
+class Piece(NamedTuple):
+    """What one engine output adds to one choice of a streamed answer."""
+
+    index: int
+    """The client's index of the choice."""
+    text: str
+    is_first: bool
+    """The first piece of its choice."""
+    finish_reason: FinishReason | None
+    positions: Sequence[PositionLogprobs] | None
+    """Log probabilities of its tokens; `None` if the client did not ask for them."""
+    num_chars_before: int
+    """Characters of the choice's text before `positions`, an echoed prompt included."""
+    usage: Usage | None
+    """Tokens so far, for clients that ask for them in every chunk."""
+
+
+class FinishedChoice(NamedTuple):
+    """One choice of an answer that is not streamed. Fields as in `Piece`; `text` is the whole text."""
+
+    index: int
+    text: str
+    finish_reason: FinishReason
+    positions: Sequence[PositionLogprobs] | None
+    num_chars_before: int
+
+
+class AnswerRenderer(Protocol):
+    """Renders one answer. Streams consist of complete server-sent events."""
+
+    def chunk(self, piece: Piece) -> bytes: ...
+
+    def end(self, usage: Usage) -> bytes:
+        """What follows the last chunk of all choices."""
+        ...
+
+    def body(self, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
+        """The answer that is not streamed."""
+        ...
+
+
+class Preparation(NamedTuple):
+    """What the server adds to a client's body."""
+
+    max_model_len: int
+    """0: not known, the engine checks."""
+    request_id: str
+    created_unix_s: int
+    cache_salt: str = ""
+    seed: int | None = None
+    """For a client that sent none."""
+
+
+class ParsedBody(Protocol):
+    """A checked body, ready for `sampling`, then `prepare`."""
+
+    @property
+    def fields(self) -> SamplingFields:
+        """The fields that all generating dialects share: model, priority, stream and sampling."""
+        ...
+
+    def prompt_texts(self, max_chars: int) -> list[str]:
+        """The beginning of each prompt, for routing by prompt."""
+        ...
+
+    def sampling(self, seed: int | None) -> SamplingParams:
+        """Checked as far as no model is needed. Raises `PagemillError` 400."""
+        ...
+
+    async def render_soon(self, tokenizer: Tokenizer) -> str | None:
+        """The prompt of a short body, on the event loop; `None`: `prepare` renders it."""
+        ...
+
+    def prepare(
+        self, tokenizer: Tokenizer, preparation: Preparation, sampling: SamplingParams, text: str | None
+    ) -> list[GenerateRequest]:
+        """One request per prompt, in order. `sampling` and `text`: results of the methods above. Raises 400."""
+        ...
+
+
+class Dialect(Protocol):
+    name: str
+    """`GenerateRequest.dialect`."""
+    path: str
+    """The route, for example `/v1/chat/completions`."""
+    operation: str
+    """`gen_ai.operation.name` of traces (OpenTelemetry semantic conventions)."""
+    prompt_field: str
+    """The field that errors about the prompt name."""
+
+    def new_request_id(self) -> str: ...
+
+    def parse(self, raw: bytes) -> ParsedBody:
+        """Raises `PagemillError` 400."""
+        ...
+
+    def renderer(self, request: GenerateRequest, system_fingerprint: str | None) -> AnswerRenderer: ...
+
+    def error_body(self, error: PagemillError) -> bytes: ...
+
+    def error_event(self, error: PagemillError) -> bytes:
+        """The event that ends a broken stream."""
+        ...
+
+    def merged_end(self, request: GenerateRequest, usage: Usage) -> bytes:
+        """The end of a stream that merges the answers of several prompts; `request`: the first one."""
+        ...
+
+    def merge_bodies(self, bodies: Sequence[bytes]) -> bytes:
+        """One body of several prompts' bodies."""
+        ...
+
+
+Factory = Callable[[], Dialect]

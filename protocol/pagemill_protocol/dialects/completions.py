@@ -1,0 +1,90 @@
+"""OpenAI's completions (`POST /v1/completions`): text or token ids, several prompts, `echo`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pagemill_protocol.dialects.base import FinishedChoice, Piece, Preparation
+from pagemill_protocol.dialects.openai_dialect import OpenAIDialect, stream_end
+from pagemill_protocol.generate import GenerateRequest, Usage
+from pagemill_protocol.openai import logprobs, prepare, render
+from pagemill_protocol.openai.parse import parse_body
+from pagemill_protocol.openai.schemas import CompletionRequest
+from pagemill_protocol.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from pagemill_protocol.text.tokenizer import Tokenizer
+
+
+class CompletionsDialect(OpenAIDialect):
+    name = "completions"
+    path = "/v1/completions"
+    operation = "text_completion"
+    prompt_field = "prompt"
+    id_prefix = "cmpl"
+    chunk_object = "text_completion"
+
+    def parse(self, raw: bytes) -> CompletionsBody:
+        return CompletionsBody(parse_body(raw, CompletionRequest))
+
+    def renderer(self, request: GenerateRequest, system_fingerprint: str | None) -> CompletionsRenderer:
+        return CompletionsRenderer(request, system_fingerprint)
+
+
+class CompletionsBody:
+    def __init__(self, fields: CompletionRequest) -> None:
+        self.fields = fields
+
+    def prompt_texts(self, max_chars: int) -> list[str]:
+        prompts = (prompt[:max_chars] for prompt in self.fields.prompt)
+        return [prompt if isinstance(prompt, str) else repr(prompt) for prompt in prompts]
+
+    def sampling(self, seed: int | None) -> SamplingParams:
+        """Without the server's seed: each prompt gets one of its own, else equal prompts would get equal answers."""
+        return prepare.sampling_of(self.fields)
+
+    async def render_soon(self, tokenizer: Tokenizer) -> str | None:
+        return None
+
+    def prepare(
+        self, tokenizer: Tokenizer, preparation: Preparation, sampling: SamplingParams, text: str | None
+    ) -> list[GenerateRequest]:
+        return prepare.prepare_completions(self.fields, tokenizer, **preparation._asdict(), sampling=sampling)
+
+
+class CompletionsRenderer:
+    def __init__(self, request: GenerateRequest, system_fingerprint: str | None) -> None:
+        self._head = render.head(request, system_fingerprint)
+        self._include_usage = request.include_usage
+        self._echo = request.prompt_text or ""
+
+    def chunk(self, piece: Piece) -> bytes:
+        return render.sse(
+            render.completion_chunk(
+                self._head,
+                piece.index,
+                (self._echo if piece.is_first else "") + piece.text,
+                finish_reason=piece.finish_reason,
+                logprobs=None
+                if piece.positions is None
+                else logprobs.completions(piece.positions, piece.num_chars_before),
+                include_usage=self._include_usage,
+                usage=piece.usage,
+            )
+        )
+
+    def end(self, usage: Usage) -> bytes:
+        return stream_end(self._head, CompletionsDialect.chunk_object, usage if self._include_usage else None)
+
+    def body(self, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
+        rendered = [
+            render.Choice(
+                each.index,
+                self._echo + each.text,
+                each.finish_reason,
+                None if each.positions is None else logprobs.completions(each.positions, each.num_chars_before),
+            )
+            for each in choices
+        ]
+        return render.completion_body(self._head, rendered, usage)

@@ -1,0 +1,37 @@
+"""What OpenAI's two generating dialects share: error shape, `[DONE]`, usage, merged answers. Not a dialect itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.generate import GenerateRequest, Usage
+from pagemill_protocol.ids import new_id
+from pagemill_protocol.openai import render
+
+
+class OpenAIDialect:
+    id_prefix: str
+    chunk_object: str
+
+    def new_request_id(self) -> str:
+        return f"{self.id_prefix}-{new_id()}"
+
+    def error_body(self, error: PagemillError) -> bytes:
+        return render.error_body(error)
+
+    def error_event(self, error: PagemillError) -> bytes:
+        return render.sse_error(error)
+
+    def merged_end(self, request: GenerateRequest, usage: Usage) -> bytes:
+        return stream_end(render.head(request), self.chunk_object, usage if request.include_usage else None)
+
+    def merge_bodies(self, bodies: Sequence[bytes]) -> bytes:
+        return render.merge_completion_bodies(bodies)
+
+
+def stream_end(head: render.Head, chunk_object: str, usage: Usage | None) -> bytes:
+    """The usage event, if there is one, and `[DONE]`."""
+    if usage is None:
+        return render.SSE_DONE
+    return render.sse(render.usage_chunk(head, chunk_object, usage)) + render.SSE_DONE

@@ -1,0 +1,43 @@
+"""The dialects that this server speaks, by name: one line each, and those that installed packages add.
+
+A package adds one with an entry point in the group `pagemill.dialects` whose object makes a `base.Dialect`. Engines
+and gateways build their routes from this list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import entry_points
+
+from pagemill_protocol.dialects.base import Dialect, Factory
+from pagemill_protocol.dialects.chat import ChatDialect
+from pagemill_protocol.dialects.completions import CompletionsDialect
+from pagemill_protocol.errors import invalid_field
+
+GROUP = "pagemill.dialects"
+BUILT_IN: tuple[Factory, ...] = (ChatDialect, CompletionsDialect)
+
+
+@cache
+def dialects() -> Mapping[str, Dialect]:
+    """All dialects by name. Raises `ValueError` if two have the same name or path."""
+    found: dict[str, Dialect] = {}
+    for factory in (*BUILT_IN, *(entry.load() for entry in entry_points(group=GROUP))):
+        dialect: Dialect = factory()
+        if dialect.name in found or dialect.path in {each.path for each in found.values()}:
+            raise ValueError(f"two dialects have the name {dialect.name!r} or the path {dialect.path!r}: remove one")
+        found[dialect.name] = dialect
+    return found
+
+
+def dialect_of(name: str) -> Dialect:
+    """The dialect of a `GenerateRequest`. Raises `PagemillError` 400 for one that is not installed here."""
+    known = dialects()
+    if name not in known:
+        raise invalid_field(
+            "dialect",
+            f"This engine does not speak the dialect {name[:40]!r}; it speaks {', '.join(known)}. Install the same "
+            "dialects on gateways and engines.",
+        )
+    return known[name]
