@@ -46,6 +46,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     created_unix_s: int = 0
     stream: bool = False
     include_usage: bool = False
+    continuous_usage: bool = False
+    """With `include_usage`: the usage so far in every chunk."""
     priority: int = 0
     """Smaller is served first; 32 bits."""
     prompt_text: str | None = None

@@ -65,17 +65,20 @@ def answer_frames(request: GenerateRequest, pieces: tuple[str, ...]) -> list[byt
             meta = FrameMeta(
                 choice=index, token_ids=[1], num_text_chars=text_chars, position=number + 1, finish_reason=finish
             )
-            frames.append(encode_frame(meta, render.sse(_chunk(request, head, index, piece, number == 0, finish))))
+            chunk = _chunk(request, head, index, piece, number, finish)
+            frames.append(encode_frame(meta, render.sse(chunk)))
     closing = render.SSE_DONE
     if request.include_usage:
         closing = render.sse(render.usage_chunk(head, request.dialect, usage)) + closing
     return [*frames, encode_frame(FrameMeta(last=True, usage=usage), closing)]
 
 
-def _chunk(request: GenerateRequest, head: render.Head, index: int, piece: str, first: bool, finish: Any) -> bytes:
+def _chunk(request: GenerateRequest, head: render.Head, index: int, piece: str, number: int, finish: Any) -> bytes:
     options: dict[str, Any] = {"finish_reason": finish, "include_usage": request.include_usage}
+    if request.continuous_usage:
+        options["usage"] = Usage(len(request.prompt_token_ids), number + 1)
     if request.dialect == "chat":
-        return render.chat_chunk(head, index, piece, role=first, **options)
+        return render.chat_chunk(head, index, piece, role=number == 0, **options)
     return render.completion_chunk(head, index, piece, **options)
 
 

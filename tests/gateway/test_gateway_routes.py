@@ -76,6 +76,21 @@ async def test_several_prompts_stream_as_one_with_one_end(engines, gateways) -> 
     assert len({event["id"] for event in events[:-1]}) == 1
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.layouts
+async def test_the_usage_so_far_passes_through_in_every_chunk(engines, gateways, path) -> None:
+    gateway = await gateways(*engines)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"messages": [{"role": "user", "content": "hi"}]} if "chat" in path else {"prompt": ["a", "b"]}
+    reply = await gateway.post(path, {"model": "tiny", **body, "n": 2, "stream": True, "stream_options": options})
+    *chunks, last, done = reply.events
+    counts: dict[int, list[int]] = {}
+    for chunk in chunks:
+        counts.setdefault(chunk["choices"][0]["index"], []).append(chunk["usage"]["completion_tokens"])
+    assert set(map(tuple, counts.values())) == {(1, 2)}
+    assert (last["usage"]["completion_tokens"], done) == (2 * len(counts), "[DONE]")
+
+
 async def test_more_prompts_than_go_at_once_all_get_answers(engines, gateways) -> None:
     gateway = await gateways(*engines)
     reply = await gateway.complete(prompt=["x"] * 200, max_tokens=2)

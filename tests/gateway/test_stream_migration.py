@@ -105,7 +105,7 @@ class Answer:
 def _comparable(body: dict[str, Any]) -> dict[str, Any]:
     kept = {name: value for name, value in body.items() if name not in ("id", "created")}
     if isinstance(kept.get("usage"), dict):
-        kept["usage"].pop("prompt_tokens_details")
+        kept["usage"].pop("prompt_tokens_details", None)
     return kept
 
 
@@ -163,14 +163,17 @@ def questions(**common: Any) -> list[tuple[str, dict[str, Any]]]:
     """Of every kind that has something to lose."""
     chat, completions = "/v1/chat/completions", "/v1/completions"
     usage = {"stream": True, "stream_options": {"include_usage": True}}
+    continuous = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
     story = [{"role": "user", "content": "Tell me a story of a heron and a mill."}]
     text = "The old mill by the river"
     common = {"max_tokens": MAX_TOKENS, "seed": 11, **common}  # simulated engines draw even greedy tokens from the seed
     seeded = {"temperature": 1.0}
     return [
         (chat, {"messages": story, "temperature": 0, **usage, **common}),
+        (chat, {"messages": story, "n": 2, **seeded, **continuous, **common}),
         (chat, {"messages": story, "n": 3, **seeded, "logprobs": True, "top_logprobs": 2, **usage, **common}),
         (completions, {"prompt": text, "echo": True, **seeded, **usage, **common}),
+        (completions, {"prompt": [text, "Twice"], **seeded, **continuous, **common}),
         (completions, {"prompt": text, **seeded, "frequency_penalty": 0.7, "logprobs": 1, **usage, **common}),
         (
             completions,

@@ -52,6 +52,26 @@ def test_a_chat_is_rendered_and_tokenized(byte_tokenizer: Tokenizer) -> None:
     assert (request.dialect, request.stream, request.include_usage, request.priority) == ("chat", True, True, 3)
 
 
+@pytest.mark.parametrize(
+    ("options", "continuous"),
+    [
+        (None, False),
+        ({"include_usage": True}, False),
+        ({"continuous_usage_stats": True}, False),
+        ({"include_usage": False, "continuous_usage_stats": True}, False),
+        ({"include_usage": True, "continuous_usage_stats": False}, False),
+        ({"include_usage": True, "continuous_usage_stats": True}, True),
+    ],
+)
+def test_usage_comes_in_every_chunk_when_both_options_ask_for_it(
+    byte_tokenizer: Tokenizer, options: dict[str, bool] | None, continuous: bool
+) -> None:
+    fields = {"stream": True, "stream_options": options}
+    assert chat(byte_tokenizer, **fields).continuous_usage is continuous
+    requests = completions(byte_tokenizer, prompt=["a", "b"], **fields)
+    assert [request.continuous_usage for request in requests] == [continuous, continuous]
+
+
 def test_a_chat_without_limit_may_fill_the_context(byte_tokenizer: Tokenizer) -> None:
     assert chat(byte_tokenizer).sampling.max_tokens == 100 - len(RENDERED)
     assert chat(byte_tokenizer, max_tokens=5).sampling.max_tokens == 5

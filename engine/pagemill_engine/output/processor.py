@@ -188,6 +188,7 @@ class OutputProcessor:
                 finish_reason=delta.finish_reason,
                 logprobs=self._take_logprobs(choice),
                 include_usage=self.request.include_usage,
+                usage=self._usage_so_far(choice),
             )
         echo = (self.request.prompt_text or "") if first else ""
         return render.completion_chunk(
@@ -197,7 +198,14 @@ class OutputProcessor:
             finish_reason=delta.finish_reason,
             logprobs=self._take_logprobs(choice),
             include_usage=self.request.include_usage,
+            usage=self._usage_so_far(choice),
         )
+
+    def _usage_so_far(self, choice: _Choice) -> Usage | None:
+        """For clients that want it in every chunk: of the prompt and this one choice, as vLLM counts it."""
+        if not self.request.continuous_usage:
+            return None
+        return Usage(len(self.request.prompt_token_ids), choice.output.num_tokens)
 
     def last_frame(self) -> Frame:
         """What ends an answer whose choices are all finished."""

@@ -96,6 +96,7 @@ def prepare_chat(
         created_unix_s=created_unix_s,
         stream=req.stream,
         include_usage=req.include_usage,
+        continuous_usage=req.continuous_usage,
         priority=req.priority,
         cache_salt=cache_salt,
     )
@@ -137,6 +138,7 @@ def prepare_completions(
                 created_unix_s=created_unix_s,
                 stream=req.stream,
                 include_usage=req.include_usage,
+                continuous_usage=req.continuous_usage,
                 priority=req.priority,
                 prompt_text=_echo_text(prompt, req, tokenizer),
                 prompt_index=index,

@@ -90,15 +90,19 @@ def chat_chunk(
     finish_reason: FinishReason | None = None,
     logprobs: Logprobs | None = None,
     include_usage: bool = False,
+    usage: Usage | None = None,
 ) -> bytes:
-    """One chunk of a chat. `role`: the first of its choice. `text` None: no text, as in a chunk that only finishes."""
+    """One chunk of a chat. `role`: the first of its choice. `text` None: no text, as in a chunk that only finishes.
+
+    `include_usage`: the chunk says `usage: null` unless there is one.
+    """
     delta: dict[str, Any] = {}
     if role:
         delta["role"] = "assistant"
     if text is not None:
         delta["content"] = text
     choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-    return _chunk(head, "chat.completion.chunk", choice, include_usage)
+    return _chunk(head, "chat.completion.chunk", choice, include_usage, usage)
 
 
 def completion_chunk(
@@ -109,10 +113,11 @@ def completion_chunk(
     finish_reason: FinishReason | None = None,
     logprobs: Logprobs | None = None,
     include_usage: bool = False,
+    usage: Usage | None = None,
 ) -> bytes:
-    """One chunk of a completion."""
+    """One chunk of a completion; `include_usage` and `usage` as in `chat_chunk`."""
     choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
-    return _chunk(head, "text_completion", choice, include_usage)
+    return _chunk(head, "text_completion", choice, include_usage, usage)
 
 
 def usage_chunk(head: Head, dialect: Dialect, usage: Usage) -> bytes:
@@ -164,12 +169,7 @@ def add_usage(*usages: Usage) -> Usage:
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-    }
+    return {**_token_counts(usage), "prompt_tokens_details": {"cached_tokens": usage.cached_tokens}}
 
 
 def models_body(models: Iterable[ModelCard]) -> bytes:
@@ -199,12 +199,20 @@ def detokenize_body(text: str) -> bytes:
     return orjson.dumps({"prompt": text})
 
 
-def _chunk(head: Head, kind: str, choice: dict[str, Any], include_usage: bool) -> bytes:
+def _chunk(head: Head, kind: str, choice: dict[str, Any], include_usage: bool, usage: Usage | None) -> bytes:
     chunk = _envelope(head, kind)
     chunk["choices"] = [choice]
-    if include_usage:
-        chunk["usage"] = None
+    if usage is not None or include_usage:
+        chunk["usage"] = _token_counts(usage) if usage is not None else None
     return orjson.dumps(chunk)
+
+
+def _token_counts(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
 
 
 def _envelope(head: Head, kind: str) -> dict[str, Any]:

@@ -46,9 +46,9 @@ Priority = Annotated[int, Field(ge=MIN_PRIORITY, le=MAX_PRIORITY)]
 
 
 class StreamOptions(RequestModel):
-    UNSUPPORTED: ClassVar = unsupported.STREAM_OPTIONS
-
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+    """With `include_usage`: every chunk has the usage so far, with the completion tokens of its own choice."""
 
 
 class ChatMessage(RequestModel):
@@ -142,6 +142,10 @@ class SamplingFields(RequestModel):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.include_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
 
 
 class ChatTemplateFields(RequestModel):

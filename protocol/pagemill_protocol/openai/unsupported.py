@@ -79,10 +79,6 @@ MESSAGE: Mapping[str, Unsupported] = {
     "audio": Unsupported(_TEXT_ONLY),
 }
 
-STREAM_OPTIONS: Mapping[str, Unsupported] = {
-    "continuous_usage_stats": Unsupported("Usage comes once, in the last chunk, with `include_usage`.", (False,)),
-}
-
 
 def tools_refusal(data: Mapping[str, Any]) -> str | None:
     """The remedy when `data` asks for tool calls; tools under `tool_choice: "none"` are never called and pass."""

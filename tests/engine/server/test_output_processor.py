@@ -10,7 +10,7 @@ import pytest
 from pagemill_engine.ipc.messages import LogprobsOut, TokensOut
 from pagemill_engine.output.processor import Frame, OutputProcessor
 from pagemill_protocol.errors import unavailable
-from pagemill_protocol.generate import ChoiceResume, GenerateRequest, Usage
+from pagemill_protocol.generate import ChoiceResume, Dialect, GenerateRequest, Usage
 from pagemill_protocol.sampling import SamplingParams
 from pagemill_protocol.text.tokenizer import Tokenizer
 
@@ -60,6 +60,22 @@ def test_a_streamed_chat_has_a_role_once_a_reason_once_and_a_lone_end(byte_token
     assert frames[-1].meta.usage == Usage(3, 5, 2)
     assert [frame.meta.queue_s for frame in frames] == [0.0, 0.0, 0.25]
     assert (frames[0].meta.num_text_chars, frames[1].meta.num_text_chars, frames[1].meta.position) == (3, 5, 5)
+
+
+@pytest.mark.parametrize("dialect", ["chat", "completions"])
+def test_continuous_usage_counts_the_tokens_of_each_choice_in_every_chunk(
+    byte_tokenizer: Tokenizer, dialect: Dialect
+) -> None:
+    sampling = SamplingParams(n=2, max_tokens=None)
+    request = make_request(sampling, include_usage=True, continuous_usage=True, dialect=dialect)
+    processor = OutputProcessor(request, byte_tokenizer)
+    outs = [("ab", 0, None), ("c", 1, None), ("", 0, "stop"), ("de", 1, None), ("f", 1, "length")]
+    frames = [f for text, at, end in outs for f in processor.push(out(byte_tokenizer, text, at, end)).frames]
+    *chunks, last, done = events(frames)
+    counts = [(chunk["choices"][0]["index"], chunk["usage"]["completion_tokens"]) for chunk in chunks]
+    assert counts == [(0, 2), (1, 1), (0, 2), (1, 3), (1, 4)]
+    assert chunks[-1]["usage"] == {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
+    assert (last["choices"], last["usage"]["completion_tokens"], done) == ([], 6, "[DONE]")
 
 
 def test_text_that_may_become_a_stop_string_is_a_frame_without_an_event(byte_tokenizer: Tokenizer) -> None:

@@ -130,7 +130,10 @@ def test_a_stream_cut_after_any_frame_goes_on_byte_by_byte(
     dialect: str,
     data: st.DataObject,
 ) -> None:
-    echo = {"prompt_text": "abc", "prompt_index": data.draw(st.integers(0, 2))} if dialect == "completions" else {}
+    echo: dict[str, Any] = {}
+    if dialect == "completions":
+        echo = {"prompt_text": "abc", "prompt_index": data.draw(st.integers(0, 2))}
+    echo["continuous_usage"] = data.draw(st.booleans(), "usage in every chunk")
     request = make_request(len(texts), stop=stop, logprobs=logprobs, stream=True, dialect=dialect, **echo)
     script = write_script(byte_tokenizer, request, texts, sizes)
     whole = play(byte_tokenizer, request, script.outputs)

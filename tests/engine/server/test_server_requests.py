@@ -185,6 +185,23 @@ def test_several_prompts_are_one_answer(client: httpx.Client, stream: bool) -> N
     assert [usage["completion_tokens"] for usage in usages] == [12]
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_a_stream_has_the_usage_so_far_in_every_chunk_where_it_is_asked_for(client: httpx.Client, path: str) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = chat(n=2, ignore_eos=True, stream=True, stream_options=options)
+    body |= {"prompt": ["a b", "c d e"]} if path == "/v1/completions" else {}
+    response = client.post(path, json=body)
+    *chunks, last = [json.loads(event[6:]) for event in response.text.split("\n\n")[:-2]]
+    seen: dict[int, list[int]] = {}
+    for chunk in chunks:
+        usage = chunk["usage"]
+        assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+        seen.setdefault(chunk["choices"][0]["index"], []).append(usage["completion_tokens"])
+    assert all(counts == sorted(counts) and counts[-1] == 4 for counts in seen.values()), seen
+    assert len({chunk["usage"]["prompt_tokens"] for chunk in chunks}) == len(body.get("prompt", ["one"]))
+    assert last["usage"]["completion_tokens"] == 4 * len(seen)
+
+
 def test_metrics_have_vllms_core_names_and_count(client: httpx.Client) -> None:
     before = metric(client, "vllm:generation_tokens_total")
     client.post("/v1/chat/completions", json=chat(ignore_eos=True))
