@@ -15,6 +15,7 @@ from gateway_routing import against_rivals, figures
 from local_replicas import Up
 from routers.chats import Chats, Told, words
 from routers.engines import settings
+from waiting import eventually
 
 from pagemill_engine.config import EngineConfig, ServerConfig
 from pagemill_simulator.conversations import Conversation, Turn
@@ -93,9 +94,7 @@ async def outcomes(server: Canned, mode: str) -> ExactLoad:
         await load.learn()
         server.mode = mode
         running = asyncio.create_task(load.run())
-        async with asyncio.timeout(30):
-            while {each.streamed for each in load.records} != {True, False}:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await eventually(lambda: {each.streamed for each in load.records} == {True, False})
         load.stop()
         await running
     finally:

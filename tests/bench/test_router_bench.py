@@ -21,6 +21,7 @@ from routers.catalogue import DIRECT, OURS, Router, Site, Start, routers, start_
 from routers.ladder import Size, climb, judge
 from routers.stage import Cores, Scene
 from routers.table import added, best, cpu_ms, held, markdown
+from waiting import WAIT_LIMIT_S
 
 ANSWER_S = 0.3
 SCENE = Scene(num_pods=3, max_streams=50, num_tokens=4, step_ms=5.0, num_prompt_tokens=60)
@@ -174,7 +175,7 @@ def canned(status: int, body: bytes) -> Iterator[Router]:
     process = Start([sys.executable, "-c", "input()"], server.server_port)
     yield Router("canned", "", lambda _uv: None, lambda _site: process)
     server.shutdown()
-    thread.join(10)
+    thread.join(WAIT_LIMIT_S)
     server.server_close()
 
 

@@ -19,6 +19,7 @@ from peers.results import Problem, Results, Sample, load, merge
 from peers.rows import QUICK, ROWS
 from peers.session import Session
 from peers.table import markdown, ratios
+from waiting import WAIT_LIMIT_S
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 MACHINE = {"cpu": "a", "cores": 2}
@@ -208,10 +209,10 @@ def completions(num_tokens: int) -> Iterator[str]:
     listening, done = threading.Event(), threading.Event()
     thread = threading.Thread(target=asyncio.run, args=(serve(),))
     thread.start()
-    assert listening.wait(10)
+    assert listening.wait(WAIT_LIMIT_S)
     yield f"http://127.0.0.1:{port[0]}"
     done.set()
-    thread.join(10)
+    thread.join(WAIT_LIMIT_S)
 
 
 def test_the_load_times_every_request() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import WAIT_LIMIT_S
 
 SCRIPT = Path(__file__).resolve().parents[2] / "charts" / "pagemill" / "files" / "ask_gateway.py"
 KEY = "sk-test"
@@ -73,7 +74,7 @@ def gateway() -> Iterator[Gateway]:
 def ask(gateway: Gateway, *arguments: str, key: str = "") -> subprocess.CompletedProcess[str]:
     """As the pod runs it: the program's text as one argument, nothing imported from the repository."""
     argv = [sys.executable, "-I", "-c", SCRIPT.read_text(), "--url", gateway.url, "--timeout-s", "5", *arguments]
-    return subprocess.run(argv, env={"PAGEMILL_API_KEY": key}, capture_output=True, text=True, timeout=30)
+    return subprocess.run(argv, env={"PAGEMILL_API_KEY": key}, capture_output=True, text=True, timeout=WAIT_LIMIT_S)
 
 
 def test_a_model_that_answers_passes(gateway: Gateway) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from waiting import WAIT_LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("README.md", "docs/how-to/install-with-helm.md")
@@ -28,7 +29,7 @@ def typed(page: str, program: str) -> str:
     deaf = "\n".join(f"{other}() {{ :; }}" for other in sorted(others))
     script = f'set -eu\n{deaf}\n{program}() {{ echo "{program} $*"; }}\n' + "\n".join(wanted)
     environment = {"PATH": "/usr/bin:/bin", **NAMED}
-    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=WAIT_LIMIT_S)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

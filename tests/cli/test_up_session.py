@@ -25,6 +25,7 @@ import psutil
 import pytest
 import yaml
 from typer.testing import CliRunner
+from waiting import START_LIMIT_S, WAIT_LIMIT_S, wait_until
 
 from pagemill.main import app
 from pagemill.up.loading import load_files
@@ -48,21 +49,26 @@ class Terminal:
         self._master = master
         self.text = ""
 
-    def until(self, word: str, timeout_s: float = 90) -> str:
+    def until(self, word: str) -> str:
         """Everything shown so far, once `word` is part of what came since the last call."""
-        start, deadline_s = len(self.text), time.monotonic() + timeout_s
-        while word not in self.text[start:]:
-            assert time.monotonic() < deadline_s, f"no {word!r} in:\n{self.text}"
+        start = len(self.text)
+
+        def is_shown() -> bool:
             self._read(0.1)
+            return word in self.text[start:]
+
+        self._wait_until(is_shown)
         return self.text
 
-    def until_it_has_processes(self, count: int, timeout_s: float = 90) -> list[psutil.Process]:
+    def until_it_has_processes(self, count: int) -> list[psutil.Process]:
         """All processes below it, once there are so many."""
-        deadline_s = time.monotonic() + timeout_s
-        while len(processes := psutil.Process(self.process.pid).children(recursive=True)) < count:
-            assert time.monotonic() < deadline_s, f"{len(processes)} processes:\n{self.text}"
+
+        def processes() -> list[psutil.Process] | None:
             self._read(0.1)
-        return processes
+            found = psutil.Process(self.process.pid).children(recursive=True)
+            return found if len(found) >= count else None
+
+        return self._wait_until(processes)
 
     def close(self) -> None:
         if self._master >= 0:
@@ -72,12 +78,19 @@ class Terminal:
     def press(self, keys: bytes) -> None:
         os.write(self._master, keys)
 
-    def wait(self, timeout_s: float = 30) -> int:
-        deadline_s = time.monotonic() + timeout_s
-        while self.process.poll() is None:
-            assert time.monotonic() < deadline_s, f"still running:\n{self.text}"
+    def wait(self) -> int:
+        def has_ended() -> bool:
             self._read(0.05)
+            return self.process.poll() is not None
+
+        self._wait_until(has_ended)
         return self.process.returncode
+
+    def _wait_until(self, condition: Callable[[], Any]) -> Any:
+        try:
+            return wait_until(condition, progress=lambda: len(self.text), limit_s=START_LIMIT_S, every_s=0.0)
+        except AssertionError as error:
+            raise AssertionError(f"{error}; it shows:\n{self.text}") from error
 
     def _read(self, timeout_s: float) -> None:
         readable, _, _ = select.select([self._master], [], [], timeout_s)
@@ -179,7 +192,7 @@ def test_keep_serves_until_sigterm(write: Write, simulated: Simulated, environme
         pids = family(process.pid)
         process.send_signal(signal.SIGTERM)
         rest = process.stdout.read()
-        assert process.wait(30) == 0
+        assert process.wait(WAIT_LIMIT_S) == 0
     assert rest.endswith("stopped\n")
     assert_nothing_is_left(environment, pids, base_port("".join(said)))
 
@@ -205,7 +218,7 @@ def test_killed_outright_it_takes_every_process_along(
         processes = shown.until_it_has_processes(2)
         shown.process.kill()
         shown.process.wait()
-    _, alive = psutil.wait_procs(processes, timeout=10)
+    _, alive = psutil.wait_procs(processes, timeout=WAIT_LIMIT_S)
     assert not alive
 
 
@@ -247,7 +260,7 @@ def test_a_terminal_that_goes_away_ends_everything(
         shown.until("sim 1/1 ready")
         pids = family(shown.process.pid)
         shown.close()
-        shown.process.wait(30)
+        shown.process.wait(WAIT_LIMIT_S)
     assert_nothing_is_left(environment, pids, base_port(shown.text))
 
 
@@ -262,7 +275,7 @@ def test_what_is_shown_to_try_works_as_it_stands(
         assert words[-2] == "-d"
         body = json.loads(words[-1])
         status = cast(re.Match[str], re.search(r"http://\S+/status", shown.text)).group(0)
-        with urllib.request.urlopen(status, timeout=10) as answer:
+        with urllib.request.urlopen(status, timeout=WAIT_LIMIT_S) as answer:
             assert json.loads(answer.read())["models"][0]["name"] == body["model"] == "sim"
         shown.press(b"\x03")
         assert shown.wait() == 0
@@ -329,7 +342,7 @@ def test_why_tells_what_a_running_up_decided_and_decides_it_again(
         other = pagemill("why", "other")
         process.send_signal(signal.SIGTERM)
         process.stdout.read()
-        assert process.wait(30) == 0
+        assert process.wait(WAIT_LIMIT_S) == 0
     assert result.returncode == 0, result.stderr
     body = json.loads(result.stdout)
     assert body["recordedBy"] == f"`pagemill up` (process {process.pid})"

@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from waiting import WAIT_LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -20,7 +21,7 @@ def suffices(folder: Path, version: str) -> bool:
     assert function is not None
     env = {**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
     argv = ["bash", "-euc", f"{function[0]}\nif go_suffices; then echo yes; else echo no; fi"]
-    done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=WAIT_LIMIT_S, check=True)
     return done.stdout == "yes\n"
 
 

@@ -9,9 +9,10 @@ import socket
 
 import httpx2
 import pytest
-from front_doors import ANSWER_TIMEOUT_S, MIB, MODEL, Door, examples, read_answer, read_to_end, request, until
+from front_doors import ANSWER_TIMEOUT_S, MIB, MODEL, Door, examples, read_answer, read_to_end, request
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import wait_until
 
 LONG = {"model": MODEL, "prompt": "hello", "max_tokens": 500, "n": 4, "ignore_eos": True}
 NUM_LONG_TOKENS = 2000
@@ -26,16 +27,16 @@ def nobody_runs(engine: Door) -> bool:
 
 def frees_everything(engine: Door, gateway: Door) -> None:
     """Fails unless no sequence, no block and no reservation is left."""
-    until(lambda: nobody_runs(engine))
-    until(lambda: engine.metric("vllm:kv_cache_usage_perc") == 0)
-    until(lambda: gateway.metric("pagemill_gateway_in_flight_body_bytes") == 0)
+    wait_until(lambda: nobody_runs(engine))
+    wait_until(lambda: engine.metric("vllm:kv_cache_usage_perc") == 0)
+    wait_until(lambda: gateway.metric("pagemill_gateway_in_flight_body_bytes") == 0)
 
     def in_flight() -> int:
         status = httpx2.get(gateway.control_url + "/status", timeout=ANSWER_TIMEOUT_S).json()
         (endpoint,) = status["models"][0]["endpoints"]
         return int(endpoint["in_flight"] + endpoint["reserved_blocks"] + status["num_requests"])
 
-    until(lambda: in_flight() == 0)
+    wait_until(lambda: in_flight() == 0)
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -47,7 +48,7 @@ def test_a_hundred_clients_that_vanish_leave_nothing_behind(
         clients = [stack.enter_context(contextlib.closing(door.connect())) for _ in range(100)]
         for client in clients:
             client.sendall(request({**LONG, "stream": stream}))
-        until(lambda: engine_door.metric("vllm:generation_tokens_total") > before)
+        wait_until(lambda: engine_door.metric("vllm:generation_tokens_total") > before)
     frees_everything(engine_door, gateway_door)
     generated = engine_door.metric("vllm:generation_tokens_total") - before
     assert generated < 100 * NUM_LONG_TOKENS / 2, "they were generated to their ends"
@@ -63,7 +64,7 @@ def test_a_client_that_leaves_with_a_second_request_behind_the_first_is_noticed(
         for _ in range(40):
             client = stack.enter_context(contextlib.closing(door.connect()))
             client.sendall(request({**LONG, "stream": stream}) + request({**LONG, "stream": stream}))
-        until(lambda: engine_door.metric("vllm:generation_tokens_total") > before)
+        wait_until(lambda: engine_door.metric("vllm:generation_tokens_total") > before)
     frees_everything(engine_door, gateway_door)
     assert engine_door.metric("vllm:generation_tokens_total") - before < 40 * NUM_LONG_TOKENS
     door.serves()
@@ -77,7 +78,7 @@ def test_a_client_that_ends_its_half_of_the_connection_has_left(
     before = engine_door.metric("vllm:generation_tokens_total")
     with contextlib.closing(door.connect()) as client:
         client.sendall(request({**LONG, "stream": stream}))
-        until(lambda: engine_door.metric("vllm:generation_tokens_total") > before)
+        wait_until(lambda: engine_door.metric("vllm:generation_tokens_total") > before)
         client.shutdown(socket.SHUT_WR)
         assert b"[DONE]" not in read_to_end(client), "hung up on, not served to its end"
     frees_everything(engine_door, gateway_door)
@@ -102,9 +103,9 @@ def test_a_reader_that_stops_fills_nobodys_memory_and_loses_its_stream(engine_do
     generated = engine_door.metric("vllm:generation_tokens_total")
     with contextlib.closing(gateway_door.connect(receive_buffer_bytes=4096)) as client:
         client.sendall(request(HUGE, headers=[(b"Connection", b"close")]))
-        until(lambda: engine_door.metric("vllm:generation_tokens_total") > generated)
+        wait_until(lambda: engine_door.metric("vllm:generation_tokens_total") > generated)
         gateway_door.serves()
-        until(lambda: nobody_runs(engine_door))
+        wait_until(lambda: nobody_runs(engine_door))
         assert engine_door.rss_bytes() - engine_before < 128 * MIB
         assert gateway_door.rss_bytes() - gateway_before < 24 * MIB
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, MIB)
@@ -155,7 +156,7 @@ def test_each_request_is_one_line_of_json_whatever_was_sent(gateway_door: Door) 
         gateway_door.exchange(raw)
         marked = request({"model": "nope", "prompt": "x"}, headers=[(b"X-Request-Id", b"marker-%d" % number)])
         gateway_door.exchange(marked)
-    until(lambda: f"marker-{len(hostile) - 1}" in gateway_door.log.read_text())
+    wait_until(lambda: f"marker-{len(hostile) - 1}" in gateway_door.log.read_text())
     text = gateway_door.log.read_text()
     lines = [json.loads(line) for line in text.splitlines()]
     assert all(isinstance(line, dict) and line["time"] and line["level"] for line in lines)

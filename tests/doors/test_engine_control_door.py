@@ -28,12 +28,12 @@ from front_doors import (
     read_to_end,
     request,
     start_door,
-    until,
     without_a_hang,
 )
 from hypothesis import given
 from hypothesis import strategies as st
 from odd_http import FORBIDDEN, HEADER
+from waiting import wait_until
 from wrong_keys import wrong_keys
 
 TOKEN = "control-secret"
@@ -222,11 +222,11 @@ def test_who_is_told_that_it_will_sleep_sleeps(control: Door, engine: Door) -> N
         answer = told("POST", "/sleep", b"wait_s=0")
         if answer.status == 503:
             assert answer.error()["code"] == "not_asleep"
-            until(lambda: state() == "awake")
+            wait_until(lambda: state() == "awake")
             assert told("POST", "/sleep", b"wait_s=0").status in (200, 202)
         else:
             assert json.loads(answer.body)["state"] in ("falling_asleep", "asleep")
-        until(lambda: state() == "asleep")
+        wait_until(lambda: state() == "asleep")
     wakes(control, engine)
 
 
@@ -315,7 +315,7 @@ def test_readers_of_any_name_get_the_state_and_leave_nothing_behind(
             connection.sendall(head_of("GET", RIGHT, (b"X-Pagemill-Gateway", name)) + body)
             assert begun(connection)
         assert num_streams(control) == len(names)
-    until(lambda: num_streams(control) == 0)
+    wait_until(lambda: num_streams(control) == 0)
     engine.serves()
 
 
@@ -343,13 +343,13 @@ def test_readers_that_read_nothing_cost_no_memory_and_nobody_their_turn(control:
         for _ in range(100):
             connection = stack.enter_context(contextlib.closing(control.connect(receive_buffer_bytes=4096)))
             connection.sendall(head_of("GET", RIGHT) + b"\r\n")
-        until(lambda: num_streams(control) == 100)
+        wait_until(lambda: num_streams(control) == 100)
         engine.serves()
         before = engine.rss_bytes()
         for number in range(200):
             assert engine.post({**GOOD, "prompt": f"{number} " * 50}).status == 200
         assert engine.rss_bytes() - before < 64 * MIB
-    until(lambda: num_streams(control) == 0)
+    wait_until(lambda: num_streams(control) == 0)
 
 
 # -- the way out -------------------------------------------------------------------------------------------------------

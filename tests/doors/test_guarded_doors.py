@@ -21,11 +21,11 @@ from front_doors import (
     examples,
     request,
     start_door,
-    until,
     without_a_hang,
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import wait_until
 from wrong_keys import wrong_keys
 
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint, QueueLimits
@@ -171,7 +171,7 @@ def test_any_catalogue_is_taken_or_refused_whole(keyed_door: Door, engine_door: 
 
     every()
     assert put_catalog(keyed_door, good).status == 200
-    until(lambda: keyed_door.post(GOOD).status == 200)
+    wait_until(lambda: keyed_door.post(GOOD).status == 200)
 
 
 @examples(60)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from huggingface_hub import constants
+from waiting import WAIT_LIMIT_S
 
 from pagemill_engine.loader import volume
 from pagemill_engine.loader.errors import LoaderError
@@ -53,7 +54,7 @@ class RecordingHandler(hub.Handler):
     def do_GET(self) -> None:
         self.server.asked.append((self.path, self.headers.get("Range")))
         if "/resolve/" in self.path and self.path.endswith(self.server.slow_file):
-            self.server.gate.wait(60)
+            self.server.gate.wait(300)
         super().do_GET()
 
     def _json(self, value: Any, *, body: bool) -> None:
@@ -210,7 +211,7 @@ def test_two_loaders_of_one_folder_do_not_disturb_each_other(server: Any, target
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(WAIT_LIMIT_S)
     assert errors == []
     fetched = [path for path, _ in server.asked if path.endswith("model.safetensors") and "/resolve/" in path]
     assert len(fetched) == 1
@@ -307,7 +308,11 @@ def test_a_failure_does_not_wait_for_the_downloads_of_other_files(server: Any, t
     command = [sys.executable, "-m", "pagemill_engine.loader", "--target", str(target), "--termination-log", str(log)]
     environment = {**os.environ, "HF_ENDPOINT": server.url, "HOME": str(tmp_path)}
     done = subprocess.run(
-        [*command, "--source", f"hf://{REPOSITORY}"], env=environment, capture_output=True, text=True, timeout=25
+        [*command, "--source", f"hf://{REPOSITORY}"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=WAIT_LIMIT_S,
     )
     assert not server.gate.is_set()
     assert any(path.endswith("config.json") for path, _ in server.asked)

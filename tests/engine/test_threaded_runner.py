@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from waiting import WAIT_LIMIT_S
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
@@ -30,7 +31,7 @@ class WorkingRunner:
 
     def launch(self, plan: StepPlan) -> StepResult:
         self.threads.add(threading.current_thread().name)
-        assert self.gate.wait(10)
+        assert self.gate.wait(WAIT_LIMIT_S)
         if plan.step in self.broken:
             raise ZeroDivisionError
         self.done.append(plan.step)

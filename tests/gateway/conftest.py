@@ -19,6 +19,7 @@ from aiohttp import web
 from byte_bundle import byte_bundle
 from gateway_layouts import LAYOUTS
 from killable_server import cut_off, serve
+from waiting import eventually
 
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.core import Gateway
@@ -303,7 +304,7 @@ class GatewayUnderTest:
 
     async def know(self, *engines: FakeEngine) -> None:
         """Return when the gateway can route to all of `engines`."""
-        await until(lambda: all(self.record(engine).usable for engine in engines))
+        await eventually(lambda: all(self.record(engine).usable for engine in engines))
 
     async def chat(self, *, stream: bool = False, headers: dict[str, str] | None = None, **fields: Any) -> Reply:
         body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "stream": stream, **fields}
@@ -353,13 +354,6 @@ class Reply:
     def streamed_text(self) -> str:
         chunks = [event for event in self.events if isinstance(event, dict) and event.get("choices")]
         return "".join(chunk["choices"][0].get("delta", {}).get("content") or "" for chunk in chunks)
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
-    """Return once `condition` holds; fail when it never does."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
 
 
 def catalog_of(*engines: FakeEngine, **fields: Any) -> Catalog:
@@ -584,7 +578,7 @@ def fake() -> SimpleNamespace:
         breaks_off=breaks_off,
         sends=sends,
         hangs=hangs,
-        until=until,
+        until=eventually,
         catalog_of=catalog_of,
         answer_frames=answer_frames,
         Engine=FakeEngine,

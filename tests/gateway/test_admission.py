@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from waiting import WAIT_LIMIT_S
 
 from pagemill_gateway.admission.attempts import MOST_CRASHES, MOST_ENDS, MOST_FAILURES, RETRY_PAUSE_MAX_S, Attempts
 from pagemill_gateway.admission.gate import Gate, RunningRequests
@@ -39,7 +40,7 @@ async def test_a_closed_gate_keeps_those_inside_and_tells_when_they_are_gone() -
         empty = asyncio.create_task(gate.wait_empty())
         await asyncio.sleep(0)
         assert not empty.done()
-    await asyncio.wait_for(empty, 1)
+    await asyncio.wait_for(empty, WAIT_LIMIT_S)
 
 
 async def test_bytes_that_find_no_room_are_refused_with_503_and_free_again_afterwards() -> None:
@@ -175,5 +176,5 @@ async def test_the_end_of_all_requests_passes_over_those_whose_time_is_up_alread
     tasks = [asyncio.create_task(run(0.01, 0.2)), asyncio.create_task(run(None, 0))]
     await leaving.wait()
     running.end_all()
-    await asyncio.wait_for(asyncio.gather(*tasks), 5)
+    await asyncio.wait_for(asyncio.gather(*tasks), WAIT_LIMIT_S)
     assert ended == [503, 503]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 import aiohttp
 import psutil
+from waiting import eventually
 
 from pagemill_gateway.discovery.bundles import Bundles
 
@@ -26,7 +26,7 @@ async def test_a_forgotten_tokenizer_stays_usable_for_who_has_it_and_then_leaves
         await bundles.fetch(engine.bundle_digest, engine.url, "engine-secret")
         tokenizer = await bundles.tokenizer(engine.bundle_digest, None)
         rendered = await asyncio.to_thread(tokenizer.render_chat, MESSAGES)
-        await _eventually(lambda: not bundles._warm_ups)
+        await eventually(lambda: not bundles._warm_ups)
         own = workers() - before
         assert own
         bundles.forget_all_but(set(), set())
@@ -34,7 +34,7 @@ async def test_a_forgotten_tokenizer_stays_usable_for_who_has_it_and_then_leaves
         assert workers() - before == own
         assert await asyncio.to_thread(tokenizer.render_chat, MESSAGES) == rendered
         del tokenizer
-        await _eventually(lambda: workers() == before)
+        await eventually(lambda: workers() == before)
         await bundles.close()
 
 
@@ -47,9 +47,3 @@ async def test_closing_ends_every_template_process(engines) -> None:
         await bundles.close()
     assert workers() == before
     assert tokenizer.encode("a")
-
-
-async def _eventually(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)

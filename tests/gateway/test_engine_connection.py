@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import WAIT_LIMIT_S
 
 from pagemill_gateway.relay.engine_connection import (
     MAX_HEAD_BYTES,
@@ -69,7 +70,7 @@ def run(scenario: Callable[[Asked], Awaitable[None]], request: bytes = b"") -> N
         connection.connection_made(wire := Wire())
         answer = asyncio.create_task(connection.ask(REQUEST, request))
         await asyncio.sleep(0)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_LIMIT_S):
             await scenario(Asked(connection, wire, answer))
 
     asyncio.run(main())

@@ -9,6 +9,7 @@ from contextlib import suppress
 
 import pytest
 import uvloop
+from waiting import WAIT_LIMIT_S, eventually
 
 from pagemill_gateway.relay.engine_connection import ConnectionBroken, EngineConnection
 from pagemill_gateway.relay.engine_pool import CannotConnect, EnginePool, Origin, origin_of
@@ -57,7 +58,7 @@ def run(scenario: Callable[[EnginePool, Engine, Origin], Awaitable[None]], host:
         server = await asyncio.start_server(engine.serve, host.strip("[]"), 0)
         engine.port = server.sockets[0].getsockname()[1]
         pool = EnginePool(connect_timeout_s=0.5, idle_s=IDLE_S)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WAIT_LIMIT_S):
             await scenario(pool, engine, origin_of(f"http://{host}:{engine.port}"))
             await pool.close()
             assert pool.num_open == 0
@@ -99,7 +100,7 @@ def test_what_nobody_uses_is_closed() -> None:
     async def scenario(pool: EnginePool, engine: Engine, origin: Origin) -> None:
         await ask_and_read(pool, origin)
         await engine.num_gone.acquire()
-        await _until(lambda: pool.num_open == pool.num_idle == 0)
+        await eventually(lambda: pool.num_open == pool.num_idle == 0)
         await ask_and_read(pool, origin)
         assert engine.num_connections == 2
 
@@ -110,7 +111,7 @@ def test_a_connection_that_the_engine_closed_meanwhile_is_not_used() -> None:
     async def scenario(pool: EnginePool, engine: Engine, origin: Origin) -> None:
         engine.hangs_up = True
         await ask_and_read(pool, origin)
-        await _until(lambda: pool.num_open == 0)
+        await eventually(lambda: pool.num_open == 0)
         await ask_and_read(pool, origin)
         assert engine.num_connections == 2
 
@@ -228,8 +229,3 @@ def test_where_an_engine_is(url: str, origin: Origin) -> None:
 def test_what_is_no_address(url: str) -> None:
     with pytest.raises(ValueError, match=r".+"):
         origin_of(url)
-
-
-async def _until(is_so: Callable[[], bool]) -> None:
-    while not is_so():  # noqa: ASYNC110 (nobody tells)
-        await asyncio.sleep(0.005)

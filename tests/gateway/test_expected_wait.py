@@ -10,6 +10,7 @@ import pytest
 from hand_clock import Clock
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import WAIT_LIMIT_S
 
 from pagemill_gateway.admission.fair_queue import FairQueue, Waiter
 from pagemill_gateway.brain.brain import LocalBrain
@@ -232,7 +233,7 @@ async def test_comments_say_how_long_it_may_take(left_s: float | None, comment: 
     async def expected() -> float | None:
         return left_s
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WAIT_LIMIT_S):
         heard = asyncio.create_task(engine_reported.get())
         assert await keep_alive.during(heard, engine_reported.put, expected) == comment
     keep_alive.close()

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ from typing import Any
 import msgspec
 import openai
 import pytest
+from waiting import WAIT_LIMIT_S, event_in, wait_until
 
 from pagemill_engine.config import EngineConfig, ServerConfig
 from pagemill_gateway.config import GatewayConfig
@@ -44,17 +44,9 @@ class Server:
             start_new_session=True,
         )
 
-    def event(self, name: str, timeout_s: float = 120.0) -> dict[str, Any]:
+    def event(self, name: str) -> dict[str, Any]:
         """The first event of that name, as soon as it is there."""
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            for line in Path(self._log.name).read_text().splitlines():
-                if f'"event":"{name}"' in line:
-                    found: dict[str, Any] = json.loads(line)
-                    return found
-            assert self.process.poll() is None, Path(self._log.name).read_text()[-3000:]
-            time.sleep(0.05)
-        raise AssertionError(f"{self.name} never said {name}: {Path(self._log.name).read_text()[-3000:]}")
+        return event_in(Path(self._log.name), name, self.process)
 
     def kill(self) -> None:
         """SIGKILL for the server alone: whatever it started must notice by itself."""
@@ -65,7 +57,7 @@ class Server:
         if self.process.poll() is None:
             self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(10)
+                self.process.wait(WAIT_LIMIT_S)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -86,11 +78,8 @@ class Cluster:
         endpoints: list[dict[str, Any]] = json.loads(fetch(self.control_url + "/status"))["models"][0]["endpoints"]
         return endpoints
 
-    def wait(self, condition: Callable[[list[dict[str, Any]]], bool], timeout_s: float = 30.0) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not condition(self.endpoints()):
-            assert time.monotonic() < deadline, self.endpoints()
-            time.sleep(0.05)
+    def wait(self, condition: Callable[[list[dict[str, Any]]], bool]) -> None:
+        wait_until(lambda: condition(self.endpoints()), progress=self.endpoints, every_s=0.05)
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +119,7 @@ def start_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable
 
 
 def fetch(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=10) as response:
+    with urllib.request.urlopen(url, timeout=WAIT_LIMIT_S) as response:
         text: str = response.read().decode()
         return text
 
@@ -303,11 +292,12 @@ def test_kill_minus_nine_of_one_engine_loses_no_answer_and_cuts_no_stream(simula
             simulated.wait(lambda endpoints: all(endpoint["in_flight"] > 2 for endpoint in endpoints))
             simulated.engines[0].kill()
             num_before = len(wholes), len(streams)
-            deadline = time.monotonic() + 30
-            while len(wholes) < num_before[0] + 30 or len(streams) < num_before[1] + 30:
-                assert time.monotonic() < deadline
+
+            def have_30_more_of_each() -> bool:
                 assert not any(worker.done() and worker.exception() for worker in workers)
-                time.sleep(0.05)
+                return len(wholes) >= num_before[0] + 30 and len(streams) >= num_before[1] + 30
+
+            wait_until(have_30_more_of_each, progress=lambda: (len(wholes), len(streams)))
         finally:
             stop.set()
         for worker in workers:

@@ -405,9 +405,9 @@ async def test_a_hundred_clients_lose_nothing_when_an_engine_dies_and_comes_back
             num_done += 1
 
     clients = asyncio.gather(*(client(number) for number in range(60)))
-    await fake.until(lambda: num_done > 40, 20)
+    await fake.until(lambda: num_done > 40, progress=lambda: num_done)
     await engines[0].kill()
-    await fake.until(lambda: num_done > 140, 20)
+    await fake.until(lambda: num_done > 140, progress=lambda: num_done)
     await engines[0].start()
     await clients
     assert num_done == 240

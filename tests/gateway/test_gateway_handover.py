@@ -7,6 +7,7 @@ import time
 
 import msgspec
 import pytest
+from waiting import WAIT_LIMIT_S
 
 from pagemill_gateway.brain.brain import LocalBrain
 from pagemill_gateway.brain.endpoints.registry import ChangeNotifier
@@ -131,9 +132,12 @@ async def test_an_outage_that_lasts_is_a_503_at_once(engines, gateways, fake) ->
     await engines[0].kill()
     await fake.until(lambda: gateway.record(engines[0]).unreachable)
     assert (await gateway.chat()).status == 503
-    asked_at = time.monotonic()
-    assert (await gateway.chat()).status == 503
-    assert time.monotonic() - asked_at < 0.15
+    took_s = []
+    for _ in range(10):
+        asked_at = time.monotonic()
+        assert (await gateway.chat()).status == 503
+        took_s.append(time.monotonic() - asked_at)
+    assert min(took_s) < 0.15, "at once, whatever else the machine does"
 
 
 async def test_requests_wait_for_an_engine_that_is_ready_by_its_platform(engines, gateways, fake) -> None:
@@ -180,22 +184,22 @@ async def test_a_terminating_pod_is_the_last_resort_until_it_is_let_go() -> None
 
 async def test_nobody_waits_for_a_deployment_without_weight() -> None:
     endpoints = [Endpoint(id="a", data_url="http://a:1", control_url="http://a:2")]
-    brain = LocalBrain(GatewayConfig(outage_wait_s=60.0))
+    brain = LocalBrain(GatewayConfig(outage_wait_s=3600.0))
     brain.apply_catalog(Catalog(models=[CatalogModel(deployment="d", name="m", weight=0, endpoints=endpoints)]))
     brain.observe("a", StateFrame(sequence=1, snapshot=True, max_model_len=100))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(WAIT_LIMIT_S):
         with pytest.raises(PagemillError, match="routing weight is 0"):
             await brain.find("m")
 
 
 async def test_who_waits_for_a_deployment_learns_at_once_that_it_is_gone() -> None:
     endpoints = [Endpoint(id="a", data_url="http://a:1", control_url="http://a:2", probed_ready=True)]
-    brain = LocalBrain(GatewayConfig(outage_wait_s=60.0))
+    brain = LocalBrain(GatewayConfig(outage_wait_s=3600.0))
     brain.apply_catalog(Catalog(models=[CatalogModel(deployment="d", name="m", endpoints=endpoints)]))
     waiting = asyncio.create_task(brain.find("m"))
     await asyncio.sleep(0)
     brain.apply_catalog(Catalog())
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(WAIT_LIMIT_S):
         with pytest.raises(PagemillError) as refusal:
             await waiting
     assert refusal.value.status == 404
@@ -226,7 +230,7 @@ async def test_who_finds_nobody_listening_waits_for_the_next_report() -> None:
     """A container that restarts costs its requests one try, not all of them within a moment."""
     clock = [0.0]
     endpoints = [Endpoint(id="a", data_url="http://a:1", control_url="http://a:2")]
-    brain = LocalBrain(GatewayConfig(outage_wait_s=60.0), clock=lambda: clock[0])
+    brain = LocalBrain(GatewayConfig(outage_wait_s=3600.0), clock=lambda: clock[0])
     brain.apply_catalog(Catalog(models=[CatalogModel(deployment="d", name="m", endpoints=endpoints)]))
     brain.observe("a", StateFrame(sequence=1, snapshot=True, max_model_len=100))
     target = await brain.find("m")
@@ -240,7 +244,7 @@ async def test_who_finds_nobody_listening_waits_for_the_next_report() -> None:
 
 async def test_an_engine_that_went_before_it_was_heard_is_waited_for() -> None:
     endpoints = [Endpoint(id="a", data_url="http://a:1", control_url="http://a:2", probed_ready=True)]
-    brain = LocalBrain(GatewayConfig(outage_wait_s=60.0))
+    brain = LocalBrain(GatewayConfig(outage_wait_s=3600.0))
     brain.apply_catalog(Catalog(models=[CatalogModel(deployment="d", name="m", endpoints=endpoints)]))
     brain.unreachable("a")
     waiting = asyncio.create_task(brain.find("m"))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from load_stream import load_frames
+from waiting import WAIT_LIMIT_S
 
 from pagemill_gateway.brain.endpoints.registry import Registry
 from pagemill_gateway.brain.load.measure import measure_load
@@ -174,7 +175,7 @@ async def test_only_the_control_token_opens_it(engines, gateways) -> None:
 
 async def test_its_head_alone_begins_no_stream(engines, gateways) -> None:
     gateway = await gateways(engines[0], control_token="t0ken")
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(WAIT_LIMIT_S):
         reader, writer = await asyncio.open_connection("127.0.0.1", int(gateway.control_url.rpartition(":")[2]))
         common = b"Host: gateway\r\nAuthorization: Bearer t0ken\r\n\r\n"
         writer.write(b"HEAD /internal/load HTTP/1.1\r\n" + common)
@@ -189,6 +190,6 @@ async def test_the_stream_ends_with_the_gateway(engines, gateways) -> None:
     async with reading(gateway, "t0ken") as response:
         await response.content.readany()
         gateway.gateway.control.closing.set()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(WAIT_LIMIT_S):
             while await response.content.readany():
                 pass

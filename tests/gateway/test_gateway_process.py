@@ -16,6 +16,7 @@ import aiohttp
 import msgspec
 import pytest
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from waiting import WAIT_LIMIT_S, eventually
 
 from pagemill_gateway import __main__ as gateway_main
 from pagemill_gateway.config import GatewayConfig, SettingsError, is_loopback, load_config, open_keys_file
@@ -37,17 +38,27 @@ class Process:
         ):
             return response.status
 
+    async def takes_no_connections(self) -> bool:
+        try:
+            await self.status("/livez", control=False)
+        except aiohttp.ClientConnectorError:
+            return True
+        return False
+
     async def unready(self) -> None:
         """Return once the process has taken note of the signal."""
-        while await self.status("/readyz") == 200:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+
+        async def is_unready() -> bool:
+            return await self.status("/readyz") != 200
+
+        await eventually(is_unready)
 
 
 async def run_to_end(settings: Path) -> tuple[int, str]:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "pagemill_gateway", "--settings", str(settings), stderr=asyncio.subprocess.PIPE
     )
-    _, stderr = await asyncio.wait_for(process.communicate(), 30)
+    _, stderr = await asyncio.wait_for(process.communicate(), WAIT_LIMIT_S)
     return process.returncode or 0, stderr.decode()
 
 
@@ -64,7 +75,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Callable]:
             )
             stack.push_async_callback(end, process)
             assert process.stderr is not None
-            line = json.loads(await asyncio.wait_for(process.stderr.readline(), 30))
+            line = json.loads(await asyncio.wait_for(process.stderr.readline(), WAIT_LIMIT_S))
             assert line["event"] == "listening"
             return Process(process, line["url"], line["control_url"])
 
@@ -188,7 +199,7 @@ async def test_after_kill_9_the_next_process_serves_the_first_that_comes(engines
             (found,) = (await response.json())["models"]
             return found
 
-    async with aiohttp.ClientSession() as session, asyncio.timeout(30):
+    async with aiohttp.ClientSession() as session, asyncio.timeout(WAIT_LIMIT_S):
         body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
         first = asyncio.create_task(session.post(gateway.url + "/v1/chat/completions", json=body))
         while not (await model())["queue"]["num_requests"]:  # noqa: ASYNC110
@@ -202,7 +213,7 @@ async def test_after_kill_9_the_next_process_serves_the_first_that_comes(engines
 
 
 async def test_sigterm_ends_readiness_first_lets_requests_finish_and_exits_clean(engines, fake, start) -> None:
-    gateway = await start(catalog=fake.catalog_of(engines[0]), drain_timeout_s=20)
+    gateway = await start(catalog=fake.catalog_of(engines[0]), drain_timeout_s=300)
     gate = asyncio.Event()
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
     async with aiohttp.ClientSession() as session, aiohttp.ClientSession() as other:
@@ -219,12 +230,12 @@ async def test_sigterm_ends_readiness_first_lets_requests_finish_and_exits_clean
         gate.set()
         raw = await response.read()
     assert raw.endswith(b"data: [DONE]\n\n")
-    assert await asyncio.wait_for(gateway.process.wait(), 10) == 0
+    assert await asyncio.wait_for(gateway.process.wait(), WAIT_LIMIT_S) == 0
 
 
 async def test_the_connection_of_a_stream_that_ends_in_the_drain_gets_one_more_answer(engines, fake, start) -> None:
     """Its client was not asked to close the connection and sends the next request at once."""
-    gateway = await start(catalog=fake.catalog_of(engines[0]), drain_delay_s=0.5, drain_timeout_s=20)
+    gateway = await start(catalog=fake.catalog_of(engines[0]), drain_delay_s=0.5, drain_timeout_s=300)
     gate = asyncio.Event()
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=1)) as session:
@@ -233,17 +244,17 @@ async def test_the_connection_of_a_stream_that_ends_in_the_drain_gets_one_more_a
         stream = await post_when_ready(session, gateway, {**body, "stream": True})
         gateway.process.send_signal(signal.SIGTERM)
         await gateway.unready()
-        await asyncio.sleep(1.0)  # the delay is over
+        await eventually(gateway.takes_no_connections)  # the delay is over
         gate.set()
         assert (await stream.read()).endswith(b"data: [DONE]\n\n")
         async with session.post(gateway.url + "/v1/chat/completions", json=body) as response:
             assert (response.status, response.headers["connection"]) == (200, "close")
-    assert await asyncio.wait_for(gateway.process.wait(), 10) == 0
+    assert await asyncio.wait_for(gateway.process.wait(), WAIT_LIMIT_S) == 0
 
 
 @pytest.mark.parametrize("hurry", [False, True])
 async def test_what_outlasts_the_drain_ends_with_an_error_event(engines, fake, start, hurry) -> None:
-    gateway = await start(catalog=fake.catalog_of(engines[0]), drain_timeout_s=60 if hurry else 0.2)
+    gateway = await start(catalog=fake.catalog_of(engines[0]), drain_timeout_s=300 if hurry else 0.2)
     engines[0].behaviour = fake.says("a", "b", gate=asyncio.Event())
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "stream": True}
     async with aiohttp.ClientSession() as session:
@@ -256,11 +267,11 @@ async def test_what_outlasts_the_drain_ends_with_an_error_event(engines, fake, s
     assert b'"a"' in raw
     assert b"shutting down" in raw.split(b"\n\n")[-2]
     assert b"[DONE]" not in raw
-    assert await asyncio.wait_for(gateway.process.wait(), 15) == 0
+    assert await asyncio.wait_for(gateway.process.wait(), WAIT_LIMIT_S) == 0
 
 
 async def test_during_the_drain_delay_new_requests_are_still_served(engines, fake, start) -> None:
-    gateway = await start(catalog=fake.catalog_of(engines[0]), drain_delay_s=30)
+    gateway = await start(catalog=fake.catalog_of(engines[0]), drain_delay_s=300)
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
     async with aiohttp.ClientSession() as session:
         await (await post_when_ready(session, gateway, body)).read()
@@ -270,7 +281,7 @@ async def test_during_the_drain_delay_new_requests_are_still_served(engines, fak
             assert response.status == 200
             assert response.headers["connection"] == "close"
         gateway.process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(gateway.process.wait(), 10) == 0
+        assert await asyncio.wait_for(gateway.process.wait(), WAIT_LIMIT_S) == 0
 
 
 async def post_when_ready(session: aiohttp.ClientSession, gateway: Process, body: dict) -> aiohttp.ClientResponse:

@@ -260,7 +260,10 @@ async def test_the_queue_is_fair_between_api_keys(engines, gateways, fake) -> No
     for key, count in (("noisy", 30), ("quiet", 3)):
         there = num_waiting(gateway)
         tasks += [ask(key) for _ in range(count)]
-        await fake.until(lambda there=there, count=count: num_waiting(gateway) == there + count)
+        await fake.until(
+            lambda there=there, count=count: num_waiting(gateway) == there + count,
+            progress=lambda: num_waiting(gateway),
+        )
     release.set()
     assert {(await task).status for task in tasks} == {200}
     salts = [request.cache_salt for request in engines[0].requests]

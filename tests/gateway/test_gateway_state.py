@@ -6,6 +6,7 @@ import asyncio
 
 import msgspec
 import pytest
+from waiting import WAIT_LIMIT_S
 
 from pagemill_protocol.catalog import Catalog, QueueLimits
 from pagemill_protocol.state import EngineLoad
@@ -163,7 +164,7 @@ async def test_who_waits_for_the_engines_first_answer_is_told_at_once_that_it_is
     if is_up:
         await fake.until(lambda: gateway.gateway.control.brain.queues.state("default/d").num_requests == 1)
         draining.set()
-    reply = await asyncio.wait_for(early, 30)
+    reply = await asyncio.wait_for(early, WAIT_LIMIT_S)
     assert (reply.status, reply.error["code"]) == (503, "model_not_ready")
     assert ("loading: weights 40 %" if is_up else "unreachable") in reply.error["message"]
 

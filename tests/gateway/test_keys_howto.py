@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from redis_server import RedisServer, redis_cli, redis_server
+from waiting import eventually
 
 from pagemill_gateway.config import RedisConfig
 from pagemill_gateway.limits.caller import Limits
@@ -50,9 +51,7 @@ async def test_the_key_that_the_page_puts_into_redis_opens_the_gateway(command: 
         store.start()
         shared.start()
         try:
-            async with asyncio.timeout(60):
-                while (tenant := _tenant(ring)) is None:  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
+            tenant = await eventually(lambda: _tenant(ring))
         finally:
             await shared.close()
             await store.close()

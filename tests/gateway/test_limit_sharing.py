@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from limit_histories import limits, step
 from redis_server import RedisServer, redis_server
+from waiting import eventually
 
 from pagemill_gateway.config import RedisConfig
 from pagemill_gateway.limits.caller import Limits
@@ -59,17 +60,11 @@ async def stores(
         each.start()
     try:
         if wait:
-            await until(lambda: all(each.up for each in running))
+            await eventually(lambda: all(each.up for each in running))
         yield running
     finally:
         for each in running:
             await each.close()
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 def ask(limits: Limits, tokens: int = 1, account: str = "a") -> Ask:
@@ -100,7 +95,7 @@ async def _same_answers(server: RedisServer, limits: Limits, history: list[tuple
     alone = MemoryStore(clock, lambda: now_ms / 1000)
     shared.start()
     try:
-        await until(lambda: shared.up)
+        await eventually(lambda: shared.up)
         held: list[str] = []
         for kind, amount in history:
             if kind == "wait":
@@ -116,7 +111,7 @@ async def _same_answers(server: RedisServer, limits: Limits, history: list[tuple
                 shared.settle(lease, amount)
                 alone.settle(lease, amount)
                 await shared.flush()
-                await until(lambda: shared.num_untold == 0)
+                await eventually(lambda: shared.num_untold == 0)
     finally:
         await shared.close()
 
@@ -140,7 +135,7 @@ async def test_places_taken_at_one_gateway_are_free_for_the_other_when_settled(s
             assert (await one.reserve(each)).refused is None
         assert (await two.reserve(ask(limits))).refused == "concurrency"
         one.settle(taken[0].lease, 5)
-        await until(lambda: one.num_untold == 0)
+        await eventually(lambda: one.num_untold == 0)
         assert (await two.reserve(ask(limits))).refused is None
         assert (await one.reserve(ask(limits))).refused == "concurrency"
 
@@ -153,7 +148,7 @@ async def test_a_gateway_that_dies_gives_its_places_back(server: RedisServer, mo
     async with stores(server, 1, prefix=prefix) as (alive,):
         dead = RedisStore(Link(RedisConfig(url=server.url, prefix=prefix, timeout_ms=PATIENT_MS)))
         dead.start()
-        await until(lambda: dead.up)
+        await eventually(lambda: dead.up)
         assert (await dead.reserve(ask(limits))).refused is None
         assert (await alive.reserve(ask(limits))).refused is None
         assert (await alive.reserve(ask(limits))).refused == "concurrency"
@@ -162,9 +157,7 @@ async def test_a_gateway_that_dies_gives_its_places_back(server: RedisServer, mo
         async def got_in() -> bool:
             return (await alive.reserve(ask(limits))).refused is None
 
-        async with asyncio.timeout(60):
-            while not await got_in():  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+        await eventually(got_in, every_s=0.05)
         assert (await alive.reserve(ask(limits))).refused == "concurrency", "what is renewed stays taken"
 
 
@@ -184,7 +177,7 @@ async def test_a_request_that_was_cancelled_while_it_asked_leaves_nothing_behind
             await asyncio.sleep(0)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-        await until(lambda: store.num_untold == 0)
+        await eventually(lambda: store.num_untold == 0)
         assert (await store.reserve(ask(limits, 100))).refused is None
 
 
@@ -201,7 +194,7 @@ def test_shares_add_up_to_the_limit_and_are_never_nothing() -> None:
 async def test_without_redis_each_gateway_goes_on_with_its_share_and_finds_back(own_server: RedisServer) -> None:
     limits = Limits(requests_per_minute=40)
     async with stores(own_server) as (one, two):
-        await until(lambda: one.num_gateways == two.num_gateways == 2)
+        await eventually(lambda: one.num_gateways == two.num_gateways == 2)
         assert (await one.reserve(ask(limits))).refused is None
         own_server.kill()
         granted = 0
@@ -211,9 +204,9 @@ async def test_without_redis_each_gateway_goes_on_with_its_share_and_finds_back(
             assert answers[0].requests is not None
             assert answers[0].requests.limit == 40, "clients are told the limit they know"
         assert granted == 39, "20 for each, and the one of before counts"
-        await until(lambda: not one.up and not two.up)
+        await eventually(lambda: not one.up and not two.up)
         own_server.start()
-        await until(lambda: one.up and two.up)
+        await eventually(lambda: one.up and two.up)
         assert (await one.reserve(ask(limits, account="b"))).requests is not None
 
 
@@ -224,7 +217,7 @@ async def test_a_frozen_redis_costs_a_moment_and_then_nothing(own_server: RedisS
         own_server.freeze()
         answers = await asyncio.gather(*(store.reserve(ask(limits)) for _ in range(50)))
         assert all(answer.refused is None for answer in answers)
-        await until(lambda: not store.up)
+        await eventually(lambda: not store.up)
         openings = store.num_openings
         # While the breaker is open a reservation does not even give up its turn: nothing is waited for.
         waiting = store.reserve(ask(limits))
@@ -233,7 +226,7 @@ async def test_a_frozen_redis_costs_a_moment_and_then_nothing(own_server: RedisS
         assert done.value.value.refused is None
         assert store.num_openings == openings
         own_server.thaw()
-        await until(lambda: store.up)
+        await eventually(lambda: store.up)
 
 
 async def test_what_was_used_without_redis_is_charged_when_it_is_back(own_server: RedisServer) -> None:
@@ -246,7 +239,7 @@ async def test_what_was_used_without_redis_is_charged_when_it_is_back(own_server
         store.settle(before.lease, 10)
         store.settle(during.lease, 700)
         own_server.start()  # it has forgotten everything
-        await until(lambda: store.up and store.num_untold == 0)
+        await eventually(lambda: store.up and store.num_untold == 0)
         assert (await store.reserve(ask(limits, 301))).refused == "budget_day"
         assert (await store.reserve(ask(limits, 300))).refused is None
 
@@ -256,7 +249,7 @@ async def test_a_gateway_may_start_before_redis(own_server: RedisServer) -> None
     async with stores(own_server, 1, wait=False) as (store,):
         assert (await store.reserve(ask(Limits(requests_per_minute=1)))).refused is None
         own_server.start()
-        await until(lambda: store.up)
+        await eventually(lambda: store.up)
 
 
 async def test_counters_that_somebody_else_broke_harm_one_account_only(server: RedisServer) -> None:
@@ -285,16 +278,16 @@ async def test_keys_in_redis_are_accepted_and_outlive_it(
     async with stores(own_server, 1, prefix="p") as (store,):
         keys = SharedKeys(store._link, ring.replace_shared)
         keys.start()
-        await until(lambda: knows(ring, "one"))
+        await eventually(lambda: knows(ring, "one"))
         assert not knows(ring, "sk-plain-key")
         assert "1 of the keys in Redis are ignored" in caplog.text
         assert "sk-plain" not in caplog.text
         own_server.command("HSET", "p:keys", hash_key("two"), "")
-        await until(lambda: knows(ring, "two"))
+        await eventually(lambda: knows(ring, "two"))
         own_server.command("HDEL", "p:keys", hash_key("one"))
-        await until(lambda: not knows(ring, "one"))
+        await eventually(lambda: not knows(ring, "one"))
         own_server.kill()
-        await until(lambda: not store.up)
+        await eventually(lambda: not store.up)
         assert knows(ring, "two")
         await keys.close()
 

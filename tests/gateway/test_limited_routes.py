@@ -124,13 +124,12 @@ async def test_counting_tokens_takes_a_place_and_gives_it_back(engines, gateways
         assert store.num_held == 0
 
 
-async def test_tokens_of_the_minute_run_out(engines, gateways) -> None:
+async def test_tokens_of_the_minute_run_out(engines, gateways, fake) -> None:
     gateway = await gateways(engines[0], api_keys=[entry("tokens_per_minute=100")])
     gate = asyncio.Event()
     engines[0].behaviour = waits(gate)
     running = asyncio.create_task(gateway.chat(headers=KEY, max_tokens=60))
-    while not engines[0].requests:  # noqa: ASYNC110
-        await asyncio.sleep(0.005)
+    await fake.until(lambda: engines[0].requests)
     reply = await gateway.chat(headers=KEY, max_tokens=60)
     assert (reply.status, reply.error["type"], reply.error["code"]) == (429, "tokens", "rate_limit_exceeded")
     assert "Limit 100, remaining 21, requested about 79" in reply.error["message"]
@@ -297,7 +296,7 @@ async def test_two_gateways_with_one_redis_share_a_limit_and_lose_no_request_wit
         "redis": {"url": server.url, "timeout_ms": 10_000.0},
     }
     one, two = [await start_shared(gateways, engines[0], settings) for _ in range(2)]
-    await fake.until(lambda: all(each.gateway.control.sharing.up for each in (one, two)), 30)
+    await fake.until(lambda: all(each.gateway.control.sharing.up for each in (one, two)))
     replies = await asyncio.gather(*(each.chat(headers=KEY) for _ in range(15) for each in (one, two)))
     assert sorted(reply.status for reply in replies) == [200] * 20 + [429] * 10
     assert "pagemill_gateway_redis_up 1.0" in (await one.get("/metrics", control=True)).raw.decode()
@@ -309,7 +308,7 @@ async def test_redis_killed_under_load_and_back_is_no_error_to_anybody(engines, 
         "redis": {"url": server.url},
     }
     gateway = await start_shared(gateways, engines[0], settings)
-    await fake.until(lambda: gateway.gateway.control.sharing.up, 30)
+    await fake.until(lambda: gateway.gateway.control.sharing.up)
     statuses: list[int] = []
     done = asyncio.Event()
 
@@ -318,21 +317,21 @@ async def test_redis_killed_under_load_and_back_is_no_error_to_anybody(engines, 
             statuses.append((await gateway.chat(headers=KEY)).status)
 
     clients = [asyncio.create_task(load()) for _ in range(4)]
-    await fake.until(lambda: len(statuses) > 20, 30)
+    await fake.until(lambda: len(statuses) > 20, progress=lambda: len(statuses))
     await asyncio.to_thread(server.kill)
-    await fake.until(lambda: not gateway.gateway.control.sharing.up, 30)
+    await fake.until(lambda: not gateway.gateway.control.sharing.up)
     so_far = len(statuses)
-    await fake.until(lambda: len(statuses) > so_far + 20, 30)
+    await fake.until(lambda: len(statuses) > so_far + 20, progress=lambda: len(statuses))
     assert "pagemill_gateway_redis_up 0.0" in (await gateway.get("/metrics", control=True)).raw.decode()
     await asyncio.to_thread(server.start)
-    await fake.until(lambda: gateway.gateway.control.sharing.up, 30)
+    await fake.until(lambda: gateway.gateway.control.sharing.up)
     so_far = len(statuses)
-    await fake.until(lambda: len(statuses) > so_far + 20, 30)
+    await fake.until(lambda: len(statuses) > so_far + 20, progress=lambda: len(statuses))
     done.set()
     await asyncio.gather(*clients)
     assert set(statuses) == {200}
     store = gateway.gateway.control.sharing.store
-    await fake.until(lambda: store.num_untold == 0 and store.local.num_held == 0, 30)
+    await fake.until(lambda: store.num_untold == 0 and store.local.num_held == 0)
     text = (await gateway.get("/metrics", control=True)).raw.decode()
     assert "pagemill_gateway_limits_decided_alone_total" in text
 

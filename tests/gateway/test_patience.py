@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
+from waiting import WAIT_LIMIT_S
 
 from pagemill_gateway.patience import Patience
 
@@ -27,7 +28,7 @@ def run(scenario: Callable[[Patience], Awaitable[None]]) -> None:
     async def main() -> None:
         patience = Patience(LIMIT_S)
         try:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(WAIT_LIMIT_S):
                 await scenario(patience)
         finally:
             patience.close()

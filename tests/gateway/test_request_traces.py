@@ -14,6 +14,7 @@ import pytest
 from aiohttp import web
 from killable_server import cut_off, serve
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from waiting import WAIT_LIMIT_S
 
 from pagemill_gateway.config import GatewayConfig, SettingsError, TracingConfig
 from pagemill_protocol.frames import encode_frame
@@ -196,7 +197,7 @@ async def test_headers_for_the_receiver_come_from_a_file(engines, gateways, fake
 async def test_without_a_receiver_requests_are_answered_and_the_gateway_ends(engines, gateways) -> None:
     gateway = await gateways(engines[0], tracing=TracingConfig(endpoint="http://127.0.0.1:9/v1/traces"))
     assert (await gateway.chat()).status == 200
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(WAIT_LIMIT_S):
         await gateway.gateway.worker.tracing.close()
 
 

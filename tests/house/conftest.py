@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from waiting import WAIT_LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -96,8 +97,8 @@ def canned_server() -> Iterator[CannedServer]:
 
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve()), daemon=True)
     thread.start()
-    assert started.wait(10)
+    assert started.wait(WAIT_LIMIT_S)
     yield server
     loop.call_soon_threadsafe(server.stop.set)
-    thread.join(10)
+    thread.join(WAIT_LIMIT_S)
     loop.close()

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from typing import Any
 
+from waiting import WAIT_LIMIT_S
+
 from pagemill.commands.bench import percentiles
 
 COMMAND = [sys.executable, "-m", "pagemill", "bench"]
@@ -40,7 +42,7 @@ def test_it_stops_after_max_seconds_whatever_is_open(canned_server: Any, answer_
     done = bench("--url", canned_server.url, "--requests", "2", "--concurrency", "1", "--max-seconds", "1")
     report = json.loads(done.stdout.splitlines()[-1])
     assert (report["requests"], report["unfinished"]) == (1, 1)
-    assert canned_server.left.wait(10)
+    assert canned_server.left.wait(WAIT_LIMIT_S)
 
 
 def test_failures_are_counted_and_fail_the_command(canned_server: Any, answer_of: Any) -> None:

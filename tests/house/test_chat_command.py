@@ -8,10 +8,10 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from typing import Any
 
 import pytest
+from waiting import WAIT_LIMIT_S, wait_until
 
 COMMAND = [sys.executable, "-m", "pagemill", "chat"]
 
@@ -118,13 +118,15 @@ class Terminal:
         os.close(slave)
         self.screen = ""
 
-    def wait_for(self, text: str, timeout_s: float = 30.0) -> None:
+    def wait_for(self, text: str) -> None:
         """Read until `text` shows up; what lies before it is consumed."""
-        deadline = time.monotonic() + timeout_s
-        while text not in self.screen:
-            assert time.monotonic() < deadline, f"{text!r} never appeared in {self.screen!r}"
-            if select.select([self.master], [], [], 0.1)[0]:
+
+        def is_shown() -> bool:
+            if text not in self.screen and select.select([self.master], [], [], 0.1)[0]:
                 self.screen += os.read(self.master, 65536).decode()
+            return text in self.screen
+
+        wait_until(is_shown, progress=lambda: self.screen, every_s=0.0)
         self.screen = self.screen.split(text, 1)[1]
 
     def type(self, line: str) -> None:
@@ -158,7 +160,7 @@ def test_a_conversation_keeps_history_and_obeys_commands(canned_server: Any, ans
         terminal.type("/unknown")
         terminal.wait_for("There is no command /unknown")
         terminal.type("/quit")
-        assert terminal.process.wait(10) == 0
+        assert terminal.process.wait(WAIT_LIMIT_S) == 0
     finally:
         terminal.close()
     roles = [[message["role"] for message in body["messages"]] for body in canned_server.requests]
@@ -173,15 +175,15 @@ def test_control_c_stops_the_answer_and_not_the_program(canned_server: Any, answ
         terminal.wait_for("> ")
         terminal.type("tell me")
         terminal.wait_for("Once upon")
-        assert canned_server.hung.wait(10)
+        assert canned_server.hung.wait(WAIT_LIMIT_S)
         terminal.process.send_signal(signal.SIGINT)
         terminal.wait_for("interrupted")
-        assert canned_server.left.wait(10), "the server must see that its reader is gone"
+        assert canned_server.left.wait(WAIT_LIMIT_S), "the server must see that its reader is gone"
         terminal.type("go on")
         terminal.wait_for("Back again.")
         terminal.wait_for("> ")
         os.write(terminal.master, b"\x04")
-        assert terminal.process.wait(10) == 0
+        assert terminal.process.wait(WAIT_LIMIT_S) == 0
     finally:
         terminal.close()
     assert canned_server.requests[1]["messages"][1] == {"role": "assistant", "content": "Once upon"}

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from waiting import WAIT_LIMIT_S
 
 from pagemill_operator.backends.local.ports import free_port
 
@@ -53,7 +54,7 @@ def server() -> Iterator[str]:
     finally:
         process.send_signal(signal.SIGTERM)
         try:
-            process.wait(30)
+            process.wait(WAIT_LIMIT_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from waiting import WAIT_LIMIT_S
 
 
 def targets(root: Path) -> list[str]:
@@ -14,7 +15,9 @@ def targets(root: Path) -> list[str]:
 
 
 def test_help_lists_every_target(root: Path) -> None:
-    shown = subprocess.run(["make", "help"], cwd=root, capture_output=True, text=True, check=True, timeout=30).stdout
+    shown = subprocess.run(
+        ["make", "help"], cwd=root, capture_output=True, text=True, check=True, timeout=WAIT_LIMIT_S
+    ).stdout
     listed = re.findall(r"^  make (\S+)", shown, re.MULTILINE)
     assert sorted(listed) == sorted(targets(root))
     assert all(re.search(rf"make {name}\s+\S", shown) for name in listed), "each has a description"
@@ -26,7 +29,7 @@ def test_the_expected_targets_exist(root: Path) -> None:
 
 
 def test_a_bare_make_shows_the_help(root: Path) -> None:
-    done = subprocess.run(["make"], cwd=root, capture_output=True, text=True, check=True, timeout=30)
+    done = subprocess.run(["make"], cwd=root, capture_output=True, text=True, check=True, timeout=WAIT_LIMIT_S)
     assert "make up" in done.stdout
 
 
@@ -35,7 +38,7 @@ def test_ci_runs_lint_test_and_the_cluster_smoke(root: Path) -> None:
     order = [script.index(f"make {name}") for name in ("lint", "test", "e2e")]
     assert order == sorted(order)
     assert "set -euo pipefail" in script
-    subprocess.run(["bash", "-n", str(root / ".ci/run")], check=True, timeout=30)
+    subprocess.run(["bash", "-n", str(root / ".ci/run")], check=True, timeout=WAIT_LIMIT_S)
     assert (root / ".ci/run").stat().st_mode & 0o111
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+from waiting import START_LIMIT_S
 
 from pagemill_crds.models import LLMDeployment
 from pagemill_operator.backends.base import Event
@@ -62,14 +63,13 @@ class Machine:
         changes = {"engine__extraArgs": arguments, "engine__maxModelLen": 512, "rollout__drainTimeout": "2s", **changes}
         return make_plan(_deployment(name, **changes))
 
-    async def until(self, condition: Callable[[], bool], timeout_s: float = 40.0) -> None:
-        """Wait for a condition; looks again at every change."""
-        async with asyncio.timeout(timeout_s):
-            while not condition():
-                self.changed.clear()
-                if condition():
-                    return
-                await self.changed.wait()
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for a condition; looks again at every change, each of which is progress."""
+        while not condition():
+            self.changed.clear()
+            if condition():
+                return
+            await asyncio.wait_for(self.changed.wait(), START_LIMIT_S)
 
     async def until_ready(self, *plans: Plan) -> None:
         await self.until(lambda: all(self.ready(plan) for plan in plans))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from waiting import WAIT_LIMIT_S
 
 from pagemill_operator.backends.kubernetes.client import ApiError, Unreachable
 from pagemill_operator.controller.lease import LeaderElection, Leadership, LeaseSettings
@@ -101,7 +102,7 @@ def lease() -> FakeLease:
 
 
 async def lead(candidate: Candidate) -> asyncio.Task[str]:
-    await asyncio.wait_for(candidate.election.acquire(), 1.0)
+    await asyncio.wait_for(candidate.election.acquire(), WAIT_LIMIT_S)
     holding = asyncio.create_task(candidate.election.hold())
     await asyncio.sleep(0)
     return holding
@@ -170,7 +171,7 @@ async def test_a_paused_leader_that_wakes_up_writes_nothing_and_learns_who_leads
     first.now += 60  # it stood still meanwhile
     assert not first.may_write
     await first.turn()
-    assert await asyncio.wait_for(holding, 1.0) == "the Lease is held by bb now"
+    assert await asyncio.wait_for(holding, WAIT_LIMIT_S) == "the Lease is held by bb now"
     assert not first.may_write
     assert lease.holder == "bb"
 
@@ -228,7 +229,7 @@ async def test_a_released_lease_is_taken_at_the_next_look(lease: FakeLease) -> N
     assert not first.may_write
     assert lease.holder == ""
     await second.turn()
-    await asyncio.wait_for(waiting, 1.0)
+    await asyncio.wait_for(waiting, WAIT_LIMIT_S)
     assert second.may_write
 
 
@@ -256,7 +257,7 @@ async def test_a_restarted_leader_of_the_same_name_goes_on_at_once(lease: FakeLe
     holding = await lead(Candidate("a", lease))
     await ended(holding)
     again = Candidate("a", lease)
-    await asyncio.wait_for(again.election.acquire(), 1.0)
+    await asyncio.wait_for(again.election.acquire(), WAIT_LIMIT_S)
     assert again.may_write
     assert lease.record is not None
     assert lease.record["spec"]["leaseTransitions"] == 0

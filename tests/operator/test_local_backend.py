@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 import psutil
 import pytest
+from waiting import eventually
 
 from pagemill_operator.backends.base import BackendError
 from pagemill_operator.backends.local.ports import PortInUse
@@ -33,9 +34,11 @@ async def ask(session: aiohttp.ClientSession, machine: Machine, model: str = "ch
 
 async def until(session: aiohttp.ClientSession, machine: Machine, status: int) -> None:
     """The gateway learns of engines by itself, a moment after they changed."""
-    async with asyncio.timeout(20):
-        while await ask(session, machine) != status:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+
+    async def is_so() -> bool:
+        return await ask(session, machine) == status
+
+    await eventually(is_so, every_s=0.05)
 
 
 def family() -> set[int]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 from aiohttp import web
+from waiting import WAIT_LIMIT_S
 
 from pagemill_gateway.config import load_config
 from pagemill_operator.backends.base import Event
@@ -43,7 +44,7 @@ class Control:
         return web.Response(status=self.statuses.pop(0) if self.statuses else 200, text="words")
 
     async def until_asked(self, times: int) -> None:
-        async with asyncio.timeout(10), self.asked:
+        async with asyncio.timeout(WAIT_LIMIT_S), self.asked:
             await self.asked.wait_for(lambda: self.num_asked >= times)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from waiting import eventually
 
 Machine = Any
 
@@ -43,12 +44,12 @@ async def test_from_zero_to_an_answer_and_back_to_zero_and_again(machine: Machin
 
 async def answered(session: aiohttp.ClientSession, machine: Machine) -> tuple[int, bytes]:
     """The gateway learns of the deployment a moment after it was applied; until then the name is unknown."""
-    async with asyncio.timeout(60):
-        while True:
-            status, body = await ask(session, machine.backend.base_url)
-            if status != 404:
-                return status, body
-            await asyncio.sleep(0.05)
+
+    async def answer() -> tuple[int, bytes] | None:
+        status, body = await ask(session, machine.backend.base_url)
+        return (status, body) if status != 404 else None
+
+    return await eventually(answer, every_s=0.05)
 
 
 async def test_requests_that_find_no_room_bring_more_engines_and_all_are_served(machine: Machine) -> None:
@@ -99,12 +100,10 @@ def holding(machine: Machine, plan: Any) -> set[str]:
 
 async def held_by(machine: Machine, plan: Any, num_replicas: int) -> set[str]:
     """Once so many replicas have a request."""
-    async with asyncio.timeout(30):
-        while True:
-            names = holding(machine, plan)
-            if len(names) == num_replicas:
-                return names
-            await asyncio.sleep(0.02)
+    return await eventually(
+        lambda: names if len(names := holding(machine, plan)) == num_replicas else None,
+        progress=lambda: holding(machine, plan),
+    )
 
 
 async def test_of_two_replicas_the_one_that_serves_stays(machine: Machine) -> None:

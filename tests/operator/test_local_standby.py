@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import aiohttp
+from waiting import eventually
 
 Machine = Any
 
@@ -13,12 +13,12 @@ Machine = Any
 async def ask(session: aiohttp.ClientSession, base_url: str, max_tokens: int = 4) -> tuple[int, bytes]:
     """Until the gateway knows the name, which it does a moment after it was applied."""
     body = {"model": "chat", "messages": [{"role": "user", "content": "hi"}], "max_tokens": max_tokens, "stream": True}
-    async with asyncio.timeout(60):
-        while True:
-            async with session.post(f"{base_url}/v1/chat/completions", json=body) as response:
-                if response.status != 404:
-                    return response.status, await response.read()
-            await asyncio.sleep(0.05)
+
+    async def answer() -> tuple[int, bytes] | None:
+        async with session.post(f"{base_url}/v1/chat/completions", json=body) as response:
+            return (response.status, await response.read()) if response.status != 404 else None
+
+    return await eventually(answer, every_s=0.05)
 
 
 def phases(machine: Machine, plan: Any) -> list[str]:

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 from hand_clock import Clock
+from waiting import WAIT_LIMIT_S
 
 from pagemill_operator.backends.kubernetes.kinds import BY_NAME
 from pagemill_operator.controller.session import stream_of
@@ -70,7 +71,7 @@ async def test_caches_are_filled_when_all_that_was_listed_has_arrived(watches: W
     await asyncio.sleep(0)
     assert not waiting.done()
     watches.handled("Pod", ("default", "b"))
-    await asyncio.wait_for(waiting, 1.0)
+    await asyncio.wait_for(waiting, WAIT_LIMIT_S)
 
 
 def test_a_complete_listing_is_told_once_with_all_its_pages(watches: Watches, listings: list[Listing]) -> None:

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 from hand_clock import Clock
+from waiting import WAIT_LIMIT_S
 
 from pagemill_operator.controller.queue import WorkQueue
 
@@ -107,7 +108,7 @@ async def test_a_waiting_worker_is_woken_by_an_addition(queue: WorkQueue) -> Non
     worker = asyncio.create_task(queue.take())
     await asyncio.sleep(0)
     queue.add("a")
-    assert await asyncio.wait_for(worker, 1.0) == "a"
+    assert await asyncio.wait_for(worker, WAIT_LIMIT_S) == "a"
 
 
 async def test_the_age_of_the_oldest_turn_is_known(queue: WorkQueue, clock: Clock) -> None:

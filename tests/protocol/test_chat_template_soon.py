@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
+from waiting import eventually
 
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.text.bundle import TokenizerBundle
@@ -59,9 +60,7 @@ def rendered_in_a_thread(chat: ChatTemplate) -> Callable[[list[dict[str, Any]]],
 
 
 async def settled(chat: ChatTemplate, num_idle: int) -> None:
-    async with asyncio.timeout(20):
-        while len(chat._idle) != num_idle or chat._slots._value != 2:  # noqa: ASYNC110 (nobody tells)
-            await asyncio.sleep(0.01)
+    await eventually(lambda: len(chat._idle) == num_idle and chat._slots._value == 2)
 
 
 async def test_the_text_is_the_same_and_no_thread_is_asked(template, monkeypatch):
@@ -179,9 +178,7 @@ async def test_a_process_that_dies_unwatched_is_not_used_again(template):
     await asyncio.sleep(0)
     leaving.cancel()
     await settled(chat, 0)
-    async with asyncio.timeout(20):
-        while process._process.returncode is None:  # noqa: ASYNC110 (nobody tells)
-            await asyncio.sleep(0.01)
+    await eventually(lambda: process._process.returncode is not None)
     assert await rendered(chat, said("mine")) == "fine"
 
 

@@ -14,6 +14,7 @@ import pytest
 import uvicorn
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
+from waiting import WAIT_LIMIT_S
 
 from pagemill_protocol.http.connection import bounded_protocol
 from pagemill_protocol.http.door import Door, read_body
@@ -56,7 +57,7 @@ async def exchange(port: int, *pieces: bytes, end: bool = False) -> bytes:
             if end:
                 writer.write_eof()
         with contextlib.suppress(ConnectionError):
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(WAIT_LIMIT_S):
                 while data := await reader.read(65536):
                     answer += data
     finally:
@@ -220,7 +221,7 @@ async def test_a_request_hears_of_its_client_leaving_though_another_was_pipeline
         writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" * 2)
         await begun.wait()
         writer.transport.abort()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_LIMIT_S):
             await left.wait()
 
 
@@ -228,7 +229,7 @@ async def test_line_breaks_do_not_keep_an_idle_connection_open() -> None:
     async with serving(header_timeout_s=0.3) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\nend")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_LIMIT_S):
             await reader.readuntil(b"end")
             writer.write(b"\r\n")
             assert await reader.read() == b""

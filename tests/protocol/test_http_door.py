@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from waiting import WAIT_LIMIT_S
 
 from pagemill_protocol.errors import PagemillError, too_many_requests
 from pagemill_protocol.http import door
@@ -184,7 +185,7 @@ async def call(
         sent.append(message)
 
     scope = {"type": "http", "method": method, "path": path, "headers": list(headers), "query_string": b""}
-    await asyncio.wait_for(app(scope, receive, send), timeout=10)
+    await asyncio.wait_for(app(scope, receive, send), timeout=WAIT_LIMIT_S)
     return sent
 
 

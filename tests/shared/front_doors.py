@@ -19,10 +19,10 @@ from urllib.parse import urlsplit
 import httpx2
 import psutil
 from hypothesis import HealthCheck, settings
+from waiting import START_LIMIT_S, event_in, wait_until
 
 MODEL = "tiny"
 MAX_MODEL_LEN = 512
-START_TIMEOUT_S = 120.0
 ANSWER_TIMEOUT_S = 60.0
 """Of a machine under load; what must be quick is measured in other ways."""
 HANG_S = 1.0
@@ -195,13 +195,6 @@ def costing_little(door: Door) -> Iterator[None]:
     assert spent < 2.0, f"{spent:.2f} s of CPU time"
 
 
-def until(condition: Callable[[], bool], timeout_s: float = ANSWER_TIMEOUT_S) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it does not come true"
-        time.sleep(0.02)
-
-
 def without_a_hang(ask: Callable[[], Asked]) -> Asked:
     """What `ask` gives. Fails when it takes more than a second however often it is tried."""
     for _ in range(NUM_HANGS):
@@ -222,25 +215,14 @@ def start_door(
     with log.open("wb") as sink:
         command = [sys.executable, "-m", module, "--settings", str(path)]
         process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT)
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while (told := _listening(log)) is None:
-        assert process.poll() is None, log.read_text()
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.05)
+    told = event_in(log, "listening", process)
     door = Door(name, process, _url(told, "url", "port"), _url(told, "control_url", "control_port"), log, headers or {})
     try:
-        until(lambda: door.client.post("/v1/completions", json=GOOD).status_code == 200, START_TIMEOUT_S)
+        wait_until(lambda: door.client.post("/v1/completions", json=GOOD).status_code == 200, limit_s=START_LIMIT_S)
     except Exception as error:
         door.stop()
         raise RuntimeError(log.read_text()) from error
     return door
-
-
-def _listening(log: Path) -> dict[str, Any] | None:
-    for line in log.read_text().splitlines(keepends=True):
-        if line.startswith("{") and line.endswith("\n") and (told := json.loads(line)).get("event") == "listening":
-            return dict(told)
-    return None
 
 
 def _url(told: dict[str, Any], url: str, port: str) -> str:

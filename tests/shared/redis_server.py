@@ -11,16 +11,14 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from waiting import WAIT_LIMIT_S, wait_until
 
 from pagemill_operator.backends.local.ports import free_port
-
-START_TIMEOUT_S = 30.0
 
 
 class RedisServer:
@@ -40,11 +38,12 @@ class RedisServer:
         self._process = subprocess.Popen(
             [self._program, *arguments], cwd=self._folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not self._answers():
-            assert self._process.poll() is None, "redis-server ended by itself"
-            assert time.monotonic() < deadline, "redis-server does not answer"
-            time.sleep(0.01)
+        wait_until(self._is_up, every_s=0.01)
+
+    def _is_up(self) -> bool:
+        assert self._process is not None
+        assert self._process.poll() is None, "redis-server ended by itself"
+        return self._answers()
 
     def kill(self) -> None:
         if self._process is not None:
@@ -63,7 +62,7 @@ class RedisServer:
 
     def command(self, *words: str | int) -> bytes:
         """The raw reply to one command."""
-        with socket.create_connection(("127.0.0.1", self.port), timeout=10) as connection:
+        with socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_LIMIT_S) as connection:
             parts = [str(word).encode() for word in words]
             connection.sendall(b"*%d\r\n" % len(parts) + b"".join(b"$%d\r\n%s\r\n" % (len(p), p) for p in parts))
             return connection.recv(65536)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pagemill_engine.scheduler.limits import SchedulerLimits
@@ -139,6 +139,31 @@ def real_choice(
     return roomy[among.index(CostPolicy().choose(view, among).chosen)]
 
 
+def pod_of(
+    num_running: int, num_tokens_running: int, num_blocks_active: int, sent: list[Sent], num_cached_tokens: int = 0
+) -> Drawn:
+    num_available = LIMITS.num_blocks - num_blocks_active
+    load = PodLoad(num_running, 0, num_tokens_running, 0, num_available, num_blocks_active)
+    return Drawn(load, sent, num_cached_tokens)
+
+
+# A pod whose blocks are still held while no request is there any more: nothing there is waited for.
+@example(drawn=[pod_of(0, 0, 372, []), pod_of(0, 0, 0, [])], num_prompt_tokens=448, num_output_tokens=1, mean=36.0).via(
+    "a fresh draw"
+)
+# Costs that differ by exactly what still counts as equal: the last bit of a sum decides.
+@example(
+    drawn=[pod_of(1, 280, 100, [Sent(5, 5, True)]), pod_of(1, 2780, 100, [])],
+    num_prompt_tokens=10,
+    num_output_tokens=1,
+    mean=1.0,
+).via("a search for equal costs")
+@example(
+    drawn=[pod_of(1, 301, 100, [Sent(5, 5, True)]), pod_of(1, 2801, 100, [])],
+    num_prompt_tokens=65,
+    num_output_tokens=1,
+    mean=1.0,
+).via("a search for equal costs")
 @settings(max_examples=200, deadline=None)
 @given(
     drawn=st.lists(pods(), min_size=1, max_size=6),

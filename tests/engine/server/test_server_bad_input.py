@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
+from waiting import WAIT_LIMIT_S
 
 MODEL = "SmolLM2-135M-Instruct"
 VOCAB_SIZE = 49152
@@ -64,7 +65,7 @@ TOP_LOGPROBS: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.fixture(scope="module")
 def client(null_server: Any) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=null_server.url, timeout=20) as client:
+    with httpx.Client(base_url=null_server.url, timeout=WAIT_LIMIT_S) as client:
         # The first chat of a server starts the process that renders templates.
         assert client.post("/v1/chat/completions", json=body("/v1/chat/completions")).status_code == 200
         yield client

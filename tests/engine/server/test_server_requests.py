@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx2 as httpx
 import msgspec
 import pytest
+from waiting import WAIT_LIMIT_S, wait_until
 
 from pagemill_protocol.frames import FRAMES_CONTENT_TYPE, FrameDecoder, StateDecoder
 from pagemill_protocol.generate import ChoiceResume, FrameMeta, GenerateRequest
@@ -23,7 +23,7 @@ MODEL = "SmolLM2-135M-Instruct"
 
 @pytest.fixture(scope="module")
 def client(null_server: Any) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=null_server.url, timeout=20) as client:
+    with httpx.Client(base_url=null_server.url, timeout=WAIT_LIMIT_S) as client:
         yield client
 
 
@@ -34,13 +34,6 @@ def chat(**fields: Any) -> dict[str, Any]:
 def metric(client: httpx.Client, name: str) -> float:
     lines = [line for line in client.get("/metrics").text.splitlines() if line.startswith(name + "{")]
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "the condition did not come true in time"
-        time.sleep(0.02)
 
 
 def generate_request(request_id: str, **fields: Any) -> GenerateRequest:
@@ -235,7 +228,7 @@ def test_a_client_that_leaves_frees_its_blocks_at_once(client: httpx.Client, nul
     leaver.start()
     wait_until(lambda: metric(client, "vllm:kv_cache_usage_perc") > 0 or not leaver.is_alive())
     leaver.join()
-    wait_until(lambda: metric(client, "vllm:num_requests_running") == 0, timeout_s=3)
+    wait_until(lambda: metric(client, "vllm:num_requests_running") == 0)
     assert metric(client, "vllm:kv_cache_usage_perc") == 0
     assert metric(client, "pagemill_engine_requests_aborted_total") == aborted + 1
 
@@ -244,11 +237,14 @@ def test_a_stop_string_ends_the_choice_in_the_engine_too(client: httpx.Client) -
     body = {"model": MODEL, "prompt": "x", "seed": 5, "ignore_eos": True}
     whole = client.post("/v1/completions", json={**body, "max_tokens": 40}).json()["choices"][0]["text"]
     stop = whole[60:64]
+    wait_until(lambda: metric(client, "vllm:num_requests_running") == 0)
+    before = metric(client, "vllm:generation_tokens_total")
     cut = client.post("/v1/completions", json={**body, "max_tokens": 3000, "stop": stop}).json()
     assert cut["choices"][0]["text"] == whole[: whole.index(stop)]
     assert cut["choices"][0]["finish_reason"] == "stop"
     assert cut["usage"]["completion_tokens"] < 40
-    wait_until(lambda: metric(client, "vllm:num_requests_running") == 0, timeout_s=3)
+    wait_until(lambda: metric(client, "vllm:num_requests_running") == 0)
+    assert metric(client, "vllm:generation_tokens_total") - before < 3000
 
 
 # -- gateways ----------------------------------------------------------------------------------------------------------
@@ -258,8 +254,8 @@ def test_internal_routes_ask_for_the_token(client: httpx.Client, null_server: An
     assert post_generate(client, {}, generate_request("no")).status_code == 401
     assert post_generate(client, {"Authorization": "Bearer wrong"}, generate_request("no")).status_code == 401
     for path in ("/internal/state", "/internal/bundle"):
-        assert httpx.get(null_server.control_url + path).status_code == 401
-    assert httpx.post(null_server.control_url + "/internal/drain").status_code == 401
+        assert httpx.get(null_server.control_url + path, timeout=WAIT_LIMIT_S).status_code == 401
+    assert httpx.post(null_server.control_url + "/internal/drain", timeout=WAIT_LIMIT_S).status_code == 401
 
 
 def test_generate_answers_frames_whose_meta_accounts_for_everything(client: httpx.Client, null_server: Any) -> None:
@@ -361,7 +357,7 @@ def test_garbage_is_no_generate_request(client: httpx.Client, null_server: Any) 
 
 
 def test_the_bundle_comes_with_its_digest(null_server: Any) -> None:
-    response = httpx.get(null_server.control_url + "/internal/bundle", headers=null_server.auth)
+    response = httpx.get(null_server.control_url + "/internal/bundle", headers=null_server.auth, timeout=WAIT_LIMIT_S)
     assert TokenizerBundle.from_bytes(response.content).digest == response.headers["x-pagemill-digest"]
 
 
@@ -369,7 +365,7 @@ def test_the_state_stream_tells_load_prefixes_and_digests(client: httpx.Client, 
     frames: list[StateFrame] = []
     decoder = StateDecoder()
     url = null_server.control_url + "/internal/state"
-    with httpx.stream("GET", url, headers=null_server.auth, timeout=10) as response:
+    with httpx.stream("GET", url, headers=null_server.auth, timeout=WAIT_LIMIT_S) as response:
         chunks = response.iter_raw()
         frames += decoder.feed(next(chunks))
         sender = threading.Thread(

@@ -10,6 +10,7 @@ from typing import Any
 import httpx2 as httpx
 import psutil
 import pytest
+from waiting import WAIT_LIMIT_S
 
 from pagemill_protocol.frames import StateDecoder
 from pagemill_protocol.state import StateFrame
@@ -34,17 +35,17 @@ class Frames:
 
     def wait_for(self, accepts: Callable[[StateFrame], bool]) -> StateFrame:
         with self._news:
-            assert self._news.wait_for(lambda: any(map(accepts, self._frames)), 30)
+            assert self._news.wait_for(lambda: any(map(accepts, self._frames)), WAIT_LIMIT_S)
             return next(filter(accepts, reversed(self._frames)))
 
     def close(self) -> None:
         self._closed = True
-        self._thread.join(10)
+        self._thread.join(WAIT_LIMIT_S)
 
     def _run(self) -> None:
         decoder = StateDecoder()
         url = f"{self._server.control_url}/internal/state"
-        with httpx.stream("GET", url, headers=self._server.auth, timeout=10) as response:
+        with httpx.stream("GET", url, headers=self._server.auth, timeout=WAIT_LIMIT_S) as response:
             for data in response.iter_bytes():
                 for frame in decoder.feed(data):
                     with self._news:
@@ -70,7 +71,7 @@ def control(server: Any, path: str, **query: Any) -> Any:
 
 
 def readyz(server: Any) -> tuple[int, str]:
-    answer = httpx.get(f"{server.control_url}/readyz")
+    answer = httpx.get(f"{server.control_url}/readyz", timeout=WAIT_LIMIT_S)
     return answer.status_code, answer.json()["phase"]
 
 
@@ -85,7 +86,7 @@ def text(server: Any, body: dict[str, Any]) -> str:
 
 
 def metric(server: Any, name: str) -> float:
-    lines = httpx.get(f"{server.control_url}/metrics").text.splitlines()
+    lines = httpx.get(f"{server.control_url}/metrics", timeout=WAIT_LIMIT_S).text.splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + "{"))
 
 
@@ -101,7 +102,7 @@ def test_an_idle_engine_sleeps_refuses_and_answers_again_after_waking(start_serv
         frames.wait_for(lambda frame: bool(frame.prefixes_removed))
         assert not frames.prefixes
         assert readyz(server) == (503, "sleeping")
-        assert httpx.get(f"{server.control_url}/livez").status_code == 200
+        assert httpx.get(f"{server.control_url}/livez", timeout=WAIT_LIMIT_S).status_code == 200
         refused = complete(server, SHORT)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_ready")
         assert control(server, "sleep").json()["state"] == "asleep", "asked twice is no fault"
@@ -118,7 +119,7 @@ def test_an_idle_engine_sleeps_refuses_and_answers_again_after_waking(start_serv
         assert control(server, "wake_up").json()["state"] == "awake", "nothing is done to who is awake"
         assert metric(server, "pagemill_engine_wake_seconds_count") == 1
         assert metric(server, "pagemill_engine_sleeping") == 0
-        phases = httpx.get(f"{server.control_url}/metrics").text
+        phases = httpx.get(f"{server.control_url}/metrics", timeout=WAIT_LIMIT_S).text
         assert 'phase="sleeping"' not in phases, "sleep is no part of the start"
 
 
@@ -172,9 +173,11 @@ def test_bad_questions_name_the_field(null_server: Any, path: str, query: dict[s
 
 def test_only_the_internal_token_opens_it(null_server: Any) -> None:
     for method, path in (("POST", "sleep"), ("POST", "wake_up"), ("GET", "is_sleeping")):
-        assert httpx.request(method, f"{null_server.control_url}/{path}").status_code in (401, 403)
-        assert httpx.request(method, f"{null_server.url}/{path}", headers=null_server.auth).status_code == 404
-    answer = httpx.get(f"{null_server.control_url}/is_sleeping", headers=null_server.auth)
+        unguarded = httpx.request(method, f"{null_server.control_url}/{path}", timeout=WAIT_LIMIT_S)
+        assert unguarded.status_code in (401, 403)
+        elsewhere = httpx.request(method, f"{null_server.url}/{path}", headers=null_server.auth, timeout=WAIT_LIMIT_S)
+        assert elsewhere.status_code == 404
+    answer = httpx.get(f"{null_server.control_url}/is_sleeping", headers=null_server.auth, timeout=WAIT_LIMIT_S)
     assert answer.json()["is_sleeping"] is False
 
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 from engine_ready import engine_ready
+from waiting import WAIT_LIMIT_S
 
 from pagemill_engine.ipc.messages import PrefixEvents
 from pagemill_engine.server import state_stream
@@ -25,7 +26,7 @@ async def publisher(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[StatePubli
     task = asyncio.create_task(publisher.run())
     yield publisher
     publisher.close()
-    await asyncio.wait_for(task, 2)
+    await asyncio.wait_for(task, WAIT_LIMIT_S)
 
 
 READY = engine_ready(load=EngineLoad(num_blocks_total=64, num_blocks_free=60, num_blocks_evictable=4))
@@ -36,7 +37,7 @@ class Reader:
         self._frames = aiter(publisher.subscribe())
 
     async def next(self) -> StateFrame:
-        (frame,) = StateDecoder().feed(await asyncio.wait_for(anext(self._frames), 2))
+        (frame,) = StateDecoder().feed(await asyncio.wait_for(anext(self._frames), WAIT_LIMIT_S))
         return frame
 
 

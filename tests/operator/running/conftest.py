@@ -20,6 +20,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 from kubernetes.aio.client import Configuration
+from waiting import WAIT_LIMIT_S, eventually
 
 from pagemill_operator.backends.kubernetes.kinds import BY_NAME, POD_MONITOR, Kind
 from pagemill_operator.config import OperatorConfig
@@ -94,8 +95,8 @@ class FakeApi:
         for task in list(self._watches):
             task.cancel()
 
-    async def until(self, condition: Callable[[], Any], timeout_s: float = 30.0) -> None:
-        await until(condition, timeout_s)
+    async def until(self, condition: Callable[[], Any]) -> None:
+        await eventually(condition, progress=lambda: (self.version, len(self.writes)))
 
     def names(self, *verbs: str) -> list[str]:
         return [f"{write.kind}/{write.name}" for write in self.writes if not verbs or write.verb in verbs]
@@ -306,7 +307,7 @@ class Running:
         self.task = asyncio.create_task(self.operator.run())
 
     async def url(self) -> str:
-        await until(lambda: bool(self.operator.port))
+        await eventually(lambda: bool(self.operator.port))
         return f"http://127.0.0.1:{self.operator.port}"
 
     async def ask(self, path: str) -> tuple[int, str]:
@@ -314,24 +315,16 @@ class Running:
             return response.status, await response.text()
 
     async def leads(self) -> None:
-        await until(lambda: self.operator.leadership.remaining_s() > 0)
+        await eventually(lambda: self.operator.leadership.remaining_s() > 0)
 
     async def settled(self) -> None:
         """Nothing is due, nothing runs, and nothing waits for a second look."""
         await asyncio.sleep(0)
-        await until(lambda: not len(self.operator.queue) and not self.operator.queue.longest_running_s())
+        await eventually(lambda: not len(self.operator.queue) and not self.operator.queue.longest_running_s())
 
     async def stop(self) -> None:
         self.operator.stop()
-        await asyncio.wait_for(asyncio.gather(self.task, return_exceptions=True), 20)
-
-
-async def until(condition: Callable[[], Any], timeout_s: float = 30.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while True:
-            if condition():
-                return
-            await asyncio.sleep(0.02)
+        await asyncio.wait_for(asyncio.gather(self.task, return_exceptions=True), WAIT_LIMIT_S)
 
 
 @pytest.fixture

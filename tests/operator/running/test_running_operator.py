@@ -117,7 +117,7 @@ async def test_an_outage_is_survived_and_then_caught_up(ready: Any, run_operator
     status, _ = await operator.ask("/livez")
     assert status == 200
     ready.is_down = False
-    await ready.until(lambda: ready.get("Deployment", "chat-engine")["spec"]["replicas"] == 2, timeout_s=10)
+    await ready.until(lambda: ready.get("Deployment", "chat-engine")["spec"]["replicas"] == 2)
     assert not operator.task.done()
     assert not operator.lost.is_set()
 
@@ -227,7 +227,7 @@ async def test_a_write_takes_no_longer_than_the_right_to_write(ready: Any, run_o
     ready.change("LLMDeployment", llm_deployment())
     await ready.until(hanging.is_set)
     ready.before_write = None
-    await ready.until(lambda: reason(ready), timeout_s=15)
+    await ready.until(lambda: reason(ready))
 
 
 async def test_pod_monitors_come_with_their_kind(ready: Any, run_operator: Any) -> None:
@@ -318,7 +318,7 @@ async def test_keys_that_are_deleted_are_written_back_at_once_as_they_were(ready
     keys = ready.get("Secret", "pagemill-keys", "pagemill-system")["data"]
     tokens = ready.get("Secret", "chat-engine-token")["data"]
     ready.remove("Secret", "pagemill-system", "pagemill-keys")
-    await ready.until(lambda: ready.get("Secret", "pagemill-keys", "pagemill-system"), timeout_s=10)
+    await ready.until(lambda: ready.get("Secret", "pagemill-keys", "pagemill-system"))
     assert ready.get("Secret", "pagemill-keys", "pagemill-system")["data"] == keys
     await operator.settled()
     assert ready.get("Secret", "chat-engine-token")["data"] == tokens
@@ -331,5 +331,5 @@ async def test_a_webhook_that_does_not_answer_is_told_and_waited_for(ready: Any,
     ready.change("LLMDeployment", llm_deployment())
     await ready.until(lambda: reason(ready) == "WebhookFailed")
     ready.refuse = lambda write: None
-    await ready.until(lambda: ready.get("Deployment", "chat-engine"), timeout_s=10)
+    await ready.until(lambda: ready.get("Deployment", "chat-engine"))
     await ready.until(lambda: reason(ready) != "WebhookFailed")

@@ -1,0 +1,112 @@
+"""Waits for what another task, thread or process does: they follow progress, not the clock.
+
+A condition is looked at again and again until it holds. A wait fails after `WAIT_LIMIT_S` without progress, which no
+machine takes for one step of these tests however busy it is. Only time in which somebody looked counts: where this
+process itself was held up between two looks, others were too. What has a time limit of its own in the code under test
+is asserted by its outcome, not by how long a test waited.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+WAIT_LIMIT_S = 60.0
+"""Without progress."""
+START_LIMIT_S = 180.0
+"""For a process that imports torch, or starts others that do."""
+MOST_PER_LOOK_S = 0.5
+"""What the time from one look to the next counts at most."""
+
+
+async def eventually(
+    condition: Callable[[], Any],
+    *,
+    progress: Callable[[], object] | None = None,
+    limit_s: float = WAIT_LIMIT_S,
+    every_s: float = 0.01,
+) -> Any:
+    """The first true value of `condition`, which may be a coroutine function.
+
+    `progress`: a value whose every change begins the limit anew, for example how many of many are there.
+    """
+    wait = _Wait(condition, progress, limit_s)
+    while True:
+        found = condition()
+        if inspect.isawaitable(found):
+            found = await found
+        if found:
+            return found
+        wait.looked()
+        await asyncio.sleep(every_s)
+
+
+def wait_until(
+    condition: Callable[[], Any],
+    *,
+    progress: Callable[[], object] | None = None,
+    limit_s: float = WAIT_LIMIT_S,
+    every_s: float = 0.02,
+) -> Any:
+    """As `eventually`, where no loop runs."""
+    wait = _Wait(condition, progress, limit_s)
+    while not (found := condition()):
+        wait.looked()
+        time.sleep(every_s)
+    return found
+
+
+def event_in(log: Path, name: str, process: subprocess.Popen[Any]) -> dict[str, Any]:
+    """The first event of that name in the log of `process`, as soon as it is there."""
+
+    def look() -> dict[str, Any] | None:
+        has_ended = process.poll() is not None
+        found = find_event(log, name)
+        assert found or not has_ended, f"it ended before {name}"
+        return found
+
+    try:
+        return wait_until(look, progress=lambda: log.stat().st_size, limit_s=START_LIMIT_S)
+    except AssertionError as error:
+        raise AssertionError(f"{error}; the log ends with {log.read_text()[-3000:]}") from error
+
+
+def find_event(log: Path, name: str) -> dict[str, Any] | None:
+    """The first event of that name in a log of JSON lines, among others."""
+    for line in log.read_text().splitlines(keepends=True):
+        if line.startswith("{") and line.endswith("\n") and (event := json.loads(line)).get("event") == name:
+            return dict(event)
+    return None
+
+
+class _Wait:
+    def __init__(self, condition: Callable[[], Any], progress: Callable[[], object] | None, limit_s: float) -> None:
+        self._condition = condition
+        self._progress = progress if progress is not None else lambda: None
+        self._limit_s = limit_s
+        self._reached = self._progress()
+        self._spent_s = 0.0
+        self._looked_s = time.monotonic()
+
+    def looked(self) -> None:
+        """Count one look that found nothing."""
+        now, reached = time.monotonic(), self._progress()
+        self._spent_s += min(MOST_PER_LOOK_S, now - self._looked_s)
+        self._looked_s = now
+        if reached != self._reached:
+            self._reached, self._spent_s = reached, 0.0
+        if self._spent_s > self._limit_s:
+            raise AssertionError(f"{self._limit_s:.0f} s without progress: {_text_of(self._condition)} does not hold")
+
+
+def _text_of(condition: Callable[[], Any]) -> str:
+    try:
+        return " ".join(inspect.getsource(condition).split())
+    except (OSError, TypeError):
+        return repr(condition)
