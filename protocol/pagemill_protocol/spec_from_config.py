@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pagemill_protocol.json_file import read_object
-from pagemill_protocol.model_spec import SUPPORTED_ARCHITECTURES, ModelSpec, rope_refusals, unsupported
+from pagemill_protocol.model_spec import SUPPORTED_ARCHITECTURES, ModelSpec, checked, rope_refusals, unsupported
 from pagemill_protocol.rope_settings import read_rope
 from pagemill_protocol.safetensors_header import read_folder_headers
 from pagemill_protocol.sources import UnreadableModelError
@@ -36,6 +36,11 @@ def spec_from_folder(folder: Path) -> ModelSpec:
         weight_bytes=sum(tensor.num_bytes for tensor in counted),
         num_parameters=sum(tensor.num_elements for tensor in counted),
     )
+
+
+def check_config(folder: Path) -> None:
+    """Raises `SourceError` for what `config.json` alone shows, while no weights are there yet."""
+    checked(_Config(folder).spec(tied=False, weight_bytes=0, num_parameters=0), folder)
 
 
 class _Config:
