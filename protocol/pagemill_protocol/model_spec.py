@@ -6,11 +6,14 @@ Hugging Face folder, `spec_from_gguf` from a GGUF file. Names are those of Huggi
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
+from pagemill_protocol.rope_scaling import RopeError, RopeScaling, UnsupportedRopeError
 from pagemill_protocol.sources import SourceError, UnreadableModelError
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -49,8 +52,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_position_embeddings: int
     """Tokens of context the model was made for."""
     rope_theta: float = 10_000.0
-    rope_scaling: dict[str, Any] | None = None
-    """Hugging Face keys, `rope_type` always among them; `None`: plain rotary embedding."""
+    rope_scaling: RopeScaling | None = None
+    """`None`: plain rotary embedding."""
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
     attention_bias: bool = False
@@ -122,3 +125,14 @@ def unsupported(architecture: str, path: Path, detail: str = "") -> UnsupportedM
         f"`{path}` has the architecture `{architecture}`{detail}, which is not supported. "
         f"Supported: {', '.join(SUPPORTED_ARCHITECTURES)}."
     )
+
+
+@contextmanager
+def rope_refusals(architecture: str, path: Path) -> Iterator[None]:
+    """Rope settings that cannot be used, as errors of the model at `path`."""
+    try:
+        yield
+    except UnsupportedRopeError as error:
+        raise unsupported(architecture, path, f" with {error}") from None
+    except RopeError as error:
+        raise UnreadableModelError(f"`{path}`: {error}") from None

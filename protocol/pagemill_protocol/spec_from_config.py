@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from pagemill_protocol.json_file import read_object
-from pagemill_protocol.model_spec import SUPPORTED_ARCHITECTURES, ModelSpec, unsupported
+from pagemill_protocol.model_spec import SUPPORTED_ARCHITECTURES, ModelSpec, checked, rope_refusals, unsupported
+from pagemill_protocol.rope_settings import read_rope
 from pagemill_protocol.safetensors_header import read_folder_headers
 from pagemill_protocol.sources import UnreadableModelError
 
@@ -21,7 +22,6 @@ _BY_MODEL_TYPE = {
     "qwen3": "Qwen3ForCausalLM",
 }
 _DEFAULT_CONTEXT = {"LlamaForCausalLM": 2048, "MistralForCausalLM": 131_072}
-_SCALINGS_WITH_ORIGINAL_CONTEXT = ("llama3", "yarn", "longrope")
 _HEAD = "lm_head.weight"
 
 
@@ -38,6 +38,11 @@ def spec_from_folder(folder: Path) -> ModelSpec:
     )
 
 
+def check_config(folder: Path) -> None:
+    """Raises `SourceError` for what `config.json` alone shows, while no weights are there yet."""
+    checked(_Config(folder).spec(tied=False, weight_bytes=0, num_parameters=0), folder)
+
+
 class _Config:
     def __init__(self, folder: Path) -> None:
         self._path = folder / "config.json"
@@ -49,7 +54,8 @@ class _Config:
         num_heads, hidden_size = self._int("num_attention_heads"), self._int("hidden_size")
         num_layers = self._int("num_hidden_layers")
         context = self._int("max_position_embeddings", _DEFAULT_CONTEXT.get(architecture, 32_768))
-        theta, scaling = self._rope(context)
+        with rope_refusals(architecture, self._path):
+            rope = read_rope(self._values, context)
         window, window_layers = self._sliding_window(num_layers)
         biased = self.flag("attention_bias", False)
         self._check_activation()
@@ -65,8 +71,8 @@ class _Config:
             ),
             vocab_size=self._int("vocab_size"),
             max_position_embeddings=context,
-            rope_theta=theta,
-            rope_scaling=scaling,
+            rope_theta=rope.theta,
+            rope_scaling=rope.scaling,
             rms_norm_eps=self._float("rms_norm_eps", 1e-6),
             tie_word_embeddings=tied,
             attention_bias=architecture == "Qwen2ForCausalLM" or (biased and architecture != "MistralForCausalLM"),
@@ -102,28 +108,6 @@ class _Config:
             if name in SUPPORTED_ARCHITECTURES:
                 return name
         raise unsupported(names[0], folder)
-
-    def _rope(self, context: int) -> tuple[float, dict[str, Any] | None]:
-        parameters = self._values.get("rope_parameters")
-        scaling = parameters if parameters is not None else self._values.get("rope_scaling")
-        if scaling is None:
-            return self._float("rope_theta", 10_000.0), None
-        if not isinstance(scaling, dict):
-            raise self._wrong("rope_scaling", scaling, "an object")
-        scaling = dict(scaling)
-        theta = scaling.pop("rope_theta", None)
-        theta = self._float("rope_theta", 10_000.0) if theta is None else theta
-        if isinstance(theta, bool) or not isinstance(theta, (int, float)):
-            raise self._wrong("rope_parameters.rope_theta", theta, "a number")
-        if scaling.pop("partial_rotary_factor", 1.0) not in (None, 1.0):
-            raise unsupported(self._architecture, self._path.parent, " with a partial rotary embedding")
-        kind = scaling.pop("type", None)
-        kind = scaling.setdefault("rope_type", kind or "default")
-        if kind == "default":
-            return float(theta), None
-        if kind in _SCALINGS_WITH_ORIGINAL_CONTEXT:
-            scaling.setdefault("original_max_position_embeddings", context)
-        return float(theta), scaling
 
     def _sliding_window(self, num_layers: int) -> tuple[int | None, list[int]]:
         if self._architecture == "LlamaForCausalLM":

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import numpy as np
 
 from pagemill_protocol.gguf_file import GGMLType, GGUFError, GGUFFile
-from pagemill_protocol.model_spec import ModelSpec, unsupported
+from pagemill_protocol.model_spec import ModelSpec, rope_refusals, unsupported
+from pagemill_protocol.rope_scaling import RopeError, RopeScaling, UnsupportedRopeError
+from pagemill_protocol.rope_settings import DEFAULT_THETA, read_gguf_scaling
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _FLOATS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16, GGMLType.F64)
 _EMBEDDING, _HEAD, _ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
+_LONG_ROPE = ("rope_factors_long.weight", "rope_factors_short.weight")
 
 
 def spec_from_gguf(file: GGUFFile) -> ModelSpec:
@@ -39,6 +41,7 @@ class _Reader:
         context = self._size("context_length")
         window = self._number("attention.sliding_window", 0) or None
         biased = "blk.0.attn_q.bias" in tensors
+        theta = _shortest(self._number("rope.freq_base", DEFAULT_THETA))
         return ModelSpec(
             architecture="MistralForCausalLM" if window and self._prefix == "llama" else _ARCHITECTURES[self._prefix],
             num_layers=num_layers,
@@ -49,8 +52,8 @@ class _Reader:
             head_dim=head_dim,
             vocab_size=self._vocab_size(),
             max_position_embeddings=context,
-            rope_theta=_shortest(self._number("rope.freq_base", 10_000.0)),
-            rope_scaling=self._rope_scaling(context),
+            rope_theta=theta,
+            rope_scaling=self._rope_scaling(theta, context, head_dim),
             rms_norm_eps=_shortest(self._number("attention.layer_norm_rms_epsilon", 1e-6)),
             tie_word_embeddings=_HEAD not in tensors,
             attention_bias=biased,
@@ -79,15 +82,28 @@ class _Reader:
             raise GGUFError(f"`{self._file.path}` has no tensor `{_EMBEDDING}`. It does not hold a whole model.")
         return embedding.shape[0]
 
-    def _rope_scaling(self, context: int) -> dict[str, Any] | None:
-        kind = self._file.get(f"{self._prefix}.rope.scaling.type", str, "none")
-        factor = self._number("rope.scaling.factor", 0)
-        if kind == "none" or not factor:
-            return None
-        scaling: dict[str, Any] = {"rope_type": kind, "factor": _shortest(factor)}
-        if kind == "yarn":
-            scaling["original_max_position_embeddings"] = self._size("rope.scaling.original_context_length", context)
+    def _rope_scaling(self, theta: float, context: int, head_dim: int) -> RopeScaling | None:
+        with rope_refusals(self._prefix, self._file.path):
+            scaling = read_gguf_scaling(self._file.metadata, self._prefix, theta, context)
+            self._check_divisors(head_dim, scaling)
         return scaling
+
+    def _check_divisors(self, head_dim: int, scaling: RopeScaling | None) -> None:
+        """The frequencies' divisors, which some converters write as a tensor in place of `llama3` scaling."""
+        for name in _LONG_ROPE:
+            if name in self._file.tensors:
+                raise UnsupportedRopeError(f"the rope scaling `longrope` (tensor `{name}`)")
+        tensor = self._file.tensors.get(_ROPE_FACTORS)
+        if tensor is None:
+            return
+        if scaling is not None:
+            raise UnsupportedRopeError(f"`{self._prefix}.rope.scaling.type` beside the tensor `{_ROPE_FACTORS}`")
+        if tensor.shape != (head_dim // 2,) or tensor.ggml_type is not GGMLType.F32:
+            shape = " x ".join(map(str, tensor.shape))
+            raise RopeError(f"`{_ROPE_FACTORS}` is {shape} {tensor.ggml_type.name}; it must be {head_dim // 2} F32.")
+        divisors = self._file.data(_ROPE_FACTORS).view(np.float32)
+        if not (np.isfinite(divisors) & (divisors > 0)).all():
+            raise RopeError(f"`{_ROPE_FACTORS}` holds {divisors.min()}; its values must be numbers greater than 0.")
 
     def _main_type(self) -> str | None:
         """The storage type that holds most weights."""

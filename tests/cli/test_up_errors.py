@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
+import struct
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -126,6 +128,27 @@ def test_control_characters_are_told_with_their_lines_beside_the_other_errors(wr
 def test_a_missing_model_is_reported_beside_the_other_errors(write: Write) -> None:
     found = errors(write("f.yaml", f"{HEAD}spec:\n  model: {{source: 'file:///no/such/model'}}\n  replica: 1\n"))
     assert [error.split(": ")[1] for error in found] == ["spec.model.source", "spec.replica"]
+
+
+def test_rope_settings_that_no_engine_computes_are_reported_before_anything_starts(
+    write: Write, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    rope = {"full_attention": {"rope_type": "linear", "factor": 8.0}, "sliding_attention": {"rope_type": "default"}}
+    shape = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "vocab_size": 3,
+    }
+    (model / "config.json").write_text(json.dumps({"model_type": "llama", "rope_parameters": rope, **shape}))
+    header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    (model / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
+    (found,) = errors(write("f.yaml", f"{HEAD}spec:\n  model: {{source: 'file://{model}'}}\n"))
+    assert found.startswith("f.yaml:5: spec.model.source: ")
+    assert "with rope settings per attention type (`rope_parameters.full_attention`), which is not supported" in found
 
 
 def test_rules_and_plan_problems_are_told_beside_wrong_types_in_one_run(write: Write) -> None:

@@ -27,8 +27,16 @@ from pagemill_protocol.sources import HubModel, resolve_source
 HUB = Path(__file__).resolve().parents[2] / "e2e" / "support" / "hub.py"
 REPOSITORY = "org/tiny"
 TOKEN = "hf_secret"
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+}
 FILES = {
-    "config.json": b'{"model_type": "llama"}',
+    "config.json": json.dumps(CONFIG).encode(),
     "tokenizer.json": b"{}",
     "model.safetensors": bytes(range(256)) * 4096,
     "consolidated.safetensors": b"the same once more",
@@ -263,6 +271,35 @@ def test_a_model_that_does_not_fit_is_refused_before_anything_is_fetched(
     assert not any("/resolve/" in path for path, _ in server.asked)
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason", "words"),
+    [
+        ({"model_type": "mamba"}, "UnsupportedArchitecture", "The model has the architecture `mamba`"),
+        (
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            "UnsupportedArchitecture",
+            "with the rope scaling `dynamic`",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": None}},
+            "ModelUnreadable",
+            "`config.json`: `rope_scaling.factor` is null",
+        ),
+    ],
+)
+def test_a_model_that_no_engine_would_load_is_refused_before_its_weights_are_fetched(
+    server: Any, target: Path, tmp_path: Path, changes: dict[str, Any], reason: str, words: str
+) -> None:
+    content = json.dumps(CONFIG | changes).encode()
+    (tmp_path / "repository" / "config.json").write_bytes(content)
+    server.digests["config.json"] = hashlib.sha256(content).hexdigest()
+    error = failure(f"hf://{REPOSITORY}", target)
+    assert error.reason == reason
+    assert words in error.message
+    fetched = {path.rsplit("/", 1)[1] for path, _ in server.asked if "/resolve/" in path}
+    assert fetched == {"config.json"}
+
+
 def test_a_full_volume_names_what_else_it_holds(server: Any, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, num_bytes in (("0ld0ld0l", 3 * 1024**2), (f".{target.name}.loading", 10), ("empty", 0)):
         (target.parent / name).mkdir(parents=True)
@@ -301,7 +338,7 @@ def test_the_process_tells_why_in_the_termination_message(server: Any, target: P
 
 
 def test_a_failure_does_not_wait_for_the_downloads_of_other_files(server: Any, target: Path, tmp_path: Path) -> None:
-    server.slow_file = "config.json"
+    server.slow_file = "model.safetensors"
     server.gate.clear()
     server.digests["tokenizer.json"] = "0" * 64
     (log := tmp_path / "termination").touch()
@@ -315,7 +352,7 @@ def test_a_failure_does_not_wait_for_the_downloads_of_other_files(server: Any, t
         timeout=WAIT_LIMIT_S,
     )
     assert not server.gate.is_set()
-    assert any(path.endswith("config.json") for path, _ in server.asked)
+    assert any(path.endswith("model.safetensors") for path, _ in server.asked)
     assert done.returncode == 1
     assert json.loads(log.read_text())["reason"] == "ModelCorrupt"
 

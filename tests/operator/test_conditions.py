@@ -120,6 +120,22 @@ def test_an_unreadable_source_leaves_the_plan_unknown(deployment: Make) -> None:
     assert found["Ready"].status == "True"
 
 
+def test_a_model_that_no_replica_can_compute_makes_the_plan_false(deployment: Make) -> None:
+    plan = plan_of(deployment, 2)
+    unplanned = Problem("spec.model.source", "hf://org/model", "only the pods can read it")
+    why = "`config.json` has the architecture `LlamaForCausalLM` with the rope scaling `dynamic`"
+    replicas = running(plan, "crashed", "loading", reason="UnsupportedArchitecture", message=why)
+    found = by_type(Observation(plan, replicas, gateway_ready=True, unplanned=unplanned))
+    assert found["Planned"][1:] == ("False", "UnsupportedArchitecture", why)
+    assert found["ModelLoaded"][1:] == ("False", "UnsupportedArchitecture", why)
+    assert found["Ready"][1:3] == ("False", "UnsupportedArchitecture")
+    loader = ReplicaObservation("loader", "crashed", "", "UnsupportedArchitecture", why)
+    found = by_type(Observation(plan, gateway_ready=True, loader=loader, unplanned=unplanned))
+    assert found["Planned"][1:3] == ("False", "UnsupportedArchitecture")
+    ready = running(plan, "ready", "crashed", reason="UnsupportedArchitecture", message=why)
+    assert by_type(Observation(plan, ready, gateway_ready=True))["Planned"].status == "True"
+
+
 def test_transition_times_move_only_with_the_status(deployment: Make) -> None:
     plan = plan_of(deployment, 1)
     loading = find_conditions(Observation(plan, running(plan, "loading", message="a"), gateway_ready=True))

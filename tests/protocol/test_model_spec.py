@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pagemill_protocol.model_spec import UnsupportedModelArchitecture, load_model_spec
+from pagemill_protocol.rope_scaling import LinearScaling, Llama3Scaling, YarnScaling
 from pagemill_protocol.safetensors_header import read_header
 from pagemill_protocol.sources import SourceError, UnreadableModelError
 
@@ -124,14 +126,14 @@ def test_the_embedded_models_numbers(smollm2_path):
     [
         (None, None),
         ({"rope_type": "default"}, None),
-        ({"type": "linear", "factor": 2.0}, {"rope_type": "linear", "factor": 2.0}),
+        ({"type": "linear", "factor": 2.0}, LinearScaling(factor=2.0)),
         (
-            {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 64},
-            {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 64},
+            {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1, "high_freq_factor": 4},
+            Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=256),
         ),
         (
-            {"rope_type": "yarn", "factor": 4.0},
-            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256},
+            {"rope_type": "yarn", "factor": 0.5, "original_max_position_embeddings": 64},
+            YarnScaling(factor=0.5, original_max_position_embeddings=64, attention_factor=1.0),
         ),
     ],
 )
@@ -309,7 +311,9 @@ def test_gguf_rope_scaling_is_recorded_in_hugging_face_terms(write_gguf):
     keys = {"rope__freq_base": 5000.0, "rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}
     spec = load_model_spec(write_gguf(of("llama", **keys, rope__scaling__original_context_length=64), EMBEDDING))
     assert spec.rope_theta == 5000.0
-    assert spec.rope_scaling == {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    assert spec.rope_scaling == YarnScaling(
+        factor=4.0, original_max_position_embeddings=64, attention_factor=1 + 0.1 * math.log(4)
+    )
 
 
 @pytest.mark.parametrize(

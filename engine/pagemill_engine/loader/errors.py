@@ -7,7 +7,7 @@ class LoaderError(Exception):
     """`reason` is a CamelCase condition reason, the message names the value and the remedy.
 
     Reasons: ModelNotFound, Unauthorized, DiskFull, HubUnreachable, SourceUnsupported, ModelUnreadable, ModelCorrupt,
-    VolumeUnusable.
+    VolumeUnusable, and `UnsupportedArchitecture` of the model's header.
     """
 
     def __init__(self, reason: str, message: str) -> None:

@@ -1,9 +1,10 @@
-"""One load from beginning to end: look, select, fetch, check, publish."""
+"""One load from beginning to end: look, select, fetch, check, publish. `config.json` comes first, and is checked."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from pathlib import Path
 
 from pagemill_engine.loader import hub
 from pagemill_engine.loader.errors import LoaderError
@@ -11,9 +12,11 @@ from pagemill_engine.loader.selection import RemoteFile, select_files
 from pagemill_engine.loader.settings import LoaderSettings
 from pagemill_engine.loader.volume import ModelFolder
 from pagemill_protocol.sources import HubModel, SourceError, parse_hub_source
+from pagemill_protocol.spec_from_config import check_config
 
 Tell = Callable[..., None]
 OnFault = Callable[[LoaderError], None]
+CONFIG = "config.json"
 REMEDIES = {
     "oci": "Push the weights to a Hugging Face hub or mirror and use `hf://`, or mount them and use `pvc://`.",
     "s3": "Copy the weights to a volume and use `pvc://CLAIM/PATH`, or serve them from a hub mirror and use `hf://`.",
@@ -69,6 +72,10 @@ def _fill(model: HubModel, folder: ModelFolder, num_downloads: int, tell: Tell, 
         folder.accept(file)
         tell(event="file", path=file.path, num_bytes=file.num_bytes)
 
+    for file in files:
+        if file.path == CONFIG:
+            fetch(file)
+            _check_config(folder.staging)
     # The folder stays locked until all writers have finished.
     with ThreadPoolExecutor(num_downloads) as pool:
         downloads = [pool.submit(fetch, file) for file in files]
@@ -80,3 +87,12 @@ def _fill(model: HubModel, folder: ModelFolder, num_downloads: int, tell: Tell, 
                 on_fault(fault if isinstance(fault, LoaderError) else hub.explain_disk(fault))
             raise fault
     folder.publish()
+
+
+def _check_config(folder: Path) -> None:
+    """Raises `LoaderError` for a model that no engine of this version would load, before its weights are fetched."""
+    try:
+        check_config(folder)
+    except SourceError as error:
+        message = error.message.replace(str(folder / CONFIG), CONFIG).replace(f"`{folder}`", "The model")
+        raise LoaderError(error.reason, message) from error

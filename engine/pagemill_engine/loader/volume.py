@@ -28,7 +28,8 @@ MAX_NEIGHBOURS = 8
 class ModelFolder:
     def __init__(self, target: Path) -> None:
         self.target = target
-        self._staging = target.with_name(f".{target.name}.loading")
+        self.staging = target.with_name(f".{target.name}.loading")
+        """Where files lie until all are there."""
         self._lock = target.with_name(f".{target.name}.lock")
 
     @property
@@ -47,16 +48,16 @@ class ModelFolder:
 
     def begin(self, commit: str) -> None:
         """Keep what an earlier run has fetched of the same commit; forget anything else."""
-        stamp = self._staging / ".commit"
+        stamp = self.staging / ".commit"
         if not stamp.is_file() or stamp.read_text() != commit:
-            shutil.rmtree(self._staging, ignore_errors=True)
-            self._staging.mkdir(parents=True)
+            shutil.rmtree(self.staging, ignore_errors=True)
+            self.staging.mkdir(parents=True)
             stamp.write_text(commit)
 
     def check_room(self, files: Sequence[RemoteFile]) -> None:
         """Raises `LoaderError` when what is still to be fetched does not fit."""
         missing = sum(file.num_bytes - self._num_bytes_of(file) for file in files)
-        free = shutil.disk_usage(self._staging).free
+        free = shutil.disk_usage(self.staging).free
         if missing + SPARE_BYTES > free:
             raise LoaderError(
                 "DiskFull",
@@ -66,7 +67,7 @@ class ModelFolder:
 
     def _neighbours(self) -> str:
         """What else takes room: models of earlier sources or of others who share the volume, and parts of such."""
-        own = (self.target, self._staging)
+        own = (self.target, self.staging)
         folders = [path for path in sorted(self.target.parent.iterdir()) if path.is_dir() and path not in own]
         sizes = {path.name: num_bytes for path in folders if (num_bytes := _num_bytes_below(path))}
         if not sizes:
@@ -75,14 +76,14 @@ class ModelFolder:
         return f"The volume also holds models of other sources: {names}; delete the folders that are not used. "
 
     def part(self, file: RemoteFile) -> Path:
-        path = self._staging / f"{file.path}{PART}"
+        path = self.staging / f"{file.path}{PART}"
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and path.stat().st_size > file.num_bytes:
             path.unlink()
         return path
 
     def has(self, file: RemoteFile) -> bool:
-        return (self._staging / file.path).is_file()
+        return (self.staging / file.path).is_file()
 
     def accept(self, file: RemoteFile) -> None:
         """The part file is whole and right. Raises `LoaderError`; the next run fetches it again then."""
@@ -95,11 +96,11 @@ class ModelFolder:
             part.unlink()
             what = f"{num_bytes} bytes, not {file.num_bytes}" if num_bytes != file.num_bytes else "other content"
             raise LoaderError("ModelCorrupt", f"`{file.path}` arrived damaged: {what}. It will be fetched again.")
-        os.replace(part, self._staging / file.path)
+        os.replace(part, self.staging / file.path)
 
     def publish(self) -> None:
-        (self._staging / ".commit").unlink()
-        os.replace(self._staging, self.target)
+        (self.staging / ".commit").unlink()
+        os.replace(self.staging, self.target)
         folder = os.open(self.target.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
@@ -108,7 +109,7 @@ class ModelFolder:
 
     def _num_bytes_of(self, file: RemoteFile) -> int:
         """Bytes of the file that are already here."""
-        for path in (self._staging / file.path, self._staging / f"{file.path}{PART}"):
+        for path in (self.staging / file.path, self.staging / f"{file.path}{PART}"):
             if path.is_file():
                 return min(file.num_bytes, path.stat().st_size)
         return 0

@@ -1,24 +1,20 @@
-"""Rotary tables for all positions, with the scaling rules of Hugging Face checkpoints.
-
-Linear (position interpolation, arXiv 2306.15595), llama3 (Llama 3.1's frequency bands) and YaRN (arXiv 2309.00071).
-"""
+"""Rotary tables for all positions, scaled as the checkpoint's header says (`pagemill_protocol.rope_scaling`)."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from pagemill_engine.models.errors import UnsupportedModelError
+from pagemill_protocol.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 
 
 def rope_tables(
     head_dim: int,
     max_positions: int,
     theta: float,
-    scaling: dict[str, Any] | None,
+    scaling: RopeScaling | None,
     dtype: torch.dtype,
     freq_divisors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -30,57 +26,43 @@ def rope_tables(
     frequencies, factor = 1.0 / theta**exponents, 1.0
     if freq_divisors is not None:
         frequencies = frequencies / freq_divisors
-    elif scaling:
+    elif scaling is not None:
         frequencies, factor = _scaled(frequencies, head_dim, theta, scaling)
     angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
     return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
 
-def _scaled(frequencies: Tensor, head_dim: int, theta: float, scaling: dict[str, Any]) -> tuple[Tensor, float]:
+def _scaled(frequencies: Tensor, head_dim: int, theta: float, scaling: RopeScaling) -> tuple[Tensor, float]:
     """Frequencies and the factor on cos and sin."""
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind == "default":
-        return frequencies, 1.0
-    if kind == "linear":
-        return frequencies / float(scaling["factor"]), 1.0
-    if kind == "llama3":
-        return _llama3(frequencies, scaling), 1.0
-    if kind == "yarn":
-        return _yarn(frequencies, head_dim, theta, scaling)
-    raise UnsupportedModelError(f"The rope scaling `{kind}` is not supported; default, linear, llama3 and yarn are.")
+    match scaling:
+        case LinearScaling():
+            return frequencies / scaling.factor, 1.0
+        case Llama3Scaling():
+            return _llama3(frequencies, scaling), 1.0
+        case YarnScaling():
+            return _yarn(frequencies, head_dim, theta, scaling), scaling.attention_factor
 
 
-def _llama3(frequencies: Tensor, scaling: dict[str, Any]) -> Tensor:
+def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
     """Long wavelengths are stretched by `factor`, short ones kept, those between blended."""
-    factor, low, high = (float(scaling[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
-    original = float(scaling["original_max_position_embeddings"])
-    turns = original * frequencies / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     blend = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return (1 - blend) * frequencies / factor + blend * frequencies
+    return (1 - blend) * frequencies / scaling.factor + blend * frequencies
 
 
-def _yarn(frequencies: Tensor, head_dim: int, theta: float, scaling: dict[str, Any]) -> tuple[Tensor, float]:
+def _yarn(frequencies: Tensor, head_dim: int, theta: float, scaling: YarnScaling) -> Tensor:
     """Interpolate dimensions that turn rarely over the original context, keep those that turn often."""
-    factor, original = float(scaling["factor"]), float(scaling["original_max_position_embeddings"])
+    original = scaling.original_max_position_embeddings
 
     def dimension(turns: float) -> float:
         return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = dimension(scaling.get("beta_fast") or 32.0), dimension(scaling.get("beta_slow") or 1.0)
-    if scaling.get("truncate", True):
+    low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+    if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    ramp = ((torch.arange(head_dim // 2) - low) / max(high - low, 0.001)).clamp(0.0, 1.0)
-    scaled = frequencies / factor * ramp + frequencies * (1 - ramp)
-    return scaled, _yarn_factor(factor, scaling)
-
-
-def _yarn_factor(factor: float, scaling: dict[str, Any]) -> float:
-    def magnitude(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
-    if scaling.get("attention_factor") is not None:
-        return float(scaling["attention_factor"])
-    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
-        return magnitude(scaling["mscale"]) / magnitude(scaling["mscale_all_dim"])
-    return magnitude(1.0)
+    # Below 0 where the original context is shorter than a turn of every dimension; transformers computes it so too.
+    width = high - low or 0.001
+    ramp = ((torch.arange(head_dim // 2) - low) / width).clamp(0.0, 1.0)
+    return frequencies / scaling.factor * ramp + frequencies * (1 - ramp)

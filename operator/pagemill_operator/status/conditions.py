@@ -22,6 +22,8 @@ PROGRESS = frozenset(
     {"Starting", "Loading", "Downloading", "NoReplicas", "NoReadyReplica", "ScaledToZero", "Progressing"}
 )
 """Reasons of a False that time alone, or the user's own wish, explains. Every other one is a fault."""
+MODEL_REFUSALS = frozenset({"UnsupportedArchitecture", "UnsupportedQuantization"})
+"""Reasons of loaders and engines that have read the model's header, and found what no replica can compute."""
 NOT_DECIDED = "NotDecided"
 """Nothing is known yet, above all by an operator that has just begun to lead: what was told before still stands."""
 OLDER_SERVE = "replicas of an earlier spec still serve"
@@ -97,9 +99,17 @@ def _planned(seen: Observation) -> Finding:
         return Finding("Planned", "False", "NameConflict", str(seen.conflict))
     if seen.fault and seen.fault.stage == "Planned":
         return Finding("Planned", "False", seen.fault.reason, seen.fault.message)
+    if refusal := _refused_model(seen):
+        return Finding("Planned", "False", refusal.reason, refusal.message)
     if seen.unplanned:
         return Finding("Planned", "Unknown", "SourceNotReadable", str(seen.unplanned))
     return Finding("Planned", "True", "PlanMade", f"{seen.plan.replicas} replicas of {seen.plan.source}")
+
+
+def _refused_model(seen: Observation) -> Fault | None:
+    """What loader or engine found in the model's header, before its weights: no replica of this plan can ever run."""
+    fault = _first_fault(seen, "ModelLoaded")
+    return fault if fault and fault.reason in MODEL_REFUSALS and not seen.ready_current() else None
 
 
 def _scheduled(seen: Observation) -> Finding:

@@ -1,0 +1,186 @@
+"""RopeScaling: how a checkpoint stretches its rotary positions, as a checked value of one type per kind.
+
+`rope_settings` finds the fields in a header, the engine computes its tables from the value. Which fields are required
+and which defaults the others have stands here alone; the result is what Hugging Face transformers computes from the
+same file. Knows no file format and no tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+LEAST, MOST = 1e-6, 1e12
+"""No model's settings are near these; beyond them the tables would overflow to NaN."""
+POSITIVE = f"a number from {LEAST:g} to {MOST:g}"
+SUPPORTED_KINDS = ("default", "linear", "llama3", "yarn")
+_ORIGINAL = "original_max_position_embeddings"
+
+
+class RopeError(ValueError):
+    """A rope setting that cannot be used; the message names the field, its value, and what it must be."""
+
+
+class UnsupportedRopeError(RopeError):
+    """A sound setting that no code here computes; the message completes "the architecture X with ..."."""
+
+
+class LinearScaling(msgspec.Struct, frozen=True, kw_only=True, tag_field="rope_type", tag="linear"):
+    """All positions are divided by `factor` (position interpolation, arXiv 2306.15595)."""
+
+    factor: float
+
+
+class Llama3Scaling(msgspec.Struct, frozen=True, kw_only=True, tag_field="rope_type", tag="llama3"):
+    """Frequencies that turn seldom over the original context are divided by `factor` (Llama 3.1)."""
+
+    factor: float
+    low_freq_factor: float
+    """Turns over the original context up to which a frequency is divided."""
+    high_freq_factor: float
+    """Turns from which it is kept; always above `low_freq_factor`."""
+    original_max_position_embeddings: int
+
+
+class YarnScaling(msgspec.Struct, frozen=True, kw_only=True, tag_field="rope_type", tag="yarn"):
+    """YaRN (arXiv 2309.00071)."""
+
+    factor: float
+    original_max_position_embeddings: int
+    attention_factor: float
+    """On cos and sin; where the file has none, the one that follows from `factor` and the `mscale` fields."""
+    beta_fast: float = 32.0
+    """Turns over the original context from which a dimension is kept."""
+    beta_slow: float = 1.0
+    """Turns up to which it is interpolated; never above `beta_fast`."""
+    truncate: bool = True
+    """Both bounds are rounded outwards to whole dimensions."""
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
+
+
+def make_scaling(
+    kind: object, values: Mapping[str, Any], theta: float, max_position_embeddings: int, name_of: Callable[[str], str]
+) -> RopeScaling | None:
+    """The scaling of `kind` from `values`, which have Hugging Face's names; `None` for `default`.
+
+    `name_of` gives a field's name in the file, for messages. Raises `RopeError`.
+    """
+    if not isinstance(kind, str):
+        raise RopeError(wrong(name_of("rope_type"), kind, one_of()))
+    if kind not in SUPPORTED_KINDS:
+        raise UnsupportedRopeError(f"the rope scaling `{kind[:80]}` (supported are {', '.join(SUPPORTED_KINDS)})")
+    if kind == "default":
+        return None
+    fields = _Fields(values, name_of)
+    if kind == "linear":
+        return LinearScaling(factor=fields.positive("factor"))
+    original = fields.length(_ORIGINAL, max_position_embeddings)
+    if kind == "llama3":
+        return _llama3(fields, original)
+    if theta <= 1:
+        raise RopeError(wrong("rope_theta", theta, "greater than 1 with the rope scaling `yarn`"))
+    return _yarn(fields, original)
+
+
+def _llama3(fields: _Fields, original: int) -> Llama3Scaling:
+    low, high = fields.positive("low_freq_factor"), fields.positive("high_freq_factor")
+    if high <= low:
+        raise fields.wrong("high_freq_factor", high, f"greater than the low_freq_factor {low}")
+    return Llama3Scaling(
+        factor=fields.positive("factor"),
+        low_freq_factor=low,
+        high_freq_factor=high,
+        original_max_position_embeddings=original,
+    )
+
+
+def _yarn(fields: _Fields, original: int) -> YarnScaling:
+    factor = fields.positive("factor")
+    # In transformers a 0 counts as absent in these four.
+    fast, slow = fields.optional("beta_fast") or 32.0, fields.optional("beta_slow") or 1.0
+    mscale, mscale_all_dim = fields.optional("mscale"), fields.optional("mscale_all_dim")
+    if fast < slow:
+        raise fields.wrong("beta_fast", fast, f"at least the beta_slow {slow}")
+    if fields.has("attention_factor"):
+        attention_factor = fields.positive("attention_factor")
+    elif mscale and mscale_all_dim:
+        attention_factor = _yarn_magnitude(factor, mscale) / _yarn_magnitude(factor, mscale_all_dim)
+    else:
+        attention_factor = _yarn_magnitude(factor, 1.0)
+    return YarnScaling(
+        factor=factor,
+        original_max_position_embeddings=original,
+        attention_factor=attention_factor,
+        beta_fast=fast,
+        beta_slow=slow,
+        truncate=fields.flag("truncate", True),
+    )
+
+
+def _yarn_magnitude(factor: float, weight: float) -> float:
+    """How much larger attention's logits must be over a context that is `factor` times as long."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+class _Fields:
+    """The settings of one kind; each is checked when it is read."""
+
+    def __init__(self, values: Mapping[str, Any], name_of: Callable[[str], str]) -> None:
+        self._values = values
+        self._name_of = name_of
+
+    def has(self, name: str) -> bool:
+        """It is there and not `null`: of an optional field, `null` is how transformers writes its absence."""
+        return self._values.get(name) is not None
+
+    def positive(self, name: str) -> float:
+        if name not in self._values:
+            raise RopeError(f"`{self._name_of(name)}` is missing; it must be {POSITIVE}.")
+        return self._number(name, POSITIVE, lambda value: value > 0)
+
+    def optional(self, name: str) -> float | None:
+        if not self.has(name):
+            return None
+        return self._number(name, f"0 or {POSITIVE}", lambda value: value >= 0)
+
+    def length(self, name: str, default: int) -> int:
+        if name not in self._values:
+            return default
+        wanted = f"a whole number from 1 to {MOST:g}"
+        return int(self._number(name, wanted, lambda value: value > 0 and value.is_integer()))
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self._values.get(name, default)
+        if not isinstance(value, bool):
+            raise self.wrong(name, value, "true or false")
+        return value
+
+    def wrong(self, name: str, value: object, wanted: str) -> RopeError:
+        return RopeError(wrong(self._name_of(name), value, wanted))
+
+    def _number(self, name: str, wanted: str, is_valid: Callable[[float], bool]) -> float:
+        value = self._values[name]
+        if not is_number(value) or not is_valid(float(value)):
+            raise self.wrong(name, value, wanted)
+        return float(value)
+
+
+def is_number(value: object) -> bool:
+    """A finite number that float32 can divide by, or 0. JSON has integers of any size, NaN and Infinity."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return value == 0 or LEAST <= abs(value) <= MOST
+
+
+def one_of() -> str:
+    return f"one of {', '.join(SUPPORTED_KINDS)}"
+
+
+def wrong(name: str, value: object, wanted: str) -> str:
+    shown = "null" if value is None else repr(value)[:80]
+    return f"`{name}` is {shown}; it must be {wanted}."

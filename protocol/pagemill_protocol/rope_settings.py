@@ -1,0 +1,128 @@
+"""Finds the rope settings in a header: `config.json` in its old and new keys, GGUF metadata.
+
+Knows where a setting lies, which of two keys counts, and what no code here computes: settings per attention type,
+partial rotary embeddings, YaRN's further GGUF keys. `rope_scaling` says what a setting must be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pagemill_protocol.rope_scaling import (
+    POSITIVE,
+    RopeError,
+    RopeScaling,
+    UnsupportedRopeError,
+    is_number,
+    make_scaling,
+    one_of,
+    wrong,
+)
+
+DEFAULT_THETA = 10_000.0
+_PARTIAL = "partial_rotary_factor"
+_GGUF_NAMES = {
+    "rope_type": "rope.scaling.type",
+    "factor": "rope.scaling.factor",
+    "original_max_position_embeddings": "rope.scaling.original_context_length",
+    "beta_fast": "rope.scaling.yarn_beta_fast",
+    "beta_slow": "rope.scaling.yarn_beta_slow",
+}
+_GGUF_OLD_FACTOR = "rope.scale_linear"
+_GGUF_WITHOUT_EFFECT = {
+    "rope.scaling.attn_factor": 1.0,
+    "rope.scaling.yarn_attn_factor": 1.0,
+    "rope.scaling.yarn_log_multiplier": 0.0,
+    "rope.scaling.alpha": 0.0,
+}
+"""Keys that are not computed, and the value with which they change nothing."""
+
+
+class Rope(NamedTuple):
+    theta: float
+    scaling: RopeScaling | None
+    """`None`: plain rotary embedding."""
+
+
+def read_rope(config: Mapping[str, Any], max_position_embeddings: int) -> Rope:
+    """The rope settings of a `config.json`. Raises `RopeError`."""
+    where, values = settings_of(config)
+    nested = [name for name, value in values.items() if isinstance(value, dict) or name.endswith("_attention")]
+    if nested:
+        raise UnsupportedRopeError(f"rope settings per attention type (`{where}.{nested[0]}`)")
+    _check_partial(_PARTIAL, config)
+    _check_partial(f"{where}.{_PARTIAL}", values)
+    theta = _theta(config, where, values)
+    return Rope(theta, read_scaling(where, values, theta, max_position_embeddings))
+
+
+def settings_of(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """The key in a `config.json`, and the settings under it. transformers prefers the old key, unless it is empty."""
+    for name in ("rope_scaling", "rope_parameters"):
+        value = config.get(name)
+        if value is not None and not isinstance(value, dict):
+            raise RopeError(wrong(name, value, "an object"))
+        if value:
+            return name, value
+    return "rope_parameters", {}
+
+
+def read_scaling(
+    where: str, values: Mapping[str, Any], theta: float, max_position_embeddings: int
+) -> RopeScaling | None:
+    """The scaling of one object of settings, which lies at `where` in a `config.json`. Raises `RopeError`."""
+    kind_name = next((name for name in ("rope_type", "type") if name in values), "rope_type")
+    if kind_name not in values and "factor" in values:
+        raise RopeError(f"`{where}.rope_type` is missing beside `{where}.factor`; it must be {one_of()}.")
+
+    def name_of(field: str) -> str:
+        return f"{where}.{kind_name if field == 'rope_type' else field}"
+
+    return make_scaling(values.get(kind_name, "default"), values, theta, max_position_embeddings, name_of)
+
+
+def read_gguf_scaling(
+    metadata: Mapping[str, Any], prefix: str, theta: float, context_length: int
+) -> RopeScaling | None:
+    """The scaling in a GGUF file of the architecture `prefix`. Raises `RopeError`.
+
+    As llama.cpp reads it: a factor without a type is linear, and with the type `none` no factor counts.
+    """
+    names = {field: f"{prefix}.{name}" for field, name in _GGUF_NAMES.items()}
+    if names["factor"] not in metadata and f"{prefix}.{_GGUF_OLD_FACTOR}" in metadata:
+        names["factor"] = f"{prefix}.{_GGUF_OLD_FACTOR}"
+    values = {field: _decimal(metadata[name]) for field, name in names.items() if name in metadata}
+    kind = values.pop("rope_type", "linear" if "factor" in values else "none")
+    _check_without_effect(metadata, prefix, kind)
+    kind = "default" if kind == "none" else kind
+    return make_scaling(kind, values, theta, context_length, names.__getitem__)
+
+
+def _check_without_effect(metadata: Mapping[str, Any], prefix: str, kind: object) -> None:
+    keys = _GGUF_WITHOUT_EFFECT | {"rope.scaling.yarn_ext_factor": 1.0 if kind == "yarn" else 0.0}
+    for name, value in keys.items():
+        key = f"{prefix}.{name}"
+        if metadata.get(key, value) != value:
+            raise UnsupportedRopeError(f"`{key}` = {metadata[key]!r:.80}")
+
+
+def _theta(config: Mapping[str, Any], where: str, values: Mapping[str, Any]) -> float:
+    name, value = "rope_theta", config.get("rope_theta", DEFAULT_THETA)
+    if name in values:
+        name, value = f"{where}.rope_theta", values[name]
+    if not is_number(value):
+        raise RopeError(wrong(name, value, POSITIVE))
+    return float(value)
+
+
+def _check_partial(name: str, values: Mapping[str, Any]) -> None:
+    if values.get(_PARTIAL) not in (None, 1):
+        raise UnsupportedRopeError(f"a partial rotary embedding (`{name}`)")
+
+
+def _decimal(value: Any) -> Any:
+    """The shortest decimal that is the same float32, which is what the file's author wrote."""
+    return float(str(np.float32(value))) if isinstance(value, float) else value

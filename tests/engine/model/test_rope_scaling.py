@@ -1,0 +1,102 @@
+"""Rotary tables from a config.json equal those of transformers, for usual and odd settings; no settings give NaN."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from pagemill_engine.models.rope import rope_tables
+from pagemill_protocol.rope_scaling import RopeError
+from pagemill_protocol.rope_settings import read_rope
+
+HEAD_DIM, CONTEXT = 32, 512
+YARN = {"rope_type": "yarn", "factor": 4.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+ORIGINAL = "original_max_position_embeddings"
+CONFIGS: list[dict[str, Any]] = [
+    {},
+    {"rope_theta": 500_000},
+    {"rope_theta": 5.0, "rope_parameters": {"rope_theta": 7.0}},
+    {"rope_scaling": None, "rope_parameters": None},
+    {"rope_scaling": {}, "rope_theta": 100.0},
+    {"rope_scaling": {"rope_type": "default", "factor": 8.0}},
+    {"rope_scaling": {"type": "default"}, "partial_rotary_factor": 1.0},
+    {"rope_scaling": {"type": "linear", "factor": 2.0}},
+    {"rope_scaling": {"type": "linear", "factor": 3}},
+    {"rope_scaling": {"type": "linear", "factor": 0.25}},
+    {"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2.0}},
+    {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_parameters": YARN},
+    {"rope_scaling": {}, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+    {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "attention_factor": 3.0}},
+    {"rope_scaling": LLAMA3},
+    {"rope_scaling": LLAMA3 | {ORIGINAL: 64}, "rope_theta": 500_000.0},
+    {"rope_scaling": LLAMA3 | {ORIGINAL: 8, "factor": 32}},
+    {"rope_scaling": LLAMA3 | {ORIGINAL: 64, "high_freq_factor": 1.5, "low_freq_factor": 0.5}},
+    {"rope_scaling": YARN},
+    {"rope_scaling": YARN | {ORIGINAL: 64}},
+    {"rope_scaling": YARN | {ORIGINAL: 64.0, "finetuned": True}},
+    {"rope_scaling": YARN | {ORIGINAL: 2}},
+    {"rope_scaling": YARN | {ORIGINAL: 1_000_000}},
+    {"rope_scaling": YARN | {ORIGINAL: 64, "attention_factor": 0.75}},
+    {"rope_scaling": YARN | {ORIGINAL: 64, "attention_factor": None, "mscale": None}},
+    {"rope_scaling": YARN | {ORIGINAL: 64, "beta_fast": 8, "beta_slow": 8}},
+    {"rope_scaling": YARN | {ORIGINAL: 64, "beta_fast": 0, "beta_slow": None}},
+    {"rope_scaling": YARN | {ORIGINAL: 64, "truncate": False}},
+    {"rope_scaling": YARN | {ORIGINAL: 64, "mscale": 0.707, "mscale_all_dim": 1.0}},
+    {"rope_scaling": YARN | {ORIGINAL: 64, "mscale": 0.707}},
+    {"rope_scaling": YARN | {ORIGINAL: 64, "mscale": 0.0, "mscale_all_dim": 1.0}},
+    {"rope_scaling": YARN | {ORIGINAL: 64, "factor": 0.5}},
+    {"rope_scaling": YARN | {ORIGINAL: 64, "factor": 1.0}, "rope_theta": 1.5},
+]
+
+
+def our_tables(config: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    rope = read_rope(config, CONTEXT)
+    return rope_tables(HEAD_DIM, CONTEXT, rope.theta, rope.scaling, torch.float32)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=range(len(CONFIGS)))
+def test_tables_equal_those_of_transformers(config: dict[str, Any]) -> None:
+    copies = {name: dict(value) if isinstance(value, dict) else value for name, value in config.items()}
+    sizes = {"hidden_size": 4 * HEAD_DIM, "num_attention_heads": 4, "max_position_embeddings": CONTEXT}
+    reference = LlamaRotaryEmbedding(transformers.LlamaConfig.from_dict(sizes | copies))
+    cos, sin = reference(torch.zeros(1), torch.arange(CONTEXT)[None])
+    for ours, theirs in zip(our_tables(config), (cos, sin), strict=True):
+        torch.testing.assert_close(ours, theirs[0, :, : HEAD_DIM // 2], rtol=1e-4, atol=1e-4)
+
+
+values = (
+    st.none()
+    | st.booleans()
+    | st.sampled_from([-1, 0, 1, 2, 64, 10**400, "2", [], {}])
+    | st.floats()
+    | st.floats(0.5, 64.0)
+)
+OPTIONAL = (
+    *(ORIGINAL, "rope_theta", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"),
+    *("mscale", "mscale_all_dim", "attention_factor", "truncate"),
+)
+some_settings = st.fixed_dictionaries(
+    {"rope_type": st.sampled_from(["linear", "llama3", "yarn"]), "factor": values},
+    optional=dict.fromkeys(OPTIONAL, values),
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(some_settings)
+def test_any_settings_give_finite_tables_or_are_refused(scaling: dict[str, Any]) -> None:
+    try:
+        rope = read_rope({"rope_scaling": scaling}, CONTEXT)
+    except RopeError:
+        return
+    if not 0 < rope.theta < math.inf:
+        return  # refused with the other numbers of the header
+    for table in rope_tables(8, 4, rope.theta, rope.scaling, torch.float32):
+        assert table.isfinite().all()
