@@ -529,7 +529,7 @@ async def test_continuing_costs_its_key_nothing_and_its_engine_all_that_is_there
     assert (first.work.num_prompt_tokens, continued.work.num_prompt_tokens) == (100, 110)
     assert first.need == continued.need, "the answer is as long as before"
     assert order(RetryContext(1, "a", "lost", "w", 300)).need.num_output_tokens == 301, "longer than was thought"
-    assert (first.line, first.group) == ("k", "t")
-    assert continued.line != "k"
+    assert (first.queue_key, first.group) == ("k", "t")
+    assert continued.queue_key != "k"
     assert order(RetryContext(1, "a", "crashed"), "shared").group not in (first.group, continued.group)
-    assert order(RetryContext(1, "a", "refused")).line == "k", "nothing is special about it"
+    assert order(RetryContext(1, "a", "refused")).queue_key == "k", "nothing is special about it"

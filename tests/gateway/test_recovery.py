@@ -209,7 +209,7 @@ async def test_only_engines_of_the_same_weights_continue_an_answer(brain: LocalB
 def ended(
     *choices: Assignment, kind: FailureKind = "lost", progressed: bool = False
 ) -> dict[str, tuple[EngineFailure, ...]]:
-    return {"ends": tuple(EngineFailure(each.decision, kind, each.probe, progressed) for each in choices)}
+    return {"engine_failures": tuple(EngineFailure(each.decision, kind, each.probe, progressed) for each in choices)}
 
 
 async def end_all(brain: LocalBrain, name: str, choices: list[Assignment], kind: FailureKind) -> None:
@@ -295,7 +295,7 @@ async def test_losses_make_a_suspect_only_when_no_token_comes_between(brain: Loc
     for name in "abc":
         lost.append(await place_at(brain, name, "abcd"))
         brain.failed(lost[-1], "lost")
-    first, second, third = (ended(each)["ends"][0] for each in lost)
+    first, second, third = (ended(each)["engine_failures"][0] for each in lost)
 
     async def probe(*engine_failures: EngineFailure) -> str:
         choice = await place(brain, *"abc", retry=after(lost[2], "lost", engine_failures=engine_failures))

@@ -24,7 +24,7 @@ def course(*, num_answers: int = 0, overlaps: bool = True) -> StepSimulation:
 
 
 def through_ms(one: StepSimulation, at_ms: float, num_tokens: int) -> float:
-    return 1000 * one.through_s(PendingPrompt(at_ms / 1000, num_tokens))
+    return 1000 * one.first_token_s(PendingPrompt(at_ms / 1000, num_tokens))
 
 
 def test_an_idle_engine_begins_at_once() -> None:

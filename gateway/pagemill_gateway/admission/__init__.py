@@ -1,1 +1,1 @@
-"""Who may enter, and how often one request may be tried. No torch, no aiohttp."""
+"""Bounds on what the gateway and its engines take, and on the tries of one request. No torch, no aiohttp."""

@@ -1,10 +1,10 @@
-"""Bounded retry: how often one request may be tried, where not to go again, and what to say when it is over.
+"""Bounded retry: how often one request may be tried, which endpoints to avoid, and the error when no try is left.
 
 Failures are bounded; refusals by full engines are not, but after a few in a row the request waits in the queue first.
-An engine that ended is no failed try, since somebody has to do what it was doing; that is bounded on its own.
+An engine that ended costs no try, since another engine has to do its work; such ends have a bound of their own.
 
-Pure bookkeeping of one request. Whether a failure may be retried at all is the relay's knowledge, which endpoint is
-next the brain's.
+Pure bookkeeping of one request. Whether a failure may be retried at all is decided by the relay, which endpoint is next
+by the brain.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pagemill_protocol.errors import PagemillError, bad_upstream
 RETRY_PAUSE_BASE_S = 0.05
 RETRY_PAUSE_MAX_S = 2.0
 MOST_FAILURES = 32
-"""Of one request, although it went on each time: no engine can keep it."""
+"""Of one request, even if it progressed each time: no engine can serve it."""
 MOST_ENDS = 8
-"""Engines in a row that ended before the request got a token of them, whatever ended them."""
+"""Engines in a row that ended before the request got a token of them, for whatever reason."""
 MOST_CRASHES = 5
 """Engines whose own work failed while they had the request, also with tokens between."""
 
@@ -30,7 +30,7 @@ class Attempts:
         self._max_attempts = max_attempts
         self._uniform = uniform
         self._failed: list[str] = []
-        """Endpoints that failed or take nothing, in order."""
+        """Endpoints that failed or take no requests, in order."""
         self._full: list[str] = []
         """Endpoints that were full, since the request last waited in the queue."""
         self._chosen = ""
@@ -40,10 +40,10 @@ class Attempts:
         """Since the last token."""
         self._num_crashes = 0
         self._num_failures = 0
-        """Ever; `_failed` begins anew with each progress."""
+        """Since the beginning; `_failed` is cleared with each progress."""
         self._last_message = ""
         self.count = 0
-        """Of tries, full engines included."""
+        """Tries, full engines included."""
         self.queued_s = 0.0
 
     @property
@@ -52,7 +52,7 @@ class Attempts:
 
     @property
     def num_counted(self) -> int:
-        """Those whose engine took requests, was not full and did not serve it, although it went on."""
+        """Failed endpoints that cost a try: they were available and not full, and did not serve the request."""
         return len(self._failed) - self._num_free
 
     @property
@@ -67,7 +67,7 @@ class Attempts:
         return self.num_counted >= self._max_attempts or self._num_failures >= MOST_FAILURES
 
     def queued(self, seconds: float) -> None:
-        """The request waited for room: engines that were full may be asked again."""
+        """The request waited for capacity: engines that were full may be asked again."""
         self.queued_s += seconds
         self._full.clear()
 
@@ -76,7 +76,7 @@ class Attempts:
         self.count += 1
 
     def progressed(self) -> None:
-        """The engine chosen last brought the answer forward: what failed before it counts no more."""
+        """The engine chosen last continued the answer: earlier failures do not count any more."""
         self._failed.clear()
         self._full.clear()
         self._num_free = self._num_ends = 0
@@ -87,14 +87,16 @@ class Attempts:
         self._last_message = message
 
     def declined(self, message: str) -> None:
-        """The engine chosen last takes nothing any more, or not yet, or nobody listens there: that does not count."""
+        """The engine chosen last takes no requests any more, or not yet, or no process listens there: that costs no
+        try.
+        """
         self._failed.append(self._chosen)
         self._num_failures += 1
         self._num_free += 1
         self._last_message = message
 
     def ended(self, message: str, *, crashed: bool) -> None:
-        """The engine chosen last is gone, and what it did for the request with it; `crashed`: by its own doing."""
+        """The engine chosen last has ended, and its work for the request is lost; `crashed`: by its own failure."""
         self._failed.append(self._chosen)
         self._num_failures += 1
         self._num_free += 1
@@ -103,7 +105,7 @@ class Attempts:
         self._last_message = message
 
     def broke(self, message: str) -> None:
-        """The engine chosen last failed or fell silent: it may have had the request."""
+        """The engine chosen last failed or sends nothing any more: it may have had the request."""
         self._failed.append(self._chosen)
         self._num_failures += 1
         self._last_message = message
@@ -116,5 +118,5 @@ class Attempts:
         return pause_s * self._uniform(0.5, 1.0)
 
     def verdict(self) -> PagemillError:
-        """The error for the client once no try is left."""
+        """The error for the client when no try is left."""
         return bad_upstream(f"No engine could serve the request after {self.count} attempts: {self._last_message}")

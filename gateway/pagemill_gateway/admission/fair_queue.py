@@ -1,12 +1,12 @@
-"""The bounded fair queue of one deployment: who waits, whose turn it is, and who must go when too many wait.
+"""The bounded fair queue of one deployment: which requests wait, whose turn is next, and which are shed.
 
 Turns: the lowest `priority` first; within one priority start-time fair queueing between keys by tokens, so that a key
-that asks ten times as much gets no more than one that asks steadily; within one key, as they came. Overload takes the
-newest request of the lowest priority, of the key that holds most of the queue, but none that an engine has worked for:
-`MAX_KEPT` of those are spared, and the queue may be longer than its bounds by them.
+that asks ten times as much gets no more than one that asks steadily; within one key, in order of arrival. Overload
+sheds the newest request of the lowest priority, of the key that holds most of the queue, but none that an engine has
+worked for: up to `MAX_KEPT` of those are kept, and the queue may exceed its bounds by them.
 
-Pure: no clock and no futures. Whether there is room for the one whose turn it is, and waking it, is
-`pagemill_gateway.brain.queue.queues`' part.
+Pure: no clock and no futures. Checking capacity for the next request and waking it is done by
+`pagemill_gateway.brain.queue.queues`.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from itertools import chain
 from typing import Generic, TypeVar
 
 MAX_DEBTS = 4096
-"""Keys of one priority that are remembered after their last request went, to not be served again too soon."""
+"""Keys of one priority that are remembered after their last request left, so that they are not served too soon."""
 MAX_KEPT = 1000
-"""Requests that lost their engine, and wait whatever the bounds are. Those beyond wait as newcomers do."""
+"""Requests that lost their engine and wait whatever the bounds are. Further ones wait as new ones do."""
 
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """One request that waits."""
+    """One waiting request."""
 
     key: str
-    """Who asks; keys share fairly."""
+    """The key whose fair share it uses."""
     priority: int
     """Smaller goes first."""
     cost_tokens: int
-    """What its turn costs its key; 0 for one that has paid already."""
+    """What its turn costs its key; 0 for a request that has paid already."""
     num_bytes: int
     arrived_at: float
-    """When it came to the gateway, not when it began to wait: who comes back gets its old place."""
+    """When it came to the gateway, not when it began to wait: a request that returns gets its old place."""
     expires_at: float
     group: str
-    """Those of one group want the same: while its first finds no room, the others need not be asked."""
+    """Requests of one group wait for the same: while the first finds no capacity, the others need not be tried."""
     kept: bool = False
-    """It lost its engine: it was let in before, and overload does not take it."""
+    """It lost its engine: it was admitted before, and overload does not shed it."""
 
     def __lt__(self, other: Waiter) -> bool:
         return self.arrived_at < other.arrived_at
@@ -59,22 +59,22 @@ class _Line(Generic[W]):
     num_bytes: int = 0
 
     def newest(self) -> W | None:
-        """Of those that overload may take."""
+        """Of those that overload may shed."""
         return next((waiter for waiter in reversed(self.waiters) if not waiter.kept), None)
 
     def weight(self, by_requests: bool) -> int:
-        """What of the queue it takes."""
+        """Its share of the queue."""
         return len(self.waiters) if by_requests else self.num_bytes
 
 
 class _Band(Generic[W]):
-    """All keys of one priority. Dropped with its last request: fairness is between those who wait together."""
+    """All keys of one priority. Dropped with its last request: fairness is between requests that wait together."""
 
     def __init__(self) -> None:
         self.lines: dict[str, _Line[W]] = {}
         self._now = 0.0
         self._debts: dict[str, float] = {}
-        """Virtual times before which keys that do not wait any more may not be due again."""
+        """Virtual times before which keys without waiting requests are not due again."""
 
     def add(self, waiter: W) -> None:
         line = self.lines.get(waiter.key)
@@ -100,7 +100,7 @@ class _Band(Generic[W]):
         self.remove(waiter)
 
     def settle(self, key: str, num_tokens: int) -> None:
-        """A turn has cost so much more than was paid, or less."""
+        """A turn has cost this much more than was paid, or less."""
         line = self.lines.get(key)
         if line is not None:
             line.start = max(self._now, line.start + num_tokens)
@@ -142,21 +142,21 @@ class FairQueue(Generic[W]):
 
     @property
     def num_tokens(self) -> int:
-        """What all turns together cost."""
+        """Cost of all turns together."""
         return self._num_tokens
 
     def oldest_arrival(self) -> float | None:
         return min((waiter.arrived_at for waiter in self._waiters), default=None)
 
     def add(self, waiter: W) -> list[W]:
-        """Let it wait; returns who had to go for that: others, or nobody but the newcomer itself."""
+        """Add a request; returns those that were shed for it: others, or the new one itself."""
         waiter.kept = waiter.kept and self._num_kept < MAX_KEPT
         self._insert(waiter)
         gone: list[W] = []
         while self._overfull() and (victim := self._victim()) is not None:
             self.remove(victim)
             if victim is waiter:
-                # Those that went before it would have gone for nothing.
+                # Shedding those before it was in vain.
                 for each in gone:
                     self._insert(each)
                 return [waiter]
@@ -172,7 +172,7 @@ class FairQueue(Generic[W]):
         self._forget(waiter, band)
 
     def first(self, blocked: Collection[str] = ()) -> W | None:
-        """Whose turn it is; lines whose first is of a group in `blocked` stand still."""
+        """The next request; keys whose first request is of a group in `blocked` are skipped."""
         for priority in sorted(self._bands):
             lines = [each for each in self._bands[priority].lines.values() if each.waiters[0].group not in blocked]
             if lines:
@@ -180,13 +180,13 @@ class FairQueue(Generic[W]):
         return None
 
     def take(self, waiter: W) -> None:
-        """The first one goes."""
+        """The first request gets its turn."""
         band = self._bands[waiter.priority]
         band.take(waiter)
         self._forget(waiter, band)
 
     def settle(self, key: str, priority: int, num_tokens: int) -> None:
-        """A turn has cost its key so many tokens more than it paid, or fewer; forgotten where nobody waits."""
+        """A turn has cost its key this many tokens more than it paid, or fewer; ignored where no request waits."""
         band = self._bands.get(priority)
         if band is not None:
             band.settle(key, num_tokens)
@@ -195,14 +195,16 @@ class FairQueue(Generic[W]):
         return [waiter for waiter in self._waiters if waiter.expires_at <= now]
 
     def tokens_before(self, key: str, priority: int, cost_tokens: int) -> int:
-        """What is served before a newcomer, by the rules of turns and with nobody coming after it."""
+        """Tokens served before a new request, if no other one comes after it."""
         band = self._bands.get(priority)
         line = band.lines.get(key) if band is not None else None
         own = sum(waiter.cost_tokens for waiter in line.waiters) if line is not None else 0
         return own + self._before(key, priority, own + cost_tokens)
 
     def tokens_until(self, arrived_at: float) -> int:
-        """What is served until the turn of whoever arrived then is over, with nobody coming after; 0: nobody did."""
+        """Tokens served until the turn of the request that arrived then is over, if none comes after it; 0: there is
+        none.
+        """
         for priority, band in self._bands.items():
             for key, line in band.lines.items():
                 places = [place for place, waiter in enumerate(line.waiters) if waiter.arrived_at == arrived_at]
@@ -212,7 +214,7 @@ class FairQueue(Generic[W]):
         return 0
 
     def _before(self, key: str, priority: int, own: int) -> int:
-        """Tokens of others, and of what is more urgent, that are served before `own` ones of this key."""
+        """Tokens of other keys, and of lower priorities, that are served before `own` ones of this key."""
         total = 0
         for each, band in self._bands.items():
             if each > priority:
@@ -244,7 +246,7 @@ class FairQueue(Generic[W]):
         return len(self._waiters) > self.max_requests or self._num_bytes > self.max_bytes
 
     def _victim(self) -> W | None:
-        """Who must go when it is overfull; `None`: all that are there stay."""
+        """The request to shed when the queue exceeds its bounds; `None`: all are kept."""
         is_too_long = len(self._waiters) > self.max_requests
         for priority in sorted(self._bands, reverse=True):
             newest = [(line, waiter) for line in self._bands[priority].lines.values() if (waiter := line.newest())]
@@ -253,7 +255,7 @@ class FairQueue(Generic[W]):
         return None
 
     def find_inconsistencies(self) -> list[str]:
-        """Contradictions between what is counted and what is there; for tests. O(waiters)."""
+        """Contradictions between counters and contents; for tests. O(waiters)."""
         lines = list(chain.from_iterable(band.lines.items() for band in self._bands.values()))
         there = [waiter for _, line in lines for waiter in line.waiters]
         checks = {

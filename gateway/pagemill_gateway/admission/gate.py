@@ -1,7 +1,7 @@
-"""The gateway's own bound: at most `max_requests` inside at once, with `max_bytes` of bodies, decided atomically.
+"""The gateway's own bounds: at most `max_requests` at once, with `max_bytes` of bodies, decided atomically.
 
-It protects the gateway's memory, not the engines: an engine accepts or refuses by itself, from its headers. There is no
-queue here; a request that does not fit is told when to come back.
+The gate protects the gateway's memory, not the engines: an engine accepts or refuses by itself, from its headers. There
+is no queue here; a request beyond the bounds is refused with `Retry-After`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Gate:
 
     @property
     def num_bytes(self) -> int:
-        """Of the bodies of those inside."""
+        """Of the bodies of all requests inside."""
         return self._num_bytes
 
     def close(self, reason: str) -> None:
@@ -39,7 +39,7 @@ class Gate:
 
     @contextmanager
     def enter(self) -> Iterator[GateSlot]:
-        """Hold one place for the body of the `with`; raises `PagemillError` (503) at once when there is none."""
+        """Hold one slot for the body of the `with`; raises `PagemillError` (503) at once when there is none."""
         if self._closed_reason is not None:
             raise unavailable(self._closed_reason, retry_after_s=1, code="draining")
         if self._num_inside >= self._max_requests:
@@ -60,11 +60,11 @@ class Gate:
                 self._empty.set()
 
     async def wait_empty(self) -> None:
-        """Return when nobody is inside."""
+        """Return when no request is inside."""
         await self._empty.wait()
 
     async def wait_quiet(self, quiet_s: float) -> None:
-        """Return when nobody is inside and nobody has come for a while."""
+        """Return when no request is inside and none has come for this long."""
         while True:
             await self._empty.wait()
             num_entered = self._num_entered
@@ -94,19 +94,19 @@ class GateSlot:
         self.num_bytes = 0
 
     def expect(self, num_bytes: int) -> None:
-        """Raises `PagemillError` (503) where a body of this length would find no room; nothing is held for it yet."""
+        """Raises `PagemillError` (503) if a body of this length would exceed the bound; nothing is held for it yet."""
         if not self._gate.has_capacity(num_bytes):
             raise self._gate.over_capacity()
 
     def hold(self, num_bytes: int) -> None:
-        """Count bytes that have arrived. Raises `PagemillError` (503) and holds nothing when they find no room."""
+        """Count bytes that have arrived. Raises `PagemillError` (503) and holds nothing when they exceed the bound."""
         self.expect(num_bytes)
         self._gate.take(num_bytes)
         self.num_bytes += num_bytes
 
 
 class RunningRequests:
-    """Requests under way: each with its deadline, all of them endable when the drain has lasted long enough."""
+    """Requests in progress: each has its deadline, and all can be ended when the drain has lasted long enough."""
 
     def __init__(self) -> None:
         self._limits: set[asyncio.Timeout] = set()
@@ -132,7 +132,7 @@ class RunningRequests:
         self._ending = True
         now = asyncio.get_running_loop().time()
         for limit in self._limits:
-            # One whose time is up already is on its way out and cannot be moved any more.
+            # One whose time is up already ends by itself and cannot be rescheduled.
             if not limit.expired():
                 limit.reschedule(now)
 

@@ -1,8 +1,8 @@
-"""How many tokens answers of one deployment will have, learned from those that ended.
+"""How many tokens answers of one deployment will have, learned from finished ones.
 
-Answers are told apart by the power of two of the `max_tokens` their clients sent, since short limits and short answers
-go together; a limit that was seen too rarely borrows from all the others. Old answers fade, so a changed workload is
-learned anew. Memory does not grow: one histogram with bins of a factor of 1.4 per power of two.
+Answers are grouped by the power of two of the `max_tokens` their clients sent, since short limits and short answers go
+together; a limit that was seen too rarely uses the answers of all. Old answers fade, so a changed workload is learned
+anew. Memory does not grow: one histogram with bins of a factor of 1.4 per power of two.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import math
 QUANTILE = 0.8
 """Of the learned lengths. Many requests together need their mean; a few need more than that."""
 PRIOR_TOKENS = 256
-"""The guess while nothing is learned, for answers that may be longer."""
+"""The estimate while nothing is learned, for answers that may be longer."""
 PRIOR_MEAN_TOKENS = 128.0
 MEAN_WEIGHT = 0.02
 """Of the newest answer in the mean: a memory of about 50."""
 LEAST_SAMPLES = 8.0
-"""Fewer tell nothing."""
+"""Answers before a histogram is used."""
 MAX_SAMPLES = 512.0
-"""When more are counted, all are halved."""
+"""Beyond this many, all counts are halved."""
 NUM_BINS = 48
 NUM_LIMITS = 24
 
@@ -27,7 +27,7 @@ NUM_LIMITS = 24
 class OutputTokens:
     def __init__(self) -> None:
         self.mean = PRIOR_MEAN_TOKENS
-        """Of recent answers: how long a seat is taken on average."""
+        """Of recent answers: how long a sequence slot is used on average."""
         self._by_limit: dict[int, _Histogram] = {}
         self._all = _Histogram()
 

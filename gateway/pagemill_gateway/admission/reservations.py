@@ -1,8 +1,8 @@
-"""What this gateway has promised of one engine and the engine's reports do not show yet.
+"""What this gateway has sent to one engine and its reports do not show yet, and what the engine refused.
 
 A request is reserved when it is sent: the blocks of its prompt that are not cached, and of the output that is expected.
 Once the engine has accepted it and two reports have come since, its blocks are in the reports, and only the growth of
-its output is still reserved. Pure bookkeeping of one engine; `brain.endpoints.record` judges with it.
+its output is still reserved. Pure bookkeeping of one engine; `brain.endpoints.record` checks capacity with it.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 REPORTS_UNTIL_SEEN = 2
-"""After the acceptance: the first report may have been under way before it."""
+"""After the acceptance: the first report may have been made before it."""
 BASE_PAUSE_S = 0.25
 MAX_PAUSE_S = 4.0
 
 
 class Need(NamedTuple):
-    """What one request will take of an engine."""
+    """What one request needs of an engine."""
 
     num_prompt_tokens: int
     num_uncached_tokens: int
@@ -31,11 +31,11 @@ class Need(NamedTuple):
         return self.num_uncached_tokens + self.num_sequences * self.num_output_tokens
 
     def with_cached(self, num_cached_tokens: int) -> Need:
-        """The same where so many of its prompt's tokens are cached."""
+        """The same with this many of its prompt's tokens cached."""
         return self._replace(num_uncached_tokens=max(1, self.num_prompt_tokens - num_cached_tokens))
 
     def num_blocks(self, block_size: int) -> int:
-        """Sequences share the prompt's blocks, each has its own of the output."""
+        """Sequences share the prompt's blocks; each has its own for the output."""
         num_prompt_blocks = -(-self.num_uncached_tokens // block_size)
         return num_prompt_blocks + self.num_sequences * -(-self.num_output_tokens // block_size)
 
@@ -75,14 +75,14 @@ class Reservations:
         self.num_unseen_blocks += reservation.num_blocks
 
     def accepted(self, decision: int) -> None:
-        """The engine has it."""
+        """The engine has accepted it."""
         reservation = self._open.get(decision)
         if reservation is not None and reservation.reports_left is None:
             reservation.reports_left = REPORTS_UNTIL_SEEN
             self._accepted[decision] = reservation
 
     def reported(self) -> None:
-        """A report came."""
+        """A report has arrived."""
         for decision, reservation in list(self._accepted.items()):
             assert reservation.reports_left is not None
             reservation.reports_left -= 1
@@ -113,7 +113,8 @@ class Reservations:
 
 
 class RefusalBackoff:
-    """What a refusal teaches: the engine takes no more of our requests than it had, until one ends or a pause is over.
+    """What follows from a refusal: the engine takes no more of our requests than it had, until one ends or a pause is
+    over.
 
     After the pause one request at a time tries again; each refusal in a row doubles the pause. This replaces what is
     unknown of an engine whose reports are stale, lag, or omit its limits.
@@ -121,12 +122,12 @@ class RefusalBackoff:
 
     def __init__(self) -> None:
         self._full_at: int | None = None
-        """So many of our requests were there when it refused one more; `None`: it did not."""
+        """How many of our requests were there when it refused one more; `None`: it did not."""
         self._until = 0.0
         self._num_refusals = 0
 
     def refused(self, in_flight: int, now: float) -> None:
-        """It refused one request while `in_flight` others of ours were there."""
+        """It refused one request while it had `in_flight` others of ours."""
         self._full_at = in_flight
         self._until = now + min(MAX_PAUSE_S, BASE_PAUSE_S * 2.0 ** min(self._num_refusals, 10))
         self._num_refusals += 1
@@ -139,6 +140,6 @@ class RefusalBackoff:
         return self._full_at is None or in_flight < self._full_at or now >= self._until
 
     def chosen(self, in_flight: int, now: float) -> None:
-        """One goes there while `in_flight` others are: beyond what was refused, it is the one that asks again."""
+        """A request goes there beside `in_flight` others: beyond the refused number, it is the one that tries again."""
         if self._full_at is not None and in_flight >= self._full_at:
             self._until = now + MAX_PAUSE_S

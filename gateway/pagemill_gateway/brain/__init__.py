@@ -1,1 +1,1 @@
-"""What the gateway knows of its engines, and who gets the next request. No HTTP in here."""
+"""What the gateway knows of its engines, and which engine gets the next request. No HTTP in here."""

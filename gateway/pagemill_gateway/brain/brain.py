@@ -1,7 +1,7 @@
-"""The brain: takes the catalogue and the engines' reports, decides where each request goes, accounts it at once.
+"""The brain: takes the catalogue and the engines' reports, decides where each request goes, and accounts it at once.
 
-It speaks no HTTP: `discovery` feeds it, `relay` asks it (through `brain.interface`), `routing`
-holds the policy it asks in turn. Time and chance come from outside, so that a simulation can replay it.
+It speaks no HTTP: `discovery` passes it reports, `relay` asks it (through `brain.interface`), and it asks the policy of
+`routing` in turn. Time and random numbers are passed in, so that a simulation can replay its decisions.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class LocalBrain:
         self._num_decisions = first_decision
         self._open: dict[int, InFlightRequest] = {}
         self._stall_timeout_s = config.stall_timeout_s
-        # A static catalogue says `terminating` when nothing may go there any more; a cluster says so at once, while
-        # the replacement may not be known here yet.
+        # A static catalogue sets `terminating` when the endpoint must get no more requests; a cluster sets it at once,
+        # while the replacement may not be known here yet.
         self._keeps_terminating = config.discovery == "kubernetes"
         self.changes = ChangeNotifier()
         self.traffic = TrafficMeter(clock)
@@ -84,7 +84,7 @@ class LocalBrain:
             self.registry, self.recovery, self.poison_detection, rng, clock, keeps_terminating=self._keeps_terminating
         )
 
-    # What discovery feeds.
+    # Calls of discovery.
 
     def apply_catalog(self, catalog: Catalog) -> None:
         known, before = self.registry.endpoints, set(self.registry.deployments)
@@ -134,7 +134,7 @@ class LocalBrain:
             self.queues.pump(record.deployment)
 
     def stream_lost(self, endpoint_id: str) -> None:
-        """The state stream of an endpoint is down."""
+        """The state stream of an endpoint has ended."""
         record = self.registry.endpoints.get(endpoint_id)
         if record is None:
             return
@@ -143,21 +143,21 @@ class LocalBrain:
         record.reports.disconnected()
 
     def unreachable(self, endpoint_id: str) -> None:
-        """Nobody listens at the endpoint's address: it must not get requests until it reports again."""
+        """No process listens at the endpoint's address: it must not get requests until it reports again."""
         record = self.registry.endpoints.get(endpoint_id)
         if record is not None:
             record.unreachable = True
             self.registry.changed(record)
 
     def drain(self, endpoint_id: str) -> None:
-        """Promise never to choose the endpoint again, unless it starts anew."""
+        """Never choose the endpoint again, unless it restarts or wakes up."""
         record = self.registry.endpoints.get(endpoint_id)
         if record is not None:
             record.draining = True
             self.registry.changed(record)
 
     def drain_acknowledged(self, endpoint_id: str) -> None:
-        """The endpoint has heard that it is let go."""
+        """The endpoint has confirmed that it gets no more requests."""
         record = self.registry.endpoints.get(endpoint_id)
         if record is not None:
             record.drain_acknowledged = True
@@ -173,13 +173,13 @@ class LocalBrain:
         return any(other.usable for other in deployment.records)
 
     def awaiting_first_report(self, endpoint_id: str) -> None:
-        """Somebody asks the endpoint what it is, and nothing is known of it."""
+        """Discovery is asking an endpoint for its first report."""
         record = self.registry.endpoints.get(endpoint_id)
         if record is not None:
             record.awaiting_first_report = True
 
     def note_phase(self, endpoint_id: str, phase: str, detail: str) -> None:
-        """What the `/readyz` of an endpoint that is not ready said, for people and error messages."""
+        """Keep what the `/readyz` of an endpoint that is not ready answered, for status and error messages."""
         record = self.registry.endpoints.get(endpoint_id)
         if record is None:
             return
@@ -189,12 +189,12 @@ class LocalBrain:
             self.queues.pump(record.deployment)
 
     def ready(self, endpoint_id: str) -> bool:
-        """Whether the endpoint has told what it serves."""
+        """Whether the endpoint has reported what it serves."""
         record = self.registry.endpoints.get(endpoint_id)
         return record is not None and record.max_model_len > 0
 
     def leaving(self, endpoint_id: str) -> bool:
-        """Whether the endpoint is on its way out, or gone from the catalogue."""
+        """Whether the endpoint is terminating or draining, or gone from the catalogue."""
         record = self.registry.endpoints.get(endpoint_id)
         return record is None or record.leaving
 
@@ -203,7 +203,7 @@ class LocalBrain:
         deployment = self.registry.deployments.get(record.deployment)
         return deployment.model.engine_token if deployment is not None else ""
 
-    # What relays ask.
+    # Calls of relays.
 
     def resolve(self, model: str) -> Target:
         """As `look_up`, at once."""
@@ -222,7 +222,7 @@ class LocalBrain:
             if error.code != NOT_READY:
                 raise
         self._outages.note_demand(self._outages.wanted(model))
-        left_s = self._outages.lefts_s(model)
+        left_s = self._outages.waits_left_s(model)
         if max(left_s.values(), default=0.0) <= 0:
             return self.resolve(model)
         key = max(left_s, key=lambda each: left_s[each])
@@ -262,7 +262,7 @@ class LocalBrain:
         placed, queued_s = await self.queues.wait(
             key,
             self._limits(key),
-            ticket._replace(key=to_place.line),
+            ticket._replace(key=to_place.queue_key),
             attempt,
             group=to_place.group,
             cost_tokens=cost_tokens,
@@ -334,7 +334,7 @@ class LocalBrain:
     def record_outcome(self, outcome: RequestOutcome) -> None:
         self.traffic.record_outcome(outcome)
 
-    # What status and metrics read.
+    # Calls of status and metrics.
 
     def state_age_s(self, record: EndpointRecord) -> float | None:
         """Age of the latest report; None when there never was one."""
@@ -345,11 +345,11 @@ class LocalBrain:
         return record.load_elsewhere(self._clock())
 
     def load(self) -> list[DeploymentLoad]:
-        """What the operator is told of each deployment."""
+        """What the load stream publishes of each deployment."""
         return measure_load(self.registry, self.queues, self.traffic, self._clock())
 
     def phase(self, record: EndpointRecord) -> str:
-        """`EndpointRecord.phase_at`, or ejected where it would be stale or ready."""
+        """`EndpointRecord.phase_at`, or `ejected` where that is `stale` or `ready` and the endpoint is ejected."""
         now = self._clock()
         phase = record.phase_at(now)
         is_ejected = phase in ("stale", "ready") and not self.recovery.ejection(record).allows(now)
@@ -357,24 +357,24 @@ class LocalBrain:
 
     def _resolve_in_time(self, model: str, until: float) -> Target | None:
         """As `resolve`, but None while an engine may still come."""
-        is_over = self._clock() >= until or max(self._outages.lefts_s(model).values(), default=0.0) <= 0
+        is_over = self._clock() >= until or max(self._outages.waits_left_s(model).values(), default=0.0) <= 0
         if is_over or self._eligible.settled(model):
             return self.resolve(model)
         self._outages.note_demand(self.registry.named(model))
         return None
 
     def _served_name(self, name: str) -> ServedName:
-        """Deployments that share it serve what all of them can."""
+        """Deployments that share a name serve what all of them can."""
         deployments = self.registry.named(name)
         lengths = [record.max_model_len for deployment in deployments for record in deployment.usable()]
         first = deployments[0]
         return ServedName(name, first.model.name, min(lengths, default=None), first.adapter_digest(name) != "")
 
     def _place(self, to_place: PlacementRequest, outage: Outage) -> Assignment | None:
-        """Decide and account; None while there is no room, or no engine but one is expected."""
+        """Decide and account; None while there is no capacity, or no engine but one is expected."""
         now, target, need = self._clock(), to_place.target, to_place.need
         deployment, usable = self._eligible.endpoints(target)
-        if deployment is None or (not usable and outage.is_over(now, self._outages.left_s(deployment))):
+        if deployment is None or (not usable and outage.is_over(now, self._outages.wait_left_s(deployment))):
             raise unavailable(
                 f"The engines of {target.deployment} went away. Try again.",
                 retry_after_s=self._start_left_s(target.deployment) or 1,
@@ -390,7 +390,7 @@ class LocalBrain:
 
         pool = self._eligible.best(self._eligible.able(usable, to_place, now), to_place.tried, now)
         if to_place.charged_tokens is not None:
-            # Who waits looks again with every report, mostly in vain: engines that are full anyhow are not weighed.
+            # A waiting request is tried again with every report, mostly in vain: engines that are full are not weighed.
             pool = [record for record in pool if fits(record, need.num_prompt_tokens)]
         if not pool:
             return None
@@ -399,7 +399,7 @@ class LocalBrain:
         return self._account(placed, deployment, to_place, now) if placed is not None else None
 
     def _cost_of_turn(self, to_place: PlacementRequest) -> int:
-        """Before it is known where the turn leads: as on the engine that has most of the prompt."""
+        """Before the endpoint is known: as on the engine that has most of the prompt."""
         _, usable = self._eligible.endpoints(to_place.target)
         num_cached_tokens = self.placement.most_cached_tokens(to_place.request, usable, self._clock())
         return to_place.need.with_cached(num_cached_tokens).cost_tokens
@@ -429,7 +429,7 @@ class LocalBrain:
         return deployment.starts.left_s(self._clock()) if deployment is not None and not deployment.serving else None
 
     def _announce(self) -> None:
-        """Who may get requests has changed: everybody who waits looks again."""
+        """The set of usable endpoints has changed: all waiting requests are tried again."""
         self.changes.publish()
         self.queues.pump_all()
 

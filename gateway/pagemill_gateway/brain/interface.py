@@ -1,7 +1,7 @@
 """What a relay may ask of the brain: a few calls and the values they pass.
 
 Relay and brain need not live in one process (`pagemill_gateway.ipc`), so everything here is a plain value: the
-coroutines are questions with an answer, the others messages that nobody waits for.
+coroutines are questions with an answer, the others are notifications without one.
 """
 
 from __future__ import annotations
@@ -12,29 +12,33 @@ from typing import Literal, NamedTuple, Protocol
 EngineFailureKind = Literal["lost", "killed", "crashed"]
 FailureKind = Literal["refused", "declined", "unreachable", "lost", "killed", "stalled", "crashed", "broken", "request"]
 """`refused`: the engine works but is full. `declined`: it is shutting down or starting and takes nothing.
-`unreachable`: nobody listens there. `lost`: the connection ended without a word. `killed`: it said that it was ended
-from outside. `stalled`: it fell silent. `crashed`: it said that its own work brought it down. `broken`: it sent
-garbage, or fails whatever it is asked. `request`: the engine works but failed this one request."""
+`unreachable`: no process listens at its address. `lost`: the connection ended without an error message. `killed`: it
+reported that it was ended from outside. `stalled`: it sends nothing any more. `crashed`: it reported that its own work
+brought it down. `broken`: it sent invalid frames, or fails every request. `request`: the engine works but failed this
+one request.
+"""
 
 UNSERVED: frozenset[FailureKind] = frozenset({"refused", "declined", "unreachable"})
 """No engine has worked for the request."""
 
 Probe = Literal["none", "shared", "alone"]
-"""Of a request that may be what brings engines down: not thought so; beside others that are not; nobody else starts."""
+"""How a request that may bring down engines is tried: `none`, it is not thought to; `shared`, on an engine without
+another such request; `alone`, on an engine where no other request starts meanwhile.
+"""
 
 NOT_READY = "model_not_ready"
 """Code of the refusal while a deployment has no engine that serves."""
 OTHER_WEIGHTS = "other_weights"
-"""Code of the error when engines are there, but none with the weights that an answer was begun with."""
+"""Code of the error when engines are available, but none with the weights that an answer was begun with."""
 MAX_REROUTES = 2
-"""After refusals in a row, before a request goes to the queue."""
+"""After this many refusals in a row a request goes to the queue."""
 
 
 class QueueTicket(NamedTuple):
-    """Who asks and how long that may take: what the queue goes by. Times are of the monotonic clock."""
+    """A waiting request's place in the queue: key, priority, size and deadline. Times are of the monotonic clock."""
 
     key: str = ""
-    """Keys share the queue fairly; empty: everybody who has none."""
+    """Keys share the queue fairly; empty: all requests without a key."""
     priority: int = 0
     """Smaller is served first."""
     num_bytes: int = 0
@@ -42,44 +46,44 @@ class QueueTicket(NamedTuple):
     arrived_at: float = 0.0
     deadline_at: float = math.inf
     waited_s: float = 0.0
-    """In queues before; the longest wait counts all of them."""
+    """In queues before; the queue's timeout counts all of them."""
     num_sequences: int = 1
     max_tokens: int | None = None
-    """The client's limit on the answer, which its expected length depends on."""
+    """The client's limit on the answer; the expected length depends on it."""
     num_refusals: int = 0
-    """By engines since it last came out of the queue."""
+    """By engines since it last left the queue."""
     paid: bool = False
     """It was at an engine before: its key has paid for its turn."""
 
 
 DEFAULT_TICKET = QueueTicket()
-"""Somebody without a key, who has just come."""
+"""A request without a key that has just arrived."""
 
 
 class EngineFailure(NamedTuple):
-    """An engine that ended with a request."""
+    """An engine that ended while it had a request."""
 
     decision: int
     kind: EngineFailureKind
     probe: Probe = "none"
-    """What the request was there for."""
+    """The probe that the request was there for."""
     progressed: bool = False
-    """It had got a token there: its trial, if it was one, was over."""
+    """The request got a token there: its probe, if it was one, was over."""
 
 
 class RetryContext(NamedTuple):
-    """Why a request is tried once more, and what its next engine must be like."""
+    """Why a request is tried once more, and what its next engine must have."""
 
     decision: int
     """The one that failed."""
     endpoint_id: str
     kind: FailureKind
     weights_digest: str = ""
-    """Part of the answer exists: only these weights can continue it. Empty: any may begin it."""
+    """Part of the answer exists: only these weights can continue it. Empty: any weights may begin it."""
     num_tokens: int = 0
     """Of that part, all sequences together: the next engine computes them along with the prompt."""
     engine_failures: tuple[EngineFailure, ...] = ()
-    """Engines that ended with it so far, one after the other."""
+    """Engines that ended with it so far, in order."""
 
 
 class CompletedRequest(NamedTuple):
@@ -88,7 +92,7 @@ class CompletedRequest(NamedTuple):
     num_output_tokens: int
     """Of all sequences, whichever engines they came from."""
     ms_per_token: float | None = None
-    """The last engine's own pace between its first and its last token; `None`: too few tokens to tell."""
+    """Between the first and the last token of the last engine; `None`: too few tokens to measure it."""
 
 
 class HashScheme(NamedTuple):
@@ -105,18 +109,18 @@ class HashScheme(NamedTuple):
 
 
 class RoutingRequest(NamedTuple):
-    """What routing may know of one engine request. No text and no token of it."""
+    """What routing may know of one engine request. It holds no text and no token of it."""
 
     num_prompt_tokens: int
     prefix_chunks: tuple[bytes, ...] = ()
-    """Hashes of the prompt's full granules under the target's scheme and the caller's salt."""
+    """Hashes of the prompt's full prefix chunks under the target's scheme and the caller's salt."""
     prefix_chunk_tokens: int = 0
     prompt_key: bytes = b""
     """Hash of the prompt's first characters."""
     session: bytes = b""
     """Hash of the session that the client named; empty: none."""
     adapter_digest: str = ""
-    """Content of the adapter it is for; empty: the model alone."""
+    """Content of the adapter it is for; empty: none."""
 
 
 class Target(NamedTuple):
@@ -135,13 +139,15 @@ class Target(NamedTuple):
     session_header: str = ""
     """Lower case; empty: the deployment has none."""
     queued_s: float = 0.0
-    """How long the question had to wait for an answer."""
+    """How long the request waited before a target was found."""
     adapter_digest: str = ""
     """Content of the adapter that the client named; empty: it named the model."""
 
 
 class Assignment(NamedTuple):
-    """One decision: accounted from the moment it is made until `finished` or `failed` gets it back."""
+    """A request's assignment to an endpoint: accounted from the moment it is made until `finished`, `failed` or
+    `withdrawn`.
+    """
 
     decision: int
     endpoint_id: str
@@ -149,19 +155,21 @@ class Assignment(NamedTuple):
     token: str
     policy: str = ""
     believed: bool = False
-    """The endpoint's own report was weighed, not just our counts."""
+    """The endpoint's own fresh report was used, not only this gateway's counts."""
     predicted_cached_tokens: int = 0
     prefix_chunk_tokens: int = 0
-    """What the engine finds beyond the prediction and below this much more, no report could have told."""
+    """What the engine finds beyond the prediction and below this much more is not an error: no report could have shown
+    it.
+    """
     predicted_ttft_ms: float | None = None
     """From the decision to the first token; `None`: the policy did not predict any."""
     queued_s: float = 0.0
-    """How long the request waited for room; 0: it did not."""
+    """How long the request waited for capacity; 0: it did not."""
     probe: Probe = "none"
 
 
 class RequestOutcome(NamedTuple):
-    """How one client request fared that came to its own end, as its client saw it."""
+    """How one client request that came to its own end was served, as its client saw it."""
 
     deployment: str
     """`namespace/deployment`."""
@@ -169,9 +177,9 @@ class RequestOutcome(NamedTuple):
     num_cached_tokens: int
     num_output_tokens: int
     ttft_ms: float | None = None
-    """From its arrival, waits included; only of streams."""
+    """From its arrival, waits included; only for streams."""
     tpot_ms: float | None = None
-    """Per token after the first; only of streams."""
+    """Per token after the first; only for streams."""
 
 
 class ServedName(NamedTuple):
@@ -187,7 +195,7 @@ class ServedName(NamedTuple):
 
 class Brain(Protocol):
     async def names(self) -> list[ServedName]:
-        """All names and aliases, served at the moment or not."""
+        """All names and aliases, whether an engine serves them now or not."""
         ...
 
     async def look_up(self, model: str) -> Target:
@@ -198,7 +206,7 @@ class Brain(Protocol):
         ...
 
     async def find(self, model: str, ticket: QueueTicket = DEFAULT_TICKET) -> Target:
-        """As `look_up`, but waits in the deployment's queue for an engine that is expected to come (back)."""
+        """As `look_up`, but waits in the deployment's queue for an engine that is expected to start or to return."""
         ...
 
     async def choose(
@@ -210,32 +218,33 @@ class Brain(Protocol):
         ticket: QueueTicket = DEFAULT_TICKET,
         retry: RetryContext | None = None,
     ) -> Assignment:
-        """An endpoint with room, preferring those not in `tried`; waits in the deployment's queue until there is one.
+        """An endpoint with capacity, preferring those not in `tried`; waits in the deployment's queue until there is
+        one.
 
         Raises `PagemillError`: 503 when there is no engine at all or the wait was too long, 429 when the queue is full.
-        With `retry` also when the retry budget is spent, or (`OTHER_WEIGHTS`) when none could continue the answer; 500
-        when it is what brings engines down.
+        With `retry` also when the retry budget is spent, or (`OTHER_WEIGHTS`) when no engine could continue the answer;
+        500 when the request is blamed for bringing down engines.
         """
         ...
 
     def accepted(self, assignment: Assignment) -> None:
-        """The engine has taken the request: its coming reports count it."""
+        """The engine has taken the request: its next reports count it."""
         ...
 
     def started(self, assignment: Assignment, ttft_ms: float | None = None) -> None:
-        """The first frame arrived; of a stream, so many milliseconds after the request was sent."""
+        """The first frame arrived; for a stream, `ttft_ms` after the request was sent."""
         ...
 
     async def alive(self, endpoint_id: str) -> bool:
-        """Whether the engine still reports its state and makes steps: it is busy then, not gone."""
+        """Whether the engine still reports its state and makes steps: then it is busy, not gone."""
         ...
 
     async def expected_s(self, model: str, ticket: QueueTicket) -> float | None:
-        """How much longer the request of `ticket`, which waits, will wait for an engine; `None`: nobody knows."""
+        """How much longer the waiting request of `ticket` will wait for an engine; `None`: unknown."""
         ...
 
     def finished(self, assignment: Assignment, served: CompletedRequest | None = None) -> None:
-        """The request left the endpoint: served, or for whatever reason that is no fault of the endpoint's."""
+        """The request left the endpoint: served, or for a reason that is not the endpoint's fault."""
         ...
 
     def failed(self, assignment: Assignment, kind: FailureKind) -> None:
@@ -243,7 +252,7 @@ class Brain(Protocol):
         ...
 
     def withdrawn(self, assignment: Assignment) -> None:
-        """The request was never sent: whoever asked has left meanwhile."""
+        """The request was never sent: its client has left meanwhile."""
         ...
 
     def record_outcome(self, outcome: RequestOutcome) -> None:

@@ -1,1 +1,1 @@
-"""How the brain learns: the catalogue, the engines' state streams, their tokenizer bundles."""
+"""Where the brain's knowledge comes from: the catalogue, the engines' state streams, their tokenizer bundles."""

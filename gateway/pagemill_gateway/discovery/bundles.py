@@ -1,8 +1,8 @@
 """Tokenizers of the engines' models: bundles fetched from control ports by digest, built once, kept while in use.
 
-A bundle is checked against its digest before it counts, so a wrong or changed tokenizer cannot slip in. Building a
-tokenizer takes long for large vocabularies and happens off the event loop. Where brain and workers are processes of
-their own, the brain's fetches from engines and checks, and the workers get theirs from it.
+A bundle is checked against its digest before it is used, so a wrong or changed tokenizer is never applied. Building a
+tokenizer takes long for large vocabularies and happens off the event loop. Where the control process is a process of
+its own, it fetches from engines and checks, and the workers get their bundles from it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FETCH_TIMEOUT_S = 30.0
 MAX_BUNDLE_BYTES = 128 * 1024 * 1024
 
 Source = Callable[[str], Awaitable[bytes]]
-"""The bundle of a digest, from wherever. Raises `PagemillError`."""
+"""The bundle of a digest. Raises `PagemillError`."""
 
 
 class BundleError(Exception):
@@ -39,9 +39,8 @@ class Bundles:
         keeps_tokenizers: bool = True,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        """`session`: for `fetch`; `None`: all comes from the source.
-        `source`: where a bundle that is not known can be had. `keeps_tokenizers`: prompts are tokenized here.
-        `on_change`: one more is known.
+        """`session`: for `fetch`; `None`: all bundles come from the source. `source`: where to get an unknown bundle.
+        `keeps_tokenizers`: prompts are tokenized here. `on_change`: one more bundle is known.
         """
         self._session = session
         self._source = source
@@ -60,11 +59,11 @@ class Bundles:
         return frozenset(self._bundles)
 
     def data(self, digest: str) -> bytes:
-        """Of a known bundle. Raises `BundleError`."""
+        """The bytes of a known bundle. Raises `BundleError`."""
         return self._known(digest).to_bytes()
 
     async def fetch(self, digest: str, control_url: str, token: str) -> None:
-        """Make `digest` known; several callers at once fetch it once. Raises `BundleError` or `aiohttp.ClientError`."""
+        """Make `digest` known; concurrent callers fetch it once. Raises `BundleError` or `aiohttp.ClientError`."""
         await self._learn(digest, lambda: self._download(control_url, token))
 
     async def load(self, digest: str) -> None:
@@ -89,9 +88,9 @@ class Bundles:
             return self._tokenizers[digest, chat_template]
 
     def forget_all_but(self, digests: Set[str], templates: Set[str]) -> None:
-        """Drop what no endpoint and no deployment names any more.
+        """Drop what no endpoint and no deployment uses any more.
 
-        A request under way may hold such a tokenizer still: it closes itself when its last user lets go.
+        A request in progress may still hold such a tokenizer: it closes itself with its last user.
         """
         for digest in self._bundles.keys() - digests:
             del self._bundles[digest]

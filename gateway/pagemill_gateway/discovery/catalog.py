@@ -1,4 +1,4 @@
-"""The catalogue as it comes in, from the settings file or `PUT /catalog`: decoded and checked as a whole."""
+"""The catalogue of the settings file or of `PUT /catalog`: decoded and checked as a whole."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pagemill_protocol.errors import PagemillError, invalid_field
 
 
 def decode_catalog(raw: bytes) -> Catalog:
-    """Raises `PagemillError` 400 that names the part at fault; nothing of a faulty catalogue is applied."""
+    """Raises `PagemillError` 400 that names the invalid part; nothing of an invalid catalogue is applied."""
     try:
         catalog = msgspec.json.decode(raw, type=Catalog)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -1,7 +1,8 @@
-"""Taking leave of engines that drain: as soon as others can take over, promise to send nothing more, and say so.
+"""Handover from engines that drain: as soon as others can take over, the gateway stops sending and confirms that.
 
-The engine serves until it hears that from every gateway (`/internal/drained`), so no request falls between an engine
-that leaves and one that this gateway does not know yet. An engine that nobody replaces is let go after a few seconds.
+The engine serves until every gateway has confirmed it (`/internal/drained`), so no request is lost between an engine
+that leaves and one that this gateway does not know yet. For an engine without a replacement it is confirmed after a few
+seconds.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ class Handovers:
         self._under_way: dict[str, asyncio.Task[None]] = {}
 
     def begin(self, endpoint_id: str, control_url: str, token: str) -> None:
-        """Once per endpoint and drain, however often the engine says that it drains.
+        """Once per endpoint and drain, however often the engine reports that it drains.
 
-        `token` is used where the catalogue no longer has one: the deployment is gone by then.
+        `token` is used where the catalogue has none any more because the deployment is gone.
         """
         record = self._brain.registry.endpoints.get(endpoint_id)
         if endpoint_id in self._under_way or record is None or record.drain_acknowledged:
@@ -56,7 +57,7 @@ class Handovers:
         await self._brain.changes.wait_until(lambda: self._brain.replaceable(endpoint_id), self._timeout_s)
         self._brain.drain(endpoint_id)
         for _ in range(NUM_TRIES):
-            # Keys may have turned since the stream was opened.
+            # Keys may have been rotated since the stream was opened.
             token = self._token_now(endpoint_id) or token
             if await self._acknowledge(control_url, token):
                 self._brain.drain_acknowledged(endpoint_id)
@@ -71,16 +72,18 @@ class Handovers:
         return self._brain.token_of(record) if record is not None else ""
 
     async def _acknowledge(self, control_url: str, token: str) -> bool:
-        """Whether the engine has heard it, or will never want to."""
+        """Whether the engine has received the confirmation, or will never accept it."""
         headers = {"Authorization": f"Bearer {token}", **self._gateway}
         try:
             async with self._session.post(
                 f"{control_url}/internal/drained", headers=headers, timeout=TIMEOUT, allow_redirects=False
             ) as response:
                 if response.status in WRONG_TOKEN or response.status >= 500:
-                    logger.warning("%s was not told that it is let go: status %d", control_url, response.status)
+                    logger.warning(
+                        "%s did not receive the confirmation that it drained: status %d", control_url, response.status
+                    )
                     return False
                 return True
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            logger.info("%s was not told that it is let go: %s", control_url, type(error).__name__)
+            logger.info("%s did not receive the confirmation that it drained: %s", control_url, type(error).__name__)
             return False

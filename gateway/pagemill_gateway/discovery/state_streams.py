@@ -1,10 +1,10 @@
-"""One long `GET /internal/state` per endpoint, opened again for ever, fed into the brain.
+"""One long `GET /internal/state` per endpoint, reopened for ever; its frames go to the brain.
 
 A broken, silent or gapped stream is closed and opened again (its first frame is a snapshot) after a jittered, growing
-pause; meanwhile the endpoint's `/readyz` says why. The pause never stops traffic: what a missing stream means for
-routing is the brain's business. Tokenizer bundles named by a frame are fetched before the frame counts, so that no
-endpoint is usable before its prompts can be tokenized. An engine that drains is told when nothing goes there any more
-(`discovery.handover`).
+pause; meanwhile the endpoint's `/readyz` gives the reason. The pause never stops traffic: the brain decides what a
+missing stream means for routing. Tokenizer bundles named by a frame are fetched before the frame is applied, so that no
+endpoint is usable before its prompts can be tokenized. An engine that drains gets a confirmation once no more requests
+go there (`discovery.handover`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ logger = logging.getLogger("pagemill.gateway.state")
 
 LONG_FAILING_SHARE = 0.1
 LONGEST_PAUSE_S = 30.0
-"""An endpoint that has failed for long is asked less and less; its platform tells when that is worth it again."""
+"""Longest pause for an endpoint that has failed for long; its platform shows when it is worth trying again."""
 STREAM_FAULTS = (aiohttp.ClientError, TimeoutError, OSError, FrameError, StateGap, BundleError)
 READYZ_TIMEOUT_S = 1.0
 READYZ_MAX_BYTES = 64 * 1024
@@ -54,7 +54,7 @@ class StateStreams:
         """Endpoints that have answered, or failed to, at least once."""
         self._probed_ready: set[str] = set()
         self._hints: dict[str, asyncio.Event] = {}
-        """By endpoint: set when it is worth to try again at once."""
+        """By endpoint: set when it should be tried again at once."""
 
     def sync(self) -> None:
         """Follow exactly the endpoints that the brain knows now."""
@@ -72,11 +72,11 @@ class StateStreams:
 
     @property
     def settled(self) -> bool:
-        """Every engine that its platform calls ready is known here as well, or was asked in vain."""
+        """Every engine that its platform calls ready has reported here, or was asked without success."""
         return self._probed_ready <= self._asked
 
     def _hint(self, probed_ready: set[str]) -> None:
-        """Those that the platform has just found ready need not wait for the next attempt."""
+        """Endpoints that the platform has just found ready are tried at once."""
         for endpoint_id in probed_ready - self._probed_ready:
             if endpoint_id in self._hints:
                 self._hints[endpoint_id].set()
@@ -103,7 +103,7 @@ class StateStreams:
                 connection.refused = is_refused(error)
                 cause = f"{type(error).__name__}: {error}"
             except Exception as error:
-                # A surprise in one stream must neither end it for good nor touch another one.
+                # An unexpected error in one stream must neither end it for good nor affect another one.
                 logger.exception("state stream of %s failed", endpoint_id)
                 cause = f"{type(error).__name__}: {error}"
             if connection.num_frames:
@@ -130,7 +130,7 @@ class StateStreams:
         hint.clear()
 
     async def _read(self, endpoint_id: str, control_url: str, connection: _Connection) -> None:
-        """One connection, until it ends. Raises one of `STREAM_FAULTS` for anything but an orderly end."""
+        """One connection, until it ends. Raises one of `STREAM_FAULTS` unless the stream ends regularly."""
         record = self._brain.registry.endpoints.get(endpoint_id)
         token = self._brain.token_of(record) if record is not None else ""
         timeout = aiohttp.ClientTimeout(
@@ -165,12 +165,12 @@ class StateStreams:
 
 
 class _Connection:
-    """Survives the exception that ends a connection."""
+    """Kept beyond the exception that ends a connection."""
 
     num_frames = 0
     opened = False
     refused = False
-    """Nobody listens there."""
+    """No process listens there."""
 
 
 class _Readyz(msgspec.Struct):
@@ -179,7 +179,7 @@ class _Readyz(msgspec.Struct):
 
 
 async def fetch_phase(session: aiohttp.ClientSession, control_url: str, otherwise: str) -> tuple[str, str]:
-    """`(phase, detail)`, such as `("loading", "weights 40 %")`; `("unreachable", otherwise)` when nobody answers."""
+    """`(phase, detail)`, such as `("loading", "weights 40 %")`; `("unreachable", otherwise)` without an answer."""
     timeout = aiohttp.ClientTimeout(total=READYZ_TIMEOUT_S)
     try:
         async with session.get(f"{control_url}/readyz", timeout=timeout, allow_redirects=False) as response:
@@ -190,5 +190,5 @@ async def fetch_phase(session: aiohttp.ClientSession, control_url: str, otherwis
 
 
 def is_refused(error: BaseException) -> bool:
-    """Whether nothing listens on the port: the request was not begun and nothing is lost."""
+    """Whether no process listens on the port: the request was not begun and nothing is lost."""
     return isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno == errno.ECONNREFUSED

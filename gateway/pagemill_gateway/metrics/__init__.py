@@ -1,1 +1,1 @@
-"""What a gateway measures, in the names of `pagemill_protocol.metrics`: by each worker, and once by the head."""
+"""What a gateway measures, with the names of `pagemill_protocol.metrics`, in each worker and in the control process."""

@@ -1,6 +1,6 @@
-"""What there is once in a gateway, brought up to date at the scrape, and what workers have measured, added up.
+"""Metrics that exist once in a gateway, updated at the scrape, and the sums of what workers have measured.
 
-A worker's counters outlive it up to its last second, so that totals do not fall when one is replaced.
+A worker's counters are kept when it ends, so that totals do not fall when a worker is replaced.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class ControlProcessMetrics:
         self._models: set[str] = set()
         self._queued_models: set[str] = set()
         self._counted: dict[tuple[str, str, str], int] = {}
-        """By metric, deployment and outcome: what the brain said at the latest scrape."""
+        """By metric, deployment and outcome: the brain's value at the latest scrape."""
         self._departed: specs.Samples = {}
 
     def decided_alone(self) -> None:
@@ -38,12 +38,12 @@ class ControlProcessMetrics:
         self._metrics.counter(specs.GATEWAY_CONTROL_PROCESS_RESTARTS).inc(times)
 
     def worker_left(self, samples: specs.Samples, *, lost: bool) -> None:
-        """One ended, whose last values were these."""
+        """A worker ended; these were its last values."""
         self._metrics.counter(specs.GATEWAY_WORKERS_LOST).inc(int(lost))
         self._departed = specs.add_up([self._departed, _totals(samples)])
 
     def render(self, brain: LocalBrain, workers: list[specs.Samples], *, ready: bool, current: bool) -> bytes:
-        """The text of a scrape, gauges brought up to date."""
+        """The text of a scrape, with current gauges."""
         self._metrics.gauge(specs.GATEWAY_READY).set(int(ready))
         self._metrics.gauge(specs.GATEWAY_CATALOG_CURRENT).set(int(current))
         self._metrics.gauge(specs.GATEWAY_WORKERS).set(len(workers))
@@ -89,11 +89,11 @@ class ControlProcessMetrics:
             self._metrics.gauge(specs.GATEWAY_QUEUE_REQUESTS, model=model).set(sum(requests))
             self._metrics.gauge(specs.GATEWAY_QUEUE_BYTES, model=model).set(sum(sizes))
             self._metrics.gauge(specs.GATEWAY_QUEUE_OLDEST_SECONDS, model=model).set(max(ages))
-            # Workers count from the first request on; to whoever scales by it, no traffic must be a number.
+            # Workers count from the first request on; for autoscaling on it, no traffic must be a number.
             self._metrics.gauge(specs.GATEWAY_IN_FLIGHT, model=model).set(0)
 
     def _count(self, brain: LocalBrain) -> None:
-        """What the brain has counted since the latest scrape."""
+        """Add what the brain has counted since the latest scrape."""
         counted: dict[tuple[str, str, str], int] = {}
         for deployment in brain.registry.deployments.values():
             key = deployment.key
@@ -120,7 +120,7 @@ class ControlProcessMetrics:
 
 
 def _totals(samples: specs.Samples) -> specs.Samples:
-    """Without gauges: what is so only now."""
+    """Without gauges, which hold only now."""
     return {each.name: samples.get(each.name, []) for each in specs.GATEWAY_METRICS if each.kind != "gauge"}
 
 

@@ -1,7 +1,7 @@
 """What one worker measures of the requests that pass through it.
 
-Counters and histograms move as things happen; the head adds up those of all workers when somebody asks
-(`control_process`).
+Counters and histograms change with the requests; the control process adds up those of all workers at a scrape
+(`metrics.control_process`).
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ class WorkerMetrics:
         self._metrics.counter(specs.GATEWAY_ROUTING_DECISIONS, model=model, policy=assignment.policy, basis=basis).inc()
 
     def first_token(self, model: str, assignment: Assignment, seconds: float) -> None:
-        """The first token of a stream is here, this long after it was sent to the engine."""
+        """The first token of a stream is here, this long after the request was sent to the engine."""
         if assignment.predicted_ttft_ms is not None and seconds > 0:
             error = abs(assignment.predicted_ttft_ms / 1000 - seconds) / seconds
             self._metrics.histogram(specs.GATEWAY_TTFT_ERROR, model=model).observe(error)
 
     def cached(self, model: str, assignment: Assignment, num_cached_tokens: int) -> None:
-        """How many cached tokens the engine really found."""
+        """How many cached tokens the engine found."""
         missed = num_cached_tokens - assignment.predicted_cached_tokens
         outcome = "under" if missed >= max(1, assignment.prefix_chunk_tokens) else "over" if missed < 0 else "exact"
         self._metrics.counter(specs.GATEWAY_CACHED_PREDICTIONS, model=model, outcome=outcome).inc()
@@ -95,11 +95,11 @@ class WorkerMetrics:
 
     @property
     def num_updates(self) -> int:
-        """Grows with whatever is measured."""
+        """Increases with every measurement."""
         return self._metrics.num_updates
 
     def forget_all_but(self, endpoint_ids: frozenset[str]) -> None:
-        """Other endpoints are gone: nothing of them is kept."""
+        """Other endpoints are gone: drop their series."""
         for model, endpoint_id in {each for each in self._attempted if each[1] not in endpoint_ids}:
             self._attempted.discard((model, endpoint_id))
             for outcome in OUTCOMES:
@@ -111,5 +111,5 @@ class WorkerMetrics:
         num_updates = self._metrics.num_updates
         self._metrics.gauge(specs.GATEWAY_BODY_BYTES).set(body_bytes)
         self._metrics.gauge(specs.GATEWAY_JOURNAL_TOKENS).set(journal_tokens)
-        self._metrics.num_updates = num_updates  # to look is to change nothing
+        self._metrics.num_updates = num_updates  # reading changes nothing
         return self._metrics.samples()

@@ -1,12 +1,12 @@
 """The default policy: the pod where the request costs the fewest milliseconds.
 
-Cost is the expected time to the first token, the harm to running requests (`routing.cost_terms`), the time until the
-request's adapter is loaded there, and what leaving the session's pod counts: a constant, so that a session stays
-exactly as long as it loses less than that by staying. Costs that are equal for all anybody can predict are split by the
-number of requests, so that many at once, or many gateways, do not all run to the same pod.
+The cost is the expected time to the first token, the harm to running requests (`routing.cost_terms`), the time until
+the request's adapter is loaded there, and a constant for leaving the session's pod: a session stays as long as staying
+costs less than that. Costs that are equal within the accuracy of the prediction are split by the number of requests, so
+that many requests at once, or many gateways, do not all choose the same pod.
 
-A pod whose state is not believed any more is weighed with our own counts in the place of its load and no cached prefix;
-one that has never told how fast it is, as fast as the median of the others. Where none has, the fewest requests win.
+A pod whose report is stale is weighed with our own counts in place of its load and without cached prefixes; one that
+has never reported a step-time model, with the median model of the others. Where none has, the fewest requests win.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class CostPolicy:
     name = "Cost"
 
     def __init__(self, session_ms: float = 50.0) -> None:
-        """`session_ms`: most predicted milliseconds that a session gives for staying on its pod."""
+        """`session_ms`: most predicted milliseconds that a session may cost for staying on its pod."""
         self._session_ms = session_ms
 
     def choose(self, request: RequestView, candidates: Sequence[Candidate]) -> RoutingDecision:
         bases = _cost_bases(candidates)
         if bases is None:
-            return RoutingDecision(least_busy(candidates), "no engine has told how fast it is: fewest requests")
+            return RoutingDecision(least_busy(candidates), "no engine has reported its step times: fewest requests")
         cached = [each.num_cached_tokens for each in candidates]
         terms = cost_terms(bases, cached, request.num_prompt_tokens, request.num_output_tokens)
         costs = [step_ms + wait_ms + prefill_ms + harm_ms for step_ms, wait_ms, prefill_ms, harm_ms in terms]
@@ -50,7 +50,7 @@ class CostPolicy:
         limit = best + max(NEAR_MS, best * NEAR_SHARE)
         near = [each for each, cost in zip(candidates, costs, strict=True) if cost <= limit]
         if has_session:
-            # What it gives up for its pod is bounded to the millisecond: nearly equal is not enough to stay.
+            # What a session may cost is bounded to the millisecond: a nearly equal cost is not enough to stay.
             stays = [each for each, cost in zip(candidates, costs, strict=True) if each.session and cost == best]
             near = stays or [each for each in near if not each.session]
         why = "smallest cost" if len(near) == 1 else f"{len(near)} costs nearly equal: fewest requests"
@@ -58,7 +58,7 @@ class CostPolicy:
 
 
 class _Rows(Sequence[Sequence[float]]):
-    """What each costs, worked out again when somebody looks: decisions are kept by the hundred and shown seldom."""
+    """The terms of each candidate, computed when they are read: hundreds of decisions are kept and few are shown."""
 
     def __init__(
         self, request: RequestView, candidates: Sequence[Candidate], bases: Sequence[CostBasis], affinity_ms: float
@@ -88,7 +88,7 @@ class _Rows(Sequence[Sequence[float]]):
 
 
 def _cost_bases(candidates: Sequence[Candidate]) -> Sequence[CostBasis] | None:
-    """Of each, by what it told; a speed that is missing is the median of the others. `None`: not enough was told."""
+    """Of each candidate, by its report; a missing model is the median of the others. `None`: too few reports."""
     bases = [each.cost_basis for each in candidates if each.cost_basis is not None]
     if len(bases) == len(candidates):
         return bases

@@ -1,8 +1,8 @@
-"""What a request would cost on one pod, in milliseconds, from the pod's own step-time model.
+"""What a request would cost on one pod, in milliseconds, by the pod's own step-time model.
 
-The expected time to its first token: the step that runs when it arrives, the wait for a seat or for blocks, and the
-steps that the tokens waiting there and its own uncached ones need under the budget. To that comes the harm to the
-requests that run there: each of their tokens comes later by what this request adds to their steps.
+The expected time to its first token: the rest of the step that runs when it arrives, the wait for a sequence slot or
+for blocks, and the steps that the tokens waiting there and its own uncached ones need under the budget. Added to that
+is the harm to the requests that run there: each of their tokens comes later by what this request adds to their steps.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from pagemill_gateway.routing.report import PodReport
 from pagemill_gateway.routing.step_time_snapshot import StepTimeSnapshot
 
 HARM_SHARE = 0.1
-"""What a millisecond by which a running answer falls behind counts against one of waiting for the first token."""
+"""Weight of a millisecond by which a running answer is delayed, against one of waiting for the first token."""
 
 
 class CostTerms(NamedTuple):
     step_ms: float
-    """Left of the step that runs now."""
+    """Rest of the step that runs now."""
     wait_ms: float
-    """Until a seat and the blocks are free."""
+    """Until a sequence slot and the blocks are free."""
     prefill_ms: float
     """Steps for the waiting and the uncached tokens."""
     harm_ms: float
@@ -34,23 +34,23 @@ class CostTerms(NamedTuple):
 
 
 class CostBasis(NamedTuple):
-    """What a pod's own state says of every request's cost: worked out when it changes, read by every decision."""
+    """What of the cost depends on the pod alone: computed when its state changes, read by every decision."""
 
     predict_ms: Callable[[int, int, int], float]
     """Its step-time model."""
     num_running: int
     num_context_tokens: int
     num_ahead: int
-    """Prompt tokens that come first, reported or not."""
+    """Prompt tokens that are computed first, reported or not."""
     ahead_products: float
     budget: int
     full_ms: float
     step_ms: float
     decode_ms: float
     harm_ms: float
-    """By the token."""
+    """Per token."""
     num_over_capacity: int
-    """Requests that have to end before there is a seat."""
+    """Requests that have to end before a sequence slot is free."""
     max_num_seqs: int
     num_tokens_without_wait: float
     """With fewer tokens ahead, its own included, a request waits for no block."""
@@ -62,7 +62,7 @@ class CostBasis(NamedTuple):
 def cost_basis_of(
     report: PodReport, snapshot: StepTimeSnapshot, num_unreported: int, num_unreported_tokens: int
 ) -> CostBasis:
-    """`snapshot`: the pod's own, or that of one like it while the pod has told none."""
+    """`snapshot`: the pod's own, or that of a similar pod while it has reported none."""
     num_running, budget = report.num_running, snapshot.budget
     num_ahead = report.num_tokens_waiting + num_unreported_tokens
     num_before = num_running + report.num_waiting + num_unreported
@@ -93,9 +93,9 @@ def cost_basis_of(
 def cost_terms(
     bases: Sequence[CostBasis], cached: Sequence[int], num_prompt_tokens: int, num_output_tokens: float
 ) -> list[tuple[float, float, float, float]]:
-    """Of each pod, of whose caches and by how it stands, the four `CostTerms`.
+    """The four `CostTerms` for each pod, by its basis and its cached tokens.
 
-    In one go and without names for them: every decision asks that of every pod.
+    In one loop and as plain tuples: every decision computes them for every pod.
     """
     rows = []
     for cost_basis, num_cached in zip(bases, cached, strict=True):
@@ -108,7 +108,7 @@ def cost_terms(
         if num_uncached < 1:
             num_uncached = 1
         num_rest, wait_ms, prefill_ms = num_ahead + num_uncached, 0.0, 0.0
-        # Requests end one after the other: each frees a seat and its share of the blocks.
+        # Requests end one after the other: each frees a sequence slot and its share of the blocks.
         if num_over_capacity:
             wait_ms = num_over_capacity * (num_output_tokens * decode_ms) / max_num_seqs
         if num_rest >= num_tokens_without_wait:

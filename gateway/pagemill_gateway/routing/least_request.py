@@ -1,4 +1,4 @@
-"""Least requests: the fewest wins, those from elsewhere included; ties go to the one whose turn was longest ago."""
+"""Least requests: the fewest wins, those from elsewhere included; ties go to the one chosen longest ago."""
 
 from __future__ import annotations
 

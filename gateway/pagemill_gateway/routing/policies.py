@@ -1,4 +1,4 @@
-"""The policies by the names that users choose them with."""
+"""The policies by the names that users select them with."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MAKERS: dict[str, Callable[[], RoutingPolicy]] = {
 
 
 class RoutingPolicies:
-    """One object a policy; deployments share them."""
+    """One object per policy; deployments share them."""
 
     def __init__(self, default: PolicyName, session_ms: float) -> None:
         self._policies = {name: make() for name, make in _MAKERS.items()}
@@ -34,5 +34,5 @@ class RoutingPolicies:
         self._default = self._policies[default]
 
     def named(self, name: str) -> RoutingPolicy:
-        """`Auto`, and a name that only a newer operator knows, is the gateway's own choice."""
+        """The gateway's own choice for `Auto`, and for a name that only a newer operator knows."""
         return self._policies.get(name, self._default)

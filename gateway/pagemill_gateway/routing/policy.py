@@ -1,8 +1,8 @@
-"""The seam of routing: what a policy sees and what it returns.
+"""The routing policy protocol: what a policy gets and what it returns.
 
 A policy is a pure choice among candidates that the brain already found usable (not terminating, not draining, not
-ejected, not tried before). It keeps nothing that a decision depends on: everything it may weigh is in the arguments,
-chance included, so a decision can be repeated from its record. It does not account for its choice;
+ejected, not tried before). It keeps no state that a decision depends on: all inputs are in the arguments, random
+numbers included, so a decision can be repeated from its record. It does not account for its choice;
 `pagemill_gateway.brain` does, at once.
 """
 
@@ -16,7 +16,7 @@ from pagemill_gateway.routing.report import PodReport
 
 
 class Candidate(NamedTuple):
-    """One usable endpoint as seen at the instant of the decision."""
+    """One usable endpoint as it was at the time of the decision."""
 
     endpoint_id: str
     in_flight: int
@@ -24,9 +24,9 @@ class Candidate(NamedTuple):
     external: int
     """Requests on the endpoint that come from elsewhere, by its last report; 0 when the report is stale."""
     last_chosen: int
-    """Number of the decision that chose it last; 0: never. Splits ties fairly."""
+    """Number of the decision that chose it last; 0: never. It splits ties fairly."""
     report: PodReport | None = None
-    """`None`: it has never said anything. Where it is not believed any more, the load in it is our own counts."""
+    """`None`: it has never reported. Where the report is stale, the load in it is replaced by our own counts."""
     believed: bool = False
     """Its report is fresh."""
     num_cached_tokens: int = 0
@@ -38,9 +38,9 @@ class Candidate(NamedTuple):
     session: bool = False
     """The request's session was here last."""
     cost_basis: CostBasis | None = None
-    """Of the report and what it does not count, where that was worked out before."""
+    """By the report and the requests that it does not count; `None` without a step-time model."""
     adapter_ms: float = 0.0
-    """Until the request's adapter is loaded there; 0: it is, or the request is for none."""
+    """Until the request's adapter is loaded there; 0: it is loaded, or the request needs none."""
 
     @property
     def num_requests(self) -> int:
@@ -48,22 +48,22 @@ class Candidate(NamedTuple):
 
 
 class RequestView(NamedTuple):
-    """What a policy may know of the request to place."""
+    """What a policy may know of the request."""
 
     num_prompt_tokens: int = 0
     num_output_tokens: float = 128.0
     """Expected: the mean of the deployment's recent answers."""
     prompt_key: bytes = b""
-    """Hash of the prompt's first characters, for policies that go by that."""
+    """Hash of the prompt's first characters, for policies that use it."""
     draw: float = 0.0
     """A random number from [0, 1), new for every decision."""
     is_for_adapter: bool = False
 
 
 class RoutingDecision(NamedTuple):
-    """A choice, and what it was made from: one row of terms a candidate, in order; the last column was compared.
+    """A choice and its inputs: one row of terms per candidate, in order; the last column was compared.
 
-    Rows may be worked out when they are looked at: a decision is made often, and shown seldom.
+    Rows may be computed when they are read: decisions are made often and shown rarely.
     """
 
     chosen: Candidate
@@ -82,7 +82,7 @@ class RoutingPolicy(Protocol):
 
 
 def least_busy(candidates: Sequence[Candidate]) -> Candidate:
-    """The one with the fewest requests; ties go to the one that waited longest for its turn."""
+    """The one with the fewest requests; ties go to the one that was chosen longest ago."""
     return min(candidates, key=_busyness)
 
 

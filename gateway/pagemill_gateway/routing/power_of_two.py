@@ -1,7 +1,7 @@
 """Power of two choices: two endpoints drawn at random, the one with fewer requests wins.
 
-As in Ray Serve and AIBrix (Mitzenmacher, IEEE TPDS 2001): nearly as even as looking at all, and many routers that do
-not know of each other do not all run to the same endpoint.
+As in Ray Serve and AIBrix (Mitzenmacher, IEEE TPDS 2001): nearly as even as comparing all, and routers that do not know
+of each other do not all choose the same endpoint.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Prefix hash: consistent hashing with bounded loads over a hash of the prompt's first characters, as KubeAI does.
 
-Every endpoint stands 256 times on a ring. The request's key is looked up there, and the first endpoint from that point
-on whose requests, with this one, are at most 1.25 times the mean takes it; where none is, the first one does. Nothing
-is known of caches: equal beginnings just meet at the same place (Mirrokni et al., SODA 2018). KubeAI hashes with
-xxhash, we with blake2b: which endpoint a key falls to differs, how it falls does not.
+Every endpoint has 256 points on a ring. The request's key is looked up there, and it goes to the first endpoint from
+that point on whose requests, with this one, are at most 1.25 times the mean; if there is none, to the first endpoint.
+Caches are not considered: prompts with equal beginnings just meet at the same endpoint (Mirrokni et al., SODA 2018).
+KubeAI hashes with xxhash, we with blake2b: which endpoint a key gets differs, the distribution does not.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ class PrefixHash:
             if owner in passed:
                 continue
             if within_load_bound(by_id[owner].in_flight, total, len(candidates)):
-                why = f"first on the ring with room, {len(passed)} passed"
+                why = f"first on the ring within the load bound, {len(passed)} passed"
                 return RoutingDecision(by_id[owner], why, ("requests",), rows)
             passed[owner] = None
         first = by_id[next(iter(passed))]
-        return RoutingDecision(first, "first on the ring, none has room", ("requests",), rows)
+        return RoutingDecision(first, "first on the ring, none is within the load bound", ("requests",), rows)
 
 
 def within_load_bound(load: int, total: int, count: int, factor: float = LOAD_FACTOR) -> bool:
-    """Whether one more request keeps the endpoint within `factor` of the mean; an idle service takes anything."""
+    """Whether one more request keeps the endpoint within `factor` of the mean; an idle service takes any."""
     return total == 0 or load + 1 <= (total + 1) / count * factor
 
 
@@ -54,7 +54,7 @@ def ring_hash(key: bytes) -> int:
 
 @lru_cache(maxsize=64)
 def ring(endpoint_ids: tuple[str, ...]) -> tuple[list[int], list[str]]:
-    """Sorted points and who stands there."""
+    """Sorted points, and the endpoint at each."""
     stands = sorted(
         (ring_hash(f"{endpoint_id}{replica}".encode()), endpoint_id)
         for endpoint_id in endpoint_ids

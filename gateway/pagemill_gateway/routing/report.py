@@ -1,4 +1,4 @@
-"""What a pod said of itself, in routing's words; `brain.placement.pod_reports` makes it from an engine's frame."""
+"""The latest report of a pod as routing uses it; `brain.placement.pod_reports` makes it from an engine's frame."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pagemill_gateway.routing.step_time_snapshot import StepTimeSnapshot
 
 
 class PodReport(NamedTuple):
-    """What a pod last said of itself, as far as routing needs it."""
+    """What a pod last reported, as far as routing needs it."""
 
     block_size: int
     max_step_tokens: int
-    """Budget of one step; 0: not told."""
+    """Token budget of one step; 0: unknown."""
     max_num_seqs: int
-    """Requests that may run at once; 0: not told."""
+    """Sequence slots; 0: unknown."""
     num_running: int
     num_waiting: int
     num_tokens_running: int
@@ -26,4 +26,4 @@ class PodReport(NamedTuple):
     """Free, or evictable."""
     num_blocks_active: int
     step_time: StepTimeSnapshot | None
-    """`None`: it has not told how fast it is."""
+    """`None`: it has reported no step-time model."""

@@ -1,4 +1,4 @@
-"""Round robin: the endpoint whose turn was longest ago, whatever it has to do."""
+"""Round robin: the endpoint that was chosen longest ago, whatever its load."""
 
 from __future__ import annotations
 

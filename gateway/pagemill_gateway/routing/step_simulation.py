@@ -1,11 +1,12 @@
-"""What an engine will do step by step, played forward from what it told: when does a request have its first token?
+"""Simulates the next steps of an engine from its latest report: when does a request have its first token?
 
-The play follows the engine's loop and scheduler. Each step takes the running answers, then prompt tokens first come,
-first served, until its budget is used up. An engine that overlaps decides a step when the one before it begins, so who
-comes while a step runs is not in the next one but in the one after. How long a step takes says the pod's own law.
+The simulation follows the engine's loop and scheduler. Each step takes the running answers, then prompt tokens, first
+come, first served, until its budget is used up. An engine that overlaps schedules a step when the one before it begins,
+so a request that comes while a step runs is not in the next one but in the one after. The duration of a step is given
+by the pod's own step-time model.
 
-Answers do not end in here: which token is the last one nobody knows, and in the few steps between two reports hardly
-any is. Seats and blocks are not played either: whoever asks adds the wait for those. Pure; it knows no decision
+Answers do not end in here: which token is the last one is unknown, and in the few steps between two reports hardly any
+is. The waits for sequence slots and blocks are not simulated; the caller adds them. Pure; it knows no decision
 (`brain.endpoints.ttft_estimator` does) and no policy.
 """
 
@@ -18,23 +19,23 @@ from pagemill_protocol.step_drift import drift_factor
 from pagemill_protocol.step_time import StepTimeModel
 
 MAX_STEPS = 512
-"""More are not played, forward or to catch up: the rest of a prompt counts as full steps like the last one."""
+"""Most steps of one simulation: the rest of a prompt counts as full steps like the last one."""
 
 
 class PendingPrompt(NamedTuple):
     """Prompt tokens that wait for their steps."""
 
     at_s: float
-    """When the engine has it; steps decided from then on may take it."""
+    """When the engine has it; steps scheduled from then on may take it."""
     num_tokens: int
     num_context_tokens: int = 0
     """Computed already, or cached."""
     num_answers: int = 1
-    """That run once its prompt is through; 0: counted already."""
+    """Sequences that run once its prompt is computed; 0: they are counted already."""
 
 
 class StepSimulation:
-    """An engine's steps from now on. All times are the reader's clock, in seconds."""
+    """An engine's steps from now on. All times are seconds of the gateway's clock."""
 
     def __init__(self, model: StepTimeModel, max_step_tokens: int, *, overlaps: bool, drift: float = 0.0) -> None:
         """`drift`: how far the engine's latest steps were off its model."""
@@ -44,19 +45,19 @@ class StepSimulation:
         self._max_step_tokens = max_step_tokens
         self._overlaps = overlaps
         self.num_answers = 0
-        """Rows that take a token of every step."""
+        """Sequences that take one token of every step."""
         self.num_context_tokens = 0
-        """What those read."""
+        """Of those sequences."""
         self.queue: deque[PendingPrompt] = deque()
         self._end_s: float | None = None
-        """Of the step that runs; `None`: none does."""
+        """Of the step that runs; `None`: none runs."""
         self._next_ms = 0.0
-        """How long the step takes that was decided behind it; 0: none was."""
-        self._through_s = 0.0
-        """When the prompt that was last in the queue is through, once the queue is empty."""
+        """Duration of the step that is scheduled after it; 0: none is."""
+        self._first_token_s = 0.0
+        """When the prompt that was last in the queue has its first token, once the queue is empty."""
 
     def begin(self, now_s: float, running_ms: float, until_s: float) -> None:
-        """A step began at `now_s` that takes `running_ms`; 0: it is decided now. By `until_s` it has not ended."""
+        """A step began at `now_s` that takes `running_ms`; 0: it is scheduled now. By `until_s` it has not ended."""
         if running_ms > 0:
             self._end_s = now_s + running_ms / 1000
             self._decide_next(now_s)
@@ -66,7 +67,7 @@ class StepSimulation:
             self._end_s = max(self._end_s, until_s)
 
     def advance(self, now_s: float) -> None:
-        """Play all steps that end before `now_s`."""
+        """Simulate all steps that end before `now_s`."""
         for _ in range(MAX_STEPS):
             if self._end_s is None:
                 if not self.queue or self.queue[0].at_s > now_s:
@@ -78,42 +79,42 @@ class StepSimulation:
                 self._step(self._end_s)
         self._end_s = now_s
 
-    def through_s(self, coming: PendingPrompt) -> float:
+    def first_token_s(self, pending: PendingPrompt) -> float:
         """When this prompt has its first token, if it comes behind all others. Changes nothing."""
-        play = self._copy()
-        play.advance(coming.at_s)
-        play.queue.append(coming)
+        copy = self._copy()
+        copy.advance(pending.at_s)
+        copy.queue.append(pending)
         for _ in range(MAX_STEPS):
-            if play._end_s is None:
-                play._start(play.queue[0].at_s)
+            if copy._end_s is None:
+                copy._start(copy.queue[0].at_s)
             else:
-                play._step(play._end_s)
-            if not play.queue:
-                return play._through_s
-        return play._rest_s()
+                copy._step(copy._end_s)
+            if not copy.queue:
+                return copy._first_token_s
+        return copy._remainder_s()
 
     def _copy(self) -> StepSimulation:
-        play = StepSimulation.__new__(StepSimulation)
-        play._model, play._max_step_tokens, play._overlaps = self._model, self._max_step_tokens, self._overlaps
-        play._decode_factor, play._prompt_factor = self._decode_factor, self._prompt_factor
-        play.num_answers, play.num_context_tokens = self.num_answers, self.num_context_tokens
-        play.queue = self.queue.copy()
-        play._end_s, play._next_ms, play._through_s = self._end_s, self._next_ms, self._through_s
-        return play
+        copy = StepSimulation.__new__(StepSimulation)
+        copy._model, copy._max_step_tokens, copy._overlaps = self._model, self._max_step_tokens, self._overlaps
+        copy._decode_factor, copy._prompt_factor = self._decode_factor, self._prompt_factor
+        copy.num_answers, copy.num_context_tokens = self.num_answers, self.num_context_tokens
+        copy.queue = self.queue.copy()
+        copy._end_s, copy._next_ms, copy._first_token_s = self._end_s, self._next_ms, self._first_token_s
+        return copy
 
     def _start(self, now_s: float) -> None:
-        """No step runs: one begins with who is there."""
+        """No step runs: one begins with what is waiting."""
         had_queue, step_ms = bool(self.queue), self._decide(now_s)
         self._end_s, self._next_ms = None, 0.0
         if not step_ms:
             return
         self._end_s = now_s + step_ms / 1000
         if had_queue and not self.queue:
-            self._through_s = self._end_s
+            self._first_token_s = self._end_s
         self._decide_next(now_s)
 
     def _step(self, now_s: float) -> None:
-        """The step that runs ends; the one decided behind it begins."""
+        """The step that runs ends; the one scheduled after it begins."""
         if not self._next_ms:
             self._start(now_s)
             return
@@ -121,39 +122,39 @@ class StepSimulation:
         self._decide_next(now_s)
 
     def _decide_next(self, now_s: float) -> None:
-        """While the step that began just now runs."""
+        """Schedule the next step while the one that just began runs."""
         if not self._overlaps:
             return
         assert self._end_s is not None
         had_queue = bool(self.queue)
         self._next_ms = self._decide(now_s)
         if had_queue and not self.queue:
-            self._through_s = self._end_s + self._next_ms / 1000
+            self._first_token_s = self._end_s + self._next_ms / 1000
 
     def _decide(self, now_s: float) -> float:
-        """Fill a step with what is there; how long it takes."""
+        """Fill a step with what is waiting; returns its duration."""
         num_tokens, num_context_tokens, products = self.num_answers, self.num_context_tokens, 0
         budget, queue = self._max_step_tokens - num_tokens, self.queue
         self.num_context_tokens += num_tokens
         while queue and budget > 0 and queue[0].at_s <= now_s:
-            coming = queue[0]
-            chunk = min(budget, coming.num_tokens)
-            context = coming.num_context_tokens + chunk
+            pending = queue[0]
+            chunk = min(budget, pending.num_tokens)
+            context = pending.num_context_tokens + chunk
             num_tokens, budget, products = num_tokens + chunk, budget - chunk, products + chunk * context
-            if chunk < coming.num_tokens:
-                queue[0] = coming._replace(num_tokens=coming.num_tokens - chunk, num_context_tokens=context)
+            if chunk < pending.num_tokens:
+                queue[0] = pending._replace(num_tokens=pending.num_tokens - chunk, num_context_tokens=context)
             else:
                 queue.popleft()
-                self.num_answers += coming.num_answers
-                self.num_context_tokens += context if coming.num_answers else 0
+                self.num_answers += pending.num_answers
+                self.num_context_tokens += context if pending.num_answers else 0
         if not num_tokens:
             return 0.0
         factor = self._prompt_factor if products else self._decode_factor
         return factor * self._model.predict_ms(num_tokens, num_context_tokens, products)
 
-    def _rest_s(self) -> float:
-        """Of a queue that is longer than anybody plays: as many full steps as its tokens need."""
-        num_left = sum(coming.num_tokens for coming in self.queue)
+    def _remainder_s(self) -> float:
+        """For a queue that is longer than the simulation: as many full steps as its tokens need."""
+        num_left = sum(pending.num_tokens for pending in self.queue)
         num_steps = 1 + num_left // max(1, self._max_step_tokens - self.num_answers)
         full_ms = self._model.predict_ms(self._max_step_tokens, self.num_context_tokens)
         return (self._end_s or 0.0) + num_steps * full_ms / 1000

@@ -1,4 +1,4 @@
-"""How fast a pod's steps are with what runs there now: worked out once a report, read by every decision."""
+"""The durations of a pod's steps with its current load: computed once per report, read by every decision."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 from pagemill_protocol.step_time import StepTimeModel
 
 DEFAULT_STEP_TOKENS = 512
-"""Budget of a step where the pod has not told it."""
+"""Token budget of a step where the pod has not reported it."""
 
 
 class StepTimeSnapshot(NamedTuple):
@@ -23,7 +23,7 @@ class StepTimeSnapshot(NamedTuple):
     """A step whose budget is used up."""
 
     def step_ms(self, num_prompt_tokens: int, products: float = 0.0) -> float:
-        """A step of the running requests and so many prompt tokens; `products`: of chunks and their contexts."""
+        """A step of the running requests and this many prompt tokens; `products`: the sum of chunk x context."""
         return self.model.predict_ms(self.num_running + num_prompt_tokens, self.num_context_tokens, int(products))
 
 

@@ -1,8 +1,8 @@
 """Three scores with weights 2, 2 and 3: the default profile of llm-d's endpoint picker, for comparison.
 
-Queue: where an endpoint's waiting requests lie between the fewest and the most among the candidates (1 is the fewest;
-all equal: 1). KV: the share of the cache that is not in use. Prefix: the share of the prompt that is cached. The
-largest sum wins, equal ones are drawn by lot. Everything comes from reports: what was dispatched since is not in it.
+Queue: the position of an endpoint's waiting requests between the fewest and the most among the candidates (1 is the
+fewest; all equal: 1). KV: the share of the cache that is not in use. Prefix: the share of the prompt that is cached.
+The largest sum wins, ties are drawn at random. All inputs come from reports: requests dispatched since do not count.
 """
 
 from __future__ import annotations

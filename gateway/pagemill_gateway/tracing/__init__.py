@@ -1,1 +1,1 @@
-"""OpenTelemetry traces: what became of a request, told once it is over."""
+"""OpenTelemetry traces of requests, made once a request is over."""

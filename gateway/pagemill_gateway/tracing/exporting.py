@@ -1,7 +1,7 @@
-"""Where spans go: an OTLP/HTTP receiver, in batches, from a thread of their own. `spans` makes them.
+"""Exports spans to an OTLP/HTTP receiver, in batches, from a thread of their own. `spans` makes them.
 
 Nothing waits for the receiver: while it is away, spans beyond a fixed number are dropped. The engines' spans are sent
-from here as well, under their own service name, so engines need neither settings nor a way out of their network.
+from here as well, under their own service name, so engines need neither settings nor network access for it.
 """
 
 from __future__ import annotations

@@ -2,12 +2,12 @@
 
     POST /v1/chat/completions          gateway, server; GenAI attributes
       prepare                          checks, template, tokens
-      queue                            where it waited for room, each time
+      queue                            each wait for capacity
       chat smollm2                     one attempt at one engine, client
         queue, prefill, decode         that engine; its own queue time, the rest by the gateway's clock
 
-Names follow OpenTelemetry's GenAI and HTTP conventions; `pagemill.*` is what they have no word for. No text of prompts
-or answers is ever told.
+Names follow OpenTelemetry's GenAI and HTTP conventions; `pagemill.*` is for what these do not define. No text of
+prompts or answers is ever exported.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Tracers(NamedTuple):
 
 
 class SpanClock:
-    """Monotonic seconds of a record as the nanoseconds since 1970 that spans have."""
+    """Converts monotonic seconds of a record to the nanoseconds since 1970 that spans use."""
 
     def __init__(self) -> None:
         self._offset_ns = time.time_ns() - time.monotonic_ns()
@@ -66,7 +66,7 @@ def record_spans(record: RequestRecord, scope: Scope, tracers: Tracers) -> str:
 
 
 def _parent(scope: Scope) -> Context | None:
-    """The client's trace, where it sent one that can be read."""
+    """The client's trace, if it sent a valid one."""
     carrier = {name: value for name in CARRIED if (value := header(scope, name.encode()))}
     return _propagator.extract(carrier, Context()) if carrier else Context()
 
@@ -107,7 +107,7 @@ def _record_attempt(
 
 
 def _phases(attempt: AttemptRecord) -> Iterator[tuple[str, float, float]]:
-    """What the engine did, of an answer that came to its end; of others it is not known."""
+    """The phases in the engine, for an answer that came to its end; for others they are unknown."""
     if attempt.first_token_at is None or attempt.outcome != "served":
         return
     scheduled_at = min(attempt.started_at + attempt.engine_queue_s, attempt.first_token_at)

@@ -1,4 +1,4 @@
-"""What becomes of the record of a request that is over: traces, or nothing. OpenTelemetry is imported only if used."""
+"""What becomes of the record of a request that is over: traces, or nothing. OpenTelemetry is imported if used."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pagemill_gateway.request_record import RequestRecord
 
 class Tracing(Protocol):
     def finished(self, record: RequestRecord, scope: Scope) -> str:
-        """Tell of a request that is over; its trace id in hex, empty where it is not sampled."""
+        """Trace a request that is over; returns its trace id in hex, empty where it is not sampled."""
         ...
 
     async def close(self) -> None:
-        """Send what waits, for as long as one export may take."""
+        """Send the remaining spans, for as long as one export may take."""
         ...
 
 

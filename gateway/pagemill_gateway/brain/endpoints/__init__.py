@@ -1,1 +1,1 @@
-"""What the gateway knows of each endpoint and deployment: reports, dispatched requests, adapters, times of starts."""
+"""What the gateway knows of each endpoint and deployment: reports, dispatched requests, adapters, start times."""

@@ -1,9 +1,9 @@
 """Which LoRA adapters one pod has or will have, and how long a request for one would wait there for its load.
 
-What is resident only the pod's frames say. Loads are played forward: one after the other, each as long as the pod told.
-A decision that needs a load makes the pod expected to have the adapter; that goes with the decision as predictions of
-prefixes do (`brain.placement.predictions`): when the request failed, when the pod has spoken, or a while after its
-first token. Which adapter makes room for another is the pod's matter and known once it says so. Times come from
+Only the pod's frames say what is resident. Its loads are simulated: one after the other, each as long as the pod
+reported. A decision that needs a load makes the adapter expected at the pod. As with predictions of prefixes
+(`brain.placement.predictions`), that ends with the decision: when the request failed, when the pod has reported, or a
+while after its first token. Which adapter the pod evicts for another is known once it reports so. Times come from
 outside.
 """
 
@@ -19,11 +19,11 @@ class Adapters:
     def __init__(self) -> None:
         self._reported = AdapterSlots()
         self._loads: list[str] = []
-        """That run, wait, or are expected, in this order."""
+        """Loads that run, wait, or are expected, in this order."""
         self._began_s = 0.0
-        """The first of them."""
+        """Start of the first of them."""
         self._decisions: dict[int, str] = {}
-        """Ours that brought loads about, or count on them."""
+        """Our decisions that need a load, or count on one."""
         self._expiring: deque[tuple[float, int]] = deque()
 
     @property
@@ -31,7 +31,7 @@ class Adapters:
         return self._reported.num_slots > 0
 
     def update(self, slots: AdapterSlots, now: float, *, new_engine: bool) -> None:
-        """What a frame says; `new_engine`: of an engine that may not be the one of before."""
+        """Apply the adapters of a frame; `new_engine`: the engine may be another one than before."""
         if not (slots.num_slots or self.served):
             return
         self._reported = slots
@@ -41,7 +41,7 @@ class Adapters:
         self._load([*slots.loading, *(each for each in self._loads if each in expected)], now)
 
     def wait_ms(self, digest: str, now: float, *, believed: bool) -> float:
-        """Until a request that is sent now finds the adapter there. `believed`: what the pod told is true."""
+        """Until a request that is sent now finds the adapter there. `believed`: the pod's report is fresh."""
         self._expire(now)
         if believed and digest in self._reported.resident:
             return 0.0
@@ -52,7 +52,7 @@ class Adapters:
         return first_ms + load_ms * (loads.index(digest) if digest in loads else len(loads))
 
     def expect(self, decision: int, digest: str, now: float) -> None:
-        """A request for the adapter was sent there."""
+        """A request for the adapter was sent to the pod."""
         if digest not in self._reported.resident:
             self._decisions[decision] = digest
             self._load([*self._loads, digest], now)

@@ -13,17 +13,17 @@ from pagemill_protocol.catalog import CatalogModel
 
 REMEMBERED = 5
 LAPSE_S = 300.0
-"""A wish that nobody has repeated for this long is forgotten, and who asks then asks anew."""
+"""Without another request for an engine, this long after the latest one, a start is no longer timed."""
 LEAST_LEFT_S = 1.0
 
 
 class Starts:
-    """How much longer a deployment without an engine has to wait for one, learned from how long it took before.
+    """How much longer a deployment without an engine has to wait for one, learned from how long earlier starts took.
 
     The time counts from the first request that found no engine, which is when a deployment that scaled to zero gets
-    one, to the first report of an engine that serves. Starts from nothing and returns are learned apart: a pod that
-    must be scheduled takes longer than a container that restarts. Before the first of either, the start times that
-    engines report are used.
+    one, to the first report of an engine that serves. Starts from zero and returns of a known engine are learned apart:
+    a pod that must be scheduled takes longer than a container that restarts. Before the first of either, the start
+    times that engines report are used.
     """
 
     def __init__(self) -> None:
@@ -34,12 +34,12 @@ class Starts:
         self._from_zero = False
 
     def engine_reported(self, start_s: dict[str, float]) -> None:
-        """What an engine says of its own start, by phase."""
+        """Keep what an engine reports of its own start, by phase."""
         if start_s:
             self._reported_s = sum(start_s.values())
 
     def requested(self, now: float, *, from_zero: bool) -> None:
-        """Somebody needs an engine and none serves; `from_zero`: nor is one known that could come back."""
+        """A request needs an engine and none serves; `from_zero`: nor is one known that could come back."""
         if self._requested_at is None or now - self._latest_request_at > LAPSE_S:
             self._requested_at, self._from_zero = now, from_zero
         self._latest_request_at = now
@@ -51,17 +51,17 @@ class Starts:
         self._requested_at = None
 
     def usual_s(self, *, from_zero: bool) -> float | None:
-        """What a start takes; `None`: nothing is learned."""
+        """How long a start takes; `None`: unknown."""
         took_s = self._took_s[from_zero]
         return median(took_s) if took_s else self._reported_s
 
     def left_s(self, now: float) -> float | None:
-        """Until an engine serves that was wished for, or is now; `None`: nothing is learned."""
+        """Until the engine serves that was requested, or is requested now; `None`: unknown."""
         expected_s = self.usual_s(from_zero=self._from_zero)
         if expected_s is None:
             return None
         waited_s = now - self._requested_at if self._requested_at is not None else 0.0
-        # What is late already may well be late as much again.
+        # A start that is late already may well be late by as much again.
         return max(LEAST_LEFT_S, abs(expected_s - waited_s))
 
 
@@ -70,13 +70,13 @@ class DeploymentRecord:
     model: CatalogModel
     records: list[EndpointRecord] = field(default_factory=list)
     last_served_at: float | None = None
-    """When an endpoint last reported and would take requests, or its platform began to call one ready."""
+    """When an endpoint last reported and would take requests, or its platform first called one ready."""
     output_tokens: OutputTokens = field(default_factory=OutputTokens)
     bundle_digest: str = ""
-    """Of the tokenizer that one of its endpoints named last: who comes after it will most likely have the same."""
+    """Of the tokenizer that one of its endpoints reported last: its next endpoint will most likely have the same."""
     starts: Starts = field(default_factory=Starts)
     targets: dict[str, Target] = field(default_factory=dict)
-    """What requests are told that find it, by the tokenizer of its endpoints, while that is true."""
+    """Targets for requests, by the tokenizer of the endpoints; kept until `changed`."""
     _usable: list[EndpointRecord] | None = None
     _with_bundle: dict[str, list[EndpointRecord]] = field(default_factory=dict)
 
@@ -89,17 +89,17 @@ class DeploymentRecord:
         return any(record.serving for record in self.records)
 
     def adapter_digest(self, name: str) -> str:
-        """Of the adapter that clients ask for by `name`; empty: that is none of its adapters."""
+        """Of the adapter that clients name `name`; empty: it is none of its adapters."""
         return next((each.digest for each in self.model.adapters if each.name == name), "")
 
     def usable(self) -> list[EndpointRecord]:
-        """Every request asks for them, so they are looked for again only after `changed`."""
+        """Every request reads them, so they are computed again only after `changed`."""
         if self._usable is None:
             self._usable = [record for record in self.records if record.usable]
         return self._usable
 
     def usable_with(self, bundle_digest: str) -> list[EndpointRecord]:
-        """Those that understand the token ids of such a tokenizer."""
+        """Those that understand the token ids of this tokenizer."""
         records = self._with_bundle.get(bundle_digest)
         if records is None:
             records = [record for record in self.usable() if record.bundle_digest == bundle_digest]
@@ -107,13 +107,13 @@ class DeploymentRecord:
         return records
 
     def changed(self) -> None:
-        """One of its endpoints may be usable now, or not any more, or is another engine than before."""
+        """One of its endpoints may have become usable or unusable, or be another engine than before."""
         self._usable = None
         self._with_bundle.clear()
         self.targets.clear()
 
     def departing(self) -> list[EndpointRecord]:
-        """Those on their way out that still take requests: better than nothing at all."""
+        """Leaving endpoints that still take requests: used when no other is left."""
         return [record for record in self.records if record.serving and record.leaving and record.reports.connected]
 
 

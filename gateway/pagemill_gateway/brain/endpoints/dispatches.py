@@ -1,8 +1,8 @@
-"""What one pod has of our requests, and which of them its last report cannot know yet.
+"""Which of our requests one pod has, and which of them its last report cannot count yet.
 
-A report names no request, so the count decides: when it speaks of fewer sequences than are there (ours, and those from
-elsewhere), the newest of ours are the missing ones. A heartbeat of an engine in the middle of a long step repeats what
-was true before it, which no clock would tell.
+A report names no request, so the count decides: when it shows fewer sequences than are there (ours, and those from
+elsewhere), the newest of ours are the missing ones. Time would not tell: a heartbeat of an engine in the middle of a
+long step repeats what was true before the step.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Dispatches:
         self._open: dict[int, Dispatch] = {}
         """By decision, oldest first."""
         self._uncomputed: dict[int, Dispatch] = {}
-        """Those that have not shown a token yet."""
+        """Those without a token so far."""
         self._unreported: dict[int, Dispatch] = {}
         self.num_unreported_tokens = 0
         """Uncached prompt tokens of requests that the last report does not count."""
         self.num_uncomputed_tokens = 0
-        """The same of all our requests that have not shown a token yet: what is known without any report."""
+        """The same of all our requests without a token so far: what is known without any report."""
 
     @property
     def num_open(self) -> int:
@@ -45,7 +45,7 @@ class Dispatches:
 
     @property
     def uncomputed(self) -> frozenset[int]:
-        """Decisions of those that have not shown a token yet."""
+        """Decisions of those without a token so far."""
         return frozenset(self._uncomputed)
 
     @property
@@ -57,7 +57,9 @@ class Dispatches:
         return list(reversed(self._unreported.items()))
 
     def waiting(self, num_waiting: int) -> list[Dispatch] | None:
-        """The newest of so many sequences that the report counts, oldest first; `None`: there are not as many."""
+        """The newest of this many sequences that the report counts as waiting, oldest first; `None`: there are not as
+        many.
+        """
         rows: list[Dispatch] = []
         if num_waiting <= 0:
             return rows
@@ -75,7 +77,7 @@ class Dispatches:
         return len(self._uncomputed)
 
     def num_answers(self, decision: int) -> int:
-        """Sequences of it that answer: all once its first token is here, before that none."""
+        """Its running sequences: all once its first token is here, before that none."""
         dispatch = self._open.get(decision)
         return dispatch.num_sequences if dispatch is not None and decision not in self._uncomputed else 0
 
@@ -85,7 +87,7 @@ class Dispatches:
         self.num_uncomputed_tokens += dispatch.num_uncached_tokens
 
     def computed(self, decision: int) -> None:
-        """Its first token is here: nothing of its prompt is left to do."""
+        """Its first token is here: its prompt is computed."""
         dispatch = self._uncomputed.pop(decision, None)
         if dispatch is not None:
             self.num_uncomputed_tokens -= dispatch.num_uncached_tokens
@@ -96,7 +98,7 @@ class Dispatches:
         self._open.pop(decision, None)
 
     def reported(self, num_missing: int) -> None:
-        """A report that misses this many of the sequences that are there."""
+        """A report that lacks this many of the sequences that are there."""
         self._unreported = {}
         for decision, each in reversed(self._open.items()):
             if num_missing <= 0:

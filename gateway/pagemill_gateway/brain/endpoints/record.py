@@ -17,7 +17,7 @@ from pagemill_protocol.state import EngineLoad, StepTimeParams
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class EndpointRecord:
-    """Everything known of one endpoint. Lives as long as the catalogue names it."""
+    """Everything known of one endpoint. It lives as long as the catalogue lists the endpoint."""
 
     endpoint: Endpoint
     deployment: str
@@ -28,34 +28,34 @@ class EndpointRecord:
     pod_report: PodReport | None = None
     """Its latest frame as routing reads it; `None` before the first one."""
     step_time_params: StepTimeParams | None = None
-    """Those that the report's model was made from."""
+    """The parameters of the model in `pod_report`."""
     seen: dict[int, Candidate] = field(default_factory=dict)
-    """What `brain.placement.candidates` made of it, while that is true."""
+    """Candidates that `brain.placement.candidates` made of it, while they are current."""
     adapters: Adapters = field(default_factory=Adapters)
     ttft_estimator: TtftEstimator = field(default_factory=TtftEstimator)
     reserved: Reservations = field(default_factory=Reservations)
     """What was sent there, in blocks and sequences."""
     refusal_backoff: RefusalBackoff = field(default_factory=RefusalBackoff)
     phase: str = "unreachable"
-    """While it is not ready, or its stream is down: what its `/readyz` said last."""
+    """What its `/readyz` last answered, while it is not ready or its stream is down."""
     detail: str = ""
 
     draining: bool = False
-    """It takes no requests, or was promised none; until it starts anew, or wakes up."""
+    """The gateway sends it nothing more, since it declined a request or drains; until it restarts or wakes up."""
     readmitted_at: int = 0
-    """The latest decision when it did: who was declined before says nothing of it."""
+    """The latest decision when `draining` ended: refusals of earlier ones do not count."""
     drain_acknowledged: bool = False
-    """It was told so."""
+    """It has confirmed the end of new requests."""
     unreachable: bool = False
-    """Nobody listens at its address; until its next report."""
+    """No process listens at its address; until its next report."""
     awaiting_first_report: bool = False
-    """For the first time, what it is: who comes before the answer may wait for it."""
+    """Discovery asks it for the first time: requests that come before its answer may wait for it."""
 
     @property
     def usable(self) -> bool:
-        """It may take new requests: it has said what it serves, and neither side wants it gone.
+        """It may take new requests: it has reported what it serves, and it is not leaving.
 
-        `serving and not leaving` in one go: every decision asks that of every endpoint.
+        `serving and not leaving` in one expression: every decision evaluates it for every endpoint.
         """
         state = self.reports.latest
         if state is None or state.max_model_len <= 0 or state.sleeping or state.draining:
@@ -64,17 +64,17 @@ class EndpointRecord:
 
     @property
     def serving(self) -> bool:
-        """It would take a request, although it may be on its way out."""
+        """It would take a request, although it may be leaving."""
         return self.max_model_len > 0 and not self.draining and not self.unreachable and not self.sleeping
 
     @property
     def expected(self) -> bool:
-        """Its platform says that it is ready, or nobody can say yet that it is not, and it has not said so here."""
+        """Its platform calls it ready, or its state is not known yet, and it has not reported here."""
         unheard = self.max_model_len == 0 and not self.unreachable
         return unheard and (self.endpoint.probed_ready or self.awaiting_first_report) and not self.leaving
 
     def phase_at(self, now: float) -> str:
-        """One word: draining, sleeping, starting, stale or ready; the first that is true."""
+        """The first that is true of: draining, sleeping, starting, stale, ready."""
         if self.leaving:
             return "draining"
         if self.sleeping:
@@ -89,19 +89,19 @@ class EndpointRecord:
 
     @property
     def drain_reported(self) -> bool:
-        """By its own word."""
+        """Its latest report says that it drains."""
         state = self.reports.latest
         return state is not None and state.draining
 
     @property
     def sleeping(self) -> bool:
-        """By its own word: it takes nothing until it is woken."""
+        """Its latest report says that it sleeps: it takes nothing until it is woken."""
         state = self.reports.latest
         return state is not None and state.sleeping
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of prompt and output; 0 until the engine has told."""
+        """Tokens of prompt and output; 0 before its first report."""
         state = self.reports.latest
         return state.max_model_len if state is not None else 0
 
@@ -129,9 +129,9 @@ def has_capacity(record: EndpointRecord, need: Need, now: float) -> bool:
     """Whether the engine has capacity for one more request, by its latest report and what this gateway has sent since.
 
     Sequences: our own are counted exactly, those of others by the reports. Blocks: what is free or evictable, less what
-    rows there still have to compute, less what was sent and is not in a report yet, less the growth that our answers
-    there are expected to have. Of an engine whose reports are stale only our own reservations count, and a limit that
-    it never reported does not bind: the engine itself refuses in the end. An idle engine always has capacity.
+    the sequences there still have to compute, less what was sent and is not in a report yet, less the growth that our
+    answers there are expected to have. While reports are stale only our own reservations count, and a limit that the
+    engine never reported does not bind: the engine itself refuses in the end. An idle engine always has capacity.
     """
     if not record.refusal_backoff.allows(record.in_flight, now):
         return False
@@ -161,7 +161,7 @@ def num_blocks_left(load: EngineLoad, reserved: Reservations, block_size: int) -
 
 
 def _num_tokens_to_come(load: EngineLoad, reserved: Reservations) -> int:
-    """Of our requests that reports show, with their expected output, what is neither computed nor due by the report."""
+    """Tokens of our reported requests, expected output included, that the report shows neither computed nor waiting."""
     if not reserved.num_seen_sequences:
         return 0
     num_rows = max(1, load.num_requests_running + load.num_requests_waiting)

@@ -1,4 +1,4 @@
-"""The endpoints and deployments the brain knows: records, lookup by name, and going from one catalogue to the next."""
+"""The endpoints and deployments that the brain knows: records, lookup by name, and the change to a new catalogue."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Registry:
         self._by_name: dict[str, list[DeploymentRecord]] = {}
 
     def apply(self, catalog: Catalog, now: float) -> None:
-        """Replace what is served. Records of endpoints that stay keep their counts, reports and ejection."""
+        """Replace what is served. Records of endpoints that stay keep their counts and reports."""
         known, known_deployments = self.endpoints, self.deployments
         self.deployments, self.endpoints, self._by_name = {}, {}, {}
         for model in catalog.models:
@@ -39,14 +39,14 @@ class Registry:
                 self._by_name.setdefault(name, []).append(deployment)
 
     def changed(self, record: EndpointRecord) -> None:
-        """As `DeploymentRecord.changed`, of its own one."""
+        """As `DeploymentRecord.changed`, for the deployment of `record`."""
         deployment = self.deployments.get(record.deployment)
         if deployment is not None:
             deployment.changed()
 
     @property
     def bundle_digests(self) -> set[str]:
-        """Of the tokenizers in use; that of a deployment without endpoints as well, which may have some soon."""
+        """Of the tokenizers in use; also that of a deployment without endpoints, which may get some soon."""
         digests = {record.bundle_digest for record in self.endpoints.values()}
         return digests | {deployment.bundle_digest for deployment in self.deployments.values()}
 
@@ -57,7 +57,7 @@ class Registry:
         return list(self._by_name)
 
     def _record(self, known: EndpointRecord | None, endpoint: Endpoint, deployment: str) -> EndpointRecord:
-        # Same id at another address: nothing known of it is true any more.
+        # The same id at another address: nothing known of it is true any more.
         if known is None or known.endpoint.data_url != endpoint.data_url or known.deployment != deployment:
             return EndpointRecord(endpoint, deployment, EndpointReports(self._stale_after_s))
         known.endpoint = endpoint
@@ -69,7 +69,7 @@ def _was_probed_ready(record: EndpointRecord | None) -> bool:
 
 
 class ChangeNotifier:
-    """Wakes those who wait for a change in what the brain knows. What changed they look up themselves."""
+    """Wakes waiting tasks when something that the brain knows has changed; they look up what it was."""
 
     def __init__(self) -> None:
         self._waiting: set[asyncio.Future[None]] = set()
@@ -81,7 +81,7 @@ class ChangeNotifier:
                 future.set_result(None)
 
     async def wait_until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
-        """Whether `condition` came to hold within the time; looked at now and after every change."""
+        """Whether `condition` became true within the time; checked now and after every change."""
         try:
             async with asyncio.timeout(timeout_s):
                 while not condition():

@@ -1,8 +1,8 @@
-"""What one endpoint last said about itself, and how far that can be trusted.
+"""The latest report of one endpoint, and how far it can be trusted.
 
 Pure bookkeeping of one state stream (`pagemill_protocol.state`): sequence gaps, age, and the load that comes from
 elsewhere. The stream itself is read by `pagemill_gateway.discovery.state_streams`. A report that cannot be trusted
-never makes an endpoint unusable: the brain then goes on with its own in-flight count.
+never makes an endpoint unusable: the brain then uses its own in-flight count.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from pagemill_protocol.hashes import HASH_VERSION, blocks_per_granule
 from pagemill_protocol.state import Digests, StateFrame
 
 EXTERNAL_WINDOW = 4
-"""Reports whose minimum counts as load from elsewhere: one that was overtaken by our own finish must not."""
+"""Load from elsewhere is the minimum over this many reports: one that our own finish overtook must not raise it."""
 NO_SCHEME = HashScheme("", "", 0, 0)
 
 
 class StateGap(Exception):
-    """A frame is missing: what the stream says from here on cannot be applied. Connect again for a snapshot."""
+    """A frame is missing: the following ones cannot be applied. Connect again for a snapshot."""
 
 
 class EndpointReports:
@@ -36,7 +36,7 @@ class EndpointReports:
         """When the latest stream's snapshot arrived."""
         self.num_gaps = 0
         self.num_identities = 0
-        """Grows when it says something else of what it is: tokenizer, weights, blocks, context."""
+        """Increases when its tokenizer, weights, blocks or context change."""
 
     @property
     def connected(self) -> bool:
@@ -68,11 +68,11 @@ class EndpointReports:
         return now - self._received_at if self.latest is not None else None
 
     def fresh(self, now: float) -> bool:
-        """Whether the load can be believed: engines send a frame at least every second."""
+        """Whether the load is current: engines send a frame at least every second."""
         return self._connected and now - self._received_at <= self._stale_after_s
 
     def external(self) -> int:
-        """Requests there that are not ours, by the reports of the last moments."""
+        """Requests there that are not ours, by the latest reports."""
         return min(self._external, default=0)
 
     def _follows(self, frame: StateFrame) -> bool:
@@ -84,7 +84,7 @@ def _identity(frame: StateFrame) -> tuple[Digests, int, int, int]:
 
 
 def scheme_of(frame: StateFrame) -> HashScheme:
-    """`NO_SCHEME`: it does not say, or hashes another way than we do."""
+    """`NO_SCHEME`: the frame does not say, or the engine hashes another way than gateways do."""
     if frame.block_size < 1 or not frame.digests.weights or frame.digests.hash_version != HASH_VERSION:
         return NO_SCHEME
     granule_blocks = frame.granule_blocks or blocks_per_granule(frame.block_size)

@@ -1,8 +1,9 @@
-"""When a request that is sent to one pod now will have its first token there: the pod's course, kept up to date.
+"""Estimates when a request that is sent to one pod now has its first token there, by simulating the pod's steps.
 
-Every report starts the course anew from what the engine was doing when it spoke; requests that were sent since are put
-into it. Two things no report tells and first tokens teach: how long a request takes to get there, and what comes on top
-of the steps, a constant of the pod. Which of our requests a report does not count yet is `brain.endpoints.dispatches`'.
+Every report starts the simulation anew from what the engine was doing when it was made; requests sent since are added.
+Two quantities are in no report and are learned from first tokens: how long a request takes to reach the engine, and the
+overhead on top of the steps, a constant of the pod. Which of our requests a report does not count yet is known to
+`brain.endpoints.dispatches`.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from pagemill_protocol.state import EngineLoad
 from pagemill_protocol.step_time import StepTimeModel
 
 WINDOW = 32
-"""Requests whose median is what is learned."""
+"""Values that a learned median is taken of."""
 LARGEST_DRIFT = 1.5
-"""More than any engine tells."""
+"""Larger than any drift that an engine reports."""
 MAX_TRANSFER_S = 0.1
-"""A longer way to the engine is an accident, not the rule."""
+"""A longer transfer to the engine is an exception and not learned."""
 
 
 LONG_AGO = float("-inf")
@@ -47,7 +48,9 @@ class TtftEstimator:
         unreported: Sequence[tuple[int, Dispatch]],
         now_s: float,
     ) -> None:
-        """A report. `waiting`: ours that it counts as waiting, where those are all; `unreported`: those it lacks."""
+        """Apply a report. `waiting`: our requests that it counts as waiting, if those are all; `unreported`: those it
+        lacks.
+        """
         self._simulation = None
         if model is None:
             return
@@ -64,40 +67,40 @@ class TtftEstimator:
         self._simulation = simulation
 
     def forget(self) -> None:
-        """Nothing is known of what the engine does."""
+        """What the engine does is unknown from now on."""
         self._simulation = None
 
     def ttft_ms(self, decision: int, dispatch: Dispatch, now_s: float, held_ms: float = 0.0) -> float | None:
-        """Decision `decision` goes there now: milliseconds to its first token. `None`: nobody can say.
+        """Decision `decision` goes there now: milliseconds to its first token. `None`: unknown.
 
-        `held_ms`: for so long it waits there for something else, and the steps go on without it.
+        `held_ms`: it waits this long there for something else, while the steps go on without it.
         """
         at_s = now_s + self._transfer_s.value + held_ms / 1000
         steps_ms = None
         if self._simulation is not None:
             self._simulation.advance(now_s)
-            coming = self._pending(dispatch, at_s)
-            steps_ms = (self._simulation.through_s(coming) - now_s) * 1000
+            pending = self._pending(dispatch, at_s)
+            steps_ms = (self._simulation.first_token_s(pending) - now_s) * 1000
             if not held_ms:
-                self._simulation.queue.append(coming)
+                self._simulation.queue.append(pending)
         teaches = self._transfer_s.known and not held_ms
         self._sent[decision] = now_s, steps_ms if teaches else None
         return max(steps_ms / 2, steps_ms + self._overhead_ms.value) if steps_ms is not None else None
 
     def accepted(self, decision: int, now_s: float) -> None:
-        """The engine has it, and said so."""
+        """The engine has accepted it."""
         if decision in self._sent:
             self._transfer_s.learn(min(MAX_TRANSFER_S, max(0.0, now_s - self._sent[decision][0])))
 
     def started(self, decision: int, ttft_ms: float | None) -> None:
-        """Its first token is here, so long after it was sent; `None`: nobody measured it."""
+        """Its first token is here, `ttft_ms` after it was sent; `None`: not measured."""
         _, steps_ms = self._sent.get(decision, (0.0, None))
         if steps_ms is None or ttft_ms is None:
             return
         self._overhead_ms.learn(ttft_ms - steps_ms)
 
     def ended(self, decision: int, num_answers: int) -> None:
-        """It is over, and so many sequences of it answered."""
+        """It is over; `num_answers` of its sequences were running."""
         self._sent.pop(decision, None)
         if self._simulation is not None:
             self._simulation.num_answers = max(0, self._simulation.num_answers - num_answers)
@@ -111,10 +114,10 @@ class TtftEstimator:
 
 
 class _Median:
-    """Of the latest values; 0 before there are some."""
+    """Median of the latest values; 0 before the first."""
 
     def __init__(self, prior: int) -> None:
-        """`prior`: zeros to begin with, so that one odd value teaches nothing."""
+        """`prior`: zeros to begin with, so that a single odd value changes nothing."""
         self.value = 0.0
         self._values = deque([0.0] * prior)
         self._sorted = [0.0] * prior
@@ -136,7 +139,9 @@ def _readable(drift: float) -> float:
 
 
 def _reported(load: EngineLoad, waiting: Sequence[Dispatch] | None) -> list[PendingPrompt]:
-    """What waited when the engine spoke. It counts cached tokens of those that wait: of ours more is known."""
+    """What waited when the report was made. A report does not tell cached tokens of waiting requests apart; of ours
+    more is known.
+    """
     rows = []
     if load.num_tokens_prefilling:
         rows.append(

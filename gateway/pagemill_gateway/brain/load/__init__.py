@@ -1,1 +1,1 @@
-"""What the operator is given of each deployment: demand, queue and load of the engines."""
+"""What the load stream publishes of each deployment: demand, queue and load of the engines."""

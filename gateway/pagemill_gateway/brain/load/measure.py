@@ -1,4 +1,4 @@
-"""What this gateway tells the operator of each deployment (`pagemill_protocol.load`). Pure.
+"""What this gateway publishes of each deployment to the operator (`pagemill_protocol.load`). Pure.
 
 All engines together, without the detail that routing needs; this gateway's own queue, arrivals and latencies.
 """
@@ -26,11 +26,11 @@ from pagemill_protocol.load import (
 from pagemill_protocol.state import EngineLoad, StateFrame
 
 BYTES_PER_TOKEN = 3
-"""Of request bodies that wait before anything is known of how they are tokenized."""
+"""Of waiting request bodies, before the model's tokenizer is known."""
 
 
 def measure_load(registry: Registry, queues: Queues, traffic: TrafficMeter, now: float) -> list[DeploymentLoad]:
-    """One entry per deployment. Reports that are no longer believed do not count."""
+    """One entry per deployment. Stale reports do not count."""
     return [
         _of_deployment(deployment, queues.state(deployment.key), traffic, now)
         for deployment in registry.deployments.values()
@@ -38,7 +38,7 @@ def measure_load(registry: Registry, queues: Queues, traffic: TrafficMeter, now:
 
 
 def same_but_older(load: DeploymentLoad, published: DeploymentLoad) -> bool:
-    """Whether it would be no news: rates and ages change all the time."""
+    """Whether only rates and ages differ, which change all the time."""
     return _ageless(load) == _ageless(published)
 
 
@@ -77,7 +77,7 @@ def _of_deployment(
 
 
 def _is_asked(deployment: DeploymentRecord) -> bool:
-    """By a request of ours: the engine's reports may not show it yet."""
+    """Whether requests of ours are there: the engine's reports may not show them yet."""
     return any(record.in_flight for record in deployment.records)
 
 
@@ -86,8 +86,8 @@ def _engines(records: list[EndpointRecord], now: float) -> EnginesLoad:
     fresh = [record for record in published if record.reports.fresh(now)]
     frames = [record.reports.latest for record in fresh if record.reports.latest is not None]
     if not frames:
-        # Without any engine nothing runs: that is known. So it is of one that was on its way out and is silent now;
-        # an engine that was never heard tells nothing.
+        # Without any engine nothing runs: that is a value. The same holds for an engine that was leaving and is silent
+        # now; an engine that never reported is unknown.
         expected = [record for record in records if not (record.leaving or record.draining or record.sleeping)]
         silent = any(record.max_model_len > 0 for record in expected)
         return EnginesLoad(truth="stale" if silent else "unknown" if expected else "value")
@@ -137,7 +137,7 @@ def _pods(records: list[EndpointRecord]) -> PodsSeen:
 
 
 def _is_asleep(record: EndpointRecord) -> bool:
-    """Or on its way there: to nobody who asks now it is of use."""
+    """It sleeps, or is about to: new requests cannot use it."""
     return record.sleeping and record.reports.connected and not record.leaving
 
 

@@ -1,8 +1,8 @@
-"""What came in and how it fared, per deployment: what the autoscaler cannot learn from engines.
+"""Arrivals, latencies and lengths per deployment: what the autoscaler cannot learn from engines.
 
-Arrivals are counted when a request first asks for an engine, at the time when it reached the gateway, so that those who
-had to wait for an engine do not look like a burst when it comes. Latencies and lengths come when a request is over
-(`RequestOutcome`). Time comes from outside. Neighbours: `brain` tells it, `load` reads it.
+Arrivals are counted when a request first asks for an engine, at the time when it reached the gateway, so that requests
+that had to wait for an engine do not look like a burst when it comes. Latencies and lengths are counted when a request
+is over (`RequestOutcome`). Time comes from outside. `brain.brain` writes it, `brain.load.measure` reads it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pagemill_protocol.load import Arrivals, Latencies, Lengths
 
 WINDOW_S = 60
 BURST_WINDOW_S = 6
-"""A tenth of the window: what doubles within it is a burst."""
+"""A tenth of the window: twice as many within it are a burst."""
 TICKS_PER_S = 10
 """Arrivals within a tenth of a second are counted together."""
 MAX_LENGTHS = 512.0
-"""When more are counted, all are halved: lengths are remembered over idle hours, and a changed workload is learned."""
+"""Beyond this many, all counts are halved: lengths are kept over idle hours, and a changed workload is learned."""
 LATENCY_SLOTS = 6
 
 
@@ -30,14 +30,14 @@ class TrafficMeter:
         self._deployments: dict[str, _DeploymentTraffic] = {}
 
     def keep(self, deployments: set[str]) -> None:
-        """These are served now; all others are forgotten."""
+        """Keep these deployments; forget all others."""
         for gone in self._deployments.keys() - deployments:
             del self._deployments[gone]
         for new in deployments - self._deployments.keys():
             self._deployments[new] = _DeploymentTraffic(self._clock())
 
     def arrived(self, deployment: str, num_tokens: int, at: float) -> None:
-        """A request asks for an engine for the first time; it came at `at` (0: now)."""
+        """A request asks for an engine for the first time; it arrived at `at` (0: now)."""
         traffic = self._deployments.get(deployment)
         if traffic is not None:
             now = self._clock()
@@ -49,7 +49,7 @@ class TrafficMeter:
             traffic.record_outcome(outcome, self._clock())
 
     def arrivals(self, deployment: str, *, busy: bool = False) -> Arrivals:
-        """`busy`: somebody waits or is served now, so that nobody can say that it is idle."""
+        """`busy`: requests wait or are served now, so the deployment is not idle."""
         traffic = self._deployments.get(deployment)
         return traffic.arrivals(self._clock(), busy) if traffic is not None else Arrivals()
 
@@ -63,14 +63,14 @@ class TrafficMeter:
 
 
 class _DeploymentTraffic:
-    """One deployment's."""
+    """The counts of one deployment."""
 
     def __init__(self, now: float) -> None:
         self._since = now
         self._latest = now
-        """When somebody was known to be here."""
+        """When a request was last known to be here."""
         self._ticks: deque[tuple[int, int, int]] = deque(maxlen=(WINDOW_S + 2) * TICKS_PER_S)
-        """(tick, requests, tokens) of the ticks in which something came, in their order."""
+        """(tick, requests, tokens) of the ticks with arrivals, in order."""
         self._ttft = _LatencyWindow()
         self._tpot = _LatencyWindow()
         self._prompt, self._computed, self._output = _LengthHistogram(), _LengthHistogram(), _LengthHistogram()
@@ -131,7 +131,7 @@ class _DeploymentTraffic:
         )
 
     def _sum(self, since: float) -> tuple[int, int]:
-        """Requests and tokens of the ticks that lie after `since`, for the greater part."""
+        """Requests and tokens of the ticks that lie for the greater part after `since`."""
         recent = [entry for entry in self._ticks if since <= self._since or entry[0] + 0.5 > since * TICKS_PER_S]
         return sum(requests for _, requests, _ in recent), sum(tokens for _, _, tokens in recent)
 

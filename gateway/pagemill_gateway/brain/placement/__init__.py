@@ -1,1 +1,1 @@
-"""Where a request goes: who may take it, what it would find there, the choice and its record."""
+"""Where a request goes: which endpoints may take it, what it would find there, the choice and its record."""

@@ -1,7 +1,7 @@
 """An endpoint as routing sees it: made from its record, and kept there until something of it changes.
 
-Most endpoints look to a request as they looked to the one before, so a decision among many makes few of them anew.
-Whoever changes what is in here empties `EndpointRecord.seen`; that is `brain.placement.placement`.
+Most endpoints look the same to one request as to the next, so a decision among many makes few candidates anew. Code
+that changes what they are made of clears `EndpointRecord.seen`; that is `brain.placement.placement`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pagemill_gateway.routing.policy import Candidate
 from pagemill_gateway.routing.report import PodReport
 
 PLAIN, STALE = 0, -1
-"""Keys of what is kept: believed, with nothing of the prompt and no session; not believed, with no session."""
+"""Keys of what is kept: a fresh report, nothing of the prompt cached, no session; a stale report, no session."""
 MAX_KEPT = 64
-"""Of one endpoint: requests that find different numbers of tokens see it differently."""
+"""Candidates kept for one endpoint: requests that find different numbers of tokens need different ones."""
 
 
 def candidate_of(record: EndpointRecord, now: float, num_cached_tokens: int = 0, session: bool = False) -> Candidate:
@@ -35,7 +35,7 @@ def candidate_of(record: EndpointRecord, now: float, num_cached_tokens: int = 0,
 def with_adapter(
     candidates: Sequence[Candidate], records: Sequence[EndpointRecord], digest: str, now: float
 ) -> list[Candidate]:
-    """`candidates`, made from `records`, to a request for that adapter."""
+    """`candidates`, made from `records`, for a request for that adapter."""
     waits_ms = [
         record.adapters.wait_ms(digest, now, believed=each.believed)
         for record, each in zip(records, candidates, strict=True)

@@ -1,6 +1,6 @@
-"""The last decisions with everything they were made from, for people: why did this request go there?
+"""The last decisions with all their inputs, for people who ask why a request went where it went.
 
-Kept as they were made and rendered only when somebody asks. No text and no token of any request is in here.
+They are kept as they were made and rendered on request. No text and no token of any request is in here.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class DecisionLog:
         )
 
     def measured(self, number: int, ttft_ms: float) -> None:
-        """What came of it: the time to the first token of a stream."""
+        """The measured time to the first token of a stream."""
         if not self._decisions or number < self._decisions[0].number:
             return
         self._measured_ttft_ms[number] = ttft_ms
@@ -87,7 +87,7 @@ def _describe(record: DecisionRecord, measured_ttft_ms: float | None) -> dict[st
 def _describe_candidate(record: DecisionRecord, index: int) -> dict[str, Any]:
     candidate, decision = record.candidates[index], record.decision
     terms = dict(zip(decision.columns, decision.rows[index], strict=True)) if decision.rows else {}
-    # The last column is what is compared: of a cost the smallest is best, of a score the largest.
+    # The last column is compared: the smallest cost is best, or the largest score.
     value = decision.rows[index][-1] if decision.rows else 0.0
     return {
         "endpoint": candidate.endpoint_id,

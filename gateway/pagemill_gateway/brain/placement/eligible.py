@@ -1,7 +1,7 @@
-"""Who may get a request at all: which deployment stands behind a name, and which of its endpoints may be asked.
+"""Which endpoints may get a request at all: the deployment behind a name, and those of its endpoints that qualify.
 
-By what is known of deployments and endpoints; where a request then goes is `brain.placement.placement`'s, whether there
-is room `brain.endpoints.record`'s. It waits for nothing and accounts nothing.
+It goes by what is known of deployments and endpoints. Where a request then goes is decided by
+`brain.placement.placement`, capacity is checked by `brain.endpoints.record`. It waits for nothing and accounts nothing.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from pagemill_gateway.brain.resilience.recovery import Recovery
 from pagemill_protocol.errors import PagemillError, model_not_found, unavailable
 
 _Share = tuple[DeploymentRecord, list[EndpointRecord]]
-"""A deployment and who of it may get a request."""
+"""A deployment and its endpoints that may get a request."""
 
 LOADING_RETRY_AFTER_S = 5.0
-"""Where nothing is known of how long engines take to start."""
+"""Where the time that engines take to start is unknown."""
 
 
 class Eligible:
@@ -38,7 +38,7 @@ class Eligible:
         *,
         keeps_terminating: bool,
     ) -> None:
-        """`keeps_terminating`: what the catalogue calls terminating may be used while nothing else is there."""
+        """`keeps_terminating`: terminating endpoints may be used while no other is available."""
         self._registry = registry
         self._recovery = recovery
         self._poison_detection = poison_detection
@@ -61,7 +61,7 @@ class Eligible:
         return target
 
     def settled(self, model: str) -> bool:
-        """Nothing is left to wait for: somebody serves the name, or nobody has it any more."""
+        """Nothing is left to wait for: a deployment serves the name, or none has it any more."""
         deployments = self._registry.named(model)
         return not deployments or self._share(deployments) is not None
 
@@ -76,10 +76,10 @@ class Eligible:
         return deployment, [each for each in self._departing(deployment) if each.bundle_digest == target.bundle_digest]
 
     def able(self, records: list[EndpointRecord], to_place: PlacementRequest, now: float) -> list[EndpointRecord]:
-        """Those of `records` that may take it, whether it is new or what another one did not finish; none: not now.
+        """Those of `records` that may take it now, whether it is new or continues what another engine did not finish.
 
-        Raises `PagemillError` when none serves adapters and it is for one, and (`OTHER_WEIGHTS`) when only others could
-        continue it.
+        Raises `PagemillError` when none serves adapters and it is for one, and (`OTHER_WEIGHTS`) when only engines with
+        other weights are left to continue it.
         """
         if to_place.request.adapter_digest:
             records = [record for record in records if record.adapters.served]
@@ -97,7 +97,7 @@ class Eligible:
         return self._poison_detection.allowed(records, to_place.probe, now)
 
     def best(self, records: list[EndpointRecord], tried: frozenset[str], now: float) -> list[EndpointRecord]:
-        """Healthy endpoints not tried before; failing that untried ones; failing that all."""
+        """Healthy endpoints not tried before; if there are none, untried ones; if there are none either, all."""
         out = self._recovery.out(records, now)
         if not out and not tried:
             return records
@@ -119,7 +119,9 @@ class Eligible:
         return [each for each in departing if self._keeps_terminating or not each.endpoint.terminating]
 
     def _share(self, deployments: list[DeploymentRecord]) -> _Share | None:
-        """One of the deployments that can serve, drawn by weight: by those that stay; failing that, that leave."""
+        """One of the deployments that can serve, drawn by weight: of those with staying endpoints, else of those with
+        leaving ones.
+        """
         wanted = [deployment for deployment in deployments if deployment.model.weight > 0]
         ready = [(each, usable) for each in wanted if (usable := each.usable())]
         if not ready:
@@ -170,9 +172,10 @@ def _nothing_ready(model: str, deployments: list[DeploymentRecord], now: float) 
 
 
 def common_scheme(schemes: Iterable[HashScheme]) -> HashScheme:
-    """That of most of them: during a rollout prompts are looked up among the others in vain, which is true there.
+    """The scheme of most of them: during a rollout prompts are looked up among the others in vain, which is correct
+    there.
 
-    Without tokens a granule: nobody has told how it hashes, or none the way we do.
+    A scheme without prefix chunks: no engine has reported how it hashes, or none hashes as gateways do.
     """
     counts = Counter(schemes)
     del counts[NO_SCHEME]

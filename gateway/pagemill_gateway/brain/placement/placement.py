@@ -1,7 +1,8 @@
-"""Where a request goes among the endpoints in question, and what is known of them for that.
+"""Where a request goes among the eligible endpoints, and what is known of them for that.
 
-It keeps the prefix index, the predictions, sessions and per-endpoint accounts up to date, shows the policy its
-candidates, accounts the choice at once and remembers why. Which endpoints may be asked at all is `brain.brain`'s.
+It keeps the prefix index, the predictions, sessions and per-endpoint accounts up to date, passes the policy its
+candidates, accounts the choice at once and records the reason. Which endpoints are eligible is decided by
+`brain.placement.eligible`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pagemill_gateway.routing.policy import Candidate, RequestView, RoutingDecis
 from pagemill_protocol.state import StateFrame
 
 Fits = Callable[[EndpointRecord, int], bool]
-"""Whether an endpoint has room for a request of whose prompt it has so many tokens cached."""
+"""Whether an endpoint has capacity for a request with this many cached prompt tokens."""
 MAX_SESSIONS = 65536
 
 
@@ -70,7 +71,7 @@ class Placement:
         decision = policy.choose(view, candidates)
         index = _place_of(decision.chosen, candidates)
         if not fits(records[index], decision.chosen.num_cached_tokens):
-            # Rarely are engines full, so only now all are looked at.
+            # Engines are rarely full, so only now all are checked.
             pairs = zip(records, candidates, strict=True)
             fitting = [(record, each) for record, each in pairs if fits(record, each.num_cached_tokens)]
             if not fitting:
@@ -91,11 +92,11 @@ class Placement:
         return PlacementResult(number, records[index], chosen, policy.name, predicted_ttft_ms)
 
     def most_cached_tokens(self, request: RoutingRequest, records: Sequence[EndpointRecord], now: float) -> int:
-        """Of the prompt, on the endpoint that has most of it."""
+        """Cached prompt tokens on the endpoint that has most of them."""
         return max(self._cached_tokens(request, records, now).values(), default=0)
 
     def observe(self, record: EndpointRecord, frame: StateFrame, now: float) -> None:
-        """Take what an accepted frame says of prefixes and load."""
+        """Apply what an accepted frame says of prefixes and load."""
         endpoint_id = record.endpoint.id
         if frame.snapshot:
             self.forget(endpoint_id)
@@ -112,10 +113,10 @@ class Placement:
         record.pod_report = read_report(frame, record.pod_report, record.step_time_params)
         record.step_time_params = frame.step_time
         record.seen.clear()
-        self._look_ahead(record, frame, now)
+        self._update_estimator(record, frame, now)
 
     def forget(self, endpoint_id: str) -> None:
-        """Nothing is known of what the endpoint has cached."""
+        """What the endpoint has cached is unknown from now on."""
         self.predictions.forget(self.index.bit(endpoint_id))
         self.index.forget(endpoint_id)
 
@@ -135,14 +136,14 @@ class Placement:
         record.seen.clear()
         record.ttft_estimator.ended(number, num_answers)
         if not num_answers:
-            # It failed, or its client left before its prompt was through: of the rest nothing will come.
+            # It failed, or its client left before its prompt was computed: the rest of the prompt will not be.
             self.predictions.drop(number)
             record.adapters.drop(number, now)
         else:
             self.predictions.computed(number, now)
             record.adapters.computed(number, now)
 
-    def _look_ahead(self, record: EndpointRecord, frame: StateFrame, now: float) -> None:
+    def _update_estimator(self, record: EndpointRecord, frame: StateFrame, now: float) -> None:
         dispatches, load, report = record.dispatches, frame.load, record.pod_report
         is_ours = not record.reports.external()
         record.ttft_estimator.received(
@@ -165,15 +166,15 @@ class Placement:
                 candidate_of(record, now, cached.get(record.endpoint.id, 0), record.endpoint.id == session)
                 for record in records
             ]
-        # As most are, and as they were seen before, without a call for each.
+        # For most requests: kept candidates, without a call for each.
         return [
             record.seen.get(PLAIN if record.reports.fresh(now) else STALE) or candidate_of(record, now)
             for record in records
         ]
 
     def _cached_tokens(self, request: RoutingRequest, records: Sequence[EndpointRecord], now: float) -> dict[str, int]:
-        """Of the prompt, on each endpoint that has some and is believed."""
-        # The last token is always computed anew, so a prompt is never found as a whole.
+        """Cached prompt tokens on each endpoint that has some and whose report is fresh."""
+        # The last token is always computed, so a prompt is never found as a whole.
         num_findable = (request.num_prompt_tokens - 1) // request.prefix_chunk_tokens if request.prefix_chunks else 0
         if num_findable <= 0 or not self.index.knows(request.prefix_chunks[0], self.predictions.pods):
             return {}
@@ -205,7 +206,7 @@ def _place_of(chosen: Candidate, candidates: Sequence[Candidate]) -> int:
 def _predicted_ttft_ms(
     decision: RoutingDecision, index: int, record: EndpointRecord, number: int, dispatch: Dispatch, now: float
 ) -> float | None:
-    """Where the policy goes by it. As exactly as it can be told, which for all candidates would cost too much."""
+    """Where the policy predicts it: simulated for the chosen endpoint, which would cost too much for all candidates."""
     if "ttft_ms" not in decision.columns:
         return None
     chosen, ttft_ms = decision.chosen, None

@@ -34,7 +34,7 @@ def read_report(frame: StateFrame, before: PodReport | None, params_before: Step
 
 
 def with_own_counts(report: PodReport, num_running: int) -> PodReport:
-    """A report that is not believed any more: what the pod is stays true, its load is what we know ourselves."""
+    """A stale report: the pod's limits stay true, its load is replaced by this gateway's own counts."""
     model = _model_of(report)
     return report._replace(
         step_time=take_snapshot(model, report.max_step_tokens, num_running, 0) if model is not None else None,
@@ -53,7 +53,7 @@ def _model_of(report: PodReport | None) -> StepTimeModel | None:
 
 
 def _model(params: StepTimeParams) -> StepTimeModel | None:
-    """`None`: the engine has not measured anything, or says what makes no sense."""
+    """`None`: the engine has not measured anything, or reports invalid parameters."""
     try:
         model = StepTimeModel.from_params(params)
     except ValueError as error:

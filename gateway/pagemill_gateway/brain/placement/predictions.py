@@ -1,7 +1,7 @@
 """Prefixes that pods do not report yet and will have: those of requests that were dispatched to them.
 
-Each belongs to the decision that brought it about and goes with it: at once when the request failed, when the pod has
-reported the granule itself, and a while after its first token in any case. Never mixed into
+Each belongs to the decision that brings it about. It ends at once when the request failed or when the pod has reported
+the prefix chunk itself, and in any case a while after the first token. It is never mixed into
 `brain.placement.prefix_index`.
 """
 
@@ -31,11 +31,11 @@ class Predictions:
 
     @property
     def pods(self) -> Mapping[bytes, int]:
-        """Granule -> bits of the pods that will have it."""
+        """Prefix chunk -> bits of the pods that will have it."""
         return self._pods
 
     def expect(self, decision: int, bit: int, prefix_chunks: Iterable[bytes]) -> None:
-        """Of `prefix_chunks`, those that nobody else already expects there are tagged with `decision`."""
+        """Those of `prefix_chunks` that are not expected there yet are tagged with `decision`."""
         pods = self._pods
         new = [chunk for chunk in prefix_chunks if not pods.get(chunk, 0) & bit]
         if not new:
@@ -45,12 +45,12 @@ class Predictions:
         self._decisions[decision] = _Expected(bit, new)
 
     def reported(self, bit: int, prefix_chunks: Iterable[bytes]) -> None:
-        """The pod itself has spoken of these: there or gone, its word counts."""
+        """The pod itself has reported these, added or removed: its report counts."""
         if self._pods:
             clear(self._pods, bit, prefix_chunks)
 
     def computed(self, decision: int, now: float) -> None:
-        """The request's prompt is through: what the pod does not report soon, it does not have."""
+        """The request's prompt is computed: what the pod does not report soon, it does not have."""
         if decision in self._decisions:
             self._expiring.append((now + EXPIRY_S, decision))
 
@@ -60,7 +60,7 @@ class Predictions:
             clear(self._pods, *expected)
 
     def forget(self, bit: int) -> None:
-        """The pod is gone, or says anew what it has; another one may get its bit."""
+        """The pod is gone, or sends a new snapshot; another one may get its bit."""
         for decision in [each for each, expected in self._decisions.items() if expected.bit == bit]:
             self.drop(decision)
 

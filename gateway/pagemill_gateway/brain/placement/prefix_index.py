@@ -1,8 +1,8 @@
-"""Which pods have which prefix: one table from granule hash to a set of pods, written by the engines' frames only.
+"""Which pods have which prefix: one table from the hash of a prefix chunk to a set of pods, written by frames only.
 
-A set of pods is an int with one bit a pod (its slot), so a lookup costs one dict access a granule however many pods
-there are. A pod that goes, or begins anew with a snapshot, just loses its slot; the bit is swept out of the table
-later, a few entries with every frame, and the slot is used again only then. What the gateway merely expects to be
+A set of pods is an int with one bit per pod (its slot), so a lookup costs one dict access per prefix chunk however many
+pods there are. A pod that leaves, or sends a new snapshot, just loses its slot; its bit is swept out of the table
+later, a few entries with every frame, and only then is the slot used again. What the gateway merely expects to be
 cached is kept apart (`brain.placement.predictions`).
 """
 
@@ -19,7 +19,7 @@ class PrefixIndex:
         self._pods: dict[bytes, int] = {}
         self._bits: dict[str, int] = {}
         self._free: list[int] = []
-        """Bits that nothing in the table has any more."""
+        """Bits that no entry of the table has any more."""
         self._num_bits = 0
         self._retired = 0
         """Bits of pods that are gone, waiting for the next sweep."""
@@ -27,11 +27,11 @@ class PrefixIndex:
         self._unswept: list[bytes] = []
 
     def __len__(self) -> int:
-        """Granules known of any pod."""
+        """Prefix chunks known of any pod."""
         return len(self._pods)
 
     def bit(self, endpoint_id: str) -> int:
-        """The pod's bit; 0 when it has told nothing."""
+        """The pod's bit; 0 before its first snapshot."""
         return self._bits.get(endpoint_id, 0)
 
     def snapshot(self, endpoint_id: str, prefix_chunks: Iterable[bytes]) -> None:
@@ -44,7 +44,7 @@ class PrefixIndex:
         bit, pods = self._bits[endpoint_id], self._pods
         for chunk in prefix_chunks:
             mask = pods.get(chunk)
-            # The pod's own int is stored where it is the only one: most entries share a few objects.
+            # The pod's own int is stored where it is the only one, so most entries share a few objects.
             pods[chunk] = bit if mask is None else mask | bit
         self._sweep()
 
@@ -52,7 +52,7 @@ class PrefixIndex:
         clear(self._pods, self._bits[endpoint_id], prefix_chunks)
 
     def forget(self, endpoint_id: str) -> None:
-        """The pod is gone, or says anew what it has."""
+        """The pod is gone, or sends a new snapshot."""
         self._retired |= self._bits.pop(endpoint_id, 0)
 
     def knows(self, chunk: bytes, expected: Mapping[bytes, int]) -> bool:
@@ -60,9 +60,9 @@ class PrefixIndex:
         return chunk in self._pods or chunk in expected
 
     def depths(self, prefix_chunks: Sequence[bytes], pods: int, expected: Mapping[bytes, int]) -> dict[int, int]:
-        """How many leading granules each pod has, by its bit; pods without the first one are left out.
+        """How many leading prefix chunks each pod has, by its bit; pods without the first one are left out.
 
-        `pods`: the bits in question. `expected`: further granules with their pods.
+        `pods`: the bits to look for. `expected`: further prefix chunks with their pods.
         """
         found: dict[int, int] = {}
         known, alive = self._pods, pods
@@ -91,7 +91,7 @@ class PrefixIndex:
         return 1 << (self._num_bits - 1)
 
     def _sweep(self) -> None:
-        """Some of the table loses the bits of pods that are gone."""
+        """Remove the bits of departed pods from a part of the table."""
         if not self._sweeping:
             if not self._retired:
                 return
@@ -115,7 +115,7 @@ class PrefixIndex:
 
 
 def clear(pods: dict[bytes, int], bit: int, prefix_chunks: Iterable[bytes]) -> None:
-    """Take the pod's bit from the granules that have it; one that no pod has any more leaves the table."""
+    """Take the pod's bit from these prefix chunks; one without any pod leaves the table."""
     for chunk in prefix_chunks:
         mask = pods.get(chunk, 0)
         if not mask & bit:

@@ -1,4 +1,4 @@
-"""One request in the brain's own words: what is to be placed, and what is at an engine. Plain values, no decisions."""
+"""One request inside the brain: what is to be placed, and what is at an engine. Plain values, no decisions."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ class PlacementRequest(NamedTuple):
     """As if nothing of the prompt were cached."""
     probe: Probe = "none"
     charged_tokens: int | None = None
-    """For its turn in the queue; None: it has not waited."""
+    """Cost of its turn in the queue; None: it has not waited."""
 
     @property
     def work(self) -> RoutingRequest:
-        """What an engine has to compute before its next token: of an answer that is continued, all of it so far."""
+        """What an engine has to compute before its next token: of a continued answer, also all tokens so far."""
         if self.retry is None or not self.retry.num_tokens:
             return self.request
         return self.request._replace(num_prompt_tokens=self.request.num_prompt_tokens + self.retry.num_tokens)
 
     @property
-    def line(self) -> str:
-        """The key in whose line it waits.
+    def queue_key(self) -> str:
+        """The key under which it waits.
 
-        What continues an answer has paid for its turn, and may wait for what others need not: it stands in a line of
-        its own, due at once, and holds up nobody.
+        A request that continues an answer has paid for its turn, and may wait for engines that others do not need: it
+        waits under a key of its own, is due at once, and delays no other request.
         """
-        return f"{self.ticket.key} {self._wants}" if self._wants else self.ticket.key
+        return f"{self.ticket.key} {self._constraints}" if self._constraints else self.ticket.key
 
     @property
     def group(self) -> str:
-        """Those of one group wait for the same."""
+        """Requests of one group wait for the same engines."""
         engines = f"{self.target.bundle_digest} adapters" if self.request.adapter_digest else self.target.bundle_digest
-        return f"{engines} {self._wants}" if self._wants else engines
+        return f"{engines} {self._constraints}" if self._constraints else engines
 
     @property
-    def _wants(self) -> str:
+    def _constraints(self) -> str:
         if self.retry is None or not (self.probe != "none" or self.retry.weights_digest):
             return ""
         return f"{self.probe} {self.retry.weights_digest}"
@@ -61,7 +61,7 @@ class InFlightRequest(NamedTuple):
     key: str
     priority: int
     charged_tokens: int
-    """For its turn; as much as it was thought to cost here where it had to wait for none."""
+    """Cost of its turn; the expected cost here if it did not wait."""
 
 
 def make_placement_request(
@@ -73,7 +73,9 @@ def make_placement_request(
     retry: RetryContext | None,
     probe: Probe = "none",
 ) -> PlacementRequest:
-    """Output as learned from the deployment's answers and within its context; what is there already is part of it."""
+    """The expected output is learned from the deployment's answers and bounded by its context; it includes existing
+    tokens.
+    """
     num_output_tokens = 1
     if deployment is not None:
         num_there = retry.num_tokens // ticket.num_sequences if retry is not None else 0

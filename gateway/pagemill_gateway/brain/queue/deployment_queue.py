@@ -18,7 +18,7 @@ from pagemill_protocol.errors import PagemillError, unavailable
 
 HALF_LIFE_S = 20.0
 LEAST_SECONDS = 0.5
-"""Of waiting, before the rate means anything."""
+"""Waiting time that must be observed before the rate is used."""
 UNKNOWN_WAIT_S = 5.0
 MAX_WAIT_S = 120.0
 
@@ -34,10 +34,10 @@ class DrainRate:
         self._tokens = 0.0
         self._seconds = 0.0
         self._since: float | None = None
-        """Up to when waiting is counted; `None` while nobody waits."""
+        """Up to when waiting is counted; `None` while no request waits."""
 
     def watch(self, now: float, waiting: bool) -> None:
-        """Count the time since the call before, if somebody waited then; `waiting`: whether somebody does now."""
+        """Count the time since the previous call, if requests waited then; `waiting`: whether requests wait now."""
         if self._since is not None and now > self._since:
             elapsed_s = now - self._since
             fading = 0.5 ** (elapsed_s / HALF_LIFE_S)
@@ -46,7 +46,7 @@ class DrainRate:
         self._since = now if waiting else None
 
     def served(self, cost_tokens: int) -> None:
-        """One that waited got its turn."""
+        """One waiting request got its turn."""
         self._tokens += cost_tokens
 
     @property
@@ -56,12 +56,12 @@ class DrainRate:
         return self._tokens / self._seconds
 
     def wait_s(self, num_tokens: int) -> float | None:
-        """Until so many tokens are served; `None` while nothing is learned."""
+        """Until this many tokens are served; `None` while the rate is unknown."""
         rate = self.tokens_per_s
         return num_tokens / rate if rate is not None else None
 
     def retry_after_s(self, num_tokens: int, start_s: float | None = None) -> float:
-        """When it is worth coming back to a queue of so many tokens, whose engine is to start first in `start_s`."""
+        """When to come back to a queue of this many tokens, whose engine first has to start in `start_s`."""
         wait_s = self.wait_s(num_tokens)
         if wait_s is None and start_s is None:
             return UNKNOWN_WAIT_S
@@ -70,7 +70,7 @@ class DrainRate:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class QueueEntry(Waiter):
-    """One waiting request, with what it waits for and where its result goes."""
+    """One waiting request, with the attempt to place it and the future that gets its result."""
 
     attempt: Callable[[], object | None]
     future: asyncio.Future[Any]
@@ -113,7 +113,7 @@ class DeploymentQueue:
         )
 
     def timed_out(self, waited_s: float) -> PagemillError:
-        """503: nothing came free in time."""
+        """503: no capacity became free in time."""
         return unavailable(
             f"All engines of this model are busy: the request waited {waited_s:.0f} s for its turn, the longest that "
             "is allowed. Try again later.",

@@ -1,4 +1,4 @@
-"""How long requests wait for an engine while their deployment has none, and what is learned of starts meanwhile."""
+"""How long requests wait for an engine while their deployment has none, and when its start is timed."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from pagemill_gateway.brain.endpoints.registry import Registry
 from pagemill_protocol.catalog import QueueLimits
 
 WAIT_FACTOR = 2.0
-"""An engine that comes back may take so many times as long as it usually does."""
+"""A returning engine may take this many times as long as it usually does."""
 
 
 class Outage:
-    """As one request sees it."""
+    """The outage of a deployment as one request sees it."""
 
     def __init__(self) -> None:
         self._until: float | None = None
 
-    def is_over(self, now: float, left_s: float) -> bool:
-        """Whether it has waited enough; `left_s`, as it was when the outage was first seen, is how long that is."""
+    def is_over(self, now: float, wait_left_s: float) -> bool:
+        """Whether the request has waited enough: `wait_left_s`, as it was when the outage was first seen."""
         if self._until is None:
-            self._until = now + left_s
+            self._until = now + wait_left_s
         return now >= self._until
 
     def ended(self) -> None:
-        """There is an engine again; the next outage is another one."""
+        """There is an engine again; the next outage is a new one."""
         self._until = None
 
 
 class Outages:
-    """Of all deployments. `wait_s`: the least that an engine which was lost a moment ago is waited for."""
+    """The outages of all deployments. `wait_s`: the least wait for an engine that was lost a moment ago."""
 
     def __init__(
         self, registry: Registry, limits: Callable[[str], QueueLimits], wait_s: float, clock: Callable[[], float]
@@ -43,12 +43,14 @@ class Outages:
     def wanted(self, model: str) -> list[DeploymentRecord]:
         return [each for each in self._registry.named(model) if each.model.weight > 0]
 
-    def lefts_s(self, model: str) -> dict[str, float]:
-        """How much longer an engine of each deployment of that name may be waited for."""
-        return {each.key: self.left_s(each) for each in self.wanted(model)}
+    def waits_left_s(self, model: str) -> dict[str, float]:
+        """How much longer requests may wait for an engine of each deployment with that name."""
+        return {each.key: self.wait_left_s(each) for each in self.wanted(model)}
 
-    def left_s(self, deployment: DeploymentRecord) -> float:
-        """How much longer requests may wait for an engine: one that was lost a moment ago, or is known to be ready."""
+    def wait_left_s(self, deployment: DeploymentRecord) -> float:
+        """How much longer requests may wait for an engine: one that was lost a moment ago, or that its platform calls
+        ready.
+        """
         if deployment.model.wakes:
             return self._limits(deployment.key).timeout_s
         wait_s = self._wait_s
@@ -61,9 +63,9 @@ class Outages:
         return max(0.0, deployment.last_served_at + wait_s - self._clock())
 
     def note_demand(self, deployments: list[DeploymentRecord]) -> None:
-        """None of them has an engine, and somebody waits for one.
+        """A request waits for an engine of deployments that have none: their starts are timed from now on.
 
-        One that is up and was not heard yet does not start: how soon it is heard says nothing of a start.
+        An engine that is up and has not reported yet does not start: the time to its report says nothing of a start.
         """
         for each in deployments:
             if not any(record.expected for record in each.records):

@@ -1,9 +1,9 @@
-"""The one place where requests wait: a fair queue per deployment, for room on an engine or for any engine at all.
+"""The one place where requests wait: a fair queue per deployment, for capacity on an engine or for any engine at all.
 
-What a request waits for is its wish: called when it is its turn, it returns what was wished for, or None to go on
-waiting, or raises what the client is told. The order, the bounds and who is shed are `admission.fair_queue`'s; here are
-the futures, the clock and the errors. Whoever changes what wishes depend on calls `pump`; while somebody waits a tick
-looks after what only time changes.
+A waiting request has an attempt: called when it is its turn, it returns the result, or None to go on waiting, or raises
+the error for the client. The order, the bounds and which request is shed are `admission.fair_queue`'s; here are the
+futures, the clock and the errors. Code that changes what attempts depend on calls `pump`; while requests wait, a tick
+handles what only time changes.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ logger = logging.getLogger("pagemill.gateway.brain")
 TICK_S = 0.1
 Outcome = Literal["served", "shed", "full", "timeout", "deadline", "failed", "left"]
 OUTCOMES: tuple[Outcome, ...] = ("served", "shed", "full", "timeout", "deadline", "failed", "left")
-"""`shed`: another one needed its place more. `full`: it found none. `deadline`: it could not have made it, or did not.
-`failed`: what it waited for cannot be had any more. `left`: its client did."""
+"""`shed`: another request needed its place more. `full`: it found no place. `deadline`: it could not have met its
+deadline, or did not. `failed`: what it waited for cannot come any more. `left`: its client left.
+"""
 Found = TypeVar("Found")
 
 
@@ -33,9 +34,9 @@ class QueueState(NamedTuple):
     num_requests: int = 0
     num_bytes: int = 0
     num_tokens: int = 0
-    """What their turns are thought to cost; 0 for those that cannot be tokenized yet."""
+    """Expected cost of their turns; 0 for those that cannot be tokenized yet."""
     oldest_age_s: float = 0.0
-    """How long the one that waits longest has been at the gateway."""
+    """How long the request that waits longest has been at the gateway."""
 
 
 class Queues:
@@ -46,7 +47,7 @@ class Queues:
         start_left_s: Callable[[str], float | None] = lambda _: None,
     ) -> None:
         """`is_serving`: whether a deployment has an engine that serves; only then its speed can be learned.
-        `start_left_s`: until it has one again, if it has none and that is known.
+        `start_left_s`: time until it has one again, if it has none and that is known.
         """
         self._clock = clock
         self._is_serving = is_serving
@@ -70,7 +71,7 @@ class Queues:
         return QueueState(len(waiting), waiting.num_bytes, waiting.num_tokens, max(0.0, self._clock() - oldest))
 
     def left_s(self, deployment: str, ticket: QueueTicket) -> float | None:
-        """How much longer the request of `ticket` will wait here, an engine's start included; `None`: nobody knows."""
+        """How much longer the request of `ticket` will wait here, an engine's start included; `None`: unknown."""
         queue = self._queues.get(deployment)
         start_left_s = self._start_left_s(deployment)
         if queue is None or (start_left_s is None and not self._is_serving(deployment)):
@@ -79,14 +80,14 @@ class Queues:
         return start_left_s if turn_s is None else (start_left_s or 0.0) + turn_s
 
     def first_waiter(self) -> asyncio.Future[None]:
-        """Done when somebody waits for a deployment for which nobody did. Cancel it when it is of no use any more."""
+        """Done when a request waits for a deployment whose queue was empty. Cancel it when it is not needed."""
         watcher = asyncio.get_running_loop().create_future()
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)
         return watcher
 
     def settle(self, deployment: str, key: str, priority: int, num_tokens: int) -> None:
-        """A turn cost so many tokens more than was thought, or fewer."""
+        """A turn cost this many tokens more than was expected, or fewer."""
         queue = self._queues.get(deployment)
         if queue is not None:
             queue.waiting.settle(key, priority, num_tokens)
@@ -103,10 +104,10 @@ class Queues:
         undo: Callable[[Found], None],
         kept: bool = False,
     ) -> tuple[Found, float]:
-        """What was wished for, and for how long it was waited. Raises `PagemillError`.
+        """What `attempt` returned, and how long the request waited. Raises `PagemillError`.
 
-        `group`: who waits for the same; `undo` takes back what came too late for a client that left; `kept`: however
-        many wait, it may.
+        `group`: requests of one group wait for the same; `undo` takes back a result that came too late for a client
+        that left; `kept`: it may wait however many do.
         """
         queue = self._queues.get(deployment)
         if queue is None:
@@ -129,7 +130,7 @@ class Queues:
         )
         self._admit(deployment, queue, entry)
         try:
-            # One that was refused everywhere waits for news: what is known has just been tried.
+            # One that was refused everywhere waits for a change: what is known has just been tried.
             if ticket.num_refusals == 0:
                 self.pump(deployment)
             found: Found = await entry.future
@@ -148,7 +149,7 @@ class Queues:
         return found, self._clock() - now
 
     def pump(self, deployment: str) -> None:
-        """Give everybody a turn whose wish can be fulfilled now."""
+        """Call the attempts of waiting requests in their order, until none succeeds."""
         queue = self._queues.get(deployment)
         if queue is None or not len(queue.waiting):
             return
@@ -165,7 +166,7 @@ class Queues:
                 self._fail(deployment, queue, entry, error, "failed")
                 continue
             except Exception:
-                # It is some other request, or a report, that made this one look: that must not suffer.
+                # The caller handles another request, or a report, which must not fail.
                 logger.exception("a request of %s cannot be placed", deployment)
                 self._fail(deployment, queue, entry, internal_error(), "failed")
                 continue
@@ -184,7 +185,7 @@ class Queues:
             self.pump(deployment)
 
     def tick(self) -> None:
-        """What time alone brings: some have waited too long, pauses are over."""
+        """What only time changes: some requests have waited too long, pauses are over."""
         for deployment, queue in list(self._queues.items()):
             for entry in queue.waiting.expired(self._clock()):
                 late = entry.deadline_at <= entry.expires_at
@@ -193,7 +194,7 @@ class Queues:
             self.pump(deployment)
 
     def forget(self, deployments: set[str]) -> None:
-        """These are gone; nobody waits for them any more, since their wishes have failed."""
+        """These deployments are gone; no request waits for them any more, since their attempts have failed."""
         for deployment in deployments:
             if self.is_empty(deployment):
                 self._queues.pop(deployment, None)
@@ -201,7 +202,7 @@ class Queues:
                     self.outcomes.pop((deployment, outcome), None)
 
     def _admit(self, deployment: str, queue: DeploymentQueue, entry: QueueEntry) -> None:
-        """Raises `PagemillError` when it must not wait."""
+        """Raises `PagemillError` when the request must not wait."""
         if self._is_serving(deployment) and (wait_s := queue.hopeless_wait_s(entry)) is not None:
             self.outcomes[deployment, "deadline"] += 1
             raise unavailable(

@@ -1,1 +1,1 @@
-"""What follows from failures: who is ejected, who may try again, and which request is the cause."""
+"""What follows from failures: which endpoints are ejected, which requests may retry, and which request is the cause."""

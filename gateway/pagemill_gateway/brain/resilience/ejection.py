@@ -1,8 +1,7 @@
-"""The breaker of one endpoint: a failure takes it out for a short while, then one request at a time probes it.
+"""The circuit breaker of one endpoint: a failure ejects it for a short while, then one request at a time probes it.
 
-Pure: time comes in as seconds of a monotonic clock, requests as the numbers of their decisions. It never forbids the
-last endpoint of a deployment, nor counts how many are out; that is `brain.resilience.recovery`'s, which picks among
-several.
+Pure: time comes in as seconds of a monotonic clock, requests as the numbers of their decisions. It never considers
+other endpoints; `brain.resilience.recovery` does, and bounds how many of a deployment are out.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ class Ejection:
         self._ejected = False
         self._until = 0.0
         self._since = 0
-        """Number of the newest decision when it was ejected last."""
+        """Number of the newest decision at the latest ejection."""
         self._probe: int | None = None
 
     @property
@@ -30,7 +29,7 @@ class Ejection:
         return self._ejected
 
     def allows(self, now: float) -> bool:
-        """Whether a request may go there: healthy, or due for a probe that nobody makes yet."""
+        """Whether a request may go there: it is healthy, or due for a probe and has none."""
         if not self._ejected:
             return True
         return now >= self._until and self._probe is None
@@ -45,18 +44,18 @@ class Ejection:
             self._probe = decision
 
     def released(self, decision: int) -> None:
-        """`decision` ended without a verdict on the endpoint."""
+        """`decision` ended without saying anything of the endpoint."""
         if self._probe == decision:
             self._probe = None
 
     def answered(self, decision: int) -> None:
-        """`decision` got its first frame. Those from before the ejection prove nothing."""
+        """`decision` got its first frame. Decisions from before the ejection prove nothing."""
         if self._ejected and not self.covers(decision):
             self._ejected = False
             self._probe = None
 
     def succeeded(self, decision: int) -> None:
-        """`decision` was served to its end, or in a way that shows the endpoint at work: the next pause is short."""
+        """`decision` was served to its end, or in a way that shows that the endpoint works: the next pause is short."""
         if not self.covers(decision):
             self._ejected = False
             self._probe = None
@@ -76,5 +75,5 @@ class Ejection:
         self._since = newest_decision
 
     def probe_now(self) -> None:
-        """Other evidence says that the endpoint is back: the next request may probe it."""
+        """Another sign shows that the endpoint is back: the next request may probe it."""
         self._until = 0.0

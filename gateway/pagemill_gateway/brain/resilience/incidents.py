@@ -1,7 +1,7 @@
-"""How engines ended: who was there, and whether that points at a request or at chance. Pure bookkeeping.
+"""Records how engines ended: which requests were there, and whether that points at a request or at chance.
 
-An engine's end is one incident, however many requests tell of it, and whoever tells first. What it says of a request is
-`brain.resilience.poison_requests`' to know.
+The end of an engine is one incident, however many requests report it. What it says of a request is decided by
+`brain.resilience.poison_requests`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pagemill_gateway.brain.interface import EngineFailure, EngineFailureKind
 
 MAX_INCIDENTS = 256
 SAME_INCIDENT_S = 30.0
-"""All that belong to one end have noticed it within this time, or when the engine has connected anew."""
+"""All requests of one incident report it within this time, or before the engine has connected anew."""
 CHANCE_WINDOW_S = 10.0
-"""What brings down several engines at once need not begin with the one that a request was at."""
+"""A cause that ends several engines at once need not begin with the engine that a request was at."""
 
 
 class Incident(NamedTuple):
@@ -28,9 +28,9 @@ class Incident(NamedTuple):
     present: frozenset[int]
     """Decisions of this gateway's requests that were there."""
     unstarted: frozenset[int]
-    """Those of them that had no token yet."""
+    """Those of them without a token so far."""
     had_probe: bool
-    """A suspect was among them that had none."""
+    """A probed request was among the unstarted ones."""
     num_elsewhere: int
     """Requests that were not ours, by its latest report."""
 
@@ -40,7 +40,7 @@ class Incidents:
         self._incidents: deque[Incident] = deque(maxlen=MAX_INCIDENTS)
 
     def note(self, record: EndpointRecord, kind: EngineFailureKind | None, probes: frozenset[int], now: float) -> None:
-        """The endpoint's engine ended; `probes` are the decisions of all suspects. `None`: nobody knows how."""
+        """The endpoint's engine ended; `probes` are the decisions of all probes. `None`: how it ended is unknown."""
         since = max(record.reports.connected_at, now - SAME_INCIDENT_S)
         for place, known in enumerate(self._incidents):
             if known.endpoint_id == record.endpoint.id and known.at >= since:
@@ -62,11 +62,11 @@ class Incidents:
         )
 
     def had(self, failure: EngineFailure) -> bool:
-        """Whether the request was there when the engine ended; else it came too late, or nobody knows any more."""
+        """Whether the request was there when the engine ended; else it came too late, or the incident is forgotten."""
         return self._of(failure.decision) is not None
 
     def was_only_one(self, failure: EngineFailure) -> bool:
-        """Of this gateway's requests there no other one waited for its first token."""
+        """No other request of this gateway waited for its first token there."""
         incident = self._of(failure.decision)
         return incident is not None and incident.unstarted == {failure.decision}
 
@@ -76,10 +76,10 @@ class Incidents:
         return incident is not None and incident.num_elsewhere > 0
 
     def is_chance(self, deployment: str, failures: Sequence[EngineFailure]) -> bool:
-        """Whether engines of the deployment end in the same way without the request that saw these ends.
+        """Whether engines of the deployment end in the same way without the request of these failures.
 
-        From shortly before the first of them. An end that the trial of another suspect explains does not count. What
-        cannot be told any more may have been chance.
+        Incidents count from shortly before the first failure on. One that the probe of another request explains does
+        not count. Where the first failure is forgotten, it may have been chance.
         """
         first = self._of(failures[0].decision)
         if first is None:

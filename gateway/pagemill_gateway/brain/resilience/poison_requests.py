@@ -1,28 +1,29 @@
-"""Which requests may be what brings engines down, how that is found out, and when it is proven.
+"""Poison-request detection: which requests may bring down engines, how that is tested, and when it is proven.
 
-Engines end for many reasons, and a request that was there is mostly innocent. What its end says of a request:
+Engines end for many reasons, and most requests that were there are not the cause. What the end of an engine says of a
+request:
 
-- the engine was ended from outside, and its server says so (`killed`): nothing.
-- its connections just ended (`lost`; a whole pod was killed, its node went, or its server died of what it was doing):
-  little. Only the second one in a row, without a token in between, makes a suspect.
-- its own work failed, and its server says so (`crashed`): one of those that were there is the cause. All are suspects.
+- The engine was ended from outside, and its server reports that (`killed`): nothing.
+- Its connections just ended (`lost`; a pod was killed, its node failed, or its server died of its own work): little.
+  Only the second loss in a row, without a token in between, leads to a probe.
+- Its own work failed, and its server reports that (`crashed`): one of the requests there is the cause. All are probed.
 
-A request that brings engines down does so whenever it is computed, before its next token: a token is an acquittal, and
-what it went through before is forgotten. So a suspect has a trial, until its first token there. The first trial is
-`shared`: no other suspect on trial is on that engine, and everybody else may come and go, since many are suspects after
-an engine with many requests crashed and nobody shall have to wait for them. The next ones are `alone`: it goes where
-nobody waits for a first token, and nobody may follow; the relay pauses longer before each of them, so that what ends
+A poison request brings down its engine whenever it is computed, before its next token. So a token clears a request, and
+what happened before is forgotten. A probe lasts until the first token at the next engine. The first probe is `shared`:
+no other probe runs on that engine, and other requests may come and go, since an engine that crashed with many requests
+leaves many to probe, and none of them shall wait long. The next ones are `alone`: the request goes where no request
+waits for a first token, and none may follow; the relay pauses longer before each of them, so that a cause that ends
 engines by chance is over or has shown itself.
 
-It is convicted when an engine ended under its trial, nobody else there was without a token, and
+A request is blamed when an engine ended under its probe, no other request there was without a token, and
 
-- it was to be alone; or the engine crashed, and no other gateway had a request there; and
+- the probe was `alone`; or the engine crashed, and no other gateway had a request there; and
 - engines of the deployment do not end without it as well: none did, in the same way, from shortly before its first one
-  on (`brain.resilience.incidents`). Those that end under the trial of another suspect are that one's.
+  on (`brain.resilience.incidents`). Those that end under the probe of another request are explained by that one.
 
-So a request that crashes engines costs two or three of them, one that takes the whole pod with it four, while no others
-end; if others do, it is tried until `admission.attempts` ends it without a verdict. One that gets tokens between its
-crashes is never convicted, and bounded there too.
+So a request that crashes engines costs two or three of them, one that ends the whole pod four, while no others end; if
+others do, it is retried until `admission.attempts` ends it without blame. One that gets tokens between its crashes is
+never blamed, and is bounded there too.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ from pagemill_gateway.brain.resilience.incidents import Incidents
 from pagemill_protocol.errors import request_crashed_engine
 
 TOLERATED_LOSSES = 2
-"""Engines in a row that are just gone, before that is more than bad luck."""
+"""Engines in a row that are lost, before that counts as more than chance."""
 HOLD_S = 1.0
-"""An engine takes no newcomers this long for a suspect that is to be alone there; held again while that one waits."""
+"""An engine takes no new requests this long before a probe `alone`; extended while the request waits."""
 ALONE_S = 15.0
-"""Nobody follows a suspect for so long; an answer that comes as a whole at its end may take minutes."""
+"""No other request starts there for this long; an answer that comes as a whole at its end may take minutes."""
 Outcome = Literal["cleared", "ended", "blamed", "left"]
 OUTCOMES: tuple[Outcome, ...] = ("cleared", "ended", "blamed", "left")
-"""`ended`: its engine ended, which may have been chance. `left`: its client did, or the engine did not take it."""
+"""`ended`: its engine ended, which may have been chance. `left`: its client left, or the engine refused it."""
 
 
 class _RunningProbe(NamedTuple):
@@ -59,16 +60,16 @@ class PoisonDetection:
         self._probes: dict[int, _RunningProbe] = {}
         """By decision."""
         self._held: dict[str, float] = {}
-        """Endpoints that are being emptied of those without a token for a trial, until when."""
+        """Endpoints that take no new requests before a probe `alone`, and until when."""
         self.outcomes: Counter[tuple[str, Outcome]] = Counter()
-        """Of trials, by deployment, since the start."""
+        """Of probes, by deployment, since the start."""
 
     def keep(self, deployments: set[str]) -> None:
         for key in [key for key in self.outcomes if key[0] not in deployments]:
             del self.outcomes[key]
 
     def next_probe(self, deployment: str, failures: Sequence[EngineFailure]) -> Probe:
-        """What its next engine must be for a request that saw these ends. Raises `PagemillError` 500 when convicted."""
+        """How a request with these failures is tried next. Raises `PagemillError` 500 when it is blamed."""
         if failures and self._blames(deployment, failures):
             self.outcomes[deployment, "blamed"] += 1
             raise request_crashed_engine()
@@ -79,15 +80,15 @@ class PoisonDetection:
         suspicious = len(telling) >= TOLERATED_LOSSES or any(failure.kind == "crashed" for failure in telling)
         return "shared" if suspicious else "none"
 
-    # Where trials are.
+    # Which endpoints a probe may use.
 
     def allowed(self, records: Sequence[EndpointRecord], probe: Probe, now: float) -> list[EndpointRecord]:
-        """Those of `records` that may have a request with such a trial now."""
+        """Those of `records` that may get a request with this probe now."""
         if probe == "none":
             return self._open(records, now)
         busy = {each.endpoint_id for each in self._probes.values()}
         free = [record for record in records if record.endpoint.id not in busy]
-        # One that is gone already, without anybody's knowledge, proves nothing.
+        # An endpoint that is gone already, unnoticed so far, would prove nothing.
         free = [record for record in free if record.reports.fresh(now)] or free
         if probe == "shared":
             return self._open(free, now)
@@ -103,20 +104,20 @@ class PoisonDetection:
             self._held.pop(record.endpoint.id, None)
 
     def cleared(self, decision: int) -> bool:
-        """Its first token is here. Whether it was on trial, so that somebody may be waiting for that."""
+        """Its first token is here. Whether it was a probe, for whose end other requests may wait."""
         return self._close(decision, "cleared")
 
     def released(self, decision: int) -> None:
-        """It is not at its engine any more, for whatever reason."""
+        """It left its engine, for whatever reason."""
         self._close(decision, "left")
 
     def engine_failed(self, decision: int, record: EndpointRecord, kind: EngineFailureKind, now: float) -> None:
-        """The engine of `decision` is said to have ended; before any of those that were there is released."""
+        """The engine of `decision` is reported to have ended; call it before any request there is released."""
         self._note(record, kind, now)
         self._close(decision, "ended")
 
     def stream_lost(self, record: EndpointRecord, now: float) -> None:
-        """The endpoint's own stream broke off, whoever was there."""
+        """The endpoint's own stream broke off."""
         self._note(record, None, now)
 
     def _note(self, record: EndpointRecord, kind: EngineFailureKind | None, now: float) -> None:
@@ -130,11 +131,11 @@ class PoisonDetection:
         return proven and self._incidents.was_only_one(last) and not self._incidents.is_chance(deployment, failures)
 
     def _num_before(self, record: EndpointRecord) -> tuple[bool, int]:
-        """Who must have a token before a suspect is alone there; what is being emptied already comes first."""
+        """Requests that must get a token before a probe `alone`; an endpoint that is held already comes first."""
         return record.endpoint.id not in self._held, record.dispatches.num_uncomputed
 
     def _open(self, records: Sequence[EndpointRecord], now: float) -> list[EndpointRecord]:
-        """Those that no suspect has to itself, or is about to have."""
+        """Endpoints that no probe has to itself, or is about to have."""
         if not self._probes and not self._held:
             return list(records)
         self._held = {endpoint_id: until for endpoint_id, until in self._held.items() if until > now}
@@ -150,7 +151,7 @@ class PoisonDetection:
 
 
 def _since_last_token(failures: Sequence[EngineFailure]) -> Sequence[EngineFailure]:
-    """What happened before is forgotten. What crashed after a token may be the request's doing, with the next one."""
+    """Failures before a token are forgotten. A crash after a token may still be caused by the request's next token."""
     for place in reversed(range(len(failures))):
         if failures[place].progressed:
             return failures[place:] if failures[place].kind == "crashed" else failures[place + 1 :]

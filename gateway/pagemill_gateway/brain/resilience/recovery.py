@@ -1,8 +1,8 @@
-"""After a failure: which endpoints stay out, and who may try again.
+"""After a failure: which endpoints are ejected, and which requests may be tried again.
 
-Between the brain, which decides where requests go, and the breakers (`brain.resilience.ejection`), the retry budget and
-slowness. Pure bookkeeping of decisions: it speaks to nobody and waits for nothing. Whether a request is the cause is
-`brain.resilience.poison_requests`'.
+It keeps the circuit breakers (`brain.resilience.ejection`), the retry budget and slowness for the brain, which decides
+where requests go. Pure bookkeeping of decisions. Whether a request is the cause is decided by
+`brain.resilience.poison_requests`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from pagemill_gateway.brain.resilience.slowness import Slowness
 from pagemill_protocol.errors import unavailable
 
 SLOW_EJECTION_FACTOR = 20.0
-"""A slow endpoint stays out that many times longer than one that failed: it can be judged only by many requests."""
+"""A slow endpoint is ejected this many times longer than one that failed: judging it takes many requests."""
 EJECTING: frozenset[FailureKind] = frozenset({"unreachable", "broken", "lost", "killed", "stalled", "crashed"})
 BUDGETED: frozenset[FailureKind] = frozenset({"request", "broken"})
-"""Tries after these may repeat work that fails again. Others are free: a refusal costs an engine nothing, and what a
-dead engine was doing has to be done elsewhere."""
+"""Retries after these may repeat work that fails again. Others are free: a refusal costs an engine nothing, and the
+work of an engine that ended has to be done elsewhere.
+"""
 WINDOW_S = 10.0
 FREE_RETRIES = 10
-"""In a window, whatever the number of requests."""
+"""Retries in a window that are always allowed."""
 
 
 class Recovery:
@@ -41,7 +42,7 @@ class Recovery:
         self._ejections: WeakKeyDictionary[EndpointRecord, Ejection] = WeakKeyDictionary()
         """By record: an endpoint that takes over the id of another one has a record of its own."""
         self._failed: set[str] = set()
-        """Endpoints that failed and may be ejected: mostly none is, and no decision has to look at all of them."""
+        """Endpoints that failed and may be ejected: mostly none is, and decisions need not check all of them."""
 
     def know(self, deployments: Iterable[str], endpoint_ids: Iterable[str]) -> None:
         """The catalogue changed: forget all others."""
@@ -56,10 +57,10 @@ class Recovery:
             ejection = self._ejections[record] = Ejection(self._ejection_base_s, self._ejection_max_s)
         return ejection
 
-    # Who may try.
+    # Retries.
 
     def admit(self, deployment: str, retry: RetryContext | None, failed_at: EndpointRecord | None, now: float) -> None:
-        """Count one try of a request. Raises `PagemillError` 503 when it is a retry that the budget does not hold."""
+        """Count one try of a request. Raises `PagemillError` 503 when it is a retry beyond the budget."""
         budget = self._budgets.setdefault(deployment, RetryBudget(self._retry_share))
         if retry is None:
             budget.began(now)
@@ -73,14 +74,14 @@ class Recovery:
             code="retry_budget_exhausted",
         )
 
-    # Who stays out.
+    # Ejected endpoints.
 
     def out(self, records: Sequence[EndpointRecord], now: float) -> set[str]:
         """Endpoints of one deployment that should get nothing now.
 
-        Of those that report and look healthy, at most a share and at least one: if more seem to fail, the fault may be
-        elsewhere. One that is silent as well is no suspicion but a loss: while others report, no request probes it
-        before it does. If all are ejected, none is.
+        Of those whose reports are fresh, at most a share and at least one: if more seem to fail, the cause may lie
+        elsewhere. An endpoint without fresh reports is taken as lost: while others report, no request probes it before
+        it does. If all are ejected, none is.
         """
         if not self._failed:
             return set()
@@ -117,7 +118,7 @@ class Recovery:
         newest: int,
         now: float,
     ) -> None:
-        """`decision` was served to its end; `siblings` are the endpoints of the deployment, looked at when needed."""
+        """`decision` was served to its end; `siblings`, the endpoints of the deployment, are read only when needed."""
         endpoint_id = record.endpoint.id
         self.ejection(record).succeeded(decision)
         if served.ms_per_token is None or self.ejection(record).covers(decision):
@@ -133,7 +134,7 @@ class Recovery:
 
 
 class RetryBudget:
-    """How many tries beyond the first a deployment's requests may have together, so that retries never become the load.
+    """How many retries a deployment's requests may have together, so that retries never become the load.
 
     A share of the requests that began in the last seconds, and a few in any case.
     """
@@ -147,7 +148,7 @@ class RetryBudget:
         self._requests.add(now)
 
     def take(self, now: float) -> bool:
-        """Whether one more retry is in the budget; it is spent then."""
+        """Whether the budget allows one more retry; it is taken then."""
         if self._retries.count(now) >= max(FREE_RETRIES, self._share * self._requests.count(now)):
             return False
         self._retries.add(now)
@@ -155,7 +156,7 @@ class RetryBudget:
 
 
 class _EventWindow:
-    """Events of the last `WINDOW_S`, counted by tenths of it: memory does not grow with the load."""
+    """Events of the last `WINDOW_S`, counted by tenths of it, so that memory does not grow with the load."""
 
     def __init__(self) -> None:
         self._slots: deque[tuple[int, int]] = deque()

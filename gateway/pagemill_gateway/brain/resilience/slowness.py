@@ -1,8 +1,8 @@
-"""Endpoints that decode far slower than their siblings: judged by what requests got, never by one request alone.
+"""Endpoints that decode far slower than their siblings, judged by many requests and never by one.
 
 Pure: time comes in. Each endpoint is represented by the median of its latest requests' time per token; one whose median
-is several times that of the median sibling is slow. Who is ejected for it, and how many may be, is
-`brain.resilience.recovery`'s.
+is several times that of the median sibling is slow. How many may be ejected for it is bounded by
+`brain.resilience.recovery`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LEAST_SAMPLES = 8
 """Of an endpoint, before it is judged or compared with."""
 SLOW_FACTOR = 4.0
 LEAST_EXCESS_MS = 20.0
-"""Per token; a difference nobody feels ejects nobody."""
+"""Per token; a smaller difference ejects no endpoint."""
 
 
 class _Sample(NamedTuple):
@@ -43,7 +43,7 @@ class Slowness:
             self._typical.pop(endpoint_id, None)
 
     def forget(self, endpoint_id: str) -> None:
-        """What it did before says nothing of what it does when it is back."""
+        """Its earlier samples say nothing of it after it is back."""
         self._samples.pop(endpoint_id, None)
         self._typical.pop(endpoint_id, None)
 
@@ -52,7 +52,7 @@ class Slowness:
             self.forget(gone)
 
     def is_slow(self, endpoint_id: str, siblings: Iterable[str], now: float) -> bool:
-        """`siblings` is looked at only when the endpoint's pace could be felt."""
+        """`siblings` is read only when the endpoint's time per token is long enough to matter."""
         mine = self._typical_ms(endpoint_id, now)
         if mine is None or mine <= LEAST_EXCESS_MS:
             return False

@@ -1,6 +1,6 @@
-"""Two questions to an API server: the whole list of a kind, and everything that changes from there on.
+"""Two requests to an API server: the whole list of a kind, and all changes from there on.
 
-Plain HTTP over one session; which kinds, what to do with answers and when to ask again is `list_watch`'s.
+Plain HTTP over one session; `list_watch` decides which kinds to read and when to ask again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_ERROR_BYTES = 64 * 1024
 
 
 class ApiFault(Exception):
-    """The server answered, and not with what was asked for."""
+    """The server's answer is an error, or not what was requested."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(f"{status}: {message}")
@@ -36,7 +36,7 @@ class Gone(Exception):
 
 
 FAULTS = (ApiFault, aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError, UnicodeDecodeError, TooLarge)
-"""What asking can end with, besides `Gone` and `CredentialsError`."""
+"""How a request can fail, besides `Gone` and `CredentialsError`."""
 
 
 class Page(NamedTuple):
@@ -99,10 +99,10 @@ class ApiClient:
         idle_timeout_s: float,
         on_open: Callable[[], None],
     ) -> AsyncGenerator[WatchEvent, None]:
-        """Changes since `resource_version`, until the server ends it in good order after `timeout_s`.
+        """Changes since `resource_version`, until the server ends the watch regularly after `timeout_s`.
 
-        `on_open` is called once the server has agreed; it may have nothing to tell for long.
-        Raises `Gone`, `CredentialsError` or one of `FAULTS`.
+        `on_open` is called when the server has accepted the watch; the first change may come much later. Raises `Gone`,
+        `CredentialsError` or one of `FAULTS`.
         """
         query = {
             **selector,
@@ -154,7 +154,7 @@ def _decode_event(line: bytes) -> WatchEvent:
 
 
 def _refuse(code: int, status: _Status) -> None:
-    """410: history is no longer kept. A version from the future: the server lost history (etcd was restored)."""
+    """410: the history is no longer kept. A version from the future: the server lost history (etcd was restored)."""
     if code == 410 or "resource version" in status.message.lower():
         raise Gone(status.message)
     raise ApiFault(code, status.message or status.reason or "no message")

@@ -1,8 +1,8 @@
-"""From watched objects to the catalogue. Pure; equal objects give an equal catalogue, whatever order they came in.
+"""From watched objects to the catalogue. Pure; equal objects give an equal catalogue, in whatever order they came.
 
 A deployment whose spec the operator refused (condition Planned is False for this generation) is left out unless pods of
 an earlier spec still run; one that lost its name to an older deployment is left out in any case. The operator applies
-the same rule of names, but a gateway must not send an older deployment's requests astray until it has.
+the same rule of names, but until it has, a gateway must not send an older deployment's requests to the younger one.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from pagemill_protocol.engine_token import EngineKeys
 DEPLOYMENT_LABEL = "pagemill.dev/deployment"
 DATA_PORT, CONTROL_PORT = "data", "control"
 DEFAULT_WEIGHT = 100
-SCALED_BY_SOMEBODY = ("Active", "External")
-"""Modes of autoscaling in which requests that wait bring an engine: by the operator, or by who sees the queue."""
+SCALED_ON_DEMAND = ("Active", "External")
+"""Modes of autoscaling in which waiting requests start an engine: by the operator, or by a scaler that reads the queue.
+"""
 _ADDRESS_PREFERENCE = {"IPv4": 0, "IPv6": 1}
 # Kubernetes quantities and durations, by the rules of `pagemill_crds.quantities`, which gateways do not carry; a test
 # holds the two together.
@@ -36,7 +37,7 @@ _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 def build_catalog(
     deployments: Iterable[LLMDeployment], slices: Iterable[EndpointSlice], keys: EngineKeys | None
 ) -> Catalog:
-    """`keys`: `None` while they are not known; no engine can be asked without."""
+    """`keys`: `None` while they are unknown; without them no engine can be asked."""
     endpoints = _endpoints_by_deployment(slices)
     oldest_first = sorted(deployments, key=_age)
     models = []
@@ -99,13 +100,13 @@ def _model(deployment: LLMDeployment, endpoints: list[Endpoint], keys: EngineKey
         prefix_scope=spec.engine.prefix_caching.scope,
         chat_template=spec.model.chat_template,
         queue=_queue_limits(spec.routing.queue),
-        wakes=spec.autoscaling is not None and spec.autoscaling.mode in SCALED_BY_SOMEBODY,
+        wakes=spec.autoscaling is not None and spec.autoscaling.mode in SCALED_ON_DEMAND,
         endpoints=endpoints,
     )
 
 
 def _queue_limits(queue: Queue | None) -> QueueLimits | None:
-    """None, the gateway's own, also for what an API server with our definition would not let through."""
+    """None, for the gateway's own limits, also for values that an API server with our definition would refuse."""
     if queue is None:
         return None
     max_bytes, timeout_s = memory_bytes(queue.max_bytes), duration_seconds(queue.timeout)
@@ -152,7 +153,7 @@ def _found(address_type: str, endpoint: SliceEndpoint, ports: tuple[int, int]) -
 
 
 def _endpoint(uid: str, found: list[_Found]) -> Endpoint:
-    """A pod can stand in several slices: one per address family, and twice for a moment when it moves."""
+    """A pod can be in several slices: one per address family, and twice for a moment when it moves."""
     first = min(found, key=lambda each: (_ADDRESS_PREFERENCE[each.address_type], each.address))
     host = f"[{first.address}]" if first.address_type == "IPv6" else first.address
     data_port, control_port = first.ports
@@ -167,7 +168,7 @@ def _endpoint(uid: str, found: list[_Found]) -> Endpoint:
 
 
 def memory_bytes(quantity: int | str) -> int | None:
-    """`"256Mi"` -> 268435456; None for what is no amount of memory."""
+    """`"256Mi"` -> 268435456; None for an invalid quantity."""
     if isinstance(quantity, int):
         return quantity
     match = _MEMORY.fullmatch(quantity)
@@ -175,7 +176,7 @@ def memory_bytes(quantity: int | str) -> int | None:
 
 
 def duration_seconds(duration: str) -> float | None:
-    """`"1m30s"` -> 90.0; None for what is no duration."""
+    """`"1m30s"` -> 90.0; None for an invalid duration."""
     if not _DURATION.fullmatch(duration):
         return None
     return sum(float(number) * _SECONDS[unit] for number, unit in _DURATION_PART.findall(duration))

@@ -1,4 +1,4 @@
-"""Where the API server is and how to prove who asks: the service account of the pod, or a kubeconfig file.
+"""The address of the API server and the credentials for it: the service account of the pod, or a kubeconfig file.
 
 A kubelet replaces a service account's token every hour, so it is read again for each request; requests are rare here.
 """
@@ -21,7 +21,7 @@ SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 
 class CredentialsError(Exception):
-    """There is no usable way to ask the API server; the message names the file and the remedy."""
+    """There are no usable credentials for the API server; the message names the file and the remedy."""
 
 
 class Credentials:

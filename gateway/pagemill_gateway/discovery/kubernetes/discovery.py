@@ -1,7 +1,8 @@
-"""Keeps a gateway's catalogue equal to what the cluster says: watches in, catalogues out, the latest one on disk.
+"""Keeps a gateway's catalogue equal to the cluster's objects: reads watches, applies catalogues, stores the latest.
 
 A burst of changes becomes one new catalogue. Until every watch has been answered once, the catalogue is the last known
-one, or none; afterwards an API server that goes away changes nothing. A namespace that stays refused is left out.
+one, or none; afterwards an API server that becomes unreachable changes nothing. A namespace that stays refused is left
+out.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ class KubernetesDiscovery:
     def __init__(
         self, config: KubernetesConfig, credentials: Credentials, apply_catalog: Callable[[Catalog], None]
     ) -> None:
-        """Use inside a running event loop. Watches begin with `start`."""
+        """Use inside a running event loop. `start` begins the watches."""
         self.control_tokens: tuple[str, ...] = ()
         """What the control port accepts; nothing before the keys are known."""
         self.known = False
-        """There is a catalogue, of now or of before."""
+        """There is a catalogue, the current or the last known one."""
         self._config = config
         self._apply_catalog = apply_catalog
         # Every watch holds a connection for ever, two for each namespace.
@@ -77,7 +78,7 @@ class KubernetesDiscovery:
 
     @property
     def detail(self) -> str:
-        """What it waits for, or what is out of date, for people; empty when all is well."""
+        """What it waits for, or what is out of date, for people; empty when all is current."""
         faults = [f"{watch.path}: {watch.fault}" for watch in self._watches() if watch.fault is not None]
         return (faults[0] if faults else "") or self._keys_fault
 
@@ -127,11 +128,11 @@ class KubernetesDiscovery:
 
     @property
     def _settled(self) -> bool:
-        """All is known that ever will be. One namespace that is gone must not hide the others."""
+        """Every watch has been answered or refused. One missing namespace must not hide the others."""
         return self._secrets.listed and all(_answered(watches) for watches in (self._deployments, self._slices))
 
     def _write(self, known: Known) -> None:
-        """What could not be written is tried again with the next change."""
+        """A failed write is tried again with the next change."""
         path = Path(self._config.last_known_file)
         try:
             write_last_known(path, known)
@@ -148,7 +149,7 @@ class KubernetesDiscovery:
         self.known = True
 
     def _read_keys(self) -> None:
-        """A Secret that vanished or makes no sense changes nothing: the keys of before are still accepted."""
+        """A Secret that was deleted or is invalid changes nothing: the previous keys are still accepted."""
         secret = next(iter(self._secrets.objects.values()), None)
         wanted = self._config.keys_secret
         if secret is None:
@@ -164,7 +165,7 @@ class KubernetesDiscovery:
 
 
 def _answered(watches: Sequence[ListWatch[Any]]) -> bool:
-    """If the server answers none, it is the whole kind that is missing or forbidden."""
+    """If the server answers none, the whole kind is missing or forbidden."""
     return any(watch.listed for watch in watches) and all(watch.listed or watch.refused for watch in watches)
 
 
@@ -173,7 +174,7 @@ def _path(group: str, namespace: str | None, resource: str) -> str:
 
 
 class KeysError(ValueError):
-    """The Secret does not hold what it should; the message never shows what it holds."""
+    """The Secret does not hold valid keys; the message never shows what it holds."""
 
 
 def keys_of(secret: Secret) -> EngineKeys:

@@ -1,7 +1,7 @@
-"""One kind of object, kept up to date for ever: list, watch from there, again after whatever happens.
+"""One kind of object, kept up to date for ever: list, watch from there, and start again after any fault.
 
-A fault never forgets what is known: the store changes only by what the server says. Pauses between attempts grow and
-are jittered; a watch that ends in good order goes on at once from where it was.
+A fault never forgets what is known: only the server's answers change the store. Pauses between attempts grow and are
+jittered; a watch that ends regularly continues at once from where it was.
 """
 
 from __future__ import annotations
@@ -18,32 +18,31 @@ import msgspec
 from pagemill_gateway.config import KubernetesConfig
 from pagemill_gateway.discovery.kubernetes.api import FAULTS, ApiClient, ApiFault, Gone, WatchEvent
 from pagemill_gateway.discovery.kubernetes.credentials import CredentialsError
-from pagemill_gateway.discovery.kubernetes.objects import NAMESPACE_OF_NOBODY, EndpointSlice, LLMDeployment, Secret
+from pagemill_gateway.discovery.kubernetes.objects import NO_NAMESPACE, EndpointSlice, LLMDeployment, Secret
 
 logger = logging.getLogger("pagemill.gateway.kubernetes")
 
 Object = TypeVar("Object", LLMDeployment, EndpointSlice, Secret)
 Key = tuple[str, str]
 WATCH_S = (20, 30)
-"""
-The server is asked to end a watch after so long: one that neither speaks nor ends is dead, and found out soon. It goes
-on from where it was, which costs the server next to nothing.
+"""The server is asked to end a watch after this long, so that a dead one is noticed soon. The next watch continues from
+where it was, which costs the server next to nothing.
 """
 QUICK_WATCH_PAUSE_S = 0.1
-"""Between watches that end in good order, so that a server which ends each at once is not hammered."""
+"""Between watches that end regularly, for a server that ends each at once."""
 REFUSALS = frozenset({403, 404})
 NUM_REFUSALS = 4
-"""So often the server must say no before that counts as its last word: permissions take a moment to reach it."""
+"""Refusals before a namespace counts as refused: new permissions take a moment to reach the server."""
 
 
 class _Metadata(msgspec.Struct, rename="camel"):
     resource_version: str = ""
-    namespace: str = NAMESPACE_OF_NOBODY
+    namespace: str = NO_NAMESPACE
     name: str = ""
 
 
 class _Bare(msgspec.Struct):
-    """Of whatever is an object at all."""
+    """What any object has."""
 
     metadata: _Metadata
 
@@ -59,13 +58,13 @@ class ListWatch(Generic[Object]):
         on_change: Callable[[], None],
     ) -> None:
         self.objects: dict[Key, Object] = {}
-        """By namespace and name. Read it; only the watch writes."""
+        """By namespace and name. Only the watch writes it."""
         self.listed = False
         """The server has answered once."""
         self.fault: str | None = "the API server has not answered yet"
-        """Why it is not up to date, if so."""
+        """Why it is not up to date; `None`: it is."""
         self.refused = False
-        """The server says no and has never answered: a namespace that is gone, or closed to this gateway."""
+        """The server refuses and has never answered: the namespace is gone, or forbidden to this gateway."""
         self.path = path
         self._api = api
         self._decoder: msgspec.json.Decoder[Object] = msgspec.json.Decoder(kind)
@@ -83,7 +82,7 @@ class ListWatch(Generic[Object]):
         while True:
             started = loop.time()
             fault = await self._attempt()
-            # Lists that work between watches that fail must not make it hurry.
+            # Successful lists between failing watches must not shorten the pauses.
             if fault is None or loop.time() - started > self._config.backoff_max_s:
                 pause_s = self._config.backoff_base_s
             if fault is None:
@@ -96,7 +95,7 @@ class ListWatch(Generic[Object]):
             pause_s = min(self._config.backoff_max_s, pause_s * 2)
 
     async def _attempt(self) -> str | None:
-        """List if need be, watch once; what went wrong, if anything did."""
+        """List if needed, watch once; returns the fault, if any."""
         try:
             if not self._version:
                 await self._list()
@@ -111,14 +110,14 @@ class ListWatch(Generic[Object]):
                 self._count_refusal(error)
             return f"{type(error).__name__}: {error}"
         except Exception as error:
-            # What one object or one answer does to this loop must not end it.
+            # An error with one object or one answer must not end this loop.
             logger.exception("watch of %s failed", self.path)
             self._version = ""
             return f"{type(error).__name__}: {error}"
         return None
 
     def _begin_anew(self, gone: Gone) -> str | None:
-        """Once, that is how watches go on; again and again, it is a fault."""
+        """Once is the normal course of a watch; repeated, it is a fault."""
         logger.info("watch of %s begins anew: %s", self.path, gone)
         self._version = ""
         again, self._was_gone = self._was_gone, True
@@ -180,7 +179,7 @@ class ListWatch(Generic[Object]):
             self._on_change()
 
     def _decode(self, raw: msgspec.Raw) -> Object | None:
-        """An object that makes no sense must not stop the others: the last sensible version of it stays."""
+        """An invalid object must not stop the others: its last valid version stays."""
         try:
             return self._decoder.decode(raw)
         except msgspec.DecodeError as error:
@@ -194,9 +193,9 @@ class ListWatch(Generic[Object]):
 
 
 def _key(raw: msgspec.Raw) -> Key:
-    """Not even a name: nobody's."""
+    """Without a valid name: no namespace and no name."""
     try:
         metadata = msgspec.json.decode(raw, type=_Bare).metadata
     except msgspec.DecodeError:
-        return NAMESPACE_OF_NOBODY, ""
+        return NO_NAMESPACE, ""
     return metadata.namespace, metadata.name

@@ -1,14 +1,14 @@
 """The few fields of Kubernetes objects that the gateway reads, as values that compare by content.
 
-Everything else in them, above all the status that changes all the time, is skipped while decoding: a change that leaves
-these values equal is no change. Defaults are those of the API.
+All other fields, above all the status that changes all the time, are skipped while decoding: a change that leaves these
+values equal is no change. Defaults are those of the API.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-NAMESPACE_OF_NOBODY = ""
+NO_NAMESPACE = ""
 
 
 class Struct(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
@@ -17,7 +17,7 @@ class Struct(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
 
 class Metadata(Struct, frozen=True, kw_only=True):
     name: str = ""
-    namespace: str = NAMESPACE_OF_NOBODY
+    namespace: str = NO_NAMESPACE
     generation: int = 0
     labels: dict[str, str] | None = None
     creation_timestamp: str = ""
@@ -80,7 +80,7 @@ class LLMDeployment(Struct, frozen=True, kw_only=True):
 
     @property
     def planned(self) -> Condition | None:
-        """The operator's judgement of the present spec; `None` while there is none."""
+        """The operator's condition for the present spec; `None` while there is none."""
         for condition in self.status.conditions:
             if condition.type == "Planned" and condition.observed_generation >= self.metadata.generation:
                 return condition
