@@ -279,6 +279,12 @@ GATEWAY_LIMITS_ALONE = _gateway(
     "counter", "limits_decided_alone", "Reservations made with this gateway's own share, because Redis was away."
 )
 GATEWAY_REDIS_UP = _gateway("gauge", "redis_up", "1 while Redis answers, 0 while not; absent without Redis.")
+GATEWAY_KEYS_FILE_VALID = _gateway(
+    "gauge",
+    "api_keys_file_valid",
+    "0 while `api_keys_file` cannot be read or has a line that cannot be used, and the keys known before stay in use; "
+    "else 1.",
+)
 GATEWAY_TENANT_TOKENS = _gateway(
     "counter", "tenant_tokens", "Tokens charged to each tenant, by kind: prompt or completion.", ("tenant", "kind")
 )

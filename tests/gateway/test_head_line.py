@@ -35,10 +35,10 @@ from pagemill_gateway.ipc.head_line import HeadLine
 from pagemill_gateway.ipc.serving import serving_workers
 from pagemill_gateway.ipc.worker_line import WorkerLine
 from pagemill_gateway.limits import store
-from pagemill_gateway.limits.caller import Caller, Limits
 from pagemill_gateway.limits.memory import MemoryStore
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint, QueueLimits
 from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.keys.caller import Caller, Limits
 from pagemill_protocol.metrics import GATEWAY_IN_FLIGHT, GATEWAY_REQUESTS, Sample
 from pagemill_protocol.state import Digests, EngineLoad, StateFrame
 

@@ -15,8 +15,6 @@ from limit_histories import limits, step
 from redis_server import RedisServer, redis_server
 
 from pagemill_gateway.config import RedisConfig
-from pagemill_gateway.limits.caller import Limits
-from pagemill_gateway.limits.keys import KeyRing
 from pagemill_gateway.limits.memory import MemoryStore
 from pagemill_gateway.limits.redis import store as redis_store
 from pagemill_gateway.limits.redis.link import Link
@@ -26,6 +24,8 @@ from pagemill_gateway.limits.redis.store import RedisStore
 from pagemill_gateway.limits.store import Ask
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.http.auth import hash_key
+from pagemill_protocol.keys.caller import Limits
+from pagemill_protocol.keys.ring import KeyRing
 
 PATIENT_MS = 10_000.0
 """A loaded machine must not look like a Redis that is gone."""

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from limit_histories import limits, step
 
-from pagemill_gateway.limits.caller import Limits
 from pagemill_gateway.limits.memory import MemoryStore
 from pagemill_gateway.limits.periods import periods_at
 from pagemill_gateway.limits.store import Answer, Ask
+from pagemill_protocol.keys.caller import Limits
 
 MINUTE_MS = 60_000
 LATE_ON_SATURDAY_S = 1_795_391_000.0

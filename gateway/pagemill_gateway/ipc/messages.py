@@ -12,7 +12,7 @@ import msgspec
 
 from pagemill_gateway.brain.interface import Again, Ask, Claim, Experience, FailureKind, Served, Target
 from pagemill_gateway.limits import store
-from pagemill_gateway.limits.caller import Caller
+from pagemill_protocol.keys.caller import Caller
 
 Question = TypeVar("Question")
 

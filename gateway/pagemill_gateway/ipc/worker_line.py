@@ -16,8 +16,8 @@ from pagemill_gateway.desks import Measures
 from pagemill_gateway.head import Head
 from pagemill_gateway.ipc import messages
 from pagemill_gateway.ipc.line import Line, LineLost
-from pagemill_gateway.limits.caller import Caller
 from pagemill_gateway.limits.store import Answer, Ask
+from pagemill_protocol.keys.caller import Caller
 
 logger = logging.getLogger("pagemill.gateway.ipc")
 

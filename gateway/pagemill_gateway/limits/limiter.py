@@ -12,13 +12,13 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
-from pagemill_gateway.limits.caller import Caller
 from pagemill_gateway.limits.estimate import AnswerLengths
 from pagemill_gateway.limits.refusals import Headers, level_headers, refusal, too_large
 from pagemill_gateway.limits.store import Answer, Ask, Store
 from pagemill_gateway.metrics.worker import WorkerMetrics
 from pagemill_gateway.relay.record import RequestRecord
 from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.keys.caller import Caller
 
 REMEMBER_REFUSAL_S = 1.0
 """A caller out of requests is refused again without parsing its body or asking the store."""

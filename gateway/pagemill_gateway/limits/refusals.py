@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from pagemill_gateway.limits.caller import Caller, Limits
 from pagemill_gateway.limits.store import Answer, Level, Reason
 from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.keys.caller import Caller, Limits
 
 Headers = dict[str, str]
 _NAMES: dict[Reason, str] = {

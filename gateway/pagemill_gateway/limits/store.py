@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, Protocol
 
-from pagemill_gateway.limits.caller import Limits
+from pagemill_protocol.keys.caller import Limits
 
 Reason = Literal["requests", "tokens", "concurrency", "budget_day", "budget_month"]
 """Which limit refused."""

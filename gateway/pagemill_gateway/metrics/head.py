@@ -32,6 +32,9 @@ class HeadMetrics:
     def redis_up(self, up: bool) -> None:
         self._metrics.gauge(specs.GATEWAY_REDIS_UP).set(int(up))
 
+    def keys_file_valid(self, valid: bool) -> None:
+        self._metrics.gauge(specs.GATEWAY_KEYS_FILE_VALID).set(int(valid))
+
     def brain_restarted(self, times: int) -> None:
         """Before this process was started."""
         self._metrics.counter(specs.GATEWAY_BRAIN_RESTARTS).inc(times)

@@ -16,7 +16,6 @@ from functools import partial
 from starlette.types import Receive, Scope, Send
 
 from pagemill_gateway.brain.interface import Claim
-from pagemill_gateway.limits.caller import Caller
 from pagemill_gateway.relay import answers
 from pagemill_gateway.relay.asks import HeaderOf
 from pagemill_gateway.relay.delivery import AnswerBroken
@@ -30,6 +29,7 @@ from pagemill_gateway.worker import Worker
 from pagemill_protocol.errors import PagemillError, internal_error, invalid_field
 from pagemill_protocol.generate import Dialect
 from pagemill_protocol.http.door import check_json_content_type, header
+from pagemill_protocol.keys.caller import Caller
 
 logger = logging.getLogger("pagemill.gateway")
 
