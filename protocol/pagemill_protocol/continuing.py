@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from pagemill_protocol.generate import GenerateRequest
 
+PROGRESS_TOKENS = 16
+"""Of one choice of an answer that can be continued and is not streamed: metas tell so many at once, and at most so many
+less one are unknown to the gateway while the choice runs."""
+
 
 def can_be_continued(request: GenerateRequest) -> bool:
     """Whether metas tell enough to go on at another engine; else it must begin anew there, of which nobody saw a part.

@@ -49,6 +49,7 @@ DATA_ROUTES = [
     Route("/tokenize", keyed(openai_routes.tokenize), methods=["POST"]),
     Route("/detokenize", keyed(openai_routes.detokenize), methods=["POST"]),
     Route("/internal/generate", internal_routes.generate, methods=["POST"]),
+    Route("/internal/allowance", internal_routes.allowance, methods=["POST"]),
 ]
 CONTROL_ROUTES = [
     *COMMON_ROUTES,

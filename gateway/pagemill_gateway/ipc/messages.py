@@ -96,6 +96,12 @@ class Reserve(msgspec.Struct, frozen=True, array_like=True, tag="reserve"):
     ask: store.Ask
 
 
+class Extend(msgspec.Struct, frozen=True, array_like=True, tag="extend"):
+    """Tokens: a number."""
+
+    more: store.More
+
+
 class GetStanding(msgspec.Struct, frozen=True, array_like=True, tag="standing"):
     """A `Standing`."""
 
@@ -154,7 +160,7 @@ class Adopt(msgspec.Struct, frozen=True, array_like=True, tag="adopt"):
     asks: list[store.Ask]
 
 
-WorkerQuestion = Names | LookUp | Find | Choose | Alive | Expected | Reserve | GetStanding | GetBundle
+WorkerQuestion = Names | LookUp | Find | Choose | Alive | Expected | Reserve | Extend | GetStanding | GetBundle
 WorkerNote = Accepted | Started | Finished | Failed | GivenBack | Experienced | Measured | Settle | Adopt
 ToBrain = Call[WorkerQuestion] | Answer | Refusal | GivenUp | WorkerNote
 

@@ -1,7 +1,7 @@
 """The head's end of the line to one worker: answers what it asks, and remembers what it holds.
 
 A worker that dies holds nothing any more: what it waited for is given up, its decisions are released as no fault of any
-engine, its limits are settled as if nothing had been used, since its clients got nothing that they can use.
+engine, its limits are settled with the tokens that it has reported as used.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pagemill_gateway.desks import Measures
 from pagemill_gateway.head import Head
 from pagemill_gateway.ipc import messages
 from pagemill_gateway.ipc.line import Line, LineLost
-from pagemill_gateway.limits.store import Answer, Ask
+from pagemill_gateway.limits.store import Answer, Ask, More
 from pagemill_protocol.keys.caller import Caller
 
 logger = logging.getLogger("pagemill.gateway.ipc")
@@ -34,7 +34,8 @@ class WorkerLine:
         self._store = head.sharing.store
         self._held: dict[int, Choice] = {}
         """Decisions under way."""
-        self._leases: set[str] = set()
+        self._leases: dict[str, int] = {}
+        """Reservations, and the tokens that each has used as far as it was reported."""
         self._last: Measures | msgspec.Raw = Measures({}, 0)
         """What it measured, as it told last: asked for, or unasked and not read yet."""
         self.line: Line[messages.ToBrain] = Line(
@@ -76,6 +77,8 @@ class WorkerLine:
                 return await self._brain.find(model, claim)
             case messages.Reserve(ask):
                 return await self._reserve(ask)
+            case messages.Extend(more):
+                return await self._extend(more)
             case messages.LookUp(model):
                 return await self._brain.look_up(model)
             case messages.Names():
@@ -106,11 +109,11 @@ class WorkerLine:
             case messages.Measured(measures):
                 self._last = measures.copy()
             case messages.Settle(lease, tokens):
-                self._leases.discard(lease)
+                self._leases.pop(lease, None)
                 self._store.settle(lease, tokens)
             case messages.Adopt(asks):
                 for ask in asks:
-                    self._leases.add(ask.lease)
+                    self._leases[ask.lease] = 0
                     self._store.adopt(ask)
                 self._head.recount.told_by(self)
 
@@ -118,8 +121,14 @@ class WorkerLine:
         await self._head.recount.done()
         answer = await self._store.reserve(ask)
         if answer.refused is None:
-            self._leases.add(ask.lease)
+            self._leases[ask.lease] = 0
         return answer
+
+    async def _extend(self, more: More) -> int:
+        await self._head.recount.done()
+        if more.lease in self._leases:
+            self._leases[more.lease] = more.used
+        return await self._store.extend(more)
 
     def _latest(self) -> Measures:
         if isinstance(self._last, msgspec.Raw):
@@ -132,7 +141,7 @@ class WorkerLine:
         held, self._held = self._held, {}
         for choice in held.values():
             self._brain.finished(choice)
-        for lease in self._leases:
-            self._store.settle(lease, 0)
+        for lease, tokens in self._leases.items():
+            self._store.settle(lease, tokens)
         self._leases.clear()
         self._head.detach(self, self._latest())

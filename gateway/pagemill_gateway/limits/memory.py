@@ -145,7 +145,7 @@ class MemoryStore:
         account.day.used += amount
         account.month.used += amount
         account.num_running += ask.sequences
-        self._held[ask.lease] = _Held(account, ask.sequences, bucket, periods, amount)
+        self._held[ask.lease] = _Held(account, ask.sequences, bucket, periods, amount, ask.used)
 
     def _rebook(self, held: _Held, more: More) -> int:
         """What is open counts from now on; what was used since the last report stays where it was booked."""

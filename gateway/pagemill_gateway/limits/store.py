@@ -33,6 +33,8 @@ class Ask(NamedTuple):
     """Sequences that engines run side by side for it: what `concurrency` counts."""
     least: int = 0
     """With fewer tokens than these nothing can be generated."""
+    used: int = 0
+    """Of a reservation that is adopted: tokens reported as used before, which are not among `tokens`."""
 
 
 class More(NamedTuple):
