@@ -272,6 +272,12 @@ GATEWAY_LIMITED = _gateway(
     "Requests refused by a limit of their key: requests, tokens, concurrency, budget_day or budget_month.",
     ("reason",),
 )
+GATEWAY_ENDED_BY_LIMIT = _gateway(
+    "counter",
+    "answers_ended_by_limit",
+    "Answers that ended by `length` because no more tokens could be reserved within the limits of their key.",
+    ("model",),
+)
 GATEWAY_RESERVE_SECONDS = _gateway(
     "histogram", "limits_reserve_seconds", "Reserving room within the limits of one request's key.", buckets=_SHORT_S
 )

@@ -25,8 +25,10 @@ from pagemill_gateway.brain.interface import (
     Served,
     Target,
 )
+from pagemill_gateway.limits.allowance import Allowance
 from pagemill_gateway.metrics.worker import WorkerMetrics
 from pagemill_gateway.relay.delivery import Answer, AnswerBroken, pass_on
+from pagemill_gateway.relay.growth import Growth
 from pagemill_gateway.relay.journal import Journal, JournalRoom
 from pagemill_gateway.relay.keep_alive import KeepAlive
 from pagemill_gateway.relay.record import RequestRecord
@@ -58,13 +60,22 @@ class Relay:
         self._max_attempts = max_attempts
         self.journal_room = JournalRoom(journal_tokens)
 
-    async def run(self, target: Target, request: GenerateRequest, ask: Ask, sink: Sink, record: RequestRecord) -> Usage:
-        """The whole answer into `sink`; returns its usage.
+    async def run(
+        self,
+        target: Target,
+        request: GenerateRequest,
+        ask: Ask,
+        sink: Sink,
+        record: RequestRecord,
+        allowance: Allowance | None = None,
+    ) -> Usage:
+        """The whole answer into `sink`; returns its usage. `allowance`: of a caller with limits of tokens.
 
         Raises `PagemillError` when the client has seen nothing of it, `AnswerBroken` when it has.
         """
         journal = Journal(request, self.journal_room)
-        answer = Answer(target, request, ask, sink, record, journal, Attempts(self._max_attempts))
+        growth = Growth(allowance, self._upstream) if allowance is not None else None
+        answer = Answer(target, request, ask, sink, record, journal, Attempts(self._max_attempts), growth)
         try:
             return await self._serve(answer)
         except PagemillError as error:
@@ -74,6 +85,8 @@ class Relay:
             raise AnswerBroken(error, told=False) from error
         finally:
             journal.close()
+            if growth is not None:
+                await growth.close()
 
     async def _serve(self, answer: Answer) -> Usage:
         record = answer.record

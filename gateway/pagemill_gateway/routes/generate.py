@@ -97,25 +97,27 @@ class GenerateRoute:
         prepared = await worker.preparation.prepare(raw, self._dialect, caller, header_of, record.claim, client.write)
         record.served_by(prepared.target, prepared.requests)
         worker.metrics.prepared(record)
-        reservation = await worker.limiter.reserve(caller, prepared.target.model, prepared.requests)
+        reservation = await worker.limiter.reserve(caller, prepared.target, prepared.requests)
         cut_off = False
         try:
             client.add_headers(reservation.headers)
-            await self._relay(prepared, client, record)
+            await self._relay(prepared, client, record, reservation.allowances)
         except (asyncio.CancelledError, ClientTooSlow):
             cut_off = True
             raise
         finally:
             reservation.settle(record, cut_off=cut_off)
 
-    async def _relay(self, prepared: Prepared, client: Client, record: RequestRecord) -> None:
+    async def _relay(
+        self, prepared: Prepared, client: Client, record: RequestRecord, allowances: answers.Allowances
+    ) -> None:
         worker = self._worker
         if prepared.stream:
-            await answers.stream(worker.relay, prepared, client.write, record)
+            await answers.stream(worker.relay, prepared, client.write, record, allowances)
             record.finished = True
             await client.end()
             return
-        body = await answers.collect(worker.relay, prepared, record)
+        body = await answers.collect(worker.relay, prepared, record, allowances)
         record.finished = True
         await client.send_json(body)
 

@@ -234,7 +234,8 @@ class RedisStore:
 
     def _settlement(self, ended: _Ended) -> tuple[list[str], list[str | int]]:
         reservation = ended.reservation
-        arguments = [ended.lease, reservation.running, ended.tokens, self._now(), int(reservation.in_doubt)]
+        in_doubt = int(reservation.in_doubt)
+        arguments: list[str | int] = [ended.lease, reservation.running, ended.tokens, self._now(), in_doubt]
         return self._keys(reservation)[1:], arguments
 
     async def _renew_for_ever(self) -> None:
