@@ -109,8 +109,13 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     internal_token: str = ""
     """Bearer token that `/internal/*` and control writes ask for; empty: only loopback peers may call them."""
     internal_tokens_file: str | None = None
-    """File of further such tokens, one per line, read again when it changes. With an empty file every caller is
-    refused."""
+    """File of further such tokens, one a line, read again when it changes. An empty file lets nobody in."""
+    api_keys_file: str | None = None
+    """
+    File of the API keys that the OpenAI routes ask for, one entry a line: the SHA-256 of a key in hex, and its tenant
+    (`HASH tenant=NAME`). The format is that of a gateway's `api_keys_file`, but limits, models and priorities are
+    refused: only a gateway keeps them. A change takes effect within two seconds. `None`: no key is asked.
+    """
     max_body_bytes: int = 8 * 1024 * 1024
     max_header_bytes: int = 64 * 1024
     body_timeout_s: float = 30.0

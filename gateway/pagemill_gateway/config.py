@@ -13,9 +13,11 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from pagemill_gateway.limits.entries import fault_of
 from pagemill_gateway.routing.policies import PolicyName
 from pagemill_protocol.catalog import Catalog, QueueLimits
+from pagemill_protocol.keys import file as keys_file
+from pagemill_protocol.keys.entries import fault_of
+from pagemill_protocol.keys.file import KeysFileError
 from pagemill_protocol.secret_file import SecretFile
 
 MAX_WORKERS = 64
@@ -134,8 +136,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """
     api_keys_file: str | None = None
     """
-    File of further such entries, one a line, read again when it changes. Other lines are ignored with a warning.
-    An empty file lets nobody in; one without a single entry is refused at the start.
+    File of further such entries, one a line, with comments (`#`) and empty lines. A change takes effect within two
+    seconds. A file with a wrong line is not used: the entries known before stay in use, and
+    `pagemill_gateway_api_keys_file_valid` is 0. At the start wrong lines are left out with a warning; a file that has
+    lines and no entry is refused. An empty file lets nobody in.
     """
     redis: RedisConfig | None = None
     """Share the limits with other gateways; `None`: each gateway counts for itself."""
@@ -323,21 +327,17 @@ def in_cluster_url() -> str:
     return f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
 
 
-def open_keys_file(path: str | None) -> SecretFile | None:
+def open_keys_file(path: str | None, *, quiet: bool = False) -> SecretFile | None:
     """Raises `SettingsError` when the file cannot be read, or has lines of which none is a key's entry.
 
-    One bad line must not keep this gateway from starting while those that run already ignore it.
+    `quiet`: another part of this process logs what is wrong with it.
     """
     if path is None:
         return None
     try:
-        file = SecretFile(Path(path), fault_of=fault_of)
-    except OSError as error:
-        raise SettingsError(f"api_keys_file: cannot read {path}: {error.strerror}. Mount the Secret there.") from error
-    if file.faults and not file.lines():
-        number, fault = file.faults[0]
-        raise SettingsError(f"api_keys_file: no line of {path} is a key's entry; line {number} {fault}")
-    return file
+        return keys_file.open_keys_file(Path(path), quiet=quiet)
+    except KeysFileError as error:
+        raise SettingsError(f"api_keys_file: {error}") from error
 
 
 def check_entries(entries: Iterable[str], where: str) -> None:

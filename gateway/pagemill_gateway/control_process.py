@@ -21,18 +21,21 @@ from pagemill_gateway.discovery.kubernetes.credentials import Credentials, Crede
 from pagemill_gateway.discovery.kubernetes.discovery import KubernetesDiscovery
 from pagemill_gateway.discovery.last_known import Known, read_last_known, write_last_known
 from pagemill_gateway.discovery.state_streams import StateStreams
-from pagemill_gateway.limits.caller import Caller
+from pagemill_gateway.limits.keys_watch import KeysWatch
 from pagemill_gateway.limits.recount import Recount
 from pagemill_gateway.limits.sharing import Sharing, open_sharing
 from pagemill_gateway.metrics.control_process import ControlProcessMetrics
 from pagemill_gateway.ports import GatewayStatus, WorkerMeasurements, WorkerPort
 from pagemill_protocol.catalog import Catalog
 from pagemill_protocol.errors import unavailable
+from pagemill_protocol.keys.caller import Caller
 
 logger = logging.getLogger("pagemill.gateway")
 
 SETTLE_TIMEOUT_S = 20.0
 """After the start, engines that do not answer delay the readiness no longer than this."""
+WRONG_KEYS_FILE = "api_keys_file cannot be used as it is now; the keys known before stay in use, the log names the line"
+"""Shown to everybody who may ask for the readiness: it names neither path nor line."""
 DECISIONS_OF_ONE_BRAIN = 2**40
 """No two brains of one gateway give the same number."""
 
@@ -82,6 +85,7 @@ class ControlProcess:
         else:
             last = read_last_known(catalog_file) if catalog_file is not None else None
             self.apply_catalog(_served_before(last.catalog) if last is not None else config.catalog)
+        self._keys_watch = KeysWatch(config.api_keys_file) if config.api_keys_file is not None else None
 
     # What workers ask.
 
@@ -93,6 +97,7 @@ class ControlProcess:
         measures = await self.measure()
         if self.sharing.up is not None:
             self.metrics.redis_up(self.sharing.up)
+        self.metrics.keys_file_valid(self._keys_watch is None or not self._keys_watch.problem)
         current = self.discovery is None or not self.discovery.detail
         return self.metrics.render(self.brain, [each.samples for each in measures], ready=self.ready, current=current)
 
@@ -145,9 +150,9 @@ class ControlProcess:
         """What is out of order, for people."""
         if self.draining:
             return "the gateway is shutting down"
-        if self.discovery is None:
-            return ""
-        return self.discovery.detail or ("" if self._was_ready else "connecting to the engines")
+        if self.discovery is not None and (self.discovery.detail or not self._was_ready):
+            return self.discovery.detail or "connecting to the engines"
+        return WRONG_KEYS_FILE if self._keys_watch is not None and self._keys_watch.problem else ""
 
     def apply_catalog(self, catalog: Catalog) -> None:
         """Serve `catalog` from now on. Requests under way finish where they are."""
@@ -169,6 +174,8 @@ class ControlProcess:
     async def close(self) -> None:
         if self.discovery is not None:
             await self.discovery.close()
+        if self._keys_watch is not None:
+            await self._keys_watch.close()
         await self._streams.close()
         await self.session.close()
         await self.sharing.close()

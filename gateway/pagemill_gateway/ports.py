@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-from pagemill_gateway.limits.caller import Caller
+from pagemill_protocol.keys.caller import Caller
 from pagemill_protocol.metrics import Samples
 
 

@@ -74,6 +74,8 @@ class RequestRecord:
     finished: bool = False
     """Every engine request came to its own end; `usage` is complete."""
     finish_reasons: set[FinishReason] = field(default_factory=set)
+    ended_by_limit: bool = False
+    """A limit of the key ended the answer, by `length`."""
     usage: Usage = field(default_factory=Usage)
     status: int = 0
     error_code: str | None = None

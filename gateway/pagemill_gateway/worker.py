@@ -15,8 +15,6 @@ from pagemill_gateway.admission.gate import Gate, RunningRequests
 from pagemill_gateway.brain.interface import Brain
 from pagemill_gateway.config import GatewayConfig, open_keys_file
 from pagemill_gateway.discovery.bundles import BundleError, Bundles
-from pagemill_gateway.limits.caller import Caller
-from pagemill_gateway.limits.keys import KeyRing
 from pagemill_gateway.limits.limiter import Limiter
 from pagemill_gateway.limits.store import Store
 from pagemill_gateway.metrics.worker import WorkerMetrics
@@ -27,6 +25,8 @@ from pagemill_gateway.relay.relay import Relay
 from pagemill_gateway.relay.upstream import Upstream
 from pagemill_gateway.tracing.tracing import open_tracing
 from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.keys.caller import Caller
+from pagemill_protocol.keys.ring import KeyRing
 
 logger = logging.getLogger("pagemill.gateway.worker")
 
@@ -55,7 +55,7 @@ class Worker:
         self.control = control
         self.draining = False
         shares_keys = config.redis is not None and config.redis.keys
-        self.keys = KeyRing(config.api_keys, open_keys_file(config.api_keys_file), shared=shares_keys)
+        self.keys = KeyRing(config.api_keys, open_keys_file(config.api_keys_file, quiet=True), shared=shares_keys)
         bounds = config.bounds_of_one_worker()
         self.gate = Gate(bounds.max_requests, bounds.max_body_bytes)
         self.running = RunningRequests()

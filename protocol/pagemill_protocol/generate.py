@@ -58,12 +58,23 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """Root salt of the prefix cache, derived by the gateway from `prefixCaching.scope`; clients never send it."""
     adapter_digest: str = ""
     """Digest of the adapter to use; empty: the model alone. An engine that serves no adapters refuses it."""
+    token_allowance: int | None = None
+    """Tokens of each sequence that the caller's limits allow so far, those of a `resume` included: at this many it ends
+    by `length`, unless an `AllowanceRaise` came before. `None`: no limit but the request's own."""
     resume: list[ChoiceResume] = []
     weights_digest: str = ""
     cached_tokens: int | None = None
     """With `resume`: the cache hits at the first engine."""
     predicted_cached_tokens: int = 0
     """The cached tokens that the gateway predicted, reported until the scheduler has looked them up."""
+
+
+class AllowanceRaise(msgspec.Struct, frozen=True):
+    """More tokens for a request that is being answered. Sent as msgpack to `POST /internal/allowance`."""
+
+    request_id: str
+    token_allowance: int
+    """In place of the request's; a smaller one changes nothing."""
 
 
 class Usage(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -266,6 +266,12 @@ GATEWAY_LIMITED = _gateway(
     "Requests refused by a limit of their key: requests, tokens, concurrency, budget_day or budget_month.",
     ("reason",),
 )
+GATEWAY_ENDED_BY_LIMIT = _gateway(
+    "counter",
+    "answers_ended_by_limit",
+    "Answers that ended by `length` because no more tokens could be reserved within the limits of their key.",
+    ("model",),
+)
 GATEWAY_RESERVE_SECONDS = _gateway(
     "histogram", "limits_reserve_seconds", "Reserving within the limits of one request's key.", buckets=_SHORT_S
 )
@@ -273,6 +279,12 @@ GATEWAY_LIMITS_ALONE = _gateway(
     "counter", "limits_decided_alone", "Reservations made with this gateway's own share, because Redis was away."
 )
 GATEWAY_REDIS_UP = _gateway("gauge", "redis_up", "1 while Redis answers, 0 while not; absent without Redis.")
+GATEWAY_KEYS_FILE_VALID = _gateway(
+    "gauge",
+    "api_keys_file_valid",
+    "0 while `api_keys_file` cannot be read or has a line that cannot be used, and the keys known before stay in use; "
+    "else 1.",
+)
 GATEWAY_TENANT_TOKENS = _gateway(
     "counter", "tenant_tokens", "Tokens charged to each tenant, by kind: prompt or completion.", ("tenant", "kind")
 )

@@ -1,7 +1,7 @@
-"""A file of secrets, one a line, that somebody else may replace at any time, as kubelets do with mounted Secrets.
+"""A file of secrets, one a line, that may be replaced at any time, as kubelets replace mounted Secrets.
 
-Looked at at most once a second, and read again when it is another file or changed. A file that cannot be read any more
-leaves what was known: secrets must not vanish for a moment during a swap. What the lines mean is the caller's.
+Its content is read and compared at most once a second; modification times are not relied on. While the file cannot be
+read, or its new content has a wrong line, the lines known before stay in use. What the lines mean is the caller's.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ logger = logging.getLogger(__name__)
 
 CHECK_INTERVAL_S = 1.0
 MAX_FILE_BYTES = 4 * 1024 * 1024
-MAX_FAULTS_TOLD = 10
-_Signature = tuple[int, int, int, int]
+MAX_FAULTS_LOGGED = 10
 
 
 class SecretFile:
-    """The stripped lines that are neither empty nor comments (`#`), nor found wrong by `fault_of`."""
+    """The stripped lines that are neither empty nor comments (`#`)."""
 
     def __init__(
         self,
@@ -28,25 +27,27 @@ class SecretFile:
         *,
         fault_of: Callable[[str], str | None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
+        quiet: bool = False,
     ) -> None:
-        """Lines for which `fault_of` says what is wrong are ignored with a warning.
+        """`fault_of` says what is wrong with a line. It must not show what the line holds: it may be a secret in the
+        wrong form. At the start wrong lines are left out; later a file with a wrong line is not used at all.
 
-        What it says must not show what they hold: it may be a secret in the wrong form. Raises `OSError` when the file
-        cannot be read now.
+        `quiet`: another reader of the same file logs. Raises `OSError` when the file cannot be read now.
         """
         self._path = path
         self._fault_of = fault_of
         self._clock = clock
+        self._quiet = quiet
         self._looked_at = clock()
-        self._signature = _signature(path)
-        self._lines: tuple[str, ...] = ()
-        self.faults: tuple[tuple[int, str], ...] = ()
-        """Numbers of wrong lines, and what is wrong with each."""
-        self._read()
-        self._faulty = False
+        self._content = _read(path)
+        self._lines, self.faults = self._parse(self._content)
+        """`faults`: numbers of wrong lines, and what is wrong with each."""
+        self.problem = _first(self.faults)
+        """Why the file as it is now is not used, or not all of it; empty when it is."""
+        self._log_ignored()
 
     def lines(self) -> tuple[str, ...]:
-        """The same tuple as before while the file did not change."""
+        """The same tuple as before while what counts did not change."""
         now = self._clock()
         if now - self._looked_at >= CHECK_INTERVAL_S:
             self._looked_at = now
@@ -55,42 +56,63 @@ class SecretFile:
 
     def _look(self) -> None:
         try:
-            signature = _signature(self._path)
-            if signature != self._signature:
-                self._read()
-                self._signature = signature
+            content = _read(self._path)
         except OSError as error:
-            if not self._faulty:
-                logger.warning("%s cannot be read (%s); what it held before still counts", self._path, error.strerror)
-            self._faulty = True
+            self._keep(f"it cannot be read: {error.strerror}")
             return
-        self._faulty = False
+        if content == self._content:
+            self.problem = _first(self.faults)
+            return
+        lines, self.faults = self._parse(content)
+        self._content, self.problem = content, ""
+        if self.faults:
+            self._keep(_first(self.faults))
+            return
+        self._lines = lines
+        self._log(logging.INFO, "%s has changed. Lines in use now: %d", self._path, len(lines))
 
-    def _read(self) -> None:
+    def _keep(self, problem: str) -> None:
+        """The lines known before stay in use; logged once."""
+        if problem != self.problem:
+            self.problem = problem
+            message = "%s is not used as it is now: %s. Lines of before that stay in use: %d"
+            self._log(logging.ERROR, message, self._path, problem.rstrip("."), len(self._lines))
+
+    def _parse(self, content: bytes) -> tuple[tuple[str, ...], tuple[tuple[int, str], ...]]:
+        """Lines that can be used, and those that cannot with their numbers, from 1."""
         faults: list[tuple[int, str]] = []
         lines: list[str] = []
-        for number, line in _read(self._path):
+        if len(content) > MAX_FILE_BYTES:
+            faults.append((1, f"begins a file of more than {MAX_FILE_BYTES >> 20} MiB. Remove lines"))
+            content = b""
+        for number, line in enumerate(content.decode("utf-8-sig", "replace").splitlines(), 1):
+            line = line.strip()
+            if not line or line.startswith("#"):
+                continue
             fault = self._fault_of(line)
             if fault is None:
                 lines.append(line)
             else:
                 faults.append((number, fault))
-        self._lines, self.faults = tuple(lines), tuple(faults)
-        for number, fault in faults[:MAX_FAULTS_TOLD]:
-            logger.warning("%s: line %d is ignored: it %s", self._path, number, fault)
-        if len(faults) > MAX_FAULTS_TOLD:
-            logger.warning("%s: %d more lines are ignored", self._path, len(faults) - MAX_FAULTS_TOLD)
+        return tuple(lines), tuple(faults)
+
+    def _log_ignored(self) -> None:
+        for number, fault in self.faults[:MAX_FAULTS_LOGGED]:
+            self._log(logging.WARNING, "%s: line %d is ignored: it %s", self._path, number, fault)
+        if len(self.faults) > MAX_FAULTS_LOGGED:
+            self._log(
+                logging.WARNING, "%s: %d more lines are ignored", self._path, len(self.faults) - MAX_FAULTS_LOGGED
+            )
+
+    def _log(self, level: int, message: str, *arguments: object) -> None:
+        if not self._quiet:
+            logger.log(level, message, *arguments)
 
 
-def _signature(path: Path) -> _Signature:
-    """Of the file behind all links: swapping the folder behind a link changes it as well."""
-    status = path.stat()
-    return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
+def _first(faults: tuple[tuple[int, str], ...]) -> str:
+    return f"line {faults[0][0]} {faults[0][1]}" if faults else ""
 
 
-def _read(path: Path) -> list[tuple[int, str]]:
-    """Lines with their numbers, from 1."""
+def _read(path: Path) -> bytes:
     with path.open("rb") as file:
-        raw = file.read(MAX_FILE_BYTES)
-    lines = ((number, line.strip()) for number, line in enumerate(raw.decode("utf-8", "replace").splitlines(), 1))
-    return [(number, line) for number, line in lines if line and not line.startswith("#")]
+        return file.read(MAX_FILE_BYTES + 1)

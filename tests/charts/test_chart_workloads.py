@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from pagemill_protocol.keys.entries import fault_of
+
 Variant = Callable[[str], Any]
 Render = Callable[..., Any]
 
@@ -181,6 +183,7 @@ def test_keys_are_mounted_from_the_users_secret_or_the_charts_own(variant: Varia
     ours = keys(variant("namespaced"))
     made = variant("namespaced").one("Secret", ours["secretName"])
     assert made["stringData"]["keys"].split() == ["9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"]
+    assert [fault_of(line) for line in made["stringData"]["keys"].splitlines()] == [None], "the gateway's own format"
 
 
 def test_routes_lead_to_the_gateway(variant: Variant) -> None:

@@ -23,12 +23,12 @@ from hypothesis import strategies as st
 
 from pagemill_engine.config import ServerConfig
 from pagemill_gateway.config import GatewayConfig
-from pagemill_gateway.limits import keys
-from pagemill_gateway.limits.caller import Caller
 from pagemill_gateway.limits.scope import cache_salt
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.hashes import block_hashes, root_hash
 from pagemill_protocol.http.auth import hash_key
+from pagemill_protocol.keys.caller import Caller
+from pagemill_protocol.keys.ring import KeyRing
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "docs" / "hostile-input.md"
@@ -260,7 +260,7 @@ def test_keys_are_compared_by_digest_in_constant_time(monkeypatch: pytest.Monkey
         return real(one, other)
 
     monkeypatch.setattr(hmac, "compare_digest", compare)
-    ring = keys.KeyRing([hash_key("sk-right")])
+    ring = KeyRing([hash_key("sk-right")])
     for token in ("sk-right", "sk-wrong", "s", "x" * 500):
         with contextlib.suppress(PagemillError):
             ring.authenticate({"headers": [(b"authorization", f"Bearer {token}".encode())]})
@@ -313,7 +313,7 @@ def test_nothing_listens_beyond_this_machine_or_beside_the_two_ports(door: Door)
 @given(st.text(st.characters(min_codepoint=33, max_codepoint=255), min_size=1, max_size=80) | st.just("' OR 1=1 --"))
 def test_whatever_a_key_says_it_is_only_ever_looked_up_by_its_hash(token: str) -> None:
     assert re.fullmatch(r"[0-9a-f]{64}", hash_key(token))
-    ring = keys.KeyRing([hash_key("sk-right")])
+    ring = KeyRing([hash_key("sk-right")])
     with pytest.raises(PagemillError) as refusal:
         ring.authenticate({"headers": [(b"authorization", b"Bearer " + token.encode("latin-1"))]})
     assert (refusal.value.status, refusal.value.code) == (401, "invalid_api_key")

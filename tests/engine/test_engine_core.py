@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from pagemill_engine.config import EngineConfig
@@ -14,7 +15,8 @@ from pagemill_engine.kv.integrity import IntegrityError
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.loop.warmup import SelfTestError, calibrate, self_test
 from pagemill_engine.runner.null import NullRunner
-from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.generate import ChoiceResume, GenerateRequest
 from pagemill_protocol.sampling import SamplingParams
 
 Make = Callable[..., Any]
@@ -339,3 +341,68 @@ def test_the_self_test_fails_on_a_token_the_model_does_not_have(checking_runner:
     core.runner.wait = beyond
     with pytest.raises(SelfTestError, match="1000"):
         self_test(core)
+
+
+# -- allowances --------------------------------------------------------------------------------------------------------
+
+
+def limited(name: str, allowance: int, **sampling: Any) -> GenerateRequest:
+    return msgspec.structs.replace(request(name, list(range(10)), **sampling), token_allowance=allowance)
+
+
+def num_tokens(outputs: list[TokensOut]) -> int:
+    return sum(len(out.token_ids) for out in outputs)
+
+
+def test_an_allowance_ends_every_sequence_by_length(checking_runner: Make) -> None:
+    core = make_core(checking_runner)
+    core.add(limited("a", 3, n=2, max_tokens=8))
+    core.add(limited("b", 9, max_tokens=4, min_tokens=4))
+    core.add(limited("c", 2, n=2, use_beam_search=True, max_tokens=8))
+    outputs = finish(core)
+    assert num_tokens(outputs["a"]) == 2 * 3
+    assert num_tokens(outputs["b"]) == 4
+    assert num_tokens(outputs["c"]) == 2 * 2
+    assert {out.finish_reason for name in "abc" for out in outputs[name]} == {None, "length"}
+
+
+@pytest.mark.parametrize("num_steps", range(4))
+def test_an_allowance_may_be_raised_up_to_the_requests_own_limit(checking_runner: Make, num_steps: int) -> None:
+    unlimited, core = make_core(checking_runner), make_core(checking_runner)
+    unlimited.add(request("a", list(range(10)), n=2, max_tokens=9))
+    core.add(limited("a", 4, n=2, max_tokens=9))
+    outputs = [out for _ in range(num_steps) for out in core.step().outputs]
+    core.raise_allowance("a", 6)
+    core.raise_allowance("a", 2)
+    core.raise_allowance("nobody", 6)
+    outputs += [out for _ in range(2) for out in core.step().outputs]
+    core.raise_allowance("a", 100)
+    outputs += finish(core).get("a", [])
+    assert num_tokens(outputs) == 2 * 9
+    tokens = {choice: [out.token_ids for out in outputs if out.choice == choice] for choice in (0, 1)}
+    expected = finish(unlimited)["a"]
+    assert tokens == {choice: [out.token_ids for out in expected if out.choice == choice] for choice in (0, 1)}
+
+
+def test_an_allowance_that_comes_too_late_changes_nothing(checking_runner: Make) -> None:
+    core = make_core(checking_runner)
+    core.add(limited("a", 2, max_tokens=9))
+    outputs = finish(core)["a"]
+    core.raise_allowance("a", 9)
+    assert num_tokens(outputs) == 2
+    assert not core.has_work
+
+
+def test_an_allowance_counts_what_another_engine_has_generated(checking_runner: Make) -> None:
+    core = make_core(checking_runner)
+    resumed = msgspec.structs.replace(limited("a", 5, max_tokens=9), resume=[ChoiceResume(0, [1, 2, 3], 0)])
+    core.add(resumed)
+    core.add(msgspec.structs.replace(resumed, request_id="b", token_allowance=3))
+    outputs = finish(core)
+    assert num_tokens(outputs["a"]) == 2
+    assert [(out.token_ids, out.finish_reason) for out in outputs["b"]] == [([], "length")]
+
+
+def test_an_allowance_of_nothing_is_refused(checking_runner: Make) -> None:
+    with pytest.raises(PagemillError, match="token_allowance must be at least 1"):
+        make_core(checking_runner).add(limited("a", 0))

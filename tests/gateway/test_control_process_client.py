@@ -33,11 +33,11 @@ from pagemill_gateway.ipc import messages
 from pagemill_gateway.ipc.control_process_client import ControlProcessClient
 from pagemill_gateway.ipc.worker_connection import WorkerConnection, serving_workers
 from pagemill_gateway.limits import store
-from pagemill_gateway.limits.caller import Caller, Limits
 from pagemill_gateway.limits.memory import MemoryStore
 from pagemill_gateway.ports import WorkerMeasurements
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint, QueueLimits
 from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.keys.caller import Caller, Limits
 from pagemill_protocol.metrics import GATEWAY_IN_FLIGHT, GATEWAY_REQUESTS, Sample
 from pagemill_protocol.state import Digests, EngineLoad, StateFrame
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from hand_clock import Clock
 
-from pagemill_gateway.limits import keys
-from pagemill_gateway.limits.caller import ANONYMOUS
-from pagemill_gateway.limits.entries import EntryError, fault_of, parse_entry
-from pagemill_gateway.limits.keys import KeyRing
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.http.auth import hash_key
+from pagemill_protocol.keys import ring as key_ring
+from pagemill_protocol.keys.caller import ANONYMOUS
+from pagemill_protocol.keys.entries import EntryError, fault_of, parse_entry
+from pagemill_protocol.keys.ring import KeyRing
 from pagemill_protocol.secret_file import CHECK_INTERVAL_S, SecretFile
 
 
@@ -54,7 +54,7 @@ def test_every_key_is_compared_in_constant_time_known_or_not(monkeypatch: pytest
         compared.append((one, other))
         return compare_digest(one, other)
 
-    monkeypatch.setattr(keys.hmac, "compare_digest", compare)
+    monkeypatch.setattr(key_ring.hmac, "compare_digest", compare)
     ring = KeyRing([hash_key(f"key-{number}") for number in range(100)])
     ring.authenticate(scope_with("Bearer key-99"))
     refusal_of(ring, "Bearer stranger")
@@ -67,18 +67,37 @@ def test_a_wrong_entry_in_the_settings_is_refused() -> None:
         KeyRing([f"{hash_key('one')} concurrency=many"])
 
 
-def test_a_file_may_change_and_its_wrong_lines_let_nobody_in(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    clock = Clock()
+def test_at_the_start_wrong_lines_of_a_file_let_nobody_in(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (path := tmp_path / "keys").write_text(f"# team a\n{hash_key('one')} tenant=a\n{hash_key('two')} tenant=?\n")
-    ring = KeyRing([hash_key("fixed")], SecretFile(path, fault_of=fault_of, clock=clock))
+    ring = KeyRing([hash_key("fixed")], SecretFile(path, fault_of=fault_of, clock=Clock()))
     assert ring.authenticate(scope_with("Bearer one")).tenant == "a"
     assert refusal_of(ring, "Bearer two").status == 401, "a limit that cannot be read must not become no limit"
     assert "line 3 is ignored: it has tenant='?'" in caplog.text
-    path.write_text(f"{hash_key('two')} tenant=b concurrency=2\n")
+
+
+def test_a_file_may_add_change_and_revoke_keys(tmp_path: Path) -> None:
+    clock = Clock()
+    (path := tmp_path / "keys").write_text(f"{hash_key('one')} tenant=a\n{hash_key('two')} concurrency=1\n")
+    ring = KeyRing([hash_key("fixed")], SecretFile(path, fault_of=fault_of, clock=clock))
+    path.write_text(f"{hash_key('two')} tenant=b concurrency=2\n{hash_key('new')}\n")
     clock.now += CHECK_INTERVAL_S
     assert ring.authenticate(scope_with("Bearer two")).limits.concurrency == 2
+    assert ring.authenticate(scope_with("Bearer new")).limits.none
     assert refusal_of(ring, "Bearer one").status == 401
     assert ring.authenticate(scope_with("Bearer fixed")).limits.none
+
+
+def test_a_file_that_becomes_wrong_leaves_the_keys_of_before(tmp_path: Path) -> None:
+    clock = Clock()
+    (path := tmp_path / "keys").write_text(f"{hash_key('one')} tenant=a concurrency=2\n")
+    ring = KeyRing([], SecretFile(path, fault_of=fault_of, clock=clock))
+    path.write_text(f"{hash_key('two')}\n{hash_key('one')} tenant=a concurrency=\n")
+    clock.now += CHECK_INTERVAL_S
+    assert ring.authenticate(scope_with("Bearer one")).limits.concurrency == 2
+    assert refusal_of(ring, "Bearer two").status == 401
+    path.write_text("")
+    clock.now += CHECK_INTERVAL_S
+    assert refusal_of(ring, "Bearer one").status == 401, "an empty file lets nobody in"
 
 
 def test_until_the_shared_keys_are_known_strangers_are_asked_to_come_back() -> None:

@@ -12,14 +12,15 @@ from redis_server import RedisServer, redis_cli, redis_server
 from waiting import eventually
 
 from pagemill_gateway.config import RedisConfig
-from pagemill_gateway.limits.caller import Limits
-from pagemill_gateway.limits.entries import parse_entry
-from pagemill_gateway.limits.keys import KeyRing
 from pagemill_gateway.limits.redis.link import Link
 from pagemill_gateway.limits.redis.shared_keys import SharedKeys
 from pagemill_gateway.limits.redis.store import RedisStore
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.http.auth import hash_key
+from pagemill_protocol.keys.caller import Limits
+from pagemill_protocol.keys.entries import parse_entry
+from pagemill_protocol.keys.file import check_keys_file
+from pagemill_protocol.keys.ring import KeyRing
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "keys-and-limits.md"
 KEY = "sk-a-key-of-this-test"
@@ -39,6 +40,7 @@ def test_the_file_of_keys_that_the_page_makes_can_be_read(tmp_path: Path) -> Non
     assert caller.key_hash == hash_key(done.stdout)
     assert caller.tenant == "team-a"
     assert caller.limits == Limits(requests_per_minute=600)
+    check_keys_file(tmp_path / "keys.txt")
 
 
 @pytest.mark.parametrize("command", commands("redis-cli"))

@@ -11,22 +11,22 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from limit_histories import limits, step
+from limit_histories import limits, sequences_of, step
 from redis_server import RedisServer, redis_server
 from waiting import eventually
 
 from pagemill_gateway.config import RedisConfig
-from pagemill_gateway.limits.caller import Limits
-from pagemill_gateway.limits.keys import KeyRing
 from pagemill_gateway.limits.memory import MemoryStore
 from pagemill_gateway.limits.redis import store as redis_store
 from pagemill_gateway.limits.redis.link import Link
 from pagemill_gateway.limits.redis.shared_keys import SharedKeys
 from pagemill_gateway.limits.redis.shares import share_of
 from pagemill_gateway.limits.redis.store import RedisStore
-from pagemill_gateway.limits.store import Ask
+from pagemill_gateway.limits.store import Ask, More
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.http.auth import hash_key
+from pagemill_protocol.keys.caller import Limits
+from pagemill_protocol.keys.ring import KeyRing
 
 PATIENT_MS = 10_000.0
 """A loaded machine must not look like a Redis that is gone."""
@@ -96,18 +96,24 @@ async def _same_answers(server: RedisServer, limits: Limits, history: list[tuple
     shared.start()
     try:
         await eventually(lambda: shared.up)
-        held: list[str] = []
+        held: dict[str, int] = {}
         for kind, amount in history:
             if kind == "wait":
                 # Leases would run out without their renewal, which goes by the server's own clock.
                 now_ms += min(amount, redis_store.LEASE_S * 1000 // 41)
             elif kind == "reserve":
-                asked = ask(limits, amount)
+                asked = ask(limits, amount)._replace(sequences=sequences_of(amount))
                 answer = await shared.reserve(asked)
                 assert answer == alone.decide(asked)
-                held += [asked.lease] if answer.refused is None else []
+                held |= {asked.lease: answer.granted} if answer.refused is None else {}
+            elif held and kind == "extend":
+                lease = next(reversed(held))
+                more = More("a", lease, held[lease] // 2, amount, limits)
+                granted = await shared.extend(more)
+                assert granted == alone.decide_more(more)
+                held[lease] += granted
             elif held:
-                lease = held.pop(0)
+                held.pop(lease := next(iter(held)))
                 shared.settle(lease, amount)
                 alone.settle(lease, amount)
                 await shared.flush()

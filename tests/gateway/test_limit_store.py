@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from limit_histories import limits, step
+from limit_histories import limits, sequences_of, step
 
-from pagemill_gateway.limits.caller import Limits
 from pagemill_gateway.limits.memory import MemoryStore
 from pagemill_gateway.limits.periods import periods_at
-from pagemill_gateway.limits.store import Answer, Ask
+from pagemill_gateway.limits.store import Answer, Ask, More
+from pagemill_protocol.keys.caller import Limits
 
 MINUTE_MS = 60_000
 LATE_ON_SATURDAY_S = 1_795_391_000.0
@@ -27,15 +27,29 @@ class Taken:
 
     at_ms: int
     lease: str
+    sequences: int
     reserved: int
+    open_at_ms: int
+    """When what is reserved and not reported was booked."""
+    reported: int = 0
     used: int | None = None
     settled_at_ms: int = 0
+    reports: list[tuple[int, int]] = field(default_factory=list)
+    """Tokens that were reported as used, and when they had been booked."""
 
     def charges(self) -> list[tuple[int, int]]:
-        """What counts, and when: less than reserved counts where it was reserved, the excess where it was found."""
-        if self.used is None or self.used <= self.reserved:
-            return [(self.at_ms, self.reserved if self.used is None else self.used)]
-        return [(self.at_ms, self.reserved), (self.settled_at_ms, self.used - self.reserved)]
+        """What counts, and when: less than reserved counts where it was booked, the excess where it was found."""
+        opened = self.reserved - self.reported
+        if self.used is None:
+            return [*self.reports, (self.open_at_ms, opened)]
+        used = max(0, self.used - self.reported)
+        excess = max(0, used - opened)
+        return [*self.reports, (self.open_at_ms, min(used, opened)), (self.settled_at_ms, excess)]
+
+    def extended(self, used: int, granted: int, now_ms: int) -> None:
+        self.reports.append((self.open_at_ms, used - self.reported))
+        self.reported, self.open_at_ms = used, now_ms
+        self.reserved += granted
 
 
 @dataclass
@@ -65,13 +79,19 @@ class World:
         self.book = Bookkeeper()
         self._numbers = itertools.count()
 
-    def reserve(self, tokens: int) -> Answer:
+    def reserve(self, tokens: int, sequences: int = 1) -> Answer:
         lease = str(next(self._numbers))
-        answer = self.store.decide(Ask("a", lease, tokens, self.limits))
+        answer = self.store.decide(Ask("a", lease, tokens, self.limits, sequences))
         if answer.refused is None:
-            bound = self.limits.tokens_per_minute
-            self.book.taken.append(Taken(self.now_ms, lease, tokens if bound is None else min(tokens, bound)))
+            self.book.taken.append(Taken(self.now_ms, lease, sequences, answer.granted, self.now_ms))
         return answer
+
+    def extend(self, taken: Taken, tokens: int) -> int:
+        """After half of what is reserved was used."""
+        used = max(taken.reported, taken.reserved // 2)
+        granted = self.store.decide_more(More("a", taken.lease, used, tokens, self.limits))
+        taken.extended(used, granted, self.now_ms)
+        return granted
 
     def settle(self, taken: Taken, tokens: int) -> None:
         taken.used, taken.settled_at_ms = tokens, self.now_ms
@@ -86,14 +106,18 @@ def test_no_minute_ever_takes_more_than_its_limits(limits: Limits, steps: list[t
         if kind == "wait":
             world.now_ms += amount
         elif kind == "reserve":
-            granted = world.reserve(amount).refused is None
+            granted = world.reserve(amount, sequences_of(amount)).refused is None
             requests, tokens = world.book.in_minute_before(world.now_ms)
             if granted and limits.requests_per_minute is not None:
                 assert requests <= limits.requests_per_minute
             if granted and amount and limits.tokens_per_minute is not None:
                 assert tokens <= limits.tokens_per_minute
             if granted and limits.concurrency is not None:
-                assert len(world.book.open) <= limits.concurrency
+                assert sum(each.sequences for each in world.book.open) <= limits.concurrency
+        elif kind == "extend" and world.book.open:
+            granted = world.extend(world.book.open[-1], amount) > 0
+            if granted and limits.tokens_per_minute is not None:
+                assert world.book.in_minute_before(world.now_ms)[1] <= limits.tokens_per_minute
         elif world.book.open:
             world.settle(world.book.open[0], amount)
 
@@ -107,6 +131,8 @@ def test_a_refusal_says_truly_when_to_come_back(limits: Limits, steps: list[tupl
             world.now_ms += amount
         elif kind == "settle" and world.book.open:
             world.settle(world.book.open[0], amount)
+        elif kind == "extend" and world.book.open:
+            world.extend(world.book.open[0], amount)
         elif kind == "reserve" and (answer := world.reserve(amount)).refused is not None:
             retry_ms = round(answer.retry_after_s * 1000)
             assert 0 < retry_ms <= MINUTE_MS + 1000
@@ -126,11 +152,13 @@ def test_what_is_settled_is_conserved_and_nothing_stays_behind(limits: Limits, s
         if kind == "wait":
             world.now_ms += amount
         elif kind == "reserve":
-            world.reserve(amount)
+            world.reserve(amount, sequences_of(amount))
+        elif kind == "extend" and world.book.open:
+            world.extend(world.book.open[-1], amount)
         elif world.book.open:
-            world.settle(world.book.open[0], amount)
+            world.settle(world.book.open[0], max(amount, world.book.open[0].reported))
     for taken in world.book.open:
-        world.settle(taken, 3)
+        world.settle(taken, taken.reported + 3)
     assert world.store.num_held == 0
     used = sum(taken.used or 0 for taken in world.book.taken)
     # Exactly this much is left of the day, neither one token more nor less.

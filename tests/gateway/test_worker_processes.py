@@ -204,6 +204,21 @@ async def test_two_workers_serve_one_port_count_together_and_both_finish_what_th
     assert await asyncio.wait_for(family.process.wait(), WAIT_LIMIT_S) == 0
 
 
+async def test_a_key_is_revoked_and_added_at_all_workers(engines, fake, start, tmp_path: Path) -> None:
+    (path := tmp_path / "keys").write_text(f"{hash_key('sk-one')} requests_per_minute=1000\n")
+    family = await start(catalog=fake.catalog_of(engines[0]), api_keys_file=str(path))
+    await family.ready()
+    path.write_text(f"{hash_key('sk-other')}\n")
+    # Connections spread over both workers: by chance all of so many reach one of them once in a million times.
+    await until(lambda: statuses(family, 21), lambda found: set(found) == {401})
+    path.write_text(f"{hash_key('sk-one')}\n")
+    await until(lambda: statuses(family, 21), lambda found: set(found) == {200})
+
+
+async def statuses(family: Family, count: int) -> list[int]:
+    return await asyncio.gather(*(family.chat() for _ in range(count)))
+
+
 async def test_a_worker_that_is_killed_takes_only_its_own_requests_with_it(engines, fake, start) -> None:
     family = await start(catalog=fake.catalog_of(*engines[:2]))
     await family.ready()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hand_clock import Clock
 
+from pagemill_protocol import secret_file
 from pagemill_protocol.secret_file import CHECK_INTERVAL_S, SecretFile
 
 
@@ -60,17 +61,84 @@ def test_a_file_that_is_not_there_at_the_start_is_an_error(tmp_path: Path) -> No
         SecretFile(tmp_path / "tokens")
 
 
-def test_wrong_lines_are_ignored_and_told_by_number_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_content_counts_and_not_size_or_modification_time(tmp_path: Path) -> None:
     clock = Clock()
+    (path := tmp_path / "tokens").write_text("one")
+    os.utime(path, (1, 1))
+    file = SecretFile(path, clock=clock)
+    with path.open("r+") as same_file:
+        same_file.write("two")
+    os.utime(path, (1, 1))
+    clock.now += CHECK_INTERVAL_S
+    assert file.lines() == ("two",)
+
+
+def _fault_of(line: str) -> str | None:
+    return None if line.startswith("good") else "is not good"
+
+
+def test_at_the_start_wrong_lines_are_left_out_and_named_by_number_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (path := tmp_path / "tokens").write_text("# comment\ngood\nsk-plain\n")
-    file = SecretFile(path, fault_of=lambda line: None if line.startswith("good") else "is not good", clock=clock)
+    file = SecretFile(path, fault_of=_fault_of, clock=Clock())
     assert file.lines() == ("good",)
     assert file.faults == ((3, "is not good"),)
+    assert file.problem == "line 3 is not good"
     assert "line 3 is ignored: it is not good" in caplog.text
-    caplog.clear()
-    path.write_text("sk-plain\n\ngood too\nsk-plain\n")
-    clock.now += CHECK_INTERVAL_S
-    assert file.lines() == ("good too",)
-    assert [number for number, _ in file.faults] == [1, 4]
-    assert "line 4 is ignored" in caplog.text
     assert "sk-plain" not in caplog.text
+
+
+def test_a_change_with_a_wrong_line_leaves_all_lines_of_before_until_it_is_corrected(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock()
+    (path := tmp_path / "tokens").write_text("good\ngood too\n")
+    file = SecretFile(path, fault_of=_fault_of, clock=clock)
+    before = file.lines()
+    path.write_text("good new\n\nsk-plain\n")
+    for _ in range(3):
+        clock.now += CHECK_INTERVAL_S
+        assert file.lines() is before
+    assert file.problem == "line 3 is not good"
+    (record,) = [each for each in caplog.records if each.levelname == "ERROR"]
+    assert "line 3 is not good. Lines of before that stay in use: 2" in record.getMessage()
+    assert "sk-plain" not in caplog.text
+    path.write_text("good new\n")
+    clock.now += CHECK_INTERVAL_S
+    assert (file.lines(), file.problem) == (("good new",), "")
+
+
+def test_a_problem_ends_with_the_content_of_before(tmp_path: Path) -> None:
+    clock = Clock()
+    (path := tmp_path / "tokens").write_text("good\n")
+    file = SecretFile(path, fault_of=_fault_of, clock=clock)
+    path.unlink()
+    clock.now += CHECK_INTERVAL_S
+    assert file.lines() == ("good",)
+    assert "cannot be read" in file.problem
+    path.write_text("good\n")
+    clock.now += CHECK_INTERVAL_S
+    assert (file.lines(), file.problem) == (("good",), "")
+
+
+def test_a_file_that_grew_too_large_is_not_used_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(secret_file, "MAX_FILE_BYTES", 20)
+    clock = Clock()
+    (path := tmp_path / "tokens").write_text("one\ntwo\n")
+    file = SecretFile(path, clock=clock)
+    path.write_text("three\n" * 4)
+    clock.now += CHECK_INTERVAL_S
+    assert file.lines() == ("one", "two")
+    assert "more than" in file.problem
+
+
+def test_a_quiet_reader_logs_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    (path := tmp_path / "tokens").write_text("wrong\n")
+    file = SecretFile(path, fault_of=_fault_of, clock=clock, quiet=True)
+    path.write_text("wrong too\n")
+    clock.now += CHECK_INTERVAL_S
+    file.lines()
+    assert file.problem
+    assert not caplog.records

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from pagemill_gateway.limits.caller import Limits
+from pagemill_protocol.keys.caller import Limits
 
 limits = st.builds(
     Limits,
@@ -17,6 +17,12 @@ limits = st.builds(
 step = st.one_of(
     st.tuples(st.just("wait"), st.integers(1, 20_000)),
     st.tuples(st.just("reserve"), st.integers(0, 200)),
+    st.tuples(st.just("extend"), st.integers(0, 200)),
     st.tuples(st.just("settle"), st.integers(0, 250)),
 )
-"""Milliseconds, tokens that are asked for, tokens that were used."""
+"""Milliseconds; tokens that are asked for; further tokens, after half of what is reserved was used; tokens used."""
+
+
+def sequences_of(tokens: int) -> int:
+    """Of a request that asks for so many tokens: some have several."""
+    return 1 + tokens % 3

@@ -11,7 +11,7 @@ import typer
 
 from pagemill_gateway.config import GatewayConfig, SettingsError, load_config
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
-from pagemill_protocol.http.auth import hash_key
+from pagemill_protocol.keys.file import KeysFileError, check_keys_file
 
 
 def gateway(
@@ -33,7 +33,11 @@ def gateway(
         int | None, typer.Option(help="Processes that serve clients, for more than a core of traffic.")
     ] = None,
     api_keys_file: Annotated[
-        Path | None, typer.Option(help="File with one accepted API key per line; needed beyond this machine.")
+        Path | None,
+        typer.Option(
+            envvar="PAGEMILL_API_KEYS_FILE",
+            help="File with the SHA-256 of each API key and its limits, one a line; needed beyond this machine.",
+        ),
     ] = None,
 ) -> None:
     """Run a gateway in front of engines."""
@@ -48,7 +52,7 @@ def gateway(
         if engine:
             changes["catalog"] = _catalog(engine, model, engine_token)
         if api_keys_file is not None:
-            changes["api_keys"] = _key_hashes(api_keys_file)
+            changes["api_keys_file"] = _keys_file(api_keys_file)
         given = {name: value for name, value in changes.items() if value is not None}
         config = msgspec.structs.replace(config, **given).checked()
         if not config.catalog.models:
@@ -90,11 +94,9 @@ def _next_port(url: str) -> str:
     raise SettingsError(f"engine: {url!r} must be like http://127.0.0.1:8000 or http://HOST:8000,http://HOST:8001.")
 
 
-def _key_hashes(path: Path) -> list[str]:
+def _keys_file(path: Path) -> str:
     try:
-        keys = [line.strip() for line in path.read_text().splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"api_keys_file: cannot read {path}: {error}.") from error
-    if not keys:
-        raise SettingsError(f"api_keys_file: {path} holds no key. Write one key per line.")
-    return [hash_key(key) for key in keys]
+        check_keys_file(path)
+    except KeysFileError as error:
+        raise SettingsError(f"api_keys_file: {error}") from error
+    return str(path)

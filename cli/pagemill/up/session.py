@@ -25,6 +25,7 @@ from pagemill_operator.backends.local import LocalBackend, LocalSettings
 from pagemill_operator.backends.local.load import Load
 from pagemill_operator.plan import Plan
 from pagemill_operator.status.conditions import Finding, find_conditions
+from pagemill_protocol.http.auth import hash_key
 
 logger = logging.getLogger("pagemill.up")
 
@@ -106,10 +107,10 @@ class Session:
         self._loaded = loaded
         self._screen = screen
         self._news = asyncio.Event()
-        self._own_key = f"pm-{secrets.token_urlsafe(24)}" if request.settings.api_keys else ""
+        self._own_key = f"pm-{secrets.token_urlsafe(24)}" if request.settings.api_keys_file else ""
         settings = request.settings
         if self._own_key:
-            settings = replace(settings, api_keys=(*settings.api_keys, self._own_key))
+            settings = replace(settings, api_keys=(*settings.api_keys, hash_key(self._own_key)))
         self._backend = LocalBackend(settings, on_event=self._show_event, on_change=self._news.set)
 
     async def run(self) -> None:

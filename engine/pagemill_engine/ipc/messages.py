@@ -1,8 +1,8 @@
 """Messages between the HTTP process and the engine process: tagged msgspec structs, msgpack on the wire.
 
-To the engine: `AddRequest`, `Abort`, `Sleep`, `Wake`, `Shutdown`. From the engine: `LoadProgress` while starting, then
-`Ready`, then `StepOutputs` after every step that has outputs, `Slept` and `Awake` when it has done so; `Fatal` before
-it exits because of a fault of its own.
+To the engine: `AddRequest`, `Abort`, `RaiseAllowance`, `Sleep`, `Wake`, `Shutdown`. From the engine: `LoadProgress`
+while starting, then `Ready`, then `StepOutputs` after every step that has outputs, `Slept` and `Awake` when it has done
+so; `Fatal` before it exits because of a fault of its own.
 """
 
 from __future__ import annotations
@@ -24,6 +24,13 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     choice: int | None = None
 
 
+class RaiseAllowance(msgspec.Struct, frozen=True, tag="allowance"):
+    """Each sequence of a client request may generate so many tokens, if that is more than before."""
+
+    request_id: str
+    allowance: int
+
+
 class Sleep(msgspec.Struct, frozen=True, tag="sleep"):
     """As soon as nothing runs, give the memory of the KV cache back and keep the weights. Answered by `Slept`."""
 
@@ -36,7 +43,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Stop now."""
 
 
-ToEngine = AddRequest | Abort | Sleep | Wake | Shutdown
+ToEngine = AddRequest | Abort | RaiseAllowance | Sleep | Wake | Shutdown
 
 
 class LoadProgress(msgspec.Struct, frozen=True, tag="progress"):

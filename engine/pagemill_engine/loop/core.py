@@ -77,6 +77,10 @@ class EngineCore:
         """Drop a request or one of its choices; each sequence still alive reports `finish_reason="abort"`."""
         self.scheduler.abort(request_id, choice)
 
+    def raise_allowance(self, request_id: str, allowance: int) -> None:
+        """Let each sequence of a request generate up to `allowance` tokens."""
+        self.scheduler.raise_allowance(request_id, allowance)
+
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work or self._in_flight is not None

@@ -26,6 +26,7 @@ from pagemill_engine.ipc.messages import (
     Awake,
     Fatal,
     LoadProgress,
+    RaiseAllowance,
     Ready,
     Shutdown,
     Sleep,
@@ -104,6 +105,8 @@ class EngineLoop:
                 self._add(request)
             case Abort(request_id, choice):
                 self._abort(request_id, choice)
+            case RaiseAllowance(request_id, allowance):
+                self._core.raise_allowance(request_id, allowance)
             case Sleep():
                 self._wants_sleep = True
             case Wake():

@@ -16,15 +16,11 @@ from typing import NamedTuple
 from pagemill_engine.ipc.messages import LogprobsOut, TokensOut
 from pagemill_engine.output.best_of import MeanLogprob, best
 from pagemill_engine.output.choice import ChoiceDelta, ChoiceOutput
-from pagemill_protocol.continuing import can_be_continued
+from pagemill_protocol.continuing import PROGRESS_TOKENS, can_be_continued
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import FrameMeta, GenerateRequest, Usage
 from pagemill_protocol.openai import logprobs, render
 from pagemill_protocol.text.tokenizer import Tokenizer
-
-PROGRESS_TOKENS = 16
-"""A choice that is not streamed reports its tokens to the gateway in groups of this size; a lost engine loses at most
-one."""
 
 
 class Frame(NamedTuple):

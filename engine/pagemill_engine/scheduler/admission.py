@@ -49,6 +49,7 @@ class Admission:
         if request.adapter_digest and not self._limits.serves_adapters:
             raise _serves_no_adapters()
         _check_priority(request.priority)
+        _check_allowance(request.token_allowance)
         self._check_prompt(request)
         self._check_resume(request)
         self._check_choosing(request)
@@ -91,8 +92,12 @@ class Admission:
         )
 
     def _max_total_tokens(self, request: GenerateRequest) -> int:
-        most, max_tokens = self._limits.max_total_tokens, request.sampling.max_tokens
-        return most if max_tokens is None else min(most, len(request.prompt_token_ids) + max_tokens)
+        return self.max_total_tokens(len(request.prompt_token_ids), request.sampling, request.token_allowance)
+
+    def max_total_tokens(self, num_prompt_tokens: int, sampling: SamplingParams, allowance: int | None) -> int:
+        """Tokens at which a sequence ends by `length`."""
+        bounds = [num_prompt_tokens + each for each in (sampling.max_tokens, allowance) if each is not None]
+        return min([self._limits.max_total_tokens, *bounds])
 
     def _check_prompt(self, request: GenerateRequest) -> None:
         limits = self._limits
@@ -177,6 +182,11 @@ def _check_priority(priority: int) -> None:
     if not MIN_PRIORITY <= priority <= MAX_PRIORITY:
         message = f"priority must be an integer from {MIN_PRIORITY} to {MAX_PRIORITY}, got {priority}."
         raise invalid_field("priority", f"{message} Smaller is served first.")
+
+
+def _check_allowance(allowance: int | None) -> None:
+    if allowance is not None and allowance < 1:
+        raise invalid_field("token_allowance", f"token_allowance must be at least 1, got {allowance}.")
 
 
 def _check_vocabulary(token_ids: list[int], param: str, vocab_size: int) -> None:

@@ -106,6 +106,15 @@ class Scheduler:
             else:
                 self._finish(sequence, "abort")
 
+    def raise_allowance(self, client_request_id: str, allowance: int) -> None:
+        """Let the rows of a client request generate up to `allowance` tokens each; unknown requests are ignored (they
+        ended). A search keeps the length that it was planned with.
+        """
+        for row in self._clients.get(client_request_id, {}).values():
+            if row.search is None:
+                most = self._admission.max_total_tokens(row.num_prompt_tokens, row.sampling, allowance)
+                row.max_total_tokens = max(row.max_total_tokens, most)
+
     @property
     def num_running(self) -> int:
         return len(self._running) + len(self._beams.between_steps())

@@ -18,6 +18,7 @@ from pagemill_engine.server.sleeping import Sleeping
 from pagemill_engine.server.state_stream import StatePublisher
 from pagemill_engine.server.tokens import InternalTokens
 from pagemill_protocol.errors import PagemillError, model_not_found, unavailable
+from pagemill_protocol.keys.ring import KeyRing
 from pagemill_protocol.openai.render import fingerprint
 from pagemill_protocol.text.tokenizer import Tokenizer
 
@@ -35,6 +36,8 @@ class ServerContext:
     metrics: ServerMetrics
     tokens: InternalTokens
     """Who may call `/internal/*`."""
+    keys: KeyRing
+    """Who may use the OpenAI routes."""
     draining: Draining
     sleeping: Sleeping
     client: EngineClient | None = None

@@ -23,6 +23,7 @@ from pagemill_engine.ipc.messages import (
     Fatal,
     FromEngine,
     LoadProgress,
+    RaiseAllowance,
     Ready,
     Slept,
     StepOutputs,
@@ -79,7 +80,8 @@ class EngineClient:
         self._running: dict[str, _Running] = {}
         """By the request's name inside the engine, which is never reused: late messages about an aborted request cannot
         reach another one with the same id."""
-        self._request_ids: set[str] = set()
+        self._engine_ids: dict[str, str] = {}
+        """Names inside the engine of the requests in `_running`, by request id."""
         self._num_accepted = 0
         self._num_sequences = 0
         """Choices of all requests inside the engine."""
@@ -114,7 +116,7 @@ class EngineClient:
         if processor.complete:
             answer.put([processor.last_frame()])
             return
-        if request.request_id in self._request_ids:
+        if request.request_id in self._engine_ids:
             raise invalid_field("request_id", f"A request with id {request.request_id[:80]!r} is already running.")
         num_waiting = max(0, self._num_sequences - self._num_sequences_running)
         self._admission.check(request, num_waiting)
@@ -123,7 +125,7 @@ class EngineClient:
         self._channel.send(AddRequest(msgspec.structs.replace(request, request_id=engine_id)))
         timing = self._metrics.request_accepted(request)
         self._running[engine_id] = _Running(request.request_id, processor, answer, timing)
-        self._request_ids.add(request.request_id)
+        self._engine_ids[request.request_id] = engine_id
         answer.engine_ids.append(engine_id)
         self._num_sequences += request.sampling.num_sequences
         self._publisher.arrived(self._num_accepted, request)
@@ -135,6 +137,14 @@ class EngineClient:
             if self._forget(engine_id) is not None:
                 self._channel.send(Abort(engine_id))
                 self._metrics.request_aborted("client_left")
+
+    def raise_allowance(self, request_id: str, allowance: int) -> bool:
+        """Let each sequence of a request generate up to `allowance` tokens; whether the request is here."""
+        engine_id = self._engine_ids.get(request_id)
+        if engine_id is None:
+            return False
+        self._channel.send(RaiseAllowance(engine_id, allowance))
+        return True
 
     def fail_all(self, error: PagemillError) -> None:
         """End every request with `error`, as its client's dialect shows errors."""
@@ -229,7 +239,7 @@ class EngineClient:
         running = self._running.pop(engine_id, None)
         if running is None:
             return None
-        self._request_ids.discard(running.request_id)
+        self._engine_ids.pop(running.request_id, None)
         self._num_sequences -= running.processor.request.sampling.num_sequences
         if not self._running:
             self._idle.set()

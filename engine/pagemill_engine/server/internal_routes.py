@@ -1,7 +1,7 @@
-"""What gateways and the operator call: generate, the state stream, the tokenizer bundle, drain.
+"""What gateways and the operator call: generate, its allowance, the state stream, the tokenizer bundle, drain.
 
-All ask for the internal token, or for a loopback peer when none is configured. `/internal/generate` lives on the data
-port, the others on the control port.
+All ask for the internal token, or for a loopback peer when none is configured. `/internal/generate` and
+`/internal/allowance` live on the data port, the others on the control port.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from pagemill_engine.server.responses import FramesResponse
 from pagemill_engine.server.state_stream import StatePublisher
 from pagemill_protocol.errors import PagemillError, invalid_field
 from pagemill_protocol.frames import MSGPACK_CONTENT_TYPE, STATE_CONTENT_TYPE
-from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.generate import AllowanceRaise, GenerateRequest
 from pagemill_protocol.http.door import header, read_body, require_internal
 from pagemill_protocol.state import GATEWAY_HEADER
 
 MAX_WAIT_S = 60.0
 BUNDLE_DIGEST_HEADER = "x-pagemill-digest"
 _decoder = msgspec.msgpack.Decoder(GenerateRequest)
+_raise_decoder = msgspec.msgpack.Decoder(AllowanceRaise)
 
 
 async def generate(request: Request) -> FramesResponse:
@@ -38,6 +39,16 @@ async def generate(request: Request) -> FramesResponse:
     answer = submit(context, [generate_request])
     _, ready = context.ready_engine()
     return FramesResponse([generate_request], answer, lambda: abort(context, answer), ready.weights_digest)
+
+
+async def allowance(request: Request) -> Response:
+    """More tokens for a request under way. 404: it is not here, or not any more."""
+    context = guarded(request)
+    raised = _decode_raise(await read_body(request.receive))
+    client, _ = context.ready_engine()
+    if not client.raise_allowance(raised.request_id, raised.token_allowance):
+        raise PagemillError("No request of this id is being answered here.", status=404, code="unknown_request")
+    return Response(status_code=204)
 
 
 async def state(request: Request) -> Response | StateResponse:
@@ -137,6 +148,13 @@ def _decode(raw: bytes) -> GenerateRequest:
     # Before anything is made for each of its choices; what only the model knows is checked at its admission.
     request.sampling.validate()
     return request
+
+
+def _decode_raise(raw: bytes) -> AllowanceRaise:
+    try:
+        return _raise_decoder.decode(raw)
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+        raise PagemillError(f"The body is no AllowanceRaise: {error}", code="invalid_request") from None
 
 
 async def _call_on_disconnect(receive: Receive, callback: Callable[[], None]) -> None:

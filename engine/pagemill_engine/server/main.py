@@ -30,6 +30,7 @@ from pagemill_engine.server.draining import ACKNOWLEDGE_TIMEOUT_S, Draining
 from pagemill_engine.server.engine_client import EngineClient
 from pagemill_engine.server.failure import StartupError
 from pagemill_engine.server.fit import check_fits
+from pagemill_engine.server.keys import open_keys
 from pagemill_engine.server.lifecycle import Lifecycle
 from pagemill_engine.server.metrics import ServerMetrics
 from pagemill_engine.server.settings import Settings
@@ -91,6 +92,7 @@ class Server:
             publisher=publisher,
             metrics=metrics,
             tokens=InternalTokens(settings.server),
+            keys=open_keys(settings.server),
             draining=Draining(lifecycle, publisher),
             sleeping=Sleeping(lifecycle, publisher, metrics),
         )

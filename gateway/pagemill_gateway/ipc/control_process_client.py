@@ -52,6 +52,7 @@ _names = msgspec.msgpack.Decoder(list[ServedName])
 _target = msgspec.msgpack.Decoder(Target)
 _choice = msgspec.msgpack.Decoder(Assignment)
 _bool = msgspec.msgpack.Decoder(bool)
+_int = msgspec.msgpack.Decoder(int)
 _seconds: msgspec.msgpack.Decoder[float | None] = msgspec.msgpack.Decoder(float | None)
 _answer = msgspec.msgpack.Decoder(store.Answer)
 _status = msgspec.msgpack.Decoder(GatewayStatus)
@@ -155,8 +156,16 @@ class ControlProcessClient:
             self._notify(messages.Settle(ask.lease, 0))
             raise
         if answer.refused is None:
-            self._reserved[ask.lease] = ask
+            self._reserved[ask.lease] = ask._replace(tokens=answer.granted)
         return answer
+
+    async def extend(self, more: store.More) -> int:
+        granted = await self._ask(messages.Extend(more), _int)
+        ask = self._reserved.get(more.lease)
+        if ask is not None:
+            rest = max(0, ask.tokens - max(0, more.used - ask.used))
+            self._reserved[more.lease] = ask._replace(tokens=rest + granted, used=max(ask.used, more.used))
+        return granted
 
     def settle(self, lease: str, tokens: int) -> None:
         self._reserved.pop(lease, None)

@@ -20,7 +20,7 @@ from pagemill_gateway.brain.interface import (
     Target,
 )
 from pagemill_gateway.limits import store
-from pagemill_gateway.limits.caller import Caller
+from pagemill_protocol.keys.caller import Caller
 
 Question = TypeVar("Question")
 
@@ -104,6 +104,12 @@ class Reserve(msgspec.Struct, frozen=True, array_like=True, tag="reserve"):
     ask: store.Ask
 
 
+class Extend(msgspec.Struct, frozen=True, array_like=True, tag="extend"):
+    """Tokens: a number."""
+
+    more: store.More
+
+
 class GetStatus(msgspec.Struct, frozen=True, array_like=True, tag="status"):
     """A `Standing`."""
 
@@ -162,7 +168,7 @@ class Adopt(msgspec.Struct, frozen=True, array_like=True, tag="adopt"):
     asks: list[store.Ask]
 
 
-WorkerQuestion = GetNames | LookUp | Find | Choose | Alive | Expected | Reserve | GetStatus | GetBundle
+WorkerQuestion = GetNames | LookUp | Find | Choose | Alive | Expected | Reserve | Extend | GetStatus | GetBundle
 WorkerNote = Accepted | Started | Finished | Failed | Withdrawn | RecordOutcome | PublishMeasurements | Settle | Adopt
 ToControlProcess = Call[WorkerQuestion] | Reply | Refusal | Abandoned | WorkerNote
 

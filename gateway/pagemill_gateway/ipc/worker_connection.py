@@ -1,7 +1,7 @@
 """The head's end of the line to one worker: answers what it asks, and remembers what it holds.
 
 A worker that dies holds nothing any more: what it waited for is given up, its decisions are released as no fault of any
-engine, its limits are settled as if nothing had been used, since its clients got nothing that they can use.
+engine, its limits are settled with the tokens that it has reported as used.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from pagemill_gateway.brain.interface import Assignment
 from pagemill_gateway.control_process import ControlProcess
 from pagemill_gateway.ipc import messages
 from pagemill_gateway.ipc.connection import IpcConnection, IpcConnectionLost
-from pagemill_gateway.limits.caller import Caller
-from pagemill_gateway.limits.store import Answer, Ask
+from pagemill_gateway.limits.store import Answer, Ask, More
 from pagemill_gateway.ports import WorkerMeasurements
+from pagemill_protocol.keys.caller import Caller
 
 logger = logging.getLogger("pagemill.gateway.ipc")
 
@@ -38,7 +38,8 @@ class WorkerConnection:
         self._store = control.sharing.store
         self._held: dict[int, Assignment] = {}
         """Decisions under way."""
-        self._leases: set[str] = set()
+        self._leases: dict[str, int] = {}
+        """Reservations, and the tokens that each has used as far as it was reported."""
         self._last: WorkerMeasurements | msgspec.Raw = WorkerMeasurements({}, 0)
         """What it measured, as it told last: asked for, or unasked and not read yet."""
         self.line: IpcConnection[messages.ToControlProcess] = IpcConnection(
@@ -80,6 +81,8 @@ class WorkerConnection:
                 return await self._brain.find(model, ticket)
             case messages.Reserve(ask):
                 return await self._reserve(ask)
+            case messages.Extend(more):
+                return await self._extend(more)
             case messages.LookUp(model):
                 return await self._brain.look_up(model)
             case messages.GetNames():
@@ -110,11 +113,11 @@ class WorkerConnection:
             case messages.PublishMeasurements(measures):
                 self._last = measures.copy()
             case messages.Settle(lease, tokens):
-                self._leases.discard(lease)
+                self._leases.pop(lease, None)
                 self._store.settle(lease, tokens)
             case messages.Adopt(asks):
                 for ask in asks:
-                    self._leases.add(ask.lease)
+                    self._leases[ask.lease] = 0
                     self._store.adopt(ask)
                 self._control.recount.told_by(self)
 
@@ -122,8 +125,14 @@ class WorkerConnection:
         await self._control.recount.done()
         answer = await self._store.reserve(ask)
         if answer.refused is None:
-            self._leases.add(ask.lease)
+            self._leases[ask.lease] = 0
         return answer
+
+    async def _extend(self, more: More) -> int:
+        await self._control.recount.done()
+        if more.lease in self._leases:
+            self._leases[more.lease] = more.used
+        return await self._store.extend(more)
 
     def _latest(self) -> WorkerMeasurements:
         if isinstance(self._last, msgspec.Raw):
@@ -136,8 +145,8 @@ class WorkerConnection:
         held, self._held = self._held, {}
         for assignment in held.values():
             self._brain.finished(assignment)
-        for lease in self._leases:
-            self._store.settle(lease, 0)
+        for lease, tokens in self._leases.items():
+            self._store.settle(lease, tokens)
         self._leases.clear()
         self._control.detach(self, self._latest())
 

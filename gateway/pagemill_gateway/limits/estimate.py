@@ -1,15 +1,16 @@
-"""How long an answer will be, guessed before it begins: a high quantile of the model's recent ones.
+"""How long an answer is expected to be before it begins: a high quantile of the caller's recent ones from the model.
 
-A reservation of `max_tokens` would hold a budget for text that is hardly ever written; one of nothing would let
-everybody in at once. What was guessed wrong is put right when the answer ends.
+A reservation of `max_tokens` would hold a budget for text that is hardly ever written. What is expected is only the
+first part that is reserved (`allowance`); it has a floor, so that a caller with short answers is not admitted with a
+few tokens each and cut short then.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
 
-DEFAULT_TOKENS = 256
-"""While fewer than `MIN_SAMPLES` answers of a caller from a model were seen."""
+LEAST_TOKENS = 256
+"""Also while fewer than `MIN_SAMPLES` answers of a caller from a model were seen."""
 MIN_SAMPLES = 8
 NUM_SAMPLES = 64
 QUANTILE = 0.9
@@ -24,10 +25,9 @@ class AnswerLengths:
         self._samples: OrderedDict[tuple[str, str], deque[int]] = OrderedDict()
         self._guesses: dict[tuple[str, str], int] = {}
 
-    def estimate(self, account: str, model: str, max_tokens: int | None) -> int:
-        """Tokens of one choice, at least 1."""
-        guess = self._guesses.get((account, model), DEFAULT_TOKENS)
-        return guess if max_tokens is None else max(1, min(guess, max_tokens))
+    def expected(self, account: str, model: str) -> int:
+        """Tokens of one sequence."""
+        return max(LEAST_TOKENS, self._guesses.get((account, model), 0))
 
     def observe(self, account: str, model: str, num_tokens: int) -> None:
         whose = (account, model)
@@ -35,7 +35,7 @@ class AnswerLengths:
         self._samples.move_to_end(whose)
         samples.append(num_tokens)
         if len(samples) >= MIN_SAMPLES:
-            self._guesses[whose] = max(1, sorted(samples)[int(QUANTILE * (len(samples) - 1) + 0.5)])
+            self._guesses[whose] = sorted(samples)[int(QUANTILE * (len(samples) - 1) + 0.5)]
         if len(self._samples) > MAX_TRACKED:
             forgotten, _ = self._samples.popitem(last=False)
             self._guesses.pop(forgotten, None)

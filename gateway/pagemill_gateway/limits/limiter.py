@@ -1,7 +1,8 @@
 """Every request's way through its caller's limits: reserved before it is routed, settled when it is over.
 
-What is reserved is the prompt and a guess at the answer; what is charged in the end is what was really used, however
-the request ended. Who counts is a `Store`; callers without limits never reach it.
+What is reserved is the prompt and the part of the answer that is expected; where the caller has limits of tokens, the
+answer may have no more until more is reserved (`allowance`). What is charged in the end is what was really used,
+however the request ended. Who counts is a `Store`; callers without limits never reach it.
 """
 
 from __future__ import annotations
@@ -12,25 +13,32 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
-from pagemill_gateway.limits.caller import Caller
+from pagemill_gateway.brain.interface import Target
+from pagemill_gateway.limits.allowance import Allowance, Need, Reserved
 from pagemill_gateway.limits.estimate import AnswerLengths
 from pagemill_gateway.limits.refusals import Headers, level_headers, refusal, too_large
-from pagemill_gateway.limits.store import Answer, Ask, Store
+from pagemill_gateway.limits.store import Answer, Ask, Store, amount_of, token_limits
 from pagemill_gateway.metrics.worker import WorkerMetrics
 from pagemill_gateway.request_record import RequestRecord
+from pagemill_protocol.continuing import can_be_continued
 from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.keys.caller import Caller
 
 REMEMBER_REFUSAL_S = 1.0
 """A caller out of requests is refused again without parsing its body or asking the store."""
 
 
 class Reservation:
-    """Room for one request, given back by `settle`."""
+    """What one request may use, given back by `settle`."""
 
-    def __init__(self, settle: Callable[[RequestRecord, bool], object], headers: Headers) -> None:
+    def __init__(
+        self, settle: Callable[[RequestRecord, bool], object], headers: Headers, allowances: Sequence[Allowance | None]
+    ) -> None:
         self._settle = settle
         self.headers = headers
         """What is left, for the answer."""
+        self.allowances = allowances
+        """One for each engine request; `None`: no limit of tokens."""
 
     def settle(self, record: RequestRecord, *, cut_off: bool) -> None:
         """The request is over. `cut_off`: it was not the platform that ended it early."""
@@ -60,21 +68,33 @@ class Limiter:
             raise refusal(caller.limits, answer._replace(retry_after_s=answer.retry_after_s - since_s), 0)
         del self._refused[caller.account, limit]
 
-    async def reserve(self, caller: Caller, model: str, requests: Sequence[GenerateRequest]) -> Reservation:
+    async def reserve(self, caller: Caller, target: Target, requests: Sequence[GenerateRequest]) -> Reservation:
         """Raises `PagemillError` 429."""
+        num_sequences = sum(request.sampling.num_sequences for request in requests)
         if caller.limits.none:
-            return Reservation(lambda record, cut_off: self._note(caller, record, cut_off), {})
+            return Reservation(
+                lambda record, cut_off: self._note(caller, record, used_tokens(record, cut_off), num_sequences),
+                {},
+                [None] * len(requests),
+            )
         num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
-        limit = caller.limits.tokens_per_minute
-        if limit is not None and num_prompt_tokens >= limit:
-            self._metrics.limited("tokens")
-            raise too_large(num_prompt_tokens, limit)
-        lease, headers = await self._take(caller, num_prompt_tokens + self._expected(caller, model, requests))
+        self._check_size(caller, num_prompt_tokens, num_sequences)
+        needs = [self._need(caller, target, request) for request in requests]
+        wanted = num_prompt_tokens + sum(need.first * need.request.sampling.num_sequences for need in needs)
+        least = num_prompt_tokens + num_sequences
+        ask = Ask(caller.account, self._new_lease(), wanted, caller.limits, num_sequences, least)
+        answer = await self._take(ask)
+        reserved = None
+        if token_limits(caller.limits):
+            reserved = Reserved(self._store, ask, num_prompt_tokens, answer.granted, needs)
 
         def settle(record: RequestRecord, cut_off: bool) -> None:
-            self._store.settle(lease, self._note(caller, record, cut_off))
+            used = used_tokens(record, cut_off, reserved.num_possible if reserved is not None else 0)
+            ended = reserved is not None and reserved.ended_answer
+            self._store.settle(ask.lease, self._note(caller, record, used, num_sequences, ended_by_limit=ended))
 
-        return Reservation(settle, headers)
+        allowances = reserved.allowances if reserved is not None else [None] * len(requests)
+        return Reservation(settle, level_headers(answer), allowances)
 
     @asynccontextmanager
     async def request(self, caller: Caller) -> AsyncIterator[Headers]:
@@ -82,49 +102,78 @@ class Limiter:
         if caller.limits.none:
             yield {}
             return
-        lease, headers = await self._take(caller, 0)
+        ask = Ask(caller.account, self._new_lease(), 0, caller.limits)
+        answer = await self._take(ask)
         try:
-            yield headers
+            yield level_headers(answer)
         finally:
-            self._store.settle(lease, 0)
+            self._store.settle(ask.lease, 0)
 
-    async def _take(self, caller: Caller, num_tokens: int) -> tuple[str, Headers]:
-        """The lease, and what is left. Raises `PagemillError` 429."""
-        ask = Ask(caller.account, f"{self._process}-{next(self._numbers)}", num_tokens, caller.limits)
+    async def _take(self, ask: Ask) -> Answer:
+        """Raises `PagemillError` 429."""
         asked_at = time.perf_counter()
         answer = await self._store.reserve(ask)
         self._metrics.reserved(time.perf_counter() - asked_at)
         if answer.refused is None:
-            return ask.lease, level_headers(answer)
+            return answer
         self._metrics.limited(answer.refused)
-        if answer.refused == "requests" and caller.limits.requests_per_minute is not None:
-            self._refused[caller.account, caller.limits.requests_per_minute] = (self._clock(), answer)
-        raise refusal(caller.limits, answer, num_tokens)
+        if answer.refused == "requests" and ask.limits.requests_per_minute is not None:
+            self._refused[ask.account, ask.limits.requests_per_minute] = (self._clock(), answer)
+        raise refusal(ask.limits, answer, amount_of(ask), ask.sequences)
 
-    def _expected(self, caller: Caller, model: str, requests: Sequence[GenerateRequest]) -> int:
-        return sum(
-            request.sampling.n * self._lengths.estimate(caller.account, model, request.sampling.max_tokens)
-            for request in requests
-        )
+    def _new_lease(self) -> str:
+        return f"{self._process}-{next(self._numbers)}"
 
-    def _note(self, caller: Caller, record: RequestRecord, cut_off: bool) -> int:
+    def _check_size(self, caller: Caller, num_prompt_tokens: int, num_sequences: int) -> None:
+        """Raises `PagemillError` 429 for what the caller's limits will never admit."""
+        if (found := too_large(caller.limits, num_prompt_tokens, num_sequences)) is not None:
+            reason, error = found
+            self._metrics.limited(reason)
+            raise error
+
+    def _need(self, caller: Caller, target: Target, request: GenerateRequest) -> Need:
+        """All at once of an answer whose engine does not say how far it is."""
+        sampling = request.sampling
+        most = max(1, target.max_model_len - len(request.prompt_token_ids))
+        if sampling.max_tokens is not None:
+            most = min(most, sampling.max_tokens)
+        if not can_be_continued(request):
+            return Need(request, most, most)
+        expected = max(self._lengths.expected(caller.account, target.model), sampling.min_tokens)
+        return Need(request, min(most, expected), most)
+
+    def _note(
+        self,
+        caller: Caller,
+        record: RequestRecord,
+        used: tuple[int, int],
+        num_sequences: int,
+        *,
+        ended_by_limit: bool = False,
+    ) -> int:
         """Tokens to charge, after they were counted for the tenant."""
-        prompt, completion = used_tokens(record, cut_off)
+        prompt, completion = used
         if caller.tenant:
             self._metrics.tenant_used(caller.tenant, prompt, completion)
-        if completion and record.finished:
-            self._lengths.observe(caller.account, record.model, -(-completion // record.num_choices))
+        if ended_by_limit:
+            record.ended_by_limit = True
+            self._metrics.ended_by_limit(record.model)
+        elif completion and record.finished:
+            self._lengths.observe(caller.account, record.model, -(-completion // num_sequences))
         return prompt + completion
 
 
-def used_tokens(record: RequestRecord, cut_off: bool) -> tuple[int, int]:
-    """Tokens of prompt and answer.
+def used_tokens(record: RequestRecord, cut_off: bool, num_possible: int = 0) -> tuple[int, int]:
+    """Tokens of prompt and answer. `num_possible`: as many as engines may have generated, as far as that is known.
 
-    An answer that ended early counts as far as it got. One that failed before its first token cost its caller nothing,
-    unless the caller went away itself: a prompt was computed for it.
+    An answer that ended early counts as far as it got; where its client ended it, with what was not reported yet. One
+    that failed before its first token cost its caller nothing, unless the caller went away itself: a prompt was
+    computed for it.
     """
     if record.finished:
         return record.usage.prompt_tokens, record.usage.completion_tokens
-    if record.num_delivered or (cut_off and record.endpoints):
+    if cut_off and record.endpoints:
+        return record.prompt_tokens, max(record.num_delivered, num_possible)
+    if record.num_delivered:
         return record.prompt_tokens, record.num_delivered
     return 0, 0

@@ -8,34 +8,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from pagemill_gateway.limits.periods import Periods, periods_at
-from pagemill_gateway.limits.store import Answer, Ask, Reason
+from pagemill_gateway.limits.store import Answer, Ask, More, Reason, amount_of
 from pagemill_gateway.limits.window import Window
+from pagemill_protocol.keys.caller import Limits
 
 CONCURRENCY_RETRY_S = 1.0
-"""When a place gets free is not known; requests take seconds."""
+"""When a sequence ends is not known; requests take seconds."""
+BEYOND_SHARE_RETRY_S = 5.0
+"""The share of a limit that this gateway has while Redis is away is too small; the whole limit may do."""
 
 
 def monotonic_ms() -> int:
     return time.monotonic_ns() // 1_000_000
-
-
-class Amounts(NamedTuple):
-    """What one reservation counts for, by counter."""
-
-    window: int
-    day: int
-    month: int
-
-
-def amounts_of(ask: Ask) -> Amounts:
-    """A request larger than a limit takes all of it, or it could never be served."""
-    limits = ask.limits
-    return Amounts(*(ask.tokens if each is None else min(ask.tokens, each) for each in (
-        limits.tokens_per_minute, limits.tokens_per_day, limits.tokens_per_month,
-    )))  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -61,13 +47,21 @@ class _Account:
     day: _Budget = field(default_factory=_Budget)
     month: _Budget = field(default_factory=_Budget)
     num_running: int = 0
+    """Sequences."""
 
 
-class _Held(NamedTuple):
+@dataclass(slots=True)
+class _Held:
+    """A reservation: where what is open of it was booked."""
+
     account: _Account
+    sequences: int
     bucket: int
-    amounts: Amounts
     periods: Periods
+    open: int
+    """Tokens reserved and not reported as used."""
+    used: int = 0
+    """As reported."""
 
 
 class MemoryStore:
@@ -96,9 +90,27 @@ class MemoryStore:
         return _answer(account, ask, now_ms, refused, retry_after_s)
 
     def record(self, ask: Ask) -> None:
-        """Somebody else decided; count it here as well, whatever the limits."""
+        """Another store decided; count it here as well, whatever the limits."""
         account, now_ms, periods = self._enter(ask.account)
         self._take(account, ask, now_ms, periods)
+
+    async def extend(self, more: More) -> int:
+        return self.decide_more(more)
+
+    def decide_more(self, more: More) -> int:
+        held = self._held.get(more.lease)
+        if held is None:
+            return 0
+        now_ms = self._rebook(held, more)
+        granted = max(0, min(_left(held.account, more)))
+        self._add(held, granted, now_ms)
+        return granted
+
+    def record_more(self, more: More) -> None:
+        """Another store has granted it; count it here as well."""
+        held = self._held.get(more.lease)
+        if held is not None:
+            self._add(held, more.tokens, self._rebook(held, more))
 
     def adopt(self, ask: Ask) -> None:
         self.record(ask)
@@ -108,10 +120,11 @@ class MemoryStore:
         if held is None:
             return
         account = held.account
-        account.num_running -= 1
-        account.tokens.correct(held.bucket, tokens - held.amounts.window, self._now_ms())
-        account.day.correct(held.periods.day, tokens - held.amounts.day)
-        account.month.correct(held.periods.month, tokens - held.amounts.month)
+        account.num_running -= held.sequences
+        difference = max(0, tokens - held.used) - held.open
+        account.tokens.correct(held.bucket, difference, self._now_ms())
+        account.day.correct(held.periods.day, difference)
+        account.month.correct(held.periods.month, difference)
 
     async def close(self) -> None:
         """Nothing is left to be told."""
@@ -126,33 +139,75 @@ class MemoryStore:
         return account, now_ms, periods
 
     def _take(self, account: _Account, ask: Ask, now_ms: int, periods: Periods) -> None:
-        amounts = amounts_of(ask)
+        amount = amount_of(ask)
         account.requests.add(1, now_ms)
-        bucket = account.tokens.add(amounts.window, now_ms)
-        account.day.used += amounts.day
-        account.month.used += amounts.month
-        account.num_running += 1
-        self._held[ask.lease] = _Held(account, bucket, amounts, periods)
+        bucket = account.tokens.add(amount, now_ms)
+        account.day.used += amount
+        account.month.used += amount
+        account.num_running += ask.sequences
+        self._held[ask.lease] = _Held(account, ask.sequences, bucket, periods, amount, ask.used)
+
+    def _rebook(self, held: _Held, more: More) -> int:
+        """What is open counts from now on; what was used since the last report stays where it was booked."""
+        account, now_ms, periods = self._enter(more.account)
+        rest = held.open - max(0, more.used - held.used)
+        excess, rest = max(0, -rest), max(0, rest)
+        account.tokens.correct(held.bucket, -rest, now_ms)
+        held.bucket = account.tokens.add(rest + excess, now_ms)
+        account.day.used += excess + (rest if held.periods.day != periods.day else 0)
+        account.month.used += excess + (rest if held.periods.month != periods.month else 0)
+        held.open, held.used, held.periods = rest, max(held.used, more.used), periods
+        return now_ms
+
+    def _add(self, held: _Held, amount: int, now_ms: int) -> None:
+        held.account.tokens.add(amount, now_ms)
+        held.account.day.used += amount
+        held.account.month.used += amount
+        held.open += amount
+
+
+def _left(account: _Account, more: More) -> list[int]:
+    """Tokens that each limit leaves."""
+    limits = more.limits
+    used = (
+        (limits.tokens_per_minute, account.tokens.used),
+        (limits.tokens_per_day, account.day.used),
+        (limits.tokens_per_month, account.month.used),
+    )
+    return [more.tokens, *(limit - amount for limit, amount in used if limit is not None)]
 
 
 def _refusal(account: _Account, ask: Ask, now_ms: int, periods: Periods) -> tuple[Reason | None, float]:
     """The first limit without room, the one that takes longest to come back first."""
-    limits, amounts = ask.limits, amounts_of(ask)
-    if _overdrawn(account.month, amounts.month, limits.tokens_per_month):
+    limits, amount = ask.limits, amount_of(ask)
+    if amount < min(ask.tokens, ask.least):
+        return _smallest(limits), BEYOND_SHARE_RETRY_S
+    if _overdrawn(account.month, amount, limits.tokens_per_month):
         return "budget_month", periods.month_left_s
-    if _overdrawn(account.day, amounts.day, limits.tokens_per_day):
+    if _overdrawn(account.day, amount, limits.tokens_per_day):
         return "budget_day", periods.day_left_s
     if limits.requests_per_minute is not None:
         wait_ms = account.requests.wait_ms(1, limits.requests_per_minute, now_ms)
         if wait_ms:
             return "requests", wait_ms / 1000
-    if limits.tokens_per_minute is not None and amounts.window:
-        wait_ms = account.tokens.wait_ms(amounts.window, limits.tokens_per_minute, now_ms)
+    if limits.tokens_per_minute is not None and amount:
+        wait_ms = account.tokens.wait_ms(amount, limits.tokens_per_minute, now_ms)
         if wait_ms:
             return "tokens", wait_ms / 1000
-    if limits.concurrency is not None and account.num_running >= limits.concurrency:
+    if limits.concurrency is not None and account.num_running + ask.sequences > limits.concurrency:
         return "concurrency", CONCURRENCY_RETRY_S
     return None, 0.0
+
+
+def _smallest(limits: Limits) -> Reason:
+    """The limit that leaves the fewest tokens."""
+    bounds: dict[Reason, int | None] = {
+        "tokens": limits.tokens_per_minute,
+        "budget_day": limits.tokens_per_day,
+        "budget_month": limits.tokens_per_month,
+    }
+    found = {reason: bound for reason, bound in bounds.items() if bound is not None}
+    return min(found, key=found.__getitem__)
 
 
 def _overdrawn(budget: _Budget, amount: int, limit: int | None) -> bool:
@@ -166,4 +221,5 @@ def _answer(account: _Account, ask: Ask, now_ms: int, refused: Reason | None, re
         retry_after_s,
         None if per_request is None else account.requests.level(per_request, now_ms),
         None if per_token is None else account.tokens.level(per_token, now_ms),
+        granted=amount_of(ask) if refused is None else 0,
     )

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 
-from pagemill_gateway.limits.caller import Caller, Limits
 from pagemill_gateway.limits.store import Answer, Level, Reason
 from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.keys.caller import Caller, Limits
 
 Headers = dict[str, str]
 _NAMES: dict[Reason, str] = {
     "requests": "requests per minute",
     "tokens": "tokens per minute",
-    "concurrency": "requests at once",
+    "concurrency": "sequences at once",
     "budget_day": "tokens per day",
     "budget_month": "tokens per month",
 }
@@ -45,8 +45,8 @@ class Limited(PagemillError):
         return headers
 
 
-def refusal(limits: Limits, answer: Answer, num_tokens: int) -> Limited:
-    """Of an answer that says no."""
+def refusal(limits: Limits, answer: Answer, num_tokens: int, num_sequences: int = 1) -> Limited:
+    """Of an answer that says no to a request for so many tokens and sequences."""
     reason = answer.refused
     assert reason is not None
     levels = level_headers(answer)
@@ -67,7 +67,7 @@ def refusal(limits: Limits, answer: Answer, num_tokens: int) -> Limited:
     elif reason == "requests":
         used, kind = f"Limit {limits.requests_per_minute}.", "requests"
     else:
-        used, kind = f"Limit {limits.concurrency}.", "requests"
+        used, kind = f"Limit {limits.concurrency}, requested {num_sequences}.", "requests"
     return Limited(
         f"Rate limit reached on {_NAMES[reason]}. {used} {wait}",
         type=kind,
@@ -76,13 +76,29 @@ def refusal(limits: Limits, answer: Answer, num_tokens: int) -> Limited:
     )
 
 
-def too_large(num_prompt_tokens: int, limit: int) -> Limited:
-    """No waiting helps."""
-    return Limited(
-        f"Request too large on tokens per minute. Limit {limit}, the prompt alone has {num_prompt_tokens}. Shorten it.",
-        type="tokens",
-        should_retry=False,
+def too_large(limits: Limits, num_prompt_tokens: int, num_sequences: int) -> tuple[Reason, Limited] | None:
+    """The refusal of a request that no waiting helps, and the limit behind it; `None`: each limit may admit it."""
+    if limits.concurrency is not None and num_sequences > limits.concurrency:
+        return "concurrency", Limited(
+            f"Request too large on {_NAMES['concurrency']}. Limit {limits.concurrency}, this request runs "
+            f"{num_sequences} (its prompts times `n`, `best_of` or beams). Ask for fewer in one request.",
+            type="requests",
+            should_retry=False,
+        )
+    bounds: tuple[tuple[Reason, int | None], ...] = (
+        ("tokens", limits.tokens_per_minute),
+        ("budget_day", limits.tokens_per_day),
+        ("budget_month", limits.tokens_per_month),
     )
+    for reason, limit in bounds:
+        if limit is not None and num_prompt_tokens + num_sequences > limit:
+            return reason, Limited(
+                f"Request too large on {_NAMES[reason]}. Limit {limit}, the prompt alone has {num_prompt_tokens} and "
+                f"the answer at least {num_sequences}. Shorten it.",
+                type="tokens",
+                should_retry=False,
+            )
+    return None
 
 
 def check_model(caller: Caller, model: str) -> None:

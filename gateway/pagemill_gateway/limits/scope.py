@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 
-from pagemill_gateway.limits.caller import Caller
+from pagemill_protocol.keys.caller import Caller
 
 
 def cache_salt(prefix_scope: str, deployment: str, caller: Caller) -> str:

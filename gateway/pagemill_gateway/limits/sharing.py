@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from pagemill_gateway.config import RedisConfig
-from pagemill_gateway.limits.caller import Caller
 from pagemill_gateway.limits.memory import MemoryStore
 from pagemill_gateway.limits.store import Store
+from pagemill_protocol.keys.caller import Caller
 
 if TYPE_CHECKING:
     from pagemill_gateway.limits.redis.shared_keys import SharedKeys

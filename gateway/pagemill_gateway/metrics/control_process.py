@@ -33,6 +33,9 @@ class ControlProcessMetrics:
     def redis_up(self, up: bool) -> None:
         self._metrics.gauge(specs.GATEWAY_REDIS_UP).set(int(up))
 
+    def keys_file_valid(self, valid: bool) -> None:
+        self._metrics.gauge(specs.GATEWAY_KEYS_FILE_VALID).set(int(valid))
+
     def control_process_restarted(self, times: int) -> None:
         """Before this process was started."""
         self._metrics.counter(specs.GATEWAY_CONTROL_PROCESS_RESTARTS).inc(times)

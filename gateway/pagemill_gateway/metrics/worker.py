@@ -79,6 +79,9 @@ class WorkerMetrics:
     def limited(self, reason: str) -> None:
         self._metrics.counter(specs.GATEWAY_LIMITED, reason=reason).inc()
 
+    def ended_by_limit(self, model: str) -> None:
+        self._metrics.counter(specs.GATEWAY_ENDED_BY_LIMIT, model=model).inc()
+
     def reserved(self, seconds: float) -> None:
         self._metrics.histogram(specs.GATEWAY_RESERVE_SECONDS).observe(seconds)
 

@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Sequence
 
 from pagemill_gateway.brain.interface import RoutingRequest
+from pagemill_gateway.limits.allowance import Allowance
 from pagemill_gateway.relay.preparation import Prepared
 from pagemill_gateway.relay.relay import Relay
 from pagemill_gateway.relay.sinks import BodySink, Sink, StreamSink, Write
@@ -22,13 +23,15 @@ MAX_CONCURRENT_PROMPTS = 64
 """Of one client request; more wait for the first ones to finish."""
 
 
-async def stream(relay: Relay, prepared: Prepared, write: Write, record: RequestRecord) -> None:
+Allowances = Sequence[Allowance | None]
+"""One for each prompt; `None`: the caller has no limits of tokens."""
+
+
+async def stream(relay: Relay, prepared: Prepared, write: Write, record: RequestRecord, allowances: Allowances) -> None:
     """Write the whole answer as SSE events. Raises as `Relay.run`."""
     requests = prepared.requests
     if len(requests) == 1:
-        record.add_usage(
-            await relay.run(prepared.target, requests[0], prepared.routing_requests[0], StreamSink(write), record)
-        )
+        await _run_all(relay, prepared, [StreamSink(write)], record, allowances)
         return
     turn = asyncio.Lock()
 
@@ -37,7 +40,7 @@ async def stream(relay: Relay, prepared: Prepared, write: Write, record: Request
             await write(data)
 
     sinks = [StreamSink(write_in_turn, closes=False) for _ in requests]
-    await _run_all(relay, prepared, sinks, record)
+    await _run_all(relay, prepared, sinks, record, allowances)
     closing = render.SSE_DONE
     if requests[0].include_usage:
         head = render.head(requests[0])
@@ -45,29 +48,33 @@ async def stream(relay: Relay, prepared: Prepared, write: Write, record: Request
     await write(closing)
 
 
-async def collect(relay: Relay, prepared: Prepared, record: RequestRecord) -> bytes:
+async def collect(relay: Relay, prepared: Prepared, record: RequestRecord, allowances: Allowances) -> bytes:
     """The whole answer as one JSON body. Raises `PagemillError`."""
     sinks = [BodySink() for _ in prepared.requests]
+    await _run_all(relay, prepared, sinks, record, allowances)
     if len(sinks) == 1:
-        record.add_usage(
-            await relay.run(prepared.target, prepared.requests[0], prepared.routing_requests[0], sinks[0], record)
-        )
         return sinks[0].body
-    await _run_all(relay, prepared, sinks, record)
     return await asyncio.to_thread(render.merge_completion_bodies, [sink.body for sink in sinks])
 
 
-async def _run_all(relay: Relay, prepared: Prepared, sinks: Sequence[Sink], record: RequestRecord) -> None:
+async def _run_all(
+    relay: Relay, prepared: Prepared, sinks: Sequence[Sink], record: RequestRecord, allowances: Allowances
+) -> None:
     """All requests, or the first error; the others are aborted then."""
     places = asyncio.Semaphore(MAX_CONCURRENT_PROMPTS)
 
-    async def run_one(request: GenerateRequest, routing_request: RoutingRequest, sink: Sink) -> Usage:
+    async def run_one(
+        request: GenerateRequest, routing_request: RoutingRequest, sink: Sink, allowance: Allowance | None
+    ) -> Usage:
         async with places:
-            return await relay.run(prepared.target, request, routing_request, sink, record)
+            return await relay.run(prepared.target, request, routing_request, sink, record, allowance)
 
+    jobs = list(zip(prepared.requests, prepared.routing_requests, sinks, allowances, strict=True))
+    if len(jobs) == 1:
+        record.add_usage(await run_one(*jobs[0]))
+        return
     try:
         async with asyncio.TaskGroup() as group:
-            jobs = zip(prepared.requests, prepared.routing_requests, sinks, strict=True)
             tasks = [group.create_task(run_one(*job)) for job in jobs]
     except BaseExceptionGroup as errors:
         # The group holds what made it fail first and what the others met while they were being cancelled.

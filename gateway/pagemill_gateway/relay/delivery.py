@@ -11,6 +11,7 @@ import msgspec
 from pagemill_gateway.admission.attempts import Attempts
 from pagemill_gateway.brain.interface import Assignment, FailureKind, RoutingRequest, Target
 from pagemill_gateway.relay.engine_failures import EngineFailures
+from pagemill_gateway.relay.growth import Growth
 from pagemill_gateway.relay.journal import Journal, JournalGap
 from pagemill_gateway.relay.sinks import Sink
 from pagemill_gateway.relay.upstream import DECLINES, Frame, FrameStream, UpstreamFailure, parse_error
@@ -45,7 +46,9 @@ class Delivery:
         record: RequestRecord,
         journal: Journal,
         attempts: Attempts,
+        growth: Growth | None = None,
     ) -> None:
+        """`growth`: of the allowance, where the caller has limits of tokens."""
         self.target = target
         self.request = request
         self.routing_request = routing_request
@@ -53,6 +56,7 @@ class Delivery:
         self.record = record
         self.journal = journal
         self.attempts = attempts
+        self.growth = growth
         self.engine_failures = EngineFailures()
         self.attempt: AttemptRecord
         """The latest; there is one once it has begun."""
@@ -70,12 +74,17 @@ class Delivery:
             request_id = f"{request.request_id}-try{self.attempts.count}"
             response_id = request.response_id or request.request_id
             request = msgspec.structs.replace(request, request_id=request_id, response_id=response_id)
+        if self.growth is not None:
+            allowance = self.growth.begin(choice, request.request_id)
+            request = msgspec.structs.replace(request, token_allowance=allowance)
         cached = choice.predicted_cached_tokens
         return _encoder.encode(msgspec.structs.replace(request, predicted_cached_tokens=cached) if cached else request)
 
     def begin_anew(self) -> None:
         """Nobody will continue it, and the client has seen nothing of it: what was computed so far is nobody's use."""
         self.record.num_delivered -= self.journal.num_tokens
+        if self.growth is not None:
+            self.growth.begin_anew()
         self.journal.begin_anew()
 
 
@@ -87,6 +96,8 @@ async def pass_on(frames: list[Frame], stream: FrameStream, delivery: Delivery) 
         delivery.journal.check(metas)
     except JournalGap as gap:
         raise UpstreamFailure("broken", f"The engine's frames do not follow each other: {gap}.") from gap
+    if delivery.growth is not None:
+        delivery.growth.saw(frames)  # before the client has them: it may be slow
     payloads: list[bytes] = []
     closing: bytes | None = None
     for meta, payload in frames[: len(metas)]:

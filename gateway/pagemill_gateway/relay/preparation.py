@@ -19,7 +19,6 @@ from pydantic import BaseModel
 
 from pagemill_gateway.brain.interface import Brain, QueueTicket, RoutingRequest, Target
 from pagemill_gateway.discovery.bundles import BundleError, Bundles
-from pagemill_gateway.limits.caller import Caller
 from pagemill_gateway.limits.refusals import check_model, told_to
 from pagemill_gateway.limits.scope import cache_salt
 from pagemill_gateway.relay.keep_alive import KeepAlive, Write
@@ -27,6 +26,7 @@ from pagemill_gateway.relay.prompt_hashes import PromptHashes
 from pagemill_gateway.relay.routing_requests import HeaderOf, make_routing_request, prompt_keys, session_key
 from pagemill_protocol.errors import PagemillError, unavailable
 from pagemill_protocol.generate import Dialect, GenerateRequest
+from pagemill_protocol.keys.caller import Caller
 from pagemill_protocol.openai.parse import parse_body
 from pagemill_protocol.openai.prepare import (
     new_request_id,

@@ -25,8 +25,10 @@ from pagemill_gateway.brain.interface import (
     RoutingRequest,
     Target,
 )
+from pagemill_gateway.limits.allowance import Allowance
 from pagemill_gateway.metrics.worker import WorkerMetrics
 from pagemill_gateway.relay.delivery import AnswerBroken, Delivery, pass_on
+from pagemill_gateway.relay.growth import Growth
 from pagemill_gateway.relay.journal import Journal, JournalCapacity
 from pagemill_gateway.relay.keep_alive import KeepAlive
 from pagemill_gateway.relay.sinks import Sink
@@ -65,13 +67,17 @@ class Relay:
         routing_request: RoutingRequest,
         sink: Sink,
         record: RequestRecord,
+        allowance: Allowance | None = None,
     ) -> Usage:
-        """The whole answer into `sink`; returns its usage.
+        """The whole answer into `sink`; returns its usage. `allowance`: for a caller with token limits.
 
         Raises `PagemillError` when the client has seen nothing of it, `AnswerBroken` when it has.
         """
         journal = Journal(request, self.journal_capacity)
-        delivery = Delivery(target, request, routing_request, sink, record, journal, Attempts(self._max_attempts))
+        growth = Growth(allowance, self._upstream) if allowance is not None else None
+        delivery = Delivery(
+            target, request, routing_request, sink, record, journal, Attempts(self._max_attempts), growth
+        )
         try:
             return await self._serve(delivery)
         except PagemillError as error:
@@ -81,6 +87,8 @@ class Relay:
             raise AnswerBroken(error, reported=False) from error
         finally:
             journal.close()
+            if growth is not None:
+                await growth.close()
 
     async def _serve(self, delivery: Delivery) -> Usage:
         record = delivery.record

@@ -1,4 +1,5 @@
-"""The client side of `/internal/generate`: one attempt at one engine, its frames checked, its faults named.
+"""The client side of `/internal/generate` and `/internal/allowance`: one attempt at one engine, its frames checked, its
+faults named.
 
 It neither retries nor chooses (`relay.relay` does) and does not look into payloads beyond their framing: what it hands
 on is either complete frames of a well-formed answer, or an `UpstreamFailure`.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from http import HTTPStatus
 from typing import Protocol
 
 import msgspec
@@ -26,12 +28,13 @@ from pagemill_protocol.frames import (
     FrameDecoder,
     FrameError,
 )
-from pagemill_protocol.generate import FrameMeta
+from pagemill_protocol.generate import AllowanceRaise, FrameMeta
 
 MAX_ERROR_BYTES = 64 * 1024
 MAX_DIGEST_CHARS = 256
 ERROR_BODY_TIMEOUT_S = 5.0
 END_OF_BODY_TIMEOUT_S = 0.5
+ALLOWANCE_TIMEOUT_S = 2.0
 SILENCE_CHECKS = 4
 """In one silence timeout: an engine that dies while it is busy is left that much sooner."""
 REFUSALS = frozenset({409, 429, 503})
@@ -40,6 +43,8 @@ DECLINES = frozenset({"draining", "not_ready"})
 CLIENT_FAULTS = frozenset({400, 413, 422})
 SILENT = "An engine fell silent."
 BROKE = "The connection to an engine broke."
+
+_encoder = msgspec.msgpack.Encoder()
 
 Frame = tuple[FrameMeta, bytes]
 IsAlive = Callable[[], Awaitable[bool]]
@@ -166,6 +171,23 @@ class Upstream:
             # Keeps the connection only when the answer was read to its end.
             self._pool.give_back(origin, connection)
 
+    async def raise_allowance(self, choice: Assignment, request_id: str, tokens: int) -> bool:
+        """Let the engine generate more for a request that it has; whether it has understood."""
+        body = _encoder.encode(AllowanceRaise(request_id, tokens))
+        try:
+            async with asyncio.timeout(ALLOWANCE_TIMEOUT_S):
+                origin = origin_of(choice.data_url)
+                head = _head(origin, choice.token, request_id, len(body), "/internal/allowance")
+                connection = await self._pool.take(origin)
+                try:
+                    await connection.ask(head, body)
+                    await _bounded_body(connection)
+                    return connection.status == HTTPStatus.NO_CONTENT
+                finally:
+                    self._pool.give_back(origin, connection)
+        except (CannotConnect, OSError, ValueError):  # a time-out is an OSError too
+            return False
+
     async def _ask(
         self, assignment: Assignment, body: bytes, request_id: str, is_alive: IsAlive
     ) -> tuple[Origin, EngineConnection]:
@@ -209,12 +231,12 @@ class Upstream:
                 task.cancel()
 
 
-def _head(origin: Origin, token: str, request_id: str, num_bytes: int) -> bytes:
+def _head(origin: Origin, token: str, request_id: str, num_bytes: int, path: str = "/internal/generate") -> bytes:
     """Raises `ValueError` for what no header can hold."""
     if not (token + request_id).isprintable():
         raise ValueError("a token or a request id that is no line of text")
     return (
-        f"POST /internal/generate HTTP/1.1\r\n"
+        f"POST {path} HTTP/1.1\r\n"
         f"Host: {origin.host_header}\r\n"
         f"Authorization: Bearer {token}\r\n"
         f"Content-Type: {MSGPACK_CONTENT_TYPE}\r\n"

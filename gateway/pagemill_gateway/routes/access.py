@@ -127,6 +127,7 @@ def _line(record: RequestRecord, method: str, trace_id: str) -> str:
         "cached_tokens": record.usage.cached_tokens,
         "completion_tokens": record.usage.completion_tokens,
         "finish_reasons": sorted(record.finish_reasons),
+        "ended_by_limit": record.ended_by_limit or None,
         "error": record.error_code,
     }
     return orjson.dumps({name: value for name, value in fields.items() if value not in ("", None, [], 0)}).decode()

@@ -16,7 +16,6 @@ from functools import partial
 from starlette.types import Receive, Scope, Send
 
 from pagemill_gateway.brain.interface import QueueTicket
-from pagemill_gateway.limits.caller import Caller
 from pagemill_gateway.relay import answers
 from pagemill_gateway.relay.delivery import AnswerBroken
 from pagemill_gateway.relay.preparation import Prepared
@@ -30,6 +29,7 @@ from pagemill_gateway.worker import Worker
 from pagemill_protocol.errors import PagemillError, internal_error, invalid_field
 from pagemill_protocol.generate import Dialect
 from pagemill_protocol.http.door import check_json_content_type, header
+from pagemill_protocol.keys.caller import Caller
 
 logger = logging.getLogger("pagemill.gateway")
 
@@ -97,25 +97,27 @@ class GenerateRoute:
         prepared = await worker.preparation.prepare(raw, self._dialect, caller, header_of, record.ticket, client.write)
         record.served_by(prepared.target, prepared.requests)
         worker.metrics.prepared(record)
-        reservation = await worker.limiter.reserve(caller, prepared.target.model, prepared.requests)
+        reservation = await worker.limiter.reserve(caller, prepared.target, prepared.requests)
         cut_off = False
         try:
             client.add_headers(reservation.headers)
-            await self._relay(prepared, client, record)
+            await self._relay(prepared, client, record, reservation.allowances)
         except (asyncio.CancelledError, ClientTooSlow):
             cut_off = True
             raise
         finally:
             reservation.settle(record, cut_off=cut_off)
 
-    async def _relay(self, prepared: Prepared, client: ClientResponse, record: RequestRecord) -> None:
+    async def _relay(
+        self, prepared: Prepared, client: ClientResponse, record: RequestRecord, allowances: answers.Allowances
+    ) -> None:
         worker = self._worker
         if prepared.stream:
-            await answers.stream(worker.relay, prepared, client.write, record)
+            await answers.stream(worker.relay, prepared, client.write, record, allowances)
             record.finished = True
             await client.end()
             return
-        body = await answers.collect(worker.relay, prepared, record)
+        body = await answers.collect(worker.relay, prepared, record, allowances)
         record.finished = True
         await client.send_json(body)
 

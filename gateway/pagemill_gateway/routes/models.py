@@ -6,10 +6,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pagemill_gateway.brain.interface import ServedName
-from pagemill_gateway.limits.caller import Caller
 from pagemill_gateway.limits.refusals import check_model
 from pagemill_gateway.worker import Worker
 from pagemill_protocol.errors import model_not_found
+from pagemill_protocol.keys.caller import Caller
 from pagemill_protocol.openai import render
 
 

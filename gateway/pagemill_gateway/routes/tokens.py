@@ -13,13 +13,13 @@ from starlette.responses import Response
 
 from pagemill_gateway.admission.gate import GateSlot
 from pagemill_gateway.brain.interface import Target
-from pagemill_gateway.limits.caller import Caller
 from pagemill_gateway.limits.refusals import check_model, told_to
 from pagemill_gateway.routes.access import record_of
 from pagemill_gateway.routes.body import read_counted
 from pagemill_gateway.worker import Worker
 from pagemill_protocol.errors import PagemillError, invalid_field
 from pagemill_protocol.http.door import check_json_content_type, error_response
+from pagemill_protocol.keys.caller import Caller
 from pagemill_protocol.openai import prepare, render
 from pagemill_protocol.openai.schemas import DetokenizeRequest, TokenizeRequest
 

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagemill_engine.ipc.messages import LogprobsOut, TokensOut
-from pagemill_engine.output.processor import PROGRESS_TOKENS, Frame, OutputProcessor
+from pagemill_engine.output.processor import Frame, OutputProcessor
+from pagemill_protocol.continuing import PROGRESS_TOKENS
 from pagemill_protocol.generate import ChoiceResume, FinishReason, GenerateRequest
 from pagemill_protocol.sampling import SamplingParams
 from pagemill_protocol.text.tokenizer import Tokenizer

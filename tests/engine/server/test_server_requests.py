@@ -13,7 +13,7 @@ import pytest
 from waiting import WAIT_LIMIT_S, wait_until
 
 from pagemill_protocol.frames import FRAMES_CONTENT_TYPE, FrameDecoder, StateDecoder
-from pagemill_protocol.generate import ChoiceResume, FrameMeta, GenerateRequest
+from pagemill_protocol.generate import AllowanceRaise, ChoiceResume, FrameMeta, GenerateRequest
 from pagemill_protocol.sampling import SamplingParams
 from pagemill_protocol.state import StateFrame
 from pagemill_protocol.text.bundle import TokenizerBundle
@@ -203,6 +203,44 @@ def test_metrics_have_vllms_core_names_and_count(client: httpx.Client) -> None:
     for name in ("num_requests_waiting", "cache_config_info", "time_to_first_token_seconds_count"):
         assert f"vllm:{name}" in text
     assert metric(client, "pagemill_engine_ready") == 1
+
+
+# -- allowances --------------------------------------------------------------------------------------------------------
+
+
+def raise_allowance(client: httpx.Client, auth: dict[str, str], request_id: str, tokens: int) -> int:
+    body = msgspec.msgpack.encode(AllowanceRaise(request_id, tokens))
+    return client.post("/internal/allowance", content=body, headers=auth).status_code
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_ends_at_its_allowance_as_at_any_length(client: httpx.Client, null_server: Any, stream: bool) -> None:
+    request = generate_request(f"allowed-{stream}", token_allowance=3, stream=stream)
+    frames = frames_of(post_generate(client, null_server.auth, request))
+    assert frames[-1][0].usage is not None
+    assert frames[-1][0].usage.completion_tokens == 3
+    assert "length" in [meta.finish_reason for meta, _ in frames]
+
+
+def test_an_allowance_is_raised_while_the_answer_streams(client: httpx.Client, null_server: Any) -> None:
+    auth, most = null_server.auth, 3000
+    sampling = SamplingParams(max_tokens=most, seed=1, ignore_eos=True)
+    body = msgspec.msgpack.encode(generate_request("raised", sampling=sampling, token_allowance=100))
+    decoder, num_tokens, allowed = FrameDecoder(), 0, 100
+    with client.stream("POST", "/internal/generate", content=body, headers=auth) as response:
+        for data in response.iter_bytes():
+            for meta, _ in decoder.feed(data):
+                num_tokens += len(meta.token_ids)
+            if num_tokens > allowed - 90 and allowed < most:
+                allowed += 400
+                assert raise_allowance(client, auth, "raised", allowed) == 204
+    assert num_tokens == most
+    assert raise_allowance(client, auth, "raised", 5) == 404, "it is over"
+
+
+def test_an_allowance_is_raised_by_gateways_only(client: httpx.Client, null_server: Any) -> None:
+    assert raise_allowance(client, {}, "any", 5) == 401
+    assert client.post("/internal/allowance", content=b"\xff", headers=null_server.auth).status_code == 400
 
 
 # -- disconnects -------------------------------------------------------------------------------------------------------

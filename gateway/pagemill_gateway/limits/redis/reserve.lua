@@ -1,14 +1,14 @@
 -- Reserve room for one request, all of it or nothing. The same rules as `memory.py` and `window.py`, which say why.
 -- KEYS: requests of the minute, tokens of the minute, running leases, open reservations, tokens of the day, of the month.
--- ARGV: lease, amounts of window, day and month, limits of requests, tokens, concurrency, day and month ("" is none),
---       milliseconds that a lease lives, that the day and the month are left, and the time ("" is the server's).
+-- ARGV: lease, tokens, sequences, limits of requests, tokens, concurrency, day and month ("" is none), milliseconds that
+--       a lease lives, that the day and the month are left, and the time ("" is the server's).
+-- Running leases are `LEASE|SEQUENCES`; an open reservation is `BUCKET:OPEN:USED`, or `over`.
 local BUCKET_MS, WINDOW_BUCKETS = 1000, 61
-local lease = ARGV[1]
-local window_tokens, day_tokens, month_tokens = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
-local limits = {requests = tonumber(ARGV[5]), tokens = tonumber(ARGV[6]), concurrency = tonumber(ARGV[7]),
-  day = tonumber(ARGV[8]), month = tonumber(ARGV[9])}
-local lease_ms, day_left_ms, month_left_ms = tonumber(ARGV[10]), tonumber(ARGV[11]), tonumber(ARGV[12])
-local now_ms = tonumber(ARGV[13])
+local lease, amount, sequences = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
+local limits = {requests = tonumber(ARGV[4]), tokens = tonumber(ARGV[5]), concurrency = tonumber(ARGV[6]),
+  day = tonumber(ARGV[7]), month = tonumber(ARGV[8])}
+local lease_ms, day_left_ms, month_left_ms = tonumber(ARGV[9]), tonumber(ARGV[10]), tonumber(ARGV[11])
+local now_ms = tonumber(ARGV[12])
 if not now_ms then
   local time = redis.call('TIME')
   now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -34,8 +34,8 @@ local function window_of(key)
   return {used = used, buckets = buckets}
 end
 
-local function wait_ms(window, amount, limit)
-  local excess = window.used + amount - limit
+local function wait_ms(window, wanted, limit)
+  local excess = window.used + wanted - limit
   if excess <= 0 then return 0 end
   for _, bucket in ipairs(window.buckets) do
     excess = excess - bucket.amount
@@ -57,20 +57,26 @@ if redis.call('HGET', KEYS[4], lease) == 'over' then
 end
 local requests, tokens = window_of(KEYS[1]), window_of(KEYS[2])
 
+local function num_running()
+  local count = 0
+  for _, each in ipairs(redis.call('ZRANGEBYSCORE', KEYS[3], now_ms, '+inf')) do
+    count = count + (tonumber(string.match(each, '|(%d+)$')) or 1)
+  end
+  return count
+end
+
 local function refusal()
-  if limits.month and month_tokens > 0 and tonumber(redis.call('GET', KEYS[6]) or 0) + month_tokens > limits.month then
+  if limits.month and amount > 0 and tonumber(redis.call('GET', KEYS[6]) or 0) + amount > limits.month then
     return 'budget_month', month_left_ms
   end
-  if limits.day and day_tokens > 0 and tonumber(redis.call('GET', KEYS[5]) or 0) + day_tokens > limits.day then
+  if limits.day and amount > 0 and tonumber(redis.call('GET', KEYS[5]) or 0) + amount > limits.day then
     return 'budget_day', day_left_ms
   end
   local wait = limits.requests and wait_ms(requests, 1, limits.requests) or 0
   if wait > 0 then return 'requests', wait end
-  wait = limits.tokens and window_tokens > 0 and wait_ms(tokens, window_tokens, limits.tokens) or 0
+  wait = limits.tokens and amount > 0 and wait_ms(tokens, amount, limits.tokens) or 0
   if wait > 0 then return 'tokens', wait end
-  if limits.concurrency and redis.call('ZCOUNT', KEYS[3], now_ms, '+inf') >= limits.concurrency then
-    return 'concurrency', 1000
-  end
+  if limits.concurrency and num_running() + sequences > limits.concurrency then return 'concurrency', 1000 end
   return '', 0
 end
 
@@ -79,11 +85,11 @@ local function drop_abandoned()
   local abandoned = redis.call('ZRANGEBYSCORE', KEYS[3], '-inf', now_ms - 30 * lease_ms, 'LIMIT', 0, 100)
   for _, each in ipairs(abandoned) do
     redis.call('ZREM', KEYS[3], each)
-    redis.call('HDEL', KEYS[4], each)
+    redis.call('HDEL', KEYS[4], (string.gsub(each, '|%d+$', '')))
   end
 end
 
-local function charge(key, amount, left_ms)
+local function charge(key, left_ms)
   redis.call('INCRBY', key, amount)
   redis.call('PEXPIRE', key, left_ms + 3600000)
 end
@@ -92,17 +98,17 @@ drop_abandoned()
 local refused, retry_ms = refusal()
 local added, added_tokens = 0, 0
 if refused == '' then
-  added, added_tokens = 1, window_tokens
+  added, added_tokens = 1, amount
   redis.call('HINCRBY', KEYS[1], current, 1)
-  redis.call('HINCRBY', KEYS[2], current, window_tokens)
+  redis.call('HINCRBY', KEYS[2], current, amount)
   redis.call('PEXPIRE', KEYS[1], (WINDOW_BUCKETS + 1) * BUCKET_MS)
   redis.call('PEXPIRE', KEYS[2], (WINDOW_BUCKETS + 1) * BUCKET_MS)
-  redis.call('ZADD', KEYS[3], now_ms + lease_ms, lease)
-  redis.call('HSET', KEYS[4], lease, current)
+  redis.call('ZADD', KEYS[3], now_ms + lease_ms, lease .. '|' .. sequences)
+  redis.call('HSET', KEYS[4], lease, string.format('%.0f:%.0f:0', current, amount))
   redis.call('PEXPIRE', KEYS[3], 60 * lease_ms)
   redis.call('PEXPIRE', KEYS[4], 60 * lease_ms)
-  charge(KEYS[5], day_tokens, day_left_ms)
-  charge(KEYS[6], month_tokens, month_left_ms)
+  charge(KEYS[5], day_left_ms)
+  charge(KEYS[6], month_left_ms)
 end
 return {refused, retry_ms, requests.used + added, reset_ms(requests, added), tokens.used + added_tokens,
   reset_ms(tokens, added_tokens)}

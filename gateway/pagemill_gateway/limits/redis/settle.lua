@@ -1,25 +1,26 @@
 -- End one reservation with what was really used. Said twice it counts once: only an open reservation is settled.
 -- KEYS: tokens of the minute, running leases, open reservations, tokens of the day and of the month of the reservation.
--- ARGV: lease, differences of window, day and month to what was reserved, the time ("" is the server's), and 1 where
---       the reservation may still be on its way on another connection: it must find that it is over when it arrives.
+-- ARGV: lease, its name among the running ones, tokens used, the time ("" is the server's), and 1 where the reservation
+--       may still be on its way on another connection: it must find that it is over when it arrives.
 local BUCKET_MS, WINDOW_BUCKETS = 1000, 61
-local now_ms = tonumber(ARGV[5])
+local lease, running, used, now_ms = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 if not now_ms then
   local time = redis.call('TIME')
   now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
 end
-redis.call('ZREM', KEYS[2], ARGV[1])
-local bucket = tonumber(redis.call('HGET', KEYS[3], ARGV[1]) or 'none')
+redis.call('ZREM', KEYS[2], running)
+local bucket, open, reported = string.match(redis.call('HGET', KEYS[3], lease) or '', '^(%d+):(%d+):(%d+)$')
 if not bucket then
-  if ARGV[6] == '1' then
-    redis.call('HSET', KEYS[3], ARGV[1], 'over')
-    redis.call('ZADD', KEYS[2], now_ms - 1, ARGV[1])
+  if ARGV[5] == '1' then
+    redis.call('HSET', KEYS[3], lease, 'over')
+    redis.call('ZADD', KEYS[2], now_ms - 1, running)
   end
   return 0
 end
-redis.call('HDEL', KEYS[3], ARGV[1])
+redis.call('HDEL', KEYS[3], lease)
 
-local current, difference = math.floor(now_ms / BUCKET_MS), tonumber(ARGV[2])
+bucket = tonumber(bucket)
+local current, difference = math.floor(now_ms / BUCKET_MS), math.max(0, used - tonumber(reported)) - tonumber(open)
 if difference > 0 then
   redis.call('HINCRBY', KEYS[1], current, difference)
   redis.call('PEXPIRE', KEYS[1], (WINDOW_BUCKETS + 1) * BUCKET_MS)
@@ -27,6 +28,6 @@ elseif bucket > current - WINDOW_BUCKETS and redis.call('HEXISTS', KEYS[1], buck
   redis.call('HINCRBY', KEYS[1], bucket, difference)
 end
 for index = 4, 5 do
-  if redis.call('EXISTS', KEYS[index]) == 1 then redis.call('INCRBY', KEYS[index], ARGV[index - 1]) end
+  if redis.call('EXISTS', KEYS[index]) == 1 then redis.call('INCRBY', KEYS[index], difference) end
 end
 return 1

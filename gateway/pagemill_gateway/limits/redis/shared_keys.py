@@ -10,9 +10,9 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from pagemill_gateway.limits.caller import Caller
-from pagemill_gateway.limits.entries import EntryError, parse_entry
 from pagemill_gateway.limits.redis.link import Away, Link
+from pagemill_protocol.keys.caller import Caller
+from pagemill_protocol.keys.entries import EntryError, parse_entry
 
 logger = logging.getLogger("pagemill.gateway.limits")
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pagemill_gateway.limits.caller import Limits
 from pagemill_gateway.limits.store import Answer, Level
+from pagemill_protocol.keys.caller import Limits
 
 
 def share_of(limits: Limits, num_gateways: int) -> Limits:

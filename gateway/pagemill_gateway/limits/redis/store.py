@@ -13,13 +13,14 @@ import secrets
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple
 
-from pagemill_gateway.limits.memory import Amounts, MemoryStore, amounts_of, monotonic_ms
+from pagemill_gateway.limits.memory import MemoryStore, monotonic_ms
 from pagemill_gateway.limits.periods import Periods, periods_at
 from pagemill_gateway.limits.redis.link import Away, Link, Script
 from pagemill_gateway.limits.redis.shares import share_of, with_whole_limits
-from pagemill_gateway.limits.store import Answer, Ask, Level
+from pagemill_gateway.limits.store import Answer, Ask, Level, More, amount_of
 
 logger = logging.getLogger("pagemill.gateway.limits")
 
@@ -34,13 +35,16 @@ MAX_BATCH = 128
 BUDGET_EXPIRE_S = 32 * 24 * 3600
 CLOSE_TIMEOUT_S = 1.0
 
-RESERVE, SETTLE, RENEW, BEAT = (Script(name) for name in ("reserve", "settle", "renew", "beat"))
+NAMES = ("reserve", "extend", "settle", "renew", "beat")
+RESERVE, EXTEND, SETTLE, RENEW, BEAT = (Script(name) for name in NAMES)
 
 
 class _Open(NamedTuple):
     account: str
-    amounts: Amounts
+    running: str
+    """Its name among the running leases."""
     periods: Periods
+    """In which what is open of it was booked."""
     known: bool
     """Redis holds the reservation, or may hold it where `in_doubt`."""
     in_doubt: bool = False
@@ -115,7 +119,7 @@ class RedisStore:
     # -- what the store is asked ---------------------------------------------------------------------------------------
 
     async def reserve(self, ask: Ask) -> Answer:
-        reservation = _Open(ask.account, amounts_of(ask), periods_at(self._now_unix_s()), known=True)
+        reservation = self._opened(ask)
         try:
             raw = await self._link.run(RESERVE, self._keys(reservation), self._reserve_arguments(ask, reservation))
         except Away as away:
@@ -129,8 +133,33 @@ class RedisStore:
             self.local.record(ask)
         return answer
 
+    async def extend(self, more: More) -> int:
+        reservation = self._open.get(more.lease)
+        if reservation is None:
+            return 0
+        periods = periods_at(self._now_unix_s())
+        if reservation.known:
+            now = reservation._replace(periods=periods)
+            _, tokens, _, held, *booked = self._keys(reservation)
+            keys = [tokens, held, *booked, *self._keys(now)[4:]]
+            with suppress(Away):
+                granted = int(await self._link.run(EXTEND, keys, self._extend_arguments(more, periods)))
+                if granted >= 0:
+                    return self._extended(more._replace(tokens=granted), now)
+        self._on_fallback()
+        return self.local.decide_more(more._replace(limits=share_of(more.limits, self.num_gateways)))
+
+    def _extended(self, more: More, reservation: _Open) -> int:
+        if more.lease in self._open:
+            self._open[more.lease] = reservation
+            self.local.record_more(more)
+        return more.tokens
+
+    def _opened(self, ask: Ask) -> _Open:
+        return _Open(ask.account, f"{ask.lease}|{ask.sequences}", periods_at(self._now_unix_s()), known=True)
+
     def adopt(self, ask: Ask) -> None:
-        self._open[ask.lease] = _Open(ask.account, amounts_of(ask), periods_at(self._now_unix_s()), known=True)
+        self._open[ask.lease] = self._opened(ask)
         self.local.record(ask)
 
     def settle(self, lease: str, tokens: int) -> None:
@@ -204,13 +233,10 @@ class RedisStore:
             raise
 
     def _settlement(self, ended: _Ended) -> tuple[list[str], list[str | int]]:
-        differences = [ended.tokens - each for each in ended.reservation.amounts]
-        return self._keys(ended.reservation)[1:], [
-            ended.lease,
-            *differences,
-            self._now(),
-            int(ended.reservation.in_doubt),
-        ]
+        reservation = ended.reservation
+        in_doubt = int(reservation.in_doubt)
+        arguments: list[str | int] = [ended.lease, reservation.running, ended.tokens, self._now(), in_doubt]
+        return self._keys(reservation)[1:], arguments
 
     async def _renew_for_ever(self) -> None:
         while True:
@@ -222,13 +248,13 @@ class RedisStore:
 
     async def _renew(self) -> None:
         """Also what Redis has never heard of: requests that began without it take places all the same."""
-        by_account: defaultdict[str, list[str]] = defaultdict(list)
+        by_account: defaultdict[str, dict[str, str]] = defaultdict(dict)
         for lease, reservation in self._open.items():
-            by_account[reservation.account].append(lease)
-        for account, leases in by_account.items():
+            by_account[reservation.account][lease] = reservation.running
+        for account, running in by_account.items():
             keys = [self._account_key(account, name) for name in ("running", "open")]
-            await self._link.run(RENEW, keys, [LEASE_S * 1000, *leases])
-            gone = [lease for lease in leases if lease not in self._open]
+            await self._link.run(RENEW, keys, [LEASE_S * 1000, *running.values()])
+            gone = [name for lease, name in running.items() if lease not in self._open]
             if gone:  # they ended meanwhile, and may have been renewed after that
                 await self._link.remove(keys[0], gone)
 
@@ -272,9 +298,21 @@ class RedisStore:
             limits.tokens_per_day,
             limits.tokens_per_month,
         )
-        lefts = (int(periods.day_left_s * 1000), int(periods.month_left_s * 1000))
-        numbers = ["" if each is None else each for each in bounds]
-        return [ask.lease, *reservation.amounts, *numbers, LEASE_S * 1000, *lefts, self._now()]
+        lefts = _milliseconds_left(periods)
+        return [ask.lease, amount_of(ask), ask.sequences, *_numbers(bounds), LEASE_S * 1000, *lefts, self._now()]
+
+    def _extend_arguments(self, more: More, periods: Periods) -> list[str | int]:
+        limits = more.limits
+        bounds = _numbers((limits.tokens_per_minute, limits.tokens_per_day, limits.tokens_per_month))
+        return [more.lease, more.used, more.tokens, *bounds, *_milliseconds_left(periods), self._now()]
+
+
+def _numbers(bounds: tuple[int | None, ...]) -> list[str | int]:
+    return ["" if each is None else each for each in bounds]
+
+
+def _milliseconds_left(periods: Periods) -> tuple[int, int]:
+    return int(periods.day_left_s * 1000), int(periods.month_left_s * 1000)
 
 
 def _answer(ask: Ask, raw: list[bytes | int]) -> Answer:
@@ -284,6 +322,7 @@ def _answer(ask: Ask, raw: list[bytes | int]) -> Answer:
         int(retry_ms) / 1000,
         _level(ask.limits.requests_per_minute, int(requests), int(requests_reset_ms)),
         _level(ask.limits.tokens_per_minute, int(tokens), int(tokens_reset_ms)),
+        granted=0 if refused else amount_of(ask),
     )
 
 

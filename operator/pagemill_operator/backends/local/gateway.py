@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import secrets
 from collections.abc import Callable
 
@@ -100,7 +99,7 @@ class Gateway:
 
     def _prepare(self) -> Launch:
         control_port = free_port(LOOPBACK)
-        content = {
+        content: dict[str, object] = {
             "host": self._settings.host,
             "port": self._port,
             "workers": self._settings.gateway_workers,
@@ -109,8 +108,10 @@ class Gateway:
             "control_token": self.token,
             # Streams still open get their error event before this process is killed.
             "drain_timeout_s": self._settings.stop_timeout_s / 2,
-            "api_keys": [hashlib.sha256(key.encode()).hexdigest() for key in self._settings.api_keys],
+            "api_keys": list(self._settings.api_keys),
         }
+        if self._settings.api_keys_file is not None:
+            content["api_keys_file"] = str(self._settings.api_keys_file.absolute())
         path = self._state_dir.write_json(f"{NAME}.json", content)
         return Launch(
             command=(self._settings.python, "-m", self._settings.gateway_module, "--settings", str(path)),

@@ -27,7 +27,10 @@ class LocalSettings:
     port: int = 8080
     """Data port of the gateway; 0 takes a free one."""
     api_keys: tuple[str, ...] = ()
-    """Keys that clients must send; empty: none is asked, which is only allowed on loopback."""
+    """Entries of the keys that clients must send (`HASH tenant=NAME ...`)."""
+    api_keys_file: Path | None = None
+    """File of further entries, which the gateway follows. Without both no key is asked, which is only allowed on
+    loopback."""
     python: str = sys.executable
     """Interpreter that runs engines and gateway."""
     runtime_folder: Path = field(default_factory=_runtime_folder)

@@ -1,7 +1,7 @@
 """One line about one key: `SHA256 [tenant=NAME] [models=A,B] [LIMIT=NUMBER ...] [priority=CLASS]`.
 
-The same line stands in the settings, in the file of a Secret and in Redis. A bare hash is a key without limits. What is
-said of a wrong line never shows what it holds: it may be a key in place of its hash.
+The same line stands in the settings, in a file of keys, in a Secret and in Redis. A bare hash is a key without limits.
+What is said of a wrong line never shows what it holds: it may be a key in place of its hash.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from pagemill_gateway.limits.caller import PRIORITY_CLASSES, Caller, Limits
+from pagemill_protocol.keys.caller import PRIORITY_CLASSES, Caller, Limits
 
 _SHA256_HEX = re.compile(r"[0-9a-fA-F]{64}")
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
-HASH_EACH = "Hash each key first: printf %s KEY | sha256sum."
+HASH_EACH = "Write the hash of each key, never the key itself: printf %s KEY | sha256sum"
 MAX_LIMIT = 10**12
 """Sums of some thousands of such numbers are still exact where numbers are doubles, as in Redis's scripts."""
 FIELDS = ("tenant", "models", *Limits._fields, "priority")

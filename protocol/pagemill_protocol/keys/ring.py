@@ -14,10 +14,10 @@ from hashlib import blake2b
 
 from starlette.types import Scope
 
-from pagemill_gateway.limits.caller import ANONYMOUS, Caller
-from pagemill_gateway.limits.entries import parse_entry
 from pagemill_protocol.errors import PagemillError, unauthorized, unavailable
 from pagemill_protocol.http.auth import bearer_token, hash_key
+from pagemill_protocol.keys.caller import ANONYMOUS, Caller
+from pagemill_protocol.keys.entries import parse_entry
 from pagemill_protocol.secret_file import SecretFile
 
 

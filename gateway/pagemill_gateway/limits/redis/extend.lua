@@ -1,0 +1,60 @@
+-- Add tokens to an open reservation, as many as the limits leave. The same rules as `MemoryStore.decide_more`.
+-- KEYS: tokens of the minute, open reservations, tokens of the day and of the month in which it was booked, of the day and
+--       of the month now.
+-- ARGV: lease, tokens used so far, tokens wanted, limits of tokens, day and month ("" is none), milliseconds that the day
+--       and the month are left, and the time ("" is the server's).
+-- Returns the tokens added; -1: the reservation is not known here.
+local BUCKET_MS, WINDOW_BUCKETS = 1000, 61
+local lease, used, wanted = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
+local limits = {tokens = tonumber(ARGV[4]), day = tonumber(ARGV[5]), month = tonumber(ARGV[6])}
+local day_left_ms, month_left_ms, now_ms = tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9])
+if not now_ms then
+  local time = redis.call('TIME')
+  now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
+end
+local current = math.floor(now_ms / BUCKET_MS)
+local bucket, open, reported = string.match(redis.call('HGET', KEYS[2], lease) or '', '^(%d+):(%d+):(%d+)$')
+if not bucket then return -1 end
+bucket, open, reported = tonumber(bucket), tonumber(open), tonumber(reported)
+
+local rest = open - math.max(0, used - reported)
+local excess = math.max(0, -rest)
+rest = math.max(0, rest)
+if bucket > current - WINDOW_BUCKETS and redis.call('HEXISTS', KEYS[1], bucket) == 1 then
+  redis.call('HINCRBY', KEYS[1], bucket, -rest)
+end
+redis.call('HINCRBY', KEYS[1], current, rest + excess)
+
+local function used_in_window()
+  local sum, flat = 0, redis.call('HGETALL', KEYS[1])
+  for index = 1, #flat, 2 do
+    if tonumber(flat[index]) > current - WINDOW_BUCKETS then sum = sum + tonumber(flat[index + 1]) end
+  end
+  return sum
+end
+
+local function charge(key, amount, left_ms)
+  redis.call('INCRBY', key, amount)
+  redis.call('PEXPIRE', key, left_ms + 3600000)
+end
+
+local function rebook(before, now, left_ms)
+  if before == now then return charge(now, excess, left_ms) end
+  if redis.call('EXISTS', before) == 1 then redis.call('INCRBY', before, -rest) end
+  charge(now, rest + excess, left_ms)
+end
+
+rebook(KEYS[3], KEYS[5], day_left_ms)
+rebook(KEYS[4], KEYS[6], month_left_ms)
+local granted = wanted
+if limits.tokens then granted = math.min(granted, limits.tokens - used_in_window()) end
+if limits.day then granted = math.min(granted, limits.day - tonumber(redis.call('GET', KEYS[5]))) end
+if limits.month then granted = math.min(granted, limits.month - tonumber(redis.call('GET', KEYS[6]))) end
+granted = math.max(0, granted)
+redis.call('HINCRBY', KEYS[1], current, granted)
+redis.call('PEXPIRE', KEYS[1], (WINDOW_BUCKETS + 1) * BUCKET_MS)
+charge(KEYS[5], granted, day_left_ms)
+charge(KEYS[6], granted, month_left_ms)
+local record = string.format('%.0f:%.0f:%.0f', current, rest + granted, math.max(used, reported))
+redis.call('HSET', KEYS[2], lease, record)
+return granted

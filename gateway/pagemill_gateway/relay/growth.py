@@ -1,0 +1,75 @@
+"""Keeps the allowance of one answer ahead of its tokens: more is reserved in time, and its engine is informed.
+
+What an allowance is: `limits.allowance`. When the limit is used up the engine ends the answer by itself, with
+`finish_reason` "length"; until then more is asked for again and again, since other requests may give some back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from pagemill_gateway.brain.interface import Assignment
+from pagemill_gateway.limits.allowance import Allowance
+from pagemill_gateway.relay.upstream import Frame, Upstream
+from pagemill_protocol.errors import PagemillError
+
+RETRY_S = 0.25
+logger = logging.getLogger("pagemill.gateway.relay")
+
+
+class Growth:
+    """Of one engine request. Create inside a running event loop, `close` when the answer is over."""
+
+    def __init__(self, allowance: Allowance, upstream: Upstream) -> None:
+        self._allowance = allowance
+        self._upstream = upstream
+        self._choice: Assignment | None = None
+        self._request_id = ""
+        self._sent = 0
+        """The allowance that the present engine has."""
+        self._task: asyncio.Task[None] | None = None
+
+    def begin(self, choice: Assignment, request_id: str) -> int:
+        """An engine gets the request under this id; the allowance to send with it."""
+        self._choice, self._request_id = choice, request_id
+        self._sent = self._allowance.begin()
+        return self._sent
+
+    def begin_anew(self) -> None:
+        self._allowance.begin_anew()
+
+    def saw(self, frames: list[Frame]) -> None:
+        for meta, _ in frames:
+            self._allowance.saw(meta)
+        if frames[-1][0].last or not self._allowance.low:
+            return
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._grow())
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _grow(self) -> None:
+        while self._allowance.low or self._sent < self._allowance.tokens:
+            if self._allowance.low:
+                await self._reserve()
+            if self._sent == self._allowance.tokens or not await self._inform():
+                await asyncio.sleep(RETRY_S)
+
+    async def _reserve(self) -> None:
+        try:
+            await self._allowance.grow()
+        except PagemillError as error:
+            logger.debug("an answer's allowance cannot grow now: %s", error.message)
+
+    async def _inform(self) -> bool:
+        """Whether the engine that has the request now knows its allowance."""
+        choice, request_id, tokens = self._choice, self._request_id, self._allowance.tokens
+        if choice is None or not await self._upstream.raise_allowance(choice, request_id, tokens):
+            return False
+        if request_id == self._request_id:
+            self._sent = max(self._sent, tokens)
+        return True

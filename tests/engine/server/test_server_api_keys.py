@@ -1,0 +1,75 @@
+"""An engine's own API keys (`pagemill serve --api-keys-file`): what they open and what they do not; their changes."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+
+from pagemill_engine.config import ServerConfig
+from pagemill_engine.server.failure import StartupError
+from pagemill_engine.server.keys import open_keys
+from pagemill_protocol.http.auth import hash_key
+
+MODEL = "SmolLM2-135M-Instruct"
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+PATIENCE_S = 30.0
+GUARDED = [
+    ("GET", "/v1/models", None),
+    ("GET", f"/v1/models/{MODEL}", None),
+    ("POST", "/v1/chat/completions", CHAT),
+    ("POST", "/v1/completions", {"model": MODEL, "prompt": "a", "max_tokens": 2}),
+    ("POST", "/tokenize", {"prompt": "a"}),
+    ("POST", "/detokenize", {"tokens": [65]}),
+]
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def test_the_openai_routes_ask_for_a_key_that_may_change_while_the_server_runs(
+    start_server: Any, tmp_path: Path
+) -> None:
+    (path := tmp_path / "keys").write_text(f"# team keys\n{hash_key('one')} tenant=team-a\n")
+    server = start_server(server={"api_keys_file": str(path)})
+    server.wait_for("ready")
+    with httpx.Client(base_url=server.url, timeout=20) as client:
+        for method, route, body in GUARDED:
+            statuses = [
+                client.request(method, route, json=body, headers=headers).status_code
+                for headers in ({}, bearer(hash_key("one")), bearer("# team keys"), bearer("two"), bearer("one"))
+            ]
+            assert statuses == [401, 401, 401, 401, 200], route
+        assert client.get("/health").status_code == 200
+        assert client.get("/metrics").status_code == 200
+        path.write_text(f"{hash_key('two')}\n")
+        deadline_s = time.monotonic() + PATIENCE_S
+        while client.post("/v1/chat/completions", json=CHAT, headers=bearer("two")).status_code != 200:
+            assert time.monotonic() < deadline_s
+        assert client.post("/v1/chat/completions", json=CHAT, headers=bearer("one")).status_code == 401, "revoked"
+
+
+def test_without_a_file_no_key_is_asked(null_server: Any) -> None:
+    assert httpx.get(f"{null_server.url}/v1/models").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("sk-plain", "SHA-256"),
+        (f"{hash_key('one')} tokens_per_minute=5", "`tokens_per_minute`"),
+        (f"{hash_key('one')} models=a", "`models`"),
+        (f"{hash_key('one')} priority=low", "`priority`"),
+    ],
+)
+def test_what_the_server_would_not_keep_is_no_entry(line: str, named: str, tmp_path: Path) -> None:
+    (path := tmp_path / "keys").write_text(f"{line}\n")
+    with pytest.raises(StartupError, match=named) as caught:
+        open_keys(ServerConfig(api_keys_file=str(path)))
+    assert "line 1" in str(caught.value)
+    assert "sk-plain" not in str(caught.value)
+    assert caught.value.termination.field == "api_keys_file"
