@@ -45,6 +45,16 @@ class Reservation:
         self._settle(record, cut_off)
 
 
+class Counted:
+    """A request that no engine is asked for, while it is answered."""
+
+    def __init__(self, headers: Headers) -> None:
+        self.headers = headers
+        """What is left, for the answer."""
+        self.num_tokens = 0
+        """To charge when it is over."""
+
+
 class Limiter:
     def __init__(self, store: Store, metrics: WorkerMetrics, clock: Callable[[], float] = time.monotonic) -> None:
         self._store = store
@@ -97,17 +107,18 @@ class Limiter:
         return Reservation(settle, level_headers(answer), allowances)
 
     @asynccontextmanager
-    async def request(self, caller: Caller) -> AsyncIterator[Headers]:
-        """Run the block as a request that no model is asked for: it costs no tokens. Raises `PagemillError` 429."""
+    async def request(self, caller: Caller, num_tokens: int) -> AsyncIterator[Counted]:
+        """Run the block as a request of about `num_tokens` that no engine is asked for. Raises `PagemillError` 429."""
         if caller.limits.none:
-            yield {}
+            yield Counted({})
             return
-        ask = Ask(caller.account, self._new_lease(), 0, caller.limits)
+        ask = Ask(caller.account, self._new_lease(), num_tokens, caller.limits)
         answer = await self._take(ask)
+        counted = Counted(level_headers(answer))
         try:
-            yield level_headers(answer)
+            yield counted
         finally:
-            self._store.settle(ask.lease, 0)
+            self._store.settle(ask.lease, counted.num_tokens)
 
     async def _take(self, ask: Ask) -> Answer:
         """Raises `PagemillError` 429."""
