@@ -10,7 +10,7 @@ import struct
 from typing import NamedTuple
 
 from pagemill_protocol.frames import encode_frame
-from pagemill_protocol.generate import Dialect, FinishReason, FrameMeta, GenerateRequest, Usage
+from pagemill_protocol.generate import FinishReason, FrameMeta, GenerateRequest, Usage
 from pagemill_protocol.openai import render
 
 ID = "chatcmpl-simulated"
@@ -42,9 +42,10 @@ class _Event(NamedTuple):
 class Answer:
     """To every streamed request of one dialect: the same `num_tokens` tokens, one event each."""
 
-    def __init__(self, model: str, dialect: Dialect, num_tokens: int) -> None:
+    def __init__(self, model: str, dialect: str, num_tokens: int) -> None:
         self._head = render.Head(ID, model, CREATED_UNIX_S, render.fingerprint("simulated"))
-        self._dialect: Dialect = dialect
+        self._dialect = dialect
+        self._chunk_object = "chat.completion.chunk" if dialect == "chat" else "text_completion"
         self.num_tokens = num_tokens
         self._events = [_Event.of(self._chunk(number)) for number in range(num_tokens)]
         self._metas = [self._meta(number) for number in range(num_tokens)]
@@ -64,7 +65,7 @@ class Answer:
         payload = render.SSE_DONE
         if request.include_usage:
             head = render.head(request, render.fingerprint("simulated"))
-            payload = render.sse(render.usage_chunk(head, self._dialect, usage)) + payload
+            payload = render.sse(render.usage_chunk(head, self._chunk_object, usage)) + payload
         return http_chunk(encode_frame(FrameMeta(last=True, usage=usage), payload)) + END_OF_BODY
 
     def body(self) -> bytes:

@@ -16,6 +16,7 @@ from pagemill_gateway.routes.health import HealthRoutes
 from pagemill_gateway.routes.models import ModelRoutes
 from pagemill_gateway.routes.tokens import TokenRoutes
 from pagemill_gateway.worker import Worker
+from pagemill_protocol.dialects.registry import dialects
 from pagemill_protocol.http.door import Door, install_error_handlers
 from pagemill_protocol.openai.openapi import OPENAPI_PATH
 
@@ -26,10 +27,7 @@ def data_app(worker: Worker) -> ASGIApp:
     """What clients see."""
     models, tokens = ModelRoutes(worker), TokenRoutes(worker)
     health = HealthRoutes(worker.control, lambda: worker.draining)
-    hot: dict[str, ASGIApp] = {
-        "/v1/chat/completions": GenerateRoute(worker, "chat"),
-        "/v1/completions": GenerateRoute(worker, "completions"),
-    }
+    hot: dict[str, ASGIApp] = {each.path: GenerateRoute(worker, each) for each in dialects().values()}
     app = Starlette(
         routes=[
             *(Route(path, route, methods=["POST"]) for path, route in hot.items()),

@@ -9,7 +9,7 @@ from typing import Literal
 
 from pagemill_gateway.brain.interface import DEFAULT_TICKET, Assignment, FailureKind, QueueTicket, Target
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.generate import Dialect, FinishReason, FrameMeta, GenerateRequest, Usage
+from pagemill_protocol.generate import FinishReason, FrameMeta, GenerateRequest, Usage
 from pagemill_protocol.sampling import SamplingParams
 
 
@@ -53,7 +53,7 @@ class RequestRecord:
     num_choices: int = 1
     """Of all prompts together."""
     prompt_tokens: int = 0
-    dialect: Dialect = "chat"
+    dialect: str = "chat"
     sampling: SamplingParams | None = None
     """Of the first prompt; `None` until the request is understood."""
     attempts: list[AttemptRecord] = field(default_factory=list)

@@ -15,7 +15,6 @@ import msgspec
 from pagemill_protocol.sampling import SamplingParams
 
 PROTOCOL_VERSION = 1
-Dialect = Literal["chat", "completions"]
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -42,7 +41,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """The name the client used; echoed in the response."""
     prompt_token_ids: list[int]
     sampling: SamplingParams
-    dialect: Dialect = "chat"
+    dialect: str = "chat"
+    """Name of the client's dialect (`pagemill_protocol.dialects`): the engine renders the client's bytes in it."""
     created_unix_s: int = 0
     stream: bool = False
     include_usage: bool = False
@@ -103,5 +103,9 @@ class FrameMeta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     last: bool = False
     """No frame follows; `usage` is set."""
     error: str | None = None
-    """The request failed; the payload is a complete error body (or SSE error event)."""
+    """The request failed; the payload is a complete error body, or the event that ends the stream."""
     error_status: int = 0
+    error_type: str = ""
+    """Together with the next ones, the error's other fields; empty: an engine of an earlier version."""
+    error_param: str | None = None
+    error_code: str | None = None

@@ -45,6 +45,8 @@ CHAT_TEMPLATE = (
 Behaviour = Callable[["FakeEngine", GenerateRequest, web.StreamResponse, web.Request], Awaitable[None]]
 BUNDLE = byte_bundle(CHAT_TEMPLATE)
 
+CHUNK_OBJECTS = {"chat": "chat.completion.chunk", "completions": "text_completion"}
+
 
 def answer_frames(request: GenerateRequest, pieces: tuple[str, ...]) -> list[bytes]:
     """The frames with which an engine answers: every choice says `pieces`, from where a `resume` left it."""
@@ -70,7 +72,7 @@ def answer_frames(request: GenerateRequest, pieces: tuple[str, ...]) -> list[byt
             frames.append(encode_frame(meta, render.sse(chunk)))
     closing = render.SSE_DONE
     if request.include_usage:
-        closing = render.sse(render.usage_chunk(head, request.dialect, usage)) + closing
+        closing = render.sse(render.usage_chunk(head, CHUNK_OBJECTS[request.dialect], usage)) + closing
     return [*frames, encode_frame(FrameMeta(last=True, usage=usage), closing)]
 
 

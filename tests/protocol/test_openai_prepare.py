@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from pagemill_protocol.dialects.chat import ChatDialect
+from pagemill_protocol.dialects.completions import CompletionsDialect
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.openai import prepare
@@ -288,6 +290,6 @@ def test_several_prompts_are_counted_together(
 
 
 def test_request_ids_are_unique_and_show_their_dialect() -> None:
-    assert prepare.new_request_id("chat").startswith("chatcmpl-")
-    assert prepare.new_request_id("completions").startswith("cmpl-")
-    assert len({prepare.new_request_id("chat") for _ in range(1000)}) == 1000
+    assert ChatDialect().new_request_id().startswith("chatcmpl-")
+    assert CompletionsDialect().new_request_id().startswith("cmpl-")
+    assert len({ChatDialect().new_request_id() for _ in range(1000)}) == 1000

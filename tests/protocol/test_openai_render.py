@@ -36,7 +36,7 @@ def test_a_stream_of_chat_chunks_is_what_the_client_expects() -> None:
         render.chat_chunk(HEAD, 0, "", role=True),
         render.chat_chunk(HEAD, 0, "Hé\n"),
         render.chat_chunk(HEAD, 0, None, finish_reason="stop"),
-        render.usage_chunk(HEAD, "chat", USAGE),
+        render.usage_chunk(HEAD, "chat.completion.chunk", USAGE),
     ]
     parsed = [ChatCompletionChunk.model_validate(orjson.loads(chunk)) for chunk in chunks]
     assert [chunk.id for chunk in parsed] == ["chatcmpl-1"] * 4

@@ -1,11 +1,11 @@
-"""One request's way out: token ids from the engine become the bytes its client reads, with the meta a gateway keeps.
+"""Turns one request's token ids into the bytes its client reads, with the meta that a gateway keeps.
 
-`ChoiceOutput` makes text of tokens, `pagemill_protocol.openai.render` makes JSON of text; this file decides which chunk
-is sent when. Streaming: a frame per output, whose payload is a complete SSE event (or nothing while text is held back),
-then a last frame with usage and `[DONE]` alone, so that a front door that merges several prompts can replace it. Not
-streaming: one last frame with the whole body, and before it frames that only tell a gateway the tokens so far. An
-answer that was begun elsewhere (`resume`) gives the very frames that its first engine would have given from there on.
-It runs in the HTTP process and knows neither sockets nor the engine.
+`ChoiceOutput` makes text of tokens, the request's dialect (`pagemill_protocol.dialects`) renders text; this file
+decides which chunk is sent when. Streaming: a frame per output, whose payload is complete events (or nothing while text
+is held back), then a last frame with the end of the stream alone, so that a gateway which merges several prompts can
+replace it. Not streaming: one last frame with the whole body, and before it frames that only report the tokens so far.
+An answer that was begun elsewhere (`resume`) gives the same frames that its first engine would have given from there
+on. It runs in the HTTP process and knows neither sockets nor the engine.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ from pagemill_engine.ipc.messages import LogprobsOut, TokensOut
 from pagemill_engine.output.best_of import MeanLogprob, best
 from pagemill_engine.output.choice import ChoiceDelta, ChoiceOutput
 from pagemill_protocol.continuing import PROGRESS_TOKENS, can_be_continued
+from pagemill_protocol.dialects.base import FinishedChoice, Piece
+from pagemill_protocol.dialects.registry import dialect_of
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import FrameMeta, GenerateRequest, Usage
-from pagemill_protocol.openai import logprobs, render
+from pagemill_protocol.openai import logprobs
+from pagemill_protocol.openai.render import choice_index
 from pagemill_protocol.text.tokenizer import Tokenizer
 
 
@@ -66,7 +69,8 @@ class OutputProcessor:
     def __init__(self, request: GenerateRequest, tokenizer: Tokenizer, system_fingerprint: str | None = None) -> None:
         self.request = request
         self._tokenizer = tokenizer
-        self._head = render.head(request, system_fingerprint)
+        self._dialect = dialect_of(request.dialect)
+        self._renderer = self._dialect.renderer(request, system_fingerprint)
         num_reported = request.sampling.num_reported
         self._first = request.prompt_index * num_reported
         self._choices = {index: self._new_choice(index) for index in range(self._first, self._first + num_reported)}
@@ -117,8 +121,16 @@ class OutputProcessor:
 
     def failure(self, error: PagemillError) -> Frame:
         """The frame that ends the request with `error`."""
-        payload = render.sse_error(error) if self.request.stream else render.error_body(error)
-        meta = FrameMeta(last=True, usage=self.usage, error=error.message, error_status=error.status)
+        payload = self._dialect.error_event(error) if self.request.stream else self._dialect.error_body(error)
+        meta = FrameMeta(
+            last=True,
+            usage=self.usage,
+            error=error.message,
+            error_status=error.status,
+            error_type=error.type,
+            error_param=error.param,
+            error_code=error.code,
+        )
         return Frame(meta, payload)
 
     def _deliver(self, choice: _Choice, delta: ChoiceDelta, progress: Progress) -> None:
@@ -149,7 +161,7 @@ class OutputProcessor:
         )
         if not (delta.text or choice.positions or delta.finish_reason):
             return Frame(meta, b"")
-        return Frame(meta, render.sse(self._chunk(choice, delta)))
+        return Frame(meta, self._chunk(choice, delta))
 
     def _progress_frames(self, choice: _Choice, delta: ChoiceDelta) -> list[Frame]:
         choice.untold += delta.token_ids
@@ -173,28 +185,11 @@ class OutputProcessor:
         return self.usage.cached_tokens
 
     def _chunk(self, choice: _Choice, delta: ChoiceDelta) -> bytes:
-        first = not choice.started
-        choice.started = True
-        if self.request.dialect == "chat":
-            return render.chat_chunk(
-                self._head,
-                choice.index,
-                delta.text,
-                role=first,
-                finish_reason=delta.finish_reason,
-                logprobs=self._take_logprobs(choice),
-                include_usage=self.request.include_usage,
-                usage=self._usage_so_far(choice),
-            )
-        echo = (self.request.prompt_text or "") if first else ""
-        return render.completion_chunk(
-            self._head,
-            choice.index,
-            echo + delta.text,
-            finish_reason=delta.finish_reason,
-            logprobs=self._take_logprobs(choice),
-            include_usage=self.request.include_usage,
-            usage=self._usage_so_far(choice),
+        first, choice.started = not choice.started, True
+        positions, num_chars_before = self._take_positions(choice)
+        usage = self._usage_so_far(choice)
+        return self._renderer.chunk(
+            Piece(choice.index, delta.text, first, delta.finish_reason, positions, num_chars_before, usage)
         )
 
     def _usage_so_far(self, choice: _Choice) -> Usage | None:
@@ -217,24 +212,16 @@ class OutputProcessor:
         )
         if not self.request.stream:
             return Frame(meta, self._body(usage))
-        if not self.request.include_usage:
-            return Frame(meta, render.SSE_DONE)
-        chunk = render.usage_chunk(self._head, self.request.dialect, usage)
-        return Frame(meta, render.sse(chunk) + render.SSE_DONE)
+        return Frame(meta, self._renderer.end(usage))
 
     def _body(self, usage: Usage) -> bytes:
-        echo = self.request.prompt_text or ""
         choices = [
-            render.Choice(
-                index=index,
-                text=echo + "".join(choice.text),
-                finish_reason=choice.output.finish_reason or "abort",
-                logprobs=self._take_logprobs(choice),
+            FinishedChoice(
+                index, "".join(choice.text), choice.output.finish_reason or "abort", *self._take_positions(choice)
             )
-            for index, choice in enumerate(self._chosen(), render.choice_index(self.request, 0))
+            for index, choice in enumerate(self._chosen(), choice_index(self.request, 0))
         ]
-        body = render.chat_body if self.request.dialect == "chat" else render.completion_body
-        return body(self._head, choices, usage)
+        return self._renderer.body(choices, usage)
 
     def _chosen(self) -> list[_Choice]:
         """What the client gets, in its order."""
@@ -243,15 +230,14 @@ class OutputProcessor:
             return choices
         return [choices[at] for at in best([choice.likelihood for choice in choices], self.request.sampling.n)]
 
-    def _take_logprobs(self, choice: _Choice) -> render.Logprobs | None:
+    def _take_positions(self, choice: _Choice) -> tuple[list[logprobs.PositionLogprobs] | None, int]:
+        """Log probabilities to render now, and the characters of the choice's text before them."""
         if self.request.sampling.logprobs is None:
-            return None
+            return None, 0
         positions, choice.positions = choice.positions, []
-        if self.request.dialect == "chat":
-            return logprobs.chat(positions)
-        offset = choice.logprob_chars
+        num_chars_before = choice.logprob_chars
         choice.logprob_chars += sum(len(at.chosen.token) for at in positions)
-        return logprobs.completions(positions, offset)
+        return positions, num_chars_before
 
     def _position(self, entry: LogprobsOut) -> logprobs.PositionLogprobs:
         num_top = self.request.sampling.logprobs or 0

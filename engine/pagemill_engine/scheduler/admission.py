@@ -175,7 +175,9 @@ def sequence_id(client_request_id: str, choice: int) -> str:
 
 
 def _prompt_param(request: GenerateRequest) -> str:
-    return "messages" if request.dialect == "chat" else "prompt"
+    from pagemill_protocol.dialects.registry import dialect_of  # the schemas: only errors need them here
+
+    return dialect_of(request.dialect).prompt_field
 
 
 def _check_priority(priority: int) -> None:

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pagemill_engine.server import health, internal_routes, metrics, openai_routes, sleep_routes
 from pagemill_engine.server.context import ServerContext
 from pagemill_engine.server.keys import keyed
+from pagemill_protocol.dialects.registry import dialects
 from pagemill_protocol.http.door import Door, install_error_handlers
 from pagemill_protocol.openai.openapi import OPENAPI_PATH, document
 
@@ -44,8 +45,7 @@ DATA_ROUTES = [
     Route(OPENAPI_PATH, show_openapi),
     Route("/v1/models", keyed(openai_routes.list_models)),
     Route("/v1/models/{name:path}", keyed(openai_routes.get_model)),
-    Route("/v1/chat/completions", keyed(openai_routes.chat_completions), methods=["POST"]),
-    Route("/v1/completions", keyed(openai_routes.completions), methods=["POST"]),
+    *(Route(each.path, keyed(openai_routes.generate_route(each)), methods=["POST"]) for each in dialects().values()),
     Route("/tokenize", keyed(openai_routes.tokenize), methods=["POST"]),
     Route("/detokenize", keyed(openai_routes.detokenize), methods=["POST"]),
     Route("/internal/generate", internal_routes.generate, methods=["POST"]),

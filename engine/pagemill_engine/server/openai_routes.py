@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Awaitable, Callable
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,29 +17,24 @@ from pagemill_engine.output.processor import OutputProcessor
 from pagemill_engine.server.answer import Answer
 from pagemill_engine.server.context import ServerContext
 from pagemill_engine.server.responses import JSON_CONTENT_TYPE, AnswerResponse, BodyResponse, StreamResponse
+from pagemill_protocol.dialects.base import Dialect, Preparation
 from pagemill_protocol.errors import PagemillError, model_not_found
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.http.door import check_json_content_type, read_body
 from pagemill_protocol.openai import prepare, render
 from pagemill_protocol.openai.parse import parse_body
-from pagemill_protocol.openai.schemas import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
+from pagemill_protocol.openai.schemas import DetokenizeRequest, TokenizeRequest
 
 
-async def chat_completions(request: Request) -> AnswerResponse:
-    context: ServerContext = request.app.state.context
-    raw = await _read(request)
-    return _answer(context, [await context.off_loop(lambda: _prepare_chat(context, raw), len(raw))])
+def generate_route(dialect: Dialect) -> Callable[[Request], Awaitable[AnswerResponse]]:
+    """The route of one dialect."""
 
+    async def generate(request: Request) -> AnswerResponse:
+        context: ServerContext = request.app.state.context
+        raw = await _read(request)
+        return _answer(context, await context.off_loop(lambda: _prepare(context, dialect, raw), len(raw)))
 
-async def completions(request: Request) -> AnswerResponse:
-    context: ServerContext = request.app.state.context
-    raw = await _read(request)
-    return _answer(context, await context.off_loop(lambda: _prepare_completions(context, raw), len(raw)))
+    return generate
 
 
 async def tokenize(request: Request) -> Response:
@@ -100,32 +96,15 @@ def _answer(context: ServerContext, requests: list[GenerateRequest]) -> AnswerRe
     return kind(requests, answer, lambda: abort(context, answer))
 
 
-def _prepare_chat(context: ServerContext, raw: bytes) -> GenerateRequest:
-    body = parse_body(raw, ChatCompletionRequest)
-    context.check_model(body.model)
+def _prepare(context: ServerContext, dialect: Dialect, raw: bytes) -> list[GenerateRequest]:
+    body = dialect.parse(raw)
+    context.check_model(body.fields.model)
     _, ready = context.ready_engine()
-    return prepare.prepare_chat(
-        body,
-        context.loaded_tokenizer(),
-        max_model_len=ready.max_model_len,
-        request_id=prepare.new_request_id("chat"),
-        created_unix_s=int(time.time()),
-        seed=_seed(context),
-    )
-
-
-def _prepare_completions(context: ServerContext, raw: bytes) -> list[GenerateRequest]:
-    body = parse_body(raw, CompletionRequest)
-    context.check_model(body.model)
-    _, ready = context.ready_engine()
-    return prepare.prepare_completions(
-        body,
-        context.loaded_tokenizer(),
-        max_model_len=ready.max_model_len,
-        request_id=prepare.new_request_id("completions"),
-        created_unix_s=int(time.time()),
-        seed=_seed(context),
-    )
+    tokenizer = context.loaded_tokenizer()
+    sampling = prepare.within_vocabulary(body.sampling(), tokenizer)
+    preparation = Preparation(ready.max_model_len, dialect.new_request_id(), int(time.time()))
+    requests = body.prepare(tokenizer, preparation, sampling, None)
+    return [prepare.with_seed(request, lambda: _seed(context)) for request in requests]
 
 
 def _tokenize(context: ServerContext, raw: bytes) -> bytes:

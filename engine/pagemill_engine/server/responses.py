@@ -15,6 +15,8 @@ from starlette.types import Receive, Scope, Send
 
 from pagemill_engine.output.processor import Frame
 from pagemill_engine.server.answer import Answer
+from pagemill_protocol.dialects.base import Dialect
+from pagemill_protocol.dialects.registry import dialect_of
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.frames import FRAMES_CONTENT_TYPE, WEIGHTS_HEADER, encode_frame
 from pagemill_protocol.generate import GenerateRequest, Usage
@@ -62,7 +64,7 @@ class StreamResponse(AnswerResponse):
         if not frames:
             return
         if self.answer.error is not None and frames[0].meta.error is not None:
-            await _send_error(send, self.answer.error)
+            await _send_error(send, self.answer.error, dialect_of(self.requests[0].dialect))
             return
         await _start(send, 200, render.SSE_CONTENT_TYPE, _STREAM_HEADERS)
         usages: list[Usage] = []
@@ -82,10 +84,7 @@ class StreamResponse(AnswerResponse):
         if len(self.requests) == 1 or self.answer.error is not None:
             return b""
         first = self.requests[0]
-        if not first.include_usage:
-            return render.SSE_DONE
-        total = render.usage_chunk(render.head(first), first.dialect, render.add_usage(*usages))
-        return render.sse(total) + render.SSE_DONE
+        return dialect_of(first.dialect).merged_end(first, render.add_usage(*usages))
 
 
 class BodyResponse(AnswerResponse):
@@ -96,11 +95,11 @@ class BodyResponse(AnswerResponse):
         while frames := await self.answer.take():
             bodies += [frame.payload for frame in frames if frame.meta.last and frame.meta.error is None]
         if self.answer.error is not None:
-            await _send_error(send, self.answer.error)
+            await _send_error(send, self.answer.error, dialect_of(self.requests[0].dialect))
             return
         if len(bodies) < len(self.requests):  # the client left
             return
-        body = bodies[0] if len(bodies) == 1 else render.merge_completion_bodies(bodies)
+        body = bodies[0] if len(bodies) == 1 else dialect_of(self.requests[0].dialect).merge_bodies(bodies)
         await _start(send, 200, JSON_CONTENT_TYPE, {"content-length": str(len(body))})
         await _send_bytes(send, body, more=False)
 
@@ -132,7 +131,7 @@ async def _send_bytes(send: Send, body: bytes, more: bool = True) -> None:
         await send({"type": "http.response.body", "body": body, "more_body": more})
 
 
-async def _send_error(send: Send, error: PagemillError) -> None:
-    body = render.error_body(error)
+async def _send_error(send: Send, error: PagemillError, dialect: Dialect) -> None:
+    body = dialect.error_body(error)
     await _start(send, error.status, JSON_CONTENT_TYPE, {"content-length": str(len(body)), **error.headers()})
     await _send_bytes(send, body, more=False)

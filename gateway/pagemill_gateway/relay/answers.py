@@ -16,8 +16,8 @@ from pagemill_gateway.relay.preparation import Prepared
 from pagemill_gateway.relay.relay import Relay
 from pagemill_gateway.relay.sinks import BodySink, Sink, StreamSink, Write
 from pagemill_gateway.request_record import RequestRecord
+from pagemill_protocol.dialects.registry import dialect_of
 from pagemill_protocol.generate import GenerateRequest, Usage
-from pagemill_protocol.openai import render
 
 MAX_CONCURRENT_PROMPTS = 64
 """Of one client request; more wait for the first ones to finish."""
@@ -41,11 +41,7 @@ async def stream(relay: Relay, prepared: Prepared, write: Write, record: Request
 
     sinks = [StreamSink(write_in_turn, closes=False) for _ in requests]
     await _run_all(relay, prepared, sinks, record, allowances)
-    closing = render.SSE_DONE
-    if requests[0].include_usage:
-        head = render.head(requests[0])
-        closing = render.sse(render.usage_chunk(head, requests[0].dialect, record.usage)) + closing
-    await write(closing)
+    await write(dialect_of(requests[0].dialect).merged_end(requests[0], record.usage))
 
 
 async def collect(relay: Relay, prepared: Prepared, record: RequestRecord, allowances: Allowances) -> bytes:
@@ -54,7 +50,7 @@ async def collect(relay: Relay, prepared: Prepared, record: RequestRecord, allow
     await _run_all(relay, prepared, sinks, record, allowances)
     if len(sinks) == 1:
         return sinks[0].body
-    return await asyncio.to_thread(render.merge_completion_bodies, [sink.body for sink in sinks])
+    return await asyncio.to_thread(dialect_of(prepared.requests[0].dialect).merge_bodies, [sink.body for sink in sinks])
 
 
 async def _run_all(

@@ -119,7 +119,13 @@ async def pass_on(frames: list[Frame], stream: FrameStream, delivery: Delivery) 
 async def _pass_on_error(meta: FrameMeta, payload: bytes, sink: Sink) -> None:
     """The engine failed this request. Always raises: what, depends on whether another one may do better."""
     status = meta.error_status or 500
-    error = parse_error(payload.removeprefix(b"data: "), status, meta.error or "The engine failed this request.")
+    message = meta.error or "The engine failed this request."
+    if meta.error_type:
+        error = PagemillError(
+            message, status=status, type=meta.error_type, param=meta.error_param, code=meta.error_code
+        )
+    else:  # an engine of an earlier version, which speaks OpenAI's dialects only
+        error = parse_error(payload.removeprefix(b"data: "), status, message)
     if status in (429, 503):
         raise UpstreamFailure(_kind_of(error), error.message)
     if status >= 500:

@@ -23,21 +23,15 @@ from pagemill_gateway.limits.scope import cache_salt
 from pagemill_gateway.relay.keep_alive import KeepAlive, Write
 from pagemill_gateway.relay.prompt_hashes import PromptHashes
 from pagemill_gateway.relay.routing_requests import HeaderOf, make_routing_request, prompt_keys, session_key
+from pagemill_protocol.dialects import base
+from pagemill_protocol.dialects.base import Dialect
 from pagemill_protocol.errors import PagemillError, unavailable
-from pagemill_protocol.generate import Dialect, GenerateRequest
+from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.keys.caller import Caller
 from pagemill_protocol.openai.parse import parse_body
-from pagemill_protocol.openai.prepare import (
-    new_request_id,
-    prepare_chat,
-    prepare_completions,
-    render_soon,
-    sampling_of,
-    within_vocabulary,
-)
-from pagemill_protocol.openai.schemas import ChatCompletionRequest, CompletionRequest
+from pagemill_protocol.openai.prepare import with_seed, within_vocabulary
+from pagemill_protocol.openai.schemas import SamplingFields
 from pagemill_protocol.preparation_threads import PreparationThreads
-from pagemill_protocol.sampling import SamplingParams
 from pagemill_protocol.text.tokenizer import Tokenizer
 
 INLINE_BODY_BYTES = 4096
@@ -69,9 +63,7 @@ class Preparation:
 
     async def parse(self, raw: bytes, schema: type[Model]) -> Model:
         """The body as `schema`. Raises `PagemillError` 400."""
-        if len(raw) <= INLINE_BODY_BYTES:
-            return parse_body(raw, schema)
-        return await self.in_thread(lambda: parse_body(raw, schema), len(raw))
+        return await self._inline_or_in_thread(lambda: parse_body(raw, schema), len(raw))
 
     async def in_thread(self, work: Callable[[], T], body_bytes: int) -> T:
         """What `work` returns, which deals with a body of that size."""
@@ -91,19 +83,32 @@ class Preparation:
         `write`: for comments, when the client streams and has to wait for an engine. Nothing waits, nor wakes an
         engine, nor is rendered, with a sampling value that will be refused.
         """
-        if dialect == "chat":
-            chat = await self.parse(raw, ChatCompletionRequest)
-            sampling = sampling_of(chat, seed=_new_seed())
-            target = await self._find(chat, caller, ticket, write)
-            return await self._chat(chat, sampling, target, len(raw), caller, header_of)
-        body = await self.parse(raw, CompletionRequest)
-        sampling = sampling_of(body)
-        target = await self._find(body, caller, ticket, write)
-        return await self._completions(body, sampling, target, len(raw), caller, header_of)
+        body = await self._inline_or_in_thread(partial(dialect.parse, raw), len(raw))
+        sampling = body.sampling()
+        target = await self._find(body.fields, caller, ticket, write)
+        tokenizer = await self.tokenizer(target)
+        sampling = within_vocabulary(sampling, tokenizer)
+        salt = cache_salt(target.prefix_scope, target.deployment, caller)
+        preparation = base.Preparation(
+            target.max_model_len, dialect.new_request_id(), int(time.time()), cache_salt=salt
+        )
+        keys, session = prompt_keys(body), session_key(target, caller.key_hash, header_of)
+        text = await body.render_soon(tokenizer) if len(raw) <= INLINE_BODY_BYTES else None
 
-    async def _find(
-        self, body: ChatCompletionRequest | CompletionRequest, caller: Caller, ticket: QueueTicket, write: Write
-    ) -> Target:
+        def job() -> Prepared:
+            requests = body.prepare(tokenizer, preparation, sampling, text)
+            requests = [_prioritized(with_seed(request, _new_seed), caller) for request in requests]
+            return self._prepared(target, requests, keys, session)
+
+        if body.renders and text is None:
+            return await self.in_thread(job, len(raw))
+        return await self._inline_or_in_thread(job, max(len(raw), len(text or "")))
+
+    async def _inline_or_in_thread(self, work: Callable[[], T], num_bytes: int) -> T:
+        """Short work takes less time than handing it to a thread."""
+        return work() if num_bytes <= INLINE_BODY_BYTES else await self.in_thread(work, num_bytes)
+
+    async def _find(self, body: SamplingFields, caller: Caller, ticket: QueueTicket, write: Write) -> Target:
         """The deployment, if `caller` may use it. Raises `PagemillError` as if it were not there otherwise."""
         check_model(caller, body.model)
         ticket = ticket._replace(priority=caller.priority(body.priority))
@@ -114,66 +119,6 @@ class Preparation:
         except PagemillError as error:
             raise told_to(caller, error, body.model) from error
 
-    async def _chat(
-        self,
-        body: ChatCompletionRequest,
-        sampling: SamplingParams,
-        target: Target,
-        size: int,
-        caller: Caller,
-        header_of: HeaderOf,
-    ) -> Prepared:
-        tokenizer = await self.tokenizer(target)
-        sampling = within_vocabulary(sampling, tokenizer)
-        prepare = partial(
-            prepare_chat,
-            body,
-            tokenizer,
-            max_model_len=target.max_model_len,
-            request_id=new_request_id("chat"),
-            created_unix_s=int(time.time()),
-            cache_salt=cache_salt(target.prefix_scope, target.deployment, caller),
-            sampling=sampling,
-        )
-        keys, session = prompt_keys(body), session_key(target, caller.key_hash, header_of)
-
-        def job(text: str | None = None) -> Prepared:
-            return self._prepared(target, [_prioritized(prepare(text=text), caller)], keys, session)
-
-        text = await render_soon(body, tokenizer) if size <= INLINE_BODY_BYTES else None
-        if text is not None and len(text) <= INLINE_BODY_BYTES:
-            return job(text)
-        return await self.in_thread(partial(job, text), size)
-
-    async def _completions(
-        self,
-        body: CompletionRequest,
-        sampling: SamplingParams,
-        target: Target,
-        size: int,
-        caller: Caller,
-        header_of: HeaderOf,
-    ) -> Prepared:
-        tokenizer = await self.tokenizer(target)
-        prepare = partial(
-            prepare_completions,
-            body,
-            tokenizer,
-            max_model_len=target.max_model_len,
-            request_id=new_request_id("completions"),
-            created_unix_s=int(time.time()),
-            cache_salt=cache_salt(target.prefix_scope, target.deployment, caller),
-            sampling=within_vocabulary(sampling, tokenizer),
-        )
-        keys, session = prompt_keys(body), session_key(target, caller.key_hash, header_of)
-
-        def job() -> Prepared:
-            return self._prepared(
-                target, [_prioritized(_seeded(request), caller) for request in prepare()], keys, session
-            )
-
-        return job() if size <= INLINE_BODY_BYTES else await self.in_thread(job, size)
-
     def _prepared(self, target: Target, requests: list[GenerateRequest], keys: list[bytes], session: bytes) -> Prepared:
         if target.adapter_digest:
             requests = [msgspec.structs.replace(each, adapter_digest=target.adapter_digest) for each in requests]
@@ -182,13 +127,6 @@ class Preparation:
             for request, key in zip(requests, keys, strict=True)
         ]
         return Prepared(target, requests, routing_requests, requests[0].stream)
-
-
-def _seeded(request: GenerateRequest) -> GenerateRequest:
-    """Each prompt of a request without a seed gets one of its own, else equal prompts would get equal answers."""
-    if request.sampling.seed is not None:
-        return request
-    return msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, seed=_new_seed()))
 
 
 def _prioritized(request: GenerateRequest, caller: Caller) -> GenerateRequest:

@@ -8,8 +8,8 @@ from hashlib import blake2b
 from pagemill_gateway.brain.interface import RoutingRequest, Target
 from pagemill_gateway.relay.prompt_hashes import PromptHashes
 from pagemill_gateway.routing.prefix_hash import PREFIX_CHARS
+from pagemill_protocol.dialects.base import ParsedBody
 from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.openai.schemas import ChatCompletionRequest, CompletionRequest
 
 HeaderOf = Callable[[str], str | None]
 """The client's header of that name (lower case)."""
@@ -39,11 +39,9 @@ def session_key(target: Target, key_hash: str | None, header_of: HeaderOf) -> by
     return _key(f"{key_hash or ''}\0{name}")
 
 
-def prompt_keys(body: ChatCompletionRequest | CompletionRequest) -> list[bytes]:
-    """One a prompt: of the beginning of the first user message, or of the prompt."""
-    if isinstance(body, ChatCompletionRequest):
-        return [_key(next((each.content for each in body.messages if each.role == "user"), "")[:PREFIX_CHARS])]
-    return [_key(each[:PREFIX_CHARS] if isinstance(each, str) else repr(each[:PREFIX_CHARS])) for each in body.prompt]
+def prompt_keys(body: ParsedBody) -> list[bytes]:
+    """One per prompt, of its beginning."""
+    return [_key(text) for text in body.prompt_texts(PREFIX_CHARS)]
 
 
 def _key(text: str) -> bytes:

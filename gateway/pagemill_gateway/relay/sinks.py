@@ -14,6 +14,8 @@ from typing import Protocol
 from pagemill_gateway.relay.upstream import UpstreamFailure
 
 Write = Callable[[bytes], Awaitable[None]]
+EVENT_STARTS = (b"data:", b"event:", b"id:", b":")
+"""Fields of server-sent events, and comments (WHATWG HTML, section 9.2)."""
 
 
 class Sink(Protocol):
@@ -56,7 +58,7 @@ class StreamSink:
         if not events:
             return
         for event in events:
-            if not (event.startswith((b"data:", b":")) and event.endswith(b"\n\n")):
+            if not (event.startswith(EVENT_STARTS) and event.endswith(b"\n\n")):
                 raise UpstreamFailure("broken", "The engine sent an incomplete event.")
         self._delivered = True
         await self._write(events[0] if len(events) == 1 else b"".join(events))

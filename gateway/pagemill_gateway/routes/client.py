@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from starlette.types import Send
 
 from pagemill_gateway.patience import Patience
+from pagemill_protocol.dialects.base import SSE_CONTENT_TYPE, Dialect
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.http.door import error_response
-from pagemill_protocol.openai.render import SSE_CONTENT_TYPE, sse_error
 
 SSE_HEADERS = [
     (b"content-type", SSE_CONTENT_TYPE.encode()),
@@ -29,8 +28,9 @@ class ClientTooSlow(Exception):
 
 
 class ClientResponse:
-    def __init__(self, send: Send, slow_timeout_s: float) -> None:
+    def __init__(self, send: Send, slow_timeout_s: float, dialect: Dialect) -> None:
         self._send = send
+        self._dialect = dialect
         self._patience = Patience(slow_timeout_s)
         self.started = False
         self._starting = asyncio.Lock()
@@ -61,12 +61,13 @@ class ClientResponse:
     async def fail(self, error: PagemillError) -> None:
         """Tell the client: as the response while there is none, else as the event that ends the stream."""
         if self.started:
-            await self._bid_farewell(sse_error(error))
+            await self._bid_farewell(self._dialect.error_event(error))
             return
         self.started = True
-        response = error_response(error)
-        await self._start(response.status_code, response.raw_headers)
-        await self._bid_farewell(bytes(response.body))
+        body = self._dialect.error_body(error)
+        headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers()}
+        await self._start(error.status, [(name.encode(), value.encode()) for name, value in headers.items()])
+        await self._bid_farewell(body)
 
     async def _start_stream(self) -> None:
         async with self._starting:

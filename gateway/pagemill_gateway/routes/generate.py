@@ -26,8 +26,8 @@ from pagemill_gateway.routes.body import read_counted
 from pagemill_gateway.routes.client import ClientResponse, ClientTooSlow
 from pagemill_gateway.routes.connection import while_connected
 from pagemill_gateway.worker import Worker
+from pagemill_protocol.dialects.base import Dialect
 from pagemill_protocol.errors import PagemillError, internal_error, invalid_field
-from pagemill_protocol.generate import Dialect
 from pagemill_protocol.http.door import check_json_content_type, header
 from pagemill_protocol.keys.caller import Caller
 
@@ -40,7 +40,7 @@ MAX_TIMEOUT_S = 24 * 3600.0
 class GenerateRoute:
     def __init__(self, worker: Worker, dialect: Dialect) -> None:
         self._worker = worker
-        self._dialect: Dialect = dialect
+        self._dialect = dialect
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         worker = self._worker
@@ -52,7 +52,7 @@ class GenerateRoute:
         with worker.gate.enter() as slot:
             raw = await read_counted(scope, receive, slot, worker.config.max_body_bytes)
             header_of = partial(_header, scope)
-            client = ClientResponse(send, worker.config.slow_client_timeout_s)
+            client = ClientResponse(send, worker.config.slow_client_timeout_s, self._dialect)
             try:
                 stayed = await while_connected(self._serve(raw, caller, header_of, timeout_s, client, record), receive)
             finally:

@@ -13,7 +13,7 @@ prompts or answers is ever exported.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from opentelemetry.context import Context
@@ -23,11 +23,10 @@ from opentelemetry.util.types import AttributeValue
 from starlette.types import Scope
 
 from pagemill_gateway.request_record import AttemptRecord, RequestRecord
-from pagemill_protocol.generate import Dialect
+from pagemill_protocol.dialects.registry import dialect_of
 from pagemill_protocol.http.door import header
 
 PROVIDER = "pagemill"
-OPERATIONS: Mapping[Dialect, str] = {"chat": "chat", "completions": "text_completion"}
 CARRIED = ("traceparent", "tracestate")
 _propagator = TraceContextTextMapPropagator()
 
@@ -125,7 +124,7 @@ def _status(error: str | None) -> Status:
 
 
 def _operation(record: RequestRecord) -> str:
-    return OPERATIONS[record.dialect]
+    return dialect_of(record.dialect).operation
 
 
 def _of_request(record: RequestRecord, method: str) -> Iterator[tuple[str, AttributeValue]]:

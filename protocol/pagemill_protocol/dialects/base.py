@@ -24,7 +24,7 @@ SSE_CONTENT_TYPE = "text/event-stream; charset=utf-8"
 class Piece(NamedTuple):
     """What one engine output adds to one choice of a streamed answer."""
 
-    index: int
+    choice: int
     """The client's index of the choice."""
     text: str
     is_first: bool
@@ -41,7 +41,7 @@ class Piece(NamedTuple):
 class FinishedChoice(NamedTuple):
     """One choice of an answer that is not streamed. Fields as in `Piece`; `text` is the whole text."""
 
-    index: int
+    choice: int
     text: str
     finish_reason: FinishReason
     positions: Sequence[PositionLogprobs] | None
@@ -70,8 +70,6 @@ class Preparation(NamedTuple):
     request_id: str
     created_unix_s: int
     cache_salt: str = ""
-    seed: int | None = None
-    """For a client that sent none."""
 
 
 class ParsedBody(Protocol):
@@ -82,11 +80,16 @@ class ParsedBody(Protocol):
         """The fields that all generating dialects share: model, priority, stream and sampling."""
         ...
 
+    @property
+    def renders(self) -> bool:
+        """Whether `prepare` runs a chat template: `render_soon` may do it without a thread."""
+        ...
+
     def prompt_texts(self, max_chars: int) -> list[str]:
         """The beginning of each prompt, for routing by prompt."""
         ...
 
-    def sampling(self, seed: int | None) -> SamplingParams:
+    def sampling(self) -> SamplingParams:
         """Checked as far as no model is needed. Raises `PagemillError` 400."""
         ...
 

@@ -33,6 +33,8 @@ class ChatDialect(OpenAIDialect):
 
 
 class ChatBody:
+    renders = True
+
     def __init__(self, fields: ChatCompletionRequest) -> None:
         self.fields = fields
 
@@ -40,8 +42,8 @@ class ChatBody:
         """The first user message: system prompts are often the same for all users."""
         return [next((each.content for each in self.fields.messages if each.role == "user"), "")[:max_chars]]
 
-    def sampling(self, seed: int | None) -> SamplingParams:
-        return prepare.sampling_of(self.fields, seed=seed)
+    def sampling(self) -> SamplingParams:
+        return prepare.sampling_of(self.fields)
 
     async def render_soon(self, tokenizer: Tokenizer) -> str | None:
         return await prepare.render_soon(self.fields, tokenizer)
@@ -63,7 +65,7 @@ class ChatRenderer:
         return render.sse(
             render.chat_chunk(
                 self._head,
-                piece.index,
+                piece.choice,
                 piece.text,
                 role=piece.is_first,
                 finish_reason=piece.finish_reason,
@@ -79,7 +81,7 @@ class ChatRenderer:
     def body(self, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
         rendered = [
             render.Choice(
-                each.index,
+                each.choice,
                 each.text,
                 each.finish_reason,
                 None if each.positions is None else logprobs.chat(each.positions),

@@ -33,6 +33,8 @@ class CompletionsDialect(OpenAIDialect):
 
 
 class CompletionsBody:
+    renders = False
+
     def __init__(self, fields: CompletionRequest) -> None:
         self.fields = fields
 
@@ -40,8 +42,7 @@ class CompletionsBody:
         prompts = (prompt[:max_chars] for prompt in self.fields.prompt)
         return [prompt if isinstance(prompt, str) else repr(prompt) for prompt in prompts]
 
-    def sampling(self, seed: int | None) -> SamplingParams:
-        """Without the server's seed: each prompt gets one of its own, else equal prompts would get equal answers."""
+    def sampling(self) -> SamplingParams:
         return prepare.sampling_of(self.fields)
 
     async def render_soon(self, tokenizer: Tokenizer) -> str | None:
@@ -63,7 +64,7 @@ class CompletionsRenderer:
         return render.sse(
             render.completion_chunk(
                 self._head,
-                piece.index,
+                piece.choice,
                 (self._echo if piece.is_first else "") + piece.text,
                 finish_reason=piece.finish_reason,
                 logprobs=None
@@ -80,7 +81,7 @@ class CompletionsRenderer:
     def body(self, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
         rendered = [
             render.Choice(
-                each.index,
+                each.choice,
                 self._echo + each.text,
                 each.finish_reason,
                 None if each.positions is None else logprobs.completions(each.positions, each.num_chars_before),

@@ -7,14 +7,13 @@ plays no role here; the gateway and the scheduler decide on admission.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from pagemill_protocol.errors import PagemillError, beyond_context, context_length_exceeded, invalid_field
-from pagemill_protocol.generate import Dialect, GenerateRequest
-from pagemill_protocol.ids import new_id
+from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.openai.schemas import (
     DEFAULT_COMPLETION_TOKENS,
     ChatCompletionRequest,
@@ -34,8 +33,12 @@ MAX_TOKENS_OF_SEVERAL = 1024 * 1024
 _SHARED_FIELDS = [name for name in SamplingParams.__struct_fields__ if name in SamplingFields.model_fields]
 
 
-def new_request_id(dialect: Dialect) -> str:
-    return f"{'chatcmpl' if dialect == 'chat' else 'cmpl'}-{new_id()}"
+def with_seed(request: GenerateRequest, new_seed: Callable[[], int]) -> GenerateRequest:
+    """`request` with a seed of its own if the client sent none: it can then be continued by another engine, and equal
+    prompts of one body get different answers."""
+    if request.sampling.seed is not None:
+        return request
+    return msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, seed=new_seed()))
 
 
 def sampling_of(

@@ -13,7 +13,7 @@ import msgspec
 import orjson
 
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.generate import Dialect, FinishReason, GenerateRequest, Usage
+from pagemill_protocol.generate import FinishReason, GenerateRequest, Usage
 
 SSE_CONTENT_TYPE = "text/event-stream; charset=utf-8"
 SSE_DONE = b"data: [DONE]\n\n"
@@ -120,10 +120,9 @@ def completion_chunk(
     return _chunk(head, "text_completion", choice, include_usage, usage)
 
 
-def usage_chunk(head: Head, dialect: Dialect, usage: Usage) -> bytes:
+def usage_chunk(head: Head, chunk_object: str, usage: Usage) -> bytes:
     """The last chunk under `stream_options.include_usage`: no choices."""
-    kind = "chat.completion.chunk" if dialect == "chat" else "text_completion"
-    return orjson.dumps({**_envelope(head, kind), "choices": [], "usage": usage_object(usage)})
+    return orjson.dumps({**_envelope(head, chunk_object), "choices": [], "usage": usage_object(usage)})
 
 
 def chat_body(head: Head, choices: Iterable[Choice], usage: Usage) -> bytes:

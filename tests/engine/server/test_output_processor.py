@@ -10,7 +10,7 @@ import pytest
 from pagemill_engine.ipc.messages import LogprobsOut, TokensOut
 from pagemill_engine.output.processor import Frame, OutputProcessor
 from pagemill_protocol.errors import unavailable
-from pagemill_protocol.generate import ChoiceResume, Dialect, GenerateRequest, Usage
+from pagemill_protocol.generate import ChoiceResume, GenerateRequest, Usage
 from pagemill_protocol.sampling import SamplingParams
 from pagemill_protocol.text.tokenizer import Tokenizer
 
@@ -64,7 +64,7 @@ def test_a_streamed_chat_has_a_role_once_a_reason_once_and_a_lone_end(byte_token
 
 @pytest.mark.parametrize("dialect", ["chat", "completions"])
 def test_continuous_usage_counts_the_tokens_of_each_choice_in_every_chunk(
-    byte_tokenizer: Tokenizer, dialect: Dialect
+    byte_tokenizer: Tokenizer, dialect: str
 ) -> None:
     sampling = SamplingParams(n=2, max_tokens=None)
     request = make_request(sampling, include_usage=True, continuous_usage=True, dialect=dialect)
