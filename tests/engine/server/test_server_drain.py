@@ -69,7 +69,7 @@ def test_requests_are_served_until_every_gateway_has_acknowledged(start_server: 
 
     def drain() -> None:
         answers.append(
-            httpx.post(f"{server.control_url}/internal/drain?wait_s=300", headers=server.auth, timeout=WAIT_LIMIT_S)
+            httpx.post(f"{server.control_url}/internal/drain?wait_s=60", headers=server.auth, timeout=2 * WAIT_LIMIT_S)
         )
 
     draining = threading.Thread(target=drain)
@@ -79,7 +79,7 @@ def test_requests_are_served_until_every_gateway_has_acknowledged(start_server: 
     readers[0].acknowledge()
     assert httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=WAIT_LIMIT_S).status_code == 200
     readers[1].acknowledge()
-    draining.join(WAIT_LIMIT_S)
+    draining.join(30)  # half of what it waits without an acknowledgement
     assert not draining.is_alive()
     assert answers[0].json() == {"draining": True, "num_requests": 0, "connected": 2, "acknowledged": 2}
     refused = httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=WAIT_LIMIT_S)
