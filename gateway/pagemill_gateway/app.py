@@ -17,6 +17,7 @@ from pagemill_gateway.routes.models import ModelRoutes
 from pagemill_gateway.routes.tokens import TokenRoutes
 from pagemill_gateway.worker import Worker
 from pagemill_protocol.http.door import Door, install_error_handlers
+from pagemill_protocol.http.guard import ControlGuard
 from pagemill_protocol.openai.openapi import OPENAPI_PATH
 
 MAX_CATALOG_BYTES = 64 * 1024 * 1024
@@ -69,7 +70,7 @@ class _HotPaths:
 
 
 def control_app(head: Head) -> ASGIApp:
-    """What the platform sees."""
+    """What the platform sees; programs of the platform alone, but for probes and scrapes."""
     control, health = ControlRoutes(head), HealthRoutes(head, lambda: head.draining)
     app = Starlette(
         routes=[
@@ -86,7 +87,7 @@ def control_app(head: Head) -> ASGIApp:
     install_error_handlers(app)
     config = head.config
     return Door(
-        app,
+        ControlGuard(app, head.control_tokens, config.control_allowed_hosts),
         max_body_bytes=MAX_CATALOG_BYTES,
         max_header_bytes=config.max_header_bytes,
         body_timeout_s=config.body_timeout_s,

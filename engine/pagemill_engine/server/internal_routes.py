@@ -1,7 +1,7 @@
 """What gateways and the operator call: generate, the state stream, the tokenizer bundle, drain.
 
-All ask for the internal token, or for a loopback peer when none is configured. `/internal/generate` lives on the data
-port, the others on the control port.
+`/internal/generate` lives on the data port and asks for the internal token itself; the others live on the control port,
+whose guard (`pagemill_protocol.http.guard`) has asked for it before.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from pagemill_engine.server.state_stream import StatePublisher
 from pagemill_protocol.errors import PagemillError, invalid_field
 from pagemill_protocol.frames import MSGPACK_CONTENT_TYPE, STATE_CONTENT_TYPE
 from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.http.door import header, read_body, require_internal
+from pagemill_protocol.http.door import header, read_body
+from pagemill_protocol.http.guard import require_control
 from pagemill_protocol.state import GATEWAY_HEADER
 
 MAX_WAIT_S = 60.0
@@ -33,7 +34,8 @@ _decoder = msgspec.msgpack.Decoder(GenerateRequest)
 
 async def generate(request: Request) -> FramesResponse:
     """Take a prepared request, or refuse it with its status. From status 200 on, the engine owns it."""
-    context = guarded(request)
+    context = context_of(request)
+    require_control(request.scope, context.tokens, context.settings.server.control_allowed_hosts)
     generate_request = _decode(await read_body(request.receive))
     answer = submit(context, [generate_request])
     _, ready = context.ready_engine()
@@ -41,7 +43,7 @@ async def generate(request: Request) -> FramesResponse:
 
 
 async def state(request: Request) -> Response | StateResponse:
-    context = guarded(request)
+    context = context_of(request)
     if request.method == "HEAD":  # a stream without a body would keep the connection for nothing
         return Response(headers={"content-type": STATE_CONTENT_TYPE})
     # One that never ends is refused before the stream begins; from then on only the reader's departure can come.
@@ -50,7 +52,7 @@ async def state(request: Request) -> Response | StateResponse:
 
 
 async def bundle(request: Request) -> Response:
-    context = guarded(request)
+    context = context_of(request)
     tokenizer_bundle = context.loaded_tokenizer().bundle
     headers = {BUNDLE_DIGEST_HEADER: tokenizer_bundle.digest}
     return Response(tokenizer_bundle.to_bytes(), media_type=MSGPACK_CONTENT_TYPE, headers=headers)
@@ -61,7 +63,7 @@ async def drain(request: Request) -> Response:
 
     What runs goes on; the answer tells how much is left.
     """
-    context = guarded(request)
+    context = context_of(request)
     wait_s = seconds(request.query_params.get("wait_s", "0"), "wait_s")
     context.drain()
     await context.draining.settle(wait_s)
@@ -72,7 +74,7 @@ async def drain(request: Request) -> Response:
 
 async def drained(request: Request) -> Response:
     """A gateway tells that it sends nothing more here."""
-    context = guarded(request)
+    context = context_of(request)
     context.draining.acknowledge(_gateway_of(request.scope))
     return Response(status_code=204)
 
@@ -103,10 +105,8 @@ class StateResponse:
             self._context.metrics.state_streams(-1)
 
 
-def guarded(request: Request) -> ServerContext:
-    """The context, for who may ask. Raises `PagemillError` otherwise."""
+def context_of(request: Request) -> ServerContext:
     context: ServerContext = request.app.state.context
-    require_internal(request.scope, context.tokens.accepted())
     return context
 
 

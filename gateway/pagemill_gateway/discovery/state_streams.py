@@ -34,6 +34,7 @@ LONG_FAILING_SHARE = 0.1
 LONGEST_PAUSE_S = 30.0
 """An endpoint that has failed for long is asked less and less; its platform tells when that is worth it again."""
 STREAM_FAULTS = (aiohttp.ClientError, TimeoutError, OSError, FrameError, StateGap, BundleError)
+WRONG_TOKEN = "/internal/state answered 401: the engine does not accept the token; set engine_token to one that it does"
 
 
 class StateStreams:
@@ -140,6 +141,8 @@ class StateStreams:
             allow_redirects=False,
         ) as response:
             connection.opened = True
+            if response.status == 401:
+                raise aiohttp.ClientPayloadError(WRONG_TOKEN)
             if response.status != 200:
                 raise aiohttp.ClientPayloadError(f"/internal/state answered {response.status}")
             decoder = StateDecoder()

@@ -6,6 +6,7 @@ import socket
 
 from pagemill_gateway.config import GatewayConfig, SettingsError
 from pagemill_gateway.discovery.catalog import check_catalog
+from pagemill_gateway.logs import tell
 from pagemill_protocol.errors import PagemillError
 
 
@@ -42,6 +43,12 @@ def bind(host: str, port: int, field: str) -> socket.socket:
             f"{field}: cannot listen on {host}:{port}: {error.strerror}. Choose another port, or stop who uses it."
         ) from error
     return listener
+
+
+def tell_listening(config: GatewayConfig, data_socket: socket.socket, control_socket: socket.socket) -> None:
+    """Where clients and the platform find the gateway, and in which file its control token is, if in one."""
+    file = {"control_token_file": config.control_token_file} if config.control_token_file is not None else {}
+    tell("listening", url=url_of(data_socket), control_url=url_of(control_socket), **file)
 
 
 def url_of(listener: socket.socket) -> str:

@@ -1,4 +1,5 @@
 """The HTTP door that engine and gateway share: limits, error bodies, request ids, bearer checks.
 
-`door` is the ASGI middleware and gathers the rest; `connection` bounds what comes before ASGI, inside uvicorn.
+`door` is the ASGI middleware and gathers the rest; `connection` bounds what comes before ASGI, inside uvicorn; `guard`
+decides who may use control routes.
 """
