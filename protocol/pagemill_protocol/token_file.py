@@ -60,10 +60,9 @@ def made_token_file(address: str, port: int, parent: Path | None = None) -> Iter
 
 def read_made_token(control_url: str, parent: Path | None = None) -> str:
     """The token that a server of this user on this machine has made; empty where there is none."""
-    for path in _paths(control_url, _folder(parent)):
-        if token := _read(path):
-            return token
-    return ""
+    # One that was killed at another address of the same port may have left its file.
+    paths = sorted(_paths(control_url, _folder(parent)), key=_written_at, reverse=True)
+    return next(filter(None, map(_read, paths)), "")
 
 
 class MadeTokens:
@@ -132,6 +131,14 @@ def _write(path: Path, token: str) -> None:
     with os.fdopen(descriptor, "w") as file:
         file.write(token + "\n")
     temporary.replace(path)
+
+
+def _written_at(path: Path) -> int:
+    """In ns; 0 where there is no such file."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _read(path: Path) -> str:
