@@ -86,6 +86,14 @@ class Up(NamedTuple):
         found = re.search(r"^Status, metrics\s.*?(\S+/metrics)", self.log.read_text(), re.MULTILINE)
         return found[1] if found else None
 
+    @property
+    def control_token(self) -> str:
+        """Of the gateway's control port. Raises `RuntimeError` before it is shown where it is."""
+        found = re.search(r"^Control token\s+(\S+)", self.log.read_text(), re.MULTILINE)
+        if found is None:
+            raise RuntimeError("`pagemill up` has not shown the file of its control token yet")
+        return Path(found[1]).read_text().strip()
+
     def scalings(self, name: str) -> list[tuple[int, int]]:
         """What the autoscaler has ordered so far: replicas before and after."""
         told = re.findall(rf"^{name}: scaled to (\d+) replicas from (\d+):", self.log.read_text(), re.MULTILINE)

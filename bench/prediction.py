@@ -118,8 +118,9 @@ class Load:
 class Decisions:
     """What the gateway's control port has told so far, each decision once."""
 
-    def __init__(self, session: aiohttp.ClientSession, control_url: str) -> None:
+    def __init__(self, session: aiohttp.ClientSession, control_url: str, control_token: str) -> None:
         self._session = session
+        self._headers = {"Authorization": f"Bearer {control_token}"}
         self._url = f"{control_url}/debug/decisions?limit={MAX_SHOWN}"
         self._found: dict[int, Decided] = {}
         self._last = 0
@@ -131,7 +132,7 @@ class Decisions:
             await asyncio.sleep(POLL_S)
 
     async def read(self) -> None:
-        async with self._session.get(self._url) as response:
+        async with self._session.get(self._url, headers=self._headers) as response:
             for each in json.loads(await response.text())["decisions"]:
                 measured_ms, predicted_ms = each["measured_ttft_ms"], each["predicted_ttft_ms"]
                 if measured_ms and predicted_ms is not None:
@@ -157,7 +158,8 @@ async def measure(up: Up, args: argparse.Namespace) -> tuple[dict[str, list[Deci
     assert up.metrics_url is not None
     timeout = aiohttp.ClientTimeout(total=600)
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
-        load, decisions = Load(session, up.url, args.seed), Decisions(session, up.metrics_url.removesuffix("/metrics"))
+        load = Load(session, up.url, args.seed)
+        decisions = Decisions(session, up.metrics_url.removesuffix("/metrics"), up.control_token)
         watching = asyncio.create_task(decisions.watch())
         try:
             rate_per_s = await load.saturated(args.calibrate, args.at_once * args.replicas)

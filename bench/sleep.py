@@ -17,13 +17,16 @@ from processes import stop, tree_memory
 from report import emit, median
 from startup import Engine
 
+from pagemill_protocol.token_file import read_made_token
+
 PROMPT_TOKENS = 1900
 TIMEOUT_S = 600.0
 
 
-def post(url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+def post(url: str, body: dict[str, Any] | None = None, token: str = "") -> dict[str, Any]:
     data = json.dumps(body or {}).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    guard = {"Authorization": f"Bearer {token}"} if token else {}
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json", **guard})
     with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
         answer: dict[str, Any] = json.loads(response.read())
         return answer
@@ -37,9 +40,9 @@ def fill(engine: Engine, num_tokens: int) -> None:
         post(url, {"model": "smollm2", "prompt": prompt, "max_tokens": 1})
 
 
-def timed_ms(url: str) -> float:
+def timed_ms(url: str, token: str) -> float:
     started_s = time.perf_counter()
-    post(url)
+    post(url, token=token)
     return (time.perf_counter() - started_s) * 1000
 
 
@@ -49,10 +52,11 @@ def measure(folder: Path, num_tokens: int) -> dict[str, float]:
         ready_s = engine.wait_ready()
         fill(engine, num_tokens)
         control_url = f"http://127.0.0.1:{engine.control_port}"
+        token = read_made_token(control_url)
         awake = tree_memory(engine.process.pid)
-        sleep_ms = timed_ms(f"{control_url}/sleep")
+        sleep_ms = timed_ms(f"{control_url}/sleep", token)
         asleep = tree_memory(engine.process.pid)
-        wake_ms = timed_ms(f"{control_url}/wake_up")
+        wake_ms = timed_ms(f"{control_url}/wake_up", token)
         first_ms = engine.first_token_ms()
         after = tree_memory(engine.process.pid)
     finally:

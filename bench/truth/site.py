@@ -27,6 +27,7 @@ from pagemill_engine.config import EngineConfig
 from pagemill_operator.backends.local.ports import free_port
 from pagemill_protocol.frames import StateDecoder
 from pagemill_protocol.state import StateFrame
+from pagemill_protocol.token_file import read_made_token
 from truth.generator import Answer, Request
 
 START_TIMEOUT_S = 180.0
@@ -60,7 +61,9 @@ class RealSite:
     def state(self) -> StateFrame:
         """The engine's latest: its room and its step times."""
         decoder = StateDecoder()
-        with urllib.request.urlopen(f"{self.control_url}/internal/state", timeout=10) as response:
+        headers = {"Authorization": f"Bearer {read_made_token(self.control_url)}"}
+        request = urllib.request.Request(f"{self.control_url}/internal/state", headers=headers)
+        with urllib.request.urlopen(request, timeout=10) as response:
             while True:
                 frames = decoder.feed(response.read1(65536))
                 if frames:

@@ -107,7 +107,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     control_host: str = "127.0.0.1"
     control_port: int = 8001
     internal_token: str = ""
-    """Bearer token that `/internal/*` and control writes ask for; empty: only loopback peers may call them."""
+    """Bearer token that `/internal/*` and all of the control port but `/livez`, `/readyz`, `/metrics` and `/version`
+    ask for. Without it and without a file, the server makes one at its start, in a file that its user alone can read:
+    `pagemill-UID/control-ADDRESS-PORT.token` below `$XDG_RUNTIME_DIR`, or below the temporary folder."""
     internal_tokens_file: str | None = None
     """File of further such tokens, one a line, read again when it changes. An empty file lets nobody in."""
     api_keys_file: str | None = None
@@ -116,6 +118,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     (`HASH tenant=NAME`). The format is that of a gateway's `api_keys_file`, but limits, models and priorities are
     refused: only a gateway keeps them. A change takes effect within two seconds. `None`: no key is asked.
     """
+    control_allowed_hosts: list[str] = []
+    """Names by which callers of those routes may address this server, in the header Host. IP addresses, the machine's
+    own name, names without a dot and names below `localhost`, `local`, `internal` and `svc` always may."""
     max_body_bytes: int = 8 * 1024 * 1024
     max_header_bytes: int = 64 * 1024
     body_timeout_s: float = 30.0

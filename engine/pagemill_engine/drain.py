@@ -47,7 +47,7 @@ def drain(server: Mapping[str, Any], wait_s: float) -> tuple[int, str]:
     host = server.get("control_host", "127.0.0.1")
     address = (ANY_ADDRESS.get(host, host), server.get("control_port", 8001))
     with socket.create_connection(address, timeout=wait_s + ANSWER_TIMEOUT_S) as connection:
-        connection.sendall(_request(_token(server), wait_s))
+        connection.sendall(_request(_token(server, *connection.getpeername()[:2]), wait_s))
         with connection.makefile("rb") as answer:
             raw = answer.read(MAX_ANSWER_BYTES)
     head, _, body = raw.partition(b"\r\n\r\n")
@@ -61,14 +61,19 @@ def _request(token: str, wait_s: float) -> bytes:
     return "\r\n".join([*lines, "", ""]).encode("latin-1")
 
 
-def _token(server: Mapping[str, Any]) -> str:
+def _token(server: Mapping[str, Any], address: str, port: int) -> str:
     path = server.get("internal_tokens_file")
     if path:
         with open(path, encoding="utf-8") as file:
             for line in map(str.strip, file):
                 if line and not line.startswith("#"):
                     return line
-    return str(server.get("internal_token", ""))
+    if token := str(server.get("internal_token", "")):
+        return token
+    # Imported only where it is needed: a pod's engine is always given a token.
+    from pagemill_protocol.token_file import read_made_token
+
+    return read_made_token(f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from pagemill_gateway.routes.tokens import TokenRoutes
 from pagemill_gateway.worker import Worker
 from pagemill_protocol.dialects.registry import dialects
 from pagemill_protocol.http.door import Door, install_error_handlers
+from pagemill_protocol.http.guard import ControlGuard
 from pagemill_protocol.openai.openapi import OPENAPI_PATH
 
 MAX_CATALOG_BYTES = 64 * 1024 * 1024
@@ -67,7 +68,7 @@ class _HotPaths:
 
 
 def control_app(head: ControlProcess) -> ASGIApp:
-    """What the platform sees."""
+    """Routes of the platform, guarded except for probes and scrapes."""
     control, health = ControlRoutes(head), HealthRoutes(head, lambda: head.draining)
     app = Starlette(
         routes=[
@@ -84,7 +85,7 @@ def control_app(head: ControlProcess) -> ASGIApp:
     install_error_handlers(app)
     config = head.config
     return Door(
-        app,
+        ControlGuard(app, head.control_tokens, config.control_allowed_hosts),
         max_body_bytes=MAX_CATALOG_BYTES,
         max_header_bytes=config.max_header_bytes,
         body_timeout_s=config.body_timeout_s,

@@ -127,7 +127,19 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     control_host: str = "127.0.0.1"
     control_port: int = 8081
     control_token: str = ""
-    """Bearer token of `PUT /catalog`; empty: only allowed on a loopback bind."""
+    """
+    Bearer token of all of the control port but `/livez`, `/readyz`, `/metrics` and `/version`. Without it and without a
+    file, which only a loopback bind allows, the gateway makes one at its start, in a file that its user alone can read:
+    `pagemill-UID/control-ADDRESS-PORT.token` below `$XDG_RUNTIME_DIR`, or below the temporary folder. With discovery
+    `kubernetes` further ones are derived from `kubernetes.keys_secret`, and none is made.
+    """
+    control_token_file: str | None = None
+    """File of further such tokens, one a line, read again when it changes. An empty file lets nobody in."""
+    control_allowed_hosts: list[str] = []
+    """
+    Names by which callers of those routes may address this gateway, in the header Host. IP addresses, the machine's own
+    name, names without a dot and names below `localhost`, `local`, `internal` and `svc` always may.
+    """
     api_keys: list[str] = []
     """
     Accepted API keys: the SHA-256 in hex, and what the key may have:
@@ -236,6 +248,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     drain_timeout_s: float = 30.0
     """After that, running requests get this long; then they end with an error event."""
 
+    @property
+    def has_control_token(self) -> bool:
+        return bool(self.control_token) or self.control_token_file is not None
+
     def bounds_of_one_worker(self) -> WorkerBounds:
         """Its share, but never less than the largest body."""
         return WorkerBounds(
@@ -261,10 +277,11 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 f"host: {self.host!r} can be reached from other machines and api_keys is empty, so anybody could use "
                 "the models. Set api_keys or api_keys_file, or bind to 127.0.0.1, or set allow_anonymous."
             )
-        if self.discovery == "static" and not self.control_token and not is_loopback(self.control_host):
+        if self.discovery == "static" and not self.has_control_token and not is_loopback(self.control_host):
             raise SettingsError(
-                f"control_host: {self.control_host!r} can be reached from other machines and control_token is empty, "
-                "so anybody could replace the catalogue. Set control_token, or bind to 127.0.0.1."
+                f"control_host: {self.control_host!r} can be reached from other machines and control_token is empty; a "
+                "token that is made at the start would be known on this machine only. Set control_token or "
+                "control_token_file, or bind to 127.0.0.1."
             )
         if self.discovery == "kubernetes" and self.catalog.models:
             raise SettingsError(

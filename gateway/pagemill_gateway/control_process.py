@@ -16,6 +16,7 @@ import msgspec
 
 from pagemill_gateway.brain.brain import LocalBrain
 from pagemill_gateway.config import GatewayConfig, SettingsError
+from pagemill_gateway.control_token import control_tokens
 from pagemill_gateway.discovery.bundles import BundleError, Bundles
 from pagemill_gateway.discovery.kubernetes.credentials import Credentials, CredentialsError, load_credentials
 from pagemill_gateway.discovery.kubernetes.discovery import KubernetesDiscovery
@@ -29,6 +30,7 @@ from pagemill_gateway.ports import GatewayStatus, WorkerMeasurements, WorkerPort
 from pagemill_protocol.catalog import Catalog
 from pagemill_protocol.errors import unavailable
 from pagemill_protocol.keys.caller import Caller
+from pagemill_protocol.token_file import MadeTokens
 
 logger = logging.getLogger("pagemill.gateway")
 
@@ -62,10 +64,14 @@ class ControlProcess:
         self.draining = False
         self.closing = asyncio.Event()
         """The drain is over: what streams for ever ends now."""
+        self.control_tokens = control_tokens(config, self._derived_tokens)
+        """Who may use the control port."""
         credentials = _credentials(config) if config.discovery == "kubernetes" else None
         self.metrics = ControlProcessMetrics()
         self.metrics.control_process_restarted(num_before)
-        self.brain = LocalBrain(config, first_decision=num_before * DECISIONS_OF_ONE_BRAIN)
+        self.brain = LocalBrain(
+            config, first_decision=num_before * DECISIONS_OF_ONE_BRAIN, made_token=MadeTokens().find
+        )
         self._workers: list[WorkerPort] = []
         self.recount = Recount(config.workers if num_before else 0)
         self._shared_keys: list[Caller] | None = None
@@ -164,13 +170,6 @@ class ControlProcess:
         self.bundles.forget_all_but(self.brain.registry.bundle_digests, self._templates)
         self._publish_bundles()
 
-    def control_tokens(self) -> tuple[str, ...] | None:
-        """Who may use the control port's guarded routes; `None`: loopback peers."""
-        fixed = (self.config.control_token,) if self.config.control_token else ()
-        if self.discovery is not None:
-            return (*fixed, *self.discovery.control_tokens)
-        return fixed or None
-
     async def close(self) -> None:
         if self.discovery is not None:
             await self.discovery.close()
@@ -180,6 +179,9 @@ class ControlProcess:
         await self.session.close()
         await self.sharing.close()
         await self.bundles.close()
+
+    def _derived_tokens(self) -> tuple[str, ...]:
+        return self.discovery.control_tokens if self.discovery is not None else ()
 
     def _keep(self, catalog: Catalog, path: Path) -> None:
         try:

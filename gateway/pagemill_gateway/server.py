@@ -19,10 +19,11 @@ from starlette.types import ASGIApp
 
 from pagemill_gateway.app import control_app, data_app
 from pagemill_gateway.config import GatewayConfig
+from pagemill_gateway.control_token import with_control_token
 from pagemill_gateway.core import Gateway, open_gateway
 from pagemill_gateway.garbage import collect_seldom
 from pagemill_gateway.logs import log_event
-from pagemill_gateway.sockets import open_ports, url_of
+from pagemill_gateway.sockets import log_listening, open_ports
 from pagemill_gateway.stop_signals import Stop
 from pagemill_gateway.worker import Worker
 from pagemill_protocol.http.connection import bounded_protocol
@@ -39,18 +40,19 @@ QUIET_S = 1.0
 async def serve(config: GatewayConfig) -> None:
     """Run until SIGTERM or SIGINT, in this process. Raises `SettingsError` when it cannot start."""
     data_socket, control_socket = open_ports(config)
-    gateway = await open_gateway(config)
-    stop = Stop()
-    try:
-        with stop.on_signals():
-            async with listening(gateway, data_socket, control_socket) as (data, control):
-                collect_seldom()
-                log_event("listening", url=url_of(data_socket), control_url=url_of(control_socket))
-                await stopped(stop, data, control)
-                gateway.control.draining = True
-                await drain(gateway.worker, stop, data.refuse_connections)
-    finally:
-        await gateway.close()
+    with with_control_token(config, control_socket) as guarded:
+        gateway = await open_gateway(guarded)
+        stop = Stop()
+        try:
+            with stop.on_signals():
+                async with listening(gateway, data_socket, control_socket) as (data, control):
+                    collect_seldom()
+                    log_listening(guarded, data_socket, control_socket)
+                    await stopped(stop, data, control)
+                    gateway.control.draining = True
+                    await drain(gateway.worker, stop, data.refuse_connections)
+        finally:
+            await gateway.close()
 
 
 class Listening(NamedTuple):

@@ -6,6 +6,7 @@ import socket
 
 from pagemill_gateway.config import GatewayConfig, SettingsError
 from pagemill_gateway.discovery.catalog import check_catalog
+from pagemill_gateway.logs import log_event
 from pagemill_protocol.errors import PagemillError
 
 
@@ -42,6 +43,12 @@ def bind(host: str, port: int, field: str) -> socket.socket:
             f"{field}: cannot listen on {host}:{port}: {error.strerror}. Choose another port, or stop who uses it."
         ) from error
     return listener
+
+
+def log_listening(config: GatewayConfig, data_socket: socket.socket, control_socket: socket.socket) -> None:
+    """Log the URLs of the gateway, and the file of its control token if there is one."""
+    file = {"control_token_file": config.control_token_file} if config.control_token_file is not None else {}
+    log_event("listening", url=url_of(data_socket), control_url=url_of(control_socket), **file)
 
 
 def url_of(listener: socket.socket) -> str:

@@ -35,7 +35,7 @@ def engine_door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
 def gateway_door(engine_door: Door, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
     endpoint = {"id": "engine-0", "data_url": engine_door.url, "control_url": engine_door.control_url}
     model = {"namespace": "ns", "deployment": MODEL, "name": MODEL, "engine_token": TOKEN, "endpoints": [endpoint]}
-    values = {"port": 0, "control_port": 0, "catalog": {"models": [model]}}
+    values = {"port": 0, "control_port": 0, "control_token": TOKEN, "catalog": {"models": [model]}}
     door = start_door("gateway", "pagemill_gateway", tmp_path_factory.mktemp("gateway-door"), values)
     yield door
     door.stop()

@@ -32,7 +32,8 @@ def frees_everything(engine: Door, gateway: Door) -> None:
     wait_until(lambda: gateway.metric("pagemill_gateway_in_flight_body_bytes") == 0)
 
     def in_flight() -> int:
-        status = httpx2.get(gateway.control_url + "/status", timeout=ANSWER_TIMEOUT_S).json()
+        headers = {"Authorization": f"Bearer {gateway.control_token}"}
+        status = httpx2.get(gateway.control_url + "/status", headers=headers, timeout=ANSWER_TIMEOUT_S).json()
         (endpoint,) = status["models"][0]["endpoints"]
         return int(endpoint["in_flight"] + endpoint["reserved_blocks"] + status["num_requests"])
 

@@ -141,7 +141,8 @@ CATALOGS = st.one_of(
 
 
 def look(door: Door, path: str, **query: str) -> Answer:
-    answer = httpx2.get(door.control_url + path, params=query, timeout=ANSWER_TIMEOUT_S)
+    headers = {"Authorization": f"Bearer {CONTROL_TOKEN}"}
+    answer = httpx2.get(door.control_url + path, params=query, headers=headers, timeout=ANSWER_TIMEOUT_S)
     return Answer(answer.status_code, dict(answer.headers), answer.content)
 
 

@@ -35,6 +35,8 @@ from pagemill_protocol.state import AdapterSlots, Digests, EngineLoad, StateFram
 MODEL = "tiny"
 KEY = b"k" * 32
 TOKEN = derive_token(KEY, "ns", MODEL)
+CONTROL_TOKEN = "t0ken"
+CONTROL = {"Authorization": f"Bearer {CONTROL_TOKEN}"}
 """What a gateway in a cluster would send to the engines of a deployment called like the model."""
 MAX_MODEL_LEN = 4096
 CHAT_TEMPLATE = (
@@ -320,7 +322,12 @@ class GatewayUnderTest:
             return Reply(response.status, {k.lower(): v for k, v in response.headers.items()}, await response.read())
 
     async def get(self, path: str, *, control: bool = False) -> Reply:
-        async with self.session.get((self.control_url if control else self.url) + path) as response:
+        url, headers = (self.control_url, CONTROL) if control else (self.url, {})
+        async with self.session.get(url + path, headers=headers) as response:
+            return Reply(response.status, {k.lower(): v for k, v in response.headers.items()}, await response.read())
+
+    async def put_catalog(self, body: bytes) -> Reply:
+        async with self.session.put(self.control_url + "/catalog", data=body, headers=CONTROL) as response:
             return Reply(response.status, {k.lower(): v for k, v in response.headers.items()}, await response.read())
 
 
@@ -553,6 +560,7 @@ async def gateways(request: pytest.FixtureRequest) -> AsyncIterator[Callable[...
             defaults = {
                 "port": 0,
                 "control_port": 0,
+                "control_token": CONTROL_TOKEN,
                 "catalog": catalog_of(*engines),
                 "ejection_base_s": 0.2,
                 "outage_wait_s": 0.0,

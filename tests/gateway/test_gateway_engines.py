@@ -75,7 +75,9 @@ class Cluster:
         return openai.OpenAI(base_url=self.url + "/v1", api_key="none", max_retries=max_retries, timeout=60)
 
     def endpoints(self) -> list[dict[str, Any]]:
-        endpoints: list[dict[str, Any]] = json.loads(fetch(self.control_url + "/status"))["models"][0]["endpoints"]
+        endpoints: list[dict[str, Any]] = json.loads(fetch(self.control_url + "/status", TOKEN))["models"][0][
+            "endpoints"
+        ]
         return endpoints
 
     def wait(self, condition: Callable[[list[dict[str, Any]]], bool]) -> None:
@@ -106,7 +108,7 @@ def start_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable
                 stack.callback(engine.close)
             endpoints = [endpoint_of(engine) for engine in engines]
             model = CatalogModel(deployment="d", name="smol", engine_token=TOKEN, endpoints=endpoints)
-            gateway_config = GatewayConfig(port=0, control_port=0, catalog=Catalog(models=[model]))
+            gateway_config = GatewayConfig(port=0, control_port=0, control_token=TOKEN, catalog=Catalog(models=[model]))
             gateway = Server("pagemill_gateway", msgspec.json.encode(gateway_config), folder, "gateway")
             stack.callback(gateway.close)
             for engine in engines:
@@ -118,8 +120,9 @@ def start_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable
         yield start
 
 
-def fetch(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=WAIT_LIMIT_S) as response:
+def fetch(url: str, token: str = "") -> str:
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"})
+    with urllib.request.urlopen(request, timeout=WAIT_LIMIT_S) as response:
         text: str = response.read().decode()
         return text
 

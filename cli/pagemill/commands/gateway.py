@@ -24,7 +24,11 @@ def gateway(
     ] = None,
     model: Annotated[str, typer.Option(help="Name under which clients find the engines' model.")] = "",
     engine_token: Annotated[
-        str, typer.Option(envvar="PAGEMILL_INTERNAL_TOKEN", help="Internal token of the engines.")
+        str,
+        typer.Option(
+            envvar="PAGEMILL_INTERNAL_TOKEN",
+            help="Internal token of the engines (default: those that engines of this machine have made).",
+        ),
     ] = "",
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port for clients.")] = None,

@@ -85,8 +85,16 @@ def serve(
         typer.Option(envvar="PAGEMILL_API_KEYS_FILE", help="File with the SHA-256 of each API key; without: no key."),
     ] = None,
     internal_token: Annotated[
-        str, typer.Option(envvar="PAGEMILL_INTERNAL_TOKEN", help="Token of /internal/*; without: loopback only.")
+        str,
+        typer.Option(
+            envvar="PAGEMILL_INTERNAL_TOKEN",
+            help="Token of /internal/* and the control port (default: one is made, in a file).",
+        ),
     ] = "",
+    control_allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(help="Name by which others address the control port, as gpu1.example.com; may be repeated."),
+    ] = None,
 ) -> None:
     """Serve one model as an OpenAI-compatible server."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -119,6 +127,7 @@ def serve(
             control_port=_control_port(port, control_port),
             internal_token=internal_token,
             api_keys_file=_keys_file(api_keys_file),
+            control_allowed_hosts=control_allowed_host or [],
             drain_timeout_s=drain_timeout,
         )
         _run(Settings(engine=engine, server=server), console)
@@ -136,6 +145,7 @@ def _run(settings: Settings, console: Console) -> None:
         screen = _Screen(settings, console)
         events = Events(
             on_listening=screen.listening,
+            on_token=screen.token,
             on_phase=screen.phase,
             on_ready=screen.ready,
             on_drain=screen.drain,
@@ -150,10 +160,14 @@ class _Screen:
         self._settings = settings
         self._console = console
         self._ports = (settings.server.port, settings.server.control_port)
+        self._token_file = ""
         self._failed = False
 
     def listening(self, port: int, control_port: int) -> None:
         self._ports = (port, control_port)
+
+    def token(self, path: str) -> None:
+        self._token_file = path
 
     def phase(self, phase: str, detail: str) -> None:
         if phase in ("loading", "allocating", "warming", "first_token"):
@@ -168,6 +182,8 @@ class _Screen:
         server, (port, control_port) = self._settings.server, self._ports
         self._console.print(f"Ready after {ready.load_s:.1f} s. Clients: http://{_shown(server.host)}:{port}/v1")
         self._console.print(f"Probes and metrics: http://{_shown(server.control_host)}:{control_port}", style="dim")
+        if self._token_file:
+            self._console.print(f"Token for drain, sleep and state: {self._token_file}", style="dim", markup=False)
         self._console.print("Ctrl-C stops.", style="dim")
 
     def drain(self, num_requests: int) -> None:

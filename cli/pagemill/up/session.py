@@ -198,6 +198,7 @@ class Session:
         self._screen.line(f"Models            {', '.join(dict.fromkeys(names))}")
         if control_url:
             self._screen.line(f"Status, metrics   {control_url}/status  {control_url}/metrics")
+            self._screen.line(f"Control token     {self._backend.gateway.token_path}")
         self._screen.line(
             f"Try               curl {base_url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\"
         )

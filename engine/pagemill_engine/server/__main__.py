@@ -55,6 +55,7 @@ def _events() -> Events:
 
     return Events(
         on_listening=lambda port, control_port: _say(event="listening", port=port, control_port=control_port),
+        on_token=lambda path: _say(event="control_token", file=path),
         on_phase=lambda phase, detail: _say(event="phase", phase=phase, detail=detail),
         on_ready=_say_ready,
         on_drain=lambda num_requests: _say(event="draining", num_requests=num_requests),

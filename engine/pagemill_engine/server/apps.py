@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.metadata import version
 
 import orjson
@@ -16,6 +17,7 @@ from pagemill_engine.server.context import ServerContext
 from pagemill_engine.server.keys import keyed
 from pagemill_protocol.dialects.registry import dialects
 from pagemill_protocol.http.door import Door, install_error_handlers
+from pagemill_protocol.http.guard import ControlGuard
 from pagemill_protocol.openai.openapi import OPENAPI_PATH, document
 
 
@@ -64,20 +66,22 @@ CONTROL_ROUTES = [
 
 
 def data_app(context: ServerContext) -> ASGIApp:
-    return _app(context, DATA_ROUTES)
+    """`/internal/generate` guards itself: all other routes are for clients."""
+    return _app(context, DATA_ROUTES, lambda app: app)
 
 
 def control_app(context: ServerContext) -> ASGIApp:
-    return _app(context, CONTROL_ROUTES)
+    allowed_hosts = context.settings.server.control_allowed_hosts
+    return _app(context, CONTROL_ROUTES, lambda app: ControlGuard(app, context.tokens, allowed_hosts))
 
 
-def _app(context: ServerContext, routes: list[Route]) -> ASGIApp:
+def _app(context: ServerContext, routes: list[Route], guarded: Callable[[ASGIApp], ASGIApp]) -> ASGIApp:
     app = Starlette(routes=routes)
     app.state.context = context
     install_error_handlers(app)
     server = context.settings.server
     door = Door(
-        app,
+        guarded(app),
         max_body_bytes=server.max_body_bytes,
         max_header_bytes=server.max_header_bytes,
         body_timeout_s=server.body_timeout_s,

@@ -14,8 +14,8 @@ from pagemill_engine.server.metrics import ServerMetrics
 from pagemill_engine.server.settings import Settings
 from pagemill_engine.server.sleeping import Sleeping
 from pagemill_engine.server.state_stream import StatePublisher
-from pagemill_engine.server.tokens import InternalTokens
 from pagemill_protocol.errors import PagemillError, model_not_found, unavailable
+from pagemill_protocol.http.guard import ControlTokens
 from pagemill_protocol.keys.ring import KeyRing
 from pagemill_protocol.openai.render import fingerprint
 from pagemill_protocol.preparation_threads import PreparationThreads
@@ -34,8 +34,8 @@ class ServerContext:
     lifecycle: Lifecycle
     publisher: StatePublisher
     metrics: ServerMetrics
-    tokens: InternalTokens
-    """Who may call `/internal/*`."""
+    tokens: ControlTokens
+    """What opens `/internal/*` and the control port."""
     keys: KeyRing
     """Who may use the OpenAI routes."""
     draining: Draining

@@ -1,7 +1,7 @@
 """What gateways and the operator call: generate, its allowance, the state stream, the tokenizer bundle, drain.
 
-All ask for the internal token, or for a loopback peer when none is configured. `/internal/generate` and
-`/internal/allowance` live on the data port, the others on the control port.
+`/internal/generate` and `/internal/allowance` live on the data port and check the internal token themselves; the others
+live on the control port, whose guard (`pagemill_protocol.http.guard`) has checked it before.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from pagemill_engine.server.state_stream import StatePublisher
 from pagemill_protocol.errors import PagemillError, invalid_field
 from pagemill_protocol.frames import MSGPACK_CONTENT_TYPE, STATE_CONTENT_TYPE
 from pagemill_protocol.generate import AllowanceRaise, GenerateRequest
-from pagemill_protocol.http.door import header, read_body, require_internal
+from pagemill_protocol.http.door import header, read_body
+from pagemill_protocol.http.guard import require_control
 from pagemill_protocol.state import GATEWAY_HEADER
 
 MAX_WAIT_S = 60.0
@@ -34,7 +35,8 @@ _raise_decoder = msgspec.msgpack.Decoder(AllowanceRaise)
 
 async def generate(request: Request) -> FramesResponse:
     """Take a prepared request, or refuse it with its status. From status 200 on, the engine owns it."""
-    context = guarded(request)
+    context = context_of(request)
+    require_control(request.scope, context.tokens, context.settings.server.control_allowed_hosts)
     generate_request = _decode(await read_body(request.receive))
     answer = submit(context, [generate_request])
     _, ready = context.ready_engine()
@@ -43,7 +45,8 @@ async def generate(request: Request) -> FramesResponse:
 
 async def allowance(request: Request) -> Response:
     """More tokens for a request under way. 404: it is not here, or not any more."""
-    context = guarded(request)
+    context = context_of(request)
+    require_control(request.scope, context.tokens, context.settings.server.control_allowed_hosts)
     raised = _decode_raise(await read_body(request.receive))
     client, _ = context.ready_engine()
     if not client.raise_allowance(raised.request_id, raised.token_allowance):
@@ -52,7 +55,7 @@ async def allowance(request: Request) -> Response:
 
 
 async def state(request: Request) -> Response | StateResponse:
-    context = guarded(request)
+    context = context_of(request)
     if request.method == "HEAD":  # a stream without a body would keep the connection for nothing
         return Response(headers={"content-type": STATE_CONTENT_TYPE})
     # One that never ends is refused before the stream begins; from then on only the reader's departure can come.
@@ -61,7 +64,7 @@ async def state(request: Request) -> Response | StateResponse:
 
 
 async def bundle(request: Request) -> Response:
-    context = guarded(request)
+    context = context_of(request)
     tokenizer_bundle = context.loaded_tokenizer().bundle
     headers = {BUNDLE_DIGEST_HEADER: tokenizer_bundle.digest}
     return Response(tokenizer_bundle.to_bytes(), media_type=MSGPACK_CONTENT_TYPE, headers=headers)
@@ -72,7 +75,7 @@ async def drain(request: Request) -> Response:
 
     Running requests continue; the answer says how many are left.
     """
-    context = guarded(request)
+    context = context_of(request)
     wait_s = seconds(request.query_params.get("wait_s", "0"), "wait_s")
     context.drain()
     await context.draining.settle(wait_s)
@@ -83,7 +86,7 @@ async def drain(request: Request) -> Response:
 
 async def drained(request: Request) -> Response:
     """A gateway acknowledges that it sends nothing more here."""
-    context = guarded(request)
+    context = context_of(request)
     context.draining.acknowledge(_gateway_of(request.scope))
     return Response(status_code=204)
 
@@ -114,10 +117,8 @@ class StateResponse:
             self._context.metrics.state_streams(-1)
 
 
-def guarded(request: Request) -> ServerContext:
-    """The context, for who may ask. Raises `PagemillError` otherwise."""
+def context_of(request: Request) -> ServerContext:
     context: ServerContext = request.app.state.context
-    require_internal(request.scope, context.tokens.accepted())
     return context
 
 

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -35,9 +36,9 @@ from pagemill_engine.server.lifecycle import Lifecycle
 from pagemill_engine.server.metrics import ServerMetrics
 from pagemill_engine.server.settings import Settings
 from pagemill_engine.server.sleeping import Sleeping
-from pagemill_engine.server.sockets import bind, bound_port
+from pagemill_engine.server.sockets import bind, bound_address, bound_port
 from pagemill_engine.server.state_stream import StatePublisher
-from pagemill_engine.server.tokens import InternalTokens
+from pagemill_engine.server.tokens import internal_tokens, with_token
 from pagemill_protocol.errors import ENGINE_CRASHED, ENGINE_FAILED, PagemillError, unavailable
 from pagemill_protocol.http.connection import bounded_protocol
 from pagemill_protocol.sources import SourceError, default_name, resolve_source
@@ -59,6 +60,8 @@ class Events:
 
     on_listening: Callable[[int, int], None] = lambda port, control_port: None
     """The ports, as bound."""
+    on_token: Callable[[str], None] = lambda path: None
+    """No token was configured: one was made, and this file holds it."""
     on_phase: Callable[[str, str], None] = lambda phase, detail: None
     """Phase and the reason for the wait."""
     on_ready: Callable[[Ready], None] = lambda ready: None
@@ -91,7 +94,7 @@ class Server:
             lifecycle=lifecycle,
             publisher=publisher,
             metrics=metrics,
-            tokens=InternalTokens(settings.server),
+            tokens=internal_tokens(settings.server),
             keys=open_keys(settings.server),
             draining=Draining(lifecycle, publisher),
             sleeping=Sleeping(lifecycle, publisher, metrics),
@@ -110,7 +113,16 @@ class Server:
         except StartupError:
             data_socket.close()
             raise
-        self._events.on_listening(bound_port(data_socket), bound_port(control_socket))
+        with data_socket, control_socket, with_token(server, *bound_address(control_socket)) as guarded:
+            if guarded is not server:
+                context.tokens = internal_tokens(guarded)
+                self._events.on_token(str(guarded.internal_tokens_file))
+            self._events.on_listening(bound_port(data_socket), bound_port(control_socket))
+            await self._serve(data_socket, control_socket)
+
+    async def _serve(self, data_socket: socket.socket, control_socket: socket.socket) -> None:
+        """On bound sockets, until the end."""
+        context, server = self._context, self._settings.server
         data = _HttpServer(data_app(context), server)
         control = _HttpServer(control_app(context), server)
         with self._signals():

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pagemill_engine.server.context import ServerContext
-from pagemill_engine.server.internal_routes import guarded, seconds
+from pagemill_engine.server.internal_routes import context_of, seconds
 from pagemill_protocol.errors import invalid_field, unavailable
 
 LEVEL = "1"
@@ -20,7 +20,7 @@ WAIT_S = "30"
 
 async def sleep(request: Request) -> Response:
     """200: it sleeps. 202: requests still run; it will sleep when they are done. 503: it cannot."""
-    context = guarded(request)
+    context = context_of(request)
     level = request.query_params.get("level", LEVEL)
     if level != LEVEL:
         message = f"level must be {LEVEL}, which keeps the weights in memory, got {level[:20]!r}."
@@ -39,7 +39,7 @@ async def sleep(request: Request) -> Response:
 
 async def wake_up(request: Request) -> Response:
     """200: it takes requests. 202: it is on its way."""
-    context = guarded(request)
+    context = context_of(request)
     wait_s = seconds(request.query_params.get("wait_s", WAIT_S), "wait_s")
     client, _ = context.ready_engine()
     state = await context.sleeping.wake(client, wait_s)
@@ -47,7 +47,7 @@ async def wake_up(request: Request) -> Response:
 
 
 async def is_sleeping(request: Request) -> Response:
-    return _report(guarded(request), 200)
+    return _report(context_of(request), 200)
 
 
 def _report(context: ServerContext, status: int) -> Response:

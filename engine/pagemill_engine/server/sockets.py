@@ -29,8 +29,14 @@ def bind(host: str, port: int, field: str) -> socket.socket:
     return listener
 
 
+def bound_address(listener: socket.socket) -> tuple[str, int]:
+    """The address as a number, and the port."""
+    host, port = listener.getsockname()[:2]
+    return str(host), int(port)
+
+
 def bound_port(listener: socket.socket) -> int:
-    return int(listener.getsockname()[1])
+    return bound_address(listener)[1]
 
 
 def _refusal(error: Exception, host: str, port: int, field: str) -> StartupError:

@@ -1,35 +1,43 @@
-"""Which tokens open `/internal/*`: that of the settings, and those of a file that may change while the server runs."""
+"""Which tokens open `/internal/*` and the control port: those of the settings, of a file, or one made at the start."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import msgspec
 
 from pagemill_engine.config import ServerConfig
 from pagemill_engine.server.failure import StartupError
-from pagemill_protocol.secret_file import SecretFile
+from pagemill_protocol.http.guard import ControlTokens
+from pagemill_protocol.token_file import TokenFileError, made_token_file
 
 
-class InternalTokens:
-    def __init__(self, server: ServerConfig) -> None:
-        """Raises `StartupError` when the file cannot be read."""
-        self._fixed = (server.internal_token,) if server.internal_token else ()
-        self._file = _open(server.internal_tokens_file)
-
-    def accepted(self) -> tuple[str, ...] | None:
-        """All accepted tokens; `None` if none is configured. With an empty file every caller is refused."""
-        if self._file is not None:
-            return (*self._fixed, *self._file.lines())
-        return self._fixed or None
-
-
-def _open(path: str | None) -> SecretFile | None:
-    if path is None:
-        return None
+def internal_tokens(server: ServerConfig) -> ControlTokens:
+    """Raises `StartupError` when the file cannot be read."""
+    path = server.internal_tokens_file
     try:
-        return SecretFile(Path(path))
+        return ControlTokens(server.internal_token, Path(path) if path is not None else None, setting="internal_token")
     except OSError as error:
         raise StartupError(
             "TokensUnreadable",
             f"internal_tokens_file: cannot read {path}: {error.strerror}. Mount the Secret there or drop the setting.",
             "internal_tokens_file",
         ) from error
+
+
+@contextmanager
+def with_token(server: ServerConfig, address: str, port: int) -> Iterator[ServerConfig]:
+    """The settings with a token while the block runs: a new one where none is configured.
+
+    `address` and `port`: of the bound control port. Raises `StartupError` when the token cannot be kept in a file.
+    """
+    if server.internal_token or server.internal_tokens_file is not None:
+        yield server
+        return
+    try:
+        with made_token_file(address, port) as path:
+            yield msgspec.structs.replace(server, internal_tokens_file=str(path))
+    except TokenFileError as error:
+        raise StartupError("TokensUnwritable", f"internal_token: {error}.", "internal_token") from error

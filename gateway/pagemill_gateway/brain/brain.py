@@ -56,8 +56,11 @@ class LocalBrain:
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
         first_decision: int = 0,
+        made_token: Callable[[str], str] = lambda control_url: "",
     ) -> None:
+        """`made_token`: the token that the engine at a control URL has made for itself, as far as it is known here."""
         self._clock = clock
+        self._made_token = made_token
         rng = rng or random.Random()
         self._policies = RoutingPolicies(config.routing_policy, config.routing_session_ms)
         self.placement = Placement(rng, config.decision_log_size)
@@ -199,9 +202,11 @@ class LocalBrain:
         return record is None or record.leaving
 
     def token_of(self, record: EndpointRecord) -> str:
-        """Bearer token for `/internal/*` of the endpoint; catalogues may rotate it."""
+        """Bearer token for `/internal/*` of the endpoint; catalogues may rotate it, and a restarted engine its own."""
         deployment = self.registry.deployments.get(record.deployment)
-        return deployment.model.engine_token if deployment is not None else ""
+        if deployment is None:
+            return ""
+        return deployment.model.engine_token or self._made_token(record.endpoint.control_url)
 
     # Calls of relays.
 
@@ -449,7 +454,7 @@ class LocalBrain:
             decision=decision,
             endpoint_id=record.endpoint.id,
             data_url=record.endpoint.data_url,
-            token=deployment.model.engine_token,
+            token=self.token_of(record),
             policy=placed.policy,
             believed=candidate.believed,
             predicted_cached_tokens=candidate.num_cached_tokens,

@@ -37,6 +37,7 @@ LONGEST_PAUSE_S = 30.0
 STREAM_FAULTS = (aiohttp.ClientError, TimeoutError, OSError, FrameError, StateGap, BundleError)
 READYZ_TIMEOUT_S = 1.0
 READYZ_MAX_BYTES = 64 * 1024
+WRONG_TOKEN = "/internal/state answered 401: the engine does not accept the token; set engine_token to one that it does"
 
 
 class StateStreams:
@@ -143,6 +144,8 @@ class StateStreams:
             allow_redirects=False,
         ) as response:
             connection.opened = True
+            if response.status == 401:
+                raise aiohttp.ClientPayloadError(WRONG_TOKEN)
             if response.status != 200:
                 raise aiohttp.ClientPayloadError(f"/internal/state answered {response.status}")
             decoder = StateDecoder()

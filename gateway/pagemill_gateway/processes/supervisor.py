@@ -12,10 +12,10 @@ import tempfile
 from typing import Any
 
 from pagemill_gateway.config import GatewayConfig
-from pagemill_gateway.logs import log_event
+from pagemill_gateway.control_token import with_control_token
 from pagemill_gateway.processes.child import Setup
 from pagemill_gateway.processes.keeper import Keeper
-from pagemill_gateway.sockets import open_ports, url_of
+from pagemill_gateway.sockets import log_listening, open_ports
 from pagemill_gateway.stop_signals import Stop
 
 DRAIN_MARGIN_S = 30.0
@@ -31,13 +31,18 @@ async def supervise(config: GatewayConfig) -> int:
     """
     data_socket, control_socket = open_ports(config)
     stop = Stop()
-    with tempfile.TemporaryDirectory(prefix="pagemill-") as folder, stop.on_signals():
-        family = Family(config, folder, data_socket.fileno(), control_socket.fileno())
+    with (
+        tempfile.TemporaryDirectory(prefix="pagemill-") as folder,
+        # A brain that takes another one's place asks for the same token.
+        with_control_token(config, control_socket) as guarded,
+        stop.on_signals(),
+    ):
+        family = Family(guarded, folder, data_socket.fileno(), control_socket.fileno())
         try:
             if not await family.start(stop):
                 return 1
             if family.all_up:
-                log_event("listening", url=url_of(data_socket), control_url=url_of(control_socket))
+                log_listening(guarded, data_socket, control_socket)
             await stop.wait(1)
             # Workers close theirs when the delay is over; this one must not keep the port open then.
             data_socket.close()

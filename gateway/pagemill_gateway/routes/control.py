@@ -1,5 +1,5 @@
 """The control port: `PUT /catalog` replaces what is served; `/status`, `/metrics`, `/internal/load` and
-`/debug/decisions` show what is seen and what was made of it.
+`/debug/decisions` show what is seen and what was made of it. Who may ask is decided by the guard around the routes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pagemill_gateway.discovery.catalog import decode_catalog
 from pagemill_gateway.routes.load import LoadStream
 from pagemill_protocol.errors import PagemillError, invalid_field
 from pagemill_protocol.frames import LOAD_CONTENT_TYPE
-from pagemill_protocol.http.door import read_body, require_internal
+from pagemill_protocol.http.door import read_body
 from pagemill_protocol.metrics import CONTENT_TYPE
 
 DEFAULT_DECISIONS = 20
@@ -28,7 +28,6 @@ class ControlRoutes:
         self._head = head
 
     async def put_catalog(self, request: Request) -> Response:
-        require_internal(request.scope, self._head.control_tokens())
         if self._head.discovery is not None:
             raise PagemillError(
                 "The catalogue comes from the cluster's objects here. Change the LLMDeployments, or set `discovery` to "
@@ -44,7 +43,6 @@ class ControlRoutes:
 
     async def load(self, request: Request) -> Response | LoadStream:
         """What the engines say together, for the operator: a frame on change, for ever."""
-        require_internal(request.scope, self._head.control_tokens())
         if request.method == "HEAD":  # a stream without a body would keep the connection for nothing
             return Response(headers={"content-type": LOAD_CONTENT_TYPE})
         # One that never ends is refused before the stream begins; from then on only the reader's departure can come.

@@ -1,4 +1,5 @@
 """The HTTP layer that engine and gateway share: limits, error bodies, request ids, bearer tokens.
 
-`door` is the ASGI middleware and gathers the rest; `connection` bounds what comes before ASGI, inside uvicorn.
+`door` is the ASGI middleware and gathers the rest; `connection` bounds what comes before ASGI, inside uvicorn; `guard`
+decides who may use control routes.
 """

@@ -1,6 +1,7 @@
-"""Who may call: bearer tokens compared in constant time, and the loopback rule of unguarded control routes.
+"""Who calls: bearer tokens, compared in constant time, and whether the peer is on this machine.
 
-Keys are known by their SHA-256 only. Which API keys there are, and what each may have, is the gateway's (`limits`).
+Keys are known by their SHA-256 only. Which API keys there are, and what each may have, is the gateway's (`limits`);
+which tokens open control routes is decided in `guard`.
 """
 
 from __future__ import annotations
@@ -8,11 +9,8 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
-from collections.abc import Collection
 
 from starlette.types import Scope
-
-from pagemill_protocol.errors import PagemillError, unauthorized
 
 MAX_KEY_CHARS = 512
 
@@ -43,26 +41,6 @@ def same_secret(given: str, expected: str) -> bool:
 def hash_key(key: str) -> str:
     """How an API key is stored: hex SHA-256."""
     return hashlib.sha256(key.encode("utf-8", "replace")).hexdigest()
-
-
-def require_internal(scope: Scope, tokens: Collection[str] | None) -> None:
-    """Accept only callers with one of `tokens`; `None`: no token is configured, only loopback peers are accepted.
-
-    Every token is compared, so timing reveals nothing. Raises `PagemillError`.
-    """
-    if tokens is not None:
-        given = bearer_token(scope)
-        matches = [given is not None and same_secret(given, token) for token in tokens]
-        if not any(matches):
-            raise unauthorized("This route needs the internal token in the header `Authorization: Bearer TOKEN`.")
-        return
-    if not is_loopback(scope):
-        raise PagemillError(
-            "This route answers callers on the same machine only; configure an internal token to open it.",
-            status=403,
-            type="permission_error",
-            code="forbidden",
-        )
 
 
 def is_loopback(scope: Scope) -> bool:

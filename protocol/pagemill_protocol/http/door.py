@@ -2,8 +2,8 @@
 
 Headers above a limit get 431, bodies 413, bodies that take too long 408; each request has an id in `x-request-id`; an
 exception that the app did not turn into a response becomes a 500 in OpenAI's shape. A plain ASGI middleware: it sees
-messages, never buffers a body, and adds nothing to a streamed chunk. `auth` authenticates, `errors` renders what apps
-raise, `connection` bounds slow or endless headers.
+messages, never buffers a body, and adds nothing to a streamed chunk. `auth` authenticates, `guard` protects control
+ports, `errors` renders what apps raise, `connection` bounds slow or endless headers.
 """
 
 from __future__ import annotations
@@ -23,14 +23,7 @@ from pagemill_protocol.errors import (
     invalid_field,
     request_timeout,
 )
-from pagemill_protocol.http.auth import (
-    bearer_token,
-    hash_key,
-    header,
-    is_loopback,
-    require_internal,
-    same_secret,
-)
+from pagemill_protocol.http.auth import bearer_token, hash_key, header, is_loopback, same_secret
 from pagemill_protocol.http.body import check_json_content_type, read_body, read_json
 from pagemill_protocol.http.errors import error_response, install_error_handlers
 from pagemill_protocol.ids import new_id
@@ -47,7 +40,6 @@ __all__ = [
     "read_body",
     "read_json",
     "request_id",
-    "require_internal",
     "same_secret",
 ]
 

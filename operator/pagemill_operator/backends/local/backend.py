@@ -147,10 +147,12 @@ class LocalBackend(Cluster):
 
     async def load(self) -> Load:
         """What gateway and engines report now."""
-        gateway = self.gateway.supervisor.launch
+        gateway = self.gateway
         engines = [replica.supervisor.launch for replica in self._all_replicas()]
         urls = [launch.control_url for launch in engines if launch]
-        return await read_load(self._session, gateway.control_url, urls) if gateway else Load()
+        if gateway.control_url is None:
+            return Load()
+        return await read_load(self._session, gateway.control_url, gateway.token, urls)
 
     async def stop(self) -> None:
         """The gateway first, so that no client is cut off by an engine; then all engines; then the files."""

@@ -48,6 +48,8 @@ class Gateway:
         self._session = session
         self.token = secrets.token_urlsafe(32)
         """Of its control port."""
+        self.token_path = state_dir.write_token(f"{NAME}.token", self.token)
+        """The file that has it, for the gateway and for people."""
         self._wanted = Catalog()
         self._told: tuple[int | None, Catalog] | None = None
         """The process that knows a catalogue, and that catalogue."""
@@ -105,7 +107,7 @@ class Gateway:
             "workers": self._settings.gateway_workers,
             "control_host": LOOPBACK,
             "control_port": control_port,
-            "control_token": self.token,
+            "control_token_file": str(self.token_path),
             # Streams still open get their error event before this process is killed.
             "drain_timeout_s": self._settings.stop_timeout_s / 2,
             "api_keys": list(self._settings.api_keys),

@@ -35,10 +35,11 @@ class Load:
         return max(0.0, self.num_generated - before.num_generated) / elapsed_s if elapsed_s > 0 else 0.0
 
 
-async def read_load(session: aiohttp.ClientSession, gateway_url: str, engine_urls: Iterable[str]) -> Load:
-    """From the control ports; what does not answer counts as idle."""
+async def read_load(session: aiohttp.ClientSession, gateway_url: str, token: str, engine_urls: Iterable[str]) -> Load:
+    """From the control ports; what does not answer counts as idle. `token`: of the gateway's control port."""
     status, *texts = await asyncio.gather(
-        _get(session, f"{gateway_url}/status"), *(_get(session, f"{url}/metrics") for url in engine_urls)
+        _get(session, f"{gateway_url}/status", {"Authorization": f"Bearer {token}"}),
+        *(_get(session, f"{url}/metrics", {}) for url in engine_urls),
     )
     generated = sum(float(number) for text in texts for number in GENERATED.findall(text.decode("utf-8", "replace")))
     return _sum(_loads(status), generated)
@@ -65,9 +66,9 @@ def _loads(status: bytes) -> list[dict[str, Any]]:
     return [endpoint["load"] for model in models for endpoint in model["endpoints"] if endpoint.get("load")]
 
 
-async def _get(session: aiohttp.ClientSession, url: str) -> bytes:
+async def _get(session: aiohttp.ClientSession, url: str, headers: dict[str, str]) -> bytes:
     try:
-        async with session.get(url, timeout=TIMEOUT) as response:
+        async with session.get(url, headers=headers, timeout=TIMEOUT) as response:
             return await response.read() if response.status == 200 else b""
     except (aiohttp.ClientError, TimeoutError, OSError):
         return b""

@@ -1,23 +1,16 @@
-"""Settings of the local backend, and the only place where it reads the environment."""
+"""Settings of the local backend, and the only place where it reads an environment of its own."""
 
 from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pagemill_operator.backends.local.gpus import visible_gpus
 from pagemill_protocol.cgroup import usable_cores
-
-
-def _runtime_folder() -> Path:
-    """`$XDG_RUNTIME_DIR`, which only this user can read and which a reboot empties, or the temporary folder."""
-    folder = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
-    usable = folder.is_absolute() and folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
-    return folder if usable else Path(tempfile.gettempdir())
+from pagemill_protocol.settings import runtime_folder
 
 
 @dataclass(frozen=True)
@@ -33,7 +26,7 @@ class LocalSettings:
     loopback."""
     python: str = sys.executable
     """Interpreter that runs engines and gateway."""
-    runtime_folder: Path = field(default_factory=_runtime_folder)
+    runtime_folder: Path = field(default_factory=runtime_folder)
     """Where the private state folder is made."""
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     """Environment that the processes start from."""

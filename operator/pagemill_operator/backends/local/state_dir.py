@@ -47,6 +47,10 @@ class StateDir:
         """Write a file that only this user can read; returns its path."""
         return self._write(name, json.dumps(content).encode())
 
+    def write_token(self, name: str, token: str) -> Path:
+        """Write a file of one token; returns its path."""
+        return self._write(name, f"{token}\n".encode())
+
     def write_records(self, lines: Iterable[bytes]) -> None:
         """All at once: who reads meanwhile reads what was there before."""
         path = self._write(f"{RECORDS_FILE}.new", b"".join(line + b"\n" for line in lines))

