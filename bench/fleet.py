@@ -22,6 +22,7 @@ from pagemill_simulator.fleet.outcome import Outcome
 from pagemill_simulator.fleet.settings import FleetSettings
 from pagemill_simulator.scaling.fixed import FixedReplicas
 from pagemill_simulator.scaling.policy import Bounds
+from pagemill_simulator.scaling.simulated import rival
 from pagemill_simulator.workloads.request import Workload
 from pagemill_simulator.workloads.shapes import Steady
 
@@ -40,7 +41,7 @@ def settings(num_pods: int) -> FleetSettings:
 def measure(simulate: Callable[..., Outcome], workload: Workload, num_pods: int) -> dict[str, float]:
     fleet = settings(num_pods)
     begun_s = time.process_time()
-    outcome = simulate(workload, fleet, FixedReplicas(fleet.bounds))
+    outcome = simulate(workload, fleet, rival(FixedReplicas(), fleet.bounds))
     cpu_s = time.process_time() - begun_s
     figures = figures_of(outcome)
     found = {

@@ -15,18 +15,18 @@ import msgspec
 from report import emit, markdown_table
 
 from pagemill_engine.config import EngineConfig
-from pagemill_operator.autoscaler.memory import Shape
-from pagemill_operator.autoscaler.policy import Policy, Slo
-from pagemill_operator.autoscaler.prediction import Demand, Predictor
+from pagemill_operator.autoscaler.prediction import OfferedLoad, Predictor
+from pagemill_operator.autoscaler.settings import ScalingSettings, Slo
+from pagemill_operator.autoscaler.signals import Shape
 from pagemill_protocol.state import StepTimeParams
 from pagemill_simulator.fleet.exact import simulate_fleet
 from pagemill_simulator.fleet.fast import simulate_fleet_fast
 from pagemill_simulator.fleet.figures import Figures, Span, figures_of
 from pagemill_simulator.fleet.settings import ColdStart, FleetSettings
 from pagemill_simulator.scaling.clairvoyant import Clairvoyant
-from pagemill_simulator.scaling.pagemill import PagemillPolicy
-from pagemill_simulator.scaling.policy import Bounds, ScalingPolicy
+from pagemill_simulator.scaling.policy import Bounds, FleetScaler
 from pagemill_simulator.scaling.rivals import make_rival
+from pagemill_simulator.scaling.simulated import own, rival
 from pagemill_simulator.workloads.request import Workload
 from pagemill_simulator.workloads.shapes import Burst, Diurnal, Ramp, Steady
 from pagemill_simulator.workloads.traces import read_trace
@@ -93,14 +93,14 @@ def held_within_slo(workload: Workload) -> float:
     high = prompts[int(SLO.share * (len(prompts) - 1))]
     predictor, held, rate = Predictor(shape(), SLO.share), 1.0, 0.1
     while True:
-        found = predictor.predict(Demand(rate, mean_prompt, mean_prompt, high, mean_output), 1)
+        found = predictor.predict(OfferedLoad(rate, mean_prompt, mean_prompt, high, mean_output), 1)
         if found.ttft_ms > (SLO.ttft_ms or 0) or found.tpot_ms > (SLO.tpot_ms or 0):
             return held
         held = max(held, rate * mean_output * found.tpot_ms / 1000)
         rate += 0.1
 
 
-def policies(workload: Workload) -> dict[str, Callable[[], ScalingPolicy]]:
+def policies(workload: Workload) -> dict[str, Callable[[], FleetScaler]]:
     held = f"{held_within_slo(workload):.0f}"
     told = {
         "kubeai": {"target_requests": held},
@@ -111,17 +111,20 @@ def policies(workload: Workload) -> dict[str, Callable[[], ScalingPolicy]]:
         "knative": {"target_concurrency": held},
         "dynamo": {"ttft_ms": str(SLO.ttft_ms), "itl_ms": str(SLO.tpot_ms)},
     }
-    own = Policy("Active", *BOUNDS, slo=SLO)
+    settings = ScalingSettings("Active", *BOUNDS, slo=SLO)
     rivals = {name: _rival(name, parameters) for name, parameters in told.items()}
     return {
-        "pagemill": lambda: PagemillPolicy(own),
+        "pagemill": lambda: own(settings),
         **rivals,
-        "clairvoyant": lambda: Clairvoyant(BOUNDS, workload, cold_start_s=COLD_START.total_s, shape=shape(), slo=SLO),
+        "clairvoyant": lambda: rival(
+            Clairvoyant(BOUNDS.max_replicas, workload, cold_start_s=COLD_START.total_s, shape=shape(), slo=SLO),
+            BOUNDS,
+        ),
     }
 
 
-def _rival(name: str, parameters: dict[str, str]) -> Callable[[], ScalingPolicy]:
-    return lambda: make_rival(name, BOUNDS, parameters)
+def _rival(name: str, parameters: dict[str, str]) -> Callable[[], FleetScaler]:
+    return lambda: rival(make_rival(name, parameters), BOUNDS)
 
 
 def row(figures: Figures) -> list[str]:

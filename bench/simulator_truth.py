@@ -35,6 +35,7 @@ from pagemill_simulator.fleet.exact import simulate_fleet
 from pagemill_simulator.fleet.settings import FleetSettings
 from pagemill_simulator.scaling.fixed import FixedReplicas
 from pagemill_simulator.scaling.policy import Bounds
+from pagemill_simulator.scaling.simulated import rival
 from pagemill_simulator.workloads.request import SimRequest, Workload
 from pagemill_simulator.workloads.shapes import Ramp, Steady
 
@@ -122,7 +123,7 @@ def plan_beside(site: RealSite, folder: Path, args: argparse.Namespace) -> Plann
 
 def simulate(workload: Workload, engine: EngineConfig) -> Latencies:
     bounds = Bounds(1, 1)
-    outcome = simulate_fleet(workload, FleetSettings(engine=engine, bounds=bounds), FixedReplicas(bounds))
+    outcome = simulate_fleet(workload, FleetSettings(engine=engine, bounds=bounds), rival(FixedReplicas(), bounds))
     return Latencies(
         [each.ttft_ms for each in outcome.requests if each.ttft_ms is not None],
         [each.tpot_ms for each in outcome.requests if each.tpot_ms is not None],

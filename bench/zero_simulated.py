@@ -15,13 +15,13 @@ from typing import NamedTuple
 from report import emit, markdown_table
 
 from pagemill_engine.config import EngineConfig
-from pagemill_operator.autoscaler.policy import Policy
+from pagemill_operator.autoscaler.settings import ScalingSettings
 from pagemill_protocol.state import StepTimeParams
 from pagemill_simulator.fleet.exact import simulate_fleet
 from pagemill_simulator.fleet.outcome import Outcome
 from pagemill_simulator.fleet.settings import ColdStart, FleetSettings
-from pagemill_simulator.scaling.pagemill import PagemillPolicy
 from pagemill_simulator.scaling.policy import Bounds
+from pagemill_simulator.scaling.simulated import own
 from pagemill_simulator.workloads.request import SimRequest, Workload
 
 IDLE_S = 2.0
@@ -68,7 +68,7 @@ def visits(num_visits: int, seed: int) -> Workload:
 
 def simulate_visits(num_visits: int, seed: int) -> Outcome:
     settings = FleetSettings(engine=ENGINE, bounds=Bounds(0, 1), cold_start=COLD_START, drain_timeout_s=10.0, seed=seed)
-    return simulate_fleet(visits(num_visits, seed), settings, PagemillPolicy(Policy("Active", 0, 1, idle_s=IDLE_S)))
+    return simulate_fleet(visits(num_visits, seed), settings, own(ScalingSettings("Active", 0, 1, idle_s=IDLE_S)))
 
 
 def count_cycles(outcome: Outcome) -> int:

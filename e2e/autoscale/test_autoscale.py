@@ -79,7 +79,7 @@ def test_replicas_follow_the_load_to_three_and_to_zero_and_back(
         with cut(release.pods("operator")):
             held = chat.wait_reason("ScalingActive", "SignalsMissing")
             assert held["status"] == "False", held
-            assert "gateways are heard" in held["message"], held
+            assert "gateways report" in held["message"], held
             heavy.stopping.set()
             cut_s = time.monotonic()
             until("the windows are over", lambda: time.monotonic() > cut_s + HELD_S, timeout_s=HELD_S + 5)

@@ -79,6 +79,10 @@ class EngineHeld(msgspec.Struct, frozen=True, array_like=True):
     num_blocks_active: int = 0
     num_requests: int = 0
     """Running and waiting there, including those sent a moment ago."""
+    num_requests_waiting: int = 0
+    """Those of them that wait in the engine's own queue."""
+    num_blocks_total: int = 0
+    """0: not reported."""
 
 
 class EngineStart(msgspec.Struct, frozen=True, array_like=True):

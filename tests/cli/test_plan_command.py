@@ -30,9 +30,10 @@ from pagemill.planning.forecast import Workload, forecast
 from pagemill.planning.rehearsal import rehearse
 from pagemill.planning.replica import Replica
 from pagemill_engine.runner.budget import Sizes
-from pagemill_operator.autoscaler.decision import encode_record
-from pagemill_operator.autoscaler.memory import Memory, Shape
-from pagemill_operator.autoscaler.policy import Policy, Slo
+from pagemill_operator.autoscaler.memory import Memory
+from pagemill_operator.autoscaler.records import encode_record
+from pagemill_operator.autoscaler.settings import ScalingSettings, Slo
+from pagemill_operator.autoscaler.signals import Shape
 from pagemill_operator.autoscaler.slo import outlook
 from pagemill_protocol.histogram import histogram_of
 from pagemill_protocol.load import Lengths
@@ -75,7 +76,7 @@ def test_it_is_what_the_operator_decides_under_the_same_load(rate: float) -> Non
     lengths = Lengths(
         truth="value", prompt=histogram_of([512.0]), computed=histogram_of([512.0]), output=histogram_of([256.0])
     )
-    policy = Policy("Active", 1, 50, slo=SLO)
+    policy = ScalingSettings("Active", 1, 50, slo=SLO)
     seen = signals(1, arrivals=arrivals(rate), lengths=lengths)
     goal = outlook(policy, SLO, seen, Memory(shape=SHAPE)).goal
     found = forecast(REPLICA, WORKLOAD.at(rate), SLO, 50, None)
@@ -204,7 +205,7 @@ def test_its_own_json_is_such_a_file(file: Path, fit: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("where", ["signals", "memory"])
 def test_and_so_are_records_of_decisions(file: Path, fit: Path, tmp_path: Path, where: str) -> None:
-    scaled = Scaled(Policy("Active", 1, 20, slo=SLO))
+    scaled = Scaled(ScalingSettings("Active", 1, 20, slo=SLO))
     scaled.decide(rate=1.0)
     record = json.loads(encode_record(scaled.records[0]))
     if where == "memory":

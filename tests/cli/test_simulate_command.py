@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import foreign_policy
 import msgspec
 import pytest
 from click.testing import Result
@@ -18,10 +19,11 @@ from typer.testing import CliRunner
 from pagemill.main import LazyCommand, app
 from pagemill.planning.errors import PlanError
 from pagemill.simulation.fleet import cold_start_of
-from pagemill.simulation.policies import FLOOR, OWN, own_policy
+from pagemill.simulation.policies import FLOOR, OWN, own_settings
 from pagemill.simulation.traffic import Traffic, workload_of
 from pagemill_crds.sections.autoscaling import AutoscalingSection
-from pagemill_operator.autoscaler.policy import Slo, policy_of
+from pagemill_operator.autoscaler.registry import BUILT_IN
+from pagemill_operator.autoscaler.settings import Slo, settings_of
 from pagemill_simulator.fleet.settings import ColdStart
 from pagemill_simulator.scaling.policy import Bounds
 from pagemill_simulator.scaling.rivals import RIVALS
@@ -30,6 +32,7 @@ from pagemill_simulator.workloads.generators import GENERATORS
 Write = Callable[..., Path]
 Simulated = Callable[..., dict[str, Any]]
 SHORT = "steady:rate=3,duration_s=10,prompt_tokens=100,output_tokens=20,longest_prompt=400,longest_output=100"
+BUSY = "steady:rate=20,duration_s=60,prompt_tokens=200,output_tokens=60,longest_prompt=400,longest_output=100"
 AUTOSCALING = {"minReplicas": 1, "maxReplicas": 3, "slo": {"ttft": "800ms", "tpot": "40ms"}}
 
 
@@ -62,6 +65,38 @@ def test_the_policies_stand_side_by_side(file: Path, fit: Path) -> None:
     assert "SLO MET" in head
     assert [line.split()[0] for line in lines[lines.index(head) + 1 :][:3]] == ["pagemill", "fixed", "dynamo"]
     assert "the SLO is TTFT 800 ms and TPOT 40 ms" in result.stdout
+
+
+def test_the_policy_of_the_file_is_its_own_and_another_one_may_be_tried(
+    write: Write, simulated: Simulated, fit: Path
+) -> None:
+    def figures(policy: str, *options: str) -> list[dict[str, Any]]:
+        autoscaling = {**AUTOSCALING, "slo": {"ttft": "1ms"}, "policy": policy}
+        spec = simulated("chat", engine={"maxModelLen": 2048, "extraArgs": []}, autoscaling=autoscaling)
+        file = write(f"{policy}.yaml", spec)
+        body = json.loads(simulate(file, "--fit", fit, "-o", "json", "--fast", *options).stdout)
+        return [{**each, "wall_s": 0.0} for each in body["policies"]]
+
+    (demand,), (tracking,) = figures("Demand"), figures("TargetTracking")
+    (tried,) = figures("Demand", "--policy", "TargetTracking")
+    assert (demand["policy"], tracking["policy"], tried["policy"]) == ("pagemill", "pagemill", "TargetTracking")
+    assert {**tried, "policy": "pagemill"} == tracking
+    most = (demand["num_scale_ups"], tracking["num_scale_ups"])
+    assert most == (1, 0), "only one of them goes by the SLO, which no number of replicas meets"
+
+
+def test_a_policy_of_another_package_is_simulated_like_any_other(
+    file: Path, fit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    foreign_policy.install(tmp_path, monkeypatch, {foreign_policy.NAME: "foreign_policies:PerRequest"})
+    try:
+        for fast in ([], ["--fast"]):
+            result = simulate(file, "--fit", fit, "--policy", "PerRequest", "-o", "json", *fast, workload=BUSY)
+            assert result.exit_code == 0, result.output
+            (figures,) = json.loads(result.stdout)["policies"]
+            assert (figures["policy"], figures["most_replicas"], figures["num_scale_downs"]) == ("PerRequest", 3, 0)
+    finally:
+        foreign_policy.uninstall()
 
 
 def test_fast_forward_says_so_and_finds_nearly_the_same(file: Path, fit: Path) -> None:
@@ -152,27 +187,27 @@ def test_cold_starts_are_given_whole_or_by_phase() -> None:
 
 
 @pytest.mark.parametrize("mode", ["Active", "Advisory"])
-def test_the_own_policy_is_what_the_operator_makes_of_the_file(mode: str) -> None:
+def test_the_own_settings_is_what_the_operator_makes_of_the_file(mode: str) -> None:
     section = AutoscalingSection.model_validate(
         {**AUTOSCALING, "mode": mode, "minReplicas": 0, "scaleToZeroAfter": "90s"}
     )
     active = section.model_copy(update={"mode": "Active"})
-    assert own_policy(section, Bounds(0, 3), Slo(ttft_ms=800.0, tpot_ms=40.0)) == policy_of(active)
+    assert own_settings(section, Bounds(0, 3), Slo(ttft_ms=800.0, tpot_ms=40.0)) == settings_of(active)
 
 
 @pytest.mark.parametrize("section", [None, {"minReplicas": 2, "maxReplicas": 9, "mode": "External"}])
-def test_the_own_policy_without_an_slo_goes_by_targets(section: dict[str, Any] | None) -> None:
+def test_the_own_settings_without_an_slo_goes_by_targets(section: dict[str, Any] | None) -> None:
     read = None if section is None else AutoscalingSection.model_validate(section)
-    policy = own_policy(read, Bounds(0, 5), Slo())
+    policy = own_settings(read, Bounds(0, 5), Slo())
     assert (policy.mode, policy.min_replicas, policy.max_replicas) == ("Active", 0, 5)
     assert policy.kv_cache_usage is not None
-    assert own_policy(read, Bounds(0, 5), Slo(ttft_ms=300.0)).slo == Slo(ttft_ms=300.0)
+    assert own_settings(read, Bounds(0, 5), Slo(ttft_ms=300.0)).slo == Slo(ttft_ms=300.0)
 
 
 def test_the_help_and_the_page_name_all_workloads_and_policies() -> None:
     options = {name: " ".join(str(each.help).split()) for name, each in _options().items()}
     page = PAGE.read_text()
-    for name in (OWN, *RIVALS, FLOOR):
+    for name in (OWN, *BUILT_IN, *RIVALS, FLOOR):
         assert name in options["policy"]
         assert f"`{name}" in page
     for name in GENERATORS:
@@ -191,7 +226,7 @@ def _options() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--policy", "vpa"], "--policy 'vpa': there is none such; there are pagemill, kubeai, hpa"),
+        (["--policy", "vpa"], "--policy 'vpa': there is none such; there are pagemill, Demand, TargetTracking, kubeai"),
         (["--policy", "pagemill:speed=9"], "--policy pagemill:speed=9: pagemill has no parameters"),
         (["--policy", "hpa:target_waiting=0"], "--policy hpa: target_waiting: '0' will not do"),
         (["--policy", "fixed:replicas"], "--policy fixed:replicas: 'replicas' is no parameter"),

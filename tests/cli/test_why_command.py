@@ -15,11 +15,11 @@ from typer.testing import CliRunner
 
 from pagemill.columns import columns
 from pagemill.main import app
-from pagemill_operator.autoscaler.decision import Record, decode_record, encode_record
-from pagemill_operator.autoscaler.policy import Policy, Slo
+from pagemill_operator.autoscaler.records import Record, decode_record, encode_record
+from pagemill_operator.autoscaler.settings import ScalingSettings, Slo
 from pagemill_operator.backends.local.state_dir import OWNER_FILE, StateDir
 
-SLO = Policy("Active", 1, 20, slo=Slo(ttft_ms=500.0, tpot_ms=40.0))
+SLO = ScalingSettings("Active", 1, 20, slo=Slo(ttft_ms=500.0, tpot_ms=40.0))
 
 
 def decided() -> list[Record]:
@@ -28,7 +28,7 @@ def decided() -> list[Record]:
     scaled.decide(rate=30.0, active=1.0, running=7, waiting=2)
     scaled.now += 40.0
     scaled.decide(rate=30.0, num_heard=0)
-    return scaled.records
+    return [decode_record(encode_record(record)) for record in scaled.records]
 
 
 @pytest.fixture
@@ -60,7 +60,13 @@ def test_a_line_for_each_decision_and_the_latest_with_all_it_was_made_from(file:
     assert first.decision.message in lines[3]
     assert lines[4].split()[1:3] == [str(second.decision.replicas), "SignalsMissing"]
     detail = "\n".join(lines[5:])
-    for words in ("0 of 1 heard", "30.00 requests/s over 60 s", "a start takes 30 s", "mean 512 + 197 tokens"):
+    for words in (
+        "0 of 1 report",
+        "Demand, mode Active, 1 to 20 replicas",
+        "30.00 requests/s over 60 s",
+        "a start takes 30 s",
+        "mean 512 + 197 tokens",
+    ):
         assert words in detail
     assert "missing" in detail
     assert second.decision.missing[0] in detail

@@ -78,10 +78,10 @@ def test_an_engine_that_left_and_is_silent_is_no_riddle() -> None:
 
 
 def test_what_each_engine_holds_is_told_by_its_id() -> None:
-    one = EngineLoad(num_blocks_active=5, num_requests_running=2, num_requests_waiting=1)
+    one = EngineLoad(num_blocks_total=9, num_blocks_active=5, num_requests_running=2, num_requests_waiting=1)
     registry = registry_with(one, EngineLoad(num_blocks_active=1), None)
     registry.endpoints["1"].in_flight = 4
-    held = [EngineHeld("0", 5, 3), EngineHeld("1", 1, 4)]
+    held = [EngineHeld("0", 5, 3, 1, 9), EngineHeld("1", 1, 4)]
     assert measured(registry, 102.0).held == held, "what was sent a moment ago counts, who never spoke does not"
     assert measured(registry, 103.5).held == held[1:]
 

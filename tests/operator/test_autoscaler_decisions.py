@@ -10,16 +10,17 @@ import pytest
 from scaling_world import BLOCK_SIZE, BLOCKS, Scaled, arrivals, busy, engines, signals
 
 from pagemill_crds.sections.autoscaling import AutoscalingSection
-from pagemill_operator.autoscaler.decide import PANIC_S, STARTS_S, decide
-from pagemill_operator.autoscaler.memory import LONGEST_GAP_S, Memory
-from pagemill_operator.autoscaler.policy import Direction, Policy, Rule, policy_of
+from pagemill_operator.autoscaler.behavior import LONGEST_GAP_S
+from pagemill_operator.autoscaler.demand import PANIC_S, STARTS_S, DemandPolicy
+from pagemill_operator.autoscaler.memory import Memory
+from pagemill_operator.autoscaler.settings import Direction, Rule, ScalingSettings, settings_of
 from pagemill_operator.autoscaler.signals import Fleet
 from pagemill_protocol.load import Arrivals, EnginesLoad, QueueLoad
 
-KV = Policy("Active", 1, 10, kv_cache_usage=0.8, queue_depth=4)
+KV = ScalingSettings("Active", 1, 10, kv_cache_usage=0.8, queue_depth=4)
 
 
-def policy(**changes: Any) -> Policy:
+def policy(**changes: Any) -> ScalingSettings:
     return msgspec.structs.replace(KV, **changes)
 
 
@@ -70,7 +71,7 @@ def test_what_is_known_still_adds_while_something_is_missing() -> None:
     assert decision.missing
 
 
-def test_what_was_wished_for_without_all_numbers_counts_in_no_window() -> None:
+def test_a_demand_without_all_numbers_counts_in_no_window() -> None:
     scaled = Scaled(KV, replicas=6)
     scaled.run(400, lambda at, ready: {"active": 4.5, "rate": 1.0})
     scaled.run(400, lambda at, ready: {"num_heard": 0, "engines": EnginesLoad(), "arrivals": Arrivals()})
@@ -84,7 +85,7 @@ def test_load_that_falls_removes_after_the_window_as_much_as_the_window_allows()
     scaled = Scaled(KV, replicas=6)
     scaled.run(100, lambda at, ready: {"active": 3.5, "rate": 1.0})
     scaled.run(290, lambda at, ready: {"active": 0.4, "rate": 1.0})
-    assert scaled.changes == [(6, 5)], "a window after the start, by the highest wish within it"
+    assert scaled.changes == [(6, 5)], "a window after the start, by the highest demand within it"
     scaled.run(100, lambda at, ready: {"active": 0.4, "rate": 1.0})
     assert scaled.wanted == 1
 
@@ -211,7 +212,7 @@ def test_growth_is_as_fast_as_the_behavior_allows(up: Direction, expected: int) 
         assert scaled.decide(**dict(load)).replicas > expected
 
 
-def test_a_window_of_growth_follows_the_lowest_wish_within_it() -> None:
+def test_a_window_of_growth_follows_the_lowest_demand_within_it() -> None:
     scaled = Scaled(policy(up=Direction(60.0, is_own_window=True)), replicas=1)
     for waiting in (12, 8, 20):
         assert scaled.decide(waiting=waiting).reason == "Stabilizing"
@@ -247,9 +248,9 @@ def test_a_clock_that_jumps_removes_nothing_for_a_window(jump_s: float) -> None:
 
 
 def test_an_operator_that_just_began_removes_nothing_for_a_window() -> None:
-    decision, memory = decide(KV, signals(3), Memory())
+    decision, memory = DemandPolicy().decide(KV, signals(3), Memory())
     assert (decision.replicas, decision.reason) == (3, "Stabilizing")
-    assert memory.since_s == 1000.0
+    assert memory.history.since_s == 1000.0
 
 
 def test_bounds_that_move_are_followed_at_once() -> None:
@@ -257,7 +258,7 @@ def test_bounds_that_move_are_followed_at_once() -> None:
     assert Scaled(policy(min_replicas=4), replicas=1).decide(active=0.1).replicas == 4
 
 
-def test_a_removal_that_was_regretted_makes_the_next_one_wait_longer() -> None:
+def test_a_removal_that_was_needed_again_makes_the_next_one_wait_longer() -> None:
     scaled = Scaled(KV, replicas=1, cold_start_s=5.0)
     for _ in range(12):
         scaled.run(100, lambda at, ready: busy(2.0, ready))
@@ -279,8 +280,8 @@ def test_a_sine_is_followed_without_flapping() -> None:
 
 
 def test_the_resource_with_its_defaults() -> None:
-    found = policy_of(AutoscalingSection.model_validate({"maxReplicas": 4}))
-    assert found == Policy("Active", 1, 4, kv_cache_usage=0.8, queue_depth=2)
+    found = settings_of(AutoscalingSection.model_validate({"maxReplicas": 4}))
+    assert found == ScalingSettings("Active", 1, 4, kv_cache_usage=0.8, queue_depth=2)
     section = {
         "mode": "Advisory",
         "minReplicas": 0,
@@ -292,12 +293,12 @@ def test_the_resource_with_its_defaults() -> None:
             "scaleDown": {"stabilizationWindowSeconds": 0, "selectPolicy": "Disabled"},
         },
     }
-    found = policy_of(AutoscalingSection.model_validate(section))
+    found = settings_of(AutoscalingSection.model_validate(section))
     assert found is not None
     assert found.slo is not None
     assert (found.slo.ttft_ms, found.slo.tpot_ms, found.slo.share, found.idle_s) == (500.0, 50.0, 0.9, 600.0)
     assert (found.kv_cache_usage, found.queue_depth) == (None, None)
     assert found.up == Direction(rules=(Rule("Pods", 2, 60.0),))
     assert found.down == Direction(0.0, "Disabled", is_own_window=True)
-    assert policy_of(None) is None
-    assert policy_of(AutoscalingSection.model_validate({"maxReplicas": 4, "mode": "External"})) is None
+    assert settings_of(None) is None
+    assert settings_of(AutoscalingSection.model_validate({"maxReplicas": 4, "mode": "External"})) is None

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scaling_world import LENGTHS, Scaled, arrivals, busy, engines, signals
 
-from pagemill_operator.autoscaler.decide import decide, replay
-from pagemill_operator.autoscaler.decision import Record, decode_record, encode_record
+from pagemill_operator.autoscaler.demand import DemandPolicy
 from pagemill_operator.autoscaler.memory import Memory
-from pagemill_operator.autoscaler.policy import Direction, Policy, Slo
+from pagemill_operator.autoscaler.records import Record, decode_record, encode_record, replay
+from pagemill_operator.autoscaler.settings import Direction, ScalingSettings, Slo
 from pagemill_operator.autoscaler.signals import Fleet, View, merge
 from pagemill_protocol.histogram import Histogram
 from pagemill_protocol.load import Arrivals, DeploymentLoad, EnginesLoad, Latencies, Lengths, QueueLoad
@@ -21,7 +21,7 @@ from pagemill_protocol.state import StepTimeParams
 counts = st.integers(0, 10**6)
 truths = st.sampled_from(["value", "unknown", "stale"])
 policies = st.builds(
-    lambda low, more, warm, kv, depth, slo, window: Policy(
+    lambda low, more, warm, kv, depth, slo, window: ScalingSettings(
         "Active", low, low + more, min(warm, low + more), kv, depth, slo, down=Direction(window)
     ),
     st.integers(0, 5),
@@ -58,7 +58,9 @@ def instants(draw: st.DrawFn) -> dict[str, object]:
 
 @settings(max_examples=100, deadline=None)
 @given(policies, st.lists(st.tuples(instants(), st.floats(0.1, 400)), min_size=1, max_size=12), st.integers(0, 30))
-def test_bounds_hold_reasons_are_given_and_every_record_replays(policy: Policy, story: list, replicas: int) -> None:
+def test_bounds_hold_reasons_are_given_and_every_record_replays(
+    policy: ScalingSettings, story: list, replicas: int
+) -> None:
     scaled = Scaled(policy, replicas=replicas)
     for fields, pause_s in story:
         decision = scaled.decide(**fields)
@@ -72,9 +74,9 @@ def test_bounds_hold_reasons_are_given_and_every_record_replays(policy: Policy, 
 @settings(max_examples=50, deadline=None)
 @given(instants(), st.integers(1, 20))
 def test_what_is_missing_never_removes(fields: dict[str, object], replicas: int) -> None:
-    policy = Policy("Active", 0, 20, kv_cache_usage=0.8, down=Direction(0.0), idle_s=0.0)
+    policy = ScalingSettings("Active", 0, 20, kv_cache_usage=0.8, down=Direction(0.0), idle_s=0.0)
     fields |= {"engines": EnginesLoad(truth="stale")}
-    decision, _ = decide(policy, signals(replicas, **fields), Memory())
+    decision, _ = DemandPolicy().decide(policy, signals(replicas, **fields), Memory())
     assert decision.replicas >= replicas
 
 
@@ -84,7 +86,7 @@ def test_steady_load_with_noise_settles_and_removes_at_most_what_was_too_much(
     seed: int, demand: float, noise: float
 ) -> None:
     rng = random.Random(seed)
-    policy = Policy("Active", 1, 20, kv_cache_usage=0.8, queue_depth=4)
+    policy = ScalingSettings("Active", 1, 20, kv_cache_usage=0.8, queue_depth=4)
     scaled = Scaled(policy, replicas=math.ceil(demand / 0.8), cold_start_s=30.0)
     scaled.run(5400, lambda at, ready: busy(max(0.0, demand * (1 + rng.uniform(-noise, noise))), ready), step_s=5.0)
     downs = [change for change in scaled.changes if change[1] < change[0]]
@@ -104,7 +106,7 @@ def test_poisson_arrivals_do_not_flap_under_an_slo(seed: int, rate: float) -> No
         window, burst = sum(seconds[end - 60 : end]) / 60, sum(seconds[end - 6 : end]) / 6
         return {"arrivals": arrivals(window, burst=burst), "active": 0.2 * ready}
 
-    scaled = Scaled(Policy("Active", 1, 30, slo=Slo(500.0, 40.0)), replicas=1, cold_start_s=45.0)
+    scaled = Scaled(ScalingSettings("Active", 1, 30, slo=Slo(500.0, 40.0)), replicas=1, cold_start_s=45.0)
     scaled.run(2400, told, step_s=5.0)
     downs = [change for change in scaled.changes if change[1] < change[0]]
     assert len(downs) <= 1, scaled.changes
@@ -120,9 +122,9 @@ def _poisson(rng: random.Random, mean: float) -> int:
 @settings(max_examples=50, deadline=None)
 @given(instants(), st.integers(0, 10))
 def test_the_same_input_gives_the_same_decision(fields: dict[str, object], replicas: int) -> None:
-    policy = Policy("Active", 0, 20, kv_cache_usage=0.8, queue_depth=2, slo=Slo(500.0, 50.0))
+    policy = ScalingSettings("Active", 0, 20, kv_cache_usage=0.8, queue_depth=2, slo=Slo(500.0, 50.0))
     seen = signals(replicas, **fields, fleet=Fleet(wanted=replicas, ready=replicas))
-    assert decide(policy, seen, Memory()) == decide(policy, seen, Memory())
+    assert DemandPolicy().decide(policy, seen, Memory()) == DemandPolicy().decide(policy, seen, Memory())
 
 
 numbers = st.sampled_from([math.nan, math.inf, -math.inf, -1.0, 0.0, 0.5, 3.0, 1e12])
@@ -163,11 +165,12 @@ def reports(draw: st.DrawFn) -> DeploymentLoad:
 def test_whatever_gateways_say_its_record_can_be_read_and_decides_the_same_again(
     told: list[DeploymentLoad], has_slo: bool
 ) -> None:
-    policy = Policy("Active", 0, 9, slo=Slo(500.0, 40.0) if has_slo else None, kv_cache_usage=0.8, queue_depth=2)
+    slo = Slo(500.0, 40.0) if has_slo else None
+    policy = ScalingSettings("Active", 0, 9, slo=slo, kv_cache_usage=0.8, queue_depth=2)
     memory = Memory()
     for turn in range(2):
         seen = merge([View(load) for load in told], Fleet(wanted=1, ready=1), num_gateways=len(told), at_s=turn * 2.0)
         before = memory
-        decision, memory = decide(policy, seen, before)
+        decision, memory = DemandPolicy().decide(policy, seen, before)
         record = decode_record(encode_record(Record("ns/d", "", policy, seen, before, decision)))
         assert replay(record) == decision

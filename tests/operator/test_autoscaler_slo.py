@@ -12,17 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scaling_world import BLOCK_SIZE, BLOCKS, SEATS, STEP_TIME, Scaled, arrivals, engines, signals
 
-from pagemill_operator.autoscaler.memory import Memory, Rate, Shape
-from pagemill_operator.autoscaler.policy import Policy, Slo
-from pagemill_operator.autoscaler.prediction import Demand, Predictor
-from pagemill_operator.autoscaler.signals import Fleet
+from pagemill_operator.autoscaler.memory import Memory, Rate
+from pagemill_operator.autoscaler.prediction import OfferedLoad, Predictor
+from pagemill_operator.autoscaler.settings import ScalingSettings, Slo
+from pagemill_operator.autoscaler.signals import Fleet, Shape
 from pagemill_operator.autoscaler.slo import forecast, is_burst
 from pagemill_protocol.load import Lengths, QueueLoad
 from pagemill_protocol.state import StepTimeParams
 
 SHAPE = Shape(BLOCKS, BLOCK_SIZE, SEATS, 512, STEP_TIME)
-DEMAND = Demand(requests_per_s=4.0, prompt_tokens=500, computed_tokens=500, computed_tokens_high=900, output_tokens=200)
-SLO = Policy("Active", 1, 20, slo=Slo(ttft_ms=500.0, tpot_ms=40.0))
+DEMAND = OfferedLoad(
+    requests_per_s=4.0, prompt_tokens=500, computed_tokens=500, computed_tokens_high=900, output_tokens=200
+)
+SLO = ScalingSettings("Active", 1, 20, slo=Slo(ttft_ms=500.0, tpot_ms=40.0))
 
 
 def test_an_idle_replica_answers_as_fast_as_its_steps() -> None:
@@ -34,7 +36,7 @@ def test_an_idle_replica_answers_as_fast_as_its_steps() -> None:
 
 def test_the_steady_state_is_that_of_littles_law() -> None:
     """Without prefill a step of B requests takes 10 + 4 B / 63 ms, and B is 4 x 200 of them a second."""
-    demand = Demand(4.0, 1, 0, 1, 200)
+    demand = OfferedLoad(4.0, 1, 0, 1, 200)
     step_ms = 10 / (1 - 4 / 63 * 0.8) * (1 - 4 / 63 / 10)
     median = Predictor(SHAPE, 0.5).predict(demand, 1)
     assert median.tpot_ms == pytest.approx(step_ms, rel=0.02)
@@ -50,7 +52,7 @@ def test_more_replicas_are_never_slower_and_more_load_never_faster(
     rate: float, replicas: int, prompt: float, output: float
 ) -> None:
     predictor = Predictor(SHAPE, 0.95)
-    demand = Demand(rate, prompt, prompt, prompt * 1.5, output)
+    demand = OfferedLoad(rate, prompt, prompt, prompt * 1.5, output)
     fewer, more = predictor.predict(demand, replicas), predictor.predict(demand, replicas + 1)
     assert more.ttft_ms <= fewer.ttft_ms * 1.001
     assert more.tpot_ms <= fewer.tpot_ms * 1.001
@@ -60,7 +62,7 @@ def test_more_replicas_are_never_slower_and_more_load_never_faster(
 
 @pytest.mark.parametrize(
     ("changes", "limit"),
-    [({"num_blocks": 20}, "blocks"), ({"max_num_seqs": 4}, "seats"), ({"max_step_tokens": 8}, "steps")],
+    [({"num_blocks": 20}, "blocks"), ({"max_num_seqs": 4}, "maxNumSeqs"), ({"max_step_tokens": 8}, "steps")],
     ids=str,
 )
 def test_what_cannot_keep_up_has_no_latency_and_says_why(changes: dict[str, int], limit: str) -> None:
@@ -134,7 +136,7 @@ def test_rates_of_the_past_minutes_are_kept_a_few_of_them() -> None:
     memory = Memory()
     for second in range(0, 1000, 2):
         now = msgspec.structs.replace(signals(1, arrivals=arrivals(5.0)), at_s=float(second))
-        memory = memory.heard(now)
+        memory = memory.with_rate(now)
     ages = [998.0 - rate.at_s for rate in memory.rates]
     assert ages == sorted(ages, reverse=True)
     assert 285 <= ages[0] <= 300

@@ -52,9 +52,10 @@ async def answered(session: aiohttp.ClientSession, machine: Machine) -> tuple[in
     return await eventually(answer, every_s=0.05)
 
 
-async def test_requests_that_find_no_room_bring_more_engines_and_all_are_served(machine: Machine) -> None:
-    targets = {"queueDepth": 1}
-    plan = machine.plan(autoscaling={"maxReplicas": 2, "targets": targets}, engine__maxNumSeqs=1)
+@pytest.mark.parametrize("policy", ["Demand", "TargetTracking"])
+async def test_requests_that_wait_bring_more_engines_and_all_are_served(machine: Machine, policy: str) -> None:
+    autoscaling = {"maxReplicas": 2, "targets": {"queueDepth": 1}, "policy": policy}
+    plan = machine.plan(autoscaling=autoscaling, engine__maxNumSeqs=1)
     await machine.backend.apply([plan])
     await machine.until_ready(plan)
     async with aiohttp.ClientSession() as session:

@@ -10,11 +10,10 @@ import pytest
 from hand_clock import Clock
 from scaling_world import LENGTHS, arrivals, engines
 
-from pagemill_operator.autoscaler.cold_start import ColdStarts
-from pagemill_operator.autoscaler.decide import replay
-from pagemill_operator.autoscaler.decision import decode_record, encode_record
-from pagemill_operator.autoscaler.scaler import PATIENCE_S, Scaler
+from pagemill_operator.autoscaler.records import decode_record, encode_record, replay
 from pagemill_operator.autoscaler.signals import View
+from pagemill_operator.backends.scaler import PATIENCE_S, Scaler
+from pagemill_operator.backends.start_durations import StartDurations
 from pagemill_operator.plan import make_plan
 from pagemill_operator.plan.types import Plan
 from pagemill_operator.status.conditions import find_conditions
@@ -155,10 +154,10 @@ def test_at_zero_people_are_told_how_it_comes_back(plan: MakePlan) -> None:
 
 
 def test_cold_starts_are_learned_from_those_that_were_seen_from_the_beginning() -> None:
-    starts = ColdStarts()
+    starts = StartDurations()
 
     def saw(now: float, **phases: Any) -> None:
-        starts.saw([ReplicaObservation(name, phase) for name, phase in phases.items()], now)
+        starts.observe([ReplicaObservation(name, phase) for name, phase in phases.items()], now)
 
     saw(0.0, old="ready")
     assert starts.learned_s is None

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from scaling_world import arrivals, engines, signals
 
 from pagemill_crds.sections.autoscaling import AutoscalingSection
-from pagemill_operator.autoscaler.decide import decide
+from pagemill_operator.autoscaler.demand import DemandPolicy
 from pagemill_operator.autoscaler.memory import Memory
-from pagemill_operator.autoscaler.policy import Policy, policy_of
+from pagemill_operator.autoscaler.settings import ScalingSettings, settings_of
 from pagemill_operator.autoscaler.signals import Fleet
 from pagemill_operator.backends.rollout import next_actions
 from pagemill_operator.backends.standby import next_orders
@@ -27,7 +27,7 @@ ASLEEP: Phase = "asleep"
 
 
 def plan(replicas: int, warm: int = 1, most: int = 10, **changes: Any) -> Plan:
-    policy = Policy("Active", 0, most, warm, 0.8, 2)
+    policy = ScalingSettings("Active", 0, most, warm, 0.8, 2)
     group = Group("g", replicas, PROCESS, digest="new")
     return Plan("default", "g", 1, ("g",), "m", (group,), msgspec.structs.replace(policy, **changes))
 
@@ -48,7 +48,7 @@ def test_standby_replicas_fit_below_the_most(wanted: int, warm: int, most: int, 
 @pytest.mark.parametrize("mode", ["Advisory", "External"])
 def test_nothing_stands_by_where_the_operator_does_not_act(mode: str) -> None:
     section: dict[str, Any] = {"mode": mode, "maxReplicas": 3}
-    policy = policy_of(AutoscalingSection.model_validate({**section, **({"warm": 1} if mode == "Advisory" else {})}))
+    policy = settings_of(AutoscalingSection.model_validate({**section, **({"warm": 1} if mode == "Advisory" else {})}))
     assert policy is None or policy.standby(1) == 0
 
 
@@ -197,19 +197,21 @@ def test_whatever_was_wanted_before_it_settles_and_stays(
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 5), st.floats(0, 8), st.integers(0, 60), st.integers(1, 4))
 def test_who_sleeps_is_no_capacity_for_any_decision(ready: int, active: float, waiting: int, asleep: int) -> None:
-    policy = Policy("Active", 0, 10, 3, 0.8, 2)
+    policy = ScalingSettings("Active", 0, 10, 3, 0.8, 2)
     queue = QueueLoad(num_requests=waiting, num_tokens=100 * waiting)
     awake = signals(ready, engines=engines(ready, active=active), queue=queue, arrivals=arrivals(1.0))
     dozing = msgspec.structs.replace(awake, fleet=msgspec.structs.replace(awake.fleet, asleep=asleep))
-    without, memory = decide(policy, awake, Memory())
-    beside, same_memory = decide(policy, dozing, Memory())
-    assert (without.replicas, without.reason, without.wish) == (beside.replicas, beside.reason, beside.wish)
+    without, memory = DemandPolicy().decide(policy, awake, Memory())
+    beside, same_memory = DemandPolicy().decide(policy, dozing, Memory())
+    assert (without.replicas, without.reason, without.demand) == (beside.replicas, beside.reason, beside.demand)
     assert memory == same_memory
 
 
 def test_a_decision_says_how_many_only_wake_up() -> None:
-    policy = Policy("Active", 0, 10, 2, 0.8, 2)
+    policy = ScalingSettings("Active", 0, 10, 2, 0.8, 2)
     fleet = Fleet(wanted=1, ready=1, asleep=2)
-    decision, _ = decide(policy, signals(1, fleet=fleet, engines=engines(1, active=1.0, waiting=8)), Memory())
+    decision, _ = DemandPolicy().decide(
+        policy, signals(1, fleet=fleet, engines=engines(1, active=1.0, waiting=8)), Memory()
+    )
     assert decision.replicas == 4
     assert decision.message.endswith("; 2 of 3 only wake up")

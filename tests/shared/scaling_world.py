@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from pagemill_operator.autoscaler.decide import decide, replay
-from pagemill_operator.autoscaler.decision import Decision, Record, decode_record, encode_record
-from pagemill_operator.autoscaler.memory import Memory
-from pagemill_operator.autoscaler.policy import Policy
+from pagemill_operator.autoscaler.decision import Decision
+from pagemill_operator.autoscaler.records import Record, decode_record, encode_record, replay
+from pagemill_operator.autoscaler.registry import find_policy
+from pagemill_operator.autoscaler.settings import ScalingSettings
 from pagemill_operator.autoscaler.signals import Fleet, Signals
 from pagemill_protocol.histogram import histogram_of
 from pagemill_protocol.load import Arrivals, EnginesLoad, Lengths, QueueLoad
@@ -70,10 +70,11 @@ def signals(replicas: int, *, at_s: float = 1000.0, **fields: Any) -> Signals:
 class Scaled:
     """Replicas that start when they are ordered and are ready after `cold_start_s`; decisions are replayed."""
 
-    def __init__(self, policy: Policy, *, replicas: int = 1, cold_start_s: float = 30.0) -> None:
-        self.policy = policy
+    def __init__(self, settings: ScalingSettings, *, replicas: int = 1, cold_start_s: float = 30.0) -> None:
+        self.settings = settings
+        self.policy = find_policy(settings.policy)
         self.now = 1000.0
-        self.memory = Memory()
+        self.memory = self.policy.memory_type()
         self.wanted = replicas
         self.cold_start_s = cold_start_s
         self.ready_at = [-math.inf] * replicas
@@ -103,8 +104,8 @@ class Scaled:
             load["arrivals"] = arrivals(load.pop("rate"), burst=load.pop("burst", None))
         seen = signals(self.ready, at_s=self.now, **({"engines": engines(self.ready, **shown), "fleet": fleet} | load))
         before = self.memory
-        decision, self.memory = decide(self.policy, seen, before)
-        self.records.append(Record("ns/d", "2026-01-01T00:00:00Z", self.policy, seen, before, decision))
+        decision, self.memory = self.policy.decide(self.settings, seen, before)
+        self.records.append(Record("ns/d", "2026-01-01T00:00:00Z", self.settings, seen, before, decision))
         if len(self.decisions) % 10 == 0:
             self._replay(self.records[-1])
         self.decisions.append(decision)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from pagemill_operator.autoscaler.memory import Shape
-from pagemill_operator.autoscaler.policy import Slo
-from pagemill_operator.autoscaler.prediction import Demand, Predictor
-from pagemill_operator.autoscaler.signals import Fleet, Signals
+from pagemill_operator.autoscaler.prediction import OfferedLoad, Predictor
+from pagemill_operator.autoscaler.settings import Slo
+from pagemill_operator.autoscaler.signals import Fleet, Shape, Signals
 from pagemill_operator.autoscaler.slo import fewest
 from pagemill_protocol.state import StepTimeParams
 from pagemill_simulator.scaling.clairvoyant import WINDOW_S, Clairvoyant
 from pagemill_simulator.scaling.policy import Bounds, Seen
+from pagemill_simulator.scaling.simulated import rival
 from pagemill_simulator.workloads.request import SimRequest, Workload
 from pagemill_simulator.workloads.shapes import Step
 
@@ -27,7 +27,8 @@ COLD_START_S = 120.0
 
 
 def answers(workload: Workload, bounds: Bounds, until_s: float, *, num_open: int = 0) -> dict[float, int]:
-    policy = Clairvoyant(bounds, workload, cold_start_s=COLD_START_S, shape=SHAPE, slo=SLO)
+    floor = Clairvoyant(bounds.max_replicas, workload, cold_start_s=COLD_START_S, shape=SHAPE, slo=SLO)
+    policy = rival(floor, bounds)
     times = [policy.interval_s * tick for tick in range(int(until_s / policy.interval_s))]
     return {at_s: policy.decide(seen(at_s, num_open)) for at_s in times}
 
@@ -46,7 +47,7 @@ def seen(at_s: float, num_open: int) -> Seen:
 
 
 def needed(rate: float) -> int:
-    return fewest(Predictor(SHAPE, SLO.share), Demand(rate, 1155, 1155, 3000, 211), SLO, 100, {})
+    return fewest(Predictor(SHAPE, SLO.share), OfferedLoad(rate, 1155, 1155, 3000, 211), SLO, 100, {})
 
 
 def test_replicas_for_a_step_are_ordered_one_cold_start_ahead() -> None:
@@ -87,7 +88,7 @@ def test_bounds_hold_and_step_times_must_be_known() -> None:
     workload = Step(from_rate=50, to_rate=200, at_s=60, duration_s=120).workload(1)
     assert set(answers(workload, Bounds(1, 3), 100).values()) == {3}
     with pytest.raises(ValueError, match="step times"):
-        Clairvoyant(Bounds(1, 3), workload, cold_start_s=1, shape=Shape(10, 16), slo=SLO)
+        Clairvoyant(3, workload, cold_start_s=1, shape=Shape(10, 16), slo=SLO)
 
 
 def test_turns_of_a_session_cost_only_what_is_new() -> None:

@@ -14,16 +14,17 @@ from hypothesis import strategies as st
 
 from pagemill_engine.config import EngineConfig
 from pagemill_gateway.routing.policies import PolicyName
-from pagemill_operator.autoscaler.policy import Policy, Slo
+from pagemill_operator.autoscaler.settings import ScalingSettings, Slo
 from pagemill_protocol.catalog import QueueLimits
 from pagemill_protocol.state import StepTimeParams
 from pagemill_simulator.fleet.exact import simulate_fleet
 from pagemill_simulator.fleet.fast import simulate_fleet_fast
 from pagemill_simulator.fleet.outcome import Outcome
 from pagemill_simulator.fleet.settings import ColdStart, FleetSettings
+from pagemill_simulator.scaling import simulated
 from pagemill_simulator.scaling.fixed import FixedReplicas
-from pagemill_simulator.scaling.pagemill import PagemillPolicy
-from pagemill_simulator.scaling.policy import Bounds, ScalingPolicy, Seen
+from pagemill_simulator.scaling.policy import Bounds, FleetScaler, Seen
+from pagemill_simulator.scaling.simulated import SimulatedPolicy, rival
 from pagemill_simulator.workloads.request import SimRequest, Workload
 from pagemill_simulator.workloads.shapes import Steady
 
@@ -65,8 +66,8 @@ def fleet(low: int, high: int, **changes: object) -> FleetSettings:
     return FleetSettings(**{"engine": ENGINE, "bounds": Bounds(low, high), "cold_start": COLD_START, **changes})
 
 
-def own() -> PagemillPolicy:
-    return PagemillPolicy(Policy("Active", 0, 4, slo=Slo(ttft_ms=500, tpot_ms=50), idle_s=20.0))
+def own() -> SimulatedPolicy:
+    return simulated.own(ScalingSettings("Active", 0, 4, slo=Slo(ttft_ms=500, tpot_ms=50), idle_s=20.0))
 
 
 class Told:
@@ -81,8 +82,8 @@ class Told:
         return self._answer(seen)
 
 
-def fixed(replicas: int) -> FixedReplicas:
-    return FixedReplicas(Bounds(replicas, replicas))
+def fixed(replicas: int) -> SimulatedPolicy:
+    return rival(FixedReplicas(), Bounds(replicas, replicas))
 
 
 def down() -> Told:
@@ -112,7 +113,7 @@ def measures(outcomes: list[Outcome]) -> dict[str, float]:
     return found
 
 
-CASES: dict[str, tuple[list[Workload], FleetSettings, Callable[[], ScalingPolicy]]] = {
+CASES: dict[str, tuple[list[Workload], FleetSettings, Callable[[], FleetScaler]]] = {
     "independent requests": ([traffic(120, 12.0, 2)], fleet(3, 3), partial(fixed, 3)),
     "sessions": ([sessions(50, 4.0, 1)], fleet(3, 3), partial(fixed, 3)),
     "few seats": ([traffic(60, 12.0, 3)], fleet(2, 2, engine=SEATED), partial(fixed, 2)),

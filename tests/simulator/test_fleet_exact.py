@@ -17,16 +17,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagemill_engine.config import EngineConfig
-from pagemill_operator.autoscaler.policy import Direction, Policy, Slo
+from pagemill_operator.autoscaler.settings import Direction, ScalingSettings, Slo
 from pagemill_protocol.catalog import QueueLimits
 from pagemill_protocol.state import StepTimeParams
 from pagemill_simulator.engine import EngineSimulation
 from pagemill_simulator.fleet.exact import simulate_fleet
 from pagemill_simulator.fleet.outcome import Outcome
 from pagemill_simulator.fleet.settings import ColdStart, FleetSettings
+from pagemill_simulator.scaling import simulated
 from pagemill_simulator.scaling.fixed import FixedReplicas
-from pagemill_simulator.scaling.pagemill import PagemillPolicy
 from pagemill_simulator.scaling.policy import Bounds, Seen
+from pagemill_simulator.scaling.simulated import SimulatedPolicy, rival
 from pagemill_simulator.workloads.request import SimRequest, Workload
 
 STEP_TIME = StepTimeParams(knots_tokens=[1, 64, 512], knot_ms=[6.0, 8.0, 22.0], decode_context_ms=1e-5)
@@ -71,10 +72,10 @@ def fleet(low: int = 1, high: int = 4, **changes: object) -> FleetSettings:
     return FleetSettings(engine=ENGINE, **{"bounds": Bounds(low, high), "cold_start": COLD_START, **changes})
 
 
-def own(settings: FleetSettings) -> PagemillPolicy:
+def own(settings: FleetSettings) -> SimulatedPolicy:
     low, high = settings.bounds
     slo, down = Slo(ttft_ms=500, tpot_ms=50), Direction(window_s=10.0)
-    return PagemillPolicy(Policy("Active", low, high, slo=slo, idle_s=20.0, down=down))
+    return simulated.own(ScalingSettings("Active", low, high, slo=slo, idle_s=20.0, down=down))
 
 
 def endings(outcome: Outcome) -> Counter[str]:
@@ -87,7 +88,7 @@ def timeless(outcome: Outcome) -> Outcome:
 
 def test_a_quiet_pod_answers_as_the_engine_alone_does() -> None:
     requests = [SimRequest(10.0 * number + 1.0, 50 + 40 * number, 5 + number) for number in range(8)]
-    outcome = simulate_fleet(workload(requests), fleet(1, 1), FixedReplicas(Bounds(1, 1)))
+    outcome = simulate_fleet(workload(requests), fleet(1, 1), rival(FixedReplicas(), Bounds(1, 1)))
     alone = EngineSimulation(requests, ENGINE)
     alone.run()
     assert endings(outcome) == {"served": 8}
@@ -98,7 +99,7 @@ def test_a_quiet_pod_answers_as_the_engine_alone_does() -> None:
 
 def test_answers_are_as_long_as_the_workload_says() -> None:
     load = traffic(60, 8.0)
-    outcome = simulate_fleet(load, fleet(2, 2), FixedReplicas(Bounds(2, 2)))
+    outcome = simulate_fleet(load, fleet(2, 2), rival(FixedReplicas(), Bounds(2, 2)))
     assert [(r.arrival_s, r.num_prompt_tokens, r.num_output_tokens) for r in outcome.requests] == [
         each[:3] for each in load.requests
     ]
@@ -147,7 +148,7 @@ def test_whoever_waits_too_long_is_refused_and_so_is_who_finds_the_queue_full() 
 
 def test_a_prompt_that_no_engine_takes_is_refused() -> None:
     load = workload([SimRequest(0.1, 5000, 10), SimRequest(0.2, 10, 5000)])
-    outcome = simulate_fleet(load, fleet(), FixedReplicas(Bounds(1, 1)))
+    outcome = simulate_fleet(load, fleet(), rival(FixedReplicas(), Bounds(1, 1)))
     assert [each.ending for each in outcome.requests] == ["refused", "served"]
     assert outcome.requests[1].num_output_tokens == 4096 - 10
 
@@ -155,7 +156,7 @@ def test_a_prompt_that_no_engine_takes_is_refused() -> None:
 def test_a_pod_that_is_removed_ends_what_it_runs() -> None:
     load = workload([SimRequest(0.1, 50, 300)] * 8, 30.0)
     outcome = simulate_fleet(load, fleet(1, 2, start_replicas=2), Told(lambda seen: 1))
-    alone = simulate_fleet(load, fleet(2, 2), FixedReplicas(Bounds(2, 2)))
+    alone = simulate_fleet(load, fleet(2, 2), rival(FixedReplicas(), Bounds(2, 2)))
     assert endings(outcome) == {"served": 8}
     assert outcome.requests == alone.requests
     assert outcome.num_scale_downs == 1
@@ -175,8 +176,8 @@ def test_what_does_not_end_in_time_goes_on_elsewhere() -> None:
 
 def test_crashes_lose_nothing_while_attempts_remain() -> None:
     load = traffic(150, 6.0, most_output=200)
-    calm = simulate_fleet(load, fleet(3, 3), FixedReplicas(Bounds(3, 3)))
-    rough = simulate_fleet(load, fleet(3, 3, crash_mean_s=15.0, seed=2), FixedReplicas(Bounds(3, 3)))
+    calm = simulate_fleet(load, fleet(3, 3), rival(FixedReplicas(), Bounds(3, 3)))
+    rough = simulate_fleet(load, fleet(3, 3, crash_mean_s=15.0, seed=2), rival(FixedReplicas(), Bounds(3, 3)))
     assert min(point.ready for point in rough.timeline) < 3
     assert endings(rough) == endings(calm) == {"served": 150}
     assert [each.num_output_tokens for each in rough.requests] == [each.num_output_tokens for each in calm.requests]
@@ -186,8 +187,8 @@ def test_crashes_lose_nothing_while_attempts_remain() -> None:
 def test_turns_of_a_session_share_their_prefix_and_wait_for_each_other() -> None:
     turns = [SimRequest(0.5 + number * 0.001, 1000 + 150 * number, 100, session=1) for number in range(3)]
     strangers = [each._replace(session=None) for each in turns]
-    together = simulate_fleet(workload(turns), fleet(1, 1), FixedReplicas(Bounds(1, 1))).requests
-    apart = simulate_fleet(workload(strangers), fleet(1, 1), FixedReplicas(Bounds(1, 1))).requests
+    together = simulate_fleet(workload(turns), fleet(1, 1), rival(FixedReplicas(), Bounds(1, 1))).requests
+    apart = simulate_fleet(workload(strangers), fleet(1, 1), rival(FixedReplicas(), Bounds(1, 1))).requests
     assert [each.num_prompt_tokens for each in together] == [1000, 1150, 1300]
     for before, after in itertools.pairwise(together):
         ended_s = before.arrival_s + (before.ttft_ms + before.tpot_ms * 99) / 1000
@@ -243,14 +244,14 @@ def test_the_own_policy_follows_a_ramp_and_goes_to_zero_without_losing_a_request
 
 def test_progress_goes_from_nothing_to_all() -> None:
     shares: list[float] = []
-    simulate_fleet(traffic(20, 5.0), fleet(), FixedReplicas(Bounds(1, 1)), progress=shares.append)
+    simulate_fleet(traffic(20, 5.0), fleet(), rival(FixedReplicas(), Bounds(1, 1)), progress=shares.append)
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
     assert len(shares) > 50
 
 
 def test_a_workload_without_requests_costs_its_pods() -> None:
-    outcome = simulate_fleet(workload([], 60.0), fleet(2, 2), FixedReplicas(Bounds(2, 2)))
+    outcome = simulate_fleet(workload([], 60.0), fleet(2, 2), rival(FixedReplicas(), Bounds(2, 2)))
     assert outcome.requests == []
     assert outcome.pod_seconds == pytest.approx(120.0)
 

@@ -9,13 +9,13 @@ from itertools import pairwise
 import pytest
 
 from pagemill_engine.config import EngineConfig
-from pagemill_operator.autoscaler.policy import Policy
+from pagemill_operator.autoscaler.settings import ScalingSettings
 from pagemill_protocol.state import StepTimeParams
 from pagemill_simulator.fleet.exact import simulate_fleet
 from pagemill_simulator.fleet.outcome import Outcome
 from pagemill_simulator.fleet.settings import ColdStart, FleetSettings
-from pagemill_simulator.scaling.pagemill import INTERVAL_S, PagemillPolicy
 from pagemill_simulator.scaling.policy import Bounds
+from pagemill_simulator.scaling.simulated import INTERVAL_S, own
 from pagemill_simulator.workloads.request import SimRequest, Workload
 
 IDLE_S = 2.0
@@ -49,7 +49,7 @@ def serve(seed: int, longest_gap_s: float, *, crash_mean_s: float = 0.0) -> Outc
         crash_mean_s=crash_mean_s,
         seed=seed,
     )
-    policy = PagemillPolicy(Policy("Active", 0, 1, idle_s=IDLE_S))
+    policy = own(ScalingSettings("Active", 0, 1, idle_s=IDLE_S))
     return simulate_fleet(visits(seed, longest_gap_s), settings, policy)
 
 

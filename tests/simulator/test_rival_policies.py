@@ -10,22 +10,28 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pagemill_operator.autoscaler.settings import ScalingSettings
 from pagemill_operator.autoscaler.signals import Fleet, Signals
-from pagemill_protocol.load import EnginesLoad
+from pagemill_operator.autoscaler.target_tracking import external_metric, pods_metric
+from pagemill_protocol.histogram import histogram_of
+from pagemill_protocol.load import EnginesLoad, Lengths
 from pagemill_protocol.state import StepTimeParams
 from pagemill_simulator.parameters import ParameterError
 from pagemill_simulator.scaling.dynamo import Dynamo, DynamoLoad
 from pagemill_simulator.scaling.fixed import Fixed, FixedReplicas
-from pagemill_simulator.scaling.hpa import Hpa, HpaOnQueue, KedaEpp, KedaOnEpp, external_metric, pods_metric
-from pagemill_simulator.scaling.hpa_behavior import Behavior, Direction, Rule
+from pagemill_simulator.scaling.hpa import Hpa, HpaOnQueue, KedaEpp, KedaOnEpp
+from pagemill_simulator.scaling.hpa_behavior import Behavior, BehaviorMemory, Direction, Rule
 from pagemill_simulator.scaling.knative import Knative, KnativeKpa
 from pagemill_simulator.scaling.kubeai import KubeAi, KubeAiMean
-from pagemill_simulator.scaling.policy import Bounds, PodSeen, ScalingPolicy, Seen
+from pagemill_simulator.scaling.policy import Bounds, FleetScaler, PodSeen, Seen
+from pagemill_simulator.scaling.rival import Rival
 from pagemill_simulator.scaling.rivals import RIVALS, make_rival
+from pagemill_simulator.scaling.simulated import rival, scraped
 from pagemill_simulator.scaling.wva import Load, Wva, WvaHpa, WvaSaturation, WvaThroughHpa, step
 
 BOUNDS = Bounds(1, 100)
@@ -49,7 +55,7 @@ def seen(at_s: float, fleet: Sequence[PodSeen], *, num_held: int = 0, **told: An
     )
 
 
-def running(policy: ScalingPolicy, until_s: float, fleet: Sequence[PodSeen], *, from_s: float = 0.0) -> list[int]:
+def running(policy: FleetScaler, until_s: float, fleet: Sequence[PodSeen], *, from_s: float = 0.0) -> list[int]:
     """What it answers at each of its decisions, its replicas being ready at once."""
     replicas, answers, at_s = len(fleet), [], from_s
     load = fleet[0]
@@ -70,7 +76,7 @@ KUBEAI_EXAMPLE = KubeAi(interval_s=15, window_s=600, target_requests=250, scale_
 
 def test_kubeai_reaches_a_new_load_after_the_window_of_its_mean() -> None:
     """1,000 active requests are four replicas of 250; the mean of 40 samples gets there by one sample after another."""
-    policy = KubeAiMean(Bounds(1, 9), KUBEAI_EXAMPLE)
+    policy = rival(KubeAiMean(KUBEAI_EXAMPLE), Bounds(1, 9))
     answers = running(policy, 15.0 * 39, pods(1, num_running=1000))
     assert len(answers) == 40
     assert [answers.index(replicas) for replicas in (1, 2, 3, 4)] == [0, 10, 20, 30]
@@ -79,18 +85,18 @@ def test_kubeai_reaches_a_new_load_after_the_window_of_its_mean() -> None:
 
 def test_kubeai_removes_replicas_after_the_delays_worth_of_lower_ticks() -> None:
     """45 s are three ticks of 15 s: the fourth removes."""
-    policy = KubeAiMean(Bounds(1, 9), KUBEAI_EXAMPLE)
+    policy = rival(KubeAiMean(KUBEAI_EXAMPLE), Bounds(1, 9))
     answers = [policy.decide(seen(15.0 * tick, pods(4))) for tick in range(5)]
     assert answers == [4, 4, 4, 1, 1]
 
 
 def test_kubeai_stays_within_the_bounds_of_its_example() -> None:
-    policy = KubeAiMean(Bounds(1, 9), KUBEAI_EXAMPLE)
+    policy = rival(KubeAiMean(KUBEAI_EXAMPLE), Bounds(1, 9))
     assert running(policy, 600, pods(1, num_running=100_000))[-1] == 9
 
 
 def test_kubeai_orders_the_first_replica_when_a_request_comes() -> None:
-    policy = KubeAiMean(ANY)
+    policy = rival(KubeAiMean(), ANY)
     assert policy.wakes_at_once
     assert policy.decide(seen(0, [])) == 0
     assert policy.decide(seen(3.7, [], num_held=1)) == 1
@@ -99,32 +105,36 @@ def test_kubeai_orders_the_first_replica_when_a_request_comes() -> None:
 # Kubernetes: "Horizontal Pod Autoscaling", algorithm details, scaling policies; enhancement 853, user stories.
 
 
+def on_pods(values: Sequence[float], num_silent: int, target: float, current: int) -> int:
+    return pods_metric(math.fsum(values), len(values), num_silent, target, current, tolerance=0.1)
+
+
 def test_hpa_doubles_at_twice_the_target_and_halves_at_half() -> None:
-    assert pods_metric([0.2] * 4, 0, 0.1, current=4, tolerance=0.1) == 8
-    assert pods_metric([0.05] * 4, 0, 0.1, current=4, tolerance=0.1) == 2
+    assert on_pods([0.2] * 4, 0, 0.1, 4) == 8
+    assert on_pods([0.05] * 4, 0, 0.1, 4) == 2
     assert external_metric(0.8, 0.1, current=4, tolerance=0.1) == 8
     assert external_metric(0.2, 0.1, current=4, tolerance=0.1) == 2
 
 
 def test_hpa_does_nothing_within_a_tenth_of_the_target() -> None:
-    assert pods_metric([5.4, 5.5], 0, 5, current=2, tolerance=0.1) == 2
-    assert pods_metric([4.6, 4.6], 0, 5, current=2, tolerance=0.1) == 2
-    assert pods_metric([5.6, 5.6], 0, 5, current=2, tolerance=0.1) == 3
+    assert on_pods([5.4, 5.5], 0, 5, 2) == 2
+    assert on_pods([4.6, 4.6], 0, 5, 2) == 2
+    assert on_pods([5.6, 5.6], 0, 5, 2) == 3
     assert external_metric(10.9, 5, current=2, tolerance=0.1) == 2
 
 
 def test_hpa_counts_pods_without_a_metric_as_idle_going_up_and_on_target_going_down() -> None:
-    assert pods_metric([20.0], 3, 5, current=4, tolerance=0.1) == 4, "20 waiting are what four replicas are meant for"
-    assert pods_metric([40.0], 3, 5, current=4, tolerance=0.1) == 8
-    assert pods_metric([7.0], 3, 5, current=4, tolerance=0.1) == 4, "counted as idle they would turn the direction"
-    assert pods_metric([0.0, 0.0], 2, 5, current=4, tolerance=0.1) == 2
-    assert pods_metric([], 4, 5, current=4, tolerance=0.1) is None
+    assert on_pods([20.0], 3, 5, 4) == 4, "20 waiting are what four replicas are meant for"
+    assert on_pods([40.0], 3, 5, 4) == 8
+    assert on_pods([7.0], 3, 5, 4) == 4, "counted as idle they would turn the direction"
+    assert on_pods([0.0, 0.0], 2, 5, 4) == 2
+    assert on_pods([], 4, 5, 4) == 4, "without a metric the number stays"
 
 
 def course(behavior: Behavior, current: int, desired: Sequence[int], every_s: float) -> list[int]:
-    answers = []
-    for tick, wish in enumerate(desired):
-        current = behavior.limit(tick * every_s, current, wish, Bounds(1, 5000))
+    answers, memory = [], BehaviorMemory()
+    for tick, recommended in enumerate(desired):
+        current, memory = behavior.limit(memory, tick * every_s, current, recommended, Bounds(1, 5000))
         answers.append(current)
     return answers
 
@@ -148,10 +158,10 @@ def test_hpa_story_3_one_pod_in_five_minutes() -> None:
     assert course(Behavior(up=up), 1, [50] * 16, 60) == [2] * 5 + [3] * 5 + [4] * 5 + [5]
 
 
-def test_hpa_story_5_the_largest_wish_of_the_window_counts() -> None:
+def test_hpa_story_5_the_largest_recommendation_of_the_window_counts() -> None:
     down = Direction(600.0, (Rule("pods", 5, 60),))
-    wishes = [10, 9, 8, 9, 9, 8, 9, 8, 9, 8, 7]
-    assert course(Behavior(down=down), 10, wishes, 60) == [10] * 10 + [9]
+    recommended = [10, 9, 8, 9, 9, 8, 9, 8, 9, 8, 7]
+    assert course(Behavior(down=down), 10, recommended, 60) == [10] * 10 + [9]
 
 
 def test_hpa_adds_four_pods_or_as_many_as_there_are_every_fifteen_seconds() -> None:
@@ -165,7 +175,7 @@ def test_hpa_removes_nothing_for_five_minutes_and_then_everything() -> None:
 
 
 def test_hpa_on_the_queue_credits_replicas_that_start() -> None:
-    policy = HpaOnQueue(BOUNDS)
+    policy = rival(HpaOnQueue(), BOUNDS)
     first = policy.decide(seen(0, pods(1), num_held=20))
     assert first == 4
     assert policy.decide(seen(15, pods(1, 3), num_held=20)) == 4
@@ -174,11 +184,11 @@ def test_hpa_on_the_queue_credits_replicas_that_start() -> None:
 
 def test_keda_on_llm_ds_metrics_waits_five_minutes_before_it_adds() -> None:
     """The guide's reason: replicas take some 240 s, and nobody credits them."""
-    policy = KedaOnEpp(BOUNDS)
+    policy = rival(KedaOnEpp(), BOUNDS)
     answers = [policy.decide(seen(15.0 * tick, pods(2, num_running=40))) for tick in range(22)]
     assert answers[:20] == [2] * 20
     assert answers[20] == 5, "80 running are five replicas of 16"
-    assert KedaOnEpp(BOUNDS, KedaEpp(up_window_s=0)).decide(seen(0, pods(2, num_running=1), num_held=3)) == 3
+    assert rival(KedaOnEpp(KedaEpp(up_window_s=0)), BOUNDS).decide(seen(0, pods(2, num_running=1), num_held=3)) == 3
 
 
 # llm-d: docs/saturation-scaling-config.md (how scale-up triggers work) and docs/saturation-analyzer.md.
@@ -204,7 +214,7 @@ def test_wva_adds_a_replica_when_all_are_saturated() -> None:
 
 def test_wva_adds_one_replica_at_a_time_and_none_while_one_starts() -> None:
     """The example of two replicas that report: the target is three."""
-    policy = WvaSaturation(BOUNDS)
+    policy = rival(WvaSaturation(), BOUNDS)
     assert policy.decide(seen(0, pods(2, kv_usage=0.79))) == 3
     assert policy.decide(seen(30, pods(2, 1, kv_usage=0.79))) == 3
     assert policy.decide(seen(60, pods(3, kv_usage=0.79))) == 4
@@ -212,20 +222,20 @@ def test_wva_adds_one_replica_at_a_time_and_none_while_one_starts() -> None:
 
 def test_wva_goes_by_the_peak_of_the_last_minute() -> None:
     """72 % at 15 s is too much until 75 s have passed; decisions come every 30 s, samples every 15 s."""
-    policy = WvaSaturation(BOUNDS)
+    policy = rival(WvaSaturation(), BOUNDS)
     usages = [0.3, 0.72, 0.3, 0.3, 0.3, 0.3, 0.3]
     answers = [policy.decide(seen(15.0 * n, pods(2, kv_usage=usage))) for n, usage in enumerate(usages)]
     assert answers == [1, 2, 3, 2, 3, 2, 1]
 
 
 def test_wva_through_the_autoscaler_of_its_chart_waits_four_minutes_both_ways() -> None:
-    policy = WvaThroughHpa(BOUNDS)
+    policy = rival(WvaThroughHpa(), BOUNDS)
     up = [policy.decide(seen(15.0 * tick, pods(2, kv_usage=0.79))) for tick in range(18)]
     assert up[:16] == [2] * 16
     assert up[16] == 3, "what was decided is kept until it is applied"
-    at_once = WvaThroughHpa(BOUNDS, WvaHpa(up_window_s=0, down_window_s=0))
+    at_once = rival(WvaThroughHpa(WvaHpa(up_window_s=0, down_window_s=0)), BOUNDS)
     assert at_once.decide(seen(0, pods(2, kv_usage=0.79))) == 3
-    policy = WvaThroughHpa(BOUNDS)
+    policy = rival(WvaThroughHpa(), BOUNDS)
     down = [policy.decide(seen(15.0 * tick, pods(2, kv_usage=0.2))) for tick in range(18)]
     assert (down[:16], down[16]) == ([2] * 16, 1)
 
@@ -234,13 +244,13 @@ def test_wva_through_the_autoscaler_of_its_chart_waits_four_minutes_both_ways() 
 
 
 def test_knative_makes_five_pods_of_fifty_requests_with_a_target_of_ten() -> None:
-    policy = KnativeKpa(BOUNDS, Knative(target_concurrency=10, target_utilization=1))
+    policy = rival(KnativeKpa(Knative(target_concurrency=10, target_utilization=1)), BOUNDS)
     answers = running(policy, 120, pods(1, num_running=50))
     assert set(answers) == {5}, "at once, by panic, and for good"
 
 
 def test_knative_goes_by_the_short_window_in_a_panic_and_returns_after_a_stable_one() -> None:
-    policy = KnativeKpa(BOUNDS, Knative(target_concurrency=10, target_utilization=1))
+    policy = rival(KnativeKpa(Knative(target_concurrency=10, target_utilization=1)), BOUNDS)
     assert set(running(policy, 118, pods(1, num_running=10))) == {1}
     surge = [policy.decide(seen(120 + 2.0 * tick, pods(1, num_running=40))) for tick in range(3)]
     assert surge == [2, 3, 4], "means of 20, 30 and 40 over six seconds; of the minute they are 1.1 to 1.3"
@@ -250,7 +260,7 @@ def test_knative_goes_by_the_short_window_in_a_panic_and_returns_after_a_stable_
 
 
 def test_knative_keeps_the_last_replica_for_the_grace_period() -> None:
-    policy = KnativeKpa(ANY)
+    policy = rival(KnativeKpa(), ANY)
     answers = [policy.decide(seen(2.0 * tick, pods(1))) for tick in range(17)]
     assert answers == [1] * 15 + [0] * 2
     assert policy.wakes_at_once
@@ -269,32 +279,35 @@ def engines_told(count: int, **told: Any) -> EnginesLoad:
 
 def planner(fleet: Sequence[PodSeen], at_s: float = 0.0, *, engines: EnginesLoad | None = None, **told: Any) -> Seen:
     ready = sum(pod.is_ready for pod in fleet)
-    signals = Signals(at_s=at_s, fleet=Fleet(wanted=len(fleet)), engines=engines or engines_told(ready))
+    lengths = Lengths(truth="value", computed=histogram_of([1000.0] * 100))
+    signals = Signals(
+        at_s=at_s, fleet=Fleet(wanted=len(fleet)), engines=engines or engines_told(ready), lengths=lengths
+    )
     return seen(at_s, fleet, signals=signals, **told)
 
 
 def test_dynamo_adds_one_replica_when_the_estimates_of_all_engines_are_over_target() -> None:
     """30 prompts of 1,000 tokens wait in each: some 15 steps of 105 ms, three times the 500 ms of the guide."""
-    policy = DynamoLoad(BOUNDS)
+    policy = rival(DynamoLoad(), BOUNDS)
     assert policy.decide(planner(pods(2, num_running=20, num_waiting=30, kv_usage=0.3))) == 3
     one_is_free = [*pods(1, num_running=20, num_waiting=30, kv_usage=0.3), PodSeen("free", True)]
-    assert DynamoLoad(BOUNDS).decide(planner(one_is_free)) == 2
+    assert rival(DynamoLoad(), BOUNDS).decide(planner(one_is_free)) == 2
 
 
 def test_dynamo_adds_one_replica_for_the_time_between_tokens() -> None:
     slow = engines_told(2, step_time=StepTimeParams(knots_tokens=[1, 2048], knot_ms=[60.0, 160.0]))
-    assert DynamoLoad(BOUNDS).decide(planner(pods(2, num_running=20, kv_usage=0.2), engines=slow)) == 3
+    assert rival(DynamoLoad(), BOUNDS).decide(planner(pods(2, num_running=20, kv_usage=0.2), engines=slow)) == 3
 
 
 def test_dynamo_keeps_two_workers_whose_load_one_could_not_hold() -> None:
     """Each at 70 % of its cache and 23 ms a token with a target of 40: below 80 % of it, but 140 % of one cache."""
-    policy = DynamoLoad(BOUNDS, Dynamo(itl_ms=40))
+    policy = rival(DynamoLoad(Dynamo(itl_ms=40)), BOUNDS)
     assert policy.decide(planner(pods(2, num_running=60, kv_usage=0.7))) == 2
-    assert DynamoLoad(BOUNDS, Dynamo(itl_ms=40)).decide(planner(pods(2, num_running=10, kv_usage=0.1))) == 1
+    assert rival(DynamoLoad(Dynamo(itl_ms=40)), BOUNDS).decide(planner(pods(2, num_running=10, kv_usage=0.1))) == 1
 
 
 def test_dynamo_moves_nothing_while_a_replica_starts_or_an_engine_does_not_tell() -> None:
-    policy = DynamoLoad(BOUNDS)
+    policy = rival(DynamoLoad(), BOUNDS)
     busy = {"num_running": 20, "num_waiting": 30, "kv_usage": 0.3}
     assert policy.decide(planner(pods(2, 1, **busy))) == 3
     assert policy.decide(planner(pods(2, num_running=0, kv_usage=math.nan), 5)) == 2
@@ -304,18 +317,18 @@ def test_dynamo_moves_nothing_while_a_replica_starts_or_an_engine_does_not_tell(
 
 
 def test_fixed_stays() -> None:
-    assert FixedReplicas(BOUNDS, Fixed(replicas=7)).decide(seen(0, pods(2), num_held=500)) == 7
-    assert FixedReplicas(BOUNDS).decide(seen(0, pods(2), num_held=500)) == 2
+    assert rival(FixedReplicas(Fixed(replicas=7)), BOUNDS).decide(seen(0, pods(2), num_held=500)) == 7
+    assert rival(FixedReplicas(), BOUNDS).decide(seen(0, pods(2), num_held=500)) == 2
 
 
 def test_rivals_are_made_by_name_and_parameters() -> None:
     assert list(RIVALS) == ["kubeai", "hpa", "keda-epp", "wva", "wva-hpa", "knative", "dynamo", "fixed"]
-    assert make_rival("hpa", BOUNDS, {"target_waiting": "2"}).decide(seen(0, pods(1), num_held=6)) == 3
-    assert make_rival("fixed", BOUNDS, {"replicas": "7"}).decide(seen(0, pods(1))) == 7
+    assert rival(make_rival("hpa", {"target_waiting": "2"}), BOUNDS).decide(seen(0, pods(1), num_held=6)) == 3
+    assert rival(make_rival("fixed", {"replicas": "7"}), BOUNDS).decide(seen(0, pods(1))) == 7
     with pytest.raises(ParameterError, match="no policy 'vpa'; there are kubeai, hpa"):
-        make_rival("vpa", BOUNDS)
+        make_rival("vpa")
     with pytest.raises(ParameterError, match="hpa: target_waiting: '0' will not do"):
-        make_rival("hpa", BOUNDS, {"target_waiting": "0"})
+        make_rival("hpa", {"target_waiting": "0"})
     assert Hpa().down_window_s == 300
 
 
@@ -345,7 +358,7 @@ bounds_of_users = st.tuples(st.integers(0, 10), st.integers(0, 10)).map(lambda p
 def test_no_policy_leaves_its_bounds_whatever_it_sees_and_whenever(
     name: str, bounds: Bounds, course: list[tuple[float, list[PodSeen], int, int, StepTimeParams]]
 ) -> None:
-    policy, at_s = make_rival(name, bounds), 0.0
+    policy, at_s = rival(make_rival(name), bounds), 0.0
     for gap_s, fleet, num_held, wanted, step_time in course:
         at_s += gap_s
         engines = engines_told(len(fleet), step_time=step_time) if fleet else EnginesLoad()
@@ -357,7 +370,29 @@ def test_no_policy_leaves_its_bounds_whatever_it_sees_and_whenever(
 @given(count=st.integers(1, 6), usage=st.sampled_from([math.nan, math.inf]), num_running=st.integers(1, 50))
 def test_what_is_missing_never_scales_to_zero(name: str, count: int, usage: float, num_running: int) -> None:
     """Requests run, but caches, step times and the load stream tell nothing."""
-    policy = make_rival(name, ANY)
+    policy = rival(make_rival(name), ANY)
     for tick in range(12):
         fleet = pods(count, num_running=num_running, kv_usage=usage)
         assert policy.decide(seen(tick * 15.0, fleet)) >= 1
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_a_rival_keeps_nothing_but_its_memory_which_a_record_holds(name: str) -> None:
+    """Two deployments that take turns, with memories read from JSON, are decided as each would be alone."""
+    policy, settings = make_rival(name), ScalingSettings("Active", *BOUNDS)
+    loads = [pods(2, num_running=30, num_waiting=9, kv_usage=0.85), pods(3, num_running=1, kv_usage=0.1)]
+    alone = [_course(policy, settings, [load]) for load in loads]
+    assert [answers for each in alone for answers in each] == _course(policy, settings, loads)
+
+
+def _course(policy: Rival[Any], settings: ScalingSettings, loads: Sequence[Sequence[PodSeen]]) -> list[list[int]]:
+    memories = [policy.memory_type() for _ in loads]
+    answers: list[list[int]] = [[] for _ in loads]
+    for tick in range(40):
+        for index, load in enumerate(loads):
+            signals = scraped(planner(load, tick * policy.interval_s))
+            memory = msgspec.json.decode(msgspec.json.encode(memories[index]), type=policy.memory_type)
+            decision, memories[index] = policy.decide(settings, signals, memory)
+            assert decision.message
+            answers[index].append(decision.replicas)
+    return answers

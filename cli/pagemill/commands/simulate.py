@@ -41,8 +41,9 @@ def simulate(
     policy: Annotated[
         list[str] | None,
         typer.Option(
-            help="Who scales: pagemill, kubeai, hpa, keda-epp, wva, wva-hpa, knative, dynamo, fixed or clairvoyant, "
-            "with parameters as fixed:replicas=4; again for several (default: pagemill)."
+            help="What scales: pagemill (the file's own policy), Demand, TargetTracking, kubeai, hpa, keda-epp, wva, "
+            "wva-hpa, knative, dynamo, fixed or clairvoyant, with parameters as fixed:replicas=4; again for several "
+            "(default: pagemill)."
         ),
     ] = None,
     min_replicas: Annotated[int | None, typer.Option(min=0, help="In place of autoscaling.minReplicas.")] = None,

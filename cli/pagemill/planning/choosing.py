@@ -13,7 +13,7 @@ from pagemill.planning.errors import PlanError
 from pagemill.up.loading import Loaded, load_files
 from pagemill.up.screen import report_errors
 from pagemill_crds.quantities import duration_seconds
-from pagemill_operator.autoscaler.policy import Slo
+from pagemill_operator.autoscaler.settings import Slo
 
 
 def load_one(file: Path, name: str | None) -> Loaded:

@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 from pagemill.planning.errors import PlanError
 from pagemill.planning.replica import Replica, check_length
-from pagemill_operator.autoscaler.policy import Slo
-from pagemill_operator.autoscaler.prediction import Demand, Predictor
-from pagemill_operator.autoscaler.slo import Candidate, fewest, weigh
-from pagemill_operator.autoscaler.wishes import MARGIN
+from pagemill_operator.autoscaler.decision import Candidate
+from pagemill_operator.autoscaler.prediction import OfferedLoad, Predictor
+from pagemill_operator.autoscaler.settings import Slo
+from pagemill_operator.autoscaler.slo import fewest, weigh
+from pagemill_operator.autoscaler.targets import MARGIN
 
 HOUR_S = 3600.0
 IDLE_RPS = 1e-6
@@ -30,9 +31,9 @@ class Workload(NamedTuple):
     """Tokens of each prompt that are found in the prefix cache."""
 
     @property
-    def demand(self) -> Demand:
+    def offered(self) -> OfferedLoad:
         computed = max(1, self.input_tokens - self.cached_tokens)
-        return Demand(self.requests_per_s, self.input_tokens, computed, computed, self.output_tokens)
+        return OfferedLoad(self.requests_per_s, self.input_tokens, computed, computed, self.output_tokens)
 
     def at(self, requests_per_s: float) -> Workload:
         return self._replace(requests_per_s=requests_per_s)
@@ -80,12 +81,12 @@ def forecast(replica: Replica, workload: Workload, slo: Slo, most: int, price_pe
     """`price_per_hour`: of one replica. Raises `PlanError` for a workload that no replica accepts."""
     check_length(workload.input_tokens, workload.output_tokens, replica.max_model_len)
     predictor = _predictor(replica, slo)
-    demand = workload.demand
-    found = fewest(predictor, demand, slo, most, {})
+    load = workload.offered
+    found = fewest(predictor, load, slo, most, {})
     needed = found if found <= most else None
     kept = None
     if needed is not None:
-        kept = max(needed, min(most, fewest(predictor, demand.times(MARGIN), slo, most, {})))
+        kept = max(needed, min(most, fewest(predictor, load.times(MARGIN), slo, most, {})))
     numbers = [most] if needed is None else range(max(1, needed - NEIGHBOURS), min(most, needed + NEIGHBOURS) + 1)
     tokens = replica.shape.num_tokens
     length = workload.input_tokens + workload.output_tokens
@@ -93,8 +94,8 @@ def forecast(replica: Replica, workload: Workload, slo: Slo, most: int, price_pe
         needed=needed,
         kept=kept,
         most=most,
-        idle=weigh(predictor, workload.at(IDLE_RPS).demand, slo, 1),
-        rows=[Row(weigh(predictor, demand, slo, n), _cost(n, workload, price_per_hour)) for n in numbers],
+        idle=weigh(predictor, workload.at(IDLE_RPS).offered, slo, 1),
+        rows=[Row(weigh(predictor, load, slo, n), _cost(n, workload, price_per_hour)) for n in numbers],
         capacity=_capacity(predictor, workload, slo),
         at_once=min(replica.shape.max_num_seqs, tokens // length),
         at_once_longest=min(replica.shape.max_num_seqs, tokens // replica.max_model_len),
@@ -112,7 +113,7 @@ def _capacity(predictor: Predictor, workload: Workload, slo: Slo) -> float:
     """By bisection, to less than a thousandth."""
 
     def meets(requests_per_s: float) -> bool:
-        return weigh(predictor, workload.at(requests_per_s).demand, slo, 1).meets
+        return weigh(predictor, workload.at(requests_per_s).offered, slo, 1).meets
 
     low, high = 0.0, 1.0
     while meets(high) and high < 1e9:

@@ -11,7 +11,7 @@ import random
 from typing import NamedTuple
 
 from pagemill_engine.config import EngineConfig
-from pagemill_operator.autoscaler.memory import Shape
+from pagemill_operator.autoscaler.signals import Shape
 from pagemill_simulator.engine import EngineSimulation
 from pagemill_simulator.workloads.request import SimRequest
 

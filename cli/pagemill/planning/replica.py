@@ -23,7 +23,7 @@ from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.runner.budget import MemoryPlan, Sizes, plan_memory
 from pagemill_engine.runner.memory import MemoryState, measure_memory
 from pagemill_engine.server.fit import RUNTIME_BYTES
-from pagemill_operator.autoscaler.memory import Shape
+from pagemill_operator.autoscaler.signals import Shape
 from pagemill_operator.plan.types import Plan
 from pagemill_protocol.cgroup import usable_cores
 from pagemill_protocol.model_spec import ModelSpec, load_model_spec

@@ -12,7 +12,7 @@ from pagemill.planning.forecast import Forecast, Row, Workload
 from pagemill.planning.rehearsal import Rehearsed
 from pagemill.planning.replica import Replica
 from pagemill.printable import printable
-from pagemill_operator.autoscaler.policy import Slo
+from pagemill_operator.autoscaler.settings import Slo
 from pagemill_operator.plan.types import Plan
 
 

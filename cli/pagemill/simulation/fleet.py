@@ -12,7 +12,7 @@ from pagemill.planning.replica import Replica
 from pagemill.up.loading import Loaded
 from pagemill_engine.config import EngineConfig
 from pagemill_gateway.routing.policies import PolicyName
-from pagemill_operator.autoscaler.policy import Slo
+from pagemill_operator.autoscaler.settings import Slo
 from pagemill_operator.plan.types import Plan
 from pagemill_protocol.catalog import QueueLimits
 from pagemill_simulator.fleet.settings import ColdStart, FleetSettings, SettingsError

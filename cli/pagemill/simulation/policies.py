@@ -1,4 +1,4 @@
-"""The scaling policies that are asked for, by name: the deployment's own, and those of other platforms."""
+"""The scaling policies that are asked for, by name: the deployment's own, other registered ones, and rivals."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ import msgspec
 
 from pagemill.planning.errors import PlanError
 from pagemill_crds.sections.autoscaling import AutoscalingSection
-from pagemill_operator.autoscaler.memory import Shape
-from pagemill_operator.autoscaler.policy import Policy, Slo, policy_of, with_default_targets
+from pagemill_operator.autoscaler.registry import UnknownPolicyError, registered
+from pagemill_operator.autoscaler.settings import ScalingSettings, Slo, settings_of, with_default_targets
+from pagemill_operator.autoscaler.signals import Shape
 from pagemill_simulator.fleet.settings import FleetSettings
 from pagemill_simulator.parameters import ParameterError, split_choice
 from pagemill_simulator.scaling.clairvoyant import Clairvoyant
 from pagemill_simulator.scaling.dynamo import Dynamo
-from pagemill_simulator.scaling.pagemill import PagemillPolicy
-from pagemill_simulator.scaling.policy import Bounds, ScalingPolicy
+from pagemill_simulator.scaling.policy import Bounds, FleetScaler
 from pagemill_simulator.scaling.rivals import RIVALS, make_rival
+from pagemill_simulator.scaling.simulated import own, rival
 from pagemill_simulator.workloads.request import Workload
 
 OWN = "pagemill"
@@ -30,13 +31,13 @@ def policies_of(
     slo: Slo,
     workload: Workload,
     shape: Shape,
-) -> list[ScalingPolicy]:
+) -> list[FleetScaler]:
     """Each with a memory of its own. Raises `PlanError`."""
     policies = []
     for name in names or [OWN]:
         try:
             policies.append(_policy(name, section, settings, slo, workload, shape))
-        except ParameterError as error:
+        except (ParameterError, UnknownPolicyError) as error:
             raise PlanError(f"--policy {error}") from None
     return policies
 
@@ -48,42 +49,49 @@ def _policy(
     slo: Slo,
     workload: Workload,
     shape: Shape,
-) -> ScalingPolicy:
+) -> FleetScaler:
     name, parameters = split_choice(choice)
     if name in RIVALS:
-        return make_rival(name, settings.bounds, {**(_aims(slo) if name == Dynamo.name else {}), **parameters})
-    if name not in (OWN, FLOOR):
-        raise ParameterError(f"{name!r}: there is none such; there are {', '.join([OWN, *RIVALS, FLOOR])}")
+        return rival(make_rival(name, {**(_aims(slo) if name == Dynamo.name else {}), **parameters}), settings.bounds)
+    names = registered().policies
+    if name not in (OWN, FLOOR, *names):
+        raise ParameterError(f"{name!r}: there is none such; there are {', '.join([OWN, *names, *RIVALS, FLOOR])}")
     if parameters:
         raise ParameterError(f"{choice}: {name} has no parameters; spec.autoscaling and --ttft, --tpot are its own")
     if name == OWN:
-        return PagemillPolicy(own_policy(section, settings.bounds, slo))
+        return own(own_settings(section, settings.bounds, slo), name=OWN)
+    if name in names:
+        aims = msgspec.structs.replace(own_settings(section, settings.bounds, slo), policy=name)
+        return own(aims, name=name)
     try:
-        return Clairvoyant(settings.bounds, workload, cold_start_s=settings.cold_start.total_s, shape=shape, slo=slo)
+        floor = Clairvoyant(
+            settings.bounds.max_replicas, workload, cold_start_s=settings.cold_start.total_s, shape=shape, slo=slo
+        )
     except ValueError as error:
         raise ParameterError(f"{name}: {error}") from None
+    return rival(floor, settings.bounds)
 
 
 def _aims(slo: Slo) -> dict[str, str]:
-    """In the words of the rival that goes by an SLO too."""
+    """As the rival that goes by an SLO too names them."""
     aims = {"ttft_ms": slo.ttft_ms, "itl_ms": slo.tpot_ms}
     return {name: str(limit_ms) for name, limit_ms in aims.items() if limit_ms is not None}
 
 
 def own_slo(section: AutoscalingSection | None) -> Slo | None:
     """The file's."""
-    policy = _active(section)
-    return policy.slo if policy is not None else None
+    settings = _active(section)
+    return settings.slo if settings is not None else None
 
 
-def own_policy(section: AutoscalingSection | None, bounds: Bounds, slo: Slo) -> Policy:
-    """As the operator would have it, and deciding, whatever mode the file has."""
+def own_settings(section: AutoscalingSection | None, bounds: Bounds, slo: Slo) -> ScalingSettings:
+    """As the operator would have them, and deciding, whatever mode the file has."""
     low, high = bounds
     aim = slo if slo.ttft_ms is not None or slo.tpot_ms is not None else None
-    policy = _active(section) or Policy("Active", low, high)
-    policy = msgspec.structs.replace(policy, min_replicas=low, max_replicas=high, slo=aim)
-    return policy if aim is not None else with_default_targets(policy)
+    settings = _active(section) or ScalingSettings("Active", low, high)
+    settings = msgspec.structs.replace(settings, min_replicas=low, max_replicas=high, slo=aim)
+    return settings if aim is not None else with_default_targets(settings)
 
 
-def _active(section: AutoscalingSection | None) -> Policy | None:
-    return policy_of(section.model_copy(update={"mode": "Active"})) if section is not None else None
+def _active(section: AutoscalingSection | None) -> ScalingSettings | None:
+    return settings_of(section.model_copy(update={"mode": "Active"})) if section is not None else None

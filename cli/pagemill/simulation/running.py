@@ -16,14 +16,14 @@ from pagemill_simulator.fleet.outcome import Outcome
 from pagemill_simulator.fleet.settings import FleetSettings
 from pagemill_simulator.report import png
 from pagemill_simulator.report.write import write_report
-from pagemill_simulator.scaling.policy import ScalingPolicy
+from pagemill_simulator.scaling.policy import FleetScaler
 from pagemill_simulator.workloads.request import Workload
 
 
 def run(
     workload: Workload,
     settings: FleetSettings,
-    policies: Sequence[ScalingPolicy],
+    policies: Sequence[FleetScaler],
     report: Path | None,
     *,
     fast: bool = False,

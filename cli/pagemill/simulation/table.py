@@ -10,7 +10,7 @@ import msgspec
 from pagemill.columns import columns
 from pagemill.planning.replica import Replica
 from pagemill.printable import printable
-from pagemill_operator.autoscaler.policy import Slo
+from pagemill_operator.autoscaler.settings import Slo
 from pagemill_operator.plan.types import Plan
 from pagemill_simulator.fleet.figures import Figures, Quantiles
 from pagemill_simulator.fleet.settings import FleetSettings

@@ -13,7 +13,7 @@ from kubernetes.aio import config as credentials
 from kubernetes.aio.client import Configuration
 
 from pagemill.why.sources import Found, WhyError
-from pagemill_operator.autoscaler.decision import Record, decode_record
+from pagemill_operator.autoscaler.records import Record, decode_record
 from pagemill_operator.backends.kubernetes.client import ApiError, Client, Unreachable
 from pagemill_operator.backends.kubernetes.kinds import CONFIG_MAP, LLM_DEPLOYMENT
 from pagemill_operator.backends.kubernetes.render.records import lines_of, records_name

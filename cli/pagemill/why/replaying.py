@@ -1,25 +1,34 @@
-"""Decides recorded inputs again, with the autoscaler's own `decide`, and says where this version would do otherwise."""
+"""Decides recorded inputs again, with the policy that decided then, and says where this version would do otherwise."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from pagemill_operator.autoscaler.decide import replay
-from pagemill_operator.autoscaler.decision import Decision, Record
+import msgspec
+
+from pagemill_operator.autoscaler.decision import Decision
+from pagemill_operator.autoscaler.records import Record, replay
+from pagemill_operator.autoscaler.registry import UnknownPolicyError
 
 
 class Replay(NamedTuple):
-    decision: Decision
-    """This version's decision on the recorded inputs."""
+    decision: Decision | None
+    """This version's decision on the recorded inputs; `None`: `fault` is the reason why there is none."""
     is_same: bool
+    fault: str = ""
 
     @property
     def words(self) -> str:
         if self.is_same:
             return "same"
+        if self.decision is None:
+            return f"not replayed: {self.fault}"
         return f"differs: {self.decision.replicas} replicas, {self.decision.reason}"
 
 
 def decide_again(record: Record) -> Replay:
-    decision = replay(record)
+    try:
+        decision = replay(record)
+    except (UnknownPolicyError, msgspec.ValidationError) as error:
+        return Replay(None, is_same=False, fault=str(error))
     return Replay(decision, decision == record.decision)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from pagemill_operator.autoscaler.decision import Record, decode_record
+from pagemill_operator.autoscaler.records import Record, decode_record
 from pagemill_operator.backends.local.state_dir import RECORDS_FILE, Running, running
 
 MAX_FILE_BYTES = 64 * 1024 * 1024

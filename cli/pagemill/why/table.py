@@ -11,7 +11,8 @@ import msgspec
 from pagemill.columns import columns
 from pagemill.printable import printable
 from pagemill.why.replaying import Replay
-from pagemill_operator.autoscaler.decision import Decision, Record
+from pagemill_operator.autoscaler.decision import Decision
+from pagemill_operator.autoscaler.records import Record
 from pagemill_operator.autoscaler.signals import Signals
 
 
@@ -23,7 +24,7 @@ def as_json(where: str, records: Sequence[Record], replays: Sequence[Replay] | N
         "records": [msgspec.to_builtins(record) for record in records],
     }
     if replays is not None:
-        body["replays"] = [{"same": each.is_same, "decision": msgspec.to_builtins(each.decision)} for each in replays]
+        body["replays"] = [_replay(each) for each in replays]
     return json.dumps(body, indent=1)
 
 
@@ -34,6 +35,11 @@ def as_table(where: str, records: Sequence[Record], replays: Sequence[Replay] | 
     lines += ["", f"The decision of {latest.time}", *_details(latest), "", *_goals(latest.decision)]
     lines += _candidates(latest)
     return printable("\n".join(lines).rstrip())
+
+
+def _replay(replay: Replay) -> dict[str, Any]:
+    fault = {"fault": replay.fault} if replay.fault else {}
+    return {"same": replay.is_same, "decision": msgspec.to_builtins(replay.decision), **fault}
 
 
 def _head(replays: Sequence[Replay] | None) -> list[str]:
@@ -50,26 +56,26 @@ def _replicas(record: Record) -> str:
     decision = record.decision
     if not decision.changes:
         return str(decision.replicas)
-    advice = " (advice)" if record.policy.mode == "Advisory" else ""
+    advice = " (advice)" if record.settings.mode == "Advisory" else ""
     return f"{decision.replicas_before} -> {decision.replicas}{advice}"
 
 
 def _details(record: Record) -> list[str]:
-    signals, policy = record.signals, record.policy
+    signals, settings = record.signals, record.settings
     fleet, queue = signals.fleet, signals.queue
     start = "no start was seen yet" if fleet.cold_start_s is None else f"a start takes {fleet.cold_start_s:.0f} s"
     asleep = f", {fleet.asleep} asleep" if fleet.asleep else ""
     rows = [
-        ("bounds", f"{policy.lowest} to {policy.max_replicas} replicas, mode {policy.mode}"),
+        ("policy", f"{settings.policy}, mode {settings.mode}, {settings.lowest} to {settings.max_replicas} replicas"),
         ("replicas", f"{fleet.wanted} ordered: {fleet.ready} ready, {fleet.starting} starting{asleep}; {start}"),
         (
             "gateways",
-            f"{signals.num_heard} of {signals.num_gateways} heard; in them wait {queue.num_requests} requests",
+            f"{signals.num_heard} of {signals.num_gateways} report; {queue.num_requests} requests wait in them",
         ),
         ("engines", _engines(signals)),
         ("arrivals", _arrivals(signals)),
         ("lengths", _lengths(signals)),
-        ("latencies", _latencies(signals, policy.slo.share if policy.slo else 0.95)),
+        ("latencies", _latencies(signals, settings.slo.share if settings.slo else 0.95)),
     ]
     if record.decision.missing:
         rows.append(("missing", "; ".join(record.decision.missing)))
@@ -128,7 +134,7 @@ def _goals(decision: Decision) -> list[str]:
 
 def _candidates(record: Record) -> Iterator[str]:
     """Numbers of replicas that were weighed against the SLO."""
-    candidates, slo = record.decision.candidates, record.policy.slo
+    candidates, slo = record.decision.candidates, record.settings.slo
     if not candidates or slo is None:
         return
     rows = [

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from pagemill_crds.base import Rule, Section
-from pagemill_crds.fields import Duration
+from pagemill_crds.fields import Duration, Text
 
 MAX_REPLICAS = 1000
 
@@ -90,6 +90,14 @@ class AutoscalingSection(Section):
     `Active`: the operator scales. `Advisory`: it only publishes its decision. `External`: HPA or KEDA writes
     `spec.replicas` through the scale subresource.
     """
+    policy: Annotated[str, Text(63, r"^[A-Za-z0-9][A-Za-z0-9._-]*$", "must be a name such as TargetTracking")] = (
+        "Demand"
+    )
+    """
+    The algorithm. `Demand`: the replicas that the load needs by `targets`, or by the prediction that `slo` asks for.
+    `TargetTracking`: replicas in the ratio of each measured value to its target, as HorizontalPodAutoscaler. Packages
+    that are installed with the operator may add others.
+    """
     min_replicas: Annotated[int, Field(ge=0, le=MAX_REPLICAS)] = 1
     """Fewest replicas that serve; 0 allows scaling to zero."""
     max_replicas: Annotated[int, Field(ge=1, le=MAX_REPLICAS)]
@@ -129,13 +137,14 @@ class AutoscalingSection(Section):
         ),
         Rule(
             "mode",
-            "in mode External another controller decides: remove targets, slo, warm, behavior and scaleToZeroAfter, "
-            "or choose Active or Advisory",
-            "self.mode != 'External' || (!has(self.targets) && !has(self.slo) && self.warm == 0 "
-            "&& !has(self.behavior) && !has(self.scaleToZeroAfter))",
+            "in mode External another controller decides: remove policy, targets, slo, warm, behavior and "
+            "scaleToZeroAfter, or choose Active or Advisory",
+            "self.mode != 'External' || (self.policy == 'Demand' && !has(self.targets) && !has(self.slo) "
+            "&& self.warm == 0 && !has(self.behavior) && !has(self.scaleToZeroAfter))",
             lambda a: (
                 a.mode != "External"
-                or (a.targets, a.slo, a.warm, a.behavior, a.scale_to_zero_after) == (None, None, 0, None, None)
+                or (a.policy, a.targets, a.slo, a.warm, a.behavior, a.scale_to_zero_after)
+                == ("Demand", None, None, 0, None, None)
             ),
         ),
     )

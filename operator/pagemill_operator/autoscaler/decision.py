@@ -1,16 +1,10 @@
-"""What was decided, and the record of it: enough to decide it again and get the same."""
+"""What a scaling policy answers: replicas, why, and what it weighed."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 import msgspec
-
-from pagemill_operator.autoscaler.memory import Memory
-from pagemill_operator.autoscaler.policy import Policy
-from pagemill_operator.autoscaler.signals import Signals
-from pagemill_operator.autoscaler.slo import Candidate
-from pagemill_operator.autoscaler.wishes import Goal
 
 Reason = Literal[
     "Steady",
@@ -27,18 +21,43 @@ Reason = Literal[
 ]
 
 
+class Goal(msgspec.Struct, frozen=True):
+    """One target, and the replicas that it asks for."""
+
+    name: str
+    needed: int = 0
+    enough: int = 0
+    """The most that it still has use for: between `needed` and this it is content."""
+    reason: str = ""
+    missing: str = ""
+    """The number without which it cannot be judged; `needed` is then a lower bound."""
+    unreachable: str = ""
+    """Why no number of replicas meets it."""
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """A number of replicas that was weighed against the SLO."""
+
+    replicas: int
+    ttft_ms: float | None
+    """None: without bound."""
+    tpot_ms: float | None
+    meets: bool
+    limit: str = ""
+    """What it runs out of."""
+
+
 class Decision(msgspec.Struct, frozen=True):
     replicas_before: int
     replicas: int
     reason: Reason
-    """Of the change, or of there being none."""
+    """For the change, or for keeping the number."""
     message: str
     """For people, with the numbers."""
-    wish: int = 0
-    """What the goals ask for, before windows and limits."""
+    demand: int = 0
+    """Replicas that the load needs, before windows and limits."""
     goals: tuple[Goal, ...] = ()
     candidates: tuple[Candidate, ...] = ()
-    """Numbers of replicas that were weighed against the SLO."""
     missing: tuple[str, ...] = ()
     unreachable: str = ""
     """Why the SLO cannot be met within the bounds."""
@@ -49,31 +68,22 @@ class Decision(msgspec.Struct, frozen=True):
         return self.replicas != self.replicas_before
 
 
-class Record(msgspec.Struct, frozen=True):
-    """One decision with everything that went into it."""
-
-    key: str
-    time: str
-    """RFC 3339, for people; decisions go by `signals.at_s`."""
-    policy: Policy
-    signals: Signals
-    memory: Memory
-    decision: Decision
+def decided(before: int, after: int, message: str) -> Decision:
+    """A decision whose reason is the change itself, or that there is none."""
+    return Decision(before, after, reason_for(before, after), message, demand=after)
 
 
-def encode_record(record: Record) -> bytes:
-    """One line of JSON."""
-    return msgspec.json.encode(record)
+def reason_for(before: int, after: int) -> Reason:
+    if after == before:
+        return "Steady"
+    if after > before:
+        return "ScaledUp" if before else "Woken"
+    return "ScaledDown" if after else "ScaledToZero"
 
 
-def log_line(record: Record) -> str:
-    """The whole record of a change, else only why there is none."""
-    decision = record.decision
-    if decision.changes:
-        return encode_record(record).decode()
-    return f"{record.key}: {decision.replicas} replicas, {decision.reason}: {decision.message}"
+def replicas_of(number: int) -> str:
+    return f"{number} replica" if number == 1 else f"{number} replicas"
 
 
-def decode_record(line: bytes) -> Record:
-    """Raises `msgspec.DecodeError`."""
-    return msgspec.json.decode(line, type=Record)
+def rate_limited(demand: int) -> str:
+    return f"the load needs {replicas_of(demand)}; spec.autoscaling.behavior allows no change yet"

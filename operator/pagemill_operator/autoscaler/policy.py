@@ -1,119 +1,54 @@
-"""`spec.autoscaling` with its defaults filled in, in seconds and milliseconds."""
+"""The protocol of a scaling policy: what an algorithm gets, and what it answers.
+
+A policy is one object for all deployments and keeps nothing: what it remembers of a deployment is a value that it is
+given and that it answers anew, so a decision can be repeated from its record. Neighbours: `registry` finds policies by
+name; `behavior` has stabilization windows and rate limits that policies may share.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Protocol, TypeVar
 
 import msgspec
 
-from pagemill_crds.quantities import duration_seconds
-from pagemill_crds.sections.autoscaling import AutoscalingSection, Behavior, ScalingRules
+from pagemill_operator.autoscaler.decision import Decision
+from pagemill_operator.autoscaler.settings import ScalingSettings
+from pagemill_operator.autoscaler.signals import Signals
 
-DEFAULT_KV_CACHE_USAGE = 0.8
-DEFAULT_QUEUE_DEPTH = 2
-"""What is aimed at where the resource names neither targets nor an SLO."""
-DEFAULT_DOWN_WINDOW_S = 300.0
-"""As HorizontalPodAutoscaler."""
-DEFAULT_IDLE_S = 300.0
-"""Of `scaleToZeroAfter`."""
+M = TypeVar("M")
 
 
-class Rule(msgspec.Struct, frozen=True):
-    type: Literal["Pods", "Percent"]
-    value: int
-    period_s: float
-
-
-class Direction(msgspec.Struct, frozen=True):
-    window_s: float = 0.0
-    """The most cautious wish of this long wins."""
-    select: Literal["Max", "Min", "Disabled"] = "Max"
-    rules: tuple[Rule, ...] = ()
-    """Allowed changes; none: any."""
-    is_own_window: bool = False
-    """The resource sets it: then it is kept as it is."""
-
-
-class Slo(msgspec.Struct, frozen=True):
-    ttft_ms: float | None = None
-    tpot_ms: float | None = None
-    share: float = 0.95
-    """Of the requests that must meet it."""
-
-
-class Policy(msgspec.Struct, frozen=True):
-    mode: Literal["Active", "Advisory"]
-    min_replicas: int
-    max_replicas: int
-    warm: int = 0
-    """Replicas beyond those that are loaded and asleep, as far as `max_replicas` lets them be."""
-    kv_cache_usage: float | None = None
-    queue_depth: int | None = None
-    slo: Slo | None = None
-    idle_s: float = DEFAULT_IDLE_S
-    up: Direction = Direction()
-    down: Direction = Direction(DEFAULT_DOWN_WINDOW_S)
+class ScalingPolicy(Protocol[M]):
+    @property
+    def name(self) -> str:
+        """As `spec.autoscaling.policy` names it."""
+        ...
 
     @property
-    def lowest(self) -> int:
-        """Fewest replicas, whatever the load."""
-        return min(self.max_replicas, self.min_replicas)
+    def memory_type(self) -> type[M]:
+        """A frozen `msgspec.Struct` that is made without arguments for a deployment that is new to the policy."""
+        ...
 
-    def standby(self, replicas: int) -> int:
-        """How many sleep beside so many that are awake. Where the operator only advises, none."""
-        if self.mode != "Active":
-            return 0
-        return max(0, min(self.warm, self.max_replicas - replicas))
+    @property
+    def sees_replicas(self) -> bool:
+        """`Signals.replicas` is filled, and recorded with each decision; False where sums are enough."""
+        ...
 
-    def clamp(self, replicas: int) -> int:
-        return max(self.lowest, min(self.max_replicas, replicas))
+    def decide(self, settings: ScalingSettings, signals: Signals, memory: M) -> tuple[Decision, M]:
+        """Replicas from now on, and what to remember. The same arguments give the same answer.
 
-
-def policy_of(section: AutoscalingSection | None) -> Policy | None:
-    """None where nobody here decides: the number is fixed, or somebody else's."""
-    if section is None or section.mode == "External":
-        return None
-    targets, behavior = section.targets, section.behavior or Behavior()
-    policy = Policy(
-        mode=section.mode,
-        min_replicas=section.min_replicas,
-        max_replicas=section.max_replicas,
-        warm=section.warm,
-        kv_cache_usage=targets.kv_cache_usage if targets else None,
-        queue_depth=targets.queue_depth if targets else None,
-        slo=_slo(section),
-        idle_s=duration_seconds(section.scale_to_zero_after) if section.scale_to_zero_after else DEFAULT_IDLE_S,
-        up=_direction(behavior.scale_up, 0.0),
-        down=_direction(behavior.scale_down, DEFAULT_DOWN_WINDOW_S),
-    )
-    return policy if policy.slo is not None else with_default_targets(policy)
+        Asked every two seconds, and at once when a request waits where no replica runs: a policy that decides less
+        often remembers when it did, by `signals.at_s`. Answers outside of the bounds are moved to the nearer one.
+        """
+        ...
 
 
-def with_default_targets(policy: Policy) -> Policy:
-    """Where it names no targets of its own."""
-    if policy.kv_cache_usage is not None or policy.queue_depth is not None:
-        return policy
-    return msgspec.structs.replace(policy, kv_cache_usage=DEFAULT_KV_CACHE_USAGE, queue_depth=DEFAULT_QUEUE_DEPTH)
-
-
-def _slo(section: AutoscalingSection) -> Slo | None:
-    slo = section.slo
-    if slo is None:
-        return None
-    return Slo(
-        ttft_ms=duration_seconds(slo.ttft) * 1000 if slo.ttft else None,
-        tpot_ms=duration_seconds(slo.tpot) * 1000 if slo.tpot else None,
-        share=slo.percentile / 100,
-    )
-
-
-def _direction(rules: ScalingRules | None, default_window_s: float) -> Direction:
-    if rules is None:
-        return Direction(default_window_s)
-    window_s = rules.stabilization_window_seconds
-    return Direction(
-        window_s=default_window_s if window_s is None else float(window_s),
-        select=rules.select_policy,
-        rules=tuple(Rule(rule.type, rule.value, float(rule.period_seconds)) for rule in rules.policies),
-        is_own_window=window_s is not None,
-    )
+def ask(policy: ScalingPolicy[M], settings: ScalingSettings, signals: Signals, memory: M) -> tuple[Decision, M]:
+    """The policy's decision, moved into the bounds of the resource."""
+    decision, memory = policy.decide(settings, signals, memory)
+    replicas = settings.clamp(decision.replicas)
+    if replicas == decision.replicas:
+        return decision, memory
+    bounds = f"minReplicas {settings.min_replicas} and maxReplicas {settings.max_replicas}"
+    message = f"{decision.message}; {decision.replicas} replicas are out of bounds: {bounds}"
+    return msgspec.structs.replace(decision, replicas=replicas, reason="OutOfBounds", message=message), memory

@@ -14,17 +14,17 @@ from statistics import NormalDist
 
 import msgspec
 
-from pagemill_operator.autoscaler.memory import Shape
+from pagemill_operator.autoscaler.signals import Shape
 from pagemill_protocol.step_time import StepTimeModel
 
 MAX_ROUNDS = 200
 CONVERGED = 1e-4
 FULLEST = 0.95
-"""Of KV cache, seats and a step's tokens: beyond that requests wait for each other."""
+"""Of KV cache, concurrent requests and a step's tokens: beyond that requests wait for each other."""
 
 
-class Demand(msgspec.Struct, frozen=True):
-    """What all replicas together are asked for."""
+class OfferedLoad(msgspec.Struct, frozen=True):
+    """What comes to all replicas together."""
 
     requests_per_s: float
     prompt_tokens: float
@@ -36,7 +36,7 @@ class Demand(msgspec.Struct, frozen=True):
     output_tokens: float
     """Of a request, mean."""
 
-    def times(self, factor: float) -> Demand:
+    def times(self, factor: float) -> OfferedLoad:
         return msgspec.structs.replace(self, requests_per_s=self.requests_per_s * factor)
 
 
@@ -46,7 +46,7 @@ class Prediction(msgspec.Struct, frozen=True):
     ttft_ms: float
     tpot_ms: float
     limit: str = ""
-    """What is exhausted: steps, tokens, seats or blocks."""
+    """What is exhausted: steps, tokens, maxNumSeqs or blocks."""
 
 
 class Predictor:
@@ -65,28 +65,28 @@ class Predictor:
     def known(self) -> bool:
         return self._model.known
 
-    def predict(self, demand: Demand, replicas: int) -> Prediction:
+    def predict(self, load: OfferedLoad, replicas: int) -> Prediction:
         if replicas <= 0:
             return Prediction(math.inf, math.inf, "replicas")
-        rate = demand.requests_per_s / replicas
-        step_s = self._steady_step_s(demand, rate)
+        rate = load.requests_per_s / replicas
+        step_s = self._steady_step_s(load, rate)
         if step_s is None:
             return Prediction(math.inf, math.inf, "steps")
-        decoding = rate * demand.output_tokens * step_s
-        prefill = rate * demand.computed_tokens * step_s
+        decoding = rate * load.output_tokens * step_s
+        prefill = rate * load.computed_tokens * step_s
         high = decoding + self._spread * math.sqrt(decoding)
-        if limit := self._exhausted(demand, high, prefill):
+        if limit := self._exhausted(load, high, prefill):
             return Prediction(math.inf, math.inf, limit)
-        tpot_s = self._tpot_s(demand, rate, high, prefill)
-        return Prediction(self._ttft_s(demand, rate, step_s, decoding) * 1000, tpot_s * 1000)
+        tpot_s = self._tpot_s(load, rate, high, prefill)
+        return Prediction(self._ttft_s(load, rate, step_s, decoding) * 1000, tpot_s * 1000)
 
-    def _steady_step_s(self, demand: Demand, rate: float) -> float | None:
+    def _steady_step_s(self, load: OfferedLoad, rate: float) -> float | None:
         """The least fixed point: steps get longer with what arrives during them. None: without end."""
-        longest_s = self._longest_s(demand)
-        step_s = self._step_s(demand, 1.0, 0.0)
+        longest_s = self._longest_s(load)
+        step_s = self._step_s(load, 1.0, 0.0)
         for _ in range(MAX_ROUNDS):
-            decoding, prefill = rate * demand.output_tokens * step_s, rate * demand.computed_tokens * step_s
-            following = self._mean_step_s(demand, max(1.0, decoding), prefill)
+            decoding, prefill = rate * load.output_tokens * step_s, rate * load.computed_tokens * step_s
+            following = self._mean_step_s(load, max(1.0, decoding), prefill)
             if following <= step_s * (1 + CONVERGED):
                 return following
             if following > longest_s:
@@ -94,61 +94,60 @@ class Predictor:
             step_s = following
         return None
 
-    def _longest_s(self, demand: Demand) -> float:
+    def _longest_s(self, load: OfferedLoad) -> float:
         """A step with as much as one may hold."""
         tokens = self._max_step_tokens
-        return self._step_s(demand, min(tokens, self._shape.max_num_seqs or tokens), tokens) + 1.0
+        return self._step_s(load, min(tokens, self._shape.max_num_seqs or tokens), tokens) + 1.0
 
     @property
     def _max_step_tokens(self) -> int:
         return self._shape.max_step_tokens or 2048
 
-    def _step_s(self, demand: Demand, decoding: float, prefill: float) -> float:
-        context = demand.prompt_tokens + demand.output_tokens / 2
-        products = prefill * demand.prompt_tokens / 2
+    def _step_s(self, load: OfferedLoad, decoding: float, prefill: float) -> float:
+        context = load.prompt_tokens + load.output_tokens / 2
+        products = prefill * load.prompt_tokens / 2
         tokens = max(1, round(decoding + prefill))
         return self._model.predict_ms(tokens, round(decoding * context), round(products)) * self._margin / 1000
 
-    def _mean_step_s(self, demand: Demand, decoding: float, prefill: float) -> float:
+    def _mean_step_s(self, load: OfferedLoad, decoding: float, prefill: float) -> float:
         """Of steps that compute so many prompt tokens each on average: a prompt comes whole into one of them, where all
         that decode wait for it, and is not spread thin over many, where it might be free."""
         room = max(1.0, self._max_step_tokens - decoding)
-        together = min(room, max(1.0, demand.computed_tokens, prefill))
-        without_s = self._step_s(demand, decoding, 0.0)
-        return without_s + (self._step_s(demand, decoding, together) - without_s) * prefill / together
+        together = min(room, max(1.0, load.computed_tokens, prefill))
+        without_s = self._step_s(load, decoding, 0.0)
+        return without_s + (self._step_s(load, decoding, together) - without_s) * prefill / together
 
-    def _exhausted(self, demand: Demand, decoding: float, prefill: float) -> str:
+    def _exhausted(self, load: OfferedLoad, decoding: float, prefill: float) -> str:
         shape = self._shape
         if decoding + prefill > FULLEST * self._max_step_tokens:
             return "tokens"
         if shape.max_num_seqs and decoding > FULLEST * max(2, shape.max_num_seqs):
-            return "seats"
-        per_request = demand.prompt_tokens + demand.output_tokens / 2 + shape.block_size / 2
+            return "maxNumSeqs"
+        per_request = load.prompt_tokens + load.output_tokens / 2 + shape.block_size / 2
         return "blocks" if decoding * per_request > FULLEST * shape.num_tokens else ""
 
-    def _tpot_s(self, demand: Demand, rate: float, decoding: float, prefill: float) -> float:
+    def _tpot_s(self, load: OfferedLoad, rate: float, decoding: float, prefill: float) -> float:
         """The least fixed point: who decodes longer meets more prompts on the way."""
         room = max(0.0, self._max_step_tokens - decoding)
-        step_s = self._mean_step_s(demand, max(1.0, decoding), prefill)
+        step_s = self._mean_step_s(load, max(1.0, decoding), prefill)
         for _ in range(MAX_ROUNDS):
-            met = rate * demand.output_tokens * step_s
-            prompts = (met + self._spread * math.sqrt(met)) * demand.computed_tokens
-            met_tokens = min(room, max(prefill, prompts / demand.output_tokens))
-            following = self._mean_step_s(demand, max(1.0, decoding), met_tokens)
+            met = rate * load.output_tokens * step_s
+            prompts = (met + self._spread * math.sqrt(met)) * load.computed_tokens
+            met_tokens = min(room, max(prefill, prompts / load.output_tokens))
+            following = self._mean_step_s(load, max(1.0, decoding), met_tokens)
             if following <= step_s * (1 + CONVERGED):
                 return following
             step_s = following
         return step_s
 
-    def _ttft_s(self, demand: Demand, rate: float, step_s: float, decoding: float) -> float:
+    def _ttft_s(self, load: OfferedLoad, rate: float, step_s: float, decoding: float) -> float:
         """The rest of a step, the wait behind other prompts, its own prompt."""
         own_s, mean_s = (
-            self._prefill_s(demand, tokens, decoding)
-            for tokens in (demand.computed_tokens_high, demand.computed_tokens)
+            self._prefill_s(load, tokens, decoding) for tokens in (load.computed_tokens_high, load.computed_tokens)
         )
         # Prompts that wait share their steps: to each other they are only as long as their part of a full one.
         room = max(1.0, self._max_step_tokens - decoding)
-        service_s = demand.computed_tokens / room * self._step_s(demand, decoding, room)
+        service_s = load.computed_tokens / room * self._step_s(load, decoding, room)
         busy = min(1.0, rate * service_s)
         if busy >= FULLEST:
             return math.inf
@@ -157,9 +156,9 @@ class Predictor:
         high_wait_s = wait_s / busy * max(0.0, math.log(busy / (1 - self._share))) if busy > 0 else 0.0
         return self._share * step_s + max(own_s + wait_s, mean_s + high_wait_s)
 
-    def _prefill_s(self, demand: Demand, num_tokens: float, decoding: float) -> float:
+    def _prefill_s(self, load: OfferedLoad, num_tokens: float, decoding: float) -> float:
         """A prompt in chunks beside those that decode."""
         room = max(1.0, self._max_step_tokens - decoding)
         full, rest = divmod(max(1.0, num_tokens), room)
-        whole_s = full * self._step_s(demand, decoding, room) if full else 0.0
-        return whole_s + (self._step_s(demand, decoding, rest) if rest else 0.0)
+        whole_s = full * self._step_s(load, decoding, room) if full else 0.0
+        return whole_s + (self._step_s(load, decoding, rest) if rest else 0.0)

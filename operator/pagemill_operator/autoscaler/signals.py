@@ -1,19 +1,35 @@
-"""What a decision is made from: the replicas as they are, and the load as all gateways together tell it.
+"""What a decision is made from: the replicas as they are, and the load as all gateways together report it.
 
-Gateways hear the same engines, so of those the best view counts; their queues, arrivals and latencies add up. What is
-missing stays missing: a gateway that is not heard makes its own numbers a lower bound, and says so.
+All gateways follow the same engines, so of those the best report counts; their queues, arrivals and latencies add up.
+What is missing stays missing: without a gateway's report the sums over gateways are lower bounds, and say so.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from pagemill_protocol.histogram import merged
-from pagemill_protocol.load import Arrivals, DeploymentLoad, EnginesLoad, Latencies, Lengths, QueueLoad
+from pagemill_protocol.load import Arrivals, DeploymentLoad, EngineHeld, EnginesLoad, Latencies, Lengths, QueueLoad
 from pagemill_protocol.state import StepTimeParams
+
+
+class Shape(msgspec.Struct, frozen=True):
+    """The capacity of one replica; it stays true while there is none."""
+
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int = 0
+    """0: not reported."""
+    max_step_tokens: int = 0
+    step_time: StepTimeParams = StepTimeParams()
+
+    @property
+    def num_tokens(self) -> int:
+        """That its KV cache holds."""
+        return self.num_blocks * self.block_size
 
 
 class Fleet(msgspec.Struct, frozen=True):
@@ -25,11 +41,11 @@ class Fleet(msgspec.Struct, frozen=True):
     loading: int = 0
     """They run and are not ready."""
     pending: int = 0
-    """They have no place yet."""
+    """They have no node yet."""
     asleep: int = 0
     """They are loaded and sleep: no capacity, and awake before any other could be started."""
     starting_s: float = 0.0
-    """How long the one that starts longest has been at it."""
+    """For how long the oldest of those that start has been starting."""
     cold_start_s: float | None = None
     """From the order to ready, as learned; None: no start was seen yet."""
 
@@ -38,25 +54,49 @@ class Fleet(msgspec.Struct, frozen=True):
         return self.loading + self.pending
 
 
+class ReplicaLoad(msgspec.Struct, frozen=True, array_like=True):
+    """One engine that reports."""
+
+    id: str
+    num_running: int
+    num_waiting: float
+    """In the engine's own queue."""
+    kv_cache_usage: float | None = None
+    """Share of its blocks that running requests hold; None: not reported."""
+
+
 class Signals(msgspec.Struct, frozen=True):
-    """Everything of one instant."""
+    """Everything that is known at one instant."""
 
     at_s: float
     """Of a clock that only goes forward."""
     fleet: Fleet
     num_gateways: int = 1
     num_heard: int = 0
-    """Gateways whose numbers are in here."""
+    """Gateways that report; their numbers are in here."""
     engines: EnginesLoad = EnginesLoad()
     queue: QueueLoad = QueueLoad()
     arrivals: Arrivals = Arrivals()
     latencies: Latencies = Latencies()
     lengths: Lengths = Lengths()
+    replicas: tuple[ReplicaLoad, ...] = ()
+    """Each engine by itself, for policies that ask for it."""
 
     @property
     def is_whole(self) -> bool:
-        """Every gateway is heard: sums over them are no lower bounds."""
+        """Every gateway reports: sums over them are no lower bounds."""
         return 0 < self.num_gateways <= self.num_heard
+
+    @property
+    def missing(self) -> str:
+        """What is not known, without which load may be higher than it looks; empty: nothing."""
+        if not self.is_whole:
+            return f"{self.num_heard} of {self.num_gateways} gateways report"
+        if self.engines.truth != "value":
+            return f"the engines' reports are {self.engines.truth}"
+        if self.arrivals.truth != "value":
+            return f"the arrivals are {self.arrivals.truth}"
+        return ""
 
     @property
     def num_requests(self) -> int:
@@ -70,14 +110,16 @@ class Signals(msgspec.Struct, frozen=True):
 
 
 class View(msgspec.Struct, frozen=True):
-    """What one gateway told, and how long ago."""
+    """What one gateway reported, and how long ago."""
 
     load: DeploymentLoad
     age_s: float = 0.0
 
 
-def merge(views: Sequence[View], fleet: Fleet, *, num_gateways: int, at_s: float) -> Signals:
-    """`num_gateways`: those that serve."""
+def merge(
+    views: Sequence[View], fleet: Fleet, *, num_gateways: int, at_s: float, has_replicas: bool = False
+) -> Signals:
+    """`num_gateways`: those that serve. `has_replicas`: each engine by itself, too."""
     loads = [view.load for view in views]
     return Signals(
         at_s=at_s,
@@ -89,7 +131,45 @@ def merge(views: Sequence[View], fleet: Fleet, *, num_gateways: int, at_s: float
         arrivals=_arrivals([load.arrivals for load in loads]),
         latencies=_latencies([load.latencies for load in loads]),
         lengths=_lengths([load.lengths for load in loads]),
+        replicas=_replicas(loads) if has_replicas else (),
     )
+
+
+def shape_of(engines: EnginesLoad) -> Shape | None:
+    """None: no engine reports its size."""
+    if engines.truth == "unknown" or engines.num_reporting <= 0 or engines.num_blocks_total <= 0:
+        return None
+    return Shape(
+        num_blocks=max(1, engines.num_blocks_total // engines.num_reporting),
+        block_size=max(1, engines.block_size),
+        max_num_seqs=max(0, engines.max_num_seqs),
+        max_step_tokens=max(0, engines.max_step_tokens),
+        step_time=engines.step_time,
+    )
+
+
+def most_held(loads: Iterable[DeploymentLoad]) -> dict[str, EngineHeld]:
+    """By engine, the most that any gateway reports of it."""
+    held: dict[str, EngineHeld] = {}
+    for engine in (engine for load in loads for engine in load.held):
+        held[engine.id] = max(held.get(engine.id, engine), engine, key=weight)
+    return held
+
+
+def weight(engine: EngineHeld) -> tuple[int, int]:
+    """What is held in KV blocks must be computed again elsewhere, or waited for."""
+    return engine.num_blocks_active, engine.num_requests
+
+
+def _replicas(loads: Sequence[DeploymentLoad]) -> tuple[ReplicaLoad, ...]:
+    return tuple(_replica(engine) for _, engine in sorted(most_held(loads).items()))
+
+
+def _replica(engine: EngineHeld) -> ReplicaLoad:
+    waiting = min(max(0, engine.num_requests_waiting), max(0, engine.num_requests))
+    total, active = engine.num_blocks_total, max(0, engine.num_blocks_active)
+    usage = min(1.0, active / total) if total > 0 else None
+    return ReplicaLoad(engine.id, max(0, engine.num_requests) - waiting, waiting, usage)
 
 
 def _engines(views: Sequence[View], fleet: Fleet) -> EnginesLoad:
@@ -99,13 +179,13 @@ def _engines(views: Sequence[View], fleet: Fleet) -> EnginesLoad:
     best = max(
         views, key=lambda v: (order[v.load.engines.truth], v.load.engines.num_reporting, -v.age_s - _age(v.load))
     )
-    told = best.load.engines
+    reported = best.load.engines
     engines = msgspec.structs.replace(
-        told, age_s=round(best.age_s + _age(best.load), 3), step_time=_readable(told.step_time)
+        reported, age_s=round(best.age_s + _age(best.load), 3), step_time=_readable(reported.step_time)
     )
     if not is_sound(engines):
         return EnginesLoad()
-    # Engines that the platform calls ready and no gateway hears are not idle: nobody knows what they do.
+    # Engines that the platform calls ready and that report to no gateway are not idle: what they do is not known.
     if engines.truth == "value" and engines.num_reporting < fleet.ready:
         truth = "stale" if engines.num_reporting else "unknown"
         return msgspec.structs.replace(engines, truth=truth)
@@ -125,7 +205,7 @@ def is_sound(engines: EnginesLoad) -> bool:
 
 
 def _readable(step_time: StepTimeParams) -> StepTimeParams:
-    """Unknown where a number is none: no record could hold it, as JSON has no word for it."""
+    """Unknown where a number is not finite: no record could hold it, as JSON has no such number."""
     numbers = (
         *step_time.knot_ms,
         step_time.decode_context_ms,
@@ -153,7 +233,7 @@ def _queue(queues: Sequence[QueueLoad]) -> QueueLoad:
 
 
 def _arrivals(arrivals: Sequence[Arrivals]) -> Arrivals:
-    """Unknown as soon as one does not tell, or tells what is no number."""
+    """Unknown as soon as one gateway reports none, or something that is not finite."""
     if not arrivals or any(each.truth != "value" or not _is_rate(each) for each in arrivals):
         return Arrivals()
     return Arrivals(

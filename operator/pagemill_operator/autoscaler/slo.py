@@ -1,7 +1,7 @@
-"""The SLO as a goal: the fewest replicas that meet it when one ordered now would be ready.
+"""The SLO as a target: the fewest replicas that meet it when one ordered now would be ready.
 
-The load is taken as it will be by then: a rise that stands out of the noise is carried on over the cold start, and what
-waits already must be worked off within about as long.
+The load is taken as it will be by then: a rise that stands out of the noise is extrapolated over the cold start, and
+what waits already must be worked off within about as long.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import math
 
 import msgspec
 
-from pagemill_operator.autoscaler.memory import TREND_S, Memory, Rate, Shape
-from pagemill_operator.autoscaler.policy import Policy, Slo
-from pagemill_operator.autoscaler.prediction import Demand, Predictor
-from pagemill_operator.autoscaler.signals import Signals
-from pagemill_operator.autoscaler.wishes import MARGIN, Goal
+from pagemill_operator.autoscaler.decision import Candidate, Goal, replicas_of
+from pagemill_operator.autoscaler.memory import TREND_S, Memory, Rate
+from pagemill_operator.autoscaler.prediction import OfferedLoad, Predictor
+from pagemill_operator.autoscaler.settings import ScalingSettings, Slo
+from pagemill_operator.autoscaler.signals import Shape, Signals
+from pagemill_operator.autoscaler.targets import MARGIN
 from pagemill_protocol.load import Arrivals
 
 UNLEARNED_COLD_START_S = 60.0
@@ -26,16 +27,7 @@ TREND_SPREADS = 3.5
 """Standard deviations of Poisson arrivals that a burst, or a rise, must exceed."""
 LEAST_TREND_S = 10.0
 MOST_GROWTH = 3.0
-"""A rise is carried on to no more than this many times the present load."""
-
-
-class Candidate(msgspec.Struct, frozen=True):
-    replicas: int
-    ttft_ms: float | None
-    """None: without bound."""
-    tpot_ms: float | None
-    meets: bool
-    limit: str = ""
+"""A rise is extrapolated to no more than this many times the present load."""
 
 
 class Outlook(msgspec.Struct, frozen=True):
@@ -43,30 +35,30 @@ class Outlook(msgspec.Struct, frozen=True):
     candidates: tuple[Candidate, ...] = ()
 
 
-def outlook(policy: Policy, slo: Slo, signals: Signals, memory: Memory) -> Outlook:
+def outlook(settings: ScalingSettings, slo: Slo, signals: Signals, memory: Memory) -> Outlook:
     """What the SLO asks for, and every number of replicas that was weighed."""
     if signals.arrivals.truth != "value":
         return Outlook(Goal("slo", missing=f"the arrivals are {signals.arrivals.truth}"))
     rate = forecast(signals, memory)
     if rate <= 0:
         return Outlook(Goal("slo", reason="nothing arrives"))
-    demand = _demand(signals, rate, slo.share)
-    if demand is None:
-        return Outlook(Goal("slo", missing="no answer has ended yet, so its length is not known"))
+    load = _offered(signals, rate, slo.share)
+    if load is None:
+        return Outlook(Goal("slo", missing="no answer has ended yet, so lengths are not known"))
     predictor = _predictor(memory.shape, slo)
     if predictor is None:
-        return Outlook(Goal("slo", missing="the engines have told no step times yet"))
+        return Outlook(Goal("slo", missing="the engines have reported no step times yet"))
     weighed: dict[int, Candidate] = {}
 
-    needed = fewest(predictor, demand, slo, policy.max_replicas, weighed)
+    most = settings.max_replicas
+    needed = fewest(predictor, load, slo, most, weighed)
     seen = tuple(weighed[number] for number in sorted(weighed))
-    words = f"{rate:.2f} requests/s of {demand.computed_tokens:.0f} + {demand.output_tokens:.0f} tokens"
-    if needed > policy.max_replicas:
-        best = _best(weighed)
-        goal = Goal("slo", policy.max_replicas, policy.max_replicas, words, unreachable=_unreachable(policy, slo, best))
-        return Outlook(goal, seen)
-    enough = min(policy.max_replicas, fewest(predictor, demand.times(MARGIN), slo, policy.max_replicas, {}))
-    return Outlook(Goal("slo", needed, max(needed, enough), f"{words} need {needed}"), seen)
+    offered = f"{rate:.2f} requests/s of {load.computed_tokens:.0f} + {load.output_tokens:.0f} tokens"
+    if needed > most:
+        unreachable = _unreachable(settings, slo, weighed[max(weighed)])
+        return Outlook(Goal("slo", most, most, offered, unreachable=unreachable), seen)
+    enough = min(most, fewest(predictor, load.times(MARGIN), slo, most, {}))
+    return Outlook(Goal("slo", needed, max(needed, enough), f"{offered} need {replicas_of(needed)}"), seen)
 
 
 def forecast(signals: Signals, memory: Memory) -> float:
@@ -79,7 +71,7 @@ def forecast(signals: Signals, memory: Memory) -> float:
     rate = min(rate * MOST_GROWTH, rate + _slope(signals, memory) * ahead_s)
     if is_burst(signals):
         rate = max(rate, arrivals.burst_requests_per_s)
-    # Longer than the cold start the waiting need not wait; sooner nobody could come.
+    # What waits is worked off within a cold start: no replica could be ready sooner.
     return rate + signals.num_waiting / max(LEAST_DRAIN_S, horizon_s)
 
 
@@ -116,13 +108,13 @@ def _rise(arrivals: Arrivals, before: Rate, apart_s: float) -> float:
     return rise / apart_s if rise > TREND_SPREADS * spread else 0.0
 
 
-def _demand(signals: Signals, rate: float, share: float) -> Demand | None:
+def _offered(signals: Signals, rate: float, share: float) -> OfferedLoad | None:
     lengths = signals.lengths
     prompt, computed, output = lengths.prompt.mean(), lengths.computed.mean(), lengths.output.mean()
     high = lengths.computed.quantile(share)
     if lengths.truth != "value" or prompt is None or computed is None or output is None or high is None:
         return None
-    return Demand(rate, prompt, computed, high, output)
+    return OfferedLoad(rate, prompt, computed, high, output)
 
 
 def _predictor(shape: Shape | None, slo: Slo) -> Predictor | None:
@@ -135,12 +127,12 @@ def _predictor(shape: Shape | None, slo: Slo) -> Predictor | None:
     return predictor if predictor.known else None
 
 
-def fewest(predictor: Predictor, demand: Demand, slo: Slo, most: int, weighed: dict[int, Candidate]) -> int:
+def fewest(predictor: Predictor, load: OfferedLoad, slo: Slo, most: int, weighed: dict[int, Candidate]) -> int:
     """The smallest number that meets it, at most `most` + 1: more replicas are never slower. `weighed` is filled."""
     low, high = 1, most + 1
     while low < high:
         middle = (low + high) // 2
-        weighed[middle] = candidate = weigh(predictor, demand, slo, middle)
+        weighed[middle] = candidate = weigh(predictor, load, slo, middle)
         if candidate.meets:
             high = middle
         else:
@@ -148,9 +140,9 @@ def fewest(predictor: Predictor, demand: Demand, slo: Slo, most: int, weighed: d
     return low
 
 
-def weigh(predictor: Predictor, demand: Demand, slo: Slo, replicas: int) -> Candidate:
-    """What so many replicas would give."""
-    prediction = predictor.predict(demand, replicas)
+def weigh(predictor: Predictor, load: OfferedLoad, slo: Slo, replicas: int) -> Candidate:
+    """The latency that so many replicas would give."""
+    prediction = predictor.predict(load, replicas)
     ttft_ms, tpot_ms = prediction.ttft_ms, prediction.tpot_ms
     meets = ttft_ms <= (slo.ttft_ms or math.inf) and tpot_ms <= (slo.tpot_ms or math.inf)
     return Candidate(
@@ -162,11 +154,7 @@ def weigh(predictor: Predictor, demand: Demand, slo: Slo, replicas: int) -> Cand
     )
 
 
-def _best(weighed: dict[int, Candidate]) -> Candidate:
-    return weighed[max(weighed)]
-
-
-def _unreachable(policy: Policy, slo: Slo, best: Candidate) -> str:
+def _unreachable(settings: ScalingSettings, slo: Slo, best: Candidate) -> str:
     wanted = [f"ttft {slo.ttft_ms:.0f} ms" if slo.ttft_ms else "", f"tpot {slo.tpot_ms:.0f} ms" if slo.tpot_ms else ""]
     reach = (
         f"the best is ttft {best.ttft_ms:.0f} ms and tpot {best.tpot_ms:.0f} ms"
@@ -174,4 +162,4 @@ def _unreachable(policy: Policy, slo: Slo, best: Candidate) -> str:
         else f"even those run out of {best.limit or 'steps'}"
     )
     aim = " and ".join(filter(None, wanted))
-    return f"{policy.max_replicas} replicas do not reach {aim}: {reach}; raise maxReplicas or the SLO"
+    return f"{settings.max_replicas} replicas do not reach {aim}: {reach}; raise maxReplicas or the SLO"

@@ -14,12 +14,12 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pagemill_operator.autoscaler.decision import Record, encode_record
-from pagemill_operator.autoscaler.scaler import REMEMBERED
+from pagemill_operator.autoscaler.records import Record, encode_record, is_record
 from pagemill_operator.backends.kubernetes.client import ApiError, Client, NotLeading, Unreachable
 from pagemill_operator.backends.kubernetes.kinds import CONFIG_MAP
 from pagemill_operator.backends.kubernetes.render.records import lines_of, records_name, render_records
 from pagemill_operator.backends.kubernetes.snapshot import Manifest, Owner
+from pagemill_operator.backends.scaler import REMEMBERED
 
 logger = logging.getLogger("pagemill.operator.scaling")
 
@@ -137,7 +137,9 @@ class DecisionRecords:
         if book.uid not in {reference["uid"] for reference in metadata.get("ownerReferences") or []}:
             where = f"{metadata['namespace']}/{metadata['name']}"
             raise ApiError(409, "AlreadyExists", f"ConfigMap {where} is not ours; delete or rename it")
-        book.lines = deque([*lines_of(found), *book.lines], maxlen=REMEMBERED)
+        # Records of an operator of another version may have other fields: `pagemill why` could read none of them.
+        earlier = [line for line in lines_of(found) if is_record(line.encode())]
+        book.lines = deque([*earlier, *book.lines], maxlen=REMEMBERED)
 
 
 def _newest(lines: deque[str]) -> list[str]:

@@ -18,12 +18,12 @@ from datetime import UTC, datetime
 import kopf
 from kubernetes.aio.client import Configuration
 
-from pagemill_operator.autoscaler.decision import encode_record
-from pagemill_operator.autoscaler.scaler import Scaler
+from pagemill_operator.autoscaler.records import encode_record
 from pagemill_operator.backends.kubernetes.backend import KubernetesCluster
 from pagemill_operator.backends.kubernetes.client import ApiError, Client, Unreachable
 from pagemill_operator.backends.kubernetes.kinds import LLM_DEPLOYMENT, SECRET, WATCHED_KINDS, Kind
 from pagemill_operator.backends.kubernetes.snapshot import Load, Manifest, Owner, RenderContext
+from pagemill_operator.backends.scaler import Scaler
 from pagemill_operator.config import OperatorConfig
 from pagemill_operator.controller import health
 from pagemill_operator.controller.cache import Cache

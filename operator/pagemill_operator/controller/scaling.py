@@ -12,11 +12,11 @@ import contextlib
 import logging
 from collections.abc import Callable
 
-from pagemill_operator.autoscaler.decision import Record, log_line
-from pagemill_operator.autoscaler.policy import Policy
-from pagemill_operator.autoscaler.scaler import Scaler
+from pagemill_operator.autoscaler.records import Record, log_line
+from pagemill_operator.autoscaler.settings import ScalingSettings
 from pagemill_operator.backends.kubernetes.backend import KubernetesCluster
 from pagemill_operator.backends.kubernetes.render.names import AWAKE_ANNOTATION, engine_name
+from pagemill_operator.backends.scaler import Scaler
 from pagemill_operator.controller.cache import Cache
 from pagemill_operator.controller.decision_records import DecisionRecords
 from pagemill_operator.controller.events import EventRecorder
@@ -60,7 +60,7 @@ class Autoscaling:
         """Until cancelled."""
         while True:
             self._urgent.clear()
-            keys = [key for key in self._cache.keys() if self._policy(key)]  # noqa: SIM118
+            keys = [key for key in self._cache.keys() if self._settings(key)]  # noqa: SIM118
             for gone in self._scaler.keep(keys):
                 self._metrics.not_scaled(gone)
                 self._records.forget(gone)
@@ -104,7 +104,7 @@ class Autoscaling:
         if record is not None:
             await self._tell(record)
 
-    def _policy(self, key: str) -> Policy | None:
+    def _settings(self, key: str) -> ScalingSettings | None:
         plan = self._cluster.plan(key)
         return plan.autoscaling if plan is not None else None
 
@@ -114,7 +114,7 @@ class Autoscaling:
         self._records.note(record)
         self._metrics.scaled(record.key, decision.replicas)
         owner = self._cache.owner(record.key)
-        if owner is not None and decision.changes and record.policy.mode == "Advisory":
+        if owner is not None and decision.changes and record.settings.mode == "Advisory":
             message = f"{decision.replicas} replicas in place of {decision.replicas_before}: {decision.message}"
             await self._recorder.record(owner, "Normal", "ScalingAdvised", message)
         self._wake({record.key})

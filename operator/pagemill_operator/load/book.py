@@ -12,8 +12,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from pagemill_operator.autoscaler.signals import View
-from pagemill_operator.load.held import weight
+from pagemill_operator.autoscaler.signals import View, most_held
 from pagemill_protocol.load import DeploymentLoad, EngineHeld, EngineStart, LoadFrame
 
 
@@ -63,11 +62,7 @@ class LoadBook:
 
     def held(self, key: str) -> dict[str, EngineHeld]:
         """By engine, the most that any gateway says of it."""
-        held: dict[str, EngineHeld] = {}
-        for engine in (engine for heard in self._of(key) for engine in heard.load.held):
-            known = held.get(engine.id, engine)
-            held[engine.id] = max(known, engine, key=weight)
-        return held
+        return most_held(heard.load for heard in self._of(key))
 
     def starts(self, key: str) -> dict[str, EngineStart]:
         """By engine, how its start went, and its latest wake."""

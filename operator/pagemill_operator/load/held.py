@@ -8,14 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
+from pagemill_operator.autoscaler.signals import weight
 from pagemill_protocol.load import EngineHeld
 
 Item = TypeVar("Item")
-
-
-def weight(engine: EngineHeld) -> tuple[int, int]:
-    """What is held in KV blocks must be computed again elsewhere, or waited for."""
-    return engine.num_blocks_active, engine.num_requests
 
 
 def emptiest_first(items: Iterable[Item], id_of: Callable[[Item], str], held: Mapping[str, EngineHeld]) -> list[Item]:

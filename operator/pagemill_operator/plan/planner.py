@@ -12,7 +12,7 @@ from pagemill_crds.models import LLMDeployment
 from pagemill_crds.quantities import cpu_cores, duration_seconds, memory_bytes
 from pagemill_crds.sections import routing
 from pagemill_crds.sections.model import Cache, SecretRef
-from pagemill_operator.autoscaler.policy import policy_of
+from pagemill_operator.autoscaler.settings import settings_of
 from pagemill_operator.plan.engine import engine_settings, server_settings, source_with_revision
 from pagemill_operator.plan.extra_args import apply_extra_args
 from pagemill_operator.plan.support import Backend, find_notes, find_problems
@@ -46,7 +46,7 @@ def make_plan(deployment: LLMDeployment, backend: Backend = "local") -> Plan:
         names=tuple(deployment.names),
         source=source_with_revision(deployment),
         groups=(_engine_group(deployment, settings),),
-        autoscaling=policy_of(spec.autoscaling),
+        autoscaling=settings_of(spec.autoscaling),
         spec_replicas=desired_replicas(deployment),
         weight=spec.routing.weight,
         queue=_queue(spec.routing.queue),

@@ -13,6 +13,7 @@ from typing import Literal
 
 from pagemill_crds.invalid import each_on_its_own, usable
 from pagemill_crds.models import LLMDeploymentSpec
+from pagemill_operator.autoscaler.registry import UnknownPolicyError, find_policy
 from pagemill_operator.plan.pod_template import template_notes, template_problems
 from pagemill_operator.plan.types import Problem
 
@@ -29,7 +30,7 @@ GPU_ONLY = "only a GPU's kernels do that; set spec.resources.gpus to 1"
 def find_problems(spec: LLMDeploymentSpec, backend: Backend) -> Iterator[Problem]:
     """Fields that cannot be honoured; also of a spec that was read partially, as far as it is valid."""
     checks = [_quantization_problems, _float16_problems, _tensor_parallel_problems, _pipeline_parallel_problems]
-    checks += [_gpu_problems, _adapter_problems, _default_problems]
+    checks += [_gpu_problems, _adapter_problems, _default_problems, _policy_problems]
     if backend == "local":
         checks += [_env_problems, _credentials_problems]
     else:
@@ -125,6 +126,16 @@ def _default_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
             "",
             "defaults are not applied in this version; remove them and send the values with each request",
         )
+
+
+def _policy_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
+    """Scaling policies that no installed package has."""
+    if spec.autoscaling is None or spec.autoscaling.mode == "External":
+        return
+    try:
+        find_policy(spec.autoscaling.policy)
+    except UnknownPolicyError as error:
+        yield Problem("spec.autoscaling.policy", spec.autoscaling.policy, str(error))
 
 
 def _env_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pagemill_operator.autoscaler.policy import Policy
+from pagemill_operator.autoscaler.settings import ScalingSettings
 
 DATA_PORT = 8000
 CONTROL_PORT = 8001
@@ -128,7 +128,7 @@ class Plan:
     """The model's name, then its aliases."""
     source: str
     groups: tuple[Group, ...]
-    autoscaling: Policy | None = None
+    autoscaling: ScalingSettings | None = None
     """`None`: the number of replicas is the spec's."""
     spec_replicas: int = 1
     """What it starts with, and keeps where nobody decides."""

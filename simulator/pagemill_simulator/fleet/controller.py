@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from pagemill_simulator.events import Events
 from pagemill_simulator.fleet.platform import Platform
-from pagemill_simulator.scaling.policy import Bounds, ScalingPolicy, Seen
+from pagemill_simulator.scaling.policy import Bounds, FleetScaler, Seen
 
 POINT_S = 5.0
 """Between two points of the timeline where nothing changes."""
@@ -14,7 +14,7 @@ POINT_S = 5.0
 
 class Controller:
     def __init__(
-        self, events: Events, platform: Platform, policy: ScalingPolicy, bounds: Bounds, see: Callable[[], Seen]
+        self, events: Events, platform: Platform, policy: FleetScaler, bounds: Bounds, see: Callable[[], Seen]
     ) -> None:
         """`see` looks at the fleet at this instant."""
         self._events = events

@@ -33,7 +33,7 @@ from pagemill_simulator.fleet.progress import tell_progress
 from pagemill_simulator.fleet.relay import MODEL, Relay, Site
 from pagemill_simulator.fleet.settings import FleetSettings
 from pagemill_simulator.pod import NETWORK_S, RunningPod, SimulatedPod
-from pagemill_simulator.scaling.policy import PodSeen, ScalingPolicy, Seen
+from pagemill_simulator.scaling.policy import FleetScaler, PodSeen, Seen
 from pagemill_simulator.workloads.request import Workload
 
 VOCAB_SIZE = 32000
@@ -42,7 +42,7 @@ VOCAB_SIZE = 32000
 def simulate_fleet(
     workload: Workload,
     settings: FleetSettings,
-    policy: ScalingPolicy,
+    policy: FleetScaler,
     *,
     progress: Callable[[float], None] | None = None,
 ) -> Outcome:
@@ -60,7 +60,7 @@ class _ExactFleet:
         self,
         workload: Workload,
         settings: FleetSettings,
-        policy: ScalingPolicy,
+        policy: FleetScaler,
         progress: Callable[[float], None] | None,
     ) -> None:
         self._workload = workload

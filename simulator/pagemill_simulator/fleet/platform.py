@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from pagemill_operator.autoscaler.cold_start import ColdStarts
 from pagemill_operator.autoscaler.signals import Fleet
+from pagemill_operator.backends.start_durations import StartDurations
 from pagemill_operator.load.held import emptiest_first
 from pagemill_operator.status.observation import Phase, ReplicaObservation
 from pagemill_protocol.load import EngineHeld
@@ -82,7 +82,7 @@ class Platform:
         self._settings = settings
         self._engines = engines
         self._chronicle = chronicle
-        self._cold_starts = ColdStarts()
+        self._starts = StartDurations()
         self._num_made = 0
         self.wanted = 0
         self.pods: dict[str, Pod] = {}
@@ -128,15 +128,15 @@ class Platform:
         """As the autoscaler is told, what starts take learned from those that were seen."""
         now = self._events.now_s
         seen = [ReplicaObservation(pod.name, pod.phase) for pod in self.pods.values() if pod.live]
-        self._cold_starts.saw(seen, now)
+        self._starts.observe(seen, now)
         phases = [pod.phase for pod in seen]
         return Fleet(
             wanted=self.wanted,
             ready=phases.count("ready"),
             loading=phases.count("starting") + phases.count("loading"),
             pending=phases.count("pending"),
-            starting_s=self._cold_starts.oldest_s(now),
-            cold_start_s=self._cold_starts.learned_s,
+            starting_s=self._starts.oldest_s(now),
+            cold_start_s=self._starts.learned_s,
         )
 
     def note(self) -> None:

@@ -1,6 +1,6 @@
 """What a simulated fleet is made of and how it fails, whichever fleet simulates it.
 
-Traffic is a `workloads.request.Workload`, scaling a `scaling.policy.ScalingPolicy`; both come beside these settings, so
+Traffic is a `workloads.request.Workload`, scaling a `scaling.policy.FleetScaler`; both come beside these settings, so
 that one fleet meets several of them.
 """
 

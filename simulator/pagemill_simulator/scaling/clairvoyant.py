@@ -12,13 +12,15 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import ClassVar
 
-from pagemill_operator.autoscaler.memory import Shape
-from pagemill_operator.autoscaler.policy import Slo
-from pagemill_operator.autoscaler.prediction import Demand, Predictor
+from pagemill_operator.autoscaler.decision import Decision, decided
+from pagemill_operator.autoscaler.prediction import OfferedLoad, Predictor
+from pagemill_operator.autoscaler.settings import ScalingSettings, Slo
+from pagemill_operator.autoscaler.signals import Shape, Signals
 from pagemill_operator.autoscaler.slo import fewest
-from pagemill_simulator.scaling.measured import within
-from pagemill_simulator.scaling.policy import Bounds, Seen
+from pagemill_simulator.scaling.fixed import NoMemory
+from pagemill_simulator.scaling.rival import within
 from pagemill_simulator.workloads.request import SimRequest, Workload
 
 GRID_S = 5.0
@@ -29,29 +31,31 @@ DIGITS = 3
 
 
 class Clairvoyant:
-    name = "clairvoyant"
-    interval_s = GRID_S
-    wakes_at_once = False
+    name: ClassVar[str] = "clairvoyant"
+    memory_type: ClassVar[type[NoMemory]] = NoMemory
+    sees_replicas: ClassVar[bool] = False
+    interval_s: ClassVar[float] = GRID_S
+    wakes_at_once: ClassVar[bool] = False
 
-    def __init__(self, bounds: Bounds, workload: Workload, *, cold_start_s: float, shape: Shape, slo: Slo) -> None:
-        """`cold_start_s`: from the order to ready. Raises `ValueError` for step times that tell nothing."""
-        self._bounds = bounds
+    def __init__(self, max_replicas: int, workload: Workload, *, cold_start_s: float, shape: Shape, slo: Slo) -> None:
+        """`cold_start_s`: from the order to ready. Raises `ValueError` for step times that are not known."""
         self._cold_start_s = cold_start_s
-        self._needs = _needs(workload, bounds.max_replicas, shape, slo)
+        self._needs = _needs(workload, max_replicas, shape, slo)
 
-    def decide(self, seen: Seen) -> int:
+    def decide(self, settings: ScalingSettings, signals: Signals, memory: NoMemory) -> tuple[Decision, NoMemory]:
         """The most that will be needed until what is ordered at the next decision would be ready."""
-        first = max(0, math.floor(seen.at_s / GRID_S))
-        last = math.ceil((seen.at_s + self._cold_start_s + self.interval_s) / GRID_S)
+        first = max(0, math.floor(signals.at_s / GRID_S))
+        last = math.ceil((signals.at_s + self._cold_start_s + self.interval_s) / GRID_S)
         needed = max(self._needs[first : last + 1], default=0)
-        return within(self._bounds, max(needed, seen.concurrency > 0))
+        replicas = within(settings, max(needed, signals.num_requests > 0))
+        return decided(signals.fleet.wanted, replicas, f"requests that will come need {needed}"), memory
 
 
 def _needs(workload: Workload, most: int, shape: Shape, slo: Slo) -> list[int]:
     """Replicas from each point of the grid to the next: for what comes right then, before or after."""
     predictor = Predictor(shape, slo.share)
     if not predictor.known:
-        raise ValueError("the step times of the engines tell nothing: give them with the fleet's settings")
+        raise ValueError("the step times of the engines are not known: give them with the fleet's settings")
     ahead = _needs_ahead(workload, predictor, most, slo)
     back = round(WINDOW_S / GRID_S)
     return [max(need, ahead[point - back] if point >= back else 0) for point, need in enumerate(ahead)]
@@ -71,7 +75,7 @@ def _needs_ahead(workload: Workload, predictor: Predictor, most: int, slo: Slo) 
             [request.num_output_tokens for request in requests],
         )
     ]
-    known: dict[Demand, int] = {}
+    known: dict[OfferedLoad, int] = {}
     needs = []
     for point in range(math.ceil((workload.duration_s + WINDOW_S) / GRID_S) + 1):
         begin, end = (bisect_left(times, point * GRID_S + offset_s) for offset_s in (0.0, WINDOW_S))
@@ -79,10 +83,10 @@ def _needs_ahead(workload: Workload, predictor: Predictor, most: int, slo: Slo) 
             needs.append(0)
             continue
         prompt, fresh, output = (_rounded((each[end] - each[begin]) / (end - begin)) for each in sums)
-        demand = Demand(_rounded((end - begin) / WINDOW_S), prompt, min(prompt, fresh), high, output)
-        if demand not in known:
-            known[demand] = min(most, fewest(predictor, demand, slo, most, {}))
-        needs.append(known[demand])
+        load = OfferedLoad(_rounded((end - begin) / WINDOW_S), prompt, min(prompt, fresh), high, output)
+        if load not in known:
+            known[load] = min(most, fewest(predictor, load, slo, most, {}))
+        needs.append(known[load])
     return needs
 
 

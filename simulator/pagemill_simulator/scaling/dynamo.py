@@ -5,7 +5,7 @@ docs/components/planner/planner-guide.md (092029e: defaults), with the check of 
 request 9294). Every five seconds: one replica more if the estimated time to first token, or between tokens, of ALL
 engines is over its target; one fewer if N/(N-1) of each engine's load leaves what its queue adds under 80 % of what the
 target leaves, the time between tokens under 80 % of its own, and fits the cache. Nothing while a replica starts, and
-nothing while an engine does not tell. It goes no lower than one replica.
+nothing while an engine has no metrics. It goes no lower than one replica.
 
 Dynamo fits step times to what engines report; the fit that Pagemill's engines publish stands in for that.
 """
@@ -15,14 +15,17 @@ from __future__ import annotations
 import math
 from typing import ClassVar, NamedTuple
 
+import msgspec
+
+from pagemill_operator.autoscaler.decision import Decision, decided
+from pagemill_operator.autoscaler.settings import ScalingSettings
+from pagemill_operator.autoscaler.signals import ReplicaLoad, Signals
 from pagemill_protocol.load import EnginesLoad
 from pagemill_protocol.state import StepTimeParams
 from pagemill_protocol.step_time import StepTimeModel
 from pagemill_simulator.parameters import Parameters, Positive, Share
-from pagemill_simulator.scaling.measured import EngineSeen, Timer, engines, within
-from pagemill_simulator.scaling.policy import Bounds, Seen
+from pagemill_simulator.scaling.rival import engines, is_due, within
 
-RATE_WINDOW_S = 60.0
 ROUNDS = 8
 
 
@@ -39,17 +42,17 @@ class Dynamo(Parameters, frozen=True, kw_only=True):
     interval_s: Positive = 5.0
     """`load_adjustment_interval`: between decisions."""
 
-    def policy(self, bounds: Bounds) -> DynamoLoad:
-        return DynamoLoad(bounds, self)
+    def policy(self) -> DynamoLoad:
+        return DynamoLoad(self)
 
 
 class Work(NamedTuple):
-    """Of one engine."""
+    """One engine's."""
 
     queued_tokens: float
     """Of prompts that wait."""
     context_tokens: float
-    """Read by those that run."""
+    """Read by requests that run."""
     num_running: int
 
     def times(self, factor: float) -> Work:
@@ -90,63 +93,39 @@ class Estimator:
         )
 
 
-class DynamoLoad:
-    name = Dynamo.name
-    wakes_at_once = False
+class DynamoMemory(msgspec.Struct, frozen=True):
+    decided_at_s: float | None = None
 
-    def __init__(self, bounds: Bounds, parameters: Dynamo | None = None) -> None:
-        self._bounds = bounds
+
+class DynamoLoad:
+    name: ClassVar[str] = Dynamo.name
+    memory_type: ClassVar[type[DynamoMemory]] = DynamoMemory
+    sees_replicas: ClassVar[bool] = True
+    wakes_at_once: ClassVar[bool] = False
+
+    def __init__(self, parameters: Dynamo | None = None) -> None:
         self._parameters = parameters or Dynamo()
         self.interval_s = self._parameters.interval_s
-        self._timer = Timer(self.interval_s)
-        self._arrived: list[tuple[float, int]] = []
-        self._fit: tuple[StepTimeParams, StepTimeModel | None] = (StepTimeParams(), None)
 
-    def decide(self, seen: Seen) -> int:
-        wanted = within(self._bounds, seen.wanted, least=1)
-        if not self._timer.is_due(seen.at_s):
-            return wanted
-        rate = self._prompt_tokens_per_s(seen)
-        told = engines(seen)
-        if not told or len(told) != seen.wanted:
-            return wanted
-        estimator = self._estimator(seen, rate / len(told))
+    def decide(
+        self, settings: ScalingSettings, signals: Signals, memory: DynamoMemory
+    ) -> tuple[Decision, DynamoMemory]:
+        before = signals.fleet.wanted
+        wanted = within(settings, before, least=1)
+        if not is_due(signals.at_s, memory.decided_at_s, self.interval_s):
+            return decided(before, wanted, "between two decisions"), memory
+        memory = DynamoMemory(signals.at_s)
+        reporting = engines(signals)
+        if not reporting or len(reporting) != before:
+            return decided(before, wanted, "a replica starts, or an engine has no metrics"), memory
+        prompt_tokens = _prompt_tokens(signals)
+        estimator = _estimator(signals, prompt_tokens, len(reporting))
         if estimator is None:
-            return wanted
-        capacity = _cache_tokens(seen.signals.engines)
-        works = [_work(engine, capacity, _prompt_tokens(seen)) for engine in told]
-        return within(self._bounds, len(told) + step(works, estimator, capacity, self._parameters), least=1)
-
-    def _estimator(self, seen: Seen, rate: float) -> Estimator | None:
-        """None: the engines have not told enough yet."""
-        told = seen.signals.engines
-        model = self._model(told.step_time)
-        if model is None or told.max_step_tokens <= 0 or not _cache_tokens(told) or not seen.num_arrived:
-            return None
-        return Estimator(
-            model,
-            prompt_tokens=_prompt_tokens(seen),
-            step_tokens=told.max_step_tokens,
-            prompt_tokens_per_s=rate,
-        )
-
-    def _model(self, params: StepTimeParams) -> StepTimeModel | None:
-        if self._fit[0] != params:
-            try:
-                model = StepTimeModel.from_params(params)
-            except ValueError:
-                model = None
-            self._fit = params, model if model is not None and model.known else None
-        return self._fit[1]
-
-    def _prompt_tokens_per_s(self, seen: Seen) -> float:
-        if self._arrived and seen.at_s < self._arrived[-1][0]:
-            self._arrived.clear()
-        self._arrived.append((seen.at_s, seen.num_prompt_tokens_arrived))
-        while len(self._arrived) > 2 and self._arrived[1][0] <= seen.at_s - RATE_WINDOW_S:
-            self._arrived.pop(0)
-        (begin_s, before), (end_s, after) = self._arrived[0], self._arrived[-1]
-        return max(0, after - before) / (end_s - begin_s) if end_s > begin_s else 0.0
+            return decided(before, wanted, "step times, lengths or sizes are not known"), memory
+        capacity = _cache_tokens(signals.engines)
+        works = [_work(engine, capacity, prompt_tokens) for engine in reporting]
+        replicas = within(settings, len(works) + step(works, estimator, capacity, self._parameters), least=1)
+        return decided(before, replicas, f"estimated latencies of {len(works)} engines"), memory
 
 
 def step(works: list[Work], estimator: Estimator, capacity: float, parameters: Dynamo) -> int:
@@ -174,18 +153,45 @@ def _bears(work: Work, estimator: Estimator, capacity: float, parameters: Dynamo
     return estimator.itl_ms(all_running) < parameters.itl_ms * parameters.sensitivity
 
 
-def _work(engine: EngineSeen, capacity: float, prompt_tokens: float) -> Work:
-    return Work(engine.num_waiting * prompt_tokens, engine.kv_usage * capacity, engine.num_running)
+def _work(engine: ReplicaLoad, capacity: float, prompt_tokens: float) -> Work:
+    return Work(engine.num_waiting * prompt_tokens, (engine.kv_cache_usage or 0.0) * capacity, engine.num_running)
 
 
-def _prompt_tokens(seen: Seen) -> float:
-    """Of a request, mean of the latest, else of all."""
-    mean = seen.signals.lengths.computed.mean()
+def _estimator(signals: Signals, prompt_tokens: float, num_engines: int) -> Estimator | None:
+    """None: the engines have not reported enough yet."""
+    reported = signals.engines
+    model = _model(reported.step_time)
+    if model is None or reported.max_step_tokens <= 0 or not _cache_tokens(reported) or not prompt_tokens:
+        return None
+    return Estimator(
+        model,
+        prompt_tokens=prompt_tokens,
+        step_tokens=reported.max_step_tokens,
+        prompt_tokens_per_s=_finite(signals.arrivals.tokens_per_s) / num_engines,
+    )
+
+
+def _model(params: StepTimeParams) -> StepTimeModel | None:
+    try:
+        model = StepTimeModel.from_params(params)
+    except ValueError:
+        return None
+    return model if model.known else None
+
+
+def _prompt_tokens(signals: Signals) -> float:
+    """Mean of the latest requests, without what was cached; else of those that have arrived lately; 0: unknown."""
+    mean = signals.lengths.computed.mean()
     if mean is not None and math.isfinite(mean):
         return mean
-    return seen.num_prompt_tokens_arrived / max(1, seen.num_arrived)
+    arrivals = signals.arrivals
+    return _finite(arrivals.tokens_per_s / arrivals.requests_per_s) if arrivals.requests_per_s > 0 else 0.0
 
 
-def _cache_tokens(told: EnginesLoad) -> float:
-    """Of one engine; 0: not told."""
-    return told.num_blocks_total * told.block_size / told.num_reporting if told.num_reporting > 0 else 0.0
+def _cache_tokens(reported: EnginesLoad) -> float:
+    """That the cache of one engine holds; 0: not reported."""
+    return reported.num_blocks_total * reported.block_size / reported.num_reporting if reported.num_reporting > 0 else 0
+
+
+def _finite(value: float) -> float:
+    return value if 0 <= value < math.inf else 0.0

@@ -1,12 +1,16 @@
-"""No autoscaling: as many replicas as somebody ordered."""
+"""No autoscaling: the number of replicas that a person has ordered."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
+import msgspec
+
+from pagemill_operator.autoscaler.decision import Decision, decided
+from pagemill_operator.autoscaler.settings import ScalingSettings
+from pagemill_operator.autoscaler.signals import Signals
 from pagemill_simulator.parameters import Count, Parameters
-from pagemill_simulator.scaling.measured import within
-from pagemill_simulator.scaling.policy import Bounds, Seen
+from pagemill_simulator.scaling.rival import within
 
 
 class Fixed(Parameters, frozen=True, kw_only=True):
@@ -16,18 +20,25 @@ class Fixed(Parameters, frozen=True, kw_only=True):
     replicas: Count | None = None
     """None: what there are at the beginning."""
 
-    def policy(self, bounds: Bounds) -> FixedReplicas:
-        return FixedReplicas(bounds, self)
+    def policy(self) -> FixedReplicas:
+        return FixedReplicas(self)
+
+
+class NoMemory(msgspec.Struct, frozen=True):
+    pass
 
 
 class FixedReplicas:
-    name = Fixed.name
-    interval_s = 60.0
-    wakes_at_once = False
+    name: ClassVar[str] = Fixed.name
+    memory_type: ClassVar[type[NoMemory]] = NoMemory
+    sees_replicas: ClassVar[bool] = False
+    interval_s: ClassVar[float] = 60.0
+    wakes_at_once: ClassVar[bool] = False
 
-    def __init__(self, bounds: Bounds, parameters: Fixed | None = None) -> None:
-        self._bounds = bounds
+    def __init__(self, parameters: Fixed | None = None) -> None:
         self._replicas = (parameters or Fixed()).replicas
 
-    def decide(self, seen: Seen) -> int:
-        return within(self._bounds, seen.wanted if self._replicas is None else self._replicas)
+    def decide(self, settings: ScalingSettings, signals: Signals, memory: NoMemory) -> tuple[Decision, NoMemory]:
+        wanted = signals.fleet.wanted
+        replicas = within(settings, wanted if self._replicas is None else self._replicas)
+        return decided(wanted, replicas, "a fixed number"), memory

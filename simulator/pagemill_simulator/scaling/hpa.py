@@ -8,20 +8,25 @@ round is not taken. It goes no lower than one replica, as the autoscaler stops a
 
 `keda-epp` is the same autoscaler on external metrics, as llm-d's guide sets it up through KEDA (llm-d 0.9,
 https://github.com/llm-d/llm-d, guides/workload-autoscaling): one request held by the gateway's flow control, or sixteen
-running, to a replica, and no step up before all wishes of five minutes ask for it, as pods that start are not known to
-these metrics.
+running, to a replica, and no step up before all recommendations of five minutes ask for it, as pods that start are not
+known to these metrics.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import ClassVar
 
+import msgspec
+
+from pagemill_operator.autoscaler.decision import Decision, decided
+from pagemill_operator.autoscaler.settings import ScalingSettings
+from pagemill_operator.autoscaler.signals import Signals
+from pagemill_operator.autoscaler.target_tracking import external_metric, pods_metric
 from pagemill_simulator.parameters import NotNegative, Parameters, Positive
-from pagemill_simulator.scaling.hpa_behavior import DOWN, UP, Behavior
-from pagemill_simulator.scaling.measured import Timer, engines, within
-from pagemill_simulator.scaling.policy import Bounds, Seen
+from pagemill_simulator.scaling.hpa_behavior import DOWN, UP, Behavior, BehaviorMemory
+from pagemill_simulator.scaling.policy import Bounds
+from pagemill_simulator.scaling.rival import engines, is_due, within
 
 
 class Hpa(Parameters, frozen=True, kw_only=True):
@@ -39,8 +44,8 @@ class Hpa(Parameters, frozen=True, kw_only=True):
     down_window_s: NotNegative = DOWN.window_s
     """Stabilization of fewer."""
 
-    def policy(self, bounds: Bounds) -> HpaOnQueue:
-        return HpaOnQueue(bounds, self)
+    def policy(self) -> HpaOnQueue:
+        return HpaOnQueue(self)
 
 
 class KedaEpp(Parameters, frozen=True, kw_only=True):
@@ -60,85 +65,73 @@ class KedaEpp(Parameters, frozen=True, kw_only=True):
     down_window_s: NotNegative = 300.0
     """Stabilization of fewer."""
 
-    def policy(self, bounds: Bounds) -> KedaOnEpp:
-        return KedaOnEpp(bounds, self)
+    def policy(self) -> KedaOnEpp:
+        return KedaOnEpp(self)
+
+
+class HpaMemory(msgspec.Struct, frozen=True):
+    decided_at_s: float | None = None
+    behavior: BehaviorMemory = BehaviorMemory()
 
 
 class _Autoscaler:
     """What both do with the replicas that their metrics ask for."""
 
-    wakes_at_once = False
+    memory_type: ClassVar[type[HpaMemory]] = HpaMemory
+    wakes_at_once: ClassVar[bool] = False
 
-    def __init__(self, bounds: Bounds, parameters: Hpa | KedaEpp) -> None:
-        self._bounds = Bounds(max(1, bounds.min_replicas), max(1, bounds.max_replicas))
-        self._limits = bounds
+    def __init__(self, parameters: Hpa | KedaEpp) -> None:
         self.interval_s = parameters.interval_s
-        self._timer = Timer(self.interval_s)
         self._behavior = Behavior(
             UP._replace(window_s=parameters.up_window_s), DOWN._replace(window_s=parameters.down_window_s)
         )
 
-    def _apply(self, seen: Seen, desired: int | None) -> int:
-        """None: the metrics are unknown."""
-        current = within(self._limits, seen.wanted, least=1)
+    def decide(self, settings: ScalingSettings, signals: Signals, memory: HpaMemory) -> tuple[Decision, HpaMemory]:
+        before, at_s = signals.fleet.wanted, signals.at_s
+        current = within(settings, before, least=1)
+        if not is_due(at_s, memory.decided_at_s, self.interval_s):
+            return decided(before, current, "between two decisions"), memory
+        desired = self._desired(signals)
         if desired is None:
-            return current
-        return within(self._limits, self._behavior.limit(seen.at_s, current, desired, self._bounds), least=1)
+            return decided(before, current, "no engine has metrics"), HpaMemory(at_s, memory.behavior)
+        bounds = Bounds(max(1, settings.min_replicas), max(1, settings.max_replicas))
+        replicas, behavior = self._behavior.limit(memory.behavior, at_s, current, desired, bounds)
+        message = f"the metrics ask for {desired}"
+        return decided(before, within(settings, replicas, least=1), message), HpaMemory(at_s, behavior)
+
+    def _desired(self, signals: Signals) -> int | None:
+        """None: the metrics are unknown."""
+        raise NotImplementedError
 
 
 class HpaOnQueue(_Autoscaler):
-    name = Hpa.name
+    name: ClassVar[str] = Hpa.name
+    sees_replicas: ClassVar[bool] = True
 
-    def __init__(self, bounds: Bounds, parameters: Hpa | None = None) -> None:
+    def __init__(self, parameters: Hpa | None = None) -> None:
         self._parameters = parameters or Hpa()
-        super().__init__(bounds, self._parameters)
+        super().__init__(self._parameters)
 
-    def decide(self, seen: Seen) -> int:
-        if not self._timer.is_due(seen.at_s):
-            return self._apply(seen, None)
-        waiting = [engine.num_waiting for engine in engines(seen)]
-        num_silent = max(0, seen.wanted - len(waiting))
+    def _desired(self, signals: Signals) -> int | None:
+        waiting, wanted = [engine.num_waiting for engine in engines(signals)], signals.fleet.wanted
+        if not waiting:
+            return None
+        num_silent = max(0, wanted - len(waiting))
         target, tolerance = self._parameters.target_waiting, self._parameters.tolerance
-        return self._apply(seen, pods_metric(waiting, num_silent, target, max(1, seen.wanted), tolerance))
+        return pods_metric(math.fsum(waiting), len(waiting), num_silent, target, max(1, wanted), tolerance)
 
 
 class KedaOnEpp(_Autoscaler):
-    name = KedaEpp.name
+    name: ClassVar[str] = KedaEpp.name
+    sees_replicas: ClassVar[bool] = False
 
-    def __init__(self, bounds: Bounds, parameters: KedaEpp | None = None) -> None:
+    def __init__(self, parameters: KedaEpp | None = None) -> None:
         self._parameters = parameters or KedaEpp()
-        super().__init__(bounds, self._parameters)
+        super().__init__(self._parameters)
 
-    def decide(self, seen: Seen) -> int:
-        if not self._timer.is_due(seen.at_s):
-            return self._apply(seen, None)
-        parameters, current = self._parameters, max(1, seen.wanted)
-        running = seen.concurrency - seen.num_held
-        held = external_metric(seen.num_held, parameters.target_held, current, parameters.tolerance)
-        return self._apply(
-            seen, max(held, external_metric(running, parameters.target_running, current, parameters.tolerance))
-        )
-
-
-def pods_metric(values: Sequence[float], num_silent: int, target: float, current: int, tolerance: float) -> int | None:
-    """Replicas that put the mean of the pods on the target; `num_silent` pods have no metric. None: nobody has one."""
-    if not values:
-        return None
-    ratio = math.fsum(values) / len(values) / target
-    if not num_silent:
-        return current if abs(1 - ratio) <= tolerance else math.ceil(ratio * len(values))
-    assumed = target if ratio < 1 else 0.0
-    count = len(values) + num_silent
-    careful = (math.fsum(values) + assumed * num_silent) / count / target
-    turned = (ratio < 1 < careful) or (careful < 1 < ratio)
-    if turned or abs(1 - careful) <= tolerance:
-        return current
-    replicas = math.ceil(careful * count)
-    # The pods that were counted may be others than those that are wanted.
-    against = (careful < 1 and replicas > current) or (careful > 1 and replicas < current)
-    return current if against else replicas
-
-
-def external_metric(total: float, target: float, current: int, tolerance: float) -> int:
-    """Replicas that share the total at the target each."""
-    return current if abs(1 - total / (target * current)) <= tolerance else math.ceil(total / target)
+    def _desired(self, signals: Signals) -> int | None:
+        parameters, current = self._parameters, max(1, signals.fleet.wanted)
+        num_held = signals.queue.num_requests
+        running = signals.num_requests - num_held
+        held = external_metric(num_held, parameters.target_held, current, parameters.tolerance)
+        return max(held, external_metric(running, parameters.target_running, current, parameters.tolerance))

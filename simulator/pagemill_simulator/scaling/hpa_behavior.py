@@ -8,11 +8,13 @@ https://github.com/kubernetes/enhancements). Of several rules the one that allow
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
+import msgspec
+
 from pagemill_simulator.scaling.policy import Bounds
+from pagemill_simulator.scaling.rival import Sample
 
 
 class Rule(NamedTuple):
@@ -24,7 +26,7 @@ class Rule(NamedTuple):
 
 class Direction(NamedTuple):
     window_s: float
-    """Of the wishes in it the most careful one counts."""
+    """Of the recommendations in it the most careful one counts."""
     rules: tuple[Rule, ...]
 
 
@@ -32,50 +34,61 @@ UP = Direction(0.0, (Rule("percent", 100.0, 15.0), Rule("pods", 4.0, 15.0)))
 DOWN = Direction(300.0, (Rule("percent", 100.0, 15.0),))
 
 
+class BehaviorMemory(msgspec.Struct, frozen=True):
+    recommendations: tuple[Sample, ...] = ()
+    """What the metrics have asked for."""
+    changes: tuple[Sample, ...] = ()
+
+
 class Behavior:
     def __init__(self, up: Direction = UP, down: Direction = DOWN) -> None:
         self._up, self._down = up, down
-        self._wishes: deque[tuple[float, int]] = deque()
-        self._changes: deque[tuple[float, int]] = deque()
 
-    def limit(self, at_s: float, current: int, desired: int, bounds: Bounds) -> int:
+    def limit(
+        self, memory: BehaviorMemory, at_s: float, current: int, desired: int, bounds: Bounds
+    ) -> tuple[int, BehaviorMemory]:
         """Replicas from now on, given how many the metrics ask for; `bounds` of this autoscaler."""
-        if not self._wishes:
-            self._wishes.append((at_s, current))
-        calm = self._stabilized(at_s, current, desired)
-        self._wishes.append((at_s, desired))
-        replicas = self._slowed(at_s, current, calm)
+        recommendations = memory.recommendations or (Sample(at_s, current),)
+        calm = self._stabilized(recommendations, at_s, current, desired)
+        recommendations = (*recommendations, Sample(at_s, desired))
+        replicas = self._slowed(memory.changes, at_s, current, calm)
         replicas = min(bounds.max_replicas, max(bounds.min_replicas, replicas))
+        changes = memory.changes
         if replicas != current:
-            self._changes.append((at_s, replicas - current))
-        self._forget(at_s)
-        return replicas
+            changes = (*changes, Sample(at_s, replicas - current))
+        return replicas, self._kept(recommendations, changes, at_s)
 
-    def _stabilized(self, at_s: float, current: int, desired: int) -> int:
-        lowest = min([desired, *(wish for then, wish in self._wishes if then > at_s - self._up.window_s)])
-        highest = max([desired, *(wish for then, wish in self._wishes if then > at_s - self._down.window_s)])
+    def _stabilized(self, recommendations: Sequence[Sample], at_s: float, current: int, desired: int) -> int:
+        lowest = min([desired, *_values(recommendations, at_s - self._up.window_s)])
+        highest = max([desired, *_values(recommendations, at_s - self._down.window_s)])
         return min(max(current, lowest), highest)
 
-    def _slowed(self, at_s: float, current: int, replicas: int) -> int:
+    def _slowed(self, changes: Sequence[Sample], at_s: float, current: int, replicas: int) -> int:
         if replicas > current:
-            limits = [_raised(self._at_begin(at_s, current, rule.period_s), rule) for rule in self._up.rules]
+            limits = [_raised(_at_begin(changes, at_s, current, rule.period_s), rule) for rule in self._up.rules]
             return min(replicas, max([current, *limits]))
         if replicas < current:
-            limits = [_lowered(self._at_begin(at_s, current, rule.period_s), rule) for rule in self._down.rules]
+            limits = [_lowered(_at_begin(changes, at_s, current, rule.period_s), rule) for rule in self._down.rules]
             return max(replicas, min([current, *limits]))
         return replicas
 
-    def _at_begin(self, at_s: float, current: int, period_s: float) -> int:
-        """Replicas when the period began."""
-        return current - sum(delta for then, delta in self._changes if then > at_s - period_s)
-
-    def _forget(self, at_s: float) -> None:
+    def _kept(self, recommendations: Sequence[Sample], changes: Sequence[Sample], at_s: float) -> BehaviorMemory:
         longest_s = max(self._up.window_s, self._down.window_s)
-        while len(self._wishes) > 1 and self._wishes[0][0] <= at_s - longest_s:
-            self._wishes.popleft()
+        *older, latest = recommendations
         period_s = _longest_period_s(self._up.rules + self._down.rules)
-        while self._changes and self._changes[0][0] <= at_s - period_s:
-            self._changes.popleft()
+        return BehaviorMemory(
+            (*(each for each in older if each.at_s > at_s - longest_s), latest),
+            tuple(each for each in changes if each.at_s > at_s - period_s),
+        )
+
+
+def _values(samples: Sequence[Sample], since_s: float) -> list[int]:
+    return [round(each.value) for each in samples if each.at_s > since_s]
+
+
+def _at_begin(changes: Sequence[Sample], at_s: float, current: int, period_s: float) -> int:
+    """Replicas when the period began."""
+    return current - sum(_values(changes, at_s - period_s))
 
 
 def _raised(begin: int, rule: Rule) -> int:

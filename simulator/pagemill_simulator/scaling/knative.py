@@ -13,9 +13,13 @@ from __future__ import annotations
 import math
 from typing import ClassVar
 
+import msgspec
+
+from pagemill_operator.autoscaler.decision import Decision, decided
+from pagemill_operator.autoscaler.settings import ScalingSettings
+from pagemill_operator.autoscaler.signals import Signals
 from pagemill_simulator.parameters import Factor, NotNegative, Parameters, Positive, Share
-from pagemill_simulator.scaling.measured import Timer, Window, within
-from pagemill_simulator.scaling.policy import Bounds, Seen
+from pagemill_simulator.scaling.rival import Window, is_due, within
 
 
 class Knative(Parameters, frozen=True, kw_only=True):
@@ -46,61 +50,75 @@ class Knative(Parameters, frozen=True, kw_only=True):
         """A replica's; no less than one hundredth of a request."""
         return max(0.01, self.target_concurrency * self.target_utilization)
 
-    def policy(self, bounds: Bounds) -> KnativeKpa:
-        return KnativeKpa(bounds, self)
+    def policy(self) -> KnativeKpa:
+        return KnativeKpa(self)
+
+
+class KnativeMemory(msgspec.Struct, frozen=True):
+    decided_at_s: float | None = None
+    stable: Window = Window()
+    panic: Window = Window()
+    panics_since_s: float | None = None
+    most_in_panic: int = 0
+    zero_since_s: float | None = None
+    """Since when the last replica is no longer asked for."""
 
 
 class KnativeKpa:
-    name = Knative.name
-    wakes_at_once = True
+    name: ClassVar[str] = Knative.name
+    memory_type: ClassVar[type[KnativeMemory]] = KnativeMemory
+    sees_replicas: ClassVar[bool] = False
+    wakes_at_once: ClassVar[bool] = True
 
-    def __init__(self, bounds: Bounds, parameters: Knative | None = None) -> None:
-        self._bounds = bounds
+    def __init__(self, parameters: Knative | None = None) -> None:
         self._parameters = parameters or Knative()
         self.interval_s = self._parameters.interval_s
-        self._timer = Timer(self.interval_s)
-        self._stable = Window(self._parameters.stable_window_s)
-        self._panic = Window(self._parameters.stable_window_s * self._parameters.panic_window_share)
-        self._panics_since_s: float | None = None
-        self._most_in_panic = 0
-        self._is_first = True
-        self._zero_since_s: float | None = None
 
-    def decide(self, seen: Seen) -> int:
-        is_due = self._timer.is_due(seen.at_s)
-        if is_due:
-            self._stable.add(seen.at_s, seen.concurrency)
-            self._panic.add(seen.at_s, seen.concurrency)
-        if not is_due and not (seen.wanted == 0 and seen.concurrency):
-            return within(self._bounds, seen.wanted)
-        desired = self._desired(seen) if is_due else 1
-        return within(self._bounds, self._kept(seen, desired))
+    def decide(
+        self, settings: ScalingSettings, signals: Signals, memory: KnativeMemory
+    ) -> tuple[Decision, KnativeMemory]:
+        before, at_s, concurrency = signals.fleet.wanted, signals.at_s, signals.num_requests
+        desired, message = 1, "a request finds no replica"
+        if is_due(at_s, memory.decided_at_s, self.interval_s):
+            memory, desired = self._desired(signals, self._sampled(memory, at_s, concurrency))
+            message = f"a mean concurrency of {memory.stable.mean:.1f}, {self._parameters.target:g} for each replica"
+        elif before or not concurrency:
+            return decided(before, within(settings, before), "between two decisions"), memory
+        memory, replicas = self._kept(memory, at_s, before, desired)
+        return decided(before, within(settings, replicas), message), memory
 
-    def _desired(self, seen: Seen) -> int:
-        parameters, ready = self._parameters, max(1, seen.ready)
-        if self._is_first and seen.ready > 1:
+    def _sampled(self, memory: KnativeMemory, at_s: float, concurrency: int) -> KnativeMemory:
+        stable_s = self._parameters.stable_window_s
+        stable = memory.stable.add(at_s, concurrency, stable_s)
+        panic = memory.panic.add(at_s, concurrency, stable_s * self._parameters.panic_window_share)
+        return msgspec.structs.replace(memory, stable=stable, panic=panic)
+
+    def _desired(self, signals: Signals, memory: KnativeMemory) -> tuple[KnativeMemory, int]:
+        parameters, at_s, ready = self._parameters, signals.at_s, max(1, signals.fleet.ready)
+        if memory.decided_at_s is None and signals.fleet.ready > 1:
             # Without a history it holds what it finds.
-            self._panics_since_s, self._most_in_panic = seen.at_s, seen.ready
-        self._is_first = False
+            memory = msgspec.structs.replace(memory, panics_since_s=at_s, most_in_panic=signals.fleet.ready)
         most, least = math.ceil(parameters.most_up * ready), math.floor(ready / parameters.most_down)
-        stable, surge = (math.ceil(window.mean / parameters.target) for window in (self._stable, self._panic))
-        self._panic_or_calm(seen.at_s, surge / ready >= parameters.panic_threshold)
+        stable, surge = (math.ceil(window.mean / parameters.target) for window in (memory.stable, memory.panic))
+        memory = self._panic_or_calm(memory, at_s, surge / ready >= parameters.panic_threshold)
+        memory = msgspec.structs.replace(memory, decided_at_s=at_s)
         desired = min(most, max(least, stable))
-        if self._panics_since_s is None:
-            return desired
-        self._most_in_panic = max(self._most_in_panic, desired, min(most, max(least, surge)))
-        return self._most_in_panic
+        if memory.panics_since_s is None:
+            return memory, desired
+        highest = max(memory.most_in_panic, desired, min(most, max(least, surge)))
+        return msgspec.structs.replace(memory, most_in_panic=highest), highest
 
-    def _panic_or_calm(self, at_s: float, surges: bool) -> None:
+    def _panic_or_calm(self, memory: KnativeMemory, at_s: float, surges: bool) -> KnativeMemory:
         if surges:
-            self._panics_since_s = at_s
-        elif self._panics_since_s is not None and at_s - self._panics_since_s > self._parameters.stable_window_s:
-            self._panics_since_s, self._most_in_panic = None, 0
+            return msgspec.structs.replace(memory, panics_since_s=at_s)
+        if memory.panics_since_s is not None and at_s - memory.panics_since_s > self._parameters.stable_window_s:
+            return msgspec.structs.replace(memory, panics_since_s=None, most_in_panic=0)
+        return memory
 
-    def _kept(self, seen: Seen, desired: int) -> int:
+    def _kept(self, memory: KnativeMemory, at_s: float, before: int, desired: int) -> tuple[KnativeMemory, int]:
         """The last replica stays for the grace period."""
-        if desired > 0 or seen.wanted == 0:
-            self._zero_since_s = None
-            return desired
-        self._zero_since_s = seen.at_s if self._zero_since_s is None else self._zero_since_s
-        return 0 if seen.at_s - self._zero_since_s >= self._parameters.grace_s else 1
+        if desired > 0 or before == 0:
+            return msgspec.structs.replace(memory, zero_since_s=None), desired
+        zero_since_s = at_s if memory.zero_since_s is None else memory.zero_since_s
+        replicas = 0 if at_s - zero_since_s >= self._parameters.grace_s else 1
+        return msgspec.structs.replace(memory, zero_since_s=zero_since_s), replicas

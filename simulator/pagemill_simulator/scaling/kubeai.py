@@ -8,12 +8,15 @@ lower ones in a row as fit into the delay. The first request at zero orders one 
 from __future__ import annotations
 
 import math
-from collections import deque
 from typing import ClassVar
 
+import msgspec
+
+from pagemill_operator.autoscaler.decision import Decision, decided
+from pagemill_operator.autoscaler.settings import ScalingSettings
+from pagemill_operator.autoscaler.signals import Signals
 from pagemill_simulator.parameters import NotNegative, Parameters, Positive
-from pagemill_simulator.scaling.measured import Timer, within
-from pagemill_simulator.scaling.policy import Bounds, Seen
+from pagemill_simulator.scaling.rival import is_due, within
 
 
 class KubeAi(Parameters, frozen=True, kw_only=True):
@@ -29,35 +32,47 @@ class KubeAi(Parameters, frozen=True, kw_only=True):
     scale_down_delay_s: NotNegative = 30.0
     """`scaleDownDelaySeconds`."""
 
-    def policy(self, bounds: Bounds) -> KubeAiMean:
-        return KubeAiMean(bounds, self)
+    def policy(self) -> KubeAiMean:
+        return KubeAiMean(self)
+
+
+class KubeAiMemory(msgspec.Struct, frozen=True):
+    active: tuple[int, ...] = ()
+    """Requests at the latest decisions; those before the first one count as none."""
+    num_lower: int = 0
+    """Decisions in a row that asked for fewer replicas."""
+    decided_at_s: float | None = None
 
 
 class KubeAiMean:
-    name = KubeAi.name
-    wakes_at_once = True
+    name: ClassVar[str] = KubeAi.name
+    memory_type: ClassVar[type[KubeAiMemory]] = KubeAiMemory
+    sees_replicas: ClassVar[bool] = False
+    wakes_at_once: ClassVar[bool] = True
 
-    def __init__(self, bounds: Bounds, parameters: KubeAi | None = None) -> None:
-        self._bounds = bounds
+    def __init__(self, parameters: KubeAi | None = None) -> None:
         self._parameters = parameters or KubeAi()
         self.interval_s = self._parameters.interval_s
-        length = max(1, math.ceil(self._parameters.window_s / self.interval_s))
-        self._active = deque([0] * length, maxlen=length)
+        self._length = max(1, math.ceil(self._parameters.window_s / self.interval_s))
         self._needed_lower = math.ceil(self._parameters.scale_down_delay_s / self.interval_s)
-        self._num_lower = 0
-        self._timer = Timer(self.interval_s)
 
-    def decide(self, seen: Seen) -> int:
-        wanted = within(self._bounds, seen.wanted)
-        if not self._timer.is_due(seen.at_s):
-            return within(self._bounds, max(wanted, seen.concurrency > 0))
-        self._active.append(seen.concurrency)
-        mean = sum(self._active) / len(self._active)
-        desired = within(self._bounds, math.ceil(mean / self._parameters.target_requests))
+    def decide(
+        self, settings: ScalingSettings, signals: Signals, memory: KubeAiMemory
+    ) -> tuple[Decision, KubeAiMemory]:
+        before, active = signals.fleet.wanted, signals.num_requests
+        if not is_due(signals.at_s, memory.decided_at_s, self.interval_s):
+            replicas = within(settings, max(within(settings, before), active > 0))
+            return decided(before, replicas, f"{active} active requests"), memory
+        samples = (*memory.active, active)[-self._length :]
+        mean = sum(samples) / self._length
+        replicas, num_lower = self._delayed(settings, before, mean, memory.num_lower)
+        message = f"a mean of {mean:.1f} active requests, {self._parameters.target_requests:g} for each replica"
+        return decided(before, replicas, message), KubeAiMemory(samples, num_lower, signals.at_s)
+
+    def _delayed(self, settings: ScalingSettings, before: int, mean: float, num_lower: int) -> tuple[int, int]:
+        """A lower number only after so many lower ones in a row as fit into the delay."""
+        wanted = within(settings, before)
+        desired = within(settings, math.ceil(mean / self._parameters.target_requests))
         if desired >= wanted:
-            self._num_lower = 0
-            return desired
-        if self._num_lower < self._needed_lower:
-            self._num_lower += 1
-            return wanted
-        return desired
+            return desired, 0
+        return (wanted, num_lower + 1) if num_lower < self._needed_lower else (desired, num_lower)

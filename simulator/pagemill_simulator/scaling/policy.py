@@ -1,7 +1,8 @@
-"""What a scaling policy of a simulated fleet sees, and what it answers.
+"""What a simulated fleet measures for scaling, and what it asks.
 
-Everything that one of the policies needs is in here, measured by the fleet as that platform would measure it: gauges of
-pods for those that scrape, the load stream's signals for Pagemill's own. A policy keeps what it remembers to itself.
+A fleet measures its pods by themselves (`Seen.pods`), as other platforms scrape them, and the signals of the load
+stream, which Pagemill's own policies get. Neighbours: `simulated` runs any scaling policy of the operator's protocol
+(`pagemill_operator.autoscaler.policy`) behind `FleetScaler`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pagemill_operator.autoscaler.signals import Signals
 
 
 class PodSeen(NamedTuple):
-    """One pod that was ordered and is neither gone nor on its way out."""
+    """One pod that was ordered and is neither gone nor draining."""
 
     name: str
     is_ready: bool
@@ -33,15 +34,15 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     """Replicas as they were ordered last."""
     pods: tuple[PodSeen, ...]
     num_held: int
-    """Requests that wait in the gateway, for room or for the first pod."""
+    """Requests that wait in the gateway, for capacity or for the first pod."""
     num_arrived: int
     """Since the beginning."""
     num_prompt_tokens_arrived: int
     num_output_tokens_made: int
     num_on_leaving: int = 0
-    """Requests that pods on their way out still run."""
+    """Requests that draining pods still run."""
     signals: Signals
-    """What Pagemill's autoscaler is given, at this same instant."""
+    """What the operator's autoscaler would be given at this instant."""
 
     @property
     def ready(self) -> int:
@@ -60,7 +61,9 @@ class Bounds(NamedTuple):
     max_replicas: int
 
 
-class ScalingPolicy(Protocol):
+class FleetScaler(Protocol):
+    """What decides for one fleet, and remembers."""
+
     @property
     def name(self) -> str: ...
 
@@ -71,9 +74,13 @@ class ScalingPolicy(Protocol):
 
     @property
     def wakes_at_once(self) -> bool:
-        """A request that finds no pod, not even a starting one, is told to it at once; else at the next decision."""
+        """It is asked at once when a request finds no pod, not even a starting one; else at the next decision."""
         ...
 
     def decide(self, seen: Seen) -> int:
         """Replicas from now on, within its bounds."""
         ...
+
+
+ScalingPolicy = FleetScaler
+"""The name that `fleet.fast` imports."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from pagemill_simulator.parameters import ParameterError, read_parameters
 from pagemill_simulator.scaling.dynamo import Dynamo
@@ -10,18 +11,18 @@ from pagemill_simulator.scaling.fixed import Fixed
 from pagemill_simulator.scaling.hpa import Hpa, KedaEpp
 from pagemill_simulator.scaling.knative import Knative
 from pagemill_simulator.scaling.kubeai import KubeAi
-from pagemill_simulator.scaling.policy import Bounds, ScalingPolicy
+from pagemill_simulator.scaling.rival import Rival
 from pagemill_simulator.scaling.wva import Wva, WvaHpa
 
-Rival = type[KubeAi] | type[Hpa] | type[KedaEpp] | type[Wva] | type[WvaHpa] | type[Knative] | type[Dynamo] | type[Fixed]
+Kind = type[KubeAi] | type[Hpa] | type[KedaEpp] | type[Wva] | type[WvaHpa] | type[Knative] | type[Dynamo] | type[Fixed]
 
-RIVALS: dict[str, Rival] = {kind.name: kind for kind in (KubeAi, Hpa, KedaEpp, Wva, WvaHpa, Knative, Dynamo, Fixed)}
-"""Those that know nothing but what they see; `clairvoyant` is made from the workload."""
+RIVALS: dict[str, Kind] = {kind.name: kind for kind in (KubeAi, Hpa, KedaEpp, Wva, WvaHpa, Knative, Dynamo, Fixed)}
+"""Those that are made from parameters alone; `clairvoyant` is made from the workload."""
 
 
-def make_rival(name: str, bounds: Bounds, parameters: Mapping[str, str] | None = None) -> ScalingPolicy:
+def make_rival(name: str, parameters: Mapping[str, str] | None = None) -> Rival[Any]:
     """By its name and texts of its parameters. Raises `ParameterError`."""
     kind = RIVALS.get(name)
     if kind is None:
         raise ParameterError(f"there is no policy {name!r}; there are {', '.join(RIVALS)}")
-    return read_parameters(kind, parameters or {}, name).policy(bounds)
+    return read_parameters(kind, parameters or {}, name).policy()

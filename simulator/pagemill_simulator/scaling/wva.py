@@ -15,12 +15,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
+import msgspec
+
+from pagemill_operator.autoscaler.decision import Decision, decided
+from pagemill_operator.autoscaler.settings import ScalingSettings
+from pagemill_operator.autoscaler.signals import ReplicaLoad, Signals
 from pagemill_simulator.parameters import NotNegative, Parameters, Positive, Share
-from pagemill_simulator.scaling.hpa_behavior import Behavior, Direction, Rule
-from pagemill_simulator.scaling.measured import Timer, Window, engines, within
-from pagemill_simulator.scaling.policy import Bounds, ScalingPolicy, Seen
+from pagemill_simulator.scaling.hpa_behavior import Behavior, BehaviorMemory, Direction, Rule
+from pagemill_simulator.scaling.policy import Bounds
+from pagemill_simulator.scaling.rival import Rival, Window, engines, is_due, within
 
 SCRAPE_S = 15.0
 """Of metrics, and the autoscaler's own interval."""
@@ -45,8 +50,8 @@ class Wva(Parameters, frozen=True, kw_only=True):
     peak_s: Positive = 60.0
     """Of which the highest value counts."""
 
-    def policy(self, bounds: Bounds) -> ScalingPolicy:
-        return WvaSaturation(bounds, self)
+    def policy(self) -> Rival[Any]:
+        return WvaSaturation(self)
 
 
 class WvaHpa(Wva, frozen=True, kw_only=True):
@@ -58,76 +63,102 @@ class WvaHpa(Wva, frozen=True, kw_only=True):
     down_window_s: NotNegative = 240.0
     """`hpa.behavior.scaleDown.stabilizationWindowSeconds`."""
 
-    def policy(self, bounds: Bounds) -> ScalingPolicy:
-        return WvaThroughHpa(bounds, self)
+    def policy(self) -> Rival[Any]:
+        return WvaThroughHpa(self)
 
 
 class Load(NamedTuple):
-    """Of one engine."""
+    """One engine's."""
 
     kv_usage: float
     num_waiting: float
 
 
-class _Peaks:
-    def __init__(self, length_s: float) -> None:
-        self.kv_usage, self.num_waiting = Window(length_s), Window(length_s)
+class Peaks(msgspec.Struct, frozen=True):
+    kv_usage: Window = Window()
+    num_waiting: Window = Window()
+
+    def add(self, at_s: float, engine: ReplicaLoad, length_s: float) -> Peaks:
+        usage = engine.kv_cache_usage or 0.0
+        return Peaks(self.kv_usage.add(at_s, usage, length_s), self.num_waiting.add(at_s, engine.num_waiting, length_s))
+
+
+class WvaMemory(msgspec.Struct, frozen=True):
+    scraped_at_s: float | None = None
+    decided_at_s: float | None = None
+    peaks: dict[str, Peaks] = {}
+    """Of the engines that report, by id."""
 
 
 class WvaSaturation:
-    name = Wva.name
-    wakes_at_once = False
+    name: ClassVar[str] = Wva.name
+    memory_type: ClassVar[type[WvaMemory]] = WvaMemory
+    sees_replicas: ClassVar[bool] = True
+    wakes_at_once: ClassVar[bool] = False
 
-    def __init__(self, bounds: Bounds, parameters: Wva | None = None) -> None:
-        self._bounds = bounds
+    def __init__(self, parameters: Wva | None = None) -> None:
         self._parameters = parameters or Wva()
         self.interval_s = min(SCRAPE_S, self._parameters.interval_s)
-        self._timer = Timer(self._parameters.interval_s)
-        self._peaks: dict[str, _Peaks] = {}
 
-    def decide(self, seen: Seen) -> int:
-        loads = self._observe(seen)
-        wanted = within(self._bounds, seen.wanted, least=1)
-        is_changing = len(loads) != seen.wanted
-        if not self._timer.is_due(seen.at_s) or is_changing or not loads:
-            return wanted
-        return within(self._bounds, len(loads) + step(loads, self._parameters), least=1)
+    def decide(self, settings: ScalingSettings, signals: Signals, memory: WvaMemory) -> tuple[Decision, WvaMemory]:
+        before, at_s = signals.fleet.wanted, signals.at_s
+        wanted = within(settings, before, least=1)
+        if not is_due(at_s, memory.scraped_at_s, self.interval_s):
+            return decided(before, wanted, "between two scrapes"), memory
+        peaks = self._peaks(signals, memory)
+        if not is_due(at_s, memory.decided_at_s, self._parameters.interval_s):
+            return decided(before, wanted, "between two decisions"), WvaMemory(at_s, memory.decided_at_s, peaks)
+        memory = WvaMemory(at_s, at_s, peaks)
+        if not peaks or len(peaks) != before:
+            return decided(before, wanted, "a replica starts, or no engine has metrics"), memory
+        loads = [Load(peak.kv_usage.max, peak.num_waiting.max) for peak in peaks.values()]
+        replicas = within(settings, len(loads) + step(loads, self._parameters), least=1)
+        return decided(before, replicas, f"what {len(loads)} engines can spare"), memory
 
-    def _observe(self, seen: Seen) -> list[Load]:
-        """The peaks of those that tell."""
-        peaks: dict[str, _Peaks] = {}
-        for engine in engines(seen):
-            peaks[engine.name] = peak = self._peaks.get(engine.name) or _Peaks(self._parameters.peak_s)
-            peak.kv_usage.add(seen.at_s, engine.kv_usage)
-            peak.num_waiting.add(seen.at_s, engine.num_waiting)
-        self._peaks = peaks
-        return [Load(peak.kv_usage.max, peak.num_waiting.max) for peak in peaks.values()]
+    def _peaks(self, signals: Signals, memory: WvaMemory) -> dict[str, Peaks]:
+        length_s = self._parameters.peak_s
+        return {
+            engine.id: memory.peaks.get(engine.id, Peaks()).add(signals.at_s, engine, length_s)
+            for engine in engines(signals)
+        }
+
+
+class WvaHpaMemory(msgspec.Struct, frozen=True):
+    decided_at_s: float | None = None
+    decider: WvaMemory = WvaMemory()
+    behavior: BehaviorMemory = BehaviorMemory()
+    published: int | None = None
+    """The metric that the autoscaler follows."""
 
 
 class WvaThroughHpa:
-    name = WvaHpa.name
-    wakes_at_once = False
-    interval_s = SCRAPE_S
+    name: ClassVar[str] = WvaHpa.name
+    memory_type: ClassVar[type[WvaHpaMemory]] = WvaHpaMemory
+    sees_replicas: ClassVar[bool] = True
+    wakes_at_once: ClassVar[bool] = False
+    interval_s: ClassVar[float] = SCRAPE_S
 
-    def __init__(self, bounds: Bounds, parameters: WvaHpa | None = None) -> None:
-        self._bounds = bounds
+    def __init__(self, parameters: WvaHpa | None = None) -> None:
         self._parameters = parameters or WvaHpa()
-        self._decider = WvaSaturation(bounds, self._parameters)
+        self._decider = WvaSaturation(self._parameters)
         self._behavior = Behavior(
             Direction(self._parameters.up_window_s, CHART_RULES), Direction(self._parameters.down_window_s, CHART_RULES)
         )
-        self._timer = Timer(self.interval_s)
-        self._published: int | None = None
 
-    def decide(self, seen: Seen) -> int:
-        wanted = within(self._bounds, seen.wanted, least=1)
-        if not self._timer.is_due(seen.at_s):
-            return wanted
-        decided = self._decider.decide(seen)
-        if self._published in (None, wanted):
-            self._published = decided
-        least_one = Bounds(min(self._bounds.max_replicas, max(1, self._bounds.min_replicas)), self._bounds.max_replicas)
-        return self._behavior.limit(seen.at_s, wanted, self._published or wanted, least_one)
+    def decide(
+        self, settings: ScalingSettings, signals: Signals, memory: WvaHpaMemory
+    ) -> tuple[Decision, WvaHpaMemory]:
+        before, at_s = signals.fleet.wanted, signals.at_s
+        wanted = within(settings, before, least=1)
+        if not is_due(at_s, memory.decided_at_s, SCRAPE_S):
+            return decided(before, wanted, "between two decisions"), memory
+        decision, decider = self._decider.decide(settings, signals, memory.decider)
+        published = decision.replicas if memory.published in (None, wanted) else memory.published
+        low, high = settings.min_replicas, settings.max_replicas
+        least_one = Bounds(min(high, max(1, low)), high)
+        replicas, behavior = self._behavior.limit(memory.behavior, at_s, wanted, published or wanted, least_one)
+        message = f"the metric asks for {published}"
+        return decided(before, replicas, message), WvaHpaMemory(at_s, decider, behavior, published)
 
 
 def step(loads: Sequence[Load], parameters: Wva) -> int:

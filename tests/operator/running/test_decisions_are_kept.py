@@ -13,8 +13,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from pagemill.main import app
-from pagemill_operator.autoscaler.decide import replay
-from pagemill_operator.autoscaler.decision import Record, decode_record
+from pagemill_operator.autoscaler.records import Record, decode_record, replay
 from pagemill_operator.backends.kubernetes.render.records import lines_of
 from pagemill_operator.controller import decision_records
 
@@ -54,6 +53,18 @@ async def test_each_decision_is_kept_and_decides_the_same_again(api: Any, run_op
     assert [each["uid"] for each in metadata["ownerReferences"]] == [uid], "it goes with its owner"
 
 
+async def test_records_name_the_policy_and_another_one_takes_over_at_an_edit(api: Any, run_operator: Any) -> None:
+    api.change("LLMDeployment", scaled(policy="TargetTracking"))
+    run_operator()
+    await api.until(lambda: [record.settings.policy for record in kept(api)] == ["TargetTracking"])
+    assert kept(api)[0].decision.reason == "SignalsMissing"
+    edited = api.get("LLMDeployment", "chat")
+    api.change("LLMDeployment", {**edited, "spec": scaled(minReplicas=3)["spec"]})
+    await api.until(lambda: any(record.decision.changes for record in kept(api)))
+    assert [record.settings.policy for record in kept(api) if record.decision.changes] == ["Demand"]
+    assert [replay(record) for record in kept(api)] == [record.decision for record in kept(api)]
+
+
 async def test_it_wakes_nobody_and_nobody_takes_it_away(api: Any, run_operator: Any) -> None:
     api.change("LLMDeployment", scaled())
     operator = run_operator()
@@ -74,6 +85,21 @@ async def test_another_leader_goes_on_where_the_first_one_ended(api: Any, run_op
     run_operator("b")
     await api.until(lambda: len(kept(api)) == 2)
     assert kept(api)[:1] == before
+
+
+async def test_records_of_another_version_are_left_out_by_the_next_leader(api: Any, run_operator: Any) -> None:
+    api.change("LLMDeployment", scaled())
+    first = run_operator("a")
+    await api.until(lambda: len(kept(api)) == 1)
+    await first.stop()
+    config_map = api.get("ConfigMap", NAME)
+    (line,) = lines_of(config_map)
+    older = line.replace('"settings":', '"policy":')
+    api.change("ConfigMap", {**config_map, "data": {"records.jsonl": f"{older}\n{line}\n"}})
+    run_operator("b")
+    await api.until(lambda: older not in lines_of(api.get("ConfigMap", NAME)))
+    assert lines_of(api.get("ConfigMap", NAME))[0] == line
+    assert len(kept(api)) == 2
 
 
 async def test_somebody_elses_config_map_is_left_alone_and_told_once(

@@ -150,7 +150,7 @@ async def test_requests_that_wait_get_replicas_and_people_are_told_why(
     await api.until(lambda: api.get("LLMDeployment", "chat")["status"].get("lastScaling"))
     status = api.get("LLMDeployment", "chat")["status"]
     assert (status["desiredReplicas"], status["lastScaling"]["fromReplicas"]) == (3, 1)
-    assert "6 requests wait, 2 a replica are aimed at" in status["lastScaling"]["reason"]
+    assert "6 requests wait; the target is 2 for each replica" in status["lastScaling"]["reason"]
     await api.until(lambda: any("from 1 to 3 replicas: 6 requests wait" in text for text in events(api)))
     _, text = await running.ask("/debug/scaling?deployment=default/chat")
     assert any(json.loads(line)["decision"]["replicas"] == 3 for line in text.splitlines())

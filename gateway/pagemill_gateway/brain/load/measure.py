@@ -114,7 +114,13 @@ def _engines(records: list[EndpointRecord], now: float) -> EnginesLoad:
 def _held(record: EndpointRecord) -> EngineHeld:
     load = record.reports.latest.load if record.reports.latest is not None else EngineLoad()
     num_told = load.num_requests_running + load.num_requests_waiting
-    return EngineHeld(record.endpoint.id, load.num_blocks_active, max(num_told, record.in_flight))
+    return EngineHeld(
+        record.endpoint.id,
+        load.num_blocks_active,
+        max(num_told, record.in_flight),
+        load.num_requests_waiting,
+        load.num_blocks_total,
+    )
 
 
 def _starts(records: list[EndpointRecord], now: float) -> Iterator[EngineStart]:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 
 import aiohttp
 
-from pagemill_operator.autoscaler.decision import Record, encode_record
+from pagemill_operator.autoscaler.records import Record, encode_record
 from pagemill_operator.backends.base import Cluster, Event
 from pagemill_operator.backends.local.cores import threads_per_engine
 from pagemill_operator.backends.local.gateway import Gateway
@@ -184,7 +184,7 @@ class LocalBackend(Cluster):
         return deployment.plan.with_replicas(self._scaling.wanted(deployment.plan))
 
     def _decided(self, record: Record) -> None:
-        decision, is_active = record.decision, record.policy.mode == "Active"
+        decision, is_active = record.decision, record.settings.mode == "Active"
         if decision.changes:
             words = "scaled to" if is_active else "would be scaled to"
             message = f"{words} {decision.replicas} replicas from {decision.replicas_before}: {decision.message}"

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 
 import aiohttp
 
-from pagemill_operator.autoscaler.decision import Record, log_line
-from pagemill_operator.autoscaler.scaler import Scaler
+from pagemill_operator.autoscaler.records import Record, log_line
+from pagemill_operator.backends.scaler import Scaler
 from pagemill_operator.load.book import LoadBook
 from pagemill_operator.load.reader import STREAM_FAULTS, follow_load
 from pagemill_operator.plan.types import Plan

@@ -1,4 +1,8 @@
-"""How long replicas take from the order to ready, learned from those that were seen starting."""
+"""How long replicas take from the order to ready, learned from those that were seen starting. Pure.
+
+Neighbours: `scaler` gives it to scaling policies as the cold start; `controller.cold_starts` measures the phases of
+each start.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,8 @@ CAREFUL = 0.75
 """Quantile of the remembered starts."""
 
 
-class ColdStarts:
-    """Of one deployment."""
+class StartDurations:
+    """The starts of one deployment's replicas."""
 
     def __init__(self) -> None:
         self._since: dict[str, float] = {}
@@ -26,7 +30,7 @@ class ColdStarts:
         durations = sorted(self._durations)
         return durations[min(len(durations) - 1, int(CAREFUL * len(durations)))] if durations else None
 
-    def saw(self, replicas: Iterable[ReplicaObservation], now: float) -> None:
+    def observe(self, replicas: Iterable[ReplicaObservation], now: float) -> None:
         live = {replica.name: replica for replica in replicas if replica.live}
         for name in self._since.keys() - live.keys():
             del self._since[name]
@@ -43,5 +47,5 @@ class ColdStarts:
                 self._durations.append(max(0.0, now - started_at))
 
     def oldest_s(self, now: float) -> float:
-        """How long the one that starts longest has been at it."""
+        """For how long the oldest of those that start has been starting."""
         return max((now - since for since in self._since.values()), default=0.0)

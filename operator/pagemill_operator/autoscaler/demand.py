@@ -1,0 +1,165 @@
+"""The default policy: absolute demand of the targets and the SLO, followed with caution.
+
+The order is that of caution: what the load needs; nothing less while a number is missing; the windows; no start is cut
+short; the rate limits. Zero has a window of its own (`scaleToZeroAfter`), which the target of the requests goes by and
+which no burst makes longer. Neighbours: `targets` and `slo` say what the load needs.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, NamedTuple
+
+import msgspec
+
+from pagemill_operator.autoscaler.behavior import allowed, stabilized
+from pagemill_operator.autoscaler.decision import (
+    Candidate,
+    Decision,
+    Goal,
+    Reason,
+    rate_limited,
+    reason_for,
+    replicas_of,
+)
+from pagemill_operator.autoscaler.memory import Memory
+from pagemill_operator.autoscaler.settings import DEFAULT_POLICY, ScalingSettings, with_default_targets
+from pagemill_operator.autoscaler.signals import Signals
+from pagemill_operator.autoscaler.slo import Outlook, is_burst, outlook
+from pagemill_operator.autoscaler.targets import goals, is_idle
+
+PANIC_S = 60.0
+"""After a burst nothing is removed for this long."""
+STARTS_S = 600.0
+COLD_STARTS = 2.0
+"""A start is waited for this long, or for so many times what starts have taken, whichever is longer."""
+
+
+class DemandPolicy:
+    """The replicas that the load needs, by targets or by the SLO's prediction."""
+
+    name: ClassVar[str] = DEFAULT_POLICY
+    memory_type: ClassVar[type[Memory]] = Memory
+    sees_replicas: ClassVar[bool] = False
+
+    def decide(self, settings: ScalingSettings, signals: Signals, memory: Memory) -> tuple[Decision, Memory]:
+        now, before = signals.at_s, signals.fleet.wanted
+        memory = memory.at(now).with_shape(signals).with_rate(signals).decayed(now, settings)
+        if is_burst(signals):
+            memory = msgspec.structs.replace(memory, panic_until_s=now + PANIC_S)
+        demand = _demand(settings, signals, memory)
+        # Without all numbers the demand is a lower bound, and a window of lower bounds proves nothing.
+        memory = memory.demanded(now, max(before, demand.replicas) if demand.missing else demand.replicas, settings)
+        step = _step(settings, signals, memory, demand)
+        decision = Decision(
+            replicas_before=before,
+            replicas=step.replicas,
+            reason=step.reason,
+            message=step.message,
+            demand=demand.replicas,
+            goals=demand.goals,
+            candidates=demand.candidates,
+            missing=demand.missing,
+            unreachable=demand.unreachable,
+            panic=_panics(memory, now),
+        )
+        if decision.changes and settings.mode == "Active":
+            memory = memory.changed(now, step.replicas - before, settings)
+        return decision, memory
+
+
+class _Demand(NamedTuple):
+    replicas: int
+    leading: Goal
+    """That asks for most."""
+    goals: tuple[Goal, ...]
+    candidates: tuple[Candidate, ...]
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(goal.missing for goal in self.goals if goal.missing))
+
+    @property
+    def unreachable(self) -> str:
+        return next((goal.unreachable for goal in self.goals if goal.unreachable), "")
+
+
+class _Step(NamedTuple):
+    replicas: int
+    reason: Reason
+    message: str
+
+
+def _demand(settings: ScalingSettings, signals: Signals, memory: Memory) -> _Demand:
+    view = outlook(settings, settings.slo, signals, memory) if settings.slo is not None else Outlook()
+    # While nothing can be predicted the load is kept in bounds as without an SLO.
+    aims = with_default_targets(settings) if view.goal.missing else settings
+    judged = [*goals(aims, signals, memory.shape), view.goal]
+    leading = max(judged, key=lambda goal: (goal.needed, goal.enough))
+    needed, enough = (max(getattr(goal, name) for goal in judged) for name in ("needed", "enough"))
+    wanted = signals.fleet.wanted
+    replicas = needed if wanted < needed else min(wanted, max(needed, enough))
+    return _Demand(settings.clamp(replicas), leading, tuple(judged), view.candidates)
+
+
+def _step(settings: ScalingSettings, signals: Signals, memory: Memory, demand: _Demand) -> _Step:
+    wanted, needed, now = signals.fleet.wanted, demand.replicas, signals.at_s
+    if not settings.lowest <= wanted <= settings.max_replicas:
+        bounds = f"minReplicas {settings.min_replicas} and maxReplicas {settings.max_replicas}"
+        return _Step(settings.clamp(wanted), "OutOfBounds", f"{wanted} replicas are out of bounds: {bounds}")
+    if needed > wanted:
+        return _up(settings, signals, memory, demand)
+    if demand.missing:
+        return _Step(wanted, "SignalsMissing", f"holding {wanted} replicas: {'; '.join(demand.missing)}")
+    if needed == wanted:
+        return _Step(wanted, "Steady", demand.leading.reason)
+    is_last_idle = needed == 0 and wanted == 1 and is_idle(settings, signals)
+    if _panics(memory, now) and not is_last_idle:
+        return _Step(wanted, "Panic", "nothing is removed within a minute of a burst")
+    if (starts_s := _longest_start_s(signals)) and signals.fleet.starting and signals.fleet.starting_s < starts_s:
+        message = f"{signals.fleet.starting} replicas start; none is removed meanwhile, for at most {starts_s:.0f} s"
+        return _Step(wanted, "ReplicasStarting", message)
+    if is_last_idle:
+        return _allowed(settings, signals, memory, demand, 0)
+    return _down(settings, signals, memory, demand)
+
+
+def _up(settings: ScalingSettings, signals: Signals, memory: Memory, demand: _Demand) -> _Step:
+    wanted, needed = signals.fleet.wanted, _stabilized(settings, signals, memory, demand)
+    if needed == wanted:
+        held = f"scaling up when that has held for {settings.up.window_s:.0f} s"
+        return _Step(wanted, "Stabilizing", f"the load needs {replicas_of(demand.replicas)}; {held}")
+    return _allowed(settings, signals, memory, demand, needed)
+
+
+def _down(settings: ScalingSettings, signals: Signals, memory: Memory, demand: _Demand) -> _Step:
+    wanted, needed = signals.fleet.wanted, _stabilized(settings, signals, memory, demand)
+    if needed == wanted:
+        held = f"scaling down when that has held for {memory.down_window_s(settings):.0f} s"
+        return _Step(wanted, "Stabilizing", f"the load needs {replicas_of(demand.replicas)}; {held}")
+    # The last one goes by its own window.
+    return _allowed(settings, signals, memory, demand, max(1, needed))
+
+
+def _stabilized(settings: ScalingSettings, signals: Signals, memory: Memory, demand: _Demand) -> int:
+    up_s, down_s = settings.up.window_s, memory.down_window_s(settings)
+    wanted = signals.fleet.wanted
+    return stabilized(wanted, demand.replicas, memory.history, signals.at_s, up_s=up_s, down_s=down_s)
+
+
+def _allowed(settings: ScalingSettings, signals: Signals, memory: Memory, demand: _Demand, needed: int) -> _Step:
+    wanted = signals.fleet.wanted
+    replicas = allowed(wanted, needed, memory.history, settings, signals.at_s)
+    if replicas == wanted:
+        return _Step(wanted, "RateLimited", rate_limited(needed))
+    message = demand.leading.reason or "the fewest that are allowed"
+    if num_woken := max(0, min(replicas - wanted, signals.fleet.asleep)):
+        message += f"; {num_woken} of {replicas - wanted} only wake up"
+    return _Step(replicas, reason_for(wanted, replicas), message)
+
+
+def _panics(memory: Memory, now: float) -> bool:
+    return memory.panic_until_s is not None and now < memory.panic_until_s
+
+
+def _longest_start_s(signals: Signals) -> float:
+    return max(STARTS_S, COLD_STARTS * (signals.fleet.cold_start_s or 0.0))

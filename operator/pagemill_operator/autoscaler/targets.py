@@ -1,0 +1,83 @@
+"""What each target of the settings asks for: how many replicas it needs, and how many it still has use for.
+
+`needed` is what the target asks for now; `enough` is what the load with a tenth added would need. Between the two a
+target is content, so noise around a border moves nothing. A target that lacks a number says which: missing is not zero.
+Neighbours: `slo` does the same for the SLO; `demand` weighs all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from pagemill_operator.autoscaler.decision import Goal
+from pagemill_operator.autoscaler.settings import DEFAULT_KV_CACHE_USAGE, ScalingSettings
+from pagemill_operator.autoscaler.signals import Shape, Signals
+
+MARGIN = 1.1
+"""Load that must fit as well before a replica is removed."""
+
+
+def goals(settings: ScalingSettings, signals: Signals, shape: Shape | None) -> Iterator[Goal]:
+    """All but the SLO's."""
+    yield _requests(settings, signals)
+    yield _kv_cache(settings, signals, shape)
+    yield _capacity(signals, shape)
+    if settings.queue_depth is not None:
+        yield _queue(settings.queue_depth, signals)
+
+
+def is_idle(settings: ScalingSettings, signals: Signals) -> bool:
+    """No request for `scaleToZeroAfter`, as every gateway and every engine reports."""
+    return not signals.missing and signals.num_requests == 0 and signals.arrivals.idle_s >= settings.idle_s
+
+
+def _requests(settings: ScalingSettings, signals: Signals) -> Goal:
+    """One replica while there are requests, or were lately."""
+    missing = signals.missing
+    if signals.queue.num_requests and not signals.fleet.wanted:
+        return Goal("requests", 1, 1, f"{signals.queue.num_requests} requests wait and no replica runs", missing)
+    if signals.num_requests:
+        return Goal("requests", 1, 1, f"{signals.num_requests} requests are in the system", missing)
+    if is_idle(settings, signals):
+        return Goal("requests", 0, 0, f"no request for {signals.arrivals.idle_s:.0f} s")
+    # The time since the gateway began to serve is no reason to start a replica, only one to keep it.
+    needed = min(1, signals.fleet.wanted)
+    return Goal("requests", needed, needed, f"the latest request was {signals.arrivals.idle_s:.0f} s ago", missing)
+
+
+def _kv_cache(settings: ScalingSettings, signals: Signals, shape: Shape | None) -> Goal:
+    """Blocks of running requests, and those that waiting ones will take."""
+    engines, queue = signals.engines, signals.queue
+    if shape is None:
+        # Without replicas their size does not matter yet; with some it is missing.
+        return Goal("kvCacheUsage", missing="no engine has reported its size yet" if signals.fleet.ready else "")
+    waiting = -(-(engines.num_tokens_waiting + queue.num_tokens) // shape.block_size)
+    demand = (engines.num_blocks_active + waiting) / shape.num_blocks
+    target = settings.kv_cache_usage or DEFAULT_KV_CACHE_USAGE
+    reason = f"active and waiting KV blocks fill {demand:.2f} replicas; the target is {target:.0%} of each"
+    needed = _ceil(demand / target) if settings.kv_cache_usage is not None else 0
+    return Goal("kvCacheUsage", needed, max(needed, _ceil(demand * MARGIN / target)), reason)
+
+
+def _capacity(signals: Signals, shape: Shape | None) -> Goal:
+    """Requests that may run at once: adds no replica by itself, but keeps those in use."""
+    if shape is None or shape.max_num_seqs <= 0:
+        return Goal("maxNumSeqs")
+    enough = _ceil(signals.num_requests * MARGIN / shape.max_num_seqs)
+    reason = f"{signals.num_requests} requests; a replica runs at most {shape.max_num_seqs} at once"
+    return Goal("maxNumSeqs", 0, enough, reason)
+
+
+def _queue(depth: int, signals: Signals) -> Goal:
+    waiting = signals.num_waiting
+    reason = f"{waiting} requests wait; the target is {depth} for each replica"
+    if depth == 0:
+        needed = signals.fleet.ready + 1 if waiting else 0
+        return Goal("queueDepth", needed, needed, reason)
+    return Goal("queueDepth", _ceil(waiting / depth), _ceil(waiting * MARGIN / depth), reason)
+
+
+def _ceil(value: float) -> int:
+    """Up, but not for a rounding error."""
+    return max(0, math.ceil(value - 1e-9))

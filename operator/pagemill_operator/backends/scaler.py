@@ -1,0 +1,227 @@
+"""The autoscaler of all deployments: keeps their memories, asks their scaling policies, and records what was decided.
+
+It neither reads the load stream nor writes replicas: its caller gives it what was observed and carries the decision
+out. Time comes from outside. One thread, one event loop. Neighbours: `autoscaler` has the policies; the caller is
+`controller.scaling` in a cluster and `backends.local.scaling` on one machine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from pagemill_operator.autoscaler.decision import Decision
+from pagemill_operator.autoscaler.policy import ScalingPolicy, ask
+from pagemill_operator.autoscaler.records import Record
+from pagemill_operator.autoscaler.registry import find_policy
+from pagemill_operator.autoscaler.settings import ScalingSettings
+from pagemill_operator.autoscaler.signals import Fleet, Signals, View, merge
+from pagemill_operator.backends.start_durations import StartDurations
+from pagemill_operator.status.observation import Observation, Scaling
+from pagemill_protocol.histogram import Histogram
+
+REMEMBERED = 64
+"""Records of a deployment: of changes, and of new reasons to change nothing."""
+PATIENCE_S = 5.0
+"""What is missing for less is not reported: streams are opened anew, and a new leader has no reports at first."""
+LEAST_SAMPLES = 10
+"""Latencies without which nothing is said about an SLO."""
+
+
+@dataclass(slots=True)
+class _Scaled:
+    """One deployment."""
+
+    wanted: int
+    policy: ScalingPolicy[Any]
+    memory: Any
+    """The policy's own."""
+    starts: StartDurations = field(default_factory=StartDurations)
+    records: deque[Record] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    settings: ScalingSettings | None = None
+    signals: Signals | None = None
+    decision: Decision | None = None
+    missing_since_s: float | None = None
+    """None: nothing is missing."""
+    missing_is_reported: bool = False
+    """Something has been missing for so long that a condition says so."""
+    was_whole: bool = False
+    """Once nothing was missing."""
+    changed: Decision | None = None
+    """The latest one that changed the number."""
+
+
+class Scaler:
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        self._clock = clock
+        self._now = now
+        self._scaled: dict[str, _Scaled] = {}
+
+    def wanted(self, key: str, start: int, settings: ScalingSettings | None) -> int:
+        """Replicas that are to be there: `start` while nothing was decided, or where the operator does not decide."""
+        if settings is None or settings.mode != "Active":
+            return start
+        scaled = self._scaled.get(key)
+        return settings.clamp(start if scaled is None else scaled.wanted)
+
+    def keep(self, keys: Iterable[str]) -> set[str]:
+        """Forget all deployments but these; returns those that were forgotten."""
+        gone = self._scaled.keys() - set(keys)
+        for key in gone:
+            del self._scaled[key]
+        return gone
+
+    def decide(
+        self,
+        key: str,
+        settings: ScalingSettings,
+        seen: Observation,
+        views: Sequence[View],
+        *,
+        start: int,
+        num_gateways: int,
+    ) -> Record | None:
+        """Decide now. The record, where something changed or a new reason keeps it from changing.
+
+        `start`: the replicas that are wanted as far as nothing was decided here yet. Raises `UnknownPolicyError`.
+        """
+        scaled = self._of(key, settings, start)
+        now = self._clock()
+        scaled.starts.observe(seen.current(), now)
+        signals = merge(
+            views,
+            _fleet(scaled, seen, now),
+            num_gateways=num_gateways,
+            at_s=now,
+            has_replicas=scaled.policy.sees_replicas,
+        )
+        before = scaled.memory
+        decision, scaled.memory = ask(scaled.policy, settings, signals, before)
+        record = Record(key, self._now().strftime("%Y-%m-%dT%H:%M:%SZ"), settings, signals, before, decision)
+        return record if self._is_news(scaled, record) else None
+
+    def _of(self, key: str, settings: ScalingSettings, start: int) -> _Scaled:
+        """What is remembered of the deployment; another policy begins with an empty memory."""
+        policy = find_policy(settings.policy)
+        scaled = self._scaled.get(key)
+        if scaled is None:
+            first = settings.clamp(start) if settings.mode == "Active" else start
+            scaled = self._scaled[key] = _Scaled(first, policy, policy.memory_type())
+        if scaled.policy is not policy:
+            scaled.policy, scaled.memory = policy, policy.memory_type()
+        if settings.mode != "Active":
+            scaled.wanted = start
+        return scaled
+
+    def _is_news(self, scaled: _Scaled, record: Record) -> bool:
+        """Take the decision over; whether it is worth a record."""
+        settings, signals, decision = record.settings, record.signals, record.decision
+        was_missing = scaled.missing_is_reported
+        _note_missing(scaled, decision, signals.at_s)
+        is_news = scaled.decision is None or _news(scaled.decision) != _news(decision)
+        is_news = is_news or was_missing != scaled.missing_is_reported
+        is_news = is_news or (decision.changes and settings.mode == "Active")
+        scaled.settings, scaled.signals, scaled.decision = settings, signals, decision
+        if settings.mode == "Active":
+            scaled.wanted = decision.replicas
+        if decision.changes:
+            scaled.changed = decision
+        if is_news:
+            scaled.records.append(record)
+        return is_news
+
+    def records(self, keys: Iterable[str] = ()) -> list[Record]:
+        """Of these deployments, or of all; oldest first."""
+        wanted = set(keys) or set(self._scaled)
+        records = [record for key in wanted if key in self._scaled for record in self._scaled[key].records]
+        return sorted(records, key=lambda record: record.signals.at_s)
+
+    def state(self, key: str) -> Scaling | None:
+        """For conditions; None while nothing was decided, or too little is known for a decision yet."""
+        scaled = self._scaled.get(key)
+        if scaled is None or scaled.decision is None or scaled.settings is None:
+            return None
+        if not scaled.was_whole and not scaled.missing_is_reported:
+            return None
+        decision, settings = scaled.decision, scaled.settings
+        slo_met, slo_message = _slo_met(scaled)
+        return Scaling(
+            active=not scaled.missing_is_reported,
+            advisory=settings.mode == "Advisory",
+            message=_condition_message(settings, decision, is_missing=scaled.missing_is_reported),
+            why=scaled.changed.message if scaled.changed is not None else "",
+            slo_met=slo_met,
+            slo_reachable=not decision.unreachable,
+            slo_message=slo_message,
+        )
+
+
+def _note_missing(scaled: _Scaled, decision: Decision, now: float) -> None:
+    if not decision.missing:
+        scaled.missing_since_s, scaled.missing_is_reported, scaled.was_whole = None, False, True
+        return
+    if scaled.missing_since_s is None:
+        scaled.missing_since_s = now
+    scaled.missing_is_reported = scaled.missing_is_reported or now - scaled.missing_since_s >= PATIENCE_S
+
+
+def _news(decision: Decision) -> tuple[object, ...]:
+    """Without the numbers, and without a removal that may come soon: both change all the time."""
+    reason = "Steady" if decision.reason == "Stabilizing" else decision.reason
+    return reason, decision.replicas, decision.missing, bool(decision.unreachable)
+
+
+def _fleet(scaled: _Scaled, seen: Observation, now: float) -> Fleet:
+    phases = [replica.phase for replica in seen.current()]
+    return Fleet(
+        wanted=scaled.wanted,
+        ready=phases.count("ready"),
+        loading=sum(phases.count(phase) for phase in ("starting", "loading", "waking", "crashed")),
+        pending=phases.count("pending"),
+        asleep=phases.count("asleep"),
+        starting_s=scaled.starts.oldest_s(now),
+        cold_start_s=scaled.starts.learned_s,
+    )
+
+
+def _condition_message(settings: ScalingSettings, decision: Decision, *, is_missing: bool) -> str:
+    """Without what changes by itself."""
+    if is_missing:
+        return f"{'; '.join(decision.missing)}: nothing is removed until that is known"
+    if settings.mode == "Advisory":
+        return f"{decision.replicas} replicas are advised; spec.replicas decides"
+    return f"between {settings.lowest} and {settings.max_replicas} replicas follow the load"
+
+
+def _slo_met(scaled: _Scaled) -> tuple[bool | None, str]:
+    """By what clients saw in the last minute; what cannot be reached is said as well."""
+    settings, signals, decision = scaled.settings, scaled.signals, scaled.decision
+    if settings is None or settings.slo is None or signals is None or decision is None:
+        return None, ""
+    slo, latencies = settings.slo, signals.latencies
+    faults = [
+        f"{name} of {slo.share:.0%} of the requests is over {limit_ms:.0f} ms"
+        for name, limit_ms, histogram in (
+            ("ttft", slo.ttft_ms, latencies.ttft_ms),
+            ("tpot", slo.tpot_ms, latencies.tpot_ms),
+        )
+        if limit_ms is not None and _exceeds(histogram, slo.share, limit_ms)
+    ]
+    message = "; ".join(filter(None, [*faults, decision.unreachable]))
+    if faults or decision.unreachable:
+        return False, message
+    return (True, "") if latencies.ttft_ms.total >= LEAST_SAMPLES else (None, "")
+
+
+def _exceeds(histogram: Histogram, share: float, limit_ms: float) -> bool:
+    value = histogram.quantile(share)
+    # A bin is wide: only what is beyond it counts.
+    return histogram.total >= LEAST_SAMPLES and value is not None and value > limit_ms * 1.05

@@ -1,0 +1,77 @@
+"""What the policies of other platforms share: the operator's protocol and the interval of their own documents.
+
+Only Pagemill's gateway holds requests until an engine has capacity. On the other platforms they wait in the engines, so
+what is held counts there, in equal parts. Windows and timers are values: a policy keeps them in its memory.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from pagemill_operator.autoscaler.policy import ScalingPolicy
+from pagemill_operator.autoscaler.settings import ScalingSettings
+from pagemill_operator.autoscaler.signals import ReplicaLoad, Signals
+
+M = TypeVar("M")
+
+
+class Rival(ScalingPolicy[M], Protocol[M]):
+    @property
+    def interval_s(self) -> float:
+        """Between two decisions."""
+        ...
+
+    @property
+    def wakes_at_once(self) -> bool:
+        """A request that finds no pod is answered at once, not at the next decision."""
+        ...
+
+
+def engines(signals: Signals) -> list[ReplicaLoad]:
+    """Those that report all of their metrics, each with its part of what the gateway holds."""
+    held = signals.queue.num_requests / max(1, signals.fleet.ready)
+    return [
+        msgspec.structs.replace(replica, num_waiting=replica.num_waiting + held)
+        for replica in signals.replicas
+        if replica.kv_cache_usage is not None
+    ]
+
+
+def within(settings: ScalingSettings, replicas: float, *, least: int = 0) -> int:
+    """`least`: of platforms that go no lower, whatever the user allows. What is not a number is the least."""
+    wanted = int(min(replicas, settings.max_replicas)) if replicas > 0 else 0
+    return min(settings.max_replicas, max(settings.min_replicas, least, wanted))
+
+
+class Sample(msgspec.Struct, frozen=True, array_like=True):
+    at_s: float
+    value: float
+
+
+class Window(msgspec.Struct, frozen=True):
+    """Samples of the last seconds."""
+
+    samples: tuple[Sample, ...] = ()
+
+    def add(self, at_s: float, value: float, length_s: float) -> Window:
+        """A clock that went back begins anew."""
+        if self.samples and at_s < self.samples[-1].at_s:
+            return Window((Sample(at_s, value),))
+        kept = [each for each in self.samples if each.at_s > at_s - length_s]
+        return Window((*kept, Sample(at_s, value)))
+
+    @property
+    def mean(self) -> float:
+        return math.fsum(each.value for each in self.samples) / max(1, len(self.samples))
+
+    @property
+    def max(self) -> float:
+        return max((each.value for each in self.samples), default=0.0)
+
+
+def is_due(at_s: float, last_s: float | None, interval_s: float) -> bool:
+    """Whether the next decision is due; a policy may be asked in between, for a request that finds no pod."""
+    return last_s is None or not 0 <= at_s - last_s < interval_s * (1 - 1e-6)

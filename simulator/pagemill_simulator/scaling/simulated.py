@@ -1,0 +1,106 @@
+"""Any scaling policy as the scaler of one simulated fleet: its settings, its memory, and what it may see.
+
+The operator's own policies are given the signals of the load stream. A rival is given what its platform scrapes: the
+pods' own gauges in place of what their engines have reported to a gateway.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import Any
+
+import msgspec
+
+from pagemill_operator.autoscaler.decision import Decision
+from pagemill_operator.autoscaler.policy import ScalingPolicy, ask
+from pagemill_operator.autoscaler.registry import find_policy
+from pagemill_operator.autoscaler.settings import ScalingSettings
+from pagemill_operator.autoscaler.signals import ReplicaLoad, Signals
+from pagemill_simulator.scaling.policy import Bounds, PodSeen, Seen
+from pagemill_simulator.scaling.rival import Rival
+
+INTERVAL_S = 2.0
+"""The operator's, on a cluster."""
+REMEMBERED = 10_000
+
+
+class SimulatedPolicy:
+    """One policy with one fleet: it remembers."""
+
+    def __init__(
+        self,
+        policy: ScalingPolicy[Any],
+        settings: ScalingSettings,
+        *,
+        name: str = "",
+        interval_s: float = INTERVAL_S,
+        wakes_at_once: bool = True,
+        scrapes: bool = False,
+    ) -> None:
+        """`name`: in place of the policy's. `scrapes`: it sees the pods' gauges in place of the load stream."""
+        self.name = name or policy.name
+        self.interval_s = interval_s
+        self.wakes_at_once = wakes_at_once
+        self._policy = policy
+        # A simulated fleet follows every decision: one that is only advised would be judged by what did not happen.
+        self._settings = msgspec.structs.replace(settings, mode="Active")
+        self._memory = policy.memory_type()
+        self._scrapes = scrapes
+        self.changes: deque[tuple[float, Decision]] = deque(maxlen=REMEMBERED)
+        """When it has changed the replicas, and why; the latest."""
+
+    def decide(self, seen: Seen) -> int:
+        signals = scraped(seen) if self._scrapes else self._signals(seen)
+        decision, self._memory = ask(self._policy, self._settings, signals, self._memory)
+        if decision.changes:
+            self.changes.append((seen.at_s, decision))
+        return decision.replicas
+
+    def _signals(self, seen: Seen) -> Signals:
+        if not self._policy.sees_replicas:
+            return seen.signals
+        return msgspec.structs.replace(seen.signals, replicas=_replicas(seen))
+
+
+def own(settings: ScalingSettings, *, name: str = "pagemill") -> SimulatedPolicy:
+    """The policy that the settings name. Raises `UnknownPolicyError`."""
+    return SimulatedPolicy(find_policy(settings.policy), settings, name=name)
+
+
+def rival(policy: Rival[Any], bounds: Bounds) -> SimulatedPolicy:
+    return SimulatedPolicy(
+        policy,
+        ScalingSettings("Active", *bounds),
+        interval_s=policy.interval_s,
+        wakes_at_once=policy.wakes_at_once,
+        scrapes=True,
+    )
+
+
+def scraped(seen: Seen) -> Signals:
+    """The signals with the gauges of the pods at this instant, and the requests that draining pods still run."""
+    signals = seen.signals
+    engines = msgspec.structs.replace(
+        signals.engines,
+        num_requests_running=sum(pod.num_running for pod in seen.pods) + seen.num_on_leaving,
+        num_requests_waiting=sum(pod.num_waiting for pod in seen.pods),
+    )
+    return msgspec.structs.replace(
+        signals,
+        at_s=seen.at_s,
+        fleet=msgspec.structs.replace(signals.fleet, wanted=seen.wanted, ready=seen.ready),
+        engines=engines,
+        queue=msgspec.structs.replace(signals.queue, num_requests=seen.num_held),
+        replicas=_replicas(seen),
+    )
+
+
+def _replicas(seen: Seen) -> tuple[ReplicaLoad, ...]:
+    """A pod that loads has no metrics."""
+    return tuple(_replica(pod) for pod in seen.pods if pod.is_ready)
+
+
+def _replica(pod: PodSeen) -> ReplicaLoad:
+    usage = pod.kv_usage if 0 <= pod.kv_usage < math.inf else None
+    return ReplicaLoad(pod.name, pod.num_running, pod.num_waiting, usage)
