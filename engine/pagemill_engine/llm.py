@@ -106,7 +106,7 @@ class LLM:
                 tools=tools,
                 template_kwargs=chat_template_kwargs,
             )
-            prepared.append(_Prepared(text, self._tokenizer.encode(text, add_special_tokens=False)))
+            prepared.append(_Prepared(text, self._encode(text, "messages", add_special_tokens=False)))
         return self._run(prepared, _as_params(sampling_params, len(prepared)), use_tqdm)
 
     def beam_search(
@@ -155,8 +155,12 @@ class LLM:
         if isinstance(prompt, Mapping):
             prompt = _unwrap(prompt)
         if isinstance(prompt, str):
-            return _Prepared(prompt, self._tokenizer.encode(prompt))
+            return _Prepared(prompt, self._encode(prompt, "prompt"))
         return _Prepared(None, [int(token_id) for token_id in prompt])
+
+    def _encode(self, text: str, param: str, add_special_tokens: bool = True) -> list[int]:
+        max_model_len = self._core.runner.info.max_model_len
+        return self._tokenizer.encode_within(text, max_model_len, add_special_tokens, param=param)
 
     def _run(self, prepared: list[_Prepared], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
         if self._closed:

@@ -56,12 +56,21 @@ def invalid_field(param: str, message: str, *, code: str = "invalid_value") -> P
     return PagemillError(message, param=param, code=code)
 
 
-def context_length_exceeded(num_prompt_tokens: int, max_model_len: int, param: str = "messages") -> PagemillError:
+def beyond_context(max_model_len: int, details: str, param: str) -> PagemillError:
+    """400; clients find the first sentence, which is OpenAI's, in messages of this kind."""
     return PagemillError(
-        f"The prompt has {num_prompt_tokens} tokens and the model's context is {max_model_len} (maxModelLen), "
-        "which must also hold at least one generated token. Shorten the prompt.",
+        f"This model's maximum context length is {max_model_len} tokens. {details}",
         param=param,
         code="context_length_exceeded",
+    )
+
+
+def context_length_exceeded(num_prompt_tokens: int | str, max_model_len: int, param: str = "messages") -> PagemillError:
+    return beyond_context(
+        max_model_len,
+        f"The prompt has {num_prompt_tokens} tokens, which leaves none for the answer. Shorten the prompt. The "
+        "deployment's maxModelLen sets this length.",
+        param,
     )
 
 

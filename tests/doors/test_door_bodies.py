@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from front_doors import GOOD, MIB, MODEL, Door, costing_little, examples, without_a_hang
+from front_doors import GOOD, MAX_MODEL_LEN, MIB, MODEL, Door, costing_little, examples, growing_little, without_a_hang
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -130,6 +130,35 @@ def test_the_heaviest_bodies_are_refused_at_little_cost(door: Door, make: Callab
     assert answer.status == 400
     assert len(answer.body) < 4096, "a refusal does not send the body back"
     door.serves()
+
+
+LONG_TEXTS = {
+    "digits": b"0" * 7_900_000,
+    "spaces": b" " * 7_900_000,
+    "letters": b"a" * 7_900_000,
+    "emoji": "🧨".encode() * 1_900_000,
+    "Chinese": "中".encode() * 2_600_000,
+    "code": b"if x == 1:\\n        return None\\n" * 200_000,
+    "special tokens": b"<|im_start|>" * 600_000,
+    "as much as the longest tokens would hold": b" " * 81 * MAX_MODEL_LEN,
+}
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("text", LONG_TEXTS.values(), ids=LONG_TEXTS.keys())
+def test_a_text_beyond_the_context_is_refused_before_it_is_tokenized(door: Door, path: str, text: bytes) -> None:
+    said = b'"messages":[{"role":"user","content":"%b"}]' if "chat" in path else b'"prompt":"%b"'
+    with costing_little(door), growing_little(door):
+        answer = door.post(b'{"model":"tiny",' + said % text + b"}", path).check()
+    assert (answer.status, answer.error()["code"]) == (400, "context_length_exceeded")
+    assert f"maximum context length is {MAX_MODEL_LEN} tokens" in answer.error()["message"]
+    door.serves()
+
+
+def test_more_token_ids_than_a_context_holds_are_no_text(door: Door) -> None:
+    with costing_little(door), growing_little(door):
+        answer = door.post(b'{"model":"tiny","tokens":[' + b",".join([b"49000"] * 1_300_000) + b"]}", "/detokenize")
+    assert (answer.status, answer.error()["code"]) == (400, "context_length_exceeded")
 
 
 def test_memory_is_flat_under_hundreds_of_bad_requests(door: Door) -> None:

@@ -87,23 +87,36 @@ async def test_refused_a_moment_ago_is_refused_again_before_any_work(engines, ga
 
 
 @pytest.mark.layouts
-async def test_counting_tokens_is_a_request_that_costs_none(engines, gateways, fake) -> None:
+async def test_counting_tokens_is_a_request_that_costs_these_tokens(engines, gateways, fake) -> None:
     keys = [entry("requests_per_minute=4 tokens_per_minute=1000 tokens_per_day=1000 tenant=a")]
     gateway = await gateways(engines[0], api_keys=keys)
-    asked = (("/tokenize", {"prompt": "abc"}, 200), ("/detokenize", {"tokens": [65]}, 200))
-    asked = (*asked, ("/detokenize", {"tokens": [2**31 - 1]}, 400))
-    for num_before, (path, body, status) in enumerate(asked):
+    asked = (("/tokenize", {"prompt": "abc" * 100}, 200, 1000 - 76), ("/detokenize", {"tokens": [65] * 9}, 200, 691))
+    asked = (*asked, ("/detokenize", {"tokens": [2**31 - 1]}, 400, 690))
+    for num_before, (path, body, status, remaining_tokens) in enumerate(asked):
         reply = await gateway.post(path, {"model": "tiny", **body}, KEY)
         assert (reply.status, reply.headers["x-ratelimit-limit-requests"]) == (status, "4")
         assert reply.headers["x-ratelimit-remaining-requests"] == str(3 - num_before)
-        assert reply.headers["x-ratelimit-remaining-tokens"] == "1000"
+        assert reply.headers["x-ratelimit-remaining-tokens"] == str(remaining_tokens), "as reserved, others settled"
     assert (await gateway.post("/tokenize", {"model": "tiny", "prompt": 1}, KEY)).status == 400, "nothing was asked"
-    assert (await gateway.chat(headers=KEY, max_tokens=10)).headers["x-ratelimit-remaining-requests"] == "0"
-    for path, body, _ in asked:
+    headers = (await gateway.chat(headers=KEY, max_tokens=10)).headers
+    assert headers["x-ratelimit-remaining-requests"] == "0"
+    prompt = len("<user>hi<assistant>")
+    assert headers["x-ratelimit-remaining-tokens"] == str(1000 - 300 - 9 - prompt - 10), "a refused one costs none"
+    for path, body, *_ in asked:
         reply = await gateway.post(path, {"model": "tiny", **body}, KEY)
         assert (reply.status, reply.error["type"], reply.error["code"]) == (429, "requests", "rate_limit_exceeded")
         assert reply.headers["x-ratelimit-remaining-requests"] == "0"
         assert 1 <= int(reply.headers["retry-after"]) <= 61
+
+
+async def test_a_key_without_tokens_left_counts_none(engines, gateways) -> None:
+    gateway = await gateways(engines[0], api_keys=[entry("tokens_per_minute=1000 tenant=a"), entry(key="sk-two")])
+    assert (await gateway.post("/tokenize", {"prompt": "a" * 995}, KEY)).json["count"] == 995
+    for path, body in (("/tokenize", {"prompt": "a" * 40}), ("/detokenize", {"model": "tiny", "tokens": [65] * 11})):
+        refused = await gateway.post(path, body, KEY)
+        assert (refused.status, refused.error["type"], refused.error["code"]) == (429, "tokens", "rate_limit_exceeded")
+        assert "requested about 11." in refused.error["message"]
+        assert (await gateway.post(path, body, OTHER)).status == 200, "a key without limits"
 
 
 async def test_counting_tokens_takes_a_place_and_gives_it_back(engines, gateways, fake) -> None:

@@ -89,7 +89,9 @@ def test_an_unknown_context_is_the_engines_to_check(byte_tokenizer: Tokenizer) -
 
 
 def test_a_prompt_that_fills_the_context_is_refused(byte_tokenizer: Tokenizer) -> None:
-    with pytest.raises(PagemillError, match=f"{len(RENDERED)} tokens.*context is {len(RENDERED)}") as caught:
+    with pytest.raises(
+        PagemillError, match=f"context length is {len(RENDERED)} tokens.*has {len(RENDERED)} tokens"
+    ) as caught:
         chat(byte_tokenizer, max_model_len=len(RENDERED))
     assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
     assert caught.value.param == "messages"
@@ -98,7 +100,7 @@ def test_a_prompt_that_fills_the_context_is_refused(byte_tokenizer: Tokenizer) -
 
 def test_an_answer_that_cannot_fit_is_refused_with_both_numbers(byte_tokenizer: Tokenizer) -> None:
     with pytest.raises(
-        PagemillError, match=r"5 tokens .*asks for 96 more, together 101.*context is 100.*at most 95"
+        PagemillError, match=r"length is 100 tokens.*has 5 tokens .*asks for 96 more, together 101.*at most 95"
     ) as caught:
         completions(byte_tokenizer, max_tokens=96)
     assert (caught.value.param, caught.value.code) == ("max_tokens", "context_length_exceeded")
@@ -117,7 +119,9 @@ def test_a_limit_below_one_is_refused(byte_tokenizer: Tokenizer, limit: int) -> 
 
 def test_megabytes_of_text_are_refused_without_tokenizing_them(byte_tokenizer: Tokenizer) -> None:
     start_s = time.process_time()
-    with pytest.raises(PagemillError, match="cannot hold more") as caught:
+    with pytest.raises(
+        PagemillError, match=r"context length is 100 tokens.*8000000 bytes of text and at most 100 are"
+    ) as caught:
         completions(byte_tokenizer, prompt="a" * 8_000_000)
     assert caught.value.code == "context_length_exceeded"
     assert time.process_time() - start_s < 0.3
@@ -125,7 +129,7 @@ def test_megabytes_of_text_are_refused_without_tokenizing_them(byte_tokenizer: T
 
 def test_a_tokenizer_that_nobody_uses_any_more_is_freed(byte_tokenizer: Tokenizer) -> None:
     tokenizer = Tokenizer(byte_tokenizer.bundle)
-    with pytest.raises(PagemillError, match="cannot hold more"):
+    with pytest.raises(PagemillError, match=r"context length is 100 tokens.*8000000 bytes of text and at most 100 are"):
         completions(tokenizer, prompt="a" * 8_000_000)
     watch = weakref.ref(tokenizer)
     del tokenizer
@@ -245,13 +249,42 @@ def test_requests_survive_the_wire(byte_tokenizer: Tokenizer) -> None:
 
 
 def test_tokenize_and_detokenize(byte_tokenizer: Tokenizer) -> None:
-    ids = prepare.tokenize(TokenizeRequest.model_validate({"prompt": "hi"}), byte_tokenizer)
-    assert prepare.detokenize(DetokenizeRequest(tokens=ids), byte_tokenizer) == "hi"
-    rendered = prepare.tokenize(TokenizeRequest.model_validate({"messages": MESSAGES}), byte_tokenizer)
+    ids = prepare.tokenize(TokenizeRequest.model_validate({"prompt": "hi"}), byte_tokenizer, 100)
+    assert prepare.detokenize(DetokenizeRequest(tokens=ids), byte_tokenizer, 100) == "hi"
+    rendered = prepare.tokenize(TokenizeRequest.model_validate({"messages": MESSAGES}), byte_tokenizer, 100)
     assert byte_tokenizer.decode(rendered) == RENDERED
     with pytest.raises(PagemillError) as caught:
-        prepare.detokenize(DetokenizeRequest(tokens=[5000]), byte_tokenizer)
+        prepare.detokenize(DetokenizeRequest(tokens=[5000]), byte_tokenizer, 100)
     assert caught.value.param == "tokens"
+
+
+def test_tokenize_and_detokenize_take_what_a_context_holds(byte_tokenizer: Tokenizer) -> None:
+    def tokenize(max_model_len: int, **fields: Any) -> list[int]:
+        return prepare.tokenize(TokenizeRequest.model_validate(fields), byte_tokenizer, max_model_len)
+
+    assert len(tokenize(5, prompt="hello")) == 5
+    assert len(tokenize(0, prompt="a" * 5000)) == 5000, "the context is not known yet"
+    assert prepare.detokenize(DetokenizeRequest(tokens=[65] * 5), byte_tokenizer, 5)
+    for refused, param in (
+        (lambda: tokenize(4, prompt="hello"), "prompt"),
+        (lambda: tokenize(len(RENDERED) - 1, messages=MESSAGES), "messages"),
+        (lambda: prepare.detokenize(DetokenizeRequest(tokens=[65] * 5), byte_tokenizer, 4), "tokens"),
+    ):
+        with pytest.raises(PagemillError, match="This model's maximum context length is") as caught:
+            refused()
+        assert (caught.value.status, caught.value.param) == (400, param)
+        assert caught.value.code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("prompt", ["a" * 90, [1] * 90])
+def test_several_prompts_are_counted_together(
+    byte_tokenizer: Tokenizer, prompt: str | list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare, "MAX_TOKENS_OF_SEVERAL", 270)
+    assert len(completions(byte_tokenizer, prompt=[prompt] * 3, max_tokens=1)) == 3
+    with pytest.raises(PagemillError, match="first 4 of 5 prompts have 360 tokens; at most 270 are allowed") as caught:
+        completions(byte_tokenizer, prompt=[prompt] * 5, max_tokens=1)
+    assert (caught.value.status, caught.value.param) == (400, "prompt")
 
 
 def test_request_ids_are_unique_and_show_their_dialect() -> None:

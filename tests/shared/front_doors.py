@@ -8,6 +8,7 @@ import json
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -193,6 +194,26 @@ def costing_little(door: Door) -> Iterator[None]:
     yield
     spent = door.cpu_s() - before
     assert spent < 2.0, f"{spent:.2f} s of CPU time"
+
+
+@contextmanager
+def growing_little(door: Door) -> Iterator[None]:
+    """Fails when the door's memory is 160 MiB larger at any time of the block than before it."""
+    before, peak, over = door.rss_bytes(), 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not over.wait(0.005):
+            peak = max(peak, door.rss_bytes())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
+    assert peak - before < 160 * MIB, f"{(peak - before) / MIB:.0f} MiB more"
 
 
 def until(condition: Callable[[], bool], timeout_s: float = ANSWER_TIMEOUT_S) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -19,8 +17,10 @@ from pagemill_engine.server.state_stream import StatePublisher
 from pagemill_engine.server.tokens import InternalTokens
 from pagemill_protocol.errors import PagemillError, model_not_found, unavailable
 from pagemill_protocol.openai.render import fingerprint
+from pagemill_protocol.preparation_threads import PreparationThreads
 from pagemill_protocol.text.tokenizer import Tokenizer
 
+NUM_THREADS = 2
 T = TypeVar("T")
 
 
@@ -40,13 +40,11 @@ class ServerContext:
     client: EngineClient | None = None
     """Set when the tokenizer is loaded and the engine process starts."""
     tokenizer: Tokenizer | None = None
-    _pool: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(max_workers=2, thread_name_prefix="prepare")
-    )
+    _threads: PreparationThreads = field(default_factory=lambda: PreparationThreads(NUM_THREADS))
 
-    async def off_loop(self, work: Callable[[], T]) -> T:
+    async def off_loop(self, work: Callable[[], T], body_bytes: int = 0) -> T:
         """Run CPU work (parsing, rendering, tokenizing) on a thread, so streams of others go on meanwhile."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        return await self._threads.run(work, body_bytes)
 
     def loaded_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -76,7 +74,7 @@ class ServerContext:
         self.draining.announce(self.num_requests)
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
         if self.tokenizer is not None:
             self.tokenizer.close()
 

@@ -32,25 +32,25 @@ from pagemill_protocol.openai.schemas import (
 async def chat_completions(request: Request) -> AnswerResponse:
     context: ServerContext = request.app.state.context
     raw = await _read(request)
-    return _answer(context, [await context.off_loop(lambda: _prepare_chat(context, raw))])
+    return _answer(context, [await context.off_loop(lambda: _prepare_chat(context, raw), len(raw))])
 
 
 async def completions(request: Request) -> AnswerResponse:
     context: ServerContext = request.app.state.context
     raw = await _read(request)
-    return _answer(context, await context.off_loop(lambda: _prepare_completions(context, raw)))
+    return _answer(context, await context.off_loop(lambda: _prepare_completions(context, raw), len(raw)))
 
 
 async def tokenize(request: Request) -> Response:
     context: ServerContext = request.app.state.context
     raw = await _read(request)
-    return _json(await context.off_loop(lambda: _tokenize(context, raw)))
+    return _json(await context.off_loop(lambda: _tokenize(context, raw), len(raw)))
 
 
 async def detokenize(request: Request) -> Response:
     context: ServerContext = request.app.state.context
     raw = await _read(request)
-    return _json(await context.off_loop(lambda: _detokenize(context, raw)))
+    return _json(await context.off_loop(lambda: _detokenize(context, raw), len(raw)))
 
 
 async def list_models(request: Request) -> Response:
@@ -134,7 +134,7 @@ def _tokenize(context: ServerContext, raw: bytes) -> bytes:
         context.check_model(body.model)
     tokenizer = context.loaded_tokenizer()
     _, ready = context.ready_engine()
-    token_ids = prepare.tokenize(body, tokenizer)
+    token_ids = prepare.tokenize(body, tokenizer, ready.max_model_len)
     texts = [tokenizer.token_text(token_id) for token_id in token_ids] if body.return_token_strs else None
     return render.tokenize_body(token_ids, ready.max_model_len, texts)
 
@@ -143,7 +143,9 @@ def _detokenize(context: ServerContext, raw: bytes) -> bytes:
     body = parse_body(raw, DetokenizeRequest)
     if body.model:
         context.check_model(body.model)
-    return render.detokenize_body(prepare.detokenize(body, context.loaded_tokenizer()))
+    tokenizer = context.loaded_tokenizer()
+    _, ready = context.ready_engine()
+    return render.detokenize_body(prepare.detokenize(body, tokenizer, ready.max_model_len))
 
 
 def _seed(context: ServerContext) -> int:

@@ -37,6 +37,16 @@ class Reservation:
         self._settle(record, cut_off)
 
 
+class Counted:
+    """A request that no engine is asked for, while it is answered."""
+
+    def __init__(self, headers: Headers) -> None:
+        self.headers = headers
+        """What is left, for the answer."""
+        self.num_tokens = 0
+        """To charge when it is over."""
+
+
 class Limiter:
     def __init__(self, store: Store, metrics: WorkerMetrics, clock: Callable[[], float] = time.monotonic) -> None:
         self._store = store
@@ -77,16 +87,17 @@ class Limiter:
         return Reservation(settle, headers)
 
     @asynccontextmanager
-    async def request(self, caller: Caller) -> AsyncIterator[Headers]:
-        """Run the block as a request that no model is asked for: it costs no tokens. Raises `PagemillError` 429."""
+    async def request(self, caller: Caller, num_tokens: int) -> AsyncIterator[Counted]:
+        """Run the block as a request of about `num_tokens` that no engine is asked for. Raises `PagemillError` 429."""
         if caller.limits.none:
-            yield {}
+            yield Counted({})
             return
-        lease, headers = await self._take(caller, 0)
+        lease, headers = await self._take(caller, num_tokens)
+        counted = Counted(headers)
         try:
-            yield headers
+            yield counted
         finally:
-            self._store.settle(lease, 0)
+            self._store.settle(lease, counted.num_tokens)
 
     async def _take(self, caller: Caller, num_tokens: int) -> tuple[str, Headers]:
         """The lease, and what is left. Raises `PagemillError` 429."""

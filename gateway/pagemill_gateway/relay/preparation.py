@@ -7,10 +7,9 @@ here.
 
 from __future__ import annotations
 
-import asyncio
 import random
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -37,6 +36,7 @@ from pagemill_protocol.openai.prepare import (
     within_vocabulary,
 )
 from pagemill_protocol.openai.schemas import ChatCompletionRequest, CompletionRequest
+from pagemill_protocol.preparation_threads import PreparationThreads
 from pagemill_protocol.sampling import SamplingParams
 from pagemill_protocol.text.tokenizer import Tokenizer
 
@@ -44,6 +44,7 @@ INLINE_BODY_BYTES = 4096
 NUM_THREADS = 8
 
 Model = TypeVar("Model", bound=BaseModel)
+T = TypeVar("T")
 
 
 class Prepared(NamedTuple):
@@ -61,16 +62,20 @@ class Preparation:
         self._keep_alive = keep_alive
         self._bundles = bundles
         self.hashes = PromptHashes(max_granules)
-        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="prepare")
+        self._threads = PreparationThreads(NUM_THREADS)
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
 
     async def parse(self, raw: bytes, schema: type[Model]) -> Model:
         """The body as `schema`. Raises `PagemillError` 400."""
         if len(raw) <= INLINE_BODY_BYTES:
             return parse_body(raw, schema)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, parse_body, raw, schema)
+        return await self.in_thread(lambda: parse_body(raw, schema), len(raw))
+
+    async def in_thread(self, work: Callable[[], T], body_bytes: int) -> T:
+        """What `work` returns, which deals with a body of that size."""
+        return await self._threads.run(work, body_bytes)
 
     async def tokenizer(self, target: Target) -> Tokenizer:
         try:
@@ -138,7 +143,7 @@ class Preparation:
         text = await render_soon(body, tokenizer) if size <= INLINE_BODY_BYTES else None
         if text is not None and len(text) <= INLINE_BODY_BYTES:
             return job(text)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, job, text)
+        return await self.in_thread(partial(job, text), size)
 
     async def _completions(
         self,
@@ -167,9 +172,7 @@ class Preparation:
                 target, [_prioritized(_seeded(request), caller) for request in prepare()], keys, session
             )
 
-        if size <= INLINE_BODY_BYTES:
-            return job()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, job)
+        return job() if size <= INLINE_BODY_BYTES else await self.in_thread(job, size)
 
     def _prepared(self, target: Target, requests: list[GenerateRequest], keys: list[bytes], session: bytes) -> Prepared:
         if target.adapter_digest:

@@ -1,12 +1,11 @@
 """`POST /tokenize` and `/detokenize`, answered by the gateway itself with the model's tokenizer.
 
-To a key's limits they are requests that cost no tokens.
+To a key's limits they are requests, and their tokens count like those of a prompt.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -22,6 +21,10 @@ from pagemill_protocol.errors import PagemillError, invalid_field
 from pagemill_protocol.http.door import check_json_content_type, error_response
 from pagemill_protocol.openai import prepare, render
 from pagemill_protocol.openai.schemas import DetokenizeRequest, TokenizeRequest
+from pagemill_protocol.text.tokenizer import Tokenizer
+
+CHARS_PER_TOKEN = 4
+"""Of usual text: what is reserved of a key's limits before a text is tokenized."""
 
 
 class TokenRoutes:
@@ -34,13 +37,13 @@ class TokenRoutes:
             body = await self._worker.preparation.parse(await self._read(request, place), TokenizeRequest)
             target = await self._resolve(body.model, caller)
 
-            async def answer() -> bytes:
-                tokenizer = await self._worker.preparation.tokenizer(target)
-                token_ids = await asyncio.to_thread(prepare.tokenize, body, tokenizer)
+            def answer(tokenizer: Tokenizer) -> tuple[int, bytes]:
+                token_ids = prepare.tokenize(body, tokenizer, target.max_model_len)
                 texts = [tokenizer.token_text(token_id) for token_id in token_ids] if body.return_token_strs else None
-                return render.tokenize_body(token_ids, target.max_model_len, texts)
+                return len(token_ids), render.tokenize_body(token_ids, target.max_model_len, texts)
 
-            return await self._counted(caller, answer)
+            expected_tokens = body.num_chars // CHARS_PER_TOKEN + 1
+            return await self._counted(caller, expected_tokens, target, place, answer)
 
     async def detokenize(self, request: Request) -> Response:
         caller = self._enter(request)
@@ -48,11 +51,11 @@ class TokenRoutes:
             body = await self._worker.preparation.parse(await self._read(request, place), DetokenizeRequest)
             target = await self._resolve(body.model, caller)
 
-            async def answer() -> bytes:
-                tokenizer = await self._worker.preparation.tokenizer(target)
-                return render.detokenize_body(await asyncio.to_thread(prepare.detokenize, body, tokenizer))
+            def answer(tokenizer: Tokenizer) -> tuple[int, bytes]:
+                text = prepare.detokenize(body, tokenizer, target.max_model_len)
+                return len(body.tokens), render.detokenize_body(text)
 
-            return await self._counted(caller, answer)
+            return await self._counted(caller, len(body.tokens), target, place, answer)
 
     def _enter(self, request: Request) -> Caller:
         """Who calls. Raises `PagemillError`, before the body is read, for those who get nothing anyway."""
@@ -62,14 +65,28 @@ class TokenRoutes:
         self._worker.limiter.check(caller)
         return caller
 
-    async def _counted(self, caller: Caller, answer: Callable[[], Awaitable[bytes]]) -> Response:
-        """The answer as one of the caller's requests; whatever it is, it says what is left of them."""
-        async with self._worker.limiter.request(caller) as headers:
+    async def _counted(
+        self,
+        caller: Caller,
+        expected_tokens: int,
+        target: Target,
+        place: Place,
+        answer: Callable[[Tokenizer], tuple[int, bytes]],
+    ) -> Response:
+        """The answer as one of the caller's requests; whatever it is, it says what is left of them.
+
+        `answer` returns the number of tokens with its body.
+        """
+        preparation = self._worker.preparation
+        num_tokens = min(expected_tokens, target.max_model_len or expected_tokens)
+        async with self._worker.limiter.request(caller, num_tokens) as counted:
             try:
-                response = Response(await answer(), media_type="application/json")
+                tokenizer = await preparation.tokenizer(target)
+                counted.num_tokens, raw = await preparation.in_thread(lambda: answer(tokenizer), place.num_bytes)
+                response = Response(raw, media_type="application/json")
             except PagemillError as error:
                 response = error_response(error)
-        response.headers.update(headers)
+        response.headers.update(counted.headers)
         return response
 
     async def _read(self, request: Request, place: Place) -> bytes:

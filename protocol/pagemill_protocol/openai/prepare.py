@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pagemill_protocol.errors import PagemillError, context_length_exceeded, invalid_field
+from pagemill_protocol.errors import PagemillError, beyond_context, context_length_exceeded, invalid_field
 from pagemill_protocol.generate import Dialect, GenerateRequest
 from pagemill_protocol.ids import new_id
 from pagemill_protocol.openai.schemas import (
@@ -24,12 +24,13 @@ from pagemill_protocol.openai.schemas import (
     TokenizeRequest,
 )
 from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.text.fitting import LARGEST_CONTEXT
 
 if TYPE_CHECKING:
     from pagemill_protocol.text.tokenizer import Tokenizer
 
-_USUAL_TOKEN_BYTES = 16
-"""Texts with fewer characters per context token are tokenized without asking whether they can fit."""
+MAX_TOKENS_OF_SEVERAL = 1024 * 1024
+"""Tokens that several prompts of one request have together at most."""
 _DEFAULTABLE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -121,9 +122,13 @@ def prepare_completions(
     several = len(req.prompt) > 1
     sampling = sampling or within_vocabulary(sampling_of(req, seed=seed, defaults=defaults), tokenizer)
     requests: list[GenerateRequest] = []
+    num_tokens = 0
     for index, prompt in enumerate(req.prompt):
         param = f"prompt[{index}]" if several else "prompt"
         token_ids = _prompt_tokens(prompt, req, tokenizer, max_model_len, param)
+        num_tokens += len(token_ids)
+        if several and num_tokens > MAX_TOKENS_OF_SEVERAL:
+            raise _too_many_together(index + 1, len(req.prompt), num_tokens)
         max_tokens = _answer_budget(
             len(token_ids), req.max_tokens, DEFAULT_COMPLETION_TOKENS, max_model_len, param, "max_tokens"
         )
@@ -148,17 +153,20 @@ def prepare_completions(
     return requests
 
 
-def tokenize(req: TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
-    """The token ids of a prompt, or of rendered messages."""
+def tokenize(req: TokenizeRequest, tokenizer: Tokenizer, max_model_len: int) -> list[int]:
+    """The token ids of a prompt, or of rendered messages, as far as they fit into the context; else 400."""
     if req.messages is None:
         assert req.prompt is not None  # the schema lets exactly one through
-        return tokenizer.encode(req.prompt, add_special_tokens=req.add_special_tokens is not False)
+        return tokenizer.encode_within(req.prompt, max_model_len, req.add_special_tokens is not False)
     text = _render(req.messages, req, tokenizer)
-    return tokenizer.encode(text, add_special_tokens=bool(req.add_special_tokens))
+    return tokenizer.encode_within(text, max_model_len, bool(req.add_special_tokens), param="messages")
 
 
-def detokenize(req: DetokenizeRequest, tokenizer: Tokenizer) -> str:
-    """The text of token ids, special tokens included."""
+def detokenize(req: DetokenizeRequest, tokenizer: Tokenizer, max_model_len: int) -> str:
+    """The text of token ids, special tokens included; 400 for more of them than a context has."""
+    max_tokens = max_model_len or LARGEST_CONTEXT
+    if len(req.tokens) > max_tokens:
+        raise beyond_context(max_tokens, f"`tokens` has {len(req.tokens)} ids. Send fewer at once.", "tokens")
     _check_vocabulary(req.tokens, tokenizer, "tokens")
     return tokenizer.decode(req.tokens, skip_special_tokens=False)
 
@@ -191,28 +199,18 @@ def _prompt_tokens(
 
 
 def _encode(tokenizer: Tokenizer, text: str, special: bool, max_model_len: int, param: str) -> list[int]:
-    if 0 < max_model_len * _USUAL_TOKEN_BYTES < len(text):
-        _refuse_hopeless(tokenizer, text, max_model_len, param)
-    token_ids = tokenizer.encode(text, add_special_tokens=special)
+    token_ids = tokenizer.encode_within(text, max_model_len, special, param=param)
     if not token_ids:
         raise invalid_field(param, f"`{param}` has no tokens. Send some text.")
     return token_ids
 
 
-def _refuse_hopeless(tokenizer: Tokenizer, text: str, max_model_len: int, param: str) -> None:
-    """Refuse a text that cannot fit even if its tokens were all the vocabulary's longest, without tokenizing it.
-
-    Megabytes of text take seconds to tokenize; that would be a cheap way to keep a server busy.
-    """
-    longest = tokenizer.longest_token_bytes
-    num_bytes = len(text.encode("utf-8", "replace"))
-    if num_bytes > longest * max_model_len:
-        raise PagemillError(
-            f"The prompt has {num_bytes} bytes of text; the model's context of {max_model_len} tokens cannot hold more "
-            f"than {longest * max_model_len}. Shorten the prompt.",
-            param=param,
-            code="context_length_exceeded",
-        )
+def _too_many_together(num_prompts: int, num_all: int, num_tokens: int) -> PagemillError:
+    return invalid_field(
+        "prompt",
+        f"The first {num_prompts} of {num_all} prompts have {num_tokens} tokens; at most {MAX_TOKENS_OF_SEVERAL} are "
+        "allowed in one request. Send the prompts in several requests.",
+    )
 
 
 def _check_vocabulary(token_ids: list[int], tokenizer: Tokenizer, param: str) -> None:
@@ -241,12 +239,11 @@ def _answer_budget(
     if requested is None:
         return room if default is None else min(default, room)
     if requested > room:
-        raise PagemillError(
+        raise beyond_context(
+            max_model_len,
             f"The prompt has {num_prompt_tokens} tokens and `{limit_param}` asks for {requested} more, together "
-            f"{num_prompt_tokens + requested}; the model's context is {max_model_len}. Send `{limit_param}` of at "
-            f"most {room}, or shorten the prompt.",
-            param=limit_param,
-            code="context_length_exceeded",
+            f"{num_prompt_tokens + requested}. Send `{limit_param}` of at most {room}, or shorten the prompt.",
+            limit_param,
         )
     return requested
 

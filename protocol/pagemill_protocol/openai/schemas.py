@@ -244,6 +244,11 @@ class TokenizeRequest(ChatTemplateFields):
             raise error
         return self
 
+    @property
+    def num_chars(self) -> int:
+        """Of the text to tokenize, before messages are rendered."""
+        return len(self.prompt or "") + sum(len(message.content) for message in self.messages or [])
+
 
 class DetokenizeRequest(RequestModel):
     """Body of `POST /detokenize`."""

@@ -7,17 +7,19 @@ Safe to use from several threads at once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cached_property
 from typing import Any
 
 import orjson
+from tokenizers import Encoding
 from tokenizers import Tokenizer as Backend
 
-from pagemill_protocol.errors import invalid_field
+from pagemill_protocol.errors import context_length_exceeded, invalid_field
 from pagemill_protocol.sources import UnreadableModelError
 from pagemill_protocol.text.bundle import TokenizerBundle
 from pagemill_protocol.text.chat_template import ChatTemplate
+from pagemill_protocol.text.coverage import coverage_of, longest_entry_bytes
 from pagemill_protocol.text.detokenizer import IncrementalDetokenizer
+from pagemill_protocol.text.fitting import LARGEST_CONTEXT, SMALL_TEXT_BYTES, check_pieces, check_size
 from pagemill_protocol.text.token_bytes import TokenBytes
 
 
@@ -28,7 +30,10 @@ class Tokenizer:
         self.bundle = bundle
         try:
             self._backend = Backend.from_str(bundle.tokenizer_json)
-            self._table = TokenBytes(self._backend, orjson.loads(bundle.tokenizer_json))
+            parsed = orjson.loads(bundle.tokenizer_json)
+            self._table = TokenBytes(self._backend, parsed)
+            self._coverage = coverage_of(parsed)
+            self._longest_entry_bytes = longest_entry_bytes(parsed)
         except UnreadableModelError:
             raise
         except Exception as error:  # the library raises plain `Exception`
@@ -42,15 +47,33 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; special tokens spelled out in it become their ids. 400 for lone surrogates."""
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise invalid_field(
-                "prompt", f"The text has half a surrogate pair at character {error.start}; send valid Unicode."
-            ) from None
-        # The batch call lets other threads run meanwhile, which `encode` does not, and computes no offsets.
-        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        _as_utf8(text)
+        ids: list[int] = self._encode(text, add_special_tokens).ids
         return ids
+
+    def encode_within(
+        self, text: str, max_tokens: int, add_special_tokens: bool = True, *, param: str = "prompt"
+    ) -> list[int]:
+        """As `encode`, for a text of any size: 400 for one of more than `max_tokens`, without tokenizing all of it.
+
+        `max_tokens` 0: not known. `param`: the request's field that holds the text.
+        """
+        max_tokens = max_tokens or LARGEST_CONTEXT
+        raw = _as_utf8(text)
+        check_size(raw, max_tokens, self._coverage, param)
+        if len(raw) > max(max_tokens, SMALL_TEXT_BYTES):  # no text has more tokens than bytes
+            check_pieces(text, max_tokens, self._longest_entry_bytes, self._count, param)
+        ids = self.encode(text, add_special_tokens)
+        if len(ids) > max_tokens:
+            raise context_length_exceeded(len(ids), max_tokens, param)
+        return ids
+
+    def _count(self, text: str) -> int:
+        return len(self._encode(text, add_special_tokens=False))
+
+    def _encode(self, text: str, add_special_tokens: bool) -> Encoding:
+        # The batch call lets other threads run meanwhile, which `encode` does not, and computes no offsets.
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`; bytes that are no UTF-8 become U+FFFD."""
@@ -64,11 +87,6 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes the token stands for; special tokens spell themselves."""
         return self._table[token_id]
-
-    @cached_property
-    def longest_token_bytes(self) -> int:
-        """Bytes of the longest token of the vocabulary, at least 1."""
-        return max((len(self.token_bytes(token_id)) for token_id in range(self.vocab_size)), default=1) or 1
 
     def token_text(self, token_id: int) -> str:
         """The token alone as text, as log probabilities show it; U+FFFD for parts of a character."""
@@ -98,3 +116,13 @@ class Tokenizer:
     def close(self) -> None:
         """Stops the template process, if one runs. Also happens when the tokenizer is collected."""
         self.chat_template.close()
+
+
+def _as_utf8(text: str) -> bytes:
+    """Raises `PagemillError` 400 for lone surrogates."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise invalid_field(
+            "prompt", f"The text has half a surrogate pair at character {error.start}; send valid Unicode."
+        ) from None

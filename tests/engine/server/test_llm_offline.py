@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -117,6 +118,14 @@ def test_a_refused_prompt_leaves_the_model_usable(llm: LLM) -> None:
     with pytest.raises(PagemillError) as refused:
         llm.generate(["fine", "word " * 600], GREEDY, use_tqdm=False)
     assert refused.value.code == "context_length_exceeded"
+    for ask in (
+        lambda: llm.generate("0" * 2_000_000),
+        lambda: llm.chat([{"role": "user", "content": "0" * 2_000_000}]),
+    ):
+        cpu_s = time.process_time()
+        with pytest.raises(PagemillError, match=r"2000\d* bytes of text and at most"):
+            ask()
+        assert time.process_time() - cpu_s < 1.0, "it takes three seconds to tokenize"
     with pytest.raises(PagemillError) as wrong:
         llm.generate("fine", SamplingParams(temperature=float("nan")), use_tqdm=False)
     assert wrong.value.param == "temperature"
