@@ -1,9 +1,8 @@
 """The wire between gateway and engine for one request: `GenerateRequest` out, frames back.
 
-The gateway validates, renders and tokenizes; the engine gets ids and returns length-prefixed frames. Each frame is
-meta (what a gateway must know to account, resume or finish the request) and payload (bytes the client may get unparsed:
-complete SSE events when streaming; otherwise the whole JSON body in the last frame, and before it metas without
-payload). The engine's own HTTP routes use the same request type. Encoding and splitting: `pagemill_protocol.frames`.
+The gateway validates, renders and tokenizes; the engine gets ids and returns frames (`pagemill_protocol.frames`). Each
+is meta (what a gateway must know to account, resume or finish the request) and payload (bytes the client may get
+unparsed: complete SSE events when streaming, else the JSON body in the last frame). The engine's own routes use it too.
 """
 
 from __future__ import annotations
@@ -47,7 +46,6 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
-    """With `include_usage`: the usage so far in every chunk."""
     priority: int = 0
     """Smaller is served first; 32 bits."""
     prompt_text: str | None = None

@@ -70,8 +70,7 @@ def answer_frames(request: GenerateRequest, pieces: tuple[str, ...]) -> list[byt
             meta = FrameMeta(
                 choice=index, token_ids=[1], num_text_chars=text_chars, position=number + 1, finish_reason=finish
             )
-            chunk = _chunk(request, head, index, piece, number, finish)
-            frames.append(encode_frame(meta, render.sse(chunk)))
+            frames.append(encode_frame(meta, render.sse(_chunk(request, head, index, piece, number, finish))))
     closing = render.SSE_DONE
     if request.include_usage:
         closing = render.sse(render.usage_chunk(head, CHUNK_OBJECTS[request.dialect], usage)) + closing
@@ -79,9 +78,8 @@ def answer_frames(request: GenerateRequest, pieces: tuple[str, ...]) -> list[byt
 
 
 def _chunk(request: GenerateRequest, head: render.Head, index: int, piece: str, number: int, finish: Any) -> bytes:
-    options: dict[str, Any] = {"finish_reason": finish, "include_usage": request.include_usage}
-    if request.continuous_usage:
-        options["usage"] = Usage(len(request.prompt_token_ids), number + 1)
+    usage = Usage(len(request.prompt_token_ids), number + 1) if request.continuous_usage else None
+    options: dict[str, Any] = {"finish_reason": finish, "include_usage": request.include_usage, "usage": usage}
     if request.dialect == "chat":
         return render.chat_chunk(head, index, piece, role=number == 0, **options)
     return render.completion_chunk(head, index, piece, **options)
