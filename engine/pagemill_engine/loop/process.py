@@ -180,7 +180,7 @@ class EngineLoop:
         except Exception as error:
             raise EngineFault(
                 "RunnerBroken",
-                f"{failures} steps in a sequence failed and so did a probe of one token ({type(error).__name__}). "
+                f"{failures} steps in a row failed and so did a probe of one token ({type(error).__name__}). "
                 "The device or its driver needs a restart; see the engine's log.",
             ) from error
 

@@ -75,45 +75,42 @@ class Scheduler:
 
     def add(self, request: GenerateRequest) -> None:
         """Queue a request. Raises `PagemillError` if it can never run or too many requests are waiting."""
-        sequences = self._admission.admit(request, now_s=self._clock(), num_waiting=self.num_waiting)
+        seqs = self._admission.admit(request, now_s=self._clock(), num_waiting=self.num_waiting)
         known = self._clients.get(request.request_id, {})
-        if clash(sequences, known):
-            raise invalid_field("request_id", f"Sequence {request.request_id[:80]} is already being served here.")
+        if clash(seqs, known):
+            raise invalid_field("request_id", f"Request {request.request_id[:80]} is already being served here.")
         mine = self._clients.setdefault(request.request_id, known)
-        for (
-            sequence
-        ) in sequences:  # register all before any may leave: the last one to leave removes the client's entry
-            mine[sequence.choice] = self._sequences[sequence.request_id] = sequence
+        for seq in seqs:  # register all before any may leave: the last one to leave removes the client's entry
+            mine[seq.choice] = self._sequences[seq.request_id] = seq
         live = []
-        for sequence in sequences:
-            reason = finish_reason(sequence) if sequence.num_resumed_tokens else None
+        for seq in seqs:
+            reason = finish_reason(seq) if seq.num_resumed_tokens else None
             if reason is None:
-                live.append(sequence)
+                live.append(seq)
             else:
-                self._finish(sequence, reason)
+                self._finish(seq, reason)
         if live:
             self._queue(live[0])
-            for sequence in live[1:]:
-                sequence.state = SequenceState.HELD
+            for seq in live[1:]:
+                seq.state = SequenceState.HELD
             self._held.hold(live[0], live[1:])
 
     def abort(self, client_request_id: str, choice: int | None = None) -> None:
         """Drop a client request or one of its choices, in any state. Unknown ids are ignored: they have ended."""
-        sequences = self._clients.get(client_request_id, {})
-        for sequence in sequences_to_abort(sequences.values(), choice, self._in_flight.includes):
-            if self._in_flight.includes(sequence):
-                sequence.aborted = True
+        seqs = self._clients.get(client_request_id, {})
+        for seq in sequences_to_abort(seqs.values(), choice, self._in_flight.includes):
+            if self._in_flight.includes(seq):
+                seq.aborted = True
             else:
-                self._finish(sequence, "abort")
+                self._finish(seq, "abort")
 
     def raise_allowance(self, client_request_id: str, allowance: int) -> None:
-        """Let the rows of a client request generate up to `allowance` tokens each; unknown requests are ignored (they
-        ended). A search keeps the length that it was planned with.
-        """
-        for row in self._clients.get(client_request_id, {}).values():
-            if row.search is None:
-                most = self._admission.max_total_tokens(row.num_prompt_tokens, row.sampling, allowance)
-                row.max_total_tokens = max(row.max_total_tokens, most)
+        """Let each sequence of a request generate up to `allowance` tokens. Unknown ids are ignored: they have ended.
+        Beam searches keep their length."""
+        for seq in self._clients.get(client_request_id, {}).values():
+            if seq.search is None:
+                most = self._admission.max_total_tokens(seq.num_prompt_tokens, seq.sampling, allowance)
+                seq.max_total_tokens = max(seq.max_total_tokens, most)
 
     @property
     def num_running(self) -> int:
@@ -160,23 +157,23 @@ class Scheduler:
         overlaps, held, allocate_slots = len(self._in_flight) > 0, self._held, self.kv.allocate_slots
         # The hottest loop of the scheduler: attributes are looked up once and function calls avoided.
         running, scheduled, num_context_tokens = SequenceState.RUNNING, step.plan.num_scheduled_tokens, 0
-        for sequence in list(self._running):
-            if sequence.state is not running or (overlaps and not may_follow(sequence, held)):
+        for seq in list(self._running):
+            if seq.state is not running or (overlaps and not may_follow(seq, held)):
                 continue
-            num_computed_tokens = sequence.num_computed_tokens
-            if len(sequence.token_ids) + sequence.num_pending_tokens - num_computed_tokens > 1:
-                prefills.append(sequence)
+            num_computed_tokens = seq.num_computed_tokens
+            if len(seq.token_ids) + seq.num_pending_tokens - num_computed_tokens > 1:
+                prefills.append(seq)
             elif step.budget > 0:
-                allocation = allocate_slots(sequence, 1) or self._allocate(sequence, 1, step)
+                allocation = allocate_slots(seq, 1) or self._allocate(seq, 1, step)
                 if allocation is None:
                     continue
                 if allocation is not NOTHING_NEW:
-                    step.note_blocks(sequence, allocation)
+                    step.note_blocks(seq, allocation)
                 step.budget -= 1
-                scheduled[sequence.request_id] = 1
+                scheduled[seq.request_id] = 1
                 num_context_tokens += num_computed_tokens + 1
         step.finish_decodes(num_context_tokens)
-        return [sequence for sequence in prefills if sequence.state is SequenceState.RUNNING]
+        return [seq for seq in prefills if seq.state is SequenceState.RUNNING]
 
     def _schedule_prefills(self, prefills: list[Sequence], step: StepBuilder, num_preemptions: int) -> None:
         """Schedule running and waiting prefills by rank, after the beams that only waited for each other: those decode.
@@ -186,7 +183,7 @@ class Scheduler:
         start causes no preemption.
         """
         step.reserved_blocks = sum(
-            self.kv.blocks_for(sequence.num_tokens) - self.kv.num_table_blocks(sequence) for sequence in prefills
+            self.kv.blocks_for(seq.num_tokens) - self.kv.num_table_blocks(seq) for seq in prefills
         )
         running = deque(sorted(prefills, key=self._rank))
         beams = deque(self._beams.ready())
@@ -199,63 +196,60 @@ class Scheduler:
             elif may_start and (not running or self._rank(self._waiting.first()) < self._rank(running[0])):
                 fits = self._start(self._waiting.first(), step)
             elif running:
-                sequence = running.popleft()
-                if (
-                    sequence.state is SequenceState.RUNNING
-                    and sequence.request_id not in step.plan.num_scheduled_tokens
-                ):
-                    self._continue(sequence, step)
+                seq = running.popleft()
+                if seq.state is SequenceState.RUNNING and seq.request_id not in step.plan.num_scheduled_tokens:
+                    self._continue(seq, step)
             else:
                 return
 
-    def _schedule_alone(self, sequence: Sequence, step: StepBuilder) -> None:
-        if sequence.state is SequenceState.RUNNING:
-            self._continue(sequence, step)
+    def _schedule_alone(self, seq: Sequence, step: StepBuilder) -> None:
+        if seq.state is SequenceState.RUNNING:
+            self._continue(seq, step)
             return
-        while not self._start(sequence, step, alone=True):
+        while not self._start(seq, step, alone=True):
             self._preempt(self._running.last_except(None), step)
 
-    def _continue(self, sequence: Sequence, step: StepBuilder) -> None:
-        num_tokens = min(sequence.num_due_tokens, step.budget)
-        allocation = self._allocate(sequence, num_tokens, step)
+    def _continue(self, seq: Sequence, step: StepBuilder) -> None:
+        num_tokens = min(seq.num_due_tokens, step.budget)
+        allocation = self._allocate(seq, num_tokens, step)
         if allocation is not None:
-            step.place(sequence, num_tokens, allocation)
+            step.place(seq, num_tokens, allocation)
             step.reserved_blocks -= len(allocation.new_block_ids)
 
-    def _allocate(self, sequence: Sequence, num_tokens: int, step: StepBuilder) -> Allocation | None:
+    def _allocate(self, seq: Sequence, num_tokens: int, step: StepBuilder) -> Allocation | None:
         """Open the write, preempting others until it fits. Returns `None` if the sequence itself was preempted."""
-        spared = sequence if self._probing else None
-        while (allocation := self.kv.allocate_slots(sequence, num_tokens)) is None:
+        spared = seq if self._probing else None
+        while (allocation := self.kv.allocate_slots(seq, num_tokens)) is None:
             victim, fork = self._running.last_except(spared), self._last_fork()
             if fork is not None and (victim is spared or serving_key(fork) > serving_key(victim)):
                 self._drop_fork(fork)
                 continue
             self._preempt(victim, step)
-            if victim is sequence:
+            if victim is seq:
                 return None
         return allocation
 
-    def _start(self, sequence: Sequence, step: StepBuilder, *, alone: bool = False) -> bool:
+    def _start(self, seq: Sequence, step: StepBuilder, *, alone: bool = False) -> bool:
         """Admit a waiting sequence if enough blocks are free. If no other sequence runs, they always are."""
         kv = self.kv
         while True:
-            computed_blocks = [] if kv.has_table(sequence) else kv.get_computed_blocks(sequence)
-            num_computed_tokens = sequence.num_computed_tokens or len(computed_blocks) * kv.block_size
-            num_tokens = min(sequence.num_tokens - num_computed_tokens, step.budget)
+            computed_blocks = [] if kv.has_table(seq) else kv.get_computed_blocks(seq)
+            num_computed_tokens = seq.num_computed_tokens or len(computed_blocks) * kv.block_size
+            num_tokens = min(seq.num_tokens - num_computed_tokens, step.budget)
             undisturbed = alone or not self._running
-            wanted_tokens = num_computed_tokens + num_tokens if undisturbed else sequence.num_tokens
+            wanted_tokens = num_computed_tokens + num_tokens if undisturbed else seq.num_tokens
             spare = 0 if undisturbed else step.reserved_blocks + self._headroom()
-            needed = kv.num_blocks_to_start(sequence, computed_blocks, wanted_tokens)
+            needed = kv.num_blocks_to_start(seq, computed_blocks, wanted_tokens)
             if needed + spare <= kv.pool.num_free:
                 break
             fork = self._last_fork()
             if self._running or fork is None:
                 return False
             self._drop_fork(fork)
-        self._unqueue(sequence)
-        if not kv.has_table(sequence):
-            kv.start(sequence, computed_blocks)
-        self._enter(sequence, num_tokens, step)
+        self._unqueue(seq)
+        if not kv.has_table(seq):
+            kv.start(seq, computed_blocks)
+        self._enter(seq, num_tokens, step)
         return True
 
     def _headroom(self) -> int:
@@ -266,56 +260,56 @@ class Scheduler:
         """
         return max(self.limits.watermark_blocks, len(self._running))
 
-    def _enter(self, sequence: Sequence, num_tokens: int, step: StepBuilder) -> None:
-        allocation = self.kv.allocate_slots(sequence, num_tokens)
+    def _enter(self, seq: Sequence, num_tokens: int, step: StepBuilder) -> None:
+        allocation = self.kv.allocate_slots(seq, num_tokens)
         assert allocation is not None, "blocks were counted before"
-        self._running.add(sequence)
-        sequence.state = SequenceState.RUNNING
-        if sequence.first_scheduled_s is None:
-            sequence.first_scheduled_s = self._clock()
-            sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
-        step.admit(sequence, num_tokens, allocation, self.kv.block_ids(sequence))
-        step.reserved_blocks += self.kv.blocks_for(sequence.num_tokens) - self.kv.num_table_blocks(sequence)
+        self._running.add(seq)
+        seq.state = SequenceState.RUNNING
+        if seq.first_scheduled_s is None:
+            seq.first_scheduled_s = self._clock()
+            seq.num_cached_tokens = min(seq.num_computed_tokens, seq.num_prompt_tokens)
+        step.admit(seq, num_tokens, allocation, self.kv.block_ids(seq))
+        step.reserved_blocks += self.kv.blocks_for(seq.num_tokens) - self.kv.num_table_blocks(seq)
 
     # -- taking blocks back --------------------------------------------------------------------------------------
 
-    def _preempt(self, sequence: Sequence, step: StepBuilder | None = None) -> None:
+    def _preempt(self, seq: Sequence, step: StepBuilder | None = None) -> None:
         """Return the sequence to the queue with nothing computed. Its generated tokens are kept as known tokens.
 
         So is the token that a step in flight samples for it: that step still uses the blocks.
         """
         if step is not None:
-            step.withdraw(sequence)
-        self.kv.free(sequence)
-        self._leave_batch(sequence)
+            step.withdraw(seq)
+        self.kv.free(seq)
+        self._leave_batch(seq)
         self.num_preemptions += 1
-        sequence.num_preemptions += 1
-        self._queue(sequence)
+        seq.num_preemptions += 1
+        self._queue(seq)
 
-    def _leave_batch(self, sequence: Sequence) -> None:
-        self._running.remove(sequence)
-        self._released.append(sequence.request_id)
+    def _leave_batch(self, seq: Sequence) -> None:
+        self._running.remove(seq)
+        self._released.append(seq.request_id)
 
     def _last_fork(self) -> Sequence | None:
         """The sequence in `_forks` that gives up its blocks first."""
         return max(self._forks.values(), key=serving_key, default=None)
 
-    def _drop_fork(self, sequence: Sequence) -> None:
+    def _drop_fork(self, seq: Sequence) -> None:
         """Free its blocks; it will compute its tokens itself."""
-        del self._forks[sequence.request_id]
-        self._num_queued_tokens += sequence.num_computed_tokens if sequence.state is SequenceState.WAITING else 0
-        self.kv.free(sequence)
+        del self._forks[seq.request_id]
+        self._num_queued_tokens += seq.num_computed_tokens if seq.state is SequenceState.WAITING else 0
+        self.kv.free(seq)
 
-    def _queue(self, sequence: Sequence) -> None:
-        sequence.state = SequenceState.WAITING
-        self._waiting.add(sequence)
-        self._num_queued_tokens += sequence.num_due_tokens
+    def _queue(self, seq: Sequence) -> None:
+        seq.state = SequenceState.WAITING
+        self._waiting.add(seq)
+        self._num_queued_tokens += seq.num_due_tokens
 
-    def _unqueue(self, sequence: Sequence) -> None:
+    def _unqueue(self, seq: Sequence) -> None:
         """Call this before the sequence's block table changes."""
-        self._waiting.remove(sequence)
-        self._forks.pop(sequence.request_id, None)
-        self._num_queued_tokens -= sequence.num_due_tokens
+        self._waiting.remove(seq)
+        self._forks.pop(seq.request_id, None)
+        self._num_queued_tokens -= seq.num_due_tokens
 
     # -- update --------------------------------------------------------------------------------------------------
 
@@ -329,19 +323,19 @@ class Scheduler:
         if broken:
             self._void(in_flight, broken)
         token_ids, logprobs, discarded, samples = result.token_ids, result.logprobs, in_flight.discarded, plan.samples
-        sequences, kv, held, running = self._sequences, self.kv, self._held, SequenceState.RUNNING
+        seqs, kv, held, running = self._sequences, self.kv, self._held, SequenceState.RUNNING
         for name, num_tokens in plan.num_scheduled_tokens.items():
-            sequence = sequences.get(name)
-            if sequence is None or name in discarded:
+            seq = seqs.get(name)
+            if seq is None or name in discarded:
                 continue
-            if sequence.state is running:
-                kv.commit(sequence, num_tokens)
-                if held.num_held and not kv.being_written(sequence):
-                    self._fork_choices(sequence)
-            if sequence.aborted:
-                self._finish(sequence, "abort")
+            if seq.state is running:
+                kv.commit(seq, num_tokens)
+                if held.num_held and not kv.being_written(seq):
+                    self._fork_choices(seq)
+            if seq.aborted:
+                self._finish(seq, "abort")
             elif name in samples:
-                self._take_token(sequence, token_ids[name], logprobs.get(name))
+                self._take_token(seq, token_ids[name], logprobs.get(name))
         self._in_flight.complete(plan)
 
     def step_failed(self, plan: StepPlan, message: str) -> None:
@@ -351,20 +345,20 @@ class Scheduler:
         """
         dropped = self._in_flight.drop_all()
         self._released = [*(name for in_flight in dropped for name in in_flight.plan.released), *self._released]
-        sequences = next(in_flight.sequences(self._sequences) for in_flight in dropped if in_flight.plan is plan)
-        for sequence in self._sequences.values():
-            self._discard(sequence)
-        if sequences and len(plan.num_scheduled_tokens) == 1:  # unless the blamed one was discarded in between
-            self.kv.invalidate(sequences[0])
-            self._fail(sequences[0], message)
+        seqs = next(in_flight.sequences(self._sequences) for in_flight in dropped if in_flight.plan is plan)
+        for seq in self._sequences.values():
+            self._discard(seq)
+        if seqs and len(plan.num_scheduled_tokens) == 1:  # unless the blamed one was discarded in between
+            self.kv.invalidate(seqs[0])
+            self._fail(seqs[0], message)
             if len(dropped) == 1:
                 return
-        for sequence in list(self._running):
-            self._preempt(sequence)
-        for sequence in [sequence for in_flight in dropped for sequence in in_flight.sequences(self._sequences)]:
-            if sequence.aborted and sequence.state is not SequenceState.FINISHED:
-                self._finish(sequence, "abort")
-        self._probing = [sequence for sequence in sequences if sequence.state is not SequenceState.FINISHED]
+        for seq in list(self._running):
+            self._preempt(seq)
+        for seq in [seq for in_flight in dropped for seq in in_flight.sequences(self._sequences)]:
+            if seq.aborted and seq.state is not SequenceState.FINISHED:
+                self._finish(seq, "abort")
+        self._probing = [seq for seq in seqs if seq.state is not SequenceState.FINISHED]
 
     def abandon(self, plan: StepPlan | None, message: str) -> None:
         """Handle an `update` (or, without a plan, a `schedule`) that raised half-way: fail every sequence it may have
@@ -374,27 +368,27 @@ class Scheduler:
         trusted.
         """
         if plan is not None:
-            sequences = (self._in_flight.complete(plan) or InFlightStep(plan)).sequences(self._sequences)
+            seqs = (self._in_flight.complete(plan) or InFlightStep(plan)).sequences(self._sequences)
         else:
             starting = self._probing[:1] or [*self._beams.ready()[:1], *list(self._waiting)[:1]]
-            sequences = [*self._running, *starting]
-        for sequence in sequences:
-            if self.kv.has_table(sequence):
-                self.kv.invalidate(sequence)
-            if self._outputs.has_end(sequence):
-                self._leave(sequence)
+            seqs = [*self._running, *starting]
+        for seq in seqs:
+            if self.kv.has_table(seq):
+                self.kv.invalidate(seq)
+            if self._outputs.has_end(seq):
+                self._leave(seq)
             else:
-                self._fail(sequence, message)
+                self._fail(seq, message)
 
     def _void(self, in_flight: InFlightStep, broken: dict[str, str]) -> None:
         """Fail the broken sequences. Sequences of steps in flight that read blocks which those were writing start
         over."""
-        failed = [sequence for sequence in in_flight.sequences(self._sequences) if sequence.request_id in broken]
+        failed = [seq for seq in in_flight.sequences(self._sequences) if seq.request_id in broken]
         # What a sequence was writing is unknown if it was preempted since: then no reader is trusted.
-        blind = any(sequence.state is not SequenceState.RUNNING for sequence in failed)
+        blind = any(seq.state is not SequenceState.RUNNING for seq in failed)
         untrusted: set[int] = set()
-        for sequence in failed:
-            untrusted |= self.kv.invalidate(sequence)
+        for seq in failed:
+            untrusted |= self.kv.invalidate(seq)
         for reader in [reader for each in self._in_flight for reader in each.admitted_sequences(self._sequences)]:
             if reader in failed or reader.state is SequenceState.FINISHED:
                 continue
@@ -406,33 +400,33 @@ class Scheduler:
                 self._finish(reader, "abort")
             elif reader.state is SequenceState.RUNNING:
                 self._preempt(reader)
-        for sequence in failed:
-            self._fail(sequence, broken[sequence.request_id])
+        for seq in failed:
+            self._fail(seq, broken[seq.request_id])
 
-    def _discard(self, sequence: Sequence) -> None:
+    def _discard(self, seq: Sequence) -> None:
         """Drop everything that steps in flight compute for the sequence."""
-        self._in_flight.discard(sequence)
-        if sequence.state is SequenceState.WAITING:
-            self._num_queued_tokens -= sequence.num_pending_tokens
-        sequence.num_pending_tokens = 0
+        self._in_flight.discard(seq)
+        if seq.state is SequenceState.WAITING:
+            self._num_queued_tokens -= seq.num_pending_tokens
+        seq.num_pending_tokens = 0
 
-    def _take_token(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
-        if self._probing and sequence in self._probing:
-            self._probing.remove(sequence)
-        if sequence.search is not None:
-            if sequence.state is SequenceState.RUNNING:
-                self._leave_batch(sequence)
+    def _take_token(self, seq: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        if self._probing and seq in self._probing:
+            self._probing.remove(seq)
+        if seq.search is not None:
+            if seq.state is SequenceState.RUNNING:
+                self._leave_batch(seq)
             else:  # preempted since the step was launched
-                self._unqueue(sequence)
-            sequence.num_pending_tokens -= 1
-            self._beams.take(sequence, sequence.search, logprobs)
+                self._unqueue(seq)
+            seq.num_pending_tokens -= 1
+            self._beams.take(seq, seq.search, logprobs)
             return
-        sequence.token_ids.append(token_id)
-        sequence.num_pending_tokens -= 1
-        reason = finish_reason(sequence)
-        self._outputs.token(sequence, token_id, logprobs, reason)
+        seq.token_ids.append(token_id)
+        seq.num_pending_tokens -= 1
+        reason = finish_reason(seq)
+        self._outputs.token(seq, token_id, logprobs, reason)
         if reason is not None:
-            self._leave(sequence)
+            self._leave(seq)
 
     def _fork_choices(self, leader: Sequence) -> None:
         for child in self._held.forkable(leader):
@@ -442,38 +436,38 @@ class Scheduler:
 
     # -- ends ----------------------------------------------------------------------------------------------------
 
-    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        self._outputs.end(sequence, reason)
-        self._leave(sequence)
+    def _finish(self, seq: Sequence, reason: FinishReason) -> None:
+        self._outputs.end(seq, reason)
+        self._leave(seq)
 
-    def _fail(self, sequence: Sequence, message: str) -> None:
-        self._outputs.failure(sequence, message)
-        self._leave(sequence)
+    def _fail(self, seq: Sequence, message: str) -> None:
+        self._outputs.failure(seq, message)
+        self._leave(seq)
 
-    def _leave(self, sequence: Sequence) -> None:
+    def _leave(self, seq: Sequence) -> None:
         """The only way out: release everything the sequence holds."""
-        if sequence.state is SequenceState.FINISHED:  # with the other beams of its search
+        if seq.state is SequenceState.FINISHED:  # with the other beams of its search
             return
-        if sequence.state is SequenceState.RUNNING:
-            self._leave_batch(sequence)
-        elif sequence.state is SequenceState.HELD:
-            self._held.drop(sequence)
-        elif sequence in self._waiting:
-            self._unqueue(sequence)
-        self._forks.pop(sequence.request_id, None)
-        if self.kv.has_table(sequence):
-            self.kv.free(sequence)
-        sequence.state = SequenceState.FINISHED
-        self._discard(sequence)
-        if sequence in self._probing:
-            self._probing.remove(sequence)
-        del self._sequences[sequence.request_id]
-        mine = self._clients[sequence.client_request_id]
-        del mine[sequence.choice]
+        if seq.state is SequenceState.RUNNING:
+            self._leave_batch(seq)
+        elif seq.state is SequenceState.HELD:
+            self._held.drop(seq)
+        elif seq in self._waiting:
+            self._unqueue(seq)
+        self._forks.pop(seq.request_id, None)
+        if self.kv.has_table(seq):
+            self.kv.free(seq)
+        seq.state = SequenceState.FINISHED
+        self._discard(seq)
+        if seq in self._probing:
+            self._probing.remove(seq)
+        del self._sequences[seq.request_id]
+        mine = self._clients[seq.client_request_id]
+        del mine[seq.choice]
         if not mine:
-            del self._clients[sequence.client_request_id]
-        self._beams.left(sequence)
-        successor = self._held.successor(sequence)
+            del self._clients[seq.client_request_id]
+        self._beams.left(seq)
+        successor = self._held.successor(seq)
         if successor is not None:
             self._queue(successor)
 
@@ -495,7 +489,7 @@ class Scheduler:
         counts = len(self._running), len(self._waiting), self._held.num_held, self._beams.num_reported()
         places = dict(zip(QUEUED_STATES, counts, strict=True))
         num_choices = sum(len(choices) for choices in self._clients.values())
-        queued_tokens = (sum(sequence.num_due_tokens for sequence in self._waiting), self._num_queued_tokens)
+        queued_tokens = (sum(seq.num_due_tokens for seq in self._waiting), self._num_queued_tokens)
         return inconsistencies(self._sequences, places, num_choices, self.kv.tables.keys(), queued_tokens)
 
     def load(self, step_ms: float = 0.0) -> EngineLoad:

@@ -1,0 +1,76 @@
+"""The structure of the packages: no import cycles, no imports against the layers, and the page's table is current.
+
+Static: `docs/structure.py` reads the sources and imports none of them. Run it to see what differs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "architecture.md"
+TOLERANCE = 0.1
+"""The table need not change with every line."""
+
+
+def load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_structure", ROOT / "docs" / "structure.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+STRUCTURE = load()
+
+
+@pytest.fixture(scope="module")
+def graph() -> dict[str, set[str]]:
+    found: dict[str, set[str]] = STRUCTURE.import_graph(STRUCTURE.all_modules())
+    return found
+
+
+@pytest.mark.parametrize("package", sorted(STRUCTURE.PACKAGES.values()))
+def test_no_folder_or_module_imports_a_sibling_that_imports_it_back(package: str, graph: dict[str, set[str]]) -> None:
+    assert STRUCTURE.sibling_cycles(package, graph) == []
+
+
+def test_no_package_imports_from_its_own_layer_or_from_one_above(graph: dict[str, set[str]]) -> None:
+    assert STRUCTURE.upward_imports(graph) == []
+
+
+def test_a_cycle_around_three_modules_is_found() -> None:
+    planted = {"p.a": {"p.b.one"}, "p.b.one": {"p.c"}, "p.c": {"p.a"}, "p.d": {"p.a"}}
+    assert STRUCTURE.sibling_cycles("p", planted) == [["p.a", "p.b", "p.c"]]
+
+
+def test_an_import_from_a_higher_layer_is_found() -> None:
+    planted = {"pagemill_protocol.a": {"pagemill_engine.b"}, "pagemill_engine.b": set()}
+    assert STRUCTURE.upward_imports(planted) == [("pagemill_protocol.a", "pagemill_engine.b")]
+
+
+def test_the_table_of_the_architecture_page_is_current() -> None:
+    shown = {row[0]: row for row in _rows(PAGE.read_text())}
+    for row in _rows(STRUCTURE.table()):
+        assert row[0] in shown, f"{PAGE.name} lacks the row {row[0]}: run `python docs/structure.py`"
+        for now, then in zip(_numbers(row), _numbers(shown[row[0]]), strict=True):
+            assert abs(now - then) <= max(5, TOLERANCE * now), (
+                f"{PAGE.name} shows {shown[row[0]]}, the sources have {row}: run `python docs/structure.py`"
+            )
+
+
+def _rows(text: str) -> list[list[str]]:
+    lines = re.findall(r"^\| (?:`\w+/`|all) \| \d.*\|$", text, re.MULTILINE)
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def _numbers(row: list[str]) -> list[int]:
+    return [int(number.replace(",", "")) for cell in row[1:] for number in re.findall(r"[\d,]+", cell)]
