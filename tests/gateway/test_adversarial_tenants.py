@@ -1,0 +1,332 @@
+"""Tenants that try to get more than their limits: whatever they send and however it ends, engines never generate more.
+
+Limiter, allowances, their growth and the store are the real ones; engines are a few lines, and time is virtual.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import virtual_loop
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagemill_gateway.brain.interface import Choice, HashScheme, Target
+from pagemill_gateway.limits.limiter import Limiter, Reservation
+from pagemill_gateway.limits.memory import MemoryStore
+from pagemill_gateway.limits.refusals import Limited
+from pagemill_gateway.limits.store import Ask, token_limits
+from pagemill_gateway.metrics.worker import WorkerMetrics
+from pagemill_gateway.relay.growth import Growth
+from pagemill_gateway.relay.record import RequestRecord
+from pagemill_gateway.relay.upstream import Upstream
+from pagemill_protocol.continuing import PROGRESS_TOKENS, can_be_continued
+from pagemill_protocol.generate import FrameMeta, GenerateRequest, Usage
+from pagemill_protocol.keys.caller import Caller, Limits
+from pagemill_protocol.sampling import SamplingParams
+
+CONTEXT, PROMPT = 2000, 7
+NOON_S = 1_795_348_800.0
+SCHEME = HashScheme("w", "auto", 16, 4)
+TARGET = Target("ns/d", "tiny", "digest", CONTEXT, None, "deployment", SCHEME)
+CHOICE = Choice(1, "engine", "http://engine", "")
+
+
+@dataclass
+class Engine:
+    """One engine request: a step gives each running sequence a token."""
+
+    request: GenerateRequest
+    allowance: int
+    length: int
+    """At which the first sequence stops by itself; each further one goes on for as much longer."""
+    counts: dict[int, int] = field(default_factory=dict)
+    reported: dict[int, int] = field(default_factory=dict)
+    finished: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        for choice in range(self.request.sampling.num_sequences):
+            self.counts.setdefault(choice, 0)
+            self.reported.setdefault(choice, 0)
+
+    @property
+    def num_generated(self) -> int:
+        return sum(self.counts.values())
+
+    def step(self) -> list[FrameMeta]:
+        metas: list[FrameMeta] = []
+        for choice in sorted(self.counts.keys() - self.finished):
+            metas += self._advance(choice)
+        if len(self.finished) == len(self.counts):
+            metas.append(FrameMeta(last=True, usage=self.usage))
+        return metas
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(len(self.request.prompt_token_ids), self.num_generated)
+
+    def _advance(self, choice: int) -> list[FrameMeta]:
+        most = min(self.request.sampling.max_tokens or CONTEXT, CONTEXT - len(self.request.prompt_token_ids))
+        if self.counts[choice] < self.allowance:
+            self.counts[choice] += 1
+        reason: Any = None
+        if self.counts[choice] >= min(most, self.allowance):
+            reason = "length"
+        elif self.counts[choice] >= self.length * (1 + choice):
+            reason = "stop"
+        if reason is not None:
+            self.finished.add(choice)
+        untold = self.counts[choice] - self.reported[choice]
+        if not can_be_continued(self.request) or not (self.request.stream or reason or untold >= PROGRESS_TOKENS):
+            return []
+        self.reported[choice] = self.counts[choice]
+        return [FrameMeta(choice=choice, token_ids=[1] * untold, finish_reason=reason)]
+
+
+class Engines:
+    """What `Growth` knows of the way to them; it may lose what it carries."""
+
+    def __init__(self) -> None:
+        self.by_id: dict[str, Engine] = {}
+        self.lossy = False
+
+    async def raise_allowance(self, choice: Choice, request_id: str, tokens: int) -> bool:
+        await asyncio.sleep(0)
+        if self.lossy or request_id not in self.by_id:
+            return False
+        engine = self.by_id[request_id]
+        engine.allowance = max(engine.allowance, tokens)
+        return True
+
+
+class Part:
+    """One engine request, as `Relay` has it."""
+
+    def __init__(self, engines: Engines, request: GenerateRequest, growth: Growth, length: int) -> None:
+        self.request, self.growth = request, growth
+        self._engines, self._length = engines, length
+        self.usage: Usage | None = None
+        self.num_reported = 0
+        self._ids = (f"{request.request_id}-{number}" for number in itertools.count())
+        self._ask({}, set())
+
+    def _ask(self, counts: dict[int, int], finished: set[int]) -> None:
+        name = next(self._ids)
+        allowance = self.growth.begin(CHOICE, name)
+        self.engine = Engine(self.request, allowance, self._length, dict(counts), dict(counts), set(finished))
+        self._engines.by_id = {key: each for key, each in self._engines.by_id.items() if each is not self.engine}
+        self._engines.by_id[name] = self.engine
+
+    def step(self) -> None:
+        if self.usage is not None:
+            return
+        metas = self.engine.step()
+        if not metas:
+            return
+        self.growth.saw([(meta, b"") for meta in metas])
+        self.num_reported += sum(len(meta.token_ids) for meta in metas)
+        if metas[-1].last:
+            self.usage = metas[-1].usage
+
+    def migrate(self, *, kept: bool) -> None:
+        """Its engine is gone, and another one continues or begins anew (not `kept`, as without room in the journal)."""
+        if self.usage is not None:
+            return
+        lost = self.engine
+        if can_be_continued(self.request) and (kept or self.request.stream):
+            self._ask(lost.reported, {each for each in lost.finished if lost.reported[each] == lost.counts[each]})
+            return
+        self.num_reported = 0
+        self.growth.begin_anew()
+        self._ask({}, set())
+
+
+@dataclass
+class Request:
+    """One client request, as `GenerateRoute` has it."""
+
+    record: RequestRecord
+    reservation: Reservation
+    parts: list[Part]
+    num_sequences: int
+
+    @property
+    def num_used(self) -> int:
+        return self.record.prompt_tokens + sum(part.engine.num_generated for part in self.parts)
+
+    @property
+    def over(self) -> bool:
+        return all(part.usage is not None for part in self.parts)
+
+
+class World:
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.caller = Caller(key_hash="ab" * 32, tenant="adversary", limits=limits)
+        self.store = MemoryStore(lambda: 5_000_000, lambda: NOON_S)
+        self.limiter = Limiter(self.store, WorkerMetrics())
+        self.engines = Engines()
+        self.running: list[Request] = []
+        self.num_used = 0
+        """Prompts and generated tokens of what is over, without what the platform itself has voided."""
+        self.num_left = 0
+        """Requests whose client left: those may be charged for more than was generated."""
+        self._names = (f"request-{number}" for number in itertools.count())
+
+    async def ask(self, prompts: int, length: int, stream: bool, sampling: SamplingParams) -> bool:
+        requests = [
+            GenerateRequest(
+                request_id=next(self._names),
+                model="tiny",
+                prompt_token_ids=[1] * PROMPT,
+                sampling=sampling,
+                stream=stream,
+            )
+            for _ in range(prompts)
+        ]
+        try:
+            reservation = await self.limiter.reserve(self.caller, TARGET, requests)
+        except Limited:
+            return False
+        record = RequestRecord(route="r", model="tiny")
+        record.served_by(TARGET, requests)
+        record.chosen(CHOICE)
+        parts = []
+        for request, allowance in zip(requests, reservation.allowances, strict=True):
+            assert allowance is not None
+            growth = Growth(allowance, cast(Upstream, self.engines))
+            parts.append(Part(self.engines, request, growth, length))
+        num_sequences = sum(each.sampling.num_sequences for each in requests)
+        self.running.append(Request(record, reservation, parts, num_sequences))
+        return True
+
+    async def step(self) -> None:
+        for request in self.running:
+            for part in request.parts:
+                part.step()
+        for request in [each for each in self.running if each.over]:
+            request.record.finished = True
+            for part in request.parts:
+                assert part.usage is not None
+                request.record.add_usage(part.usage)
+            await self._end(request, request.num_used)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        self.check()
+
+    async def leave(self, request: Request) -> None:
+        self.num_left += 1
+        await self._end(request, request.num_used, cut_off=True)
+
+    async def fail(self, request: Request) -> None:
+        """By the platform: what was not delivered is not charged, and nothing is when nothing was."""
+        delivered = sum(part.num_reported for part in request.parts)
+        await self._end(request, request.record.prompt_tokens + delivered if delivered else 0)
+
+    async def _end(self, request: Request, num_used: int, *, cut_off: bool = False) -> None:
+        self.running.remove(request)
+        self.num_used += num_used
+        for part in request.parts:
+            await part.growth.close()
+        request.record.num_delivered = sum(part.num_reported for part in request.parts)
+        request.reservation.settle(request.record, cut_off=cut_off)
+
+    def check(self) -> None:
+        used = self.num_used + sum(request.num_used for request in self.running)
+        for limit in (self.limits.tokens_per_minute, self.limits.tokens_per_day, self.limits.tokens_per_month):
+            assert limit is None or used <= limit
+        if self.limits.concurrency is not None:
+            assert sum(request.num_sequences for request in self.running) <= self.limits.concurrency
+
+
+samplings = st.one_of(
+    st.builds(
+        SamplingParams,
+        n=st.integers(1, 4),
+        max_tokens=st.none() | st.sampled_from([1, 20, 300, 900]),
+        min_tokens=st.just(0),
+    ),
+    st.builds(lambda width, most: SamplingParams(best_of=width, n=1, max_tokens=most), st.integers(2, 4), st.just(40)),
+    st.just(SamplingParams(use_beam_search=True, n=2, max_tokens=30)),
+)
+asks = st.tuples(st.integers(1, 3), st.sampled_from([1, 10, 200, 400, 1500]), st.booleans(), samplings)
+rounds = st.tuples(
+    st.integers(1, 4),
+    asks,
+    st.sampled_from([0, 1, 15, 130, 400]),
+    st.sampled_from(["nothing", "leave", "fail", "migrate", "lossy"]),
+    st.integers(0, 5),
+)
+"""Requests of a kind; steps of the engines; what happens then, and to which request."""
+amounts = st.sampled_from([8, 20, 300, 600, 2500])
+limits = st.builds(
+    Limits,
+    requests_per_minute=st.none(),
+    tokens_per_minute=amounts,
+    concurrency=st.none() | st.integers(1, 12),
+    tokens_per_day=st.none() | amounts,
+    tokens_per_month=st.none() | amounts,
+)
+
+
+async def ask(world: World, prompts: int, length: int, stream: bool, sampling: SamplingParams) -> bool:
+    """Whether it was admitted."""
+    chosen = sampling.num_sequences > sampling.n or sampling.use_beam_search
+    return await world.ask(prompts, length, stream and not chosen, sampling)
+
+
+async def play(world: World, steps: list[Any]) -> None:
+    for count, wanted, num_steps, event, index in steps:
+        for _ in range(count):
+            await ask(world, *wanted)
+        for _ in range(num_steps):
+            await world.step()
+        world.engines.lossy = event == "lossy"
+        await disturb(world, event, index)
+        world.check()
+
+
+async def disturb(world: World, kind: str, index: int) -> None:
+    if not world.running:
+        return
+    request = world.running[index % len(world.running)]
+    if kind == "leave":
+        await world.leave(request)
+    elif kind == "fail":
+        await world.fail(request)
+    elif kind == "migrate":
+        for part in request.parts:
+            part.migrate(kept=index % 2 == 0)
+
+
+async def use_up(world: World) -> None:
+    """Ask for as much as there is, so that whatever was charged too little shows."""
+    world.engines.lossy = False
+    while True:
+        admitted = False
+        for max_tokens in (None, 100, 1):
+            while await ask(world, 1, CONTEXT, True, SamplingParams(max_tokens=max_tokens)):
+                admitted = True
+        if not admitted and not world.running:
+            return
+        await world.step()
+
+
+@settings(max_examples=80, deadline=None)
+@given(limits=limits, steps=st.lists(rounds, max_size=8))
+def test_engines_never_generate_more_than_the_limits_of_a_key(limits: Limits, steps: list[Any]) -> None:
+    async def main() -> None:
+        world = World(limits)
+        await play(world, steps)
+        await use_up(world)
+        assert world.store.num_held == 0
+        whole = Limits(concurrency=1)
+        assert world.store.decide(Ask(world.caller.account, "last", 0, whole)).refused is None, "a sequence is held"
+        if world.num_left == 0:
+            (least, *_) = sorted(token_limits(limits))
+            assert world.num_used > least - PROMPT - 1, "tokens were lost that nothing has used"
+
+    virtual_loop.run(main())

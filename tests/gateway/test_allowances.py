@@ -1,0 +1,173 @@
+"""Allowances of engine requests: the first part, when more is reserved, and who gets what others did not need."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pagemill_gateway.limits.allowance import LEAST_GROWTH_TOKENS, MARGIN_TOKENS, Allowance, Need, Reserved
+from pagemill_gateway.limits.store import Answer, Ask, More
+from pagemill_protocol.generate import FrameMeta, GenerateRequest
+from pagemill_protocol.keys.caller import Limits
+from pagemill_protocol.sampling import SamplingParams
+
+PROMPT = 10
+
+
+class FullStore:
+    """Has so many tokens left, and notes what it is asked."""
+
+    def __init__(self, left: int = 10**6) -> None:
+        self.left = left
+        self.asked: list[More] = []
+
+    async def reserve(self, ask: Ask) -> Answer:
+        raise NotImplementedError
+
+    async def extend(self, more: More) -> int:
+        self.asked.append(more)
+        granted = min(self.left, more.tokens)
+        self.left -= granted
+        return granted
+
+    def settle(self, lease: str, tokens: int) -> None: ...
+
+    def adopt(self, ask: Ask) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+def reserve(store: FullStore, granted: int, *needs: Need) -> tuple[Reserved, list[Allowance]]:
+    num_sequences = sum(need.request.sampling.num_sequences for need in needs)
+    num_prompt_tokens = PROMPT * len(needs)
+    ask = Ask("a", "lease", granted, Limits(tokens_per_minute=1000), num_sequences)
+    reserved = Reserved(store, ask, num_prompt_tokens, granted, needs)
+    return reserved, reserved.allowances
+
+
+def need(first: int, most: int, *, stream: bool = True, **sampling: Any) -> Need:
+    request = GenerateRequest(
+        request_id="r",
+        model="m",
+        prompt_token_ids=[1] * PROMPT,
+        sampling=SamplingParams(**sampling),
+        stream=stream,
+    )
+    return Need(request, first, most)
+
+
+def tokens(count: int, choice: int = 0, finish_reason: Any = None) -> FrameMeta:
+    return FrameMeta(choice=choice, token_ids=[1] * count, finish_reason=finish_reason)
+
+
+def test_what_is_expected_is_allowed_at_first_and_less_where_a_limit_gives_less() -> None:
+    _, (one, two) = reserve(FullStore(), 2 * PROMPT + 300, need(100, 500, n=2), need(100, 500))
+    assert (one.begin(), two.begin()) == (100, 100)
+    _, (one, two) = reserve(FullStore(), 2 * PROMPT + 31, need(100, 500, n=2), need(100, 500))
+    assert (one.begin(), two.begin()) == (10, 10)
+    _, (only,) = reserve(FullStore(), PROMPT + 1, need(100, 500))
+    assert only.begin() == 1
+
+
+async def test_more_is_reserved_before_a_sequence_is_at_its_allowance() -> None:
+    store = FullStore()
+    _, (allowance,) = reserve(store, PROMPT + 2 * 300, need(300, 2000, n=2))
+    allowance.saw(tokens(300 - MARGIN_TOKENS))
+    assert not allowance.low
+    allowance.saw(tokens(1))
+    assert allowance.low
+    assert await allowance.grow()
+    assert allowance.tokens == 300 + LEAST_GROWTH_TOKENS
+    assert [(more.used, more.tokens) for more in store.asked] == [
+        (PROMPT + 300 - MARGIN_TOKENS + 1, 2 * LEAST_GROWTH_TOKENS)
+    ]
+    assert not allowance.low
+
+
+async def test_a_long_answer_reserves_larger_parts_and_never_more_than_it_may_take() -> None:
+    store = FullStore()
+    _, (allowance,) = reserve(store, PROMPT + 1000, need(1000, 1600))
+    assert await allowance.grow()
+    assert allowance.tokens == 1500
+    assert await allowance.grow()
+    assert allowance.tokens == 1600
+    allowance.saw(tokens(1599))
+    assert not allowance.low, "it may not take more"
+
+
+async def test_of_what_is_left_every_sequence_gets_the_same() -> None:
+    store = FullStore(left=7)
+    _, (allowance,) = reserve(store, PROMPT + 3 * 20, need(20, 2000, n=3))
+    assert await allowance.grow()
+    assert allowance.tokens == 22
+    assert not await allowance.grow(), "one is left for three"
+    store.left = 2
+    assert await allowance.grow(), "and it is still there"
+    assert allowance.tokens == 23
+
+
+async def test_what_a_finished_sequence_did_not_need_is_used_by_others_first() -> None:
+    store = FullStore()
+    reserved, (one, two) = reserve(store, 2 * PROMPT + 3 * 300, need(300, 2000, n=2), need(300, 2000))
+    one.saw(tokens(100, 0, "stop"))
+    two.saw(tokens(250))
+    assert await two.grow()
+    assert two.tokens == 300 + LEAST_GROWTH_TOKENS
+    (more,) = store.asked
+    assert more.tokens == LEAST_GROWTH_TOKENS - 200, "of 300 tokens 100 were used"
+    assert more.used == 2 * PROMPT + 100 + 250 == reserved.used
+
+
+async def test_an_answer_begun_anew_takes_back_what_it_gave() -> None:
+    store = FullStore(left=0)
+    reserved, (allowance,) = reserve(store, PROMPT + 2 * 300, need(300, 2000, n=2, stream=False))
+    allowance.saw(tokens(100, 0, "stop"))
+    allowance.begin_anew()
+    assert reserved.used == PROMPT
+    assert not await allowance.grow(), "all of it is needed for the first part again"
+    allowance.saw(tokens(100, 0, "stop"))
+    assert await allowance.grow()
+    assert allowance.tokens == 500
+
+
+async def test_what_was_given_away_before_an_answer_is_begun_anew_is_reserved_again() -> None:
+    store = FullStore(left=0)
+    _, (one, two) = reserve(store, 2 * PROMPT + 2 * 300, need(300, 400, stream=False), need(300, 2000))
+    one.saw(tokens(100, 0, "stop"))
+    assert await two.grow()
+    assert two.tokens == 500
+    one.begin_anew()
+    store.left = 10**6
+    assert await two.grow()
+    (_, more) = store.asked
+    assert more.tokens == LEAST_GROWTH_TOKENS + 200
+
+
+def test_an_answer_that_is_reported_at_its_end_only_counts_as_all_that_it_may_be() -> None:
+    reserved, (chosen,) = reserve(FullStore(), PROMPT + 4 * 50, need(50, 50, n=1, best_of=4, stream=False))
+    assert reserved.num_possible == 0, "no engine was asked"
+    chosen.begin()
+    assert reserved.num_possible == 4 * 50
+    assert not chosen.low
+
+
+def test_tokens_that_are_not_reported_yet_count_as_possible() -> None:
+    reserved, (allowance,) = reserve(FullStore(), PROMPT + 3 * 60, need(60, 60, n=3, stream=False))
+    allowance.begin()
+    allowance.saw(tokens(16, 0))
+    allowance.saw(tokens(48, 1))
+    allowance.saw(tokens(20, 2, "stop"))
+    assert reserved.num_possible == (16 + 15) + 60 + 20
+    reserved, (streamed,) = reserve(FullStore(), PROMPT + 60, need(60, 60))
+    streamed.begin()
+    streamed.saw(tokens(16))
+    assert reserved.num_possible == 16
+
+
+def test_a_limit_has_ended_an_answer_that_stopped_at_its_allowance_below_its_own_length() -> None:
+    for first, most, ended in ((50, 100, True), (50, 50, False)):
+        reserved, (allowance,) = reserve(FullStore(), PROMPT + first, need(first, most))
+        allowance.saw(tokens(50, 0, "length"))
+        assert reserved.ended_answer == ended
+    reserved, (allowance,) = reserve(FullStore(), PROMPT + 50, need(50, 100))
+    allowance.saw(tokens(50, 0, "stop"))
+    assert not reserved.ended_answer
