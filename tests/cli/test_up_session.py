@@ -15,6 +15,7 @@ import subprocess
 import sys
 import termios
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -275,8 +276,13 @@ def test_what_is_shown_to_try_works_as_it_stands(
         assert words[-2] == "-d"
         body = json.loads(words[-1])
         status = cast(re.Match[str], re.search(r"http://\S+/status", shown.text)).group(0)
-        with urllib.request.urlopen(status, timeout=WAIT_LIMIT_S) as answer:
+        file = Path(cast(re.Match[str], re.search(r"Control token +(\S+)", shown.text)).group(1))
+        assert file.stat().st_mode & 0o777 == 0o600
+        headers = {"Authorization": f"Bearer {file.read_text().strip()}"}
+        with urllib.request.urlopen(urllib.request.Request(status, headers=headers), timeout=WAIT_LIMIT_S) as answer:
             assert json.loads(answer.read())["models"][0]["name"] == body["model"] == "sim"
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(status, timeout=WAIT_LIMIT_S)
         shown.press(b"\x03")
         assert shown.wait() == 0
 

@@ -30,7 +30,7 @@ def test_it_is_found_by_the_servers_url_and_gone_when_the_server_ends(tmp_path: 
         token = path.read_text().strip()
         assert read_made_token(URL, tmp_path) == read_made_token("http://localhost:8001/x", tmp_path) == token
         assert [each.name for each in path.parent.iterdir()] == ["control-127.0.0.1-8001.token"]
-    assert not path.exists()
+    assert list(tmp_path.iterdir()) == []
     assert read_made_token(URL, tmp_path) == ""
 
 

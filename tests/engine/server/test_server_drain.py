@@ -197,6 +197,19 @@ def test_rotated_tokens_are_accepted_without_a_restart(start_server: Callable[..
     wait_until(lambda: status() == 401)  # an empty file must let nobody in, not everybody on this machine
 
 
+def test_the_program_finds_the_token_that_the_server_made(
+    start_server: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    server = start_server(server={"internal_token": "", "control_host": "0.0.0.0"})
+    server.wait_for("ready")
+    guard = {"control_host": "0.0.0.0", "control_port": int(server.control_url.rsplit(":", 1)[1])}
+    assert httpx.post(f"{server.control_url}/internal/drain").status_code == 401
+    with settings_file(tmp_path, guard) as path:
+        assert drain_program.main(["--settings", str(path), "--wait-s", "1"]) == 0
+    assert httpx.get(f"{server.control_url}/readyz").json()["phase"] == "draining"
+
+
 def test_where_nobody_listens_there_is_nothing_to_drain(tmp_path: Path) -> None:
     with settings_file(tmp_path, {"control_port": 9}) as path:
         assert drain_program.main(["--settings", str(path)]) == 0
