@@ -22,7 +22,7 @@ from pagemill_operator.autoscaler.records import encode_record
 from pagemill_operator.backends.kubernetes.backend import KubernetesCluster
 from pagemill_operator.backends.kubernetes.client import ApiError, Client, Unreachable
 from pagemill_operator.backends.kubernetes.kinds import LLM_DEPLOYMENT, SECRET, WATCHED_KINDS, Kind
-from pagemill_operator.backends.kubernetes.snapshot import Load, Manifest, Owner, RenderContext
+from pagemill_operator.backends.kubernetes.snapshot import Manifest, Owner, RenderContext
 from pagemill_operator.backends.scaler import Scaler
 from pagemill_operator.config import OperatorConfig
 from pagemill_operator.controller import health
@@ -45,7 +45,7 @@ from pagemill_operator.controller.standby import Standby
 from pagemill_operator.controller.watches import Watches
 from pagemill_operator.controller.workers import Workers
 from pagemill_operator.handlers import build_registry, build_settings, watch
-from pagemill_operator.load.book import LoadBook
+from pagemill_operator.load.store import LoadStore
 from pagemill_protocol.engine_token import GATEWAY_CONTROL
 
 logger = logging.getLogger("pagemill.operator")
@@ -89,10 +89,10 @@ class Operator:
             self.client, config.namespace, config.keys_secret, config.key_rotation_s, on_change=self._wake_all
         )
         self.pod_monitors = PodMonitors(self.client, self.cache, self._namespaces, self._wake)
-        self.book = LoadBook()
+        self.loads = LoadStore()
         self.scaler = Scaler()
         self.streams = LoadStreams(
-            self.book,
+            self.loads,
             gateways=self.cache.gateways,
             token=self._gateway_token,
             port=config.gateway_control_port,
@@ -102,10 +102,10 @@ class Operator:
             self.client,
             self.cache,
             self._render_context,
-            load=self._load,
+            load=self.loads.measured,
             scaling=self.scaler.state,
-            held=self.book.held,
-            asleep=self.book.asleep,
+            held=self.loads.held,
+            asleep=self.loads.asleep,
             on_write=self.metrics.wrote,
         )
         recorder = EventRecorder(self.client, identity)
@@ -113,14 +113,14 @@ class Operator:
         self.standby = Standby(
             self.client,
             self.cache,
-            self.book,
+            self.loads,
             token=self._engine_token,
             port=config.engine_control_port,
             on_write=self.metrics.wrote,
         )
         self.autoscaling = Autoscaling(
             self.scaler,
-            self.book,
+            self.loads,
             self.cache,
             self.cluster,
             recorder,
@@ -137,7 +137,7 @@ class Operator:
             self.metrics,
             url=config.gateway_url,
             scaled=self.autoscaling.scaled,
-            starts=ColdStarts(self.book.starts, self.metrics),
+            starts=ColdStarts(self.loads.starts, self.metrics),
         )
         self.workers = Workers(self.queue, reconciler, self.metrics, count=config.workers, resync_s=config.resync_s)
         self.election = LeaderElection(
@@ -318,10 +318,6 @@ class Operator:
         self._wake(set(self.cache.keys()))
 
     # What others ask
-
-    def _load(self, key: str) -> Load | None:
-        summary = self.book.summary(key)
-        return Load(*summary) if summary is not None else None
 
     @property
     def _namespaces(self) -> list[str]:

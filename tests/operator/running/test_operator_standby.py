@@ -144,7 +144,7 @@ async def test_one_stands_by_and_is_woken_before_another_one_could_be_started(
     assert api.get("Deployment", "chat-engine")["metadata"]["annotations"]["pagemill.dev/awake"] == "1"
     world.pods(a=True, b=True)
     world.tell(held=[EngineHeld("uid-a", 9, 1), EngineHeld("uid-b", 0, 0)], pods=PodsSeen(ready=2))
-    await api.until(lambda: len(running.operator.book.held("default/chat")) == 2)
+    await api.until(lambda: len(running.operator.loads.held("default/chat")) == 2)
     assert world.calls == [], "Kubernetes waits for both of them to be ready"
     world.rolled_out()
     await api.until(lambda: world.calls == ["sleep"] and world.told("b") == "asleep")
@@ -185,7 +185,7 @@ async def test_the_next_leader_goes_on_with_what_sleeps(api: Any, world: World, 
     second = run_operator("b", gateway_control_port=world.port, engine_control_port=world.port)
     await second.leads()
     await second.settled()
-    await api.until(lambda: second.operator.book.summary("default/chat") is not None)
+    await api.until(lambda: second.operator.loads.measured("default/chat") is not None)
     assert world.status()["standbyReplicas"] == 1, "its annotation says so"
     assert {each["type"]: each["lastTransitionTime"] for each in world.status()["conditions"]} == transitions
     world.tell(asleep=["uid-a"], pods=PodsSeen(asleep=1), queue=waiting(1, needs_engine=True))
