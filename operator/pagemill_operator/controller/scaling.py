@@ -74,7 +74,7 @@ class Autoscaling:
                 async with asyncio.timeout(INTERVAL_S):
                     await self._urgent.wait()
 
-    def heard(self, keys: set[str]) -> None:
+    def load_changed(self, keys: set[str]) -> None:
         """The load of these has changed."""
         if any(self._loads.needs_engine(key) for key in keys):
             self._urgent.set()
