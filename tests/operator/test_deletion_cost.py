@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagemill_operator.backends.kubernetes.deletion_cost import COST_ANNOTATION, costs_to_write
-from pagemill_operator.load.held import emptiest_first, weight
+from pagemill_operator.load.store import emptiest_first, weight
 from pagemill_protocol.load import EngineHeld
 
 Manifest = dict[str, Any]

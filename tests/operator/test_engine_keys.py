@@ -70,28 +70,28 @@ def world() -> World:
 
 async def test_missing_keys_are_made(world: World) -> None:
     ring = world.ring()
-    assert await ring.tend() == DAY_S
+    assert await ring.rotate() == DAY_S
     assert world.secrets.writes == ["create"]
     assert world.secrets.secret is not None
     assert read_keys(world.secrets.secret) == ring.keys
 
 
 async def test_keys_that_are_young_are_left_alone(world: World) -> None:
-    await world.ring().tend()
+    await world.ring().rotate()
     world.now += timedelta(hours=6)
     again = world.ring()
-    assert await again.tend() == DAY_S - 6 * 3600
+    assert await again.rotate() == DAY_S - 6 * 3600
     assert world.secrets.writes == ["create"]
 
 
 async def test_a_turn_moves_each_key_on_so_that_no_used_token_is_ever_refused(world: World) -> None:
     ring = world.ring()
-    await ring.tend()
+    await ring.rotate()
     for _ in range(4):
         before = ring.keys
         assert before is not None
         world.now += timedelta(seconds=DAY_S)
-        await ring.tend()
+        await ring.rotate()
         after = ring.keys
         assert after is not None
         assert after.keys.current == before.keys.next, "what is used now was accepted for a whole period"
@@ -103,70 +103,70 @@ async def test_a_turn_moves_each_key_on_so_that_no_used_token_is_ever_refused(wo
 
 async def test_keys_that_are_spoilt_or_lost_are_written_back_as_they_were(world: World) -> None:
     ring = world.ring()
-    await ring.tend()
+    await ring.rotate()
     before = ring.keys
     assert world.secrets.secret is not None
     world.secrets.secret["data"]["next"] = "not base64!"
-    ring.saw("MODIFIED", world.secrets.secret)
-    assert ring.lost.is_set()
-    await ring.tend()
+    ring.observe("MODIFIED", world.secrets.secret)
+    assert ring.missing.is_set()
+    await ring.rotate()
     assert read_keys(world.secrets.secret) == ring.keys == before
-    assert not ring.lost.is_set()
+    assert not ring.missing.is_set()
     gone, world.secrets.secret = world.secrets.secret, None
-    ring.saw("DELETED", gone)
-    assert ring.lost.is_set()
-    await ring.tend()
+    ring.observe("DELETED", gone)
+    assert ring.missing.is_set()
+    await ring.rotate()
     assert world.secrets.secret is not None
     assert read_keys(world.secrets.secret) == before
 
 
 async def test_keys_that_nobody_knows_any_more_are_made_anew(world: World) -> None:
-    await world.ring().tend()
+    await world.ring().rotate()
     assert world.secrets.secret is not None
     world.secrets.secret["data"]["next"] = "not base64!"
     another = world.ring()
-    await another.tend()
+    await another.rotate()
     assert read_keys(world.secrets.secret) == another.keys
 
 
 async def test_what_a_watch_tells_late_takes_no_turn_back(world: World) -> None:
     ring = world.ring()
-    await ring.tend()
+    await ring.rotate()
     late = copy.deepcopy(world.secrets.secret)
     assert late is not None
     world.now += timedelta(seconds=DAY_S)
-    await ring.tend()
+    await ring.rotate()
     turned = ring.keys
-    ring.saw("MODIFIED", late)
+    ring.observe("MODIFIED", late)
     assert ring.keys == turned
 
 
 async def test_a_turn_by_another_leader_is_not_turned_over(world: World) -> None:
     ring = world.ring()
-    await ring.tend()
+    await ring.rotate()
     world.now += timedelta(seconds=DAY_S)
     stale = copy.deepcopy(world.secrets.secret)
-    await world.ring().tend()
+    await world.ring().rotate()
 
     async def find_stale(*_: Any) -> dict[str, Any] | None:
         return stale
 
     world.secrets.find = find_stale  # type: ignore[method-assign]
     with pytest.raises(ApiError, match="Conflict"):
-        await ring.tend()
+        await ring.rotate()
 
 
 async def test_a_watched_secret_tells_only_of_changes(world: World) -> None:
     ring, standby = world.ring(), world.ring()
-    await ring.tend()
+    await ring.rotate()
     assert world.changes == 1
     secret = world.secrets.secret
     assert secret is not None
-    standby.saw("MODIFIED", secret)
-    standby.saw("MODIFIED", secret)
+    standby.observe("MODIFIED", secret)
+    standby.observe("MODIFIED", secret)
     assert standby.keys == ring.keys
     assert world.changes == 2
-    standby.saw("MODIFIED", {**secret, "metadata": {**secret["metadata"], "name": "another"}, "data": {}})
+    standby.observe("MODIFIED", {**secret, "metadata": {**secret["metadata"], "name": "another"}, "data": {}})
     assert world.changes == 2
 
 
@@ -182,7 +182,7 @@ async def test_a_watched_secret_tells_only_of_changes(world: World) -> None:
     ],
 )
 async def test_a_spoilt_secret_holds_no_keys(world: World, spoil: Callable[[dict[str, Any]], Any]) -> None:
-    await world.ring().tend()
+    await world.ring().rotate()
     assert world.secrets.secret is not None
     spoil(world.secrets.secret)
     assert read_keys(world.secrets.secret) is None

@@ -11,7 +11,7 @@ from hand_clock import Clock
 
 from pagemill_operator.autoscaler.signals import Fleet, Signals, merge
 from pagemill_operator.controller.load_stream import display_wait_s
-from pagemill_operator.load.book import LoadBook, Summary
+from pagemill_operator.load.store import LoadStore, MeasuredLoad
 from pagemill_protocol.histogram import histogram_of
 from pagemill_protocol.load import (
     Arrivals,
@@ -35,8 +35,8 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def book(clock: Clock) -> LoadBook:
-    return LoadBook(clock)
+def loads(clock: Clock) -> LoadStore:
+    return LoadStore(clock)
 
 
 def frame(running: int = 2, *, age_s: float = 0.0, ready: int = 1, queued: int = 0, **fields: Any) -> LoadFrame:
@@ -53,71 +53,71 @@ def frame(running: int = 2, *, age_s: float = 0.0, ready: int = 1, queued: int =
     return LoadFrame(sequence=1, deployments=[DeploymentLoad(namespace="default", name="chat", **(known | fields))])
 
 
-def signals(book: LoadBook, *, ready: int = 1, num_gateways: int = 1) -> Signals:
-    return merge(book.views(KEY), Fleet(wanted=1, ready=ready), num_gateways=num_gateways, at_s=0.0)
+def signals(loads: LoadStore, *, ready: int = 1, num_gateways: int = 1) -> Signals:
+    return merge(loads.views(KEY), Fleet(wanted=1, ready=ready), num_gateways=num_gateways, at_s=0.0)
 
 
-def test_nobody_heard_is_not_zero(book: LoadBook) -> None:
-    assert book.summary(KEY) is None
-    book.hear("g1", LoadFrame(sequence=0))
-    assert book.summary(KEY) is None
-    assert signals(book).engines.truth == "unknown"
-    assert not signals(book).is_whole
+def test_nobody_heard_is_not_zero(loads: LoadStore) -> None:
+    assert loads.measured(KEY) is None
+    loads.put("g1", LoadFrame(sequence=0))
+    assert loads.measured(KEY) is None
+    assert signals(loads).engines.truth == "unknown"
+    assert not signals(loads).is_whole
 
 
-def test_gateways_see_the_same_engines_so_the_freshest_counts(book: LoadBook, clock: Clock) -> None:
-    book.hear("g1", frame(7, age_s=0.1))
-    book.hear("g2", frame(5, age_s=3.0))
-    assert book.summary(KEY) == Summary(kv_cache_usage=0.5, running=7, waiting=1, ready=1)
-    assert signals(book, num_gateways=2).engines.num_requests_running == 7
+def test_gateways_see_the_same_engines_so_the_freshest_counts(loads: LoadStore, clock: Clock) -> None:
+    loads.put("g1", frame(7, age_s=0.1))
+    loads.put("g2", frame(5, age_s=3.0))
+    assert loads.measured(KEY) == MeasuredLoad(kv_cache_usage=0.5, running=7, waiting=1)
+    assert signals(loads, num_gateways=2).engines.num_requests_running == 7
     clock.now += 4
-    book.hear("g2", frame(6))
-    assert signals(book, num_gateways=2).engines.num_requests_running == 6
-    summary = book.summary(KEY)
-    assert summary is not None
-    assert summary.running == 6
+    loads.put("g2", frame(6))
+    assert signals(loads, num_gateways=2).engines.num_requests_running == 6
+    measured = loads.measured(KEY)
+    assert measured is not None
+    assert measured.running == 6
 
 
-def test_who_hears_more_engines_is_believed_before_who_is_fresher(book: LoadBook) -> None:
-    book.hear("g1", frame(9, age_s=1.0, ready=2))
-    book.hear("g2", frame(4, age_s=0.0, ready=1))
-    assert signals(book, ready=2).engines.num_requests_running == 9
+def test_who_hears_more_engines_is_believed_before_who_is_fresher(loads: LoadStore) -> None:
+    loads.put("g1", frame(9, age_s=1.0, ready=2))
+    loads.put("g2", frame(4, age_s=0.0, ready=1))
+    assert signals(loads, ready=2).engines.num_requests_running == 9
 
 
-def test_engines_that_are_ready_and_unheard_make_the_sums_stale(book: LoadBook) -> None:
-    book.hear("g1", frame(ready=2))
-    assert signals(book, ready=2).engines.truth == "value"
-    assert signals(book, ready=3).engines.truth == "stale"
-    book.hear("g1", frame(engines=EnginesLoad(truth="value"), ready=0))
-    assert signals(book, ready=0).engines.truth == "value"
-    assert signals(book, ready=1).engines.truth == "unknown"
+def test_engines_that_are_ready_and_unheard_make_the_sums_stale(loads: LoadStore) -> None:
+    loads.put("g1", frame(ready=2))
+    assert signals(loads, ready=2).engines.truth == "value"
+    assert signals(loads, ready=3).engines.truth == "stale"
+    loads.put("g1", frame(engines=EnginesLoad(truth="value"), ready=0))
+    assert signals(loads, ready=0).engines.truth == "value"
+    assert signals(loads, ready=1).engines.truth == "unknown"
 
 
-def test_of_what_an_engine_holds_the_most_that_any_gateway_says_counts(book: LoadBook) -> None:
-    book.hear("g1", frame(held=[EngineHeld("a", 4, 2), EngineHeld("b", 1, 1)]))
-    book.hear("g2", frame(held=[EngineHeld("a", 3, 9), EngineHeld("c", 0, 0)]))
-    assert book.held(KEY) == {"a": EngineHeld("a", 4, 2), "b": EngineHeld("b", 1, 1), "c": EngineHeld("c", 0, 0)}
-    book.lost("g1")
-    assert book.held(KEY).keys() == {"a", "c"}
-    assert book.held("default/other") == {}
+def test_of_what_an_engine_holds_the_most_that_any_gateway_says_counts(loads: LoadStore) -> None:
+    loads.put("g1", frame(held=[EngineHeld("a", 4, 2), EngineHeld("b", 1, 1)]))
+    loads.put("g2", frame(held=[EngineHeld("a", 3, 9), EngineHeld("c", 0, 0)]))
+    assert loads.held(KEY) == {"a": EngineHeld("a", 4, 2), "b": EngineHeld("b", 1, 1), "c": EngineHeld("c", 0, 0)}
+    loads.remove("g1")
+    assert loads.held(KEY).keys() == {"a", "c"}
+    assert loads.held("default/other") == {}
 
 
-def test_who_told_how_an_engine_started_does_not_matter(book: LoadBook) -> None:
-    book.hear("g1", frame(starts=[EngineStart("a", {"load": 1.0})]))
-    book.hear("g2", frame(starts=[EngineStart("a", {"load": 1.0}), EngineStart("b", {"load": 2.0})]))
-    assert book.starts(KEY) == {"a": EngineStart("a", {"load": 1.0}), "b": EngineStart("b", {"load": 2.0})}
+def test_who_told_how_an_engine_started_does_not_matter(loads: LoadStore) -> None:
+    loads.put("g1", frame(starts=[EngineStart("a", {"load": 1.0})]))
+    loads.put("g2", frame(starts=[EngineStart("a", {"load": 1.0}), EngineStart("b", {"load": 2.0})]))
+    assert loads.starts(KEY) == {"a": EngineStart("a", {"load": 1.0}), "b": EngineStart("b", {"load": 2.0})}
 
 
-def test_an_engine_that_says_to_any_gateway_that_it_sleeps_is_not_awake(book: LoadBook) -> None:
-    book.hear("g1", frame(asleep=["a"]))
-    book.hear("g2", frame(asleep=["b"]))
-    assert book.asleep(KEY) == {"a", "b"}
-    book.hear("g1", frame())
-    assert book.asleep(KEY) == {"b"}
-    assert book.asleep("default/other") == frozenset()
+def test_an_engine_that_says_to_any_gateway_that_it_sleeps_is_not_awake(loads: LoadStore) -> None:
+    loads.put("g1", frame(asleep=["a"]))
+    loads.put("g2", frame(asleep=["b"]))
+    assert loads.asleep(KEY) == {"a", "b"}
+    loads.put("g1", frame())
+    assert loads.asleep(KEY) == {"b"}
+    assert loads.asleep("default/other") == frozenset()
 
 
-def test_what_is_each_gateways_own_adds_up(book: LoadBook) -> None:
+def test_what_is_each_gateways_own_adds_up(loads: LoadStore) -> None:
     for number, gateway in enumerate(("g1", "g2"), start=1):
         fields = {
             "queue": QueueLoad(num_requests=3, num_tokens=30, oldest_s=float(number)),
@@ -127,19 +127,19 @@ def test_what_is_each_gateways_own_adds_up(book: LoadBook) -> None:
             "latencies": Latencies(truth="value", ttft_ms=histogram_of([10.0 * number])),
             "lengths": Lengths(truth="value", prompt=histogram_of([100.0])),
         }
-        assert book.hear(gateway, frame(**fields)) == {KEY}
-    seen = signals(book, num_gateways=2)
+        assert loads.put(gateway, frame(**fields)) == {KEY}
+    seen = signals(loads, num_gateways=2)
     assert (seen.queue.num_requests, seen.queue.num_tokens, seen.queue.oldest_s) == (6, 60, 2.0)
     assert (seen.arrivals.requests_per_s, seen.arrivals.idle_s, seen.arrivals.window_s) == (4.0, 9.0, 60.0)
     assert (seen.latencies.ttft_ms.total, seen.lengths.prompt.total) == (2, 2)
     assert (seen.num_waiting, seen.num_requests) == (1 + 6, 2 + 1 + 6)
-    summary = book.summary(KEY)
-    assert summary is not None
-    assert summary.waiting == 1 + 6
+    measured = loads.measured(KEY)
+    assert measured is not None
+    assert measured.waiting == 1 + 6
     assert seen.is_whole
-    book.lost("g2")
-    assert not signals(book, num_gateways=2).is_whole
-    assert signals(book).queue.num_requests == 3
+    loads.remove("g2")
+    assert not signals(loads, num_gateways=2).is_whole
+    assert signals(loads).queue.num_requests == 3
 
 
 @pytest.mark.parametrize(
@@ -151,46 +151,46 @@ def test_what_is_each_gateways_own_adds_up(book: LoadBook) -> None:
         Arrivals(truth="value", burst_requests_per_s=-1.0),
     ],
 )
-def test_a_rate_that_one_does_not_know_is_nobodys(book: LoadBook, arrivals: Arrivals) -> None:
-    book.hear("g1", frame(arrivals=Arrivals(truth="value", requests_per_s=1.0)))
-    book.hear("g2", frame(arrivals=arrivals))
-    assert signals(book).arrivals.truth == "unknown"
+def test_a_rate_that_one_does_not_know_is_nobodys(loads: LoadStore, arrivals: Arrivals) -> None:
+    loads.put("g1", frame(arrivals=Arrivals(truth="value", requests_per_s=1.0)))
+    loads.put("g2", frame(arrivals=arrivals))
+    assert signals(loads).arrivals.truth == "unknown"
 
 
 @pytest.mark.parametrize("fields", [{"num_blocks_active": -1}, {"num_requests_running": -5}, {"age_s": math.nan}])
-def test_counts_that_cannot_be_are_unknown(book: LoadBook, fields: dict[str, Any]) -> None:
-    book.hear("g1", frame(engines=EnginesLoad(truth="value", num_reporting=1, **fields)))
-    assert signals(book).engines.truth in ("unknown", "value")
-    assert signals(book).num_requests >= 0
+def test_counts_that_cannot_be_are_unknown(loads: LoadStore, fields: dict[str, Any]) -> None:
+    loads.put("g1", frame(engines=EnginesLoad(truth="value", num_reporting=1, **fields)))
+    assert signals(loads).engines.truth in ("unknown", "value")
+    assert signals(loads).num_requests >= 0
     if "age_s" not in fields:
-        assert signals(book).engines.truth == "unknown"
+        assert signals(loads).engines.truth == "unknown"
 
 
-def test_a_gateway_that_is_lost_says_nothing_any_more(book: LoadBook) -> None:
-    book.hear("g1", frame(7))
-    book.lost("g1")
-    assert book.summary(KEY) is None
+def test_a_gateway_that_is_lost_says_nothing_any_more(loads: LoadStore) -> None:
+    loads.put("g1", frame(7))
+    loads.remove("g1")
+    assert loads.measured(KEY) is None
 
 
-def test_only_what_changed_is_told(book: LoadBook) -> None:
-    assert book.hear("g1", frame(7)) == {KEY}
-    assert book.hear("g1", frame(7, age_s=1.0)) == set()
-    assert book.hear("g1", frame(8)) == {KEY}
+def test_only_what_changed_is_told(loads: LoadStore) -> None:
+    assert loads.put("g1", frame(7)) == {KEY}
+    assert loads.put("g1", frame(7, age_s=1.0)) == set()
+    assert loads.put("g1", frame(8)) == {KEY}
 
 
-def test_who_needs_an_engine_is_known(book: LoadBook) -> None:
-    book.hear("g1", frame())
-    assert not book.needs_engine(KEY)
-    book.hear("g2", frame(queue=QueueLoad(num_requests=1, needs_engine=True)))
-    assert book.needs_engine(KEY)
+def test_who_needs_an_engine_is_known(loads: LoadStore) -> None:
+    loads.put("g1", frame())
+    assert not loads.needs_engine(KEY)
+    loads.put("g2", frame(queue=QueueLoad(num_requests=1, needs_engine=True)))
+    assert loads.needs_engine(KEY)
 
 
 @pytest.mark.parametrize(("active", "shown"), [(150, 1.0), (-10, 0.0), (50, 0.5)])
-def test_a_share_is_a_share(book: LoadBook, active: int, shown: float) -> None:
-    book.hear("g1", frame(engines=EnginesLoad(truth="value", num_blocks_total=100, num_blocks_active=active)))
-    summary = book.summary(KEY)
-    assert summary is not None
-    assert summary.kv_cache_usage == shown
+def test_a_share_is_a_share(loads: LoadStore, active: int, shown: float) -> None:
+    loads.put("g1", frame(engines=EnginesLoad(truth="value", num_blocks_total=100, num_blocks_active=active)))
+    measured = loads.measured(KEY)
+    assert measured is not None
+    assert measured.kv_cache_usage == shown
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,12 @@ import pytest
 
 from pagemill_operator.backends.kubernetes.backend import KubernetesCluster
 from pagemill_operator.backends.kubernetes.client import ApiError
-from pagemill_operator.backends.kubernetes.snapshot import Load, RenderContext
+from pagemill_operator.backends.kubernetes.snapshot import RenderContext
 from pagemill_operator.controller.cache import Cache
 from pagemill_operator.controller.events import EventRecorder
 from pagemill_operator.controller.metrics import OperatorMetrics
 from pagemill_operator.controller.reconcile import SETTLE_LONGEST_S, Reconciler
+from pagemill_operator.load.store import MeasuredLoad
 
 Manifest = dict[str, Any]
 KEY = "default/chat"
@@ -30,7 +31,7 @@ class World:
         self.statuses: list[Manifest] = []
         self.before_apply: Callable[[Manifest], None] = lambda manifest: None
         self.status_error: ApiError | None = None
-        self.load: Load | None = None
+        self.load: MeasuredLoad | None = None
         client: Any = self
         metrics = OperatorMetrics()
         self.cluster = KubernetesCluster(client, self.cache, self._context, load=lambda key: self.load)
@@ -112,10 +113,10 @@ async def test_children_that_are_written_again_and_again_do_not_hide_the_status(
 
 
 async def test_load_that_comes_too_early_is_looked_at_again_in_time(world: World) -> None:
-    world.load = Load(0.1, 1, 0, 1)
+    world.load = MeasuredLoad(0.1, 1, 0)
     await world.settle()
     world.now += 10
-    world.load = Load(0.9, 5, 0, 1)
+    world.load = MeasuredLoad(0.9, 5, 0)
     assert await world.reconciler.reconcile(KEY) == pytest.approx(30.0 - 10.0, abs=3.0)
     await world.settle()
     assert world.statuses[-1]["load"]["kvCacheUsagePercent"] == 90

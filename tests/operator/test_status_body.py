@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from pagemill_crds.models import LLMDeployment
 from pagemill_crds.status import LLMDeploymentStatus
 from pagemill_operator.backends.kubernetes.observe import observe, status_body
-from pagemill_operator.backends.kubernetes.snapshot import Load, Snapshot
+from pagemill_operator.backends.kubernetes.snapshot import Snapshot
+from pagemill_operator.load.store import MeasuredLoad
 from pagemill_operator.plan import Plan, make_plan
 from pagemill_operator.status.events import events_between
 from pagemill_operator.status.load import REQUEST_STEPS, coarse, next_load, summarize
@@ -25,7 +26,9 @@ T0, T1, T2 = "2026-01-01T00:00:00Z", "2026-01-01T00:00:10Z", "2026-01-01T00:01:0
 URL = "http://pagemill-gateway.pagemill-system"
 
 
-def snapshot(status: dict[str, Any] | None = None, *, generation: int = 1, load: Load | None = None) -> Snapshot:
+def snapshot(
+    status: dict[str, Any] | None = None, *, generation: int = 1, load: MeasuredLoad | None = None
+) -> Snapshot:
     metadata = {"name": "chat", "namespace": "default", "generation": generation, "uid": "uid"}
     return Snapshot({"metadata": metadata, "status": status or {}}, num_gateways=1, num_gateways_ready=1, load=load)
 
@@ -59,7 +62,7 @@ def test_the_first_status_has_every_condition_and_count(deployment: Make) -> Non
 def test_nothing_new_is_no_new_status(deployment: Make) -> None:
     plan = make_plan(deployment(replicas=2, resources={"gpus": 1}), "kubernetes")
     observation = seen(plan, "ready", "loading")
-    load = Load(kv_cache_usage=0.42, running=7, waiting=3, ready=1)
+    load = MeasuredLoad(kv_cache_usage=0.42, running=7, waiting=3)
     first = written(status_body(snapshot(load=load), observation, URL, T0))
     assert status_body(snapshot(first, load=load), observation, URL, T2) == first
 
@@ -136,18 +139,18 @@ def test_a_long_message_is_cut(deployment: Make) -> None:
 def test_load_moves_in_steps_and_not_too_often(deployment: Make) -> None:
     plan = make_plan(deployment(), "kubernetes")
     observation = seen(plan, "ready")
-    first = written(status_body(snapshot(load=Load(0.42, 7, 0, 1)), observation, URL, T0))
+    first = written(status_body(snapshot(load=MeasuredLoad(0.42, 7, 0)), observation, URL, T0))
     assert first["load"] == {
         "kvCacheUsagePercent": 40,
         "requestsRunning": 5,
         "requestsWaiting": 0,
         "lastUpdateTime": T0,
     }
-    same_step = status_body(snapshot(first, load=Load(0.41, 9, 0, 1)), observation, URL, T2)
+    same_step = status_body(snapshot(first, load=MeasuredLoad(0.41, 9, 0)), observation, URL, T2)
     assert same_step == first
-    too_early = status_body(snapshot(first, load=Load(0.9, 64, 30, 1)), observation, URL, T1)
+    too_early = status_body(snapshot(first, load=MeasuredLoad(0.9, 64, 30)), observation, URL, T1)
     assert too_early == first
-    later = status_body(snapshot(first, load=Load(0.9, 64, 30, 1)), observation, URL, T2)
+    later = status_body(snapshot(first, load=MeasuredLoad(0.9, 64, 30)), observation, URL, T2)
     assert (later["load"]["kvCacheUsagePercent"], later["load"]["requestsWaiting"]) == (90, 20)
     assert status_body(snapshot(written(later), load=None), observation, URL, T2) == later
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from pagemill_operator.load.held import emptiest_first
+from pagemill_operator.load.store import emptiest_first
 from pagemill_operator.plan.types import Group
 from pagemill_operator.status.conditions import Phase, ReplicaObservation
 from pagemill_protocol.load import EngineHeld

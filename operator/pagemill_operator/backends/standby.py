@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from pagemill_operator.load.held import emptiest_first
+from pagemill_operator.load.store import emptiest_first
 from pagemill_operator.plan.types import Plan
 from pagemill_operator.status.observation import Phase, ReplicaObservation
 from pagemill_protocol.load import EngineHeld

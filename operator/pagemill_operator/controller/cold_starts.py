@@ -1,6 +1,6 @@
 """Cold starts as they are measured: each pod that became ready under this leader, once, with its engine's own phases.
 
-Neighbours: `load.book` has what engines told, `backends.kubernetes.observe.start` makes phases of it, `reconcile` asks
+Neighbours: `load.store` has what engines told, `backends.kubernetes.observe.start` makes phases of it, `reconcile` asks
 for each deployment it looks at and shows the latest start in the status.
 """
 

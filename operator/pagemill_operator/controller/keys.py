@@ -1,7 +1,7 @@
-"""The keys that engine tokens are derived from: one Secret, made and turned by the leader.
+"""The keys that engine tokens are derived from: one Secret, made and rotated by the leader.
 
-Three keys: `next` is accepted before anybody uses it, `current` is used, `previous` is still accepted. A turn moves
-each one on. Engines accept tokens of all three, gateways send the one of `current`, so no turn is ever noticed.
+Three keys: `next` is accepted before it is used, `current` is used, `previous` is still accepted. A rotation moves each
+one on. Engines accept tokens of all three and gateways send the one of `current`, so no rotation refuses a request.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Keys(NamedTuple):
     keys: EngineKeys
     rotated_at: datetime
 
-    def turned(self, now: datetime) -> Keys:
+    def rotated(self, now: datetime) -> Keys:
         keys = EngineKeys(current=self.keys.next, next=secrets.token_bytes(KEY_BYTES), previous=self.keys.current)
         return Keys(keys, now)
 
@@ -75,11 +75,11 @@ class KeyRing:
         self._now = now
         self.keys: Keys | None = None
         """None until they are made or seen."""
-        self.lost = asyncio.Event()
-        """The Secret is gone or spoilt: it should be tended at once."""
+        self.missing = asyncio.Event()
+        """The Secret is gone or cannot be read: it should be made at once."""
         self._version = 0
 
-    def saw(self, event_type: str | None, secret: Manifest) -> None:
+    def observe(self, event_type: str | None, secret: Manifest) -> None:
         """A watch has reported a Secret."""
         metadata = secret["metadata"]
         version = int(metadata["resourceVersion"])
@@ -88,13 +88,13 @@ class KeyRing:
         self._version = version
         keys = read_keys(secret) if event_type != "DELETED" else None
         if keys is None:
-            self.lost.set()
+            self.missing.set()
         else:
             self._take(keys)
 
-    async def tend(self) -> float:
-        """Make or turn the keys where that is due. Returns the seconds until the next turn."""
-        self.lost.clear()
+    async def rotate(self) -> float:
+        """Make or rotate the keys where that is due. Returns the seconds until the next rotation."""
+        self.missing.clear()
         secret = await self._client.find(SECRET, self._namespace, self._name)
         now = self._now().replace(microsecond=0)
         keys = read_keys(secret) if secret else None
@@ -103,8 +103,8 @@ class KeyRing:
             keys = await self._write(self.keys or new_keys(now), secret)
             logger.info("keys for engine tokens are written to Secret %s/%s", self._namespace, self._name)
         elif keys.age_s(now) >= self._rotation_s:
-            keys = await self._write(keys.turned(now), secret)
-            logger.info("keys for engine tokens are turned")
+            keys = await self._write(keys.rotated(now), secret)
+            logger.info("keys for engine tokens are rotated")
         self._take(keys)
         return max(1.0, self._rotation_s - keys.age_s(now))
 
@@ -119,16 +119,16 @@ class KeyRing:
             try:
                 written = await self._client.create(SECRET, manifest)
             except ApiError as error:
-                # Made by somebody else meanwhile: those keys count, and are read with the next try.
+                # Another process has made them meanwhile: those keys count, and are read with the next try.
                 logger.warning("the keys were not made: %s", error)
                 raise
             return self._wrote(keys, written)
-        # A precondition, so that no turn is lost between two leaders.
+        # A precondition, so that no rotation is lost between two leaders.
         manifest["metadata"]["resourceVersion"] = before["metadata"]["resourceVersion"]
         return self._wrote(keys, await self._client.merge(SECRET, self._namespace, self._name, manifest))
 
     def _wrote(self, keys: Keys, secret: Manifest) -> Keys:
-        """What watches tell of earlier versions is no news."""
+        """What watches report of earlier versions is ignored."""
         self._version = max(self._version, int(secret["metadata"]["resourceVersion"]))
         return keys
 

@@ -2,8 +2,8 @@
 
 Rules of client-go's leader election: a Lease may be taken over when its record has not changed for its duration on
 *our* clock (clocks are never compared). The leader's right to write ends `renew_deadline_s` after the start of its last
-successful renewal, before anybody else can take over: every write asks `remaining_s`. A leader that lost its Lease to
-another ends its process.
+successful renewal, before another process can take over: every write asks `remaining_s`. A leader whose Lease another
+process has taken ends.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
-from pagemill_operator.backends.kubernetes.client import ApiError, Unreachable
+from pagemill_operator.backends.kubernetes.client import ApiError, Client, Unreachable
+from pagemill_operator.backends.kubernetes.kinds import LEASE
 
 logger = logging.getLogger("pagemill.operator.lease")
 
@@ -54,7 +55,7 @@ class Leadership:
         self._renewed_at: float | None = None
 
     def remaining_s(self) -> float:
-        """Seconds for which writing is still allowed; 0 for who is not the leader."""
+        """Seconds for which writing is still allowed; 0 for a process that is not the leader."""
         if self._renewed_at is None:
             return 0.0
         return max(0.0, self._renewed_at + self._renew_deadline_s - self._clock())
@@ -100,15 +101,16 @@ class LeaderElection:
                     return
             except (ApiError, Unreachable) as error:
                 logger.warning("the Lease cannot be read or taken: %s", error)
-                # Who could not look does not know how long the holder was silent.
+                # Without a look at it, it is not known for how long the holder did not renew it.
                 self._seen_spec = None
             await self._sleep(self._pause_s())
 
     async def hold(self, on_change: Callable[[bool], None] = lambda leads: None) -> str:
-        """Renew for ever; returns who holds the Lease once that is somebody else.
+        """Renew for ever; returns which process holds the Lease once that is another one.
 
         Where it cannot be renewed in time (the API server is away), leadership is only suspended: nothing may be
-        written, but a Lease that still names us when it can be read again was nobody's meanwhile. `on_change` is told.
+        written, but a Lease that still names us when it can be read again was not held by another process meanwhile.
+        `on_change` is called when leadership is suspended or resumed.
         """
         leads = True
         while True:
@@ -116,7 +118,7 @@ class LeaderElection:
             try:
                 if not await self._renew():
                     self._leadership.give_up()
-                    return f"the Lease is held by {self._holder() or 'nobody'} now"
+                    return f"the Lease is held by {self._holder() or 'no process'} now"
             except (ApiError, Unreachable) as error:
                 # Once suspended, an hour of outage need not fill the log.
                 level = logging.WARNING if leads else logging.DEBUG
@@ -149,13 +151,13 @@ class LeaderElection:
         try:
             return self._took(await write(self._claim(record), self._timeout_s(started)), started)
         except ApiError as error:
-            # Somebody else was quicker.
+            # Another process was quicker.
             if error.status == 409:
                 return False
             raise
 
     async def _renew(self) -> bool:
-        """False when somebody else holds it. The time that counts is the one before the request."""
+        """False when another process holds it. The time that counts is the one before the request."""
         if self._leadership.remaining_s() <= 0:
             # Too late to renew what we know: others may have written meanwhile.
             return await self._renew_known(await self._store.read(self._settings.renew_deadline_s / 2))
@@ -167,7 +169,7 @@ class LeaderElection:
         except ApiError as error:
             if error.status not in (404, 409):
                 raise
-        # Somebody wrote it. That may have been our own request whose answer was lost.
+        # It was written meanwhile, perhaps by our own request whose answer was lost.
         return await self._renew_known(await self._store.read(timeout_s))
 
     async def _renew_known(self, record: Record | None) -> bool:
@@ -233,3 +235,34 @@ class LeaderElection:
 
     def _timestamp(self) -> str:
         return self._now().strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+class KubernetesLease:
+    """The Lease object. Its requests are not fenced: renewing is what the fence is made of."""
+
+    def __init__(self, client: Client, namespace: str, name: str) -> None:
+        self._client = client
+        self._namespace = namespace
+        self._name = name
+
+    async def read(self, timeout_s: float) -> Record | None:
+        path = LEASE.path(self._namespace, self._name)
+        try:
+            return await self._client.request("GET", path, timeout_s=timeout_s)
+        except ApiError as error:
+            if error.status == 404:
+                return None
+            raise
+
+    async def create(self, record: Record, timeout_s: float) -> Record:
+        body = {
+            "apiVersion": LEASE.api_version,
+            "kind": LEASE.name,
+            "metadata": {"namespace": self._namespace, "name": self._name},
+            **record,
+        }
+        return await self._client.request("POST", LEASE.path(self._namespace), body=body, timeout_s=timeout_s)
+
+    async def replace(self, record: Record, timeout_s: float) -> Record:
+        path = LEASE.path(self._namespace, self._name)
+        return await self._client.request("PUT", path, body=record, timeout_s=timeout_s)

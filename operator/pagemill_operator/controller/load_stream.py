@@ -1,6 +1,6 @@
 """Keeps one load stream open to each ready gateway pod; the leader alone does.
 
-What is heard goes into the `load.book`. How much of it `status` shows, and how often, is decided in `status.load`.
+What is heard goes into the `load.store`. How much of it `status` shows, and how often, is decided in `status.load`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import aiohttp
 
 from pagemill_operator.backends.kubernetes.snapshot import Manifest
 from pagemill_operator.controller.cache import is_ready
-from pagemill_operator.load.book import LoadBook
-from pagemill_operator.load.reader import STREAM_FAULTS, follow_load
+from pagemill_operator.load.store import LoadStore
+from pagemill_operator.load.stream import STREAM_FAULTS, follow_load
 from pagemill_operator.status.load import LEAST_SECONDS_BETWEEN_WRITES
 from pagemill_protocol.load import LoadFrame
 
@@ -37,7 +37,7 @@ def display_wait_s(status: Manifest, now: datetime) -> float:
 class LoadStreams:
     def __init__(
         self,
-        book: LoadBook,
+        loads: LoadStore,
         *,
         gateways: Callable[[], list[Manifest]],
         token: Callable[[], str | None],
@@ -45,7 +45,7 @@ class LoadStreams:
         on_change: Callable[[set[str]], None],
     ) -> None:
         """`on_change` is told the keys whose load has changed."""
-        self._book = book
+        self._loads = loads
         self._gateways = gateways
         self._token = token
         self._port = port
@@ -74,7 +74,7 @@ class LoadStreams:
         }
         for uid in [uid for uid, task in self._streams.items() if uid not in wanted or task.done()]:
             self._streams.pop(uid).cancel()
-            self._book.lost(uid)
+            self._loads.remove(uid)
         self._unheard &= wanted.keys()
         token = self._token()
         for uid in wanted.keys() - self._streams.keys() if token else ():
@@ -88,7 +88,7 @@ class LoadStreams:
 
         def heard(frame: LoadFrame) -> None:
             self._unheard.discard(uid)
-            self._on_change(self._book.hear(uid, frame))
+            self._on_change(self._loads.put(uid, frame))
 
         try:
             await follow_load(session, url, self._token() or "", heard)
@@ -102,5 +102,5 @@ class LoadStreams:
             self._unheard.add(uid)
         finally:
             # What it said is not true for ever: until it is heard again it is missing.
-            self._book.lost(uid)
+            self._loads.remove(uid)
         await asyncio.sleep(random.uniform(0.5, 1.0))

@@ -1,7 +1,7 @@
 """The leader's autoscaling: asks the scaler about each deployment, by the clock and when somebody waits for an engine.
 
 It writes nothing: a changed number wakes the deployment's key, and the next reconcile carries it out like any plan.
-Neighbours: `load.book` has the signals, `autoscaler` decides, `reconcile` asks `scaled` for the plan to carry out, and
+Neighbours: `load.store` has the signals, `autoscaler` decides, `reconcile` asks `scaled` for the plan to carry out, and
 `standby` wakes what sleeps.
 """
 
@@ -22,7 +22,7 @@ from pagemill_operator.controller.decision_records import DecisionRecords
 from pagemill_operator.controller.events import EventRecorder
 from pagemill_operator.controller.metrics import OperatorMetrics
 from pagemill_operator.controller.standby import Standby
-from pagemill_operator.load.book import LoadBook
+from pagemill_operator.load.store import LoadStore
 from pagemill_operator.plan.types import Plan
 
 logger = logging.getLogger("pagemill.operator.scaling")
@@ -34,7 +34,7 @@ class Autoscaling:
     def __init__(
         self,
         scaler: Scaler,
-        book: LoadBook,
+        loads: LoadStore,
         cache: Cache,
         cluster: KubernetesCluster,
         recorder: EventRecorder,
@@ -46,7 +46,7 @@ class Autoscaling:
     ) -> None:
         """`wake` is told the keys that have news."""
         self._scaler = scaler
-        self._book = book
+        self._loads = loads
         self._cache = cache
         self._cluster = cluster
         self._recorder = recorder
@@ -74,9 +74,9 @@ class Autoscaling:
                 async with asyncio.timeout(INTERVAL_S):
                     await self._urgent.wait()
 
-    def heard(self, keys: set[str]) -> None:
+    def load_changed(self, keys: set[str]) -> None:
         """The load of these has changed."""
-        if any(self._book.needs_engine(key) for key in keys):
+        if any(self._loads.needs_engine(key) for key in keys):
             self._urgent.set()
 
     def scaled(self, plan: Plan) -> Plan:
@@ -95,7 +95,7 @@ class Autoscaling:
             key,
             plan.autoscaling,
             seen,
-            self._book.views(key),
+            self._loads.views(key),
             start=self._start(plan),
             num_gateways=self._cache.num_gateways_ready(),
         )

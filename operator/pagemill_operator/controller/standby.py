@@ -25,7 +25,7 @@ from pagemill_operator.backends.kubernetes.render.names import REST_ANNOTATION, 
 from pagemill_operator.backends.kubernetes.snapshot import Manifest
 from pagemill_operator.backends.standby import Orders, next_orders
 from pagemill_operator.controller.cache import Cache
-from pagemill_operator.load.book import LoadBook
+from pagemill_operator.load.store import LoadStore
 from pagemill_operator.plan.types import Plan
 from pagemill_operator.status.observation import Observation, ReplicaObservation
 
@@ -52,7 +52,7 @@ class Standby:
         self,
         client: Client,
         cache: Cache,
-        book: LoadBook,
+        loads: LoadStore,
         *,
         token: Callable[[str, str], str | None],
         port: int,
@@ -61,7 +61,7 @@ class Standby:
         """`token`: of the engines of namespace and name. `port`: control port of engines."""
         self._client = client
         self._cache = cache
-        self._book = book
+        self._loads = loads
         self._token = token
         self._port = port
         self._on_write = on_write
@@ -103,7 +103,7 @@ class Standby:
     def _orders(
         self, key: str, plan: Plan, replicas: Sequence[ReplicaObservation], pods: Mapping[str, Manifest]
     ) -> Orders:
-        held = self._book.held(key)
+        held = self._loads.held(key)
         orders = next_orders(plan, replicas, {name: held[_uid(pod)] for name, pod in pods.items() if _uid(pod) in held})
         free = [name for name, pod in pods.items() if _uid(pod) not in self._told]
         sleep = orders.sleep if self._is_settled(key, plan) else []

@@ -1,1 +1,1 @@
-"""The load stream as the operator hears it: `reader` follows a gateway, `book` keeps what they say, `held` compares."""
+"""The load stream in the operator: `stream` follows one gateway, `store` keeps what all of them report."""

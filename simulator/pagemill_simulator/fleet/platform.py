@@ -14,7 +14,7 @@ from typing import Protocol
 
 from pagemill_operator.autoscaler.signals import Fleet
 from pagemill_operator.backends.start_durations import StartDurations
-from pagemill_operator.load.held import emptiest_first
+from pagemill_operator.load.store import emptiest_first
 from pagemill_operator.status.observation import Phase, ReplicaObservation
 from pagemill_protocol.load import EngineHeld
 from pagemill_simulator.events import Events

@@ -110,7 +110,7 @@ async def test_somebody_elses_config_map_is_left_alone_and_told_once(
     api.change("LLMDeployment", scaled())
     operator = run_operator()
     await api.until(lambda: "ConfigMap default/chat-scaling is not ours" in caplog.text)
-    await api.until(lambda: operator.operator.scaler.records())
+    await api.until(lambda: operator.operator.leader.scaler.records())
     assert api.get("ConfigMap", NAME)["data"] == {"theirs": "1"}
     api.remove("ConfigMap", "default", NAME)
     await api.until(lambda: kept(api))

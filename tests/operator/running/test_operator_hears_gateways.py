@@ -105,17 +105,17 @@ async def test_load_of_a_gateway_becomes_steps_in_the_status(api: Any, gateway: 
     await api.until(shown)
     assert shown()["kvCacheUsagePercent"] == 40
     assert (shown()["requestsRunning"], shown()["requestsWaiting"]) == (2, 1)
-    keys = operator.operator.keys.keys.keys
+    keys = operator.operator.leader.keys.keys.keys
     assert set(gateway.tokens) == {f"Bearer {keys.sent('', 'gateway-control')}"}
 
 
 async def test_a_gateway_that_goes_is_not_heard_any_more(api: Any, gateway: FakeGateway, run_operator: Any) -> None:
     api.change("Pod", pod())
     operator = run_operator(gateway_control_port=gateway.port)
-    book = operator.operator.book
-    await api.until(lambda: book.summary("default/chat") is not None)
+    loads = operator.operator.leader.loads
+    await api.until(lambda: loads.measured("default/chat") is not None)
     api.change("Pod", pod(ready=False))
-    await api.until(lambda: book.summary("default/chat") is None)
+    await api.until(lambda: loads.measured("default/chat") is None)
 
 
 def scaled(**autoscaling: Any) -> dict[str, Any]:
@@ -244,7 +244,7 @@ async def test_the_emptiest_pod_is_told_to_go_before_replicas_are_removed(
         api.change("Pod", {"metadata": metadata, "spec": {"containers": [], "nodeName": "n"}, "status": status})
     held = [EngineHeld(f"pod-{number}", blocks, 1) for number, blocks in enumerate((3, 1, 2))]
     gateway.tell(held=held)
-    await api.until(lambda: len(running.operator.book.held("default/chat")) == 3)
+    await api.until(lambda: len(running.operator.leader.loads.held("default/chat")) == 3)
     api.writes.clear()
     api.change("LLMDeployment", {**api.get("LLMDeployment", "chat"), "spec": {"model": MODEL, "replicas": 2}})
     await api.until(lambda: replicas(api) == 2)

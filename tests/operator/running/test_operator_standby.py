@@ -144,7 +144,7 @@ async def test_one_stands_by_and_is_woken_before_another_one_could_be_started(
     assert api.get("Deployment", "chat-engine")["metadata"]["annotations"]["pagemill.dev/awake"] == "1"
     world.pods(a=True, b=True)
     world.tell(held=[EngineHeld("uid-a", 9, 1), EngineHeld("uid-b", 0, 0)], pods=PodsSeen(ready=2))
-    await api.until(lambda: len(running.operator.book.held("default/chat")) == 2)
+    await api.until(lambda: len(running.operator.leader.loads.held("default/chat")) == 2)
     assert world.calls == [], "Kubernetes waits for both of them to be ready"
     world.rolled_out()
     await api.until(lambda: world.calls == ["sleep"] and world.told("b") == "asleep")
@@ -161,7 +161,7 @@ async def test_one_stands_by_and_is_woken_before_another_one_could_be_started(
     world.tell(queue=waiting(0), asleep=[], pods=PodsSeen(ready=2))
     world.pods(b=True)
     await api.until(lambda: world.told("b") is None)
-    keys = running.operator.keys.keys.keys
+    keys = running.operator.leader.keys.keys.keys
     assert world.tokens == {f"Bearer {keys.sent('default', 'chat')}"}
     assert world.calls == ["sleep", "wake_up"], "with an unchanged number nothing goes to and fro"
 
@@ -185,7 +185,7 @@ async def test_the_next_leader_goes_on_with_what_sleeps(api: Any, world: World, 
     second = run_operator("b", gateway_control_port=world.port, engine_control_port=world.port)
     await second.leads()
     await second.settled()
-    await api.until(lambda: second.operator.book.summary("default/chat") is not None)
+    await api.until(lambda: second.operator.leader.loads.measured("default/chat") is not None)
     assert world.status()["standbyReplicas"] == 1, "its annotation says so"
     assert {each["type"]: each["lastTransitionTime"] for each in world.status()["conditions"]} == transitions
     world.tell(asleep=["uid-a"], pods=PodsSeen(asleep=1), queue=waiting(1, needs_engine=True))
@@ -202,8 +202,8 @@ async def test_while_a_new_template_is_rolled_out_nobody_is_put_to_sleep(
     world.pods(a=True, b=True)
     world.rolled_out("ReplicaSetUpdated")
     world.tell(pods=PodsSeen(ready=2))
-    await api.until(lambda: len(running.operator.scaler.records()) > 0)
-    await asyncio.gather(*(running.operator.autoscaling.look("default/chat") for _ in range(3)))
+    await api.until(lambda: len(running.operator.leader.scaler.records()) > 0)
+    await asyncio.gather(*(running.operator.leader.autoscaling.look("default/chat") for _ in range(3)))
     assert world.calls == []
     world.rolled_out()
     await api.until(lambda: world.calls == ["sleep"])
@@ -220,7 +220,7 @@ async def test_an_engine_that_does_not_follow_goes_on_serving(api: Any, world: W
     await api.until(lambda: world.calls == ["sleep"])
     await api.until(lambda: world.status().get("readyReplicas") == 2)
     assert world.reason("Ready") == "AllReplicasReady"
-    await running.operator.autoscaling.look("default/chat")
+    await running.operator.leader.autoscaling.look("default/chat")
     assert world.calls == ["sleep"], "not again at once"
 
 

@@ -54,7 +54,7 @@ async def test_a_deployment_costs_few_writes_and_then_none(ready: Any, run_opera
     assert "annotations" not in owner["metadata"]
     assert "finalizers" not in owner["metadata"]
     before = len(ready.writes)
-    operator.operator._wake_all()
+    operator.operator.leader.wake_all()
     await asyncio.sleep(1.0)
     assert len(ready.writes) == before
 

@@ -30,8 +30,9 @@ from pagemill_operator.backends.kubernetes.observe import observe
 from pagemill_operator.backends.kubernetes.ownership import Children, is_ending, own_children, own_pods, strangers
 from pagemill_operator.backends.kubernetes.render import render_children, render_tokens
 from pagemill_operator.backends.kubernetes.render.names import TEMPLATE_ANNOTATION, awake_note, engine_name
-from pagemill_operator.backends.kubernetes.snapshot import ApplyError, Load, Manifest, Owner, RenderContext, Snapshot
+from pagemill_operator.backends.kubernetes.snapshot import ApplyError, Manifest, Owner, RenderContext, Snapshot
 from pagemill_operator.backends.kubernetes.writes import KnownChildren, OnWrite, Writes
+from pagemill_operator.load.store import MeasuredLoad
 from pagemill_operator.plan.types import Plan, Problem
 from pagemill_operator.status.observation import Observation, Scaling
 from pagemill_protocol.load import EngineHeld
@@ -69,7 +70,7 @@ class KubernetesCluster(Cluster):
         known: KnownCluster,
         make_context: MakeContext,
         *,
-        load: Callable[[str], Load | None] = lambda key: None,
+        load: Callable[[str], MeasuredLoad | None] = lambda key: None,
         scaling: Callable[[str], Scaling | None] = lambda key: None,
         held: Callable[[str], Mapping[str, EngineHeld]] = lambda key: {},
         asleep: Callable[[str], frozenset[str]] = lambda key: frozenset(),

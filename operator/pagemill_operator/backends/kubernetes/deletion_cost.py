@@ -14,7 +14,7 @@ from typing import NamedTuple
 from pagemill_operator.backends.kubernetes.ownership import is_ending
 from pagemill_operator.backends.kubernetes.render.names import ENGINE, TEMPLATE_ANNOTATION
 from pagemill_operator.backends.kubernetes.snapshot import COMPONENT_LABEL, Manifest
-from pagemill_operator.load.held import emptiest_first
+from pagemill_operator.load.store import emptiest_first
 from pagemill_protocol.load import EngineHeld
 
 COST_ANNOTATION = "controller.kubernetes.io/pod-deletion-cost"

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pagemill_operator.load.store import MeasuredLoad
 from pagemill_operator.plan.types import Problem
 
 Manifest = dict[str, Any]
@@ -83,19 +84,6 @@ class ApplyError:
 
 
 @dataclass(frozen=True)
-class Load:
-    """What the gateways report of one deployment, summed over them."""
-
-    kv_cache_usage: float | None
-    """Share of all blocks held by running requests; None where no pod is known."""
-    running: int
-    waiting: int
-    """In engines, and in the gateways' queues."""
-    ready: int
-    """Pods that at least one gateway sends requests to."""
-
-
-@dataclass(frozen=True)
 class Snapshot:
     """Everything that is known of one `LLMDeployment` at one instant. Objects are raw JSON without managedFields."""
 
@@ -114,8 +102,8 @@ class Snapshot:
     """The spec cannot be read: the API server's schema lets through what the models refuse."""
     apply_errors: tuple[ApplyError, ...] = ()
     """What the last try to apply the children met; empty when all stand."""
-    load: Load | None = None
-    """None while no gateway is heard."""
+    load: MeasuredLoad | None = None
+    """None while no gateway reports the deployment."""
     asleep: frozenset[str] = frozenset()
     """Uids of the pods whose engines say that they sleep, as gateways hear them."""
 

@@ -14,8 +14,8 @@ import aiohttp
 
 from pagemill_operator.autoscaler.records import Record, log_line
 from pagemill_operator.backends.scaler import Scaler
-from pagemill_operator.load.book import LoadBook
-from pagemill_operator.load.reader import STREAM_FAULTS, follow_load
+from pagemill_operator.load.store import LoadStore
+from pagemill_operator.load.stream import STREAM_FAULTS, follow_load
 from pagemill_operator.plan.types import Plan
 from pagemill_operator.status.observation import Observation, Scaling
 from pagemill_protocol.load import EngineHeld, LoadFrame
@@ -44,7 +44,7 @@ class LocalScaling:
         self._observed = observed
         self._on_decision = on_decision
         self._scaler = Scaler()
-        self._book = LoadBook()
+        self._loads = LoadStore()
         self._urgent = asyncio.Event()
         self._tasks = [
             asyncio.create_task(self._follow(), name="load stream"),
@@ -56,7 +56,7 @@ class LocalScaling:
 
     def held(self, key: str) -> dict[str, EngineHeld]:
         """What each engine holds, by endpoint, as far as the gateway tells."""
-        return self._book.held(key)
+        return self._loads.held(key)
 
     def state(self, key: str) -> Scaling | None:
         return self._scaler.state(key)
@@ -78,12 +78,12 @@ class LocalScaling:
                 except STREAM_FAULTS as error:
                     logger.debug("the gateway's load is not heard: %s", error or type(error).__name__)
                 finally:
-                    self._book.lost(GATEWAY)
+                    self._loads.remove(GATEWAY)
             await asyncio.sleep(RETRY_S)
 
     def _hear(self, frame: LoadFrame) -> None:
-        changed = self._book.hear(GATEWAY, frame)
-        if any(self._book.needs_engine(key) for key in changed):
+        changed = self._loads.put(GATEWAY, frame)
+        if any(self._loads.needs_engine(key) for key in changed):
             self._urgent.set()
 
     async def _keep_deciding(self) -> None:
@@ -104,7 +104,7 @@ class LocalScaling:
             plan = seen.plan
             if plan is None or plan.autoscaling is None or not seen.carried_out:
                 continue
-            views = self._book.views(key)
+            views = self._loads.views(key)
             record = self._scaler.decide(
                 key, plan.autoscaling, seen, views, start=plan.spec_replicas, num_gateways=int(seen.gateway_ready)
             )

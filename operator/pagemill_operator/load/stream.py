@@ -1,4 +1,4 @@
-"""One load stream, from the request to its end."""
+"""Follows the load stream of one gateway, from the request to its end. Neighbour: `store` keeps what it reports."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pagemill_protocol.frames import LOAD_CONTENT_TYPE, FrameError, LoadDecoder
 from pagemill_protocol.load import LoadFrame
 
 SILENCE_TIMEOUT_S = 8.0
-"""Gateways say something every 2 s."""
+"""Gateways send a frame every 2 s."""
 CONNECT_TIMEOUT_S = 5.0
 STREAM_FAULTS = (aiohttp.ClientError, OSError, TimeoutError, FrameError)
 
