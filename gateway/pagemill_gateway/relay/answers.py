@@ -19,7 +19,7 @@ from pagemill_protocol.generate import GenerateRequest, Usage
 from pagemill_protocol.openai import render
 
 MAX_CONCURRENT_PROMPTS = 64
-"""Of one client request; more wait for the first ones to finish."""
+"""Of one client request; further ones wait until one has finished."""
 
 
 async def stream(relay: Relay, prepared: Prepared, write: Write, record: RequestRecord) -> None:
@@ -70,7 +70,7 @@ async def _run_all(relay: Relay, prepared: Prepared, sinks: Sequence[Sink], reco
             jobs = zip(prepared.requests, prepared.routing_requests, sinks, strict=True)
             tasks = [group.create_task(run_one(*job)) for job in jobs]
     except BaseExceptionGroup as errors:
-        # The group holds what made it fail first and what the others met while they were being cancelled.
+        # The group holds the first failure, and what the others raised while they were cancelled.
         raise errors.exceptions[0] from None
     for task in tasks:
         record.add_usage(task.result())
