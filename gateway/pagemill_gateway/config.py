@@ -135,7 +135,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     api_keys_file: str | None = None
     """
     File of further such entries, one a line, read again when it changes. Other lines are ignored with a warning.
-    An empty file lets nobody in; one without a single entry is refused at the start.
+    An empty file accepts no key; one without a single entry is refused at the start.
     """
     redis: RedisConfig | None = None
     """Share the limits with other gateways; `None`: each gateway counts for itself."""
@@ -248,18 +248,18 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         has_keys = bool(self.api_keys) or self.api_keys_file is not None or shares_keys
         if has_keys and self.allow_anonymous:
             raise SettingsError(
-                "allow_anonymous: true contradicts api_keys, api_keys_file and redis.keys. Remove the keys to let "
-                "everybody in, or remove allow_anonymous."
+                "allow_anonymous: true contradicts api_keys, api_keys_file and redis.keys. Remove the keys to accept "
+                "all clients, or remove allow_anonymous."
             )
         if not has_keys and not self.allow_anonymous and not is_loopback(self.host):
             raise SettingsError(
-                f"host: {self.host!r} can be reached from other machines and api_keys is empty, so anybody could use "
-                "the models. Set api_keys or api_keys_file, or bind to 127.0.0.1, or set allow_anonymous."
+                f"host: {self.host!r} can be reached from other machines and api_keys is empty, so every client could "
+                "use the models. Set api_keys or api_keys_file, or bind to 127.0.0.1, or set allow_anonymous."
             )
         if self.discovery == "static" and not self.control_token and not is_loopback(self.control_host):
             raise SettingsError(
                 f"control_host: {self.control_host!r} can be reached from other machines and control_token is empty, "
-                "so anybody could replace the catalogue. Set control_token, or bind to 127.0.0.1."
+                "so every client could replace the catalogue. Set control_token, or bind to 127.0.0.1."
             )
         if self.discovery == "kubernetes" and self.catalog.models:
             raise SettingsError(
@@ -280,7 +280,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         if self.queue.max_requests < 0 or self.queue.max_bytes < 0 or self.queue.timeout_s < 0:
             raise SettingsError(
                 f"queue: max_requests ({self.queue.max_requests}), max_bytes ({self.queue.max_bytes}) and timeout_s "
-                f"({self.queue.timeout_s}) must be 0 or more. max_requests 0 lets nobody wait but answers "
+                f"({self.queue.timeout_s}) must be 0 or more. max_requests 0 lets no request wait but answers "
                 "that lost their engine."
             )
         if not self.hang_timeout_s >= 1:
@@ -295,7 +295,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         if self.max_in_flight_body_bytes < self.max_body_bytes:
             raise SettingsError(
                 f"max_in_flight_body_bytes: {self.max_in_flight_body_bytes} must be at least max_body_bytes "
-                f"({self.max_body_bytes}), or the largest bodies would never find room."
+                f"({self.max_body_bytes}), or the largest bodies would always be refused."
             )
         return self
 
@@ -315,7 +315,7 @@ def load_config(path: Path) -> GatewayConfig:
 
 
 def in_cluster_url() -> str:
-    """The API server's address as kubelets tell it to every pod; it needs no DNS."""
+    """The API server's address as kubelets give it to every pod; it needs no DNS."""
     host, port = os.environ.get("KUBERNETES_SERVICE_HOST", ""), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
     if not host:
         return "https://kubernetes.default.svc"

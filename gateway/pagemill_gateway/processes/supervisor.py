@@ -74,9 +74,9 @@ class GatewayProcesses:
 
     async def start(self, stop: Stop) -> bool:
         """Whether all serve, or are to stop before that. False: one never served."""
-        everybody = [self._control, *self._workers]
-        self._tasks = {each: asyncio.create_task(each.run(), name=each.name) for each in everybody}
-        up = asyncio.gather(*(each.up.wait() for each in everybody))
+        keepers = [self._control, *self._workers]
+        self._tasks = {each: asyncio.create_task(each.run(), name=each.name) for each in keepers}
+        up = asyncio.gather(*(each.up.wait() for each in keepers))
         stopped = asyncio.create_task(stop.wait(1))
         events: list[asyncio.Future[Any]] = [up, stopped, *self._tasks.values()]
         try:
