@@ -217,7 +217,9 @@ GATEWAY_CACHED_ERROR_TOKENS = _gateway(
     "Cached prompt tokens by which predictions that were not exact were off.",
     ("model",),
 )
-GATEWAY_QUEUE_REQUESTS = _gateway("gauge", "queue_requests", "Requests that wait for capacity on an engine.", ("model",))
+GATEWAY_QUEUE_REQUESTS = _gateway(
+    "gauge", "queue_requests", "Requests that wait for capacity on an engine.", ("model",)
+)
 GATEWAY_QUEUE_BYTES = _gateway("gauge", "queue_bytes", "Bytes of the bodies of requests that wait.", ("model",))
 GATEWAY_QUEUE_OLDEST_SECONDS = _gateway(
     "gauge", "queue_oldest_seconds", "How long the request that waits longest has been here.", ("model",)
@@ -261,8 +263,8 @@ GATEWAY_BROKEN_STREAMS = _gateway(
 GATEWAY_POISON_PROBES = _gateway(
     "counter",
     "poison_probes",
-    "Requests computed apart from others because engines ended with them, by outcome: cleared (a token came), ended (the "
-    "engine ended too), left (neither) or blamed (never tried again).",
+    "Requests computed apart from others because engines ended with them, by outcome: cleared (a token came), ended "
+    "(the engine ended too), left (neither) or blamed (never tried again).",
     ("model", "outcome"),
 )
 GATEWAY_REJECTED = _gateway("counter", "requests_rejected", "Requests refused at the door, by error code.", ("code",))

@@ -274,7 +274,9 @@ async def test_an_outage_may_last_twice_as_long_as_engines_usually_need() -> Non
         lost_at = world.clock.now
         waiting = spawn(world.brain.choose(world.target, frozenset(), RoutingRequest(10)))
         await settle()
-        assert world.brain._outages.left_s(world.brain.registry.deployments["default/d"]) == pytest.approx(longest_s)
+        assert world.brain._outages.wait_left_s(world.brain.registry.deployments["default/d"]) == pytest.approx(
+            longest_s
+        )
         await world.pass_time(took_s)
         world.brain.observe("a", world.pods["a"].frame(snapshot=True))
         world.leave(await waiting)
