@@ -1,4 +1,4 @@
-"""Reading a peer's whole body without trusting its size."""
+"""Reads a peer's whole body up to a limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gateway's settings: every knob with meaning, unit and default. Read once at start; nothing else reads settings.
+"""The gateway's settings: every field with meaning, unit and default. Read once at start; nothing else reads settings.
 
 What changes while the gateway runs (models and endpoints) is the catalogue, not a setting: see `discovery`.
 """
@@ -175,12 +175,11 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_requests: int = 4096
     """Requests inside the gateway at once; one more gets 503. Bounds the memory of streams."""
     max_in_flight_body_bytes: int = 256 * 1024 * 1024
-    """
-    Bytes of request bodies inside the gateway at once, each from its arrival to the end of its answer; one that finds
-    no room gets 503. Parsed and tokenized, a body takes several times its size.
+    """Bytes of request bodies inside the gateway at once, each from its arrival to the end of its answer; one beyond it
+    gets 503. Parsed and tokenized, a body takes several times its size.
     """
     max_attempts: int = 3
-    """Engines that may fail one request. Those that refuse it, that end or where nobody listens do not count."""
+    """Engines that may fail one request. Engines that refuse it, that end or that do not listen do not count."""
     request_timeout_s: float | None = None
     """Deadline of requests that send no `x-request-timeout-s`; `None`: none."""
     connect_timeout_s: float = 2.0
@@ -192,22 +191,21 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     stall_timeout_s: float = 45.0
     """An engine whose state stream says for longer than this that it makes no step counts as silent."""
     journal_tokens: int = 16 * 1024 * 1024
-    """
-    Tokens of answers under way that are kept (4 bytes each), so that another engine can continue what one has begun.
-    An answer that finds no room is served as ever; it cannot be continued.
+    """Tokens of answers in progress that are kept (4 bytes each), so that another engine can continue what one has
+    begun. An answer beyond it is served as usual; it cannot be continued.
     """
     slow_client_timeout_s: float = 120.0
     """A client that reads nothing for this long loses its stream."""
 
     queue: QueueLimits = QueueLimits(max_requests=1000, max_bytes=256 * 1024 * 1024, timeout_s=60.0)
-    """Requests of one deployment that may wait for room on its engines, where its `routing.queue` says nothing else."""
-    keep_alive_interval_s: float = 10.0
-    """A streaming client that waits gets an SSE comment this often, so that nobody on the way takes it for dead."""
-    outage_wait_s: float = 30.0
+    """Requests of one deployment that may wait for capacity on its engines, unless its `routing.queue` says otherwise.
     """
-    Requests for a deployment wait this long after it lost its last engine for one to come back, or twice as long as its
-    engines need for that, where that is longer and the queue's timeout allows it; then 503. They also wait for the
-    first word of engines that the gateway has just learned of, as after its own restart. 0: they do not wait.
+    keep_alive_interval_s: float = 10.0
+    """A streaming client that waits gets an SSE comment this often, so that its connection is not taken for dead."""
+    outage_wait_s: float = 30.0
+    """Requests for a deployment wait this long after it lost its last engine for one to come back, or twice as long as
+    its engines need for that, where that is longer and the queue's timeout allows it; then 503. They also wait for the
+    first report of engines that the gateway has just learned of, as after its own restart. 0: they do not wait.
     """
     handover_timeout_s: float = 4.0
     """An engine that drains while no other of its deployment can take over is kept in use this long at most."""
@@ -219,9 +217,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     `Weighted322` (llm-d's).
     """
     routing_session_ms: float = 50.0
-    """Most predicted milliseconds that a session (`routing.sessionHeader`) gives for staying on its endpoint."""
+    """Most predicted milliseconds that a session (`routing.sessionHeader`) may cost for staying on its endpoint."""
     remembered_prefix_chunks: int = 65536
-    """Pieces of prompts whose hashes are remembered, each of a block to 64 tokens or more; about 0.5 KB each."""
+    """Prefix chunks of prompts whose hashes are remembered, each of a block to 64 tokens or more; about 0.5 KB each."""
     decision_log_size: int = 256
     """Latest routing decisions that `/debug/decisions` can show."""
 
@@ -236,7 +234,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ejection_max_s: float = 10.0
     """First and longest pause of an endpoint that failed; doubles with each failed probe."""
     max_ejected_share: float = 0.3
-    """Of a deployment's endpoints that report as healthy, so many (at least one) may be out for failing or slowness."""
+    """Share of a deployment's endpoints with fresh reports (at least one) that may be ejected for failures or slowness.
+    """
     retry_share: float = 0.2
     """
     Tries beyond the first that may fail again, as share of the requests of the last 10 s; 10 are always allowed.
@@ -269,13 +268,13 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         has_keys = bool(self.api_keys) or self.api_keys_file is not None or shares_keys
         if has_keys and self.allow_anonymous:
             raise SettingsError(
-                "allow_anonymous: true contradicts api_keys, api_keys_file and redis.keys. Remove the keys to let "
-                "everybody in, or remove allow_anonymous."
+                "allow_anonymous: true contradicts api_keys, api_keys_file and redis.keys. Remove the keys to accept "
+                "all clients, or remove allow_anonymous."
             )
         if not has_keys and not self.allow_anonymous and not is_loopback(self.host):
             raise SettingsError(
-                f"host: {self.host!r} can be reached from other machines and api_keys is empty, so anybody could use "
-                "the models. Set api_keys or api_keys_file, or bind to 127.0.0.1, or set allow_anonymous."
+                f"host: {self.host!r} can be reached from other machines and api_keys is empty, so every client could "
+                "use the models. Set api_keys or api_keys_file, or bind to 127.0.0.1, or set allow_anonymous."
             )
         if self.discovery == "static" and not self.has_control_token and not is_loopback(self.control_host):
             raise SettingsError(
@@ -302,7 +301,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         if self.queue.max_requests < 0 or self.queue.max_bytes < 0 or self.queue.timeout_s < 0:
             raise SettingsError(
                 f"queue: max_requests ({self.queue.max_requests}), max_bytes ({self.queue.max_bytes}) and timeout_s "
-                f"({self.queue.timeout_s}) must be 0 or more. max_requests 0 lets nobody wait but answers "
+                f"({self.queue.timeout_s}) must be 0 or more. max_requests 0 lets no request wait but answers "
                 "that lost their engine."
             )
         if not self.hang_timeout_s >= 1:
@@ -317,7 +316,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         if self.max_in_flight_body_bytes < self.max_body_bytes:
             raise SettingsError(
                 f"max_in_flight_body_bytes: {self.max_in_flight_body_bytes} must be at least max_body_bytes "
-                f"({self.max_body_bytes}), or the largest bodies would never find room."
+                f"({self.max_body_bytes}), or the largest bodies would always be refused."
             )
         return self
 
@@ -337,7 +336,7 @@ def load_config(path: Path) -> GatewayConfig:
 
 
 def in_cluster_url() -> str:
-    """The API server's address as kubelets tell it to every pod; it needs no DNS."""
+    """The API server's address as kubelets give it to every pod; it needs no DNS."""
     host, port = os.environ.get("KUBERNETES_SERVICE_HOST", ""), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
     if not host:
         return "https://kubernetes.default.svc"

@@ -1,7 +1,7 @@
-"""What there is once in a gateway, wired: discovery, the brain, the limits' store, and the numbers of all together.
+"""What exists once in a gateway, wired: discovery, the brain, the limits' store, and the metrics of all processes.
 
-Opened inside the event loop, closed after the drain. Workers (`worker`) hold the connections of clients; what they ask
-is `ports.HeadDesk`, what they are told and asked `ports.WorkerPort`.
+Opened inside the event loop, closed after the drain. Workers (`worker`) hold the connections of clients. They call
+`ports.ControlProcessPort`, and are called through `ports.WorkerPort`.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ logger = logging.getLogger("pagemill.gateway")
 SETTLE_TIMEOUT_S = 20.0
 """After the start, engines that do not answer delay the readiness no longer than this."""
 WRONG_KEYS_FILE = "api_keys_file cannot be used as it is now; the keys known before stay in use, the log names the line"
-"""Shown to everybody who may ask for the readiness: it names neither path nor line."""
-DECISIONS_OF_ONE_BRAIN = 2**40
-"""No two brains of one gateway give the same number."""
+"""Shown to every caller of the readiness probe: it names neither path nor line."""
+DECISIONS_OF_ONE_PROCESS = 2**40
+"""No two control processes of one gateway give the same number."""
 
 
 class ControlProcess:
@@ -53,8 +53,8 @@ class ControlProcess:
         catalog_file: Path | None = None,
         num_before: int = 0,
     ) -> None:
-        """`keeps_tokenizers`: a worker of this process uses them. `catalog_file`: keeps a static catalogue for the
-        process after this one. `num_before`: processes that this one takes the place of.
+        """`keeps_tokenizers`: a worker of this process uses them. `catalog_file`: keeps a static catalogue for the next
+        process. `num_before`: processes that this one replaces.
         """
         self.config = config
         self.started_unix_s = int(time.time())
@@ -63,14 +63,14 @@ class ControlProcess:
         self._catalog_file = catalog_file
         self.draining = False
         self.closing = asyncio.Event()
-        """The drain is over: what streams for ever ends now."""
+        """The drain is over: endless streams end now."""
         self.control_tokens = control_tokens(config, self._derived_tokens)
-        """Who may use the control port."""
+        """Tokens that open the control port."""
         credentials = _credentials(config) if config.discovery == "kubernetes" else None
         self.metrics = ControlProcessMetrics()
         self.metrics.control_process_restarted(num_before)
         self.brain = LocalBrain(
-            config, first_decision=num_before * DECISIONS_OF_ONE_BRAIN, made_token=MadeTokens().find
+            config, first_decision=num_before * DECISIONS_OF_ONE_PROCESS, made_token=MadeTokens().find
         )
         self._workers: list[WorkerPort] = []
         self.recount = Recount(config.workers if num_before else 0)
@@ -93,13 +93,13 @@ class ControlProcess:
             self.apply_catalog(_served_before(last.catalog) if last is not None else config.catalog)
         self._keys_watch = KeysWatch(config.api_keys_file) if config.api_keys_file is not None else None
 
-    # What workers ask.
+    # Calls of workers.
 
     async def status(self) -> GatewayStatus:
         return GatewayStatus(self.ready, self.draining, self.detail, self.started_unix_s)
 
     async def metrics_text(self) -> bytes:
-        """The text of a scrape: of head and workers together."""
+        """The text of a scrape: metrics of control process and workers together."""
         measures = await self.measure()
         if self.sharing.up is not None:
             self.metrics.redis_up(self.sharing.up)
@@ -113,17 +113,17 @@ class ControlProcess:
         except BundleError as error:
             raise unavailable(f"The model's tokenizer cannot be used: {error}", code="model_not_ready") from error
 
-    # Who the workers are.
+    # The workers.
 
     def attach(self, worker: WorkerPort) -> None:
-        """It is told at once what is in use: the word that the worker waits for."""
+        """It gets the bundles in use at once: the first message that the worker waits for."""
         self._workers.append(worker)
         self._send_bundles(worker)
         if self._shared_keys is not None:
             worker.replace_shared_keys(self._shared_keys)
 
     def detach(self, worker: WorkerPort, last: WorkerMeasurements) -> None:
-        """It is gone, and these were its latest numbers."""
+        """It is gone, and these were its latest measurements."""
         self._workers.remove(worker)
         self.metrics.worker_left(last.samples, lost=not self.draining)
 
@@ -131,11 +131,11 @@ class ControlProcess:
         endpoint_ids = frozenset(self.brain.registry.endpoints)
         return await asyncio.gather(*(worker.measure(endpoint_ids) for worker in self._workers))
 
-    # What discovery and the platform do.
+    # Calls of discovery and platform.
 
     @property
     def ready(self) -> bool:
-        """It takes requests and knows whom to ask; a catalogue of before will do.
+        """It takes requests and has a catalogue, current or last known.
 
         Once it was ready, only the drain ends that: engines and the API server may come and go.
         """
@@ -146,14 +146,14 @@ class ControlProcess:
         return self.discovery is None or self._has_asked_all()
 
     def _has_asked_all(self) -> bool:
-        """Every engine that should be there, as far as that may take."""
+        """Whether every expected engine has reported, or was asked long enough."""
         if self.discovery is not None and not self.discovery.known:
             return False
         return self._streams.settled or time.monotonic() - self._started_at > SETTLE_TIMEOUT_S
 
     @property
     def detail(self) -> str:
-        """What is out of order, for people."""
+        """What is out of date or missing, for people."""
         if self.draining:
             return "the gateway is shutting down"
         if self.discovery is not None and (self.discovery.detail or not self._was_ready):
@@ -161,7 +161,7 @@ class ControlProcess:
         return WRONG_KEYS_FILE if self._keys_watch is not None and self._keys_watch.problem else ""
 
     def apply_catalog(self, catalog: Catalog) -> None:
-        """Serve `catalog` from now on. Requests under way finish where they are."""
+        """Serve `catalog` from now on. Requests in progress finish where they are."""
         if self._catalog_file is not None and self.discovery is None:
             self._keep(catalog, self._catalog_file)
         self.brain.apply_catalog(catalog)
@@ -194,7 +194,7 @@ class ControlProcess:
             self._send_bundles(worker)
 
     def _send_bundles(self, worker: WorkerPort) -> None:
-        """Workers outlive heads: what they have is not forgotten before the engines were asked what they need."""
+        """Workers outlive control processes: their bundles are kept until the engines have reported what they use."""
         worker.keep_bundles(self.bundles.digests, self._templates, whole=self._has_asked_all())
 
     def _publish_keys(self, callers: list[Caller]) -> None:
@@ -204,7 +204,7 @@ class ControlProcess:
 
 
 def _served_before(catalog: Catalog) -> Catalog:
-    """By the process before this one: whoever asks before the engines have reported here waits for them."""
+    """As served by the previous process: requests that come before the engines have reported wait for them."""
     models = [
         msgspec.structs.replace(
             model, endpoints=[msgspec.structs.replace(each, probed_ready=True) for each in model.endpoints]

@@ -1,4 +1,4 @@
-"""A gateway of one process: its head and its one worker, which call each other."""
+"""A gateway of one process: its control process and its one worker as objects that call each other."""
 
 from __future__ import annotations
 

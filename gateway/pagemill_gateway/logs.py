@@ -14,7 +14,7 @@ class JsonLines(logging.Formatter):
     """Access lines and events are JSON objects already and get the time added; other messages become one."""
 
     def __init__(self, process: str = "") -> None:
-        """`process`: which of several writes."""
+        """`process`: the name of this process."""
         super().__init__()
         self._process = process
         self._second = -1
@@ -38,7 +38,7 @@ class JsonLines(logging.Formatter):
         return orjson.dumps({**stamp, **clean}).decode()
 
     def _time(self, record: logging.LogRecord) -> str:
-        """Made once a second."""
+        """Formatted once a second."""
         second = int(record.created)
         if second != self._second:
             self._second, self._time_of_it = second, self.formatTime(record, "%Y-%m-%dT%H:%M:%S")
@@ -53,5 +53,5 @@ def configure(level: int = logging.INFO, *, process: str = "") -> None:
 
 
 def log_event(event: str, **fields: str | int) -> None:
-    """One line that programs wait for."""
+    """Log one line that programs wait for."""
     logging.getLogger(EVENTS).info(orjson.dumps({"event": event, **fields}).decode())

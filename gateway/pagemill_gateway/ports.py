@@ -1,8 +1,8 @@
-"""What a worker and the brain's process ask and tell each other, besides decisions and limits. Plain values only.
+"""The calls between a worker and the control process, besides decisions and limits. Plain values only.
 
-A worker (`worker.Worker`) holds the connections of clients and engines, the head (`control_process.Head`) everything
-that there is once in a gateway. In a gateway of one process they call each other, else `ipc` stands between them.
-Decisions are `brain.interface`'s, limits `limits.store`'s.
+A worker (`worker.Worker`) holds the connections of clients and engines, the control process
+(`control_process.ControlProcess`) everything that exists once in a gateway. In a gateway of one process they call each
+other directly, otherwise through `ipc`. Decisions are in `brain.interface`, limits in `limits.store`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from pagemill_protocol.metrics import Samples
 
 
 class GatewayStatus(NamedTuple):
-    """How the gateway as a whole is."""
+    """The state of the gateway as a whole."""
 
     ready: bool
-    """It takes requests and knows whom to ask."""
+    """It takes requests and has a catalogue."""
     draining: bool
     detail: str
-    """What is out of order, for people."""
+    """What is out of date or missing, for people."""
     started_unix_s: int
 
 
@@ -29,11 +29,11 @@ class WorkerMeasurements(NamedTuple):
 
     samples: Samples
     num_requests: int
-    """Inside it now."""
+    """In progress now."""
 
 
 class ControlProcessPort(Protocol):
-    """What workers ask."""
+    """Calls of workers."""
 
     async def status(self) -> GatewayStatus: ...
 
@@ -43,10 +43,12 @@ class ControlProcessPort(Protocol):
 
 
 class WorkerPort(Protocol):
-    """What the head asks and tells."""
+    """Calls of the control process."""
 
     async def measure(self, endpoint_ids: frozenset[str]) -> WorkerMeasurements:
-        """Only these endpoints are of interest any more. Never fails: who cannot be asked is as it was before."""
+        """Series of other endpoints are dropped. Never fails: a worker that does not answer keeps its last
+        measurements.
+        """
         ...
 
     def keep_bundles(self, digests: frozenset[str], templates: frozenset[str], *, whole: bool) -> None:
@@ -63,9 +65,9 @@ class LocalWorkerPort(WorkerPort, Protocol):
 
     @property
     def num_measured(self) -> int:
-        """Grows with whatever is measured."""
+        """Increases with every measurement."""
         ...
 
     def measures(self) -> WorkerMeasurements:
-        """What `measure` would say."""
+        """The result of `measure`."""
         ...

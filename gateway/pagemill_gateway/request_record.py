@@ -1,4 +1,4 @@
-"""What one request was, for its access log line, metrics and traces. Never any text of it."""
+"""The record of one request, for its access log line, metrics and traces. It holds no text of the request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pagemill_protocol.sampling import SamplingParams
 
 @dataclass(slots=True)
 class AttemptRecord:
-    """One engine asked once; times are of the monotonic clock."""
+    """One attempt at one engine; times are of the monotonic clock."""
 
     endpoint_id: str
     policy: str
@@ -42,7 +42,7 @@ class RequestRecord:
     request_id: str = ""
     started_at: float = field(default_factory=time.monotonic)
     ticket: QueueTicket = DEFAULT_TICKET
-    """Who asks, as far as all prompts of the request have it in common."""
+    """Of the whole client request."""
     model: str = ""
     """The deployment's own name, never what the client wrote: metrics must not grow with what clients invent."""
     deployment: str = ""
@@ -55,22 +55,22 @@ class RequestRecord:
     prompt_tokens: int = 0
     dialect: str = "chat"
     sampling: SamplingParams | None = None
-    """Of the first prompt; `None` until the request is understood."""
+    """Of the first prompt; `None` until the request is parsed."""
     attempts: list[AttemptRecord] = field(default_factory=list)
-    """Engines asked, in order; several for several attempts or prompts."""
+    """In order; several for several attempts or prompts."""
     route_header: str = ""
     """Where the latest attempt went and by which decision, for the client's `x-pagemill-route`."""
     num_retries: int = 0
     queued_s: float = 0.0
     """Time in queues; of several prompts, of the one that waited longest."""
     num_migrations: int = 0
-    """How often another engine continued what one had begun."""
+    """How often another engine continued the answer."""
     num_migrated_tokens: int = 0
     """Generated before, and computed again there as part of the prompt."""
     prepare_s: float | None = None
     first_frame_at: float | None = None
     num_delivered: int = 0
-    """Tokens that engines have handed over so far."""
+    """Tokens that engines have delivered so far."""
     finished: bool = False
     """Every engine request came to its own end; `usage` is complete."""
     finish_reasons: set[FinishReason] = field(default_factory=set)
@@ -100,7 +100,7 @@ class RequestRecord:
         return [attempt.endpoint_id for attempt in self.attempts]
 
     def chosen(self, assignment: Assignment) -> AttemptRecord:
-        """The attempt at it begins."""
+        """Begins the attempt at it."""
         cached = assignment.predicted_cached_tokens
         attempt = AttemptRecord(assignment.endpoint_id, assignment.policy, cached, assignment.queued_s)
         self.attempts.append(attempt)

@@ -1,4 +1,4 @@
-"""The two listening sockets, bound before anything else starts, so that a port in use is told at once."""
+"""The two listening sockets, bound before anything else starts, so that a port in use is reported at once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pagemill_protocol.errors import PagemillError
 
 
 def open_ports(config: GatewayConfig) -> tuple[socket.socket, socket.socket]:
-    """Data and control. Raises `SettingsError`, also for a catalogue that nobody could serve."""
+    """Data and control. Raises `SettingsError`, also for an invalid catalogue."""
     try:
         check_catalog(config.catalog)
     except PagemillError as error:

@@ -1,8 +1,8 @@
 """Everything between a client's connection and an engine's, wired: one object that the routes of the data port share.
 
-Opened inside the event loop, closed after the drain. What there is once in a gateway is `control_process`'s, in this
-process or in another one: a worker asks through `brain.interface`, `limits.store` and `ports`, and shares nothing with
-it.
+Opened inside the event loop, closed after the drain. What exists once in a gateway belongs to `control_process`, in
+this process or in another one: a worker calls it through `brain.interface`, `limits.store` and `ports`, and shares
+nothing with it.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from pagemill_protocol.keys.ring import KeyRing
 logger = logging.getLogger("pagemill.gateway.worker")
 
 UPSTREAM_KEEPALIVE_S = 30.0
-"""Idle connections to engines are dropped before the engine's own server would: a request must not race the hang-up."""
+"""Idle connections to engines are closed before the engine's own server does: a request must not race its close."""
 
 SWITCH_INTERVAL_S = 0.0005
-"""A thread that tokenizes asks for the interpreter several times; each time the loop may keep it for as long."""
+"""A thread that tokenizes asks for the interpreter several times; each time the loop may keep it for this long."""
 
 
 class Worker:
@@ -48,7 +48,7 @@ class Worker:
         control: ControlProcessPort,
         bundles: Bundles | None = None,
     ) -> None:
-        """`bundles`: those of the head, where it is in this process."""
+        """`bundles`: those of the control process, where it is in this process."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self.config = config
         self.brain = brain
@@ -77,7 +77,7 @@ class Worker:
             journal_tokens=bounds.journal_tokens,
         )
 
-    # What the head asks and tells.
+    # Calls of the control process.
 
     async def measure(self, endpoint_ids: frozenset[str]) -> WorkerMeasurements:
         self.metrics.forget_all_but(endpoint_ids)
@@ -94,7 +94,7 @@ class Worker:
         return WorkerMeasurements(samples, self.gate.num_inside)
 
     def keep_bundles(self, digests: frozenset[str], templates: frozenset[str], *, whole: bool) -> None:
-        """New ones are made ready at once, so that the first client need not wait for it."""
+        """New ones are loaded at once, so that the first client need not wait for it."""
         if not self._owns_bundles:
             return
         if whole:

@@ -93,7 +93,7 @@ def test_a_pod_reports_its_steps_at_most_twenty_times_a_second(steps_per_s: floa
     pauses = [after - before for before, after in itertools.pairwise(reader.times[1:])]
     assert min(pauses) >= FRAME_INTERVAL_S - 1e-9
     assert reader.sequences == list(range(reader.sequences[0], reader.sequences[0] + len(reader.sequences)))
-    assert len(reader.index.granules_of("pod")) == len(reader.index) == 64
+    assert len(reader.index.prefix_chunks_of("pod")) == len(reader.index) == 64
 
 
 def test_a_gateway_is_whole_when_every_pod_is_ready_and_every_granule_known() -> None:

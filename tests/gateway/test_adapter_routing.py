@@ -105,7 +105,7 @@ def test_a_decision_makes_an_adapter_expected_until_the_pod_speaks_of_it() -> No
     pod.update(slots("a", "b"), 10.2, new_engine=False)
     assert pod.wait_ms("b", 10.2, believed=True) == 0
     pod.update(slots("a"), 10.4, new_engine=False)
-    assert pod.wait_ms("b", 10.4, believed=True) == pytest.approx(200), "it made room"
+    assert pod.wait_ms("b", 10.4, believed=True) == pytest.approx(200), "the other one was evicted"
 
 
 def test_an_expectation_goes_with_the_last_request_that_counts_on_it() -> None:

@@ -43,7 +43,7 @@ async def test_a_closed_gate_keeps_those_inside_and_tells_when_they_are_gone() -
     await asyncio.wait_for(empty, WAIT_LIMIT_S)
 
 
-async def test_bytes_that_find_no_room_are_refused_with_503_and_free_again_afterwards() -> None:
+async def test_bytes_that_exceed_the_bound_are_refused_with_503_and_free_again_afterwards() -> None:
     gate = Gate(10, 100)
     with gate.enter() as first:
         first.hold(70)

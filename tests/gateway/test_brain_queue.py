@@ -29,7 +29,7 @@ from pagemill_protocol.errors import PagemillError
 
 
 async def test_an_idle_deployment_is_passed_without_giving_up_the_turn() -> None:
-    world = World(Pod("a", seats=4, blocks=1000))
+    world = World(Pod("a", slots=4, blocks=1000))
     question = world.brain.choose(world.target, frozenset(), RoutingRequest(100))
     with pytest.raises(StopIteration) as answer:
         question.send(None)
@@ -38,7 +38,7 @@ async def test_an_idle_deployment_is_passed_without_giving_up_the_turn() -> None
 
 
 async def test_a_hundred_requests_on_one_stale_state_overshoot_nothing() -> None:
-    pods = [Pod(name, seats=16, blocks=10_000) for name in "abc"]
+    pods = [Pod(name, slots=16, blocks=10_000) for name in "abc"]
     world = World(*pods)
     tasks = [world.ask() for _ in range(100)]
     await settle()
@@ -57,7 +57,7 @@ async def test_a_hundred_requests_on_one_stale_state_overshoot_nothing() -> None
 
 
 async def test_blocks_are_not_promised_twice_on_one_stale_state() -> None:
-    world = World(Pod("a", seats=1000, blocks=100))
+    world = World(Pod("a", slots=1000, blocks=100))
     need_blocks = -(-100 // BLOCK) + -(-20 // BLOCK)
     tasks = [world.ask() for _ in range(100)]
     await settle()
@@ -66,8 +66,8 @@ async def test_blocks_are_not_promised_twice_on_one_stale_state() -> None:
         task.cancel()
 
 
-async def test_room_that_only_a_report_shows_is_used_when_it_comes() -> None:
-    pod = Pod("a", seats=8, blocks=100)
+async def test_capacity_that_only_a_report_shows_is_used_when_it_comes() -> None:
+    pod = Pod("a", slots=8, blocks=100)
     pod.inside[-1] = 100 * BLOCK  # somebody else's
     world = World(pod)
     task = world.ask()
@@ -79,7 +79,7 @@ async def test_room_that_only_a_report_shows_is_used_when_it_comes() -> None:
 
 
 async def test_a_silent_pod_is_used_by_our_own_counts() -> None:
-    world = World(Pod("a", seats=8, blocks=1000))
+    world = World(Pod("a", slots=8, blocks=1000))
     world.clock.now += 100
     tasks = [world.ask() for _ in range(20)]
     await settle()
@@ -89,7 +89,7 @@ async def test_a_silent_pod_is_used_by_our_own_counts() -> None:
 
 
 async def test_who_leaves_the_queue_leaves_at_once_and_frees_its_place() -> None:
-    world = World(Pod("a", seats=1, blocks=1000), queue=limits(max_requests=1))
+    world = World(Pod("a", slots=1, blocks=1000), queue=limits(max_requests=1))
     running = await world.ask()
     waiting = world.ask()
     await settle()
@@ -104,12 +104,12 @@ async def test_who_leaves_the_queue_leaves_at_once_and_frees_its_place() -> None
 
 
 async def test_a_seat_given_to_a_client_that_leaves_in_the_same_moment_is_given_back() -> None:
-    world = World(Pod("a", seats=1, blocks=1000))
+    world = World(Pod("a", slots=1, blocks=1000))
     running = await world.ask()
     waiting, following = world.ask(), world.ask()
     await settle()
     world.leave(running)
-    waiting.cancel()  # it has its seat, and does not know yet
+    waiting.cancel()  # it has its slot, and does not know yet
     assert (await following).endpoint_id == "a"
     await settle()
     assert waiting.cancelled()
@@ -117,7 +117,7 @@ async def test_a_seat_given_to_a_client_that_leaves_in_the_same_moment_is_given_
 
 
 async def test_the_one_over_the_bound_is_told_when_to_come_back() -> None:
-    world = World(Pod("a", seats=1, blocks=1000), queue=limits(max_requests=2))
+    world = World(Pod("a", slots=1, blocks=1000), queue=limits(max_requests=2))
     await world.ask()
     waiting = [world.ask(key="k"), world.ask(key="k")]
     await settle()
@@ -137,7 +137,7 @@ async def test_the_one_over_the_bound_is_told_when_to_come_back() -> None:
 
 
 async def test_a_queue_of_length_zero_lets_nobody_wait() -> None:
-    world = World(Pod("a", seats=1, blocks=1000), queue=limits(max_requests=0))
+    world = World(Pod("a", slots=1, blocks=1000), queue=limits(max_requests=0))
     await world.ask()
     with pytest.raises(PagemillError) as refusal:
         await world.ask()
@@ -145,7 +145,7 @@ async def test_a_queue_of_length_zero_lets_nobody_wait() -> None:
 
 
 async def test_a_wait_that_is_too_long_ends_with_503_and_counts_all_waits() -> None:
-    world = World(Pod("a", seats=1, blocks=1000), queue=limits(timeout_s=10))
+    world = World(Pod("a", slots=1, blocks=1000), queue=limits(timeout_s=10))
     await world.ask()
     first, retry = world.ask(), world.ask(waited_s=8.0)
     await settle()
@@ -163,7 +163,7 @@ async def test_a_wait_that_is_too_long_ends_with_503_and_counts_all_waits() -> N
 
 
 async def test_who_cannot_make_its_deadline_is_told_at_once_and_when_to_come_back() -> None:
-    world = World(Pod("a", seats=1, blocks=1000))
+    world = World(Pod("a", slots=1, blocks=1000))
     tasks = [world.ask() for _ in range(40)]
     await settle()
     for _ in range(10):  # one request a second
@@ -185,7 +185,7 @@ async def test_who_cannot_make_its_deadline_is_told_at_once_and_when_to_come_bac
 
 
 async def test_a_deadline_that_passes_in_the_queue_is_a_504() -> None:
-    world = World(Pod("a", seats=1, blocks=1000))
+    world = World(Pod("a", slots=1, blocks=1000))
     await world.ask()
     task = world.ask(deadline_at=world.clock.now + 2)
     await settle()
@@ -195,8 +195,8 @@ async def test_a_deadline_that_passes_in_the_queue_is_a_504() -> None:
     assert refusal.value.status == 504
 
 
-async def test_after_two_reroutes_a_request_waits_although_others_say_that_they_have_room() -> None:
-    world = World(*[Pod(name, seats=8, blocks=1000) for name in "abcde"])
+async def test_after_two_reroutes_a_request_waits_although_others_say_that_they_have_capacity() -> None:
+    world = World(*[Pod(name, slots=8, blocks=1000) for name in "abcde"])
     tried: frozenset[str] = frozenset()
     for num_refusals in range(3):
         ticket = QueueTicket(num_refusals=num_refusals, arrived_at=world.clock.now)
@@ -215,7 +215,7 @@ async def test_after_two_reroutes_a_request_waits_although_others_say_that_they_
 
 
 async def test_pods_that_refused_are_asked_by_one_request_at_a_time_until_one_is_taken() -> None:
-    world = World(Pod("a", seats=0, blocks=0))
+    world = World(Pod("a", slots=0, blocks=0))
     world.brain.failed(await world.ask(), "refused")
     tasks = [world.ask() for _ in range(5)]
     await settle()
@@ -229,7 +229,7 @@ async def test_pods_that_refused_are_asked_by_one_request_at_a_time_until_one_is
 
 
 async def test_requests_wait_in_the_same_queue_while_the_only_pod_is_gone() -> None:
-    world = World(Pod("a", seats=8, blocks=1000), queue=limits(max_requests=3), outage_wait_s=30.0)
+    world = World(Pod("a", slots=8, blocks=1000), queue=limits(max_requests=3), outage_wait_s=30.0)
     target = world.brain.resolve("m")
     world.brain.unreachable("a")
     finding = asyncio.ensure_future(world.brain.find("m", QueueTicket(num_bytes=70, arrived_at=world.clock.now)))
@@ -254,7 +254,7 @@ async def test_requests_wait_in_the_same_queue_while_the_only_pod_is_gone() -> N
 
 
 async def test_an_outage_that_lasts_ends_the_wait_of_all() -> None:
-    world = World(Pod("a", seats=8, blocks=1000), outage_wait_s=5.0)
+    world = World(Pod("a", slots=8, blocks=1000), outage_wait_s=5.0)
     target = world.brain.resolve("m")
     world.brain.unreachable("a")
     waiting = [spawn(world.brain.choose(target, frozenset(), RoutingRequest(10))) for _ in range(3)]
@@ -268,13 +268,15 @@ async def test_an_outage_that_lasts_ends_the_wait_of_all() -> None:
 
 
 async def test_an_outage_may_last_twice_as_long_as_engines_usually_need() -> None:
-    world = World(Pod("a", seats=8, blocks=1000), queue=limits(timeout_s=60.0), outage_wait_s=5.0)
+    world = World(Pod("a", slots=8, blocks=1000), queue=limits(timeout_s=60.0), outage_wait_s=5.0)
     for took_s, longest_s in ((4.0, 5.0), (4.9, 8.0), (7.0, 8.9), (7.0, 9.8)):
         world.brain.unreachable("a")
         lost_at = world.clock.now
         waiting = spawn(world.brain.choose(world.target, frozenset(), RoutingRequest(10)))
         await settle()
-        assert world.brain._outages.left_s(world.brain.registry.deployments["default/d"]) == pytest.approx(longest_s)
+        assert world.brain._outages.wait_left_s(world.brain.registry.deployments["default/d"]) == pytest.approx(
+            longest_s
+        )
         await world.pass_time(took_s)
         world.brain.observe("a", world.pods["a"].frame(snapshot=True))
         world.leave(await waiting)
@@ -282,7 +284,7 @@ async def test_an_outage_may_last_twice_as_long_as_engines_usually_need() -> Non
 
 
 async def test_somebody_who_waits_where_nobody_did_is_news() -> None:
-    world = World(Pod("a", seats=1, blocks=1000))
+    world = World(Pod("a", slots=1, blocks=1000))
     news = world.brain.queues.first_waiter()
     running = await world.ask()
     assert not news.done()
@@ -294,7 +296,7 @@ async def test_somebody_who_waits_where_nobody_did_is_news() -> None:
 
 
 async def test_longer_answers_than_expected_cost_their_key_its_next_turns() -> None:
-    world = World(Pod("a", seats=1, blocks=100_000))
+    world = World(Pod("a", slots=1, blocks=100_000))
     running = await world.ask()
     tasks = {key: [world.ask(key=key, max_tokens=4000) for _ in range(60)] for key in ("wordy", "frugal")}
     await settle()
@@ -320,7 +322,7 @@ def test_whatever_happens_nobody_is_lost_and_nothing_stays_reserved(data: st.Dat
 
 
 async def live_through(data: st.DataObject) -> None:
-    pods = [Pod(name, seats=data.draw(st.integers(1, 3)), blocks=data.draw(st.integers(5, 40))) for name in "ab"]
+    pods = [Pod(name, slots=data.draw(st.integers(1, 3)), blocks=data.draw(st.integers(5, 40))) for name in "ab"]
     world = World(*pods, queue=limits(max_requests=data.draw(st.integers(0, 5)), timeout_s=20), outage_wait_s=10.0)
     brain, tasks = world.brain, list[asyncio.Task[Assignment]]()
     at_engines: dict[int, Assignment] = {}
@@ -337,7 +339,7 @@ async def live_through(data: st.DataObject) -> None:
             there = [each for each in at_engines.values() if each.endpoint_id == pod.name]
             assert record.in_flight == record.reserved.num_sequences == len(record.reserved) == len(there)
             assert record.dispatches.num_open == len(there)
-            assert len(there) <= pod.seats
+            assert len(there) <= pod.slots
         assert len(brain._open) == len(at_engines)
         assert world.num_waiting == sum(not task.done() for task in tasks)
         queue = brain.queues._queues.get("default/d")
@@ -400,7 +402,7 @@ async def live_through(data: st.DataObject) -> None:
 
 
 async def test_a_lost_answer_leaves_nothing_behind_and_is_reserved_once_more_elsewhere() -> None:
-    world = World(*(Pod(name, seats=8, blocks=1000) for name in "ab"))
+    world = World(*(Pod(name, slots=8, blocks=1000) for name in "ab"))
     choice = await world.ask(prompt=100)
     world.arrive(choice, 100)
     before = world.brain.registry.endpoints[choice.endpoint_id]
@@ -421,7 +423,7 @@ async def test_a_lost_answer_leaves_nothing_behind_and_is_reserved_once_more_els
 
 
 async def test_a_lost_answer_gets_the_next_seat_before_those_that_have_not_begun() -> None:
-    world = World(*(Pod(name, seats=1, blocks=1000) for name in "ab"))
+    world = World(*(Pod(name, slots=1, blocks=1000) for name in "ab"))
     running = [await world.ask(key="busy") for _ in range(2)]
     for choice in running:
         world.arrive(choice, 100)
@@ -442,7 +444,7 @@ async def test_a_lost_answer_gets_the_next_seat_before_those_that_have_not_begun
 async def test_a_lost_answer_waits_where_nobody_else_may_and_no_newcomer_takes_its_place(kind: FailureKind) -> None:
     """Also once another engine, which is shutting down, has refused to continue it."""
     for max_requests in (0, 1):
-        world = World(*(Pod(name, seats=1, blocks=1000) for name in "ab"), queue=limits(max_requests=max_requests))
+        world = World(*(Pod(name, slots=1, blocks=1000) for name in "ab"), queue=limits(max_requests=max_requests))
         lost, left = [await world.ask() for _ in range(2)]
         continued = world.ask_again(world.kill(lost, 5)._replace(kind=kind), priority=5)
         await settle()
@@ -455,7 +457,7 @@ async def test_a_lost_answer_waits_where_nobody_else_may_and_no_newcomer_takes_i
 
 async def test_a_lost_answer_waits_no_longer_than_anybody_may_over_all_its_losses() -> None:
     queue = limits(max_requests=0, timeout_s=10)
-    world = World(*(Pod(name, seats=1, blocks=1000) for name in "ab"), queue=queue)
+    world = World(*(Pod(name, slots=1, blocks=1000) for name in "ab"), queue=queue)
     lost, _ = [await world.ask() for _ in range(2)]
     continued = world.ask_again(world.kill(lost, 5), waited_s=7.0)
     await settle()
@@ -471,7 +473,7 @@ async def test_a_lost_answer_waits_no_longer_than_anybody_may_over_all_its_losse
 async def test_a_noisy_neighbour_gets_no_more_of_the_engines_than_anybody() -> None:
     """It asks ten times as much as each of the others; how long answers get nobody knows before."""
     draw = random.Random(5)
-    world = World(*(Pod(name, seats=3, blocks=100_000) for name in "ab"), queue=limits(max_requests=60))
+    world = World(*(Pod(name, slots=3, blocks=100_000) for name in "ab"), queue=limits(max_requests=60))
     waiting = {"noisy": 30} | {f"quiet-{number}": 3 for number in range(4)}
     tasks: dict[str, list[asyncio.Task[Assignment]]] = {key: [] for key in waiting}
     tokens, prompts, open_ = (
@@ -501,9 +503,9 @@ async def test_a_noisy_neighbour_gets_no_more_of_the_engines_than_anybody() -> N
 
 
 async def test_what_waits_for_its_own_weights_holds_up_nobody() -> None:
-    world = World(Pod("a", seats=1, blocks=1000, weights="old"), Pod("b", seats=1, blocks=1000, weights="old"))
+    world = World(Pod("a", slots=1, blocks=1000, weights="old"), Pod("b", slots=1, blocks=1000, weights="old"))
     running = [await world.ask() for _ in range(2)]
-    world.pods["c"] = Pod("c", seats=1, blocks=1000, weights="new")
+    world.pods["c"] = Pod("c", slots=1, blocks=1000, weights="new")
     endpoints = [*world.endpoints, Endpoint(id="c", data_url="http://c:1", control_url="http://c:2")]
     world.brain.apply_catalog(Catalog(models=[msgspec.structs.replace(world.model, endpoints=endpoints)]))
     continued = world.ask_again(world.kill(running[0], 5))
@@ -518,7 +520,7 @@ async def test_what_waits_for_its_own_weights_holds_up_nobody() -> None:
 
 
 async def test_continuing_costs_its_key_nothing_and_its_engine_all_that_is_there() -> None:
-    world = World(Pod("a", seats=1, blocks=1000))
+    world = World(Pod("a", slots=1, blocks=1000))
     deployment = world.brain.registry.deployments["default/d"]
     ticket = QueueTicket(key="k", max_tokens=20)
 

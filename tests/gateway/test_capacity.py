@@ -52,7 +52,7 @@ class Engine:
         return self._decision
 
     def fill(self, need: Need) -> int:
-        """How many such requests find room, one after the other."""
+        """How many such requests find capacity, one after the other."""
         count = 0
         while self.fits(need):
             self.send(need)

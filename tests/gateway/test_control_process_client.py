@@ -114,7 +114,7 @@ class WorkerStub:
 
 
 class Place:
-    """A folder in which a head can come and go, with one engine of one seat."""
+    """A folder in which a head can come and go, with one engine of one slot."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "control.sock"
@@ -248,7 +248,7 @@ async def test_a_worker_that_is_gone_holds_nothing_and_its_counters_stay(
                 assert isinstance(told, WorkerConnection)
                 await fake.until(lambda: told._latest().num_requests == 1)
         waiting = asyncio.create_task(other.choose(TARGET, frozenset(), ASK, ticket=QueueTicket(priority=1)))
-        assert (await waiting).endpoint_id == "a", "who waited gets the seat"
+        assert (await waiting).endpoint_id == "a", "who waited gets the slot"
         assert counted.num_held == 0
         text = (await head.metrics_text()).decode()
         assert 'requests_total{model="m",route="r",status="200"} 3.0' in text
@@ -282,7 +282,7 @@ async def test_without_a_head_nothing_fails_that_can_wait(place: Place) -> None:
         async with place.head():
             assert (await question).deployment == "default/d"
             assert (await line.status()).ready
-        assert (await line.status())[:3] == (True, False, "the process that decides is being replaced")
+        assert (await line.status())[:3] == (True, False, "the control process is being replaced")
 
 
 async def test_a_question_that_kills_heads_is_not_asked_for_ever(

@@ -25,7 +25,7 @@ from pagemill_protocol.state import Digests, EngineLoad, StateFrame, StepTimePar
 from pagemill_protocol.step_time import StepTimeModel
 
 SESSION_MS = 50.0
-GRANULE_TOKENS = 64
+CHUNK_TOKENS = 64
 NOTHING = frozenset[str]()
 
 
@@ -217,7 +217,7 @@ class World:
     def ask(self) -> RoutingRequest:
         prefix_chunks = PREFIX[: self.rng.randrange(5)]
         session = self.rng.choice([b"", b"", b"s"])
-        return RoutingRequest(self.rng.choice([10, 257, 900]), prefix_chunks, GRANULE_TOKENS, b"", session)
+        return RoutingRequest(self.rng.choice([10, 257, 900]), prefix_chunks, CHUNK_TOKENS, b"", session)
 
     def seen_anew(self, record: EndpointRecord, routing_request: RoutingRequest) -> Candidate:
         placement = self.brain.placement
@@ -225,14 +225,14 @@ class World:
         if routing_request.session:
             session = placement._sessions.endpoint("default/d", routing_request.session) == record.endpoint.id
         bit, depth = placement.index.bit(record.endpoint.id), 0
-        findable = routing_request.prefix_chunks[: (routing_request.num_prompt_tokens - 1) // GRANULE_TOKENS]
+        findable = routing_request.prefix_chunks[: (routing_request.num_prompt_tokens - 1) // CHUNK_TOKENS]
         while fresh and depth < len(findable):
             chunk = findable[depth]
             if not (placement.index.has(chunk, bit) or placement.predictions.pods.get(chunk, 0) & bit):
                 break
             depth += 1
         record.seen.clear()
-        return candidate_of(record, self.clock.now, depth * GRANULE_TOKENS if fresh else 0, session)
+        return candidate_of(record, self.clock.now, depth * CHUNK_TOKENS if fresh else 0, session)
 
 
 @settings(deadline=None, max_examples=60)

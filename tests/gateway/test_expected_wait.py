@@ -65,7 +65,7 @@ def test_what_engines_tell_of_their_starts_has_to_do_until_one_was_seen() -> Non
     assert starts.left_s(1e6) == 70.0
 
 
-def test_a_wish_that_nobody_repeats_is_forgotten() -> None:
+def test_a_start_that_no_request_waits_for_is_forgotten() -> None:
     starts = Starts()
     starts.requested(0.0, from_zero=True)
     starts.served(LAPSE_S * 2)
@@ -106,7 +106,7 @@ def test_within_one_key_it_is_the_sum_of_those_before(costs: list[int]) -> None:
 
 
 class Fleet:
-    """A brain before engines of one seat each, which come and go."""
+    """A brain before engines of one slot each, which come and go."""
 
     def __init__(self) -> None:
         self.clock = Clock()

@@ -194,7 +194,7 @@ async def test_a_request_that_crashes_two_engines_is_not_tried_on_a_third(engine
     assert 'poison_probes_total{model="tiny",outcome="blamed"} 1.0' in scrape
 
 
-async def test_a_request_whose_engines_were_all_killed_is_no_suspect(engines, gateways, fake) -> None:
+async def test_a_request_whose_engines_were_all_killed_is_not_probed(engines, gateways, fake) -> None:
     gateway = await gateways(*engines, outage_wait_s=5.0)
     for engine in engines:
         engine.behaviours.append(crashes(fake, after=0, code="engine_failed"))
@@ -244,7 +244,7 @@ async def test_requests_beside_a_crash_are_tried_one_at_a_time(engines, gateways
     first.set()
     await fake.until(lambda: num_requests(engines)[1:] == [1, 1])
     await asyncio.sleep(0.2)
-    assert num_requests(engines)[1:] == [1, 1], "the third must not be beside another suspect"
+    assert num_requests(engines)[1:] == [1, 1], "the third must not be beside another probe"
     gates[engines[1].name].set()
     gates[engines[2].name].set()
     assert [(await client).text for client in clients] == ["ok"] * 3
@@ -344,8 +344,8 @@ async def test_a_broken_stream_is_charged_as_far_as_it_got_and_holds_nothing(eng
     assert await remaining_tokens(gateway) == 1000 - (PROMPT_TOKENS + 1)
 
 
-async def test_a_killed_stream_waits_for_room_elsewhere_and_goes_on(engines, gateways, fake, caplog) -> None:
-    """The client hears comments meanwhile; the next seat is its own, although others came before it to the queue."""
+async def test_a_killed_stream_waits_for_capacity_elsewhere_and_goes_on(engines, gateways, fake, caplog) -> None:
+    """The client hears comments meanwhile; the next slot is its own, although others came before it to the queue."""
     first, second = engines[:2]
     first.max_num_seqs = second.max_num_seqs = 1
     gateway = await gateways(first, second, keep_alive_interval_s=0.05)

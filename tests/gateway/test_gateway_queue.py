@@ -1,4 +1,4 @@
-"""Clients of a deployment that has no room: they wait in turn, hear signs of life, or are told when to come back."""
+"""Clients of a deployment without capacity: they wait in turn, hear signs of life, or are told when to come back."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def num_waiting(gateway: Any) -> int:
 
 
 async def busy(gateway: Any, engine: Any, fake: Any) -> tuple[asyncio.Task[Any], asyncio.Event]:
-    """One request that holds the engine's only seat until the event is set."""
+    """One request that holds the engine's only slot until the event is set."""
     release = asyncio.Event()
     engine.behaviours.append(fake.says("first", gate=release))
     task = asyncio.create_task(gateway.chat(stream=True))
@@ -36,13 +36,13 @@ async def busy(gateway: Any, engine: Any, fake: Any) -> tuple[asyncio.Task[Any],
     return task, release
 
 
-async def one_seat(engines: Any, gateways: Any, **settings: Any) -> Any:
+async def one_slot(engines: Any, gateways: Any, **settings: Any) -> Any:
     engines[0].max_num_seqs = 1
     return await gateways(engines[0], **settings)
 
 
 @pytest.mark.layouts
-async def test_a_hundred_clients_at_once_are_all_served_and_no_engine_gets_more_than_it_has_seats(
+async def test_a_hundred_clients_at_once_are_all_served_and_no_engine_gets_more_than_it_has_slots(
     engines, gateways, fake
 ) -> None:
     async def takes_its_time(engine, request, response, http) -> None:
@@ -65,7 +65,7 @@ async def test_a_hundred_clients_at_once_are_all_served_and_no_engine_gets_more_
 
 @pytest.mark.layouts
 async def test_a_streaming_client_hears_comments_while_it_waits(engines, gateways, fake, caplog) -> None:
-    gateway = await one_seat(engines, gateways, keep_alive_interval_s=0.05)
+    gateway = await one_slot(engines, gateways, keep_alive_interval_s=0.05)
     first, release = await busy(gateway, engines[0], fake)
     with caplog.at_level("INFO", logger="pagemill.gateway.access"):
         async with gateway.session.post(gateway.url + "/v1/chat/completions", json=BODY | {"stream": True}) as response:
@@ -82,7 +82,7 @@ async def test_a_streaming_client_hears_comments_while_it_waits(engines, gateway
 
 
 async def test_the_openai_client_reads_past_the_comments(engines, gateways, fake) -> None:
-    gateway = await one_seat(engines, gateways, keep_alive_interval_s=0.02)
+    gateway = await one_slot(engines, gateways, keep_alive_interval_s=0.02)
     _, release = await busy(gateway, engines[0], fake)
     async with openai.AsyncOpenAI(base_url=gateway.url + "/v1", api_key="none", max_retries=0) as client:
         stream = await client.chat.completions.create(**BODY, stream=True)
@@ -91,7 +91,7 @@ async def test_the_openai_client_reads_past_the_comments(engines, gateways, fake
 
 
 async def test_a_client_that_does_not_stream_waits_silently(engines, gateways, fake) -> None:
-    gateway = await one_seat(engines, gateways, keep_alive_interval_s=0.02)
+    gateway = await one_slot(engines, gateways, keep_alive_interval_s=0.02)
     _, release = await busy(gateway, engines[0], fake)
     waiting = asyncio.create_task(gateway.chat())
     await fake.until(lambda: num_waiting(gateway) == 1)
@@ -102,7 +102,7 @@ async def test_a_client_that_does_not_stream_waits_silently(engines, gateways, f
 
 
 async def test_a_wait_that_ends_in_vain_is_an_error_event_once_comments_were_sent(engines, gateways, fake) -> None:
-    gateway = await one_seat(engines, gateways, keep_alive_interval_s=0.05, queue=limits(timeout_s=0.4))
+    gateway = await one_slot(engines, gateways, keep_alive_interval_s=0.05, queue=limits(timeout_s=0.4))
     _, release = await busy(gateway, engines[0], fake)
     reply = await gateway.chat(stream=True)
     assert reply.status == 200
@@ -114,7 +114,7 @@ async def test_a_wait_that_ends_in_vain_is_an_error_event_once_comments_were_sen
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_before_the_first_comment_a_refusal_has_its_own_status(engines, gateways, fake, stream) -> None:
-    gateway = await one_seat(engines, gateways, queue=limits(max_requests=1, timeout_s=0.3))
+    gateway = await one_slot(engines, gateways, queue=limits(max_requests=1, timeout_s=0.3))
     _, release = await busy(gateway, engines[0], fake)
     waiting = asyncio.create_task(gateway.chat(stream=stream))
     await fake.until(lambda: num_waiting(gateway) == 1)
@@ -128,7 +128,7 @@ async def test_before_the_first_comment_a_refusal_has_its_own_status(engines, ga
 
 
 async def test_the_bytes_that_wait_are_bounded_too(engines, gateways, fake) -> None:
-    gateway = await one_seat(engines, gateways, queue=limits(max_bytes=1000))
+    gateway = await one_slot(engines, gateways, queue=limits(max_bytes=1000))
     first, release = await busy(gateway, engines[0], fake)
     long = {"messages": [{"role": "user", "content": "x" * 900}]}
     assert (await gateway.chat(messages=[{"role": "user", "content": "x" * 1000}])).status == 429
@@ -142,7 +142,7 @@ async def test_the_bytes_that_wait_are_bounded_too(engines, gateways, fake) -> N
 
 @pytest.mark.layouts
 async def test_a_client_that_leaves_the_queue_is_forgotten_at_once(engines, gateways, fake) -> None:
-    gateway = await one_seat(engines, gateways, queue=limits(max_requests=1), keep_alive_interval_s=0.02)
+    gateway = await one_slot(engines, gateways, queue=limits(max_requests=1), keep_alive_interval_s=0.02)
     first, release = await busy(gateway, engines[0], fake)
     for stream in (False, True):
         waiting = asyncio.create_task(gateway.chat(stream=stream))
@@ -157,7 +157,7 @@ async def test_a_client_that_leaves_the_queue_is_forgotten_at_once(engines, gate
 
 
 async def test_the_deadline_header_holds_in_the_queue(engines, gateways, fake) -> None:
-    gateway = await one_seat(engines, gateways)
+    gateway = await one_slot(engines, gateways)
     _, release = await busy(gateway, engines[0], fake)
     reply = await gateway.chat(headers={"x-request-timeout-s": "0.3"})
     assert (reply.status, reply.error["code"]) == (504, "deadline_exceeded")
@@ -191,7 +191,7 @@ async def test_a_deadline_holds_for_who_waits_for_an_engine_at_all(engines, gate
 
 
 async def test_an_urgent_request_overtakes_those_that_wait(engines, gateways, fake) -> None:
-    gateway = await one_seat(engines, gateways)
+    gateway = await one_slot(engines, gateways)
     first, release = await busy(gateway, engines[0], fake)
     noisy = [asyncio.create_task(gateway.chat(priority=1)) for _ in range(20)]
     await fake.until(lambda: num_waiting(gateway) == 20)
@@ -199,7 +199,7 @@ async def test_an_urgent_request_overtakes_those_that_wait(engines, gateways, fa
     await fake.until(lambda: num_waiting(gateway) == 21)
     release.set()
     await urgent
-    assert [request.priority for request in engines[0].requests].index(0, 1) == 1, "it was the first to get the seat"
+    assert [request.priority for request in engines[0].requests].index(0, 1) == 1, "it was the first to get the slot"
     assert {(await task).status for task in noisy} == {200}
     await first
 
@@ -248,7 +248,7 @@ async def test_what_a_client_asks_for_is_what_is_reserved_for_it(engines, gatewa
 async def test_the_queue_is_fair_between_api_keys(engines, gateways, fake) -> None:
     keys = [hashlib.sha256(key.encode()).hexdigest() for key in ("first", "noisy", "quiet")]
     catalog = fake.catalog_of(engines[0], prefix_scope="key")
-    gateway = await one_seat(engines, gateways, api_keys=keys, catalog=catalog)
+    gateway = await one_slot(engines, gateways, api_keys=keys, catalog=catalog)
     release = asyncio.Event()
     engines[0].behaviours.append(fake.says("first", gate=release))
 
@@ -296,7 +296,7 @@ async def test_who_streams_hears_comments_also_while_no_engine_is_there(engines,
 
 @pytest.mark.layouts
 async def test_the_operator_hears_of_a_queue_at_once_and_metrics_and_status_show_it(engines, gateways, fake) -> None:
-    gateway = await one_seat(engines, gateways)
+    gateway = await one_slot(engines, gateways)
     text = (await gateway.get("/metrics", control=True)).raw.decode()
     assert 'pagemill_gateway_in_flight_requests{model="tiny"} 0.0' in text, "no traffic is a number, too"
     first, release = await busy(gateway, engines[0], fake)
@@ -327,7 +327,7 @@ async def test_the_operator_hears_of_a_queue_at_once_and_metrics_and_status_show
 
 async def test_the_catalogue_says_how_long_the_queue_is(engines, gateways, fake) -> None:
     catalog = fake.catalog_of(engines[0], queue=limits(max_requests=0))
-    gateway = await one_seat(engines, gateways, catalog=catalog)
+    gateway = await one_slot(engines, gateways, catalog=catalog)
     _, release = await busy(gateway, engines[0], fake)
     asked_at = time.monotonic()
     assert (await gateway.chat()).status == 429

@@ -293,7 +293,7 @@ def test_a_body_that_cannot_be_continued_runs_anew(byte_tokenizer: Tokenizer, fi
     assert [request.resume for request in engines.requests] == [[], []]
 
 
-def test_an_answer_without_room_in_the_journal_is_served_and_cannot_be_continued(byte_tokenizer: Tokenizer) -> None:
+def test_an_answer_beyond_the_journals_capacity_is_served_and_cannot_be_continued(byte_tokenizer: Tokenizer) -> None:
     request = make_request(["x" * 50], stream=True)
     whole, _ = serve(Engines(byte_tokenizer, ["x" * 50], []), request, capacity=10)
     assert whole.endswith(b"data: [DONE]\n\n")
@@ -304,7 +304,7 @@ def test_an_answer_without_room_in_the_journal_is_served_and_cannot_be_continued
 
 @pytest.mark.parametrize("capacity", [10_000, 10])
 def test_tokens_are_counted_once_however_often_they_were_computed(byte_tokenizer: Tokenizer, capacity: int) -> None:
-    """Continued where the journal has room, begun anew where it has none."""
+    """Continued within the journal's capacity, begun anew beyond it."""
     request = make_request(["x" * 100], stream=False)
     undisturbed = Engines(byte_tokenizer, ["x" * 100], [])
     usage = serve(undisturbed, request, capacity)[1]
@@ -366,7 +366,7 @@ def test_frames_that_skip_or_repeat_tokens_are_refused() -> None:
     assert journal.continuation().resume == [ChoiceResume(0, [1, 2, 3], 0, True, "stop")]
 
 
-def test_journals_share_one_room_and_give_it_back() -> None:
+def test_journals_share_one_capacity_and_give_it_back() -> None:
     capacity = JournalCapacity(5)
     first, second = (Journal(make_request(["a"], stream=True), capacity) for _ in range(2))
     first.note(FrameMeta(token_ids=[1, 2, 3], position=3), "w")

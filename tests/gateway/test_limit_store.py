@@ -140,7 +140,7 @@ def test_a_refusal_says_truly_when_to_come_back(limits: Limits, steps: list[tupl
             assert world.reserve(amount).refused is not None, "it could have come back earlier"
             world.now_ms += 1
             again = world.reserve(amount)
-            assert again.refused != answer.refused, "the limit named has room now"
+            assert again.refused != answer.refused, "the limit named has capacity now"
 
 
 @settings(max_examples=200, deadline=None)

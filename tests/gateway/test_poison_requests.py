@@ -39,7 +39,7 @@ from pagemill_protocol.sampling import SamplingParams
 from pagemill_protocol.state import Digests, EngineLoad, StateFrame
 
 STEP_S = 0.05
-CONVICTED = "request_crashed_engine"
+BLAMED = "request_crashed_engine"
 WORDS: dict[EngineFailureKind, str] = {"crashed": ENGINE_CRASHED, "killed": ENGINE_FAILED}
 CONFIG = GatewayConfig(outage_wait_s=300.0, queue=QueueLimits(max_requests=999, max_bytes=2**30, timeout_s=900.0))
 
@@ -267,7 +267,7 @@ def test_a_request_that_brings_engines_down_is_found_out_and_harms_no_other(
         return cluster
 
     cluster = virtual_loop.run(main())
-    assert cluster.poison_outcomes == [CONVICTED]
+    assert cluster.poison_outcomes == [BLAMED]
     assert cluster.poisons[1].num_victims <= most + (position > 0)
     assert cluster.outcomes == ({"served": num_requests} if num_requests else {})
 
@@ -292,6 +292,6 @@ def test_amid_kills_it_is_stopped_all_the_same(
         return cluster
 
     cluster = virtual_loop.run(main())
-    assert cluster.poison_outcomes[0] in (CONVICTED, "bad_upstream")
+    assert cluster.poison_outcomes[0] in (BLAMED, "bad_upstream")
     assert cluster.poisons[1].num_victims <= 8
-    assert CONVICTED not in cluster.outcomes
+    assert BLAMED not in cluster.outcomes

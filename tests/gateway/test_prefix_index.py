@@ -171,7 +171,9 @@ table = st.dictionaries(st.sampled_from(PODS), st.sets(st.integers(0, 30)), min_
 
 
 @given(st.lists(table, min_size=1, max_size=6), st.lists(st.integers(0, 30), max_size=12))
-def test_depths_count_the_leading_granules_of_each_pod(states: list[dict[str, set[int]]], prompt: list[int]) -> None:
+def test_depths_count_the_leading_prefix_chunks_of_each_pod(
+    states: list[dict[str, set[int]]], prompt: list[int]
+) -> None:
     index = PrefixIndex()
     truth: dict[str, set[int]] = {}
     for state in states:
@@ -199,7 +201,7 @@ def test_the_slots_of_pods_that_went_are_swept_and_used_again() -> None:
     assert index.prefix_chunks_of("stays") == index.prefix_chunks_of("new") == {b"s"}
 
 
-def test_a_hundred_pods_of_eight_thousand_granules_fit_in_a_hundred_bytes_a_granule() -> None:
+def test_a_hundred_pods_of_eight_thousand_prefix_chunks_fit_in_a_hundred_bytes_a_prefix_chunk() -> None:
     """Measured on a tenth of it: the keys, and the table; the sets of single pods are shared ints."""
     index = PrefixIndex()
     for pod in range(10):
@@ -259,7 +261,7 @@ async def test_a_dispatched_prefix_counts_as_cached_where_it_went_until_that_req
     assert first.predicted_cached_tokens == 0
     choices = [await brain.choose(brain.resolve("m"), frozenset(), routing_request) for _ in range(5)]
     retry = [each for each in choices if each.endpoint_id == first.endpoint_id]
-    # All but the last token's granule can be found.
+    # All but the last token's prefix chunk can be found.
     assert retry
     assert {each.predicted_cached_tokens for each in retry} == {576}
     index, predictions = brain.placement.index, brain.placement.predictions

@@ -37,7 +37,7 @@ def test_they_are_the_engines_own_hashes(
         assert list(found) == blocks[granule_blocks - 1 :: granule_blocks]
 
 
-def test_a_grown_conversation_hashes_only_its_new_granules() -> None:
+def test_a_grown_conversation_hashes_only_its_new_prefix_chunks() -> None:
     prompts = PromptHashes(10_000)
     conversation = list(range(6400))
     prompts.hashes(SCHEME, "", conversation)

@@ -220,7 +220,7 @@ async def end_all(brain: LocalBrain, name: str, choices: list[Assignment], kind:
     brain.unreachable(name)
 
 
-async def test_a_suspect_waits_until_another_one_is_acquitted(brain: LocalBrain) -> None:
+async def test_a_probe_waits_until_another_one_is_cleared(brain: LocalBrain) -> None:
     know(brain, "abc")
     crashed = [await place_at(brain, "a", "abc") for _ in range(3)]
     await end_all(brain, "a", crashed, "crashed")
@@ -240,7 +240,7 @@ async def test_a_suspect_waits_until_another_one_is_acquitted(brain: LocalBrain)
     assert (await fourth).endpoint_id == first.endpoint_id
 
 
-async def test_who_crashes_an_engine_on_which_nobody_else_began_is_convicted(brain: LocalBrain) -> None:
+async def test_who_crashes_an_engine_on_which_nobody_else_began_is_blamed(brain: LocalBrain) -> None:
     know(brain, "abc")
     beside = await place_at(brain, "b", "abc")
     brain.started(beside)
@@ -249,9 +249,9 @@ async def test_who_crashes_an_engine_on_which_nobody_else_began_is_convicted(bra
     second = await place(brain, *"ac", retry=after(first, "crashed", **ended(first, kind="crashed")))
     assert second.endpoint_id == beside.endpoint_id == "b"
     await end_all(brain, "b", [second, beside], "crashed")
-    with pytest.raises(PagemillError) as convicted:
+    with pytest.raises(PagemillError) as blamed:
         await place(brain, retry=after(second, "crashed", **ended(first, second, kind="crashed")))
-    assert (convicted.value.status, convicted.value.code) == (500, "request_crashed_engine")
+    assert (blamed.value.status, blamed.value.code) == (500, "request_crashed_engine")
     other = after(beside, "crashed", **ended(beside, kind="crashed", progressed=True))
     assert (await place(brain, retry=other)).probe == "shared"
 
@@ -279,7 +279,7 @@ async def test_who_crashed_an_engine_beside_newcomers_is_tried_alone_and_nobody_
     assert (await late).endpoint_id == "c"
 
 
-async def test_engines_that_were_killed_from_outside_make_no_suspect(brain: LocalBrain) -> None:
+async def test_engines_that_were_killed_from_outside_lead_to_no_probe(brain: LocalBrain) -> None:
     know(brain, "abc")
     killed: list[Assignment] = []
     for name in "abc":
@@ -289,7 +289,7 @@ async def test_engines_that_were_killed_from_outside_make_no_suspect(brain: Loca
     assert (await place(brain, retry=retry)).probe == "none"
 
 
-async def test_losses_make_a_suspect_only_when_no_token_comes_between(brain: LocalBrain) -> None:
+async def test_losses_lead_to_a_probe_only_when_no_token_comes_between(brain: LocalBrain) -> None:
     know(brain, "abcd")
     lost = []
     for name in "abc":
@@ -308,7 +308,7 @@ async def test_losses_make_a_suspect_only_when_no_token_comes_between(brain: Loc
     assert await probe(first, second, third._replace(probe="shared")) == "alone"
 
 
-async def test_who_was_sent_to_an_engine_that_was_gone_already_is_no_suspect(brain: LocalBrain) -> None:
+async def test_who_was_sent_to_an_engine_that_was_gone_already_is_not_probed(brain: LocalBrain) -> None:
     know(brain, "ab")
     there, late = await place_at(brain, "a", "ab"), []
     brain.failed(there, "lost")

@@ -1,4 +1,4 @@
-"""Routing under the queue: what is cached needs no room and costs no turn, and every ledger counts a decision once."""
+"""Routing under the queue: what is cached needs no capacity and costs no turn, and each decision counts once."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from pagemill_protocol import hashes
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.state import Digests, EngineLoad, StateFrame, StepTimeParams
 
-BLOCK, GRANULE = 16, 64
+BLOCK, CHUNK = 16, 64
 FAST = StepTimeParams(knots_tokens=[1, 64, 512], knot_ms=[6.0, 8.0, 22.0])
 SLOW = StepTimeParams(knots_tokens=[1, 64, 512], knot_ms=[600.0, 800.0, 2200.0])
 
 
 def ask_of(name: int, num_tokens: int = 640) -> RoutingRequest:
     token_ids = [name] * num_tokens
-    return RoutingRequest(num_tokens, tuple(hashes.block_hashes(b"r" * 16, token_ids, GRANULE)), GRANULE)
+    return RoutingRequest(num_tokens, tuple(hashes.block_hashes(b"r" * 16, token_ids, CHUNK)), CHUNK)
 
 
 def frame(
     sequence: int = 1,
     *,
     active: int = 0,
-    seats: int = 100,
+    slots: int = 100,
     fast: bool = True,
     cached: tuple[RoutingRequest, ...] = (),
     **fields: Any,
@@ -52,7 +52,7 @@ def frame(
         load=load,
         block_size=BLOCK,
         max_model_len=4096,
-        max_num_seqs=seats,
+        max_num_seqs=slots,
         step_time=FAST if fast else SLOW,
         prefixes_added=[chunk for each in cached for chunk in each.prefix_chunks],
         **known | fields,
@@ -82,22 +82,22 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def test_only_blocks_that_are_not_cached_need_room_and_are_reserved() -> None:
+async def test_only_blocks_that_are_not_cached_need_capacity_and_are_reserved() -> None:
     routing_request = ask_of(1)
     world = World(cold=frame(active=45), warm=frame(active=45, cached=(routing_request,)))
     choice = await world.choose(routing_request)
     assert (choice.endpoint_id, choice.predicted_cached_tokens) == ("warm", 576)
-    # One granule of the prompt is computed, since its last token always is; 20 tokens of output are two blocks.
-    assert world.record("warm").reserved.num_blocks == GRANULE // BLOCK + 2
+    # One prefix chunk of the prompt is computed, since its last token always is; 20 tokens of output are two blocks.
+    assert world.record("warm").reserved.num_blocks == CHUNK // BLOCK + 2
     other = world.choose(ask_of(2))
     await settle()
     assert not other.done(), "42 blocks fit nowhere"
     other.cancel()
 
 
-async def test_the_policy_chooses_among_those_with_room() -> None:
+async def test_the_policy_chooses_among_those_with_capacity() -> None:
     routing_request = ask_of(1)
-    world = World(a=frame(fast=False), b=frame(fast=False), full=frame(active=1, seats=1, cached=(routing_request,)))
+    world = World(a=frame(fast=False), b=frame(fast=False), full=frame(active=1, slots=1, cached=(routing_request,)))
     choice = await world.choose(routing_request)
     assert choice.endpoint_id in "ab", "the policy alone would have taken the full one"
     assert (choice.policy, choice.predicted_cached_tokens) == ("Cost", 0)
@@ -124,12 +124,12 @@ async def test_a_decision_is_counted_once_by_every_ledger_and_leaves_all_of_them
 
 
 async def test_of_a_seat_given_to_a_client_that_left_no_prefix_is_expected() -> None:
-    world = World(a=frame(seats=1))
+    world = World(a=frame(slots=1))
     running = await world.choose(ask_of(1))
     waiting = world.choose(ask_of(2))
     await settle()
     world.brain.finished(running)
-    waiting.cancel()  # it has its seat, and does not know yet
+    waiting.cancel()  # it has its slot, and does not know yet
     await settle()
     assert waiting.cancelled()
     assert not any(each in world.brain.placement.predictions.pods for each in ask_of(2).prefix_chunks)
@@ -199,7 +199,7 @@ async def test_of_pods_that_fell_silent_neither_old_load_nor_old_prefixes_count(
 async def test_keys_pay_for_the_tokens_that_are_computed_for_them() -> None:
     """Of two keys that ask for the same, the one whose prompts are cached gets as many more turns."""
     asks = {"cached": ask_of(1), "cold": ask_of(2)}
-    world = World(a=frame(seats=1, cached=(asks["cached"],)))
+    world = World(a=frame(slots=1, cached=(asks["cached"],)))
     running = await world.choose(ask_of(3))
     tasks = {key: [world.choose(routing_request, key=key) for _ in range(60)] for key, routing_request in asks.items()}
     await settle()
@@ -207,7 +207,7 @@ async def test_keys_pay_for_the_tokens_that_are_computed_for_them() -> None:
     for sequence in range(2, 52):
         world.brain.finished(running, CompletedRequest(20))
         # The engine has evicted what was not in use.
-        world.brain.observe("a", frame(sequence, seats=1, prefixes_removed=list(asks["cold"].prefix_chunks)))
+        world.brain.observe("a", frame(sequence, slots=1, prefixes_removed=list(asks["cold"].prefix_chunks)))
         await settle()
         ((key, running),) = (
             (key, task.result())

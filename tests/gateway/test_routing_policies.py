@@ -197,14 +197,14 @@ def test_weighted322_adds_queue_kv_and_prefix_with_their_weights() -> None:
 
 
 @pytest.mark.parametrize(
-    ("load", "total", "count", "room"),
+    ("load", "total", "count", "is_within"),
     [(0, 0, 3, True), (3, 9, 3, True), (4, 9, 3, False), (0, 1, 2, True), (1, 1, 2, False), (9, 0, 3, True)],
 )
 def test_kubeai_lets_no_endpoint_pass_a_quarter_more_than_the_mean(
-    load: int, total: int, count: int, room: bool
+    load: int, total: int, count: int, is_within: bool
 ) -> None:
     """KubeAI's rule with its default of 125 %: load + 1 <= (total + 1) / endpoints * 1.25; idle takes anything."""
-    assert within_load_bound(load, total, count) is room
+    assert within_load_bound(load, total, count) is is_within
 
 
 def test_prefix_hash_keeps_equal_beginnings_together_and_walks_on_when_full() -> None:

@@ -108,14 +108,14 @@ def test_decisions_of_one_instant_count_before_the_engines_report_them() -> None
     assert {chosen.count(f"e{index}") for index in range(4)} == {25}
 
 
-@pytest.mark.parametrize("room", ["routing", "admission"])
-def test_decision_rooms_import_neither_torch_nor_aiohttp(room: str) -> None:
+@pytest.mark.parametrize("package", ["routing", "admission"])
+def test_decision_packages_import_neither_torch_nor_aiohttp(package: str) -> None:
     code = (
         "import importlib, pkgutil, sys\n"
-        f"package = importlib.import_module('pagemill_gateway.{room}')\n"
+        f"package = importlib.import_module('pagemill_gateway.{package}')\n"
         "names = [m.name for m in pkgutil.iter_modules(package.__path__)]\n"
         f"assert len(names) >= 2, names\n"
-        f"[importlib.import_module('pagemill_gateway.{room}.' + name) for name in names]\n"
+        f"[importlib.import_module('pagemill_gateway.{package}.' + name) for name in names]\n"
         "bad = [m for m in ('torch', 'aiohttp', 'fastapi', 'starlette', 'transformers') if m in sys.modules]\n"
         "assert not bad, bad\n"
     )

@@ -133,7 +133,7 @@ def test_only_sequences_that_have_begun_to_answer_are_rows() -> None:
     assert dispatches.num_answers(1) == 0
 
 
-def test_an_engine_that_never_told_its_pace_is_not_foretold() -> None:
+def test_an_engine_without_a_step_time_model_gets_no_prediction() -> None:
     ttft_estimator = TtftEstimator()
     assert ttft_estimator.ttft_ms(1, Dispatch(40), 0.0) is None
     ttft_estimator.received(EngineLoad(), 0.0, None, BUDGET, [], [], 0.0)

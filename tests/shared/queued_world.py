@@ -1,4 +1,4 @@
-"""A brain on a clock moved by hand, in front of engines of a few seats, and clients that wait for it."""
+"""A brain on a clock moved by hand, in front of engines of a few slots, and clients that wait for it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ BLOCK = 16
 class Pod:
     """An engine as the brain sees it, with what is really in it."""
 
-    def __init__(self, name: str, *, seats: int, blocks: int, weights: str = "w") -> None:
-        self.name, self.seats, self.blocks, self.weights = name, seats, blocks, weights
+    def __init__(self, name: str, *, slots: int, blocks: int, weights: str = "w") -> None:
+        self.name, self.slots, self.blocks, self.weights = name, slots, blocks, weights
         self.inside: dict[int, int] = {}
         """Decision -> tokens it holds."""
         self.sequence = 0
@@ -43,7 +43,7 @@ class Pod:
             "load": load,
             "block_size": BLOCK,
             "max_model_len": 4096,
-            "max_num_seqs": self.seats,
+            "max_num_seqs": self.slots,
             "digests": Digests(tokenizer_bundle="t", weights=self.weights),
         }
         return StateFrame(**known | fields)

@@ -1,1 +1,1 @@
-"""Between the brain's process and its workers: messages over a Unix socket. msgspec as msgpack, no pickle."""
+"""Messages between the control process and its workers over a Unix socket. msgspec as msgpack, no pickle."""

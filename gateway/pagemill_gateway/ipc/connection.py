@@ -1,7 +1,7 @@
-"""One connection between two processes: questions with answers both ways, and notes, over a stream of frames.
+"""One connection between two processes: questions with answers both ways, and notifications, over a stream of frames.
 
-What is sent in one turn of the event loop goes out in one write. A peer that is gone ends every question that waits
-for it; what that means is for `head_line` and `worker_line` to know, which are the two ends.
+Messages of one turn of the event loop go out in one write. When a peer is gone, every question that waits for it fails;
+what follows is decided by the two ends, `control_process_client` and `worker_connection`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pagemill_protocol.frames import FrameError, MessageDecoder, encode_message
 logger = logging.getLogger("pagemill.gateway.ipc")
 
 MAX_MESSAGE_BYTES = 192 * 1024 * 1024
-"""The largest tokenizer bundle, and room."""
+"""The largest tokenizer bundle, with a margin."""
 WHAT = "process"
 _encoder = msgspec.msgpack.Encoder()
 
@@ -42,7 +42,7 @@ class _PendingReply(NamedTuple):
 
 
 class IpcConnection(asyncio.Protocol, Generic[Incoming]):
-    """One end. `Incoming`: what the peer may say."""
+    """One end. `Incoming`: the messages of the peer."""
 
     def __init__(
         self,
@@ -67,14 +67,14 @@ class IpcConnection(asyncio.Protocol, Generic[Incoming]):
         self.lost = False
         self._gone: asyncio.Future[None] = self._loop.create_future()
 
-    # Asking and telling.
+    # Questions and notifications.
 
     async def ask(
         self, question: object, decoder: msgspec.msgpack.Decoder[Value], undo: Callable[[Value], None] | None = None
     ) -> Value:
         """The peer's answer. Raises `PagemillError` when it refuses, `IpcConnectionLost` when it is gone.
 
-        `undo` gets an answer that came although nobody waited for it any more.
+        `undo` gets an answer that came after its caller was cancelled.
         """
         if self.lost:
             raise IpcConnectionLost
@@ -92,11 +92,11 @@ class IpcConnection(asyncio.Protocol, Generic[Incoming]):
             raise
 
     def notify(self, note: object) -> None:
-        """Nobody answers, and what a lost peer is told is told to nobody."""
+        """Send a message without an answer; to a lost peer it is not sent."""
         self._send(note)
 
     async def close(self) -> None:
-        """What was said before still goes out."""
+        """Messages before it are still sent."""
         self._flush()
         if self._transport is not None:
             self._transport.close()
@@ -128,7 +128,7 @@ class IpcConnection(asyncio.Protocol, Generic[Incoming]):
         self._on_lost()
         self._gone.set_result(None)
 
-    # Inside.
+    # Handling of messages.
 
     def _take(self, message: object) -> None:
         if isinstance(message, Reply):
@@ -149,7 +149,7 @@ class IpcConnection(asyncio.Protocol, Generic[Incoming]):
         try:
             self._on_note(note)
         except Exception:
-            # It is about one request; all others of the peer's must not suffer.
+            # It is about one request; the peer's other requests must not suffer.
             logger.exception("a note of the other process cannot be taken")
 
     def _answered(self, answer: Reply) -> None:

@@ -1,9 +1,8 @@
-"""A worker's end of the line to the head: the brain, the limits' store and the desk of `Head`, as if they were here.
+"""A worker's end of the connection to the control process: brain, limits' store and port, as if they were here.
 
-When the head's process dies, answers under way go on, and what asks for a decision waits until another one has taken
-its place, as it would wait for an engine. The new brain learns from the engines' own reports what they serve:
-decisions of the old one, whose numbers it will never give, mean nothing to it. Limits that are reserved here are told
-to it again.
+When the control process dies, answers in progress go on, and requests that need a decision wait until another one has
+replaced it, as they would wait for an engine. The new one learns from the engines' own reports what they serve; it
+ignores decisions of the old one, whose numbers it never gives. Limits that are reserved here are sent to it again.
 """
 
 from __future__ import annotations
@@ -37,15 +36,15 @@ from pagemill_protocol.errors import PagemillError, unavailable
 
 CONNECT_INTERVAL_S = 0.05
 AWAY_TIMEOUT_S = 30.0
-"""A question waits this long for the head to be there (again)."""
-AWAY = "the process that decides is being replaced"
+"""A question waits this long for a control process."""
+AWAY = "the control process is being replaced"
 
 MEASURES_INTERVAL_S = 1.0
-"""What a worker has measured for longer is not lost with it."""
+"""A worker that dies loses no older measurements."""
 MAX_ASKED = 2
-"""Heads that one question is put to."""
+"""Control processes that one question is sent to."""
 
-_Line = IpcConnection[messages.ToWorker]
+_Connection = IpcConnection[messages.ToWorker]
 Value = TypeVar("Value")
 _to_worker = msgspec.msgpack.Decoder(messages.ToWorker)
 _names = msgspec.msgpack.Decoder(list[ServedName])
@@ -64,14 +63,14 @@ class ControlProcessClient:
     """Create inside a running event loop, `start` with the worker, `close` at its end."""
 
     def __init__(self, path: Path) -> None:
-        """`path`: of the head's socket."""
+        """`path`: of the control process's socket."""
         self._path = path
-        self._line: _Line | None = None
+        self._connection: _Connection | None = None
         self._connected = asyncio.Event()
         self._lost = asyncio.Event()
         self._worker: LocalWorkerPort | None = None
         self._num_published = -1
-        """Of what the worker has measured, when this head was last told."""
+        """Number of measurements at the last publication to this control process."""
         self._reserved: dict[str, store.Ask] = {}
         self._status = GatewayStatus(False, False, AWAY, 0)
         self._tasks: list[asyncio.Task[None]] = []
@@ -90,8 +89,8 @@ class ControlProcessClient:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._line is not None:
-            await self._line.close()
+        if self._connection is not None:
+            await self._connection.close()
 
     # `brain.interface.Brain`.
 
@@ -113,7 +112,7 @@ class ControlProcessClient:
         ticket: QueueTicket = DEFAULT_TICKET,
         retry: RetryContext | None = None,
     ) -> Assignment:
-        return await self._ask(messages.Choose(target, tried, ask, ticket, retry), _choice, undo=_give_back)
+        return await self._ask(messages.Choose(target, tried, ask, ticket, retry), _choice, undo=_withdraw)
 
     def accepted(self, assignment: Assignment) -> None:
         self._notify(messages.Accepted(assignment.decision))
@@ -122,17 +121,17 @@ class ControlProcessClient:
         self._notify(messages.Started(assignment.decision, ttft_ms))
 
     async def alive(self, endpoint_id: str) -> bool:
-        """While the head is away nobody can say, and no answer is to suffer of that."""
-        if self._line is not None:
+        """True while the control process is away: it is unknown, and no answer must suffer."""
+        if self._connection is not None:
             with suppress(IpcConnectionLost):
-                return await self._line.ask(messages.Alive(endpoint_id), _bool)
+                return await self._connection.ask(messages.Alive(endpoint_id), _bool)
         return True
 
     async def expected_s(self, model: str, ticket: QueueTicket) -> float | None:
-        """Nobody knows while the head is away."""
-        if self._line is not None:
+        """None while the control process is away."""
+        if self._connection is not None:
             with suppress(IpcConnectionLost):
-                return await self._line.ask(messages.Expected(model, ticket), _seconds)
+                return await self._connection.ask(messages.Expected(model, ticket), _seconds)
         return None
 
     def finished(self, assignment: Assignment, served: CompletedRequest | None = None) -> None:
@@ -175,52 +174,52 @@ class ControlProcessClient:
         self._reserved[ask.lease] = ask
         self._notify(messages.Adopt([ask]))
 
-    # `ports.HeadDesk`.
+    # `ports.ControlProcessPort`.
 
     async def status(self) -> GatewayStatus:
-        """The latest one while the head is away: probes must neither wait nor fail for that."""
-        if self._line is not None:
+        """The latest one while the control process is away: probes must neither wait nor fail then."""
+        if self._connection is not None:
             with suppress(IpcConnectionLost):
-                self._status = await self._line.ask(messages.GetStatus(), _status)
+                self._status = await self._connection.ask(messages.GetStatus(), _status)
                 return self._status
         return self._status._replace(detail=AWAY)
 
     async def bundle(self, digest: str) -> bytes:
         return await self._ask(messages.GetBundle(digest), _bytes)
 
-    # The line.
+    # The connection.
 
     async def _ask(
         self,
         question: object,
         decoder: msgspec.msgpack.Decoder[Value],
-        undo: Callable[[_Line, Value], None] | None = None,
+        undo: Callable[[_Connection, Value], None] | None = None,
     ) -> Value:
-        """Asked anew when the head dies over it, but not for ever: the question may be the cause."""
+        """Ask again when the control process dies meanwhile, but not for ever: the question may be the cause."""
         for _ in range(MAX_ASKED):
-            line = await self._some_line()
+            connection = await self._any_connection()
             with suppress(IpcConnectionLost):
-                return await line.ask(question, decoder, partial(undo, line) if undo is not None else None)
+                return await connection.ask(question, decoder, partial(undo, connection) if undo is not None else None)
         raise _undecided()
 
-    async def _some_line(self) -> _Line:
+    async def _any_connection(self) -> _Connection:
         try:
             async with asyncio.timeout(AWAY_TIMEOUT_S):
-                while self._line is None:
+                while self._connection is None:
                     await self._connected.wait()
         except TimeoutError:
             raise _undecided() from None
-        return self._line
+        return self._connection
 
     def _notify(self, note: messages.WorkerNote) -> None:
-        if self._line is not None:
-            self._line.notify(note)
+        if self._connection is not None:
+            self._connection.notify(note)
 
     async def _publish_measurements(self, worker: LocalWorkerPort) -> None:
-        """Once a second, while anything is measured."""
+        """Once a second, after new measurements."""
         while True:
             await asyncio.sleep(MEASURES_INTERVAL_S)
-            if self._line is not None and worker.num_measured != self._num_published:
+            if self._connection is not None and worker.num_measured != self._num_published:
                 self._num_published = worker.num_measured
                 self._notify(messages.PublishMeasurements(msgspec.Raw(_encoder.encode(worker.measures()))))
 
@@ -229,25 +228,25 @@ class ControlProcessClient:
         while True:
             self._lost.clear()
             with suppress(OSError):
-                await loop.create_unix_connection(self._new_line, str(self._path))
+                await loop.create_unix_connection(self._new_connection, str(self._path))
                 await self._lost.wait()
             await asyncio.sleep(CONNECT_INTERVAL_S)
 
-    def _new_line(self) -> _Line:
-        line: _Line = IpcConnection(
-            _to_worker, on_question=self._answer, on_note=lambda note: self._note(line, note), on_lost=self._end
+    def _new_connection(self) -> _Connection:
+        connection: _Connection = IpcConnection(
+            _to_worker, on_question=self._answer, on_note=lambda note: self._note(connection, note), on_lost=self._end
         )
-        return line
+        return connection
 
-    def _begin(self, line: _Line) -> None:
-        """The head has said its first word. Before that it may be one that is dying, whose socket still takes us."""
-        self._line = line
+    def _begin(self, connection: _Connection) -> None:
+        """The control process has sent its first message. Before that it may be one that is dying."""
+        self._connection = connection
         self._num_published = -1
-        line.notify(messages.Adopt(list(self._reserved.values())))
+        connection.notify(messages.Adopt(list(self._reserved.values())))
         self._connected.set()
 
     def _end(self) -> None:
-        self._line = None
+        self._connection = None
         self._connected.clear()
         self._lost.set()
 
@@ -256,12 +255,12 @@ class ControlProcessClient:
         match question:
             case messages.Measure(endpoint_ids):
                 return await self._worker.measure(endpoint_ids)
-        raise ValueError(f"nobody asks a worker {type(question).__name__}")
+        raise ValueError(f"a worker does not answer {type(question).__name__}")
 
-    def _note(self, line: _Line, note: messages.ControlNote) -> None:
+    def _note(self, connection: _Connection, note: messages.ControlNote) -> None:
         assert self._worker is not None
-        if self._line is None:
-            self._begin(line)
+        if self._connection is None:
+            self._begin(connection)
         match note:
             case messages.KeepBundles(digests, templates, whole):
                 self._worker.keep_bundles(digests, templates, whole=whole)
@@ -269,9 +268,9 @@ class ControlProcessClient:
                 self._worker.replace_shared_keys(callers)
 
 
-def _give_back(line: _Line, assignment: Assignment) -> None:
-    """Nobody waits for it any more."""
-    line.notify(messages.Withdrawn(assignment.decision))
+def _withdraw(connection: _Connection, assignment: Assignment) -> None:
+    """Its caller was cancelled."""
+    connection.notify(messages.Withdrawn(assignment.decision))
 
 
 def _undecided() -> PagemillError:

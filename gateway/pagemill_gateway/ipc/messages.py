@@ -1,7 +1,7 @@
-"""What workers and the brain's process say to each other: tagged msgspec structs, msgpack on the wire.
+"""The messages between workers and the control process: tagged msgspec structs, msgpack on the wire.
 
-A question has a number and gets one answer or one refusal under it; all else is told and not answered. The values
-inside are those of `brain.interface`, `limits.store` and `ports`.
+A question has a number and gets one reply or one refusal with it; all other messages have no answer. The values inside
+are those of `brain.interface`, `limits.store` and `ports`.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class Refusal(msgspec.Struct, frozen=True, array_like=True, tag="refusal"):
 
 
 class Abandoned(msgspec.Struct, frozen=True, array_like=True, tag="given_up"):
-    """Nobody waits for the answer any more."""
+    """The answer is not needed any more."""
 
     number: int
 
 
-# What workers ask.
+# Questions of workers.
 
 
 class GetNames(msgspec.Struct, frozen=True, array_like=True, tag="names"):
@@ -76,7 +76,7 @@ class Find(msgspec.Struct, frozen=True, array_like=True, tag="find"):
 
 
 class Choose(msgspec.Struct, frozen=True, array_like=True, tag="choose"):
-    """A `Choice`."""
+    """An `Assignment`."""
 
     target: Target
     tried: frozenset[str]
@@ -92,14 +92,14 @@ class Alive(msgspec.Struct, frozen=True, array_like=True, tag="alive"):
 
 
 class Expected(msgspec.Struct, frozen=True, array_like=True, tag="expected"):
-    """A float, or nothing."""
+    """A float, or None."""
 
     model: str
     ticket: QueueTicket
 
 
 class Reserve(msgspec.Struct, frozen=True, array_like=True, tag="reserve"):
-    """An `Reply` of `limits.store`."""
+    """An `Answer` of `limits.store`."""
 
     ask: store.Ask
 
@@ -111,7 +111,7 @@ class Extend(msgspec.Struct, frozen=True, array_like=True, tag="extend"):
 
 
 class GetStatus(msgspec.Struct, frozen=True, array_like=True, tag="status"):
-    """A `Standing`."""
+    """A `GatewayStatus`."""
 
 
 class GetBundle(msgspec.Struct, frozen=True, array_like=True, tag="bundle"):
@@ -120,7 +120,7 @@ class GetBundle(msgspec.Struct, frozen=True, array_like=True, tag="bundle"):
     digest: str
 
 
-# What workers tell. Decisions are named by their number.
+# Notifications of workers. Decisions are named by their number.
 
 
 class Accepted(msgspec.Struct, frozen=True, array_like=True, tag="accepted"):
@@ -151,10 +151,10 @@ class RecordOutcome(msgspec.Struct, frozen=True, array_like=True, tag="experienc
 
 
 class PublishMeasurements(msgspec.Struct, frozen=True, array_like=True, tag="measured"):
-    """Unasked, so that little is lost with a worker that dies."""
+    """Sent without a question, so that little is lost when a worker dies."""
 
     measures: msgspec.Raw
-    """`Measures`; read by nobody while the worker lives."""
+    """`WorkerMeasurements`; decoded only when the worker has died."""
 
 
 class Settle(msgspec.Struct, frozen=True, array_like=True, tag="settle"):
@@ -163,7 +163,9 @@ class Settle(msgspec.Struct, frozen=True, array_like=True, tag="settle"):
 
 
 class Adopt(msgspec.Struct, frozen=True, array_like=True, tag="adopt"):
-    """Reserved at the head before this one. A worker's first note has all that it holds, also if that is nothing."""
+    """Reserved at the previous control process. A worker's first notification has all that it holds, even if that is
+    nothing.
+    """
 
     asks: list[store.Ask]
 
@@ -173,11 +175,11 @@ WorkerNote = Accepted | Started | Finished | Failed | Withdrawn | RecordOutcome 
 ToControlProcess = Call[WorkerQuestion] | Reply | Refusal | Abandoned | WorkerNote
 
 
-# What the brain's process asks and tells.
+# Messages of the control process.
 
 
 class Measure(msgspec.Struct, frozen=True, array_like=True, tag="measure"):
-    """`Measures`."""
+    """`WorkerMeasurements`."""
 
     endpoint_ids: frozenset[str]
 

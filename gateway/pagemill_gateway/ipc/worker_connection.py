@@ -1,7 +1,7 @@
-"""The head's end of the line to one worker: answers what it asks, and remembers what it holds.
+"""The control process's end of the connection to one worker: answers its questions, and remembers what it holds.
 
-A worker that dies holds nothing any more: what it waited for is given up, its decisions are released as no fault of any
-engine, its limits are settled with the tokens that it has reported as used.
+A worker that dies holds nothing any more: its questions are cancelled, its decisions are released without blame for any
+engine, and its limits are settled with the tokens that it has reported as used.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ _measures = msgspec.msgpack.Decoder(WorkerMeasurements)
 
 class WorkerConnection:
     def __init__(self, control: ControlProcess) -> None:
-        """Of a connection that is being made."""
+        """For a connection that is being made."""
         self._control = control
         self._brain = control.brain
         self._store = control.sharing.store
         self._held: dict[int, Assignment] = {}
-        """Decisions under way."""
+        """Decisions in progress."""
         self._leases: dict[str, int] = {}
         """Reservations, and the tokens that each has used as far as it was reported."""
         self._last: WorkerMeasurements | msgspec.Raw = WorkerMeasurements({}, 0)
-        """What it measured, as it told last: asked for, or unasked and not read yet."""
-        self.line: IpcConnection[messages.ToControlProcess] = IpcConnection(
+        """The worker's latest measurements, as an answer or as a notification that is not decoded yet."""
+        self.connection: IpcConnection[messages.ToControlProcess] = IpcConnection(
             _to_brain,
             on_question=self._answer,
             on_note=self._note,
@@ -50,26 +50,26 @@ class WorkerConnection:
             on_made=lambda: control.attach(self),
         )
 
-    # What the head asks and tells.
+    # Calls of the control process.
 
     async def measure(self, endpoint_ids: frozenset[str]) -> WorkerMeasurements:
         try:
             async with asyncio.timeout(MEASURE_TIMEOUT_S):
-                self._last = measures = await self.line.ask(messages.Measure(endpoint_ids), _measures)
+                self._last = measures = await self.connection.ask(messages.Measure(endpoint_ids), _measures)
                 return measures
         except TimeoutError:
             logger.warning("a worker does not answer")
         except IpcConnectionLost:
-            return WorkerMeasurements({}, 0)  # what it has counted is the head's by now
+            return WorkerMeasurements({}, 0)  # the control process has its counts by now
         return self._latest()
 
     def keep_bundles(self, digests: frozenset[str], templates: frozenset[str], *, whole: bool) -> None:
-        self.line.notify(messages.KeepBundles(digests, templates, whole))
+        self.connection.notify(messages.KeepBundles(digests, templates, whole))
 
     def replace_shared_keys(self, callers: list[Caller]) -> None:
-        self.line.notify(messages.ReplaceSharedKeys(callers))
+        self.connection.notify(messages.ReplaceSharedKeys(callers))
 
-    # What the worker asks and tells.
+    # Messages of the worker.
 
     async def _answer(self, question: messages.WorkerQuestion) -> object:
         match question:
@@ -153,25 +153,25 @@ class WorkerConnection:
 
 @asynccontextmanager
 async def serving_workers(control: ControlProcess, path: Path) -> AsyncIterator[None]:
-    """While the block runs. Who may open the folder of `path` may connect."""
+    """Accept workers while the block runs. A process that may open the folder of `path` may connect."""
     loop = asyncio.get_running_loop()
     workers: list[WorkerConnection] = []
 
-    def new_line() -> asyncio.BaseProtocol:
-        workers[:] = [each for each in workers if not each.line.lost]
+    def new_connection() -> asyncio.BaseProtocol:
+        workers[:] = [each for each in workers if not each.connection.lost]
         workers.append(worker := WorkerConnection(control))
-        return worker.line
+        return worker.connection
 
-    server = await loop.create_unix_server(new_line, sock=_bound(path))
+    server = await loop.create_unix_server(new_connection, sock=_bound(path))
     try:
         yield
     finally:
         server.close()
-        await asyncio.gather(*(each.line.close() for each in workers if not each.line.lost))
+        await asyncio.gather(*(each.connection.close() for each in workers if not each.connection.lost))
 
 
 def _bound(path: Path) -> socket.socket:
-    """In place of one that a process before left there."""
+    """Replaces a socket that an earlier process left there."""
     path.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(str(path))

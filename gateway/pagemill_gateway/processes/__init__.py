@@ -1,1 +1,1 @@
-"""The processes of a gateway with several workers: who starts whom, what each is given, and how it ends."""
+"""The processes of a gateway with several workers: how they are started, set up and ended."""

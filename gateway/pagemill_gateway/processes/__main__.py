@@ -1,4 +1,4 @@
-"""`python -m pagemill_gateway.processes`: the brain's process or a worker's, as the supervisor says."""
+"""`python -m pagemill_gateway.processes`: the control process or a worker, as the supervisor's setup says."""
 
 from __future__ import annotations
 

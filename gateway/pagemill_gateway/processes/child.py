@@ -1,8 +1,8 @@
-"""What one process of a gateway is given by the one that keeps it running, and how it says that it is up: both ends.
+"""The interface between the supervisor and its child processes: setup, readiness and heartbeat, both ends.
 
-Settings and all else go through standard input, which stays open: when it ends, the supervisor is gone and so is the
-child. One line on standard output says that it serves, and short ones that its event loop turns: who says nothing for
-long hangs, and is replaced. Logs go to standard error, which all of them share.
+The setup goes through standard input, which stays open: when it ends, the supervisor is gone and the child ends. One
+line on standard output reports that the child serves, and short ones that its event loop runs; a child without them for
+long hangs, and is replaced. Logs go to standard error, which all processes share.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """For its log lines."""
     config: GatewayConfig
     folder: str
-    """Private to the gateway: the brain's socket, and its catalogue for the one after it."""
+    """Private to the gateway: the control process's socket, and its catalogue for the next one."""
     listener: int
-    """Descriptor of its listening socket: control for the brain, data for a worker."""
+    """Descriptor of its listening socket: the control port or the data port."""
     restarts: int = 0
     """How often it was replaced before."""
 
@@ -71,10 +71,10 @@ def say_up() -> None:
 
 
 async def beat() -> None:
-    """Say that this event loop turns, for as long as it does."""
+    """Report that this event loop runs, for as long as it does."""
     os.set_blocking(sys.stdout.fileno(), False)
     while True:
-        with suppress(BlockingIOError):  # nobody has listened for an hour: that is the supervisor's trouble
+        with suppress(BlockingIOError):  # the supervisor has not read for an hour
             os.write(sys.stdout.fileno(), BEAT)
         await asyncio.sleep(BEAT_INTERVAL_S)
 

@@ -1,7 +1,7 @@
-"""Keeps one process of a gateway running: starts it, replaces it when it ends or hangs, until its end is wanted.
+"""Keeps one process of a gateway running: starts it, and replaces it when it ends or hangs, until it is stopped.
 
-It hangs when its event loop has said nothing for `hang_timeout_s`: deadlocked, stopped, in an endless loop. Only time
-in which this process itself ran counts, since a machine that was frozen stood still for both.
+It hangs when its event loop sends no heartbeat for `hang_timeout_s`: deadlocked, stopped, in an endless loop. Only time
+in which this process itself ran counts, since a frozen machine stops both.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ logger = logging.getLogger("pagemill.gateway.supervisor")
 
 PAUSE_FIRST_S = 0.05
 PAUSE_LONGEST_S = 5.0
-"""Before a process that ended is replaced; doubles each time it does not last."""
+"""Before a process that ended is replaced; doubles each time it ends soon."""
 LASTING_S = 10.0
 START_TIMEOUT_S = 120.0
-"""Imports and settings may take so long before the event loop turns."""
+"""For imports and settings, before the event loop runs."""
 
 
 class Keeper:
@@ -41,7 +41,7 @@ class Keeper:
         self._process: asyncio.subprocess.Process | None = None
 
     async def run(self) -> bool:
-        """Until it ends and is wanted no more; False: it never came up at all."""
+        """Run it until it ends and is not wanted any more; False: it never served."""
         loop = asyncio.get_running_loop()
         pause_s = PAUSE_FIRST_S
         while self.wanted:
@@ -61,7 +61,7 @@ class Keeper:
         return self._was_up
 
     def ask_to_stop(self) -> None:
-        """A stop signal. One that has not come up yet ends at once."""
+        """Send a stop signal. A process that does not serve yet ends at once."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGTERM)
@@ -78,7 +78,7 @@ class Keeper:
             sys.executable,
             "-m",
             "pagemill_gateway.processes",
-            self.name,  # for people who look at processes
+            self.name,  # shown in process lists
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             pass_fds=(self._setup.listener,),
@@ -97,7 +97,7 @@ class Keeper:
             process.stdin.close()
 
     async def _listen(self, output: asyncio.StreamReader, process: asyncio.subprocess.Process) -> None:
-        """Until it ends, or has been silent for too long and is killed."""
+        """Read its heartbeats until it ends, or has sent none for too long and is killed."""
         silent_s, patience_s = 0.0, max(START_TIMEOUT_S, self._setup.config.hang_timeout_s)
         while True:
             try:

@@ -1,7 +1,7 @@
-"""What the two kinds of processes below the supervisor do between start and end.
+"""What control process and workers do between start and end.
 
-The brain's process serves the control port and its workers, and outlasts them: its first stop signal says that the
-gateway is on its way out, its second one that nobody is left to ask. A worker's are those of a gateway of one process.
+The control process serves the control port and its workers, and outlasts them: its first stop signal begins the drain,
+its second one follows when all workers are gone. A worker reacts to signals as a gateway of one process does.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Keeps a gateway's processes running: one brain, several workers. It serves nobody itself and holds what must outlive
-them: the listening sockets, so that nobody is refused while one of them is replaced, and their private folder.
+"""Keeps a gateway's processes running: one control process, several workers.
 
-A stop signal goes to all of them. The workers drain, the brain stays until the last one is gone. What each of them does
-is `processes.serving`, what it is given `processes.child`.
+It serves no requests itself and holds what must outlive the processes: the listening sockets, so that connections are
+accepted while one is replaced, and their private folder. A stop signal goes to all of them. The workers drain, the
+control process stays until the last one is gone. What each of them does is in `processes.serving`, its setup in
+`processes.child`.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from pagemill_gateway.sockets import log_listening, open_ports
 from pagemill_gateway.stop_signals import Stop
 
 DRAIN_MARGIN_S = 30.0
-"""A worker that drains for so much longer than the settings allow hangs."""
+"""A worker that drains this much longer than the settings allow hangs."""
 END_TIMEOUT_S = 10.0
-"""After its last stop signal the brain has this long before it is killed."""
+"""After its last stop signal the control process has this long before it is killed."""
 
 
 async def supervise(config: GatewayConfig) -> int:
-    """Run until SIGTERM or SIGINT. Returns the exit code: 1 when a process could not start, which has said why.
+    """Run until SIGTERM or SIGINT. Returns the exit code: 1 when a process could not start, which has logged the
+    reason.
 
     Raises `SettingsError`.
     """
@@ -33,18 +35,18 @@ async def supervise(config: GatewayConfig) -> int:
     stop = Stop()
     with (
         tempfile.TemporaryDirectory(prefix="pagemill-") as folder,
-        # A brain that takes another one's place asks for the same token.
+        # A control process that replaces another one expects the same token.
         with_control_token(config, control_socket) as guarded,
         stop.on_signals(),
     ):
-        family = Family(guarded, folder, data_socket.fileno(), control_socket.fileno())
+        family = GatewayProcesses(guarded, folder, data_socket.fileno(), control_socket.fileno())
         try:
             if not await family.start(stop):
                 return 1
             if family.all_up:
                 log_listening(guarded, data_socket, control_socket)
             await stop.wait(1)
-            # Workers close theirs when the delay is over; this one must not keep the port open then.
+            # Workers close theirs when the delay is over; this process must not keep the port open then.
             data_socket.close()
             await family.drain(stop)
         finally:
@@ -54,7 +56,7 @@ async def supervise(config: GatewayConfig) -> int:
     return 0
 
 
-class Family:
+class GatewayProcesses:
     """All processes of one gateway."""
 
     def __init__(self, config: GatewayConfig, folder: str, data_listener: int, control_listener: int) -> None:
@@ -76,10 +78,10 @@ class Family:
         return all(each.up.is_set() for each in self._tasks)
 
     async def start(self, stop: Stop) -> bool:
-        """Whether all serve, or are to stop before that. False: one never came up."""
-        everybody = [self._control, *self._workers]
-        self._tasks = {each: asyncio.create_task(each.run(), name=each.name) for each in everybody}
-        up = asyncio.gather(*(each.up.wait() for each in everybody))
+        """Whether all serve, or are to stop before that. False: one never served."""
+        keepers = [self._control, *self._workers]
+        self._tasks = {each: asyncio.create_task(each.run(), name=each.name) for each in keepers}
+        up = asyncio.gather(*(each.up.wait() for each in keepers))
         stopped = asyncio.create_task(stop.wait(1))
         events: list[asyncio.Future[Any]] = [up, stopped, *self._tasks.values()]
         try:
@@ -91,7 +93,7 @@ class Family:
             await asyncio.gather(up, stopped, return_exceptions=True)
 
     async def drain(self, stop: Stop) -> None:
-        """Until every worker has served what it had, or a second signal came. The brain goes last."""
+        """Return when every worker has ended, or a second signal came. The control process ends last."""
         self._draining = True
         if self._control.up.is_set():
             self._control.ask_to_stop()
@@ -105,7 +107,7 @@ class Family:
         await asyncio.wait([self._tasks[self._control]], timeout=END_TIMEOUT_S)
 
     async def end(self) -> None:
-        """Whoever is left is killed."""
+        """Kill all that are left."""
         for each in self._tasks:
             each.kill()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
@@ -116,6 +118,6 @@ class Family:
             each.ask_to_stop()
 
     def _came_up(self, keeper: Keeper) -> None:
-        """A brain that took another one's place does not know yet that the gateway is on its way out."""
+        """A control process that replaced another one does not know yet that the gateway drains."""
         if self._draining and keeper is self._control:
             keeper.ask_to_stop()

@@ -1,1 +1,1 @@
-"""One request from the client to an engine and back: prepare, send, pass frames on, retry, end well."""
+"""One request from the client to an engine and back: prepare, send, pass frames on, retry, finish."""

@@ -20,7 +20,7 @@ from pagemill_protocol.dialects.registry import dialect_of
 from pagemill_protocol.generate import GenerateRequest, Usage
 
 MAX_CONCURRENT_PROMPTS = 64
-"""Of one client request; more wait for the first ones to finish."""
+"""Of one client request; further ones wait until one has finished."""
 
 
 Allowances = Sequence[Allowance | None]
@@ -73,7 +73,7 @@ async def _run_all(
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(run_one(*job)) for job in jobs]
     except BaseExceptionGroup as errors:
-        # The group holds what made it fail first and what the others met while they were being cancelled.
+        # The group holds the first failure, and what the others raised while they were cancelled.
         raise errors.exceptions[0] from None
     for task in tasks:
         record.add_usage(task.result())

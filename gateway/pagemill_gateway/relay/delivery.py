@@ -1,7 +1,7 @@
-"""One answer under way, and handing on what comes of it: check the frames, give them to the client, note them.
+"""Delivers one answer in progress: checks the frames, passes them to the client, and notes them in the journal.
 
-What was handed on and what the journal holds never disagree, so another engine can go on exactly there. Which engine,
-and whether at all, is `relay.relay`'s.
+What the client got and what the journal holds never differ, so another engine can continue exactly there. Whether and
+which one is decided by `relay.relay`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _encoder = msgspec.msgpack.Encoder()
 class AnswerBroken(Exception):
     """The answer ended early after the client had seen part of it.
 
-    `error` is what happened; `reported` whether the client already got it as the engine's own error event.
+    `error` is the cause; `reported`: the client already got it as the engine's own error event.
     """
 
     def __init__(self, error: PagemillError, *, reported: bool) -> None:
@@ -35,7 +35,7 @@ class AnswerBroken(Exception):
 
 
 class Delivery:
-    """One engine request on its way through its attempts."""
+    """One engine request with its attempts."""
 
     def __init__(
         self,
@@ -59,13 +59,13 @@ class Delivery:
         self.growth = growth
         self.engine_failures = EngineFailures()
         self.attempt: AttemptRecord
-        """The latest; there is one once it has begun."""
+        """The latest; set by `begin`."""
         self.continues = False
-        """The latest attempt goes on where another one ended."""
+        """The latest attempt continues where another one ended."""
         self.last_failure: FailureKind = "broken"
 
     def begin(self, choice: Assignment) -> bytes:
-        """The body of one attempt. Each has its own id: the engine may not know yet that the one before has ended."""
+        """The body of one attempt. Each has its own id: the engine may not know yet that the previous one has ended."""
         self.attempts.chose(choice.endpoint_id)
         self.attempt = self.record.chosen(choice)
         request = self.journal.continuation()
@@ -81,7 +81,7 @@ class Delivery:
         return _encoder.encode(msgspec.structs.replace(request, predicted_cached_tokens=cached) if cached else request)
 
     def begin_anew(self) -> None:
-        """Nobody will continue it, and the client has seen nothing of it: what was computed so far is nobody's use."""
+        """No engine will continue it, and the client has seen nothing of it: drop what was computed so far."""
         self.record.num_delivered -= self.journal.num_tokens
         if self.growth is not None:
             self.growth.begin_anew()
@@ -89,7 +89,7 @@ class Delivery:
 
 
 async def pass_on(frames: list[Frame], stream: FrameStream, delivery: Delivery) -> Usage | None:
-    """Hand the payloads of one group of frames on and note them; the usage once the last frame was among them."""
+    """Pass on and note the payloads of one group of frames; returns the usage if the last frame is among them."""
     metas = [meta for meta, _ in frames]
     failed = metas.pop() if metas[-1].error is not None else None
     try:
@@ -117,7 +117,7 @@ async def pass_on(frames: list[Frame], stream: FrameStream, delivery: Delivery) 
 
 
 async def _pass_on_error(meta: FrameMeta, payload: bytes, sink: Sink) -> None:
-    """The engine failed this request. Always raises: what, depends on whether another one may do better."""
+    """The engine failed this request. Always raises; the error depends on whether another engine may serve it."""
     status = meta.error_status or 500
     message = meta.error or "The engine failed this request."
     if meta.error_type:
@@ -138,7 +138,7 @@ async def _pass_on_error(meta: FrameMeta, payload: bytes, sink: Sink) -> None:
 
 
 def _kind_of(error: PagemillError) -> FailureKind:
-    """What an engine's refusal in mid-answer says of the engine."""
+    """What a refusal in mid-answer says of the engine."""
     if error.code == ENGINE_CRASHED:
         return "crashed"
     if error.code == ENGINE_FAILED:

@@ -1,8 +1,8 @@
-"""One connection to an engine: a request goes out, the head and the body of its answer come in; then the next one.
+"""One connection to an engine: sends a request, receives head and body of its answer; then the next one.
 
-Bytes of a body are handed on as they come, unread; a reader that is slow stops the engine's sending. What peers may
-make us hold is bounded: the head, and what nobody has read yet. The connection decides whether it may be used again,
-`engine_pool` who uses it; what an answer means is `upstream`'s. Parsing is httptools'.
+Bytes of a body are passed on unread as they come; a slow reader stops the engine's sending. What peers may make the
+gateway hold is bounded: the head, and unread bytes. The connection decides whether it may be used again, `engine_pool`
+which request uses it; what an answer means is decided by `upstream`. httptools parses.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import cast
 import httptools
 
 MAX_HEAD_BYTES = 32 * 1024
-"""Of the head, and of whatever else comes without bringing any of the body: a trailer that never ends."""
+"""For the head, and for anything else outside the body: a trailer that never ends."""
 MAX_UNREAD_BYTES = 128 * 1024
-"""Above it the connection is not read. One more read of the socket may come on top."""
+"""Above it the connection is not read. One more read of the socket may be added."""
 PIECE_BYTES = 128 * 1024
-"""A large request goes out in such pieces: a huge prompt must not be copied into the transport in one go."""
+"""A large request is sent in such pieces: a huge prompt must not be copied into the transport at once."""
 _OK = 200
 
 
 class ConnectionBroken(ConnectionError):
-    """It ended before the answer did, or the answer is no HTTP."""
+    """The connection ended before the answer did, or the answer is not HTTP."""
 
 
 class EngineConnection(asyncio.Protocol):
@@ -31,11 +31,11 @@ class EngineConnection(asyncio.Protocol):
 
     def __init__(self, on_lost: Callable[[EngineConnection], None]) -> None:
         self.status = 0
-        """Of the answer; 0 until its head is there."""
+        """Of the answer; 0 until its head has arrived."""
         self.has_ended = True
         """The answer is complete, although it may not be read; so it is before the first request."""
         self.idle_since = 0.0
-        """The pool's note."""
+        """Set by the pool."""
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport
@@ -43,7 +43,7 @@ class EngineConnection(asyncio.Protocol):
         self._headers: dict[bytes, bytes] = {}
         self._num_header_bytes = 0
         self._num_bodiless_bytes = 0
-        """Received since the last of the body."""
+        """Received since the last bytes of the body."""
         self._pieces: list[bytes] = []
         self._num_unread = 0
         self._reads = True
@@ -58,7 +58,7 @@ class EngineConnection(asyncio.Protocol):
 
     @property
     def is_reusable(self) -> bool:
-        """Nothing of what went before is left on it in either direction, and the engine means to keep it."""
+        """Nothing of the previous request is left on it in either direction, and the engine keeps it open."""
         return (
             self.has_ended
             and self._keeps_alive
@@ -74,7 +74,7 @@ class EngineConnection(asyncio.Protocol):
         return self._is_lost
 
     async def ask(self, head: bytes, body: bytes) -> None:
-        """Returns when the head of the answer is there. Raises `ConnectionBroken`."""
+        """Returns when the head of the answer has arrived. Raises `ConnectionBroken`."""
         if not self.is_reusable:
             raise ConnectionBroken("the engine hung up")
         self.status = self._num_header_bytes = self._num_bodiless_bytes = 0
@@ -87,10 +87,10 @@ class EngineConnection(asyncio.Protocol):
         else:
             await self._send_in_pieces(head, body)
         while not self.status:
-            await self._news()
+            await self._changed()
 
     def header(self, name: bytes) -> str:
-        """Of the answer; the name in lower case. Empty: there is none."""
+        """Of the answer; the name in lower case. Empty: it has none."""
         return self._headers.get(name, b"").decode("latin-1")
 
     async def receive(self) -> bytes:
@@ -98,7 +98,7 @@ class EngineConnection(asyncio.Protocol):
         while not self._pieces:
             if self.has_ended:
                 return b""
-            await self._news()
+            await self._changed()
         pieces = self._pieces
         data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         pieces.clear()
@@ -109,24 +109,24 @@ class EngineConnection(asyncio.Protocol):
         return data
 
     def abort(self) -> None:
-        """At once; what is not sent yet never will be, and the engine learns that nobody reads any more."""
+        """Close at once without sending the rest; the engine notices that the answer is not read any more."""
         self._transport.abort()
 
     async def _send_in_pieces(self, head: bytes, body: bytes) -> None:
-        """An engine that answers before it has read everything is sent no more."""
+        """Nothing more is sent to an engine that answers before it has read everything."""
         self._transport.write(head)
         rest = memoryview(body)
         while rest and not self.status and self._error is None:
             if not self._may_write:
-                await self._news()
+                await self._changed()
                 continue
             self._transport.write(bytes(rest[:PIECE_BYTES]))
             rest = rest[PIECE_BYTES:]
-            await asyncio.sleep(0)  # others have answers to pass on meanwhile
+            await asyncio.sleep(0)  # other answers have to be passed on meanwhile
         self._is_sent = not rest
 
-    def _news(self) -> asyncio.Future[None]:
-        """Done when anything has changed."""
+    def _changed(self) -> asyncio.Future[None]:
+        """Done at the next change."""
         if self._error is not None:
             raise self._error
         self._waiting = self._loop.create_future()
@@ -143,7 +143,7 @@ class EngineConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self.has_ended or self._error is not None:
-            self._transport.abort()  # nobody asked
+            self._transport.abort()  # no request is waiting
             return
         num_unread = self._num_unread
         try:
@@ -179,12 +179,12 @@ class EngineConnection(asyncio.Protocol):
         self._on_lost(self)
 
     def _ends_with_connection(self) -> bool:
-        """An answer that does not say how long it is."""
+        """An answer that does not give its length."""
         is_chunked = b"chunked" in self._headers.get(b"transfer-encoding", b"").lower()
         return self.status != 0 and not is_chunked and b"content-length" not in self._headers
 
     def _give_up(self, reason: str) -> None:
-        """What came before can still be read; an answer that was complete by then stays one."""
+        """What came before can still be read; an answer that is complete stays complete."""
         self._transport.abort()
         if not self.has_ended and self._error is None:
             self._error = ConnectionBroken(reason)

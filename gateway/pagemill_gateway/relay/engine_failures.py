@@ -1,8 +1,7 @@
-"""Engines that ended with one request, as far as they may say something of it. Pure; one per request.
+"""Engines that ended with one request. Pure; one per request.
 
-What they say is the brain's to know, which hears of them with the next try (`brain.resilience.poison_requests`): it is
-kept here, so that it outlives a brain. Here is only how long a request waits before it is tried where nobody else may
-be.
+The brain judges them (`brain.resilience.poison_requests`), which gets them with the next try; they are kept here, so
+that they outlive a control process. This module decides only how long a request waits before a probe.
 """
 
 from __future__ import annotations
@@ -14,16 +13,18 @@ from pagemill_gateway.brain.interface import Assignment, EngineFailure, FailureK
 
 PROBE_PAUSE_BASE_S = 0.5
 PROBE_PAUSE_MAX_S = 8.0
-"""Before a trial that follows another one; doubles each time. What ends engines by chance is over then, or known."""
+"""Before a probe that follows another one; doubles each time. A cause that ends engines by chance is over then, or
+known.
+"""
 
 
 class EngineFailures:
     def __init__(self, uniform: Callable[[float, float], float] = random.uniform) -> None:
-        """`uniform`: chance, which simulations replay."""
+        """`uniform` draws random numbers, which simulations replay."""
         self._uniform = uniform
         self._failures: list[EngineFailure] = []
         self._num_probes = 0
-        """In a row whose engines ended."""
+        """Probes in a row whose engines ended."""
         self._owes_pause = False
 
     @property
@@ -31,7 +32,7 @@ class EngineFailures:
         return tuple(self._failures)
 
     def failed(self, assignment: Assignment, kind: FailureKind, *, progressed: bool) -> None:
-        """One try ended; `progressed`: it brought tokens, which no engine gets from a request that brings it down."""
+        """One try ended; `progressed`: it brought tokens, which no engine gets from a poison request."""
         if progressed:
             self._num_probes = 0
         match kind:
@@ -41,7 +42,7 @@ class EngineFailures:
                 self._owes_pause = self._num_probes > 0
 
     def take_pause_s(self) -> float:
-        """How long to wait before the next try; once for each trial whose engine ended."""
+        """How long to wait before the next try; once for each probe whose engine ended."""
         if not self._owes_pause:
             return 0.0
         self._owes_pause = False

@@ -1,7 +1,7 @@
-"""Connections to engines, kept open between requests: which one serves the next request, and when one is given up.
+"""Connections to engines, kept open between requests: which one serves the next request, and when one is closed.
 
 A connection comes back only when the answer on it was read to its end and nothing else is on it. Requests are never
-sent twice from here: once a byte is out, nobody knows what the engine has done with it; `relay` decides. How one
+sent twice from here: once a byte is out, it is unknown what the engine has done with it; `relay` decides. How one
 connection works: `engine_connection`.
 """
 
@@ -25,7 +25,7 @@ CLOSING_TIMEOUT_S = 1.0
 
 
 class CannotConnect(Exception):
-    """Nothing was sent. `refused`: nobody listens there; else nobody answered in time, or not as he should."""
+    """Nothing was sent. `refused`: no process listens there; else there was no answer in time, or an invalid one."""
 
     def __init__(self, *, refused: bool) -> None:
         super().__init__("An engine cannot be reached.")
@@ -41,7 +41,7 @@ class Origin(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def origin_of(base_url: str) -> Origin:
-    """Raises `ValueError` for what is no URL of a server."""
+    """Raises `ValueError` if it is not the URL of a server."""
     parts = urlsplit(base_url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"{base_url!r} is no address of a server")
@@ -60,7 +60,7 @@ class EnginePool:
         self._idle_s = idle_s
         self._loop = asyncio.get_running_loop()
         self._idle: dict[Origin, list[EngineConnection]] = {}
-        """The latest last, which is the one to use next: the others may grow old."""
+        """The most recently used one last, which is used next, so that the others can expire."""
         self._open: set[EngineConnection] = set()
         self._sweeping: asyncio.TimerHandle | None = None
         self._all_gone: asyncio.Event | None = None
@@ -74,7 +74,7 @@ class EnginePool:
         return sum(map(len, self._idle.values()))
 
     async def take(self, origin: Origin) -> EngineConnection:
-        """An idle one, or a new one. Raises `CannotConnect`, or `OSError` for a name that nobody knows."""
+        """An idle one, or a new one. Raises `CannotConnect`, or `OSError` for an unknown host name."""
         kept = self._idle.get(origin)
         while kept:
             connection = kept.pop()
@@ -106,13 +106,13 @@ class EnginePool:
                     await self._all_gone.wait()
 
     async def _connect(self, origin: Origin) -> EngineConnection:
-        """To the first address of the host that lets us in."""
+        """To the first address of the host that accepts."""
         is_refused = True
         for address in await self._addresses(origin):
             try:
                 async with asyncio.timeout(self._connect_timeout_s):
                     return await self._connect_to(address, origin)
-            except OSError as error:  # a time-out and what TLS objects to included
+            except OSError as error:  # including time-outs and TLS errors
                 is_refused = is_refused and error.errno == errno.ECONNREFUSED
         raise CannotConnect(refused=is_refused)
 
@@ -141,7 +141,7 @@ class EnginePool:
             self._all_gone.set()
 
     def _sweep(self) -> None:
-        """Close what has not been used for long, and forget engines that are gone."""
+        """Close connections that were idle for long, and forget engines that are gone."""
         self._sweeping = None
         old = self._loop.time() - self._idle_s
         for origin, kept in list(self._idle.items()):

@@ -1,8 +1,8 @@
 """What one answer has delivered so far, kept from the frames' metas: enough for another engine to continue it.
 
-Only counters and token ids, never text. The relay notes a frame once the client has been given it, so that the journal
-and the client's bytes never disagree. All journals share one bounded room; an answer that finds no place in it is
-served as ever and cannot be continued when its engine is lost. Where it is continued, and whether, is the relay's.
+Only counters and token ids, never text. The relay notes a frame once the client got it, so that the journal and the
+client's bytes never differ. All journals share one bounded capacity; an answer beyond it is served as usual and cannot
+be continued when its engine is lost. Whether and where it is continued is decided by the relay.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LARGEST_TOKEN_ID = 2**31 - 1
 
 
 class JournalGap(Exception):
-    """The frames do not follow each other: a token is missing or doubled, so the engine cannot be believed."""
+    """The frames do not follow each other: a token is missing or doubled, so the engine's answer is invalid."""
 
 
 class JournalCapacity:
@@ -34,7 +34,7 @@ class JournalCapacity:
         return self._num_tokens
 
     def take(self, num_tokens: int) -> bool:
-        """Whether there is room; it is taken then."""
+        """Whether there is capacity; it is taken then."""
         if self._num_tokens + num_tokens > self._max_tokens:
             return False
         self._num_tokens += num_tokens
@@ -52,7 +52,7 @@ class _ChoiceProgress:
 
 
 class Journal:
-    """Of one `GenerateRequest`. `close` it when the answer is over."""
+    """The journal of one `GenerateRequest`. `close` it when the answer is over."""
 
     def __init__(self, request: GenerateRequest, capacity: JournalCapacity) -> None:
         self._request = request
@@ -64,7 +64,7 @@ class Journal:
         self.num_tokens = 0
         """Delivered of all choices since the answer was begun, whether they are kept or not."""
         self.weights_digest = ""
-        """Of the engine that gave the first tokens: only its like may continue."""
+        """Of the engine that gave the first tokens: only the same weights may continue."""
 
     @property
     def can_continue(self) -> bool:
@@ -76,7 +76,7 @@ class Journal:
         return sum(len(choice.token_ids) for choice in self._choices.values())
 
     def note(self, meta: FrameMeta, weights_digest: str) -> None:
-        """One frame that the client has been given. Raises `JournalGap`; the frame counts for nothing then."""
+        """Note a frame that the client got. Raises `JournalGap`; the frame is not noted then."""
         if meta.last or not (meta.token_ids or meta.finish_reason):
             return
         self.num_tokens += len(meta.token_ids)
@@ -96,7 +96,7 @@ class Journal:
             self._cached_tokens = meta.cached_tokens
 
     def check(self, metas: list[FrameMeta]) -> None:
-        """Raise `JournalGap` unless these frames follow what was noted. Positions of 0 say nothing."""
+        """Raise `JournalGap` unless these frames follow what was noted. Positions of 0 are not checked."""
         positions: dict[int, int] = {}
         for meta in metas:
             if meta.last:
@@ -131,7 +131,7 @@ class Journal:
         )
 
     def begin_anew(self) -> None:
-        """Nothing of it was seen, and no engine will continue it."""
+        """The client has seen nothing of it, and no engine will continue it."""
         self._forget()
         self.num_tokens = 0
 

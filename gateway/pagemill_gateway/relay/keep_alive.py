@@ -1,9 +1,10 @@
-"""Signs of life for streaming clients whose request waits: an SSE comment every now and then, which clients skip.
+"""SSE comments for streaming clients whose request waits, at intervals; clients skip them.
 
-It says how much longer that may take, where somebody knows: `: waiting, about 34 s`.
+A comment gives the expected remaining wait, where it is known: `: waiting, about 34 s`.
 
-One tick for the whole process, however many wait; a request that does not have to wait costs it no timer and no task.
-The first comment begins the response with status 200, so whoever is refused before it still gets a status of its own.
+One tick serves the whole process, however many requests wait; a request that does not have to wait costs it no timer
+and no task. The first comment begins the response with status 200; a request that is refused before it still gets a
+status of its own.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ logger = logging.getLogger("pagemill.gateway.relay")
 
 TICKS_PER_INTERVAL = 4
 EXPECTED_TIMEOUT_S = 1.0
-"""Whoever knows how long it may take has this long to say so."""
+"""The expected wait must be known within this time."""
 
 Write = Callable[[bytes], Awaitable[None]]
 Expected = Callable[[], Awaitable[float | None]]
-"""Seconds that are left; `None`: nobody knows."""
+"""Remaining seconds; `None`: unknown."""
 Result = TypeVar("Result")
 
 
@@ -51,7 +52,7 @@ class KeepAlive:
         self._ticking.cancel()
 
     async def during(self, question: Awaitable[Result], write: Write | None, expected: Expected = _unknown) -> Result:
-        """The answer to `question`; while it takes long, comments go out through `write`."""
+        """The result of `question`; while it takes long, comments are written with `write`."""
         if write is None:
             return await question
         waiting = _WaitingClient(write, expected, time.monotonic())
@@ -61,7 +62,7 @@ class KeepAlive:
         finally:
             del self._waiting[waiting]
             if waiting.writing is not None:
-                # One that is not out yet waits for a slow reader; from now on others write.
+                # A comment that is not out yet waits for a slow reader; from now on the answer is written.
                 waiting.writing.cancel()
 
     def _next_tick(self) -> asyncio.TimerHandle:
@@ -81,7 +82,7 @@ async def _write_comment(write: Write, expected: Expected) -> None:
     try:
         await write(await _comment(expected))
     except Exception:
-        # Whoever writes next meets the same, and can tell.
+        # The next write meets the same error, and can report it.
         logger.debug("a comment could not be written", exc_info=True)
 
 

@@ -1,8 +1,8 @@
-"""The granule hashes of prompts, each granule hashed once: a conversation that grows costs only its new tokens.
+"""The prefix-chunk hashes of prompts, each chunk hashed once: a conversation that grows costs only its new tokens.
 
-A granule is remembered by (hash of the granule before it, its token ids), so any prompt that begins as one did before,
-a shared system prompt or the turns of a chat so far, is looked up and not hashed. Bounded: granules not met for long
-are forgotten. Hashing itself is `pagemill_protocol.hashes`, the same as in the engines. Threads may share it.
+A chunk is remembered by (hash of the previous chunk, its token ids), so a prompt that begins as an earlier one did,
+with a shared system prompt or the turns of a chat so far, is looked up and not hashed. Bounded: chunks that are longest
+unused are forgotten. The hash function is `pagemill_protocol.hashes`, the same as in the engines. Threads may share it.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class PromptHashes:
 
     @property
     def num_hashed(self) -> int:
-        """Granules hashed so far; all others were remembered."""
+        """Prefix chunks hashed so far; all others were remembered."""
         return self._chunk.cache_info().misses
 
     def hashes(
         self, scheme: HashScheme, salt: str, token_ids: Sequence[int], *, adapter_digest: str = ""
     ) -> tuple[bytes, ...]:
-        """One hash for each full granule of the prompt; none where the engines' scheme is not known."""
+        """One hash for each full prefix chunk of the prompt; none where the engines' scheme is unknown."""
         prefix_chunk_tokens = scheme.prefix_chunk_tokens
         if not prefix_chunk_tokens:
             return ()

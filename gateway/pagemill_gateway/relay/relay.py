@@ -1,9 +1,9 @@
-"""One engine request through as many attempts as it may have: choose, send, pass frames on, account, go on elsewhere.
+"""One engine request with its attempts: choose an endpoint, send, pass frames on, account, continue elsewhere.
 
 What an engine has delivered stays delivered: when it is lost, drained or stuck, another one with the same weights
-continues from the journal, and the client sees one unbroken answer. What no engine can continue is begun anew while
-the client has seen nothing of it; else it ends with an error, which the caller must tell the client. The relay knows
-nothing of HTTP on the client's side (`routes` does) and makes no decision on where to go (`brain` does).
+continues from the journal, and the client sees one unbroken answer. What no engine can continue is begun anew while the
+client has seen nothing of it; else it ends with an error, which the caller must report to the client. The relay knows
+nothing of HTTP on the client's side (`routes` does) and does not decide where to go (`brain` does).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from pagemill_protocol.errors import PagemillError, bad_upstream
 from pagemill_protocol.generate import GenerateRequest, Usage
 
 LEAST_TIMED_TOKENS = 8
-"""Of an answer whose pace says something of its engine."""
+"""Tokens that an answer needs before its time per token says something of its engine."""
 logger = logging.getLogger("pagemill.gateway.relay")
 
 
@@ -105,7 +105,7 @@ class Relay:
                 retry = self._judge(failure, assignment, delivery, got_tokens=delivery.journal.num_tokens > num_tokens)
             except AnswerBroken:
                 delivery.attempt.ended("request")
-                # The engine works and said so itself: nobody could serve this one request.
+                # The engine works and reported it itself: no engine could serve this one request.
                 self._brain.failed(assignment, "request")
                 self._metrics.attempt(record.model, assignment.endpoint_id, "request")
                 self._metrics.stream_broke(record.model, "request")
@@ -183,7 +183,7 @@ class Relay:
     def _judge(
         self, failure: UpstreamFailure, assignment: Assignment, delivery: Delivery, *, got_tokens: bool
     ) -> RetryContext:
-        """What the next attempt must be like. Raises `PagemillError` when there may be none."""
+        """What the next attempt must have. Raises `PagemillError` when there may be none."""
         journal, attempts = delivery.journal, delivery.attempts
         delivery.last_failure = failure.kind
         if got_tokens and journal.can_continue:
@@ -222,7 +222,8 @@ class Relay:
         if failure.kind == "refused":
             attempts.refused(failure.message)
         elif failure.kind in ("declined", "unreachable"):
-            # Several engines may be gone before anybody knows: whom they never heard must wait for the next, not fail.
+            # Several engines may be gone unnoticed: a request that none of them received must wait for the next, not
+            # fail.
             attempts.declined(failure.message)
         elif failure.kind in ("lost", "killed", "crashed"):
             attempts.ended(failure.message, crashed=failure.kind == "crashed")
@@ -244,5 +245,5 @@ def _count_tokens(frames: list[Frame]) -> int:
 
 
 def _ms_per_token(num_tokens: int, waited_s: float) -> float | None:
-    """The pace of what came after the first frames; the time that the client took to read is not in it."""
+    """Of the tokens after the first frames; the time that the client took to read is excluded."""
     return waited_s * 1000 / num_tokens if num_tokens >= LEAST_TIMED_TOKENS else None

@@ -1,4 +1,4 @@
-"""What routing is told of a request: hashes and numbers, made from its tokens, its text and its headers."""
+"""Makes routing requests: hashes and numbers of a request's tokens, text and headers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pagemill_protocol.dialects.base import ParsedBody
 from pagemill_protocol.generate import GenerateRequest
 
 HeaderOf = Callable[[str], str | None]
-"""The client's header of that name (lower case)."""
+"""Returns the client's header of that name (lower case)."""
 _KEY_BYTES = 16
 
 
@@ -32,7 +32,7 @@ def make_routing_request(
 
 
 def session_key(target: Target, key_hash: str | None, header_of: HeaderOf) -> bytes:
-    """Of the session that the client names, apart for each key; empty when it names none."""
+    """Hash of the session that the client names, different for each key; empty when it names none."""
     name = header_of(target.session_header) if target.session_header else None
     if not name:
         return b""

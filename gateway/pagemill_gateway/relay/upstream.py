@@ -1,8 +1,8 @@
 """The client side of `/internal/generate` and `/internal/allowance`: one attempt at one engine, its frames checked, its
-faults named.
+failures classified.
 
-It neither retries nor chooses (`relay.relay` does) and does not look into payloads beyond their framing: what it hands
-on is either complete frames of a well-formed answer, or an `UpstreamFailure`.
+It neither retries nor chooses (`relay.relay` does) and does not parse payloads beyond their framing: it passes on
+either complete frames of a well-formed answer, or an `UpstreamFailure`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import msgspec
 
 from pagemill_gateway.brain.interface import Assignment, FailureKind
 from pagemill_gateway.config import GatewayConfig
-from pagemill_gateway.patience import Patience
 from pagemill_gateway.relay.engine_connection import EngineConnection
 from pagemill_gateway.relay.engine_pool import CannotConnect, EnginePool, Origin, origin_of
+from pagemill_gateway.repeated_timeout import RepeatedTimeout
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.frames import (
     FRAMES_CONTENT_TYPE,
@@ -39,7 +39,7 @@ SILENCE_CHECKS = 4
 """In one silence timeout: an engine that dies while it is busy is left that much sooner."""
 REFUSALS = frozenset({409, 429, 503})
 DECLINES = frozenset({"draining", "not_ready"})
-"""Codes of refusals that hold for every request: the engine is shutting down, or was started anew and still loads."""
+"""Codes of refusals that hold for every request: the engine is shutting down, or has restarted and still loads."""
 CLIENT_FAULTS = frozenset({400, 413, 422})
 SILENT = "An engine fell silent."
 BROKE = "The connection to an engine broke."
@@ -48,11 +48,11 @@ _encoder = msgspec.msgpack.Encoder()
 
 Frame = tuple[FrameMeta, bytes]
 IsAlive = Callable[[], Awaitable[bool]]
-"""Whether the engine is known to be at work, although it says nothing here."""
+"""Whether the engine is known to work, although it sends nothing here."""
 
 
 class UpstreamFailure(Exception):
-    """The attempt failed and no answer can come of it; another engine may do better."""
+    """The attempt failed and brings no answer; another engine may serve the request."""
 
     def __init__(self, kind: FailureKind, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -62,7 +62,7 @@ class UpstreamFailure(Exception):
 
 
 class Body(Protocol):
-    """Of an answer: what `EngineConnection` gives of it."""
+    """The body of an answer, as `EngineConnection` gives it."""
 
     async def receive(self) -> bytes:
         """The next bytes; none after the last. Raises `OSError` when the connection breaks."""
@@ -74,14 +74,14 @@ class FrameStream:
 
     def __init__(self, body: Body, weights_digest: str, silence_timeout_s: float, is_alive: IsAlive) -> None:
         self.weights_digest = weights_digest
-        """Of what makes the answer; empty: the engine does not say."""
+        """Of the weights that make the answer; empty: the engine does not report it."""
         self.waited_s = 0.0
         """In `read`, for the engine."""
         self._body = body
         self._loop = asyncio.get_running_loop()
         self._silence_timeout_s = silence_timeout_s
         self._is_alive = is_alive
-        self._patience = Patience(silence_timeout_s / SILENCE_CHECKS)
+        self._timeout = RepeatedTimeout(silence_timeout_s / SILENCE_CHECKS)
         self._decoder = FrameDecoder()
         self._complete = False
 
@@ -105,7 +105,7 @@ class FrameStream:
         return []
 
     def close(self) -> None:
-        self._patience.close()
+        self._timeout.close()
 
     async def finish(self) -> None:
         """After the last frame: take the end of the body, so that the connection can be used again."""
@@ -114,14 +114,16 @@ class FrameStream:
                 await self._body.receive()
 
     async def _receive(self) -> bytes:
-        """The next bytes. Raises `TimeoutError` once the engine has been silent for too long in every way."""
+        """The next bytes. Raises `TimeoutError` once the engine has sent nothing for too long, here and on its state
+        stream.
+        """
         loop = self._loop
         started = loop.time()
         silent_since = started
         try:
             while True:
                 try:
-                    return await self._patience.wait(self._body.receive())
+                    return await self._timeout.wait(self._body.receive())
                 except TimeoutError:
                     if await self._is_alive():
                         silent_since = loop.time()
@@ -141,7 +143,7 @@ class Upstream:
     """Create inside a running event loop."""
 
     def __init__(self, config: GatewayConfig, idle_s: float) -> None:
-        """`idle_s`: how long a connection is kept that no request uses."""
+        """`idle_s`: how long an unused connection is kept."""
         self._pool = EnginePool(config.connect_timeout_s, idle_s)
         self._accept_timeout_s = config.accept_timeout_s
         self._silence_timeout_s = config.silence_timeout_s
@@ -212,12 +214,12 @@ class Upstream:
 
     @asynccontextmanager
     async def _watched(self, limit: asyncio.Timeout, is_alive: IsAlive) -> AsyncIterator[None]:
-        """End the wait for an engine's verdict early when the engine is silent in every other way too."""
+        """End the wait for an engine's response early when its state stream is silent too."""
         loop = asyncio.get_running_loop()
         watching: list[asyncio.Task[None]] = []
 
         async def watch() -> None:
-            while await is_alive():  # noqa: ASYNC110 (nobody tells when it is not)
+            while await is_alive():  # noqa: ASYNC110 (there is no event to wait for)
                 await asyncio.sleep(self._silence_timeout_s)
             if not limit.expired():
                 limit.reschedule(loop.time())
@@ -232,7 +234,7 @@ class Upstream:
 
 
 def _head(origin: Origin, token: str, request_id: str, num_bytes: int, path: str = "/internal/generate") -> bytes:
-    """Raises `ValueError` for what no header can hold."""
+    """Raises `ValueError` for values that are invalid in a header."""
     if not (token + request_id).isprintable():
         raise ValueError("a token or a request id that is no line of text")
     return (
@@ -285,7 +287,7 @@ async def _error_of(connection: EngineConnection) -> PagemillError:
 
 
 async def _bounded_body(connection: EngineConnection) -> bytes:
-    """Nothing when it is too long."""
+    """Empty when it is too long."""
     body = b""
     while data := await connection.receive():
         body += data

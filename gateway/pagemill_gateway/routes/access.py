@@ -1,7 +1,7 @@
-"""One structured log line and one set of metrics per request, whatever became of it. The outermost ASGI layer.
+"""One structured log line and one set of metrics per request, however it ended. The outermost ASGI layer.
 
-It gives each request its `RequestRecord`, which the routes fill. Nothing that a client wrote goes into the line, except
-its request id, which the door has checked.
+It gives each request its `RequestRecord`, which the routes fill. Nothing that a client wrote is logged, except its
+request id, which the door has checked.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ logger = logging.getLogger("pagemill.gateway.access")
 ROUTES = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize", "/version"})
 ROUTE_HEADER = b"x-pagemill-route"
 """On every answer that an engine was asked for: policy; endpoint; predicted cached tokens; number of the decision. Not
-on a stream that had to begin with a comment, before anybody could know."""
+on a stream that had to begin with a comment, before the engine was known.
+"""
 MIGRATIONS_HEADER = b"x-pagemill-migrations"
 """On an answer that another engine continued before its headers were sent."""
 PROBES = frozenset({"/health", "/livez", "/readyz", "/version"})
-"""Asked every few seconds by machines: logged only when they fail."""
+"""Requested every few seconds by machines: logged only when they fail."""
 
 
 def record_of(scope: Scope) -> RequestRecord:
-    """The record of the request, with the id that the door has given it: engines and log lines need it meanwhile."""
+    """The record of the request, with the id that the door has given it: engines and log lines use the same one."""
     record: RequestRecord = scope["state"]["record"]
     record.request_id = request_id(scope)
     return record
@@ -63,7 +64,7 @@ class AccessLog:
             record.status = record.status or 500
             self._worker.metrics.finished(record)
             if record.finished:
-                self._worker.brain.record_outcome(_experience(record))
+                self._worker.brain.record_outcome(_outcome(record))
             trace_id = self._worker.tracing.finished(record, scope)
             if record.route not in PROBES or record.status >= 400:
                 logger.info(_line(record, scope["method"], trace_id))
@@ -77,8 +78,8 @@ class AccessLog:
             yield b"connection", b"close"
 
 
-def _experience(record: RequestRecord) -> RequestOutcome:
-    """Per sequence, as far as several were asked for."""
+def _outcome(record: RequestRecord) -> RequestOutcome:
+    """Per sequence, if several were requested."""
     usage, num_choices = record.usage, max(1, record.num_choices)
     num_output_tokens = usage.completion_tokens // num_choices
     ttft_s = record.ttft_s if record.stream else None
@@ -96,7 +97,7 @@ def _experience(record: RequestRecord) -> RequestOutcome:
 
 
 def _route(path: str) -> str:
-    """The route for logs and metrics; made-up paths must not make up series."""
+    """The route for logs and metrics; unknown paths must not create series."""
     if path in ROUTES or path in PROBES:
         return path
     return "/v1/models" if path.startswith("/v1/models/") else "other"

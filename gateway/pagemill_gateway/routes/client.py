@@ -1,6 +1,6 @@
-"""The client's end of one response: starts it as late as possible, so that a failure can still have its own status.
+"""The response to one client: started as late as possible, so that a failure can still have its own status.
 
-Every write waits until the client has taken what came before (back-pressure), but not for ever.
+Every write waits until the client has taken the previous one (back-pressure), up to a limit.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from starlette.types import Send
 
-from pagemill_gateway.patience import Patience
+from pagemill_gateway.repeated_timeout import RepeatedTimeout
 from pagemill_protocol.dialects.base import SSE_CONTENT_TYPE, Dialect
 from pagemill_protocol.errors import PagemillError
 
@@ -19,55 +19,55 @@ SSE_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-FAREWELL_TIMEOUT_S = 5.0
+LAST_WRITE_TIMEOUT_S = 5.0
 """For the error event of a stream whose reader may be gone."""
 
 
 class ClientTooSlow(Exception):
-    """The client has taken nothing for too long; its connection is no use any more."""
+    """The client has taken nothing for too long; its connection is given up."""
 
 
 class ClientResponse:
     def __init__(self, send: Send, slow_timeout_s: float, dialect: Dialect) -> None:
         self._send = send
         self._dialect = dialect
-        self._patience = Patience(slow_timeout_s)
+        self._timeout = RepeatedTimeout(slow_timeout_s)
         self.started = False
         self._starting = asyncio.Lock()
         self._more_headers: list[tuple[bytes, bytes]] = []
 
     def close(self) -> None:
         """Nothing more is written."""
-        self._patience.close()
+        self._timeout.close()
 
     def add_headers(self, headers: Mapping[str, str]) -> None:
-        """Of whatever the answer will be; too late for one that waits already."""
+        """For the response, whatever it will be; too late for one that has started."""
         self._more_headers += [(name.encode(), value.encode()) for name, value in headers.items()]
 
     async def write(self, data: bytes) -> None:
-        """Part of a stream of events, whole: comments may come in between. Raises `ClientTooSlow`."""
+        """One or more whole events of a stream: comments may come in between. Raises `ClientTooSlow`."""
         if not self.started:
             await self._start_stream()
-        await self._send_patiently(data, more=True)
+        await self._send_in_time(data, more=True)
 
     async def end(self) -> None:
-        await self._send_patiently(b"", more=False)
+        await self._send_in_time(b"", more=False)
 
     async def send_json(self, body: bytes) -> None:
         self.started = True
         await self._start(200, [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))])
-        await self._send_patiently(body, more=False)
+        await self._send_in_time(body, more=False)
 
     async def fail(self, error: PagemillError) -> None:
-        """Tell the client: as the response while there is none, else as the event that ends the stream."""
+        """Report the error: as the response while there is none, else as the event that ends the stream."""
         if self.started:
-            await self._bid_farewell(self._dialect.error_event(error))
+            await self._send_last(self._dialect.error_event(error))
             return
         self.started = True
         body = self._dialect.error_body(error)
         headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers()}
         await self._start(error.status, [(name.encode(), value.encode()) for name, value in headers.items()])
-        await self._bid_farewell(body)
+        await self._send_last(body)
 
     async def _start_stream(self) -> None:
         async with self._starting:
@@ -78,15 +78,15 @@ class ClientResponse:
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *self._more_headers]})
 
-    async def _send_patiently(self, data: bytes, *, more: bool) -> None:
+    async def _send_in_time(self, data: bytes, *, more: bool) -> None:
         try:
-            await self._patience.wait(self._send({"type": "http.response.body", "body": data, "more_body": more}))
+            await self._timeout.wait(self._send({"type": "http.response.body", "body": data, "more_body": more}))
         except TimeoutError:
             raise ClientTooSlow from None
 
-    async def _bid_farewell(self, data: bytes) -> None:
+    async def _send_last(self, data: bytes) -> None:
         try:
-            async with asyncio.timeout(FAREWELL_TIMEOUT_S):
+            async with asyncio.timeout(LAST_WRITE_TIMEOUT_S):
                 await self._send({"type": "http.response.body", "body": data, "more_body": False})
         except TimeoutError:
             raise ClientTooSlow from None

@@ -1,4 +1,4 @@
-"""Work for a client lasts no longer than its connection."""
+"""Ends the work for a client with its connection."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from starlette.types import Receive
 
 
 async def while_connected(work: Awaitable[None], receive: Receive) -> bool:
-    """Wait for `work`, or cancel it at once when the client leaves; whether it ended by itself."""
+    """Wait for `work`, or cancel it at once when the client leaves; returns whether it ended by itself."""
     task = asyncio.current_task()
     assert task is not None
     num_cancels, left, over = task.cancelling(), False, False
@@ -25,7 +25,7 @@ async def while_connected(work: Awaitable[None], receive: Receive) -> bool:
     try:
         await work
     except asyncio.CancelledError:
-        # As `asyncio.timeout` does: a cancellation by anybody else goes on.
+        # As `asyncio.timeout` does: a cancellation by another task goes on.
         if left and task.uncancel() <= num_cancels:
             return False
         raise

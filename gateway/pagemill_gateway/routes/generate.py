@@ -1,8 +1,8 @@
 """`POST /v1/chat/completions` and `/v1/completions`: the hot routes, plain ASGI.
 
-From authentication to the last byte: who calls (`limits.keys`), is there room, what is asked (`relay.preparation`), may
-the caller have it (`limits.limiter`), the answer (`relay.answers`), and what the client is told when there is none.
-After the first byte a failure is an SSE error event, never a stream that just ends.
+From authentication to the last byte: the caller (`limits.keys`), the gate, the request (`relay.preparation`), the
+caller's limits (`limits.limiter`), the answer (`relay.answers`), and the error where there is none. After the first
+byte a failure is an SSE error event, never a stream that just ends.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class GenerateRoute:
         client: ClientResponse,
         record: RequestRecord,
     ) -> None:
-        """Answer, or tell the client why not. Raises nothing."""
+        """Send the answer, or the error. Raises nothing."""
         try:
             try:
                 record.ticket = _ticket(raw, caller, timeout_s, record)

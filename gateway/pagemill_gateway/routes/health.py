@@ -1,7 +1,7 @@
 """Probes and version, on both ports, and the data port's description of itself.
 
 Ready means: takes new requests; it says nothing about engines' load. On the data port a worker answers for the whole
-gateway, so far as it is not itself on its way out.
+gateway, unless it drains itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ VERSION = version("pagemill-gateway")
 
 class HealthRoutes:
     def __init__(self, control: ControlProcessPort, is_draining: Callable[[], bool]) -> None:
-        """`is_draining`: whether who answers here is on its way out."""
+        """`is_draining`: whether the answering process drains."""
         self._control = control
         self._is_draining = is_draining
 

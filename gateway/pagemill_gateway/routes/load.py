@@ -1,6 +1,6 @@
 """`GET /internal/load`: the load of all deployments as frames of `pagemill_protocol.load`, until the reader leaves.
 
-The leading operator reads it from every gateway. Nothing is measured while nobody reads.
+The leading operator reads it from every gateway. Nothing is measured without a reader.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pagemill_protocol.frames import LOAD_CONTENT_TYPE, encode_load
 from pagemill_protocol.load import DeploymentLoad, LoadFrame
 
 INTERVAL_S = 0.5
-"""Between two looks; changes are told at the next one."""
+"""Between two measurements; changes are published with the next one."""
 HEARTBEAT_S = 2.0
-"""Without a change, a frame goes out at least this often, with new rates: silence means trouble."""
+"""Without a change, a frame goes out at least this often, with new rates: the reader takes silence as a fault."""
 
 
 class LoadStream:
@@ -47,7 +47,8 @@ class LoadStream:
                 body = encode_load(LoadFrame(sequence=sequence, deployments=load))
                 await send({"type": "http.response.body", "body": body, "more_body": True})
                 published, published_at, sequence = load, loop.time(), sequence + 1
-            # Somebody who waits where nobody did is told at once: an engine may have to be started for them.
+            # The first request that waits for a deployment is published at once: an engine may have to be started for
+            # it.
             ending = asyncio.ensure_future(self._control.closing.wait())
             waiter = self._control.brain.queues.first_waiter()
             events: list[asyncio.Future[Any]] = [departing, ending, waiter]

@@ -1,4 +1,4 @@
-"""`GET /v1/models`: every name, alias and adapter that some deployment serves, ready or not, and the key may use."""
+"""`GET /v1/models`: the names, aliases and adapters that deployments serve, ready or not, and that the key may use."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class _FastFleet:
             settings,
             limits,
             PodTable(limits, self._steps),
-            prefix_chunk_tokens=limits.block_size * granule_blocks(limits.block_size, limits.num_blocks),
+            granule_tokens=limits.block_size * granule_blocks(limits.block_size, limits.num_blocks),
             ended=self._ended,
             emptied=self._look_whether_empty,
         )

@@ -154,6 +154,7 @@ def has_capacity(record: EndpointRecord, need: Need, now: float) -> bool:
 
 
 def num_blocks_left(load: EngineLoad, reserved: Reservations, block_size: int) -> int:
+    """By a report and what was sent since: what another request may still take."""
     growing = _num_tokens_to_come(load, reserved) + load.num_tokens_waiting
     # A sequence's last block is seldom full, so each may need one more than its tokens say.
     num_growing_blocks = -(-growing // block_size) + reserved.num_seen_sequences

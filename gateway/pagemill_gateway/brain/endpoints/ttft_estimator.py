@@ -139,9 +139,7 @@ def _readable(drift: float) -> float:
 
 
 def _reported(load: EngineLoad, waiting: Sequence[Dispatch] | None) -> list[PendingPrompt]:
-    """What waited when the report was made. A report does not tell cached tokens of waiting requests apart; of ours
-    more is known.
-    """
+    """What waited when the report was made. Reports count cached tokens as waiting; of ours more is known."""
     rows = []
     if load.num_tokens_prefilling:
         rows.append(

@@ -74,10 +74,10 @@ class PoisonDetection:
             self.outcomes[deployment, "blamed"] += 1
             raise request_crashed_engine()
         recent = [failure for failure in _since_last_token(failures) if self._incidents.had(failure)]
-        telling = [failure for failure in recent if failure.kind != "killed"]
-        if any(failure.probe != "none" and not failure.progressed for failure in telling):
+        relevant = [failure for failure in recent if failure.kind != "killed"]
+        if any(failure.probe != "none" and not failure.progressed for failure in relevant):
             return "alone"
-        suspicious = len(telling) >= TOLERATED_LOSSES or any(failure.kind == "crashed" for failure in telling)
+        suspicious = len(relevant) >= TOLERATED_LOSSES or any(failure.kind == "crashed" for failure in relevant)
         return "shared" if suspicious else "none"
 
     # Which endpoints a probe may use.

@@ -1,7 +1,7 @@
-"""A limit for each of many short waits: one timer for all of them, where `asyncio.timeout` sets one for each.
+"""A time limit for each of many short waits, with one timer for all of them; `asyncio.timeout` sets one for each.
 
-Streams wait for every chunk, twice, and hardly ever for long; setting and taking back a timer costs more than passing
-the chunk on. The timer here is set once and looks, when it is due, how long the wait of that moment has lasted.
+Streams wait for every chunk, twice, and hardly ever for long; setting and cancelling a timer costs more than passing
+the chunk on. The timer here is set once; when it is due, it checks how long the current wait has lasted.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any, TypeVar
 Result = TypeVar("Result")
 
 
-class Patience:
-    """Create inside a running event loop; `close` when nobody will wait any more."""
+class RepeatedTimeout:
+    """Create inside a running event loop; `close` after the last wait."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[Any] | None = None
-        """Who waits."""
+        """The waiting task."""
         self._due_at = 0.0
         self._is_over = False
 
@@ -33,7 +33,7 @@ class Patience:
     async def wait(self, awaitable: Awaitable[Result]) -> Result:
         """Raises `TimeoutError` when it takes longer than the limit; it is cancelled then."""
         task = asyncio.current_task()
-        if self._task is not None or task is None:  # one at a time; whoever comes second has a timer of its own
+        if self._task is not None or task is None:  # one at a time; a second waiting task has a timer of its own
             async with asyncio.timeout(self._limit_s):
                 return await awaitable
         num_cancels = task.cancelling()
@@ -43,7 +43,7 @@ class Patience:
         try:
             return await awaitable
         except BaseException as error:
-            # As `asyncio.timeout` does: a cancellation by anybody else goes on.
+            # As `asyncio.timeout` does: a cancellation by another task goes on.
             if self._is_over and task.uncancel() <= num_cancels and isinstance(error, asyncio.CancelledError):
                 raise TimeoutError from error
             raise

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 from waiting import WAIT_LIMIT_S
 
-from pagemill_gateway.patience import Patience
+from pagemill_gateway.repeated_timeout import RepeatedTimeout
 
 LIMIT_S = 0.05
 
@@ -24,9 +24,9 @@ async def turns(count: int) -> int:
     return count
 
 
-def run(scenario: Callable[[Patience], Awaitable[None]]) -> None:
+def run(scenario: Callable[[RepeatedTimeout], Awaitable[None]]) -> None:
     async def main() -> None:
-        patience = Patience(LIMIT_S)
+        patience = RepeatedTimeout(LIMIT_S)
         try:
             async with asyncio.timeout(WAIT_LIMIT_S):
                 await scenario(patience)
@@ -37,7 +37,7 @@ def run(scenario: Callable[[Patience], Awaitable[None]]) -> None:
 
 
 def test_an_answer_in_time_is_handed_on_and_an_error_too() -> None:
-    async def scenario(patience: Patience) -> None:
+    async def scenario(patience: RepeatedTimeout) -> None:
         assert await patience.wait(turns(0)) == 0
         assert await patience.wait(turns(3)) == 3
         with pytest.raises(KeyError):
@@ -52,7 +52,7 @@ def test_an_answer_in_time_is_handed_on_and_an_error_too() -> None:
 def test_each_wait_has_the_whole_limit_and_ends_with_it() -> None:
     """However often the waits before it came to an end in time."""
 
-    async def scenario(patience: Patience) -> None:
+    async def scenario(patience: RepeatedTimeout) -> None:
         loop = asyncio.get_running_loop()
         for _ in range(2):
             end = loop.time() + 1.5 * LIMIT_S
@@ -70,7 +70,7 @@ def test_each_wait_has_the_whole_limit_and_ends_with_it() -> None:
 
 
 def test_a_cancellation_by_somebody_else_is_no_timeout() -> None:
-    async def scenario(patience: Patience) -> None:
+    async def scenario(patience: RepeatedTimeout) -> None:
         waiting = asyncio.create_task(patience.wait(never()))
         await turns(2)
         waiting.cancel()
@@ -82,8 +82,8 @@ def test_a_cancellation_by_somebody_else_is_no_timeout() -> None:
 
 
 def test_an_outer_limit_that_comes_first_ends_the_wait() -> None:
-    async def scenario(_: Patience) -> None:
-        patience = Patience(60.0)
+    async def scenario(_: RepeatedTimeout) -> None:
+        patience = RepeatedTimeout(60.0)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(LIMIT_S):
                 await patience.wait(never())
@@ -94,7 +94,7 @@ def test_an_outer_limit_that_comes_first_ends_the_wait() -> None:
 
 
 def test_two_that_wait_at_once_have_a_limit_each() -> None:
-    async def scenario(patience: Patience) -> None:
+    async def scenario(patience: RepeatedTimeout) -> None:
         first, second = (asyncio.create_task(patience.wait(never())) for _ in range(2))
         done, _ = await asyncio.wait([first, second])
         assert {type(each.exception()) for each in done} == {TimeoutError}
