@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from pagemill_engine.config import EngineConfig
+from pagemill_engine.loading.declared import DeclaredWeights
 from pagemill_engine.loading.early_digest import EarlyDigest
 from pagemill_engine.loading.quantized import QuantizedWeights
 from pagemill_engine.loading.source import WeightSource, open_weights
@@ -89,10 +90,10 @@ def weights_of(
     config: EngineConfig, path: Path, spec: ModelSpec, early_digest: EarlyDigest | None = None
 ) -> WeightSource:
     """The stored weights, or what they are rounded to while they are read. Raises `LoadError`."""
-    weights = open_weights(path, early_digest)
+    weights: WeightSource = DeclaredWeights(open_weights(path, early_digest), spec.decoder)
     if config.quantization == "none":
         return weights
-    quantized = QuantizedWeights(weights, config.quantization)
+    quantized = QuantizedWeights(weights, config.quantization, spec.decoder)
     if quantized.rounds_any:
         return quantized
     logger.warning(
