@@ -63,6 +63,7 @@ def numbers_from_config(
     *,
     default_context: int,
     default_head_dim: int | None = None,
+    default_tied: bool = False,
     partial_rotary: tuple[str, float] | None = None,
 ) -> Numbers:
     """With the keys that transformers' classes of this kind share, no bias and no window.
@@ -85,7 +86,7 @@ def numbers_from_config(
         max_position_embeddings=context,
         rope=config.rope(head_dim, context, partial=partial_rotary),
         rms_norm_eps=config.epsilon("rms_norm_eps", default=1e-6),
-        tied=config.flag("tie_word_embeddings", False),
+        tied=config.flag("tie_word_embeddings", default_tied),
         activation=config.activation("hidden_act", default="silu"),
     )
 

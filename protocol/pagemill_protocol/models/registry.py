@@ -35,6 +35,11 @@ class Names(NamedTuple):
 
 
 BUILT_IN: dict[str, Names] = {
+    "bloom": Names(("BloomForCausalLM",), "bloom"),
+    "gemma2": Names(("Gemma2ForCausalLM",), "gemma2"),
+    "gpt2": Names(("GPT2LMHeadModel",), "gpt2", ("gpt2",)),
+    "gpt_neox": Names(("GPTNeoXForCausalLM",), "gpt_neox"),
+    "gptj": Names(("GPTJForCausalLM",), "gptj"),
     "llama": Names(("LlamaForCausalLM", "LLaMAForCausalLM"), "llama", ("llama",)),
     "mistral": Names(("MistralForCausalLM",), "mistral"),
     "qwen2": Names(("Qwen2ForCausalLM",), "qwen2", ("qwen2",)),
