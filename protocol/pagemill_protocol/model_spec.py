@@ -125,7 +125,10 @@ def _check_heads(attention: AttentionSpec, path: Path) -> None:
             f"{attention.num_kv_heads} KV heads."
         )
     num_rows = (attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
-    if (attention.qkv.out_features, attention.output.in_features) != (num_rows, attention.num_heads * attention.head_dim):
+    if (attention.qkv.out_features, attention.output.in_features) != (
+        num_rows,
+        attention.num_heads * attention.head_dim,
+    ):
         raise UnreadableModelError(
             f"`{path}` declares {attention.num_heads} attention heads, which do not divide its hidden_size."
         )

@@ -19,7 +19,7 @@ from pagemill_protocol.models.declaration import DecoderSpec, Shapes
 class DeclaredWeights:
     def __init__(self, source: WeightSource, decoder: DecoderSpec) -> None:
         self._source = source
-        stored = {name: shape for name, shape in source.shapes.items()}
+        stored = source.shapes
         names = _declared_names(list(stored), decoder)
         self._stored_names = {name: at for name, at in names.items() if not decoder.is_ignored(name)}
         transposed = {f"{part.name}.weight" for linear in decoder.linears() for part in linear.parts if part.transposed}

@@ -28,6 +28,7 @@ from pagemill_protocol.models.registry import unsupported
 from pagemill_protocol.sources import SourceError
 from pagemill_protocol.spec_from_gguf import family_of
 
+
 class GGUFWeights:
     """`WeightSource` over one file. Raises `LoadError` for corrupt files and unsupported storage types."""
 

@@ -6,7 +6,6 @@ A block computes up to its last product (`inner`) and leaves that to who adds it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -90,9 +89,9 @@ class MLP:
 
 def _activation(spec: MLPSpec, ops: Ops) -> Callable[[Tensor], Tensor]:
     if not spec.gated:
-        return partial(ops.activate, activation=spec.activation)
+        return lambda x: ops.activate(x, spec.activation)
     fast = {"silu": ops.silu_and_mul, "gelu_tanh": ops.gelu_and_mul}
-    return fast.get(spec.activation) or partial(ops.activate_and_mul, activation=spec.activation)
+    return fast.get(spec.activation) or (lambda x: ops.activate_and_mul(x, spec.activation))
 
 
 def _head_norm(norm: NormSpec | None, spec: AttentionSpec, ops: Ops, dtype: torch.dtype) -> Norm | None:

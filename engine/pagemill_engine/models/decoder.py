@@ -161,9 +161,7 @@ class Decoder:
         self.embedding_projection = builder.linear(entry.projection)
         self.positions = builder.positions(entry.positions, declared.hidden_size)
         self.embedding_norm = builder.norm(entry.norm)
-        self.layers: DecoderLayers = SingleDecoderLayers(
-            [DecoderLayer(layer, builder) for layer in declared.layers]
-        )
+        self.layers: DecoderLayers = SingleDecoderLayers([DecoderLayer(layer, builder) for layer in declared.layers])
         self.norm = builder.norm(declared.norm)
         self.head_projection = builder.linear(head.projection)
         self.lm_head = Linear(declared.head_linear(), ops, dtype)

@@ -202,9 +202,7 @@ def _packed(
     return (pack or ops.pack_linear)(_read_matrix(ops, source, shapes, dtype, order), bias)
 
 
-def _read_matrix(
-    ops: Ops, source: TensorSource, shapes: Shapes, dtype: torch.dtype, order: Tensor | None
-) -> Tensor:
+def _read_matrix(ops: Ops, source: TensorSource, shapes: Shapes, dtype: torch.dtype, order: Tensor | None) -> Tensor:
     """In the type that this device holds such weights in."""
     keeps = ops.keeps_bfloat16 and all(source.is_bfloat16(name) for name in shapes)
     matrix = read_stacked(source, shapes, torch.bfloat16 if keeps else ops.weight_dtype or dtype)

@@ -7,6 +7,8 @@ rotary embeddings, since a score does not change when its query and key are reor
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
@@ -29,7 +31,8 @@ def stacked_order(spec: LinearSpec, order: Tensor | None) -> Tensor | None:
 def _ungrouped(groups: RowGroups) -> Tensor:
     """All rows of the groups' first size, then all of the second."""
     rows = torch.arange(groups.count * sum(groups.sizes)).view(groups.count, -1)
-    return torch.cat([piece.flatten() for piece in rows.split(list(groups.sizes), dim=1)])
+    ends = list(accumulate(groups.sizes))
+    return torch.cat([piece.flatten() for piece in rows.tensor_split(ends[:-1], dim=1)])
 
 
 def head_order(rope: RopeSpec | None, head_dim: int) -> Tensor | None:

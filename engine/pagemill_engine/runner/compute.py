@@ -156,9 +156,7 @@ def _on_cpu(config: EngineConfig, spec: ModelSpec) -> Compute:
     activation_dtype = torch.float32 if native else dtype
     rounds = backend == "cpu_native" and config.dtype == "auto" and _has_4_bits(config, spec) and library.has_dots()
     weight_dtype = None if dtype == activation_dtype else dtype
-    ops = ops_for(
-        backend, config.deterministic, weight_dtype, rounds_activations=rounds, torch_attention=bool(lacks)
-    )
+    ops = ops_for(backend, config.deterministic, weight_dtype, rounds_activations=rounds, torch_attention=bool(lacks))
     how += ", 4-bit weights times 16-bit activations" if rounds else ""
     how += ", few rows of codes times 16-bit activations" if _rounds_few_rows(backend, config, spec) else ""
     gathers = not native or bool(lacks)

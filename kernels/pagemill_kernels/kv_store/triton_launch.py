@@ -3,7 +3,6 @@ an angle of zero."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from pagemill_kernels.rope import triton_launch

@@ -27,9 +27,7 @@ def paged_attention(
     """
     result = torch.empty(query.shape, dtype=query.dtype)
     for group in plan.decodes:
-        result[group.rows] = _decode(
-            query[group.rows], cache, group, plan.num_kv_heads, scale, soft_cap, alibi_slopes
-        )
+        result[group.rows] = _decode(query[group.rows], cache, group, plan.num_kv_heads, scale, soft_cap, alibi_slopes)
     for chunk in plan.prefills:
         rows = query[chunk.start : chunk.stop]
         if soft_cap is None and alibi_slopes is None:

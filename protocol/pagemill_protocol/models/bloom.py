@@ -1,4 +1,4 @@
-"""BLOOM (arXiv 2211.05100): ALiBi in place of positions, a norm behind the embedding, queries, keys and values by head."""
+"""BLOOM (arXiv 2211.05100): ALiBi in place of positions, a norm behind the embedding."""
 
 from __future__ import annotations
 

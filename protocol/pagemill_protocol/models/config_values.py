@@ -47,9 +47,10 @@ class ConfigValues:
             raise self.wrong(key, value, "an integer")
         return value
 
-    def optional_integer(self, key: str, default: int) -> int | None:
-        """`None` where the key is there and null."""
-        return None if key in self._values and self._values[key] is None else self.integer(key, default=default)
+    def optional_integer(self, key: str, default: int | None) -> int | None:
+        """`None` where the key is there and null, whatever the default."""
+        absent = self._values.get(key) is None and (key in self._values or default is None)
+        return None if absent else self.integer(key, default=default)
 
     def number(self, *keys: str, default: float | None = None) -> float:
         key, value = self._first(keys, default)
@@ -87,7 +88,7 @@ class ConfigValues:
             raise self.wrong("layer_types", kinds, f"a list of {num_layers} names")
         return kinds
 
-    def window(self, key: str = "sliding_window", default: int = 4096) -> int | None:
+    def window(self, key: str = "sliding_window", default: int | None = 4096) -> int | None:
         window = self.optional_integer(key, default)
         if window is not None and window < 1:
             raise UnreadableModelError(f"`{self.path.parent}` declares {key} = {window}; it must be positive.")
@@ -108,9 +109,7 @@ class ConfigValues:
         name = scaling.setdefault("rope_type", name or "default")
         if name in _SCALINGS_WITH_ORIGINAL_CONTEXT:
             scaling.setdefault("original_max_position_embeddings", context)
-        return RopeSpec(
-            theta=theta, rotary_dim=int(head_dim * share), scaling=None if name == "default" else scaling
-        )
+        return RopeSpec(theta=theta, rotary_dim=int(head_dim * share), scaling=None if name == "default" else scaling)
 
     def _rope_parameters(self, kind: str | None) -> dict[str, Any]:
         found = self._values.get("rope_parameters")

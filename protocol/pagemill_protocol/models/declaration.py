@@ -7,7 +7,7 @@ computes and nothing reads files. Matrices are [outputs, inputs]; tensors have t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -274,17 +274,20 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def shapes(self) -> Shapes:
         """Every tensor that fills it, as it is wanted: a transposed matrix is stored the other way round."""
-        shapes = self.embedding.shapes(self.hidden_size)
-        for part in (*self.layers, *self.ropes(), *self.linears()):
-            shapes |= part.shapes()
-        return shapes | ({} if self.norm is None else self.norm.shapes())
+        head = None if self.head.tied else self.head_linear()
+        around = [part for part in (self.norm, self.head.projection, head) if part is not None]
+        return self.embedding.shapes(self.hidden_size) | _merged(*self.layers, *self.ropes(), *around)
 
     def is_ignored(self, name: str) -> bool:
         """A tensor that may be stored and is not used."""
         return name.endswith(self.ignored) or (self.head.tied and name == f"{self.head.name}.weight")
 
 
-def _merged(*parts: Any) -> Shapes:
+class _HasShapes(Protocol):
+    def shapes(self) -> Shapes: ...
+
+
+def _merged(*parts: _HasShapes) -> Shapes:
     shapes: Shapes = {}
     for part in parts:
         shapes |= part.shapes()

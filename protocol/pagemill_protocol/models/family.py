@@ -22,7 +22,7 @@ class GGUFNames(NamedTuple):
     """Without `.weight` and `.bias`: {`attn_q`: `self_attn.q_proj`}."""
     elsewhere: dict[str, str]
     """Whole names: {`token_embd.weight`: `model.embed_tokens.weight`}."""
-    interleaved: dict[str, str] = {}
+    interleaved: dict[str, str]
     """Matrices of a layer whose rows converters store with the two rotary halves of each head interleaved, and the
     metadata key of their number of heads: {`attn_q`: `attention.head_count`}."""
 

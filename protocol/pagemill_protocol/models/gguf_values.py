@@ -79,9 +79,7 @@ class GGUFValues:
             self.file.path, "rope.freq_base", _shortest(self.number("rope.freq_base", default=10_000.0))
         )
         divisors = ROPE_DIVISORS if self.has(ROPE_FACTORS) else None
-        return RopeSpec(
-            theta=theta, rotary_dim=rotary_dim, scaling=self._rope_scaling(context), divisors=divisors
-        )
+        return RopeSpec(theta=theta, rotary_dim=rotary_dim, scaling=self._rope_scaling(context), divisors=divisors)
 
     def unsupported(self, feature: str) -> UnsupportedModelArchitecture:
         """The error for a variant of a known architecture that is not computed."""

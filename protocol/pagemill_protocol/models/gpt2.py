@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 from pagemill_protocol.models.config_values import ConfigValues
@@ -84,9 +85,7 @@ def decoder(numbers: Numbers) -> DecoderSpec:
         hidden_size=size,
         vocab_size=numbers.vocab_size,
         max_position_embeddings=numbers.context,
-        embedding=EmbeddingSpec(
-            name="transformer.wte", num_rows=numbers.vocab_size, size=size, positions=positions
-        ),
+        embedding=EmbeddingSpec(name="transformer.wte", num_rows=numbers.vocab_size, size=size, positions=positions),
         layers=tuple(_layer(numbers, index) for index in range(numbers.num_layers)),
         norm=layer_norm("transformer.ln_f", size, numbers.eps),
         head=HeadSpec(name="lm_head", tied=numbers.tied),
@@ -98,19 +97,19 @@ def decoder(numbers: Numbers) -> DecoderSpec:
 def _layer(numbers: Numbers, index: int) -> LayerSpec:
     name, size, inner = f"transformer.h.{index}", numbers.size, numbers.intermediate_size
     head_dim = size // numbers.num_heads
-    stored = {"bias": True, "transposed": numbers.conv1d}
+    product = partial(linear, bias=True, transposed=numbers.conv1d)
     scale = head_dim**-0.5 if numbers.scaled else 1.0
     attention = AttentionSpec(
         num_heads=numbers.num_heads,
         num_kv_heads=numbers.num_heads,
         head_dim=head_dim,
-        qkv=linear(size, (f"{name}.attn.c_attn", 3 * size), **stored),
-        output=linear(size, (f"{name}.attn.c_proj", size), **stored),
+        qkv=product(size, (f"{name}.attn.c_attn", 3 * size)),
+        output=product(size, (f"{name}.attn.c_proj", size)),
         scale=scale / (index + 1) if numbers.scaled_by_layer else scale,
     )
     mlp = plain_mlp(
-        linear(size, (f"{name}.mlp.c_fc", inner), **stored),
-        linear(inner, (f"{name}.mlp.c_proj", size), **stored),
+        product(size, (f"{name}.mlp.c_fc", inner)),
+        product(inner, (f"{name}.mlp.c_proj", size)),
         numbers.activation,
     )
     norms = [layer_norm(f"{name}.ln_{number}", size, numbers.eps) for number in (1, 2)]
@@ -134,6 +133,7 @@ GGUF_NAMES = GGUFNames(
         "output_norm.bias": "transformer.ln_f.bias",
         HEAD: "lm_head.weight",
     },
+    interleaved={},
 )
 
 FAMILY = Family(read_config, read_gguf, GGUF_NAMES)

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from pagemill_protocol.models.config_values import ConfigValues
-from pagemill_protocol.models.declaration import AttentionSpec, DecoderSpec, EmbeddingSpec, HeadSpec, LayerSpec, RopeSpec
+from pagemill_protocol.models.declaration import (
+    AttentionSpec,
+    DecoderSpec,
+    EmbeddingSpec,
+    HeadSpec,
+    LayerSpec,
+    RopeSpec,
+)
 from pagemill_protocol.models.family import Family
 from pagemill_protocol.models.parts import (
     layer_norm,

@@ -1,4 +1,4 @@
-"""Bounds of the numbers that model files declare: what is beyond them is a damaged header, and building it would hang."""
+"""Bounds of the numbers that model files declare: beyond them a header is damaged, and building it would hang."""
 
 from __future__ import annotations
 

@@ -12,20 +12,17 @@ from pagemill_protocol.models.config_values import ConfigValues
 from pagemill_protocol.models.declaration import (
     Activation,
     AttentionSpec,
-    BranchSpec,
     DecoderSpec,
     EmbeddingSpec,
     HeadSpec,
     LayerSpec,
-    LinearSpec,
-    MatrixSpec,
     MLPSpec,
     NormSpec,
-    ResidualSpec,
     RopeSpec,
 )
 from pagemill_protocol.models.family import GGUFNames
 from pagemill_protocol.models.gguf_values import HEAD, ROPE_DIVISORS, ROPE_FACTORS, GGUFValues
+from pagemill_protocol.models.parts import linear, sequential
 
 
 class Numbers(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +45,8 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True):
     mlp_bias: bool = False
     qk_norm: bool = False
     """Queries and keys are normalised per head."""
+    fused: bool = False
+    """`qkv_proj` and `gate_up_proj` are stored as one matrix each."""
     window: int | None = None
     window_layers: frozenset[int] = frozenset()
     """Layers that look back `window` tokens; the others attend to everything."""
@@ -92,9 +91,10 @@ def numbers_from_config(
 
 
 def numbers_from_gguf(values: GGUFValues) -> Numbers:
-    """With the keys and tensor names that converters give these architectures; biases and norms as the file has them."""
-    num_heads, hidden_size = values.size("num_heads", "attention.head_count"), values.size(
-        "hidden_size", "embedding_length"
+    """With the keys and tensor names that converters give these architectures; biases and norms as the file has."""
+    num_heads, hidden_size = (
+        values.size("num_heads", "attention.head_count"),
+        values.size("hidden_size", "embedding_length"),
     )
     num_layers, head_dim = values.size("num_layers", "block_count"), values.head_dim(hidden_size, num_heads)
     context = values.size("max_position_embeddings", "context_length")
@@ -124,9 +124,7 @@ def decoder(numbers: Numbers) -> DecoderSpec:
         hidden_size=numbers.hidden_size,
         vocab_size=numbers.vocab_size,
         max_position_embeddings=numbers.max_position_embeddings,
-        embedding=EmbeddingSpec(
-            name="model.embed_tokens", num_rows=numbers.vocab_size, size=numbers.hidden_size
-        ),
+        embedding=EmbeddingSpec(name="model.embed_tokens", num_rows=numbers.vocab_size, size=numbers.hidden_size),
         layers=tuple(_layer(numbers, index) for index in range(numbers.num_layers)),
         norm=NormSpec(name="model.norm", size=numbers.hidden_size, eps=numbers.rms_norm_eps),
         head=HeadSpec(name="lm_head", tied=numbers.tied),
@@ -135,29 +133,23 @@ def decoder(numbers: Numbers) -> DecoderSpec:
 
 def _layer(numbers: Numbers, index: int) -> LayerSpec:
     name, size, eps = f"model.layers.{index}", numbers.hidden_size, numbers.rms_norm_eps
-    attention = BranchSpec(
-        norm=NormSpec(name=f"{name}.input_layernorm", size=size, eps=eps),
-        block=_attention(numbers, f"{name}.self_attn", numbers.window if index in numbers.window_layers else None),
-    )
-    mlp = BranchSpec(
-        norm=NormSpec(name=f"{name}.post_attention_layernorm", size=size, eps=eps), block=_mlp(numbers, f"{name}.mlp")
-    )
-    return LayerSpec(name, (ResidualSpec((attention,)), ResidualSpec((mlp,))))
+    attention = _attention(numbers, f"{name}.self_attn", numbers.window if index in numbers.window_layers else None)
+    norms = [NormSpec(name=f"{name}.{which}_layernorm", size=size, eps=eps) for which in ("input", "post_attention")]
+    return sequential(name, (norms[0], attention), (norms[1], _mlp(numbers, f"{name}.mlp")))
 
 
 def _attention(numbers: Numbers, name: str, window: int | None) -> AttentionSpec:
     head_dim, eps = numbers.head_dim, numbers.rms_norm_eps
-    rows = {"q": numbers.num_heads * head_dim, "k": numbers.num_kv_heads * head_dim, "v": numbers.num_kv_heads * head_dim}
-    parts = tuple(
-        MatrixSpec(name=f"{name}.{part}_proj", rows=count, bias=numbers.attention_bias) for part, count in rows.items()
-    )
-    output = MatrixSpec(name=f"{name}.o_proj", rows=numbers.hidden_size, bias=numbers.attention_output_bias)
+    query_rows, key_rows = numbers.num_heads * head_dim, numbers.num_kv_heads * head_dim
+    rows = {"q": query_rows, "k": key_rows, "v": key_rows}
+    rows = {"qkv": sum(rows.values())} if numbers.fused else rows
+    parts = [(f"{name}.{part}_proj", count) for part, count in rows.items()]
     return AttentionSpec(
         num_heads=numbers.num_heads,
         num_kv_heads=numbers.num_kv_heads,
         head_dim=head_dim,
-        qkv=LinearSpec(numbers.hidden_size, parts),
-        output=LinearSpec(rows["q"], (output,)),
+        qkv=linear(numbers.hidden_size, *parts, bias=numbers.attention_bias),
+        output=linear(query_rows, (f"{name}.o_proj", numbers.hidden_size), bias=numbers.attention_output_bias),
         scale=head_dim**-0.5,
         rope=numbers.rope,
         query_norm=NormSpec(name=f"{name}.q_norm", size=head_dim, eps=eps) if numbers.qk_norm else None,
@@ -168,11 +160,11 @@ def _attention(numbers: Numbers, name: str, window: int | None) -> AttentionSpec
 
 def _mlp(numbers: Numbers, name: str) -> MLPSpec:
     inner, bias = numbers.intermediate_size, numbers.mlp_bias
-    parts = tuple(MatrixSpec(name=f"{name}.{part}_proj", rows=inner, bias=bias) for part in ("gate", "up"))
-    down = MatrixSpec(name=f"{name}.down_proj", rows=numbers.hidden_size, bias=bias)
+    rows = {"gate_up": 2 * inner} if numbers.fused else {"gate": inner, "up": inner}
+    parts = [(f"{name}.{part}_proj", count) for part, count in rows.items()]
     return MLPSpec(
-        up=LinearSpec(numbers.hidden_size, parts),
-        down=LinearSpec(inner, (down,)),
+        up=linear(numbers.hidden_size, *parts, bias=bias),
+        down=linear(inner, (f"{name}.down_proj", numbers.hidden_size), bias=bias),
         activation=numbers.activation,
         gated=True,
     )

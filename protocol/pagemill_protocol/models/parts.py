@@ -1,4 +1,4 @@
-"""Short ways to declare what several families have: products, layer norms, both arrangements of a layer, ALiBi's slopes."""
+"""Short ways to declare what several families have: products, norms, both arrangements of a layer, ALiBi's slopes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen2 (arXiv 2407.10671): Llama with biases on query, key and value, and a sliding window in the layers that say so."""
+"""Qwen2 (arXiv 2407.10671): Llama with biases on query, key and value, and a sliding window in some layers."""
 
 from __future__ import annotations
 

@@ -42,6 +42,7 @@ BUILT_IN: dict[str, Names] = {
     "gptj": Names(("GPTJForCausalLM",), "gptj"),
     "llama": Names(("LlamaForCausalLM", "LLaMAForCausalLM"), "llama", ("llama",)),
     "mistral": Names(("MistralForCausalLM",), "mistral"),
+    "phi3": Names(("Phi3ForCausalLM",), "phi3"),
     "qwen2": Names(("Qwen2ForCausalLM",), "qwen2", ("qwen2",)),
     "qwen3": Names(("Qwen3ForCausalLM",), "qwen3", ("qwen3",)),
 }
