@@ -10,11 +10,8 @@ from typing import Any
 
 from pagemill_protocol.json_file import read_object
 from pagemill_protocol.model_spec import ModelSpec
-from pagemill_protocol.models.config_values import ConfigValues
-from pagemill_protocol.models.declaration import DecoderSpec
-from pagemill_protocol.models.registry import Found, find_family
+from pagemill_protocol.models.decoders import decoder_from_config
 from pagemill_protocol.safetensors_header import read_folder_headers
-from pagemill_protocol.sources import UnreadableModelError
 
 
 def spec_from_folder(folder: Path) -> ModelSpec:
@@ -32,22 +29,6 @@ def spec_from_folder(folder: Path) -> ModelSpec:
         weight_bytes=sum(tensor.num_bytes for tensor in counted),
         num_parameters=sum(tensor.num_elements for tensor in counted),
     )
-
-
-def decoder_from_config(values: dict[str, Any], path: Path) -> DecoderSpec:
-    """`values`: the content of `path`, a config.json. Raises `SourceError`."""
-    found = _find_family(values, path)
-    return found.family.read_config(ConfigValues(path, values, found.architecture))
-
-
-def _find_family(values: dict[str, Any], path: Path) -> Found:
-    declared, model_type = values.get("architectures"), values.get("model_type")
-    names = [name for name in declared if isinstance(name, str)] if isinstance(declared, list) else []
-    if not names and isinstance(model_type, str):
-        names = [model_type]
-    if not names:
-        raise UnreadableModelError(f"`{path}` names neither `architectures` nor `model_type`.")
-    return find_family(names, path.parent)
 
 
 def _dtype(values: dict[str, Any]) -> str | None:

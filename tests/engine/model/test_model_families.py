@@ -1,9 +1,9 @@
-"""Families of other kinds than Llama's: greedy answers equal to Hugging Face transformers on tiny random models, alone, in
-batches and in chunks, on every backend of the CPU. Planted faults must break it.
+"""Families of other kinds than Llama's: greedy answers equal to Hugging Face transformers on tiny random models, alone,
+in batches and in chunks, on every backend of the CPU. Planted faults must break it.
 
-What is unlike Llama in each: GPT-2 learned positions, Conv1D matrices and a tied head; BLOOM ALiBi and a norm behind the
-embedding; GPT-NeoX partial rotary embedding and parallel blocks; GPT-J interleaved rotary embedding; Gemma 2 soft caps,
-windows in every second layer and norms behind its blocks.
+What is unlike Llama in each: GPT-2 learned positions, Conv1D matrices and a tied head; BLOOM ALiBi and a norm behind
+the embedding; GPT-NeoX partial rotary embedding and parallel blocks; GPT-J interleaved rotary embedding; Phi-3 fused
+matrices and a partial rotary embedding; Gemma 2 soft caps, windows in every second layer and norms behind its blocks.
 """
 
 from __future__ import annotations
@@ -16,15 +16,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 
-from pagemill_engine.config import EngineConfig
-from pagemill_engine.loading.errors import LoadError
-from pagemill_engine.models.fusing import can_fuse
-from pagemill_engine.runner import compute
-from pagemill_kernels import registry
 from pagemill_kernels.cpu import library
-from pagemill_protocol.model_spec import load_model_spec
 
 Loader = Callable[..., Any]
 Drivers = Callable[[Any], Any]
