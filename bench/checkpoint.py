@@ -8,6 +8,8 @@ from pagemill_protocol.model_spec import ModelSpec
 
 
 def llama_config(spec: ModelSpec) -> dict[str, Any]:
+    (rope,), norm = spec.decoder.ropes(), spec.decoder.norm
+    assert norm is not None
     return {
         "architectures": [spec.architecture],
         "model_type": "llama",
@@ -20,8 +22,8 @@ def llama_config(spec: ModelSpec) -> dict[str, Any]:
         "head_dim": spec.head_dim,
         "vocab_size": spec.vocab_size,
         "max_position_embeddings": spec.max_position_embeddings,
-        "rope_theta": spec.rope_theta,
-        "rms_norm_eps": spec.rms_norm_eps,
+        "rope_theta": rope.theta,
+        "rms_norm_eps": norm.eps,
         "tie_word_embeddings": spec.tie_word_embeddings,
         "attention_bias": False,
         "mlp_bias": False,

@@ -97,10 +97,26 @@ def windows(token_ids: list[int], size: int) -> Iterator[list[int]]:
         yield token_ids[start : start + size]
 
 
+class _Keeping:
+    """A model that keeps what it computes."""
+
+    def __init__(self, model: Any, kept: list[Tensor]) -> None:
+        self._model, self._kept = model, kept
+
+    def __call__(self, *inputs: Any) -> Tensor:
+        hidden: Tensor = self._model(*inputs)
+        self._kept.append(hidden)
+        return hidden
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
 def predictions(runner: Any, window: list[int]) -> Tensor:
     """Log probabilities [tokens - 1, vocabulary] of what follows each token but the last, over the paged cache."""
     kept: list[Tensor] = []
-    hook = runner.model.register_forward_hook(lambda module, inputs, output: kept.append(output))
+    model = runner.model
+    runner.model = _Keeping(model, kept)
     num_blocks = -(-len(window) // runner.info.block_size)
     row = AdmittedSequence(
         request_id="window",
@@ -121,7 +137,7 @@ def predictions(runner: Any, window: list[int]) -> Tensor:
             runner.wait(runner.launch(plan))
         runner.wait(runner.launch(StepPlan(step=-1, num_scheduled_tokens={}, samples=set(), released=["window"])))
     finally:
-        hook.remove()
+        runner.model = model
     with torch.inference_mode():
         logits: Tensor = runner.model.compute_logits(torch.cat(kept)[:-1])
     return logits.log_softmax(-1)

@@ -3,6 +3,7 @@ the formulas in its place, for what it must answer."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -13,8 +14,8 @@ from models import RandomWeights
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
-from pagemill_engine.models.registry import build_model
-from pagemill_engine.models.rope import rope_tables
+from pagemill_engine.models.decoder import Decoder
+from pagemill_engine.models.rope import Rotations, decoder_tables
 from pagemill_engine.models.weights import load_weights, weight_bytes
 from pagemill_engine.runner.base import RunnerInfo
 from pagemill_engine.runner.budget import MemoryPlan, Sizes, plan_memory
@@ -45,10 +46,10 @@ class Engine:
         ops = ops_for("triton")
         state = measure_device(ops.device) if device.on_gpu else PLENTY
         begin_s = time.perf_counter()
-        model = build_model(spec, ops, device.dtype)
-        weights = RandomWeights(model)
+        model = Decoder(spec, ops, device.dtype)
+        weights = RandomWeights(spec)
         self.kv_bytes_per_token = kv_bytes_per_token(spec, device.dtype)
-        sizes = Sizes(spec_bytes(spec, weights, device), self.kv_bytes_per_token, device.dtype.itemsize, gathers=False)
+        sizes = Sizes(weights_bytes(weights, device), self.kv_bytes_per_token, device.dtype.itemsize, gathers=False)
         plan = plan_memory(config, spec, sizes, state)
         load_weights(model, weights)
         self.weight_bytes = weight_bytes(model)
@@ -57,8 +58,8 @@ class Engine:
         )
         num_blocks = 0 if device.on_gpu else plan.num_blocks
         cache = KVCache(spec, num_blocks, config.block_size, device.dtype, ops.device)
-        rope = rope_tables(spec.head_dim, info.max_model_len, spec.rope_theta, spec.rope_scaling, device.dtype)
-        runner = DeviceRunner(model, ops, cache, rope, info, config.max_num_seqs)
+        tables = decoder_tables(spec.decoder, info.max_model_len, device.dtype, weights)
+        runner = DeviceRunner(model, ops, cache, Rotations(tables, ops.device), info, config.max_num_seqs)
         device.synchronize()
         self.load_s = time.perf_counter() - begin_s
         if device.on_gpu:
@@ -75,14 +76,14 @@ class Engine:
 def by_the_formulas(device: Device, spec: ModelSpec) -> Driver:
     """The same model on the host, its operations as their references are written down."""
     config, ops = _config(device), ops_for("reference")
-    model = build_model(spec, ops, torch.float32)
-    load_weights(model, RandomWeights(model))
+    model, weights = Decoder(spec, ops, torch.float32), RandomWeights(spec)
+    load_weights(model, weights)
     sizes = Sizes(weight_bytes(model), kv_bytes_per_token(spec, torch.float32), 4, gathers=False)
     plan = plan_memory(config, spec, sizes, PLENTY)
     info = _info(config, spec, plan, device)._replace(device="cpu")
     cache = KVCache(spec, plan.num_blocks, config.block_size, torch.float32)
-    rope = rope_tables(spec.head_dim, info.max_model_len, spec.rope_theta, spec.rope_scaling, torch.float32)
-    runner = EagerRunner(model, ops, cache, rope, info, config.max_num_seqs)
+    tables = decoder_tables(spec.decoder, info.max_model_len, torch.float32, weights)
+    runner = EagerRunner(model, ops, cache, Rotations(tables, ops.device), info, config.max_num_seqs)
     return Driver(device, EngineCore(config, runner))
 
 
@@ -113,14 +114,9 @@ def _without_waiting(launch: Callable[[StepPlan], InFlight]) -> Callable[[StepPl
     return watched
 
 
-def spec_bytes(spec: ModelSpec, weights: RandomWeights, device: Device) -> int:
+def weights_bytes(weights: RandomWeights, device: Device) -> int:
     """Of all tensors; a tied head is the embedding."""
-    shapes = {name: shape for name, shape in weights.shapes.items() if not _is_tied_head(spec, name)}
-    return sum(shape[0] * (shape[1] if len(shape) == 2 else 1) for shape in shapes.values()) * device.dtype.itemsize
-
-
-def _is_tied_head(spec: ModelSpec, name: str) -> bool:
-    return spec.tie_word_embeddings and name == "lm_head.weight"
+    return sum(math.prod(shape) for shape in weights.shapes.values()) * device.dtype.itemsize
 
 
 def _config(device: Device) -> EngineConfig:

@@ -2,36 +2,44 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from pagemill_engine.models.blocks import CausalLM, Embedding, Linear, RMSNorm
 from pagemill_engine.models.tensors import Shapes
 from pagemill_kernels.linear.groups import CodeBlocks, GroupCodes
 from pagemill_protocol.model_spec import ModelSpec
+from pagemill_protocol.models.decoders import decoder_from_config
+
+
+def _spec(architecture: str, **config: Any) -> ModelSpec:
+    """`config`: as in a config.json."""
+    return ModelSpec(decoder=decoder_from_config({"architectures": [architecture], **config}, Path("config.json")))
+
 
 SPECS = {
-    "qwen3-0.6b": ModelSpec(
-        architecture="Qwen3ForCausalLM",
-        num_layers=28,
+    "qwen3-0.6b": _spec(
+        "Qwen3ForCausalLM",
+        num_hidden_layers=28,
         hidden_size=1024,
         intermediate_size=3072,
-        num_heads=16,
-        num_kv_heads=8,
+        num_attention_heads=16,
+        num_key_value_heads=8,
         head_dim=128,
         vocab_size=151_936,
         max_position_embeddings=40_960,
         rope_theta=1_000_000.0,
         tie_word_embeddings=True,
-        qk_norm=True,
     ),
-    "llama-3.2-1b": ModelSpec(
-        architecture="LlamaForCausalLM",
-        num_layers=16,
+    "llama-3.2-1b": _spec(
+        "LlamaForCausalLM",
+        num_hidden_layers=16,
         hidden_size=2048,
         intermediate_size=8192,
-        num_heads=32,
-        num_kv_heads=8,
+        num_attention_heads=32,
+        num_key_value_heads=8,
         head_dim=64,
         vocab_size=128_256,
         max_position_embeddings=131_072,
@@ -39,13 +47,13 @@ SPECS = {
         rms_norm_eps=1e-5,
         tie_word_embeddings=True,
     ),
-    "llama-3.1-8b": ModelSpec(
-        architecture="LlamaForCausalLM",
-        num_layers=32,
+    "llama-3.1-8b": _spec(
+        "LlamaForCausalLM",
+        num_hidden_layers=32,
         hidden_size=4096,
         intermediate_size=14_336,
-        num_heads=32,
-        num_kv_heads=8,
+        num_attention_heads=32,
+        num_key_value_heads=8,
         head_dim=128,
         vocab_size=128_256,
         max_position_embeddings=131_072,
@@ -53,18 +61,17 @@ SPECS = {
         rms_norm_eps=1e-5,
     ),
 }
-TINY = ModelSpec(
-    architecture="Qwen3ForCausalLM",
-    num_layers=1,
+TINY = _spec(
+    "Qwen3ForCausalLM",
+    num_hidden_layers=1,
     hidden_size=32,
     intermediate_size=48,
-    num_heads=2,
-    num_kv_heads=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
     head_dim=16,
     vocab_size=64,
     max_position_embeddings=64,
     tie_word_embeddings=True,
-    qk_norm=True,
 )
 NUM_RANDOM = 1_000_003
 """A prime: rows of a repeated sequence of this length are all different."""
@@ -73,12 +80,9 @@ NUM_RANDOM = 1_000_003
 class RandomWeights:
     """A `TensorSource`. A sequence of random numbers repeated: drawing 8 billion of them would take minutes."""
 
-    def __init__(self, model: CausalLM) -> None:
+    def __init__(self, spec: ModelSpec) -> None:
         self._numbers = torch.randn(NUM_RANDOM, generator=torch.Generator().manual_seed(0)) * 0.02
-        self.shapes: Shapes = {}
-        for path, layer in model.named_modules():
-            if isinstance(layer, Linear | RMSNorm | Embedding):
-                self.shapes.update(layer.shapes(path))
+        self.shapes: Shapes = spec.decoder.shapes()
 
     def read_into(self, name: str, out: Tensor) -> None:
         if out.dim() == 1:

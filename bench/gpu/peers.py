@@ -98,7 +98,7 @@ def _config(spec: ModelSpec) -> Any:
         head_dim=spec.head_dim,
         vocab_size=spec.vocab_size,
         max_position_embeddings=spec.max_position_embeddings,
-        rms_norm_eps=spec.rms_norm_eps,
+        rms_norm_eps=spec.decoder.norm.eps if spec.decoder.norm else 1e-6,
         tie_word_embeddings=spec.tie_word_embeddings,
     )
 

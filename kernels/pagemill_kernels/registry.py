@@ -26,6 +26,10 @@ bfloat16 by oneDNN. `triton`: an NVIDIA device, any float type."""
 Products = Literal["float", "w8a8", "fp8"]
 """What linear layers multiply: floats as they come, or codes of 8 bits on both sides, int8 or e4m3."""
 
+Feature = Literal["alibi", "soft_cap"]
+"""What some models want of attention beside the softmax of scaled scores under a window: an argument of
+`paged_attention` each, of the same meaning."""
+
 REFERENCE: Backend = "reference"
 NATIVE_BACKENDS: tuple[Backend, ...] = ("cpu_native", "cpu_bfloat16", "cpu_onednn")
 """Activations are float32; weights and the KV cache have types of their own."""
@@ -37,6 +41,16 @@ _IMPLEMENTATIONS: dict[str, dict[Backend, str]] = {
         "cpu_native": "norm.native:rms_norm",
         "cpu_onednn": "norm.native:rms_norm_to_bfloat16",
         "triton": "norm.triton_launch:rms_norm",
+    },
+    "layer_norm": {
+        "reference": "norm.reference:layer_norm",
+        "triton": "norm.triton_launch:layer_norm",
+    },
+    "store": {
+        "reference": "kv_store.reference:store",
+        "cpu": "kv_store.cpu:store",
+        "cpu_native": "kv_store.native:store",
+        "triton": "kv_store.triton_launch:store",
     },
     "rope_and_store": {
         "reference": "rope.reference:rope_and_store",
@@ -50,6 +64,12 @@ _IMPLEMENTATIONS: dict[str, dict[Backend, str]] = {
         "cpu_native": "activation.native:silu_and_mul",
         "triton": "activation.triton_launch:silu_and_mul",
     },
+    "gelu_and_mul": {
+        "reference": "activation.reference:gelu_and_mul",
+        "triton": "activation.triton_launch:gelu_and_mul",
+    },
+    "activate_and_mul": {"reference": "activation.reference:activate_and_mul"},
+    "activate": {"reference": "activation.reference:activate"},
     "pack_linear": {
         "reference": "linear.reference:pack_linear",
         "cpu": "linear.cpu:pack_linear",
@@ -89,6 +109,15 @@ _IMPLEMENTATIONS: dict[str, dict[Backend, str]] = {
         "triton": "sampling.triton_launch:sample_tokens",
     },
 }
+_ATTENTION_FEATURES: dict[Backend, frozenset[Feature]] = {
+    "reference": frozenset({"alibi", "soft_cap"}),
+    "cpu": frozenset({"alibi", "soft_cap"}),
+    "cpu_native": frozenset(),
+    "triton": frozenset({"alibi", "soft_cap"}),
+}
+"""Of each backend's own `paged_attention`."""
+_TORCH_ATTENTION: Backend = "cpu"
+"""Takes the place of a CPU backend's own attention where that lacks a feature."""
 _INHERITS: dict[Backend, Backend] = {"cpu_onednn": "cpu_native", "cpu_bfloat16": "cpu_native"}
 """What a backend does not have itself it takes from this one, and only then from the reference."""
 _PACK_CODES: dict[Backend, str] = {
@@ -144,8 +173,13 @@ class Ops(NamedTuple):
     """The operations a model is made of. Shapes and formulas: each folder's `reference.py`."""
 
     rms_norm: Callable[..., Tensor]
+    layer_norm: Callable[..., Tensor]
+    store: Callable[..., None]
     rope_and_store: Callable[..., None]
     silu_and_mul: Callable[..., Tensor]
+    gelu_and_mul: Callable[..., Tensor]
+    activate_and_mul: Callable[[Tensor, str], Tensor]
+    activate: Callable[[Tensor, str], Tensor]
     pack_linear: Callable[[Tensor, Tensor | None], PackedLinear]
     pack_rows: Callable[[Tensor], PackedLinear]
     gather_rows: Callable[[Tensor, Tensor], Tensor]
@@ -173,6 +207,12 @@ class Ops(NamedTuple):
     """`None`: a step's inputs are built on the host, and its tokens are read before the next one."""
 
 
+def lacking(backend: Backend, wanted: frozenset[Feature]) -> frozenset[Feature]:
+    """Features of attention that the backend's own kernels do not have. Known before anything is loaded."""
+    own = backend if backend in _ATTENTION_FEATURES else _INHERITS[backend]
+    return wanted - _ATTENTION_FEATURES[own]
+
+
 def resolve(operation: str, backend: Backend) -> Callable[..., Any]:
     implementations = _IMPLEMENTATIONS[operation]
     inherited = implementations.get(_INHERITS.get(backend, REFERENCE), implementations[REFERENCE])
@@ -186,21 +226,25 @@ def ops_for(
     weight_dtype: torch.dtype | None = None,
     rounds_activations: bool = False,
     products: Products = "float",
+    torch_attention: bool = False,
 ) -> Ops:
     """`batch_invariant`: a row's result has the same bits whatever else is computed; KeyError where it cannot.
     `rounds_activations`: to 16 bits beside 4-bit codes, where that is faster. `products`: what float weights become
-    when they are packed; KeyError where the backend has no such products.
+    when they are packed; KeyError where the backend has no such products. `torch_attention`: in place of a CPU
+    backend's own, for features that are `lacking` there; it reads caches of floats.
     """
     pack_codes = _optional(_PACK_CODES_FOR_DOTS if rounds_activations else _PACK_CODES, backend)
     pack_blocks = _optional(_PACK_BLOCKS_FOR_DOTS if rounds_activations else _PACK_BLOCKS, backend)
     operations = {operation: resolve(operation, backend) for operation in _IMPLEMENTATIONS}
+    if torch_attention:
+        operations |= {name: resolve(name, _TORCH_ATTENTION) for name in ("plan_attention", "paged_attention")}
     if products != "float":
         operations["pack_linear"] = _load(_PACK_SCALED[backend][products])
     ops = Ops(
         **operations,
         pack_codes=pack_codes,
         pack_blocks=pack_blocks,
-        fuse_layers=_optional(_FUSE_LAYERS, backend),
+        fuse_layers=None if torch_attention else _optional(_FUSE_LAYERS, backend),
         weight_dtype=weight_dtype,
         keeps_codes=backend in _PACK_CODES,
         keeps_bfloat16=backend in _KEEP_BFLOAT16,

@@ -1,87 +1,88 @@
-"""ModelSpec: the shape of a decoder model, read from its headers in milliseconds, before any weight is loaded.
+"""ModelSpec: what a model's files say of it, read from their headers in milliseconds, before any weight is loaded.
 
-The plan sizes pods with it, the engine builds the model and the KV cache from it. `spec_from_config` fills it from a
-Hugging Face folder, `spec_from_gguf` from a GGUF file. Names are those of Hugging Face configurations.
+The plan sizes pods with it, the engine builds the model and the KV cache from it. What the model computes is its
+`decoder`, declared by its family (`models`); sizes here follow from the declaration. `spec_from_config` fills it from a
+Hugging Face folder, `spec_from_gguf` from a GGUF file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from pagemill_protocol.rope_scaling import RopeError, RopeScaling, UnsupportedRopeError
-from pagemill_protocol.sources import SourceError, UnreadableModelError
-
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-
-_LIMITS = {
-    "num_layers": 4096,
-    "hidden_size": 1 << 20,
-    "intermediate_size": 1 << 22,
-    "num_heads": 1 << 16,
-    "num_kv_heads": 1 << 16,
-    "head_dim": 1 << 14,
-    "vocab_size": 1 << 24,
-    "max_position_embeddings": 1 << 30,
-}
-"""No model is near these; a damaged header often is beyond them."""
-
-
-class UnsupportedModelArchitecture(SourceError):
-    """The files are fine, but no model definition here fits them."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__("model.source", message, reason="UnsupportedArchitecture")
+from pagemill_protocol.models.declaration import AttentionSpec, DecoderSpec
+from pagemill_protocol.models.errors import UnsupportedModelArchitecture as UnsupportedModelArchitecture
+from pagemill_protocol.sources import UnreadableModelError
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
-    architecture: str
-    """Hugging Face class name, for example `LlamaForCausalLM`."""
-    num_layers: int
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    """Rows of the embedding and of the logits."""
-    max_position_embeddings: int
-    """Tokens of context the model was made for."""
-    rope_theta: float = 10_000.0
-    rope_scaling: RopeScaling | None = None
-    """`None`: plain rotary embedding."""
-    rms_norm_eps: float = 1e-6
-    tie_word_embeddings: bool = False
-    attention_bias: bool = False
-    """On the query, key and value projections."""
-    attention_output_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    """Queries and keys are normalised per head."""
-    sliding_window: int | None = None
-    """Tokens that a layer of `sliding_window_layers` looks back, itself included."""
-    sliding_window_layers: list[int] = []
+    decoder: DecoderSpec
     dtype: str | None = None
     """Type of the stored weights (`bfloat16`), where one is declared."""
     quantization: str | None = None
     """Quantization method or main GGUF storage type; `None`: plain floats."""
     weights_format: Literal["safetensors", "gguf"] = "safetensors"
     weight_bytes: int = 0
-    """Stored size of all tensors."""
+    """Stored size of all tensors that the decoder uses."""
     num_parameters: int = 0
     """Tied embeddings counted once."""
 
+    @property
+    def architecture(self) -> str:
+        return self.decoder.architecture
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.decoder.layers)
+
+    @property
+    def hidden_size(self) -> int:
+        return self.decoder.hidden_size
+
+    @property
+    def intermediate_size(self) -> int:
+        """Of the widest layer."""
+        return max((mlp.intermediate_size for mlp in self.decoder.mlps()), default=0)
+
+    @property
+    def num_heads(self) -> int:
+        return self._attention.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self._attention.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self._attention.head_dim
+
+    @property
+    def vocab_size(self) -> int:
+        return self.decoder.vocab_size
+
+    @property
+    def max_position_embeddings(self) -> int:
+        return self.decoder.max_position_embeddings
+
+    @property
+    def tie_word_embeddings(self) -> bool:
+        return self.decoder.head.tied
+
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Bytes of keys and values that one token takes over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes
+        return sum(2 * each.num_kv_heads * each.head_dim * dtype_bytes for each in self.decoder.attentions())
 
     def layer_sliding_window(self, layer: int) -> int | None:
         """The window of one layer; `None`: it attends to everything."""
-        return self.sliding_window if layer in self.sliding_window_layers else None
+        blocks = self.decoder.layers[layer].blocks()
+        return next((block.window for block in blocks if isinstance(block, AttentionSpec)), None)
+
+    @property
+    def _attention(self) -> AttentionSpec:
+        """Of any layer: `checked` refuses models whose layers keep keys and values of different shapes."""
+        return next(self.decoder.attentions())
 
 
 def load_model_spec(path: str | Path) -> ModelSpec:
@@ -98,41 +99,48 @@ def load_model_spec(path: str | Path) -> ModelSpec:
 
 
 def checked(spec: ModelSpec, path: Path) -> ModelSpec:
-    """`spec`, or an error that names the number that cannot be."""
-    for name, limit in _LIMITS.items():
-        value = getattr(spec, name)
-        if not 0 < value <= limit:
-            raise UnreadableModelError(f"`{path}` declares {name} = {value}; it must be from 1 to {limit}.")
-    if spec.num_heads % spec.num_kv_heads:
-        raise UnreadableModelError(
-            f"`{path}` declares {spec.num_heads} attention heads, not a multiple of its {spec.num_kv_heads} KV heads."
+    """`spec`, or an error that names the numbers that do not fit together."""
+    attentions = list(spec.decoder.attentions())
+    if not attentions:
+        raise UnsupportedModelArchitecture(f"`{path}` has no attention layer; such models are not computed.")
+    for attention in {(each.num_heads, each.num_kv_heads, each.head_dim): each for each in attentions}.values():
+        _check_heads(attention, path)
+    if len({(each.num_kv_heads, each.head_dim) for each in attentions}) > 1:
+        raise UnsupportedModelArchitecture(
+            f"`{path}` has layers that keep keys and values of different shapes, which one KV cache cannot hold yet."
         )
-    if spec.head_dim % 2:
-        raise UnreadableModelError(f"`{path}` declares head_dim = {spec.head_dim}; rotary embedding needs an even one.")
-    if not 0 < spec.rms_norm_eps < 1 or not 0 < spec.rope_theta < float("inf"):
+    positions = spec.decoder.embedding.positions
+    if positions is not None and positions.num_rows - positions.offset < spec.max_position_embeddings:
         raise UnreadableModelError(
-            f"`{path}` declares rms_norm_eps = {spec.rms_norm_eps} and rope_theta = {spec.rope_theta}; "
-            "both must be positive and finite."
+            f"`{path}` declares {spec.max_position_embeddings} tokens of context, but its table of positions has "
+            f"{positions.num_rows} rows."
         )
-    if spec.sliding_window is not None and spec.sliding_window < 1:
-        raise UnreadableModelError(f"`{path}` declares sliding_window = {spec.sliding_window}; it must be positive.")
     return spec
 
 
-def unsupported(architecture: str, path: Path, detail: str = "") -> UnsupportedModelArchitecture:
-    """The error for a model nobody here can run; names what it is and what would work."""
-    return UnsupportedModelArchitecture(
-        f"`{path}` has the architecture `{architecture}`{detail}, which is not supported. "
-        f"Supported: {', '.join(SUPPORTED_ARCHITECTURES)}."
-    )
-
-
-@contextmanager
-def rope_refusals(architecture: str, path: Path) -> Iterator[None]:
-    """Rope settings that cannot be used, as errors of the model at `path`."""
-    try:
-        yield
-    except UnsupportedRopeError as error:
-        raise unsupported(architecture, path, f" with {error}") from None
-    except RopeError as error:
-        raise UnreadableModelError(f"`{path}`: {error}") from None
+def _check_heads(attention: AttentionSpec, path: Path) -> None:
+    if attention.num_heads % attention.num_kv_heads:
+        raise UnreadableModelError(
+            f"`{path}` declares {attention.num_heads} attention heads, not a multiple of its "
+            f"{attention.num_kv_heads} KV heads."
+        )
+    num_rows = (attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
+    if (attention.qkv.out_features, attention.output.in_features) != (
+        num_rows,
+        attention.num_heads * attention.head_dim,
+    ):
+        raise UnreadableModelError(
+            f"`{path}` declares {attention.num_heads} attention heads, which do not divide its hidden_size."
+        )
+    rope = attention.rope
+    if rope is None:
+        return
+    if attention.head_dim % 2:
+        raise UnreadableModelError(
+            f"`{path}` declares head_dim = {attention.head_dim}; rotary embedding needs an even one."
+        )
+    if rope.rotary_dim % 2 or not 0 < rope.rotary_dim <= attention.head_dim:
+        raise UnreadableModelError(
+            f"`{path}` rotates {rope.rotary_dim} of {attention.head_dim} values of a head; an even number of them is "
+            "rotated."
+        )

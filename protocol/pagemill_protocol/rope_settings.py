@@ -55,7 +55,7 @@ def read_rope(config: Mapping[str, Any], max_position_embeddings: int) -> Rope:
         raise UnsupportedRopeError(f"rope settings per attention type (`{where}.{nested[0]}`)")
     _check_partial(_PARTIAL, config)
     _check_partial(f"{where}.{_PARTIAL}", values)
-    theta = _theta(config, where, values)
+    theta = rope_theta(config, where, values)
     return Rope(theta, read_scaling(where, values, theta, max_position_embeddings))
 
 
@@ -109,10 +109,12 @@ def _check_without_effect(metadata: Mapping[str, Any], prefix: str, kind: object
             raise UnsupportedRopeError(f"`{key}` = {metadata[key]!r:.80}")
 
 
-def _theta(config: Mapping[str, Any], where: str, values: Mapping[str, Any]) -> float:
-    name, value = "rope_theta", config.get("rope_theta", DEFAULT_THETA)
-    if name in values:
-        name, value = f"{where}.rope_theta", values[name]
+def rope_theta(config: Mapping[str, Any], where: str, values: Mapping[str, Any], *other_keys: str) -> float:
+    """The base of the frequencies. `other_keys`: keys of `config` that count where `rope_theta` is missing."""
+    name = next((key for key in ("rope_theta", *other_keys) if config.get(key) is not None), "rope_theta")
+    value = config.get(name, DEFAULT_THETA)
+    if "rope_theta" in values:
+        name, value = f"{where}.rope_theta", values["rope_theta"]
     if not is_number(value):
         raise RopeError(wrong(name, value, POSITIVE))
     return float(value)

@@ -289,13 +289,10 @@ from measuring import Device
 from models import SPECS, RandomWeights
 from sections import SECTIONS
 from workloads import nano
-from engine import spec_bytes
-from pagemill_engine.models.registry import build_model
-from pagemill_kernels.registry import ops_for
+from engine import weights_bytes
 jobs, device = nano(), Device(tiny=True)
 def size(spec):
-    model = build_model(spec, ops_for("reference"), device.dtype)
-    return spec_bytes(spec, RandomWeights(model), device) // device.dtype.itemsize
+    return weights_bytes(RandomWeights(spec), device) // device.dtype.itemsize
 ranges = [[(0, 10)], [(0, 2), (8, 10)], [(5, 8), (0, 6), (1, 2), (9, 10)]]
 print(json.dumps({
     "sections": list(SECTIONS),

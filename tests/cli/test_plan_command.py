@@ -38,6 +38,7 @@ from pagemill_operator.autoscaler.slo import outlook
 from pagemill_protocol.histogram import histogram_of
 from pagemill_protocol.load import Lengths
 from pagemill_protocol.model_spec import ModelSpec
+from pagemill_protocol.models.decoders import decoder_from_config
 from pagemill_protocol.state import StepTimeParams
 from pagemill_protocol.step_time import StepTimeModel
 
@@ -263,15 +264,19 @@ def test_a_file_with_gpus_names_its_accelerator(write: Write, simulated: Simulat
 
 
 EIGHT_B = ModelSpec(
-    architecture="LlamaForCausalLM",
-    num_layers=32,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    vocab_size=128256,
-    max_position_embeddings=8192,
+    decoder=decoder_from_config(
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "num_hidden_layers": 32,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "vocab_size": 128256,
+            "max_position_embeddings": 8192,
+        },
+        Path("config.json"),
+    ),
     num_parameters=8_030_000_000,
 )
 

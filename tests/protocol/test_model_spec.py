@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pagemill_protocol.model_spec import UnsupportedModelArchitecture, load_model_spec
+from pagemill_protocol.models.registry import known_architectures
 from pagemill_protocol.rope_scaling import LinearScaling, Llama3Scaling, YarnScaling
 from pagemill_protocol.safetensors_header import read_header
 from pagemill_protocol.sources import SourceError, UnreadableModelError
@@ -92,20 +93,35 @@ def test_the_numbers_are_those_of_the_model_that_transformers_builds(tmp_path, m
     assert spec.num_parameters == model.num_parameters()
     assert spec.weight_bytes == 4 * model.num_parameters()
     assert spec.tie_word_embeddings is bool(config.tie_word_embeddings)
-    assert (spec.rope_theta, spec.rope_scaling) == (config.rope_parameters["rope_theta"], None)
-    assert spec.rms_norm_eps == config.rms_norm_eps
+    (rope,) = spec.decoder.ropes()
+    assert (rope.theta, rope.scaling) == (config.rope_parameters["rope_theta"], None)
+    assert {norm.eps for layer in spec.decoder.layers for norm in layer.norms()} == {config.rms_norm_eps}
     assert spec.max_position_embeddings == 256
     for index, layer in enumerate(model.model.layers):
         attention = layer.self_attn
         assert spec.head_dim == attention.head_dim
         assert attention.q_proj.out_features == spec.num_heads * spec.head_dim
         assert attention.k_proj.out_features == spec.num_kv_heads * spec.head_dim
-        assert (attention.q_proj.bias is not None) is spec.attention_bias
-        assert (attention.o_proj.bias is not None) is spec.attention_output_bias
-        assert (layer.mlp.up_proj.bias is not None) is spec.mlp_bias
-        assert hasattr(attention, "q_norm") is spec.qk_norm
+        declared, mlp = spec.decoder.layers[index].blocks()
+        assert has_biases(declared.qkv) == [attention.q_proj.bias is not None] * 3
+        assert has_biases(declared.output) == [attention.o_proj.bias is not None]
+        assert has_biases(mlp.up) == [layer.mlp.up_proj.bias is not None] * 2
+        assert (declared.query_norm is not None) is (declared.key_norm is not None) is hasattr(attention, "q_norm")
         window = config.sliding_window if model_class == "Mistral" else getattr(attention, "sliding_window", None)
         assert spec.layer_sliding_window(index) == window
+
+
+def has_biases(linear: Any) -> list[bool]:
+    return [part.bias for part in linear.parts]
+
+
+def test_the_tensors_that_are_declared_are_those_of_the_model_that_transformers_builds(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    for name, options in (("Llama", {"attention_bias": True, "mlp_bias": True}), ("Qwen2", {}), ("Qwen3", {})):
+        model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**TINY, **options))
+        model.save_pretrained(tmp_path)
+        stored = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        assert load_model_spec(tmp_path).decoder.shapes() == stored
 
 
 @pytest.mark.model
@@ -113,7 +129,7 @@ def test_the_embedded_models_numbers(smollm2_path):
     spec = load_model_spec(smollm2_path)
     assert spec.architecture == "LlamaForCausalLM"
     assert (spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (30, 9, 3, 64)
-    assert (spec.rope_theta, spec.rms_norm_eps) == (100_000.0, 1e-5)
+    assert (rope_of(spec).theta, spec.decoder.norm.eps) == (100_000.0, 1e-5)
     assert spec.num_parameters == 134_515_008
     assert spec.tie_word_embeddings
     assert spec.quantization == "Q4_1"
@@ -140,7 +156,13 @@ def test_the_embedded_models_numbers(smollm2_path):
 def test_rope_scaling_is_recorded_under_both_generations_of_keys(folder, scaling, expected):
     old = load_model_spec(configure(folder, rope_theta=5000.0, rope_scaling=scaling))
     new = load_model_spec(configure(folder, rope_parameters={"rope_theta": 5000.0, **(scaling or {})}))
-    assert (old.rope_theta, old.rope_scaling) == (new.rope_theta, new.rope_scaling) == (5000.0, expected)
+    assert rope_of(old) == rope_of(new)
+    assert (rope_of(old).theta, rope_of(old).scaling) == (5000.0, expected)
+
+
+def rope_of(spec: Any) -> Any:
+    (rope,) = spec.decoder.ropes()
+    return rope
 
 
 def test_the_type_and_quantization_of_the_weights_are_recorded(folder):
@@ -151,7 +173,8 @@ def test_the_type_and_quantization_of_the_weights_are_recorded(folder):
 
 def test_a_configuration_without_architectures_goes_by_its_type(folder):
     spec = load_model_spec(configure(folder, architectures=..., model_type="qwen2"))
-    assert (spec.architecture, spec.attention_bias) == ("Qwen2ForCausalLM", True)
+    (attention, *_) = spec.decoder.attentions()
+    assert (spec.architecture, has_biases(attention.qkv)) == ("Qwen2ForCausalLM", [True] * 3)
 
 
 def test_shards_are_found_through_their_index(folder):
@@ -172,8 +195,8 @@ def test_shards_are_found_through_their_index(folder):
     ("changes", "named"),
     [
         ({"architectures": ["MambaForCausalLM"]}, "`MambaForCausalLM`"),
-        ({"architectures": ..., "model_type": "gpt_neox"}, "`gpt_neox`"),
-        ({"hidden_act": "gelu"}, "the activation `gelu`"),
+        ({"architectures": ..., "model_type": "mamba2"}, "`mamba2`"),
+        ({"hidden_act": "mish"}, "the activation `mish`"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial rotary"),
     ],
 )
@@ -181,9 +204,9 @@ def test_an_architecture_that_is_not_supported_is_named_with_those_that_are(fold
     with pytest.raises(UnsupportedModelArchitecture) as refused:
         load_model_spec(configure(folder, **changes))
     assert named in refused.value.message
-    assert (
-        "Supported: LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM" in refused.value.message
-    )
+    supported = refused.value.message.partition("Supported: ")[2].rstrip(".").split(", ")
+    assert supported == known_architectures()
+    assert {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"} <= set(supported)
     assert refused.value.reason == "UnsupportedArchitecture"
 
 
@@ -201,7 +224,7 @@ def test_an_architecture_that_is_not_supported_is_named_with_those_that_are(fold
         ({"vocab_size": 2**60}, "vocab_size"),
         ({"rms_norm_eps": 0}, "rms_norm_eps = 0.0"),
         ({"rms_norm_eps": "tiny"}, "`rms_norm_eps` is 'tiny'"),
-        ({"rope_theta": -1.0}, "rope_theta = -1.0"),
+        ({"rope_theta": -1.0}, "`rope_theta` is -1.0; it must be a number from"),
         ({"rope_scaling": "linear"}, "`rope_scaling` is 'linear'; it must be an object"),
         ({"tie_word_embeddings": "yes"}, "`tie_word_embeddings` is 'yes'; it must be true or false"),
         ({"architectures": ...}, "neither `architectures` nor `model_type`"),
@@ -299,7 +322,11 @@ def test_features_of_a_gguf_model_are_read_off_its_tensors(write_gguf):
     spec = load_model_spec(write_gguf(of("qwen3", attention__key_length=8), tensors, architecture="qwen3"))
     assert spec.architecture == "Qwen3ForCausalLM"
     assert spec.tie_word_embeddings
-    assert (spec.attention_bias, spec.attention_output_bias, spec.mlp_bias, spec.qk_norm) == (True, True, True, True)
+    attention, mlp = spec.decoder.layers[0].blocks()
+    assert has_biases(attention.qkv) == [True] * 3
+    assert has_biases(attention.output) == [True]
+    assert has_biases(mlp.up) + has_biases(mlp.down) == [True] * 3
+    assert (attention.query_norm.size, attention.key_norm.size) == (8, 8)
 
 
 def test_a_gguf_llama_with_a_window_is_a_mistral(write_gguf):
@@ -310,8 +337,8 @@ def test_a_gguf_llama_with_a_window_is_a_mistral(write_gguf):
 def test_gguf_rope_scaling_is_recorded_in_hugging_face_terms(write_gguf):
     keys = {"rope__freq_base": 5000.0, "rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}
     spec = load_model_spec(write_gguf(of("llama", **keys, rope__scaling__original_context_length=64), EMBEDDING))
-    assert spec.rope_theta == 5000.0
-    assert spec.rope_scaling == YarnScaling(
+    assert rope_of(spec).theta == 5000.0
+    assert rope_of(spec).scaling == YarnScaling(
         factor=4.0, original_max_position_embeddings=64, attention_factor=1 + 0.1 * math.log(4)
     )
 
@@ -319,7 +346,7 @@ def test_gguf_rope_scaling_is_recorded_in_hugging_face_terms(write_gguf):
 @pytest.mark.parametrize(
     ("architecture", "changes", "message"),
     [
-        ("gemma", {}, "the architecture `gemma`, which is not supported"),
+        ("mamba", {}, "the architecture `mamba`, which is not supported"),
         ("llama", {"expert_count": 8}, "with experts"),
         ("llama", {"rope__dimension_count": 4}, "partial rotary"),
         ("llama", {"attention__value_length": 16}, "different lengths"),

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from pagemill_protocol.model_spec import ModelSpec, UnsupportedModelArchitecture, load_model_spec
+from pagemill_protocol.model_spec import UnsupportedModelArchitecture, load_model_spec
 from pagemill_protocol.rope_scaling import LinearScaling, Llama3Scaling, RopeError, UnsupportedRopeError, YarnScaling
 from pagemill_protocol.rope_settings import read_gguf_scaling, read_rope
 from pagemill_protocol.sources import UnreadableModelError
@@ -150,11 +150,8 @@ def test_the_old_key_counts_before_the_new_one_unless_it_is_empty():
 def test_a_spec_with_scaling_survives_its_encoding(settings):
     scaling = read_rope({"rope_scaling": settings}, 256).scaling
     assert msgspec.to_builtins(scaling)["rope_type"] == settings["rope_type"]
-    numbers = dict.fromkeys(("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads"), 1)
-    spec = ModelSpec(
-        architecture="A", head_dim=2, vocab_size=1, max_position_embeddings=1, rope_scaling=scaling, **numbers
-    )
-    assert msgspec.json.decode(msgspec.json.encode(spec), type=ModelSpec) == spec
+    spec = RopeSpec(theta=10_000.0, rotary_dim=2, scaling=scaling)
+    assert msgspec.json.decode(msgspec.json.encode(spec), type=RopeSpec) == spec
 
 
 # As a model's header, before any weight is read.
@@ -278,4 +275,7 @@ def test_the_header_of_a_gguf_file_refuses_rope_settings(write_gguf, keys, tenso
 
 
 def test_a_gguf_file_with_divisors_of_its_frequencies_is_read(write_gguf):
-    assert load_model_spec(write_gguf(GGUF_LLAMA, EMBEDDING | {DIVISORS: np.full(4, 8)})).rope_scaling is None
+    spec = load_model_spec(write_gguf(GGUF_LLAMA, EMBEDDING | {DIVISORS: np.full(4, 8)}))
+    (rope,) = spec.decoder.ropes()
+    assert rope.scaling is None
+    assert rope.divisors is not None

@@ -1,13 +1,12 @@
 """Weights in a GGUF file, under Hugging Face names and in Hugging Face row order.
 
-Converters store the query and key projections of the `llama` architecture with the two rotary halves of each head
-interleaved; reading undoes it by reordering rows of stored bytes, which costs nothing beside dequantizing.
+Names come from the file's family. Converters store the query and key projections of some architectures with the two
+rotary halves of each head interleaved; reading undoes it by reordering rows of stored bytes, which costs nothing beside
+dequantizing.
 """
 
 from __future__ import annotations
 
-import math
-import re
 import warnings
 from pathlib import Path
 
@@ -21,33 +20,13 @@ from pagemill_engine.loading.dequantize import dequantize_into, supported_types
 from pagemill_engine.loading.digest import gguf_digest
 from pagemill_engine.loading.early_digest import EarlyDigest
 from pagemill_engine.loading.errors import LoadError
+from pagemill_engine.loading.source import stored_bytes
 from pagemill_kernels.linear.groups import CodeBlocks, GroupCodes
 from pagemill_protocol.gguf_file import GGUFFile, GGUFTensor
-
-ROPE_FACTORS = "rope_freq_factors"
-"""Name given to the table of rotary frequency divisors that some files carry."""
-
-_TOP = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-    "rope_freqs.weight": ROPE_FACTORS,
-}
-_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
-_INTERLEAVED_ARCHITECTURES = ("llama",)
+from pagemill_protocol.models.family import GGUFNames
+from pagemill_protocol.models.registry import unsupported
+from pagemill_protocol.sources import SourceError
+from pagemill_protocol.spec_from_gguf import family_of
 
 
 class GGUFWeights:
@@ -57,12 +36,14 @@ class GGUFWeights:
         self._file = GGUFFile(path)
         self._early_digest = early_digest
         self._path = path
-        self._tensors = {hugging_face_name(name): tensor for name, tensor in self._file.tensors.items()}
+        self._names = _names(self._file)
+        self._tensors = {self._names.hugging_face_name(name): each for name, each in self._file.tensors.items()}
+        self._shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
         self._check_types()
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tensor.shape for name, tensor in self._tensors.items()}
+        return self._shapes
 
     def read_into(self, name: str, out: Tensor) -> None:
         tensor = self._tensors[name]
@@ -86,12 +67,7 @@ class GGUFWeights:
         return tensor.ggml_type.name == "BF16" and len(tensor.shape) == 2
 
     def num_bytes(self, dtype: torch.dtype, keep_stored: bool) -> int:
-        total = 0
-        for name, tensor in self._tensors.items():
-            kind = self.code_kind(name) if keep_stored else None
-            kept = torch.bfloat16 if keep_stored and self.is_bfloat16(name) else dtype
-            total += math.prod(tensor.shape) * (8 * kept.itemsize if kind is None else kind.stored_bits) // 8
-        return total
+        return sum(stored_bytes(self, name, dtype, keep_stored) for name in self._tensors)
 
     def digest(self) -> str:
         early = self._early_digest.of(self._path) if self._early_digest is not None else None
@@ -114,23 +90,26 @@ class GGUFWeights:
 
     def _interleaved_heads(self, name: str) -> int:
         """Heads of a tensor whose rows are interleaved; 0 for all others."""
-        architecture = self._file.metadata.get("general.architecture")
         kind = name.split(".")[2] if name.startswith("blk.") else ""
-        if architecture not in _INTERLEAVED_ARCHITECTURES or kind not in ("attn_q", "attn_k"):
+        key = self._names.interleaved.get(kind)
+        if key is None:
             return 0
+        architecture = self._file.metadata["general.architecture"]
         num_heads = self._file.metadata[f"{architecture}.attention.head_count"]
-        key = "head_count" if kind == "attn_q" else "head_count_kv"
-        found = self._file.metadata.get(f"{architecture}.attention.{key}", num_heads)
-        return int(found[0] if isinstance(found, list) else found)  # a value per layer; `model_spec` wants equal ones
+        found = self._file.metadata.get(f"{architecture}.{key}", num_heads)
+        return int(found[0] if isinstance(found, list) else found)  # a value per layer; the family wants equal ones
 
 
-def hugging_face_name(name: str) -> str:
-    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`; a name without a counterpart stays as it
-    is."""
-    match = _LAYER_NAME.fullmatch(name)
-    if match is None or match[2] not in _LAYER:
-        return _TOP.get(name, name)
-    return f"model.layers.{match[1]}.{_LAYER[match[2]]}.{match[3]}"
+def _names(file: GGUFFile) -> GGUFNames:
+    """Raises `LoadError`."""
+    try:
+        name, found = family_of(file)
+        names = found.family.gguf_names
+        if names is None:
+            raise unsupported(name, file.path, " in a GGUF file")
+    except SourceError as error:
+        raise LoadError(error.reason, error.message) from error
+    return names
 
 
 def _uninterleave(data: NDArray[np.uint8], tensor: GGUFTensor, num_heads: int) -> NDArray[np.uint8]:

@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 
 from pagemill_engine.loading.codes import CodeKind
-from pagemill_engine.loading.source import WeightSource
+from pagemill_engine.loading.source import WeightSource, stored_bytes
 from pagemill_kernels.linear.groups import GROUP_SIZE, CodeBlocks, GroupCodes
 from pagemill_kernels.linear.quantize import quantize
+from pagemill_protocol.models.declaration import DecoderSpec
 
 Quantization = Literal["int8", "int4", "w8a8", "fp8"]
 
 KINDS: dict[Quantization, CodeKind] = {"int8": CodeKind(bits=8), "int4": CodeKind(bits=4, has_offsets=True)}
 _SCALED: tuple[Quantization, ...] = ("w8a8", "fp8")
 _SCALE_BYTES = 4
-_FULL_WIDTH = ("model.embed_tokens.weight", "lm_head.weight")
 _VERSION = 1
 """Part of the digest: raise it when the same floats become other codes."""
 
@@ -34,10 +34,14 @@ _VERSION = 1
 class QuantizedWeights:
     """Where nothing computes on codes, `read_into` gives the values that the codes stand for."""
 
-    def __init__(self, source: WeightSource, quantization: Quantization) -> None:
+    def __init__(self, source: WeightSource, quantization: Quantization, decoder: DecoderSpec) -> None:
         self._source = source
         self._shapes = source.shapes
         self._quantization: Quantization = quantization
+        self._full_width = {f"{name}.weight" for name in (decoder.embedding.name, decoder.head.name)}
+        positions = decoder.embedding.positions
+        self._floats = set() if positions is None else {f"{positions.name}.weight"}
+        """Matrices that nothing is multiplied with."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -76,12 +80,10 @@ class QuantizedWeights:
     def num_bytes(self, dtype: torch.dtype, keep_stored: bool) -> int:
         total = 0
         for name, shape in self.shapes.items():
-            kind = self.code_kind(name) if keep_stored else None
             if keep_stored and self._is_scaled(name):
                 total += math.prod(shape) + _SCALE_BYTES * shape[0]
-                continue
-            kept = torch.bfloat16 if keep_stored and self.is_bfloat16(name) else dtype
-            total += math.prod(shape) * (8 * kept.itemsize if kind is None else kind.stored_bits) // 8
+            else:
+                total += stored_bytes(self, name, dtype, keep_stored)
         return total
 
     def digest(self) -> str:
@@ -92,13 +94,14 @@ class QuantizedWeights:
     def _rounded_kind(self, name: str) -> CodeKind | None:
         """What the tensor is rounded to; `None` where it stays as it is."""
         shape, stored = self.shapes[name], self._source.code_kind(name)
-        if len(shape) != 2 or shape[1] % GROUP_SIZE:
+        if len(shape) != 2 or shape[1] % GROUP_SIZE or name in self._floats:
             return None
-        kind = KINDS.get("int8" if name in _FULL_WIDTH else self._quantization)
+        kind = KINDS.get("int8" if name in self._full_width else self._quantization)
         if kind is None or (stored is not None and stored.bits <= kind.bits):
             return None
         return kind
 
     def _is_scaled(self, name: str) -> bool:
         """Given as floats to who makes codes of it."""
-        return self._quantization in _SCALED and len(self.shapes[name]) == 2 and self.code_kind(name) is None
+        is_matrix = len(self.shapes[name]) == 2 and name not in self._floats
+        return self._quantization in _SCALED and is_matrix and self.code_kind(name) is None

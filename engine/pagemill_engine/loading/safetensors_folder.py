@@ -6,7 +6,6 @@ read; pickled checkpoints could run code and are refused.
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch import Tensor
 from pagemill_engine.loading.codes import CodeKind
 from pagemill_engine.loading.digest import StoredTensor, digest_tensors
 from pagemill_engine.loading.errors import LoadError
+from pagemill_engine.loading.source import stored_bytes
 from pagemill_kernels.linear.groups import CodeBlocks, GroupCodes
 from pagemill_protocol.safetensors_header import INDEX_FILE, shard_paths, weight_map
 from pagemill_protocol.sources import UnreadableModelError
@@ -41,10 +41,11 @@ class SafetensorsFolder:
             handle = _open(shard)
             self._owner.update(dict.fromkeys(handle.keys(), handle))
         _check_index(set(promised), set(self._owner), folder)
+        self._shapes = {name: tuple(handle.get_slice(name).get_shape()) for name, handle in self._owner.items()}
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(handle.get_slice(name).get_shape()) for name, handle in self._owner.items()}
+        return self._shapes
 
     def read_into(self, name: str, out: Tensor) -> None:
         tensor = self._owner[name].get_tensor(name)
@@ -70,11 +71,7 @@ class SafetensorsFolder:
         return stored.get_dtype() == "BF16" and len(stored.get_shape()) == 2
 
     def num_bytes(self, dtype: torch.dtype, keep_stored: bool) -> int:
-        total = 0
-        for name, shape in self.shapes.items():
-            kept = keep_stored and self.is_bfloat16(name)
-            total += math.prod(shape) * (torch.bfloat16 if kept else dtype).itemsize
-        return total
+        return sum(stored_bytes(self, name, dtype, keep_stored) for name in self.shapes)
 
     def digest(self) -> str:
         tensors = {name: handle.get_tensor(name) for name, handle in self._owner.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Protocol
 
@@ -48,6 +49,13 @@ class WeightSource(Protocol):
     def digest(self) -> str:
         """Hex digest of the weights' content; see `loading.digest`."""
         ...
+
+
+def stored_bytes(source: WeightSource, name: str, dtype: torch.dtype, keep_stored: bool) -> int:
+    """Of one tensor; arguments as for `num_bytes`."""
+    kind = source.code_kind(name) if keep_stored else None
+    kept = torch.bfloat16 if keep_stored and source.is_bfloat16(name) else dtype
+    return math.prod(source.shapes[name]) * (8 * kept.itemsize if kind is None else kind.stored_bits) // 8
 
 
 def open_weights(path: Path, early_digest: EarlyDigest | None = None) -> WeightSource:

@@ -1,5 +1,5 @@
-"""Model definitions: what is computed, built from shared blocks in Hugging Face naming.
+"""Runs a family's declaration (`pagemill_protocol.models`) with torch and the operations of `pagemill_kernels`.
 
-Each architecture is one file; `registry` maps a checkpoint's architecture string to it. Models own their weights and
-know neither files (`loading`), nor requests (`scheduler`), nor devices (`pagemill_kernels` does).
+Knows no family: a decoder is built from its declared parts, which own their weights. Knows neither files (`loading`),
+nor requests (`scheduler`), nor devices.
 """

@@ -1,206 +1,107 @@
-"""Building blocks shared by all Llama-like models: fused projections, attention over the paged cache, gated MLP.
+"""What computes inside a layer: attention over the paged cache, and MLPs.
 
-Submodules are named as in Hugging Face checkpoints. A fused layer declares the parts it is made of; every layer says
-which tensors it wants (`shapes`) and takes them (`load`), one layer after another, so that a whole model is never in
-memory twice.
+A block computes up to its last product (`inner`) and leaves that to who adds it to the residual (`output`).
 """
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pagemill_engine.models.context import ForwardContext
-from pagemill_engine.models.tensors import Shapes, TensorSource, blocks_stacked, codes_stacked, read_stacked
-from pagemill_kernels.linear.packed import PackedLinear
+from pagemill_engine.models.layers import Layer, Linear, Norm
+from pagemill_engine.models.row_order import head_order, heads_order, qkv_order
 from pagemill_kernels.registry import Ops
-from pagemill_protocol.model_spec import ModelSpec
+from pagemill_protocol.models.declaration import AttentionSpec, MLPSpec, NormSpec
 
 
-class Linear(nn.Module):
-    """One matrix made of one or several checkpoint matrices stacked by rows, in the device's layout.
+class Block(Protocol):
+    output: Linear
 
-    `parts`: {checkpoint name beside this module, or "" for the module's own name: rows}.
-    """
+    def inner(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """x: [tokens, hidden]. Returns what `output` multiplies."""
+        ...
 
-    packed: PackedLinear
-
-    def __init__(self, ops: Ops, in_features: int, parts: dict[str, int], bias: bool, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.parts = parts
-        self.in_features = in_features
-        self.has_bias = bias
-        self.dtype = dtype
-        self._ops = ops
-
-    def shapes(self, name: str) -> Shapes:
-        wanted: Shapes = {}
-        for part, rows in self._named_parts(name).items():
-            wanted[f"{part}.weight"] = (rows, self.in_features)
-            if self.has_bias:
-                wanted[f"{part}.bias"] = (rows,)
-        return wanted
-
-    def load(self, name: str, source: TensorSource) -> None:
-        parts = self._named_parts(name)
-        biases: Shapes = {f"{part}.bias": (rows,) for part, rows in parts.items()}
-        bias = read_stacked(source, biases, self.dtype) if self.has_bias else None
-        weights: Shapes = {f"{part}.weight": (rows, self.in_features) for part, rows in parts.items()}
-        in_codes = _pack_codes(self._ops, source, list(weights), bias)
-        self.packed = in_codes or self._ops.pack_linear(_read_matrix(self._ops, source, weights, self.dtype), bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.packed(x)
-
-    def add_to(self, out: Tensor, x: Tensor) -> None:
-        """out += self(x), in place."""
-        self.packed.add_to(out, x)
-
-    def _named_parts(self, name: str) -> dict[str, int]:
-        parent = name.rpartition(".")[0]
-        return {f"{parent}.{part}" if part else name: rows for part, rows in self.parts.items()}
+    def layers(self) -> Iterator[Layer]:
+        """All that holds weights."""
+        ...
 
 
-class RMSNorm(nn.Module):
-    def __init__(self, ops: Ops, size: int, eps: float, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = torch.empty(size, dtype=dtype)
-        self.eps = eps
-        self._rms_norm = ops.rms_norm
-        self._device = ops.device
-
-    def shapes(self, name: str) -> Shapes:
-        return {f"{name}.weight": tuple(self.weight.shape)}
-
-    def load(self, name: str, source: TensorSource) -> None:
-        source.read_into(f"{name}.weight", self.weight)
-        self.weight = self.weight.to(self._device)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._rms_norm(x, self.weight, self.eps)
-
-
-class Embedding(nn.Module):
-    """A table of rows; stored as a linear layer's weight, so that a tied head can lend it."""
-
-    rows: PackedLinear
-
-    def __init__(self, ops: Ops, num_rows: int, size: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.shape = (num_rows, size)
-        self.dtype = dtype
-        self._ops = ops
-
-    def shapes(self, name: str) -> Shapes:
-        return {f"{name}.weight": self.shape}
-
-    def load(self, name: str, source: TensorSource) -> None:
-        in_codes = _pack_codes(self._ops, source, list(self.shapes(name)), None)
-        self.rows = in_codes or self._ops.pack_rows(_read_matrix(self._ops, source, self.shapes(name), self.dtype))
-
-    def tie(self, head: Linear) -> bool:
-        """Read the loaded head's rows from now on; False where its layout cannot give them back."""
-        if head.packed.can_gather:
-            self.rows = head.packed
-        return head.packed.can_gather
-
-    def forward(self, token_ids: Tensor) -> Tensor:
-        return self.rows.gather(token_ids).to(self.dtype)
-
-
-class Attention(nn.Module):
-    """Grouped-query attention over the paged cache; `qk_norm` normalises queries and keys per head before rotation."""
-
-    def __init__(self, spec: ModelSpec, ops: Ops, dtype: torch.dtype, layer: int) -> None:
-        super().__init__()
-        self.layer = layer
-        self.num_heads, self.num_kv_heads, self.head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        self.scale = spec.head_dim**-0.5
-        self.sliding_window = spec.layer_sliding_window(layer)
-        rows = {
-            "q_proj": spec.num_heads * spec.head_dim,
-            "k_proj": spec.num_kv_heads * spec.head_dim,
-            "v_proj": spec.num_kv_heads * spec.head_dim,
-        }
-        self.qkv_proj = Linear(ops, spec.hidden_size, rows, spec.attention_bias, dtype)
-        self.o_proj = Linear(
-            ops, spec.num_heads * spec.head_dim, {"": spec.hidden_size}, spec.attention_output_bias, dtype
-        )
-        if spec.qk_norm:
-            self.q_norm = RMSNorm(ops, spec.head_dim, spec.rms_norm_eps, dtype)
-            self.k_norm = RMSNorm(ops, spec.head_dim, spec.rms_norm_eps, dtype)
-        self.has_qk_norm = spec.qk_norm
-        self.ops = ops
-
-    def forward(self, x: Tensor, context: ForwardContext, residual: Tensor) -> None:
-        """Adds its output to `residual` in place."""
-        # A product may come in the type of its weights; from here on the positions' type counts.
-        heads = self.qkv_proj(x).to(context.cos.dtype).view(x.shape[0], -1, self.head_dim)
-        query = heads[:, : self.num_heads]
-        if self.has_qk_norm:
-            query.copy_(self.q_norm(query))
-            key = heads[:, self.num_heads : self.num_heads + self.num_kv_heads]
-            key.copy_(self.k_norm(key))
-        cache = context.kv_caches[self.layer]
-        # The whole step's keys and values are stored first, so that a prefix hit within the step reads them.
-        self.ops.rope_and_store(heads, self.num_heads, context.cos, context.sin, cache, context.kv_slots)
-        plan = context.attention_plans[self.sliding_window]
-        attended = self.ops.paged_attention(query, cache, plan, self.scale)
-        self.o_proj.add_to(residual, attended.view(x.shape[0], -1))
-
-
-class GatedMLP(nn.Module):
-    def __init__(self, spec: ModelSpec, ops: Ops, dtype: torch.dtype) -> None:
-        super().__init__()
-        rows = {"gate_proj": spec.intermediate_size, "up_proj": spec.intermediate_size}
-        self.gate_up_proj = Linear(ops, spec.hidden_size, rows, spec.mlp_bias, dtype)
-        self.down_proj = Linear(ops, spec.intermediate_size, {"": spec.hidden_size}, spec.mlp_bias, dtype)
-        self.ops = ops
-
-    def forward(self, x: Tensor, residual: Tensor) -> None:
-        """Adds its output to `residual` in place."""
-        self.down_proj.add_to(residual, self.ops.silu_and_mul(self.gate_up_proj(x)))
-
-
-class CausalLM(nn.Module):
-    """A decoder stack under a head: the face that the runner sees. Subclasses set `self.model`."""
-
-    model: nn.Module
-
-    def __init__(self, spec: ModelSpec, ops: Ops, dtype: torch.dtype) -> None:
-        super().__init__()
+class Attention:
+    def __init__(self, spec: AttentionSpec, ops: Ops, dtype: torch.dtype, index: int, rotation: int | None) -> None:
+        """`index`: of its KV cache. `rotation`: of its rotary embedding among the model's."""
         self.spec = spec
         self.dtype = dtype
-        self.lm_head = Linear(ops, spec.hidden_size, {"": spec.vocab_size}, bias=False, dtype=dtype)
+        self.qkv = Linear(spec.qkv, ops, dtype, qkv_order(spec))
+        self.output = Linear(spec.output, ops, dtype)
+        self.query_norm = _head_norm(spec.query_norm, spec, ops, dtype)
+        self.key_norm = _head_norm(spec.key_norm, spec, ops, dtype)
+        self.ops = ops
+        self._index, self._rotation = index, rotation
+        self._num_heads, self._head_dim = spec.num_heads, spec.head_dim
+        self._extras: dict[str, Any] = {} if spec.soft_cap is None else {"soft_cap": spec.soft_cap}
+        if spec.alibi_slopes is not None:
+            self._extras["alibi_slopes"] = torch.tensor(spec.alibi_slopes, dtype=torch.float32, device=ops.device)
 
-    @property
-    def embedding(self) -> Embedding:
-        return cast(Embedding, self.model.embed_tokens)
+    def layers(self) -> Iterator[Layer]:
+        yield self.qkv
+        yield self.output
+        yield from (norm for norm in (self.query_norm, self.key_norm) if norm is not None)
 
-    def forward(self, token_ids: Tensor, context: ForwardContext) -> Tensor:
-        """token_ids: int64 [tokens]. Returns normalised hidden states [tokens, hidden]."""
-        return self.model(token_ids, context)  # type: ignore[no-any-return]
+    def inner(self, x: Tensor, context: ForwardContext) -> Tensor:
+        num_tokens, num_heads = x.shape[0], self._num_heads
+        # A product may come in the type of its weights; from here on the model's own type counts.
+        heads = self.qkv(x).to(self.dtype).view(num_tokens, -1, self._head_dim)
+        query = heads[:, :num_heads]
+        if self.query_norm is not None:
+            _normalize(self.query_norm, query)
+        if self.key_norm is not None:
+            _normalize(self.key_norm, heads[:, num_heads : num_heads + self.spec.num_kv_heads])
+        cache = context.kv_caches[self._index]
+        # The whole step's keys and values are stored first, so that a prefix hit within the step reads them.
+        if self._rotation is None:
+            self.ops.store(heads, num_heads, cache, context.kv_slots)
+        else:
+            cos, sin = context.rotations[self._rotation]
+            self.ops.rope_and_store(heads, num_heads, cos, sin, cache, context.kv_slots)
+        plan = context.attention_plans[self.spec.window]
+        attended = self.ops.paged_attention(query, cache, plan, self.spec.scale, **self._extras)
+        return attended.view(num_tokens, -1)
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [rows, hidden]. Returns float32 [rows, vocab]."""
-        logits: Tensor = self.lm_head(hidden)
-        return logits.float()
+
+class MLP:
+    def __init__(self, spec: MLPSpec, ops: Ops, dtype: torch.dtype) -> None:
+        self.spec = spec
+        self.up = Linear(spec.up, ops, dtype)
+        self.output = Linear(spec.down, ops, dtype)
+        self._activate = _activation(spec, ops)
+
+    def layers(self) -> Iterator[Layer]:
+        yield self.up
+        yield self.output
+
+    def inner(self, x: Tensor, context: ForwardContext) -> Tensor:
+        return self._activate(self.up(x))
 
 
-def _read_matrix(ops: Ops, source: TensorSource, shapes: Shapes, dtype: torch.dtype) -> Tensor:
-    """The named tensors stacked, in the type that this device holds such weights in."""
-    if ops.keeps_bfloat16 and all(source.is_bfloat16(name) for name in shapes):
-        return read_stacked(source, shapes, torch.bfloat16)
-    return read_stacked(source, shapes, ops.weight_dtype or dtype)
+def _activation(spec: MLPSpec, ops: Ops) -> Callable[[Tensor], Tensor]:
+    if not spec.gated:
+        return lambda x: ops.activate(x, spec.activation)
+    fast = {"silu": ops.silu_and_mul, "gelu_tanh": ops.gelu_and_mul}
+    return fast.get(spec.activation) or (lambda x: ops.activate_and_mul(x, spec.activation))
 
 
-def _pack_codes(ops: Ops, source: TensorSource, names: list[str], bias: Tensor | None) -> PackedLinear | None:
-    """The named tensors packed in the codes they are stored in; `None` where source or device has no codes."""
-    if ops.pack_blocks is not None and (blocks := blocks_stacked(source, names)) is not None:
-        return ops.pack_blocks(blocks, bias)
-    if ops.pack_codes is None:
+def _head_norm(norm: NormSpec | None, spec: AttentionSpec, ops: Ops, dtype: torch.dtype) -> Norm | None:
+    """Its weight in the order in which the heads' values are wanted."""
+    if norm is None:
         return None
-    codes = codes_stacked(source, names)
-    return None if codes is None else ops.pack_codes(codes, bias)
+    return Norm(norm, ops, dtype, heads_order(head_order(spec.rope, spec.head_dim), norm.size // spec.head_dim))
+
+
+def _normalize(norm: Norm, heads: Tensor) -> None:
+    """heads: [tokens, heads, head_dim], in place; each alone or all of them as one row, as the norm's size says."""
+    rows = heads if norm.spec.size == heads.shape[2] else heads.flatten(1)
+    heads.copy_(norm(rows).view(heads.shape))

@@ -10,9 +10,10 @@ from torch import Tensor
 
 @dataclass(slots=True, frozen=True)
 class ForwardContext:
-    cos: Tensor
-    """[tokens, 1, head_dim / 2], of each token's position."""
-    sin: Tensor
+    positions: Tensor
+    """int64 [tokens]: of each token in its request."""
+    rotations: list[tuple[Tensor, Tensor]]
+    """cos and sin of the positions, each [tokens, 1, head_dim / 2], for each rotary embedding of the model."""
     kv_caches: list[Tensor]
     """One a layer; layout in `pagemill_kernels.kv_store`."""
     kv_slots: Tensor

@@ -5,9 +5,47 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from pagemill_engine.models.tensors import TensorSource
+from pagemill_protocol.models.declaration import DecoderSpec, RopeSpec
 from pagemill_protocol.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+
+
+class Rotations:
+    """cos and sin of all positions, for each rotary embedding of a model, over whole heads.
+
+    What a partial rotary embedding leaves out lies at the end of each half (`row_order`) and does not turn.
+    """
+
+    def __init__(self, tables: list[tuple[Tensor, Tensor]], device: torch.device) -> None:
+        """`tables`: cos and sin, each [max_model_len, head_dim / 2]."""
+        self.tables = [(cos.to(device), sin.to(device)) for cos, sin in tables]
+
+    def at(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """As `ForwardContext.rotations` has them."""
+        return [(cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)) for cos, sin in self.tables]
+
+
+def decoder_tables(
+    decoder: DecoderSpec, max_positions: int, dtype: torch.dtype, source: TensorSource
+) -> list[tuple[Tensor, Tensor]]:
+    """For each of `decoder.ropes()`. `source`: of stored divisors of frequencies."""
+    head_dim = next(decoder.attentions()).head_dim
+    return [_head_tables(rope, head_dim, max_positions, dtype, source) for rope in decoder.ropes()]
+
+
+def _head_tables(
+    rope: RopeSpec, head_dim: int, max_positions: int, dtype: torch.dtype, source: TensorSource
+) -> tuple[Tensor, Tensor]:
+    divisors = None
+    if rope.divisors is not None:
+        divisors = torch.empty(rope.rotary_dim // 2)
+        source.read_into(rope.divisors, divisors)
+    cos, sin = rope_tables(rope.rotary_dim, max_positions, rope.theta, rope.scaling, dtype, divisors)
+    still = (head_dim - rope.rotary_dim) // 2
+    return (F.pad(cos, (0, still), value=1.0), F.pad(sin, (0, still), value=0.0)) if still else (cos, sin)
 
 
 def rope_tables(
@@ -18,7 +56,7 @@ def rope_tables(
     dtype: torch.dtype,
     freq_divisors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin, each [max_positions, head_dim / 2].
+    """cos and sin, each [max_positions, head_dim / 2]; `head_dim`: of what is rotated of a head.
 
     `freq_divisors` [head_dim / 2] divides the frequencies instead of `scaling` (some GGUF files carry it).
     """

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from pagemill_kernels.linear.groups import CodeBlocks, GroupCodes, stack, stack_blocks
-
-Shapes = dict[str, tuple[int, ...]]
+from pagemill_protocol.models.declaration import Shapes as Shapes
 
 Part = TypeVar("Part")
 

@@ -6,78 +6,49 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from pagemill_engine.models.blocks import CausalLM, Embedding, Linear, RMSNorm
+from pagemill_engine.models.decoder import Decoder
 from pagemill_engine.models.errors import WeightsError
+from pagemill_engine.models.layers import held_bytes, held_tensors
 from pagemill_engine.models.tensors import Shapes, TensorSource
-
-HEAD, EMBEDDING = "lm_head", "model.embed_tokens"
-"""Paths of the two layers that tied models share."""
-
-_IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
-"""Derived values that old checkpoints store."""
+from pagemill_protocol.models.declaration import DecoderSpec
 
 
-Layer = Linear | RMSNorm | Embedding
-
-
-def check_depth(num_layers: int, shapes: Shapes) -> None:
+def check_depth(decoder: DecoderSpec, shapes: Shapes) -> None:
     """Raises `WeightsError` where the files hold nothing of a layer: a model of thousands takes seconds to build."""
-    stored = {name.split(".", 3)[2] for name in shapes if name.startswith("model.layers.")}
-    absent = [f"model.layers.{layer}" for layer in range(num_layers) if str(layer) not in stored]
+    names = [layer.name for layer in decoder.layers]
+    depth = names[0].count(".") + 1
+    stored = {".".join(name.split(".", depth)[:depth]) for name in shapes}
+    absent = [name for name in names if name not in stored]
     if absent:
-        raise WeightsError(f"The configuration asks for {num_layers} layers (missing: {_listing(absent)}).")
+        raise WeightsError(f"The configuration asks for {len(names)} layers (missing: {_listing(absent)}).")
 
 
-def load_weights(model: CausalLM, source: TensorSource, ignore: frozenset[str] = frozenset()) -> None:
+def load_weights(model: Decoder, source: TensorSource) -> None:
     """Fill the model, layer by layer. Raises `WeightsError` that names missing, unexpected and misshapen tensors.
 
-    In a tied model head and embedding share the embedding's matrix, whatever the file repeats under the head's name.
+    In a tied model head and embedding share the embedding's matrix.
     """
-    layers = dict(_layers(model))
-    tied = model.spec.tie_word_embeddings
-    if tied:
-        layers.pop(HEAD)
-        ignore |= {f"{HEAD}.weight"}
-    wanted = {name: shape for path, layer in layers.items() for name, shape in layer.shapes(path).items()}
-    _check(wanted, {name: shape for name, shape in source.shapes.items() if name not in ignore and not _ignored(name)})
-    if tied:
-        model.lm_head.load(EMBEDDING, source)
+    declared = model.spec.decoder
+    _check(declared.shapes(), source.shapes)
+    layers = list(model.weight_layers())
+    if declared.head.tied:
+        model.lm_head.load(source)
+        layers.remove(model.lm_head)
         if model.embedding.tie(model.lm_head):
-            layers.pop(EMBEDDING)
-    for path, layer in layers.items():
-        layer.load(path, source)
+            layers.remove(model.embedding)
+    for layer in layers:
+        layer.load(source)
 
 
-def weight_bytes(model: CausalLM) -> int:
+def weight_bytes(model: Decoder) -> int:
     """Memory of all weights as they lie on the device; what layers share counts once."""
-    packed: dict[int, int] = {}
-    for _, layer in _layers(model):
-        if isinstance(layer, RMSNorm):
-            packed[id(layer)] = layer.weight.nbytes
-            continue
-        held = layer.packed if isinstance(layer, Linear) else layer.rows
-        packed[id(held)] = held.num_bytes
-    return sum(packed.values())
+    return sum({id(layer.held()): held_bytes(layer) for layer in model.weight_layers()}.values())
 
 
-def weight_tensors(model: CausalLM) -> Iterator[Tensor]:
+def weight_tensors(model: Decoder) -> Iterator[Tensor]:
     """All tensors that its layers hold; those that layers share come more than once."""
-    for _, layer in _layers(model):
-        if isinstance(layer, RMSNorm):
-            yield layer.weight
-            continue
-        held = layer.packed if isinstance(layer, Linear) else layer.rows
-        yield from (value for value in vars(held).values() if isinstance(value, Tensor))
-
-
-def _layers(model: CausalLM) -> Iterator[tuple[str, Layer]]:
-    for path, module in model.named_modules():
-        if isinstance(module, Layer):
-            yield path, module
-
-
-def _ignored(name: str) -> bool:
-    return name.endswith(_IGNORED_SUFFIXES)
+    for layer in model.weight_layers():
+        yield from held_tensors(layer)
 
 
 def _check(wanted: Shapes, stored: Shapes) -> None:

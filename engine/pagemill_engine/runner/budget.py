@@ -24,6 +24,8 @@ COUNT_BYTES = 5
 """For every row and token of the vocabulary, once a request has penalties: its count, and whether the prompt has it."""
 LOGIT_BYTES = 4
 """For every row and token of the vocabulary: the copy of the logits that penalties and biases change."""
+SCORE_FLOATS = 4
+"""For every score that attention writes out: the score, what lowers it with distance, and the weight it becomes."""
 INDEX_BYTES = 128
 """For every token of a step: ids, positions, slots and the arrays on the way to them."""
 
@@ -37,6 +39,8 @@ class Sizes(NamedTuple):
     """Bytes of a computed value."""
     gathers: bool
     """Attention copies the keys and values of a layer together before it reads them."""
+    writes_scores: bool = False
+    """And it writes its scores out, those of a key/value head of a chunk at a time."""
 
 
 class Measured(NamedTuple):
@@ -126,6 +130,9 @@ def activation_bytes(config: EngineConfig, spec: ModelSpec, sizes: Sizes, cache_
         gathered_tokens = min(num_rows * context_tokens, cache_tokens)
         forward += gathered_tokens * sizes.kv_bytes_per_token // spec.num_layers
         forward += num_tokens * context_tokens * sizes.item_bytes  # the mask of a chunk with a context
+        if sizes.writes_scores:
+            of_chunks = num_tokens * context_tokens * (spec.num_heads // spec.num_kv_heads)
+            forward += SCORE_FLOATS * 4 * max(of_chunks, gathered_tokens * spec.num_heads)
     sampling = num_rows * (spec.vocab_size * SAMPLER_FLOATS * 4 + spec.hidden_size * sizes.item_bytes)
     rows = config.max_num_seqs * (spec.vocab_size * COUNT_BYTES + context_tokens * 4)
     return max(forward, sampling) + rows

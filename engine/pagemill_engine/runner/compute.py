@@ -16,11 +16,13 @@ from pagemill_kernels.linear import onednn
 from pagemill_kernels.registry import (
     NATIVE_BACKENDS,
     Backend,
+    Feature,
     Ops,
     Products,
     cpu_backend,
     fp8_problem,
     gpu_problem,
+    lacking,
     ops_for,
 )
 from pagemill_protocol.model_spec import ModelSpec
@@ -28,6 +30,7 @@ from pagemill_protocol.model_spec import ModelSpec
 _PRODUCTS: dict[str, Products] = {"w8a8": "w8a8", "fp8": "fp8"}
 _PRODUCT_NAMES: dict[Products, str] = {"w8a8": "int8", "fp8": "fp8"}
 _GPU_ALONE = ("w8a8", "fp8")
+_FEATURE_NAMES: dict[Feature, str] = {"alibi": "ALiBi", "soft_cap": "soft caps of scores"}
 
 
 class Compute(NamedTuple):
@@ -42,6 +45,8 @@ class Compute(NamedTuple):
     """What runs and why, for people."""
     attention_gathers: bool
     """Attention copies keys and values together; the native kernels read them where they lie."""
+    attention_writes_scores: bool = False
+    """And it writes its scores out, for features that torch's fused attention does not have."""
 
 
 def choose_compute(config: EngineConfig, spec: ModelSpec) -> Compute:
@@ -69,6 +74,7 @@ def _on_gpu(config: EngineConfig, spec: ModelSpec) -> Compute:
     problem = gpu_problem(spec.head_dim, config.block_size, spec.num_heads // spec.num_kv_heads)
     if problem is not None:
         raise LoadError("SettingsUnsupported", f"`device` {config.device} cannot run this model: {problem}.")
+    check_gpu_features(config, spec)
     if config.deterministic:
         raise LoadError(
             "SettingsUnsupported",
@@ -88,6 +94,32 @@ def _on_gpu(config: EngineConfig, spec: ModelSpec) -> Compute:
     how += "" if products == "float" else f", {_PRODUCT_NAMES[products]} weights and activations"
     how += " where the file has floats" if products != "float" and spec.quantization is not None else ""
     return Compute(dtype, dtype, kv_dtype, ops, how, attention_gathers=False)
+
+
+def check_gpu_features(config: EngineConfig, spec: ModelSpec) -> None:
+    """Raises `LoadError` for a model whose attention the Triton kernels do not compute; needs no device."""
+    lacks = lacking("triton", _features(spec))
+    if lacks:
+        raise LoadError(
+            "SettingsUnsupported",
+            f"`device` {config.device} cannot run this model: the Triton kernels have no {_in_words(lacks)}. "
+            "Set device to cpu.",
+        )
+
+
+def _features(spec: ModelSpec) -> frozenset[Feature]:
+    """What the attention of this model wants beside the usual."""
+    found: set[Feature] = set()
+    for attention in spec.decoder.attentions():
+        if attention.alibi_slopes is not None:
+            found.add("alibi")
+        if attention.soft_cap is not None:
+            found.add("soft_cap")
+    return frozenset(found)
+
+
+def _in_words(features: frozenset[Feature]) -> str:
+    return " and no ".join(_FEATURE_NAMES[feature] for feature in sorted(features))
 
 
 def _check_fp8(config: EngineConfig) -> None:
@@ -117,13 +149,32 @@ def _on_cpu(config: EngineConfig, spec: ModelSpec) -> Compute:
         raise _needs_native("kv_cache_dtype", config.kv_cache_dtype, how, "Set kv_cache_dtype to auto")
     if not native and config.deterministic:
         raise _needs_native("deterministic", "true", how, "Turn deterministic off")
+    lacks = lacking(backend, _features(spec))
+    if lacks:
+        _check_torch_attention(config, lacks)
+        how += f", attention by torch (the native kernels have no {_in_words(lacks)})"
     activation_dtype = torch.float32 if native else dtype
     rounds = backend == "cpu_native" and config.dtype == "auto" and _has_4_bits(config, spec) and library.has_dots()
     weight_dtype = None if dtype == activation_dtype else dtype
-    ops = ops_for(backend, config.deterministic, weight_dtype, rounds_activations=rounds)
+    ops = ops_for(backend, config.deterministic, weight_dtype, rounds_activations=rounds, torch_attention=bool(lacks))
     how += ", 4-bit weights times 16-bit activations" if rounds else ""
     how += ", few rows of codes times 16-bit activations" if _rounds_few_rows(backend, config, spec) else ""
-    return Compute(dtype, activation_dtype, kv_dtype, ops, how, attention_gathers=not native)
+    gathers = not native or bool(lacks)
+    return Compute(dtype, activation_dtype, kv_dtype, ops, how, gathers, gathers and bool(_features(spec)))
+
+
+def _check_torch_attention(config: EngineConfig, lacks: frozenset[Feature]) -> None:
+    """Raises `LoadError` for settings that only the native attention knows."""
+    for field, wanted, value, remedy in (
+        ("kv_cache_dtype", config.kv_cache_dtype == "int8", "int8", "Set kv_cache_dtype to auto"),
+        ("deterministic", config.deterministic, "true", "Turn deterministic off"),
+    ):
+        if wanted:
+            raise LoadError(
+                "SettingsUnsupported",
+                f"`{field}` {value} needs the native attention kernels, which have no {_in_words(lacks)}; this model's "
+                f"attention runs on torch. {remedy}.",
+            )
 
 
 def _dtype(config: EngineConfig, spec: ModelSpec) -> torch.dtype:

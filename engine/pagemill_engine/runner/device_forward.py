@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from pagemill_engine.models.blocks import CausalLM
 from pagemill_engine.models.context import ForwardContext
+from pagemill_engine.models.decoder import Decoder
+from pagemill_engine.models.rope import Rotations
 from pagemill_engine.runner.kv_cache import KVCache
 from pagemill_kernels.registry import DeviceOps, Ops
 from pagemill_kernels.request_rows.layout import StepInputs
@@ -16,18 +17,15 @@ from pagemill_kernels.request_rows.layout import StepInputs
 
 class DeviceForward:
     def __init__(
-        self, model: CausalLM, ops: Ops, on_device: DeviceOps, kv_cache: KVCache, rope: tuple[Tensor, Tensor],
-        block_size: int,
-    ) -> None:  # fmt: skip
-        """`rope`: cos and sin of every position, each [max_model_len, head_dim / 2]."""
+        self, model: Decoder, ops: Ops, on_device: DeviceOps, kv_cache: KVCache, rotations: Rotations, block_size: int
+    ) -> None:
         self._model = model
         self._ops, self._on_device = ops, on_device
         self._kv_cache = kv_cache
-        self._cos, self._sin = (table.to(ops.device) for table in rope)
+        self._rotations = rotations
         self._block_size = block_size
-        spec = model.spec
-        self._num_kv_heads = spec.num_kv_heads
-        self._windows = {spec.layer_sliding_window(layer) for layer in range(spec.num_layers)}
+        self._num_kv_heads = model.spec.num_kv_heads
+        self._windows = model.spec.decoder.windows()
 
     def logits(self, inputs: StepInputs, longest: int) -> Tensor:
         """float32 [sampled, vocab]. longest: tokens of the request that has most of them."""
@@ -36,14 +34,14 @@ class DeviceForward:
 
     def decode_into(self, logits: Tensor, inputs: StepInputs) -> None:
         """Decode requests with one token each, all of which sample. logits: float32 [requests, vocab]."""
-        logits.copy_(self._model.lm_head(self._hidden(inputs, longest=1)))
+        logits.copy_(self._model.raw_logits(self._hidden(inputs, longest=1)))
 
     def _hidden(self, inputs: StepInputs, longest: int) -> Tensor:
         """Normalised, [tokens, hidden]."""
         plan, num_requests = self._on_device.plan_attention, len(inputs.seq_lens)
         context = ForwardContext(
-            cos=self._cos[inputs.positions].unsqueeze(1),
-            sin=self._sin[inputs.positions].unsqueeze(1),
+            positions=inputs.positions,
+            rotations=self._rotations.at(inputs.positions),
             kv_caches=self._kv_cache.layers,
             kv_slots=self._ops.plan_slots(inputs.slots, 2 * self._num_kv_heads, self._block_size),
             attention_plans={
@@ -51,5 +49,4 @@ class DeviceForward:
                 for window in self._windows
             },
         )
-        hidden: Tensor = self._model(inputs.token_ids, context)
-        return hidden
+        return self._model(inputs.token_ids, context)

@@ -18,7 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pagemill_engine.models.blocks import CausalLM
+from pagemill_engine.models.decoder import Decoder
+from pagemill_engine.models.rope import Rotations
 from pagemill_engine.runner.base import RunnerInfo
 from pagemill_engine.runner.device_forward import DeviceForward
 from pagemill_engine.runner.device_rows import DeviceRows, DeviceStep
@@ -58,14 +59,13 @@ class DeviceRunner:
 
     def __init__(
         self,
-        model: CausalLM,
+        model: Decoder,
         ops: Ops,
         kv_cache: KVCache,
-        rope: tuple[Tensor, Tensor],
+        rotations: Rotations,
         info: RunnerInfo,
         max_num_seqs: int,
     ) -> None:
-        """`rope`: cos and sin of every position, each [max_model_len, head_dim / 2]."""
         if ops.on_device is None:
             raise ValueError("the rows of requests need a backend that has operations for them")
         self.info = info._replace(overlaps=ops.device.type == "cuda")
@@ -76,7 +76,7 @@ class DeviceRunner:
         self._rows = DeviceRows(layout)
         self._state = RowState(layout, kv_cache.padding_block, ops.device)
         self._sampling = SamplingRows(max_num_seqs, info.vocab_size, ops.device)
-        self._forward = DeviceForward(model, ops, ops.on_device, kv_cache, rope, info.block_size)
+        self._forward = DeviceForward(model, ops, ops.on_device, kv_cache, rotations, info.block_size)
         self._graphs: DecodeGraphs | None = None
         self._make_recorder: Callable[[], Recorder] | None = None
         self._sleeping = SleepingModel(model, kv_cache, ops.device)

@@ -14,8 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pagemill_engine.models.blocks import CausalLM
 from pagemill_engine.models.context import ForwardContext
+from pagemill_engine.models.decoder import Decoder
+from pagemill_engine.models.rope import Rotations
 from pagemill_engine.runner.base import RunnerInfo
 from pagemill_engine.runner.inputs import RequestRows, StepInputs
 from pagemill_engine.runner.kv_cache import KVCache
@@ -35,21 +36,20 @@ class EagerRunner:
 
     def __init__(
         self,
-        model: CausalLM,
+        model: Decoder,
         ops: Ops,
         kv_cache: KVCache,
-        rope: tuple[Tensor, Tensor],
+        rotations: Rotations,
         info: RunnerInfo,
         max_num_seqs: int,
     ) -> None:
-        """`rope`: cos and sin of every position, each [max_model_len, head_dim / 2]."""
         self.info = info
         self.model = model
         self.kv_cache = kv_cache
         self._ops = ops
-        self._cos, self._sin = (table.to(ops.device) for table in rope)
-        self._spec = model.spec
-        self._windows = {self._spec.layer_sliding_window(layer) for layer in range(self._spec.num_layers)}
+        self._rotations = rotations
+        self._num_kv_heads, self._head_dim = model.spec.num_kv_heads, model.spec.head_dim
+        self._windows = model.spec.decoder.windows()
         self._rows = RequestRows(max_num_seqs, info.max_model_len, info.block_size)
         self._sampling = SamplingRows(max_num_seqs, info.vocab_size, ops.device)
         self._sleeping = SleepingModel(model, kv_cache, ops.device)
@@ -99,18 +99,18 @@ class EagerRunner:
             seq_lens=inputs.seq_lens,
             block_tables=self.kv_cache.rows_of(inputs.block_tables),
             block_size=self.info.block_size,
-            num_kv_heads=self._spec.num_kv_heads,
-            head_dim=self._spec.head_dim,
+            num_kv_heads=self._num_kv_heads,
+            head_dim=self._head_dim,
             padding_block=self.kv_cache.padding_row,
         )
         plan_attention, device = self._ops.plan_attention, self._ops.device
         plans = {window: plan_attention(batch, window, self.model.dtype, device) for window in self._windows}
         slots = self._upload(self.kv_cache.row_slots_of(inputs.slot_mapping))
         return ForwardContext(
-            cos=self._cos[positions].unsqueeze(1),
-            sin=self._sin[positions].unsqueeze(1),
+            positions=positions,
+            rotations=self._rotations.at(positions),
             kv_caches=self.kv_cache.rows,
-            kv_slots=self._ops.plan_slots(slots, 2 * self._spec.num_kv_heads, self.info.block_size),
+            kv_slots=self._ops.plan_slots(slots, 2 * self._num_kv_heads, self.info.block_size),
             attention_plans=plans,
         )
 

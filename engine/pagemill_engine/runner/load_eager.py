@@ -8,18 +8,14 @@ from pathlib import Path
 
 import msgspec
 import torch
-from torch import Tensor
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loading.early_digest import EarlyDigest
 from pagemill_engine.loading.errors import LoadError
-from pagemill_engine.loading.gguf_weights import ROPE_FACTORS
-from pagemill_engine.loading.source import WeightSource
-from pagemill_engine.models.blocks import CausalLM
+from pagemill_engine.models.decoder import Decoder
 from pagemill_engine.models.errors import UnsupportedModelError, WeightsError
 from pagemill_engine.models.fusing import fuse_layers
-from pagemill_engine.models.registry import build_model
-from pagemill_engine.models.rope import rope_tables
+from pagemill_engine.models.rope import Rotations, decoder_tables
 from pagemill_engine.models.weights import check_depth, load_weights, weight_bytes
 from pagemill_engine.runner.base import Runner, RunnerInfo
 from pagemill_engine.runner.budget import plan_memory
@@ -71,21 +67,19 @@ def _load(
     dtype, activation_dtype, kv_dtype, ops = compute.dtype, compute.activation_dtype, compute.kv_dtype, compute.ops
     try:
         weights = weights_of(config, path, spec, early_digest)
-        check_depth(spec.num_layers, weights.shapes)
+        check_depth(spec.decoder, weights.shapes)
         sizes = sizes_of(config, weights, spec, held_by(compute))
         before = measure_device(ops.device)
         num_blocks, budget = plan_memory(config, spec, sizes, before)
         parameters = f"{spec.num_parameters / 1e6:.0f} M parameters"
         progress("loading", f"{path.name}: {parameters} as {_name(dtype)}, {compute.how}")
-        model = build_model(spec, ops, activation_dtype)
-        rope_divisors = _fill(model, weights)
+        model = Decoder(spec, ops, activation_dtype)
+        load_weights(model, weights)
         give_back()
         fuse_layers(model, ops)
         settles = settles_on(ops.device)
         max_model_len = max_model_len_for(config, spec, ANY_NUMBER if settles else num_blocks)
-        rope = rope_tables(
-            spec.head_dim, max_model_len, spec.rope_theta, spec.rope_scaling, activation_dtype, rope_divisors
-        )
+        rotations = Rotations(decoder_tables(spec.decoder, max_model_len, activation_dtype, weights), ops.device)
     except UnsupportedModelError as error:
         raise LoadError("UnsupportedArchitecture", f"`{path}`: {error}") from error
     except WeightsError as error:
@@ -111,8 +105,8 @@ def _load(
     num_allocated = 0 if settles else num_blocks
     kv_cache = KVCache(spec, num_allocated, config.block_size, kv_dtype, ops.device, by_block=not on_device)
     if not on_device:
-        return EagerRunner(model, ops, kv_cache, rope, info, config.max_num_seqs)
-    runner = DeviceRunner(model, ops, kv_cache, rope, info, config.max_num_seqs)
+        return EagerRunner(model, ops, kv_cache, rotations, info, config.max_num_seqs)
+    runner = DeviceRunner(model, ops, kv_cache, rotations, info, config.max_num_seqs)
     if settles:
         progress("warming", _keep_kernels(config.kernel_cache_dir))
         settle(runner, config, spec, sizes, before, CudaMeter())
@@ -142,16 +136,6 @@ def _keep_kernels(folder: str | None) -> str:
         return "compiling kernels"
     error = keep_compiled(Path(folder))
     return f"compiling kernels, kept in {folder}" if error is None else f"compiling kernels, not kept: {error}"
-
-
-def _fill(model: CausalLM, weights: WeightSource) -> Tensor | None:
-    """Load all weights; returns the rotary divisors if the file carries them."""
-    load_weights(model, weights, ignore=frozenset({ROPE_FACTORS}))
-    if ROPE_FACTORS not in weights.shapes:
-        return None
-    divisors = torch.empty(weights.shapes[ROPE_FACTORS])
-    weights.read_into(ROPE_FACTORS, divisors)
-    return divisors
 
 
 def _cache_in_words(num_blocks: int, block_size: int, kv_bytes: int, dtype: torch.dtype) -> str:

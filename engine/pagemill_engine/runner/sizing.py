@@ -13,11 +13,12 @@ from typing import NamedTuple
 import torch
 
 from pagemill_engine.config import EngineConfig
+from pagemill_engine.loading.declared import DeclaredWeights
 from pagemill_engine.loading.early_digest import EarlyDigest
 from pagemill_engine.loading.quantized import QuantizedWeights
 from pagemill_engine.loading.source import WeightSource, open_weights
 from pagemill_engine.runner.budget import Sizes
-from pagemill_engine.runner.compute import Compute, choose_compute
+from pagemill_engine.runner.compute import Compute, check_gpu_features, choose_compute
 from pagemill_engine.runner.kv_cache import kv_bytes_per_token
 from pagemill_kernels.kv_store.storage import TORCH_TYPES
 from pagemill_protocol.model_spec import ModelSpec
@@ -37,6 +38,7 @@ class Holding(NamedTuple):
     lends_rows: bool
     """A tied embedding takes no memory of its own."""
     attention_gathers: bool
+    attention_writes_scores: bool = False
 
 
 def held_by(compute: Compute) -> Holding:
@@ -49,6 +51,7 @@ def held_by(compute: Compute) -> Holding:
         keeps_bfloat16=ops.keeps_bfloat16,
         lends_rows=ops.gathers,
         attention_gathers=compute.attention_gathers,
+        attention_writes_scores=compute.attention_writes_scores,
     )
 
 
@@ -73,6 +76,7 @@ def sizes_here(config: EngineConfig, path: Path, spec: ModelSpec) -> Sizes:
 
 def sizes_on_gpu(config: EngineConfig, path: Path, spec: ModelSpec) -> Sizes:
     """On an NVIDIA device, which need not be there. Raises `LoadError`."""
+    check_gpu_features(config, spec)
     return sizes_of(config, weights_of(config, path, spec), spec, held_by_gpu(config))
 
 
@@ -82,6 +86,7 @@ def sizes_of(config: EngineConfig, weights: WeightSource, spec: ModelSpec, holdi
         kv_bytes_per_token=kv_bytes_per_token(spec, holding.kv_dtype),
         item_bytes=holding.activation_dtype.itemsize,
         gathers=holding.attention_gathers,
+        writes_scores=holding.attention_writes_scores,
     )
 
 
@@ -89,10 +94,10 @@ def weights_of(
     config: EngineConfig, path: Path, spec: ModelSpec, early_digest: EarlyDigest | None = None
 ) -> WeightSource:
     """The stored weights, or what they are rounded to while they are read. Raises `LoadError`."""
-    weights = open_weights(path, early_digest)
+    weights: WeightSource = DeclaredWeights(open_weights(path, early_digest), spec.decoder)
     if config.quantization == "none":
         return weights
-    quantized = QuantizedWeights(weights, config.quantization)
+    quantized = QuantizedWeights(weights, config.quantization, spec.decoder)
     if quantized.rounds_any:
         return quantized
     logger.warning(

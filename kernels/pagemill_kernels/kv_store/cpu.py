@@ -8,3 +8,8 @@ from torch import Tensor
 def store_kv(key_value: Tensor, cache: Tensor, slots: Tensor) -> None:
     """Shapes as in `reference.store_kv`."""
     cache.view(-1, cache.shape[-1]).index_copy_(0, slots, key_value.reshape(-1, cache.shape[-1]))
+
+
+def store(heads: Tensor, num_heads: int, cache: Tensor, slots: Tensor) -> None:
+    """Shapes as in `reference.store`."""
+    store_kv(heads[:, num_heads:], cache, slots)

@@ -24,3 +24,8 @@ def store_kv(key_value: Tensor, cache: Tensor, slots: Tensor) -> None:
     head_dim]. slots: `plan_slots(slot_mapping, 2 * num_kv_heads, block_size)`.
     """
     cache.view(-1, cache.shape[-1])[slots] = key_value.flatten(0, 1)
+
+
+def store(heads: Tensor, num_heads: int, cache: Tensor, slots: Tensor) -> None:
+    """Write keys and values as they are, without a rotation; arguments as for `rope_and_store`."""
+    store_kv(heads[:, num_heads:], cache, slots)

@@ -34,6 +34,11 @@ class GroupCodes:
         """Inputs that share a scale: 32, or 16 for some 8-bit codes."""
         return self.codes.shape[1] // self.scales.shape[1]
 
+    def reordered(self, order: Tensor) -> GroupCodes:
+        """Row i of the result is row order[i]; int64 [out]."""
+        offsets = None if self.offsets is None else self.offsets[order]
+        return GroupCodes(self.bits, self.codes[order], self.scales[order], offsets)
+
     def dequantize(self) -> Tensor:
         """float32 [out, in]."""
         grouped = self.codes.to(torch.float32).view(*self.scales.shape, self.group_size) * self.scales[..., None]
@@ -54,6 +59,10 @@ class CodeBlocks:
     stored_offsets: bool
     data: Tensor
     """uint8 [out, in / 32, block bytes]."""
+
+    def reordered(self, order: Tensor) -> CodeBlocks:
+        """Row i of the result is row order[i]; int64 [out]."""
+        return CodeBlocks(self.bits, self.stored_offsets, self.data[order])
 
 
 def stack_blocks(parts: list[CodeBlocks]) -> CodeBlocks | None:

@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x: [..., hidden]; weight: [hidden]. Returns x's shape and type."""
+    """x: [..., hidden]; weight: [hidden], of x's type or float32. Returns x's shape and type."""
     wide = x.float()
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * (wide * scale).to(x.dtype)
+    return (weight * (wide * scale).to(x.dtype)).to(x.dtype)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:

@@ -1,6 +1,7 @@
 """Paged attention on CPU: gather the context of a group into contiguous keys and values, then dense attention.
 
-Query heads that share a key/value head are rows of one small matrix, so grouped-query attention repeats nothing.
+Query heads that share a key/value head are rows of one small matrix, so grouped-query attention repeats nothing. With a
+soft cap or ALiBi scores are written out, one key/value head of a chunk at a time.
 """
 
 from __future__ import annotations
@@ -12,28 +13,56 @@ from torch import Tensor
 from pagemill_kernels.paged_attention.plan import AttentionPlan, DecodeGroup, PrefillChunk
 
 
-def paged_attention(query: Tensor, cache: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
-    """query: [tokens, num_heads, head_dim]; cache: one layer's. Returns [tokens, num_heads, head_dim]."""
+def paged_attention(
+    query: Tensor,
+    cache: Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    soft_cap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+) -> Tensor:
+    """query: [tokens, num_heads, head_dim]; cache: one layer's, of any float type. Returns a tensor like query.
+
+    `soft_cap`, `alibi_slopes`: as in `reference`.
+    """
     result = torch.empty(query.shape, dtype=query.dtype)
     for group in plan.decodes:
-        result[group.rows] = _decode(query[group.rows], cache, group, plan.num_kv_heads, scale)
+        result[group.rows] = _decode(query[group.rows], cache, group, plan.num_kv_heads, scale, soft_cap, alibi_slopes)
     for chunk in plan.prefills:
-        result[chunk.start : chunk.stop] = _prefill(
-            query[chunk.start : chunk.stop], cache, chunk, plan.num_kv_heads, scale
-        )
+        rows = query[chunk.start : chunk.stop]
+        if soft_cap is None and alibi_slopes is None:
+            attended = _prefill(rows, cache, chunk, plan.num_kv_heads, scale)
+        else:
+            attended = _written_out_prefill(rows, cache, chunk, plan.num_kv_heads, scale, soft_cap, alibi_slopes)
+        result[chunk.start : chunk.stop] = attended
     return result
 
 
-def _decode(query: Tensor, cache: Tensor, group: DecodeGroup, num_kv_heads: int, scale: float) -> Tensor:
-    keys, values = _gather(cache, group.gather, group.num_requests * num_kv_heads)
+def _decode(
+    query: Tensor,
+    cache: Tensor,
+    group: DecodeGroup,
+    num_kv_heads: int,
+    scale: float,
+    soft_cap: float | None,
+    alibi_slopes: Tensor | None,
+) -> Tensor:
+    keys, values = _gather(cache, group.gather, group.num_requests * num_kv_heads, query.dtype)
     num_requests, num_heads, head_dim = query.shape
     grouped = query.reshape(num_requests * num_kv_heads, num_heads // num_kv_heads, head_dim)
-    scores = torch.baddbmm(group.bias, grouped, keys.transpose(1, 2), alpha=scale)
-    return torch.bmm(scores.softmax(-1), values).view(num_requests, num_heads, head_dim)
+    if soft_cap is None and alibi_slopes is None:
+        scores = torch.baddbmm(group.bias, grouped, keys.transpose(1, 2), alpha=scale)
+    else:
+        scores = _capped(torch.bmm(grouped, keys.transpose(1, 2)).float().mul_(scale), soft_cap) + group.bias
+    if alibi_slopes is not None:
+        lowered = alibi_slopes.view(1, num_kv_heads, -1, 1) * group.distances()[:, None, None, :]
+        scores += lowered.flatten(0, 1)
+    weights = scores.softmax(-1).to(query.dtype)
+    return torch.bmm(weights, values).view(num_requests, num_heads, head_dim)
 
 
 def _prefill(query: Tensor, cache: Tensor, chunk: PrefillChunk, num_kv_heads: int, scale: float) -> Tensor:
-    keys, values = _gather(cache, chunk.gather, num_kv_heads)
+    keys, values = _gather(cache, chunk.gather, num_kv_heads, query.dtype)
     num_tokens, num_heads, head_dim = query.shape
     group = num_heads // num_kv_heads
     # The group is the batch dimension: keys and values are expanded with stride 0 instead of repeated.
@@ -50,9 +79,38 @@ def _prefill(query: Tensor, cache: Tensor, chunk: PrefillChunk, num_kv_heads: in
     return attended.permute(2, 1, 0, 3).reshape(num_tokens, num_heads, head_dim)
 
 
-def _gather(cache: Tensor, rows: Tensor, num_sequences: int) -> tuple[Tensor, Tensor]:
+def _written_out_prefill(
+    query: Tensor,
+    cache: Tensor,
+    chunk: PrefillChunk,
+    num_kv_heads: int,
+    scale: float,
+    soft_cap: float | None,
+    alibi_slopes: Tensor | None,
+) -> Tensor:
+    keys, values = _gather(cache, chunk.gather, num_kv_heads, query.dtype)
+    num_tokens, num_heads, head_dim = query.shape
+    by_kv_head = query.reshape(num_tokens, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+    distances = chunk.distances()
+    # Without a mask the chunk is plainly causal.
+    mask = torch.where(distances > 0, float("-inf"), 0.0) if chunk.mask is None else chunk.mask
+    slopes = None if alibi_slopes is None else alibi_slopes.view(num_kv_heads, -1, 1, 1)
+    attended = torch.empty(num_kv_heads, num_heads // num_kv_heads, num_tokens, head_dim, dtype=query.dtype)
+    for head, rows in enumerate(by_kv_head):
+        scores = _capped((rows @ keys[head, : chunk.context_len].t()).float().mul_(scale), soft_cap)
+        scores = scores if slopes is None else scores.add_(slopes[head] * distances)
+        weights = scores.add_(mask).softmax(-1).to(query.dtype)
+        attended[head] = weights @ values[head, : chunk.context_len]
+    return attended.permute(2, 0, 1, 3).reshape(num_tokens, num_heads, head_dim)
+
+
+def _capped(scores: Tensor, soft_cap: float | None) -> Tensor:
+    return scores if soft_cap is None else scores.div_(soft_cap).tanh_().mul_(soft_cap)
+
+
+def _gather(cache: Tensor, rows: Tensor, num_sequences: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Keys and values, each [num_sequences, padded length, head_dim] and contiguous."""
     head_dim = cache.shape[-1]
-    gathered = cache.view(-1, cache.shape[-2] * head_dim).index_select(0, rows)
+    gathered = cache.view(-1, cache.shape[-2] * head_dim).index_select(0, rows).to(dtype)
     both = gathered.view(2, num_sequences, -1, head_dim)
     return both[0], both[1]

@@ -31,6 +31,14 @@ class DecodeGroup:
     """int64 [2 * requests * num_kv_heads * blocks]: (block, head) rows of the cache, keys then values."""
     bias: Tensor
     """[requests * num_kv_heads, 1, padded length]: 0 where visible, -inf elsewhere."""
+    positions: NDArray[np.int64]
+    """[requests, padded length]: of the gathered tokens."""
+    seq_lens: NDArray[np.int64]
+    """[requests]."""
+
+    def distances(self) -> Tensor:
+        """float32 [requests, padded length]: how far behind the request's last token, as numbers below zero."""
+        return torch.from_numpy(self.positions - (self.seq_lens[:, None] - 1)).float()
 
 
 @dataclass(slots=True, frozen=True)
@@ -44,6 +52,11 @@ class PrefillChunk:
     gather: Tensor
     mask: Tensor | None
     """[chunk, context]: added to the scores; `None`: plainly causal and nothing before the chunk."""
+
+    def distances(self) -> Tensor:
+        """float32 [chunk, context]: of each token of the context from each of the chunk, below zero where before it."""
+        own = torch.arange(self.context_len - (self.stop - self.start), self.context_len)
+        return (torch.arange(self.context_len) - own[:, None]).float()
 
 
 @dataclass(slots=True, frozen=True)
@@ -120,6 +133,8 @@ def _decode_group(
         num_requests=len(requests),
         gather=_gather_rows(table, batch.num_kv_heads),
         bias=bias.repeat_interleave(batch.num_kv_heads, 0)[:, None, :],
+        positions=positions,
+        seq_lens=batch.seq_lens[requests],
     )
 
 

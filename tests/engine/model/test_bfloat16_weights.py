@@ -19,6 +19,7 @@ from tiny_llama import write_tiny_llama
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loading.source import open_weights
 from pagemill_engine.models.fusing import FusedDecoderLayers
+from pagemill_engine.models.layers import Linear
 from pagemill_engine.runner.compute import choose_compute
 from pagemill_kernels.cpu import library
 from pagemill_kernels.linear import cpu, native, onednn, reference
@@ -91,12 +92,18 @@ def test_a_checkpoint_in_bfloat16_stays_so_and_computes_the_same_bits(
     assert narrow.info.weight_bytes == pytest.approx(planned, rel=0.05)
 
 
+def products_of(runner: Any) -> list[Any]:
+    """Those of the decoder layers."""
+    layers = [layer for each in runner.model.layers.plain for layer in each.layers()]
+    return [layer for layer in layers if isinstance(layer, Linear)]
+
+
 def test_bfloat16_products_give_the_same_answers_within_their_rounding(
     folder: Path, prompts: list[list[int]], runner_loader: Loader, make_driver: Drivers
 ) -> None:
     exact = make_driver(runner_loader(folder)).greedy(prompts, SOME_TOKENS)
     runner = runner_loader(folder, backend="cpu_onednn", dtype="bfloat16")
-    assert type(runner.model.model.layers[0].mlp.down_proj.packed) is onednn.OneDNNLinear
+    assert {type(linear.packed) for linear in products_of(runner)} == {onednn.OneDNNLinear}
     rounded = make_driver(runner).greedy(prompts, SOME_TOKENS)
     for a, b in zip(rounded, exact, strict=True):
         assert a.token_ids == b.token_ids
@@ -109,7 +116,7 @@ def test_our_own_bfloat16_products_give_the_same_answers_in_one_call(
 ) -> None:
     exact = make_driver(runner_loader(folder, dtype="float32")).greedy(prompts, SOME_TOKENS)
     runner = runner_loader(folder, backend="cpu_bfloat16", dtype="bfloat16")
-    assert isinstance(runner.model.model.layers[0], FusedDecoderLayers)
+    assert isinstance(runner.model.layers, FusedDecoderLayers)
     assert runner.info.weight_bytes == runner_loader(folder, backend="cpu_native", dtype="bfloat16").info.weight_bytes
     rounded = make_driver(runner).greedy(prompts, SOME_TOKENS)
     for a, b in zip(rounded, exact, strict=True):
@@ -145,7 +152,7 @@ def test_each_weight_is_packed_before_the_next_is_read(folder: Path, runner_load
 def test_codes_stay_codes_under_our_own_products(smollm2_path: Path, runner_loader: Loader) -> None:
     narrow = runner_loader(smollm2_path, backend="cpu_native", dtype="bfloat16", num_kv_blocks=16)
     assert narrow.info.weight_bytes < 115e6
-    assert isinstance(narrow.model.model.layers[0].plain[0].self_attn.qkv_proj.packed, native.NativeLinear)
+    assert {type(linear.packed) for linear in products_of(narrow)} == {native.NativeLinear}
     assert narrow.info.kv_dtype == "bfloat16"
 
 

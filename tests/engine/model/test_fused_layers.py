@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 
+from pagemill_engine.models.decoder import SingleDecoderLayers
 from pagemill_engine.models.fusing import FusedDecoderLayers
 from pagemill_kernels import registry
 from pagemill_kernels.cpu import launch, library
@@ -76,8 +77,7 @@ def no_bfloat16_unit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def operation_by_operation(runner: Any) -> Any:
-    (fused,) = runner.model.model.layers
-    runner.model.model.layers = fused.plain
+    runner.model.layers = SingleDecoderLayers(runner.model.layers.plain)
     return runner
 
 
@@ -86,7 +86,7 @@ def test_one_call_has_the_bits_of_nine_for_each_layer(
     folder: Path, prompts: list[list[int]], settings: str, runner_loader: Loader, make_driver: Drivers
 ) -> None:
     fused = runner_loader(folder, **SETTINGS[settings])
-    assert [type(layers) for layers in fused.model.model.layers] == [FusedDecoderLayers]
+    assert type(fused.model.layers) is FusedDecoderLayers
     single = operation_by_operation(runner_loader(folder, **SETTINGS[settings]))
     for chunk in (512, 7):
         driven = [make_driver(runner).greedy(prompts, 12, max_num_batched_tokens=chunk) for runner in (fused, single)]
@@ -119,7 +119,8 @@ def test_a_decode_step_makes_one_native_call_for_all_layers(
     runner = runner_loader(folder)
     # And the norm and the head behind the last layer; an embedding in codes or tied to the head would be one more.
     assert calls_per_step(runner, counting, make_driver) == 1 + 2
-    single = 11 if runner.model.spec.qk_norm else 9
+    has_head_norms = next(runner.model.spec.decoder.attentions()).query_norm is not None
+    single = 11 if has_head_norms else 9
     assert calls_per_step(operation_by_operation(runner), counting, make_driver) == single * NUM_LAYERS + 2
 
 

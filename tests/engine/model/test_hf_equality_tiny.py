@@ -208,10 +208,6 @@ def test_a_planted_fault_is_noticed(
 
 def faulty_runner(fault: str, load: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> Any:
     runner = load()
-    if fault == "window off by eight" and runner._windows == {None}:
-        # A model without a window: give it one, which is as wrong.
-        monkeypatch.setattr(type(runner.model.spec), "layer_sliding_window", lambda self, layer: 32)
-        return load()
     plant(fault, runner, monkeypatch)
     return runner
 
@@ -220,21 +216,21 @@ def plant(fault: str, runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     if fault == "rope theta":
         from pagemill_engine.models.rope import rope_tables
 
-        spec = runner.model.spec
-        theta = spec.rope_theta * 1.1
-        runner._cos, runner._sin = rope_tables(spec.head_dim, 256, theta, spec.rope_scaling, runner._cos.dtype)
+        (rope,), ((cos, _),) = runner.model.spec.decoder.ropes(), runner._rotations.tables
+        runner._rotations.tables = [rope_tables(rope.rotary_dim, 256, rope.theta * 1.1, rope.scaling, cos.dtype)]
     elif fault == "rope rotation":
-        runner._sin = -runner._sin
+        runner._rotations.tables = [(cos, -sin) for cos, sin in runner._rotations.tables]
     elif fault == "position off by one":
         # All positions shifted alike would be no fault of a relative embedding: shift from the 10th on.
-        runner._cos[10:] = runner._cos[10:].roll(-1, 0)
-        runner._sin[10:] = runner._sin[10:].roll(-1, 0)
+        for table in runner._rotations.tables[0]:
+            table[10:] = table[10:].roll(-1, 0)
     elif fault == "slot off by one":
         gather = runner._rows.gather
         monkeypatch.setattr(runner._rows, "gather", lambda plan: shifted(gather(plan)))
     elif fault == "window off by eight":
         plan_attention = runner._ops.plan_attention
-        narrow = lambda batch, window, *rest: plan_attention(batch, window - 8, *rest)  # noqa: E731
+        # A model without a window: give it one, which is as wrong.
+        narrow = lambda batch, window, *rest: plan_attention(batch, (window or 40) - 8, *rest)  # noqa: E731
         runner._ops = runner._ops._replace(plan_attention=narrow)
 
 

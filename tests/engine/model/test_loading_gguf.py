@@ -15,11 +15,12 @@ from pagemill_engine.loading.codes import CODE_KINDS, read_blocks, read_codes
 from pagemill_engine.loading.dequantize import dequantize_into, supported_types
 from pagemill_engine.loading.early_digest import EarlyDigest
 from pagemill_engine.loading.errors import LoadError
-from pagemill_engine.loading.gguf_weights import GGUFWeights, hugging_face_name
+from pagemill_engine.loading.gguf_weights import GGUFWeights
 from pagemill_engine.loading.source import open_weights
 from pagemill_kernels.cpu import library
 from pagemill_kernels.linear import groups, native
 from pagemill_kernels.registry import ops_for
+from pagemill_protocol.models.registry import find_gguf_family
 
 
 def random_bytes(kind: str, rows: int, columns: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -123,10 +124,12 @@ def test_where_there_is_no_early_digest_the_loader_has_the_last_word(tmp_path: P
 
 
 def test_names_are_those_of_hugging_face() -> None:
-    assert hugging_face_name("blk.11.attn_output.weight") == "model.layers.11.self_attn.o_proj.weight"
-    assert hugging_face_name("blk.0.attn_q.bias") == "model.layers.0.self_attn.q_proj.bias"
-    assert hugging_face_name("output.weight") == "lm_head.weight"
-    assert hugging_face_name("blk.0.ffn_gate_exps.weight") == "blk.0.ffn_gate_exps.weight"
+    names = find_gguf_family("llama", Path("m.gguf")).family.gguf_names
+    assert names is not None
+    assert names.hugging_face_name("blk.11.attn_output.weight") == "model.layers.11.self_attn.o_proj.weight"
+    assert names.hugging_face_name("blk.0.attn_q.bias") == "model.layers.0.self_attn.q_proj.bias"
+    assert names.hugging_face_name("output.weight") == "lm_head.weight"
+    assert names.hugging_face_name("blk.0.ffn_gate_exps.weight") == "blk.0.ffn_gate_exps.weight"
 
 
 def llama_file(

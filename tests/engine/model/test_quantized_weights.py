@@ -14,9 +14,10 @@ from gguf_model import write_gguf
 
 from pagemill_engine.loading.quantized import QuantizedWeights
 from pagemill_engine.loading.source import open_weights
-from pagemill_engine.models.blocks import Linear
+from pagemill_engine.models.layers import Linear
 from pagemill_kernels.cpu import library
 from pagemill_kernels.linear.quantize import quantize
+from pagemill_protocol.model_spec import load_model_spec
 
 Loader = Callable[..., Any]
 NUM_TOKENS = 24
@@ -78,10 +79,14 @@ def test_large_matrices_are_quantized_in_pieces(monkeypatch: pytest.MonkeyPatch)
     assert torch.equal(quantize(weight, 4).dequantize(), whole.dequantize())
 
 
+def rounded_weights(path: Path, mode: Any) -> QuantizedWeights:
+    return QuantizedWeights(open_weights(path), mode, load_model_spec(path).decoder)
+
+
 def rounded_reference(folder: Path, mode: Any) -> Any:
     """transformers on the values that our codes stand for."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-    weights = QuantizedWeights(open_weights(folder), mode)
+    weights = rounded_weights(folder, mode)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             if name in weights.shapes:
@@ -109,7 +114,7 @@ def test_answers_are_those_of_the_rounded_weights(
 def test_codes_take_the_promised_memory_and_embedding_and_head_eight_bits(folder: Path, runner_loader: Loader) -> None:
     runners = {mode: runner_loader(folder, quantization=mode) for mode in ("none", *MODES)}
     for mode in MODES:
-        runner, planned = runners[mode], QuantizedWeights(open_weights(folder), mode)
+        runner, planned = runners[mode], rounded_weights(folder, mode)
         assert runner.info.weight_bytes == pytest.approx(planned.num_bytes(torch.float32, keep_stored=True), rel=1e-3)
         assert runner.info.weight_bytes < 0.35 * runners["none"].info.weight_bytes
         embedding = VOCAB * HIDDEN
@@ -166,7 +171,7 @@ def test_codes_of_more_bits_are_rounded(
     """The embedding and the head keep the eight bits they have, and what is stored in four stays."""
     path = tmp_path / "codes.gguf"
     write_gguf(path, llama(), {"attn_v": "Q4_1", "": stored})
-    source, rounded = open_weights(path), QuantizedWeights(open_weights(path), "int4")
+    source, rounded = open_weights(path), rounded_weights(path, "int4")
     reference = llama()
     with torch.no_grad():
         for name, tensor in reference.state_dict().items():
@@ -198,7 +203,8 @@ def test_a_file_of_many_types_stays_in_codes_and_computes_their_values(
     path = tmp_path / "mixed.gguf"
     write_gguf(path, llama(), {**kinds, "attn_output": "Q5_1", "ffn_down": "Q5_0"})
     native, torch_only = runner_loader(path, backend="cpu_native"), runner_loader(path, backend="cpu")
-    linears = [module for module in native.model.model.modules() if isinstance(module, Linear)]
+    layers = [layer for each in native.model.layers.plain for layer in each.layers()]
+    linears = [layer for layer in layers if isinstance(layer, Linear)]
     assert len(linears) == 8
     assert all(linear.packed._scales is not None for linear in linears)
     prompts = torch.randint(0, VOCAB, (3, 20), generator=torch.Generator().manual_seed(5)).tolist()

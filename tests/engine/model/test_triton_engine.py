@@ -18,6 +18,7 @@ from pagemill_engine.config import EngineConfig
 from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.loading.quantized import QuantizedWeights
 from pagemill_engine.loading.source import open_weights
+from pagemill_engine.models.layers import Linear
 from pagemill_engine.runner import budget, compute, device_runner, load_eager
 from pagemill_engine.runner.compiling import compile_kernels, run_largest, step_shapes
 from pagemill_engine.runner.memory import MemoryState
@@ -100,11 +101,11 @@ def test_products_of_codes_answer_like_the_formula(
 ) -> None:
     runner = runner_loader(folder, device="cuda", quantization=quantization)
     assert "int8 weights" in runner.info.compute or "fp8 weights" in runner.info.compute
-    layer = runner.model.model.layers[0]
-    linears = [layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj]
-    assert all(isinstance(linear.packed, ScaledLinear) for linear in linears)
+    linears = [layer for layer in runner.model.layers.plain[0].layers() if isinstance(layer, Linear)]
+    assert [type(linear.packed) for linear in linears] == [ScaledLinear] * 4
     assert isinstance(runner.model.lm_head.packed, CodesLinear), "the head keeps codes of 8 bits in groups"
-    planned = QuantizedWeights(open_weights(folder), quantization).num_bytes(torch.float32, keep_stored=True)
+    weights = QuantizedWeights(open_weights(folder), quantization, runner.model.spec.decoder)
+    planned = weights.num_bytes(torch.float32, keep_stored=True)
     assert runner.info.weight_bytes == planned
     ours = make_driver(runner).greedy(PROMPTS, NUM_TOKENS)
 
@@ -115,7 +116,7 @@ def test_products_of_codes_answer_like_the_formula(
     others = ops_for("triton")._replace(pack_linear=by_formula)
     monkeypatch.setattr(compute, "ops_for", lambda backend, **settings: others)
     formula = runner_loader(folder, device="cuda", quantization=quantization)
-    assert isinstance(formula.model.model.layers[0].mlp.down_proj.packed, ScaledReference)
+    assert isinstance(formula.model.layers.plain[0].blocks()[1].output.packed, ScaledReference)
     theirs = make_driver(formula).greedy(PROMPTS, NUM_TOKENS)
     assert [result.token_ids for result in ours] == [result.token_ids for result in theirs]
     for a, b in zip(ours, theirs, strict=True):
@@ -148,10 +149,11 @@ def test_floats_of_a_file_that_has_codes_too_are_multiplied_as_asked(
     write_gguf(path, transformers.LlamaForCausalLM(config), {"ffn": "Q8_0"})
     runner = runner_loader(path, device="cuda", quantization=quantization)
     assert runner.info.compute.endswith("weights and activations where the file has floats")
-    layer = runner.model.model.layers[0]
-    assert all(isinstance(each.packed, ScaledLinear) for each in (layer.self_attn.qkv_proj, layer.self_attn.o_proj))
-    assert all(isinstance(each.packed, CodesLinear) for each in (layer.mlp.gate_up_proj, layer.mlp.down_proj))
-    planned = QuantizedWeights(open_weights(path), quantization).num_bytes(torch.float32, keep_stored=True)
+    attention, mlp = runner.model.layers.plain[0].blocks()
+    assert all(isinstance(each.packed, ScaledLinear) for each in (attention.qkv, attention.output))
+    assert all(isinstance(each.packed, CodesLinear) for each in (mlp.up, mlp.output))
+    weights = QuantizedWeights(open_weights(path), quantization, runner.model.spec.decoder)
+    planned = weights.num_bytes(torch.float32, keep_stored=True)
     biases = 4 * (32 + 16 + 16)
     assert planned == runner.info.weight_bytes + biases
     ours, exact = (make_driver(each).greedy(PROMPTS, 1) for each in (runner, runner_loader(path, device="cuda")))
@@ -263,7 +265,7 @@ def test_a_kernel_that_is_too_large_for_the_device_is_refused_with_an_alternativ
     assert caught.value.reason == "SettingsUnsupported"
 
 
-@pytest.mark.parametrize("place", ["pack_linear", "rope_tables", "RowState"])
+@pytest.mark.parametrize("place", ["pack_linear", "decoder_tables", "RowState"])
 def test_a_device_that_is_full_while_a_model_is_loaded_names_what_to_lower(
     folder: Path, place: str, runner_loader: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

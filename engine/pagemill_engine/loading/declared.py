@@ -1,0 +1,70 @@
+"""Weights as a model's declaration names and turns them: a `WeightSource` over the one of its files.
+
+Three things differ between checkpoints of one family: a prefix that some files leave out, tensors that nobody uses, and
+matrices that are stored the other way round. Here all are gone: what is above sees the declared names and [outputs,
+inputs]. The order of a matrix's rows is the model's own business (`models.row_order`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pagemill_engine.loading.codes import CodeKind
+from pagemill_engine.loading.source import WeightSource, stored_bytes
+from pagemill_kernels.linear.groups import CodeBlocks, GroupCodes
+from pagemill_protocol.models.declaration import DecoderSpec, Shapes
+
+
+class DeclaredWeights:
+    def __init__(self, source: WeightSource, decoder: DecoderSpec) -> None:
+        self._source = source
+        stored = source.shapes
+        names = _declared_names(list(stored), decoder)
+        self._stored_names = {name: at for name, at in names.items() if not decoder.is_ignored(name)}
+        transposed = {f"{part.name}.weight" for linear in decoder.linears() for part in linear.parts if part.transposed}
+        self._transposed = transposed & self._stored_names.keys()
+        self._shapes: Shapes = {
+            name: stored[at][::-1] if name in self._transposed else stored[at]
+            for name, at in self._stored_names.items()
+        }
+
+    @property
+    def shapes(self) -> Shapes:
+        return self._shapes
+
+    def read_into(self, name: str, out: Tensor) -> None:
+        if name not in self._transposed:
+            self._source.read_into(self._stored_names[name], out)
+            return
+        stored = torch.empty(self._shapes[name][::-1], dtype=out.dtype)
+        self._source.read_into(self._stored_names[name], stored)
+        out.copy_(stored.t())
+
+    def code_kind(self, name: str) -> CodeKind | None:
+        """Groups of codes lie along the stored rows: a matrix the other way round is read as floats."""
+        return None if name in self._transposed else self._source.code_kind(self._stored_names[name])
+
+    def read_codes(self, name: str) -> GroupCodes | None:
+        return None if name in self._transposed else self._source.read_codes(self._stored_names[name])
+
+    def read_blocks(self, name: str) -> CodeBlocks | None:
+        return None if name in self._transposed else self._source.read_blocks(self._stored_names[name])
+
+    def is_bfloat16(self, name: str) -> bool:
+        return self._source.is_bfloat16(self._stored_names[name])
+
+    def num_bytes(self, dtype: torch.dtype, keep_stored: bool) -> int:
+        return sum(stored_bytes(self, name, dtype, keep_stored) for name in self._shapes)
+
+    def digest(self) -> str:
+        return self._source.digest()
+
+
+def _declared_names(stored: list[str], decoder: DecoderSpec) -> dict[str, str]:
+    """Declared names of the stored ones: the same, or the same behind a prefix that the files leave out."""
+    prefix = decoder.optional_prefix
+    if not prefix or any(name.startswith(prefix) for name in stored):
+        return {name: name for name in stored}
+    declared = decoder.shapes()
+    return {name if name in declared or decoder.is_ignored(name) else prefix + name: name for name in stored}

@@ -1,0 +1,210 @@
+"""A whole decoder built from its declaration: the face that the runner sees.
+
+The residual stream is one tensor that layers add to in place; a layer returns it, or another one where it ends with a
+norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pagemill_engine.models.blocks import MLP, Attention, Block
+from pagemill_engine.models.context import ForwardContext
+from pagemill_engine.models.layers import Embedding, Layer, Linear, Norm, Positions
+from pagemill_kernels.registry import Ops
+from pagemill_protocol.model_spec import ModelSpec
+from pagemill_protocol.models.declaration import (
+    AttentionSpec,
+    BlockSpec,
+    BranchSpec,
+    DecoderSpec,
+    LayerSpec,
+    LinearSpec,
+    NormSpec,
+    PositionsSpec,
+    ResidualSpec,
+    RopeSpec,
+)
+
+
+class _Builder:
+    """Knows what layers share: the device's operations, the order of their caches, their rotary embeddings."""
+
+    def __init__(self, spec: DecoderSpec, ops: Ops, dtype: torch.dtype) -> None:
+        self._ops, self._dtype = ops, dtype
+        self._ropes: list[RopeSpec] = spec.ropes()
+        self._caches = count()
+
+    def block(self, spec: BlockSpec) -> Block:
+        if not isinstance(spec, AttentionSpec):
+            return MLP(spec, self._ops, self._dtype)
+        rotation = None if spec.rope is None else self._ropes.index(spec.rope)
+        return Attention(spec, self._ops, self._dtype, next(self._caches), rotation)
+
+    def norm(self, spec: NormSpec | None) -> Norm | None:
+        return None if spec is None else Norm(spec, self._ops, self._dtype)
+
+    def linear(self, spec: LinearSpec | None) -> Linear | None:
+        return None if spec is None else Linear(spec, self._ops, self._dtype)
+
+    def positions(self, spec: PositionsSpec | None, size: int) -> Positions | None:
+        return None if spec is None else Positions(spec, size, self._ops, self._dtype)
+
+
+class Branch:
+    def __init__(self, spec: BranchSpec, builder: _Builder, shared: int | None) -> None:
+        """`shared`: the earlier branch whose normalised input is this one's too."""
+        self.block = builder.block(spec.block)
+        self.shared = shared
+        self.norm = None if shared is not None else builder.norm(spec.norm)
+        self.output_norm = builder.norm(spec.output_norm)
+        self._scale = spec.scale
+        self._adds = spec.output_norm is None and spec.scale == 1.0
+
+    def layers(self) -> Iterator[Layer]:
+        yield from (norm for norm in (self.norm, self.output_norm) if norm is not None)
+        yield from self.block.layers()
+
+    def add(self, hidden: Tensor, x: Tensor, context: ForwardContext) -> None:
+        """Adds the block's output for x to `hidden` in place."""
+        inner = self.block.inner(x, context)
+        if self._adds:
+            self.block.output.add_to(hidden, inner)
+            return
+        out = self.block.output(inner).to(hidden.dtype)
+        out = out if self.output_norm is None else self.output_norm(out)
+        hidden.add_(out, alpha=self._scale)
+
+
+class Residual:
+    def __init__(self, spec: ResidualSpec, builder: _Builder) -> None:
+        self.branches = [Branch(branch, builder, _earlier(spec, i)) for i, branch in enumerate(spec.branches)]
+        self.norm = builder.norm(spec.norm)
+
+    def layers(self) -> Iterator[Layer]:
+        for branch in self.branches:
+            yield from branch.layers()
+        if self.norm is not None:
+            yield self.norm
+
+    def __call__(self, hidden: Tensor, context: ForwardContext) -> Tensor:
+        inputs: list[Tensor] = []
+        for branch in self.branches:
+            if branch.shared is not None:
+                inputs.append(inputs[branch.shared])
+            elif branch.norm is not None:
+                inputs.append(branch.norm(hidden))
+            else:
+                # What one branch adds, another one must not read.
+                inputs.append(hidden if len(self.branches) == 1 else hidden.clone())
+        for branch, x in zip(self.branches, inputs, strict=True):
+            branch.add(hidden, x, context)
+        return hidden if self.norm is None else self.norm(hidden).to(hidden.dtype)
+
+
+class DecoderLayer:
+    def __init__(self, spec: LayerSpec, builder: _Builder) -> None:
+        self.spec = spec
+        self.residuals = [Residual(residual, builder) for residual in spec.residuals]
+
+    def layers(self) -> Iterator[Layer]:
+        for residual in self.residuals:
+            yield from residual.layers()
+
+    def blocks(self) -> list[Block]:
+        return [branch.block for residual in self.residuals for branch in residual.branches]
+
+    def __call__(self, hidden: Tensor, context: ForwardContext) -> Tensor:
+        for residual in self.residuals:
+            hidden = residual(hidden, context)
+        return hidden
+
+
+class DecoderLayers(Protocol):
+    """All layers of a decoder, however many calls that takes."""
+
+    plain: list[DecoderLayer]
+    """They hold the weights."""
+
+    def __call__(self, hidden: Tensor, context: ForwardContext) -> Tensor: ...
+
+
+class SingleDecoderLayers:
+    """One after another."""
+
+    def __init__(self, layers: list[DecoderLayer]) -> None:
+        self.plain = layers
+
+    def __call__(self, hidden: Tensor, context: ForwardContext) -> Tensor:
+        for layer in self.plain:
+            hidden = layer(hidden, context)
+        return hidden
+
+
+class Decoder:
+    """`layers` may be replaced by what computes the same in fewer calls (`fusing`)."""
+
+    def __init__(self, spec: ModelSpec, ops: Ops, dtype: torch.dtype) -> None:
+        """With weights that are not loaded yet. `dtype`: of what is computed between products."""
+        self.spec = spec
+        self.dtype = dtype
+        declared = spec.decoder
+        entry, head = declared.embedding, declared.head
+        self._entry, self._head = entry, head
+        builder = _Builder(declared, ops, dtype)
+        self.embedding = Embedding(entry.name, entry.num_rows, entry.size, ops, dtype)
+        self.embedding_projection = builder.linear(entry.projection)
+        self.positions = builder.positions(entry.positions, declared.hidden_size)
+        self.embedding_norm = builder.norm(entry.norm)
+        self.layers: DecoderLayers = SingleDecoderLayers([DecoderLayer(layer, builder) for layer in declared.layers])
+        self.norm = builder.norm(declared.norm)
+        self.head_projection = builder.linear(head.projection)
+        self.lm_head = Linear(declared.head_linear(), ops, dtype)
+
+    def weight_layers(self) -> Iterator[Layer]:
+        """All that holds weights, the embedding first and the head last."""
+        yield self.embedding
+        around = (self.embedding_projection, self.positions, self.embedding_norm, self.norm, self.head_projection)
+        yield from (layer for layer in around if layer is not None)
+        for layer in self.layers.plain:
+            yield from layer.layers()
+        yield self.lm_head
+
+    def __call__(self, token_ids: Tensor, context: ForwardContext) -> Tensor:
+        """token_ids: int64 [tokens]. Returns normalised hidden states [tokens, hidden]."""
+        hidden = self.layers(self._embed(token_ids, context), context)
+        return hidden if self.norm is None else self.norm(hidden)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [rows, hidden]. Returns float32 [rows, vocab]."""
+        return self.raw_logits(hidden).float()
+
+    def raw_logits(self, hidden: Tensor) -> Tensor:
+        """As `compute_logits`, in the type that the head's product has."""
+        hidden = hidden if self.head_projection is None else self.head_projection(hidden)
+        logits, scale, cap = self.lm_head(hidden), self._head.scale, self._head.soft_cap
+        if scale != 1.0:
+            logits = logits.float().mul_(scale)
+        return logits if cap is None else logits.float().div_(cap).tanh_().mul_(cap)
+
+    def _embed(self, token_ids: Tensor, context: ForwardContext) -> Tensor:
+        hidden = self.embedding(token_ids)
+        if self._entry.scale != 1.0:
+            hidden = hidden * self._entry.scale
+        if self.embedding_projection is not None:
+            hidden = self.embedding_projection(hidden).to(self.dtype)
+        if self.positions is not None:
+            hidden = hidden + self.positions(context.positions)
+        return hidden if self.embedding_norm is None else self.embedding_norm(hidden).to(self.dtype)
+
+
+def _earlier(spec: ResidualSpec, index: int) -> int | None:
+    """The branch before this one that has the same norm."""
+    norm = spec.branches[index].norm
+    earlier = [branch.norm for branch in spec.branches[:index]]
+    return earlier.index(norm) if norm is not None and norm in earlier else None

@@ -1,0 +1,154 @@
+"""The values of a Hugging Face `config.json` as a family reads them: each checked, with an error that names the key.
+
+Knows the keys that all families share (`rope_parameters`, `hidden_act`, `layer_types`); a family names its own.
+Accepts the old keys (`rope_theta`, `rope_scaling`) and those of transformers 5 (`rope_parameters`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pagemill_protocol.models.declaration import Activation, RopeSpec
+from pagemill_protocol.models.errors import UnsupportedModelArchitecture
+from pagemill_protocol.models.limits import check_fraction, check_positive, check_size
+from pagemill_protocol.models.registry import rope_refusals, unsupported
+from pagemill_protocol.rope_scaling import RopeError, UnsupportedRopeError, wrong
+from pagemill_protocol.rope_settings import read_scaling, rope_theta, settings_of
+from pagemill_protocol.sources import UnreadableModelError
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "quick_gelu": "gelu_quick",
+    "relu": "relu",
+    "relu2": "relu2",
+}
+
+
+class ConfigValues:
+    """`architecture`: the canonical name of the one that `config.json` declares."""
+
+    def __init__(self, path: Path, values: dict[str, Any], architecture: str) -> None:
+        self.path = path
+        self.architecture = architecture
+        self._values = values
+
+    def size(self, field: str, *keys: str, default: int | None = None) -> int:
+        """A positive number under the first of `keys` that is there; `field` says which limit holds for it."""
+        return check_size(self.path.parent, field, self.integer(*(keys or (field,)), default=default))
+
+    def integer(self, *keys: str, default: int | None = None) -> int:
+        key, value = self._first(keys, default)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.wrong(key, value, "an integer")
+        return value
+
+    def optional_integer(self, key: str, default: int | None) -> int | None:
+        """`None` where the key is there and null, whatever the default."""
+        absent = self._values.get(key) is None and (key in self._values or default is None)
+        return None if absent else self.integer(key, default=default)
+
+    def number(self, *keys: str, default: float | None = None) -> float:
+        key, value = self._first(keys, default)
+        return self._number(key, value)
+
+    def optional_number(self, key: str) -> float | None:
+        return None if self._values.get(key) is None else check_positive(self.path.parent, key, self.number(key))
+
+    def epsilon(self, *keys: str, default: float) -> float:
+        key, value = self._first(keys, default)
+        return check_fraction(self.path.parent, key, self._number(key, value))
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._values.get(key)
+        if value is None:
+            return default
+        if isinstance(value, bool):
+            return value
+        raise self.wrong(key, value, "true or false")
+
+    def activation(self, *keys: str, default: str) -> Activation:
+        key, value = self._first(keys, default)
+        if not isinstance(value, str):
+            raise self.wrong(key, value, "the name of an activation")
+        if value not in _ACTIVATIONS:
+            raise self.unsupported(f"the activation `{value}`")
+        return _ACTIVATIONS[value]
+
+    def layer_types(self, num_layers: int) -> list[str] | None:
+        """The kind of attention of each layer, where the file lists them."""
+        kinds = self._values.get("layer_types")
+        if not isinstance(kinds, list):
+            return None
+        if len(kinds) != num_layers or not all(isinstance(kind, str) for kind in kinds):
+            raise self.wrong("layer_types", kinds, f"a list of {num_layers} names")
+        return kinds
+
+    def window(self, key: str = "sliding_window", default: int | None = 4096) -> int | None:
+        window = self.optional_integer(key, default)
+        if window is not None and window < 1:
+            raise UnreadableModelError(f"`{self.path.parent}` declares {key} = {window}; it must be positive.")
+        return window
+
+    def rope(
+        self, head_dim: int, context: int, *, partial: tuple[str, float] | None = None, kind: str | None = None
+    ) -> RopeSpec:
+        """`partial`: the key of the share of a head that is rotated, and its default; without it all of it is.
+        `kind`: which of the entries by kind of layer, where `rope_parameters` has such."""
+        with rope_refusals(self.architecture, self.path):
+            where, values = self._rope_settings(kind)
+            theta = rope_theta(self._values, where, values, "rotary_emb_base")
+            share = self._rotary_share(values.get("partial_rotary_factor"), partial)
+            scaling = read_scaling(where, values, theta, context)
+        return RopeSpec(theta=theta, rotary_dim=int(head_dim * share), scaling=scaling)
+
+    def _rope_settings(self, kind: str | None) -> tuple[str, Mapping[str, Any]]:
+        """The key and the settings under it, those for one kind of layer where there are several."""
+        where, values = settings_of(self._values)
+        nested = [name for name, value in values.items() if isinstance(value, dict) or name.endswith("_attention")]
+        if not nested:
+            return where, values
+        if kind is None:
+            raise UnsupportedRopeError(f"rope settings per attention type (`{where}.{nested[0]}`)")
+        if not isinstance(values.get(kind), dict):
+            raise RopeError(wrong(f"{where}.{kind}", values.get(kind), "an object"))
+        return f"{where}.{kind}", values[kind]
+
+    def _rotary_share(self, found: Any, partial: tuple[str, float] | None) -> float:
+        if partial is None:
+            for name, value in (("partial_rotary_factor", self._values.get("partial_rotary_factor")), ("rope", found)):
+                if value not in (None, 1):
+                    raise self.unsupported(f"a partial rotary embedding (`{name}`)")
+            return 1.0
+        key, default = partial
+        share = self.number(key, "partial_rotary_factor", default=default) if found is None else found
+        share = self._number("rope_parameters.partial_rotary_factor", share)
+        if not 0 < share <= 1:
+            raise self.wrong(key, share, "a share from 0 to 1")
+        return share
+
+    def unsupported(self, feature: str) -> UnsupportedModelArchitecture:
+        """The error for a variant of a known architecture that is not computed."""
+        return unsupported(self.architecture, self.path.parent, f" with {feature}")
+
+    def wrong(self, key: str, value: Any, wanted: str) -> UnreadableModelError:
+        problem = "is missing" if value is None else f"is {str(value)[:80]!r}"
+        return UnreadableModelError(f"`{self.path}`: `{key}` {problem}; it must be {wanted}.")
+
+    def _first(self, keys: tuple[str, ...], default: Any) -> tuple[str, Any]:
+        """The key that is there, and its value; the first key and the default where none is."""
+        for key in keys:
+            if self._values.get(key) is not None:
+                return key, self._values[key]
+        return keys[0], default
+
+    def _number(self, key: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or abs(value) > 1e300:
+            raise self.wrong(key, value, "a number")
+        return float(value)

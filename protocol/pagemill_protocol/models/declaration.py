@@ -1,0 +1,296 @@
+"""What a decoder is made of, as data: its layers, their parts, and the names and storage of the tensors that fill them.
+
+A family (`llama.py`, `gpt2.py`) declares; executors run the declaration: the engine's `models` with torch. Nothing here
+computes and nothing reads files. Matrices are [outputs, inputs]; tensors have the names of Hugging Face checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, Protocol
+
+import msgspec
+
+from pagemill_protocol.rope_scaling import RopeScaling
+
+Shapes = dict[str, tuple[int, ...]]
+"""Tensors by name."""
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_quick", "relu", "relu2"]
+"""`gelu`: with erf; `gelu_tanh`: its approximation by tanh (`gelu_new`, `gelu_pytorch_tanh`); `gelu_quick`:
+x * sigmoid(1.702 x); `relu2`: the square of ReLU."""
+
+
+class RowGroups(msgspec.Struct, frozen=True):
+    """An order of rows: `count` groups one after another, each of `sizes[0]` rows, then `sizes[1]` rows, and so on.
+
+    An executor wants all rows of the first size, then all of the second. GPT-NeoX's `query_key_value` has a group for
+    each head, of head_dim queries, keys and values.
+    """
+
+    count: int
+    sizes: tuple[int, ...]
+
+
+class MatrixSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A stored matrix `name`.weight [rows, inputs], with or without `name`.bias [rows]."""
+
+    name: str
+    rows: int
+    bias: bool = False
+    transposed: bool = False
+    """Stored as [inputs, rows], as GPT-2's Conv1D."""
+    groups: RowGroups | None = None
+    """How its rows lie, where not in the order in which they are wanted."""
+
+
+class LinearSpec(msgspec.Struct, frozen=True):
+    """y = x W^T + b; W is made of `parts`, one under another."""
+
+    in_features: int
+    parts: tuple[MatrixSpec, ...]
+
+    @property
+    def out_features(self) -> int:
+        return sum(part.rows for part in self.parts)
+
+    def weight_shapes(self) -> Shapes:
+        return {f"{part.name}.weight": (part.rows, self.in_features) for part in self.parts}
+
+    def shapes(self) -> Shapes:
+        biases: Shapes = {f"{part.name}.bias": (part.rows,) for part in self.parts if part.bias}
+        return self.weight_shapes() | biases
+
+
+class NormSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """RMS norm or layer norm over `size` values, with `name`.weight and perhaps `name`.bias."""
+
+    name: str
+    size: int
+    eps: float
+    kind: Literal["rms", "layer"] = "rms"
+    bias: bool = False
+    weight_offset: float = 0.0
+    """Added to the stored weight: 1 in Gemma."""
+
+    def shapes(self) -> Shapes:
+        biases: Shapes = {f"{self.name}.bias": (self.size,)} if self.bias else {}
+        return {f"{self.name}.weight": (self.size,)} | biases
+
+
+class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Rotary embedding (arXiv 2104.09864) of the first `rotary_dim` values of each query and key head."""
+
+    theta: float
+    rotary_dim: int
+    scaling: RopeScaling | None = None
+    """`None`: plain rotary embedding."""
+    interleaved: bool = False
+    """Pairs are neighbours, as in GPT-J; else value i turns with value i + rotary_dim / 2."""
+    divisors: str | None = None
+    """A stored tensor [rotary_dim / 2] that divides the frequencies, in place of `scaling`."""
+
+    def shapes(self) -> Shapes:
+        return {} if self.divisors is None else {self.divisors: (self.rotary_dim // 2,)}
+
+
+class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
+    """Causal attention over the paged cache; query head h reads key/value head h // (num_heads / num_kv_heads)."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    qkv: LinearSpec
+    """Its rows: all query heads, all key heads, all value heads."""
+    output: LinearSpec
+    scale: float
+    """Of the scores."""
+    rope: RopeSpec | None = None
+    query_norm: NormSpec | None = None
+    """Before the rotation; of `head_dim` for each head alone, of all heads' size over all of them."""
+    key_norm: NormSpec | None = None
+    window: int | None = None
+    """Tokens that it looks back, the token itself included; `None`: all."""
+    soft_cap: float | None = None
+    """Scores become cap * tanh(score / cap)."""
+    alibi_slopes: tuple[float, ...] | None = None
+    """Of each query head (arXiv 2108.12409): a key that lies n tokens back loses slope * n."""
+
+    def shapes(self) -> Shapes:
+        norms = [norm for norm in (self.query_norm, self.key_norm) if norm is not None]
+        return _merged(self.qkv, self.output, *norms)
+
+
+class MLPSpec(msgspec.Struct, frozen=True, kw_only=True, tag="mlp"):
+    """down(activation(up(x))), or with a gate down(activation(gate(x)) * up(x))."""
+
+    up: LinearSpec
+    """Where it is gated its rows are the gate's, then the up projection's."""
+    down: LinearSpec
+    activation: Activation
+    gated: bool
+
+    @property
+    def intermediate_size(self) -> int:
+        return self.down.in_features
+
+    def shapes(self) -> Shapes:
+        return _merged(self.up, self.down)
+
+
+BlockSpec = AttentionSpec | MLPSpec
+"""What computes inside a layer. Experts, latent attention and recurrent blocks are further members."""
+
+
+class BranchSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """scale * output_norm(block(norm(x)))."""
+
+    block: BlockSpec
+    norm: NormSpec | None = None
+    output_norm: NormSpec | None = None
+    scale: float = 1.0
+
+
+class ResidualSpec(msgspec.Struct, frozen=True):
+    """x becomes norm(x + the sum of its branches); all branches read the same x."""
+
+    branches: tuple[BranchSpec, ...]
+    norm: NormSpec | None = None
+
+
+class LayerSpec(msgspec.Struct, frozen=True):
+    """A sequence of residuals: attention, then MLP, one branch each; or both as two branches of one residual."""
+
+    name: str
+    """What the names of all of its tensors begin with: `model.layers.7`."""
+    residuals: tuple[ResidualSpec, ...]
+
+    def blocks(self) -> Iterator[BlockSpec]:
+        for residual in self.residuals:
+            for branch in residual.branches:
+                yield branch.block
+
+    def norms(self) -> Iterator[NormSpec]:
+        """All but those of blocks; a norm that branches share comes once for each."""
+        for residual in self.residuals:
+            for branch in residual.branches:
+                yield from (norm for norm in (branch.norm, branch.output_norm) if norm is not None)
+            if residual.norm is not None:
+                yield residual.norm
+
+    def shapes(self) -> Shapes:
+        return _merged(*self.blocks(), *self.norms())
+
+
+class PositionsSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A learned vector for each position, added to the embedding: row position + offset of `name`.weight."""
+
+    name: str
+    num_rows: int
+    offset: int = 0
+
+
+class EmbeddingSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """norm(projection(scale * row of the token) + positions)."""
+
+    name: str
+    num_rows: int
+    size: int
+    scale: float = 1.0
+    projection: LinearSpec | None = None
+    """From the embedding's size to the model's, as in OPT-350m."""
+    positions: PositionsSpec | None = None
+    norm: NormSpec | None = None
+
+    def shapes(self, hidden_size: int) -> Shapes:
+        shapes: Shapes = {f"{self.name}.weight": (self.num_rows, self.size)}
+        if self.positions is not None:
+            shapes[f"{self.positions.name}.weight"] = (self.positions.num_rows, hidden_size)
+        return shapes | _merged(*(each for each in (self.projection, self.norm) if each is not None))
+
+
+class HeadSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Logits: soft_cap * tanh(scale * (W projection(x) + b) / soft_cap)."""
+
+    name: str
+    tied: bool
+    """W is the embedding's matrix, whatever a file repeats under this name."""
+    bias: bool = False
+    scale: float = 1.0
+    soft_cap: float | None = None
+    projection: LinearSpec | None = None
+    """From the model's size to the embedding's."""
+
+
+class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole decoder."""
+
+    architecture: str
+    """Hugging Face class name, for example `LlamaForCausalLM`."""
+    hidden_size: int
+    vocab_size: int
+    """Rows of the embedding and of the logits."""
+    max_position_embeddings: int
+    """Tokens of context the model was made for."""
+    embedding: EmbeddingSpec
+    layers: tuple[LayerSpec, ...]
+    norm: NormSpec | None
+    """Before the head."""
+    head: HeadSpec
+    ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)
+    """Endings of tensors that files may hold besides: constants that old checkpoints store."""
+    optional_prefix: str = ""
+    """Some files leave it out of the names that begin with it: `transformer.`."""
+
+    def attentions(self) -> Iterator[AttentionSpec]:
+        for layer in self.layers:
+            yield from (block for block in layer.blocks() if isinstance(block, AttentionSpec))
+
+    def mlps(self) -> Iterator[MLPSpec]:
+        for layer in self.layers:
+            yield from (block for block in layer.blocks() if isinstance(block, MLPSpec))
+
+    def ropes(self) -> list[RopeSpec]:
+        """Those that differ, in the order of their first layers."""
+        found: list[RopeSpec] = []
+        for attention in self.attentions():
+            if attention.rope is not None and attention.rope not in found:
+                found.append(attention.rope)
+        return found
+
+    def windows(self) -> set[int | None]:
+        return {attention.window for attention in self.attentions()}
+
+    def head_linear(self) -> LinearSpec:
+        """The head as a product; of a tied one with the embedding's matrix."""
+        name = self.embedding.name if self.head.tied else self.head.name
+        return LinearSpec(self.embedding.size, (MatrixSpec(name=name, rows=self.vocab_size, bias=self.head.bias),))
+
+    def linears(self) -> Iterator[LinearSpec]:
+        """All products but a tied head's."""
+        for block in (block for layer in self.layers for block in layer.blocks()):
+            yield from (block.qkv, block.output) if isinstance(block, AttentionSpec) else (block.up, block.down)
+        yield from (each for each in (self.embedding.projection, self.head.projection) if each is not None)
+        if not self.head.tied:
+            yield self.head_linear()
+
+    def shapes(self) -> Shapes:
+        """Every tensor that fills it, as it is wanted: a transposed matrix is stored the other way round."""
+        head = None if self.head.tied else self.head_linear()
+        around = [part for part in (self.norm, self.head.projection, head) if part is not None]
+        return self.embedding.shapes(self.hidden_size) | _merged(*self.layers, *self.ropes(), *around)
+
+    def is_ignored(self, name: str) -> bool:
+        """A tensor that may be stored and is not used."""
+        return name.endswith(self.ignored) or (self.head.tied and name == f"{self.head.name}.weight")
+
+
+class _HasShapes(Protocol):
+    def shapes(self) -> Shapes: ...
+
+
+def _merged(*parts: _HasShapes) -> Shapes:
+    shapes: Shapes = {}
+    for part in parts:
+        shapes |= part.shapes()
+    return shapes

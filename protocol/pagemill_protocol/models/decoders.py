@@ -1,0 +1,27 @@
+"""The declaration that a config.json stands for: finds its family and lets it read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pagemill_protocol.models.config_values import ConfigValues
+from pagemill_protocol.models.declaration import DecoderSpec
+from pagemill_protocol.models.registry import Found, find_family
+from pagemill_protocol.sources import UnreadableModelError
+
+
+def decoder_from_config(values: dict[str, Any], path: Path) -> DecoderSpec:
+    """`values`: the content of `path`, a config.json. Raises `SourceError`."""
+    found = _find_family(values, path)
+    return found.family.read_config(ConfigValues(path, values, found.architecture))
+
+
+def _find_family(values: dict[str, Any], path: Path) -> Found:
+    declared, model_type = values.get("architectures"), values.get("model_type")
+    names = [name for name in declared if isinstance(name, str)] if isinstance(declared, list) else []
+    if not names and isinstance(model_type, str):
+        names = [model_type]
+    if not names:
+        raise UnreadableModelError(f"`{path}` names neither `architectures` nor `model_type`.")
+    return find_family(names, path.parent)

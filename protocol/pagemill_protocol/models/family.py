@@ -1,0 +1,43 @@
+"""What a family's file provides: readers of both kinds of headers, and GGUF's names for its tensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+from pagemill_protocol.models.config_values import ConfigValues
+from pagemill_protocol.models.declaration import DecoderSpec
+from pagemill_protocol.models.gguf_values import GGUFValues
+
+_LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+
+
+class GGUFNames(NamedTuple):
+    """Hugging Face names of a GGUF file's tensors."""
+
+    layers: str
+    """What a layer's names begin with, before its number: `model.layers`."""
+    in_layer: dict[str, str]
+    """Without `.weight` and `.bias`: {`attn_q`: `self_attn.q_proj`}."""
+    elsewhere: dict[str, str]
+    """Whole names: {`token_embd.weight`: `model.embed_tokens.weight`}."""
+    interleaved: dict[str, str]
+    """Matrices of a layer whose rows converters store with the two rotary halves of each head interleaved, and the
+    metadata key of their number of heads: {`attn_q`: `attention.head_count`}."""
+
+    def hugging_face_name(self, name: str) -> str:
+        """A name without a counterpart stays as it is."""
+        match = _LAYER_NAME.fullmatch(name)
+        if match is None or match[2] not in self.in_layer:
+            return self.elsewhere.get(name, name)
+        return f"{self.layers}.{match[1]}.{self.in_layer[match[2]]}.{match[3]}"
+
+
+class Family(NamedTuple):
+    """One of these is what the registry finds: a built-in file's `FAMILY`, or what an entry point names."""
+
+    read_config: Callable[[ConfigValues], DecoderSpec]
+    """Raises `SourceError` for values that cannot be, or that nothing here computes."""
+    read_gguf: Callable[[GGUFValues], DecoderSpec] | None = None
+    gguf_names: GGUFNames | None = None

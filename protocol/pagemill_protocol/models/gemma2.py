@@ -1,0 +1,69 @@
+"""Gemma 2 (arXiv 2408.00118): norms before and behind each block, soft caps, a window in every second layer."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pagemill_protocol.models.config_values import ConfigValues
+from pagemill_protocol.models.declaration import (
+    AttentionSpec,
+    BranchSpec,
+    DecoderSpec,
+    LayerSpec,
+    NormSpec,
+    ResidualSpec,
+)
+from pagemill_protocol.models.family import Family
+from pagemill_protocol.models.llama_like import Numbers, decoder, numbers_from_config
+
+WINDOWED = "sliding_attention"
+
+
+def read_config(config: ConfigValues) -> DecoderSpec:
+    numbers = numbers_from_config(config, default_context=8192, default_head_dim=256, default_tied=True)
+    kinds = config.layer_types(numbers.num_layers) or [
+        "full_attention" if layer % 2 else WINDOWED for layer in range(numbers.num_layers)
+    ]
+    biased = config.flag("attention_bias", False)
+    numbers = msgspec.structs.replace(
+        numbers,
+        activation=config.activation("hidden_activation", default="gelu_pytorch_tanh"),
+        attention_bias=biased,
+        attention_output_bias=biased,
+    )
+    windowed = [layer for layer, kind in enumerate(kinds) if kind == WINDOWED]
+    plain = decoder(numbers.with_window(config.window(), windowed))
+    return msgspec.structs.replace(
+        plain,
+        embedding=msgspec.structs.replace(plain.embedding, scale=numbers.hidden_size**0.5),
+        layers=tuple(_layer(config, numbers, layer) for layer in plain.layers),
+        norm=_norm("model.norm", numbers),
+        head=msgspec.structs.replace(plain.head, soft_cap=config.optional_number("final_logit_softcapping")),
+    )
+
+
+def _layer(config: ConfigValues, numbers: Numbers, plain: LayerSpec) -> LayerSpec:
+    attention, mlp = plain.blocks()
+    assert isinstance(attention, AttentionSpec)
+    attention = msgspec.structs.replace(
+        attention,
+        scale=(config.optional_number("query_pre_attn_scalar") or 256.0) ** -0.5,
+        soft_cap=config.optional_number("attn_logit_softcapping"),
+    )
+    between = (("input", attention, "post_attention"), ("pre_feedforward", mlp, "post_feedforward"))
+    branches = [
+        BranchSpec(
+            norm=_norm(f"{plain.name}.{before}_layernorm", numbers),
+            block=block,
+            output_norm=_norm(f"{plain.name}.{behind}_layernorm", numbers),
+        )
+        for before, block, behind in between
+    ]
+    return LayerSpec(plain.name, tuple(ResidualSpec((branch,)) for branch in branches))
+
+
+def _norm(name: str, numbers: Numbers) -> NormSpec:
+    return NormSpec(name=name, size=numbers.hidden_size, eps=numbers.rms_norm_eps, weight_offset=1.0)
+
+
+FAMILY = Family(read_config)

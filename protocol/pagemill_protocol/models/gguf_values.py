@@ -1,0 +1,112 @@
+"""The metadata of a GGUF file as a family reads it: each value checked, with an error that names the key.
+
+Key names: docs/gguf.md of github.com/ggml-org/ggml. All but `general.*` begin with the architecture, which is left out
+here.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pagemill_protocol.gguf_file import GGMLType, GGUFError, GGUFFile
+from pagemill_protocol.models.declaration import RopeSpec
+from pagemill_protocol.models.errors import UnsupportedModelArchitecture
+from pagemill_protocol.models.limits import check_fraction, check_positive, check_size
+from pagemill_protocol.models.registry import rope_refusals, unsupported
+from pagemill_protocol.rope_scaling import RopeError, RopeScaling, UnsupportedRopeError
+from pagemill_protocol.rope_settings import DEFAULT_THETA, read_gguf_scaling
+
+EMBEDDING, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
+LONG_ROPE = ("rope_factors_long.weight", "rope_factors_short.weight")
+ROPE_DIVISORS = "rope_freq_divisors"
+"""The name that `ROPE_FACTORS` has among Hugging Face names, which have none for it."""
+
+
+class GGUFValues:
+    """`architecture`: the canonical name of the one that the file declares."""
+
+    def __init__(self, file: GGUFFile, prefix: str, architecture: str) -> None:
+        self.file = file
+        self.architecture = architecture
+        self._prefix = prefix
+        if self.number("expert_count", default=0):
+            raise self.unsupported("experts")
+
+    def has(self, tensor: str) -> bool:
+        return tensor in self.file.tensors
+
+    def size(self, field: str, key: str, default: int | None = None) -> int:
+        """A positive number; a list of equal ones (a value for each layer) counts as one. `field` says which limit
+        holds for it."""
+        return check_size(self.file.path, field, self.integer(key, default))
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        full_key = f"{self._prefix}.{key}"
+        value = self.file.get(full_key, (int, list), default)
+        if isinstance(value, list):
+            if len(set(value)) != 1:
+                raise self.unsupported(f"layers of different `{key}`")
+            value = value[0]
+        if value is None or isinstance(value, bool) or not isinstance(value, int):
+            raise GGUFError(f"`{self.file.path}` has no usable `{full_key}`. Convert the model again.")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        return float(self.file.get(f"{self._prefix}.{key}", (int, float), default))
+
+    def epsilon(self, key: str, default: float) -> float:
+        return check_fraction(self.file.path, f"{self._prefix}.{key}", _shortest(self.number(key, default)))
+
+    def head_dim(self, hidden_size: int, num_heads: int) -> int:
+        head_dim = self.size("head_dim", "attention.key_length", hidden_size // num_heads)
+        if self.integer("attention.value_length", head_dim) != head_dim:
+            raise self.unsupported("keys and values of different lengths")
+        return head_dim
+
+    def vocab_size(self) -> int:
+        embedding = self.file.tensors.get(EMBEDDING)
+        if embedding is None:
+            raise GGUFError(f"`{self.file.path}` has no tensor `{EMBEDDING}`. It does not hold a whole model.")
+        return check_size(self.file.path, "vocab_size", embedding.shape[0])
+
+    def window(self) -> int | None:
+        return int(self.number("attention.sliding_window", 0)) or None
+
+    def rope(self, head_dim: int, context: int, *, partial: bool = False) -> RopeSpec:
+        rotary_dim = self.size("rotary_dim", "rope.dimension_count", head_dim)
+        if rotary_dim != head_dim and not partial:
+            raise self.unsupported("a partial rotary embedding")
+        theta = check_positive(
+            self.file.path, "rope.freq_base", _shortest(self.number("rope.freq_base", default=DEFAULT_THETA))
+        )
+        with rope_refusals(self._prefix, self.file.path):
+            scaling = read_gguf_scaling(self.file.metadata, self._prefix, theta, context)
+            self._check_divisors(rotary_dim, scaling)
+        divisors = ROPE_DIVISORS if self.has(ROPE_FACTORS) else None
+        return RopeSpec(theta=theta, rotary_dim=rotary_dim, scaling=scaling, divisors=divisors)
+
+    def _check_divisors(self, rotary_dim: int, scaling: RopeScaling | None) -> None:
+        """The frequencies' divisors, which some converters write as a tensor in place of `llama3` scaling."""
+        for name in LONG_ROPE:
+            if self.has(name):
+                raise UnsupportedRopeError(f"the rope scaling `longrope` (tensor `{name}`)")
+        tensor = self.file.tensors.get(ROPE_FACTORS)
+        if tensor is None:
+            return
+        if scaling is not None:
+            raise UnsupportedRopeError(f"`{self._prefix}.rope.scaling.type` beside the tensor `{ROPE_FACTORS}`")
+        if tensor.shape != (rotary_dim // 2,) or tensor.ggml_type is not GGMLType.F32:
+            shape = " x ".join(map(str, tensor.shape))
+            raise RopeError(f"`{ROPE_FACTORS}` is {shape} {tensor.ggml_type.name}; it must be {rotary_dim // 2} F32.")
+        divisors = self.file.data(ROPE_FACTORS).view(np.float32)
+        if not (np.isfinite(divisors) & (divisors > 0)).all():
+            raise RopeError(f"`{ROPE_FACTORS}` holds {divisors.min()}; its values must be numbers greater than 0.")
+
+    def unsupported(self, feature: str) -> UnsupportedModelArchitecture:
+        """The error for a variant of a known architecture that is not computed."""
+        return unsupported(self._prefix, self.file.path, f" with {feature}")
+
+
+def _shortest(value: float) -> float:
+    """The shortest decimal that is the same float32: the file's 9.9999997e-06 is what the author wrote as 1e-05."""
+    return float(str(np.float32(value)))

@@ -1,0 +1,20 @@
+"""Phi-3 and Phi-4 (arXiv 2404.14219): Llama with queries, keys and values, and gate and up projection, in one matrix
+each, and a rotary embedding that may be partial."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pagemill_protocol.models.config_values import ConfigValues
+from pagemill_protocol.models.declaration import DecoderSpec
+from pagemill_protocol.models.family import Family
+from pagemill_protocol.models.llama_like import decoder, numbers_from_config
+
+
+def read_config(config: ConfigValues) -> DecoderSpec:
+    numbers = numbers_from_config(config, default_context=4096, partial_rotary=("partial_rotary_factor", 1.0))
+    windowed = numbers.with_window(config.window(default=None), range(numbers.num_layers))
+    return decoder(msgspec.structs.replace(windowed, fused=True))
+
+
+FAMILY = Family(read_config)
