@@ -23,7 +23,7 @@ from pagemill_gateway.control_token import with_control_token
 from pagemill_gateway.core import Gateway, open_gateway
 from pagemill_gateway.garbage import collect_seldom
 from pagemill_gateway.logs import tell
-from pagemill_gateway.processes.sockets import open_ports, tell_listening
+from pagemill_gateway.processes.sockets import open_ports, report_listening
 from pagemill_gateway.processes.stop import Stop
 from pagemill_gateway.worker import Worker
 from pagemill_protocol.http.connection import bounded_protocol
@@ -47,7 +47,7 @@ async def serve(config: GatewayConfig) -> None:
             with stop.on_signals():
                 async with listening(gateway, data_socket, control_socket) as (data, control):
                     collect_seldom()
-                    tell_listening(guarded, data_socket, control_socket)
+                    report_listening(guarded, data_socket, control_socket)
                     await stopped(stop, data, control)
                     gateway.head.draining = True
                     await drain(gateway.worker, stop, data.refuse_connections)

@@ -45,7 +45,7 @@ def bind(host: str, port: int, field: str) -> socket.socket:
     return listener
 
 
-def tell_listening(config: GatewayConfig, data_socket: socket.socket, control_socket: socket.socket) -> None:
+def report_listening(config: GatewayConfig, data_socket: socket.socket, control_socket: socket.socket) -> None:
     """Where clients and the platform find the gateway, and in which file its control token is, if in one."""
     file = {"control_token_file": config.control_token_file} if config.control_token_file is not None else {}
     tell("listening", url=url_of(data_socket), control_url=url_of(control_socket), **file)

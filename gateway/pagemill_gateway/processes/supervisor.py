@@ -15,7 +15,7 @@ from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.control_token import with_control_token
 from pagemill_gateway.processes.child import Setup
 from pagemill_gateway.processes.keeper import Keeper
-from pagemill_gateway.processes.sockets import open_ports, tell_listening
+from pagemill_gateway.processes.sockets import open_ports, report_listening
 from pagemill_gateway.processes.stop import Stop
 
 DRAIN_MARGIN_S = 30.0
@@ -42,7 +42,7 @@ async def supervise(config: GatewayConfig) -> int:
             if not await family.start(stop):
                 return 1
             if family.all_up:
-                tell_listening(guarded, data_socket, control_socket)
+                report_listening(guarded, data_socket, control_socket)
             await stop.wait(1)
             # Workers close theirs when the delay is over; this one must not keep the port open then.
             data_socket.close()
