@@ -134,7 +134,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     `kubernetes` further ones are derived from `kubernetes.keys_secret`, and none is made.
     """
     control_token_file: str | None = None
-    """File of further such tokens, one a line, read again when it changes. An empty file lets nobody in."""
+    """File of further such tokens, one a line, read again when it changes."""
     control_allowed_hosts: list[str] = []
     """
     Names by which callers of those routes may address this gateway, in the header Host. IP addresses, the machine's own

@@ -1,7 +1,7 @@
 """`python -m pagemill_gateway.look PATH`: what the gateway on this machine answers to GET on its control port.
 
-For people who look into a gateway's container, where curl is missing and the token is derived from the cluster's keys:
-`/status`, `/debug/decisions?limit=3`. It reads the settings that the gateway was started with, takes the token from
+For use in a gateway's container, where curl is missing and the token is derived from the cluster's keys: `/status`,
+`/debug/decisions?limit=3`. It reads the settings that the gateway was started with, takes the token from
 where the gateway has it, and writes the answer to standard output.
 """
 

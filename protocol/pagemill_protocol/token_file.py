@@ -9,6 +9,7 @@ reads its own file as any other file of tokens (`secret_file`). Standard library
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import os
 import secrets
@@ -42,14 +43,14 @@ def made_token_file(address: str, port: int, parent: Path | None = None) -> Iter
 
     `parent`: where the folder of this user's files is made; `None`: the runtime folder. Raises `TokenFileError`.
     """
-    folder = _folder(parent)
-    path, token = folder / _name(address, port), secrets.token_urlsafe(32)
+    token = secrets.token_urlsafe(32)
     try:
+        path = _folder(parent) / _name(address, port)
         _write_private(path, token)
     except OSError as error:
         raise TokenFileError(
-            f"the control token cannot be kept in {path}: {error.strerror or error}; set XDG_RUNTIME_DIR to a folder "
-            "that this user can write and no other user can read, or configure a token"
+            f"no file can be made for the control token: {error}; set XDG_RUNTIME_DIR to a folder that this user can "
+            "write and no other user can read, or configure a token"
         ) from error
     try:
         yield path
@@ -58,13 +59,16 @@ def made_token_file(address: str, port: int, parent: Path | None = None) -> Iter
         if _read(path) == token:
             path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # others have files there
-            folder.rmdir()
+            path.parent.rmdir()
 
 
 def read_made_token(control_url: str, parent: Path | None = None) -> str:
     """The token that a server of this user on this machine has made; empty where there is none."""
     # One that was killed at another address of the same port may have left its file.
-    paths = sorted(_paths(control_url, _folder(parent)), key=_written_at, reverse=True)
+    try:
+        paths = sorted(_paths(control_url, _folder(parent)), key=_written_at, reverse=True)
+    except FileNotFoundError:  # no folder for temporary files
+        return ""
     return next(filter(None, map(_read, paths)), "")
 
 
@@ -133,7 +137,7 @@ def _make_private(folder: Path) -> None:
         folder.mkdir(mode=0o700)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise PermissionError(0, "the folder is not private to this user")
+        raise PermissionError(errno.EACCES, "the folder is not private to this user", str(folder))
 
 
 def _write(path: Path, token: str) -> None:

@@ -194,8 +194,8 @@ def test_the_token_is_in_a_file_of_its_user_that_the_server_names_and_removes(
 ) -> None:
     door = start_engine(tmp_path)
     try:
-        (told,) = [json.loads(line) for line in door.log.read_text().splitlines() if "control_token" in line]
-        file = Path(told["file"])
+        (event,) = [json.loads(line) for line in door.log.read_text().splitlines() if "control_token" in line]
+        file = Path(event["file"])
         assert file.is_relative_to(runtime_folder)
         assert file.stat().st_mode & 0o777 == 0o600
         assert read_made_token(engine.control_url) != read_made_token(door.control_url) == file.read_text().strip()

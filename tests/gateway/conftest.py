@@ -364,16 +364,9 @@ class Reply:
 
 
 def catalog_of(*engines: FakeEngine, **fields: Any) -> Catalog:
-    model = CatalogModel(
-        **{
-            "deployment": "d",
-            "name": MODEL,
-            "engine_token": TOKEN,
-            "endpoints": [engine.endpoint for engine in engines],
-            **fields,
-        }
-    )
-    return Catalog(models=[model])
+    endpoints = [engine.endpoint for engine in engines]
+    defaults = {"deployment": "d", "name": MODEL, "engine_token": TOKEN, "endpoints": endpoints}
+    return Catalog(models=[CatalogModel(**{**defaults, **fields})])
 
 
 # -- a cluster's API server -------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from waiting import START_LIMIT_S, WAIT_LIMIT_S, eventually, find_event
 
 from pagemill_gateway.config import GatewayConfig
 from pagemill_protocol.http.auth import hash_key
+from pagemill_protocol.token_file import read_made_token
 
 CONTROL = {"authorization": "Bearer t0ken"}
 KEY = {"authorization": "Bearer sk-one"}
@@ -144,7 +145,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Callable]:
 
         async def launch(**settings: Any) -> Family:
             path = tmp_path / "gateway.json"
-            config = GatewayConfig(port=0, control_port=0, control_token="t0ken", workers=2, **settings)
+            config = GatewayConfig(**{"control_token": "t0ken", **settings}, port=0, control_port=0, workers=2)
             path.write_bytes(msgspec.json.encode(config))
             log = stack.enter_context((tmp_path / "log").open("wb"))
             process = await asyncio.create_subprocess_exec(
@@ -274,6 +275,24 @@ async def test_a_brain_that_hangs_is_replaced_and_streams_go_on(engines, fake, s
     gate.set()
     assert await stream.text() == "ab"
     assert await family.metric("pagemill_gateway_control_process_restarts_total") == 1
+
+
+async def test_a_brain_that_replaces_another_one_asks_for_the_token_that_was_made_at_the_start(
+    engines, fake, start, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    family = await start(control_token="", catalog=fake.catalog_of(engines[0]))
+    headers = {"Authorization": f"Bearer {read_made_token(family.control_url)}"}
+
+    async def status() -> int:
+        async with family.session.get(f"{family.control_url}/status", headers=headers) as response:
+            return response.status
+
+    assert await status() == 200
+    old = family.pid("brain")
+    os.kill(old, signal.SIGKILL)
+    await until(status, lambda answered: answered == 200)
+    assert family.pid("brain") != old
 
 
 async def test_when_the_brain_is_killed_streams_go_on_and_requests_wait_for_the_next_one(engines, fake, start) -> None:

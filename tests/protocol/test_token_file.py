@@ -124,6 +124,19 @@ def test_a_restarted_servers_token_is_found_within_a_second(tmp_path: Path) -> N
         assert tokens.find(URL) == path.read_text().strip()
 
 
+def test_where_no_temporary_folder_is_usable_that_is_said_and_no_token_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def none() -> str:
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr("tempfile.gettempdir", none)
+    with pytest.raises(TokenFileError, match="No usable temporary directory"), made_token_file("::1", 1):
+        pass
+    assert read_made_token(URL) == ""
+
+
 def test_the_runtime_folder_is_the_users_own_where_there_is_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,7 +41,7 @@ class ControlTokens:
         derived_from: str = "",
     ) -> None:
         """`setting`: name of the setting that `token` comes from. `file`: further tokens, read again when it changes.
-        `derived`: further ones, and `derived_from` says for people where they come from. Raises `OSError` when the
+        `derived`: further ones, and `derived_from` names their source in refusals. Raises `OSError` when the
         file cannot be read.
         """
         self._fixed = (token,) if token else ()
@@ -100,7 +100,7 @@ def require_control(scope: Scope, tokens: ControlTokens, allowed_hosts: Collecti
 
 
 def require_token(scope: Scope, tokens: ControlTokens) -> None:
-    """Every accepted token is compared, so the time tells nothing. Raises `PagemillError` 401."""
+    """Every accepted token is compared, so the time reveals nothing. Raises `PagemillError` 401."""
     given = bearer_token(scope)
     matches = [given is not None and same_secret(given, token) for token in tokens.accepted()]
     if any(matches):

@@ -49,7 +49,7 @@ class Gateway:
         self.token = secrets.token_urlsafe(32)
         """Of its control port."""
         self.token_path = state_dir.write_token(f"{NAME}.token", self.token)
-        """The file that has it, for the gateway and for people."""
+        """The file that has it: the gateway reads it, and users who ask its control port."""
         self._wanted = Catalog()
         self._told: tuple[int | None, Catalog] | None = None
         """The process that knows a catalogue, and that catalogue."""
