@@ -63,9 +63,9 @@ def limited(releases: Releases, one_node: OneNode, tmp_path: Path) -> Iterator[t
 
 
 def _steps() -> tuple[str, str]:
-    """The page's blocks for bash, for one's own key and for the chart's Redis."""
+    """The page's blocks for bash, for the Secret of keys and for the chart's Redis."""
     steps = re.findall(r"^```bash\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    keys, bundled = (step for step in steps if "sha256sum" in step or "redis.bundled" in step)
+    keys, bundled = (step for step in steps if f"generic {SECRET}" in step or "redis.bundled" in step)
     return keys, bundled
 
 

@@ -45,13 +45,8 @@ def bind(host: str, port: int, field: str) -> socket.socket:
     return listener
 
 
-<<<<<<< HEAD:gateway/pagemill_gateway/sockets.py
 def log_listening(config: GatewayConfig, data_socket: socket.socket, control_socket: socket.socket) -> None:
     """Log the URLs of the gateway, and the file of its control token if there is one."""
-=======
-def report_listening(config: GatewayConfig, data_socket: socket.socket, control_socket: socket.socket) -> None:
-    """Where clients and the platform find the gateway, and in which file its control token is, if in one."""
->>>>>>> fa-control:gateway/pagemill_gateway/processes/sockets.py
     file = {"control_token_file": config.control_token_file} if config.control_token_file is not None else {}
     log_event("listening", url=url_of(data_socket), control_url=url_of(control_socket), **file)
 

@@ -18,6 +18,7 @@ import pytest
 from aiohttp import web
 from byte_bundle import byte_bundle
 from gateway_layouts import LAYOUTS
+from generating import answer_frames, generates
 from killable_server import cut_off, serve
 from waiting import eventually
 
@@ -27,9 +28,8 @@ from pagemill_gateway.server import listening
 from pagemill_gateway.sockets import bind, url_of
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.engine_token import derive_token
-from pagemill_protocol.frames import FRAMES_CONTENT_TYPE, STATE_CONTENT_TYPE, WEIGHTS_HEADER, encode_frame, encode_state
-from pagemill_protocol.generate import FrameMeta, GenerateRequest, Usage
-from pagemill_protocol.openai import render
+from pagemill_protocol.frames import FRAMES_CONTENT_TYPE, STATE_CONTENT_TYPE, WEIGHTS_HEADER, encode_state
+from pagemill_protocol.generate import AllowanceRaise, GenerateRequest
 from pagemill_protocol.state import AdapterSlots, Digests, EngineLoad, StateFrame
 
 MODEL = "tiny"
@@ -46,43 +46,6 @@ CHAT_TEMPLATE = (
 
 Behaviour = Callable[["FakeEngine", GenerateRequest, web.StreamResponse, web.Request], Awaitable[None]]
 BUNDLE = byte_bundle(CHAT_TEMPLATE)
-
-CHUNK_OBJECTS = {"chat": "chat.completion.chunk", "completions": "text_completion"}
-
-
-def answer_frames(request: GenerateRequest, pieces: tuple[str, ...]) -> list[bytes]:
-    """The frames with which an engine answers: every choice says `pieces`, from where a `resume` left it."""
-    head = render.head(request)
-    usage = Usage(len(request.prompt_token_ids), len(pieces) * request.sampling.n)
-    frames: list[bytes] = []
-    indices = [render.choice_index(request, choice) for choice in range(request.sampling.n)]
-    if not request.stream:
-        choices = [render.Choice(index, "".join(pieces), "stop") for index in indices]
-        body = render.chat_body if request.dialect == "chat" else render.completion_body
-        return [encode_frame(FrameMeta(last=True, usage=usage, finish_reason="stop"), body(head, choices, usage))]
-    delivered = {resume.index: len(resume.token_ids) for resume in request.resume}
-    for number, piece in enumerate(pieces):
-        finish = "stop" if number == len(pieces) - 1 else None
-        for index in indices:
-            if number < delivered.get(index, 0):
-                continue
-            text_chars = sum(map(len, pieces[: number + 1]))
-            meta = FrameMeta(
-                choice=index, token_ids=[1], num_text_chars=text_chars, position=number + 1, finish_reason=finish
-            )
-            frames.append(encode_frame(meta, render.sse(_chunk(request, head, index, piece, number, finish))))
-    closing = render.SSE_DONE
-    if request.include_usage:
-        closing = render.sse(render.usage_chunk(head, CHUNK_OBJECTS[request.dialect], usage)) + closing
-    return [*frames, encode_frame(FrameMeta(last=True, usage=usage), closing)]
-
-
-def _chunk(request: GenerateRequest, head: render.Head, index: int, piece: str, number: int, finish: Any) -> bytes:
-    usage = Usage(len(request.prompt_token_ids), number + 1) if request.continuous_usage else None
-    options: dict[str, Any] = {"finish_reason": finish, "include_usage": request.include_usage, "usage": usage}
-    if request.dialect == "chat":
-        return render.chat_chunk(head, index, piece, role=number == 0, **options)
-    return render.completion_chunk(head, index, piece, **options)
 
 
 class FakeEngine:
@@ -111,6 +74,13 @@ class FakeEngine:
         self.readyz: tuple[int, dict[str, str]] = (200, {"phase": "ready", "detail": ""})
         self._may_report = asyncio.Event()
         self._may_report.set()
+        self.allowances: dict[str, int] = {}
+        """Of the requests that it answers now, as far as they have any."""
+        self.num_raises = 0
+        self.deaf = False
+        """It does not take raised allowances."""
+        self.num_generated = 0
+        """Tokens, by `generates`."""
         self.behaviours: deque[Behaviour] = deque()
         self.behaviour: Behaviour = says("hello", " world")
         self.bundle_bytes = BUNDLE.to_bytes()
@@ -132,6 +102,7 @@ class FakeEngine:
     async def start(self) -> FakeEngine:
         app = web.Application(client_max_size=2**26)
         app.router.add_post("/internal/generate", self._generate)
+        app.router.add_post("/internal/allowance", self._allowance)
         app.router.add_get("/internal/state", self._state)
         app.router.add_post("/internal/drained", self._drained)
         app.router.add_get("/internal/bundle", self._bundle)
@@ -188,6 +159,8 @@ class FakeEngine:
         )
         self.num_inside += 1
         self.most_inside = max(self.most_inside, self.num_inside)
+        if request.token_allowance is not None:
+            self.allowances[request.request_id] = request.token_allowance
         try:
             await behaviour(self, request, response, http)
         except asyncio.CancelledError:
@@ -197,7 +170,17 @@ class FakeEngine:
             return refused.response if isinstance(refused, Refused) else response
         finally:
             self.num_inside -= 1
+            self.allowances.pop(request.request_id, None)
         return response
+
+    async def _allowance(self, http: web.Request) -> web.Response:
+        assert http.headers["Authorization"] == f"Bearer {TOKEN}"
+        raised = msgspec.msgpack.decode(await http.read(), type=AllowanceRaise)
+        if self.deaf or raised.request_id not in self.allowances:
+            return web.Response(status=404)
+        self.num_raises += 1
+        self.allowances[raised.request_id] = max(self.allowances[raised.request_id], raised.token_allowance)
+        return web.Response(status=204)
 
     async def _state(self, http: web.Request) -> web.StreamResponse:
         assert http.headers["Authorization"] == f"Bearer {TOKEN}"
@@ -575,6 +558,7 @@ def fake() -> SimpleNamespace:
     """What engines can be told to do, and helpers, by name."""
     return SimpleNamespace(
         says=says,
+        generates=generates,
         refuses=refuses,
         breaks_off=breaks_off,
         sends=sends,

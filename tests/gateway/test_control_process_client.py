@@ -274,6 +274,36 @@ async def test_a_new_head_knows_what_is_reserved_and_nothing_of_old_decisions(
             assert (await line.reserve(ENTRY._replace(lease="other"))).refused is None
 
 
+async def test_a_new_head_knows_how_far_a_reservation_has_grown_and_been_used(place: Place) -> None:
+    limits = Limits(tokens_per_minute=1000)
+    entry = ENTRY._replace(tokens=200, limits=limits)
+    async with place.worker() as line:
+        async with place.head():
+            assert (await line.reserve(entry)).granted == 200
+            assert await line.extend(store.More(entry.account, entry.lease, 150, 300, limits)) == 300
+        async with place.head():
+            other = entry._replace(lease="other")
+            assert (await line.reserve(other._replace(tokens=651))).refused == "tokens", "50 and 300 are open"
+            assert await line.extend(store.More(entry.account, entry.lease, 400, 100, limits)) == 100
+            line.settle(entry.lease, 420)
+            assert (await line.reserve(other._replace(tokens=731))).refused == "tokens"
+            assert (await line.reserve(other._replace(tokens=730))).refused is None, "270 were used here"
+
+
+async def test_a_worker_that_dies_is_charged_for_what_it_reported(place: Place, fake: SimpleNamespace) -> None:
+    limits = Limits(tokens_per_minute=1000)
+    async with place.head() as head:
+        counted = head.sharing.store
+        assert isinstance(counted, MemoryStore)
+        async with place.worker() as line:
+            entry = ENTRY._replace(tokens=200, limits=limits)
+            await line.reserve(entry)
+            await line.extend(store.More(entry.account, entry.lease, 150, 300, limits))
+        await fake.until(lambda: counted.num_held == 0)
+        assert counted.decide(entry._replace(lease="other", tokens=851)).refused == "tokens"
+        assert counted.decide(entry._replace(lease="other", tokens=850)).refused is None
+
+
 async def test_without_a_head_nothing_fails_that_can_wait(place: Place) -> None:
     async with place.worker() as line:
         question = asyncio.create_task(line.find("m", DEFAULT_TICKET))

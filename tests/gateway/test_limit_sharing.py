@@ -187,6 +187,53 @@ async def test_a_request_that_was_cancelled_while_it_asked_leaves_nothing_behind
         assert (await store.reserve(ask(limits, 100))).refused is None
 
 
+async def test_sequences_are_counted_together_and_renewed(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_store, "RENEW_S", 0.05)
+    limits = Limits(concurrency=10)
+    async with stores(server) as (one, two):
+        first = ask(limits)._replace(sequences=8)
+        assert (await one.reserve(first)).refused is None
+        await asyncio.sleep(0.2)  # some renewals
+        assert (await two.reserve(ask(limits)._replace(sequences=3))).refused == "concurrency"
+        assert (await two.reserve(ask(limits)._replace(sequences=2))).refused is None
+        one.settle(first.lease, 1)
+        await until(lambda: one.num_untold == 0)
+        assert (await two.reserve(ask(limits)._replace(sequences=9))).refused == "concurrency"
+        assert (await two.reserve(ask(limits)._replace(sequences=8))).refused is None
+
+
+async def test_reservations_of_two_gateways_grow_within_one_limit(server: RedisServer) -> None:
+    limits = Limits(tokens_per_minute=1000, tokens_per_day=900)
+    async with stores(server) as (one, two):
+        asked = [(one, ask(limits, 100)), (two, ask(limits, 100))]
+        for store, each in asked:
+            assert (await store.reserve(each)).granted == 100
+        more = [store.extend(More("a", each.lease, 50, 300, limits)) for _ in range(3) for store, each in asked]
+        assert sum(await asyncio.gather(*more)) == 700
+        assert (await two.reserve(ask(limits, 1))).refused == "budget_day"
+        for store, each in asked:
+            store.settle(each.lease, 120)
+        await until(lambda: one.num_untold == two.num_untold == 0)
+        assert (await one.reserve(ask(limits, 661))).refused == "budget_day"
+        assert (await one.reserve(ask(limits, 660))).refused is None
+
+
+async def test_growth_that_nobody_waits_for_any_more_leaves_nothing_behind(server: RedisServer) -> None:
+    limits = Limits(tokens_per_minute=1000)
+    async with stores(server, 1) as (store,):
+        for _ in range(20):
+            asked = ask(limits, 10)
+            await store.reserve(asked)
+            growing = asyncio.create_task(store.extend(More("a", asked.lease, 5, 500, limits)))
+            await asyncio.sleep(0)
+            growing.cancel()
+            store.settle(asked.lease, 5)
+            await asyncio.gather(growing, return_exceptions=True)
+        await until(lambda: store.num_untold == 0)
+        assert store.local.num_held == 0
+        assert (await store.reserve(ask(limits, 900))).refused is None
+
+
 # -- without Redis ----------------------------------------------------------------------------------------------------
 
 
@@ -248,6 +295,39 @@ async def test_what_was_used_without_redis_is_charged_when_it_is_back(own_server
         await eventually(lambda: store.up and store.num_untold == 0)
         assert (await store.reserve(ask(limits, 301))).refused == "budget_day"
         assert (await store.reserve(ask(limits, 300))).refused is None
+
+
+async def test_without_redis_reservations_grow_within_a_share(own_server: RedisServer) -> None:
+    limits = Limits(tokens_per_minute=1000)
+    async with stores(own_server) as (one, two):
+        await until(lambda: one.num_gateways == two.num_gateways == 2)
+        asked = ask(limits, 100)
+        await one.reserve(asked)
+        own_server.kill()
+        assert await one.extend(More("a", asked.lease, 50, 900, limits)) == 400
+        assert await one.extend(More("a", asked.lease, 200, 900, limits)) == 0
+        refused = await one.reserve(ask(limits, 900)._replace(least=600))
+        assert (refused.refused, refused.retry_after_s) == ("tokens", 5.0), "its prompt alone is more than the share"
+        own_server.start()  # it has forgotten the reservation
+        await until(lambda: one.up and two.up and one.num_gateways == 2)
+        assert await one.extend(More("a", asked.lease, 300, 900, limits)) == 0, "the share goes on to hold"
+        one.settle(asked.lease, 450)
+        await until(lambda: one.num_untold == 0)
+
+
+async def test_what_grew_without_redis_is_charged_when_it_is_back(own_server: RedisServer) -> None:
+    limits = Limits(tokens_per_day=1000)
+    async with stores(own_server, 1, timeout_ms=200.0) as (store,):
+        asked = ask(limits, 100)
+        await store.reserve(asked)
+        own_server.freeze()
+        assert await store.extend(More("a", asked.lease, 50, 500, limits)) == 500
+        own_server.thaw()
+        await until(lambda: store.up)
+        store.settle(asked.lease, 600)
+        await until(lambda: store.num_untold == 0)
+        assert (await store.reserve(ask(limits, 401))).refused == "budget_day"
+        assert (await store.reserve(ask(limits, 400))).refused is None
 
 
 async def test_a_gateway_may_start_before_redis(own_server: RedisServer) -> None:

@@ -255,3 +255,78 @@ def test_accounts_do_not_touch_each_other() -> None:
     assert store.decide(Ask("a", "1", 1, limits)).refused is None
     assert store.decide(Ask("b", "2", 1, limits)).refused is None
     assert store.decide(Ask("a", "3", 1, limits)).refused == "requests"
+
+
+# -- further tokens for a reservation ---------------------------------------------------------------------------------
+
+
+def test_a_reservation_grows_by_what_every_limit_leaves() -> None:
+    world = World(Limits(tokens_per_minute=100, tokens_per_day=90, tokens_per_month=95))
+    world.reserve(40)
+    (taken,) = world.book.taken
+    assert world.extend(taken, 30) == 30
+    assert world.extend(taken, 30) == 20, "70 of the day's 90 are reserved"
+    assert world.extend(taken, 30) == 0
+    assert world.reserve(1).refused == "budget_day"
+
+
+def test_what_is_open_counts_from_its_last_growth_on_and_what_was_used_from_before() -> None:
+    world = World(Limits(tokens_per_minute=100))
+    world.reserve(60)
+    (taken,) = world.book.taken
+    world.now_ms += 40_000
+    world.extend(taken, 10)  # 30 are used, 40 are open
+    world.now_ms += 21_000
+    assert world.reserve(61).refused == "tokens"
+    assert world.reserve(60).refused is None, "the first 30 are older than a minute"
+
+
+def test_an_unknown_or_settled_reservation_does_not_grow() -> None:
+    world = World(Limits(tokens_per_minute=100))
+    assert world.store.decide_more(More("a", "nobody", 0, 10, world.limits)) == 0
+    world.reserve(10)
+    (taken,) = world.book.taken
+    world.settle(taken, 5)
+    assert world.extend(taken, 10) == 0
+    assert world.reserve(95).refused is None
+
+
+def test_what_is_open_at_midnight_is_the_next_day_s_once_it_grows() -> None:
+    now_s = 1_796_083_200.0 - 10  # ten seconds before December 2026
+    store = MemoryStore(lambda: 0, lambda: now_s)
+    limits = Limits(tokens_per_day=100, tokens_per_month=100)
+    assert store.decide(Ask("a", "1", 80, limits)).refused is None
+    now_s += 20
+    assert store.decide_more(More("a", "1", 30, 40, limits)) == 40
+    assert store.decide(Ask("a", "2", 11, limits)).refused == "budget_month", "50 open of before, and 40 more"
+    store.settle("1", 100)
+    assert store.decide(Ask("a", "3", 31, limits)).refused == "budget_month"
+    assert store.decide(Ask("a", "4", 30, limits)).refused is None, "70 were used after the report"
+
+
+def test_more_used_than_reserved_is_charged_with_the_report() -> None:
+    world = World(Limits(tokens_per_minute=100))
+    world.reserve(10)
+    (taken,) = world.book.taken
+    assert world.store.decide_more(More("a", taken.lease, 40, 100, world.limits)) == 60
+    world.store.settle(taken.lease, 45)
+    assert world.reserve(56).refused == "tokens"
+    assert world.reserve(55).refused is None
+
+
+def test_a_request_gets_at_most_a_limit_and_nothing_below_its_least() -> None:
+    store = MemoryStore()
+    limits = Limits(tokens_per_minute=100, tokens_per_day=60)
+    assert store.decide(Ask("a", "1", 500, limits, least=61)).refused == "budget_day"
+    answer = store.decide(Ask("a", "2", 500, limits, least=60))
+    assert (answer.refused, answer.granted) == (None, 60)
+
+
+def test_an_adopted_reservation_goes_on_where_it_was() -> None:
+    store = MemoryStore()
+    limits = Limits(tokens_per_minute=100, concurrency=4)
+    store.adopt(Ask("a", "1", 40, limits, sequences=3, used=500))
+    assert store.decide(Ask("a", "2", 1, limits, sequences=2)).refused == "concurrency"
+    assert store.decide(Ask("a", "3", 61, limits)).refused == "tokens"
+    store.settle("1", 510)
+    assert store.decide(Ask("a", "4", 90, limits)).refused is None

@@ -50,7 +50,9 @@ class Growth:
     async def close(self) -> None:
         if self._task is not None:
             self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            (end,) = await asyncio.gather(self._task, return_exceptions=True)
+            if isinstance(end, Exception):
+                logger.error("the allowance of an answer could not grow", exc_info=end)
 
     async def _grow(self) -> None:
         while self._allowance.low or self._sent < self._allowance.tokens:
