@@ -6,12 +6,12 @@ how the choice is made is the engine's (`scheduler.beams`, `output.best_of`).
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from pagemill_protocol.errors import PagemillError, invalid_field
+from pagemill_protocol.errors import PagemillError, invalid_field, show
+from pagemill_protocol.keywords import CheckedKeywords
 
 if TYPE_CHECKING:
     from pagemill_protocol.sampling import SamplingParams
@@ -30,7 +30,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 """What changes probabilities or draws from them, with the values that do neither."""
 
 
-class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
+class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=CheckedKeywords):
     """One beam search of the offline API. Names are those of vLLM's `BeamSearchParams`, and `early_stopping`."""
 
     beam_width: int
@@ -54,7 +54,7 @@ def check(sampling: SamplingParams, vocab_size: int | None) -> None:
     if sampling.use_beam_search:
         _check_search(sampling, vocab_size)
         return
-    if sampling.length_penalty != 1.0:
+    if sampling.length_penalty != 1.0 or isinstance(sampling.length_penalty, bool):
         raise _only_with_beams("length_penalty", sampling.length_penalty)
     if sampling.early_stopping is not False:
         raise _only_with_beams("early_stopping", sampling.early_stopping)
@@ -83,7 +83,7 @@ def _check_search(sampling: SamplingParams, vocab_size: int | None) -> None:
             allowed = " or ".join(f"{each:g}" for each in neutral if each is not None)
             raise invalid_field(
                 name,
-                f"{name} ({str(value)[:40]}) does not go with use_beam_search, which ranks by the model's own "
+                f"{name} ({show(value)}) does not go with use_beam_search, which ranks by the model's own "
                 f"probabilities. Remove {name}{f' (or send {allowed})' if allowed else ''}, or use_beam_search.",
             )
     if sampling.stop:
@@ -92,17 +92,17 @@ def _check_search(sampling: SamplingParams, vocab_size: int | None) -> None:
             f"stop ({len(sampling.stop)} strings) does not go with use_beam_search. Use stop_token_ids, or remove it.",
         )
     penalty = sampling.length_penalty
-    is_number = isinstance(penalty, int | float) and not isinstance(penalty, bool) and math.isfinite(penalty)
-    if not is_number or abs(penalty) > MAX_LENGTH_PENALTY:
+    is_number = isinstance(penalty, int | float) and not isinstance(penalty, bool)
+    if not is_number or not abs(penalty) <= MAX_LENGTH_PENALTY:
         bound = f"{MAX_LENGTH_PENALTY:g}"
         raise invalid_field(
             "length_penalty",
-            f"length_penalty must be a finite number from -{bound} to {bound}, got {str(penalty)[:40]}.",
+            f"length_penalty must be a finite number from -{bound} to {bound}, got {show(penalty)}.",
         )
     if not isinstance(sampling.early_stopping, bool) and sampling.early_stopping != "never":
         raise invalid_field(
             "early_stopping",
-            f'early_stopping must be false, true or "never", got {str(sampling.early_stopping)[:40]!r}.',
+            f'early_stopping must be false, true or "never", got {show(sampling.early_stopping)}.',
         )
     if vocab_size is not None and sampling.num_sequences > vocab_size:
         raise invalid_field(
@@ -113,5 +113,5 @@ def _check_search(sampling: SamplingParams, vocab_size: int | None) -> None:
 
 def _only_with_beams(name: str, value: Any) -> PagemillError:
     return invalid_field(
-        name, f"{name} ({str(value)[:40]}) is only for beam search. Send use_beam_search true, or remove {name}."
+        name, f"{name} ({show(value)}) is only for beam search. Send use_beam_search true, or remove {name}."
     )
