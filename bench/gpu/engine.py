@@ -58,7 +58,7 @@ class Engine:
         num_blocks = 0 if device.on_gpu else plan.num_blocks
         cache = KVCache(spec, num_blocks, config.block_size, device.dtype, ops.device)
         rope = rope_tables(spec.head_dim, info.max_model_len, spec.rope_theta, spec.rope_scaling, device.dtype)
-        runner = DeviceRunner(model, ops, cache, rope, info, config.max_num_seqs)
+        runner = DeviceRunner(model, ops, cache, rope, info, config.step.max_num_seqs)
         device.synchronize()
         self.load_s = time.perf_counter() - begin_s
         if device.on_gpu:
@@ -82,7 +82,7 @@ def by_the_formulas(device: Device, spec: ModelSpec) -> Driver:
     info = _info(config, spec, plan, device)._replace(device="cpu")
     cache = KVCache(spec, plan.num_blocks, config.block_size, torch.float32)
     rope = rope_tables(spec.head_dim, info.max_model_len, spec.rope_theta, spec.rope_scaling, torch.float32)
-    runner = EagerRunner(model, ops, cache, rope, info, config.max_num_seqs)
+    runner = EagerRunner(model, ops, cache, rope, info, config.step.max_num_seqs)
     return Driver(device, EngineCore(config, runner))
 
 

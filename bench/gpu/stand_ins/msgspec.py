@@ -13,6 +13,9 @@ from types import SimpleNamespace
 from typing import Any
 
 
+StructMeta = type
+
+
 class Struct:
     def __init_subclass__(cls, kw_only: bool = False, **encoding: Any) -> None:
         for name in inspect.get_annotations(cls):

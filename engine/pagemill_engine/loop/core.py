@@ -15,10 +15,12 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import msgspec
+
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.messages import PrefixEvents, StepOutputs
 from pagemill_engine.kv.integrity import IntegrityError, check_integrity
-from pagemill_engine.loop.limits import scheduler_limits
+from pagemill_engine.loop.limits import scheduler_limits, step_limits
 from pagemill_engine.loop.pace import Pace
 from pagemill_engine.runner.base import Runner
 from pagemill_engine.runner.errors import DeviceLostError
@@ -50,10 +52,10 @@ class EngineCore:
 
     def __init__(self, config: EngineConfig, runner: Runner, *, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock`: seconds; the simulator passes its own."""
-        self.config = config
+        self.config = msgspec.structs.replace(config, **step_limits(config, runner.info)._asdict())
         self.runner = runner
         self.scheduler = Scheduler(scheduler_limits(config, runner.info), clock)
-        self.step_time = StepTimeModel(config.max_num_batched_tokens)
+        self.step_time = StepTimeModel(self.scheduler.limits.max_num_batched_tokens)
         self._pace = Pace()
         self.overlaps = runner.info.overlaps if config.overlap is None else config.overlap
         self.num_steps = 0

@@ -47,7 +47,8 @@ def calibrate(core: EngineCore, limit_s: float = SWEEP_LIMIT_S) -> None:
     Two sizes are measured in any case: less would say nothing of how time grows. Context costs are left to be learnt
     from requests: the sweep's short prompts cannot tell them from the cost of the tokens.
     """
-    largest = min(core.config.max_num_batched_tokens, core.scheduler.limits.max_total_tokens - 1)
+    limits = core.scheduler.limits
+    largest = min(limits.max_num_batched_tokens, limits.max_total_tokens - 1)
     sizes = default_knots(largest)
     samples: list[StepSample] = []
     started_s = time.monotonic()
