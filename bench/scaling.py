@@ -76,8 +76,8 @@ def shape() -> Shape:
     return Shape(
         num_blocks=ENGINE.num_kv_blocks or 0,
         block_size=ENGINE.block_size,
-        max_num_seqs=ENGINE.max_num_seqs,
-        max_step_tokens=ENGINE.max_num_batched_tokens,
+        max_num_seqs=ENGINE.step.max_num_seqs,
+        max_step_tokens=ENGINE.step.max_num_batched_tokens,
         step_time=STEP_TIME,
     )
 

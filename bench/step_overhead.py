@@ -54,13 +54,13 @@ class InputRunner:
     def __init__(self, config: EngineConfig) -> None:
         self._null = NullRunner.from_config(config, sleep=lambda _seconds: None)
         self.info = self._null.info
-        self.rows = RequestRows(config.max_num_seqs, self.info.max_model_len, self.info.block_size)
+        self.rows = RequestRows(config.step.max_num_seqs, self.info.max_model_len, self.info.block_size)
         self.inputs: list[Spent] = []
         self.staged: list[Spent] = []
         """What a runner whose rows lie on a GPU does instead; no part of the step."""
-        layout = RowLayout.of(config.max_num_seqs, self.info.max_model_len, self.info.block_size)
+        layout = RowLayout.of(config.step.max_num_seqs, self.info.max_model_len, self.info.block_size)
         self._device_rows = DeviceRows(layout)
-        self._sampling = SamplingRows(config.max_num_seqs, self.info.vocab_size)
+        self._sampling = SamplingRows(config.step.max_num_seqs, self.info.vocab_size)
         self.null = Spent(0.0, 0.0)
         """What the simulated device itself took since the start."""
 

@@ -59,7 +59,7 @@ class Engine:
         num_blocks = 0 if device.on_gpu else plan.num_blocks
         cache = KVCache(spec, num_blocks, config.block_size, device.dtype, ops.device)
         tables = decoder_tables(spec.decoder, info.max_model_len, device.dtype, weights)
-        runner = DeviceRunner(model, ops, cache, Rotations(tables, ops.device), info, config.max_num_seqs)
+        runner = DeviceRunner(model, ops, cache, Rotations(tables, ops.device), info, config.step.max_num_seqs)
         device.synchronize()
         self.load_s = time.perf_counter() - begin_s
         if device.on_gpu:
@@ -83,7 +83,7 @@ def by_the_formulas(device: Device, spec: ModelSpec) -> Driver:
     info = _info(config, spec, plan, device)._replace(device="cpu")
     cache = KVCache(spec, plan.num_blocks, config.block_size, torch.float32)
     tables = decoder_tables(spec.decoder, info.max_model_len, torch.float32, weights)
-    runner = EagerRunner(model, ops, cache, Rotations(tables, ops.device), info, config.max_num_seqs)
+    runner = EagerRunner(model, ops, cache, Rotations(tables, ops.device), info, config.step.max_num_seqs)
     return Driver(device, EngineCore(config, runner))
 
 

@@ -143,7 +143,6 @@ def test_a_minimal_object_gets_every_default(create: Callable[..., Any], deploym
         "dtype": "auto",
         "kvCacheDtype": "auto",
         "quantization": "none",
-        "maxNumSeqs": 64,
         "blockSize": 16,
         "prefixCaching": {"enabled": True, "scope": "deployment"},
         "deterministic": False,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -22,6 +22,17 @@ _LEAST = {
     "vocab_size": 1,
 }
 """One token of prompt and one of output is the smallest context."""
+
+
+class StepLimits(NamedTuple):
+    """What one step may hold, at most."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+CPU_STEP = StepLimits(64, 512)
+"""What the settings leave open, on a CPU and for a simulated device; for a GPU `runner.step_limits` decides."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,10 +62,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     scale for each output and each token; embedding and head as with `int8`; stored codes stay as they are."""
     max_model_len: int | None = None
     """Tokens of prompt and output together; `None`: the model's own limit, capped by the KV cache."""
-    max_num_seqs: int = 64
-    """Requests in one step."""
-    max_num_batched_tokens: int = 512
-    """Token budget of one step, prefill and decode together."""
+    max_num_seqs: int | None = None
+    """Requests in one step; `None`: chosen for the device. On a CPU 64. On a GPU 256 with 36 GiB of memory or more, 128
+    with 14, else 64; fewer where the largest step would take more than a quarter of what the weights leave."""
+    max_num_batched_tokens: int | None = None
+    """Token budget of one step, prefill and decode together; `None`: chosen with `max_num_seqs`: 512 on a CPU; 8192,
+    2048 or 1024 on a GPU. More makes prefills cheaper, and decodes wait longer for the step they share with one."""
     block_size: int = 16
     """Tokens of one KV block."""
     kv_cache_memory_bytes: int | None = None
@@ -92,6 +105,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Rows of the logits, for the null runner, which has no model to ask."""
     step_time: StepTimeParams | None = None
     """What the null runner waits; `None`: its own defaults."""
+
+    @property
+    def step(self) -> StepLimits:
+        """What is set; where nothing is, what suits a CPU."""
+        return self.step_beside(CPU_STEP)
+
+    def step_beside(self, usual: StepLimits) -> StepLimits:
+        """What is set; where nothing is, what is usual, with a token for every request."""
+        num_seqs, num_tokens = self.max_num_seqs, self.max_num_batched_tokens
+        if num_seqs is None:
+            num_seqs = usual.max_num_seqs if num_tokens is None else min(usual.max_num_seqs, num_tokens)
+        return StepLimits(num_seqs, max(usual.max_num_batched_tokens, num_seqs) if num_tokens is None else num_tokens)
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():

@@ -6,16 +6,27 @@ of the server, and so are stop strings (`output.choice`). Importing this module 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import msgspec
 from tqdm import tqdm
 
-from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.messages import LogprobsOut, TokensOut
 from pagemill_engine.loop.core import EngineCore
+from pagemill_engine.offline import (
+    Message,
+    Prompt,
+    check_chat_options,
+    check_tokens,
+    config_of,
+    conversations_of,
+    prompts_of,
+    sampling_of,
+    search_of,
+)
 from pagemill_engine.output.best_of import MeanLogprob, best
 from pagemill_engine.output.choice import ChoiceOutput
 from pagemill_engine.output.results import (
@@ -26,18 +37,12 @@ from pagemill_engine.output.results import (
     RequestOutput,
 )
 from pagemill_engine.runner.factory import create_runner
-from pagemill_protocol.errors import PagemillError, invalid_field
+from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.sampling import MAX_TOP_LOGPROBS, BeamSearchParams, SamplingParams
+from pagemill_protocol.sampling import BeamSearchParams, SamplingParams
 from pagemill_protocol.sources import resolve_source
 from pagemill_protocol.text.load_bundle import load_bundle
 from pagemill_protocol.text.tokenizer import Tokenizer
-
-Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or `{"prompt": text}` / `{"prompt_token_ids": ids}`."""
-Message: TypeAlias = dict[str, Any]
-
-UNLIMITED = 2**31 - 1
 
 
 class _Prepared(NamedTuple):
@@ -54,9 +59,9 @@ class LLM:
     cannot be used.
     """
 
-    def __init__(self, model: str, **settings: Any) -> None:
-        config = _config(model, settings)
-        bundle = load_bundle(resolve_source(model, field="model"))
+    def __init__(self, model: str | os.PathLike[str], **settings: Any) -> None:
+        config = config_of(model, settings)
+        bundle = load_bundle(resolve_source(config.model, field="model"))
         self._tokenizer = Tokenizer(bundle, chat_template=config.chat_template)
         config = msgspec.structs.replace(
             config,
@@ -79,10 +84,11 @@ class LLM:
         """Complete each prompt; outputs are in the order of the prompts.
 
         `prompts`: one or several, each as text or token ids. `sampling_params`: one for all, or one per prompt.
-        Raises `PagemillError` when a prompt or parameter cannot be served; then nothing is generated.
+        Each value is used exactly as given. Raises `PagemillError` that names a prompt or parameter that cannot be
+        served; then nothing is generated.
         """
-        prepared = [self._prepare(prompt) for prompt in _as_prompts(prompts)]
-        return self._run(prepared, _as_params(sampling_params, len(prepared)), use_tqdm)
+        prepared = self._prepare(prompts)
+        return self._run(prepared, sampling_of(sampling_params, len(prepared)), use_tqdm)
 
     def chat(
         self,
@@ -96,8 +102,9 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several: a conversation is a list of `{"role", "content"}`."""
+        check_chat_options(add_generation_prompt, continue_final_message, tools, chat_template_kwargs)
         prepared = []
-        for conversation in _as_conversations(messages):
+        for conversation in conversations_of(messages):
             text = self._tokenizer.render_chat(
                 conversation,
                 add_generation_prompt=add_generation_prompt and not continue_final_message,
@@ -106,14 +113,14 @@ class LLM:
                 template_kwargs=chat_template_kwargs,
             )
             prepared.append(_Prepared(text, self._encode(text, "messages", add_special_tokens=False)))
-        return self._run(prepared, _as_params(sampling_params, len(prepared)), use_tqdm)
+        return self._run(prepared, sampling_of(sampling_params, len(prepared)), use_tqdm)
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = False
     ) -> list[BeamSearchOutput]:
         """The `params.beam_width` most likely answers to each prompt, best first. Raises as `generate`."""
-        prepared = [self._prepare(prompt) for prompt in _as_prompts(prompts)]
-        outputs = self._run(prepared, [_as_sampling(params)] * len(prepared), use_tqdm)
+        prepared = self._prepare(prompts)
+        outputs = self._run(prepared, [search_of(params)] * len(prepared), use_tqdm)
         return [self._as_beams(output) for output in outputs]
 
     def close(self) -> None:
@@ -150,12 +157,14 @@ class LLM:
             )
         return BeamSearchOutput(sequences)
 
-    def _prepare(self, prompt: Prompt) -> _Prepared:
-        if isinstance(prompt, Mapping):
-            prompt = _unwrap(prompt)
-        if isinstance(prompt, str):
-            return _Prepared(prompt, self._encode(prompt, "prompt"))
-        return _Prepared(None, [int(token_id) for token_id in prompt])
+    def _prepare(self, prompts: Prompt | Sequence[Prompt]) -> list[_Prepared]:
+        prepared = []
+        for index, prompt in enumerate(prompts_of(prompts)):
+            param = f"prompts[{index}]"
+            token_ids = self._encode(prompt, param) if isinstance(prompt, str) else prompt
+            check_tokens(token_ids, param, self._tokenizer.vocab_size)
+            prepared.append(_Prepared(prompt if isinstance(prompt, str) else None, token_ids))
+        return prepared
 
     def _encode(self, text: str, param: str, add_special_tokens: bool = True) -> list[int]:
         max_model_len = self._core.runner.info.max_model_len
@@ -276,62 +285,3 @@ class _Run:
         if not self._wants_logprobs:
             return CompletionOutput(index)
         return CompletionOutput(index, cumulative_logprob=0.0, logprobs=[])
-
-
-def _config(model: str, settings: dict[str, Any]) -> EngineConfig:
-    known = set(EngineConfig.__struct_fields__)
-    unknown = sorted(settings.keys() - known)
-    if unknown:
-        raise TypeError(f"LLM has no setting {unknown[0]!r}. Known settings: {', '.join(sorted(known - {'model'}))}.")
-    try:
-        return msgspec.convert({"max_num_waiting": UNLIMITED, **settings, "model": model}, EngineConfig)
-    except msgspec.ValidationError as error:
-        raise TypeError(f"LLM settings: {error}") from None
-
-
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    several = list(prompts)
-    if several and all(isinstance(item, int) for item in several):
-        return [several]  # type: ignore[list-item]  # one prompt as token ids
-    return several  # type: ignore[return-value]
-
-
-def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * num_prompts
-    if len(params) != num_prompts:
-        raise invalid_field(
-            "sampling_params", f"{num_prompts} prompts came with {len(params)} sampling_params. Send one, or one each."
-        )
-    return list(params)
-
-
-def _as_sampling(params: BeamSearchParams) -> SamplingParams:
-    return SamplingParams(
-        n=params.beam_width,
-        use_beam_search=True,
-        temperature=params.temperature,
-        max_tokens=params.max_tokens,
-        ignore_eos=params.ignore_eos,
-        length_penalty=params.length_penalty,
-        early_stopping=params.early_stopping,
-        include_stop_str_in_output=params.include_stop_str_in_output,
-        stop_token_ids=params.stop_token_ids,
-        logprobs=min(2 * max(params.beam_width, 0), MAX_TOP_LOGPROBS),
-    )
-
-
-def _as_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[list[Message]]:
-    if messages and isinstance(messages[0], Mapping):
-        return [list(messages)]  # type: ignore[arg-type]
-    return [list(conversation) for conversation in messages]  # type: ignore[arg-type]
-
-
-def _unwrap(prompt: Mapping[str, Any]) -> str | Sequence[int]:
-    for key in ("prompt_token_ids", "prompt"):
-        if key in prompt:
-            value: str | Sequence[int] = prompt[key]
-            return value
-    raise PagemillError("A prompt dictionary needs `prompt` or `prompt_token_ids`.", param="prompt")

@@ -56,6 +56,14 @@ def invalid_field(param: str, message: str, *, code: str = "invalid_value") -> P
     return PagemillError(message, param=param, code=code)
 
 
+def show(value: object) -> str:
+    """A value in a message, shortened."""
+    # Python refuses to write out integers of thousands of digits.
+    if isinstance(value, int) and value.bit_length() > 1024:
+        return f"an integer of {value.bit_length()} bits"
+    return repr(value)[:40]
+
+
 def beyond_context(max_model_len: int, details: str, param: str) -> PagemillError:
     """400; clients find the first sentence, which is OpenAI's, in messages of this kind."""
     return PagemillError(

@@ -7,12 +7,12 @@ ranges are checked. It does not sample: `pagemill_engine.sampling` and the kerne
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from pagemill_protocol.errors import PagemillError, invalid_field
+from pagemill_protocol.errors import PagemillError, invalid_field, show
+from pagemill_protocol.keywords import CheckedKeywords
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
@@ -64,7 +64,10 @@ _NEUTRAL: dict[str, tuple[float | None, ...]] = {
 """What changes probabilities or draws from them, with the values that do neither."""
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+_FLAGS = ("use_beam_search", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, metaclass=CheckedKeywords):
     """How tokens are chosen and when a choice ends.
 
     Names and meaning are those of the OpenAI API and of vLLM's `SamplingParams`.
@@ -127,7 +130,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.n if self.use_beam_search else self.num_sequences
 
     def validate(self, vocab_size: int | None = None) -> SamplingParams:
-        """Return self, or raise `PagemillError` (400) that names the first field out of range."""
+        """Return self, or raise `PagemillError` (400) that names the first field of a wrong type or out of range."""
         for name, bounds in BOUNDS.items():
             value = getattr(self, name)
             if value is not None or name not in _OPTIONAL:
@@ -136,19 +139,26 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise invalid_field(
                 "min_tokens", f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})."
             )
+        for flag in _FLAGS:
+            if not isinstance(getattr(self, flag), bool):
+                raise invalid_field(flag, f"{flag} must be True or False, got {show(getattr(self, flag))}.")
         self._validate_stops(vocab_size)
         self._validate_logit_bias(vocab_size)
         _check_choice(self, vocab_size)
         return self
 
     def _validate_stops(self, vocab_size: int | None) -> None:
+        _check_list("stop", self.stop, "strings")
         if len(self.stop) > MAX_STOP_STRINGS:
             raise invalid_field("stop", f"stop has {len(self.stop)} strings; at most {MAX_STOP_STRINGS} are allowed.")
         for text in self.stop:
+            if not isinstance(text, str):
+                raise invalid_field("stop", f"stop must be a list of strings, but it holds {show(text)}.")
             if not text or len(text) > MAX_STOP_STRING_CHARS:
                 raise invalid_field(
                     "stop", f"Each stop string must have 1 to {MAX_STOP_STRING_CHARS} characters, got {len(text)}."
                 )
+        _check_list("stop_token_ids", self.stop_token_ids, "token ids")
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise invalid_field("stop_token_ids", f"At most {MAX_STOP_TOKEN_IDS} stop token ids are allowed.")
         for token_id in self.stop_token_ids:
@@ -157,6 +167,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def _validate_logit_bias(self, vocab_size: int | None) -> None:
         if self.logit_bias is None:
             return
+        if not isinstance(self.logit_bias, dict):
+            raise invalid_field(
+                "logit_bias", f"logit_bias must be a dictionary by token id, got {show(self.logit_bias)}."
+            )
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise invalid_field(
                 "logit_bias", f"logit_bias has {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIAS} are allowed."
@@ -166,7 +180,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _check_number("logit_bias", bias, -100.0, 100.0)
 
 
-class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
+class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=CheckedKeywords):
     """One beam search of the offline API. Names are those of vLLM's `BeamSearchParams`, and `early_stopping`."""
 
     beam_width: int
@@ -202,7 +216,7 @@ def _check_choice(sampling: SamplingParams, vocab_size: int | None) -> None:
     if sampling.use_beam_search:
         _check_search(sampling, vocab_size)
         return
-    if sampling.length_penalty != 1.0:
+    if sampling.length_penalty != 1.0 or isinstance(sampling.length_penalty, bool):
         raise _only_with_beams("length_penalty", sampling.length_penalty)
     if sampling.early_stopping is not False:
         raise _only_with_beams("early_stopping", sampling.early_stopping)
@@ -219,7 +233,7 @@ def _check_search(sampling: SamplingParams, vocab_size: int | None) -> None:
             allowed = " or ".join(f"{each:g}" for each in neutral if each is not None)
             raise invalid_field(
                 name,
-                f"{name} ({str(value)[:40]}) does not go with use_beam_search, which ranks by the model's own "
+                f"{name} ({show(value)}) does not go with use_beam_search, which ranks by the model's own "
                 f"probabilities. Remove {name}{f' (or send {allowed})' if allowed else ''}, or use_beam_search.",
             )
     if sampling.stop:
@@ -228,17 +242,17 @@ def _check_search(sampling: SamplingParams, vocab_size: int | None) -> None:
             f"stop ({len(sampling.stop)} strings) does not go with use_beam_search. Use stop_token_ids, or remove it.",
         )
     penalty = sampling.length_penalty
-    is_number = isinstance(penalty, int | float) and not isinstance(penalty, bool) and math.isfinite(penalty)
-    if not is_number or abs(penalty) > MAX_LENGTH_PENALTY:
+    is_number = isinstance(penalty, int | float) and not isinstance(penalty, bool)
+    if not is_number or not abs(penalty) <= MAX_LENGTH_PENALTY:
         bound = f"{MAX_LENGTH_PENALTY:g}"
         raise invalid_field(
             "length_penalty",
-            f"length_penalty must be a finite number from -{bound} to {bound}, got {str(penalty)[:40]}.",
+            f"length_penalty must be a finite number from -{bound} to {bound}, got {show(penalty)}.",
         )
     if not isinstance(sampling.early_stopping, bool) and sampling.early_stopping != "never":
         raise invalid_field(
             "early_stopping",
-            f'early_stopping must be false, true or "never", got {str(sampling.early_stopping)[:40]!r}.',
+            f'early_stopping must be false, true or "never", got {show(sampling.early_stopping)}.',
         )
     if vocab_size is not None and sampling.num_sequences > vocab_size:
         raise invalid_field(
@@ -249,7 +263,7 @@ def _check_search(sampling: SamplingParams, vocab_size: int | None) -> None:
 
 def _only_with_beams(name: str, value: Any) -> PagemillError:
     return invalid_field(
-        name, f"{name} ({str(value)[:40]}) is only for beam search. Send use_beam_search true, or remove {name}."
+        name, f"{name} ({show(value)}) is only for beam search. Send use_beam_search true, or remove {name}."
     )
 
 
@@ -258,28 +272,29 @@ _OPTIONAL = {"best_of", "seed", "logprobs", "max_tokens"}
 
 def _check_bounds(param: str, value: Any, bounds: Bounds) -> None:
     if bounds.is_integer:
-        _check_int(param, value, int(bounds.low), int(bounds.high))
+        check_int(param, value, int(bounds.low), int(bounds.high))
     else:
         _check_number(param, value, bounds.low, bounds.high, exclusive_low=bounds.excludes_low)
 
 
-def _check_int(param: str, value: Any, low: int, high: int) -> None:
+def check_int(param: str, value: Any, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise invalid_field(param, f"{param} must be an integer from {low} to {high}, got {_show(value)}.")
+        raise invalid_field(param, f"{param} must be an integer from {low} to {high}, got {show(value)}.")
 
 
 def _check_number(param: str, value: Any, low: float, high: float, *, exclusive_low: bool = False) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not low <= value <= high or (exclusive_low and value == low):
         bound = "above" if exclusive_low else "from"
-        raise invalid_field(param, f"{param} must be a finite number {bound} {low:g} to {high:g}, got {_show(value)}.")
+        raise invalid_field(param, f"{param} must be a finite number {bound} {low:g} to {high:g}, got {show(value)}.")
+
+
+def _check_list(param: str, value: Any, of_what: str) -> None:
+    if not isinstance(value, list):
+        raise invalid_field(param, f"{param} must be a list of {of_what}, got {show(value)}.")
 
 
 def _check_token_id(param: str, token_id: Any, vocab_size: int | None) -> None:
     high = vocab_size if vocab_size is not None else 2**31
     if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < high:
-        raise invalid_field(param, f"{param} names token {_show(token_id)}; token ids go from 0 to {high - 1}.")
-
-
-def _show(value: Any) -> str:
-    return repr(value)[:40]
+        raise invalid_field(param, f"{param} names token {show(token_id)}; token ids go from 0 to {high - 1}.")

@@ -66,8 +66,8 @@ class SimulatedPod:
             step_time=settings.step_time or self.core.step_time.params(),
             block_size=info.block_size,
             max_model_len=info.max_model_len,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
-            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.step.max_num_batched_tokens,
+            max_num_seqs=settings.step.max_num_seqs,
             granule_blocks=granule_blocks(info.block_size, info.num_blocks),
             load=EngineLoad(num_blocks_total=info.num_blocks, num_blocks_free=info.num_blocks),
         )

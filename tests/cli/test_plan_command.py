@@ -260,6 +260,8 @@ def test_a_file_with_gpus_names_its_accelerator(write: Write, simulated: Simulat
     assert result.exit_code == 0, result.output
     body = json.loads(result.stdout)
     assert body["replica"]["device"] == "l4"
+    limits = (body["replica"]["maxNumSeqs"], body["replica"]["maxNumBatchedTokens"])
+    assert limits == (128, 2048), "as an engine there chooses for itself"
     assert body["candidates"][0]["cost"]["per_hour"] == 0.75 * body["candidates"][0]["replicas"]
 
 

@@ -197,7 +197,7 @@ async def test_sequences_are_counted_together_and_renewed(server: RedisServer, m
         assert (await two.reserve(ask(limits)._replace(sequences=3))).refused == "concurrency"
         assert (await two.reserve(ask(limits)._replace(sequences=2))).refused is None
         one.settle(first.lease, 1)
-        await until(lambda: one.num_untold == 0)
+        await eventually(lambda: one.num_untold == 0)
         assert (await two.reserve(ask(limits)._replace(sequences=9))).refused == "concurrency"
         assert (await two.reserve(ask(limits)._replace(sequences=8))).refused is None
 
@@ -213,7 +213,7 @@ async def test_reservations_of_two_gateways_grow_within_one_limit(server: RedisS
         assert (await two.reserve(ask(limits, 1))).refused == "budget_day"
         for store, each in asked:
             store.settle(each.lease, 120)
-        await until(lambda: one.num_untold == two.num_untold == 0)
+        await eventually(lambda: one.num_untold == two.num_untold == 0)
         assert (await one.reserve(ask(limits, 661))).refused == "budget_day"
         assert (await one.reserve(ask(limits, 660))).refused is None
 
@@ -229,7 +229,7 @@ async def test_growth_that_nobody_waits_for_any_more_leaves_nothing_behind(serve
             growing.cancel()
             store.settle(asked.lease, 5)
             await asyncio.gather(growing, return_exceptions=True)
-        await until(lambda: store.num_untold == 0)
+        await eventually(lambda: store.num_untold == 0)
         assert store.local.num_held == 0
         assert (await store.reserve(ask(limits, 900))).refused is None
 
@@ -300,7 +300,7 @@ async def test_what_was_used_without_redis_is_charged_when_it_is_back(own_server
 async def test_without_redis_reservations_grow_within_a_share(own_server: RedisServer) -> None:
     limits = Limits(tokens_per_minute=1000)
     async with stores(own_server) as (one, two):
-        await until(lambda: one.num_gateways == two.num_gateways == 2)
+        await eventually(lambda: one.num_gateways == two.num_gateways == 2)
         asked = ask(limits, 100)
         await one.reserve(asked)
         own_server.kill()
@@ -309,10 +309,10 @@ async def test_without_redis_reservations_grow_within_a_share(own_server: RedisS
         refused = await one.reserve(ask(limits, 900)._replace(least=600))
         assert (refused.refused, refused.retry_after_s) == ("tokens", 5.0), "its prompt alone is more than the share"
         own_server.start()  # it has forgotten the reservation
-        await until(lambda: one.up and two.up and one.num_gateways == 2)
+        await eventually(lambda: one.up and two.up and one.num_gateways == 2)
         assert await one.extend(More("a", asked.lease, 300, 900, limits)) == 0, "the share goes on to hold"
         one.settle(asked.lease, 450)
-        await until(lambda: one.num_untold == 0)
+        await eventually(lambda: one.num_untold == 0)
 
 
 async def test_what_grew_without_redis_is_charged_when_it_is_back(own_server: RedisServer) -> None:
@@ -323,9 +323,9 @@ async def test_what_grew_without_redis_is_charged_when_it_is_back(own_server: Re
         own_server.freeze()
         assert await store.extend(More("a", asked.lease, 50, 500, limits)) == 500
         own_server.thaw()
-        await until(lambda: store.up)
+        await eventually(lambda: store.up)
         store.settle(asked.lease, 600)
-        await until(lambda: store.num_untold == 0)
+        await eventually(lambda: store.num_untold == 0)
         assert (await store.reserve(ask(limits, 401))).refused == "budget_day"
         assert (await store.reserve(ask(limits, 400))).refused is None
 

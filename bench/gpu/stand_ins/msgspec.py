@@ -12,6 +12,8 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+StructMeta = type
+
 
 class Struct:
     def __init_subclass__(cls, kw_only: bool = False, **encoding: Any) -> None:

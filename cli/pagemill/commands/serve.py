@@ -40,8 +40,12 @@ def serve(
     max_model_len: Annotated[
         int | None, typer.Option(help="Tokens of prompt and answer together (default: the model's own).", min=2)
     ] = None,
-    max_num_seqs: Annotated[int, typer.Option(help="Requests in one step.", min=1)] = 64,
-    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens in one step.", min=1)] = 512,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(help="Requests in one step (default: chosen for the device).", min=1)
+    ] = None,
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option(help="Tokens in one step (default: chosen for the device).", min=1)
+    ] = None,
     max_num_waiting: Annotated[int, typer.Option(help="Requests that may wait; one more gets 503.", min=1)] = 1024,
     block_size: Annotated[int, typer.Option(help="Tokens of one KV block.", min=1)] = 16,
     kv_cache_memory: Annotated[

@@ -22,6 +22,7 @@ from pagemill_engine.ipc.messages import MemoryBudget
 from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.runner.budget import MemoryPlan, Sizes, plan_memory
 from pagemill_engine.runner.memory import MemoryState, measure_memory
+from pagemill_engine.runner.step_limits import choose_step_limits
 from pagemill_engine.server.fit import RUNTIME_BYTES
 from pagemill_operator.autoscaler.signals import Shape
 from pagemill_operator.plan.types import Plan
@@ -116,9 +117,10 @@ def _on_accelerator(
 
     sizes = sizes_on_gpu(config, path, spec)
     free = MemoryState(accelerator.memory_bytes, accelerator.memory_bytes, process_bytes=0, is_gpu=True)
+    config = choose_step_limits(config, spec, sizes, free)
     memory = plan_memory(config, spec, sizes, free)
     if fit is None:
-        fit = step_time(accelerator, spec, sizes, config.max_num_batched_tokens)
+        fit = step_time(accelerator, spec, sizes, config.step.max_num_batched_tokens)
         fit_from = f"reckoned, not measured: {accelerator.source}"
     replica = _replica(config, spec, sizes, memory, fit, accelerator.name, fit_from)
     return replica._replace(overlaps=config.overlap is not False)
@@ -146,7 +148,7 @@ def _replica(
 ) -> Replica:
     from pagemill_engine.runner.kv_cache import max_model_len_for
 
-    shape = Shape(memory.num_blocks, config.block_size, config.max_num_seqs, config.max_num_batched_tokens, fit)
+    shape = Shape(memory.num_blocks, config.block_size, *config.step, fit)
     return Replica(
         shape=shape,
         max_model_len=max_model_len_for(config, spec, memory.num_blocks),

@@ -33,6 +33,7 @@ def as_json(
             "blockSize": shape.block_size,
             "maxModelLen": replica.max_model_len,
             "maxNumSeqs": shape.max_num_seqs,
+            "maxNumBatchedTokens": shape.max_step_tokens,
             "memory": None if replica.budget is None else msgspec.to_builtins(replica.budget),
             "requestsAtOnce": forecast.at_once,
             "longestRequestsAtOnce": forecast.at_once_longest,

@@ -42,6 +42,7 @@ def as_json(
             "numBlocks": replica.shape.num_blocks,
             "blockSize": replica.shape.block_size,
             "maxNumSeqs": replica.shape.max_num_seqs,
+            "maxNumBatchedTokens": replica.shape.max_step_tokens,
             "maxModelLen": replica.max_model_len,
         },
         "stepTimeFrom": replica.step_time_from,

@@ -103,10 +103,12 @@ class EngineSection(Section):
     `fp8` and `w8a8` (int8) round activations too, and need a GPU."""
     max_model_len: Annotated[int, Field(ge=16, le=10_485_760)] | None = None
     """Tokens of prompt and output together; the model's own limit when absent."""
-    max_num_seqs: Annotated[int, Field(ge=1, le=4096)] = 64
-    """Requests computed in one step."""
+    max_num_seqs: Annotated[int, Field(ge=1, le=4096)] | None = None
+    """Requests computed in one step; chosen for the device when absent: 64 on a CPU, by its memory up to 256 on a
+    GPU."""
     max_num_batched_tokens: Annotated[int, Field(ge=16, le=1_048_576)] | None = None
-    """Token budget of one step, prefill and decode together; chosen for the device when absent."""
+    """Token budget of one step, prefill and decode together; chosen for the device when absent: 512 on a CPU, by its
+    memory up to 8192 on a GPU."""
     block_size: Literal[8, 16, 32, 64, 128] = 16
     """Tokens of one KV-cache block."""
     kv_cache_memory: Memory | None = None
@@ -139,8 +141,8 @@ class EngineSection(Section):
         Rule(
             "maxNumSeqs",
             "maxNumSeqs must not exceed maxNumBatchedTokens: every request needs a token of the step",
-            "!has(self.maxNumBatchedTokens) || self.maxNumSeqs <= self.maxNumBatchedTokens",
-            lambda e: e.max_num_batched_tokens is None or e.max_num_seqs <= e.max_num_batched_tokens,
+            "!has(self.maxNumBatchedTokens) || !has(self.maxNumSeqs) || self.maxNumSeqs <= self.maxNumBatchedTokens",
+            lambda e: None in (e.max_num_batched_tokens, e.max_num_seqs) or e.max_num_seqs <= e.max_num_batched_tokens,
         ),
         Rule(
             "maxModelLen",

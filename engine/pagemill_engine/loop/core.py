@@ -16,10 +16,12 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import msgspec
+
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.messages import PrefixEvents, StepOutputs
 from pagemill_engine.kv.integrity import IntegrityError, check_integrity
-from pagemill_engine.loop.limits import scheduler_limits
+from pagemill_engine.loop.limits import scheduler_limits, step_limits
 from pagemill_engine.loop.step_timer import StepTimer
 from pagemill_engine.runner.base import Runner
 from pagemill_engine.runner.errors import DeviceLostError
@@ -51,10 +53,10 @@ class EngineCore:
 
     def __init__(self, config: EngineConfig, runner: Runner, *, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock`: seconds; the simulator passes a virtual one."""
-        self.config = config
+        self.config = msgspec.structs.replace(config, **step_limits(config, runner.info)._asdict())
         self.runner = runner
         self.scheduler = Scheduler(scheduler_limits(config, runner.info), clock)
-        self.step_time = StepTimeModel(config.max_num_batched_tokens)
+        self.step_time = StepTimeModel(self.scheduler.limits.max_num_batched_tokens)
         self._step_timer = StepTimer()
         self.overlaps = runner.info.overlaps if config.overlap is None else config.overlap
         self.num_steps = 0

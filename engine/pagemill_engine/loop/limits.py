@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from pagemill_engine.config import EngineConfig
+from pagemill_engine.config import EngineConfig, StepLimits
 from pagemill_engine.runner.base import RunnerInfo
 from pagemill_engine.scheduler.limits import SchedulerLimits
 
 
+def step_limits(config: EngineConfig, info: RunnerInfo) -> StepLimits:
+    """What the runner chose for its device, or else what is set."""
+    return info.step or config.step
+
+
 def scheduler_limits(config: EngineConfig, info: RunnerInfo) -> SchedulerLimits:
     """The limits of an engine with these settings on this runner."""
+    step = step_limits(config, info)
     return SchedulerLimits(
         num_blocks=info.num_blocks,
         block_size=info.block_size,
         max_model_len=info.max_model_len,
         vocab_size=info.vocab_size,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=step.max_num_seqs,
+        max_num_batched_tokens=step.max_num_batched_tokens,
         max_num_waiting=config.max_num_waiting,
         policy=config.policy,
         enable_prefix_caching=config.enable_prefix_caching,

@@ -47,7 +47,8 @@ def calibrate(core: EngineCore, limit_s: float = SWEEP_LIMIT_S) -> None:
     At least two sizes are measured: fewer would not show how time grows. Context costs are learned from requests, since
     the short prompts measured here cannot separate them from the cost of tokens.
     """
-    largest = min(core.config.max_num_batched_tokens, core.scheduler.limits.max_total_tokens - 1)
+    limits = core.scheduler.limits
+    largest = min(limits.max_num_batched_tokens, limits.max_total_tokens - 1)
     sizes = default_knots(largest)
     samples: list[StepSample] = []
     started_s = time.monotonic()

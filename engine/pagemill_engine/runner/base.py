@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol
 
+from pagemill_engine.config import StepLimits
 from pagemill_engine.ipc.messages import MemoryBudget
 from pagemill_engine.runner.sleep import Sleeps
 from pagemill_engine.scheduler.step import StepPlan, StepResult
@@ -30,6 +31,8 @@ class RunnerInfo(NamedTuple):
     """`launch` returns before the step has run, and overlapping pays: the loop overlaps unless it is configured not
     to."""
     memory: MemoryBudget | None = None
+    step: StepLimits | None = None
+    """What its steps may hold; `None`: what the settings say."""
     serves_adapters: bool = False
     """It takes requests for adapters; none does yet but a simulated one."""
 

@@ -89,7 +89,7 @@ def plan_measured(
     Raises `LoadError` when nothing, or not what is asked for, is left for the KV cache.
     """
     held = before.available_bytes - measured.free_bytes - sizes.weight_bytes
-    penalties = config.max_num_seqs * spec.vocab_size * (COUNT_BYTES + LOGIT_BYTES)
+    penalties = config.step.max_num_seqs * spec.vocab_size * (COUNT_BYTES + LOGIT_BYTES)
     activations = max(0, held) + measured.step_bytes + measured.recording_bytes + penalties
     block_bytes = sizes.kv_bytes_per_token * config.block_size
     num_blocks = config.num_kv_blocks
@@ -120,8 +120,8 @@ def _plan(
 
 def activation_bytes(config: EngineConfig, spec: ModelSpec, sizes: Sizes, cache_tokens: int) -> int:
     """The most that the largest step holds at a time beside weights and cache, from the model's shapes."""
-    num_tokens = config.max_num_batched_tokens
-    num_rows = min(config.max_num_seqs, num_tokens)
+    num_tokens = config.step.max_num_batched_tokens
+    num_rows = min(config.step.max_num_seqs, num_tokens)
     context_tokens = min(config.max_model_len or spec.max_position_embeddings, cache_tokens)
     heads = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     layer = 2 * spec.hidden_size + max(heads, 3 * spec.intermediate_size) + spec.head_dim
@@ -134,7 +134,7 @@ def activation_bytes(config: EngineConfig, spec: ModelSpec, sizes: Sizes, cache_
             of_chunks = num_tokens * context_tokens * (spec.num_heads // spec.num_kv_heads)
             forward += SCORE_FLOATS * 4 * max(of_chunks, gathered_tokens * spec.num_heads)
     sampling = num_rows * (spec.vocab_size * SAMPLER_FLOATS * 4 + spec.hidden_size * sizes.item_bytes)
-    rows = config.max_num_seqs * (spec.vocab_size * COUNT_BYTES + context_tokens * 4)
+    rows = config.step.max_num_seqs * (spec.vocab_size * COUNT_BYTES + context_tokens * 4)
     return max(forward, sampling) + rows
 
 
@@ -176,9 +176,10 @@ def _check(config: EngineConfig, budget: MemoryBudget, state: MemoryState) -> No
 def _step_too_large(config: EngineConfig, sizes_bytes: tuple[int, int, int], state: MemoryState) -> LoadError:
     """`sizes_bytes`: of the weights, the step and the KV cache."""
     weight_bytes, step_bytes, kv_bytes = sizes_bytes
+    step = config.step
     return LoadError(
         "StepTooLarge",
-        f"The largest step, maxNumBatchedTokens {config.max_num_batched_tokens} and maxNumSeqs {config.max_num_seqs}, "
+        f"The largest step, maxNumBatchedTokens {step.max_num_batched_tokens} and maxNumSeqs {step.max_num_seqs}, "
         f"takes {_gib(step_bytes)} beside {_gib(weight_bytes)} of weights and {_gib(kv_bytes)} of KV cache, but "
         f"{_gib(state.available_bytes)} of memory are free. Lower maxNumSeqs, maxNumBatchedTokens or kvCacheMemory, or "
         f"{_more_memory(state)}.",

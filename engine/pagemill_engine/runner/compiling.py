@@ -37,14 +37,14 @@ def record_decodes(runner: DeviceRunner, config: EngineConfig) -> None:
         raise LoadError(
             "GraphsTooLarge",
             f"The device ran out of memory while decodes of up to {largest} requests were recorded. Lower maxNumSeqs "
-            f"(now {config.max_num_seqs}) or kvCacheMemory, or run without CUDA graphs: "
+            f"(now {config.step.max_num_seqs}) or kvCacheMemory, or run without CUDA graphs: "
             "`pagemill serve --no-cuda-graphs`, on Kubernetes `spec.engine.extraArgs: [--cuda-graphs=false]`.",
         ) from error
 
 
 def largest_decode(config: EngineConfig) -> int:
     """Requests of the largest decode that is recorded."""
-    return graph_sizes(min(config.max_num_seqs, config.max_num_batched_tokens))[-1]
+    return graph_sizes(min(config.step.max_num_seqs, config.step.max_num_batched_tokens))[-1]
 
 
 def step_shapes(config: EngineConfig, max_model_len: int) -> list[tuple[int, int]]:
@@ -53,8 +53,8 @@ def step_shapes(config: EngineConfig, max_model_len: int) -> list[tuple[int, int
     Launchers choose tiles by the numbers of requests and tokens, in steps of powers of two or more, and attention by
     whether any request has more than `DECODE_LIMIT` tokens: so every choice is among them.
     """
-    budget = config.max_num_batched_tokens
-    several = _powers_to(min(config.max_num_seqs, budget))
+    budget = config.step.max_num_batched_tokens
+    several = _powers_to(min(config.step.max_num_seqs, budget))
     decodes = [(num_requests, num_requests) for num_requests in several]
     prefills = [(1, num_tokens) for num_tokens in _powers_to(min(budget, max_model_len))]
     each = min(DECODE_LIMIT, max_model_len)
@@ -64,8 +64,8 @@ def step_shapes(config: EngineConfig, max_model_len: int) -> list[tuple[int, int
 
 def _largest_step(config: EngineConfig, max_model_len: int) -> tuple[int, int]:
     """As many tokens as a step may have, of as many requests, each of which samples."""
-    budget = config.max_num_batched_tokens
-    num_requests = min(config.max_num_seqs, budget)
+    budget = config.step.max_num_batched_tokens
+    num_requests = min(config.step.max_num_seqs, budget)
     return num_requests, min(budget, num_requests * max_model_len)
 
 
@@ -81,8 +81,8 @@ def _refused(config: EngineConfig) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         raise LoadError(
             "StepTooLarge",
-            f"The device ran out of memory in a step of maxNumBatchedTokens {config.max_num_batched_tokens} and "
-            f"maxNumSeqs {config.max_num_seqs}. Lower one of them, or kvCacheMemory.",
+            f"The device ran out of memory in a step of maxNumBatchedTokens {config.step.max_num_batched_tokens} and "
+            f"maxNumSeqs {config.step.max_num_seqs}. Lower one of them, or kvCacheMemory.",
         ) from error
     except Exception as error:
         if type(error).__name__ != "OutOfResources":

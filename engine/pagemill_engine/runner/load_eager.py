@@ -28,6 +28,7 @@ from pagemill_engine.runner.kv_cache import KVCache, kv_bytes_per_token, max_mod
 from pagemill_engine.runner.memory import give_back
 from pagemill_engine.runner.settling import CudaMeter, settle
 from pagemill_engine.runner.sizing import held_by, sizes_of, weights_of
+from pagemill_engine.runner.step_limits import choose_step_limits
 from pagemill_engine.runner.threaded import ThreadedRunner
 from pagemill_kernels.gpu.kept import keep_compiled
 from pagemill_protocol.cgroup import usable_cores
@@ -70,6 +71,7 @@ def _load(
         check_depth(spec.decoder, weights.shapes)
         sizes = sizes_of(config, weights, spec, held_by(compute))
         before = measure_device(ops.device)
+        config = choose_step_limits(config, spec, sizes, before)
         num_blocks, budget = plan_memory(config, spec, sizes, before)
         parameters = f"{spec.num_parameters / 1e6:.0f} M parameters"
         progress("loading", f"{path.name}: {parameters} as {_name(dtype)}, {compute.how}")
@@ -100,13 +102,14 @@ def _load(
         compute=f"{_name(dtype)}, {compute.how}",
         device=ops.device.type,
         memory=msgspec.structs.replace(budget, weight_bytes=held_bytes),
+        step=config.step,
     )
     on_device = ops.on_device is not None
     num_allocated = 0 if settles else num_blocks
     kv_cache = KVCache(spec, num_allocated, config.block_size, kv_dtype, ops.device, by_block=not on_device)
     if not on_device:
-        return EagerRunner(model, ops, kv_cache, rotations, info, config.max_num_seqs)
-    runner = DeviceRunner(model, ops, kv_cache, rotations, info, config.max_num_seqs)
+        return EagerRunner(model, ops, kv_cache, rotations, info, config.step.max_num_seqs)
+    runner = DeviceRunner(model, ops, kv_cache, rotations, info, config.step.max_num_seqs)
     if settles:
         progress("warming", _keep_kernels(config.kernel_cache_dir))
         settle(runner, config, spec, sizes, before, CudaMeter())

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from pagemill_engine.config import CPU_STEP
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
@@ -13,8 +15,8 @@ class SchedulerLimits:
     max_model_len: int
     """Tokens of prompt and output together."""
     vocab_size: int
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512
+    max_num_seqs: int = CPU_STEP.max_num_seqs
+    max_num_batched_tokens: int = CPU_STEP.max_num_batched_tokens
     max_num_waiting: int = 1024
     policy: Literal["fcfs", "priority", "shortest-prefill-first"] = "fcfs"
     enable_prefix_caching: bool = True

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from pagemill_engine.config import EngineConfig
+from pagemill_engine.config import EngineConfig, StepLimits
 from pagemill_engine.ipc.channels import EngineChannel, EngineDied
 from pagemill_engine.ipc.messages import (
     Abort,
@@ -284,4 +284,5 @@ def _runner_info(ready: Ready) -> RunnerInfo:
         kv_bytes_per_token=ready.kv_bytes_per_token,
         compute=ready.compute,
         device=ready.device,
+        step=StepLimits(ready.max_num_seqs, ready.max_num_batched_tokens),
     )

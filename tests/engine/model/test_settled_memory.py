@@ -14,6 +14,7 @@ from tiny_llama import write_tiny_llama
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loading.errors import LoadError
+from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.runner import compiling, load_eager
 from pagemill_engine.runner.budget import GPU_SHARE, Measured, Sizes, plan_measured, plan_memory
 from pagemill_engine.runner.factory import create_runner
@@ -104,6 +105,16 @@ def test_a_gpu_without_room_for_a_block_names_what_takes_it(spec: ModelSpec) -> 
     state = MemoryState(18 * GIB, 17 * GIB, 0, is_gpu=True)
     with pytest.raises(LoadError, match="Lower maxNumSeqs"):
         plan_memory(CONFIG, spec, SIZES, state)
+
+
+def test_an_engine_on_a_gpu_steps_as_its_memory_allows(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_eager, "measure_device", lambda device: BEFORE)
+    runner = create_runner(EngineConfig(model=str(folder), num_kv_blocks=64), lambda phase, detail: None)
+    assert runner.info.step == (256, 8192)
+    core = EngineCore(EngineConfig(model=str(folder)), runner)
+    limits = core.scheduler.limits
+    assert (limits.max_num_seqs, limits.max_num_batched_tokens) == (256, 8192)
+    runner.close()
 
 
 class Scale:

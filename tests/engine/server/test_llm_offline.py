@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -73,6 +74,38 @@ def test_a_stop_string_cuts_text_and_tokens(llm: LLM) -> None:
     choice = llm.generate("1, 2, 3, 4, 5, 6,", params, use_tqdm=False)[0].outputs[0]
     assert (choice.text, choice.finish_reason, choice.stop_reason) == (" 7, 8,", "stop", " 9,")
     assert len(choice.token_ids) < 40
+
+
+def test_one_stop_string_is_not_taken_as_its_letters(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=40, stop=" 9,")  # type: ignore[arg-type]
+    choice = llm.generate("1, 2, 3, 4, 5, 6,", params, use_tqdm=False)[0].outputs[0]
+    assert (choice.text, choice.finish_reason, choice.stop_reason) == (" 7, 8,", "stop", " 9,")
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ({"prompt": "fine", "multi_modal_data": {"image": b""}}, "prompts has the key 'multi_modal_data'"),
+        ([[1.7]], "prompts[0][0] must be a token id, an integer of at least 0, got 1.7 (float)"),
+        (["fine", ""], "prompts[1] has no tokens"),
+        (["fine", "\ud800"], "half a surrogate pair"),
+        ([[1], [2, 49_152]], "prompts[1][1] is the token id 49152 (int); this model's go from 0 to 49151"),
+    ],
+)
+def test_a_prompt_that_would_have_to_be_changed_is_refused(llm: LLM, prompts: Any, message: str) -> None:
+    with pytest.raises(PagemillError) as refused:
+        llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert message in refused.value.message
+
+
+def test_a_chat_that_would_have_to_be_changed_is_refused(llm: LLM) -> None:
+    hello: list[dict[str, Any]] = [{"role": "user", "content": "Hello"}]
+    picture = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+    with pytest.raises(PagemillError, match=r"messages\[0\].content\[0\] must be a part such as"):
+        llm.chat(picture, GREEDY, use_tqdm=False)
+    for option in ("add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs"):
+        with pytest.raises(PagemillError, match=f"{option} must be .*, got 'no'"):
+            llm.chat(hello, GREEDY, use_tqdm=False, **{option: "no"})  # type: ignore[arg-type]
 
 
 def test_chat_applies_the_models_template(llm: LLM) -> None:

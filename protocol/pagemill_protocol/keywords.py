@@ -1,0 +1,35 @@
+"""Refuses a keyword that a constructor does not have, by name and with the nearest one that it has.
+
+For parameters that people write themselves (`SamplingParams`, `LLM`). Values are checked where they are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+
+class CheckedKeywords(msgspec.StructMeta):
+    """Metaclass of structs whose constructor names an unknown keyword and the one that was probably meant."""
+
+    if not TYPE_CHECKING:  # type checkers go on to see the fields
+
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return super().__call__(*args, **kwargs)
+            except TypeError:
+                check_keywords(cls.__name__, kwargs, cls.__struct_fields__)
+                raise
+
+
+def check_keywords(owner: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raises `TypeError` for the first keyword that `owner` does not have."""
+    names = sorted(known)
+    for name in given:
+        if name not in names:
+            near = get_close_matches(name, names, n=1)
+            meant = f" Did you mean {near[0]!r}?" if near else ""
+            raise TypeError(f"{owner} has no parameter {name!r}.{meant} Its parameters: {', '.join(names)}.")
