@@ -23,15 +23,13 @@ from pagemill_engine.loop.pace import Pace
 from pagemill_engine.runner.base import Runner
 from pagemill_engine.runner.errors import DeviceLostError
 from pagemill_engine.scheduler.scheduler import Scheduler
-from pagemill_engine.scheduler.step import AdmittedRow, StepPlan
+from pagemill_engine.scheduler.step import StepPlan
 from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.sampling import SamplingParams
 from pagemill_protocol.state import EngineLoad, StepTimeParams
 from pagemill_protocol.step_time import StepTimeModel
 
 logger = logging.getLogger(__name__)
 
-_PROBE = "probe"
 STEP_TIME_PERIOD_S = 0.5  # the step-time fit changes slowly: it is sent this often at most
 
 
@@ -74,10 +72,6 @@ class EngineCore:
         """Drop a request or one choice of it; each row that was still alive reports `finish_reason="abort"`."""
         self.scheduler.abort(request_id, choice)
 
-    def raise_allowance(self, request_id: str, allowance: int) -> None:
-        """Let each sequence of a request generate up to `allowance` tokens."""
-        self.scheduler.raise_allowance(request_id, allowance)
-
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work or self._in_flight is not None
@@ -116,21 +110,6 @@ class EngineCore:
         faults = self.scheduler.find_faults()
         if faults:
             raise IntegrityError("; ".join(faults))
-
-    def probe(self) -> None:
-        """Compute one token beside all requests, with no step in flight; raises what the runner raises, or is skipped
-        when no block is free."""
-        pool = self.scheduler.kv.pool
-        if pool.num_free == 0:
-            return
-        blocks = pool.allocate(1)
-        row = AdmittedRow(_PROBE, [0], 1, 0, [blocks[0].block_id], SamplingParams(temperature=0.0), 0, 0)
-        plan = StepPlan(step=0, num_scheduled_tokens={_PROBE: 1}, admitted=[row], samples={_PROBE})
-        plan.released = self.scheduler.swap_released([_PROBE])
-        try:
-            self.runner.wait(self.runner.launch(plan))
-        finally:
-            pool.release(blocks)
 
     def _launch(self) -> Launched | None:
         """Decide the next step and start it; None when nothing can run before the step in flight is read."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterable
 from functools import lru_cache
 
 import msgspec
@@ -60,6 +61,15 @@ class Admission:
         if num_waiting + num_sequences > room:
             raise _queue_full(num_waiting, room)
 
+    def raise_allowance(self, rows: Iterable[Request], allowance: int) -> None:
+        """Let each row generate up to `allowance` tokens, never fewer than before and never more than its request asked
+        for. A search keeps the length that it was planned with.
+        """
+        for row in rows:
+            if row.search is None:
+                most = self._most_tokens(row.num_prompt_tokens, row.sampling, allowance)
+                row.max_total_tokens = max(row.max_total_tokens, most)
+
     def _search_root(self, request: GenerateRequest, now_s: float) -> Request:
         """The prompt as the only row of a beam search; the others fork from it."""
         root = self._row(request, 0, None, seed=0, now_s=now_s)
@@ -93,9 +103,9 @@ class Admission:
         )
 
     def _max_total_tokens(self, request: GenerateRequest) -> int:
-        return self.max_total_tokens(len(request.prompt_token_ids), request.sampling, request.token_allowance)
+        return self._most_tokens(len(request.prompt_token_ids), request.sampling, request.token_allowance)
 
-    def max_total_tokens(self, num_prompt_tokens: int, sampling: SamplingParams, allowance: int | None) -> int:
+    def _most_tokens(self, num_prompt_tokens: int, sampling: SamplingParams, allowance: int | None) -> int:
         """Tokens at which a sequence ends by `length`."""
         bounds = [num_prompt_tokens + each for each in (sampling.max_tokens, allowance) if each is not None]
         return min([self._limits.max_total_tokens, *bounds])

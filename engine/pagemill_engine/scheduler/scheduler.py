@@ -102,13 +102,8 @@ class Scheduler:
                 self._finish(row, "abort")
 
     def raise_allowance(self, client_request_id: str, allowance: int) -> None:
-        """Let the rows of a client request generate up to `allowance` tokens each; unknown requests are ignored (they
-        ended). A search keeps the length that it was planned with.
-        """
-        for row in self._clients.get(client_request_id, {}).values():
-            if row.search is None:
-                most = self._admission.max_total_tokens(row.num_prompt_tokens, row.sampling, allowance)
-                row.max_total_tokens = max(row.max_total_tokens, most)
+        """Let its rows generate up to `allowance` tokens each; unknown requests are ignored (they ended)."""
+        self._admission.raise_allowance(self._clients.get(client_request_id, {}).values(), allowance)
 
     @property
     def num_running(self) -> int:
