@@ -13,6 +13,7 @@ from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.messages import TokensOut
 from pagemill_engine.kv.integrity import IntegrityError
 from pagemill_engine.loop.core import EngineCore
+from pagemill_engine.loop.probe import probe
 from pagemill_engine.loop.warmup import SelfTestError, calibrate, self_test
 from pagemill_engine.runner.null import NullRunner
 from pagemill_protocol.errors import PagemillError
@@ -120,10 +121,10 @@ def test_a_device_that_always_fails_ends_every_request_and_not_the_loop(checking
     assert all(answers[-1].error is not None for answers in outputs.values())
     assert core.num_failed_steps_in_a_row == 4
     with pytest.raises(RuntimeError, match="told to fail"):
-        core.probe()
+        probe(core)
     core.check_integrity()
     core.runner.raise_on = lambda plan: False
-    core.probe()
+    probe(core)
     core.add(request("after", [1, 2, 3]))
     assert finish(core)["after"][-1].finish_reason == "length"
 
@@ -372,11 +373,11 @@ def test_an_allowance_may_be_raised_up_to_the_requests_own_limit(checking_runner
     unlimited.add(request("a", list(range(10)), n=2, max_tokens=9))
     core.add(limited("a", 4, n=2, max_tokens=9))
     outputs = [out for _ in range(num_steps) for out in core.step().outputs]
-    core.raise_allowance("a", 6)
-    core.raise_allowance("a", 2)
-    core.raise_allowance("nobody", 6)
+    core.scheduler.raise_allowance("a", 6)
+    core.scheduler.raise_allowance("a", 2)
+    core.scheduler.raise_allowance("nobody", 6)
     outputs += [out for _ in range(2) for out in core.step().outputs]
-    core.raise_allowance("a", 100)
+    core.scheduler.raise_allowance("a", 100)
     outputs += finish(core).get("a", [])
     assert num_tokens(outputs) == 2 * 9
     tokens = {choice: [out.token_ids for out in outputs if out.choice == choice] for choice in (0, 1)}
@@ -388,7 +389,7 @@ def test_an_allowance_that_comes_too_late_changes_nothing(checking_runner: Make)
     core = make_core(checking_runner)
     core.add(limited("a", 2, max_tokens=9))
     outputs = finish(core)["a"]
-    core.raise_allowance("a", 9)
+    core.scheduler.raise_allowance("a", 9)
     assert num_tokens(outputs) == 2
     assert not core.has_work
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
 import pytest
 from redis_server import RedisServer, redis_cli, redis_server
+from typer.testing import CliRunner
 from waiting import eventually
 
-from pagemill_gateway.config import RedisConfig
+from pagemill.main import app
+from pagemill_gateway import __main__ as gateway_main
+from pagemill_gateway.config import GatewayConfig, RedisConfig, open_keys_file
 from pagemill_gateway.limits.redis.link import Link
 from pagemill_gateway.limits.redis.shared_keys import SharedKeys
 from pagemill_gateway.limits.redis.store import RedisStore
@@ -41,6 +45,20 @@ def test_the_file_of_keys_that_the_page_makes_can_be_read(tmp_path: Path) -> Non
     assert caller.tenant == "team-a"
     assert caller.limits == Limits(requests_per_minute=600)
     check_keys_file(tmp_path / "keys.txt")
+
+
+def test_the_gateway_that_the_page_starts_asks_for_the_keys_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[GatewayConfig] = []
+    monkeypatch.setattr(gateway_main, "run", started.append)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "keys.txt").write_text(f"{hash_key(KEY)} tenant=team-a\n")
+    (command,) = commands(".venv/bin/pagemill gateway")
+    result = CliRunner().invoke(app, shlex.split(command)[1:])
+    assert result.exit_code == 0, result.output
+    (config,) = started
+    assert _tenant(KeyRing(config.api_keys, open_keys_file(config.api_keys_file))) == "team-a"
 
 
 @pytest.mark.parametrize("command", commands("redis-cli"))

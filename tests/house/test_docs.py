@@ -42,6 +42,7 @@ COVERED = {
     "done": "e2e/helm_howto",
     "KEY=": "test_keys_howto",
     "printf": "test_keys_howto",
+    ".venv/bin/pagemill gateway": "test_keys_howto",
     "redis-cli": "test_keys_howto",
 }
 """Beginnings of the commands in `bash` blocks, and what runs them."""

@@ -26,15 +26,13 @@ from pagemill_engine.loop.step_timer import StepTimer
 from pagemill_engine.runner.base import Runner
 from pagemill_engine.runner.errors import DeviceLostError
 from pagemill_engine.scheduler.scheduler import Scheduler
-from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan
+from pagemill_engine.scheduler.step import StepPlan
 from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.sampling import SamplingParams
 from pagemill_protocol.state import EngineLoad, StepTimeParams
 from pagemill_protocol.step_time import StepTimeModel
 
 logger = logging.getLogger(__name__)
 
-_PROBE = "probe"
 STEP_TIME_PERIOD_S = 0.5  # the step-time model changes slowly: it is published at most this often
 
 
@@ -79,10 +77,6 @@ class EngineCore:
         """Drop a request or one of its choices; each sequence still alive reports `finish_reason="abort"`."""
         self.scheduler.abort(request_id, choice)
 
-    def raise_allowance(self, request_id: str, allowance: int) -> None:
-        """Let each sequence of a request generate up to `allowance` tokens."""
-        self.scheduler.raise_allowance(request_id, allowance)
-
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work or self._in_flight is not None
@@ -121,21 +115,6 @@ class EngineCore:
         faults = self.scheduler.find_inconsistencies()
         if faults:
             raise IntegrityError("; ".join(faults))
-
-    def probe(self) -> None:
-        """Compute one token outside all requests, with no step in flight. Raises what the runner raises; skipped if no
-        block is free."""
-        pool = self.scheduler.kv.pool
-        if pool.num_free == 0:
-            return
-        blocks = pool.allocate(1)
-        sequence = AdmittedSequence(_PROBE, [0], 1, 0, [blocks[0].block_id], SamplingParams(temperature=0.0), 0, 0)
-        plan = StepPlan(step=0, num_scheduled_tokens={_PROBE: 1}, admitted=[sequence], samples={_PROBE})
-        plan.released = self.scheduler.swap_released([_PROBE])
-        try:
-            self.runner.wait(self.runner.launch(plan))
-        finally:
-            pool.release(blocks)
 
     def _launch(self) -> Launched | None:
         """Plan the next step and start it. Returns `None` if nothing can run before the step in flight is read."""

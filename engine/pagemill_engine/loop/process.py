@@ -38,6 +38,7 @@ from pagemill_engine.ipc.messages import (
 )
 from pagemill_engine.loading.early_digest import EarlyDigest
 from pagemill_engine.loop.core import EngineCore
+from pagemill_engine.loop.probe import probe
 from pagemill_engine.loop.sleep import fall_asleep, wake_up
 from pagemill_engine.loop.start_clock import StartClock
 from pagemill_engine.loop.warmup import SelfTestError, calibrate, self_test
@@ -106,7 +107,7 @@ class EngineLoop:
             case Abort(request_id, choice):
                 self._abort(request_id, choice)
             case RaiseAllowance(request_id, allowance):
-                self._core.raise_allowance(request_id, allowance)
+                self._core.scheduler.raise_allowance(request_id, allowance)
             case Sleep():
                 self._wants_sleep = True
             case Wake():
@@ -176,7 +177,7 @@ class EngineLoop:
         if failures == 0 or failures % PROBE_AFTER_FAILED_STEPS:
             return
         try:
-            self._core.probe()
+            probe(self._core)
         except Exception as error:
             raise EngineFault(
                 "RunnerBroken",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterable
 from functools import lru_cache
 
 import msgspec
@@ -59,6 +60,14 @@ class Admission:
         if num_waiting + num_sequences > room:
             raise _queue_full(num_waiting, room)
 
+    def raise_allowance(self, sequences: Iterable[Sequence], allowance: int) -> None:
+        """Let each sequence generate up to `allowance` tokens, never fewer than before and never more than its request
+        asked for. Beam searches keep their length."""
+        for sequence in sequences:
+            if sequence.search is None:
+                most = self._most_tokens(sequence.num_prompt_tokens, sequence.sampling, allowance)
+                sequence.max_total_tokens = max(sequence.max_total_tokens, most)
+
     def _search_root(self, request: GenerateRequest, now_s: float) -> Sequence:
         """The prompt as the only sequence of a beam search; the others fork from it."""
         root = self._sequence(request, 0, None, seed=0, now_s=now_s)
@@ -92,9 +101,9 @@ class Admission:
         )
 
     def _max_total_tokens(self, request: GenerateRequest) -> int:
-        return self.max_total_tokens(len(request.prompt_token_ids), request.sampling, request.token_allowance)
+        return self._most_tokens(len(request.prompt_token_ids), request.sampling, request.token_allowance)
 
-    def max_total_tokens(self, num_prompt_tokens: int, sampling: SamplingParams, allowance: int | None) -> int:
+    def _most_tokens(self, num_prompt_tokens: int, sampling: SamplingParams, allowance: int | None) -> int:
         """Tokens at which a sequence ends by `length`."""
         bounds = [num_prompt_tokens + each for each in (sampling.max_tokens, allowance) if each is not None]
         return min([self._limits.max_total_tokens, *bounds])

@@ -105,12 +105,8 @@ class Scheduler:
                 self._finish(seq, "abort")
 
     def raise_allowance(self, client_request_id: str, allowance: int) -> None:
-        """Let each sequence of a request generate up to `allowance` tokens. Unknown ids are ignored: they have ended.
-        Beam searches keep their length."""
-        for seq in self._clients.get(client_request_id, {}).values():
-            if seq.search is None:
-                most = self._admission.max_total_tokens(seq.num_prompt_tokens, seq.sampling, allowance)
-                seq.max_total_tokens = max(seq.max_total_tokens, most)
+        """Let each sequence of a request generate up to `allowance` tokens. Unknown ids are ignored: they have ended."""
+        self._admission.raise_allowance(self._clients.get(client_request_id, {}).values(), allowance)
 
     @property
     def num_running(self) -> int:

@@ -20,7 +20,7 @@ class Limits(NamedTuple):
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     concurrency: int | None = None
-    """Requests being served at once."""
+    """Sequences being generated at once: each of the prompts of a request counts with its `n`, `best_of` or beams."""
     tokens_per_day: int | None = None
     tokens_per_month: int | None = None
     """Calendar days and months in UTC."""
