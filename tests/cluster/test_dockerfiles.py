@@ -66,6 +66,17 @@ def test_it_names_no_address(dockerfile: str) -> None:
     assert "://" not in dockerfile
 
 
+def test_an_engine_finds_a_driver_that_the_node_mounts() -> None:
+    """As on GKE, whose device plugin mounts the node's driver without telling the linker."""
+    dockerfile = (ROOT / "engine" / "Dockerfile").read_text().replace("\\\n", " ")
+    stages = re.split(r"^FROM ", dockerfile, flags=re.MULTILINE)[1:]
+    base = next(stage for stage in stages if stage.startswith("${BASE} AS python"))
+    assert stages[-1].startswith("python\n"), "the image stands on the stage that sets it"
+    (folders,) = re.findall(r"^ENV LD_LIBRARY_PATH=(\S+)$", base, re.MULTILINE)
+    assert "/usr/local/nvidia/lib64" in folders.split(":")
+    assert "LD_LIBRARY_PATH" not in stages[-1]
+
+
 @pytest.mark.parametrize("component", ["gateway", "operator"])
 def test_torch_reaches_only_the_engine(component: str) -> None:
     lock = tomllib.loads((ROOT / "uv.lock").read_text())

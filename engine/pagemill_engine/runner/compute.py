@@ -68,8 +68,8 @@ def _on_gpu(config: EngineConfig, spec: ModelSpec) -> Compute:
     if absent is not None:
         raise LoadError(
             "DeviceUnavailable",
-            f"`device` {config.device} needs an NVIDIA GPU of compute capability 8.0 or later: {absent}. Give "
-            "it one, or set device to cpu.",
+            f"`device` {config.device} needs an NVIDIA GPU of compute capability 8.0 or later: {absent}, or set device "
+            "to cpu.",
         )
     problem = gpu_problem(spec.head_dim, config.block_size, spec.num_heads // spec.num_kv_heads)
     if problem is not None:

@@ -11,6 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pagemill_kernels.gpu.driver import why_no_device
+
 OLDEST_CAPABILITY = (8, 0)
 """bfloat16 and asynchronous copies, which the kernels are made for, came with it."""
 FP8_CAPABILITY = (8, 9)
@@ -30,17 +32,18 @@ def interpreted() -> bool:
 
 
 def why_absent() -> str | None:
-    """Why no kernel can be launched here; `None`: they can."""
+    """Why no kernel can be launched here, and what to do; `None`: they can."""
     if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
+        return "Triton is not installed; install it"
     if interpreted():
         return None
     if not torch.cuda.is_available():
-        return "no CUDA device is visible"
+        return why_no_device()
     capability = torch.cuda.get_device_capability()
     if capability < OLDEST_CAPABILITY:
         name = torch.cuda.get_device_name()
-        return f"{name} has compute capability {capability[0]}.{capability[1]}, 8.0 is the oldest supported"
+        has = f"{name} has compute capability {capability[0]}.{capability[1]}"
+        return f"{has}, 8.0 is the oldest supported; take another GPU"
     return None
 
 
