@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import sys
 from pathlib import Path
 
 from kubernetes.aio import config as credentials
 from kubernetes.aio.client import Configuration
 
-from pagemill_operator import logs
 from pagemill_operator.config import OperatorConfig, SettingsError, load_config
 from pagemill_operator.controller.operator import Operator
 
@@ -24,12 +24,20 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         config = load_config(arguments.settings)
-        logs.configure(config.log_level)
+        configure_logs(config.log_level)
         asyncio.run(run(config, arguments.identity, arguments.kubeconfig))
     except SettingsError as error:
         sys.stderr.write(f"pagemill operator: {error}\n")
         return 1
     return 0
+
+
+def configure_logs(level: str) -> None:
+    """Lines on standard error, one for each event."""
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
+    # kopf logs an error for each failed try of each request; metrics and the ages of the watches say it better.
+    logging.getLogger("kopf").setLevel(logging.CRITICAL if level != "DEBUG" else logging.DEBUG)
+    logging.getLogger("asyncio").setLevel(logging.WARNING)
 
 
 async def run(config: OperatorConfig, identity: str, kubeconfig: Path | None) -> None:

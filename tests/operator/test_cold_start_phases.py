@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pagemill_operator.backends.kubernetes.observe.start import PHASES, start_of
-from pagemill_operator.controller.cold_starts import ColdStarts
+from pagemill_operator.controller.cold_starts import PHASES, ColdStarts, start_of
 from pagemill_operator.controller.metrics import OperatorMetrics
 from pagemill_protocol.load import EngineStart
 

@@ -9,7 +9,7 @@ import pytest
 
 from pagemill_gateway.discovery.kubernetes.builder import build_catalog
 from pagemill_gateway.discovery.kubernetes.objects import LLMDeployment
-from pagemill_operator.controller.names import Names, claim_of
+from pagemill_operator.controller.cache import Names, claim_of
 
 
 class Wish(NamedTuple):

@@ -12,11 +12,10 @@ import pytest
 
 from pagemill_operator.backends.base import BackendError
 from pagemill_operator.backends.local.child import Child
-from pagemill_operator.backends.local.cores import threads_per_engine
-from pagemill_operator.backends.local.gpus import least_used, visible_gpus
+from pagemill_operator.backends.local.machine import least_used, threads_per_engine, visible_gpus
 from pagemill_operator.backends.local.ports import PortInUse, ensure_bindable, free_port
-from pagemill_operator.backends.local.readyz import describe
 from pagemill_operator.backends.local.state_dir import OWNER_FILE, PREFIX, StateDir, remove_abandoned
+from pagemill_operator.backends.local.supervisor import describe
 
 
 def test_a_port_in_use_names_the_flag() -> None:

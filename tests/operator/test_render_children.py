@@ -428,7 +428,7 @@ def test_whatever_is_wished_the_manifests_match_kubernetes_schemas(sections: dic
 def test_rendering_and_observing_import_no_cluster_library() -> None:
     code = (
         "import sys, pagemill_operator.backends.kubernetes.render, pagemill_operator.backends.kubernetes.observe\n"
-        "import pagemill_operator.status.events\n"
+        "import pagemill_operator.status.conditions\n"
         "assert not {'torch', 'kopf', 'aiohttp', 'kubernetes', 'pagemill_engine'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -17,7 +17,7 @@ from pagemill_operator.backends.kubernetes.observe import observe, status_body
 from pagemill_operator.backends.kubernetes.snapshot import Snapshot
 from pagemill_operator.load.store import MeasuredLoad
 from pagemill_operator.plan import Plan, make_plan
-from pagemill_operator.status.events import events_between
+from pagemill_operator.status.conditions import events_between
 from pagemill_operator.status.load import REQUEST_STEPS, coarse, next_load, summarize
 from pagemill_operator.status.observation import Fault, LastStart, Observation, ReplicaObservation
 

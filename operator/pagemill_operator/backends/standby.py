@@ -1,19 +1,29 @@
-"""Which replicas to wake and which to put to sleep, as a pure function of how many shall serve and what all of them do.
+"""Replicas that stand by: which to wake and which to put to sleep, and the two calls that do it.
 
-Somebody who sleeps is woken before anything else could be ready. Put to sleep is only what is ready beyond the wanted
-number, so with an unchanged number nothing goes to and fro, and nothing that starts is touched. How many replicas there
-are is `rollout`'s, or Kubernetes'. Where nobody scales, nobody is woken either: who sleeps was told to by a person.
+What to do is a pure function of how many replicas shall serve and what all of them do. One that sleeps is woken before
+anything else could be ready. Put to sleep is only what is ready beyond the wanted number, so with an unchanged number
+nothing changes, and nothing that starts is touched. How many replicas there are is decided by `rollout`, or by
+Kubernetes. Without autoscaling nothing is woken either: a replica that sleeps was put to sleep by a person.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+import aiohttp
 
 from pagemill_operator.load.store import emptiest_first
 from pagemill_operator.plan.types import Plan
 from pagemill_operator.status.observation import Phase, ReplicaObservation
 from pagemill_protocol.load import EngineHeld
+
+Call = Literal["sleep", "wake_up"]
+"""Both may be repeated."""
+CALL_WAIT_S = {"sleep": 5.0, "wake_up": 30.0}
+"""An engine whose requests still run sleeps when they are done: that is not waited for."""
+CALL_MARGIN_S = 5.0
+MAX_ANSWER_BYTES = 1000
 
 
 class Orders(NamedTuple):
@@ -42,9 +52,23 @@ def next_orders(
         # Replacing counts those that are ready: one that slept would look like one that never comes.
         return NONE
     emptiest = emptiest_first(reversed(ready), lambda replica: replica.name, held)
-    num_tired = min(len(ready) - plan.replicas, plan.standby - len(asleep))
-    return Orders([], [replica.name for replica in emptiest[: max(0, num_tired)]])
+    num_surplus = min(len(ready) - plan.replicas, plan.standby - len(asleep))
+    return Orders([], [replica.name for replica in emptiest[: max(0, num_surplus)]])
 
 
 def _in_phase(phase: Phase, replicas: list[ReplicaObservation]) -> list[ReplicaObservation]:
     return [replica for replica in replicas if replica.phase == phase]
+
+
+async def call_engine(session: aiohttp.ClientSession, control_url: str, token: str, call: Call) -> str:
+    """Why the engine refused or did not answer; empty: it sleeps or wakes, or will when its requests are done."""
+    wait_s = CALL_WAIT_S[call]
+    timeout = aiohttp.ClientTimeout(total=wait_s + CALL_MARGIN_S)
+    headers = {"Authorization": f"Bearer {token}"}
+    url = f"{control_url}/{call}?wait_s={wait_s:g}"
+    try:
+        async with session.post(url, headers=headers, timeout=timeout, allow_redirects=False) as response:
+            answer = await response.content.read(MAX_ANSWER_BYTES)
+            return "" if response.status < 300 else f"{response.status} {answer.decode(errors='replace')}"
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        return f"{type(error).__name__}: {error}"

@@ -1,20 +1,66 @@
 """What is known of the cluster: slimmed objects by owner. Filled by watches and by the answers to our own writes.
 
-Each change says whose reconcile it concerns. Our own writes concern nobody: their answers are put in before the watch
-tells of them. No request is made here.
+Each change says which deployments it concerns. Our own writes concern none: their answers are put in before the watch
+reports them. Model names that several deployments claim are conflicts. No request is made here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 from pagemill_operator.backends.kubernetes.slim import slim
 from pagemill_operator.backends.kubernetes.snapshot import OWNER_LABEL, Manifest
-from pagemill_operator.controller.names import Names, claim_of
+from pagemill_operator.plan.planner import name_conflicts
 from pagemill_operator.plan.types import Problem
 
 Identity = tuple[str, str]
 """(namespace, name)"""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The model names of one deployment, read from the raw object: it may be one that cannot be planned."""
+
+    key: str
+    names: tuple[str, ...]
+    weight: int | None
+    created: str
+    """Creation time, RFC 3339 in UTC: sorts by age."""
+
+
+def claim_of(key: str, owner: Manifest) -> Claim:
+    spec = owner.get("spec", {})
+    model = spec.get("model", {})
+    name = model.get("name") or owner["metadata"]["name"]
+    weight = spec.get("routing", {}).get("weight")
+    return Claim(key, (name, *model.get("aliases", [])), weight, owner["metadata"].get("creationTimestamp", ""))
+
+
+class Names:
+    """The model names that deployments claim, and the conflicts among them."""
+
+    def __init__(self) -> None:
+        self._claims: dict[str, Claim] = {}
+        self._conflicts: dict[str, Problem] = {}
+
+    def conflict(self, key: str) -> Problem | None:
+        return self._conflicts.get(key)
+
+    def claim(self, claim: Claim) -> set[str]:
+        """Keys whose conflicts have changed by it."""
+        if self._claims.get(claim.key) == claim:
+            return set()
+        self._claims[claim.key] = claim
+        return self._recompute()
+
+    def drop(self, key: str) -> set[str]:
+        return self._recompute() if self._claims.pop(key, None) else set()
+
+    def _recompute(self) -> set[str]:
+        oldest_first = sorted(self._claims.values(), key=lambda claim: (claim.created, *claim.key.split("/")))
+        before, self._conflicts = self._conflicts, name_conflicts(oldest_first)
+        return {key for key in before.keys() | self._conflicts.keys() if before.get(key) != self._conflicts.get(key)}
 
 
 class Cache:
@@ -131,7 +177,7 @@ class Cache:
         return {key}
 
     def _gateway_changed(self, pod: Manifest, *, gone: bool = False) -> set[str]:
-        """Everybody, when the first gateway becomes ready or the last one ceases to be."""
+        """All deployments, when the first gateway becomes ready or the last one ceases to be."""
         if not self._is_gateway(pod):
             return set()
         had_one = self.num_gateways_ready() > 0

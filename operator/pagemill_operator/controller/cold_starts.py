@@ -1,15 +1,15 @@
 """Cold starts as they are measured: each pod that became ready under this leader, once, with its engine's own phases.
 
-Neighbours: `load.store` has what engines told, `backends.kubernetes.observe.start` makes phases of it, `reconcile` asks
-for each deployment it looks at and shows the latest start in the status.
+A pod's conditions have times of whole seconds, the engine's own phases are exact. Neighbours: `load.store` has what
+engines report of their starts; `reconcile` asks for each deployment and shows the latest start in the status.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
+from typing import Any
 
-from pagemill_operator.backends.kubernetes.observe.start import start_of
 from pagemill_operator.backends.kubernetes.render.names import ENGINE
 from pagemill_operator.backends.kubernetes.snapshot import Manifest
 from pagemill_operator.controller.metrics import OperatorMetrics
@@ -17,17 +17,22 @@ from pagemill_operator.status.observation import LastStart
 from pagemill_protocol.load import EngineStart
 from pagemill_protocol.state import WAKE
 
+ENGINE_PHASES = ("load", "warm", "first_token")
+PHASES = ("schedule", "pull", "boot", *ENGINE_PHASES, "total")
+"""In their order, from the pod's creation: until it has a node; until its container runs; until the engine looks at the
+model, and what lies between the engine's readiness and the kubelet's next look; the engine's own three."""
+
 
 class ColdStarts:
     def __init__(
         self,
-        told: Callable[[str], Mapping[str, EngineStart]],
+        reported: Callable[[str], Mapping[str, EngineStart]],
         metrics: OperatorMetrics,
         *,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
-        """`told`: of a key, what engines told of their starts, by pod's uid."""
-        self._told = told
+        """`reported`: what the engines of a key report of their starts, by pod's uid."""
+        self._reported = reported
         self._metrics = metrics
         self._now = now
         self._since: datetime | None = None
@@ -41,7 +46,7 @@ class ColdStarts:
     def look(self, key: str, pods: Iterable[Manifest]) -> LastStart | None:
         """Measure what has become ready; the latest start that is known."""
         self._since = self._since or self._now()
-        engines, by_uid = self._told(key), {pod["metadata"]["uid"]: pod for pod in pods}
+        engines, by_uid = self._reported(key), {pod["metadata"]["uid"]: pod for pod in pods}
         measured = self._measured[key] = self._measured.get(key, set()) & by_uid.keys()
         self._look_for_wakes(key, {uid: engines[uid] for uid in by_uid.keys() & engines.keys()}, by_uid)
         for uid in (by_uid.keys() & engines.keys()) - measured:
@@ -75,3 +80,40 @@ class ColdStarts:
     def _is_ours(self, pod: Manifest) -> bool:
         created = pod["metadata"].get("creationTimestamp")
         return bool(created) and self._since is not None and datetime.fromisoformat(created) >= self._since
+
+
+def start_of(pod: Manifest, main: str, engine: Mapping[str, float]) -> LastStart | None:
+    """None while it has not come that far, and of a container that was started again: that is no cold start."""
+    created, scheduled = _time(pod["metadata"].get("creationTimestamp")), _since(pod, "PodScheduled")
+    containers: list[dict[str, Any]] = pod.get("status", {}).get("containerStatuses") or []
+    status = next((each for each in containers if each["name"] == main), {})
+    running = _time(status.get("state", {}).get("running", {}).get("startedAt"))
+    ready = _since(pod, "Ready")
+    if created is None or scheduled is None or running is None or ready is None or status.get("restartCount"):
+        return None
+    own = {phase: max(0.0, engine.get(phase, 0.0)) for phase in ENGINE_PHASES}
+    boot_s = (ready - running).total_seconds() - sum(own.values())
+    seconds = {
+        "schedule": (scheduled - created).total_seconds(),
+        "pull": (running - scheduled).total_seconds(),
+        "boot": boot_s,
+        **own,
+        "total": (ready - created).total_seconds(),
+    }
+    # A clock that was set back must not make a phase take less than no time.
+    return LastStart(
+        pod["metadata"]["name"],
+        ready.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        {phase: round(max(0.0, seconds[phase]), 3) for phase in PHASES},
+    )
+
+
+def _since(pod: Manifest, kind: str) -> datetime | None:
+    """When that condition became true, if it is."""
+    conditions: list[dict[str, Any]] = pod.get("status", {}).get("conditions") or []
+    found = next((each for each in conditions if each["type"] == kind and each["status"] == "True"), {})
+    return _time(found.get("lastTransitionTime"))
+
+
+def _time(text: str | None) -> datetime | None:
+    return datetime.fromisoformat(text) if text else None

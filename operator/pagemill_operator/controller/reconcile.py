@@ -12,6 +12,9 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
+from pydantic import ValidationError
+
+from pagemill_crds.models import LLMDeployment
 from pagemill_operator.backends.kubernetes.backend import KubernetesCluster
 from pagemill_operator.backends.kubernetes.client import ApiError, Client, Unreachable
 from pagemill_operator.backends.kubernetes.kinds import LLM_DEPLOYMENT
@@ -21,15 +24,19 @@ from pagemill_operator.controller.cache import Cache
 from pagemill_operator.controller.cold_starts import ColdStarts
 from pagemill_operator.controller.events import EventRecorder
 from pagemill_operator.controller.metrics import OperatorMetrics
-from pagemill_operator.controller.reading import read_plan
 from pagemill_operator.controller.status_writing import merge_patch, ready_after_s, soonest_s, wait_s
+from pagemill_operator.plan.planner import make_plan
 from pagemill_operator.plan.types import Plan, Problem
-from pagemill_operator.status.events import events_between
+from pagemill_operator.status.conditions import events_between
 
 SETTLE_S = 1.0
 """After children were written, their first news are waited for before the status is."""
 SETTLE_LONGEST_S = 3.0
 """Whatever goes on being written: then the status is."""
+
+
+MAX_PROBLEMS = 8
+"""Of an invalid spec that a condition lists."""
 
 
 class Reconciler:
@@ -169,3 +176,25 @@ class Reconciler:
 
 def _version(owner: Manifest) -> tuple[str, int]:
     return owner["metadata"]["uid"], owner["metadata"].get("generation", 0)
+
+
+def read_plan(owner: Manifest) -> tuple[Plan | None, Sequence[Problem]]:
+    """(plan, nothing), or (None, problems): the API server lets through what the models refuse."""
+    document = {
+        "apiVersion": "pagemill.dev/v1alpha1",
+        "kind": "LLMDeployment",
+        "metadata": owner["metadata"],
+        "spec": owner.get("spec", {}),
+    }
+    try:
+        return make_plan(LLMDeployment.model_validate(document), "kubernetes"), ()
+    except ValidationError as error:
+        return None, [_problem(detail) for detail in error.errors()[:MAX_PROBLEMS]]
+    except ValueError as error:
+        return None, [Problem("spec", "", f"cannot be planned: {error}")]
+
+
+def _problem(detail: object) -> Problem:
+    assert isinstance(detail, dict)
+    field = ".".join(str(part) for part in detail["loc"])
+    return Problem(field, str(detail.get("input", ""))[:80], str(detail["msg"]))

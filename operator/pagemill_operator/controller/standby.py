@@ -16,14 +16,13 @@ from typing import NamedTuple
 
 import aiohttp
 
-from pagemill_operator.backends.engine_calls import Call, call_engine
 from pagemill_operator.backends.kubernetes.client import ApiError, Client, NotLeading, Unreachable
 from pagemill_operator.backends.kubernetes.kinds import POD
-from pagemill_operator.backends.kubernetes.observe.rest import Rest, told_rest
+from pagemill_operator.backends.kubernetes.observe.pods import Rest, ordered_rest
 from pagemill_operator.backends.kubernetes.ownership import is_ending
 from pagemill_operator.backends.kubernetes.render.names import REST_ANNOTATION, engine_name
 from pagemill_operator.backends.kubernetes.snapshot import Manifest
-from pagemill_operator.backends.standby import Orders, next_orders
+from pagemill_operator.backends.standby import Call, Orders, call_engine, next_orders
 from pagemill_operator.controller.cache import Cache
 from pagemill_operator.load.store import LoadStore
 from pagemill_operator.plan.types import Plan
@@ -96,7 +95,7 @@ class Standby:
             self._told[_uid(pods[name])] = _Told(rest, math.inf)
             self._begin(self._tell(plan, pods[name], rest))
         for pod in (pods[replica.name] for replica in replicas if replica.phase == "ready"):
-            if told_rest(pod) is not None and _uid(pod) not in self._told:
+            if ordered_rest(pod) is not None and _uid(pod) not in self._told:
                 self._told[_uid(pod)] = _Told(None, math.inf)
                 self._begin(self._ready_again(pod))
 

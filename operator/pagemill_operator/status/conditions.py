@@ -1,4 +1,6 @@
-"""Conditions of a deployment, computed from what a backend observed. Pure: the caller gives the time.
+"""Conditions of a deployment, computed from what a backend observed, and the events that follow from their changes.
+
+Pure: the caller gives the time.
 
 Neighbours: a backend fills `observation.Observation`; the models of `pagemill_crds.status` are the result. Every
 condition is always there (Unknown while nothing is known). Its transition time moves only when its status does, its
@@ -8,8 +10,8 @@ message only when it says something new.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, NamedTuple
 
 from pagemill_crds.status import Condition
 from pagemill_operator.status.observation import Fault, Observation, Phase, ReplicaObservation
@@ -28,6 +30,8 @@ NOT_DECIDED = "NotDecided"
 """Nothing is known yet, above all by an operator that has just begun to lead: what was told before still stands."""
 OLDER_SERVE = "replicas of an earlier spec still serve"
 MAX_MESSAGE_CHARS = 4096
+MAX_EVENT_CHARS = 1024
+"""Kubernetes accepts no longer note."""
 
 
 class Finding(NamedTuple):
@@ -221,3 +225,51 @@ def _faults(seen: Observation) -> Iterator[Fault]:
 
 def _first_fault(seen: Observation, stage: str) -> Fault | None:
     return next((fault for fault in _faults(seen) if fault.stage == stage), None)
+
+
+class WantedEvent(NamedTuple):
+    """Worth an Event: it became ready, a fault came, or its size changed."""
+
+    type: Literal["Normal", "Warning"]
+    reason: str
+    message: str
+
+
+def events_between(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[WantedEvent]:
+    """What has changed between two statuses (JSON); an empty `old` is a deployment that was just created.
+
+    A fault that several conditions share is one event.
+    """
+    return [*_scaled_event(old, new), *_fault_events(old, new), *_ready_event(old, new)]
+
+
+def _scaled_event(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[WantedEvent]:
+    before, after = old.get("desiredReplicas"), new.get("desiredReplicas")
+    if None not in (before, after) and before != after:
+        why = (new.get("lastScaling") or {}).get("reason", "")
+        # Where a person has changed the spec, that is the whole reason.
+        message = f"from {before} to {after} replicas" + (f": {why}" if why and not why.startswith("spec.") else "")
+        yield WantedEvent("Normal", "Scaled", message[:MAX_EVENT_CHARS])
+
+
+def _fault_events(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[WantedEvent]:
+    known = {condition["reason"] for condition in _false(old)}
+    for condition in _false(new):
+        reason = condition["reason"]
+        if reason not in known and reason not in PROGRESS and reason != "NotPlanned":
+            known.add(reason)
+            yield WantedEvent("Warning", reason, condition["message"][:MAX_EVENT_CHARS])
+
+
+def _ready_event(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[WantedEvent]:
+    before, after = _ready_of(old), _ready_of(new)
+    if after and after["status"] == "True" and (before is None or before["status"] != "True"):
+        yield WantedEvent("Normal", "Ready", after["message"][:MAX_EVENT_CHARS])
+
+
+def _ready_of(status: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    return next((each for each in status.get("conditions", []) if each["type"] == "Ready"), None)
+
+
+def _false(status: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    return (each for each in status.get("conditions", []) if each["status"] == "False")

@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, field
 
 import aiohttp
 
 from pagemill_operator.autoscaler.records import Record, encode_record
 from pagemill_operator.backends.base import Cluster, Event
-from pagemill_operator.backends.local.cores import threads_per_engine
 from pagemill_operator.backends.local.gateway import Gateway
-from pagemill_operator.backends.local.gpus import least_used
 from pagemill_operator.backends.local.load import Load, read_load
+from pagemill_operator.backends.local.machine import least_used, threads_per_engine
 from pagemill_operator.backends.local.ports import ensure_bindable, free_port
-from pagemill_operator.backends.local.replicas import Replica, engine_launcher, unused_name
-from pagemill_operator.backends.local.resting import Resting
+from pagemill_operator.backends.local.replicas import Deployment, Replica, SleepCalls, engine_launcher, unused_name
 from pagemill_operator.backends.local.scaling import LocalScaling
 from pagemill_operator.backends.local.settings import LocalSettings
 from pagemill_operator.backends.local.state_dir import StateDir
@@ -31,9 +27,9 @@ from pagemill_operator.backends.local.supervisor import Supervisor
 from pagemill_operator.backends.rollout import Actions, next_actions
 from pagemill_operator.backends.standby import next_orders
 from pagemill_operator.plan.planner import name_conflicts
-from pagemill_operator.plan.types import Group, Plan, Problem
+from pagemill_operator.plan.types import Plan
 from pagemill_operator.status.conditions import Observation
-from pagemill_protocol.catalog import Catalog, CatalogModel, QueueLimits
+from pagemill_protocol.catalog import Catalog
 from pagemill_protocol.load import EngineHeld
 
 logger = logging.getLogger("pagemill.operator.local")
@@ -42,24 +38,6 @@ TELL_TIMEOUT_S = 2.0
 """A draining replica waits this long for the gateway to know; then it drains anyway."""
 KILL_MARGIN_S = 5.0
 """After its drain time a process gets this much more to end by itself."""
-
-
-@dataclass(eq=False)
-class Deployment:
-    plan: Plan
-    token: str = field(default_factory=lambda: secrets.token_urlsafe(32))
-    replicas: list[Replica] = field(default_factory=list)
-    """Oldest first."""
-    conflict: Problem | None = None
-    wanted: bool = True
-
-    @property
-    def group(self) -> Group:
-        return self.plan.groups[0]
-
-    @property
-    def carried_out(self) -> bool:
-        return self.wanted and self.conflict is None and not self.plan.problems
 
 
 class LocalBackend(Cluster):
@@ -83,7 +61,7 @@ class LocalBackend(Cluster):
         self._reconciler: asyncio.Task[None] | None = None
         self.gateway: Gateway
         self._scaling: LocalScaling
-        self._resting: Resting
+        self._sleep_calls: SleepCalls
         self._started_s = 0.0
 
     @property
@@ -107,7 +85,7 @@ class LocalBackend(Cluster):
             on_change=self._changed,
             on_event=self._on_event,
         )
-        self._resting = Resting(self._session, self._changed)
+        self._sleep_calls = SleepCalls(self._session, self._changed)
         self.gateway.supervisor.start()
         self._reconciler = asyncio.create_task(self._keep_reconciling(), name="reconcile")
         self._scaling = LocalScaling(
@@ -160,7 +138,7 @@ class LocalBackend(Cluster):
             return
         self._stopped = True
         await self._scaling.close()
-        await self._resting.close()
+        await self._sleep_calls.close()
         self._reconciler.cancel()
         await asyncio.gather(self._reconciler, return_exceptions=True)
         timeout_s = self._settings.stop_timeout_s
@@ -227,7 +205,7 @@ class LocalBackend(Cluster):
             seen = [replica.observation for replica in deployment.replicas]
             actions = next_actions(plan.groups[0], seen, held, plan.standby)
             staying = [replica for replica in seen if replica.name not in actions.drain]
-            self._resting.carry_out(next_orders(plan, staying, held), deployment.replicas, deployment.token)
+            self._sleep_calls.carry_out(next_orders(plan, staying, held), deployment.replicas, deployment.token)
         else:
             actions = Actions(0, [replica.name for replica in deployment.replicas if replica.ending is None])
         num_starts, names = actions
@@ -298,24 +276,4 @@ class LocalBackend(Cluster):
 
     def _catalog(self) -> Catalog:
         served = (each for each in self._deployments.values() if each.replicas or each.carried_out)
-        return Catalog([_catalog_model(deployment) for deployment in served])
-
-
-def _catalog_model(deployment: Deployment) -> CatalogModel:
-    plan = deployment.plan
-    endpoints = [replica.endpoint for replica in deployment.replicas]
-    return CatalogModel(
-        namespace=plan.namespace,
-        deployment=plan.name,
-        name=plan.model_name,
-        aliases=list(plan.names[1:]),
-        weight=100 if plan.weight is None else plan.weight,
-        engine_token=deployment.token,
-        prefix_scope=plan.prefix_scope,
-        routing_policy=plan.routing_policy,
-        session_header=plan.session_header,
-        wakes=deployment.carried_out and plan.autoscaling is not None and plan.autoscaling.mode == "Active",
-        queue=QueueLimits(**asdict(plan.queue)) if plan.queue is not None else None,
-        chat_template=plan.chat_template,
-        endpoints=[endpoint for endpoint in endpoints if endpoint is not None],
-    )
+        return Catalog([deployment.catalog_model for deployment in served])

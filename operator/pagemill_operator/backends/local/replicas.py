@@ -1,23 +1,32 @@
-"""Replicas of one deployment on this machine: how an engine is started, and what each replica is observed to do."""
+"""Deployments and their replicas on this machine: how an engine is started, observed, put to sleep and woken.
+
+Neighbours: `backend` decides what is started and drained, `supervisor` keeps each process running.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import secrets
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from pagemill_operator.backends.local.gpus import VISIBLE
+import aiohttp
+
+from pagemill_operator.backends.local.machine import VISIBLE
 from pagemill_operator.backends.local.ports import free_port
 from pagemill_operator.backends.local.settings import LocalSettings
 from pagemill_operator.backends.local.state_dir import StateDir
 from pagemill_operator.backends.local.supervisor import Launch, Supervisor
-from pagemill_operator.plan.types import Process
+from pagemill_operator.backends.standby import Call, Orders, call_engine
+from pagemill_operator.plan.types import Group, Plan, Problem, Process
 from pagemill_operator.status.conditions import ReplicaObservation
-from pagemill_protocol.catalog import Endpoint
+from pagemill_protocol.catalog import CatalogModel, Endpoint, QueueLimits
 
 LOOPBACK = "127.0.0.1"
+SLEEP_RETRY_S = 10.0
+"""After a call that an engine did not follow."""
 
 
 @dataclass(eq=False)
@@ -32,7 +41,7 @@ class Replica:
     ending: asyncio.Task[None] | None = field(default=None)
     """Set once it is being drained."""
     ordered: Literal["asleep", "waking"] | None = None
-    """What it was told to be, while it is being told."""
+    """The phase that it was ordered to take, while the call runs."""
 
     @property
     def name(self) -> str:
@@ -58,6 +67,91 @@ class Replica:
             terminating=self.supervisor.phase == "draining",
             probed_ready=self.supervisor.phase == "ready",
         )
+
+
+@dataclass(eq=False)
+class Deployment:
+    plan: Plan
+    token: str = field(default_factory=lambda: secrets.token_urlsafe(32))
+    replicas: list[Replica] = field(default_factory=list)
+    """Oldest first."""
+    conflict: Problem | None = None
+    wanted: bool = True
+
+    @property
+    def group(self) -> Group:
+        return self.plan.groups[0]
+
+    @property
+    def carried_out(self) -> bool:
+        return self.wanted and self.conflict is None and not self.plan.problems
+
+    @property
+    def catalog_model(self) -> CatalogModel:
+        """What the gateway serves."""
+        plan = self.plan
+        endpoints = [replica.endpoint for replica in self.replicas]
+        return CatalogModel(
+            namespace=plan.namespace,
+            deployment=plan.name,
+            name=plan.model_name,
+            aliases=list(plan.names[1:]),
+            weight=100 if plan.weight is None else plan.weight,
+            engine_token=self.token,
+            prefix_scope=plan.prefix_scope,
+            routing_policy=plan.routing_policy,
+            session_header=plan.session_header,
+            wakes=self.carried_out and plan.autoscaling is not None and plan.autoscaling.mode == "Active",
+            queue=QueueLimits(**asdict(plan.queue)) if plan.queue is not None else None,
+            chat_template=plan.chat_template,
+            endpoints=[endpoint for endpoint in endpoints if endpoint is not None],
+        )
+
+
+class SleepCalls:
+    """Puts engines of this machine to sleep and wakes them, one call at a time for each; `standby` decides which."""
+
+    def __init__(self, session: aiohttp.ClientSession, on_change: Callable[[], None]) -> None:
+        self._session = session
+        self._on_change = on_change
+        self._calls: dict[str, asyncio.Task[None]] = {}
+        """By replica's name."""
+
+    def carry_out(self, orders: Orders, replicas: Iterable[Replica], token: str) -> None:
+        for replica in replicas:
+            if replica.name in self._calls:
+                continue
+            if replica.name in orders.wake:
+                replica.ordered = "waking"
+                self._begin(replica, token, "wake_up")
+            elif replica.name in orders.sleep:
+                replica.ordered = "asleep"
+                self._begin(replica, token, "sleep")
+
+    async def close(self) -> None:
+        calls = list(self._calls.values())
+        for task in calls:
+            task.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+
+    def _begin(self, replica: Replica, token: str, call: Call) -> None:
+        self._calls[replica.name] = asyncio.create_task(self._run(replica, token, call), name=f"{call}:{replica.name}")
+
+    async def _run(self, replica: Replica, token: str, call: Call) -> None:
+        launch, fault = replica.supervisor.launch, ""
+        try:
+            if launch is not None:
+                fault = await call_engine(self._session, launch.control_url, token, call)
+            await replica.supervisor.refresh()
+            replica.ordered = None
+            if fault:
+                replica.supervisor.warn(f"{call} was not followed: {fault}")
+                self._on_change()
+                await asyncio.sleep(SLEEP_RETRY_S)
+        finally:
+            replica.ordered = None
+            del self._calls[replica.name]
+            self._on_change()
 
 
 def engine_launcher(

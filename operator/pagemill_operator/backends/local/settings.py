@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pagemill_operator.backends.local.gpus import visible_gpus
+from pagemill_operator.backends.local.machine import visible_gpus
 from pagemill_protocol.cgroup import usable_cores
 from pagemill_protocol.settings import runtime_folder
 

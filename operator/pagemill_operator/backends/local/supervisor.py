@@ -1,13 +1,14 @@
 """Keeps one process running: starts it, follows its `/readyz`, restarts it when it crashed or hangs, and ends it.
 
 Knows nothing of engines or gateways: `prepare` says what to start, afresh for each start (new ports). Every wait has a
-reason: the process's own words from `/readyz`, or why it crashed and when it starts again.
+reason: what the process answers to `/readyz`, or why it crashed and when it starts again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,14 +17,26 @@ import aiohttp
 
 from pagemill_operator.backends.base import Event
 from pagemill_operator.backends.local.child import Child
-from pagemill_operator.backends.local.readyz import Answer, ask_alive, ask_readyz
 from pagemill_operator.backends.local.settings import LocalSettings
 from pagemill_operator.backends.local.state_dir import StateDir
 from pagemill_operator.plan.types import Probe
 from pagemill_operator.status.conditions import Phase
 
+READYZ_TIMEOUT = aiohttp.ClientTimeout(total=2.0)
+MAX_READYZ_BYTES = 64 * 1024
 _UNREADY: Mapping[str, Phase] = {"sleeping": "asleep", "waking": "waking"}
-"""What a process says of itself that is neither ready nor on its way there for the first time."""
+"""Phases of `/readyz` in which a process is neither ready nor starting."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a process answers to `/readyz`."""
+
+    ready: bool
+    message: str
+    """Why not, for people: phase and detail."""
+    phase: str = ""
+    """As the process names it."""
 
 
 @dataclass(frozen=True)
@@ -84,11 +97,11 @@ class Supervisor:
         self._task = asyncio.create_task(self._supervise(), name=f"supervise:{self.name}")
 
     def warn(self, message: str) -> None:
-        """Tell people something about this process."""
+        """Report something about this process to people."""
         self._on_event(Event(self.name, message, time.monotonic() - self._started_s, warning=True))
 
-    async def look(self) -> None:
-        """Ask it now how it is: somebody has just told it to be otherwise."""
+    async def refresh(self) -> None:
+        """Ask now for its phase: it was just ordered to change it."""
         if self.launch is not None:
             await self._ask(self.launch)
 
@@ -200,16 +213,54 @@ class Supervisor:
                 self._ready_s = time.monotonic()
                 self.was_ready = True
                 self._set("ready", "Ready", "ready")
-                self._tell("ready")
+                self._report("ready")
             return
         phase = _UNREADY.get(answer.phase, "loading")
-        if (self.phase, self.message) != (phase, answer.words):
-            self._set(phase, phase.capitalize(), answer.words)
-            self._tell(answer.words)
+        if (self.phase, self.message) != (phase, answer.message):
+            self._set(phase, phase.capitalize(), answer.message)
+            self._report(answer.message)
 
     def _set(self, phase: Phase, reason: str, message: str) -> None:
         self.phase, self.reason, self.message = phase, reason, message
         self._on_change()
 
-    def _tell(self, message: str) -> None:
+    def _report(self, message: str) -> None:
         self._on_event(Event(self.name, message, time.monotonic() - self._started_s))
+
+
+async def ask_readyz(session: aiohttp.ClientSession, control_url: str) -> Answer | None:
+    """`None` while nothing answers."""
+    try:
+        async with session.get(f"{control_url}/readyz", timeout=READYZ_TIMEOUT) as response:
+            body = await response.content.read(MAX_READYZ_BYTES)
+            return Answer(response.status == 200, describe(body), phase_of(body))
+    except (aiohttp.ClientError, TimeoutError, OSError):
+        return None
+
+
+async def ask_alive(session: aiohttp.ClientSession, url: str) -> bool:
+    """Whether a liveness question is answered with 200, and soon."""
+    try:
+        async with session.get(url, timeout=READYZ_TIMEOUT) as response:
+            return response.status == 200
+    except (aiohttp.ClientError, TimeoutError, OSError):
+        return False
+
+
+def phase_of(body: bytes) -> str:
+    try:
+        return str(json.loads(body).get("phase", ""))
+    except (ValueError, AttributeError):
+        return ""
+
+
+def describe(body: bytes) -> str:
+    """`{"phase": "loading", "detail": "weights 40 %"}` -> `loading weights 40 %`."""
+    try:
+        answer = json.loads(body)
+        phase, detail = str(answer.get("phase", "")), str(answer.get("detail", ""))
+    except (ValueError, AttributeError):
+        return "not ready"
+    if detail.startswith(phase):
+        phase = ""
+    return f"{phase} {detail}".strip()[:300] or "not ready"

@@ -8,7 +8,6 @@ from typing import Any
 from pagemill_operator.backends.kubernetes.model_volume import is_loaded
 from pagemill_operator.backends.kubernetes.observe.cause import Cause
 from pagemill_operator.backends.kubernetes.observe.creation import not_applied, not_created
-from pagemill_operator.backends.kubernetes.observe.patience import LOADER_POD_S, VOLUME_S, left_s
 from pagemill_operator.backends.kubernetes.observe.pods import observe_pod
 from pagemill_operator.backends.kubernetes.observe.scheduling import volume_message
 from pagemill_operator.backends.kubernetes.render.loader import loader_name
@@ -24,6 +23,10 @@ from pagemill_operator.backends.kubernetes.snapshot import Manifest, Snapshot
 from pagemill_operator.plan.types import Plan, Problem, Process
 from pagemill_operator.status.observation import Fault, Observation, ReplicaObservation
 
+VOLUME_S = 30.0
+"""Until a claim's volume is usually there; longer is a fault."""
+LOADER_POD_S = 15.0
+"""Until a Job has its pod."""
 OLDER = "older"
 """Digest of pods that were not made from the plan."""
 
@@ -100,7 +103,7 @@ def _waits_for_its_pod(job: Manifest) -> bool:
 
 
 def _look_again_s(snapshot: Snapshot, plan: Plan | None, now: datetime | None) -> float | None:
-    """When patience ends with what is not there yet: no event tells that."""
+    """When something that is not there yet becomes a fault: no event of the cluster marks that."""
     waits = []
     claim = snapshot.child("PersistentVolumeClaim", claim_name(snapshot.name))
     if claim and _is_pending(claim):
@@ -158,7 +161,7 @@ def _lost_claim(snapshot: Snapshot) -> Cause | None:
 
 
 def _unplanned(snapshot: Snapshot, plan: Plan, replicas: tuple[ReplicaObservation, ...]) -> Problem | None:
-    """Only pods can read the source: until one has, nobody knows whether the plan works."""
+    """Only pods can read the source: until one has, it is not known whether the plan works."""
     digests = {group.digest for group in plan.groups}
     if any(replica.phase == "ready" and replica.digest in digests for replica in replicas):
         return None
@@ -191,3 +194,13 @@ def _condition(manifest: Manifest, kind: str) -> dict[str, Any]:
 def _is_true(manifest: Manifest, kind: str) -> dict[str, Any] | None:
     condition = _condition(manifest, kind)
     return condition if condition.get("status") == "True" else None
+
+
+def left_s(manifest: Manifest, patience_s: float, now: datetime | None) -> float:
+    """Seconds until it has existed for so long; 0 when it has, and where a time is not known."""
+    created = manifest["metadata"].get("creationTimestamp")
+    if created is None or now is None:
+        return 0.0
+    age_s = (now - datetime.fromisoformat(created)).total_seconds()
+    # A clock that was set back must not hide a fault for ever.
+    return patience_s - age_s if 0 <= age_s < patience_s else 0.0

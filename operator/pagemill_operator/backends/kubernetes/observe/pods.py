@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import datetime, timedelta
-from typing import Any
+from typing import Any, Literal
 
 from pagemill_operator.backends.kubernetes.observe.cause import Cause
 from pagemill_operator.backends.kubernetes.observe.container import (
@@ -13,11 +13,13 @@ from pagemill_operator.backends.kubernetes.observe.container import (
     unready_cause,
     waiting_cause,
 )
-from pagemill_operator.backends.kubernetes.observe.rest import told_rest
 from pagemill_operator.backends.kubernetes.observe.scheduling import unschedulable
+from pagemill_operator.backends.kubernetes.render.names import REST_ANNOTATION
 from pagemill_operator.backends.kubernetes.snapshot import Manifest
 from pagemill_operator.plan.types import Process
 from pagemill_operator.status.observation import Phase, ReplicaObservation
+
+Rest = Literal["asleep", "waking"]
 
 CLOCK_STEP = timedelta(seconds=1)
 """Times of a status have whole seconds."""
@@ -33,6 +35,16 @@ def observe_pod(
     phase, cause = _phase(pod, main, process, sleeps)
     name = str(pod["metadata"]["name"])
     return ReplicaObservation(name, phase, digest, *(cause or ("", "")))
+
+
+def ordered_rest(pod: Manifest) -> Rest | None:
+    """What the operator has ordered the engine to do, if it was not ready since.
+
+    Gateways report at once whether an engine sleeps, and the kubelet sees it late. Where gateways report nothing, as to
+    an operator that has just begun to lead, a pod that sleeps is not taken for one that fails to be ready.
+    """
+    ordered = (pod["metadata"].get("annotations") or {}).get(REST_ANNOTATION)
+    return ordered if ordered in ("asleep", "waking") else None
 
 
 def _phase(pod: Manifest, main: str, process: Process | None, sleeps: bool) -> tuple[Phase, Cause | None]:
@@ -78,7 +90,7 @@ def _on_node(pod: Manifest, main: str, sleeps: bool) -> tuple[Phase, Cause | Non
         return "asleep", None
     if not _was_ready(pod, status):
         return "loading", None
-    rest = told_rest(pod)
+    rest = ordered_rest(pod)
     return (rest, None) if rest is not None else ("loading", unready_cause())
 
 

@@ -1,19 +1,33 @@
-"""All children of one `LLMDeployment`, in the order in which they are needed."""
+"""All children of one `LLMDeployment` in the order in which they are needed, and the engine Deployment among them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from pagemill_operator.backends.kubernetes.render.config import render_config, render_tokens
-from pagemill_operator.backends.kubernetes.render.deployment import render_deployment, render_disruption_budget
 from pagemill_operator.backends.kubernetes.render.loader import render_claim, render_loader
+from pagemill_operator.backends.kubernetes.render.names import (
+    AWAKE_ANNOTATION,
+    GENERATION_ANNOTATION,
+    awake_note,
+    child,
+    engine_name,
+    selector,
+)
 from pagemill_operator.backends.kubernetes.render.network import (
     render_network_policy,
     render_pod_monitor,
     render_service,
 )
+from pagemill_operator.backends.kubernetes.render.pod import engine_template
 from pagemill_operator.backends.kubernetes.snapshot import Manifest, Owner, RenderContext
 from pagemill_operator.plan.types import Plan
+
+PROGRESS_DEADLINE_S = 3 * 3600
+"""A large model may take hours to arrive; a start that fails says so itself and does not wait for this."""
+MIN_READY_S = 5
+"""Gateways know a new pod before an old one starts to drain."""
+REVISION_HISTORY = 2
 
 
 def render_children(plan: Plan, owner: Owner, context: RenderContext) -> list[Manifest]:
@@ -22,7 +36,7 @@ def render_children(plan: Plan, owner: Owner, context: RenderContext) -> list[Ma
 
 
 def _children(plan: Plan, owner: Owner, context: RenderContext) -> Iterator[Manifest]:
-    # First what limits, then what runs: no pod is ever reachable by everybody.
+    # First what limits, then what runs: no pod is ever reachable from everywhere.
     yield render_network_policy(plan, owner, context)
     yield render_service(plan, owner)
     yield render_tokens(owner, context.tokens)
@@ -37,3 +51,34 @@ def _children(plan: Plan, owner: Owner, context: RenderContext) -> Iterator[Mani
     if plan.cache is None or context.loader_done:
         yield render_config(plan, owner)
         yield render_deployment(plan, owner, context)
+
+
+def render_deployment(plan: Plan, owner: Owner, context: RenderContext) -> Manifest:
+    group = plan.groups[0]
+    spec = {
+        "replicas": plan.all_replicas,
+        "selector": {"matchLabels": selector(plan.name)},
+        "strategy": {
+            "type": "RollingUpdate",
+            "rollingUpdate": {"maxSurge": group.max_surge, "maxUnavailable": group.max_unavailable},
+        },
+        "minReadySeconds": MIN_READY_S,
+        "progressDeadlineSeconds": PROGRESS_DEADLINE_S,
+        "revisionHistoryLimit": REVISION_HISTORY,
+        "template": engine_template(plan, context),
+    }
+    deployment = child("apps/v1", "Deployment", engine_name(plan.name), owner, spec=spec)
+    notes = {GENERATION_ANNOTATION: str(plan.generation), AWAKE_ANNOTATION: awake_note(plan)}
+    deployment["metadata"]["annotations"] = {name: note for name, note in notes.items() if note is not None}
+    return deployment
+
+
+def render_disruption_budget(plan: Plan, owner: Owner) -> Manifest:
+    """One pod at a time, beside those that sleep, which are never ready; a pod that is not ready may always go, else a
+    broken one would block a node's drain."""
+    spec = {
+        "maxUnavailable": 1 + plan.standby,
+        "selector": {"matchLabels": selector(plan.name)},
+        "unhealthyPodEvictionPolicy": "AlwaysAllow",
+    }
+    return child("policy/v1", "PodDisruptionBudget", engine_name(plan.name), owner, spec=spec)

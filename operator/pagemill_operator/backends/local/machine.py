@@ -1,4 +1,7 @@
-"""Which NVIDIA devices processes on this machine may use, and which of them a new replica gets."""
+"""What this machine has for replicas, and how they share it: its cores and its NVIDIA devices.
+
+How many cores there are: `pagemill_protocol.cgroup`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-"""What CUDA goes by; a user may have set it."""
+"""Limits the devices that CUDA sees; a user may have set it."""
 DEVICES = Path("/dev")
 
 
@@ -23,3 +26,8 @@ def least_used(gpus: Sequence[str], in_use: Iterable[str | None]) -> str | None:
     """The first of those that fewest replicas use; None where there is none."""
     uses = Counter(in_use)
     return min(gpus, key=lambda gpu: uses[gpu], default=None)
+
+
+def threads_per_engine(cores: int, num_engines: int) -> int:
+    """An equal share of the cores, so that engines do not take turns on them."""
+    return max(1, cores // max(1, num_engines))
