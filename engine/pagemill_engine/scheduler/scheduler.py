@@ -105,7 +105,7 @@ class Scheduler:
                 self._finish(seq, "abort")
 
     def raise_allowance(self, client_request_id: str, allowance: int) -> None:
-        """Let each sequence of a request generate up to `allowance` tokens. Unknown ids are ignored: they have ended."""
+        """Let each sequence of a request generate up to `allowance` tokens. Unknown ids have ended."""
         self._admission.raise_allowance(self._clients.get(client_request_id, {}).values(), allowance)
 
     @property
