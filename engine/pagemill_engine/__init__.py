@@ -1,5 +1,5 @@
 """The engine: scheduler, paged KV cache, runners, models, servers."""
 
-from pagemill_engine.settings import tune_openmp
+from pagemill_engine.settings import tune_libraries
 
-tune_openmp()
+tune_libraries()

@@ -15,9 +15,17 @@ _OPENMP = {
 }
 
 
-def tune_openmp() -> None:
-    """What the environment says already wins."""
-    for name, value in _OPENMP.items():
+_ONEDNN = {
+    # torch keeps up to 1,024 compiled oneDNN primitives, one for each shape of a matmul: with prompts of all lengths an
+    # engine grows by hundreds of MiB until they are full. Steps reuse few shapes, and compiling one is cheap.
+    "LRU_CACHE_CAPACITY": "64",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
+}
+
+
+def tune_libraries() -> None:
+    """Variables that the environment sets already are kept."""
+    for name, value in {**_OPENMP, **_ONEDNN}.items():
         os.environ.setdefault(name, value)
 
 
