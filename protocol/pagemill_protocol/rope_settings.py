@@ -115,7 +115,7 @@ def rope_theta(config: Mapping[str, Any], where: str, values: Mapping[str, Any],
     value = config.get(name, DEFAULT_THETA)
     if "rope_theta" in values:
         name, value = f"{where}.rope_theta", values["rope_theta"]
-    if not is_number(value):
+    if not is_number(value) or value <= 0:
         raise RopeError(wrong(name, value, POSITIVE))
     return float(value)
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import httpx2
 import msgspec
 import pytest
-from front_doors import ANSWER_TIMEOUT_S, MAX_MODEL_LEN, MODEL, Answer, Door, start_door, until
+from front_doors import ANSWER_TIMEOUT_S, MAX_MODEL_LEN, MODEL, Answer, Door, start_door
+from waiting import wait_until
 
 from pagemill_operator.backends.local.ports import free_port
 from pagemill_protocol.generate import GenerateRequest
@@ -219,7 +220,7 @@ def test_a_gateway_follows_an_engine_that_was_restarted_with_another_token(tmp_p
             engine.stop()
             engine = start_engine(folders[1], *ports)
             assert read_made_token(engine.control_url) != before
-            until(lambda: gateway.post({"model": MODEL, "prompt": "hi", "max_tokens": 1}).status == 200)
+            wait_until(lambda: gateway.post({"model": MODEL, "prompt": "hi", "max_tokens": 1}).status == 200)
             gateway.serves()
         finally:
             gateway.stop()

@@ -255,7 +255,7 @@ def test_conversations_that_would_have_to_be_changed_are_refused(messages: Any, 
 def test_settings_are_used_as_they_are_or_refused_by_name(tmp_path: Path) -> None:
     config = config_of(tmp_path, {"max_num_seqs": np.int64(3), "eos_token_ids": (1, 2)})
     assert (config.model, config.max_num_seqs, config.eos_token_ids) == (str(tmp_path), 3, [1, 2])
-    for wrong in (True, "3", 3.5, None):
+    for wrong in (True, "3", 3.5):
         with pytest.raises(TypeError, match="max_num_seqs"):
             config_of("m", {"max_num_seqs": wrong})
     with pytest.raises(TypeError, match="model must be a string or a path, got 5"):

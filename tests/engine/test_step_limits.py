@@ -19,19 +19,25 @@ from pagemill_engine.runner.null import NullRunner
 from pagemill_engine.runner.step_limits import GPU_STEPS, choose_step_limits
 from pagemill_engine.scheduler.limits import SchedulerLimits
 from pagemill_protocol.model_spec import ModelSpec
+from pagemill_protocol.models.decoders import decoder_from_config
 
 GIB = 1024**3
 ROOT = Path(__file__).resolve().parents[2]
 EIGHT_B = ModelSpec(
-    architecture="LlamaForCausalLM",
-    num_layers=32,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    vocab_size=128_256,
-    max_position_embeddings=131_072,
+    decoder=decoder_from_config(
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "num_hidden_layers": 32,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "vocab_size": 128256,
+            "max_position_embeddings": 131_072,
+        },
+        Path("config.json"),
+    ),
+    num_parameters=8_030_000_000,
 )
 SIZES = Sizes(weight_bytes=16 * GIB, kv_bytes_per_token=131_072, item_bytes=2, gathers=False)
 SMALL_SIZES = SIZES._replace(weight_bytes=2 * GIB)

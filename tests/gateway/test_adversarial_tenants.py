@@ -14,7 +14,7 @@ import virtual_loop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagemill_gateway.brain.interface import Choice, HashScheme, Target
+from pagemill_gateway.brain.interface import Assignment, HashScheme, Target
 from pagemill_gateway.limits.limiter import Limiter, Reservation
 from pagemill_gateway.limits.memory import MemoryStore
 from pagemill_gateway.limits.refusals import Limited
@@ -32,7 +32,7 @@ CONTEXT, PROMPT = 2000, 7
 NOON_S = 1_795_348_800.0
 SCHEME = HashScheme("w", "auto", 16, 4)
 TARGET = Target("ns/d", "tiny", "digest", CONTEXT, None, "deployment", SCHEME)
-CHOICE = Choice(1, "engine", "http://engine", "")
+ASSIGNMENT = Assignment(1, "engine", "http://engine", "")
 
 
 @dataclass
@@ -93,7 +93,7 @@ class Engines:
         self.by_id: dict[str, Engine] = {}
         self.lossy = False
 
-    async def raise_allowance(self, choice: Choice, request_id: str, tokens: int) -> bool:
+    async def raise_allowance(self, choice: Assignment, request_id: str, tokens: int) -> bool:
         await asyncio.sleep(0)
         if self.lossy or request_id not in self.by_id:
             return False
@@ -115,7 +115,7 @@ class Part:
 
     def _ask(self, counts: dict[int, int], finished: set[int]) -> None:
         name = next(self._ids)
-        allowance = self.growth.begin(CHOICE, name)
+        allowance = self.growth.begin(ASSIGNMENT, name)
         self.engine = Engine(self.request, allowance, self._length, dict(counts), dict(counts), set(finished))
         self._engines.by_id = {key: each for key, each in self._engines.by_id.items() if each is not self.engine}
         self._engines.by_id[name] = self.engine
@@ -193,7 +193,7 @@ class World:
             return False
         record = RequestRecord(route="r", model="tiny")
         record.served_by(TARGET, requests)
-        record.chosen(CHOICE)
+        record.chosen(ASSIGNMENT)
         parts = []
         for request, allowance in zip(requests, reservation.allowances, strict=True):
             assert allowance is not None

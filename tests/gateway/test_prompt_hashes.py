@@ -12,6 +12,8 @@ from pagemill_gateway.brain.interface import HashScheme
 from pagemill_gateway.relay.prompt_hashes import PromptHashes
 from pagemill_gateway.relay.routing_requests import prompt_keys, session_key
 from pagemill_protocol import hashes
+from pagemill_protocol.dialects.chat import ChatBody
+from pagemill_protocol.dialects.completions import CompletionsBody
 from pagemill_protocol.openai.schemas import ChatCompletionRequest, CompletionRequest
 
 SCHEME = HashScheme("weights", "float16", 16, 4)
@@ -72,14 +74,14 @@ def test_prompt_keys_go_by_the_first_user_message_or_the_prompt() -> None:
     system = {"role": "system", "content": "be brief"}
     one, other = ({"role": "user", "content": "q" * 100 + tail} for tail in ("a", "b"))
     keys = [
-        prompt_keys(ChatCompletionRequest(model="m", messages=messages))
+        prompt_keys(ChatBody(ChatCompletionRequest(model="m", messages=messages)))
         for messages in ([system, one], [one], [other], [{"role": "user", "content": "else"}], [system])
     ]
     assert keys[0] == keys[1] == keys[2]
     assert len({*map(tuple, keys)}) == 3
-    texts = prompt_keys(CompletionRequest(model="m", prompt=["q" * 101, "q" * 102, "else"]))
+    texts = prompt_keys(CompletionsBody(CompletionRequest(model="m", prompt=["q" * 101, "q" * 102, "else"])))
     assert texts[0] == texts[1] == keys[0][0] != texts[2]
-    ids = prompt_keys(CompletionRequest(model="m", prompt=[1, 2, 3]))
+    ids = prompt_keys(CompletionsBody(CompletionRequest(model="m", prompt=[1, 2, 3])))
     assert len(ids) == 1
 
 

@@ -17,7 +17,6 @@ from pagemill_protocol.http.auth import hash_key
 
 KEY = {"Authorization": "Bearer sk-one"}
 PROMPT = len("<user>hi<assistant>")
-PATIENCE_S = 60.0
 
 
 def limited(limits: str) -> dict[str, Any]:
@@ -169,7 +168,7 @@ async def test_of_a_short_budget_every_prompt_gets_a_part(engines, gateways, fak
 async def test_a_client_that_leaves_pays_for_what_may_have_been_generated(engines, gateways, fake) -> None:
     engines[0].behaviour = fake.generates(gate=asyncio.Event())
     gateway = await gateways(engines[0], **limited("tokens_per_minute=10000"))
-    store = gateway.gateway.head.sharing.store
+    store = gateway.gateway.control.sharing.store
     charged = 0
     cases = (({"stream": True, "n": 2}, 2), ({"n": 2}, 2 * 16 - 2), ({"best_of": 4}, 4 * 100))
     for fields, generated in cases:
@@ -193,7 +192,7 @@ async def test_an_answer_that_migrates_keeps_its_allowance_and_is_settled_once(e
         engine.behaviour = fake.generates(step_s=0.002)
     gateway = await gateways(*engines[:2], **limited("tokens_per_minute=600"), ejection_base_s=0.05)
     task = asyncio.create_task(gateway.chat(headers=KEY, stream=True, max_tokens=2000))
-    await fake.until(lambda: any(engine.num_raises for engine in engines), PATIENCE_S)
+    await fake.until(lambda: any(engine.num_raises for engine in engines))
     first, second = sorted(engines[:2], key=lambda engine: not engine.num_inside)
     await first.kill()
     reply = await task
@@ -204,7 +203,7 @@ async def test_an_answer_that_migrates_keeps_its_allowance_and_is_settled_once(e
     assert request.token_allowance is not None
     assert request.token_allowance > 256
     assert len(reply.streamed_text) == 600 - PROMPT
-    store = gateway.gateway.head.sharing.store
+    store = gateway.gateway.control.sharing.store
     await fake.until(lambda: store.num_held == 0)
     assert (await gateway.chat(headers=KEY, max_tokens=1)).status == 429, "all of it is used"
 
@@ -216,7 +215,7 @@ async def shared(gateways, engine, server: RedisServer, limits: str) -> Any:
 async def test_gateways_that_share_a_limit_never_exceed_it_together(engines, gateways, server, fake) -> None:
     engines[0].behaviour = fake.generates(step_s=0.001)
     both = [await shared(gateways, engines[0], server, "tokens_per_minute=2000") for _ in range(2)]
-    await fake.until(lambda: all(each.gateway.head.sharing.up for each in both), PATIENCE_S)
+    await fake.until(lambda: all(each.gateway.control.sharing.up for each in both))
     fields = [{"max_tokens": 200}, {"max_tokens": 900}, {}, {"n": 2, "max_tokens": 400}]
     replies = await asyncio.gather(*(each.chat(headers=KEY, **more) for more in fields * 4 for each in both))
     served = [reply for reply in replies if reply.status == 200]
@@ -228,12 +227,12 @@ async def test_gateways_that_share_a_limit_never_exceed_it_together(engines, gat
 async def test_while_redis_is_away_each_gateway_keeps_to_its_share(engines, gateways, server, fake) -> None:
     engines[0].behaviour = fake.generates(step_s=0.001)
     both = [await shared(gateways, engines[0], server, "tokens_per_minute=2000") for _ in range(2)]
-    sharings = [each.gateway.head.sharing for each in both]
-    await fake.until(lambda: all(each.up and each.store.num_gateways == 2 for each in sharings), PATIENCE_S)
+    sharings = [each.gateway.control.sharing for each in both]
+    await fake.until(lambda: all(each.up and each.store.num_gateways == 2 for each in sharings))
     long = [asyncio.create_task(each.chat(headers=KEY, max_tokens=2000)) for each in both]
     await fake.until(lambda: engines[0].num_inside == 2)
     await asyncio.to_thread(server.kill)
-    await fake.until(lambda: not any(each.up for each in sharings), PATIENCE_S)
+    await fake.until(lambda: not any(each.up for each in sharings))
     for task, each in zip(long, both, strict=True):
         reply = await task
         assert finish_reasons(reply) == {"length"}

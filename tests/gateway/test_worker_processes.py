@@ -289,10 +289,10 @@ async def test_a_brain_that_replaces_another_one_asks_for_the_token_that_was_mad
             return response.status
 
     assert await status() == 200
-    old = family.pid("brain")
+    old = family.pid("control")
     os.kill(old, signal.SIGKILL)
     await until(status, lambda answered: answered == 200)
-    assert family.pid("brain") != old
+    assert family.pid("control") != old
 
 
 async def test_when_the_brain_is_killed_streams_go_on_and_requests_wait_for_the_next_one(engines, fake, start) -> None:

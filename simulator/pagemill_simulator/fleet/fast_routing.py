@@ -34,7 +34,15 @@ _NONE_CACHED: Mapping[int, int] = {}
 _NOTHING = PodLoad(0, 0, 0, 0, 0, 0)
 
 
-_FLOATS = ("ahead_products", "full_ms", "step_ms", "decode_ms", "harm_ms", "num_tokens_without_wait", "num_over")
+_FLOATS = (
+    "ahead_products",
+    "full_ms",
+    "step_ms",
+    "decode_ms",
+    "harm_ms",
+    "num_tokens_without_wait",
+    "num_over_capacity",
+)
 _INTS = ("num_running", "num_ahead", "budget", "num_blocks_available", "num_blocks_active")
 _float_fields, _int_fields = attrgetter(*_FLOATS), attrgetter(*_INTS)
 
@@ -193,12 +201,12 @@ class PodTable:
 
     def _costs(self, num_prompt_tokens: int, mean_output_tokens: float, cached: Mapping[int, int]) -> Floats:
         """As `routing.cost` adds up what `routing.cost_terms` finds."""
-        ahead_products, full_ms, step_ms, decode_ms, harm_ms, num_tokens_without_wait, num_over = self._floats
+        ahead_products, full_ms, step_ms, decode_ms, harm_ms, num_tokens_without_wait, num_over_capacity = self._floats
         num_running, num_ahead, budget, num_blocks_available, num_blocks_active = self._ints
         uncached, own_products = self._uncached(num_prompt_tokens, cached)
         work = num_ahead + uncached
         answer_ms = mean_output_tokens * decode_ms
-        wait_ms = num_over * answer_ms / self._limits.max_num_seqs
+        wait_ms = num_over_capacity * answer_ms / self._limits.max_num_seqs
         waits = work >= num_tokens_without_wait
         if waits.any():
             num_missing = work // self._limits.block_size + 1 - num_blocks_available
