@@ -30,7 +30,7 @@ _OWN_FIELDS = {
     "args": "the engine reads its settings from the operator's file; use spec.engine.extraArgs",
     "image": "set spec.engine.image instead",
     "terminationMessagePath": "the operator reads there why an engine ended; remove it",
-    "terminationMessagePolicy": "the operator reads the engine's own words, not its log; remove it",
+    "terminationMessagePolicy": "the operator reads the engine's own message, not its log; remove it",
 }
 """Of the engine's container: what no override may change, and what to do instead."""
 _DELICATE_FIELDS = {
