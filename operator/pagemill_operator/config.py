@@ -17,13 +17,13 @@ class SettingsError(ValueError):
 
 class OperatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     namespace: str
-    """Of the release: Lease, keys and gateways are there."""
+    """The release's namespace: Lease, keys and gateways are there."""
     watch_namespaces: list[str] = []
     """Namespaces whose LLMDeployments are served; empty: all of the cluster."""
     engine_image: str
     """Image of engine pods whose resource names none."""
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
-    """Of engine and loader containers."""
+    """Pull policy of engine and loader containers."""
     image_pull_secrets: list[str] = []
     """Names of Secrets in the namespaces of the LLMDeployments."""
     gateway_url: str = ""

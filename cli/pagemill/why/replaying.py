@@ -13,7 +13,7 @@ from pagemill_operator.autoscaler.registry import UnknownPolicyError
 
 class Replay(NamedTuple):
     decision: Decision | None
-    """Of the recorded inputs, by this version; None: `fault` says why there is none."""
+    """What this version decides from the recorded inputs; None: `fault` says why there is none."""
     is_same: bool
     fault: str = ""
 

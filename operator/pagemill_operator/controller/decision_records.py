@@ -26,7 +26,7 @@ logger = logging.getLogger("pagemill.operator.scaling")
 INTERVAL_S = 10.0
 RETRY_S = 30.0
 MAX_BYTES = 256 * 1024
-"""Of one deployment's records; a ConfigMap may have four times as much."""
+"""The size of one deployment's records; a ConfigMap may have four times as much."""
 
 
 @dataclass

@@ -38,7 +38,7 @@ SETTLE_LONGEST_S = 3.0
 
 
 MAX_PROBLEMS = 8
-"""Of an invalid spec that a condition lists."""
+"""Problems of an invalid spec that a condition lists."""
 
 
 class Reconciler:

@@ -35,7 +35,7 @@ BELIEVED_S = 10.0
 RETRY_S = 10.0
 """After a call that was not followed."""
 SETTLED = "NewReplicaSetAvailable"
-"""Of a Deployment that has been complete since its template changed: only then Kubernetes waits for no readiness."""
+"""The reason of a Deployment that has been complete since its template changed: Kubernetes waits for no readiness."""
 CALLS: Mapping[Rest, Call] = {"asleep": "sleep", "waking": "wake_up"}
 
 

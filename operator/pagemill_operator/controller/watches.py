@@ -33,9 +33,9 @@ class _Stream:
     tried_at: float
     """When it last said something or failed to connect: it is alive then, even if the server is not."""
     listed: set[Identity] | None = None
-    """Of a listing whose watch has not begun."""
+    """What a listing held whose watch has not begun."""
     pending: set[Identity] = field(default_factory=set)
-    """Of the first listing, not handled yet."""
+    """What of the first listing has not been handled yet."""
     has_listed: bool = False
 
 

@@ -49,7 +49,7 @@ class RenderContext:
     """What the manifests need beyond the plan: the installation's settings and what is known of the cluster."""
 
     namespace: str
-    """Of the release: there the gateway runs."""
+    """The release's namespace, where the gateway runs."""
     engine_image: str
     """Used where the resource names no image of its own."""
     image_pull_policy: str = "IfNotPresent"

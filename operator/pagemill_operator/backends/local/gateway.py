@@ -48,7 +48,7 @@ class Gateway:
         self._state_dir = state_dir
         self._session = session
         self.token = secrets.token_urlsafe(32)
-        """Of its control port."""
+        """The token of its control port."""
         self._wanted = Catalog()
         self._told: tuple[int | None, Catalog] | None = None
         """The process that knows a catalogue, and that catalogue."""

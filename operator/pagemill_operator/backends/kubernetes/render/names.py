@@ -28,7 +28,7 @@ TEMPLATE_ANNOTATION = "pagemill.dev/template"
 
 
 def awake_note(plan: Plan) -> str | None:
-    """Of the Deployment; none where no replica ever sleeps."""
+    """The Deployment's note of its awake replicas; none where no replica ever sleeps."""
     return str(plan.replicas) if plan.autoscaling is not None and plan.autoscaling.warm else None
 
 

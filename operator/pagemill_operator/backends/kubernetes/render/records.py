@@ -15,7 +15,7 @@ RECORDS_FILE = "records.jsonl"
 
 
 def records_name(name: str) -> str:
-    """Of the ConfigMap of the deployment `name`."""
+    """The ConfigMap's name for the deployment `name`."""
     return f"{name}-scaling"
 
 
