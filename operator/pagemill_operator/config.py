@@ -1,4 +1,4 @@
-"""The operator's settings: every knob with meaning, unit and default. Read once at start, and by nobody else."""
+"""The operator's settings: every knob with meaning, unit and default. Read once at start, and nowhere else."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class SettingsError(ValueError):
 
 class OperatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     namespace: str
-    """Of the release: Lease, keys and gateways are there."""
+    """The release's namespace: Lease, keys and gateways are there."""
     watch_namespaces: list[str] = []
     """Namespaces whose LLMDeployments are served; empty: all of the cluster."""
     engine_image: str
     """Image of engine pods whose resource names none."""
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
-    """Of engine and loader containers."""
+    """Pull policy of engine and loader containers."""
     image_pull_secrets: list[str] = []
     """Names of Secrets in the namespaces of the LLMDeployments."""
     gateway_url: str = ""
@@ -39,8 +39,8 @@ class OperatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     prometheus_namespace_selector: dict[str, str] = {}
     """Labels of the namespace that Prometheus runs in."""
     prometheus_pod_selector: dict[str, str] = {}
-    """Labels of Prometheus' pods. Besides gateways and the operator they alone reach engines; nobody does where both
-    are empty."""
+    """Labels of Prometheus' pods. Besides gateways and the operator they alone reach engines; where both are empty no
+    other pod does."""
     keys_secret: str = "pagemill-keys"
     """Secret in `namespace` that engine tokens are derived from; made where it is missing."""
     lease_name: str = "pagemill-operator"
@@ -62,9 +62,9 @@ class OperatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     metrics_port: int = 8080
     """Serves `/metrics`, `/livez` and `/readyz`; 0 takes a free one."""
     gateway_control_port: int = 8081
-    """Where gateways tell their load."""
+    """Where gateways serve the load stream."""
     engine_control_port: int = 8001
-    """Where engines are told to sleep and to wake up."""
+    """Where engines take the calls to sleep and to wake up."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Least severe lines that are written; `DEBUG` includes kopf's."""
 

@@ -1,7 +1,7 @@
 """kopf's part: it lists and watches; each object it reports goes into the caches. Nothing is decided here.
 
-Only `on.event`: kopf writes no annotation, no finalizer, no event, and knows no peers (leadership is a Lease). Whatever
-it does not tell (bookmarks, complete listings) is seen by `controller.session`.
+Only `on.event`: kopf writes no annotation, no finalizer, no event, and knows no peers (leadership is a Lease). What
+it does not report (bookmarks, complete listings) is seen by `controller.session`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pagemill_operator.backends.kubernetes.snapshot import MANAGED_BY_LABEL, NAM
 from pagemill_operator.config import OperatorConfig
 
 Sink = Callable[[Kind, str | None, Manifest], None]
-"""Told kind, type (`ADDED`, `MODIFIED`, `DELETED`, or None from a listing) and object."""
+"""Called with kind, type (`ADDED`, `MODIFIED`, `DELETED`, or None from a listing) and object."""
 
 INACTIVITY_TIMEOUT_S = 70.0
 """A watch silent for this long is opened again: API servers send a bookmark every minute."""
@@ -123,7 +123,7 @@ class Backoffs:
 
 
 class _NoDiffs(kopf.DiffBaseStorage):
-    """kopf compares each object with the last one it handled; nobody here asks."""
+    """kopf compares each object with the last one it handled; that is not used here."""
 
     def build(self, **_: Any) -> Any:
         return {}

@@ -84,20 +84,20 @@ class World:
 def test_each_start_under_this_leader_counts_once_and_the_latest_is_shown() -> None:
     world = World()
     pods = [pod("old"), pod("a", created=20, ready=30), pod("b", created=20, ready=35)]
-    assert world.starts.look(KEY, pods) is None, "no engine has told yet"
+    assert world.starts.measure(KEY, pods) is None, "no engine has told yet"
     world.told = {"old": EngineStart("old", ENGINE), "b": EngineStart("b", ENGINE)}
     for _ in range(2):
-        latest = world.starts.look(KEY, pods)
+        latest = world.starts.measure(KEY, pods)
         assert latest is not None
         assert latest.name == "chat-b"
     assert world.counts() == dict.fromkeys(PHASES, 1.0), "that which is older than our time is the earlier leader's"
     world.told |= {"a": EngineStart("a", ENGINE)}
-    latest = world.starts.look(KEY, pods)
+    latest = world.starts.measure(KEY, pods)
     assert latest is not None
     assert latest.name == "chat-b", "the later one"
     assert world.counts() == dict.fromkeys(PHASES, 2.0)
     world.starts.forget(KEY)
-    assert world.starts.look(KEY, []) is None
+    assert world.starts.measure(KEY, []) is None
 
 
 def test_each_wake_counts_once_and_makes_no_second_start_of_a_pod() -> None:
@@ -109,12 +109,12 @@ def test_each_wake_counts_once_and_makes_no_second_start_of_a_pod() -> None:
 
     world.told = told(1)
     for _ in range(2):
-        world.starts.look(KEY, pods)
+        world.starts.measure(KEY, pods)
         assert world.counts() == {"wake": 1.0}, "the older pod woke up under the earlier leader"
     world.told = told(3)
-    world.starts.look(KEY, pods)
+    world.starts.measure(KEY, pods)
     world.told = {}
-    world.starts.look(KEY, pods)
+    world.starts.measure(KEY, pods)
     world.told = told(3)
-    world.starts.look(KEY, pods)
+    world.starts.measure(KEY, pods)
     assert world.counts() == {"wake": 3.0}

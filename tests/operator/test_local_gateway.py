@@ -90,13 +90,13 @@ async def test_a_catalogue_that_is_refused_for_good_is_told_once_and_the_next_on
     async with telling(control, tmp_path) as gateway:
         gateway.want(catalog("a"))
         await control.until_asked(1)
-        assert not await gateway.told(0.3)
+        assert not await gateway.informed(0.3)
         assert control.num_asked == 1
         (event,) = control.events
         assert event.warning
         assert event.message == "refused the catalogue with 400, and serves what it did before: words"
         gateway.want(catalog("b"))
-        assert await gateway.told(10)
+        assert await gateway.informed(10)
         assert control.num_asked == 2
 
 
@@ -111,7 +111,7 @@ async def test_a_passing_refusal_is_tried_again_and_told_once(tmp_path: Path, st
     control = Control(status, status, status)
     async with telling(control, tmp_path) as gateway:
         gateway.want(catalog("a"))
-        assert await gateway.told(10)
+        assert await gateway.informed(10)
     assert control.num_asked == 4
     assert len(control.events) == 1
 
@@ -120,7 +120,7 @@ async def test_pauses_grow(tmp_path: Path) -> None:
     control = Control(500, 500, 500, 500)
     async with telling(control, tmp_path) as gateway:
         gateway.want(catalog("a"))
-        assert await gateway.told(10)
+        assert await gateway.informed(10)
     times_s = control.asked_at_s
     gaps_s = [later - earlier for earlier, later in itertools.pairwise(times_s)]
     assert all(gap_s >= 0.009 * 2**number for number, gap_s in enumerate(gaps_s)), gaps_s

@@ -38,7 +38,7 @@ def test_who_makes_progress_is_alive(world: World) -> None:
 
 def test_a_silent_watch_is_a_trouble(world: World) -> None:
     world.watch_s = STALLED_WATCH_S + 1
-    assert world.health.troubles() == ["a watch has said nothing for 151 s"]
+    assert world.health.troubles() == ["a watch has received nothing for 151 s"]
 
 
 def test_nobody_watches_before_the_kind_is_there(world: World) -> None:

@@ -146,7 +146,7 @@ def test_at_zero_people_are_told_how_it_comes_back(plan: MakePlan) -> None:
     assert (status, reason, message) == (
         "False",
         "ScaledToZero",
-        "nobody asks for it: the next request starts a replica",
+        "there are no requests: the next one starts a replica",
     )
     fixed = replace(world.seen, plan=replace(world.plan, autoscaling=None))
     (ready,) = [each for each in find_conditions(fixed) if each.type == "Ready"]

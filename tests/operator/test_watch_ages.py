@@ -38,10 +38,10 @@ def watches(clock: Clock, listings: list[Listing]) -> Watches:
 def test_the_age_of_a_kind_is_that_of_its_quietest_watch(clock: Clock) -> None:
     watches = Watches([BY_NAME["Pod"]], ["a", "b"], clock=clock)
     clock.now = 30
-    watches.heard(StreamId("Pod", "a"))
+    watches.received(StreamId("Pod", "a"))
     clock.now = 40
     assert watches.age_s("Pod") == 40
-    watches.heard(StreamId("Pod", "b"))
+    watches.received(StreamId("Pod", "b"))
     assert watches.age_s("Pod") == 10
 
 
@@ -55,7 +55,7 @@ def test_a_watch_that_fails_to_connect_is_alive_but_not_heard(watches: Watches, 
 
 def test_one_silent_watch_is_a_stall(watches: Watches, clock: Clock) -> None:
     clock.now = 200
-    watches.heard(PODS)
+    watches.received(PODS)
     assert watches.stalled_s() == 200
 
 

@@ -13,7 +13,7 @@ from pagemill_operator.autoscaler.registry import UnknownPolicyError
 
 class Replay(NamedTuple):
     decision: Decision | None
-    """This version's decision on the recorded inputs; `None`: `fault` is the reason why there is none."""
+    """What this version decides from the recorded inputs; None: `fault` says why there is none."""
     is_same: bool
     fault: str = ""
 

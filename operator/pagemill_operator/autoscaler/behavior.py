@@ -30,7 +30,7 @@ class Change(msgspec.Struct, frozen=True, array_like=True):
 
 class History(msgspec.Struct, frozen=True):
     at_s: float = 0.0
-    """Of the latest decision."""
+    """When the latest decision was made."""
     since_s: float | None = None
     """Watched without a gap since then; None: not yet."""
     demands: tuple[Demanded, ...] = ()

@@ -25,7 +25,7 @@ class Rate(msgspec.Struct, frozen=True, array_like=True):
 class Memory(msgspec.Struct, frozen=True):
     history: History = History()
     rates: tuple[Rate, ...] = ()
-    """Of arrivals over the last minute: each that was reported in the past half minute, some of the past minutes."""
+    """Arrival rates over the last minute: all reported in the past half minute, and some of the past minutes."""
     shape: Shape | None = None
     panic_until_s: float | None = None
     flaps: int = 0

@@ -20,7 +20,7 @@ from pagemill_protocol.step_time import StepTimeModel
 MAX_ROUNDS = 200
 CONVERGED = 1e-4
 FULLEST = 0.95
-"""Of KV cache, concurrent requests and a step's tokens: beyond that requests wait for each other."""
+"""The share of KV cache, concurrent requests and a step's tokens beyond which requests wait for each other."""
 
 
 class OfferedLoad(msgspec.Struct, frozen=True):
@@ -28,13 +28,13 @@ class OfferedLoad(msgspec.Struct, frozen=True):
 
     requests_per_s: float
     prompt_tokens: float
-    """Of a request, mean, cached ones included: they are read as context."""
+    """Mean length of a prompt, cached tokens included: they are read as context."""
     computed_tokens: float
-    """Of a prompt, mean, without what is cached."""
+    """Mean length of a prompt without what is cached."""
     computed_tokens_high: float
-    """Of a prompt, at the percentile of the SLO."""
+    """Length of a prompt without what is cached, at the percentile of the SLO."""
     output_tokens: float
-    """Of a request, mean."""
+    """Mean length of an answer."""
 
     def times(self, factor: float) -> OfferedLoad:
         return msgspec.structs.replace(self, requests_per_s=self.requests_per_s * factor)
@@ -50,7 +50,7 @@ class Prediction(msgspec.Struct, frozen=True):
 
 
 class Predictor:
-    """Of one kind of replica. Raises `ValueError` for a step-time fit that makes no sense."""
+    """Predicts latencies of one kind of replica. Raises `ValueError` for a step-time fit that makes no sense."""
 
     def __init__(self, shape: Shape, share: float) -> None:
         self._shape = shape
@@ -110,10 +110,13 @@ class Predictor:
         return self._model.predict_ms(tokens, round(decoding * context), round(products)) * self._margin / 1000
 
     def _mean_step_s(self, load: OfferedLoad, decoding: float, prefill: float) -> float:
-        """Of steps that compute so many prompt tokens each on average: a prompt comes whole into one of them, where all
-        that decode wait for it, and is not spread thin over many, where it might be free."""
-        room = max(1.0, self._max_step_tokens - decoding)
-        together = min(room, max(1.0, load.computed_tokens, prefill))
+        """The mean of steps that compute so many prompt tokens on average.
+
+        A prompt comes whole into one of them, where all requests that decode wait for it, and is not spread over many,
+        where it might cost nothing.
+        """
+        budget = max(1.0, self._max_step_tokens - decoding)
+        together = min(budget, max(1.0, load.computed_tokens, prefill))
         without_s = self._step_s(load, decoding, 0.0)
         return without_s + (self._step_s(load, decoding, together) - without_s) * prefill / together
 
@@ -127,13 +130,13 @@ class Predictor:
         return "blocks" if decoding * per_request > FULLEST * shape.num_tokens else ""
 
     def _tpot_s(self, load: OfferedLoad, rate: float, decoding: float, prefill: float) -> float:
-        """The least fixed point: who decodes longer meets more prompts on the way."""
-        room = max(0.0, self._max_step_tokens - decoding)
+        """The least fixed point: a request that decodes longer meets more prompts."""
+        budget = max(0.0, self._max_step_tokens - decoding)
         step_s = self._mean_step_s(load, max(1.0, decoding), prefill)
         for _ in range(MAX_ROUNDS):
             met = rate * load.output_tokens * step_s
             prompts = (met + self._spread * math.sqrt(met)) * load.computed_tokens
-            met_tokens = min(room, max(prefill, prompts / load.output_tokens))
+            met_tokens = min(budget, max(prefill, prompts / load.output_tokens))
             following = self._mean_step_s(load, max(1.0, decoding), met_tokens)
             if following <= step_s * (1 + CONVERGED):
                 return following
@@ -146,8 +149,8 @@ class Predictor:
             self._prefill_s(load, tokens, decoding) for tokens in (load.computed_tokens_high, load.computed_tokens)
         )
         # Prompts that wait share their steps: to each other they are only as long as their part of a full one.
-        room = max(1.0, self._max_step_tokens - decoding)
-        service_s = load.computed_tokens / room * self._step_s(load, decoding, room)
+        budget = max(1.0, self._max_step_tokens - decoding)
+        service_s = load.computed_tokens / budget * self._step_s(load, decoding, budget)
         busy = min(1.0, rate * service_s)
         if busy >= FULLEST:
             return math.inf
@@ -158,7 +161,7 @@ class Predictor:
 
     def _prefill_s(self, load: OfferedLoad, num_tokens: float, decoding: float) -> float:
         """A prompt in chunks beside those that decode."""
-        room = max(1.0, self._max_step_tokens - decoding)
-        full, rest = divmod(max(1.0, num_tokens), room)
-        whole_s = full * self._step_s(load, decoding, room) if full else 0.0
+        budget = max(1.0, self._max_step_tokens - decoding)
+        full, rest = divmod(max(1.0, num_tokens), budget)
+        whole_s = full * self._step_s(load, decoding, budget) if full else 0.0
         return whole_s + (self._step_s(load, decoding, rest) if rest else 0.0)

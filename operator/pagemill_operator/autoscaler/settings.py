@@ -16,7 +16,7 @@ DEFAULT_QUEUE_DEPTH = 2
 DEFAULT_DOWN_WINDOW_S = 300.0
 """As HorizontalPodAutoscaler."""
 DEFAULT_IDLE_S = 300.0
-"""Of `scaleToZeroAfter`."""
+"""The default of `scaleToZeroAfter`."""
 
 
 class Rule(msgspec.Struct, frozen=True):
@@ -27,7 +27,7 @@ class Rule(msgspec.Struct, frozen=True):
 
 class Direction(msgspec.Struct, frozen=True):
     window_s: float = 0.0
-    """Of the demands within it the most cautious one counts."""
+    """The most cautious demand within it counts."""
     select: Literal["Max", "Min", "Disabled"] = "Max"
     rules: tuple[Rule, ...] = ()
     """Allowed changes; none: any."""
@@ -39,7 +39,7 @@ class Slo(msgspec.Struct, frozen=True):
     ttft_ms: float | None = None
     tpot_ms: float | None = None
     share: float = 0.95
-    """Of the requests that must meet it."""
+    """The share of requests that must meet it."""
 
 
 class ScalingSettings(msgspec.Struct, frozen=True):

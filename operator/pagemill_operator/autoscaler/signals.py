@@ -69,7 +69,7 @@ class Signals(msgspec.Struct, frozen=True):
     """Everything that is known at one instant."""
 
     at_s: float
-    """Of a clock that only goes forward."""
+    """The reading of a clock that only goes forward."""
     fleet: Fleet
     num_gateways: int = 1
     num_heard: int = 0

@@ -22,7 +22,7 @@ from pagemill_operator.autoscaler.signals import Signals
 from pagemill_operator.autoscaler.targets import is_idle
 
 TOLERANCE = 0.1
-"""Of the ratio to 1, within which the number stays."""
+"""The distance of the ratio from 1 within which the number stays."""
 
 
 class TargetTracking:

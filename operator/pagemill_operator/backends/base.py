@@ -28,7 +28,7 @@ class Event:
 class Cluster(Protocol):
     """Processes on this machine, or pods. Both carry out the same plans and answer with the same observations.
 
-    How a plan comes in is each one's own: a machine is told all of them at once, a cluster one at a time, for ever.
+    How plans come in differs: a machine gets all of them at once, a cluster one at a time, for ever.
     """
 
     async def forget(self, keys: Collection[str]) -> None:

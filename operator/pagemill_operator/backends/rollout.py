@@ -58,7 +58,7 @@ def _surplus(current: list[ReplicaObservation], wanted: int, held: Mapping[str, 
 def _replaceable(
     wanted: int, unavailable: int, current: list[ReplicaObservation], old: list[ReplicaObservation]
 ) -> list[str]:
-    """Old replicas that may go now: those that serve nobody, and loaded ones, that sleep before those that serve, as
+    """Old replicas that may go now: those that do not serve, and loaded ones, that sleep before those that serve, as
     far as enough stay."""
     idle = [replica.name for replica in old if not replica.loaded]
     loaded = sorted((replica for replica in old if replica.loaded), key=lambda replica: replica.phase != "asleep")

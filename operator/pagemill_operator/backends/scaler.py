@@ -139,7 +139,7 @@ class Scaler:
         return is_news
 
     def records(self, keys: Iterable[str] = ()) -> list[Record]:
-        """Of these deployments, or of all; oldest first."""
+        """Records of these deployments, or of all; oldest first."""
         wanted = set(keys) or set(self._scaled)
         records = [record for key in wanted if key in self._scaled for record in self._scaled[key].records]
         return sorted(records, key=lambda record: record.signals.at_s)

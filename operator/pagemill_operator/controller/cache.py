@@ -82,7 +82,7 @@ class Cache:
     # What is known
 
     def keys(self) -> list[str]:
-        """Of all deployments that are served."""
+        """Keys of all deployments that are served."""
         return [f"{namespace}/{name}" for namespace, name in self._objects.get("LLMDeployment", {})]
 
     def owner(self, key: str) -> Manifest | None:

@@ -43,12 +43,12 @@ class ColdStarts:
         self._wakes: dict[str, dict[str, int]] = {}
         """Key -> uid -> how often it had woken up when it was looked at last."""
 
-    def look(self, key: str, pods: Iterable[Manifest]) -> LastStart | None:
+    def measure(self, key: str, pods: Iterable[Manifest]) -> LastStart | None:
         """Measure what has become ready; the latest start that is known."""
         self._since = self._since or self._now()
         engines, by_uid = self._reported(key), {pod["metadata"]["uid"]: pod for pod in pods}
         measured = self._measured[key] = self._measured.get(key, set()) & by_uid.keys()
-        self._look_for_wakes(key, {uid: engines[uid] for uid in by_uid.keys() & engines.keys()}, by_uid)
+        self._measure_wakes(key, {uid: engines[uid] for uid in by_uid.keys() & engines.keys()}, by_uid)
         for uid in (by_uid.keys() & engines.keys()) - measured:
             if start := self._start(by_uid[uid], engines[uid]):
                 measured.add(uid)
@@ -61,7 +61,7 @@ class ColdStarts:
         self._latest.pop(key, None)
         self._wakes.pop(key, None)
 
-    def _look_for_wakes(self, key: str, engines: Mapping[str, EngineStart], pods: Mapping[str, Manifest]) -> None:
+    def _measure_wakes(self, key: str, engines: Mapping[str, EngineStart], pods: Mapping[str, Manifest]) -> None:
         """Each once; of several between two looks the last counts. Those under an earlier leader were its own."""
         known = self._wakes.get(key, {})
         for uid, engine in engines.items():

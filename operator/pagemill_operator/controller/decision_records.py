@@ -1,7 +1,7 @@
-"""Keeps the latest decisions about each deployment where its people may read them: in a ConfigMap beside it.
+"""Keeps the latest decisions about each deployment where its users may read them: in a ConfigMap beside it.
 
-Nobody needs a way to the operator's pods to ask why, and what an earlier leader decided is not lost with it. Written at
-once, then at most every `INTERVAL_S`. Neighbours: `scaling` tells what is new, `pagemill why` reads it.
+So asking why needs no access to the operator's pods, and what an earlier leader decided is not lost with it. Written at
+once, then at most every `INTERVAL_S`. Neighbours: `scaling` adds records, `pagemill why` reads them.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ logger = logging.getLogger("pagemill.operator.scaling")
 INTERVAL_S = 10.0
 RETRY_S = 30.0
 MAX_BYTES = 256 * 1024
-"""Of one deployment's records; a ConfigMap may have four times as much."""
+"""The size of one deployment's records; a ConfigMap may have four times as much."""
 
 
 @dataclass
-class _Book:
+class _Kept:
     """What stands, or is to stand, in the ConfigMap of one deployment."""
 
     uid: str
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     is_ours: bool = False
     """It was looked at: there was none, or one of this deployment."""
-    complaint: str = ""
+    fault: str = ""
     """Why it could not be written last."""
 
 
@@ -50,96 +50,96 @@ class DecisionRecords:
         on_write: Callable[[str, str], None] = lambda kind, verb: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`owner`: the LLMDeployment of a key; `on_write` is told kind and verb."""
+        """`owner`: the LLMDeployment of a key; `on_write` is called with kind and verb."""
         self._client = client
         self._owner = owner
         self._on_write = on_write
         self._clock = clock
-        self._books: dict[str, _Book] = {}
-        self._untold: set[str] = set()
+        self._kept: dict[str, _Kept] = {}
+        self._unwritten: set[str] = set()
         self._due_at: dict[str, float] = {}
         """Key -> before which it is not written again."""
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
 
     def note(self, record: Record) -> None:
         owner = self._owner(record.key)
         if owner is None:
             return
         uid = owner["metadata"]["uid"]
-        book = self._books.get(record.key)
-        if book is None or book.uid != uid:
-            book = self._books[record.key] = _Book(uid)
-        book.lines.append(encode_record(record).decode())
-        self._untold.add(record.key)
-        self._news.set()
+        kept = self._kept.get(record.key)
+        if kept is None or kept.uid != uid:
+            kept = self._kept[record.key] = _Kept(uid)
+        kept.lines.append(encode_record(record).decode())
+        self._unwritten.add(record.key)
+        self._changed.set()
 
     def forget(self, key: str) -> None:
-        """Nobody decides about it any more; what was written stays until its LLMDeployment goes."""
-        self._books.pop(key, None)
+        """It is not scaled any more; what was written stays until its LLMDeployment goes."""
+        self._kept.pop(key, None)
         self._due_at.pop(key, None)
-        self._untold.discard(key)
+        self._unwritten.discard(key)
 
     async def run(self) -> None:
         """Until cancelled."""
         while True:
-            self._news.clear()
-            for key in sorted(key for key in self._untold if self._wait_s(key) <= 0):
-                await self._tell(key)
-            timeout_s = min((self._wait_s(key) for key in self._untold), default=None)
+            self._changed.clear()
+            for key in sorted(key for key in self._unwritten if self._wait_s(key) <= 0):
+                await self._write_due(key)
+            timeout_s = min((self._wait_s(key) for key in self._unwritten), default=None)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
-                    await self._news.wait()
+                    await self._changed.wait()
 
     def _wait_s(self, key: str) -> float:
         return self._due_at.get(key, 0.0) - self._clock()
 
-    async def _tell(self, key: str) -> None:
-        owner, book = self._owner(key), self._books.get(key)
-        if owner is None or book is None or owner["metadata"]["uid"] != book.uid:
+    async def _write_due(self, key: str) -> None:
+        owner, kept = self._owner(key), self._kept.get(key)
+        if owner is None or kept is None or owner["metadata"]["uid"] != kept.uid:
             self.forget(key)
             return
-        self._untold.discard(key)
+        self._unwritten.discard(key)
         self._due_at[key] = self._clock() + INTERVAL_S
         try:
-            await self._write(owner, book)
+            await self._write(owner, kept)
         except (ApiError, Unreachable, NotLeading) as error:
             # The decisions are carried out all the same.
-            self._untold.add(key)
+            self._unwritten.add(key)
             self._due_at[key] = self._clock() + RETRY_S
-            self._complain(key, book, str(error) or "another operator leads")
+            self._log_once(key, kept, str(error) or "another operator leads")
         except Exception:
-            # One deployment's surprise must not hold up the others.
+            # A fault of one deployment must not stop the others.
             logger.exception("the decisions about %s are not kept", key)
         else:
-            book.complaint = ""
+            kept.fault = ""
 
-    def _complain(self, key: str, book: _Book, complaint: str) -> None:
+    def _log_once(self, key: str, kept: _Kept, fault: str) -> None:
         """Once, however often the same is tried."""
-        if complaint != book.complaint:
-            logger.warning("the decisions about %s are not kept yet: %s", key, complaint)
-        book.complaint = complaint
+        if fault != kept.fault:
+            logger.warning("the decisions about %s are not kept yet: %s", key, fault)
+        kept.fault = fault
 
-    async def _write(self, owner: Manifest, book: _Book) -> None:
+    async def _write(self, owner: Manifest, kept: _Kept) -> None:
         metadata = owner["metadata"]
-        if not book.is_ours:
+        if not kept.is_ours:
             found = await self._client.find(CONFIG_MAP, metadata["namespace"], records_name(metadata["name"]))
             if found is not None:
-                self._join(found, book)
-            book.is_ours = True
-        lines = _newest(book.lines)
+                self._join(found, kept)
+            kept.is_ours = True
+        lines = _newest(kept.lines)
         manifest = render_records(Owner(metadata["namespace"], metadata["name"], metadata["uid"]), lines)
         self._on_write(CONFIG_MAP.name, "apply")
         await self._client.apply(CONFIG_MAP, manifest, force=True)
 
-    def _join(self, found: Manifest, book: _Book) -> None:
-        """Go on from what an earlier leader wrote. Raises `ApiError` for what is somebody else's, or a namesake's."""
+    def _join(self, found: Manifest, kept: _Kept) -> None:
+        """Go on from what an earlier leader wrote. Raises `ApiError` for a ConfigMap that is not ours."""
         metadata = found["metadata"]
-        if book.uid not in {reference["uid"] for reference in metadata.get("ownerReferences") or []}:
+        if kept.uid not in {reference["uid"] for reference in metadata.get("ownerReferences") or []}:
             where = f"{metadata['namespace']}/{metadata['name']}"
             raise ApiError(409, "AlreadyExists", f"ConfigMap {where} is not ours; delete or rename it")
         # Records of an operator of another version may have other fields: `pagemill why` could read none of them.
         earlier = [line for line in lines_of(found) if is_record(line.encode())]
-        book.lines = deque([*earlier, *book.lines], maxlen=REMEMBERED)
+        kept.lines = deque([*earlier, *kept.lines], maxlen=REMEMBERED)
 
 
 def _newest(lines: deque[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""`/livez`, `/readyz`, `/metrics` and `/debug/scaling`. Alive is who makes progress, not who has an open port.
+"""`/livez`, `/readyz`, `/metrics` and `/debug/scaling`. Alive means that there is progress, not only an open port.
 
 An API server that is away is no reason to be restarted: a watch that fails to connect makes progress, one that is
 silent does not.
@@ -16,7 +16,7 @@ from pagemill_operator.controller.metrics import OperatorMetrics
 from pagemill_protocol.metrics import CONTENT_TYPE
 
 STALLED_WATCH_S = 150.0
-"""A watch is opened again after 70 s of silence; twice that means that nobody does it."""
+"""A watch is opened again after 70 s of silence; twice that means that it was not."""
 STALLED_RECONCILE_S = 180.0
 """Each request ends after seconds; a reconcile that is this old hangs."""
 STALLED_LOOP_S = 30.0
@@ -41,12 +41,12 @@ class Health:
         self.starting = "the operator starts"
         """What is waited for before the watches begin; empty afterwards."""
 
-    async def measure_lag(self, told: Callable[[float], None]) -> None:
+    async def measure_lag(self, report: Callable[[float], None]) -> None:
         """For ever: how late the event loop is."""
         while True:
             await asyncio.sleep(LAG_INTERVAL_S)
             now = self._clock()
-            told(max(0.0, now - self._turned_at - LAG_INTERVAL_S))
+            report(max(0.0, now - self._turned_at - LAG_INTERVAL_S))
             self._turned_at = now
 
     def troubles(self) -> list[str]:
@@ -61,7 +61,7 @@ class Health:
 
     def _troubles(self) -> Iterator[str]:
         if not self.starting and (age_s := self._stalled_watch_s()) > STALLED_WATCH_S:
-            yield f"a watch has said nothing for {age_s:.0f} s"
+            yield f"a watch has received nothing for {age_s:.0f} s"
         if (age_s := self._longest_reconcile_s()) > STALLED_RECONCILE_S:
             yield f"a reconcile hangs for {age_s:.0f} s"
         if (age_s := self._clock() - self._turned_at) > STALLED_LOOP_S:

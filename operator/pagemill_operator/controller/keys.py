@@ -55,7 +55,7 @@ def read_keys(secret: Manifest) -> Keys | None:
 
 
 class KeyRing:
-    """The keys as they stand in the cluster. `on_change` is called when they have changed."""
+    """The keys as they are in the cluster. `on_change` is called when they have changed."""
 
     def __init__(
         self,

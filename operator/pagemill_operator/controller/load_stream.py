@@ -1,6 +1,6 @@
 """Keeps one load stream open to each ready gateway pod; the leader alone does.
 
-What is heard goes into the `load.store`. How much of it `status` shows, and how often, is decided in `status.load`.
+Reports go into the `load.store`. How much of it `status` shows, and how often, is decided in `status.load`.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ class LoadStreams:
         port: int,
         on_change: Callable[[set[str]], None],
     ) -> None:
-        """`on_change` is told the keys whose load has changed."""
+        """`on_change` is called with the keys whose load has changed."""
         self._loads = loads
         self._gateways = gateways
         self._token = token
         self._port = port
         self._on_change = on_change
         self._streams: dict[str, asyncio.Task[None]] = {}
-        self._unheard: set[str] = set()
-        """Gateways whose silence is in the log already."""
+        self._interrupted: set[str] = set()
+        """Gateways whose interruption is in the log already."""
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -75,7 +75,7 @@ class LoadStreams:
         for uid in [uid for uid, task in self._streams.items() if uid not in wanted or task.done()]:
             self._streams.pop(uid).cancel()
             self._loads.remove(uid)
-        self._unheard &= wanted.keys()
+        self._interrupted &= wanted.keys()
         token = self._token()
         for uid in wanted.keys() - self._streams.keys() if token else ():
             address = wanted[uid]["status"]["podIP"]
@@ -86,21 +86,21 @@ class LoadStreams:
     async def _follow(self, session: aiohttp.ClientSession, uid: str, url: str) -> None:
         """Until the stream ends; it is opened anew by `_adjust`."""
 
-        def heard(frame: LoadFrame) -> None:
-            self._unheard.discard(uid)
+        def report(frame: LoadFrame) -> None:
+            self._interrupted.discard(uid)
             self._on_change(self._loads.put(uid, frame))
 
         try:
-            await follow_load(session, url, self._token() or "", heard)
+            await follow_load(session, url, self._token() or "", report)
         except STREAM_FAULTS as error:
             logger.log(
-                logging.DEBUG if uid in self._unheard else logging.WARNING,
-                "the load of gateway %s is not heard: %s",
+                logging.DEBUG if uid in self._interrupted else logging.WARNING,
+                "the load stream of gateway %s is interrupted: %s",
                 url,
                 error or type(error).__name__,
             )
-            self._unheard.add(uid)
+            self._interrupted.add(uid)
         finally:
-            # What it said is not true for ever: until it is heard again it is missing.
+            # Its report may not be true any more: until the next one it is missing.
             self._loads.remove(uid)
         await asyncio.sleep(random.uniform(0.5, 1.0))

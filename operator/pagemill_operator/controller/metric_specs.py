@@ -61,7 +61,7 @@ COLD_START_SECONDS = MetricSpec(
 WATCH_AGE_SECONDS = MetricSpec(
     "pagemill_operator_watch_age_seconds",
     "gauge",
-    "Since the quietest watch of a kind was last heard, bookmarks included.",
+    "Since the quietest watch of a kind last received something, bookmarks included.",
     ("resource",),
 )
 LOOP_LAG_SECONDS = MetricSpec(

@@ -34,7 +34,7 @@ class OperatorMetrics:
         watch_age_s: Callable[[str], float],
         kinds: Iterable[str],
     ) -> None:
-        """Values that are asked for when somebody scrapes."""
+        """Values that are read at each scrape."""
         self._metrics.gauge(specs.DEPTH).set_function(depth)
         self._metrics.gauge(specs.DEPLOYMENTS).set_function(deployments)
         for kind in kinds:
@@ -59,7 +59,7 @@ class OperatorMetrics:
         self._metrics.gauge(specs.AUTOSCALER_REPLICAS, namespace=namespace, deployment=deployment).set(replicas)
 
     def not_scaled(self, key: str) -> None:
-        """Nobody decides about it any more."""
+        """It is not scaled any more."""
         namespace, _, deployment = key.partition("/")
         self._metrics.forget(specs.AUTOSCALER_REPLICAS, namespace=namespace, deployment=deployment)
 

@@ -35,7 +35,7 @@ logger = logging.getLogger("pagemill.operator")
 POLL_S = 1.0
 """Between looks at something that is waited for at start."""
 LOST_EXIT_CODE = 2
-"""Of a process that lost its leadership."""
+"""The exit code of a process that lost its leadership."""
 
 
 def exit_at_once() -> None:
@@ -81,7 +81,7 @@ class Operator:
             kinds=[kind.name for kind in WATCHED_KINDS],
         )
         self.port = 0
-        """Of metrics and health, once it runs."""
+        """The port of metrics and health, once it runs."""
 
     async def run(self) -> None:
         """Until SIGTERM or SIGINT. Raises what made a part of it fail."""

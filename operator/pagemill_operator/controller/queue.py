@@ -17,7 +17,7 @@ Clock = Callable[[], float]
 
 
 class QueueObserver(Protocol):
-    """Told what happens, for metrics."""
+    """Called for what happens, for metrics."""
 
     def added(self) -> None: ...
     def retried(self) -> None: ...
@@ -84,8 +84,8 @@ class WorkQueue:
 
     def forget(self, key: str) -> None:
         """The owner is gone: nothing about it is kept."""
-        for book in (self._due, self._added_at, self._last_start, self._failures):
-            book.pop(key, None)
+        for each in (self._due, self._added_at, self._last_start, self._failures):
+            each.pop(key, None)
 
     async def take(self) -> str:
         """The next key that is due; give it back with `finish`."""

@@ -1,4 +1,6 @@
-"""One reconcile of one `LLMDeployment`: plan it, write what differs, look, tell. Level-based: it asks no event why.
+"""One reconcile of one `LLMDeployment`: plan it, write what differs, observe, write the status.
+
+Level-based: what happened does not matter, only what is and what should be.
 
 An unchanged object costs no request at all. Neighbours: `backends.kubernetes.backend` writes children and observes;
 `status` explains; `workers` calls this and handles what it raises.
@@ -36,7 +38,7 @@ SETTLE_LONGEST_S = 3.0
 
 
 MAX_PROBLEMS = 8
-"""Of an invalid spec that a condition lists."""
+"""Problems of an invalid spec that a condition lists."""
 
 
 class Reconciler:
@@ -67,8 +69,8 @@ class Reconciler:
         self._now = now
         self._applied_at: dict[str, float] = {}
         """Key -> when children were last written."""
-        self._untold_since: dict[str, float] = {}
-        """Key -> when children were first written that the status does not tell of."""
+        self._unshown_since: dict[str, float] = {}
+        """Key -> when children were first written that the status does not show yet."""
         self._written_at: dict[str, float] = {}
         """Key -> when the status was last written."""
         self._plans: dict[str, tuple[tuple[str, int], Plan | None, Sequence[Problem]]] = {}
@@ -86,31 +88,31 @@ class Reconciler:
             has_written = await self._carry_out(key, owner)
         except (ApiError, Unreachable):
             if self._cluster.has_apply_errors(key):
-                await self._tell(key)
+                await self._write_news(key)
             raise
         if has_written:
             self._applied_at[key] = self._clock()
-            self._untold_since.setdefault(key, self._clock())
+            self._unshown_since.setdefault(key, self._clock())
         settling_s = self._settling_s(key)
         if settling_s > 0 and not self._cluster.has_apply_errors(key):
             return settling_s
-        self._untold_since.pop(key, None)
-        told_again_s = await self._tell(key)
-        return soonest_s(told_again_s, self._cluster.observe(key).look_again_s)
+        self._unshown_since.pop(key, None)
+        written_again_s = await self._write_news(key)
+        return soonest_s(written_again_s, self._cluster.observe(key).look_again_s)
 
     def has_lasting_errors(self, key: str) -> bool:
         """Something that only a change in the cluster repairs, such as a quota."""
         return self._cluster.has_apply_errors(key)
 
     async def forget(self, key: str) -> bool:
-        """Nothing is kept of an object that is gone; tells whether it is. Of one that is going, the end is told yet."""
+        """Keep nothing of an object that is gone; returns whether it is. One that is being deleted still changes."""
         if self._cache.owner(key) is not None:
             return False
         await self._cluster.forget([key])
         if self._starts:
             self._starts.forget(key)
-        for book in (self._applied_at, self._untold_since, self._written_at, self._plans):
-            book.pop(key, None)
+        for each in (self._applied_at, self._unshown_since, self._written_at, self._plans):
+            each.pop(key, None)
         return True
 
     async def _carry_out(self, key: str, owner: Manifest) -> bool:
@@ -122,7 +124,7 @@ class Reconciler:
     def _settling_s(self, key: str) -> float:
         now = self._clock()
         settled_at = self._applied_at.get(key, -1e9) + SETTLE_S
-        return min(settled_at, self._untold_since.get(key, now) + SETTLE_LONGEST_S) - now
+        return min(settled_at, self._unshown_since.get(key, now) + SETTLE_LONGEST_S) - now
 
     def _read(self, key: str, owner: Manifest) -> tuple[Plan | None, Sequence[Problem]]:
         version, known = _version(owner), self._plans.get(key)
@@ -130,15 +132,15 @@ class Reconciler:
             known = self._plans[key] = (version, *read_plan(owner))
         return known[1], known[2]
 
-    async def _tell(self, key: str) -> float | None:
-        """Write the status and the events where that is due. Seconds until there may be more to tell."""
+    async def _write_news(self, key: str) -> float | None:
+        """Write the status and the events where that is due. Seconds until there may be more to write."""
         snapshot, now = self._cluster.snapshot(key), self._now()
         text = now.strftime("%Y-%m-%dT%H:%M:%SZ")
         if self._plans[key][0] != _version(snapshot.owner):
             # Edited meanwhile: what was carried out is not what this generation wants.
             return 0.0
         old: dict[str, Any] = snapshot.owner.get("status") or {}
-        start = self._starts.look(key, snapshot.pods) if self._starts else None
+        start = self._starts.measure(key, snapshot.pods) if self._starts else None
         new = status_body(snapshot, replace(self._cluster.observe(key), last_start=start), self._url, text)
         if new == old:
             return load_wait_s(snapshot, text)
@@ -147,10 +149,10 @@ class Reconciler:
             return pause_s
         await self._write_status(key, snapshot.owner, merge_patch(old, new))
         self._written_at[key] = self._clock()
-        await self._tell_events(snapshot.owner, old, new, now)
+        await self._record_events(snapshot.owner, old, new, now)
         return load_wait_s(snapshot, text) if new.get("load") == old.get("load") else None
 
-    async def _tell_events(self, owner: Manifest, old: dict[str, Any], new: dict[str, Any], now: datetime) -> None:
+    async def _record_events(self, owner: Manifest, old: dict[str, Any], new: dict[str, Any], now: datetime) -> None:
         for event in events_between(old, new):
             self._metrics.wrote("Event", "create")
             await self._recorder.record(owner, event.type, event.reason, event.message)
@@ -160,8 +162,8 @@ class Reconciler:
 
     async def _write_status(self, key: str, owner: Manifest, status: dict[str, Any]) -> None:
         namespace, _, name = key.partition("/")
-        # Neither a later version nor a namesake that has come meanwhile is told what became of this one. A uid would
-        # not do: the status subresource takes over all metadata from what stands.
+        # Neither a later version nor a new object of the same name gets the status of this one. A uid would not do: the
+        # status subresource takes over all metadata from what is stored.
         patch = {"metadata": {"resourceVersion": owner["metadata"]["resourceVersion"]}, "status": status}
         self._metrics.wrote(LLM_DEPLOYMENT.name, "status")
         try:
@@ -170,7 +172,7 @@ class Reconciler:
             if error.status == 404:
                 raise KeyError(key) from None
             raise
-        # Our own words wake nobody: the cache knows them before the watch tells.
+        # Our own writes wake no key: the cache has them before the watch reports them.
         self._cache.put(LLM_DEPLOYMENT.name, written)
 
 

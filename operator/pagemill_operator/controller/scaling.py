@@ -1,4 +1,4 @@
-"""The leader's autoscaling: asks the scaler about each deployment, by the clock and when somebody waits for an engine.
+"""The leader's autoscaling: asks the scaler about each deployment, by the clock and when a request waits for an engine.
 
 It writes nothing: a changed number wakes the deployment's key, and the next reconcile carries it out like any plan.
 Neighbours: `load.store` has the signals, `autoscaler` decides, `reconcile` asks `scaled` for the plan to carry out, and
@@ -44,7 +44,7 @@ class Autoscaling:
         *,
         wake: Callable[[set[str]], None],
     ) -> None:
-        """`wake` is told the keys that have news."""
+        """`wake` is called with the keys whose number has changed."""
         self._scaler = scaler
         self._loads = loads
         self._cache = cache
@@ -68,7 +68,7 @@ class Autoscaling:
                 try:
                     await self.look(key)
                 except Exception:
-                    # One deployment's surprise must not hold up the others; its replicas stay as they are.
+                    # A fault of one deployment must not stop the others; its replicas stay as they are.
                     logger.exception("no decision could be made about %s", key)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(INTERVAL_S):
@@ -84,7 +84,7 @@ class Autoscaling:
         return plan.with_replicas(self._scaler.wanted(plan.key, self._start(plan), plan.autoscaling))
 
     async def look(self, key: str) -> None:
-        """Decide about one deployment, and tell whom it concerns."""
+        """Decide about one deployment, and pass the decision on."""
         plan = self._cluster.plan(key)
         if plan is None or plan.autoscaling is None or self._cache.owner(key) is None:
             return
@@ -99,16 +99,16 @@ class Autoscaling:
             start=self._start(plan),
             num_gateways=self._cache.num_gateways_ready(),
         )
-        # Before anything is written: somebody may be waiting for a replica that sleeps.
+        # Before anything is written: a request may be waiting for a replica that sleeps.
         self._standby.look(key, self.scaled(plan), seen)
         if record is not None:
-            await self._tell(record)
+            await self._publish(record)
 
     def _settings(self, key: str) -> ScalingSettings | None:
         plan = self._cluster.plan(key)
         return plan.autoscaling if plan is not None else None
 
-    async def _tell(self, record: Record) -> None:
+    async def _publish(self, record: Record) -> None:
         decision = record.decision
         logger.info("%s", log_line(record))
         self._records.note(record)
@@ -120,7 +120,7 @@ class Autoscaling:
         self._wake({record.key})
 
     def _start(self, plan: Plan) -> int:
-        """Replicas as they are ordered in the cluster, whoever led before; of a new deployment, as its spec says."""
+        """Replicas as ordered in the cluster, also by an earlier leader; of a new deployment, those of its spec."""
         if plan.autoscaling is None or plan.autoscaling.mode != "Active":
             return plan.spec_replicas
         deployment = self._cache.children(plan.key).get(("Deployment", engine_name(plan.name)))

@@ -1,6 +1,6 @@
 """The HTTP session that kopf watches with: the official client's credentials, and an eye on what comes in.
 
-kopf tells its handlers neither of bookmarks nor of complete listings; both are seen here, on the connection, and
+kopf reports neither bookmarks nor complete listings to its handlers; both are seen here, on the connection, and
 reported to `watches`. Lists lose their managedFields before kopf queues them.
 """
 
@@ -24,7 +24,7 @@ _KINDS = {(kind.group, kind.plural): kind.name for kind in WATCHED_KINDS}
 def watch_session(
     configuration: Configuration, watches: Watches, on_response: Callable[[str, str], None]
 ) -> aiohttp.ClientSession:
-    """A session for `kopf.AiohttpSession`. `on_response` is told code and method."""
+    """A session for `kopf.AiohttpSession`. `on_response` is called with code and method."""
 
     async def observe(request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
         request.headers.update(await authorization(configuration))
@@ -43,15 +43,15 @@ def watch_session(
         return response
 
     class Observed(aiohttp.ClientResponse):
-        """Tells `watches` what it reads."""
+        """Reports to `watches` what it reads."""
 
         async def start(self, connection: Any) -> aiohttp.ClientResponse:
             await super().start(connection)
             at = stream_of(self.url.path)
             if at and self.status == 200 and self.url.query.get("watch"):
                 watches.watch_begins(at)
-                watches.heard(at)
-                self.content = _Heard(self.content, lambda: watches.heard(at))  # type: ignore[assignment]
+                watches.received(at)
+                self.content = _Noted(self.content, lambda: watches.received(at))  # type: ignore[assignment]
             return self
 
         async def json(self, **options: Any) -> Any:
@@ -96,16 +96,16 @@ def stream_of(path: str) -> StreamId | None:
     return StreamId(kind, match["namespace"] or "") if kind else None
 
 
-class _Heard:
-    """A body that says when something arrives."""
+class _Noted:
+    """A body that notes when something arrives."""
 
-    def __init__(self, body: aiohttp.StreamReader, heard: Callable[[], None]) -> None:
+    def __init__(self, body: aiohttp.StreamReader, received: Callable[[], None]) -> None:
         self._body = body
-        self._heard = heard
+        self._received = received
 
     async def iter_chunked(self, num_bytes: int) -> AsyncIterator[bytes]:
         async for chunk in self._body.iter_chunked(num_bytes):
-            self._heard()
+            self._received()
             yield chunk
 
     def __getattr__(self, name: str) -> Any:

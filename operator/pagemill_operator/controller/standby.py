@@ -1,8 +1,8 @@
 """Puts engine pods to sleep and wakes them, as `backends.standby` decides for each deployment that is scaled.
 
-Level-based: each look compares what shall be with what gateways and pods tell, so a leader that has just come goes on
-where the last one was. What a pod is told stands in an annotation until it is ready again, so that everybody who sees
-it unready knows why. Calls run beside the looks, one at a time for a pod. Neighbour: `scaling` looks.
+Level-based: each look compares what shall be with what gateways and pods report, so a leader that has just come goes on
+where the last one was. What a pod was ordered to do is an annotation until it is ready again, so that its being
+unready is explained. Calls run beside the looks, one at a time for a pod. Neighbour: `scaling` looks.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from pagemill_operator.status.observation import Observation, ReplicaObservation
 logger = logging.getLogger("pagemill.operator.standby")
 
 BELIEVED_S = 10.0
-"""So long after a call the pod counts as what it was told to be: gateways and kubelet take a moment to see it."""
+"""For so long after a call the pod counts as in the ordered phase: gateways and kubelet take a moment to see it."""
 RETRY_S = 10.0
 """After a call that was not followed."""
 SETTLED = "NewReplicaSetAvailable"
-"""Of a Deployment that has been complete since its template changed: only then Kubernetes waits for no readiness."""
+"""The reason of a Deployment that has been complete since its template changed: Kubernetes waits for no readiness."""
 CALLS: Mapping[Rest, Call] = {"asleep": "sleep", "waking": "wake_up"}
 
 
-class _Told(NamedTuple):
+class _Ordered(NamedTuple):
     rest: Rest | None
     """None: it did not follow."""
     until_s: float
-    """Infinity while it is being told."""
+    """Infinity while the call runs."""
 
 
 class Standby:
@@ -65,7 +65,7 @@ class Standby:
         self._port = port
         self._on_write = on_write
         self._session: aiohttp.ClientSession | None = None
-        self._told: dict[str, _Told] = {}
+        self._ordered: dict[str, _Ordered] = {}
         """By uid."""
         self._calls: set[asyncio.Task[None]] = set()
 
@@ -87,24 +87,24 @@ class Standby:
             return
         self._forget_past()
         pods = {pod["metadata"]["name"]: pod for pod in self._cache.pods(key) if not is_ending(pod)}
-        replicas = [self._as_told(each, pods[each.name]) for each in seen.replicas if each.name in pods]
-        orders = self._orders(key, plan, replicas, pods)
-        told: list[tuple[Rest, str]] = [("waking", name) for name in orders.wake]
-        told += [("asleep", name) for name in orders.sleep]
-        for rest, name in told:
-            self._told[_uid(pods[name])] = _Told(rest, math.inf)
-            self._begin(self._tell(plan, pods[name], rest))
+        replicas = [self._as_ordered(each, pods[each.name]) for each in seen.replicas if each.name in pods]
+        orders = self._orders_for(key, plan, replicas, pods)
+        ordered: list[tuple[Rest, str]] = [("waking", name) for name in orders.wake]
+        ordered += [("asleep", name) for name in orders.sleep]
+        for rest, name in ordered:
+            self._ordered[_uid(pods[name])] = _Ordered(rest, math.inf)
+            self._begin(self._order(plan, pods[name], rest))
         for pod in (pods[replica.name] for replica in replicas if replica.phase == "ready"):
-            if ordered_rest(pod) is not None and _uid(pod) not in self._told:
-                self._told[_uid(pod)] = _Told(None, math.inf)
+            if ordered_rest(pod) is not None and _uid(pod) not in self._ordered:
+                self._ordered[_uid(pod)] = _Ordered(None, math.inf)
                 self._begin(self._ready_again(pod))
 
-    def _orders(
+    def _orders_for(
         self, key: str, plan: Plan, replicas: Sequence[ReplicaObservation], pods: Mapping[str, Manifest]
     ) -> Orders:
         held = self._loads.held(key)
         orders = next_orders(plan, replicas, {name: held[_uid(pod)] for name, pod in pods.items() if _uid(pod) in held})
-        free = [name for name, pod in pods.items() if _uid(pod) not in self._told]
+        free = [name for name, pod in pods.items() if _uid(pod) not in self._ordered]
         sleep = orders.sleep if self._is_settled(key, plan) else []
         return Orders([name for name in orders.wake if name in free], [name for name in sleep if name in free])
 
@@ -113,36 +113,36 @@ class Standby:
         conditions = deployment.get("status", {}).get("conditions") or []
         return any(each["type"] == "Progressing" and each.get("reason") == SETTLED for each in conditions)
 
-    def _as_told(self, replica: ReplicaObservation, pod: Manifest) -> ReplicaObservation:
-        told = self._told.get(_uid(pod))
-        if told is None or told.rest is None or not replica.loaded:
+    def _as_ordered(self, replica: ReplicaObservation, pod: Manifest) -> ReplicaObservation:
+        ordered = self._ordered.get(_uid(pod))
+        if ordered is None or ordered.rest is None or not replica.loaded:
             return replica
-        is_seen = replica.phase == "asleep" if told.rest == "asleep" else replica.phase in ("ready", "waking")
-        if is_seen and told.until_s < math.inf:
-            del self._told[_uid(pod)]
-        return replica if is_seen else replace(replica, phase=told.rest)
+        is_seen = replica.phase == "asleep" if ordered.rest == "asleep" else replica.phase in ("ready", "waking")
+        if is_seen and ordered.until_s < math.inf:
+            del self._ordered[_uid(pod)]
+        return replica if is_seen else replace(replica, phase=ordered.rest)
 
     def _forget_past(self) -> None:
         now_s = asyncio.get_running_loop().time()
-        self._told = {uid: told for uid, told in self._told.items() if told.until_s > now_s}
+        self._ordered = {uid: each for uid, each in self._ordered.items() if each.until_s > now_s}
 
-    async def _tell(self, plan: Plan, pod: Manifest, rest: Rest) -> None:
-        """Annotation and call are both there for themselves: neither waits for the other."""
-        where, told = f"{plan.namespace}/{pod['metadata']['name']}", _Told(None, _now_s() + RETRY_S)
+    async def _order(self, plan: Plan, pod: Manifest, rest: Rest) -> None:
+        """Annotation and call are independent: neither waits for the other."""
+        where, ordered = f"{plan.namespace}/{pod['metadata']['name']}", _Ordered(None, _now_s() + RETRY_S)
         try:
-            unwritten, unheard = await asyncio.gather(self._annotate(pod, rest), self._call(plan, pod, CALLS[rest]))
-            for fault in filter(None, (unwritten, unheard)):
+            unwritten, refused = await asyncio.gather(self._annotate(pod, rest), self._call(plan, pod, CALLS[rest]))
+            for fault in filter(None, (unwritten, refused)):
                 logger.warning("%s: %s: %s", where, CALLS[rest], fault)
-            if not unheard:
+            if not refused:
                 logger.info("%s: %s", where, CALLS[rest])
-                told = _Told(rest, _now_s() + BELIEVED_S)
+                ordered = _Ordered(rest, _now_s() + BELIEVED_S)
         finally:
-            self._told[_uid(pod)] = told
+            self._ordered[_uid(pod)] = ordered
 
     async def _ready_again(self, pod: Manifest) -> None:
-        self._told[_uid(pod)] = _Told(None, _now_s() + RETRY_S)
+        self._ordered[_uid(pod)] = _Ordered(None, _now_s() + RETRY_S)
         if not await self._annotate(pod, None):
-            del self._told[_uid(pod)]
+            del self._ordered[_uid(pod)]
 
     async def _call(self, plan: Plan, pod: Manifest, call: Call) -> str:
         token, address = self._token(plan.namespace, plan.name), pod.get("status", {}).get("podIP")
@@ -173,7 +173,7 @@ async def _logged(work: Coroutine[None, None, None]) -> None:
     try:
         await work
     except Exception:
-        logger.exception("a pod could not be told to sleep or to wake up")
+        logger.exception("a pod could not be put to sleep or woken")
 
 
 def _now_s() -> float:

@@ -1,4 +1,4 @@
-"""What kopf's watches do not tell its handlers: when each was last heard, when a listing is complete, what vanished.
+"""What kopf does not report to its handlers: when each watch last received something, complete listings, what vanished.
 
 A listing shows no deletions: an object that went while the watch was down would stay in the caches for ever. So the
 identities of each listing are kept until the watch that follows it starts, and then compared. Neighbours: `session`
@@ -28,14 +28,14 @@ class StreamId(NamedTuple):
 
 @dataclass
 class _Stream:
-    heard_at: float
+    received_at: float
     """When it last said something, be it a bookmark."""
     tried_at: float
     """When it last said something or failed to connect: it is alive then, even if the server is not."""
     listed: set[Identity] | None = None
-    """Of a listing whose watch has not begun."""
+    """What a listing held whose watch has not begun."""
     pending: set[Identity] = field(default_factory=set)
-    """Of the first listing, not handled yet."""
+    """What of the first listing has not been handled yet."""
     has_listed: bool = False
 
 
@@ -48,7 +48,7 @@ class Watches:
         on_listed: Callable[[str, str, set[Identity]], None] = lambda kind, namespace, identities: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`on_listed` is told kind, namespace (empty: all) and everything a complete listing held."""
+        """`on_listed` is called with kind, namespace (empty: all) and everything a complete listing held."""
         self._clock = clock
         self._on_listed = on_listed
         self._synced = asyncio.Event()
@@ -61,11 +61,11 @@ class Watches:
         await self._synced.wait()
 
     def age_s(self, kind: str) -> float:
-        """Since the quietest watch of a kind was last heard."""
-        return self._oldest(kind, lambda stream: stream.heard_at)
+        """Since the quietest watch of a kind last received something."""
+        return self._oldest(kind, lambda stream: stream.received_at)
 
     def stalled_s(self) -> float:
-        """Since the quietest watch of all was heard or at least tried to connect."""
+        """Since the quietest watch of all received something or at least tried to connect."""
         return self._oldest(None, lambda stream: stream.tried_at)
 
     def unsynced(self) -> list[str]:
@@ -73,9 +73,9 @@ class Watches:
             {at.kind for at, stream in self._streams.items() if not stream.has_listed or stream.pending},
         )
 
-    def heard(self, at: StreamId) -> None:
+    def received(self, at: StreamId) -> None:
         if stream := self._streams.get(at):
-            stream.heard_at = stream.tried_at = self._clock()
+            stream.received_at = stream.tried_at = self._clock()
 
     def tried(self, at: StreamId) -> None:
         if stream := self._streams.get(at):
@@ -85,7 +85,7 @@ class Watches:
         """One page of a listing."""
         if not (stream := self._streams.get(at)):
             return
-        self.heard(at)
+        self.received(at)
         if is_first or stream.listed is None:
             stream.listed = set()
         identities = set(identities)

@@ -30,9 +30,9 @@ _OWN_FIELDS = {
     "args": "the engine reads its settings from the operator's file; use spec.engine.extraArgs",
     "image": "set spec.engine.image instead",
     "terminationMessagePath": "the operator reads there why an engine ended; remove it",
-    "terminationMessagePolicy": "the operator reads the engine's own words, not its log; remove it",
+    "terminationMessagePolicy": "the operator reads the engine's own message, not its log; remove it",
 }
-"""Of the engine's container: what no override may change, and what to do instead."""
+"""What no override may change of the engine's container, and what to do instead."""
 _DELICATE_FIELDS = {
     "command": "it must start the engine, and hand SIGTERM on to it; otherwise running requests are cut",
     "livenessProbe": "merged into the operator's: an engine that loads or drains must not be restarted",

@@ -131,7 +131,7 @@ class Plan:
     autoscaling: ScalingSettings | None = None
     """`None`: the number of replicas is the spec's."""
     spec_replicas: int = 1
-    """What it starts with, and keeps where nobody decides."""
+    """What it starts with, and keeps without autoscaling."""
     weight: int | None = None
     """Share of the requests among deployments that claim the same name; `None`: the name is not shared."""
     queue: Queue | None = None

@@ -23,11 +23,11 @@ Truth = Literal["True", "False", "Unknown"]
 PROGRESS = frozenset(
     {"Starting", "Loading", "Downloading", "NoReplicas", "NoReadyReplica", "ScaledToZero", "Progressing"}
 )
-"""Reasons of a False that time alone, or the user's own wish, explains. Every other one is a fault."""
+"""Reasons of a False that time alone, or the user's own settings, explain. Every other one is a fault."""
 MODEL_REFUSALS = frozenset({"UnsupportedArchitecture", "UnsupportedQuantization"})
 """Reasons of loaders and engines that have read the model's header, and found what no replica can compute."""
 NOT_DECIDED = "NotDecided"
-"""Nothing is known yet, above all by an operator that has just begun to lead: what was told before still stands."""
+"""Nothing is known yet, above all by an operator that has just begun to lead: what was written before is kept."""
 OLDER_SERVE = "replicas of an earlier spec still serve"
 MAX_MESSAGE_CHARS = 4096
 MAX_EVENT_CHARS = 1024
@@ -209,7 +209,7 @@ def _ready(seen: Observation, findings: list[Finding]) -> Finding:
 def _zero(seen: Observation) -> str:
     if seen.plan is not None and seen.plan.autoscaling is not None and seen.plan.autoscaling.mode == "Active":
         verb = "wakes" if seen.asleep() else "starts"
-        return f"nobody asks for it: the next request {verb} a replica"
+        return f"there are no requests: the next one {verb} a replica"
     return "no replica is wanted: raise spec.replicas"
 
 

@@ -91,7 +91,7 @@ def _needs_ahead(workload: Workload, predictor: Predictor, most: int, slo: Slo) 
 
 
 def _computed_tokens(requests: Sequence[SimRequest]) -> list[int]:
-    """Of each prompt, without what an earlier turn of its session has left in the cache."""
+    """Tokens of each prompt without what an earlier turn of its session has left in the cache."""
     said: dict[int, int] = defaultdict(int)
     computed = []
     for request in requests:

@@ -50,7 +50,7 @@ class Work(NamedTuple):
     """One engine's."""
 
     queued_tokens: float
-    """Of prompts that wait."""
+    """Tokens of prompts that wait."""
     context_tokens: float
     """Read by requests that run."""
     num_running: int
@@ -60,7 +60,7 @@ class Work(NamedTuple):
 
 
 class Estimator:
-    """Of latencies of one kind of engine."""
+    """Estimates latencies of one kind of engine."""
 
     def __init__(
         self, step_time: StepTimeModel, *, prompt_tokens: float, step_tokens: int, prompt_tokens_per_s: float

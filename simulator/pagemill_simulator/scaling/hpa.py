@@ -38,7 +38,7 @@ class Hpa(Parameters, frozen=True, kw_only=True):
     interval_s: Positive = 15.0
     """Between decisions."""
     tolerance: NotNegative = 0.1
-    """Of the ratio to 1, within which nothing is done."""
+    """The distance of the ratio from 1 within which nothing is done."""
     up_window_s: NotNegative = UP.window_s
     """Stabilization of more replicas."""
     down_window_s: NotNegative = DOWN.window_s
@@ -59,7 +59,7 @@ class KedaEpp(Parameters, frozen=True, kw_only=True):
     interval_s: Positive = 15.0
     """Between decisions."""
     tolerance: NotNegative = 0.1
-    """Of the ratio to 1, within which nothing is done."""
+    """The distance of the ratio from 1 within which nothing is done."""
     up_window_s: NotNegative = 300.0
     """Stabilization of more replicas."""
     down_window_s: NotNegative = 300.0

@@ -26,7 +26,7 @@ class Rule(NamedTuple):
 
 class Direction(NamedTuple):
     window_s: float
-    """Of the recommendations in it the most careful one counts."""
+    """The most careful recommendation within it counts."""
     rules: tuple[Rule, ...]
 
 

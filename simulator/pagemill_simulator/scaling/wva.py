@@ -28,9 +28,9 @@ from pagemill_simulator.scaling.policy import Bounds
 from pagemill_simulator.scaling.rival import Rival, Window, engines, is_due, within
 
 SCRAPE_S = 15.0
-"""Of metrics, and the autoscaler's own interval."""
+"""Interval of scrapes, and of the autoscaler."""
 CHART_RULES = (Rule("pods", 10.0, 150.0),)
-"""Of the chart's autoscaler, both ways."""
+"""Rules of the chart's autoscaler, both ways."""
 
 
 class Wva(Parameters, frozen=True, kw_only=True):
@@ -48,7 +48,7 @@ class Wva(Parameters, frozen=True, kw_only=True):
     interval_s: Positive = 30.0
     """Between decisions."""
     peak_s: Positive = 60.0
-    """Of which the highest value counts."""
+    """The time within which the highest value counts."""
 
     def policy(self) -> Rival[Any]:
         return WvaSaturation(self)
@@ -87,7 +87,7 @@ class WvaMemory(msgspec.Struct, frozen=True):
     scraped_at_s: float | None = None
     decided_at_s: float | None = None
     peaks: dict[str, Peaks] = {}
-    """Of the engines that report, by id."""
+    """By id of the engines that report."""
 
 
 class WvaSaturation:

@@ -1,6 +1,6 @@
 """`KubernetesCluster`: carries plans out as objects in a cluster, and reads back from the caches what became of them.
 
-Only what differs is written. Whatever one object meets stays with its deployment: it is told in the observation, and
+Only what differs is written. A failure of one object stays with its deployment: it is in the observation, and
 the others go on. Neighbours: `render` and `observe` decide, `differences` compares, `client` writes.
 """
 
@@ -54,7 +54,7 @@ class KnownCluster(KnownChildren, Protocol):
 MAX_RENDERED = 64
 
 TRIES = 3
-"""Failures in a row after which what may pass is told as what keeps the deployment from working."""
+"""Failures in a row after which a fault that may pass is reported as what keeps the deployment from working."""
 POD_MAKERS = frozenset({"Deployment", "Job"})
 NEEDED_BY_PODS = frozenset({"NetworkPolicy", "Secret", "ConfigMap"})
 """No pod starts, unlimited or without its settings, while one of these is refused."""
@@ -77,7 +77,7 @@ class KubernetesCluster(Cluster):
         on_write: OnWrite = lambda kind, verb: None,
     ) -> None:
         """`load`, `held`, `asleep`: what gateways report of a key, of each of its pods by uid, and which of them sleep;
-        `scaling`: what the autoscaler says; `on_write`: told kind, verb.
+        `scaling`: what the autoscaler reports; `on_write`: called with kind and verb.
         """
         self._client = client
         self._known = known
@@ -97,7 +97,7 @@ class KubernetesCluster(Cluster):
         """What was rendered lately and from what: the news of one deployment come in bursts."""
 
     async def carry_out(self, plan: Plan) -> bool:
-        """Write what differs; tells whether anything was written.
+        """Write what differs; returns whether anything was written.
 
         Raises `ApiError` and `Unreachable` for what passes: try again; all else is observed.
         """
@@ -113,8 +113,8 @@ class KubernetesCluster(Cluster):
     async def forget(self, keys: Collection[str]) -> None:
         """The cluster itself takes children away with their owner."""
         for key in keys:
-            for book in (self._plans, self._invalid, self._apply_errors, self._failures, self._answers, self._rendered):
-                book.pop(key, None)
+            for each in (self._plans, self._invalid, self._apply_errors, self._failures, self._answers, self._rendered):
+                each.pop(key, None)
 
     def has_apply_errors(self, key: str) -> bool:
         return bool(self._apply_errors.get(key))

@@ -60,7 +60,7 @@ class Client:
         remaining_s: Callable[[], float] = lambda: float("inf"),
         on_response: Callable[[str, str], None] = lambda code, method: None,
     ) -> None:
-        """`remaining_s`: seconds for which writing is allowed; `on_response` is told code and method."""
+        """`remaining_s`: seconds for which writing is allowed; `on_response` is called with code and method."""
         self._api = ApiClient(configuration)
         self._host = configuration.host.rstrip("/")
         self._configuration = configuration

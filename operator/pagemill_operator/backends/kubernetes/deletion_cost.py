@@ -1,9 +1,9 @@
-"""Which pods go when replicas are removed: the emptiest, as `controller.kubernetes.io/pod-deletion-cost` tells. Pure.
+"""Which pods go when replicas are removed: the emptiest, by `controller.kubernetes.io/pod-deletion-cost`. Pure.
 
 Kubernetes removes pods that are not ready first, those that sleep among them, then those of the lowest cost; ours are 0
 but for those that shall go: a pod that sleeps before one that starts.
 The cost is written when replicas are about to be removed and at no other time: its writes are few. It is a hint, and
-what nobody knows is left to Kubernetes. Neighbour: `backend`, which writes.
+what is not known is left to Kubernetes. Neighbour: `backend`, which writes.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ def costs_to_write(
     if len(live) > replicas and len(ready) + len(resting) < len(live):
         yield from (Cost(pod, GOES) for pod in resting if COST_ANNOTATION not in _annotations(pod))
     num_going = len(ready) - replicas
-    # Where all go, or only such as serve nobody, nothing is left to choose.
+    # Where all go, or only pods that are not ready, nothing is left to choose.
     if not held or replicas <= 0 or num_going <= 0:
         return
     youngest_first = sorted(ready, key=_created, reverse=True)
     going = {pod["metadata"]["uid"] for pod in emptiest_first(youngest_first, _uid, held)[:num_going]}
     for pod in ready:
         wanted = GOES if _uid(pod) in going else None
-        # What somebody else has set stands.
+        # What another writer has set is kept.
         if _annotations(pod).get(COST_ANNOTATION) in (None, GOES) and _annotations(pod).get(COST_ANNOTATION) != wanted:
             yield Cost(pod, wanted)
 

@@ -1,7 +1,7 @@
 """What has to be written so that the children stand as rendered. Pure.
 
-A child is applied where its digest differs or where somebody has changed what we rendered; fields that the API server
-or others add are left to them.
+A child is applied where its digest differs or where another writer has changed what we rendered; fields that the API
+server or others add are left to them.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _question(manifest: Manifest) -> str:
 
 
 def _standing(live: Manifest) -> str:
-    """Digest of what somebody wants of the object: all but its status and what the API server counts."""
+    """Digest of the object's content: all but its status and what the API server counts."""
     content = {name: value for name, value in live.items() if name not in ("metadata", "status")}
     metadata = {name: live["metadata"].get(name) for name in ("labels", "annotations", "ownerReferences")}
     return manifest_digest({**content, "metadata": metadata})
@@ -147,7 +147,7 @@ def _contains_items(live: list[Any], wanted: list[Any]) -> bool:
 
 
 def _list_key(items: list[Any]) -> str | None:
-    """The field whose value tells the items of a list apart."""
+    """The field whose value identifies the items of a list."""
     for key in _LIST_KEYS:
         if all(isinstance(item, dict) and isinstance(item.get(key), str | int) for item in items):
             values = [item[key] for item in items]

@@ -37,7 +37,7 @@ def has_succeeded(job: Manifest) -> bool:
 
 
 def _is_for_another_volume(plan: Plan, job: Manifest, children: Children) -> bool:
-    """Our claim comes before its Job; that of somebody else is not seen."""
+    """Our claim comes before its Job; a claim of the user is not seen."""
     if plan.cache is None or plan.cache.claim_name is not None:
         return False
     claim = children.get(("PersistentVolumeClaim", claim_name(plan.name)))

@@ -1,4 +1,4 @@
-"""Whose an object is: of this `LLMDeployment`, of an earlier one of the same name, or somebody else's. Pure."""
+"""Whose an object is: of this `LLMDeployment`, of an earlier one of the same name, or of neither. Pure."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def _digest(content: bytes) -> str:
 
 
 def _shared(value: Any) -> Any:
-    """Equal short strings become one string: JSON of many objects repeats the same words."""
+    """Equal short strings become one string: JSON of many objects repeats the same strings."""
     if isinstance(value, dict):
         return {sys.intern(key): _shared(item) for key, item in value.items()}
     if isinstance(value, list):

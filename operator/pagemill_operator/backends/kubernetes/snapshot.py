@@ -49,7 +49,7 @@ class RenderContext:
     """What the manifests need beyond the plan: the installation's settings and what is known of the cluster."""
 
     namespace: str
-    """Of the release: there the gateway runs."""
+    """The release's namespace, where the gateway runs."""
     engine_image: str
     """Used where the resource names no image of its own."""
     image_pull_policy: str = "IfNotPresent"
@@ -59,7 +59,7 @@ class RenderContext:
     operator_selector: Mapping[str, str] = field(default_factory=dict)
     """Labels of the operator's own pods there, which put engines to sleep and wake them."""
     prometheus_namespace_selector: Mapping[str, str] = field(default_factory=dict)
-    """Labels of the namespace that Prometheus runs in; empty with an empty pod selector: nobody else gets in."""
+    """Labels of the namespace that Prometheus runs in; empty with an empty pod selector: no other pod is let in."""
     prometheus_pod_selector: Mapping[str, str] = field(default_factory=dict)
     tokens: tuple[str, ...] = ()
     """Tokens that the engines accept, newest first."""
@@ -80,7 +80,7 @@ class ApplyError:
     """The API's word, such as `Forbidden` or `Invalid`."""
     message: str
     is_passing: bool = False
-    """It lies with the server or the moment; told only where it lasts."""
+    """The cause is the server or the moment; reported only where it lasts."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Snapshot:
     load: MeasuredLoad | None = None
     """None while no gateway reports the deployment."""
     asleep: frozenset[str] = frozenset()
-    """Uids of the pods whose engines say that they sleep, as gateways hear them."""
+    """Uids of the pods whose engines sleep, as gateways report."""
 
     @property
     def namespace(self) -> str:

@@ -19,7 +19,7 @@ from pagemill_operator.backends.kubernetes.snapshot import ApplyError, Manifest
 logger = logging.getLogger("pagemill.operator.kubernetes")
 
 OnWrite = Callable[[str, str], None]
-"""Told kind and verb."""
+"""Called with kind and verb."""
 
 
 class KnownChildren(Protocol):
@@ -30,7 +30,7 @@ class KnownChildren(Protocol):
 
 
 class _Taken(Exception):
-    """Somebody else's object has the name."""
+    """An object that is not ours has the name."""
 
 
 class Writes:
@@ -65,7 +65,7 @@ class Writes:
         await self._noted(deployment, "scale", self._scaled(deployment, replicas, awake))
 
     async def rank(self, costs: Iterable[Cost]) -> None:
-        """Tell which pods shall go first. Only a hint: what it meets is no fault of the deployment."""
+        """Mark the pods that shall go first. Only a hint: a failure is no fault of the deployment."""
         await asyncio.gather(*(self._ranked(cost) for cost in costs))
 
     async def _ranked(self, cost: Cost) -> None:
@@ -118,7 +118,7 @@ class Writes:
         self._known.put(kind.name, answer)
 
     async def _may_take(self, kind: Kind, manifest: Manifest) -> bool:
-        """One that we do not know may be somebody else's: it is not taken over. False: there is none."""
+        """One that we do not know may not be ours: it is not taken over. False: there is none."""
         metadata = manifest["metadata"]
         found = await self._client.find(kind, metadata["namespace"], metadata["name"])
         if found is None:

@@ -1,6 +1,6 @@
 """`LocalBackend`: carries plans out as processes on this machine.
 
-One task reconciles: it compares what is wanted with what runs, starts and drains replicas, and tells the gateway the
+One task reconciles: it compares what is wanted with what runs, starts and drains replicas, and sends the gateway the
 endpoints. Everything that changes wakes it; nothing else acts. Neighbours: `rollout` decides, `supervisor` runs.
 """
 
@@ -34,7 +34,7 @@ from pagemill_protocol.load import EngineHeld
 
 logger = logging.getLogger("pagemill.operator.local")
 
-TELL_TIMEOUT_S = 2.0
+INFORM_TIMEOUT_S = 2.0
 """A draining replica waits this long for the gateway to know; then it drains anyway."""
 KILL_MARGIN_S = 5.0
 """After its drain time a process gets this much more to end by itself."""
@@ -151,7 +151,7 @@ class LocalBackend(Cluster):
             self._state_dir.remove()
 
     def _settle(self) -> None:
-        """What is wanted has changed: so may who holds which name."""
+        """What is wanted has changed: so may the holders of model names."""
         conflicts = name_conflicts([deployment.plan for deployment in self._deployments.values() if deployment.wanted])
         for key, deployment in self._deployments.items():
             deployment.conflict = conflicts.get(key)
@@ -164,8 +164,8 @@ class LocalBackend(Cluster):
     def _decided(self, record: Record) -> None:
         decision, is_active = record.decision, record.settings.mode == "Active"
         if decision.changes:
-            words = "scaled to" if is_active else "would be scaled to"
-            message = f"{words} {decision.replicas} replicas from {decision.replicas_before}: {decision.message}"
+            action = "scaled to" if is_active else "would be scaled to"
+            message = f"{action} {decision.replicas} replicas from {decision.replicas_before}: {decision.message}"
             self._on_event(Event(record.key.partition("/")[2], message, time.monotonic() - self._started_s))
         self._changed()
         try:
@@ -186,7 +186,7 @@ class LocalBackend(Cluster):
                 self._reconcile()
                 pause_s = self._settings.backoff_first_s
             except Exception:
-                # Nobody waits for this task: without it crashed replicas would stay away and edits undone.
+                # Nothing awaits this task: without it crashed replicas would stay away and edits undone.
                 logger.exception("replicas could not be brought in line with the plan; trying again in %g s", pause_s)
                 await asyncio.sleep(pause_s)
                 pause_s = min(self._settings.backoff_longest_s, pause_s * 2)
@@ -215,13 +215,13 @@ class LocalBackend(Cluster):
             self._start_replica(deployment)
 
     def _held(self, deployment: Deployment) -> dict[str, EngineHeld]:
-        """By replica, as far as the gateway hears them."""
-        told = self._scaling.held(deployment.plan.key)
+        """By replica, as far as the gateway reports them."""
+        reported = self._scaling.held(deployment.plan.key)
         endpoints = {replica.name: replica.endpoint for replica in deployment.replicas}
         return {
-            name: told[endpoint.id]
+            name: reported[endpoint.id]
             for name, endpoint in endpoints.items()
-            if endpoint is not None and endpoint.id in told
+            if endpoint is not None and endpoint.id in reported
         }
 
     def _start_replica(self, deployment: Deployment) -> None:
@@ -253,7 +253,7 @@ class LocalBackend(Cluster):
     async def _end_drained(self, deployment: Deployment, replica: Replica) -> None:
         """The gateway stops sending, the engine finishes what it has, then it is gone."""
         self.gateway.want(self._catalog())
-        await self.gateway.told(TELL_TIMEOUT_S)
+        await self.gateway.informed(INFORM_TIMEOUT_S)
         await replica.supervisor.end(replica.drain_timeout_s + KILL_MARGIN_S)
         deployment.replicas.remove(replica)
         self._changed()

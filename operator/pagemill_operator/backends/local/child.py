@@ -94,7 +94,7 @@ class Child:
 
 
 def explain_exit(returncode: int, log_path: Path) -> Exit:
-    """The termination message of a process (a JSON line), else how it ended and its last words."""
+    """The termination message of a process (a JSON line), else how it ended and its last line."""
     lines = tail(log_path)
     for line in reversed(lines):
         with contextlib.suppress(ValueError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""The gateway process of this machine: started at once, told the catalogue after every change of endpoints."""
+"""The gateway process of this machine: started at once, and sent the catalogue after every change of endpoints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAME = "gateway"
 TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 RETRY_FIRST_S = 0.2
 RETRY_LONGEST_S = 10.0
-"""Pause before a catalogue is told again; doubles each time."""
+"""Pause before a catalogue is sent again; doubles each time."""
 LASTING_STATUSES = frozenset(range(400, 500)) - {408, 429}
 """Answers that asking again does not change."""
 READINESS = Probe(CONTROL_PORT, "/readyz", 2.0, 2)
@@ -47,7 +47,7 @@ class Gateway:
         self._state_dir = state_dir
         self._session = session
         self.token = secrets.token_urlsafe(32)
-        """Of its control port."""
+        """The token of its control port."""
         self.token_path = state_dir.write_token(f"{NAME}.token", self.token)
         """The file that has it: the gateway reads it, and users who ask its control port."""
         self._wanted = Catalog()
@@ -87,7 +87,7 @@ class Gateway:
             self._wanted = catalog
             self._changed.set()
 
-    async def told(self, timeout_s: float) -> bool:
+    async def informed(self, timeout_s: float) -> bool:
         """Wait until the gateway knows the wanted catalogue; False when it did not learn it in time."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s), self._news:
@@ -130,7 +130,7 @@ class Gateway:
         return self._told == (self.supervisor.pid, self._wanted)
 
     async def _keep_telling(self) -> None:
-        """Tell the running gateway the wanted catalogue, again after it was restarted."""
+        """Send the running gateway the wanted catalogue, again after it was restarted."""
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -144,7 +144,7 @@ class Gateway:
                 pause_s = min(RETRY_LONGEST_S, pause_s * 2)
 
     def _settled(self) -> bool:
-        """Nothing is left to tell to this process, or no use in telling it again."""
+        """This process has the catalogue, or refuses it for good."""
         return self._up_to_date() or self._refused == (self.supervisor.pid, self._wanted)
 
     async def _tell(self) -> bool:

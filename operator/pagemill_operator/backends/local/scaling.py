@@ -37,7 +37,7 @@ class LocalScaling:
         observed: Callable[[], Mapping[str, Observation]],
         on_decision: Callable[[Record], None],
     ) -> None:
-        """`observed`: what runs, by key; `on_decision` hears what changed, or has a new reason not to."""
+        """`observed`: what runs, by key; `on_decision` is called for what changed, or has a new reason not to."""
         self._session = session
         self._control_url = control_url
         self._token = token
@@ -55,7 +55,7 @@ class LocalScaling:
         return self._scaler.wanted(plan.key, plan.spec_replicas, plan.autoscaling)
 
     def held(self, key: str) -> dict[str, EngineHeld]:
-        """What each engine holds, by endpoint, as far as the gateway tells."""
+        """What each engine holds, by endpoint, as far as the gateway reports it."""
         return self._loads.held(key)
 
     def state(self, key: str) -> Scaling | None:
@@ -74,14 +74,14 @@ class LocalScaling:
         while True:
             if url := self._control_url():
                 try:
-                    await follow_load(self._session, url, self._token, self._hear)
+                    await follow_load(self._session, url, self._token, self._report)
                 except STREAM_FAULTS as error:
-                    logger.debug("the gateway's load is not heard: %s", error or type(error).__name__)
+                    logger.debug("the gateway's load stream is interrupted: %s", error or type(error).__name__)
                 finally:
                     self._loads.remove(GATEWAY)
             await asyncio.sleep(RETRY_S)
 
-    def _hear(self, frame: LoadFrame) -> None:
+    def _report(self, frame: LoadFrame) -> None:
         changed = self._loads.put(GATEWAY, frame)
         if any(self._loads.needs_engine(key) for key in changed):
             self._urgent.set()

@@ -94,7 +94,7 @@ def _why(observation: Observation) -> str:
 
 
 def _last_scaling(old: LLMDeploymentStatus, desired: int, now: str, reason: str) -> dict[str, Any] | None:
-    # A status that was never written has no wish to differ from.
+    # A status that was never written had no number to differ from.
     if not old.conditions or old.desired_replicas == desired:
         unchanged: dict[str, Any] | None = _json(old.last_scaling)
         return unchanged

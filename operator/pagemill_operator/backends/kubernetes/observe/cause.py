@@ -1,4 +1,4 @@
-"""A cause as every witness tells it, and how their words are made fit for a condition."""
+"""A cause of failure, and how messages of other programs are shortened for a condition."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Cause(NamedTuple):
 
 
 def quote(text: str) -> str:
-    """Foreign words in one bounded line."""
+    """A message of another program as one bounded line."""
     line = " ".join(text.split()).rstrip(".; ")
     return line if len(line) <= MAX_QUOTE_CHARS else line[: MAX_QUOTE_CHARS - 3] + "..."
 

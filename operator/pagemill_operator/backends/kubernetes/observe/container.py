@@ -47,7 +47,7 @@ _REMEDIES = {
 }
 """Where the resource holds what the engine complains about; it knows only its own settings."""
 _REASON = re.compile(r"[A-Z][A-Za-z0-9]{0,63}")
-"""What a condition accepts as its reason; other words are those of a program that is none of ours."""
+"""What a condition accepts as its reason; anything else was written by another program."""
 _LOGS = "read its log (kubectl logs --previous)"
 
 
@@ -74,18 +74,18 @@ def ended_cause(status: dict[str, Any]) -> Cause | None:
 
 
 def termination_cause(ended: dict[str, Any]) -> Cause:
-    told = _told(str(ended.get("message", "")))
+    reported = _reported(str(ended.get("message", "")))
     code = int(ended.get("exitCode", 0))
-    if ended.get("reason") == "OOMKilled" and (told is None or told.reason in _GENERIC):
+    if ended.get("reason") == "OOMKilled" and (reported is None or reported.reason in _GENERIC):
         return Cause(
             "OOMKilled",
             "it took more memory than its limit and was killed: raise spec.resources.memory, lower "
             "spec.engine.kvCacheMemory or maxNumSeqs, or choose a smaller model",
         )
-    if told and told.reason not in _GENERIC:
-        return told
-    if told:
-        return Cause("CrashLoop", f"the engine ends again and again: {told.message}; {_LOGS}")
+    if reported and reported.reason not in _GENERIC:
+        return reported
+    if reported:
+        return Cause("CrashLoop", f"the engine ends again and again: {reported.message}; {_LOGS}")
     if code in _CANNOT_START or ended.get("reason") in ("StartError", "ContainerCannotRun"):
         return _cannot_start(str(ended.get("message", "")))
     if code in _BY_KUBELET:
@@ -95,8 +95,8 @@ def termination_cause(ended: dict[str, Any]) -> Cause:
             "fails: check that spec.engine.image is an engine of this version and that spec.template leaves its "
             f"probes alone, see kubectl describe pod, and {_LOGS}",
         )
-    words = f": {quote(str(ended['message']))}" if ended.get("message") else ""
-    return Cause("CrashLoop", f"it ends again and again with exit code {code}{words}; {_LOGS}")
+    detail = f": {quote(str(ended['message']))}" if ended.get("message") else ""
+    return Cause("CrashLoop", f"it ends again and again with exit code {code}{detail}; {_LOGS}")
 
 
 def unready_cause() -> Cause:
@@ -115,7 +115,7 @@ def lost_node_cause(node: str) -> Cause:
     )
 
 
-def _told(message: str) -> Cause | None:
+def _reported(message: str) -> Cause | None:
     """The termination message of an engine or a loader, if it is one."""
     try:
         content = json.loads(message)
@@ -136,8 +136,8 @@ def _pull_cause(reason: str, message: str, image: str) -> Cause:
         remedy = "load it there, or allow pulling with the chart's pull policy"
         return Cause("ImageNotPresent", f"the node does not have the image {quote(image)}: {remedy}")
     # While backing off the kubelet repeats what the pull itself said.
-    told = message.split("ErrImagePull: ")[-1]
-    detail = "" if told.startswith("Back-off") else f" ({quote(told)})"
+    cause = message.split("ErrImagePull: ")[-1]
+    detail = "" if cause.startswith("Back-off") else f" ({quote(cause)})"
     remedy = (
         "check spec.engine.image and its tag, that the nodes reach the registry, and for a private one "
         "imagePullSecrets in spec.template.spec"

@@ -1,4 +1,4 @@
-"""Why the API server refused to create a pod or to take a child, from its words."""
+"""Why the API server refused to create a pod or to take a child, from its message."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TEMPLATED = ("Deployment", "Job")
 _MALFORMED = (422, 500)
 """Server-side apply answers 500 to fields of the wrong type; what lies with the server itself never comes here."""
 _DENIED = r"denied (the )?request"
-"""Words of admission webhooks and of policies; their status code is whatever they like."""
+"""In messages of admission webhooks and of policies, whose status codes differ."""
 _NOT_PERMITTED = r"cannot \w+ resource"
 _NOT_RESIZABLE = r"be resized|support resize|can ?not be less than|immutable after creation"
 _REFUSALS = (
@@ -51,7 +51,7 @@ _REFUSALS = (
     (r"RuntimeClass", "RuntimeClassNotFound", "correct runtimeClassName in spec.template.spec"),
     (r"is being terminated", "NamespaceTerminating", "the namespace is being deleted: apply to another one"),
 )
-"""Words of a refusal, the reason they mean, and the remedy."""
+"""Part of a refusal's message, the reason that it means, and the remedy."""
 
 
 def not_created(message: str) -> Cause:

@@ -30,7 +30,7 @@ def observe_pod(
 ) -> ReplicaObservation:
     """`main`: the container that the pod is for. `process`: what it was planned with, where that is known.
 
-    `sleeps`: its engine says so.
+    `sleeps`: its engine reports it.
     """
     phase, cause = _phase(pod, main, process, sleeps)
     name = str(pod["metadata"]["name"])
@@ -66,7 +66,10 @@ def _why_pending(pod: Manifest, process: Process | None) -> Cause | None:
     if scheduled.get("status") != "False":
         return None
     if scheduled.get("reason") == "SchedulingGated":
-        return Cause("SchedulingGated", "a scheduling gate holds the pod: whoever set it in spec.template removes it")
+        return Cause(
+            "SchedulingGated",
+            "a scheduling gate holds the pod: its controller removes it, or remove it from spec.template",
+        )
     return unschedulable(str(scheduled.get("message", "")), process)
 
 

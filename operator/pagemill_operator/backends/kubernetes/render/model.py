@@ -1,4 +1,4 @@
-"""Where a plan's model lies in the pods: which claim is mounted, and what the engine is told to open."""
+"""Where a plan's model lies in the pods: which claim is mounted, and which path the engine opens."""
 
 from __future__ import annotations
 

@@ -22,13 +22,13 @@ GENERATION_ANNOTATION = "pagemill.dev/generation"
 AWAKE_ANNOTATION = "pagemill.dev/awake"
 """On the Deployment: how many of its replicas shall serve; the others are loaded and sleep."""
 REST_ANNOTATION = "pagemill.dev/rest"
-"""On pods: `asleep` where they were told to sleep, `waking` where they were woken and were not seen ready since."""
+"""On pods: `asleep` where they were ordered to sleep, `waking` where they were woken and were not ready since."""
 TEMPLATE_ANNOTATION = "pagemill.dev/template"
-"""On pods: digest of the pod template that they were made from; tells new pods from old ones."""
+"""On pods: digest of the pod template that they were made from; distinguishes new pods from old ones."""
 
 
 def awake_note(plan: Plan) -> str | None:
-    """Of the Deployment; none where nobody ever sleeps."""
+    """The Deployment's note of its awake replicas; none where no replica ever sleeps."""
     return str(plan.replicas) if plan.autoscaling is not None and plan.autoscaling.warm else None
 
 

@@ -22,8 +22,10 @@ def render_service(plan: Plan, owner: Owner) -> Manifest:
 
 
 def render_network_policy(plan: Plan, owner: Owner, context: RenderContext) -> Manifest:
-    """Gateways reach both ports, Prometheus the control port, nobody anything else; also of the loader's pods. Where
-    replicas stand by, the operator reaches the control port, too: it wakes them."""
+    """Gateways reach both ports, Prometheus the control port, and nothing else reaches any; also of the loader's pods.
+
+    Where replicas stand by, the operator reaches the control port, too: it wakes them.
+    """
     ports = plan.groups[0].process.ports
     ingress = []
     if context.gateway_selector:

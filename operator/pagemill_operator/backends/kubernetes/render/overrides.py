@@ -21,7 +21,7 @@ MERGE_KEYS = {
     "hostAliases": "ip",
     "topologySpreadConstraints": "topologyKey",
 }
-"""List -> the field by which Kubernetes tells its items apart."""
+"""List -> the field by which Kubernetes identifies its items."""
 APPENDED = ("tolerations", "requiredDuringSchedulingIgnoredDuringExecution")
 """Lists to which an override adds. Of affinities only those between pods are lists: each of their terms must hold."""
 

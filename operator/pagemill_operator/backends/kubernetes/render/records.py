@@ -1,6 +1,7 @@
-"""Decisions about one deployment as a ConfigMap beside it, and back: who may read the namespace may ask why.
+"""Decisions about one deployment as a ConfigMap beside it, and back.
 
-It bears no label that the watches go by: nothing is compared with it, and no change of it wakes anybody.
+The right to read the namespace is enough to ask why. The ConfigMap has no label that the watches select: nothing is
+compared with it, and a change of it causes no reconcile.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ RECORDS_FILE = "records.jsonl"
 
 
 def records_name(name: str) -> str:
-    """Of the ConfigMap of the deployment `name`."""
+    """The ConfigMap's name for the deployment `name`."""
     return f"{name}-scaling"
 
 
