@@ -21,8 +21,8 @@ from pagemill_gateway.limits.refusals import Limited
 from pagemill_gateway.limits.store import Ask, token_limits
 from pagemill_gateway.metrics.worker import WorkerMetrics
 from pagemill_gateway.relay.growth import Growth
-from pagemill_gateway.relay.record import RequestRecord
 from pagemill_gateway.relay.upstream import Upstream
+from pagemill_gateway.request_record import RequestRecord
 from pagemill_protocol.continuing import PROGRESS_TOKENS, can_be_continued
 from pagemill_protocol.generate import FrameMeta, GenerateRequest, Usage
 from pagemill_protocol.keys.caller import Caller, Limits

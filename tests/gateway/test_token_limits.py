@@ -176,7 +176,7 @@ async def test_a_client_that_leaves_pays_for_what_may_have_been_generated(engine
         before = engines[0].num_generated
         await fake.until(lambda before=before: engines[0].num_generated > before)
         if "stream" in fields:
-            await fake.until(lambda: gateway.gateway.worker.relay.journal_room.num_tokens == 2)
+            await fake.until(lambda: gateway.gateway.worker.relay.journal_capacity.num_tokens == 2)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         await fake.until(lambda: store.num_held == 0)

@@ -50,7 +50,7 @@ class Driver:
         waves: bool = False,
         **settings: Any,
     ) -> list[Generated]:
-        """`waves`: each request only after the one before has finished. Other settings: `EngineConfig`."""
+        """`waves`: each request only after the one before has finished. Other settings: `EngineConfig`; they, not the runner, limit a step."""
         answers = self.choices(prompts, params, num_blocks=num_blocks, waves=waves, **settings)
         return [choices[0] for choices in answers]
 
@@ -65,7 +65,7 @@ class Driver:
     ) -> list[list[Generated]]:
         """All choices of each prompt, in order. Arguments as in `generate`."""
         info = self.runner.info
-        self.runner.info = info._replace(num_blocks=num_blocks or info.num_blocks)
+        self.runner.info = info._replace(num_blocks=num_blocks or info.num_blocks, step=None)
         core = EngineCore(EngineConfig(model="test", block_size=info.block_size, **settings), self.runner)
         results: dict[str, dict[int, Generated]] = {}
         try:

@@ -54,7 +54,7 @@ def requests() -> list[GenerateRequest]:
 def serve(runner: Any, *, overlap: bool = False) -> tuple[Answers, EngineCore]:
     config = EngineConfig(model="m", max_num_seqs=4, max_num_batched_tokens=24, overlap=overlap)
     info = runner.info
-    runner.info = info._replace(num_blocks=4)
+    runner.info = info._replace(num_blocks=4, step=None)
     core = EngineCore(config, runner)
     runner.info = info
     for each in requests():
