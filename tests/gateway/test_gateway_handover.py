@@ -115,6 +115,20 @@ async def test_an_engine_that_starts_anew_is_used_again(engines, gateways, fake)
     assert (await reply).status == 200
 
 
+async def test_an_engine_that_starts_anew_while_its_drain_is_handed_over_is_used_again(engines, gateways, fake) -> None:
+    gateway = await gateways(engines[0], reconnect_base_s=0.01, reconnect_max_s=0.05, handover_timeout_s=30.0)
+    handovers = gateway.gateway.control._streams._handovers
+    await engines[0].push_state(draining=True)
+    await fake.until(lambda: handovers._under_way)
+    await engines[0].kill()
+    engines[0].draining = False
+    await engines[0].start()
+    await fake.until(lambda: not handovers._under_way)
+    assert not gateway.record(engines[0]).draining
+    assert (await gateway.chat()).status == 200
+    assert engines[0].num_drained == 0
+
+
 @pytest.mark.layouts
 async def test_requests_wait_for_the_only_engine_to_come_back(engines, gateways, fake) -> None:
     gateway = await gateways(engines[0], reconnect_base_s=0.01, reconnect_max_s=0.05, outage_wait_s=10.0)

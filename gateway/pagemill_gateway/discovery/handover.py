@@ -55,6 +55,8 @@ class Handovers:
 
     async def _run(self, endpoint_id: str, control_url: str, token: str) -> None:
         await self._brain.changes.wait_until(lambda: self._brain.replaceable(endpoint_id), self._timeout_s)
+        if not self._brain.leaving(endpoint_id):
+            return  # an engine that was restarted at the same address reports already, and takes requests
         self._brain.drain(endpoint_id)
         for _ in range(NUM_TRIES):
             # Keys may have been rotated since the stream was opened.
@@ -63,6 +65,8 @@ class Handovers:
                 self._brain.drain_acknowledged(endpoint_id)
                 return
             await self._brain.changes.wait_until(partial(self._has_turned, endpoint_id, token), RETRY_S)
+            if not self._brain.leaving(endpoint_id):
+                return
 
     def _has_turned(self, endpoint_id: str, token: str) -> bool:
         return self._token_now(endpoint_id) not in ("", token)
