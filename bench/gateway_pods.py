@@ -1,10 +1,10 @@
 """What it costs a gateway to know 100 pods, idle and busy, and how soon it knows them again after a restart.
 
 No requests but the ones that time the restart. Idle pods send a state frame a second; busy ones report every step of a
-full batch, with the granules that it brought and evicted, at most 20 frames a second each, from prefix caches of 8,192
-granules. CPU is the kernel's count for the gateway's processes. A restart is SIGKILL and a new process with the same
-settings: until its first answer, and until it has every pod and as many granules as the pods have. Exits with 1 beyond
-a goal, where the machine gave the pods the time that they need.
+full batch, with the prefix chunks that it brought and evicted, at most 20 frames a second each, from prefix caches of
+8,192 prefix chunks. CPU is the kernel's count for the gateway's processes. A restart is SIGKILL and a new process with
+the same settings: until its first answer, and until it has every pod and as many prefix chunks as the pods have. Exits
+with 1 beyond a goal, where the machine gave the pods the time that they need.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LOOK_PAUSE_S = 0.1
 class Size(NamedTuple):
     num_pods: int
     seconds: float
-    num_granules: int
+    num_prefix_chunks: int
     num_shared: int
     steps_per_s: float
     churn: int
@@ -53,8 +53,8 @@ class Size(NamedTuple):
 
     @property
     def num_distinct(self) -> int:
-        """Granules that a gateway that knows all pods has in its table."""
-        return self.num_pods * (self.num_granules - self.num_shared) + self.num_shared
+        """Prefix chunks that a gateway that knows all pods has in its table."""
+        return self.num_pods * (self.num_prefix_chunks - self.num_shared) + self.num_shared
 
 
 def main() -> None:
@@ -71,22 +71,22 @@ def main() -> None:
         raise SystemExit("; ".join(beyond))
 
 
-def measure(size: Size, num_granules: int, options: tuple[str, ...]) -> dict[str, Any]:
-    """`num_granules`: that the gateway must come to know."""
+def measure(size: Size, num_prefix_chunks: int, options: tuple[str, ...]) -> dict[str, Any]:
+    """`num_prefix_chunks`: that the gateway must come to know."""
     scene = Scene(size.num_pods, 16, num_tokens=1, pod_options=options)
     folder = FOLDER / "pods"
     with stage(scene, cores()) as around:
         start = start_pagemill(Site(around.ports, folder, 16), changes={"workers": size.num_workers})
         gateway = _begin(start, around)
         try:
-            _restart_times(gateway, start, size.num_pods, num_granules)
+            _restart_times(gateway, start, size.num_pods, num_prefix_chunks)
             time.sleep(SETTLE_S)
             cost = _cost(gateway, around, size.seconds)
             restarts = []
             for _ in range(size.num_restarts):
                 gateway.kill()
                 gateway = _begin(start, around)
-                restarts.append(_restart_times(gateway, start, size.num_pods, num_granules))
+                restarts.append(_restart_times(gateway, start, size.num_pods, num_prefix_chunks))
         finally:
             gateway.stop()
     return {**cost, "restarts": restarts}
@@ -105,22 +105,22 @@ def faults(name: str, values: dict[str, Any]) -> list[str]:
 
 def busy_options(size: Size) -> tuple[str, ...]:
     options = {
-        "granules": size.num_granules,
-        "shared-granules": size.num_shared,
+        "prefix-chunks": size.num_prefix_chunks,
+        "shared-prefix-chunks": size.num_shared,
         "steps-per-s": size.steps_per_s,
         "churn": size.churn,
-        "blocks": BLOCKS_OF_ROWS + 4 * size.num_granules,
+        "blocks": BLOCKS_OF_ROWS + 4 * size.num_prefix_chunks,
     }
     return tuple(word for name, value in options.items() for word in (f"--{name}", str(value)))
 
 
-def is_whole(metrics: str, num_pods: int, num_granules: int) -> bool:
+def is_whole(metrics: str, num_pods: int, num_prefix_chunks: int) -> bool:
     """Whether the gateway that says so knows every pod and all that they have."""
     pods = re.search(r'^pagemill_gateway_endpoints\{[^}]*phase="ready"[^}]*\} (\S+)$', metrics, re.MULTILINE)
-    granules = re.search(r"^pagemill_gateway_prefix_chunks (\S+)$", metrics, re.MULTILINE)
-    if pods is None or granules is None:
+    prefix_chunks = re.search(r"^pagemill_gateway_prefix_chunks (\S+)$", metrics, re.MULTILINE)
+    if pods is None or prefix_chunks is None:
         return False
-    return float(pods[1]) == num_pods and float(granules[1]) == num_granules
+    return float(pods[1]) == num_pods and float(prefix_chunks[1]) == num_prefix_chunks
 
 
 def _begin(start: Start, around: Stage) -> PeerProcess:
@@ -148,7 +148,7 @@ def _num_frames(around: Stage) -> int:
     return count
 
 
-def _restart_times(gateway: PeerProcess, start: Start, num_pods: int, num_granules: int) -> dict[str, float]:
+def _restart_times(gateway: PeerProcess, start: Start, num_pods: int, num_prefix_chunks: int) -> dict[str, float]:
     """Seconds since the process began."""
     times: dict[str, float] = {}
     while not _answers(start.port):
@@ -158,7 +158,7 @@ def _restart_times(gateway: PeerProcess, start: Start, num_pods: int, num_granul
         "first_answer_s": round(time.perf_counter() - gateway.started_s, 3),
         "first_answer_cpu_s": tree_cpu_s(gateway.pid),
     }
-    while not is_whole(_metrics(start.control_port), num_pods, num_granules):
+    while not is_whole(_metrics(start.control_port), num_pods, num_prefix_chunks):
         _check(gateway)
         time.sleep(LOOK_PAUSE_S)
     times |= _since_start("whole", gateway)
@@ -211,18 +211,18 @@ def _size() -> Size:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pods", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=20.0, help="of counting CPU, for idle and for busy pods")
-    parser.add_argument("--granules", type=int, default=8192, help="in each busy pod's prefix cache")
-    parser.add_argument("--shared-granules", type=int, default=1024, help="of these, the same in all pods")
+    parser.add_argument("--prefix-chunks", type=int, default=8192, help="in each busy pod's prefix cache")
+    parser.add_argument("--shared-prefix-chunks", type=int, default=1024, help="of these, the same in all pods")
     parser.add_argument("--steps-per-s", type=float, default=32.0, help="of a busy pod")
-    parser.add_argument("--churn", type=int, default=4, help="granules that each step brings, and evicts")
+    parser.add_argument("--churn", type=int, default=4, help="prefix chunks that each step brings, and evicts")
     parser.add_argument("--restarts", type=int, default=3)
     parser.add_argument("--workers", type=int, default=1)
     args = parser.parse_args()
     return Size(
         args.pods,
         args.seconds,
-        args.granules,
-        args.shared_granules,
+        args.prefix_chunks,
+        args.shared_prefix_chunks,
         args.steps_per_s,
         args.churn,
         max(1, args.restarts),

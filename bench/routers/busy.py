@@ -24,13 +24,13 @@ FIT_SPREAD = 0.02
 
 
 class Habit(NamedTuple):
-    num_granules: int = 0
+    num_prefix_chunks: int = 0
     """In the prefix cache from the start."""
     num_shared: int = 0
     """Of these, the same in all pods: system prompts. They stay."""
     steps_per_s: float = 0.0
     churn: int = 0
-    """Granules that each step adds, and evicts."""
+    """Prefix chunks that each step adds, and evicts."""
 
 
 class Busy:
@@ -39,14 +39,14 @@ class Busy:
         self._habit = habit
         self._loop = loop
         self._draw = random.Random()
-        self._own = deque(_granules(self._draw, habit.num_granules - habit.num_shared))
+        self._own = deque(_prefix_chunks(self._draw, habit.num_prefix_chunks - habit.num_shared))
         """Oldest first."""
         self._fit_at = 0.0
 
     def begin(self) -> None:
         habit = self._habit
-        if habit.num_granules:
-            self._pod.exchange([*self._own, *_granules(random.Random(0), habit.num_shared)], [])
+        if habit.num_prefix_chunks:
+            self._pod.exchange([*self._own, *_prefix_chunks(random.Random(0), habit.num_shared)], [])
         if habit.steps_per_s:
             self._pod.play(NUM_ROWS, NUM_CONTEXT_TOKENS, STEP_TIME)
             # Not all pods at once: nothing keeps real ones in step.
@@ -59,12 +59,12 @@ class Busy:
             factor = random.uniform(1 - FIT_SPREAD, 1 + FIT_SPREAD)
             knots = [ms * factor for ms in STEP_TIME.knot_ms]
             self._pod.play(0, 0, msgspec.structs.replace(STEP_TIME, knot_ms=knots))
-        added = _granules(self._draw, self._habit.churn)
+        added = _prefix_chunks(self._draw, self._habit.churn)
         removed = [self._own.popleft() for _ in added]
         self._own += added
         self._pod.exchange(added, removed)
         self._loop.call_later(1 / self._habit.steps_per_s, self._step)
 
 
-def _granules(draw: random.Random, count: int) -> list[bytes]:
+def _prefix_chunks(draw: random.Random, count: int) -> list[bytes]:
     return [draw.randbytes(HASH_BYTES) for _ in range(count)]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from pagemill_protocol.frames import encode_state
 from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.hashes import HASH_VERSION, block_hashes, granule_blocks, root_hash
+from pagemill_protocol.hashes import HASH_VERSION, block_hashes, prefix_chunk_blocks, root_hash
 from pagemill_protocol.state import Digests, EngineLoad, StateFrame, StepTimeParams
 from routers.answers import Answer
 
@@ -37,8 +37,8 @@ class Kind(NamedTuple):
     bundle_digest: str
 
     @property
-    def granule_blocks(self) -> int:
-        return granule_blocks(BLOCK_SIZE, self.num_blocks)
+    def prefix_chunk_blocks(self) -> int:
+        return prefix_chunk_blocks(BLOCK_SIZE, self.num_blocks)
 
 
 class Stream:
@@ -73,7 +73,7 @@ class Pod:
         self._streams: dict[Stream, None] = {}
         self._num_tokens = 0
         """Of prompts and answers under way."""
-        self._granules: dict[bytes, None] = {}
+        self._prefix_chunks: dict[bytes, None] = {}
         """The prefix cache, least recently used first."""
         self._num_played = 0
         """Requests that nobody has sent."""
@@ -115,17 +115,17 @@ class Pod:
         self._touch()
 
     def exchange(self, added: list[bytes], removed: list[bytes]) -> None:
-        """Granules come into the prefix cache and leave it without a request."""
-        self._granules.update(dict.fromkeys(added))
+        """Prefix chunks come into the prefix cache and leave it without a request."""
+        self._prefix_chunks.update(dict.fromkeys(added))
         self._added += added
-        for granule in removed:
-            self._granules.pop(granule, None)
+        for prefix_chunk in removed:
+            self._prefix_chunks.pop(prefix_chunk, None)
         self._removed += removed
         self._touch()
 
     def subscribe(self, transport: asyncio.Transport, write: Callable[[bytes], None]) -> None:
         """A gateway follows the state: everything now, then every change."""
-        frame = self._frame(snapshot=True, added=list(self._granules))
+        frame = self._frame(snapshot=True, added=list(self._prefix_chunks))
         write(encode_state(frame))
         self._readers[transport] = write
 
@@ -157,20 +157,21 @@ class Pod:
         self._touch()
 
     def _remember(self, request: GenerateRequest) -> int:
-        """Put the prompt's granules into the cache; returns how many of its tokens were there."""
+        """Put the prompt's prefix chunks into the cache; returns how many of its tokens were there."""
         root = root_hash(weights_digest=WEIGHTS, kv_dtype=KV_DTYPE, block_size=BLOCK_SIZE, salt=request.cache_salt)
-        step = self._kind.granule_blocks
-        granules = block_hashes(root, request.prompt_token_ids, BLOCK_SIZE)[step - 1 :: step]
-        num_known = next((n for n, each in enumerate(granules) if each not in self._granules), len(granules))
-        for granule in granules:
-            if granule in self._granules:
-                del self._granules[granule]
+        step = self._kind.prefix_chunk_blocks
+        prefix_chunks = block_hashes(root, request.prompt_token_ids, BLOCK_SIZE)[step - 1 :: step]
+        unknown = (n for n, each in enumerate(prefix_chunks) if each not in self._prefix_chunks)
+        num_known = next(unknown, len(prefix_chunks))
+        for prefix_chunk in prefix_chunks:
+            if prefix_chunk in self._prefix_chunks:
+                del self._prefix_chunks[prefix_chunk]
             else:
-                self._added.append(granule)
-            self._granules[granule] = None
-        while len(self._granules) * step > self._kind.num_blocks:
-            oldest = next(iter(self._granules))
-            del self._granules[oldest]
+                self._added.append(prefix_chunk)
+            self._prefix_chunks[prefix_chunk] = None
+        while len(self._prefix_chunks) * step > self._kind.num_blocks:
+            oldest = next(iter(self._prefix_chunks))
+            del self._prefix_chunks[oldest]
             self._removed.append(oldest)
         return num_known * step * BLOCK_SIZE
 
@@ -195,9 +196,9 @@ class Pod:
         self._sequence += 1
         if not self._readers:
             return
-        present = [granule for granule in dict.fromkeys(added) if granule in self._granules]
+        present = [prefix_chunk for prefix_chunk in dict.fromkeys(added) if prefix_chunk in self._prefix_chunks]
         data = encode_state(
-            self._frame(added=present, removed=[each for each in removed if each not in self._granules])
+            self._frame(added=present, removed=[each for each in removed if each not in self._prefix_chunks])
         )
         for transport, write in self._readers.items():
             if transport.get_write_buffer_size() < MAX_UNREAD_BYTES:
@@ -220,7 +221,7 @@ class Pod:
             max_model_len=MAX_MODEL_LEN,
             max_num_batched_tokens=512,
             max_num_seqs=kind.num_blocks,
-            granule_blocks=kind.granule_blocks,
+            prefix_chunk_blocks=kind.prefix_chunk_blocks,
             models=[kind.model],
             prefixes_added=added or [],
             prefixes_removed=removed or [],
@@ -228,7 +229,7 @@ class Pod:
 
     def _load(self) -> EngineLoad:
         total, active = self._kind.num_blocks, self._num_active_blocks()
-        evictable = min(total - active, len(self._granules) * self._kind.granule_blocks)
+        evictable = min(total - active, len(self._prefix_chunks) * self._kind.prefix_chunk_blocks)
         return EngineLoad(
             num_blocks_total=total,
             num_blocks_free=total - active - evictable,

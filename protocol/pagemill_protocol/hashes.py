@@ -21,7 +21,7 @@ HASH_VERSION = 1
 NO_HASHES = 0
 """Used in place of a version by an engine without a prefix cache."""
 HASH_BYTES = 16
-GRANULE_TOKENS = 64
+PREFIX_CHUNK_TOKENS = 64
 """Prefixes of large caches are published in chunks of at least this many tokens."""
 MAX_FINE_BLOCKS = 8192
 """Caches of up to this many blocks publish every block: gateways then know every prefix exactly."""
@@ -77,30 +77,30 @@ def extend(hashes: list[bytes], root: bytes, token_ids: Sequence[int], block_siz
     return hashes
 
 
-def blocks_per_granule(block_size: int) -> int:
-    """The fewest blocks that hold `GRANULE_TOKENS` tokens."""
-    return -(-GRANULE_TOKENS // block_size)
+def blocks_per_prefix_chunk(block_size: int) -> int:
+    """The fewest blocks that hold `PREFIX_CHUNK_TOKENS` tokens."""
+    return -(-PREFIX_CHUNK_TOKENS // block_size)
 
 
-def granule_blocks(block_size: int, num_blocks: int) -> int:
+def prefix_chunk_blocks(block_size: int, num_blocks: int) -> int:
     """Blocks per prefix chunk for a cache of `num_blocks`: a compromise between short reports and exact ones."""
-    return 1 if num_blocks <= MAX_FINE_BLOCKS else blocks_per_granule(block_size)
+    return 1 if num_blocks <= MAX_FINE_BLOCKS else blocks_per_prefix_chunk(block_size)
 
 
-def granule_hash(parent: bytes, granule: bytes, block_size: int) -> bytes:
+def prefix_chunk_hash(parent: bytes, prefix_chunk: bytes, block_size: int) -> bytes:
     """Hash of the last block of one prefix chunk, given as `token_bytes`; `parent` is the hash of the chunk before."""
-    for block in _split(memoryview(granule), block_size * TOKEN_BYTES):
+    for block in _split(memoryview(prefix_chunk), block_size * TOKEN_BYTES):
         parent = _chain(parent, block)
     return parent
 
 
-def granule_hashes(hashes: Sequence[bytes], block_size: int) -> list[bytes]:
+def prefix_chunk_hashes(hashes: Sequence[bytes], block_size: int) -> list[bytes]:
     """Hashes of the full chunks of a prefix.
 
     The hash of a chunk is that of its last block, which covers the whole prefix up to it. `hashes` starts at the first
     block of the prefix.
     """
-    step = blocks_per_granule(block_size)
+    step = blocks_per_prefix_chunk(block_size)
     return list(hashes[step - 1 :: step])
 
 

@@ -109,7 +109,7 @@ class StateFrame(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     max_num_batched_tokens: int = 0
     max_num_seqs: int = 0
     """Requests that may run at once; 0: not reported."""
-    granule_blocks: int = 0
+    prefix_chunk_blocks: int = 0
     """Blocks per prefix chunk (`pagemill_protocol.hashes`); 0: not reported, the fewest that hold 64 tokens."""
     start_s: dict[str, float] = {}
     """Seconds of each phase of its start, `load`, `warm`, `first_token`, and of its latest `wake`; empty: not
@@ -126,5 +126,5 @@ class StateFrame(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Time since the engine process last reported to the process that sends this; 0 while it reports every second. A
     step of a large prompt may take long; if the value keeps growing, the engine is stuck."""
     prefixes_added: list[bytes] = []
-    """Chained hashes of prefix chunks of `granule_blocks` blocks each, now in the prefix cache."""
+    """Chained hashes of prefix chunks of `prefix_chunk_blocks` blocks each, now in the prefix cache."""
     prefixes_removed: list[bytes] = []

@@ -48,7 +48,7 @@ class RoutingReport(msgspec.Struct, frozen=True, kw_only=True):
     num_prompt_tokens: int
     num_cached_tokens: int
     num_exact: int
-    """Requests whose cached tokens were predicted as the engine found them, in whole granules."""
+    """Requests whose cached tokens were predicted as the engine found them, in whole prefix chunks."""
     ttft_errors: list[float]
     """By which share the predicted time to the first token was too long (negative: too short), where there is one."""
     duration_s: float

@@ -16,7 +16,7 @@ from pagemill_engine.ipc.messages import StepOutputs
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.runner.null import DEFAULT_STEP_TIME, NullRunner
 from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.hashes import HASH_VERSION, NO_HASHES, granule_blocks
+from pagemill_protocol.hashes import HASH_VERSION, NO_HASHES, prefix_chunk_blocks
 from pagemill_protocol.state import AdapterSlots, Digests, EngineLoad, StateFrame
 from pagemill_protocol.step_time import StepTimeModel
 from pagemill_simulator.adapters import AdapterBay, AdapterSettings
@@ -68,7 +68,7 @@ class SimulatedPod:
             max_model_len=info.max_model_len,
             max_num_batched_tokens=settings.step.max_num_batched_tokens,
             max_num_seqs=settings.step.max_num_seqs,
-            granule_blocks=granule_blocks(info.block_size, info.num_blocks),
+            prefix_chunk_blocks=prefix_chunk_blocks(info.block_size, info.num_blocks),
             load=EngineLoad(num_blocks_total=info.num_blocks, num_blocks_free=info.num_blocks),
         )
 

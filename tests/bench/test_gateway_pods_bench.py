@@ -20,7 +20,7 @@ from routers.stage import Cores
 from pagemill_gateway.brain.placement.prefix_index import PrefixIndex
 from pagemill_protocol.frames import StateDecoder
 
-SIZE = Size(3, 0.2, num_granules=64, num_shared=16, steps_per_s=20.0, churn=2, num_restarts=1, num_workers=1)
+SIZE = Size(3, 0.2, num_prefix_chunks=64, num_shared=16, steps_per_s=20.0, churn=2, num_restarts=1, num_workers=1)
 
 
 class VirtualLoop:
@@ -96,12 +96,12 @@ def test_a_pod_reports_its_steps_at_most_twenty_times_a_second(steps_per_s: floa
     assert len(reader.index.prefix_chunks_of("pod")) == len(reader.index) == 64
 
 
-def test_a_gateway_is_whole_when_every_pod_is_ready_and_every_granule_known() -> None:
-    def metrics(ready: int, granules: int) -> str:
+def test_a_gateway_is_whole_when_every_pod_is_ready_and_every_prefix_chunk_known() -> None:
+    def metrics(ready: int, prefix_chunks: int) -> str:
         return (
             f'pagemill_gateway_endpoints{{model="m",phase="stale"}} 0.0\n'
             f'pagemill_gateway_endpoints{{model="m",phase="ready"}} {ready}.0\n'
-            f"pagemill_gateway_prefix_chunks {granules}.0\n"
+            f"pagemill_gateway_prefix_chunks {prefix_chunks}.0\n"
         )
 
     assert SIZE.num_distinct == 3 * 48 + 16

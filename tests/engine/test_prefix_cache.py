@@ -1,4 +1,4 @@
-"""The prefix cache finds blocks by content and tells gateways in granules."""
+"""The prefix cache finds blocks by content and tells gateways in prefix chunks."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def test_removing_what_is_not_cached_is_a_fault() -> None:
 
 
 @pytest.mark.parametrize(
-    ("block_size", "num_blocks", "granules"), [(16, 9, [3, 7]), (64, 3, [0, 1, 2]), (48, 4, [1, 3])]
+    ("block_size", "num_blocks", "prefix_chunks"), [(16, 9, [3, 7]), (64, 3, [0, 1, 2]), (48, 4, [1, 3])]
 )
-def test_granules_cover_at_least_64_tokens(block_size: int, num_blocks: int, granules: list[int]) -> None:
+def test_prefix_chunks_cover_at_least_64_tokens(block_size: int, num_blocks: int, prefix_chunks: list[int]) -> None:
     cache = PrefixCache(block_size)
     make_chain(cache, "a", num_blocks)
-    assert cache.snapshot() == [f"a-{index}".encode() for index in granules]
+    assert cache.snapshot() == [f"a-{index}".encode() for index in prefix_chunks]
 
 
 def test_events_are_the_net_change_since_the_last_drain() -> None:

@@ -22,21 +22,21 @@ SCHEME = HashScheme("weights", "float16", 16, 4)
 @given(
     token_ids=st.lists(st.integers(0, 2**31 - 1), max_size=300),
     block_size=st.sampled_from([1, 3, 16, 64]),
-    granule_blocks=st.sampled_from([1, 2, 4]),
+    prefix_chunk_blocks=st.sampled_from([1, 2, 4]),
     salt=st.sampled_from(["", "tenant"]),
     adapter=st.sampled_from(["", "a", "b"]),
 )
 def test_they_are_the_engines_own_hashes(
-    token_ids: list[int], block_size: int, granule_blocks: int, salt: str, adapter: str
+    token_ids: list[int], block_size: int, prefix_chunk_blocks: int, salt: str, adapter: str
 ) -> None:
-    scheme = HashScheme("w", "bfloat16", block_size, granule_blocks)
+    scheme = HashScheme("w", "bfloat16", block_size, prefix_chunk_blocks)
     root = hashes.root_hash(
         weights_digest="w", kv_dtype="bfloat16", block_size=block_size, adapter_digest=adapter, salt=salt
     )
     blocks = hashes.block_hashes(root, token_ids, block_size)
     for _ in range(2):
         found = PromptHashes(8).hashes(scheme, salt, token_ids, adapter_digest=adapter)
-        assert list(found) == blocks[granule_blocks - 1 :: granule_blocks]
+        assert list(found) == blocks[prefix_chunk_blocks - 1 :: prefix_chunk_blocks]
 
 
 def test_a_grown_conversation_hashes_only_its_new_prefix_chunks() -> None:

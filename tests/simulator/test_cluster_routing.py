@@ -47,7 +47,7 @@ def test_cost_is_never_more_than_five_percent_worse_than_fewest_requests(kind: s
     assert statistics.mean(ratios) <= 1.05, ratios
 
 
-def test_large_caches_are_known_to_the_granule() -> None:
+def test_large_caches_are_known_to_the_prefix_chunk() -> None:
     traffic = some("multi-turn chat", 7, 0.2)
     report = simulate_routing(traffic, engines(2, num_kv_blocks=9000), "Cost")
     assert report.num_cached_tokens > 0

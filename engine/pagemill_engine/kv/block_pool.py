@@ -17,14 +17,14 @@ class KVCacheError(RuntimeError):
 class Block:
     """One KV block: `block_size` slots in every layer."""
 
-    __slots__ = ("block_hash", "block_id", "granule_end", "next", "prev", "ref_count")
+    __slots__ = ("block_hash", "block_id", "next", "prefix_chunk_end", "prev", "ref_count")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_count = 0
         self.block_hash: bytes | None = None
         """Set while the prefix cache has this block's content."""
-        self.granule_end = False
+        self.prefix_chunk_end = False
         """The last block of a prefix chunk (see `kv.prefix_cache`)."""
         self.prev: Block | None = None
         self.next: Block | None = None

@@ -76,7 +76,7 @@ class KVCacheManager:
     def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True) -> None:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.prefix_cache = PrefixCache(block_size, hashes.granule_blocks(block_size, num_blocks))
+        self.prefix_cache = PrefixCache(block_size, hashes.prefix_chunk_blocks(block_size, num_blocks))
         self.pool = BlockPool(num_blocks, on_evict=self.prefix_cache.remove)
         self.tables: dict[str, BlockTable] = {}
 

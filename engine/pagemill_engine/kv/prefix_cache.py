@@ -12,9 +12,9 @@ from pagemill_protocol import hashes
 
 
 class PrefixCache:
-    def __init__(self, block_size: int, granule_blocks: int | None = None) -> None:
-        """`granule_blocks`: blocks per prefix chunk; by default the fewest that hold 64 tokens."""
-        self._granule_blocks = granule_blocks or hashes.blocks_per_granule(block_size)
+    def __init__(self, block_size: int, prefix_chunk_blocks: int | None = None) -> None:
+        """`prefix_chunk_blocks`: blocks per prefix chunk; by default the fewest that hold 64 tokens."""
+        self._prefix_chunk_blocks = prefix_chunk_blocks or hashes.blocks_per_prefix_chunk(block_size)
         self._blocks: dict[bytes, Block] = {}
         # The net change since the last drain: a chunk added and removed in between is never reported.
         self._added: dict[bytes, None] = {}
@@ -38,8 +38,8 @@ class PrefixCache:
             raise KVCacheError(f"{block} already stands for other content")
         self._blocks[block_hash] = block
         block.block_hash = block_hash
-        block.granule_end = (index + 1) % self._granule_blocks == 0
-        if block.granule_end:
+        block.prefix_chunk_end = (index + 1) % self._prefix_chunk_blocks == 0
+        if block.prefix_chunk_end:
             _note(block_hash, self._added, self._removed)
         return True
 
@@ -48,8 +48,8 @@ class PrefixCache:
         if block_hash is None or self._blocks.pop(block_hash, None) is not block:
             raise KVCacheError(f"{block} is not the cached block of its hash")
         block.block_hash = None
-        if block.granule_end:
-            block.granule_end = False
+        if block.prefix_chunk_end:
+            block.prefix_chunk_end = False
             _note(block_hash, self._removed, self._added)
 
     def drain_events(self) -> tuple[list[bytes], list[bytes]]:
@@ -61,7 +61,7 @@ class PrefixCache:
 
     def snapshot(self) -> list[bytes]:
         """All prefix chunks that are cached now."""
-        return [block_hash for block_hash, block in self._blocks.items() if block.granule_end]
+        return [block_hash for block_hash, block in self._blocks.items() if block.prefix_chunk_end]
 
 
 def _note(block_hash: bytes, events: dict[bytes, None], opposite: dict[bytes, None]) -> None:

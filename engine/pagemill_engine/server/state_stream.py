@@ -21,7 +21,7 @@ import msgspec
 from pagemill_engine.ipc.messages import PrefixEvents, Ready
 from pagemill_protocol.frames import encode_state
 from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.hashes import HASH_VERSION, NO_HASHES, granule_blocks
+from pagemill_protocol.hashes import HASH_VERSION, NO_HASHES, prefix_chunk_blocks
 from pagemill_protocol.state import WAKE, Digests, EngineLoad, StateFrame, StepTimeParams
 
 MIN_INTERVAL_S = 0.05
@@ -82,7 +82,7 @@ class StatePublisher:
             max_model_len=ready.max_model_len,
             max_num_batched_tokens=ready.max_num_batched_tokens,
             max_num_seqs=ready.max_num_seqs,
-            granule_blocks=granule_blocks(ready.block_size, ready.num_blocks),
+            prefix_chunk_blocks=prefix_chunk_blocks(ready.block_size, ready.num_blocks),
             load=ready.load,
             start_s=ready.start_s,
         )
@@ -181,12 +181,12 @@ class StatePublisher:
             self._changed.set()
 
     def _publish(self) -> None:
-        added = [granule for granule, present in self._pending.items() if present and granule not in self._prefixes]
-        removed = [granule for granule, present in self._pending.items() if not present and granule in self._prefixes]
+        added = [chunk for chunk, present in self._pending.items() if present and chunk not in self._prefixes]
+        removed = [chunk for chunk, present in self._pending.items() if not present and chunk in self._prefixes]
         self._pending.clear()
         self._prefixes.update(dict.fromkeys(added))
-        for granule in removed:
-            del self._prefixes[granule]
+        for prefix_chunk in removed:
+            del self._prefixes[prefix_chunk]
         self._next = self._frame = msgspec.structs.replace(self._next, sequence=self._frame.sequence + 1)
         self._told_s = self._reported_s
         if not self._subscriptions:

@@ -101,11 +101,11 @@ class HashScheme(NamedTuple):
     weights_digest: str
     kv_dtype: str
     block_size: int
-    granule_blocks: int
+    prefix_chunk_blocks: int
 
     @property
     def prefix_chunk_tokens(self) -> int:
-        return self.block_size * self.granule_blocks
+        return self.block_size * self.prefix_chunk_blocks
 
 
 class RoutingRequest(NamedTuple):

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from pagemill_gateway.brain.interface import HashScheme
-from pagemill_protocol.hashes import TOKEN_BYTES, granule_hash, root_hash, token_bytes
+from pagemill_protocol.hashes import TOKEN_BYTES, prefix_chunk_hash, root_hash, token_bytes
 
 MAX_ROOTS = 4096
 
 
 class PromptHashes:
     def __init__(self, max_prefix_chunks: int) -> None:
-        self._chunk = lru_cache(maxsize=max_prefix_chunks)(granule_hash)
+        self._chunk = lru_cache(maxsize=max_prefix_chunks)(prefix_chunk_hash)
         self._root = lru_cache(maxsize=MAX_ROOTS)(_root)
 
     @property

@@ -17,7 +17,7 @@ from pagemill_engine.loop.limits import scheduler_limits
 from pagemill_engine.runner.null import DEFAULT_STEP_TIME, NullRunner
 from pagemill_gateway.config import GatewayConfig
 from pagemill_operator.autoscaler.signals import View, merge
-from pagemill_protocol.hashes import granule_blocks
+from pagemill_protocol.hashes import prefix_chunk_blocks
 from pagemill_protocol.load import EngineHeld
 from pagemill_simulator.events import Events
 from pagemill_simulator.fleet.chronicle import Chronicle
@@ -74,7 +74,7 @@ class _FastFleet:
             settings,
             limits,
             PodTable(limits, self._steps),
-            granule_tokens=limits.block_size * granule_blocks(limits.block_size, limits.num_blocks),
+            prefix_chunk_tokens=limits.block_size * prefix_chunk_blocks(limits.block_size, limits.num_blocks),
             ended=self._ended,
             emptied=self._look_whether_empty,
         )

@@ -49,7 +49,7 @@ class FastGateway:
         limits: SchedulerLimits,
         table: PodTable,
         *,
-        granule_tokens: int,
+        prefix_chunk_tokens: int,
         ended: Callable[[Course, Ending], None],
         emptied: Callable[[Site], None],
     ) -> None:
@@ -58,7 +58,7 @@ class FastGateway:
         self._settings = settings
         self._limits = limits
         self._table = table
-        self._granule_tokens = granule_tokens
+        self._prefix_chunk_tokens = prefix_chunk_tokens
         self._ended = ended
         self._emptied = emptied
         self._rng = random.Random(f"{settings.seed} gateway")
@@ -221,13 +221,13 @@ class FastGateway:
         """Leading tokens of its prompt that pods have, by slot; the last one is always computed."""
         if course.session is None or course.session not in self._places:
             return {}
-        granule, found = self._granule_tokens, {}
-        most = (course.num_prompt_tokens - 1) // granule
+        prefix_chunk, found = self._prefix_chunk_tokens, {}
+        most = (course.num_prompt_tokens - 1) // prefix_chunk
         for site in self._places[course.session]:
             kv = site.pod.kv
-            num_granules = min(most, kv.num_cached_of(course.session) * kv.block_size // granule)
-            if num_granules and site.is_open:
-                found[site.slot] = num_granules * granule
+            num_prefix_chunks = min(most, kv.num_cached_of(course.session) * kv.block_size // prefix_chunk)
+            if num_prefix_chunks and site.is_open:
+                found[site.slot] = num_prefix_chunks * prefix_chunk
         return found
 
     def _send(self, course: Course, site: Site) -> None:

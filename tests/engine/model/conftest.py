@@ -50,7 +50,8 @@ class Driver:
         waves: bool = False,
         **settings: Any,
     ) -> list[Generated]:
-        """`waves`: each request only after the one before has finished. Other settings: `EngineConfig`; they, not the runner, limit a step."""
+        """`waves`: each request only after the one before has finished. Other settings: `EngineConfig`, which limit a
+        step in the runner's place."""
         answers = self.choices(prompts, params, num_blocks=num_blocks, waves=waves, **settings)
         return [choices[0] for choices in answers]
 

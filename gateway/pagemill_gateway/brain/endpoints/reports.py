@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 
 from pagemill_gateway.brain.interface import HashScheme
-from pagemill_protocol.hashes import HASH_VERSION, blocks_per_granule
+from pagemill_protocol.hashes import HASH_VERSION, blocks_per_prefix_chunk
 from pagemill_protocol.state import Digests, StateFrame
 
 EXTERNAL_WINDOW = 4
@@ -80,12 +80,12 @@ class EndpointReports:
 
 
 def _identity(frame: StateFrame) -> tuple[Digests, int, int, int]:
-    return frame.digests, frame.block_size, frame.granule_blocks, frame.max_model_len
+    return frame.digests, frame.block_size, frame.prefix_chunk_blocks, frame.max_model_len
 
 
 def scheme_of(frame: StateFrame) -> HashScheme:
     """`NO_SCHEME`: the frame does not say, or the engine hashes another way than gateways do."""
     if frame.block_size < 1 or not frame.digests.weights or frame.digests.hash_version != HASH_VERSION:
         return NO_SCHEME
-    granule_blocks = frame.granule_blocks or blocks_per_granule(frame.block_size)
-    return HashScheme(frame.digests.weights, frame.digests.kv_dtype, frame.block_size, granule_blocks)
+    prefix_chunk_blocks = frame.prefix_chunk_blocks or blocks_per_prefix_chunk(frame.block_size)
+    return HashScheme(frame.digests.weights, frame.digests.kv_dtype, frame.block_size, prefix_chunk_blocks)
