@@ -95,6 +95,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Seed of requests that send none; `None`: drawn at random per request."""
     chat_template: str | None = None
     """Overrides the model's own template."""
+    tool_call_parser: str = "auto"
+    """How tool calls are read from answers; `auto`: as the chat template asks for them, `none`: tools are refused."""
+    reasoning_parser: str = "auto"
+    """How reasoning is told from text; `auto`: as the chat template marks it, `none`: it stays in the text."""
     null_runner: bool = False
     """Simulated device: real scheduler, KV and HTTP, no model; steps wait the predicted time."""
     num_kv_blocks: int | None = None

@@ -104,7 +104,7 @@ def merged(events: list[Event]) -> list[Event]:
     for event in events:
         last = joined[-1] if joined else None
         if isinstance(event, Content | Reasoning | CallArguments) and type(last) is type(event):
-            joined[-1] = type(event)(last.text + event.text)
+            joined[-1] = event._replace(text=last.text + event.text)
         else:
             joined.append(event)
     return joined

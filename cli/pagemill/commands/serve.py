@@ -82,6 +82,8 @@ def serve(
     chat_template: Annotated[
         Path | None, typer.Option(help="Jinja file that replaces the model's chat template.")
     ] = None,
+    tool_call_parser: Annotated[str, typer.Option(help="How tool calls are read: a name, auto or none.")] = "auto",
+    reasoning_parser: Annotated[str, typer.Option(help="How reasoning is read: a name, auto or none.")] = "auto",
     prefix_caching: Annotated[bool, typer.Option(help="Reuse the KV of shared prompt prefixes.")] = True,
     drain_timeout: Annotated[float, typer.Option(help="Seconds that running requests get at the end.", min=0)] = 30.0,
     api_keys_file: Annotated[
@@ -122,6 +124,8 @@ def serve(
             num_threads=threads,
             seed=seed,
             chat_template=_template(chat_template),
+            tool_call_parser=tool_call_parser,
+            reasoning_parser=reasoning_parser,
             enable_prefix_caching=prefix_caching,
         )
         server = ServerConfig(

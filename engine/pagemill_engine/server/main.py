@@ -39,6 +39,7 @@ from pagemill_engine.server.sleeping import Sleeping
 from pagemill_engine.server.sockets import bind, bound_address, bound_port
 from pagemill_engine.server.state_stream import StatePublisher
 from pagemill_engine.server.tokens import internal_tokens, with_token
+from pagemill_protocol.answers.registry import ParserSettings, check_parsers
 from pagemill_protocol.errors import ENGINE_CRASHED, ENGINE_FAILED, PagemillError, unavailable
 from pagemill_protocol.http.connection import bounded_protocol
 from pagemill_protocol.sources import SourceError, default_name, resolve_source
@@ -288,6 +289,7 @@ def _load_tokenizer(config: EngineConfig) -> tuple[TokenizerBundle, Tokenizer]:
         if not config.null_runner:
             check_fits(config, path)
         bundle = load_bundle(path)
+        check_parsers(ParserSettings(config.tool_call_parser, config.reasoning_parser))
         return bundle, Tokenizer(bundle, chat_template=config.chat_template)
     except SourceError as error:
         # Who reads files knows the resource's name of the setting, not the engine's.

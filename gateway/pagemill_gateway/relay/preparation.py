@@ -90,10 +90,10 @@ class Preparation:
         sampling = within_vocabulary(sampling, tokenizer)
         salt = cache_salt(target.prefix_scope, target.deployment, caller)
         preparation = base.Preparation(
-            target.max_model_len, dialect.new_request_id(), int(time.time()), cache_salt=salt
+            target.max_model_len, dialect.new_request_id(), int(time.time()), cache_salt=salt, parsers=target.parsers
         )
         keys, session = prompt_keys(body), session_key(target, caller.key_hash, header_of)
-        text = await body.render_soon(tokenizer) if len(raw) <= INLINE_BODY_BYTES else None
+        text = await body.render_soon(tokenizer, target.parsers) if len(raw) <= INLINE_BODY_BYTES else None
 
         def job() -> Prepared:
             requests = body.prepare(tokenizer, preparation, sampling, text)

@@ -17,12 +17,15 @@ class Reasoning(NamedTuple):
 
 class CallBegin(NamedTuple):
     name: str
+    call: int = 0
+    """Its index in the answer; parsers of one format leave it to `parser`."""
 
 
 class CallArguments(NamedTuple):
     """The next piece of the JSON text of the current call's arguments."""
 
     text: str
+    call: int = 0
 
 
 class CallEnd(NamedTuple):

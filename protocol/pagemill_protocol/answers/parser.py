@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pagemill_protocol.answers.events import (
     AnswerFormat,
+    CallArguments,
     CallBegin,
     Content,
     Event,
@@ -24,7 +25,7 @@ class AnswerParser:
         self._tools: Parser | None = None
         if is_harmony or answer_format.tools:
             self._tools = tool_parser(HARMONY if is_harmony else answer_format.tools, answer_format.string_parameters)
-        self._num_calls = 0
+        self.num_calls = 0
         self._space = ""
         """White space that has been read and may be left out."""
         self._at_start: type[Event] | None = None
@@ -36,14 +37,14 @@ class AnswerParser:
         return any(each is not None and each.in_reasoning for each in (self._reasoning, self._tools))
 
     def push(self, text: str) -> list[Event]:
-        events = self._reasoning.push(text) if self._reasoning is not None else [Content(text)]
+        events: list[Event] = [Content(text)] if self._reasoning is None else self._reasoning.push(text)
         return self._cleaned(self._with_calls(events))
 
     def finish(self) -> list[Event]:
         events = self._with_calls(self._reasoning.finish() if self._reasoning is not None else [])
         events += self._tools.finish() if self._tools is not None else []
         cleaned = self._cleaned(events)
-        if self._space and self._last is Content and not self._num_calls:
+        if self._space and self._last is Content and not self.num_calls:
             cleaned.append(Content(self._space))
         return cleaned
 
@@ -62,9 +63,11 @@ class AnswerParser:
                 kept += self._trimmed(event)
                 continue
             if isinstance(event, CallBegin):
-                self._num_calls += 1
+                self.num_calls += 1
                 self._space, self._last = "", CallBegin
-            if self._num_calls == 1 or self._format.parallel:
+            if isinstance(event, CallBegin | CallArguments):
+                event = event._replace(call=self.num_calls - 1)
+            if self.num_calls == 1 or self._format.parallel:
                 kept.append(event)
         return kept
 

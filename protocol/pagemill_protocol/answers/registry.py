@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from importlib.metadata import entry_points
 from typing import NamedTuple
 
@@ -28,6 +28,13 @@ GROUP = "pagemill.tool_parsers"
 AUTO, NONE = "auto", "none"
 HERMES, HARMONY = "hermes", "harmony"
 StringParameters = Mapping[str, Sequence[str]]
+
+
+class ParserSettings(NamedTuple):
+    """What a deployment sets: names of parsers, `auto` (seen from the chat template) or `none`."""
+
+    tools: str = AUTO
+    reasoning: str = AUTO
 
 
 class ToolFormat(NamedTuple):
@@ -74,6 +81,18 @@ def reasoning_parser(answer_format: AnswerFormat) -> Parser:
     return ThinkParser(begin, end, answer_format.starts_in_reasoning)
 
 
+def check_parsers(settings: ParserSettings) -> None:
+    """Raises `SourceError` for a name that is not installed here."""
+    detect_tools("", settings.tools)
+    detect_reasoning("", settings.reasoning)
+
+
+def hides_markers(answer_format: AnswerFormat) -> bool:
+    """Whether the text has the format's markers only if special tokens are part of it."""
+    return bool(answer_format.tools) or answer_format.reasoning in ("magistral", HARMONY)
+
+
+@lru_cache(maxsize=256)
 def detect_tools(template: str, setting: str = AUTO) -> str:
     """The parser of tool calls for a model with this chat template; "" if there is none."""
     if setting != AUTO:
@@ -81,6 +100,7 @@ def detect_tools(template: str, setting: str = AUTO) -> str:
     return next((each.name for each in tool_formats().values() if re.search(each.sign, template)), "")
 
 
+@lru_cache(maxsize=256)
 def detect_reasoning(template: str, setting: str = AUTO) -> str:
     """The parser of reasoning for a model with this chat template; "" if there is none."""
     if setting != AUTO:
