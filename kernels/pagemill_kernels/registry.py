@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pagemill_kernels.decoder_layer.parts import FusedLayers, LayerParts
+from pagemill_kernels.experts.parts import ExpertParts, FusedExperts, Gate
 from pagemill_kernels.linear.packed import PackedLinear
 from pagemill_kernels.sampling.batch import SampledTokens, SamplingBatch
 
@@ -70,6 +71,11 @@ _IMPLEMENTATIONS: dict[str, dict[Backend, str]] = {
     },
     "activate_and_mul": {"reference": "activation.reference:activate_and_mul"},
     "activate": {"reference": "activation.reference:activate"},
+    "route": {"reference": "experts.reference:route"},
+    "pack_experts": {
+        "reference": "experts.reference:pack_experts",
+        "cpu_native": "experts.native:pack_experts",
+    },
     "pack_linear": {
         "reference": "linear.reference:pack_linear",
         "cpu": "linear.cpu:pack_linear",
@@ -178,8 +184,10 @@ class Ops(NamedTuple):
     rope_and_store: Callable[..., None]
     silu_and_mul: Callable[..., Tensor]
     gelu_and_mul: Callable[..., Tensor]
-    activate_and_mul: Callable[[Tensor, str], Tensor]
+    activate_and_mul: Callable[..., Tensor]
     activate: Callable[[Tensor, str], Tensor]
+    route: Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]
+    pack_experts: Callable[[Sequence[ExpertParts], Gate], FusedExperts]
     pack_linear: Callable[[Tensor, Tensor | None], PackedLinear]
     pack_rows: Callable[[Tensor], PackedLinear]
     gather_rows: Callable[[Tensor, Tensor], Tensor]

@@ -43,7 +43,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def intermediate_size(self) -> int:
-        """Of the widest layer."""
+        """Of the widest layer; of experts, of all those together that a token passes."""
         return max((mlp.intermediate_size for mlp in self.decoder.mlps()), default=0)
 
     @property
@@ -69,6 +69,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def tie_word_embeddings(self) -> bool:
         return self.decoder.head.tied
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Those that one token passes: without the experts that it is not sent to."""
+        return self.num_parameters - sum(each.num_idle_parameters for each in self.decoder.mixtures())
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Bytes of keys and values that one token takes over all layers."""

@@ -18,8 +18,17 @@ from pagemill_kernels.registry import Ops
 from pagemill_protocol.models.declaration import AttentionSpec, MLPSpec, NormSpec
 
 
+class Output(Protocol):
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+    def add_to(self, out: Tensor, x: Tensor) -> None:
+        """out += self(x), in place."""
+        ...
+
+
 class Block(Protocol):
-    output: Linear
+    @property
+    def output(self) -> Output: ...
 
     def inner(self, x: Tensor, context: ForwardContext) -> Tensor:
         """x: [tokens, hidden]. Returns what `output` multiplies."""
@@ -84,14 +93,17 @@ class MLP:
         yield self.output
 
     def inner(self, x: Tensor, context: ForwardContext) -> Tensor:
+        return self.activate(x)
+
+    def activate(self, x: Tensor) -> Tensor:
         return self._activate(self.up(x))
 
 
 def _activation(spec: MLPSpec, ops: Ops) -> Callable[[Tensor], Tensor]:
     if not spec.gated:
         return lambda x: ops.activate(x, spec.activation)
-    fast = {"silu": ops.silu_and_mul, "gelu_tanh": ops.gelu_and_mul}
-    return fast.get(spec.activation) or (lambda x: ops.activate_and_mul(x, spec.activation))
+    fast = {"silu": ops.silu_and_mul, "gelu_tanh": ops.gelu_and_mul} if spec.limit is None else {}
+    return fast.get(spec.activation) or (lambda x: ops.activate_and_mul(x, spec.activation, spec.limit))
 
 
 def _head_norm(norm: NormSpec | None, spec: AttentionSpec, ops: Ops, dtype: torch.dtype) -> Norm | None:

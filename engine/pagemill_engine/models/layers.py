@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pagemill_engine.models.row_order import stacked_order
 from pagemill_engine.models.tensors import TensorSource, blocks_stacked, codes_stacked, read_stacked
+from pagemill_kernels.experts.parts import FusedExperts
 from pagemill_kernels.linear.packed import PackedLinear
 from pagemill_kernels.registry import Ops
 from pagemill_protocol.models.declaration import LinearSpec, MatrixSpec, NormSpec, PositionsSpec, Shapes
@@ -30,7 +31,7 @@ class Layer(Protocol):
         """Take them, in the type and layout of the device."""
         ...
 
-    def held(self) -> PackedLinear | Tensor:
+    def held(self) -> PackedLinear | FusedExperts | Tensor:
         """What lies in memory once it is loaded; layers that share it return the same object."""
         ...
 

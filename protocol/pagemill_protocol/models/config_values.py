@@ -54,6 +54,13 @@ class ConfigValues:
         absent = self._values.get(key) is None and (key in self._values or default is None)
         return None if absent else self.integer(key, default=default)
 
+    def integers(self, key: str) -> list[int]:
+        """A list that may be missing."""
+        values = self._values.get(key) or []
+        if not isinstance(values, list) or any(type(value) is not int for value in values):
+            raise self.wrong(key, values, "a list of integers")
+        return values
+
     def number(self, *keys: str, default: float | None = None) -> float:
         key, value = self._first(keys, default)
         return self._number(key, value)

@@ -6,6 +6,7 @@ computes and nothing reads files. Matrices are [outputs, inputs]; tensors have t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Literal, Protocol
 
@@ -116,6 +117,9 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     alibi_slopes: tuple[float, ...] | None = None
     """Of each query head (arXiv 2108.12409): a key that lies n tokens back loses slope * n."""
 
+    def linears(self) -> Iterator[LinearSpec]:
+        yield from (self.qkv, self.output)
+
     def shapes(self) -> Shapes:
         norms = [norm for norm in (self.query_norm, self.key_norm) if norm is not None]
         return _merged(self.qkv, self.output, *norms)
@@ -129,17 +133,76 @@ class MLPSpec(msgspec.Struct, frozen=True, kw_only=True, tag="mlp"):
     down: LinearSpec
     activation: Activation
     gated: bool
+    limit: float | None = None
+    """The gate is at most this, the up projection lies between its negative and this and gains 1: gpt-oss."""
 
     @property
     def intermediate_size(self) -> int:
         return self.down.in_features
 
+    def linears(self) -> Iterator[LinearSpec]:
+        yield from (self.up, self.down)
+
     def shapes(self) -> Shapes:
         return _merged(self.up, self.down)
 
 
-BlockSpec = AttentionSpec | MLPSpec
-"""What computes inside a layer. Experts, latent attention and recurrent blocks are further members."""
+class SharedExpertSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """An MLP that every token passes, times sigmoid(gate(x)) where there is a gate."""
+
+    mlp: MLPSpec
+    gate: LinearSpec | None = None
+
+    def shapes(self) -> Shapes:
+        return _merged(self.mlp, *(() if self.gate is None else (self.gate,)))
+
+
+class MoESpec(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
+    """A mixture of experts: each token passes the `top_k` experts whose router logits are the largest.
+
+    Their outputs are summed, weighted by the softmax of the logits.
+    """
+
+    router: LinearSpec
+    """A row for each expert."""
+    experts: tuple[MLPSpec, ...]
+    """All of one shape."""
+    top_k: int
+    renormalized: bool
+    """The softmax is taken over the chosen logits, so that the weights sum to 1; else over all of them."""
+    shared: SharedExpertSpec | None = None
+
+    @property
+    def intermediate_size(self) -> int:
+        """Of all experts that a token passes together."""
+        shared = 0 if self.shared is None else self.shared.mlp.intermediate_size
+        return self.top_k * self.experts[0].intermediate_size + shared
+
+    @property
+    def num_idle_parameters(self) -> int:
+        """Of the experts that a token does not pass."""
+        of_one = sum(math.prod(shape) for shape in self.experts[0].shapes().values())
+        return (len(self.experts) - self.top_k) * of_one
+
+    def linears(self) -> Iterator[LinearSpec]:
+        yield self.router
+        mlps = self.experts if self.shared is None else (*self.experts, self.shared.mlp)
+        for mlp in mlps:
+            yield from (mlp.up, mlp.down)
+        if self.shared is not None and self.shared.gate is not None:
+            yield self.shared.gate
+
+    def gate_names(self) -> set[str]:
+        """The matrices that choose and weigh experts."""
+        gate = None if self.shared is None else self.shared.gate
+        return {name for each in (self.router, gate) if each is not None for name in each.weight_shapes()}
+
+    def shapes(self) -> Shapes:
+        return _merged(*self.linears())
+
+
+BlockSpec = AttentionSpec | MLPSpec | MoESpec
+"""What computes inside a layer. Latent attention and recurrent blocks are further members."""
 
 
 class BranchSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -241,14 +304,20 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Endings of tensors that files may hold besides: constants that old checkpoints store."""
     optional_prefix: str = ""
     """Some files leave it out of the names that begin with it: `transformer.`."""
+    stacked: dict[str, str] = {}
+    """Endings of tensors that files store for all experts at once, and those of each expert's own, `*` for its number:
+    `.experts.gate_up_proj` and `.experts.*.gate_up_proj.weight`."""
 
     def attentions(self) -> Iterator[AttentionSpec]:
         for layer in self.layers:
             yield from (block for block in layer.blocks() if isinstance(block, AttentionSpec))
 
-    def mlps(self) -> Iterator[MLPSpec]:
+    def mlps(self) -> Iterator[MLPSpec | MoESpec]:
         for layer in self.layers:
-            yield from (block for block in layer.blocks() if isinstance(block, MLPSpec))
+            yield from (block for block in layer.blocks() if not isinstance(block, AttentionSpec))
+
+    def mixtures(self) -> Iterator[MoESpec]:
+        yield from (block for block in self.mlps() if isinstance(block, MoESpec))
 
     def ropes(self) -> list[RopeSpec]:
         """Those that differ, in the order of their first layers."""
@@ -269,7 +338,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
     def linears(self) -> Iterator[LinearSpec]:
         """All products but a tied head's."""
         for block in (block for layer in self.layers for block in layer.blocks()):
-            yield from (block.qkv, block.output) if isinstance(block, AttentionSpec) else (block.up, block.down)
+            yield from block.linears()
         yield from (each for each in (self.embedding.projection, self.head.projection) if each is not None)
         if not self.head.tied:
             yield self.head_linear()

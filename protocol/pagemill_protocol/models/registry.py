@@ -45,9 +45,13 @@ BUILT_IN: dict[str, Names] = {
     "gptj": Names(("GPTJForCausalLM",), "gptj"),
     "llama": Names(("LlamaForCausalLM", "LLaMAForCausalLM"), "llama", ("llama",)),
     "mistral": Names(("MistralForCausalLM",), "mistral"),
+    "mixtral": Names(("MixtralForCausalLM",), "mixtral"),
+    "olmoe": Names(("OlmoeForCausalLM",), "olmoe"),
     "phi3": Names(("Phi3ForCausalLM",), "phi3"),
     "qwen2": Names(("Qwen2ForCausalLM",), "qwen2", ("qwen2",)),
+    "qwen2_moe": Names(("Qwen2MoeForCausalLM",), "qwen2_moe", ("qwen2moe",)),
     "qwen3": Names(("Qwen3ForCausalLM",), "qwen3", ("qwen3",)),
+    "qwen3_moe": Names(("Qwen3MoeForCausalLM",), "qwen3_moe", ("qwen3moe",)),
 }
 """By module of this package."""
 

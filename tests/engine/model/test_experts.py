@@ -1,0 +1,171 @@
+"""Mixtures of experts: greedy answers equal to Hugging Face transformers on tiny random models, alone, in batches and in
+chunks, on every backend of the CPU. Planted faults must break it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from pagemill_kernels.cpu import library
+
+Loader = Callable[..., Any]
+Drivers = Callable[[Any], Any]
+NUM_TOKENS = 24
+VOCAB_SIZE = 256
+LENGTHS = (1, 2, 15, 16, 17, 33, 90, 200)
+LLAMA = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 256,
+}
+QWEN = {**LLAMA, "head_dim": 16, "moe_intermediate_size": 40, "num_experts": 7, "num_experts_per_tok": 3}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("MixtralForCausalLM", {**LLAMA, "num_local_experts": 5, "num_experts_per_tok": 2}),
+    "qwen2-moe": ("Qwen2MoeForCausalLM", {**QWEN, "shared_expert_intermediate_size": 56, "decoder_sparse_step": 2}),
+    "qwen3-moe": ("Qwen3MoeForCausalLM", {**QWEN, "norm_topk_prob": True, "mlp_only_layers": [1]}),
+}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral, one expert a token": (
+        "MixtralForCausalLM",
+        {**LLAMA, "num_local_experts": 8, "num_experts_per_tok": 1, "sliding_window": 24},
+    ),
+    "mixtral, all experts": ("MixtralForCausalLM", {**LLAMA, "num_local_experts": 3, "num_experts_per_tok": 3}),
+    "qwen2-moe, weights of 1, windows": (
+        "Qwen2MoeForCausalLM",
+        {
+            **QWEN,
+            "shared_expert_intermediate_size": 32,
+            "norm_topk_prob": True,
+            "qkv_bias": False,
+            "use_sliding_window": True,
+            "sliding_window": 20,
+            "max_window_layers": 2,
+        },
+    ),
+    "qwen3-moe, shares of the whole softmax": ("Qwen3MoeForCausalLM", {**QWEN, "norm_topk_prob": False}),
+    "olmoe": ("OlmoeForCausalLM", {**LLAMA, "num_experts": 6, "num_experts_per_tok": 2}),
+}
+
+
+@dataclass
+class Family:
+    folder: Path
+    reference: Any
+    prompts: list[list[int]]
+    expected: list[list[int]]
+    """Greedy continuations by transformers."""
+    median_gap: float
+    """Between the log probabilities of the two best tokens."""
+
+
+def write_model(name: str, overrides: dict[str, Any], folder: Path) -> Any:
+    model_class = getattr(transformers, name)
+    config = model_class.config_class(vocab_size=VOCAB_SIZE, initializer_range=0.3, **overrides)
+    config._attn_implementation = "eager"
+    torch.manual_seed(1)
+    model = model_class(config).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith("bias"):
+                parameter.normal_(0, 0.2)
+            elif parameter.dim() == 1:
+                parameter.normal_(1, 0.2)
+        model.get_output_embeddings().weight.mul_(4)
+    model.save_pretrained(folder)
+    return model
+
+
+@torch.no_grad()
+def greedy_reference(model: Any, prompt: list[int]) -> tuple[list[int], list[float]]:
+    """The continuation and all gaps; the whole sequence is computed anew for each token, without any cache."""
+    sequence, gaps = torch.tensor([prompt]), []
+    for _ in range(NUM_TOKENS):
+        best = model(sequence, use_cache=False).logits[0, -1].log_softmax(-1).topk(2)
+        gaps.append(float(best.values[0] - best.values[1]))
+        sequence = torch.cat((sequence, best.indices[None, :1]), dim=-1)
+    return sequence[0, len(prompt) :].tolist(), gaps
+
+
+def make_family(name: str, overrides: dict[str, Any], folder: Path) -> Family:
+    model = write_model(name, overrides, folder)
+    generator = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(0, VOCAB_SIZE, (length,), generator=generator).tolist() for length in LENGTHS]
+    answers = [greedy_reference(model, prompt) for prompt in prompts]
+    gaps = torch.tensor([gap for _, each in answers for gap in each])
+    return Family(folder, model, prompts, [tokens for tokens, _ in answers], float(gaps.median()))
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
+    return make_family(*MODELS[request.param], tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module", params=["cpu_native", "cpu", "reference"])
+def any_backend(request: pytest.FixtureRequest) -> str:
+    if request.param == "cpu_native" and library.load() is None:
+        pytest.skip(f"no native kernels: {library.why_absent()}")
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def driver(family: Family, any_backend: str, runner_loader: Loader, make_driver: Drivers) -> Any:
+    return make_driver(runner_loader(family.folder, backend=any_backend))
+
+
+def tokens_of(results: list[Any]) -> list[list[int]]:
+    return [result.token_ids for result in results]
+
+
+def test_the_best_tokens_are_clearly_apart(family: Family) -> None:
+    assert family.median_gap > 0.5
+
+
+def test_one_prompt_at_a_time_equals_transformers(family: Family, driver: Any) -> None:
+    assert tokens_of(driver.greedy(family.prompts, NUM_TOKENS, waves=True)) == family.expected
+
+
+def test_a_batch_equals_transformers(family: Family, driver: Any) -> None:
+    results = driver.greedy(family.prompts, NUM_TOKENS, enable_prefix_caching=False)
+    assert tokens_of(results) == family.expected
+
+
+@pytest.mark.parametrize("chunk", [7, 16])
+def test_any_chunk_size_equals_transformers(family: Family, driver: Any, chunk: int) -> None:
+    results = driver.greedy(family.prompts, NUM_TOKENS, max_num_batched_tokens=chunk, enable_prefix_caching=False)
+    assert tokens_of(results) == family.expected
+
+
+def test_prefix_hits_and_preemption_change_nothing(family: Family, driver: Any) -> None:
+    hit = driver.greedy(family.prompts * 2, NUM_TOKENS, waves=True)
+    assert tokens_of(hit) == family.expected * 2
+    assert sum(result.num_cached_tokens for result in hit[len(family.prompts) :]) >= 16 + 32 + 80 + 192
+    preempted = driver.greedy(family.prompts, NUM_TOKENS, num_blocks=16, enable_prefix_caching=False)
+    assert tokens_of(preempted) == family.expected
+    assert sum(result.num_preemptions for result in preempted) > 0
+
+
+def test_log_probabilities_equal_transformers(family: Family, driver: Any) -> None:
+    prompt, expected = family.prompts[-1], family.expected[-1]
+    with torch.no_grad():
+        logits = family.reference(torch.tensor([prompt + expected])).logits[0, len(prompt) - 1 : -1]
+    reference = logits.log_softmax(-1).gather(1, torch.tensor(expected)[:, None]).squeeze(1)
+    ours = torch.tensor(driver.greedy([prompt], NUM_TOKENS)[0].logprobs)
+    torch.testing.assert_close(ours, reference, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_equal_transformers(name: str, tmp_path: Path, runner_loader: Loader, make_driver: Drivers) -> None:
+    variant = make_family(*VARIANTS[name], tmp_path)
+    assert variant.median_gap > 0.3
+    for backend in ("cpu_native", "cpu") if library.load() else ("cpu",):
+        results = make_driver(runner_loader(variant.folder, backend=backend)).greedy(variant.prompts, NUM_TOKENS)
+        assert tokens_of(results) == variant.expected
