@@ -27,7 +27,7 @@ bfloat16 by oneDNN. `triton`: an NVIDIA device, any float type."""
 Products = Literal["float", "w8a8", "fp8"]
 """What linear layers multiply: floats as they come, or codes of 8 bits on both sides, int8 or e4m3."""
 
-Feature = Literal["alibi", "soft_cap"]
+Feature = Literal["alibi", "sinks", "soft_cap"]
 """What some models want of attention beside the softmax of scaled scores under a window: an argument of
 `paged_attention` each, of the same meaning."""
 
@@ -116,10 +116,10 @@ _IMPLEMENTATIONS: dict[str, dict[Backend, str]] = {
     },
 }
 _ATTENTION_FEATURES: dict[Backend, frozenset[Feature]] = {
-    "reference": frozenset({"alibi", "soft_cap"}),
-    "cpu": frozenset({"alibi", "soft_cap"}),
-    "cpu_native": frozenset(),
-    "triton": frozenset({"alibi", "soft_cap"}),
+    "reference": frozenset({"alibi", "sinks", "soft_cap"}),
+    "cpu": frozenset({"alibi", "sinks", "soft_cap"}),
+    "cpu_native": frozenset({"sinks"}),
+    "triton": frozenset({"alibi", "sinks", "soft_cap"}),
 }
 """Of each backend's own `paged_attention`."""
 _TORCH_ATTENTION: Backend = "cpu"

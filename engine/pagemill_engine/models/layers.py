@@ -119,6 +119,26 @@ class Norm:
         return (vector + offset if offset else vector).to(self._ops.device)
 
 
+class Vector:
+    """A stored tensor of `size` values, in float32."""
+
+    values: Tensor
+
+    def __init__(self, name: str, size: int, ops: Ops) -> None:
+        self._name, self._size, self._ops = name, size, ops
+
+    def shapes(self) -> Shapes:
+        return {self._name: (self._size,)}
+
+    def load(self, source: TensorSource) -> None:
+        values = torch.empty(self._size)
+        source.read_into(self._name, values)
+        self.values = values.to(self._ops.device)
+
+    def held(self) -> Tensor:
+        return self.values
+
+
 class Embedding:
     """A table of rows; stored as a linear layer's weight, so that a tied head can lend it."""
 

@@ -1,4 +1,4 @@
-"""All experts of a layer in one C++ call: rows sorted by expert, each expert's weights read once; float32 arithmetic."""
+"""All experts of a layer in one C++ call: rows sorted by expert, each expert's weights read once."""
 
 from __future__ import annotations
 

@@ -31,6 +31,12 @@ _ACTIVATIONS: dict[str, Activation] = {
 }
 
 
+def quantization_of(values: dict[str, Any]) -> str | None:
+    """The method that a config.json names for its weights; `None`: plain floats."""
+    value = values.get("quantization_config")
+    return str(value.get("quant_method", "unknown")) if isinstance(value, dict) else None
+
+
 class ConfigValues:
     """`architecture`: the canonical name of the one that `config.json` declares."""
 
@@ -87,6 +93,10 @@ class ConfigValues:
         if value not in _ACTIVATIONS:
             raise self.unsupported(f"the activation `{value}`")
         return _ACTIVATIONS[value]
+
+    def quantization(self) -> str | None:
+        """How the file says that its weights are quantized."""
+        return quantization_of(self._values)
 
     def layer_types(self, num_layers: int) -> list[str] | None:
         """The kind of attention of each layer, where the file lists them."""

@@ -116,13 +116,16 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     """Scores become cap * tanh(score / cap)."""
     alibi_slopes: tuple[float, ...] | None = None
     """Of each query head (arXiv 2108.12409): a key that lies n tokens back loses slope * n."""
+    sinks: str | None = None
+    """A stored tensor [num_heads]: scores of keys without values, which take their share of the softmax."""
 
     def linears(self) -> Iterator[LinearSpec]:
         yield from (self.qkv, self.output)
 
     def shapes(self) -> Shapes:
         norms = [norm for norm in (self.query_norm, self.key_norm) if norm is not None]
-        return _merged(self.qkv, self.output, *norms)
+        sinks: Shapes = {} if self.sinks is None else {self.sinks: (self.num_heads,)}
+        return _merged(self.qkv, self.output, *norms) | sinks
 
 
 class MLPSpec(msgspec.Struct, frozen=True, kw_only=True, tag="mlp"):

@@ -1,4 +1,4 @@
-"""Llama (arXiv 2302.13971): the decoder that others descend from; Mistral's and Mixtral's files in GGUF's `llama` too."""
+"""Llama (arXiv 2302.13971): the decoder that others descend from. In GGUF `llama` is Mistral and Mixtral, too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What decoders with mixtures of experts share: their numbers, and `with_experts`, which puts them into Llama's layers."""
+"""What decoders with mixtures of experts share: their numbers, and how experts take the place of Llama's MLPs."""
 
 from __future__ import annotations
 

@@ -34,11 +34,11 @@ def _normalized(layer: LayerSpec, eps: float) -> LayerSpec:
     attention, experts = layer.blocks()
     assert isinstance(attention, AttentionSpec)
     first, second = layer.norms()
+    key_size = attention.num_kv_heads * attention.head_dim
+    sizes = {"query": attention.output.in_features, "key": attention.num_kv_heads * attention.head_dim}
     norms = {
-        f"{part}_norm": NormSpec(
-            name=f"{layer.name}.self_attn.{part[0]}_norm", size=heads * attention.head_dim, eps=eps
-        )
-        for part, heads in (("query", attention.num_heads), ("key", attention.num_kv_heads))
+        f"{part}_norm": NormSpec(name=f"{layer.name}.self_attn.{part[0]}_norm", size=size, eps=eps)
+        for part, size in sizes.items()
     }
     return sequential(layer.name, (first, msgspec.structs.replace(attention, **norms)), (second, experts))
 

@@ -43,6 +43,7 @@ BUILT_IN: dict[str, Names] = {
     "gpt2": Names(("GPT2LMHeadModel",), "gpt2", ("gpt2",)),
     "gpt_neox": Names(("GPTNeoXForCausalLM",), "gpt_neox"),
     "gptj": Names(("GPTJForCausalLM",), "gptj"),
+    "gpt_oss": Names(("GptOssForCausalLM",), "gpt_oss", ("gpt-oss",)),
     "llama": Names(("LlamaForCausalLM", "LLaMAForCausalLM"), "llama", ("llama",)),
     "mistral": Names(("MistralForCausalLM",), "mistral"),
     "mixtral": Names(("MixtralForCausalLM",), "mixtral"),

@@ -1,5 +1,5 @@
-"""Mixtures of experts: greedy answers equal to Hugging Face transformers on tiny random models, alone, in batches and in
-chunks, on every backend of the CPU. Planted faults must break it."""
+"""Mixtures of experts: greedy answers equal to Hugging Face transformers on tiny random models, alone, in batches and
+in chunks, on every backend of the CPU. Planted faults must break it."""
 
 from __future__ import annotations
 
@@ -28,10 +28,28 @@ LLAMA = {
     "max_position_embeddings": 256,
 }
 QWEN = {**LLAMA, "head_dim": 16, "moe_intermediate_size": 40, "num_experts": 7, "num_experts_per_tok": 3}
+GPT_OSS = {
+    **LLAMA,
+    "head_dim": 16,
+    "intermediate_size": 32,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "sliding_window": 24,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 4.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 64,
+    },
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("MixtralForCausalLM", {**LLAMA, "num_local_experts": 5, "num_experts_per_tok": 2}),
     "qwen2-moe": ("Qwen2MoeForCausalLM", {**QWEN, "shared_expert_intermediate_size": 56, "decoder_sparse_step": 2}),
     "qwen3-moe": ("Qwen3MoeForCausalLM", {**QWEN, "norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "gpt-oss": ("GptOssForCausalLM", GPT_OSS),
 }
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral, one expert a token": (
@@ -75,7 +93,7 @@ def write_model(name: str, overrides: dict[str, Any], folder: Path) -> Any:
     model = model_class(config).eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
-            if parameter_name.endswith("bias"):
+            if parameter_name.endswith(("bias", "sinks")):
                 parameter.normal_(0, 0.2)
             elif parameter.dim() == 1:
                 parameter.normal_(1, 0.2)
