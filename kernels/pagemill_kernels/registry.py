@@ -75,6 +75,7 @@ _IMPLEMENTATIONS: dict[str, dict[Backend, str]] = {
     "pack_experts": {
         "reference": "experts.reference:pack_experts",
         "cpu_native": "experts.native:pack_experts",
+        "triton": "experts.triton_launch:pack_experts",
     },
     "pack_linear": {
         "reference": "linear.reference:pack_linear",

@@ -70,10 +70,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     def tie_word_embeddings(self) -> bool:
         return self.decoder.head.tied
 
-    @property
-    def num_active_parameters(self) -> int:
-        """Those that one token passes: without the experts that it is not sent to."""
-        return self.num_parameters - sum(each.num_idle_parameters for each in self.decoder.mixtures())
+    def num_read_parameters(self, num_tokens: int = 1) -> int:
+        """Those that a step of so many tokens reads: without the experts that get none of them, as is to be expected.
+        Of one token: the active parameters."""
+        unread = sum(each.num_unread_parameters(num_tokens) for each in self.decoder.mixtures())
+        return self.num_parameters - round(unread)
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Bytes of keys and values that one token takes over all layers."""

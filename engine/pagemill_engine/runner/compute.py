@@ -98,6 +98,12 @@ def _on_gpu(config: EngineConfig, spec: ModelSpec) -> Compute:
 
 def check_gpu_features(config: EngineConfig, spec: ModelSpec) -> None:
     """Raises `LoadError` for a model whose attention the Triton kernels do not compute; needs no device."""
+    if config.quantization in _GPU_ALONE and any(spec.decoder.mixtures()):
+        raise LoadError(
+            "SettingsUnsupported",
+            f"`quantization` {config.quantization} has no kernel for mixtures of experts, which `{spec.architecture}` "
+            "has. Set quantization to int8, int4 or none.",
+        )
     lacks = lacking("triton", _features(spec))
     if lacks:
         raise LoadError(

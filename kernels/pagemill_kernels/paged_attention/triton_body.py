@@ -125,9 +125,9 @@ def attend(
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     if HAS_SINKS:
         # A score that has no value; of several splits the first one, which always has keys, counts it.
-        if split == 0:
-            maximum = tl.load(sinks_ptr + head, mask=is_row, other=0.0).to(tl.float32) * LOG2E
-            total += 1.0
+        sinks = tl.load(sinks_ptr + head, mask=is_row, other=0.0).to(tl.float32) * LOG2E
+        maximum = tl.where(split == 0, sinks, maximum)
+        total = tl.where(split == 0, 1.0, total)
     result = tl.zeros([BLOCK_M, PADDED_DIM], dtype=tl.float32)
     for tile in range(begin, end, TILE):
         key_position = tile + tl.arange(0, TILE)

@@ -181,11 +181,11 @@ class MoESpec(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
         shared = 0 if self.shared is None else self.shared.mlp.intermediate_size
         return self.top_k * self.experts[0].intermediate_size + shared
 
-    @property
-    def num_idle_parameters(self) -> int:
-        """Of the experts that a token does not pass."""
+    def num_unread_parameters(self, num_tokens: int) -> float:
+        """Of the experts that none of so many tokens passes, where each passes any with the same probability."""
         of_one = sum(math.prod(shape) for shape in self.experts[0].shapes().values())
-        return (len(self.experts) - self.top_k) * of_one
+        num_experts = len(self.experts)
+        return num_experts * of_one * (1 - self.top_k / num_experts) ** num_tokens
 
     def linears(self) -> Iterator[LinearSpec]:
         yield self.router

@@ -19,8 +19,8 @@ class GGUFNames(NamedTuple):
     layers: str
     """What a layer's names begin with, before its number: `model.layers`."""
     in_layer: dict[str, str]
-    """Without `.weight` and `.bias`: {`attn_q`: `self_attn.q_proj`}; with it where the other name has none. `*` stands for
-    the number of an expert: the tensor holds all of a layer's."""
+    """Without `.weight` and `.bias`: {`attn_q`: `self_attn.q_proj`}; with it where the other name has none. `*` stands
+    for the number of an expert: the tensor holds all of a layer's."""
     elsewhere: dict[str, str]
     """Whole names: {`token_embd.weight`: `model.embed_tokens.weight`}."""
     interleaved: dict[str, str]

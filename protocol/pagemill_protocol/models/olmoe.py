@@ -34,7 +34,6 @@ def _normalized(layer: LayerSpec, eps: float) -> LayerSpec:
     attention, experts = layer.blocks()
     assert isinstance(attention, AttentionSpec)
     first, second = layer.norms()
-    key_size = attention.num_kv_heads * attention.head_dim
     sizes = {"query": attention.output.in_features, "key": attention.num_kv_heads * attention.head_dim}
     norms = {
         f"{part}_norm": NormSpec(name=f"{layer.name}.self_attn.{part[0]}_norm", size=size, eps=eps)

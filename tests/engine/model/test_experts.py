@@ -12,7 +12,11 @@ import pytest
 import torch
 import transformers
 
+from pagemill_engine.loading.errors import LoadError
+from pagemill_engine.models.experts import MoE
 from pagemill_kernels.cpu import library
+from pagemill_kernels.experts.reference import route
+from pagemill_protocol.model_spec import load_model_spec
 
 Loader = Callable[..., Any]
 Drivers = Callable[[Any], Any]
@@ -35,6 +39,7 @@ GPT_OSS = {
     "num_local_experts": 5,
     "num_experts_per_tok": 2,
     "sliding_window": 24,
+    "swiglu_limit": 1.5,
     "rope_parameters": {
         "rope_type": "yarn",
         "rope_theta": 150000.0,
@@ -187,3 +192,106 @@ def test_variants_equal_transformers(name: str, tmp_path: Path, runner_loader: L
     for backend in ("cpu_native", "cpu") if library.load() else ("cpu",):
         results = make_driver(runner_loader(variant.folder, backend=backend)).greedy(variant.prompts, NUM_TOKENS)
         assert tokens_of(results) == variant.expected
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    return make_family(*MODELS["gpt-oss"], tmp_path_factory.mktemp("gpt-oss"))
+
+
+@pytest.fixture(scope="module")
+def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    return make_family(*MODELS["qwen2-moe"], tmp_path_factory.mktemp("qwen2-moe"))
+
+
+def mixtures_of(runner: Any) -> list[MoE]:
+    blocks = (block for layer in runner.model.layers.plain for block in layer.blocks())
+    return [block for block in blocks if isinstance(block, MoE)]
+
+
+def next_experts(logits: torch.Tensor, top_k: int, renormalized: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    chosen, weights = route(logits, top_k, renormalized)
+    return (chosen + 1) % logits.shape[1], weights
+
+
+def equal_weights(logits: torch.Tensor, top_k: int, renormalized: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    chosen, weights = route(logits, top_k, renormalized)
+    return chosen, torch.full_like(weights, 1 / top_k)
+
+
+def renormalizing(logits: torch.Tensor, top_k: int, renormalized: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    return route(logits, top_k, not renormalized)
+
+
+@pytest.mark.parametrize("fault", [next_experts, equal_weights, renormalizing])
+def test_a_fault_in_the_routing_changes_the_answers(
+    fault: Any, qwen2: Family, runner_loader: Loader, make_driver: Drivers
+) -> None:
+    runner = runner_loader(qwen2.folder)
+    assert tokens_of(make_driver(runner).greedy(qwen2.prompts, NUM_TOKENS)) == qwen2.expected
+    for mixture in mixtures_of(runner):
+        mixture._ops = mixture._ops._replace(route=fault)
+    assert tokens_of(make_driver(runner).greedy(qwen2.prompts, NUM_TOKENS)) != qwen2.expected
+
+
+def test_without_its_shared_expert_the_answers_are_others(
+    qwen2: Family, runner_loader: Loader, make_driver: Drivers
+) -> None:
+    runner = runner_loader(qwen2.folder)
+    for mixture in mixtures_of(runner):
+        mixture.shared = None
+    assert tokens_of(make_driver(runner).greedy(qwen2.prompts, NUM_TOKENS)) != qwen2.expected
+
+
+@pytest.mark.parametrize("fault", ["sinks", "limit"])
+def test_without_sinks_or_limits_the_answers_are_others(
+    fault: str, gpt_oss: Family, runner_loader: Loader, make_driver: Drivers
+) -> None:
+    runner = runner_loader(gpt_oss.folder)
+    for layer in runner.model.layers.plain:
+        attention, mixture = layer.blocks()
+        if fault == "sinks":
+            attention.sinks = None
+        else:
+            mixture.experts.packed._limit = 1e9
+    assert tokens_of(make_driver(runner).greedy(gpt_oss.prompts, NUM_TOKENS)) != gpt_oss.expected
+
+
+@pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.why_absent()}")
+@pytest.mark.parametrize("name", ["qwen2-moe", "gpt-oss"])
+@pytest.mark.parametrize(
+    "storage", [{}, {"quantization": "int4"}, {"dtype": "bfloat16"}], ids=["float32", "int4", "bf16"]
+)
+def test_a_deterministic_engine_gives_the_same_bits_in_every_batch(
+    name: str, storage: dict[str, str], qwen2: Family, gpt_oss: Family, runner_loader: Loader, make_driver: Drivers
+) -> None:
+    family = qwen2 if name == "qwen2-moe" else gpt_oss
+    driver = make_driver(runner_loader(family.folder, deterministic=True, **storage))
+    alone = driver.greedy(family.prompts, 8, waves=True, enable_prefix_caching=False)
+    for settings in ({}, {"max_num_batched_tokens": 13}):
+        together = driver.greedy(family.prompts, 8, enable_prefix_caching=False, **settings)
+        assert [each.logprobs for each in together] == [each.logprobs for each in alone]
+
+
+def test_products_of_codes_on_a_gpu_are_refused_by_name(qwen2: Family, runner_loader: Loader) -> None:
+    with pytest.raises(LoadError, match="`quantization` w8a8 has no kernel for mixtures of experts"):
+        runner_loader(qwen2.folder, device="cuda", quantization="w8a8")
+
+
+@pytest.mark.parametrize("quantization", ["none", "int4"])
+def test_the_triton_backend_answers_as_transformers_does(
+    quantization: str, gpt_oss: Family, runner_loader: Loader, make_driver: Drivers
+) -> None:
+    """In the interpreter where there is no device."""
+    prompts = gpt_oss.prompts[:3]
+    results = make_driver(runner_loader(gpt_oss.folder, device="cuda", quantization=quantization)).greedy(prompts, 3)
+    expected = [tokens[:3] for tokens in gpt_oss.expected[:3]]
+    if quantization != "none":
+        native = make_driver(runner_loader(gpt_oss.folder, backend="cpu", quantization=quantization))
+        expected = tokens_of(native.greedy(prompts, 3))
+    assert tokens_of(results) == expected
+
+
+def test_experts_count_in_the_planned_memory(qwen2: Family, runner_loader: Loader) -> None:
+    runner = runner_loader(qwen2.folder, backend="cpu_native")
+    assert runner.info.weight_bytes == pytest.approx(4 * load_model_spec(qwen2.folder).num_parameters, rel=0.15)

@@ -161,4 +161,6 @@ def test_more_experts_for_a_token_than_there_are_is_refused(tmp_path: Path, runn
 def test_active_parameters_leave_out_the_experts_that_a_token_does_not_pass(tmp_path: Path) -> None:
     make("llama").save_pretrained(tmp_path)
     spec = load_model_spec(tmp_path)
-    assert spec.num_parameters - spec.num_active_parameters == 2 * (5 - 2) * 3 * 64 * 96
+    assert spec.num_parameters - spec.num_read_parameters() == 2 * (5 - 2) * 3 * 64 * 96
+    assert spec.num_read_parameters() < spec.num_read_parameters(4) < spec.num_read_parameters(200)
+    assert spec.num_read_parameters(200) == spec.num_parameters
