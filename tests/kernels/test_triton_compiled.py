@@ -28,11 +28,15 @@ CASES = [
     "draw after changes",
     "inputs of a step",
 ]
+EXPERTS = ("multiply_experts", "gate_and_mul", "multiply_experts", "add_weighted")
 KERNELS = [
     *("attend", "join_splits"),
+    "attend",
     *("attend", "join_splits"),
     *("attend", "join_splits"),
     "multiply_codes",
+    *EXPERTS,
+    *EXPERTS,
     *("encode_rows", "multiply_scaled"),
     *("encode_rows", "multiply_scaled"),
     "build",
