@@ -139,7 +139,7 @@ def mxfp4_codes(nibbles: Tensor) -> Tensor:
 
 def mxfp4_scales(exponents: Tensor) -> Tensor:
     """What doubled e2m1 floats are multiplied with: 2 ** (exponent - 128), float32."""
-    return (exponents.int() << 23).view(torch.float32) * 0.5
+    return ((exponents.int() - 1).clamp(min=0) << 23).view(torch.float32)
 
 
 def _mxfp4(blocks: Tensor) -> Tensor:
