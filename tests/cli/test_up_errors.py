@@ -125,6 +125,15 @@ def test_control_characters_are_told_with_their_lines_beside_the_other_errors(wr
     ]
 
 
+@pytest.mark.parametrize("broken", ["a: [1, 2\n", "spec:\n\tmodel: x\n", 'a: "open\n', "a: b: c\n"])
+def test_a_syntax_error_does_not_hide_the_errors_of_later_documents(write: Write, broken: str) -> None:
+    later = [f"---\n{HEAD.replace('name: ', f'name: {name}')}spec:\n{MODEL}  replica: 1\n" for name in "xy"]
+    found = errors(write("f.yaml", f"{broken}{later[0]}---\n}}\n{later[1]}"))
+    lines = sorted(int(error.removeprefix("f.yaml:").partition(":")[0]) for error in found)
+    num_before, num_later = broken.count("\n"), later[0].count("\n")
+    assert lines[1:] == [num_before + num_later, num_before + num_later + 2, num_before + 2 * num_later + 2]
+
+
 def test_a_missing_model_is_reported_beside_the_other_errors(write: Write) -> None:
     found = errors(write("f.yaml", f"{HEAD}spec:\n  model: {{source: 'file:///no/such/model'}}\n  replica: 1\n"))
     assert [error.split(": ")[1] for error in found] == ["spec.model.source", "spec.replica"]

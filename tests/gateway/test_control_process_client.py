@@ -268,7 +268,7 @@ async def test_a_new_head_knows_what_is_reserved_and_nothing_of_old_decisions(
             new = await line.choose(TARGET, frozenset(), ASK)
             assert new.decision != old.decision
             line.finished(old, CompletedRequest(3, None))
-            assert await line.alive("a")
+            assert await line.liveness("a") == "working"
             assert in_flight(head) == 1
             line.settle("lease", 1)
             assert (await line.reserve(ENTRY._replace(lease="other"))).refused is None
@@ -307,7 +307,7 @@ async def test_a_worker_that_dies_is_charged_for_what_it_reported(place: Place, 
 async def test_without_a_head_nothing_fails_that_can_wait(place: Place) -> None:
     async with place.worker() as line:
         question = asyncio.create_task(line.find("m", DEFAULT_TICKET))
-        assert await line.alive("a"), "nobody can say"
+        assert await line.liveness("a") == "working", "it is unknown"
         assert not (await line.status()).ready
         async with place.head():
             assert (await question).deployment == "default/d"

@@ -28,6 +28,7 @@ from pagemill_gateway.brain.interface import (
     CompletedRequest,
     FailureKind,
     HashScheme,
+    Liveness,
     QueueTicket,
     RetryContext,
     RoutingRequest,
@@ -39,7 +40,7 @@ from pagemill_gateway.relay.journal import Journal, JournalCapacity, JournalGap
 from pagemill_gateway.relay.keep_alive import KeepAlive
 from pagemill_gateway.relay.relay import Relay
 from pagemill_gateway.relay.sinks import BodySink, StreamSink
-from pagemill_gateway.relay.upstream import FrameStream, IsAlive
+from pagemill_gateway.relay.upstream import AskLiveness, FrameStream
 from pagemill_gateway.request_record import RequestRecord
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.frames import encode_frame
@@ -106,8 +107,8 @@ class Engines:
 
     def started(self, choice: Assignment, ttft_ms: float | None = None) -> None: ...
 
-    async def alive(self, endpoint_id: str) -> bool:
-        return True
+    async def liveness(self, endpoint_id: str) -> Liveness:
+        return "working"
 
     async def expected_s(self, model: str, ticket: QueueTicket) -> float | None:
         return None
@@ -120,13 +121,13 @@ class Engines:
 
     @asynccontextmanager
     async def generate(
-        self, choice: Assignment, body: bytes, request_id: str, is_alive: IsAlive
+        self, choice: Assignment, body: bytes, request_id: str, liveness: AskLiveness
     ) -> AsyncIterator[FrameStream]:
         request = msgspec.msgpack.decode(body, type=GenerateRequest)
         self.requests.append(request)
         digest = self.weights_digests.pop(0) if self.weights_digests else "w"
         network_break = self._breaks.pop(0) if self._breaks else None
-        yield FrameStream(_Network(self._answer(request), network_break), digest, 10.0, is_alive)
+        yield FrameStream(_Network(self._answer(request), network_break), digest, 10.0, liveness)
 
     def _answer(self, request: GenerateRequest) -> list[bytes]:
         processor = OutputProcessor(request, self._tokenizer, "fp")

@@ -28,7 +28,7 @@ from pagemill_gateway.relay.delivery import AnswerBroken
 from pagemill_gateway.relay.keep_alive import KeepAlive
 from pagemill_gateway.relay.relay import Relay
 from pagemill_gateway.relay.sinks import BodySink, StreamSink
-from pagemill_gateway.relay.upstream import FrameStream, IsAlive, UpstreamFailure
+from pagemill_gateway.relay.upstream import AskLiveness, FrameStream, UpstreamFailure
 from pagemill_gateway.request_record import RequestRecord
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint, QueueLimits
 from pagemill_protocol.errors import ENGINE_CRASHED, ENGINE_FAILED, PagemillError, unavailable
@@ -208,11 +208,13 @@ class Cluster:
             self.outcomes[outcome] += 1
 
     @asynccontextmanager
-    async def generate(self, choice: Assignment, body: bytes, request_id: str, is_alive: IsAlive) -> AsyncIterator[Any]:
+    async def generate(
+        self, choice: Assignment, body: bytes, request_id: str, liveness: AskLiveness
+    ) -> AsyncIterator[Any]:
         """The relay's `Upstream`."""
         await asyncio.sleep(0.001)
         content = self.engines[choice.endpoint_id].take(msgspec.msgpack.decode(body, type=GenerateRequest))
-        yield FrameStream(content, "w", 10.0, is_alive)
+        yield FrameStream(content, "w", 10.0, liveness)
 
     async def play(self, asked: list[Any], *others: Any) -> None:
         """Until all who asked have their answer."""

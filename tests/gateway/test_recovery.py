@@ -23,7 +23,7 @@ from pagemill_gateway.brain.resilience.slowness import LEAST_SAMPLES, Slowness
 from pagemill_gateway.config import GatewayConfig
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.state import Digests, StateFrame
+from pagemill_protocol.state import Digests, StateFrame, StepTimeParams
 
 
 @pytest.fixture
@@ -345,10 +345,21 @@ async def test_chance_is_what_ends_engines_without_the_request_as_well(brain: Lo
 # -- silence -----------------------------------------------------------------------------------------------------------
 
 
-async def test_an_engine_that_makes_no_step_for_long_is_not_alive(brain: LocalBrain) -> None:
+async def test_an_engine_that_makes_no_step_for_long_is_stuck(brain: LocalBrain) -> None:
     know(brain, "a")
-    assert await brain.alive("a")
-    report(brain, "a", silent_s=44.0)
-    assert await brain.alive("a")
-    report(brain, "a", silent_s=46.0)
-    assert not await brain.alive("a")
+    assert await brain.liveness("a") == "working"
+    report(brain, "a", silent_s=5.9)
+    assert await brain.liveness("a") == "working"
+    report(brain, "a", silent_s=6.1)
+    assert await brain.liveness("a") == "stuck"
+    brain.stream_lost("a")
+    assert await brain.liveness("a") == "silent"
+
+
+async def test_a_step_of_a_large_model_may_take_as_long_as_ten_of_its_longest(brain: LocalBrain) -> None:
+    know(brain, "a")
+    step_time = StepTimeParams(knots_tokens=[16, 512], knot_ms=[400.0, 4000.0])
+    report(brain, "a", silent_s=39.0, step_time=step_time)
+    assert await brain.liveness("a") == "working"
+    report(brain, "a", silent_s=41.0, step_time=step_time)
+    assert await brain.liveness("a") == "stuck"

@@ -121,6 +121,26 @@ async def test_json_content_types_pass(client: httpx2.AsyncClient, content_type:
     assert (await client.post("/parse", content=BODY, headers={"content-type": content_type})).status_code == 200
 
 
+@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://test:81"])
+async def test_what_a_browser_sends_unasked_for_a_foreign_page_is_refused(
+    client: httpx2.AsyncClient, origin: str
+) -> None:
+    for declared in ({}, {"content-type": ""}):
+        response = await client.post("/parse", content=BODY, headers={"origin": origin, **declared})
+        error = shaped(response, 403)
+        assert error["code"] == "foreign_origin"
+        assert "application/json" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "headers", [{"origin": "http://test"}, {"origin": "http://evil.example", "content-type": "application/json"}, {}]
+)
+async def test_pages_of_this_server_and_what_browsers_ask_about_first_pass(
+    client: httpx2.AsyncClient, headers: dict[str, str]
+) -> None:
+    assert (await client.post("/parse", content=BODY, headers=headers)).status_code == 200
+
+
 async def test_a_declared_body_above_the_limit_is_refused(client: httpx2.AsyncClient) -> None:
     response = await client.post("/echo", content=b"x" * 1001)
     assert "1000 bytes" in shaped(response, 413)["message"]

@@ -18,7 +18,10 @@ import yaml
 MAX_FILE_BYTES = 1024 * 1024
 MAX_NODES = 50_000
 MAX_CONTROL_CHARACTERS = 100
+MAX_SYNTAX_ERRORS = 10
+"""What follows this many in one file is not read."""
 NOT_IN_YAML = yaml.reader.Reader.NON_PRINTABLE
+DOCUMENT_START = re.compile(r"---(\s|$)")
 LINE_BREAK = re.compile("\r\n|[\n\r\x85\u2028\u2029]")
 FieldPath = tuple[str | int, ...]
 
@@ -75,6 +78,18 @@ def read_documents(path: Path) -> tuple[list[Document], list[Finding]]:
     findings = list(_control_characters(file, text))
     # Without them the rest can be read, and its errors are reported as well.
     text = NOT_IN_YAML.sub("", text)
+    rest = text
+    for _ in range(MAX_SYNTAX_ERRORS):
+        if not (rest := _read_until_error(file, rest, documents, findings)):
+            break
+    if not documents and not findings:
+        message = "holds no document; describe an LLMDeployment in it, as examples/llmdeployment.yaml does"
+        findings.append(Finding(file, None, "", message))
+    return documents, findings
+
+
+def _read_until_error(file: str, text: str, documents: list[Document], findings: list[Finding]) -> str:
+    """Append what is found up to the first syntax error; returns the documents after it, at their lines."""
     try:
         for node in _compose_all(text):
             document = Document(file, node.start_mark.line + 1)
@@ -83,12 +98,24 @@ def read_documents(path: Path) -> tuple[list[Document], list[Finding]]:
                 documents.append(document)
     except yaml.MarkedYAMLError as error:
         findings.append(_syntax_finding(file, text, error))
+        mark = error.problem_mark or error.context_mark
+        return _next_document(text, mark.line if mark else 0)
     except (yaml.YAMLError, RecursionError) as error:
         findings.append(Finding(file, None, "", f"is not YAML: {str(error).splitlines()[0]}"))
-    if not documents and not findings:
-        message = "holds no document; describe an LLMDeployment in it, as examples/llmdeployment.yaml does"
-        findings.append(Finding(file, None, "", message))
-    return documents, findings
+    return ""
+
+
+def _next_document(text: str, line: int) -> str:
+    """From the next document marker on, at or after `line` (from 0), with empty lines for what was before; else empty.
+
+    An error may be found at the marker that ends its document.
+    """
+    starts = [0, *(match.end() for match in LINE_BREAK.finditer(text))]
+    num_blank = len(text) - len(text.lstrip("\n"))
+    for number in range(max(line, num_blank + 1), len(starts)):
+        if DOCUMENT_START.match(text, starts[number]):
+            return "\n" * number + text[starts[number] :]
+    return ""
 
 
 def path_text(path: FieldPath) -> str:

@@ -22,6 +22,7 @@ from pagemill_gateway.brain.interface import (
     Assignment,
     CompletedRequest,
     FailureKind,
+    Liveness,
     QueueTicket,
     RequestOutcome,
     RetryContext,
@@ -44,6 +45,9 @@ from pagemill_protocol.catalog import Catalog, QueueLimits
 from pagemill_protocol.errors import PagemillError, unavailable
 from pagemill_protocol.load import DeploymentLoad
 from pagemill_protocol.state import StateFrame
+
+STALL_STEPS = 10
+"""An engine is stuck when it makes no step for longer than this many of its longest ones."""
 
 
 class LocalBrain:
@@ -293,12 +297,14 @@ class LocalBrain:
         if self.poison_detection.cleared(assignment.decision):
             self.queues.pump(sent.record.deployment)
 
-    async def alive(self, endpoint_id: str) -> bool:
+    async def liveness(self, endpoint_id: str) -> Liveness:
         record = self.registry.endpoints.get(endpoint_id)
-        if record is None or not record.reports.fresh(self._clock()):
-            return False
-        report = record.reports.latest
-        return report is not None and report.silent_s <= self._stall_timeout_s
+        report = record.reports.latest if record is not None else None
+        if record is None or report is None or not record.reports.fresh(self._clock()):
+            return "silent"
+        longest_step_s = max(report.step_time.knot_ms, default=0.0) / 1000
+        is_stuck = report.silent_s > max(self._stall_timeout_s, STALL_STEPS * longest_step_s)
+        return "stuck" if is_stuck else "working"
 
     async def expected_s(self, model: str, ticket: QueueTicket) -> float | None:
         waits_s = [self.queues.left_s(each.key, ticket) for each in self.registry.named(model)]

@@ -26,6 +26,11 @@ Probe = Literal["none", "shared", "alone"]
 another such request; `alone`, on an engine where no other request starts meanwhile.
 """
 
+Liveness = Literal["working", "silent", "stuck"]
+"""`working`: the engine reports its state and makes steps. `silent`: its state stream is silent. `stuck`: its server
+reports that the engine process has made no step for too long.
+"""
+
 NOT_READY = "model_not_ready"
 """Code of the refusal while a deployment has no engine that serves."""
 OTHER_WEIGHTS = "other_weights"
@@ -235,8 +240,8 @@ class Brain(Protocol):
         """The first frame arrived; for a stream, `ttft_ms` after the request was sent."""
         ...
 
-    async def alive(self, endpoint_id: str) -> bool:
-        """Whether the engine still reports its state and makes steps: then it is busy, not gone."""
+    async def liveness(self, endpoint_id: str) -> Liveness:
+        """What is known of an engine that sends nothing in an answer; one that works is waited for."""
         ...
 
     async def expected_s(self, model: str, ticket: QueueTicket) -> float | None:

@@ -21,6 +21,7 @@ from pagemill_gateway.brain.interface import (
     Assignment,
     CompletedRequest,
     FailureKind,
+    Liveness,
     QueueTicket,
     RequestOutcome,
     RetryContext,
@@ -50,7 +51,7 @@ _to_worker = msgspec.msgpack.Decoder(messages.ToWorker)
 _names = msgspec.msgpack.Decoder(list[ServedName])
 _target = msgspec.msgpack.Decoder(Target)
 _choice = msgspec.msgpack.Decoder(Assignment)
-_bool = msgspec.msgpack.Decoder(bool)
+_liveness: msgspec.msgpack.Decoder[Liveness] = msgspec.msgpack.Decoder(Liveness)
 _int = msgspec.msgpack.Decoder(int)
 _seconds: msgspec.msgpack.Decoder[float | None] = msgspec.msgpack.Decoder(float | None)
 _answer = msgspec.msgpack.Decoder(store.Answer)
@@ -120,12 +121,12 @@ class ControlProcessClient:
     def started(self, assignment: Assignment, ttft_ms: float | None = None) -> None:
         self._notify(messages.Started(assignment.decision, ttft_ms))
 
-    async def alive(self, endpoint_id: str) -> bool:
-        """True while the control process is away: it is unknown, and no answer must suffer."""
+    async def liveness(self, endpoint_id: str) -> Liveness:
+        """`working` while the control process is away: it is unknown, and no answer must suffer."""
         if self._connection is not None:
             with suppress(IpcConnectionLost):
-                return await self._connection.ask(messages.Alive(endpoint_id), _bool)
-        return True
+                return await self._connection.ask(messages.GetLiveness(endpoint_id), _liveness)
+        return "working"
 
     async def expected_s(self, model: str, ticket: QueueTicket) -> float | None:
         """None while the control process is away."""

@@ -85,8 +85,8 @@ class Choose(msgspec.Struct, frozen=True, array_like=True, tag="choose"):
     retry: RetryContext | None
 
 
-class Alive(msgspec.Struct, frozen=True, array_like=True, tag="alive"):
-    """A bool."""
+class GetLiveness(msgspec.Struct, frozen=True, array_like=True, tag="liveness"):
+    """A `Liveness`."""
 
     endpoint_id: str
 
@@ -170,7 +170,7 @@ class Adopt(msgspec.Struct, frozen=True, array_like=True, tag="adopt"):
     asks: list[store.Ask]
 
 
-WorkerQuestion = GetNames | LookUp | Find | Choose | Alive | Expected | Reserve | Extend | GetStatus | GetBundle
+WorkerQuestion = GetNames | LookUp | Find | Choose | GetLiveness | Expected | Reserve | Extend | GetStatus | GetBundle
 WorkerNote = Accepted | Started | Finished | Failed | Withdrawn | RecordOutcome | PublishMeasurements | Settle | Adopt
 ToControlProcess = Call[WorkerQuestion] | Reply | Refusal | Abandoned | WorkerNote
 

@@ -87,8 +87,8 @@ class WorkerConnection:
                 return await self._brain.look_up(model)
             case messages.GetNames():
                 return await self._brain.names()
-            case messages.Alive(endpoint_id):
-                return await self._brain.alive(endpoint_id)
+            case messages.GetLiveness(endpoint_id):
+                return await self._brain.liveness(endpoint_id)
             case messages.Expected(model, ticket):
                 return await self._brain.expected_s(model, ticket)
             case messages.GetStatus():

@@ -160,9 +160,9 @@ class Relay:
 
     async def _attempt(self, assignment: Assignment, delivery: Delivery) -> tuple[Usage, CompletedRequest]:
         body = delivery.begin(assignment)
-        is_alive = partial(self._brain.alive, assignment.endpoint_id)
+        liveness = partial(self._brain.liveness, assignment.endpoint_id)
         sent_at = time.perf_counter()
-        async with self._upstream.generate(assignment, body, delivery.record.request_id, is_alive) as stream:
+        async with self._upstream.generate(assignment, body, delivery.record.request_id, liveness) as stream:
             self._brain.accepted(assignment)
             frames = await stream.read()
             if frames[0][0].error is None:

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import msgspec
 
-from pagemill_gateway.brain.interface import Assignment, FailureKind
+from pagemill_gateway.brain.interface import Assignment, FailureKind, Liveness
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.relay.engine_connection import EngineConnection
 from pagemill_gateway.relay.engine_pool import CannotConnect, EnginePool, Origin, origin_of
@@ -47,8 +47,8 @@ BROKE = "The connection to an engine broke."
 _encoder = msgspec.msgpack.Encoder()
 
 Frame = tuple[FrameMeta, bytes]
-IsAlive = Callable[[], Awaitable[bool]]
-"""Whether the engine is known to work, although it sends nothing here."""
+AskLiveness = Callable[[], Awaitable[Liveness]]
+"""What is known of the engine, which sends nothing here."""
 
 
 class UpstreamFailure(Exception):
@@ -72,7 +72,7 @@ class Body(Protocol):
 class FrameStream:
     """The frames of one answer in the groups in which the network brought them."""
 
-    def __init__(self, body: Body, weights_digest: str, silence_timeout_s: float, is_alive: IsAlive) -> None:
+    def __init__(self, body: Body, weights_digest: str, silence_timeout_s: float, liveness: AskLiveness) -> None:
         self.weights_digest = weights_digest
         """Of the weights that make the answer; empty: the engine does not report it."""
         self.waited_s = 0.0
@@ -80,7 +80,7 @@ class FrameStream:
         self._body = body
         self._loop = asyncio.get_running_loop()
         self._silence_timeout_s = silence_timeout_s
-        self._is_alive = is_alive
+        self._liveness = liveness
         self._timeout = RepeatedTimeout(silence_timeout_s / SILENCE_CHECKS)
         self._decoder = FrameDecoder()
         self._complete = False
@@ -125,9 +125,10 @@ class FrameStream:
                 try:
                     return await self._timeout.wait(self._body.receive())
                 except TimeoutError:
-                    if await self._is_alive():
+                    liveness = await self._liveness()
+                    if liveness == "working":
                         silent_since = loop.time()
-                    elif loop.time() - silent_since >= self._silence_timeout_s:
+                    elif liveness == "stuck" or loop.time() - silent_since >= self._silence_timeout_s:
                         raise
         finally:
             self.waited_s += loop.time() - started
@@ -153,18 +154,18 @@ class Upstream:
 
     @asynccontextmanager
     async def generate(
-        self, assignment: Assignment, body: bytes, request_id: str, is_alive: IsAlive
+        self, assignment: Assignment, body: bytes, request_id: str, liveness: AskLiveness
     ) -> AsyncIterator[FrameStream]:
         """Send an encoded `GenerateRequest`; the engine has accepted it once the block is entered.
 
         Leaving the block before the last frame closes the connection, which aborts the request in the engine. Raises
         `UpstreamFailure`, or `PagemillError` for a request that no engine would take.
         """
-        origin, connection = await self._ask(assignment, body, request_id, is_alive)
+        origin, connection = await self._ask(assignment, body, request_id, liveness)
         try:
             await _check_accepted(connection)
             weights_digest = connection.header(WEIGHTS_HEADER.encode())[:MAX_DIGEST_CHARS]
-            stream = FrameStream(connection, weights_digest, self._silence_timeout_s, is_alive)
+            stream = FrameStream(connection, weights_digest, self._silence_timeout_s, liveness)
             try:
                 yield stream
             finally:
@@ -191,11 +192,11 @@ class Upstream:
             return False
 
     async def _ask(
-        self, assignment: Assignment, body: bytes, request_id: str, is_alive: IsAlive
+        self, assignment: Assignment, body: bytes, request_id: str, liveness: AskLiveness
     ) -> tuple[Origin, EngineConnection]:
         """A connection on which the engine has begun to answer."""
         try:
-            async with asyncio.timeout(self._accept_timeout_s) as limit, self._watched(limit, is_alive):
+            async with asyncio.timeout(self._accept_timeout_s) as limit, self._watched(limit, liveness):
                 origin = origin_of(assignment.data_url)
                 head = _head(origin, assignment.token, request_id, len(body))
                 connection = await self._pool.take(origin)
@@ -213,13 +214,13 @@ class Upstream:
             raise UpstreamFailure("lost", BROKE) from error
 
     @asynccontextmanager
-    async def _watched(self, limit: asyncio.Timeout, is_alive: IsAlive) -> AsyncIterator[None]:
+    async def _watched(self, limit: asyncio.Timeout, liveness: AskLiveness) -> AsyncIterator[None]:
         """End the wait for an engine's response early when its state stream is silent too."""
         loop = asyncio.get_running_loop()
         watching: list[asyncio.Task[None]] = []
 
         async def watch() -> None:
-            while await is_alive():  # noqa: ASYNC110 (there is no event to wait for)
+            while await liveness() == "working":  # noqa: ASYNC110 (there is no event to wait for)
                 await asyncio.sleep(self._silence_timeout_s)
             if not limit.expired():
                 limit.reschedule(loop.time())

@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope
 
 from pagemill_protocol.errors import PagemillError, client_closed_request
 from pagemill_protocol.http.auth import header
+from pagemill_protocol.http.origin import check_same_origin
 from pagemill_protocol.openai.parse import parse_body
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -36,13 +37,16 @@ async def read_json(scope: Scope, receive: Receive, schema: type[Model]) -> Mode
 
 
 def check_json_content_type(scope: Scope) -> None:
-    """Refuse bodies declared as something else than JSON with 415; no declaration is taken as JSON."""
-    declared = header(scope, b"content-type")
-    if declared is None:
+    """Refuse bodies declared as something else than JSON with 415; no declaration is taken as JSON.
+
+    Except from a web page of another origin (403): browsers send what is not declared as JSON without asking first
+    whether the server allows it (Fetch standard, CORS-safelisted requests).
+    """
+    media_type = (header(scope, b"content-type") or "").partition(";")[0].strip().lower()
+    if media_type == "application/json" or media_type.endswith("+json"):
         return
-    media_type = declared.partition(";")[0].strip().lower()
-    if media_type in ("", "application/json") or media_type.endswith("+json"):
-        return
+    if not media_type:
+        return check_same_origin(scope, "send it with the header `Content-Type: application/json`")
     raise PagemillError(
         f"The body is declared as `{media_type[:60]}`. Send JSON with the header `Content-Type: application/json`.",
         status=415,

@@ -16,15 +16,15 @@ from pathlib import Path
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pagemill_protocol.errors import PagemillError, unauthorized
+from pagemill_protocol.errors import unauthorized
 from pagemill_protocol.http.auth import bearer_token, is_loopback, same_secret
+from pagemill_protocol.http.origin import check_same_origin, forbidden, header_values, shown
 from pagemill_protocol.secret_file import SecretFile
 
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/metrics", "/version"})
 OPEN_METHODS = frozenset({"GET", "HEAD"})
 PRIVATE_SUFFIXES = (".localhost", ".local", ".internal", ".svc")
 """Names that public DNS cannot hold; Services of Kubernetes and their cluster's domain are among them."""
-MAX_SHOWN_CHARS = 80
 _HOST = re.compile(r"\[(?P<v6>[0-9a-fA-F:.]+)\](:\d*)?|(?P<name>[^\s:@/?#\[\]\\]+)(:\d*)?")
 
 
@@ -81,18 +81,11 @@ class ControlGuard:
 
 def require_control(scope: Scope, tokens: ControlTokens, allowed_hosts: Collection[str] = ()) -> None:
     """Let programs pass that hold a token. Raises `PagemillError` 403 for web pages and foreign hosts, else 401."""
-    hosts = _values(scope, b"host")
-    for origin in _values(scope, b"origin"):
-        if not _is_same_origin(origin, hosts):
-            raise _forbidden(
-                f"The request comes from a web page of {_shown(origin)} (header Origin), and web pages may not use "
-                "this route. Send it from a program, without that header.",
-                "foreign_origin",
-            )
-    for host in hosts:
+    check_same_origin(scope, "send it from a program, without that header")
+    for host in header_values(scope, b"host"):
         if not _is_own_host(host, allowed_hosts):
-            raise _forbidden(
-                f"The header Host names {_shown(host)}, which is not known as a name of this server. Call it by its IP "
+            raise forbidden(
+                f"The header Host names {shown(host)}, which is not known as a name of this server. Call it by its IP "
                 "address or as localhost, or add the name to the setting `control_allowed_hosts`.",
                 "foreign_host",
             )
@@ -116,16 +109,6 @@ def _is_open(scope: Scope) -> bool:
     return scope["path"] in OPEN_PATHS and scope["method"] in OPEN_METHODS
 
 
-def _values(scope: Scope, name: bytes) -> list[str]:
-    """All headers of that lower-case name: one alone may be meant for us."""
-    return [bytes(value).decode("latin-1").strip() for key, value in scope["headers"] if key == name]
-
-
-def _is_same_origin(origin: str, hosts: list[str]) -> bool:
-    scheme, separator, authority = origin.partition("://")
-    return scheme in ("http", "https") and bool(separator) and [authority.lower()] == [host.lower() for host in hosts]
-
-
 def _is_own_host(host: str, allowed_hosts: Collection[str]) -> bool:
     """An IP address, a name that no public DNS zone can hold, or one of this server. Ports may be forwarded."""
     match = _HOST.fullmatch(host)
@@ -144,11 +127,3 @@ def _is_address(text: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _forbidden(message: str, code: str) -> PagemillError:
-    return PagemillError(message, status=403, type="permission_error", code=code)
-
-
-def _shown(text: str) -> str:
-    return ascii(text[:MAX_SHOWN_CHARS])

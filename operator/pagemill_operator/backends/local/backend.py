@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
 import aiohttp
 
@@ -29,6 +30,7 @@ from pagemill_operator.backends.standby import next_orders
 from pagemill_operator.plan.planner import name_conflicts
 from pagemill_operator.plan.types import Plan
 from pagemill_operator.status.conditions import Observation
+from pagemill_operator.status.observation import ReplicaObservation
 from pagemill_protocol.catalog import Catalog
 from pagemill_protocol.load import EngineHeld
 
@@ -113,11 +115,18 @@ class LocalBackend(Cluster):
         deployment = self._deployments[key]
         return Observation(
             plan=self._plan(deployment),
-            replicas=tuple(replica.observation for replica in deployment.replicas),
+            replicas=tuple(self._seen_by_gateway(replica) for replica in deployment.replicas),
             gateway_ready=self.gateway.ready,
             conflict=deployment.conflict,
             scaling=self._scaling.state(key) if deployment.plan.autoscaling else None,
         )
+
+    def _seen_by_gateway(self, replica: Replica) -> ReplicaObservation:
+        """A replica is ready once the running gateway has a catalogue that says so, and holds requests for it."""
+        seen, endpoint = replica.observation, replica.endpoint
+        if seen.phase != "ready" or not self.gateway.ready or endpoint is None or self.gateway.has(endpoint):
+            return seen
+        return replace(seen, phase="starting")
 
     def supervisors(self, key: str) -> list[Supervisor]:
         """The processes of a deployment, oldest first."""

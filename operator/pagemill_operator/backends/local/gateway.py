@@ -16,7 +16,7 @@ from pagemill_operator.backends.local.settings import LocalSettings
 from pagemill_operator.backends.local.state_dir import StateDir
 from pagemill_operator.backends.local.supervisor import Launch, Supervisor
 from pagemill_operator.plan.types import CONTROL_PORT, Probe
-from pagemill_protocol.catalog import Catalog
+from pagemill_protocol.catalog import Catalog, Endpoint
 
 LOOPBACK = "127.0.0.1"
 NAME = "gateway"
@@ -86,6 +86,12 @@ class Gateway:
         if catalog != self._wanted:
             self._wanted = catalog
             self._changed.set()
+
+    def has(self, endpoint: Endpoint) -> bool:
+        """Whether the running process got a catalogue with this endpoint as it is now."""
+        if self._told is None or self._told[0] != self.supervisor.pid:
+            return False
+        return any(endpoint in model.endpoints for model in self._told[1].models)
 
     async def informed(self, timeout_s: float) -> bool:
         """Wait until the gateway knows the wanted catalogue; False when it did not learn it in time."""
@@ -167,6 +173,7 @@ class Gateway:
         async with self._news:
             self._told = (pid, catalog)
             self._news.notify_all()
+        self._on_change()
         return True
 
     def _complain(self, status: int, body: bytes) -> None:
