@@ -34,7 +34,7 @@ BLOCKS, SCALES = "_blocks", "_scales"
 
 class _Part(NamedTuple):
     stored_name: str
-    index: int | None = None
+    row: int | None = None
     """In the tensor's first dimension; `None`: all of it."""
 
 
@@ -121,13 +121,13 @@ class SafetensorsFolder:
 
     def _shape(self, part: _Part) -> tuple[int, ...]:
         shape = self._stored_shape(part.stored_name)
-        shape = shape if part.index is None else shape[1:]
-        is_blocks = part.index is not None and part.stored_name.endswith(BLOCKS)
+        shape = shape if part.row is None else shape[1:]
+        is_blocks = part.row is not None and part.stored_name.endswith(BLOCKS)
         return (*shape[:-2], shape[-2] * shape[-1] * 2) if is_blocks else shape
 
     def _read(self, part: _Part) -> Tensor:
         handle, name = self._owner[part.stored_name], part.stored_name
-        tensor: Tensor = handle.get_tensor(name) if part.index is None else handle.get_slice(name)[part.index]
+        tensor: Tensor = handle.get_tensor(name) if part.row is None else handle.get_slice(name)[part.row]
         return tensor
 
 

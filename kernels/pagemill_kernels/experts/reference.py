@@ -34,7 +34,7 @@ class PlainExperts:
         return sum(each.up.num_bytes + each.down.num_bytes for each in self._experts)
 
     def add_to(self, out: Tensor, x: Tensor, chosen: Tensor, weights: Tensor) -> None:
-        for index in chosen.unique().tolist():
+        for index in sorted(set(chosen.flatten().tolist())):
             tokens, slots = torch.where(chosen == index)
             expert = self._experts[index]
             result = expert.down(activate_and_mul(expert.up(x[tokens]), *self._gate))

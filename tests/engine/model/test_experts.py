@@ -132,7 +132,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return make_family(*MODELS[request.param], tmp_path_factory.mktemp(request.param))
 
 
-@pytest.fixture(scope="module", params=["cpu_native", "cpu", "reference"])
+@pytest.fixture(scope="module", params=["cpu_native", "cpu"])
 def any_backend(request: pytest.FixtureRequest) -> str:
     if request.param == "cpu_native" and library.load() is None:
         pytest.skip(f"no native kernels: {library.why_absent()}")
@@ -161,9 +161,8 @@ def test_a_batch_equals_transformers(family: Family, driver: Any) -> None:
     assert tokens_of(results) == family.expected
 
 
-@pytest.mark.parametrize("chunk", [7, 16])
-def test_any_chunk_size_equals_transformers(family: Family, driver: Any, chunk: int) -> None:
-    results = driver.greedy(family.prompts, NUM_TOKENS, max_num_batched_tokens=chunk, enable_prefix_caching=False)
+def test_chunks_equal_transformers(family: Family, driver: Any) -> None:
+    results = driver.greedy(family.prompts, NUM_TOKENS, max_num_batched_tokens=13, enable_prefix_caching=False)
     assert tokens_of(results) == family.expected
 
 
@@ -189,7 +188,7 @@ def test_log_probabilities_equal_transformers(family: Family, driver: Any) -> No
 def test_variants_equal_transformers(name: str, tmp_path: Path, runner_loader: Loader, make_driver: Drivers) -> None:
     variant = make_family(*VARIANTS[name], tmp_path)
     assert variant.median_gap > 0.3
-    for backend in ("cpu_native", "cpu") if library.load() else ("cpu",):
+    for backend in ("cpu_native", "reference") if library.load() else ("reference",):
         results = make_driver(runner_loader(variant.folder, backend=backend)).greedy(variant.prompts, NUM_TOKENS)
         assert tokens_of(results) == variant.expected
 
