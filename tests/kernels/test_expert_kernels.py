@@ -7,11 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
-from triton_device import DEVICE
+from triton.runtime.interpreter import InterpretedFunction
+from triton_device import DEVICE, HAS_GPU
 
 from pagemill_kernels.cpu import library
 from pagemill_kernels.experts import native, reference, triton_launch
 from pagemill_kernels.experts.parts import ExpertParts, FusedExperts, Gate
+from pagemill_kernels.gpu import launch
 from pagemill_kernels.linear import native as native_linear
 from pagemill_kernels.linear import reference as plain_linear
 from pagemill_kernels.linear import triton_launch as triton_linear
@@ -170,3 +172,20 @@ def test_weights_of_different_kinds_are_not_multiplied_together() -> None:
     down = triton_linear.pack_linear(torch.zeros(32, 32), None)
     with pytest.raises(TypeError, match="CodesLinear, FloatLinear are not multiplied together"):
         triton_launch.pack_experts([ExpertParts(floats, down), ExpertParts(codes, down)], SILU)
+
+
+@pytest.mark.skipif(HAS_GPU, reason="kernels of the interpreter are watched")
+@pytest.mark.parametrize("tokens", [1, 200])
+def test_launches_depend_on_shapes_alone(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On tensors without values, whose reading raises: so a step does not wait, and can be recorded as a graph."""
+    meta, launched = torch.device("meta"), []
+    monkeypatch.setattr(launch, "device", lambda: meta)
+    monkeypatch.setattr(
+        InterpretedFunction, "run", lambda kernel, *args, grid, warmup, **named: launched.append(kernel.fn.__name__)
+    )
+    up, down = (triton_linear.pack_linear(torch.empty(shape, device=meta), None) for shape in ((64, 32), (32, 32)))
+    experts = triton_launch.pack_experts([ExpertParts(up, down)] * 5, SILU)
+    x = torch.empty(tokens, 32, device=meta)
+    chosen, weights = reference.route(torch.empty(tokens, 5, device=meta), 2, True)
+    experts.add_to(torch.empty_like(x), x, chosen, weights)
+    assert launched == ["multiply_experts", "gate_and_mul", "multiply_experts", "add_weighted"]

@@ -90,7 +90,7 @@ class Family:
     """Between the log probabilities of the two best tokens."""
 
 
-def write_model(name: str, overrides: dict[str, Any], folder: Path) -> Any:
+def write_model(name: str, overrides: dict[str, Any], folder: Path, *, tied_experts: bool = False) -> Any:
     model_class = getattr(transformers, name)
     config = model_class.config_class(vocab_size=VOCAB_SIZE, initializer_range=0.3, **overrides)
     config._attn_implementation = "eager"
@@ -102,6 +102,8 @@ def write_model(name: str, overrides: dict[str, Any], folder: Path) -> Any:
                 parameter.normal_(0, 0.2)
             elif parameter.dim() == 1:
                 parameter.normal_(1, 0.2)
+            elif tied_experts and parameter_name.endswith("gate.weight"):
+                parameter[1::2] = parameter[: len(parameter) // 2 * 2 : 2]
         model.get_output_embeddings().weight.mul_(4)
     model.save_pretrained(folder)
     return model
@@ -118,8 +120,8 @@ def greedy_reference(model: Any, prompt: list[int]) -> tuple[list[int], list[flo
     return sequence[0, len(prompt) :].tolist(), gaps
 
 
-def make_family(name: str, overrides: dict[str, Any], folder: Path) -> Family:
-    model = write_model(name, overrides, folder)
+def make_family(name: str, overrides: dict[str, Any], folder: Path, *, tied_experts: bool = False) -> Family:
+    model = write_model(name, overrides, folder, tied_experts=tied_experts)
     generator = torch.Generator().manual_seed(2)
     prompts = [torch.randint(0, VOCAB_SIZE, (length,), generator=generator).tolist() for length in LENGTHS]
     answers = [greedy_reference(model, prompt) for prompt in prompts]
@@ -191,6 +193,15 @@ def test_variants_equal_transformers(name: str, tmp_path: Path, runner_loader: L
     for backend in ("cpu_native", "reference") if library.load() else ("reference",):
         results = make_driver(runner_loader(variant.folder, backend=backend)).greedy(variant.prompts, NUM_TOKENS)
         assert tokens_of(results) == variant.expected
+
+
+def test_experts_whose_logits_are_equal_are_chosen_as_transformers_does(
+    tmp_path: Path, runner_loader: Loader, make_driver: Drivers
+) -> None:
+    """Of the two experts of a pair with one row of the router, the third place goes to one."""
+    family = make_family(*MODELS["qwen3-moe"], tmp_path, tied_experts=True)
+    results = make_driver(runner_loader(family.folder)).greedy(family.prompts, NUM_TOKENS)
+    assert tokens_of(results) == family.expected
 
 
 @pytest.fixture(scope="module")
