@@ -75,15 +75,19 @@ class SafetensorsFolder:
         out.copy_(tensor)
 
     def code_kind(self, name: str) -> CodeKind | None:
-        return CODE_KINDS["MXFP4"] if self._parts[name].stored_name.endswith(BLOCKS) else None
+        return CODE_KINDS["MXFP4"] if self._is_mxfp4(self._parts[name]) else None
 
     def read_codes(self, name: str) -> GroupCodes | None:
         if self.code_kind(name) is None:
             return None
         part = self._parts[name]
         scales_name = part.stored_name.removesuffix(BLOCKS) + SCALES
-        if scales_name not in self._owner:
-            raise LoadError("ModelUnreadable", f"`{self._folder}` lacks the tensor `{scales_name}`. {_REMEDY}")
+        wanted = self._stored_shape(part.stored_name)[:-1]
+        if scales_name not in self._owner or self._stored_shape(scales_name) != wanted:
+            raise LoadError(
+                "ModelUnreadable",
+                f"`{self._folder}` has no tensor `{scales_name}` of the shape {list(wanted)}. {_REMEDY}",
+            )
         blocks, exponents = self._read(part), self._read(part._replace(stored_name=scales_name))
         return mxfp4_pairs(blocks, exponents)
 
@@ -113,7 +117,7 @@ class SafetensorsFolder:
                 yield stored_name, _Part(stored_name)
             return
         name = stored_name.removesuffix(ending) + stacked[ending]
-        for index in range(self._stored_shape(stored_name)[0]):
+        for index in range(*self._stored_shape(stored_name)[:1]):
             yield name.replace("*", str(index)), _Part(stored_name, index)
 
     def _stored_shape(self, name: str) -> tuple[int, ...]:
@@ -122,8 +126,14 @@ class SafetensorsFolder:
     def _shape(self, part: _Part) -> tuple[int, ...]:
         shape = self._stored_shape(part.stored_name)
         shape = shape if part.row is None else shape[1:]
-        is_blocks = part.row is not None and part.stored_name.endswith(BLOCKS)
-        return (*shape[:-2], shape[-2] * shape[-1] * 2) if is_blocks else shape
+        return (shape[0], shape[1] * shape[2] * 2) if self._is_mxfp4(part) else shape
+
+    def _is_mxfp4(self, part: _Part) -> bool:
+        """Anything else under such a name has a shape that no model asks for."""
+        if part.row is None or not part.stored_name.endswith(BLOCKS):
+            return False
+        stored = self._owner[part.stored_name].get_slice(part.stored_name)
+        return stored.get_dtype() == "U8" and len(stored.get_shape()) == 4
 
     def _read(self, part: _Part) -> Tensor:
         handle, name = self._owner[part.stored_name], part.stored_name

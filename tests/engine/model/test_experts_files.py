@@ -118,13 +118,19 @@ def test_a_folder_in_mxfp4_answers_as_its_values_do(
     assert load_model_spec(tmp_path / "model").num_parameters == model.num_parameters()
 
 
-def test_a_lost_scale_of_mxfp4_is_named(tmp_path: Path, runner_loader: Loader) -> None:
+@pytest.mark.parametrize(
+    ("part", "change"),
+    [("scales", None), ("scales", lambda tensor: tensor[:, :, :1]), ("blocks", lambda tensor: tensor.float())],
+)
+def test_a_damaged_pair_of_mxfp4_is_named(part: str, change: Any, tmp_path: Path, runner_loader: Loader) -> None:
     write_mxfp4(tmp_path / "model", make("gpt-oss"))
     path = tmp_path / "model" / "model.safetensors"
     tensors = load_file(path)
-    del tensors["model.layers.1.mlp.experts.down_proj_scales"]
+    stored = tensors.pop(f"model.layers.1.mlp.experts.down_proj_{part}")
+    if change is not None:
+        tensors[f"model.layers.1.mlp.experts.down_proj_{part}"] = change(stored).contiguous()
     save_file(tensors, path)
-    with pytest.raises(LoadError, match=r"layers\.1\.mlp\.experts\.down_proj_scales"):
+    with pytest.raises(LoadError, match=r"layers\.1\.mlp\.experts\..*down_proj"):
         runner_loader(tmp_path / "model")
 
 
