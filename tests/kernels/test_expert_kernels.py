@@ -126,6 +126,21 @@ def test_a_tokens_result_has_the_same_bits_in_every_batch(format: str) -> None:
 
 
 @needs_native
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("shape", [(1, 64, 96, 7, 2), (5, 64, 96, 7, 2), (70, 32, 160, 3, 3)])
+def test_codes_times_rounded_activations_stay_close(shape: tuple[int, int, int, int, int], bits: int) -> None:
+    """Products in integers for few rows of an expert, in bfloat16 for many."""
+
+    def pack(weight: Tensor, bias: Tensor | None) -> PackedLinear:
+        return native_linear.pack_codes_for_bfloat16(quantize(weight, bits), bias)  # type: ignore[arg-type]
+
+    case = Case(shape, f"int{bits}", pack, biased=True)
+    chosen, weights = reference.route(case.logits, case.top_k, True)
+    found = run(native.pack_experts(case.packed, SILU), case.x, chosen, weights)
+    torch.testing.assert_close(found, case.expected(SILU, chosen, weights), atol=0.04, rtol=0.02)
+
+
+@needs_native
 def test_threads_change_no_bit() -> None:
     case = Case((300, 256, 512, 4, 2), "bfloat16", packers(native_linear, "bfloat16"), biased=True)
     experts = native.pack_experts(case.packed, CLAMPED)
