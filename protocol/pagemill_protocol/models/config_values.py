@@ -67,6 +67,13 @@ class ConfigValues:
             raise self.wrong(key, values, "a list of integers")
         return values
 
+    def object(self, key: str) -> dict[str, Any]:
+        """One that may be missing."""
+        value = self._values.get(key)
+        if value is not None and not isinstance(value, dict):
+            raise self.wrong(key, value, "an object")
+        return value or {}
+
     def number(self, *keys: str, default: float | None = None) -> float:
         key, value = self._first(keys, default)
         return self._number(key, value)

@@ -7,7 +7,7 @@ computes and nothing reads files. Matrices are [outputs, inputs]; tensors have t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal, Protocol
 
 import msgspec
@@ -235,6 +235,14 @@ class LayerSpec(msgspec.Struct, frozen=True):
         for residual in self.residuals:
             for branch in residual.branches:
                 yield branch.block
+
+    def with_branches(self, change: Callable[[BranchSpec], BranchSpec]) -> LayerSpec:
+        """The layer with each of its branches changed."""
+        residuals = [
+            msgspec.structs.replace(residual, branches=tuple(map(change, residual.branches)))
+            for residual in self.residuals
+        ]
+        return LayerSpec(self.name, tuple(residuals))
 
     def norms(self) -> Iterator[NormSpec]:
         """All but those of blocks; a norm that branches share comes once for each."""
